@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from stream_balancer.core.batching import lay_out
 from stream_balancer.core.state import State
@@ -22,7 +23,7 @@ from stream_balancer.core.steps import Replan as ReplanOrder
 from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout, SharedRollout
 from stream_balancer.wire.remote import remote_of
 
-__all__ = ["Plan", "items_of", "laid_out_anew", "uid_of"]
+__all__ = ["Plan", "cut_again", "items_of", "laid_out_anew", "uid_of"]
 
 
 @dataclass(eq=False, slots=True)
@@ -108,6 +109,24 @@ def items_of(
     plan.is_remote = plan.is_remote or any(item.remote for item in made)
     plan.num_padding += batch.num_padding
     return made
+
+
+def cut_again(whole: Batch, rows: Sequence[Sequence[int]]) -> list[Batch]:
+    """The rows of a step that was open, by the number of micro-batches of each rank; or all of it, if they are not
+    of this plan."""
+    lengths = [len(one.micro_batches) for one in whole.ranks]
+    if not rows or [sum(of_rank) for of_rank in zip(*rows, strict=True)] != lengths:
+        return [whole]
+    left = [iter(one.micro_batches) for one in whole.ranks]
+    cut = [[tuple(islice(its, number)) for its, number in zip(left, row, strict=True)] for row in rows]
+    return [
+        replace(
+            whole,
+            ranks=tuple(replace(one, micro_batches=its) for one, its in zip(whole.ranks, row, strict=True)),
+            num_padding=0 if number else whole.num_padding,
+        )
+        for number, row in enumerate(cut)
+    ]
 
 
 def _group(

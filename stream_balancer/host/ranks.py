@@ -7,7 +7,7 @@ and deadlines. Belongs to the event loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Literal
 
 import anyio
@@ -25,6 +25,8 @@ __all__ = ["About", "Member", "Ranks", "different_weights", "forget"]
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _KEEP_S = 60.0  # a rank whose link broke asks again what had no reply
+_DIAL_S = 5.0
+"""A rank that lost its controller dials every second: so long at least it may take to find the next one."""
 
 
 class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -116,21 +118,29 @@ class Ranks:
         roles: Iterable[str],
         dp_size: int,
         rejoin_timeout_s: float,
-        sessions: set[bytes],
         next_step: Callable[[], int | None],
+        came: Collection[Came] = (),
     ) -> None:
-        """``sessions``: of feeds that were in before, and may have been opened for another number of ranks.
-        ``next_step``: the number of the next new step, if that is known."""
-        self._ledger, self._rejoin_timeout_s = ledger, rejoin_timeout_s
-        self._sessions, self._next_step = sessions, next_step
+        """``next_step``: the number of the next new step, if that is known. ``came``: who was in before."""
+        self._ledger, self._rejoin_timeout_s, self._next_step = ledger, rejoin_timeout_s, next_step
         self._roles = (TRAIN, *roles)
         self._came: dict[bytes, About] = {}
         self.members: dict[RankId, Member] = {}
-        self.num_places = dp_size
-        """Ranks have numbers below this; some may be missing, where a lost rank was given up."""
+        for one in came:
+            self._restore(one)
         for role in self._roles:
-            fenced = {one.number for one in ledger.fenced if one.role == role}
-            self._want(role, set(range(dp_size)) - fenced or set(range(dp_size)))
+            numbers = {*range(dp_size), *(one.rank for one in came if one.role == role and not one.is_ended)}
+            there = sorted(numbers.difference(one.number for one in ledger.fenced if one.role == role))
+            self._want(role, set(there[:dp_size] or range(dp_size)))
+        self.num_places = max(dp_size, self.numbers[-1] + 1)
+        """Ranks have numbers below this; some may be missing, where a lost rank was given up."""
+
+    def _restore(self, came: Came) -> None:
+        one = RankId(came.role, came.rank)
+        self._ledger.restore_rank(one, came.incarnation, fenced=came.is_fenced)
+        member = self.members[one] = Member(one)
+        member.incarnation, member.ended, member.left = came.incarnation, came.is_ended, came.is_ended
+        member.fenced.update(came.sessions)
 
     def __getitem__(self, one: RankId) -> Member:
         return self.members[one]
@@ -159,20 +169,26 @@ class Ranks:
                 member.give_up_at = anyio.current_time()  # nobody comes back to a place that is no more
                 self._forget_if_done(member)
 
+    def expect(self, ranks: Iterable[RankId]) -> None:
+        """These were in before this process began: they come back in time, or are given up as any lost rank is."""
+        for one in ranks:
+            member = self.members.setdefault(one, Member(one))
+            if not member.peers:
+                member.give_up_at = anyio.current_time() + max(self._rejoin_timeout_s, _DIAL_S)
+
     def remove(self, member: Member) -> None:
-        """It was given up."""
+        """It was given up, with those of its processes that are still there."""
         member.fenced |= member.sessions
         member.sessions.clear()
+        for peer in member.peers.values():
+            forget(peer)
+            peer.fail(refused_error("value", f"{member.name} was given up, since others of its processes were lost"))
+        member.peers.clear()
         self._want(member.id.role, self._ledger.wanted[member.id.role] - {member.id.number})
         member.give_up_at = math.inf
 
     def _is_wanted(self, member: Member) -> bool:
         return member.id.number in self._ledger.wanted.get(member.id.role, ())
-
-    def fence(self, came: Came) -> None:
-        """Processes that were given up before."""
-        one = RankId(came.role, came.rank)
-        self.members.setdefault(one, Member(one)).fenced.update(came.sessions)
 
     # coming in
 
@@ -183,15 +199,15 @@ class Ranks:
         except msgspec.DecodeError as error:
             raise WireError(f"what a rank says of itself cannot be read: {error}") from None
         member, who = self.members.get(about.id), rank_name(about.rank, about.role)
-        is_known = join.session in self._sessions
-        if about.dp_size != self.num_places and not is_known:
+        # of a feed that was opened for another number of ranks, which was right at that time
+        if about.dp_size != self.num_places and not about.goes_on:
             raise refused_error(
                 "value",
                 f"{who} announces dp_size={about.dp_size}, but the controller balances for "
                 f"dp_size={self.num_places}. Give both the same number of data-parallel ranks"
                 + (": those of a role work on the trainer's plan" if about.role else ""),
             )
-        if (about.rank >= self.num_places and not is_known) or about.depth < 1 or about.incarnation < 0:
+        if (about.rank >= self.num_places and not about.goes_on) or about.depth < 1 or about.incarnation < 0:
             raise refused_error(
                 "value",
                 f"{who} announces depth={about.depth}, incarnation={about.incarnation}, but ranks go from 0 to "
@@ -205,7 +221,7 @@ class Ranks:
         if member is not None and member.peers:
             self._check_free(member, about, join.session)
         if not about.role:
-            self._check_weights(about, is_known=is_known)
+            self._check_weights(about)
         # a new process is another incarnation than one that was given up, whatever its number
         incarnation = max(about.incarnation, self._ledger.fenced.get(about.id, -1) + 1)
         self._came[join.session] = msgspec.structs.replace(about, incarnation=incarnation)
@@ -226,7 +242,7 @@ class Ranks:
                 "Open the feeds of a rank over one mesh",
             )
 
-    def _check_weights(self, about: About, *, is_known: bool) -> None:
+    def _check_weights(self, about: About) -> None:
         """A process that was started says what its weights contain: that must go with what others are at."""
         ours, has = self._next_step(), about.next_step
         if has is None:
@@ -240,7 +256,7 @@ class Ranks:
                 "without next_step",
             )
         # Where ranks meet, the ledger says who is left behind in which step.
-        if is_known or about.goes_on or self._ledger.meets:
+        if about.goes_on or self._ledger.meets:
             return
         others = {
             one.number: member.next_step
@@ -256,7 +272,6 @@ class Ranks:
         about = self._came.pop(peer.session)
         one = about.id
         member = self.members.setdefault(one, Member(one))
-        self._sessions.add(peer.session)
         member.sessions.add(peer.session)
         if about.incarnation > member.incarnation:
             for old in member.peers.values():
@@ -268,7 +283,9 @@ class Ranks:
         member.incarnation, member.seats, member.max_bytes = about.incarnation, about.seats, about.max_batch_bytes
         member.next_step = about.next_step
         member.left = member.ended = False
-        member.error, member.give_up_at, member.since = None, math.inf, anyio.current_time()
+        member.since = anyio.current_time()
+        if len(member.peers) == member.seats:
+            member.error, member.give_up_at = None, math.inf
         peer.keep_s, peer.data["member"] = _KEEP_S, member
         is_free = one.role in self._roles and one.number < self.num_places and not self._ledger.ended
         if is_free and not self._is_wanted(member):
@@ -310,7 +327,8 @@ class Ranks:
 
     def is_finished(self, member: Member) -> bool:
         """Nothing is left to deliver to it, and it need not be told of the end any more."""
-        return not self._ledger.unacknowledged(member.id) and (member.left or member.error is not None)
+        is_gone = member.left or (member.error is not None and not member.peers)
+        return is_gone and not self._ledger.unacknowledged(member.id)
 
     @property
     def unfinished(self) -> list[Member]:

@@ -35,9 +35,11 @@ from stream_balancer.host.columns import Columns
 from stream_balancer.host.journal.handed import Handed
 from stream_balancer.host.plans import Plan, laid_out_anew
 from stream_balancer.host.ranks import Ranks, different_weights, forget
+from stream_balancer.host.journal.rows import Came
 from stream_balancer.host.seals import seal_of, sizes_of_plan
 from stream_balancer.net import messages
 from stream_balancer.net.messages import Message, MiniBatchHead, Notify, Sizes, StepHead, Work, WorkItem
+from stream_balancer.net.service import Peer
 from stream_balancer.wire.codec import Encoded, encode
 from stream_balancer.wire.payload import NOTHING, Payload
 
@@ -73,6 +75,7 @@ class Sender:
         ``speeds``: by the rank's number; none, if they were not given."""
         self._here, self._narrow, self._lockstep, self._speeds = here, narrow, lockstep, speeds
         self._encoded: dict[tuple[int, tuple[int, ...]], Encoded] = {}
+        self._behind_disk: list[tuple[SendSeal | End, Peer, Message]] = []
         self._slow: tuple[int, int] | None = None  # rank and step of the straggler that was logged
         self._actions: dict[type, Callable[[Any], None]] = {
             Send: self._send, Go: self._go, Recall: self._recall, SendSeal: self._seal, Rewind: self._rewind,
@@ -85,6 +88,23 @@ class Sender:
         for order in orders:
             self._actions[type(order)](order)
         self._encoded.clear()
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Some messages must not leave before what was noted with them is on the disk."""
+        return bool(self._behind_disk)
+
+    def tell_the_rest(self) -> None:
+        """It is: send them to those who are still there."""
+        behind, self._behind_disk = self._behind_disk, []
+        for order, peer, message in behind:
+            if self._here.ranks[order.rank].peers.get(order.seat) is peer:
+                peer.send(message)
+
+    def _tell_behind_disk(self, order: SendSeal | End, message: Message) -> None:
+        peer = self._here.ranks[order.rank].peers.get(order.seat)
+        if peer is not None:
+            self._behind_disk.append((order, peer, message))
 
     def _tell(self, order: Any, message: Message, payload: Payload = NOTHING) -> None:
         peer = self._here.ranks[order.rank].peers.get(order.seat)
@@ -148,7 +168,8 @@ class Sender:
             message = messages.Seal(seal.step, seal.number, (), Sizes(0, 0, 0, 0), gone=tuple(sorted(seal.gone)))
         else:
             message = seal_of(plan, seal.number, [one.number for one in seal.ranks], seal.gone)
-        self._tell(order, message)
+        # What is masked must be known to the next controller, if some of the ranks have met by then.
+        (self._tell_behind_disk if seal.gone else self._tell)(order, message)
 
     def _go(self, order: Go) -> None:
         self._tell(order, messages.Go(order.step, tuple(sorted(order.items)), tuple(sorted(order.gone))))
@@ -185,8 +206,11 @@ class Sender:
             self._here.ranks.lose(member, order.seat, member.lost(cause))
 
     def _end(self, order: End) -> None:
-        self._here.ranks[order.rank].ended = True
-        self._tell(order, Notify(end=True))
+        member = self._here.ranks[order.rank]
+        member.ended = True
+        # It may be gone for good as soon as it knows: the next controller must not wait for it.
+        self._here.handed.note(Came(*order.rank, member.incarnation, False, sorted(member.fenced), is_ended=True))
+        self._tell_behind_disk(order, Notify(end=True))
 
     # to the balancer
 

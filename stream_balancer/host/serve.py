@@ -30,6 +30,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, Protocol, TypeAlias
 
 import anyio
@@ -38,15 +39,16 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.core.steps import TRAIN, Ledger, RankId
+from stream_balancer.errors import RankLostError
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.batches import Batches
 from stream_balancer.host.columns import Columns, check_roles
 from stream_balancer.host.journal.handed import Handed
-from stream_balancer.host.journal.rows import Came
 from stream_balancer.host.options import Care, check_plans
 from stream_balancer.host.peers import Peers
-from stream_balancer.host.plans import Plan, items_of, uid_of
+from stream_balancer.host.plans import Plan, cut_again, items_of, uid_of
 from stream_balancer.host.ranks import Member, Ranks
+from stream_balancer.host.journal.rows import Came
 from stream_balancer.host.sending import InFlight, Sender
 from stream_balancer.host.stall_reporter import StallReporter
 from stream_balancer.host.stalls import why_stalled
@@ -101,7 +103,7 @@ async def serve(
     again. The last rank's loss is raised. See docs/elastic.md.
 
     ``move_late=True`` is for a rank that is slow without notice: once half of the ranks have nothing left to do in a
-    step, they take over the micro-batches that the others have not begun. See docs/elastic.md. Both are for ranks
+    step, they take over the micro-batches that the others have not begun. See docs/slow_ranks.md. Both are for ranks
     that iterate their step and call ``step.finish()``. Raises ConfigError for ``mini_batches``, in which ranks meet
     several times in a step.
 
@@ -159,13 +161,8 @@ class _Server(Observer):
         self._door: Door = door_of(transport)
         handed = self._planner.parts.consumer.handed if self._planner else Handed()
         ledger = Ledger(meets=self._shares, moves=care.move_late, generation=_new_generation())
-        for came in handed.came.values():
-            ledger.restore_rank(RankId(came.role, came.rank), came.incarnation, fenced=came.is_fenced)
-        self._ranks = Ranks(
-            ledger, care.roles, transport.dp_size, care.rejoin_timeout_s, self._door.sessions, self._next_step
-        )
-        for came in handed.came.values():
-            self._ranks.fence(came)
+        came = [*handed.came.values()]
+        self._ranks = Ranks(ledger, care.roles, transport.dp_size, care.rejoin_timeout_s, self._next_step, came)
         self._here = InFlight(balancer, ledger, self._ranks, Columns(care.roles), handed)
         self._sender = Sender(self._here, narrow=self._door.narrow, lockstep=self._lockstep, speeds=self._speeds)
         self._peers = Peers(self._here, self._door, care.roles, self._wake, self._on_joined)
@@ -227,6 +224,9 @@ class _Server(Observer):
                 batch = await anext(batches)
             except StopAsyncIteration:
                 break
+            members = self._here.ledger.members(TRAIN)
+            if batch.is_last:
+                await self._note_plan([batch], uid_of(batch, members), members)
             if isinstance(batches, Batches) and not self._fits(batch):
                 batches.give_back(batch)  # there is a new rank, which it must not wait for
                 continue
@@ -242,9 +242,13 @@ class _Server(Observer):
         self._wake()
 
     def _wants_step(self) -> bool:
-        members = self._here.ledger.members(TRAIN)
+        ledger = self._here.ledger
+        members = ledger.members(TRAIN)
         planned_for = len(members) if self._planner is None else self._planner.config.dp_size
-        return len(members) == planned_for and self._here.ledger.wants_step and self._all_take_part(members)
+        # Who is to do what lost ranks owe of earlier steps must not begin with later ones.
+        if len(members) != planned_for or any(step.settling for step in ledger.steps.values()):
+            return False
+        return ledger.wants_step and self._all_take_part(members)
 
     def _fits(self, batch: Batch) -> bool:
         """It is for as many ranks as there are."""
@@ -256,29 +260,52 @@ class _Server(Observer):
         return all(self._ranks[one].was_here and not self._ranks[one].ended for one in members)
 
     async def _restore(self, batches: AsyncIterator[Batch], number: int) -> None:
-        """Steps that were in flight before, or in the journal, go on if their plan fits the ranks there are."""
+        """Steps that were in flight before, or in the journal, go on if their plan fits the ranks there are. Where lost
+        ranks are replaced, they go on with the ranks that they were planned for: some may have met in them."""
         core = self._planner and self._planner.parts.core
         ledger, handed = self._here.ledger, self._here.handed
         ledger.last_acked = -1
         while core.state.ledger.redelivers if core else number > 0:
             number -= 1
-            batch = await anext(batches)
-            plan = self._planned(batch)
-            known = handed.of_plan(batch.step, plan.uid)
-            items = self._items(plan, batch)
-            acked = [RankId(TRAIN, rank) for rank in known.ranks]
-            ledger.restore(batch.step, plan.uid, items, plan.ranks, acked=acked, gone=known.gone)
+            batch = core.give_as_planned() if core and self._care.replan else None
+            if batch is None:
+                self._restore_step(await anext(batches), ledger.members(TRAIN))
+            else:
+                there = handed.acked.get(batch.step)
+                numbers = (there and there.planned_for) or range(len(batch.ranks))
+                self._restore_step(batch, [RankId(TRAIN, number) for number in numbers])
         handed.keep(self._here.plans)
+        self._expect()
         first, ours = min(self._here.plans, default=None), self._next_step()
         if first is not None or ours is not None:
             ledger.last_acked = (first if first is not None else ours or 0) - 1
 
-    def _planned(self, batch: Batch, all_ready_at: float | None = None) -> Plan:
-        now, ranks = anyio.current_time(), tuple(self._here.ledger.members(TRAIN))
+    def _restore_step(self, batch: Batch, ranks: Sequence[RankId]) -> None:
+        plan, there = self._planned(batch, ranks), self._here.handed.acked.get(batch.step)
+        rows = cut_again(batch, [] if there is None else there.rows)
+        if there is not None and len(rows) > 1:
+            plan.uid = there.uid  # of an open step, which is complete by now
+        known = self._here.handed.of_plan(batch.step, plan.uid)
+        items = [item for row in rows for item in self._items(plan, row)]
+        acked = [RankId(TRAIN, rank) for rank in known.ranks]
+        left = [one for one in plan.ranks if one.number not in known.lost]
+        self._here.ledger.restore(batch.step, plan.uid, items, left, acked=acked, gone=known.gone)
+
+    def _expect(self) -> None:
+        """Ranks that were there before the controller was started again are lost, if they do not come back."""
+        if not self._care.replan:
+            return
+        ledger = self._here.ledger
+        came = {RankId(came.role, came.rank) for came in self._here.handed.came.values()}
+        awaited = came.intersection(chain.from_iterable(map(ledger.members, ledger.wanted)))
+        self._ranks.expect(awaited.union(*(step.participants for step in ledger.steps.values())))
+
+    def _planned(self, batch: Batch, ranks: Sequence[RankId], all_ready_at: float | None = None) -> Plan:
+        now = anyio.current_time()
         ready_at = now if all_ready_at is None else all_ready_at
         self._here.columns.check_new(batch.ranks[0].micro_batches[0].rollouts[0])
         plan = self._here.plans[batch.step] = Plan(
-            ranks=ranks,
+            ranks=tuple(ranks),
             batches=[batch],
             uid=uid_of(batch, ranks, 0 if batch.is_last else _new_generation()),
             planned_at=now,
@@ -293,17 +320,28 @@ class _Server(Observer):
 
     async def _add(self, batches: AsyncIterator[Batch], batch: Batch, all_ready_at: float) -> None:
         """A batch leaves; of an open step its first row, and the others as they form."""
-        ledger, plan = self._here.ledger, self._planned(batch, all_ready_at)
+        ledger = self._here.ledger
+        plan = self._planned(batch, ledger.members(TRAIN), all_ready_at)
         items = self._items(plan, batch)
         ledger.planned(batch.step, items, complete=batch.is_last, uid=plan.uid)
         self._left()
         while not plan.is_complete:
             row = await anext(batches)
             plan.batches.append(row)
+            if row.is_last:
+                await self._note_plan(plan.batches, plan.uid, plan.ranks)
             plan.is_complete = row.is_last
             ledger.appended(row.step, self._items(plan, row), complete=row.is_last)
             self._left()
         self._follow_the_ranks()
+
+    async def _note_plan(self, rows: Sequence[Batch], uid: int, ranks: Sequence[RankId]) -> None:
+        """What the plan's row in the journal does not say is on the disk before ranks can meet."""
+        numbers = [one.number for one in ranks]
+        if len(rows) > 1 or numbers != [*range(len(numbers))]:
+            cut = [[len(one.micro_batches) for one in row.ranks] for row in rows]
+            self._here.handed.planned(rows[0].step, uid, numbers, cut)
+            await self._here.handed.flush()
 
     def _left(self) -> None:
         self._reporter.moved()
@@ -323,28 +361,37 @@ class _Server(Observer):
             self._waiters.append(event)
             while orders := self._here.ledger.orders():
                 self._sender.carry_out(orders)
+                if self._sender.waits_for_disk:
+                    await self._here.handed.flush()
+                    self._sender.tell_the_rest()
             lost = self._ranks.next_to_give_up
             if lost.give_up_at <= anyio.current_time():
-                self._give_up(lost)
+                await self._give_up(lost)
                 continue
             self._wake_others(event)
             with anyio.CancelScope(deadline=lost.give_up_at):
                 await event.wait()
 
-    def _give_up(self, lost: Member) -> None:
+    async def _give_up(self, lost: Member) -> None:
         """A rank has not come back in time: the others go on without it, if they can."""
-        ledger, assert_error = self._here.ledger, lost.error
-        assert assert_error is not None
+        ledger, error = self._here.ledger, lost.error or lost.lost(_NOT_BACK)
         others = [one for one in ledger.members(lost.id.role) if one != lost.id]
         steps = ledger.unacknowledged(lost.id)
         shares = lost.id.role and any(item.group for step in steps for item in ledger.items_of(step, lost.id))
+        if shares:
+            text = f"{error}. It computed rollouts together with other ranks of its role, which cannot do its part"
+            error = RankLostError(text, rank=error.rank, step=error.step, cause=error.cause)
         if not self._care.replan or not others or shares:
-            raise assert_error
+            raise error
         ledger.gave_up(lost.id)
         self._ranks.remove(lost)
         self._here.handed.note(Came(*lost.id, lost.incarnation, True, sorted(lost.fenced)))
+        for step in () if lost.id.role else steps:
+            self._here.handed.lose(step, self._here.plans[step].uid, lost.id.number)
+        # Before others are sent its work: after a crash, both would have it.
+        await self._here.handed.flush()
         logger.warning(
-            "%s is given up: %s. What it owed of steps %s is for the other ranks", lost.name, assert_error.cause, steps
+            "%s is given up: %s. What it owed of steps %s is for the other ranks", lost.name, error.cause, steps
         )
         self._follow_the_ranks()
 
@@ -395,6 +442,7 @@ class _Server(Observer):
             event.set()
 
 
+_NOT_BACK = "it did not come back after the controller was started again"
 _generation = 0
 _YEAR_2020 = 1_577_836_800  # seconds since the epoch: ids count in the bits above these seconds
 

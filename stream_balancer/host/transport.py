@@ -9,7 +9,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
@@ -46,8 +46,6 @@ class Door:
     service: Service
     narrow: bool = True
     """int64 columns travel as int32 where the values fit."""
-    sessions: set[bytes] = field(default_factory=set)
-    """Of ranks' feeds that were in."""
 
 
 _DOORS: WeakKeyDictionary[Any, Door] = WeakKeyDictionary()

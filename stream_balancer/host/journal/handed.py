@@ -1,5 +1,5 @@
 """What ranks have said of steps in flight that outlives ``serve``, and, with a journal, the controller: which of them
-have acknowledged a step, what is masked in it, and which incarnations were given up.
+have acknowledged a step, what is masked in it, and which incarnations were given up; and what was said to them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Handed"]
 
 
 class Handed:
-    """Of one balancer. ``write(fact, key)`` puts a row into its journal."""
+    """Of one balancer. ``write(fact)`` puts a row into its journal."""
 
     def __init__(self) -> None:
         self.acked: dict[int, Acked] = {}
@@ -29,10 +29,15 @@ class Handed:
         """What comes now follows these rows."""
         self.acked, self.came = acked, {(one.role, one.rank): one for one in came}
 
-    def planned(self, step: int, uid: int, ranks: Sequence[int]) -> None:
-        """A step is about to be given to these ranks of the trainer."""
-        if [*ranks] != [*range(len(ranks))]:
-            self._put(Acked(step, uid, planned_for=[*ranks]))
+    def planned(self, step: int, uid: int, ranks: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
+        """A step that these ranks of the trainer get is complete. ``rows``: micro-batches of each rank."""
+        before = self.of_plan(step, uid)
+        self._put(replace(before, planned_for=[*ranks], rows=[[*row] for row in rows]))
+
+    def lose(self, step: int, uid: int, rank: int) -> None:
+        """A rank was given up: its part of the step is for others."""
+        before = self.of_plan(step, uid)
+        self._put(replace(before, lost=sorted({*before.lost, rank})))
 
     def acknowledge(self, step: int, uid: int, rank: int) -> None:
         """A rank needs its part of the step no more. ``uid``: of the plan."""

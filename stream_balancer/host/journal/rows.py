@@ -118,6 +118,8 @@ class Acked(msgspec.Struct, array_like=True, tag="acked", frozen=True):
     gone: list[str] = []
     """Rollouts that are masked on all ranks."""
     planned_for: list[int] = []
+    rows: list[list[int]] = []
+    lost: list[int] = []
     """Trainer's ranks of the plan; empty where they are those from 0 on."""
 
 
