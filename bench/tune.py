@@ -28,7 +28,7 @@ from _common import Rows, arguments
 from peers import Floats, Ints, trace_folder
 
 import stream_balancer as sb
-from stream_balancer.core.auto_window import AutoWindow
+from stream_balancer.learn.auto_window import AutoWindow
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.tools.generation import seconds_per_rollout
 from stream_balancer.tools.tune import AGE_SLACK, FEW_SHORT, PARTITION_TOLERANCE

@@ -6,7 +6,7 @@ Frozen records of numbers, taken at one instant; nothing that counts, waits or d
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from stream_balancer.field_docs import documented
@@ -143,11 +143,11 @@ class Statistics:
     """Seconds the oldest of these rollouts has waited; 0.0 if there is none."""
     short_groups: int
     """Groups that were closed with fewer than ``group_size``, or sent before all their siblings had come, ever."""
-    blocked_puts: int
+    blocked_puts: int = 0
     """Puts that are waiting for room now."""
-    reserved: int
+    reserved: int = 0
     """Rollouts that are being generated under a slot of ``reserve()``."""
-    blocked_reserves: int
+    blocked_reserves: int = 0
     """Calls of ``reserve()`` that wait for a slot now."""
     peak_waiting: int
     """Most rollouts that ever waited at once."""
@@ -168,16 +168,16 @@ class Statistics:
     """The same, from the seconds that ranks reported for their steps; None before any did. Sharing counts as work here:
     it takes seconds. Only as good as they are:
     time that ranks spend waiting for each other makes them look alike, see :meth:`RankFeed.timed`."""
-    idle_seconds: Mapping[IdleCause, float]
+    idle_seconds: Mapping[IdleCause, float] = field(default_factory=dict)
     """Rank seconds in which nothing was computed, by cause, summed over the ranks, since this balancer was made. From
     the seconds that ranks reported for their steps, like ``measured_idle_fraction``, and as good as they are."""
-    rank_idle_seconds: tuple[Mapping[IdleCause, float], ...]
+    rank_idle_seconds: tuple[Mapping[IdleCause, float], ...] = ()
     """The same for each rank."""
-    rank_busy_seconds: tuple[float, ...]
+    rank_busy_seconds: tuple[float, ...] = ()
     """Seconds each rank computed in those steps."""
-    straggler: Straggler | None
+    straggler: Straggler | None = None
     """The slowest of the ranks that are slow step after step; None while there is none."""
-    cost_fit: CostFit | None
+    cost_fit: CostFit | None = None
     """What was learned under ``cost=CalibratedCost(...)``; None with another cost model."""
     version: int | None
     """Policy version last set, or None."""
@@ -189,7 +189,7 @@ class Statistics:
     """Tokens that a dispatch waits for under ``batch_tokens``; None where it waits for rollouts only."""
     strata: Mapping[str, StratumStatistics]
     """Of each stratum (environment, data set) that has come; empty where no rollout named one."""
-    idle_by_window: Mapping[int, float]
+    idle_by_window: Mapping[int, float] = field(default_factory=dict)
     """Under ``window="auto"``: the idle fraction that each window would have, of the recent past; empty before the
     first fit, and where the window is fixed."""
 

@@ -10,7 +10,7 @@ from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.executions import num_executions
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.ledger import RolloutIds
-from stream_balancer.core.pricing import Pricing, costs_of
+from stream_balancer.core.pricing import Pricing
 from stream_balancer.core.strata import MOST_STRATA, Strata
 from stream_balancer.errors import ConfigError, DuplicateRolloutError, RolloutError
 from stream_balancer.types import Rollout
@@ -26,12 +26,21 @@ class Admission:
     """The checks of a put, against what is held already."""
 
     def __init__(self, config: BalancerConfig, buffer: Buffer, ids: RolloutIds, pricing: Pricing) -> None:
-        self.config = config
         self._buffer = buffer
         self._ids = ids
         self._pricing = pricing
         self.schema: Schema | None = None
         """The first rollout's; None before it."""
+        self.use(config)
+
+    def use(self, config: BalancerConfig) -> None:
+        """These knobs are in force. What cannot apply under them is decided here, and not at each put."""
+        self.config = config
+        refuses = config.longest_rollout is not None and config.oversize == "refuse"
+        self._most_tokens = config.longest_rollout if refuses else None
+        self._needs_group = config.group_size is not None and config.groups != "free"
+        self._most_waiting = config.most_waiting
+        self._most_waiting_tokens = config.most_waiting_tokens
 
     def with_loss_masks(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts as they may be taken in: their masks called ``loss_mask``. Raises RolloutError."""
@@ -75,27 +84,30 @@ class Admission:
     def check(self, rollouts: Sequence[Rollout]) -> list[float]:
         """Costs of the rollouts of one put. Raises TypeError, RolloutError or DuplicateRolloutError if one of them can
         never be taken in, whatever its group. O(columns)."""
-        if not rollouts:
-            return []
-        for rollout in rollouts:
-            self._check_alone(rollout)
+        costs = [self._check_alone(rollout) for rollout in rollouts]
         if len(rollouts) > 1:
             self._check_together(rollouts)
-        # until a rollout is held, those of one put must at least fit each other
-        schema = self.schema or schema_of(rollouts[0])
-        for rollout in rollouts:
-            _check_schema(rollout, schema)
-        return costs_of(rollouts, self._pricing.model)
+        return costs
 
-    def _check_alone(self, rollout: Rollout) -> None:
+    def _check_alone(self, rollout: Rollout) -> float:
+        """Its cost. Every put comes here."""
         if not isinstance(rollout, Rollout):
             raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
-        if rollout.is_padding:
-            raise RolloutError(f"rollout {rollout.rollout_id!r} is a padding copy; only the balancer makes those")
-        self._ids.check_new(rollout.rollout_id)
-        _check_fits(rollout, self.config)
+        ids, tokens, most_bytes = self._ids, rollout.num_tokens, self.config.capacity_bytes
+        if rollout.rollout_id in ids.held or rollout.rollout_id in ids.past:
+            raise DuplicateRolloutError(ids.why_known(rollout.rollout_id))
+        if (
+            rollout.is_padding
+            or (self._most_tokens is not None and tokens > self._most_tokens)
+            or (self._needs_group and rollout.group_id is None)
+            or (most_bytes is not None and rollout.nbytes > most_bytes)
+        ):
+            raise RolloutError(_why_never(rollout, self.config))
         if rollout.metadata:
             _check_stratum(rollout, self._buffer.strata)
+        if self.schema is not None and not _has_schema(rollout, self.schema):
+            raise RolloutError(_why_no_batch(rollout, self.schema))
+        return self._pricing.cost_of(rollout)
 
     def _check_together(self, rollouts: Sequence[Rollout]) -> None:
         if len({r.rollout_id for r in rollouts}) < len(rollouts):
@@ -107,6 +119,11 @@ class Admission:
                 f"put_group() got {len(rollouts)} rollouts, above capacity ({self.config.capacity}): they could "
                 "never be let in together. Raise capacity"
             )
+        # until a rollout is held, those of one put must at least fit each other
+        first = schema_of(rollouts[0])
+        for rollout in rollouts:
+            if not _has_schema(rollout, first):
+                raise RolloutError(_why_no_batch(rollout, first))
 
     def has_room(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> bool:
         """Room for all; ``size`` is declared with them. O(len(rollouts)).
@@ -115,7 +132,7 @@ class Admission:
         wait for siblings) there is room even in a full buffer, since waiting might be for ever.
         """
         buffer, config = self._buffer, self.config
-        if not rollouts or buffer.num_ready < config.min_batch_size:
+        if not rollouts or buffer.num_waiting - buffer.groups.num_incomplete < config.min_batch_size:
             return True
         wanted = len(rollouts)
         if rollouts[0].group_id is not None:
@@ -125,7 +142,9 @@ class Admission:
             # room for the whole group, or groups that lack siblings could fill the buffer and wait for ever
             if size is None:
                 wanted = max(wanted, buffer.groups.size_of(rollouts[0].group_id))
-        if wanted > self.num_places() or self._has_all_tokens():
+        if wanted > self.num_places():
+            return False
+        if config.capacity_tokens is not None and self._has_all_tokens(config.capacity_tokens):
             return False
         limit = config.capacity_bytes  # of memory, so what waits for siblings counts
         return limit is None or buffer.num_bytes + sum(r.nbytes for r in rollouts) <= limit
@@ -134,16 +153,15 @@ class Admission:
         """How many more rollouts may come, but for tokens and bytes: up to ``capacity`` that could leave, and up to
         ``most_waiting`` together with those that wait for siblings and the siblings that they lack. While too few could
         leave to make room, the second does not count: it would be waited for in vain. O(1)."""
-        buffer, config = self._buffer, self.config
-        places = config.capacity - buffer.num_ready
-        if buffer.num_ready < config.min_batch_size:
-            return places
-        return min(places, config.most_waiting - len(buffer) - buffer.groups.num_awaited)
+        buffer, groups = self._buffer, self._buffer.groups
+        ready = buffer.num_waiting - groups.num_incomplete
+        places, all_places = self.config.capacity - ready, self._most_waiting - buffer.num_waiting - groups.num_awaited
+        return places if ready < self.config.min_batch_size or places < all_places else all_places
 
-    def _has_all_tokens(self) -> bool:
+    def _has_all_tokens(self, least: int) -> bool:
         """The same of tokens, which are counted before a put. O(1), and O(n) while groups are incomplete."""
-        least, most, buffer = self.config.capacity_tokens, self.config.most_waiting_tokens, self._buffer
-        if least is None or buffer.num_tokens < least:
+        most, buffer = self._most_waiting_tokens, self._buffer
+        if buffer.num_tokens < least:
             return False
         return (most is not None and buffer.num_tokens >= most) or buffer.num_ready_tokens >= least
 
@@ -164,8 +182,10 @@ class Admission:
                 f"which waits and has {longest.num_tokens} tokens: no batch could take it. Use a cap >= "
                 f"{longest.num_tokens} until it has left, or set oversize='alone'"
             )
+        price = Pricing(config, tolerance=0.0)
         try:
-            costs_of(self._buffer.rollouts(), config.cost)
+            for rollout in self._buffer.rollouts():
+                price.cost_of(rollout)
         except RolloutError as error:
             raise ConfigError(f"this cost does not fit a rollout that waits: {error}") from None
 
@@ -186,26 +206,25 @@ class Admission:
         return [*buffer.rollouts(buffer.siblings(group_id)), *rollouts] or None
 
 
-def _check_fits(rollout: Rollout, config: BalancerConfig) -> None:
-    """Raise RolloutError for one that could never be dispatched, or never be let in."""
+def _why_never(rollout: Rollout, config: BalancerConfig) -> str:
+    """Why it could never be dispatched, or never be let in."""
+    name, most = f"rollout {rollout.rollout_id!r}", config.longest_rollout
+    if rollout.is_padding:
+        return f"{name} is a padding copy; only the balancer makes those"
     if rollout.group_id is None and config.group_size is not None and config.groups != "free":
-        raise RolloutError(
-            f"config has group_size={config.group_size}, but rollout {rollout.rollout_id!r} has no group_id: it would "
-            "count as a group of its own. Give the siblings of one prompt the same group_id, or leave group_size out"
+        return (
+            f"config has group_size={config.group_size}, but {name} has no group_id: it would count as a group of its "
+            "own. Give the siblings of one prompt the same group_id, or leave group_size out"
         )
-    most = config.longest_rollout
     if most is not None and rollout.num_tokens > most and config.oversize == "refuse":
-        raise RolloutError(
-            f"rollout {rollout.rollout_id!r} has {rollout.num_tokens} tokens, above {_cap_text(config)}. "
-            "Raise the cap, truncate the rollout, or set oversize='alone' to run it in a micro-batch of its own"
+        return (
+            f"{name} has {rollout.num_tokens} tokens, above {_cap_text(config)}. Raise the cap, truncate the rollout, "
+            "or set oversize='alone' to run it in a micro-batch of its own"
         )
-    limit = config.capacity_bytes
-    if limit is not None and rollout.nbytes > limit:
-        raise RolloutError(
-            f"rollout {rollout.rollout_id!r} has {rollout.nbytes} bytes of tensors, above capacity_bytes "
-            f"({limit}): it could "
-            "never be let in. Raise capacity_bytes"
-        )
+    return (
+        f"{name} has {rollout.nbytes} bytes of tensors, above capacity_bytes ({config.capacity_bytes}): it could never "
+        "be let in. Raise capacity_bytes"
+    )
 
 
 def _cap_text(config: BalancerConfig) -> str:
@@ -277,36 +296,32 @@ def schema_of(rollout: Rollout) -> Schema:
     return columns, frozenset(rollout.scalars)
 
 
-def _check_schema(rollout: Rollout, schema: Schema) -> None:
-    """Raise RolloutError for one whose columns or scalars are not those. O(columns)."""
-    if _has_schema(rollout, *schema):
-        return
+def _has_schema(rollout: Rollout, schema: Schema) -> bool:
+    """Without building what a message needs: every put comes here."""
+    tokens, (columns, scalars) = rollout.tokens, schema
+    if tokens.keys() != columns.keys() or rollout.scalars.keys() != scalars:
+        return False
+    for name in columns:
+        column, (dtype, shape) = tokens[name], columns[name]
+        if column.dtype is not dtype or ((column.ndim > 1 or shape) and column.shape[1:] != shape):
+            return False
+    return True
+
+
+def _why_no_batch(rollout: Rollout, schema: Schema) -> str:
+    """Why one with other columns or scalars than the first is refused."""
     columns, scalars = schema_of(rollout)
     if columns != schema[0]:
-        raise RolloutError(
+        return (
             f"rollout {rollout.rollout_id!r} has token columns {_describe(columns)}, but the first rollout had "
             f"{_describe(schema[0])}: they could not share a batch. Give every rollout the same columns, dtypes "
             "and trailing shapes"
         )
-    if scalars != schema[1]:
-        raise RolloutError(
-            f"rollout {rollout.rollout_id!r} has scalars {sorted(scalars)}, but the first rollout had "
-            f"{sorted(schema[1])}: they "
-            "could not share a batch. Give every rollout the same scalars, or use metadata for what only some have"
-        )
-
-
-def _has_schema(rollout: Rollout, columns: dict[str, tuple[object, tuple[int, ...]]], scalars: frozenset[str]) -> bool:
-    """Without building what a message needs: every put comes here."""
-    if len(rollout.tokens) != len(columns) or rollout.scalars.keys() != scalars:
-        return False
-    for name, column in rollout.tokens.items():
-        like = columns.get(name)
-        if like is None or column.dtype is not like[0]:
-            return False
-        if (column.ndim > 1 or like[1]) and column.shape[1:] != like[1]:
-            return False
-    return True
+    return (
+        f"rollout {rollout.rollout_id!r} has scalars {sorted(scalars)}, but the first rollout had "
+        f"{sorted(schema[1])}: they could not share a batch. Give every rollout the same scalars, or use metadata for "
+        "what only some have"
+    )
 
 
 def _describe(columns: dict[str, tuple[object, tuple[int, ...]]]) -> str:

@@ -35,7 +35,7 @@ from stream_balancer.values import PADDING_PREFIX
 
 __all__ = [
     "batch_of_plan", "group_ids", "lay_out", "make_batch", "make_plan", "micro_batch_of", "plan_again", "plan_of_all",
-    "rank_batches", "reassign", "rows_of",
+    "rank_batches", "rows_of",
 ]  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def make_batch(state: State, plan: Plan, rows: NDArray[np.int64], reason: Reason
     )
 
 
-def plan_again(state: State, batch: Batch) -> tuple[Batch, Plan]:
+def plan_again(state: State, batch: Batch) -> Batch:
     """A batch that was planned for another number of ranks, for those that there are now: the same step, rollouts and
     denominators. As fast as a plan of so many."""
     pieces = [
@@ -139,7 +139,7 @@ def plan_again(state: State, batch: Batch) -> tuple[Batch, Plan]:
         rows = np.split(np.arange(len(rollouts)), np.cumsum([len(its) for its in pieces])[:-1])
         plans = [plan_of_all(state, its, batch.step, state.pricing.knobs) for its in pieces]
         plan = joined(plan, [_in_rows(one, its) for one, its in zip(plans, rows, strict=True)])
-    again = batch_of_plan(
+    return batch_of_plan(
         state.config,
         plan,
         {row: rollouts[row] for row in rows_of(plan).tolist()},
@@ -148,30 +148,6 @@ def plan_again(state: State, batch: Batch) -> tuple[Batch, Plan]:
         oldest_wait_s=batch.oldest_wait_s,
         incomplete_groups=batch.incomplete_groups,
     )
-    return again, plan
-
-
-def reassign(state: State, batch: Batch, rollouts: Sequence[Rollout], ranks: Sequence[int]) -> dict[int, RankBatch]:
-    """By rank, what these ranks of a batch in flight take over: all of these rollouts, which lost ranks owed, with the
-    denominators of the step. Who takes over nothing is not in it. As fast as a plan of so many.
-
-    Nothing changes by it: the batch is acknowledged as a whole, or given again as it is.
-    """
-    speeds = state.pricing.knobs.speeds
-    known = speeds is not None and len(speeds) == len(batch.ranks)
-    parts = lay_out(
-        state,
-        rollouts,
-        batch.rollouts,
-        step=batch.step,
-        num_ranks=len(ranks),
-        speeds=speeds[list(ranks)].tolist() if known and speeds is not None else None,
-    )
-    return {
-        rank: replace(batch.ranks[rank], micro_batches=tuple(its), load=float(sum(one.num_tokens for one in its)))
-        for rank, its in zip(ranks, parts, strict=True)
-        if its
-    }
 
 
 def lay_out(

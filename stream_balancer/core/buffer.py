@@ -61,7 +61,8 @@ class Buffer:
         """Tokens of the waiting rollouts."""
         self.num_bytes = 0
         """Bytes of their tensors."""
-        self._rows = 0
+        self.num_waiting = 0
+        """What ``len()`` says, for who asks at every put."""
         self._columns = Columns(0, 0.0, 0, 0, 0, 0.0, NO_VERSION, -1, -1)
         # A rollout keeps its slot while rows move: to move 100,000 references would touch as many objects.
         self._table: list[Rollout | None] = []
@@ -72,7 +73,7 @@ class Buffer:
         self._by_cost: SortedKeyList[int, int] = SortedKeyList(key=self._keys.__getitem__)
 
     def __len__(self) -> int:
-        return self._rows
+        return self.num_waiting
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class Buffer:
             labels[row] = self.groups.join(rollout.group_id, rollout.execution_id)
         self._by_cost.add(slot)
         self.num_added += 1
-        self._rows += 1
+        self.num_waiting += 1
         self.num_tokens += num_tokens
         self.num_bytes += num_bytes
 
@@ -119,16 +120,16 @@ class Buffer:
                 self.groups.leave(rollout.group_id, rollout.execution_id, never_came=never_came)
         for slot in slots:
             self._table[slot] = None  # do not keep payloads alive
-        if len(slots) * _REBUILD_SHARE < self._rows:
+        if len(slots) * _REBUILD_SHARE < self.num_waiting:
             for slot in slots:
                 self._by_cost.remove(slot)
         else:
             self._sort([slot for slot in self._by_cost if self._table[slot] is not None])
         self._free_slots += slots
-        keep = np.ones(self._rows, dtype=bool)
+        keep = np.ones(self.num_waiting, dtype=bool)
         keep[rows] = False
         self._columns.remove(keep)
-        self._rows -= rows.size
+        self.num_waiting -= rows.size
         return removed
 
     def pass_over(self, could_go: NDArray[np.bool_]) -> None:
@@ -163,8 +164,8 @@ class Buffer:
     def by_cost(self) -> NDArray[np.int64]:
         """[n] all rows, lightest first; of equal costs the older first. O(n)."""
         row_of = np.empty(len(self._table), dtype=np.int64)
-        row_of[self._columns[_SLOT]] = np.arange(self._rows)
-        rows: NDArray[np.int64] = row_of[np.fromiter(self._by_cost, np.int64, self._rows)]
+        row_of[self._columns[_SLOT]] = np.arange(self.num_waiting)
+        rows: NDArray[np.int64] = row_of[np.fromiter(self._by_cost, np.int64, self.num_waiting)]
         return rows
 
     def rollouts(self, rows: NDArray[np.int64] | None = None) -> list[Rollout]:
@@ -215,7 +216,7 @@ class Buffer:
     @property
     def num_ready(self) -> int:
         """Waiting rollouts that are not held back by an incomplete group. O(1)."""
-        return self._rows - self.groups.num_incomplete
+        return self.num_waiting - self.groups.num_incomplete
 
     @property
     def num_ready_tokens(self) -> int:
@@ -225,12 +226,12 @@ class Buffer:
     @property
     def oldest_arrival(self) -> float:
         """Arrival time of the oldest waiting rollout, in seconds; inf if none waits. O(1)."""
-        return float(self.arrived_at[0]) if self._rows else float("inf")
+        return float(self.arrived_at[0]) if self.num_waiting else float("inf")
 
     def length_quantiles(self, fractions: Sequence[float]) -> tuple[int, ...]:
         """Lengths at the given fractions of their order, in tokens; empty if none waits. O(n log n)."""
-        in_order, last = np.sort(self.lengths), self._rows - 1
-        return tuple(int(in_order[round(f * last)]) for f in fractions) if self._rows else ()
+        in_order, last = np.sort(self.lengths), self.num_waiting - 1
+        return tuple(int(in_order[round(f * last)]) for f in fractions) if self.num_waiting else ()
 
     def siblings(self, group_id: str) -> NDArray[np.int64]:
         """Rows of the rollouts of a group that wait here. O(n)."""
@@ -253,7 +254,7 @@ class Buffer:
     def check(self) -> None:
         """Verify every invariant; for tests. O(n log n)."""
         rollouts, slots = self.rollouts(), self._columns[_SLOT].tolist()
-        assert len(self._columns) == len(self._by_cost) == len(rollouts) == self._rows
+        assert len(self._columns) == len(self._by_cost) == len(rollouts) == self.num_waiting
         assert all(isinstance(r, Rollout) for r in rollouts)
         assert self.lengths.tolist() == [r.num_tokens for r in rollouts]
         assert self.num_tokens == sum(r.num_tokens for r in rollouts)

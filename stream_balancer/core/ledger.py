@@ -16,7 +16,6 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
 from stream_balancer.core.counters import TrainingAges
-from stream_balancer.errors import DuplicateRolloutError
 from stream_balancer.types import Batch
 
 __all__ = ["Ledger", "RolloutIds"]
@@ -29,18 +28,17 @@ class RolloutIds:
         self.held: set[str] = set()
         self.past: OrderedDict[str, None] = OrderedDict()
 
-    def check_new(self, rollout_id: str) -> None:
-        """Raise DuplicateRolloutError for an id that is known. O(1)."""
+    def why_known(self, rollout_id: str) -> str:
+        """Why a put of a known id is refused."""
         if rollout_id in self.held:
-            raise DuplicateRolloutError(
+            return (
                 f"a rollout with rollout_id {rollout_id!r} is already held: it waits or is in flight. If this is a "
                 "retry, the first put was accepted; else give every rollout an id of its own"
             )
-        if rollout_id in self.past:
-            raise DuplicateRolloutError(
-                f"a rollout with rollout_id {rollout_id!r} was accepted before and is done (trained on or evicted). "
-                "If this is a retry, all is well; else give every rollout an id of its own"
-            )
+        return (
+            f"a rollout with rollout_id {rollout_id!r} was accepted before and is done (trained on or evicted). "
+            "If this is a retry, all is well; else give every rollout an id of its own"
+        )
 
     def finish(self, rollout_ids: Iterable[str], remember: int) -> None:
         """These are done: no longer held; the last ``remember`` of all are known. O(1) each."""

@@ -16,21 +16,23 @@ observers. A poll that gives no batch has no side effects.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core import report
 from stream_balancer.core.batching import make_batch, make_plan, plan_again, rows_of
 from stream_balancer.core.executions import execution_of
 from stream_balancer.core.groups import GroupSize
-from stream_balancer.core.observer import Event, Observers
+from stream_balancer.core.observer import Event, Learner, Observers
 from stream_balancer.core.open_rows import make_row, make_whole, ready_rows
 from stream_balancer.core.open_step import OpenStep, check_open
-from stream_balancer.core.report import ShellFigures
+from stream_balancer.core.pricing import Learned
 from stream_balancer.core.snapshot import Snapshot, restored_state, take_snapshot
 from stream_balancer.core.state import State
 from stream_balancer.core.step_times import StepTiming
@@ -40,8 +42,6 @@ from stream_balancer.statistics import Statistics
 from stream_balancer.types import Batch, Rollout
 
 __all__ = ["BalancerCore"]
-
-_NO_SHELL = ShellFigures()
 
 
 class BalancerCore:
@@ -64,12 +64,14 @@ class BalancerCore:
     def check(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> list[float]:
         """Costs of the rollouts of one put. Raises what ``add_all`` would raise, except WouldBlock; changes nothing.
         O(columns)."""
-        if self.ended:
+        if self.state.triggers.ended:
             raise ClosedResourceError(
                 "put() after end(): the balancer takes no more rollouts. Put before calling end()"
             )
-        costs = self.state.admission.check(rollouts)  # first: a retry is a duplicate, whatever its group
-        self.state.admission.check_group(rollouts, size)
+        admission = self.state.admission
+        costs = admission.check(rollouts)  # first: a retry is a duplicate, whatever its group
+        if size is not None or (rollouts and rollouts[0].group_id is not None):
+            admission.check_group(rollouts, size)
         return costs
 
     def add(self, rollout: Rollout, now: float) -> None:
@@ -173,10 +175,20 @@ class BalancerCore:
             batch = make_batch(state, plan, rows, reason, now)
             # before the dispatch, which moves the rows that these columns are views of
             self.observers.emit("planned", waiting, state.pricing.knobs, reason)
-            state.dispatch(batch, plan, rows, asked_at=now if asked_at is None else asked_at, now=now)
+            self._dispatch(batch, rows, now if asked_at is None else asked_at, now)
         state.ledger.begin_training(state.staleness.version)
         self._publish("dispatched", batch)
         return batch
+
+    def _dispatch(self, batch: Batch, rows: NDArray[np.int64], asked_at: float, now: float) -> None:
+        """These rows of the buffer leave, for which somebody has waited since ``asked_at``."""
+        buffer = self.state.buffer
+        # The arrival from which on a batch of the least size could have left: what ranks waited before that is for want
+        # of rollouts, what they waited after it is the price of the window.
+        enough = min(self.config.min_batch_size, len(buffer)) - 1  # of all that came, held back or not
+        enough_at = float(buffer.arrived_at[enough])
+        self.state.dispatch(batch, rows)
+        self._publish("left", batch, asked_at, enough_at, now)
 
     @property
     def _gives_again(self) -> bool:
@@ -211,7 +223,7 @@ class BalancerCore:
         whole, plan = make_whole(state, opened, row, now)
         state.open_step = OpenStep(state.config)
         self.observers.emit("planned", state.buffer.waiting(due), state.pricing.knobs, reason)
-        state.dispatch(whole, plan, rows_of(plan), asked_at=asked_at - opened.waited_s, now=now)
+        self._dispatch(whole, rows_of(plan), asked_at - opened.waited_s, now)
         state.ledger.begin_training(state.staleness.version)
         self._publish("dispatched", whole)
         return replace(row, ranks=tuple(replace(one, denominators=whole.ranks[0].denominators) for one in row.ranks))
@@ -220,10 +232,9 @@ class BalancerCore:
         """It leaves again, in the plan that it had; planned again if that was for another number of ranks."""
         state = self.state
         if len(batch.ranks) != state.config.dp_size:
-            batch, plan = plan_again(state, batch)
+            batch = plan_again(state, batch)
             # Ranks of the old plan may have reported seconds: of other rollouts than those that carry this step now.
             state.step_times.forget(batch.step)
-            state.pricing.expect(batch, plan)
         state.ledger.redelivered(batch)
         return batch
 
@@ -280,26 +291,25 @@ class BalancerCore:
         self.state.changed()
 
     def record_step(self, timing: StepTiming, now: float) -> None:
-        """A rank reports the seconds of a step. When all ranks of the step have, the measured idle times move, and a
-        calibrated cost learns; unless one of them may have waited for others in them."""
+        """A rank reports the seconds of a step. When all of its ranks have, observers are told ("timed")."""
         state, batch = self.state, self.state.ledger.get(timing.step)
         timings = state.step_times.add(timing, state.config.dp_size if batch is None else len(batch.ranks))
         if timings is None:
             return
-        if batch is not None and any(one.worked_on for one in timings):
-            planned = [(rank_batch,) for rank_batch in batch.ranks]
-            work = [one.worked_on or planned[one.rank] for one in timings]
-            batch = state.pricing.worked_on(batch, work)
-        seconds = [one.seconds for one in timings]
-        state.counts.record_seconds(seconds)
-        calibration, slowness, factor = state.pricing.calibration, None, 1.0
-        # seconds that hold waiting for other ranks say nothing of what this rank's lengths cost
-        if calibration is not None and all(one.own for one in timings):
-            if calibration.observe(timing.step, seconds):
-                factor = state.pricing.reprice(state.buffer)
-            slowness = calibration.slowness()
+        state.counts.record_seconds([one.seconds for one in timings])
         if batch is not None:
-            state.idle.record(batch, timings, now, slowness)
+            if any(one.worked_on for one in timings):
+                work = [one.worked_on or (batch.ranks[one.rank],) for one in timings]
+                batch = state.pricing.worked_on(batch, work)
+            self._publish("timed", batch, timings, now)
+
+    def learn(self, learned: Learned) -> None:
+        """Plan with what seconds have taught from now on. O(n log n)."""
+        self.state.pricing.learn(learned)
+        self._reprice()
+
+    def _reprice(self) -> None:
+        factor = self.state.pricing.reprice(self.state.buffer)
         if factor != 1.0:
             self._publish("repriced", factor)
 
@@ -395,10 +405,10 @@ class BalancerCore:
         """Wait for so many rollouts from the next batch on; one of ``config.auto_windows``. O(1)."""
         self.state.use(self.config.at_window(window))
 
-    def snapshot(self, now: float, *, auto_window: Mapping[str, Any] | None = None) -> Snapshot:
-        """All that is held now, and the state of ``window="auto"`` as its observer gives it. Rollouts are shared, not
-        copied. O(n) pointers."""
-        return take_snapshot(self.state, now, auto_window)
+    def snapshot(self, now: float) -> Snapshot:
+        """All that is held now, and what learners have learned. Rollouts are shared, not copied. O(n) pointers."""
+        learned = ChainMap(*(one.learned() for one in self.observers if isinstance(one, Learner)))
+        return take_snapshot(self.state, now, learned)
 
     def restore(self, snapshot: Snapshot, now: float) -> None:
         """Take over a snapshot's state, under this balancer's own knobs. Batches in flight will be given again, same
@@ -418,9 +428,12 @@ class BalancerCore:
 
     # -- record --------------------------------------------------------------------------------------------------------
 
-    def statistics(self, now: float, shell: ShellFigures = _NO_SHELL) -> Statistics:
-        """The figures of this moment, with those that the shell knows. O(batches in flight)."""
-        return report.statistics(self.state, now, shell)
+    def statistics(self, now: float, **figures: Any) -> Statistics:
+        """The figures of this moment, with those that the shell and learners know. O(batches in flight)."""
+        for one in self.observers:
+            if isinstance(one, Learner):
+                figures |= one.figures(now)
+        return report.statistics(self.state, now, figures)
 
     def verify(self) -> None:
         """Check every invariant; for tests. O(n log n)."""

@@ -21,22 +21,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.groups import Declared
 from stream_balancer.core.snapshot import Snapshot
+from stream_balancer.core.step_times import StepTiming
 from stream_balancer.planning import PlanKnobs, Waiting
 from stream_balancer.types import Batch, EvictReason, Reason, Rollout
 
-__all__ = ["Event", "Observer", "Observers"]
+__all__ = ["Event", "Learner", "Observer", "Observers"]
 
 _log = logging.getLogger("stream_balancer.balancer")
 
 Event: TypeAlias = Literal[
     "accepted",
     "planned",
+    "left",
     "dispatched",
+    "timed",
     "acknowledged",
     "evicted",
     "group_declared",
@@ -60,8 +63,16 @@ class Observer:
     def planned(self, waiting: Waiting, knobs: PlanKnobs, reason: Reason) -> None:
         """A new batch is about to be dispatched, chosen from these columns, which are valid during the call only."""
 
+    def left(self, batch: Batch, asked_at: float, enough_at: float, now: float) -> None:
+        """A new batch is in flight. Somebody has waited for it since ``asked_at``, and enough for a batch had come at
+        ``enough_at``."""
+
     def dispatched(self, batch: Batch) -> None:
         """A batch is in flight; emitted again for each redelivery."""
+
+    def timed(self, batch: Batch, timings: Sequence[StepTiming], now: float) -> None:
+        """All ranks have reported the seconds of a step in flight, in rank order; ``batch`` with the loads that they
+        had in the end."""
 
     def acknowledged(self, batch: Batch) -> None:
         """A batch has been trained on."""
@@ -84,6 +95,18 @@ class Observer:
 
     def restored(self, snapshot: Snapshot) -> None:
         """The state of another balancer was taken over. What is too stale for it is evicted after this event."""
+
+
+class Learner(Observer):
+    """An observer that learns something: figures for the statistics, and a state that checkpoints keep."""
+
+    def figures(self, now: float) -> dict[str, Any]:
+        """Fields of :class:`~stream_balancer.statistics.Statistics` that are known here."""
+        return {}
+
+    def learned(self) -> dict[str, Any]:
+        """Fields of :class:`~stream_balancer.core.snapshot.Snapshot` that are known here."""
+        return {}
 
 
 class Observers(list[Observer]):

@@ -1,30 +1,43 @@
-"""What the waiting rollouts cost, and what the planner is given of the ranks: by the config's cost model, or by what a
-``CalibratedCost`` has learned. Pure; seconds come in as arguments."""
+"""What the waiting rollouts cost, and what the planner is given of the ranks: by the config's cost model, or by what
+:mod:`stream_balancer.learn` has learned in its place. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
-from stream_balancer.core.calibration import Calibration
-from stream_balancer.cost import CalibratedCost
 from stream_balancer.errors import RolloutError
-from stream_balancer.planning import Plan, PlanKnobs, Waiting
+from stream_balancer.planning import PlanKnobs, Waiting
 from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.planning.plan import work_in
 from stream_balancer.planning.rank_speeds import NO_FIXED_COSTS, FixedCosts
 from stream_balancer.types import Batch, RankBatch, Rollout
-from stream_balancer.types.shared import SharedRollout
 from stream_balancer.values import MAX_COST
 
-__all__ = ["Pricing", "costs_of"]
+__all__ = ["CostFunction", "Learned", "Pricing"]
+
 CostFunction = Callable[[Ints], Floats]
+
+_MOST_LENGTHS = 16_384
+"""Lengths whose cost is kept: 3 MB at most."""
+
+
+class Learned(NamedTuple):
+    """Prices that seconds of ranks have taught, in place of the configuration's."""
+
+    model: CostFunction
+    """[n] lengths -> [n] costs."""
+    speeds: tuple[float, ...] | None
+    """[ranks] None = all alike."""
+    fixed_costs: FixedCosts
+    cp_overhead: float | None
+    """Part that sharing a rollout adds for each doubling of ranks; None = nothing was learned of it."""
 
 
 class Pricing:
@@ -34,80 +47,70 @@ class Pricing:
         """``tolerance``: how near to the lower bound the planner seeks partitions."""
         self._tolerance = tolerance
         self._config = config
-        self.knobs = _plan_knobs(config, tolerance)
-        """What the planner is given."""
-        self.calibration = _calibration_of(config)
-        """What is learned from the ranks' seconds; None for a cost that does not learn."""
-        self.model: CostFunction = config.cost if self.calibration is None else self.calibration.cost
-        """[n] lengths -> [n] costs, as of now."""
+        self._learned: Learned | None = None
         self.has_own_costs = False
         """Some rollout that has come brought its own cost."""
+        self._use()
+
+    def _use(self) -> None:
+        config, learned = self._config, self._learned
+        self.model: CostFunction = config.cost if learned is None else learned.model
+        """[n] lengths -> [n] costs, as of now."""
+        self.cost_of_length = lru_cache(_MOST_LENGTHS)(partial(_one_cost, self.model))
+        """Tokens -> cost. Lengths repeat, and a model that is asked for one of them takes a third of a put."""
+        self.knobs = _plan_knobs(config, learned, self._tolerance)
+        """What the planner is given."""
+
+    def learn(self, learned: Learned) -> None:
+        """Plan with these from now on. :meth:`reprice` must follow."""
+        self._learned = learned
+        self._use()
+
+    def reconfigure(self, config: BalancerConfig) -> None:
+        """Other knobs; what was learned is kept while cost, speeds and ranks are the same. :meth:`reprice` must
+        follow."""
+        before, self._config = self._config, config
+        if (config.cost, config.speeds, config.dp_size) != (before.cost, before.speeds, before.dp_size):
+            self._learned = None
+        self._use()
 
     def reprice(self, buffer: Buffer) -> float:
-        """Plan with what the model says now. -> the waiting rollouts' cost over what it was. O(n); O(n) calls of the
-        model where rollouts bring their own cost."""
+        """Price what waits by what the model says now. -> its cost over what it was. O(n); O(n) calls of the model
+        where rollouts bring their own cost."""
         if self.has_own_costs and len(buffer):
-            costs = np.array([_cost_of(rollout, self.model) for rollout in buffer.rollouts()], dtype=np.float64)
+            costs = np.array([self.cost_of(rollout) for rollout in buffer.rollouts()], dtype=np.float64)
         else:
             costs = np.asarray(self.model(buffer.lengths), dtype=np.float64)
         before = float(buffer.costs.sum())  # 0 where nothing waits, or all of it is free
         # observers keep costs of their own, and scale them by this
         factor = float(costs.sum()) / before if before > 0 else 1.0
         buffer.reprice(costs)
-        if self.calibration is not None:
-            # ranks that share a rollout are planned as if they were alike
-            speeds = None if len(self._config.cp_sizes) > 1 else self.calibration.speeds
-            self.knobs = replace(
-                self.knobs,
-                speeds=None if speeds is None else np.array(speeds, dtype=np.float64),
-                fixed_costs=_fixed_costs(self._config, self.calibration.fixed_costs),
-                cp_overhead=(
-                    self._config.cp_overhead if self.calibration.cp_overhead is None else self.calibration.cp_overhead
-                ),
-            )
         return factor
 
-    def reconfigure(self, config: BalancerConfig) -> None:
-        """Other knobs; what was learned is kept while cost and speeds are the same, and with another number of ranks
-        all but their speeds. :meth:`reprice` must follow."""
-        before, resized = self._config, config.dp_size != self._config.dp_size
-        if resized or (config.cost, config.speeds) != (before.cost, before.speeds):
-            learned, self.calibration = self.calibration, _calibration_of(config)
-            self.model = config.cost if self.calibration is None else self.calibration.cost
-            if resized and config.cost == before.cost and learned is not None and self.calibration is not None:
-                self.calibration.take_over(learned.state())
-        self._config = config
-        self.knobs = _plan_knobs(config, self._tolerance)
-
-    def expect(self, batch: Batch, plan: Plan) -> None:
-        """A batch leaves: its seconds will say what its lengths cost. O(rollouts)."""
-        # costs that are not the model's would teach it something else, and a rank with nothing but padding copies is
-        # done before any work could be measured
-        if self.calibration is not None and not self.has_own_costs and all(plan.ranks):
-            lengths = [_lengths_of((one,)) for one in batch.ranks]
-            self.calibration.expect(batch.step, lengths, _degrees_of(batch) if batch.has_shared else None)
+    def cost_of(self, rollout: Rollout) -> float:
+        """The rollout's own cost, else the model's. Raises RolloutError for one that is no number from 0 to 1e100."""
+        cost = self.cost_of_length(rollout.num_tokens) if rollout.cost is None else rollout.cost
+        if not 0 <= cost <= MAX_COST:  # not NaN either
+            raise RolloutError(
+                f"the cost model gave {cost} for rollout {rollout.rollout_id!r} ({rollout.num_tokens} tokens); a cost "
+                f"must be a finite number >= 0 and at most {MAX_COST:g}. Fix {self.model!r}, or give the rollout a "
+                "cost of its own"
+            )
+        return cost
 
     def worked_on(self, batch: Batch, work: Sequence[tuple[RankBatch, ...]]) -> Batch:
         """``batch``, with the loads that its ranks had in the end: ``work[rank]`` is what each trained on, after some
-        was moved between them. Its seconds will be compared with that. O(rollouts)."""
-        if self.calibration is not None and self.calibration.expects(batch.step):
-            self.calibration.expect(batch.step, [_lengths_of(one) for one in work])
-        costs = self._work_of(work)
-        planned = self._work_of([(one,) for one in batch.ranks])
-        loads = zip(batch.loads, costs, planned, strict=True)
-        return replace(batch, loads=tuple(load * cost / before if before else load for load, cost, before in loads))
+        was moved between them. O(rollouts)."""
+        loads = [
+            load * self._work_of(its) / planned if (planned := self._work_of((one,))) else load
+            for load, its, one in zip(batch.loads, work, batch.ranks, strict=True)
+        ]
+        return replace(batch, loads=tuple(loads))
 
-    def _work_of(self, work: Sequence[tuple[RankBatch, ...]]) -> list[float]:
-        """[rank] work of all its micro-batches. O(rollouts)."""
-        real: list[Rollout] = []
-        ranks: list[list[Ints]] = []
-        for of_rank in work:
-            ranks.append([])
-            for one in chain.from_iterable(rank_batch.micro_batches for rank_batch in of_rank):
-                rollouts = [rollout for rollout in one.rollouts if not rollout.is_padding]
-                ranks[-1].append(np.arange(len(real), len(real) + len(rollouts)))
-                real += rollouts
-        return [float(of_rank.sum()) for of_rank in work_in(self.waiting_of(real), ranks)]
+    def _work_of(self, work: tuple[RankBatch, ...]) -> float:
+        rollouts = [r for one in work for r in one.rollouts if not r.is_padding]
+        (loads,) = work_in(self.waiting_of(rollouts), [[np.arange(len(rollouts))]])
+        return float(loads.sum())
 
     def waiting_of(self, rollouts: Sequence[Rollout]) -> Waiting:
         """The planner's columns of rollouts that all go, oldest first. O(n)."""
@@ -116,7 +119,7 @@ class Pricing:
         # -1 = no group; the others are numbered as they come
         labels: dict[str | None, int] = {None: -1}
         waiting = Waiting(
-            costs=np.array(costs_of(rollouts, self.model) if rollouts else (), dtype=np.float64),
+            costs=np.array([self.cost_of(rollout) for rollout in rollouts], dtype=np.float64),
             lengths=np.array([rollout.num_tokens for rollout in rollouts], dtype=np.int64),
             skips=np.zeros(number, dtype=np.int64),
             due=everybody,
@@ -148,60 +151,16 @@ class Pricing:
         return replace(waiting, prefix_costs=costs, prefix_lengths=lengths, siblings=siblings)
 
 
-def _lengths_of(work: tuple[RankBatch, ...]) -> list[NDArray[np.int64]]:
-    """[micro_batch] lengths of its rollouts, whole ones of those that it shares."""
-    return [
-        np.array(
-            [r.whole_tokens if isinstance(r, SharedRollout) else r.num_tokens for r in one.rollouts], dtype=np.int64
-        )
-        for rank_batch in work
-        for one in rank_batch.micro_batches
-    ]
+def _one_cost(model: CostFunction, num_tokens: int) -> float:
+    return float(model(np.array([num_tokens], dtype=np.int64))[0])
 
 
-def _degrees_of(batch: Batch) -> list[list[int]]:
-    """[rank][micro_batch] how many ranks share it."""
-    return [[max(len(one.cp_group), 1) for one in rank_batch.micro_batches] for rank_batch in batch.ranks]
-
-
-def costs_of(rollouts: Sequence[Rollout], model: CostFunction) -> list[float]:
-    """Each rollout's own cost, else the model's, which is asked once for all where it can be. Raises RolloutError,
-    naming the rollout, for a cost that is no number from 0 to 1e100."""
-    if len(rollouts) == 1:
-        return [_cost_of(rollouts[0], model)]
-    if any(rollout.cost is not None for rollout in rollouts):
-        return [_cost_of(rollout, model) for rollout in rollouts]
-    costs = np.asarray(model(np.array([rollout.num_tokens for rollout in rollouts], dtype=np.int64)), dtype=np.float64)
-    if not ((costs >= 0) & (costs <= MAX_COST)).all():
-        return [_cost_of(rollout, model) for rollout in rollouts]  # raises, and names one
-    found: list[float] = costs.tolist()
-    return found
-
-
-def _cost_of(rollout: Rollout, model: CostFunction) -> float:
-    if rollout.cost is not None:
-        return rollout.cost
-    cost = float(model(np.array([rollout.num_tokens], dtype=np.int64))[0])
-    if not 0 <= cost <= MAX_COST:  # not NaN either
-        raise RolloutError(
-            f"the cost model gave {cost} for rollout {rollout.rollout_id!r} ({rollout.num_tokens} tokens); a cost must "
-            f"be a finite number >= 0 and at most {MAX_COST:g}. Fix {model!r}, or give the rollout a cost of its own"
-        )
-    return cost
-
-
-def _calibration_of(config: BalancerConfig) -> Calibration | None:
-    if not isinstance(config.cost, CalibratedCost):
-        return None
-    return Calibration(config.cost, config.dp_size, config.speeds, cp_overhead=config.cp_overhead)
-
-
-def _fixed_costs(config: BalancerConfig, learned: FixedCosts) -> FixedCosts:
+def _plan_knobs(config: BalancerConfig, learned: Learned | None, tolerance: float) -> PlanKnobs:
+    if learned is None:
+        learned = Learned(config.cost, config.speeds, NO_FIXED_COSTS, None)
+    elif len(config.cp_sizes) > 1:  # ranks that share a rollout are planned as if they were alike
+        learned = learned._replace(speeds=None)
     given = config.micro_batch_overhead_cost
-    return learned if given is None else learned._replace(micro_batch=float(given))
-
-
-def _plan_knobs(config: BalancerConfig, tolerance: float) -> PlanKnobs:
     return PlanKnobs(
         num_ranks=config.dp_size,
         batch_size=config.batch_size,
@@ -213,16 +172,16 @@ def _plan_knobs(config: BalancerConfig, tolerance: float) -> PlanKnobs:
         groups="free" if config.group_size is None else config.groups,
         max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
         padded=config.cost.padded,
-        speeds=None if config.speeds is None else np.array(config.speeds, dtype=np.float64),
+        speeds=None if learned.speeds is None else np.array(learned.speeds, dtype=np.float64),
         micro_batch_multiple=config.micro_batch_multiple,
         mini_batches=config.mini_batches,
         pipeline_order=config.micro_batch_order == "pipeline",
-        fixed_costs=_fixed_costs(config, NO_FIXED_COSTS),
+        fixed_costs=learned.fixed_costs if given is None else learned.fixed_costs._replace(micro_batch=float(given)),
         micro_batch_counts=config.micro_batch_counts,
         oversize=config.oversize,
         group_size=config.group_size,
         cp_sizes=config.cp_sizes,
-        cp_overhead=config.cp_overhead,
+        cp_overhead=config.cp_overhead if learned.cp_overhead is None else learned.cp_overhead,
         cp_min_tokens=config.cp_min_tokens,
         tolerance=tolerance,
     )

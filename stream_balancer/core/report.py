@@ -1,32 +1,20 @@
-"""Statistics of a balancer, a preview of its next batch, and the check of its invariants. Pure; changes nothing."""
+"""Statistics of a balancer, and the check of its invariants. Pure; changes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import Any
 
-from stream_balancer.core.batching import make_plan, rows_of
 from stream_balancer.core.counters import idle, token_variation, unavoidable
 from stream_balancer.core.state import State
-from stream_balancer.planning import Plan
 from stream_balancer.statistics import Statistics
 
-__all__ = ["ShellFigures", "preview", "statistics", "verify"]
+__all__ = ["statistics", "verify"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShellFigures:
-    """The part of the statistics that the core does not know: who waits, and what observers found."""
-
-    blocked_puts: int = 0
-    reserved: int = 0
-    blocked_reserves: int = 0
-    idle_by_window: Mapping[int, float] = field(default_factory=dict)
-
-
-def statistics(state: State, now: float, shell: ShellFigures) -> Statistics:
-    """The figures of this moment. O(batches in flight)."""
-    counts, buffer, ledger, calibration = state.counts, state.buffer, state.ledger, state.pricing.calibration
+def statistics(state: State, now: float, others: Mapping[str, Any]) -> Statistics:
+    """The figures of this moment; ``others`` as who knows them gives them. O(batches in flight)."""
+    counts, buffer, ledger = state.counts, state.buffer, state.ledger
     return Statistics(
         waiting=len(buffer),
         waiting_tokens=buffer.num_tokens,
@@ -46,26 +34,18 @@ def statistics(state: State, now: float, shell: ShellFigures) -> Statistics:
         open_groups=len(buffer.groups.incomplete()),
         oldest_open_group_s=_oldest_open_group_s(state, now),
         short_groups=counts.short_groups,
-        blocked_puts=shell.blocked_puts,
-        reserved=shell.reserved,
-        blocked_reserves=shell.blocked_reserves,
         peak_waiting=counts.peak_waiting,
         oldest_wait_s=max(now - buffer.oldest_arrival, 0.0) if len(buffer) else 0.0,
         length_bias=state.length_bias.summary(),
         idle_fraction=idle(counts.mean_loads, counts.max_loads),
         unavoidable_idle_fraction=unavoidable(counts.mean_loads, counts.lower_bounds, counts.max_loads),
         measured_idle_fraction=idle(counts.mean_seconds, counts.max_seconds),
-        idle_seconds=state.idle.total(),
-        rank_idle_seconds=state.idle.by_rank(),
-        rank_busy_seconds=state.idle.busy(),
-        straggler=state.idle.straggler(now),
-        cost_fit=None if calibration is None else calibration.fit(),
         version=state.staleness.version,
         training_age=ledger.training_ages.summary(),
         window=state.config.window,
         window_tokens=state.config.window_tokens,
-        idle_by_window=shell.idle_by_window,
         strata=buffer.strata.figures(buffer.stratum_numbers, buffer.arrived_at, now),
+        **others,
     )
 
 
@@ -73,18 +53,6 @@ def _oldest_open_group_s(state: State, now: float) -> float:
     if not state.buffer.groups.num_awaited:
         return 0.0
     return max(now - float(state.buffer.arrived_at[~state.buffer.complete].min()), 0.0)
-
-
-def preview(state: State, now: float) -> tuple[Plan, int] | None:
-    """The plan of a batch that would leave now, and its tokens; None if none could."""
-    if not len(state.buffer):
-        return None
-    due = state.triggers.due(now)
-    num_rollouts = state.triggers.num_available(due)
-    if not num_rollouts:
-        return None
-    _, plan = make_plan(state, due, num_rollouts)
-    return plan, int(state.buffer.lengths[rows_of(plan)].sum())
 
 
 def verify(state: State) -> None:

@@ -56,9 +56,9 @@ class Snapshot:
     """What could not be read, one sentence each; the rollouts it speaks of are not in here."""
 
 
-def take_snapshot(state: State, now: float, auto_window: Mapping[str, Any] | None) -> Snapshot:
-    """All that is held now; ``auto_window`` as the observer of that name gives it. O(n) pointers."""
-    buffer, ledger, calibration = state.buffer, state.ledger, state.pricing.calibration
+def take_snapshot(state: State, now: float, learned: Mapping[str, Any]) -> Snapshot:
+    """All that is held now, and what learners know. O(n) pointers."""
+    buffer, ledger = state.buffer, state.ledger
     return Snapshot(
         waiting=tuple(buffer.rollouts()),
         waited_s=now - buffer.arrived_at,
@@ -71,8 +71,7 @@ def take_snapshot(state: State, now: float, auto_window: Mapping[str, Any] | Non
         version=state.staleness.version,
         next_step=ledger.next_step,
         counts=state.counts.totals(),
-        calibration=None if calibration is None else calibration.state(),
-        auto_window=auto_window,
+        **learned,
     )
 
 
@@ -85,9 +84,6 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
     state.ids.finish(snapshot.past_ids, config.remember_ids)  # first: what is evicted below joins them
     state.counts.take_over(snapshot.counts)
     state.buffer.groups.restore_closed(snapshot.closed_groups)
-    if state.pricing.calibration is not None and snapshot.calibration is not None:
-        state.pricing.calibration.take_over(snapshot.calibration)
-        state.pricing.reprice(state.buffer)
     for rollout, waited_s, skips in zip(snapshot.waiting, snapshot.waited_s, snapshot.skips, strict=True):
         most = int(skips) if config.max_skips is None else config.max_skips
         (cost,) = state.admission.check([rollout])

@@ -5,7 +5,7 @@
     admission  which rollouts may be taken in        triggers   when a batch leaves, and why
     buffer     what waits, with its groups           staleness  how old that is, in policy versions
     ledger     the batches in flight                 pricing    what rollouts cost
-    ids        what is held, or done                 counts, idle, step_times, length_bias   for the statistics
+    ids        what is held, or done                 counts, step_times, length_bias   for the statistics
 
 Each part owns its data, and may be read by anybody. Only :mod:`stream_balancer.core.machine` changes them, by these
 methods, each of which leaves every invariant intact.
@@ -23,14 +23,12 @@ from stream_balancer.core.admission import Admission, schema_of
 from stream_balancer.core.buffer import NO_VERSION, Buffer
 from stream_balancer.core.counters import Counts
 from stream_balancer.core.groups import GroupSize
-from stream_balancer.core.idle_time import IdleTimes
 from stream_balancer.core.ledger import Ledger, RolloutIds
 from stream_balancer.core.open_step import OpenStep
 from stream_balancer.core.pricing import Pricing
 from stream_balancer.core.staleness import Staleness
 from stream_balancer.core.step_times import StepTimes
 from stream_balancer.core.triggers import Triggers
-from stream_balancer.planning import Plan
 from stream_balancer.planning.length_bias import LengthBias
 from stream_balancer.planning.step_size import surplus_after
 from stream_balancer.types import Batch, EvictReason, Rollout
@@ -53,7 +51,6 @@ class State:
         self.admission = Admission(config, self.buffer, self.ids, self.pricing)
         self.counts = Counts()
         self.step_times = StepTimes()
-        self.idle = IdleTimes(config.dp_size)
         self.length_bias = LengthBias()
         self.open_step: OpenStep | None = None
         """What has left in rows of the step that is under way; None where steps begin once they are complete."""
@@ -63,9 +60,8 @@ class State:
 
     def use(self, config: BalancerConfig) -> None:
         """Other knobs are in force for every part but :attr:`pricing`, which must be repriced."""
-        if config.dp_size != self.config.dp_size:
-            self.idle.resize(config.dp_size)
-        self.config = self.staleness.config = self.triggers.config = self.admission.config = config
+        self.config = self.staleness.config = self.triggers.config = config
+        self.admission.use(config)
         self.buffer.groups.remember = config.remember_ids
 
     def hold(self, rollout: Rollout, cost: float, now: float, skips: int = 0) -> None:
@@ -115,15 +111,9 @@ class State:
         self.length_bias.arrived(buffer.lengths[len(buffer) - came :])
         self._arrivals_seen += came
 
-    def dispatch(self, batch: Batch, plan: Plan, rows: NDArray[np.int64], *, asked_at: float, now: float) -> None:
-        """A batch leaves: these rows of the buffer, in the plan's order. ``asked_at``: since when somebody has waited
-        for it. O(n)."""
+    def dispatch(self, batch: Batch, rows: NDArray[np.int64]) -> None:
+        """A batch leaves: these rows of the buffer, in the plan's order. O(n)."""
         buffer = self.buffer
-        # The arrival from which on a batch of the least size could have left: what ranks waited before that is for want
-        # of rollouts, what they waited after it is the price of the window.
-        enough = min(self.config.min_batch_size, len(buffer)) - 1  # of all that came, held back or not
-        self.idle.dispatched(batch, asked_at=asked_at, enough_at=float(buffer.arrived_at[enough]), now=now)
-        self.pricing.expect(batch, plan)
         # What came and what goes are counted by the same rows, before any of them moves: else a rollout that leaves at
         # once would have gone without ever having come.
         self.see_arrivals()

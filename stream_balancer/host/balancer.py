@@ -31,14 +31,13 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
+from stream_balancer import learn
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.accept import Accept
-from stream_balancer.core.auto_window import AutoWindowObserver
 from stream_balancer.core.diagnosis import RankState, why_no_batch
 from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
-from stream_balancer.core.report import ShellFigures
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.core.throttle import Throttle
@@ -134,13 +133,13 @@ class StreamBalancer(OfOneProcess):
         )
         """What it is made of, for the rest of this package. No promise for users."""
         self._lifetime = lifetime
-        self._auto_window = AutoWindowObserver(core)
+        self._idle = learn.attach(core)
         self._journal = None if journal is None else JournalObserver(journal, core)
         self._recorder: Recorder | None = None
         self.observers: list[Observer] = core.observers
         """Observers of what happens (:class:`Observer`), notified in this order in the event loop's thread. Append
         yours."""
-        self.observers += [self._auto_window, CapacityWarning(core), GroupLog(core), self.parts.versions]
+        self.observers += [CapacityWarning(core), GroupLog(core), self.parts.versions]
         if self._journal is not None:
             self.observers.append(self._journal)
         if on_evict is not None:
@@ -298,7 +297,7 @@ class StreamBalancer(OfOneProcess):
 
     def straggler(self) -> Straggler | None:
         """A rank that is slower than the others, step after step; ``serve()`` logs it when it is found. O(ranks)."""
-        return self.parts.core.state.idle.straggler(self._lifetime.now("straggler"))
+        return self._idle.straggler(self._lifetime.now("straggler"))
 
     # -- control -------------------------------------------------------------------------------------------------------
 
@@ -394,7 +393,7 @@ class StreamBalancer(OfOneProcess):
     def snapshot(self) -> Snapshot:
         """All that is held at this instant, sharing the rollouts: O(n) pointers, so puts and dispatches go on at once.
         ``stream_balancer.host.checkpoint.state_dict`` flattens it, in any thread."""
-        return self.parts.core.snapshot(self._lifetime.now("snapshot"), auto_window=self._auto_window.state())
+        return self.parts.core.snapshot(self._lifetime.now("snapshot"))
 
     async def async_state_dict(self) -> dict[str, Any]:
         """:meth:`state_dict` of this instant, written in a worker thread while puts and dispatches go on."""
@@ -449,13 +448,12 @@ class StreamBalancer(OfOneProcess):
     def statistics(self) -> Statistics:
         """A snapshot that adds up: accepted == waiting + in_flight + acknowledged + evicted."""
         parts, now = self.parts, self._lifetime.now("statistics")
-        shell = ShellFigures(
+        return parts.core.statistics(
+            now,
             blocked_puts=len(parts.wakeups.puts),
             reserved=parts.reservations.running,
             blocked_reserves=len(parts.wakeups.reserves),
-            idle_by_window=self._auto_window.idle_by_window,
         )
-        return parts.core.statistics(now, shell)
 
     def rank_states(self) -> list[RankState]:
         """What ``serve()`` knows of each rank; empty while it does not run."""

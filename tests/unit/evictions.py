@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.learn import attach
 from stream_balancer.types import EvictReason
 
 
@@ -21,3 +22,10 @@ class Evictions(sb.Observer):
         """Those since the last call."""
         taken, self.all = self.all, []
         return taken
+
+
+def learning_core(config: sb.BalancerConfig) -> BalancerCore:
+    """A core with all learners, as a balancer has it."""
+    core = BalancerCore(config)
+    attach(core)
+    return core

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 import stream_balancer as sb
-from stream_balancer.core import auto_window
-from stream_balancer.core.auto_window import AGREE, AutoWindow, AutoWindowObserver
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
+from stream_balancer.learn import attach, auto_window
+from stream_balancer.learn.auto_window import AGREE, AutoWindow
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, plan_batch
 from stream_balancer.planning.windows import window_choices
 
@@ -33,13 +33,8 @@ def config(**knobs: Any) -> sb.BalancerConfig:
 def core_of(**knobs: Any) -> BalancerCore:
     """Its partitions may be bad: they are not what is tested here, and they take most of the time."""
     core = BalancerCore(config(**knobs), tolerance=0.05)
-    core.observers.append(AutoWindowObserver(core))
+    attach(core)
     return core
-
-
-def auto_of(core: BalancerCore) -> AutoWindowObserver:
-    (observer,) = (one for one in core.observers if isinstance(one, AutoWindowObserver))
-    return observer
 
 
 def lognormal(count: int, sigma: float | NDArray[np.float64], seed: int, mu: float | NDArray[np.float64] = 7.6) -> Any:
@@ -167,7 +162,7 @@ class TestShadows:
             lengths = lognormal(32 * dispatches, 0.9, seed=seed)
             core = core_of()
             run(core, lengths)
-            for window, idle in auto_of(core).idle_by_window.items():
+            for window, idle in core.statistics(0.0).idle_by_window.items():
                 foreseen[window].append(idle)
                 report = sb.simulate(trace_of(lengths), config(window=window, capacity=192), tolerance=0.05)
                 fixed[window].append(report.overall.unavoidable_idle)
@@ -265,10 +260,10 @@ class TestChoice:
 
     def test_what_waits_in_the_shadows_costs_what_a_calibrated_cost_has_learned(self) -> None:
         core = core_of(dp_size=1, batch_size=4, cost=sb.CalibratedCost(sb.QuadraticCost(linear=1.0, quadratic=1.0)))
-        auto, seen = auto_of(core), []
+        seen: list[float] = []
 
         def shadow_costs() -> float:
-            state = auto.state()
+            state = core.snapshot(0.0).auto_window
             assert state is not None
             return float(sum(shadow["costs"].sum() for shadow in state["shadows"]))
 
@@ -280,7 +275,7 @@ class TestChoice:
             def repriced(self, factor: float) -> None:
                 seen.append(shadow_costs())
 
-        core.observers[:] = [Before(), auto, After()]
+        core.observers[:] = [Before(), *core.observers, After()]
         for number, length in enumerate(lognormal(200, 0.9, seed=3).tolist()):
             core.add(sb.Rollout(tokens={"input_ids": IDS.expand(length)}, rollout_id=str(number)), 0.0)
             while (batch := core.poll(0.0)) is not None:
@@ -295,7 +290,7 @@ class TestChoice:
         for index, ranks in enumerate((4, 8)):
             core = core_of(dp_size=ranks, batch_size=16)
             run(core, lognormal(16 * 101, 0.5, seed=0))
-            state = auto_of(core).state()
+            state = core.snapshot(0.0).auto_window
             assert state is not None
             fed[index] = sum(shadow["dispatches"] for shadow in state["shadows"])
         assert fed[0] == pytest.approx(4 * fed[1], abs=30)
@@ -312,24 +307,24 @@ class TestState:
         core = core_of()
         run(core, lengths[:at])
         file = io.BytesIO()
-        torch.save(state_dict(core.snapshot(float(at), auto_window=auto_of(core).state())), file)
+        torch.save(state_dict(core.snapshot(float(at))), file)
         file.seek(0)
         restored = core_of()
         restored.restore(read_state_dict(torch.load(file, weights_only=True)), float(at))
         assert restored.config == core.config
-        assert plain(auto_of(restored).state()) == plain(auto_of(core).state())
+        assert plain(restored.snapshot(0.0).auto_window) == plain(core.snapshot(0.0).auto_window)
         assert run(restored, lengths[at:], at) == run(core, lengths[at:], at)
-        assert auto_of(restored).idle_by_window == auto_of(core).idle_by_window
+        assert restored.statistics(0.0).idle_by_window == core.statistics(0.0).idle_by_window
 
     def test_other_knobs_take_only_the_window(self) -> None:
         core = core_of()
         run(core, lognormal(32 * 120, 0.1, seed=0))
         assert core.config.window == 32
         other = core_of(capacity=80)
-        other.restore(core.snapshot(0.0, auto_window=auto_of(core).state()), 0.0)
+        other.restore(core.snapshot(0.0), 0.0)
         assert other.config.auto_windows == (32, 40, 48, 64)
         assert other.config.window == 32
-        assert auto_of(other).idle_by_window == {}
+        assert other.statistics(0.0).idle_by_window == {}
 
     def test_a_checkpoint_without_it_is_read(self) -> None:
         state = state_dict(core_of().snapshot(0.0))
@@ -341,21 +336,25 @@ class TestState:
     def test_knobs_that_change_live(self) -> None:
         core = core_of()
         run(core, lognormal(32 * 120, 0.1, seed=0))
-        foreseen = auto_of(core).idle_by_window
+        foreseen = core.statistics(0.0).idle_by_window
         core.reconfigure(core.config.replace(deadline_s=1000.0))
         assert core.config.window == 32, "what was learned stays"
-        assert auto_of(core).idle_by_window == foreseen
+        assert core.statistics(0.0).idle_by_window == foreseen
         core.reconfigure(core.config.replace(cost=sb.TokenCost()))
         assert core.config.window == 32
-        assert auto_of(core).idle_by_window == {}, "other costs: it learns anew, from where it is"
+        assert core.statistics(0.0).idle_by_window == {}, "other costs: it learns anew, from where it is"
         core.reconfigure(core.config.replace(window=50))
-        assert (core.config.window, auto_of(core).idle_by_window) == (50, {})
+        assert (core.config.window, core.statistics(0.0).idle_by_window) == (50, {})
         core.reconfigure(core.config.replace(window="auto"))
         assert core.config.window == 48
 
     def test_statistics_of_a_fixed_window(self) -> None:
         core = core_of(window=77)
-        assert (core.statistics(0.0).window, auto_of(core).idle_by_window, auto_of(core).state()) == (77, {}, None)
+        assert (core.statistics(0.0).window, core.statistics(0.0).idle_by_window, core.snapshot(0.0).auto_window) == (
+            77,
+            {},
+            None,
+        )
 
 
 async def test_a_live_balancer_says_its_window() -> None:

@@ -9,14 +9,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from evictions import learning_core
 from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
-from stream_balancer.core.calibration import Calibration, _non_negative
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
+from stream_balancer.learn.calibration import Calibration, _non_negative
 from stream_balancer.planning.rank_speeds import FixedCosts, work_rates
 
 IDS = torch.zeros(8000, dtype=torch.int32)
@@ -67,21 +68,20 @@ def train_with_sharing(core: BalancerCore, machine: Machine, steps: int, overhea
 
 @pytest.mark.parametrize("overhead", [0.0, 0.05, 0.4])
 def test_what_sharing_costs_is_learned_and_planned_with(overhead: float) -> None:
-    core, machine = BalancerCore(config(**SHARED, cp_overhead=0.15)), Machine(3, c=0.001, noise=0.01)
+    core, machine = learning_core(config(**SHARED, cp_overhead=0.15)), Machine(3, c=0.001, noise=0.01)
     assert train_with_sharing(core, machine, 90, overhead) >= 10
     assert core.state.pricing.knobs.cp_overhead == pytest.approx(overhead, abs=0.04)
     fit = core.statistics(0.0).cost_fit
     assert fit is not None
     assert fit.cp_overhead == pytest.approx(overhead, abs=0.04)
     assert fit.seconds_per_token_pair / fit.seconds_per_token == pytest.approx(5e-4, rel=0.15), "as without sharing"
-    again = BalancerCore(config(**SHARED, cp_overhead=0.15))
-    again.state.pricing.calibration.take_over(core.state.pricing.calibration.state())  # type: ignore[union-attr, arg-type]
-    again.state.pricing.reprice(again.state.buffer)
+    again = learning_core(config(**SHARED, cp_overhead=0.15))
+    again.restore(core.snapshot(0.0), 0.0)
     assert again.state.pricing.knobs.cp_overhead == fit.cp_overhead
 
 
 def test_nothing_is_said_of_sharing_where_nobody_shares() -> None:
-    core, machine = BalancerCore(config()), Machine(3)
+    core, machine = learning_core(config()), Machine(3)
     train(core, machine, 10)
     fit = core.statistics(0.0).cost_fit
     assert fit is not None
@@ -134,7 +134,7 @@ def slow_first(_: int) -> list[float]:
 
 
 def test_the_law_of_the_machine_is_found() -> None:
-    core, machine = BalancerCore(config()), Machine()
+    core, machine = learning_core(config()), Machine()
     train(core, machine, 60)
     fit = core.statistics(0.0).cost_fit
     assert fit is not None
@@ -149,7 +149,7 @@ def test_the_law_of_the_machine_is_found() -> None:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_slow_rank_gets_less_until_all_finish_together(seed: int) -> None:
-    core, machine = BalancerCore(config()), Machine(seed)
+    core, machine = learning_core(config()), Machine(seed)
     ratios = train(core, machine, 60, slow_first)
     assert np.mean(ratios[:5]) > 1.3
     assert np.mean(ratios[30:]) < 1.05
@@ -159,21 +159,21 @@ def test_a_slow_rank_gets_less_until_all_finish_together(seed: int) -> None:
 
 
 def test_a_rank_that_becomes_slow_and_recovers_is_followed() -> None:
-    core, machine = BalancerCore(config()), Machine(3)
+    core, machine = learning_core(config()), Machine(3)
     ratios = train(core, machine, 80, lambda step: slow_first(step) if 25 <= step < 50 else [1.0] * 8)
     assert np.mean(ratios[35:50]) < 1.06
     assert np.mean(ratios[62:]) < 1.04
 
 
 def test_two_hiccups_do_not_make_a_rank_slow() -> None:
-    core, machine = BalancerCore(config()), Machine(4, noise=0.01)
+    core, machine = learning_core(config()), Machine(4, noise=0.01)
     ratios = train(core, machine, 30, lambda step: [0.2] + [1.0] * 7 if step in (15, 16) else [1.0] * 8)
     assert np.mean(ratios[17:]) < 1.03
     assert core.state.pricing.knobs.speeds is None
 
 
 def test_a_first_step_that_compiles_and_a_step_with_a_checkpoint_do_not_spoil_it() -> None:
-    core, machine = BalancerCore(config()), Machine(5)
+    core, machine = learning_core(config()), Machine(5)
     train(core, machine, 40, lambda step: [0.02] * 8 if step == 0 else [0.1] * 8 if step == 20 else [1.0] * 8)
     fit = core.statistics(0.0).cost_fit
     assert fit is not None
@@ -182,7 +182,7 @@ def test_a_first_step_that_compiles_and_a_step_with_a_checkpoint_do_not_spoil_it
 
 
 def test_a_wrong_prior_is_left_behind() -> None:
-    core, machine = BalancerCore(config(cost=sb.CalibratedCost(sb.TokenCost()))), Machine(6, b=2e-8)
+    core, machine = learning_core(config(cost=sb.CalibratedCost(sb.TokenCost()))), Machine(6, b=2e-8)
     ratios = train(core, machine, 50)
     assert np.mean(ratios[20:]) < np.mean(ratios[:3])
     assert np.mean(ratios[20:]) < 1.05
@@ -210,7 +210,7 @@ def test_what_is_never_excited_stays_at_the_prior() -> None:
 
 
 def test_seconds_that_include_waiting_teach_nothing() -> None:
-    core, machine = BalancerCore(config(dp_size=2, batch_size=8)), Machine()
+    core, machine = learning_core(config(dp_size=2, batch_size=8)), Machine()
     for _ in range(5):
         batch = feed(core, machine, [0] * core.statistics(0.0).accepted)
         core.record_step(StepTiming(batch.step, 0, 1.0), 0.0)
@@ -233,7 +233,7 @@ def test_impossible_seconds_and_unknown_steps_teach_nothing() -> None:
 
 
 def test_rollouts_that_bring_their_own_cost_are_left_alone() -> None:
-    core = BalancerCore(config(dp_size=2, batch_size=4, max_tokens_per_micro_batch=None))
+    core = learning_core(config(dp_size=2, batch_size=4, max_tokens_per_micro_batch=None))
     for step in range(12):
         for n in range(8 if step == 0 else 4):
             core.add(sb.Rollout(tokens={"input_ids": IDS[: n + 5]}, rollout_id=f"{step}-{n}", cost=7.0), 0.0)
@@ -247,12 +247,12 @@ def test_rollouts_that_bring_their_own_cost_are_left_alone() -> None:
 
 
 def test_a_checkpoint_continues_where_it_was() -> None:
-    core, machine = BalancerCore(config()), Machine(7)
+    core, machine = learning_core(config()), Machine(7)
     train(core, machine, 40, slow_first)
     file = io.BytesIO()
     torch.save(state_dict(core.snapshot(0.0)), file)
     file.seek(0)
-    again = BalancerCore(config())
+    again = learning_core(config())
     again.restore(read_state_dict(torch.load(file, weights_only=True)), 0.0)
     again.verify()
     assert again.statistics(0.0).cost_fit == core.statistics(0.0).cost_fit
@@ -267,9 +267,9 @@ def test_a_checkpoint_continues_where_it_was() -> None:
 
 
 def test_a_checkpoint_for_other_ranks_keeps_the_law_and_not_the_speeds() -> None:
-    core, machine = BalancerCore(config()), Machine(8)
+    core, machine = learning_core(config()), Machine(8)
     train(core, machine, 40, slow_first)
-    again = BalancerCore(config(dp_size=4))
+    again = learning_core(config(dp_size=4))
     again.restore(core.snapshot(0.0), 0.0)
     before, after = core.statistics(0.0).cost_fit, again.statistics(0.0).cost_fit
     assert before is not None
@@ -280,22 +280,22 @@ def test_a_checkpoint_for_other_ranks_keeps_the_law_and_not_the_speeds() -> None
 
 
 def test_an_older_checkpoint_starts_from_the_prior() -> None:
-    core = BalancerCore(config())
+    core = learning_core(config())
     state = state_dict(core.snapshot(0.0))
     del state["calibration"]
-    again = BalancerCore(config())
+    again = learning_core(config())
     again.restore(read_state_dict(state), 0.0)
     assert again.statistics(0.0).cost_fit == core.statistics(0.0).cost_fit
 
 
 def test_its_state_is_plain() -> None:
-    core, machine = BalancerCore(config()), Machine()
+    core, machine = learning_core(config()), Machine()
     train(core, machine, 3)
     json.dumps(core.snapshot(0.0).calibration)
 
 
 def test_another_model_by_reconfigure_and_back() -> None:
-    core, machine = BalancerCore(config()), Machine(9)
+    core, machine = learning_core(config()), Machine(9)
     train(core, machine, 20, slow_first)
     learned = core.statistics(0.0).cost_fit
     core.reconfigure(core.config.replace(deadline_s=5.0))
@@ -457,7 +457,7 @@ def test_the_first_step_says_nothing_at_all() -> None:
 
 
 def test_fixed_costs_are_told_apart() -> None:
-    core, machine = BalancerCore(config()), Machine(11, c=0.05, d=0.01, noise=0.0)
+    core, machine = learning_core(config()), Machine(11, c=0.05, d=0.01, noise=0.0)
     train(core, machine, 60, slow_first)
     fit, fixed = core.statistics(0.0).cost_fit, core.state.pricing.knobs.fixed_costs
     assert fit is not None
@@ -486,7 +486,7 @@ def test_a_micro_batchs_overhead_is_learned_where_their_numbers_differ(numbers: 
 @pytest.mark.parametrize("given", [None, 0.0])
 def test_what_is_learned_of_micro_batches_is_planned_with_unless_it_is_given(given: float | None) -> None:
     knobs = {"max_tokens_per_micro_batch": 8000, "micro_batch_overhead_cost": given}
-    core, machine = BalancerCore(config(**knobs)), Machine(13, c=0.05, d=0.01, noise=0.01)
+    core, machine = learning_core(config(**knobs)), Machine(13, c=0.05, d=0.01, noise=0.01)
     train(core, machine, 60)
     learned = core.state.pricing.knobs.fixed_costs.micro_batch
     seconds = float(core.state.pricing.model(np.array([2000]))[0]) / (1e-5 * 2000 + 5e-9 * 2000**2)
@@ -494,7 +494,7 @@ def test_what_is_learned_of_micro_batches_is_planned_with_unless_it_is_given(giv
 
 
 def test_ranks_that_never_tell_cost_no_memory() -> None:
-    core = BalancerCore(config(dp_size=2, batch_size=2))
+    core = learning_core(config(dp_size=2, batch_size=2))
     for step in range(2000):
         core.record_step(StepTiming(step, 0, 1.0), 0.0)
     assert len(core.state.step_times) < 300

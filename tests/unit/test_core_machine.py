@@ -13,7 +13,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from evictions import Evictions
+from evictions import Evictions, learning_core
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -26,9 +26,7 @@ from hypothesis.stateful import (
 )
 
 import stream_balancer as sb
-from stream_balancer.core.auto_window import AutoWindowObserver
 from stream_balancer.core.groups import GroupSize
-from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.planning import PlanKnobs, Waiting
@@ -110,12 +108,6 @@ class Orders(sb.Observer):
             self.wrong.append((waiting, shown))
 
 
-def core_of(config: sb.BalancerConfig) -> BalancerCore:
-    core = BalancerCore(config)
-    core.observers.append(AutoWindowObserver(core))
-    return core
-
-
 class CoreMachine(RuleBasedStateMachine):
     @initialize(
         config=configs(),
@@ -123,7 +115,7 @@ class CoreMachine(RuleBasedStateMachine):
         first=st.lists(st.integers(1, 64), min_size=6, max_size=12),  # else most runs end before anything happens
     )
     def start(self, config: sb.BalancerConfig, version: int | None, first: list[int]) -> None:
-        self.core = core_of(config)
+        self.core = learning_core(config)
         self.evictions = Evictions(self.core)
         self.orders = Orders()
         self.core.observers.append(self.orders)
@@ -488,7 +480,7 @@ class CoreMachine(RuleBasedStateMachine):
         before = self.core.statistics(self.now)
         groups = self.core.state.buffer.groups
         incomplete, sizes, closed = groups.incomplete(), groups.open_sizes(), groups.closed()
-        self.core = core_of(config)
+        self.core = learning_core(config)
         self.evictions = Evictions(self.core)
         self.core.observers.append(self.orders)
         self.now += 3.0  # the clock of the new process is another one

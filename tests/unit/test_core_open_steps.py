@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 
 import numpy as np
+from evictions import learning_core
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -145,7 +146,7 @@ def test_the_heaviest_share_goes_to_the_rank_with_the_least_work() -> None:
 
 
 def test_what_is_waited_for_rows_is_waited_for_rollouts() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=4, window=4))
+    core = learning_core(sb.BalancerConfig(dp_size=2, batch_size=4, window=4))
     core.open_steps(True)
     for number in range(4):
         core.add(sb.Rollout(tokens={"input_ids": [0]}, rollout_id=f"{number}"), 5.0 if number < 2 else 9.0)

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from evictions import learning_core
 from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
-from stream_balancer.core.idle_time import IdleTimes
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.step_times import StepTiming
+from stream_balancer.learn.idle_time import IdleTimes
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import Batch
 
@@ -23,7 +24,7 @@ SECONDS = st.floats(0.0, 100.0)
 
 
 def core_with(config: sb.BalancerConfig, lengths: Sequence[int], *, at: Sequence[float] | None = None) -> BalancerCore:
-    core = BalancerCore(config)
+    core = learning_core(config)
     for length, now in zip(lengths, at or [0.0] * len(lengths), strict=True):
         core.add(make_rollout(length), now)
     return core
@@ -47,11 +48,6 @@ def report(
     for rank, one in enumerate(seconds):
         core.record_step(StepTiming(batch.step, rank, one, waited_s=waited_s, ready_s=ready_s), now)
     core.acknowledge(batch.step)
-
-
-def timings(batch: Batch, *seconds: float) -> list[StepTiming]:
-    """Of ranks that did not wait."""
-    return [StepTiming(batch.step, rank, one, waited_s=0.0) for rank, one in enumerate(seconds)]
 
 
 def causes(core: BalancerCore) -> dict[str, float]:
@@ -133,11 +129,11 @@ def test_every_second_has_one_cause(
         sb.BalancerConfig(dp_size=len(ranks), batch_size=len(ranks), window=len(ranks)), [one[0] for one in ranks]
     )
     batch = poll(core, 0.0)
-    ledger = IdleTimes(len(ranks))
-    now = 100.0
-    ledger.dispatched(batch, asked_at=asked_at, enough_at=enough_at, now=now)
+    ledger, now = core.observers[1], 100.0
+    assert isinstance(ledger, IdleTimes)
+    ledger.left(batch, asked_at, enough_at, now)
     busy = [one[1] for one in ranks]
-    ledger.record(
+    ledger.timed(
         batch,
         [
             StepTiming(batch.step, rank, seconds, waited_s=waited, ready_s=ready, roles_s=roles)
@@ -145,7 +141,8 @@ def test_every_second_has_one_cause(
         ],
         now,
     )
-    for of_rank, (_, seconds, waited, ready, roles) in zip(ledger.by_rank(), ranks, strict=True):
+    figures = core.statistics(now)
+    for of_rank, (_, seconds, waited, ready, roles) in zip(figures.rank_idle_seconds, ranks, strict=True):
         assert min(of_rank.values()) >= 0.0
         imbalance = of_rank["imbalance_avoidable"] + of_rank["imbalance_unavoidable"]
         assert imbalance == pytest.approx(max(busy) - seconds, abs=1e-6)
@@ -155,7 +152,8 @@ def test_every_second_has_one_cause(
         rest = max(waited_s - for_rollouts - ready, 0.0)
         assert of_rank["roles"] == pytest.approx(min(rest, roles), abs=1e-6)
         assert of_rank["transport"] == pytest.approx(max(rest - roles, 0.0), abs=1e-6)
-    assert ledger.total() == {cause: pytest.approx(sum(r[cause] for r in ledger.by_rank())) for cause in ledger.total()}
+    sums = {name: sum(of_rank[name] for of_rank in figures.rank_idle_seconds) for name in figures.idle_seconds}
+    assert figures.idle_seconds == pytest.approx(sums)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -171,7 +169,7 @@ class Trainer:
 
     def __init__(self, **knobs: object) -> None:
         config = sb.BalancerConfig(dp_size=NUM_RANKS, batch_size=16, window=16)
-        self.core = BalancerCore(config.replace(**knobs))
+        self.core = learning_core(config.replace(**knobs))
         self.noise = np.random.default_rng(0)
         self.now = 0.0
 
@@ -244,21 +242,15 @@ def test_a_slow_rank_is_named_although_a_calibrated_plan_gives_it_less() -> None
     assert statistics.cost_fit.speeds[1] < 0.8
 
 
-def test_milliseconds_are_no_straggler() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "steps", "found"),
+    [((0.004, 0.006), 12, False), ((0.4, 0.6), 12, True), ((1, 9), 4, False), ((1, 9), 5, True)],
+)
+def test_neither_milliseconds_nor_a_few_slow_steps_are_a_straggler(
+    seconds: tuple[float, float], steps: int, found: bool
+) -> None:
     """A rank that costs the others less than a scheduler's time slice is nothing to report, however many times it."""
-    for seconds, found in ((0.004, False), (0.4, True)):
-        ledger = IdleTimes(2)
-        core = core_with(CONFIG.replace(capacity=400), [100] * 80)
-        for _ in range(12):
-            batch = poll(core, 0.0)
-            ledger.record(batch, timings(batch, seconds, 1.5 * seconds), 0.0)
-        assert (ledger.straggler(0.0) is not None) == found
-
-
-def test_a_few_slow_steps_are_no_straggler() -> None:
-    ledger = IdleTimes(2)
     core = core_with(CONFIG.replace(capacity=400), [100] * 80)
-    for number in range(1, 7):
-        batch = poll(core, 0.0)
-        ledger.record(batch, timings(batch, 1.0, 9.0), 0.0)
-        assert (ledger.straggler(0.0) is not None) == (number >= 5)
+    for _ in range(steps):
+        report(core, poll(core, 0.0), seconds)
+    assert (core.statistics(0.0).straggler is not None) == found

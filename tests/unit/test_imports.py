@@ -20,7 +20,7 @@ LAYERS = [
     {"planning"},
     {"types", "statistics", "config"},
     {"core", "wire", "slots"},
-    {"net", "facade"},
+    {"net", "facade", "learn"},
     {"host", "client"},  # the controller's process, and the others': what they share is below them
     {"tools", "metrics", "integrations", "ray"},
     {"testing", "demo"},
@@ -47,7 +47,7 @@ PURE = {
     "statistics",
     "config",
 }
-PURE |= {"core", "wire"}
+PURE |= {"core", "learn", "wire"}
 PURE_MODULES = [
     f"tools.{name}"
     for name in (
@@ -61,10 +61,9 @@ PURE_MODULES = [
         "tune_report",
     )
 ]
-PURE_MODULES += ["host.checkpoint", "host.journal.rows", "host.journal.contents"]
-PURE_MODULES += ["host.journal.changes"]
+PURE_MODULES += ["host.checkpoint", "host.records"]
 """Pure modules in folders that are not."""
-WITHOUT_TORCH = {"errors", "field_docs", "cost", "planning", "config", "core"}
+WITHOUT_TORCH = {"errors", "field_docs", "cost", "planning", "config", "core", "learn"}
 
 EVERY = sorted(modules().keys() - {NAME})
 

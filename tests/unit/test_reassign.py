@@ -8,15 +8,29 @@ from typing import Any
 
 import pytest
 import torch
+from evictions import learning_core
 from torch import Tensor, nn
 
 import stream_balancer as sb
-from stream_balancer.core.batching import reassign
+from stream_balancer.core.batching import lay_out
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.testing import make_rollout
 
 VOCABULARY = 50
+
+
+def reassign(
+    core: BalancerCore, batch: sb.Batch, rollouts: list[sb.Rollout], ranks: list[int]
+) -> dict[int, sb.RankBatch]:
+    """By rank what it takes over of these rollouts, with the denominators of the step."""
+    speeds = core.config.speeds and [core.config.speeds[rank] for rank in ranks]
+    parts = lay_out(core.state, rollouts, batch.rollouts, step=batch.step, num_ranks=len(ranks), speeds=speeds)
+    return {
+        rank: replace(batch.ranks[rank], micro_batches=tuple(its))
+        for rank, its in zip(ranks, parts, strict=True)
+        if its
+    }
 
 
 def rollout(number: int, chance: random.Random) -> sb.Rollout:
@@ -89,7 +103,7 @@ def test_the_gradient_is_the_same_without_the_ranks_that_are_lost(more: dict[str
     for lost in (3, 0, 6):  # the third takes with it what it had taken over
         left.remove(lost)
         owed = [r for share in shares.pop(lost) for r in share.rollouts if not r.is_padding]
-        for rank, part in reassign(core.state, batch, owed, left).items():
+        for rank, part in reassign(core, batch, owed, left).items():
             shares[rank].append(part)
             cap = more.get("max_tokens_per_micro_batch", 10**9)
             assert all(one.num_tokens <= cap for one in part.micro_batches)
@@ -109,7 +123,7 @@ def test_what_was_let_in_goes_though_a_later_cap_would_refuse_it() -> None:
     batch = core.poll(0.0)
     assert batch is not None
     core.reconfigure(replace(config, max_tokens_per_micro_batch=50, dp_size=2))
-    parts = reassign(core.state, batch, batch.ranks[0].rollouts, [1, 2])
+    parts = reassign(core, batch, list(batch.ranks[0].rollouts), [1, 2])
     assert [len(one.rollouts) for part in parts.values() for one in part.micro_batches] == [1, 1]
     core.nack(batch.step)
     again = core.poll(0.0)
@@ -119,7 +133,7 @@ def test_what_was_let_in_goes_though_a_later_cap_would_refuse_it() -> None:
 
 def test_seconds_that_ranks_of_the_former_plan_reported_do_not_count() -> None:
     config = sb.BalancerConfig(dp_size=3, batch_size=6, window=6)
-    core = BalancerCore(config)
+    core = learning_core(config)
     core.add_all([make_rollout(90, f"r{n}") for n in range(6)], 0.0)
     batch = core.poll(0.0)
     assert batch is not None

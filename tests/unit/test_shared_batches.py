@@ -18,7 +18,7 @@ import stream_balancer as sb
 from stream_balancer.core import batching
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
-from stream_balancer.host.journal.rows import batch_of, fact_of, fact_row, plan_of
+from stream_balancer.host.records import batch_of, plan_of, read_fact, write_fact
 from stream_balancer.planning import Plan, PlanKnobs, Waiting
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import Batch, MicroBatch, Rollout, SharedRollout
@@ -209,7 +209,7 @@ def test_a_checkpoint_has_a_step_in_flight_as_it_was(monkeypatch: pytest.MonkeyP
     by_hand(monkeypatch, RANKS, DEGREES)
     batch = polled(core)
     written = state_dict(core.snapshot(2.0))
-    size = sum(its["micro_batches"].nbytes for one in written["in_flight"] for its in one["ranks"])
+    size = sum(row.nbytes for row in written["rollouts"])
     whole = sum(r.nbytes for r in rollouts.values())
     assert size < 1.2 * whole + 4096 * len(batch.ranks), "a shared rollout is written once"
     other = BalancerCore(core.config)
@@ -222,28 +222,12 @@ def test_a_checkpoint_has_a_step_in_flight_as_it_was(monkeypatch: pytest.MonkeyP
     other.verify()
 
 
-def test_a_damaged_part_spoils_its_rollout_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = core_of(LENGTHS)
-    by_hand(monkeypatch, RANKS, DEGREES)
-    polled(core)
-    written = state_dict(core.snapshot(2.0))
-    written["in_flight"][0]["ranks"][1]["micro_batches"][0] ^= 255
-    snapshot = read_state_dict(written)
-    assert len(snapshot.set_aside) == 1
-    assert not snapshot.in_flight
-    # r5 was on the damaged rank; r0 and r2 were shared with it
-    assert {r.rollout_id for r in snapshot.waiting} == {"r1", "r3", "r4", "r6"}
-    other = BalancerCore(core.config)
-    other.restore(snapshot, now=3.0)
-    other.verify()
-
-
 def test_the_journal_has_each_rollout_once_and_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     core = core_of(LENGTHS)
     rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
     by_hand(monkeypatch, RANKS, DEGREES)
     batch = polled(core)
-    plan = fact_of(fact_row(plan_of(batch), 0))
+    plan = read_fact(plan_of(batch).key, write_fact(plan_of(batch)))
     assert isinstance(plan, type(plan_of(batch)))
     assert sorted(plan.ids) == sorted(rollouts)
     again = batch_of(plan, rollouts)
@@ -322,6 +306,6 @@ def test_what_others_take_over_is_not_shared_anew() -> None:
     core = core_of([4000, *[100] * 12], cp_sizes=(1,))
     batch = polled(core)
     core.reconfigure(replace(core.config, cp_sizes=(1, 2, 4)))
-    parts = batching.reassign(core.state, batch, list(batch.rollouts), [1, 3])
-    assert parts.keys() == {1, 3}
-    assert not any(mb.cp_group for part in parts.values() for mb in part.micro_batches)
+    parts = batching.lay_out(core.state, list(batch.rollouts), batch.rollouts, step=batch.step, num_ranks=2)
+    assert all(parts)
+    assert not any(mb.cp_group for part in parts for mb in part)

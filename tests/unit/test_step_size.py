@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
-from stream_balancer.core.auto_window import AutoWindow
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.throttle import Throttle
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
+from stream_balancer.learn.auto_window import AutoWindow
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, plan_batch, smallest_max_skips
 from stream_balancer.planning.step_size import surplus_after
 

@@ -10,7 +10,7 @@ The window in force is then the smallest whose idle share is within ``TARGET`` o
 shrinks only where the smaller one is within ``SHRINK``, several times in a row: or noise would move it. Pure: no clock,
 no chance; the same stream gives the same windows.
 
-The core knows none of this: :class:`AutoWindowObserver` sees every plan, and sets the core's window.
+The core knows none of this: :class:`WindowLearner` sees every plan, and sets the core's window.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy as np
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.observer import Observer
+from stream_balancer.core.observer import Learner
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, lower_bound
 from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.planning.step_size import surplus_after
 from stream_balancer.types import Reason
 
-__all__ = ["AutoWindow", "AutoWindowObserver"]
+__all__ = ["AutoWindow", "WindowLearner"]
 
 TARGET = 0.001
 """Idle share that is not worth waiting for."""
@@ -134,6 +134,7 @@ class AutoWindow:
 
     def state(self) -> dict[str, Any]:
         """Numbers, and flat arrays: all that later windows depend on."""
+        costs, groups = self._chunk
         return {
             "windows": list(self.windows),
             "window": self.window,
@@ -141,9 +142,9 @@ class AutoWindow:
             "credit": self._credit,
             "agreed": self._agreed,
             "next_label": self._next_label,
-            "chunk_costs": self._chunk[0].copy(),
-            "chunk_groups": self._chunk[1].copy(),
-            "shadows": [shadow.state() for shadow in self._shadows],
+            "chunk_costs": costs.copy(),
+            "chunk_groups": groups.copy(),
+            "shadows": [{**vars(shadow)} for shadow in self._shadows],
         }
 
     def take_over(self, state: Mapping[str, Any]) -> None:
@@ -168,28 +169,27 @@ class _Shadow:
 
     def __init__(self, window: int) -> None:
         self.window = window
-        self.dispatches = 0
-        self._surplus = 0
-        self._mean = self._bound = 0.0
-        self._costs, self._groups = _NOTHING, _NO_LABELS  # [held], then those that have not entered the window yet
-        self._skips = _NO_LABELS  # [held]
+        self.dispatches = self.surplus = 0
+        self.mean = self.bound = 0.0
+        self.costs, self.groups = _NOTHING, _NO_LABELS  # [held], then those that have not entered the window yet
+        self.skips = _NO_LABELS  # [held]
 
     @property
     def idle(self) -> float:
         """1 - sum(mean load) / sum(least step time), the older the less."""
-        return 1.0 - self._mean / self._bound if self._bound > 0 else 0.0
+        return 1.0 - self.mean / self.bound if self.bound > 0 else 0.0
 
     def feed(self, costs: Floats, groups: Ints, knobs: PlanKnobs) -> None:
         """New arrivals: a batch leaves whenever the window is full."""
-        self._costs = np.concatenate((self._costs, costs))
-        self._groups = np.concatenate((self._groups, groups))
-        while self._costs.size >= self.window:
+        self.costs = np.concatenate((self.costs, costs))
+        self.groups = np.concatenate((self.groups, groups))
+        while self.costs.size >= self.window:
             self._dispatch(knobs)
 
     def _dispatch(self, knobs: PlanKnobs) -> None:
         size = self.window
-        skips = np.concatenate((self._skips, np.zeros(size - self._skips.size, dtype=np.int64)))
-        costs, groups = self._costs[:size], self._groups[:size]
+        skips = np.concatenate((self.skips, np.zeros(size - self.skips.size, dtype=np.int64)))
+        costs, groups = self.costs[:size], self.groups[:size]
         waiting = Waiting(
             costs=costs,
             lengths=np.ones(size, dtype=np.int64),  # only token caps and rows look at them
@@ -198,13 +198,13 @@ class _Shadow:
             groups=groups,
             group_complete=np.ones(size, dtype=np.bool_),
         )
-        goes = choose_batch(waiting, knobs, num_rollouts=size, surplus=self._surplus)
-        self._surplus = surplus_after(knobs, self._surplus, int(np.count_nonzero(goes)))
+        goes = choose_batch(waiting, knobs, num_rollouts=size, surplus=self.surplus)
+        self.surplus = surplus_after(knobs, self.surplus, int(np.count_nonzero(goes)))
         self._record(costs[goes], groups[goes], knobs)
         # [held and to come] what is beyond the window has not been looked at, and stays
-        stays = np.concatenate((~goes, np.ones(self._costs.size - size, dtype=np.bool_)))
-        self._costs, self._groups = self._costs[stays], self._groups[stays]
-        self._skips = skips[~goes] + 1
+        stays = np.concatenate((~goes, np.ones(self.costs.size - size, dtype=np.bool_)))
+        self.costs, self.groups = self.costs[stays], self.groups[stays]
+        self.skips = skips[~goes] + 1
 
     def _record(self, costs: Floats, groups: Ints, knobs: PlanKnobs) -> None:
         rate = float(knobs.num_ranks) if knobs.speeds is None else float(np.sum(knobs.speeds))
@@ -215,50 +215,34 @@ class _Shadow:
         bound = lower_bound(costs, knobs.num_ranks, knobs.counts, knobs.speeds)
         # Decayed sums, not means: the ratio of the two is the idle share over the recent past.
         keep = 1.0 - 1.0 / MEMORY
-        self._mean = self._mean * keep + mean
-        self._bound = self._bound * keep + max(bound, mean)
+        self.mean = self.mean * keep + mean
+        self.bound = self.bound * keep + max(bound, mean)
         self.dispatches += 1
 
     def rescale(self, factor: float) -> None:
-        self._costs = self._costs * factor
-        self._mean *= factor
-        self._bound *= factor
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "dispatches": self.dispatches,
-            "surplus": self._surplus,
-            "mean": self._mean,
-            "bound": self._bound,
-            "costs": self._costs.copy(),
-            "groups": self._groups.copy(),
-            "skips": self._skips.copy(),
-        }
+        self.costs = self.costs * factor
+        self.mean *= factor
+        self.bound *= factor
 
     def take_over(self, state: Mapping[str, Any]) -> None:
-        self.dispatches, self._surplus = int(state["dispatches"]), int(state.get("surplus", 0))
-        self._mean, self._bound = float(state["mean"]), float(state["bound"])
-        self._costs, self._groups = np.asarray(state["costs"]), np.asarray(state["groups"])
-        self._skips = np.asarray(state["skips"])
+        """Continue from another's ``vars()``."""
+        for name, mine in vars(self).items():
+            kind = np.asarray if isinstance(mine, np.ndarray) else type(mine)
+            setattr(self, name, kind(state.get(name, mine)))
 
 
-class AutoWindowObserver(Observer):
-    """The observer that keeps a core's window fitted where its config says ``window="auto"``; idle where it does not.
-    Attach it with ``core.observers.append``."""
+class WindowLearner(Learner):
+    """Keeps a core's window fitted where its config says ``window="auto"``; idle where it does not."""
 
     def __init__(self, core: BalancerCore) -> None:
         self._core = core
         self._auto = _auto_window_of(core.config, core.config.window)
 
-    @property
-    def idle_by_window(self) -> dict[int, float]:
-        """Idle share that each window would have, in the recent past; empty before the first fit, and for a fixed
-        window."""
-        return {} if self._auto is None else self._auto.idle_by_window
+    def figures(self, now: float) -> dict[str, Any]:
+        return {} if self._auto is None else {"idle_by_window": self._auto.idle_by_window}
 
-    def state(self) -> dict[str, Any] | None:
-        """What was learned, for a checkpoint; None for a fixed window."""
-        return None if self._auto is None else self._auto.state()
+    def learned(self) -> dict[str, Any]:
+        return {} if self._auto is None else {"auto_window": self._auto.state()}
 
     def planned(self, waiting: Waiting, knobs: PlanKnobs, reason: Reason) -> None:
         """Fit the window, and put it in force for the next batch."""

@@ -14,11 +14,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
+from stream_balancer.config import BalancerConfig
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.observer import Learner
 from stream_balancer.core.step_times import StepTiming
+from stream_balancer.learn.costs import CostLearner
 from stream_balancer.planning.arrays import Floats
 from stream_balancer.statistics import IdleCause, Straggler
 from stream_balancer.types import Batch
@@ -37,24 +41,27 @@ _MOST_EVIDENCE = 1.0  # so that a rank that has recovered is cleared after 10 go
 _MOST_A_STEP = 0.25  # one checkpoint in the middle of a step is no straggler
 
 
-class IdleTimes:
+class IdleTimes(Learner):
     """The idle seconds of all ranks since the balancer was made (they are in no checkpoint)."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, core: BalancerCore, costs: CostLearner) -> None:
+        """``costs``: to be told of each step before this one."""
+        self._core = core
+        self._costs = costs
+        num_ranks = core.config.dp_size
         self._seconds = np.zeros((num_ranks, len(_CAUSES)))
         self._busy = np.zeros(num_ranks)
-        self.last_s: tuple[float, ...] = ()
-        """Seconds each rank computed in the last step; empty before the first."""
         self._waits: OrderedDict[int, dict[IdleCause, float]] = OrderedDict()
         self._suspect_nobody(num_ranks)
 
-    def resize(self, num_ranks: int) -> None:
-        """There are so many ranks from the next plan on. Totals are kept, also of ranks that are no more; who is slow
-        is found anew."""
-        more = max(num_ranks - len(self._busy), 0)
-        self._seconds = np.pad(self._seconds, ((0, more), (0, 0)))
-        self._busy = np.pad(self._busy, (0, more))
-        self._suspect_nobody(num_ranks)
+    def reconfigured(self, before: BalancerConfig) -> None:
+        """Totals are kept, also of ranks that are no more; who is slow among other ranks is found anew."""
+        num_ranks = self._core.config.dp_size
+        if num_ranks != before.dp_size:
+            more = max(num_ranks - len(self._busy), 0)
+            self._seconds = np.pad(self._seconds, ((0, more), (0, 0)))
+            self._busy = np.pad(self._busy, (0, more))
+            self._suspect_nobody(num_ranks)
 
     def _suspect_nobody(self, num_ranks: int) -> None:
         self._evidence = np.zeros(num_ranks)
@@ -65,9 +72,8 @@ class IdleTimes:
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def dispatched(self, batch: Batch, *, asked_at: float, enough_at: float, now: float) -> None:
-        """A new batch leaves; somebody waited for it since ``asked_at``, and there was enough for one since
-        ``enough_at``."""
+    def left(self, batch: Batch, asked_at: float, enough_at: float, now: float) -> None:
+        """A new batch leaves, and its ranks have waited."""
         waited_s = max(now - asked_at, 0.0)
         # Until enough had come nobody could have dispatched; what was waited after that was the choice of the window.
         no_data_s = min(max(enough_at - asked_at, 0.0), waited_s)
@@ -76,20 +82,10 @@ class IdleTimes:
         while len(self._waits) > _MOST_PENDING:
             self._waits.popitem(last=False)
 
-    def record(
-        self,
-        batch: Batch,
-        timings: Sequence[StepTiming],
-        now: float,
-        slowness: Floats | None = None,
-    ) -> None:
-        """All ranks are done with a step; ``timings`` of each, in rank order. O(ranks).
-
-        ``slowness``: [ranks] log of each rank's slowdown in this step, where something better than the planned loads
-        knows it.
-        """
-        self.last_s = tuple(timing.seconds for timing in timings)
-        busy = np.array(self.last_s, dtype=np.float64)
+    def timed(self, batch: Batch, timings: Sequence[StepTiming], now: float) -> None:
+        """All ranks are done with a step. O(ranks)."""
+        slowness = self._costs.slowness  # by what was learned, which is better than by the planned loads
+        busy = np.array([timing.seconds for timing in timings], dtype=np.float64)
         self._busy[: len(busy)] += busy
         self._record_imbalance(batch, busy)
         self._record_waits(self._waits.pop(batch.step, {}), timings)
@@ -147,17 +143,13 @@ class IdleTimes:
 
     # -- record --------------------------------------------------------------------------------------------------------
 
-    def total(self) -> dict[IdleCause, float]:
-        """Rank seconds by cause."""
-        return dict(zip(_CAUSES, self._seconds.sum(axis=0).tolist(), strict=True))
-
-    def by_rank(self) -> tuple[dict[IdleCause, float], ...]:
-        """Seconds by cause, for each rank."""
-        return tuple(dict(zip(_CAUSES, row, strict=True)) for row in self._seconds.tolist())
-
-    def busy(self) -> tuple[float, ...]:
-        """Seconds each rank computed."""
-        return tuple(self._busy.tolist())
+    def figures(self, now: float) -> dict[str, Any]:
+        return {
+            "idle_seconds": dict(zip(_CAUSES, self._seconds.sum(axis=0).tolist(), strict=True)),
+            "rank_idle_seconds": tuple(dict(zip(_CAUSES, row, strict=True)) for row in self._seconds.tolist()),
+            "rank_busy_seconds": tuple(self._busy.tolist()),
+            "straggler": self.straggler(now),
+        }
 
     def straggler(self, now: float) -> Straggler | None:
         """The rank with the most evidence of being slow, if that is enough."""

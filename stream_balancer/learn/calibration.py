@@ -15,7 +15,7 @@ checkpoint in the middle of a step does not spoil the fit. A rank's speed is the
 Where ranks share rollouts (``cp_sizes``), tokens and pairs are those of a rank's parts, 1 + overhead * log2(degree)
 times each. That overhead is fitted in turn with the rest, by the same least squares, from the configuration's on.
 
-Pure: seconds come in as an argument. What costs are for is decided elsewhere: ``pricing`` reprices, ``planning`` plans.
+Pure: seconds come in as an argument. What costs are for is decided elsewhere: :mod:`.costs` puts them in force.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike
 
 from stream_balancer.cost import CalibratedCost
 from stream_balancer.planning.arrays import Floats, Ints
-from stream_balancer.planning.rank_speeds import FixedCosts
+from stream_balancer.planning.rank_speeds import NO_FIXED_COSTS, FixedCosts
 from stream_balancer.statistics import CostFit
 
 __all__ = ["Calibration"]
@@ -78,7 +78,7 @@ class Calibration:
         self._log_speeds: Floats = given - np.median(given)
         self._recent: list[deque[float]] = [deque(maxlen=_SPEED_WINDOW) for _ in range(num_ranks)]
         self._steps = 0  # observed, the first included
-        self._typical: Floats | None = None  # [4] a rank's features at the first step that counted
+        self._typical: Floats = np.zeros(_FEATURES)  # a rank's features at the first step that counted; 0 before it
         self._typical_s = 1.0  # and its seconds
         self._products = np.zeros((_FEATURES, _FEATURES))
         self._answers = np.zeros(_FEATURES)
@@ -86,12 +86,17 @@ class Calibration:
         self._spread = 0.1  # relative, of what is measured about what is predicted
         self._error = self._error_weight = 0.0
         self._mix: float | None = None  # part of token pairs in the costs given out
-        self._overhead: tuple[float, ...] = (0.0, 0.0)  # d and c, in the prior's unit
-        self._speeds: tuple[float, ...] | None = None if speeds is None else tuple(speeds)
-        self._slowness: Floats | None = None  # [ranks] of the last step
+        self.fixed_costs = NO_FIXED_COSTS
+        """What a step and a micro-batch cost whatever is in them, in the unit of :meth:`cost`."""
+        self.speeds: tuple[float, ...] | None = None if speeds is None else tuple(speeds)
+        """Each rank's, mean 1. None = all alike."""
+        self.cp_overhead: float | None = None
+        """Part that sharing a rollout adds for each doubling of ranks; None before a step in which ranks shared one."""
+        self.slowness: Floats | None = None
+        """[ranks] log of each rank's slowdown in the last step, by the learned cost; None where it says nothing of that
+        step."""
         self._given_sharing = cp_overhead
         self._sharing = np.zeros(2)  # sums of squares and of products
-        self._cp_overhead: float | None = None  # given out; None = nothing was learned
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
@@ -127,7 +132,7 @@ class Calibration:
 
     def observe(self, step: int, seconds: Sequence[float]) -> bool:
         """Every rank's seconds for a step. True if ``cost``, ``speeds`` or ``cp_overhead`` are now others. O(ranks)."""
-        self._slowness = None
+        self.slowness = None
         expected = self._pending.pop(step, None)
         measured = np.array(seconds, dtype=np.float64)
         if expected is None or not (np.isfinite(measured).all() and (measured > 0).all()):
@@ -136,10 +141,10 @@ class Calibration:
         self._steps += 1
         if self._steps == 1:  # compilation, allocation, caches: says nothing about the next one
             return False
-        if self._typical is not None and sharing.any():
+        if self._typical.any() and sharing.any():
             self._learn_sharing(features, sharing, measured)
         features[:, :2] += self._learned_sharing * sharing
-        if self._typical is None:
+        if not self._typical.any():
             # The unit of all that follows: with features and seconds near 1 the normal equations below are well
             # conditioned.
             self._typical = np.maximum(np.median(features, axis=0), 1.0)
@@ -155,7 +160,6 @@ class Calibration:
 
     def _prior(self) -> Floats:
         """[4] parts of a typical step under the prior model."""
-        assert self._typical is not None
         linear = self._model.linear * self._typical[0]
         quadratic = self._model.quadratic * self._typical[1]
         parts: Floats = np.array([linear, quadratic, 0.0, 0.0]) / (linear + quadratic)
@@ -163,7 +167,6 @@ class Calibration:
 
     def _predict(self, features: Floats) -> Floats:
         """[ranks] seconds at speed 1."""
-        assert self._typical is not None
         seconds: Floats = self._typical_s * ((features / self._typical) @ self._parts)
         return seconds
 
@@ -179,7 +182,7 @@ class Calibration:
 
     def _learn_speeds(self, features: Floats, measured: Floats) -> None:
         speeds = np.log(self._predict(features) / measured)
-        self._slowness = -speeds
+        self.slowness = -speeds
         for recent, speed in zip(self._recent, speeds.tolist(), strict=True):
             recent.append(speed)
         if len(self._recent[0]) >= _SPEED_STEPS:
@@ -198,7 +201,6 @@ class Calibration:
                 recent.extend(news)
 
     def _learn_parts(self, features: Floats, measured: Floats) -> None:
-        assert self._typical is not None
         residuals = np.abs(self._residuals(features, measured))
         # a median deviation x 1.4826 is a normal standard deviation; one strange step must not widen it much
         usual = min(1.4826 * float(np.median(residuals)), 3.0 * self._spread)
@@ -216,7 +218,6 @@ class Calibration:
             self._parts = parts
 
     def _learn_sharing(self, features: Floats, sharing: Floats, measured: Floats) -> None:
-        assert self._typical is not None
         actual = measured * np.exp(self._log_speeds)
         # [ranks] of the seconds: what an overhead of 1 would add, and what was added
         one = self._typical_s * ((sharing / self._typical[:2]) @ self._parts[:2]) / actual
@@ -237,23 +238,16 @@ class Calibration:
     def cost(self, lengths: ArrayLike) -> Floats:
         """``[n]`` lengths -> ``[n]`` float64 work in the prior's unit: a typical rank batch costs what
         the prior says."""
-        if self._mix is None or self._typical is None:
+        if self._mix is None:
             return self._model(lengths)
         x = np.asarray(lengths, dtype=np.float64)
-        unit = float(self._model.linear * self._typical[0] + self._model.quadratic * self._typical[1])
         tokens, pairs = x / self._typical[0], self._model.pairs(x) / self._typical[1]
-        cost: Floats = unit * ((1.0 - self._mix) * tokens + self._mix * pairs)
+        cost: Floats = self._unit * ((1.0 - self._mix) * tokens + self._mix * pairs)
         return cost
 
     @property
-    def speeds(self) -> tuple[float, ...] | None:
-        """Each rank's, mean 1. None = all alike."""
-        return self._speeds
-
-    @property
-    def fixed_costs(self) -> FixedCosts:
-        """What a step and a micro-batch cost whatever is in them, in the unit of :meth:`cost`."""
-        return FixedCosts(*self._overhead)
+    def _unit(self) -> float:
+        return float(self._model.linear * self._typical[0] + self._model.quadratic * self._typical[1])
 
     def _apply(self) -> bool:
         """Take over what has been learned, if it makes a difference."""
@@ -262,18 +256,17 @@ class Calibration:
         changed = self._mix is None or abs(mix - self._mix) > _MIX_CHANGE
         if changed:
             self._mix = mix
-        assert self._typical is not None
-        unit = float(self._model.linear * self._typical[0] + self._model.quadratic * self._typical[1])
         of_micro_batches, of_step = self._parts[2:].tolist()
         if not self._distinguishes_micro_batches():
             of_micro_batches, of_step = 0.0, of_micro_batches + of_step
-        overhead = of_step * unit / work, of_micro_batches / float(self._typical[2]) * unit / work
-        if self._speeds is not None or math.dist(overhead, self._overhead) > _MIX_CHANGE * unit:
-            self._overhead, changed = overhead, True
+        unit = self._unit
+        fixed = FixedCosts(of_step * unit / work, of_micro_batches / float(self._typical[2]) * unit / work)
+        if self.speeds is not None or math.dist(fixed, self.fixed_costs) > _MIX_CHANGE * unit:
+            self.fixed_costs, changed = fixed, True
         learned = self._learned_sharing
-        before = self._given_sharing if self._cp_overhead is None else self._cp_overhead
-        if self._sharing.any() and (self._cp_overhead is None or abs(learned - before) > _OVERHEAD_CHANGE):
-            self._cp_overhead, changed = learned, True
+        before = self._given_sharing if self.cp_overhead is None else self.cp_overhead
+        if self._sharing.any() and (self.cp_overhead is None or abs(learned - before) > _OVERHEAD_CHANGE):
+            self.cp_overhead, changed = learned, True
         return self._apply_speeds() or changed
 
     def _distinguishes_micro_batches(self) -> bool:
@@ -292,27 +285,17 @@ class Calibration:
         )
         own = np.exp(np.where(clear, self._log_speeds, 0.0))
         after = own / own.mean()
-        before = np.array(self._speeds or [1.0] * self._num_ranks)
+        before = np.array(self.speeds or [1.0] * self._num_ranks)
         if np.abs(after * before.mean() / before - 1.0).max() <= _SPEED_CHANGE:
             return False
-        self._speeds = tuple(after.tolist()) if clear.any() else None
+        self.speeds = tuple(after.tolist()) if clear.any() else None
         return True
-
-    @property
-    def cp_overhead(self) -> float | None:
-        """What sharing a rollout adds for each doubling of ranks; None before a step in which ranks shared one."""
-        return self._cp_overhead
-
-    def slowness(self) -> Floats | None:
-        """[ranks] log of each rank's slowdown in the last step, by the learned cost; None where it says nothing of
-        that step."""
-        return self._slowness
 
     # -- record --------------------------------------------------------------------------------------------------------
 
     def fit(self) -> CostFit:
         """For the statistics."""
-        typical = np.ones(_FEATURES) if self._typical is None else self._typical
+        typical = self._typical if self._typical.any() else np.ones(_FEATURES)
         coefficients = (self._typical_s * self._parts / typical).tolist()
         return CostFit(
             steps=max(self._steps - 1, 0),
@@ -322,16 +305,16 @@ class Calibration:
             seconds_per_micro_batch=coefficients[2],
             seconds_per_step=coefficients[3],
             speeds=tuple(np.exp(self._log_speeds).tolist()),
-            cp_overhead=self._cp_overhead,
+            cp_overhead=self.cp_overhead,
         )
 
     def state(self) -> dict[str, Any]:
         """Everything learned, as numbers and lists of numbers, for a checkpoint."""
-        return {
-            name: value.tolist() if isinstance(value, np.ndarray) else value
-            for name, value in vars(self).items()
-            if name in _STATE
-        } | {
+        learned = {name: value for name, value in vars(self).items() if name not in _NOT_LEARNED}
+        for name, value in learned.items():
+            if isinstance(value, np.ndarray | tuple):
+                learned[name] = np.asarray(value).tolist()
+        return learned | {
             "_recent": [list(recent) for recent in self._recent],
             "_num_ranks": self._num_ranks,
             "_pairs": self._model.pairs(_PROBE).tolist(),
@@ -342,35 +325,18 @@ class Calibration:
         learned of other pairs (another model) is left."""
         if not np.allclose(state.get("_pairs", 0.0), self._model.pairs(_PROBE)):
             return
-        arrays = {name for name, value in vars(self).items() if isinstance(value, np.ndarray)} | {"_typical"}
         same_ranks = state["_num_ranks"] == self._num_ranks
-        for name in _STATE:
-            if name in state and (same_ranks or name not in _PER_RANK):
-                value = state[name]
-                is_array = name in arrays and value is not None
-                setattr(self, name, np.array(value, dtype=np.float64) if is_array else value)
-        self._overhead = tuple(self._overhead)
+        for name in vars(self).keys() & state.keys() - _NOT_LEARNED - (frozenset() if same_ranks else _PER_RANK):
+            is_array = isinstance(getattr(self, name), np.ndarray)
+            setattr(self, name, np.array(state[name], dtype=np.float64) if is_array else state[name])
+        self.fixed_costs = FixedCosts(*self.fixed_costs)
+        self.speeds = None if self.speeds is None else tuple(self.speeds)
         if same_ranks:
-            self._speeds = None if self._speeds is None else tuple(self._speeds)
             self._recent = [deque(recent, maxlen=_SPEED_WINDOW) for recent in state["_recent"]]
 
 
-_PER_RANK = frozenset({"_log_speeds", "_speeds"})
-_STATE = _PER_RANK | {
-    "_steps",
-    "_typical",
-    "_typical_s",
-    "_products",
-    "_answers",
-    "_parts",
-    "_spread",
-    "_error",
-    "_error_weight",
-    "_mix",
-    "_overhead",
-    "_sharing",
-    "_cp_overhead",
-}
+_PER_RANK = frozenset({"_log_speeds", "speeds"})
+_NOT_LEARNED = frozenset({"_model", "_num_ranks", "_keep", "_pending", "_given_sharing", "_recent", "slowness"})
 
 
 def _solve(products: Floats, answers: Floats) -> Floats:
