@@ -20,12 +20,14 @@ from stream_balancer.integrations._plans import in_lockstep
 
 __all__ = ["patch"]
 
+_HOMES = ("torchtitan.rl.components.batcher", "torchtitan.experiments.rl.components.batcher")  # main; 0.3.0
+
 
 def patch() -> Callable[[], None]:
     """Put our plan behind ``Batcher``, for all of them: the same samples in as few rows as fit them, dealt so that the
     ranks' rows of a micro-batch have alike sums of squared lengths. With fewer samples than ranks its own way remains.
     Returns a function that puts torchtitan's back."""
-    batcher = importlib.import_module("torchtitan.experiments.rl.components.batcher").Batcher
+    batcher = _home().Batcher
     theirs = batcher._assign_training_samples_to_rows
 
     def ours(self: Any, training_samples: list[Any]) -> list[list[Any]]:
@@ -41,3 +43,14 @@ def patch() -> Callable[[], None]:
 
     batcher._assign_training_samples_to_rows = ours
     return put_back
+
+
+def _home() -> Any:
+    """The module of ``Batcher``. Raises ImportError, naming where it was looked for."""
+    for name in _HOMES:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not name.startswith(error.name or " "):
+                raise  # it is there, and something that it needs is not
+    raise ImportError(f"this torchtitan has no {' and no '.join(_HOMES)}, where its RL experiment packs samples")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,30 @@ def test_fewer_rows_and_alike_ones_meet(module: Any, rows_each: int) -> None:
         after.append(step_time(ours, lengths))
     assert np.mean(waits) < 0.2  # 0.6 where the rows are in another order
     assert np.mean(after) < 0.9 * np.mean(before)
+
+
+@pytest.mark.parametrize("home", ["torchtitan.rl", "torchtitan.experiments.rl"])
+def test_it_is_found_on_main_and_in_0_3_0(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with what is read of it."""
+
+    class Batcher:
+        _dp_degree, seq_len = 2, 10
+        num_tokens_to_pack = staticmethod(len)
+
+        def _assign_training_samples_to_rows(self, samples: list[str]) -> list[list[str]]:
+            return [samples]
+
+    module = ModuleType(f"{home}.components.batcher")
+    module.Batcher = Batcher  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchtitan", ModuleType("torchtitan"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    put_back = patch()
+    assert sorted(Batcher()._assign_training_samples_to_rows(["a" * 7, "b" * 6])) == [["a" * 7], ["b" * 6]]
+    put_back()
+    assert Batcher()._assign_training_samples_to_rows(["a", "b"]) == [["a", "b"]]
+    monkeypatch.delitem(sys.modules, module.__name__)
+    with pytest.raises(ImportError, match=r"no torchtitan\.rl\.components\.batcher and no torchtitan\.experiments"):
+        patch()
 
 
 def test_few_samples_are_left_to_torchtitan_and_none_are_none(module: Any) -> None:

@@ -133,6 +133,9 @@ def test_a_truncated_completion_trains_nothing() -> None:
     assert made[1].num_loss_tokens == 0
     (back,) = inputs_from(rank_batch(made), pad_token_id=PAD)
     assert torch.equal(back["completion_mask"], inputs["completion_mask"])
+    (alone,) = inputs_from(rank_batch(made[1:]), pad_token_id=PAD)
+    assert (alone["completion_ids"].tolist(), alone["completion_mask"].tolist()) == ([[PAD]], [[0]])
+    assert alone["tool_mask"].shape == (1, 1)
 
 
 def test_a_padding_copy_trains_nothing_and_the_denominator_is_the_steps() -> None:
@@ -256,6 +259,13 @@ def test_grpo_trains_in_one_process_and_evaluates(tmp_path: Path) -> None:
     with trainer.balanced(max_tokens_per_micro_batch=60):
         assert trainer.train().global_step == 2
         assert math.isfinite(trainer.evaluate()["eval_loss"])
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_micro_batches_of_truncated_completions_alone_train_nothing(tmp_path: Path, loss_type: str) -> None:
+    trainer = grpo(tmp_path, mask_truncated_completions=True, loss_type=loss_type)
+    with trainer.balanced(max_tokens_per_micro_batch=30):
+        assert math.isfinite(trainer.train().training_loss)
 
 
 def test_what_cannot_be_balanced_is_refused_by_name(tmp_path: Path) -> None:

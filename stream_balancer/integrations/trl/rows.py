@@ -4,7 +4,6 @@ takes. No trainer is known here."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ from stream_balancer.integrations._rows import Version
 
 __all__ = ["inputs_from", "rollouts_from"]
 
-_MASKS_AND_IDS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "num_items_in_batch")
+_MASKS_AND_IDS = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "num_items_in_batch"}
 _PADDED_WITH_ONES = ("tool_mask",)  # as TRL pads them
-_PADDING = "prompt_padding"
+_PROMPT, _ON_BOTH = "prompt_tokens", "on_the_prompt_too"
 _SPLIT_IMAGES = frozenset(  # lists, one tensor per row, as TRL splits them
     ["pixel_values", "image_grid_thw", "image_position_ids", "pixel_attention_mask", "spatial_shapes", "image_sizes"]
 )
@@ -45,13 +44,13 @@ def rollouts_from(
     prompts of one length under ``sb.PaddedCost()`` the balancer's cap bounds what is really padded.
     :func:`inputs_from` takes the padding off again. Raises ValueError for a longer prompt.
     """
-    prompts, completions = inputs["prompt_mask"] != 0, inputs["completion_mask"] != 0
-    before, after = prompts.sum(1).tolist(), completions.sum(1).tolist()
+    prompts, (count, long) = inputs["prompt_mask"] != 0, inputs["completion_mask"].shape
+    wide, before = prompts.shape[1], prompts.sum(1).tolist()
     if prompt_length is not None and max(before) > prompt_length:
         raise ValueError(f"a prompt has {max(before)} tokens, and prompt_length is {prompt_length}. Raise it")
-    (count, wide), long = prompts.shape, completions.shape[1]
     begins = max(wide, prompt_length or 0)  # every prompt ends where its completion begins
     kept = before if prompt_length is None else [prompt_length] * count
+    after = (inputs["completion_mask"] != 0).sum(1).tolist()
     where = [slice(begins - tokens, begins + others) for tokens, others in zip(kept, after, strict=True)]
     rows = _rows.Rows(where, begins + long)
 
@@ -67,29 +66,21 @@ def rollouts_from(
     # what a tool wrote is context, not the policy's own
     rows.tensor("loss_mask", whole(inputs["completion_mask"] * inputs.get("tool_mask", 1)))
     on_both = []
-    for name, value in inputs.items():
-        if name in _MASKS_AND_IDS or value is None or (isinstance(value, Tensor) and value.ndim == 0):
-            continue
+    for name in inputs.keys() - _MASKS_AND_IDS:
+        value = inputs[name]
         if not isinstance(value, Tensor):
-            rows.add("tensors" if isinstance(value[0], Tensor) else "metadata", name, value)
+            if value is not None:
+                rows.add("tensors" if isinstance(value[0], Tensor) else "metadata", name, value)
         elif value.ndim >= 2 and value.shape[1] == long:
             rows.tensor(name, whole(value))
         elif value.ndim >= 2 and value.shape[1] == wide + long:
             on_both.append(name)
             rows.tensor(name, whole(value[:, wide:], value[:, :wide]))
-        else:
+        elif value.ndim:
             rows.tensor(name, value)
-    rows.add("metadata", "prompt_tokens", before)
-    rows.add("metadata", "on_the_prompt_too", [on_both] * count)
-    rows.add("metadata", _PADDING, [tokens - own for tokens, own in zip(kept, before, strict=True)])
+    rows.add("metadata", _PROMPT, [[tokens - own, tokens] for tokens, own in zip(kept, before, strict=True)])
+    rows.add("metadata", _ON_BOTH, [on_both] * count)
     return rows.rollouts(group_size=group_size, version=version)
-
-
-def _without_padding(rollout: sb.Rollout) -> sb.Rollout:
-    """Without the zeros before its prompt; a padding copy keeps what it has."""
-    missing = 0 if rollout.is_padding else rollout.metadata.get(_PADDING, 0)
-    tokens = {name: column[missing:] for name, column in rollout.tokens.items()}
-    return replace(rollout, tokens=tokens, prefix=max(rollout.prefix - missing, 0))
 
 
 def inputs_from(share: Any, *, pad_token_id: int) -> list[dict[str, Any]]:
@@ -104,36 +95,41 @@ def inputs_from(share: Any, *, pad_token_id: int) -> list[dict[str, Any]]:
 
 
 def _inputs(micro_batch: sb.MicroBatch, pad_token_id: int) -> dict[str, Any]:
-    rollouts = [_without_padding(rollout) for rollout in _rows.with_prompt(micro_batch.rollouts)]
+    rollouts = _rows.with_prompt(micro_batch.rollouts)
     taken, noted = _rows.together(rollouts), rollouts[0].metadata
-    before = [_rows.within(rollout, rollout.metadata["prompt_tokens"]) for rollout in rollouts]
-    after = [tokens - own for tokens, own in zip(taken.lengths, before, strict=True)]
-    wide, long = max(before), max(after)
+    parts = [_parts(rollout) for rollout in rollouts]
+    before = [prompt.stop - prompt.start for prompt, _ in parts]
+    after = [completion.stop - completion.start for _, completion in parts]
+    wide, long = max(before), max(*after, 1)  # TRL needs a column, also where every completion was truncated
+
+    def prompt(columns: Sequence[Tensor], value: int = 0) -> Tensor:
+        return _rows.padded([column[one] for column, (one, _) in zip(columns, parts, strict=True)], wide, "left", value)
+
+    def completion(columns: Sequence[Tensor], value: int = 0) -> Tensor:
+        its = [column[one] for column, (_, one) in zip(columns, parts, strict=True)]
+        return _rows.padded(its, long, "right", value)
+
     ids = taken.tokens.pop("input_ids")
     # a padding copy runs through the model like any other rollout, but none of its tokens counts in a loss
     shown = [0 if rollout.is_padding else tokens for rollout, tokens in zip(rollouts, after, strict=True)]
     out: dict[str, Any] = {
-        "prompt_ids": _rows.padded(_upto(ids, before), wide, "left", pad_token_id),
+        "prompt_ids": prompt(ids, pad_token_id),
         "prompt_mask": _rows.mask_of(before, wide, "left").long(),
-        "completion_ids": _rows.padded(_beyond(ids, before), long, "right", pad_token_id),
+        "completion_ids": completion(ids, pad_token_id),
         "completion_mask": _rows.mask_of(shown, long, "right").long(),
         **_rows.float32(taken.scalars),
     }
     for name in taken.tokens.keys() - {"loss_mask"}:
-        columns = taken.tokens[name]
-        out[name] = _rows.padded(_beyond(columns, before), long, "right", int(name in _PADDED_WITH_ONES))
-        if name in noted.get("on_the_prompt_too", ()):
-            out[name] = torch.cat([_rows.padded(_upto(columns, before), wide, "left"), out[name]], dim=1)
+        out[name] = completion(taken.tokens[name], int(name in _PADDED_WITH_ONES))
+        if name in noted.get(_ON_BOTH, ()):
+            out[name] = torch.cat([prompt(taken.tokens[name]), out[name]], dim=1)
     for name, tensors in taken.tensors.items():
         out[name] = tensors if name in _SPLIT_IMAGES else _rows.stacked(tensors)
-    for name in noted.keys() - {"prompt_tokens", "on_the_prompt_too", _PADDING}:
-        out[name] = [rollout.metadata[name] for rollout in rollouts]
-    return out
+    return out | {name: [one.metadata[name] for one in rollouts] for name in noted.keys() - {_PROMPT, _ON_BOTH}}
 
 
-def _upto(columns: Sequence[Tensor], ends: Sequence[int]) -> list[Tensor]:
-    return [column[:end] for column, end in zip(columns, ends, strict=True)]
-
-
-def _beyond(columns: Sequence[Tensor], ends: Sequence[int]) -> list[Tensor]:
-    return [column[end:] for column, end in zip(columns, ends, strict=True)]
+def _parts(rollout: sb.Rollout) -> tuple[slice, slice]:
+    """Its prompt, without zeros before it, and its completion. A padding copy keeps what it has."""
+    start, stop = rollout.metadata[_PROMPT]
+    stop = _rows.within(rollout, stop)
+    return slice(0 if rollout.is_padding else start, stop), slice(stop, rollout.num_tokens)
