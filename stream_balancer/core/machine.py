@@ -128,6 +128,7 @@ class BalancerCore:
     def end(self) -> None:
         """No more rollouts will come: drain what is left, also if it is fewer than the ranks. May be called twice."""
         self.state.triggers.ended = True
+        self._publish("ended")
 
     @property
     def ended(self) -> bool:

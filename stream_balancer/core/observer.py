@@ -47,6 +47,7 @@ Event: TypeAlias = Literal[
     "repriced",
     "reconfigured",
     "restored",
+    "ended",
 ]
 
 
@@ -92,6 +93,9 @@ class Observer:
 
     def reconfigured(self, before: BalancerConfig) -> None:
         """Other knobs than ``before`` are in force."""
+
+    def ended(self) -> None:
+        """No more rollouts will come."""
 
     def restored(self, snapshot: Snapshot) -> None:
         """The state of another balancer was taken over. What is too stale for it is evicted after this event."""

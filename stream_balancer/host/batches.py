@@ -89,9 +89,12 @@ class Consumer:
                 if self._journal is not None and batch.is_last:
                     await self._finish_plan(self._journal, batch)
                 # The disk was awaited above, and reconfigure(dp_size=...) may have come meanwhile.
-                if len(batch.ranks) == self._core.config.dp_size:
+                whole = self._core.state.ledger.get(batch.step)
+                if whole is None or len(batch.ranks) == self._core.config.dp_size:
                     return batch
-                self._core.redeliver(batch)  # there are other ranks since it was planned
+                if whole.num_rollouts > batch.num_rollouts:
+                    return batch  # a row, for those who have the rows before it
+                self._core.redeliver(whole)  # there are other ranks since it was planned
                 continue
             if self._core.finished:
                 return None

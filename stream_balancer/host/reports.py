@@ -67,10 +67,15 @@ class Reports:
         fact = self._facts.get(report.fact)
         if fact is None or (memory is not None and report.fact != "done"):
             raise WireError(f"{member.name} reports {report.fact!r}, which nobody knows")
-        is_new = report.step not in self._here.ledger.steps and report.step > (member.last_step or -1)
-        if is_new and report.fact not in _OF_WEIGHTS:
+        if report.fact not in _OF_WEIGHTS and not self._was_given(member, report.step):
             raise WireError(f"{member.name} reports {report.fact!r} of step {report.step}, which it was not given")
         fact(member, seat, report, memory)
+
+    def _was_given(self, member: Member, step: int) -> bool:
+        """By this controller, or by one before it."""
+        ledger = self._here.ledger
+        last_step = -1 if member.last_step is None else member.last_step
+        return step in ledger.steps or step <= max(last_step, ledger.last_acked) or step in ledger.ranks[member.id].stale
 
     def _items(self, member: Member, report: Report) -> list[Item]:
         """Those of its items that it names, and that are still its own."""

@@ -103,7 +103,7 @@ async def serve(
     again. The last rank's loss is raised. See docs/elastic.md.
 
     ``move_late=True`` is for a rank that is slow without notice: once half of the ranks have nothing left to do in a
-    step, they take over the micro-batches that the others have not begun. See docs/slow_ranks.md. Both are for ranks
+    step, they take over the micro-batches that the others have not begun. See docs/elastic.md. Both are for ranks
     that iterate their step and call ``step.finish()``. Raises ConfigError for ``mini_batches``, in which ranks meet
     several times in a step.
 
@@ -218,7 +218,7 @@ class _Server(Observer):
         while True:
             # As late as possible, when every rank has room: until then rollouts stay in the window, where later ones
             # may still make a better step.
-            await self._until(self._wants_step)
+            await self._until(lambda: self._wants_step() or self._is_drained)
             all_ready_at = anyio.current_time()
             try:
                 batch = await anext(batches)
@@ -249,6 +249,11 @@ class _Server(Observer):
         if len(members) != planned_for or any(step.settling for step in ledger.steps.values()):
             return False
         return ledger.wants_step and self._all_take_part(members)
+
+    @property
+    def _is_drained(self) -> bool:
+        """Nothing more comes: nobody need have room for it. After a restart, ranks may have left that know it."""
+        return self._planner is not None and self._planner.parts.core.finished
 
     def _fits(self, batch: Batch) -> bool:
         """It is for as many ranks as there are."""
@@ -414,6 +419,10 @@ class _Server(Observer):
             return
         self._ranks.resize(dp_size)
         self._transport.resize(self._ranks.num_places)
+        self._wake()
+
+    def ended(self) -> None:
+        """Ranks may be waited for that have left."""
         self._wake()
 
     def acknowledged(self, batch: Batch) -> None:

@@ -9,6 +9,7 @@ import math
 import random
 import threading
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -213,8 +214,13 @@ class Team:
     async def _resize(self, balancer: sb.StreamBalancer, ranks: Any) -> None:
         await anyio.sleep(self.chance.uniform(0.5, 15.0))
         more = "replan" not in self.features and self.chance.choice([True, False])
-        self.dp_size = balancer.config.dp_size + (1 if more else -1)
-        balancer.reconfigure(dp_size=self.dp_size)
+        while True:  # not in the midst of an open step
+            with suppress(sb.ConfigError):
+                dp_size = balancer.config.dp_size + (1 if more else -1)
+                balancer.reconfigure(dp_size=dp_size)
+                break
+            await anyio.sleep(0.25)
+        self.dp_size = dp_size
         if more:
             for lane in self.lanes:
                 ranks.start_soon(lane.train, SIZE)
