@@ -22,7 +22,7 @@ import msgspec
 from stream_balancer.errors import BrokenResourceError, WireError
 from stream_balancer.net.answers import Asked
 from stream_balancer.net.calls import Pending
-from stream_balancer.net.connection import Base
+from stream_balancer.net.connection import Connection
 from stream_balancer.net.listener import Listener
 from stream_balancer.net.loops import Signal
 from stream_balancer.net.messages import Join, Welcome
@@ -244,7 +244,7 @@ class _Once:
         self._dialer, self.io = dialer, dialer.io
 
     def dial(
-        self, join: Join, welcomed: Callable[[Base, Welcome], None], failed: Callable[[BaseException], None]
+        self, join: Join, welcomed: Callable[[Connection, Welcome], None], failed: Callable[[BaseException], None]
     ) -> None:
         self._dialer.dial(join, welcomed, lambda error: failed(BrokenResourceError(str(error))))
 

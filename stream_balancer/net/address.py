@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 import msgspec
 
 from stream_balancer.errors import BrokenResourceError, ConfigError, RefusedError, WireError
-from stream_balancer.net.connection import Base
+from stream_balancer.net.connection import Connection
 from stream_balancer.net.listener import dial, split_address
 from stream_balancer.net.loops import Io
 from stream_balancer.net.messages import Join, Welcome
@@ -136,7 +136,7 @@ class TcpDialer:
             )
 
     def dial(
-        self, join: Join, welcomed: Callable[[Base, Welcome], object], failed: Callable[[BaseException], object]
+        self, join: Join, welcomed: Callable[[Connection, Welcome], object], failed: Callable[[BaseException], object]
     ) -> None:
         """Connect in the background. Either is called in the I/O thread, once. What ``failed`` gets is final if it is a
         RefusedError, ConfigError (no such host), WireError or BrokenResourceError (the store is gone)."""

@@ -15,7 +15,7 @@ import msgspec
 from stream_balancer.errors import WireError
 from stream_balancer.net import movers
 from stream_balancer.net.calls import CALL_BYTES, SMALL
-from stream_balancer.net.connection import Base
+from stream_balancer.net.connection import Connection
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.loops import Runs
 from stream_balancer.net.messages import NIL, Call, Cancel, Join, Message, Reply, Report, Welcome
@@ -32,9 +32,9 @@ class Budget:
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.used = most_bytes, 0
-        self._paused: dict[Peer, Base] = {}
+        self._paused: dict[Peer, Connection] = {}
 
-    def take(self, peer: Peer, connection: Base | None, nbytes: int) -> None:
+    def take(self, peer: Peer, connection: Connection | None, nbytes: int) -> None:
         """So many more, and perhaps no more of this session."""
         self.used += nbytes
         if self.used > self.most_bytes and connection is not None and peer not in self._paused:
@@ -85,7 +85,7 @@ class Attended(Protocol):
 
     def begin(self, peer: Peer, asked: Asked) -> None: ...
     def cancel(self, asked: Asked) -> None: ...
-    def lost(self, peer: Peer, connection: Base | None, end: Ended) -> None: ...
+    def lost(self, peer: Peer, connection: Connection | None, end: Ended) -> None: ...
 
 
 class Peer:
@@ -108,12 +108,12 @@ class Peer:
         """Called when a connection is over; another one may follow within ``keep_s``."""
         self.on_gone: Callable[[Ended], object] = lambda _: None
         """Called once it does not come back any more."""
-        self.connection: Base | None = None
+        self.connection: Connection | None = None
         """None while it is lost."""
         self.losses = 0
         # of the I/O thread
         self._service = service
-        self._live: Base | None = None
+        self._live: Connection | None = None
         self._open: dict[int, Asked] = {}
         self._done: dict[int, tuple[Reply, Payload]] = {}
         """Replies that the caller may not have seen."""
@@ -153,7 +153,7 @@ class Peer:
 
     # in the I/O thread
 
-    def let_in(self, connection: Base, welcome: Welcome) -> None:
+    def let_in(self, connection: Connection, welcome: Welcome) -> None:
         """The decision of who attends."""
         self._live = connection
         if connection.over:

@@ -29,7 +29,7 @@ import anyio
 import msgspec
 
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RolloutError, WireError
-from stream_balancer.net.connection import Base
+from stream_balancer.net.connection import Connection
 from stream_balancer.net.errors import Cancelled, error_of
 from stream_balancer.net.loops import Runs, Signal, blocking_deadline
 from stream_balancer.net.messages import NIL, Call, Cancel, Message, Reply, Welcome
@@ -117,7 +117,7 @@ class Caller(ABC):
 
     def __init__(self, io: Runs) -> None:
         self.io = io
-        self.connection: Base | None = None
+        self.connection: Connection | None = None
         self._limits = Welcome()
         self._news: deque[Pending] = deque()
         self._waiting: dict[Pending, None] = {}

@@ -2,20 +2,25 @@
 
 A producer sends a message with 10 MB behind it: the handler at the other end is asked first (``admit``), the bytes go
 where they will stay, and the handler gets both (``receive``). Nothing that a peer announces is allocated unchecked, and
-before the proofs only short messages are read. All of it runs in the I/O thread; only :meth:`Base.send`, :meth:`close`
-and :meth:`abort` are called from others.
+before the proofs only short messages are read. All of it runs in the I/O thread; only :meth:`Connection.send`,
+:meth:`close` and :meth:`abort` are called from others.
 """
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+import selectors
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
-from stream_balancer.errors import WireError
+from stream_balancer.errors import RefusedError, WireError
 from stream_balancer.net.errors import Ended
+from stream_balancer.net.handler import Handler, Mover, Nobody
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.loops import Job, Runs
 from stream_balancer.net.messages import (
@@ -34,9 +39,10 @@ from stream_balancer.net.messages import (
     read_header,
 )  # fmt: skip
 from stream_balancer.net.pool import Memory, Pool
+from stream_balancer.net.tls import TlsSocket
 from stream_balancer.wire.payload import NOTHING, Payload
 
-__all__ = ["HANDSHAKE_S", "Base", "Handler", "Mover"]
+__all__ = ["HANDSHAKE_S", "Connection"]
 
 _log = logging.getLogger(__name__)
 # A rank's Join names the steps that it has. Memory of what has not come is not touched.
@@ -45,64 +51,41 @@ _JOIN_BYTES = 2**16
 MOVER_BYTES = 2**17
 """Smaller payloads go by the socket, whatever mover there is."""
 HANDSHAKE_S, CLOSE_S = 10.0, 5.0
-
-
-class Handler(Protocol):
-    """Gets the messages. Called in the I/O thread; raises WireError for what may not come now."""
-
-    def admit(self, message: Message, total: int) -> None:
-        """``total`` bytes are about to be allocated for this message."""
-
-    def receive(self, message: Message, memory: Memory | None) -> None:
-        """Called in the order of sending, whichever way the bytes came."""
-
-    def ended(self, end: Ended) -> None:
-        """The end: once, and nothing after it. ``end.__cause__`` is the error behind it, if there is one."""
-
-
-class Mover(Protocol):
-    """A way for bytes, one end of it. Called in the I/O thread. See :mod:`stream_balancer.net.movers`."""
-
-    ready: bool
-
-    def begin(self) -> None: ...
-    def send(
-        self, payload: Payload, sent: Callable[[], object] | None, go: Callable[[Sequence[int]], None]
-    ) -> bool: ...
-    def receive(self, envelope: Envelope, ready: Callable[[Memory], None]) -> None: ...
-    def note(self, body: bytes) -> None: ...
-    def close(self) -> None: ...
+_TURN_BYTES = 4 * 2**20
+"""Read from one socket, or sent, before the others get their turn."""
+_GATHER = 512
 
 
 _Out = tuple[Message, Payload, Callable[[], object] | None]
 
 
+@dataclass(slots=True)
 class _Held:
     """A message whose bytes, or those of one before it, are still on their way."""
 
-    __slots__ = ("memory", "message", "ready")
+    message: Message
+    memory: Memory | None
+    ready: bool
 
-    def __init__(self, message: Message, memory: Memory | None, ready: bool) -> None:
-        self.message, self.memory, self.ready = message, memory, ready
 
+class Connection:
+    """One end. Bytes are received where they belong; only what comes ahead of its place is copied."""
 
-class Base(ABC):
-    """One end: handshake, order of sending and delivery, movers, one end. What is below it carries bytes: a socket, or
-    a queue in memory."""
-
-    local = ""
-    """This machine's address on the way to the peer."""
-    is_local = True
-    """The other end is on this machine."""
-
-    def __init__(self, io: Runs, pool: Pool, handshake: Handshake) -> None:
-        self.io, self.pool, self.handshake = io, pool, handshake
+    def __init__(
+        self, io: Runs, sock: Any, pool: Pool, handshake: Handshake, *, local: str = "", is_local: bool = True
+    ) -> None:
+        """``sock``: a socket, one with TLS, or one in memory. ``local``: this machine's address on the way to the peer.
+        ``is_local``: the other end is on this machine."""
+        self.io, self.pool, self.handshake, self.local, self.is_local = io, pool, handshake, local, is_local
+        self._sock, self._tls = sock, sock if isinstance(sock, TlsSocket) else None
+        self._fd, self._events = sock.fileno(), 0
+        io.sockets[self._fd] = lambda: self.fail(Ended("closed", "the process has ended"))
         self.handler: Handler | None = None
         self.welcome: Welcome | None = None
-        self.arrived: Callable[[Base, Join], object] = lambda *_: None
+        self.arrived: Callable[[Connection, Join], object] = lambda *_: None
         """At the accepting end, once the peer has proven itself: sets :attr:`handler` and calls :meth:`let_in`, then or
         later; or raises RefusedError."""
-        self.welcomed: Callable[[Base, Welcome], object] = lambda *_: None
+        self.welcomed: Callable[[Connection, Welcome], object] = lambda *_: None
         """At the joining end: sets :attr:`handler`."""
         self.movers: dict[int, Mover] = {}
         """Those that both ends have agreed on, the one that is preferred first."""
@@ -135,22 +118,11 @@ class Base(ABC):
         """At once."""
         self.io.do(lambda: self.fail(Ended("closed", "here")))
 
-    def work(self, job: Job) -> None:
-        """Run it in the thread that packs for movers. What it raises ends the connection."""
-
-        def guarded() -> None:
-            try:
-                job()
-            except Exception as error:  # noqa: BLE001 - the peer waits for what will not come
-                failure = error
-                self.io.do(lambda: self.fail(failure))
-
-        self.io.work(guarded)
-
     # in the I/O thread
 
     def begin(self) -> None:
         """Begin the handshake."""
+        self._watch()
         self._deadline = self.io.after(HANDSHAKE_S, lambda: self.fail(Ended("lost", "no handshake in time")))
         if self.handshake.joins:
             self._send_now(self.handshake.hello())
@@ -163,6 +135,7 @@ class Base(ABC):
     def pause(self) -> None:
         """Read no more, so that the peer waits. One who pauses in ``admit`` has that message's bytes wait, too."""
         self.paused, self._resumes = True, False
+        self._watch()
 
     def resume(self) -> None:
         """Read on, soon: who resumes may be in the middle of something that this connection has brought."""
@@ -177,6 +150,7 @@ class Base(ABC):
         unread, self._unread = self._unread, b""
         try:
             self._feed(memoryview(unread))
+            self._watch()
         except Exception as error:  # noqa: BLE001 - the peer's, or the handler's: this one is over
             self.fail(error)
 
@@ -199,13 +173,37 @@ class Base(ABC):
         error.with_traceback(None)  # its frames would keep memory alive for as long as somebody keeps the end
         self._end(end)
 
-    @abstractmethod
     def _release(self, error: BaseException) -> None:
-        """Let go of what is below."""
+        if isinstance(error, (WireError, RefusedError)) and not self._close_sent:
+            reason = error.reason if isinstance(error, RefusedError) else "protocol"
+            self._outgoing.append((memoryview(frame(Refused(reason, str(error)[:1000]))), None))
+            with suppress(OSError, ValueError, WireError):
+                self._sock.sendmsg([view for view, _ in islice(self._outgoing, _GATHER)])
+                self._sock.shutdown(socket.SHUT_WR)
+        if self._events:
+            with suppress(KeyError, ValueError, OSError):
+                self.io.watch(self._sock, self._events, 0, self._ready)
+        self.io.sockets.pop(self._fd, None)
+        self._sock.close()
 
-    @abstractmethod
-    def _flush(self) -> None:
-        """Send what is outgoing, as far as that goes now."""
+    def _watch(self) -> None:
+        """What is to be waited for: without TLS's handshake a socket that may be written to is of no use."""
+        writes = bool(self._outgoing) and (self._tls is None or self._tls.shaken)
+        events = (0 if self.paused else selectors.EVENT_READ) | (selectors.EVENT_WRITE if writes else 0)
+        if events != self._events and not self.over:
+            before, self._events = self._events, events
+            self.io.watch(self._sock, before, events, self._ready)
+
+    def _ready(self, mask: int) -> None:
+        try:
+            if mask & selectors.EVENT_WRITE:
+                self._flush()
+            if mask & selectors.EVENT_READ and not self.over and not self.paused:
+                self._read()
+            if self._tls is not None:  # which may have had to read something before it could write
+                self._flush()
+        except Exception as error:  # noqa: BLE001 - the network's, the peer's, or the handler's: this one is over
+            self.fail(error)
 
     # sending
 
@@ -263,6 +261,26 @@ class Base(ABC):
         self._waits_for_mover = False
         return False
 
+    def _flush(self) -> None:
+        if self.over:
+            return
+        left = _TURN_BYTES
+        try:
+            while self._outgoing and left > 0:
+                count = self._sock.sendmsg([view for view, _ in islice(self._outgoing, _GATHER)])
+                self._took(count)
+                left -= count
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if self.paused:
+                raise
+            _log.debug("reading will see it too, behind what has arrived: perhaps a refusal. %s", error)
+            self._outgoing.clear()
+        self._watch()
+        if self._close_sent and self._close_seen and not self._outgoing and not self._held:
+            self.fail(Ended("closed"))
+
     def _took(self, count: int) -> None:
         """So many outgoing bytes have left."""
         self._num_sent += count
@@ -277,6 +295,26 @@ class Base(ABC):
                 sent()
 
     # receiving
+
+    def _read(self) -> None:
+        """Into where the next bytes belong, and ahead: what comes after them is often small, and there already."""
+        ahead, left = self.io.scratch, _TURN_BYTES
+        while left > 0 and not self.over and not self.paused:
+            room = len(self._space) + len(ahead)
+            try:
+                received = self._sock.recvmsg_into([self._space, ahead])[0]
+            except BlockingIOError:
+                return
+            if not received:
+                raise ConnectionResetError("connection closed by peer")
+            left -= received
+            count = min(len(self._space), received)
+            self._space = self._space[count:]
+            self._feed(ahead[: received - count])
+            if received < room and self._tls is None:
+                return
+        if self._tls is not None and not self.over:  # it may hold bytes that the selector does not see
+            self.io.do(lambda: self._ready(selectors.EVENT_READ))
 
     def _parse(self) -> Iterator[memoryview]:
         """Yields what is to be filled next; nothing if the connection was paused in the middle of a message."""
@@ -384,7 +422,7 @@ class Base(ABC):
 
     def _end(self, end: Ended) -> None:
         """The handler hears it once."""
-        handler, self.handler = self.handler, _Nobody()
+        handler, self.handler = self.handler, Nobody()
         if handler is not None:
             handler.ended(end)
 
@@ -398,21 +436,6 @@ class Base(ABC):
         else:
             now = self._num_sent
             self._deadline = self.io.after(CLOSE_S, lambda: self._leave(now))
-
-    def _end_if_both_closed(self) -> None:
-        if self._close_sent and self._close_seen and not self._outgoing and not self._held:
-            self.fail(Ended("closed"))
-
-
-class _Nobody:
-    """Takes what comes after the end."""
-
-    def admit(self, message: Message, total: int) -> None:
-        raise WireError("bytes after the end")
-
-    def receive(self, message: Message, memory: Memory | None) -> None: ...
-
-    def ended(self, end: Ended) -> None: ...
 
 
 def _bytes_of(piece: Any) -> memoryview:

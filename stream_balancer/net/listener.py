@@ -12,13 +12,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from stream_balancer.errors import WireError, refused_error
-from stream_balancer.net.connection import HANDSHAKE_S, Base
+from stream_balancer.net.connection import HANDSHAKE_S, Connection
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.loops import Io
 from stream_balancer.net.messages import Join, Message, Welcome
 from stream_balancer.net.pool import Memory, Pool
-from stream_balancer.net.tcp import Connection
+from stream_balancer.net.tls import TlsSocket
 
 __all__ = ["Listener", "dial", "split_address"]
 
@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 MAX_STRANGERS = 1024
 """Connections that have proven nothing yet. With 64, the producers of a cluster pushed each other out."""
 CLOSED = "the controller has closed its transport. Start it again"
+# The machine is gone: noticed after 25 s without traffic, after 30 s with bytes on their way.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _FULL_S = 1.0
 # A stranger must not fill a disk: so many lines at once, then one every so many seconds.
@@ -36,7 +38,7 @@ class Listener:
     """Lets peers in who know the token. ``arrived`` is called in the I/O thread for each of them."""
 
     def __init__(
-        self, host: str, port: int, token: bytes, arrived: Callable[[Base, Join], object], *,
+        self, host: str, port: int, token: bytes, arrived: Callable[[Connection, Join], object], *,
         tls: ssl.SSLContext | None = None, io: Io | None = None, pool: Pool | None = None,
     ) -> None:  # fmt: skip
         self.io = io or Io.current()
@@ -45,8 +47,8 @@ class Listener:
         self._sock = socket.create_server((host, port), family=family, backlog=MAX_STRANGERS)
         self._sock.setblocking(False)
         self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{self._sock.getsockname()[1]}"
-        self._strangers: dict[Base, None] = {}
-        self._knocking: list[Base] = []
+        self._strangers: dict[Connection, None] = {}
+        self._knocking: list[Connection] = []
         self._warnings_left = _MOST_WARNINGS
         self._closed = False
         self.io.do(self._listen)
@@ -82,7 +84,7 @@ class Listener:
                 self.io.after(_FULL_S, self._listen)
             return
         try:
-            connection = Connection(self.io, sock, self._pool, Handshake(self._token), self._tls, "")
+            connection = _over_tcp(self.io, sock, self._pool, Handshake(self._token), self._tls, None)
         except OSError:  # it is gone already
             sock.close()
             return
@@ -93,12 +95,12 @@ class Listener:
         self._strangers[connection] = None
         connection.begin()
 
-    def _on_stranger_gone(self, connection: Base, address: tuple[object, ...], end: Ended) -> None:
+    def _on_stranger_gone(self, connection: Connection, address: tuple[object, ...], end: Ended) -> None:
         self._strangers.pop(connection, None)
         if end.kind == "refused":
             self._warn(":".join(map(str, address[:2])), end.text)
 
-    def _on_proven(self, connection: Base, join: Join) -> None:
+    def _on_proven(self, connection: Connection, join: Join) -> None:
         self._strangers.pop(connection, None)
         self._knocking = [one for one in self._knocking if one.welcome is None and not one.over]
         self._knocking.append(connection)
@@ -115,7 +117,7 @@ class Listener:
 
 
 def dial(
-    address: str, token: bytes, join: Join, welcomed: Callable[[Base, Welcome], object],
+    address: str, token: bytes, join: Join, welcomed: Callable[[Connection, Welcome], object],
     failed: Callable[[BaseException], object], *, tls: ssl.SSLContext | None = None, io: Io | None = None,
     pool: Pool | None = None,
 ) -> None:  # fmt: skip
@@ -136,7 +138,7 @@ def dial(
 
     def begin(sock: socket.socket) -> None:
         try:
-            connection = Connection(there, sock, pool or Pool(), Handshake(token, join), tls, host)
+            connection = _over_tcp(there, sock, pool or Pool(), Handshake(token, join), tls, host)
         except OSError as error:  # it is gone already
             sock.close()
             failed(error)
@@ -146,6 +148,22 @@ def dial(
         connection.begin()
 
     threading.Thread(target=connect, name="stream_balancer-dial", daemon=True).start()
+
+
+def _over_tcp(
+    io: Io, sock: socket.socket, pool: Pool, handshake: Handshake, tls: ssl.SSLContext | None, host: str | None
+) -> Connection:
+    """``host``: the acceptor's, whose certificate the joiner checks. Raises OSError if the peer is gone already."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    local = sock.getsockname()[0]
+    is_local = sock.getpeername()[0] == local
+    over = sock if tls is None else TlsSocket(sock, tls, host)
+    return Connection(io, over, pool, handshake, local=local, is_local=is_local)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -178,7 +196,7 @@ class _Stranger(_Shaking):
 class Dialling(_Shaking):
     """At the joining end, until it is welcomed."""
 
-    def __init__(self, address: str, connection: Base, failed: Callable[[BaseException], object]) -> None:
+    def __init__(self, address: str, connection: Connection, failed: Callable[[BaseException], object]) -> None:
         self._address, self._connection, self._failed = address, connection, failed
 
     def ended(self, end: Ended) -> None:

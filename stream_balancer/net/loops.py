@@ -40,11 +40,19 @@ class Runs(Protocol):
     """The jobs run in a thread of their own."""
     leaving: set[object]
     """Connections that were closed and whose peer has not answered yet."""
+    sockets: dict[int, Job]
+    """Descriptors, which a forked child must not keep or a peer would not see this process's death; and how the end of
+    this process ends them."""
+    helpers: list[threading.Thread]
+    """Threads that end with their connections."""
+    scratch: memoryview
+    """Where what comes ahead of its place is read."""
 
     def do(self, job: Job, *, here: bool = False) -> None: ...
     def after(self, seconds: float, job: Job) -> Job: ...
     def hold(self, job: Job) -> None: ...
     def work(self, job: Job) -> None: ...
+    def watch(self, sock: Any, before: int, events: int, ready: Callable[[int], object]) -> None: ...
 
 
 class Io:
@@ -71,10 +79,7 @@ class Io:
         self._lock = threading.Lock()
         self.leaving: set[object] = set()
         self.sockets: dict[int, Job] = {}
-        """Descriptors, which a forked child must not keep or a peer would not see this process's death; and how the
-        end of this process ends them."""
         self.helpers: list[threading.Thread] = []
-        """Threads that end with their connections."""
         self._work: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="stream_balancer-io", daemon=True)
@@ -133,6 +138,15 @@ class Io:
             self._jobs.append(lambda: None)
             self._wake()
         return lambda: cell.__setitem__(0, None)
+
+    def watch(self, sock: Any, before: int, events: int, ready: Callable[[int], object]) -> None:
+        """Wait for these events of a socket, in place of those before. In the I/O thread only."""
+        if not before:
+            self.selector.register(sock.fileno(), events, ready)
+        elif events:
+            self.selector.modify(sock.fileno(), events, ready)
+        else:
+            self.selector.unregister(sock.fileno())
 
     def work(self, job: Job) -> None:
         """Run it in the one thread that packs for movers, in the order of the calls."""

@@ -4,18 +4,19 @@ thread."""
 from __future__ import annotations
 
 import asyncio
+import selectors
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from stream_balancer.errors import RefusedError, WireError
-from stream_balancer.net.connection import Base
+from stream_balancer.net.connection import Connection
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.loops import Job
-from stream_balancer.net.messages import Join, Refused, Welcome, frame
+from stream_balancer.net.messages import Join, Welcome
 from stream_balancer.net.pool import Pool
 
-__all__ = ["LoopIo", "MemoryConnection", "Wire", "pair"]
+__all__ = ["LoopIo", "Wire", "pair"]
 
 _TOKEN = b"in one process"
 
@@ -26,6 +27,9 @@ class LoopIo:
     def __init__(self) -> None:
         self.threads = False
         self.leaving: set[object] = set()
+        self.sockets: dict[int, Job] = {}
+        self.helpers: list[threading.Thread] = []
+        self.scratch = memoryview(bytearray(2**18))
 
     def do(self, job: Job, *, here: bool = False) -> None:
         loop = _asyncio_loop()
@@ -60,6 +64,9 @@ class LoopIo:
     def work(self, job: Job) -> None:
         self.do(job)
 
+    def watch(self, sock: _Socket, before: int, events: int, ready: Callable[[int], object]) -> None:
+        sock.watch(events, ready)
+
 
 def _asyncio_loop() -> asyncio.AbstractEventLoop | None:
     try:
@@ -72,12 +79,14 @@ class Wire:
     """Joins two ends. One queue for both directions; :meth:`hold` lets messages hang in it."""
 
     def __init__(self, io: LoopIo, pool: Pool, join: Join) -> None:
-        self._io = io
+        self.io = io
         self._queue: deque[Job] = deque()
         self._held = self._broken = self._queued = False
+        there, here = self._sockets = _Socket(self), _Socket(self)
+        there.peer, here.peer = here, there
         self.ends = (
-            MemoryConnection(self, 0, io, pool, Handshake(_TOKEN)),
-            MemoryConnection(self, 1, io, pool, Handshake(_TOKEN, join)),
+            Connection(io, there, pool, Handshake(_TOKEN)),
+            Connection(io, here, pool, Handshake(_TOKEN, join)),
         )
         """The accepting end and the joining one."""
 
@@ -110,7 +119,7 @@ class Wire:
     def _schedule(self) -> None:
         if self._queue and not self._held and not self._queued:
             self._queued = True
-            self._io.do(self._deliver)
+            self.io.do(self._deliver)
 
     def _deliver(self) -> None:
         self._queued = False
@@ -120,49 +129,63 @@ class Wire:
         self._schedule()
 
 
-class MemoryConnection(Base):
-    """One end."""
+class _Socket:
+    """What a connection uses of a socket, in memory."""
 
-    def __init__(self, wire: Wire, side: int, io: LoopIo, pool: Pool, handshake: Handshake) -> None:
-        super().__init__(io, pool, handshake)
-        self.wire, self._side = wire, side
+    peer: _Socket
 
-    @property
-    def _peer(self) -> MemoryConnection:
-        return self.wire.ends[1 - self._side]
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._came = bytearray()
+        self._is_over = False
+        """No more comes."""
+        self._events = 0
+        self._ready: Callable[[int], object] = lambda _: None
 
-    def _flush(self) -> None:
-        if self.over:
-            return
-        if self._outgoing:
-            data, peer = b"".join(view for view, _ in self._outgoing), self._peer
-            self._took(len(data))
-            self.wire.carry(lambda: peer._arrive(data))
-        self._end_if_both_closed()
+    def fileno(self) -> int:
+        return id(self)
 
-    def _arrive(self, data: bytes) -> None:
-        if self.over:
-            return
-        if self.paused:
-            self._unread += data
-            return
-        try:
-            self._feed(memoryview(data))
-            self._end_if_both_closed()
-        except Exception as error:  # noqa: BLE001 - the peer's, or the handler's: this one is over
-            self.fail(error)
+    def sendmsg(self, views: Iterable[memoryview]) -> int:
+        data = b"".join(views)
+        self._wire.carry(lambda: self.peer._arrive(data))
+        return len(data)
 
-    def _release(self, error: BaseException) -> None:
-        peer = self._peer
-        if isinstance(error, (WireError, RefusedError)) and not self._close_sent:
-            reason = error.reason if isinstance(error, RefusedError) else "protocol"
-            data = frame(Refused(reason, str(error)[:1000]))
-            self.wire.carry(lambda: peer._arrive(data))
-        self.wire.carry(lambda: peer.fail(ConnectionResetError("connection closed by peer")))
+    def recvmsg_into(self, views: Iterable[memoryview]) -> tuple[int]:
+        if not self._came and not self._is_over:
+            raise BlockingIOError
+        done = 0
+        for view in views:
+            count = min(len(view), len(self._came) - done)
+            view[:count] = self._came[done : done + count]
+            done += count
+        del self._came[:done]
+        return (done,)
+
+    def shutdown(self, how: int) -> None: ...
+
+    def close(self) -> None:
+        self._events = 0
+        self._wire.carry(lambda: self.peer._arrive(b"", is_over=True))
+
+    def watch(self, events: int, ready: Callable[[int], object]) -> None:
+        self._events, self._ready = events, ready
+        if events & selectors.EVENT_WRITE:
+            self._wire.io.do(lambda: ready(selectors.EVENT_WRITE))
+        if self._came or self._is_over:
+            self._wire.io.do(self._tell)
+
+    def _arrive(self, data: bytes, *, is_over: bool = False) -> None:
+        self._came += data
+        self._is_over = self._is_over or is_over
+        self._tell()
+
+    def _tell(self) -> None:
+        while self._events & selectors.EVENT_READ and (self._came or self._is_over):
+            self._ready(selectors.EVENT_READ)
 
 
 def pair(
-    join: Join, arrived: Callable[[Base, Join], object], welcomed: Callable[[Base, Welcome], object], *,
+    join: Join, arrived: Callable[[Connection, Join], object], welcomed: Callable[[Connection, Welcome], object], *,
     io: LoopIo | None = None, pool: Pool | None = None,
 ) -> Wire:  # fmt: skip
     """Two ends in the current event loop, that are about to meet: ``begin()`` their handshake."""

@@ -26,7 +26,7 @@ import msgspec
 from stream_balancer.errors import AlreadyInUseError, RefusedError, WireError, refused_error
 from stream_balancer.net import movers as ways
 from stream_balancer.net.answers import Asked, Budget, Peer
-from stream_balancer.net.connection import Base
+from stream_balancer.net.connection import Connection
 from stream_balancer.net.errors import Ended, name_of
 from stream_balancer.net.loops import Runs, in_loop
 from stream_balancer.net.messages import Join, Notify, Welcome
@@ -67,7 +67,7 @@ class Listening(Protocol):
         """No more peers; those who are in stay."""
 
 
-Arrived: TypeAlias = Callable[[Base, Join], None]
+Arrived: TypeAlias = Callable[[Connection, Join], None]
 Listen: TypeAlias = Callable[[Arrived], Listening]
 """Begins to listen; what it is given is called in the I/O thread for every peer that has proven itself, and the peer
 waits until it is let in or refused."""
@@ -97,7 +97,7 @@ class Service:
         self._tasks: anyio.abc.TaskGroup | None = None
         self._begun: dict[Asked, tuple[Peer, anyio.CancelScope]] = {}
         self._jobs: deque[tuple[Peer | None, Callable[..., object], tuple[Any, ...]]] = deque()
-        self._knocking: dict[Base, None] = {}
+        self._knocking: dict[Connection, None] = {}
         self._wake: Callable[[], object] = lambda: None
         self._waits = self._woken = False
         self._listening = listen(self._arrived)
@@ -186,13 +186,13 @@ class Service:
             self._woken = True
             self._wake()
 
-    def _arrived(self, connection: Base, join: Join) -> None:
+    def _arrived(self, connection: Connection, join: Join) -> None:
         self._knocking[connection] = None
         self.do(None, self._decide, connection, join)
 
     # in the event loop
 
-    def _decide(self, connection: Base, join: Join) -> None:
+    def _decide(self, connection: Connection, join: Join) -> None:
         self._knocking.pop(connection, None)
         peer = self.peers.get(join.session)
         if peer is not None and peer.connection is not None:
@@ -215,13 +215,13 @@ class Service:
         self.io.do(partial(peer.let_in, connection, welcome))
         self._on_peer(peer)
 
-    def _supersede(self, peer: Peer, connection: Base) -> None:
+    def _supersede(self, peer: Peer, connection: Connection) -> None:
         """Only the peer knows yet that this connection is lost."""
         end = Ended("lost", "its session has joined again")
         self.io.do(lambda: connection.fail(end))
         self.lost(peer, connection, end)
 
-    def lost(self, peer: Peer, connection: Base | None, end: Ended) -> None:
+    def lost(self, peer: Peer, connection: Connection | None, end: Ended) -> None:
         """A connection is over."""
         if peer.connection is not connection or connection is None:
             return  # it has joined again

@@ -23,7 +23,7 @@ from stream_balancer.errors import (
 from stream_balancer.net import movers
 from stream_balancer.net.address import ForeignError
 from stream_balancer.net.calls import Caller, Over, Pending
-from stream_balancer.net.connection import Base
+from stream_balancer.net.connection import Connection
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.loops import Runs, Signal
 from stream_balancer.net.messages import Join, Message, Notify, Welcome
@@ -47,7 +47,7 @@ class Dialer(Protocol):
         ...
 
     def dial(
-        self, join: Join, welcomed: Callable[[Base, Welcome], None], failed: Callable[[BaseException], None]
+        self, join: Join, welcomed: Callable[[Connection, Welcome], None], failed: Callable[[BaseException], None]
     ) -> None:
         """Connect in the background. Either is called in the I/O thread, once; ``welcomed`` sets the handler."""
 
@@ -170,7 +170,7 @@ class Session(Caller):
             join = msgspec.structs.replace(self._join, about=msgspec.Raw(msgspec.msgpack.encode(about)))
             self.dialer.dial(join, self._welcomed, self._failed)
 
-    def _welcomed(self, connection: Base, welcome: Welcome) -> None:
+    def _welcomed(self, connection: Connection, welcome: Welcome) -> None:
         if not self._may_dial:
             connection.close()
             return

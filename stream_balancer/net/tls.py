@@ -65,5 +65,8 @@ class TlsSocket:
     def shutdown(self, how: int) -> None:
         """Does nothing: the peer need not answer."""
 
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
     def close(self) -> None:
         self._sock.close()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Self, TypeAlias
 
 from stream_balancer.errors import refused_error
-from stream_balancer.net.connection import Base
+from stream_balancer.net.connection import Connection
 from stream_balancer.net.listener import CLOSED, Dialling
 from stream_balancer.net.memory import LoopIo, Wire, pair
 from stream_balancer.net.messages import Join, Welcome
@@ -21,7 +21,7 @@ from stream_balancer.net.pool import Pool
 
 __all__ = ["MemoryListener", "MemoryNetwork", "MemoryPeer"]
 
-Arrived: TypeAlias = Callable[[Base, Join], object]
+Arrived: TypeAlias = Callable[[Connection, Join], object]
 
 
 class MemoryNetwork:
@@ -86,7 +86,7 @@ class MemoryNetwork:
         await self.aclose()
 
     def _dial(
-        self, peer: MemoryPeer, join: Join, welcomed: Callable[[Base, Welcome], object],
+        self, peer: MemoryPeer, join: Join, welcomed: Callable[[Connection, Welcome], object],
         failed: Callable[[BaseException], object],
     ) -> None:  # fmt: skip
         listener = self._listeners.get(peer.address)
@@ -133,11 +133,11 @@ class MemoryPeer:
         self._holds = False
 
     def dial(
-        self, join: Join, welcomed: Callable[[Base, Welcome], object], failed: Callable[[BaseException], object]
+        self, join: Join, welcomed: Callable[[Connection, Welcome], object], failed: Callable[[BaseException], object]
     ) -> None:
         """Connect. Either is called, once."""
 
-        def count(connection: Base, welcome: Welcome) -> None:
+        def count(connection: Connection, welcome: Welcome) -> None:
             self.joined += 1
             welcomed(connection, welcome)
 

@@ -17,7 +17,7 @@ from helpers import attend
 
 import stream_balancer as sb
 from stream_balancer.net import handshake
-from stream_balancer.net.connection import Base
+from stream_balancer.net.connection import Connection
 from stream_balancer.net.listener import Listener
 from stream_balancer.net.messages import PROTOCOL, Join
 from stream_balancer.testing import MemoryNetwork, make_rollout
@@ -110,7 +110,7 @@ def test_a_feed_says_who_it_is_each_time_that_it_joins() -> None:
     sessions: list[bytes] = []
     twice = threading.Event()
 
-    def cut_off(connection: Base, join: Join) -> None:
+    def cut_off(connection: Connection, join: Join) -> None:
         sessions.append(join.session)
         if len(sessions) == 2:
             twice.set()

@@ -14,7 +14,7 @@ import msgspec
 from guard import GUARD_S
 
 from stream_balancer.net import movers
-from stream_balancer.net.connection import Base
+from stream_balancer.net.connection import Connection
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.listener import Listener, dial
@@ -88,7 +88,7 @@ class Heard:
 class End:
     """One end of a connection that is up."""
 
-    def __init__(self, connection: Base, heard: Heard) -> None:
+    def __init__(self, connection: Connection, heard: Heard) -> None:
         self.connection, self.heard = connection, heard
 
     def send(self, message: Message, payload: Payload, sent: Callable[[], object] | None = None) -> None:
@@ -129,7 +129,7 @@ class Network:
         self.address = listener.address
         return self.address
 
-    def _arrived(self, connection: Base, join: Join) -> None:
+    def _arrived(self, connection: Connection, join: Join) -> None:
         self.on_arrived(join)
         names = movers.available(join.movers)
         end = End(connection, Heard())
@@ -144,7 +144,7 @@ class Network:
         """The joining end, or why not."""
         found: list[End | BaseException] = []
 
-        def welcomed(connection: Base, welcome: Welcome) -> None:
+        def welcomed(connection: Connection, welcome: Welcome) -> None:
             end = End(connection, Heard())
             connection.handler = end.heard
             movers.attach(connection, welcome.movers)

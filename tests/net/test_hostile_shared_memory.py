@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from stream_balancer.errors import WireError
-from stream_balancer.net.connection import Base
+from stream_balancer.net.connection import Connection
 from stream_balancer.net.messages import Close, Envelope, Message, MoverNote
 from stream_balancer.net.movers.shared_memory import SharedMemory, available
 from stream_balancer.net.pool import Memory
@@ -48,7 +48,7 @@ class Ends:
 
     def __init__(self) -> None:
         self.wires = Wire(), Wire()
-        self.writer, self.reader = (SharedMemory(cast("Base", wire)) for wire in self.wires)
+        self.writer, self.reader = (SharedMemory(cast("Connection", wire)) for wire in self.wires)
         self.writer.begin()
 
     def agree(self) -> None:

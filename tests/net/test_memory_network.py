@@ -7,7 +7,7 @@ import pytest
 from ends import Heard, call
 
 from stream_balancer.errors import RefusedError, refused_error
-from stream_balancer.net.connection import Base
+from stream_balancer.net.connection import Connection
 from stream_balancer.net.messages import Join, Message, Welcome
 from stream_balancer.testing.network import MemoryListener, MemoryNetwork, MemoryPeer
 from stream_balancer.wire.payload import Payload
@@ -19,14 +19,14 @@ class Meeting:
     def __init__(self) -> None:
         self.network = MemoryNetwork(dp_size=2)
         self.controller, self.peer = Heard(), Heard()
-        self.there: list[Base] = []
-        self.here: list[Base] = []
+        self.there: list[Connection] = []
+        self.here: list[Connection] = []
         self.failures: list[BaseException] = []
 
     def listen(self) -> MemoryListener:
         return self.network.listen(self._arrived)
 
-    def _arrived(self, connection: Base, join: Join) -> None:
+    def _arrived(self, connection: Connection, join: Join) -> None:
         if join.name == "unwanted":
             raise refused_error("busy", "not two of you")
         connection.handler = self.controller
@@ -36,7 +36,7 @@ class Meeting:
     def dial(self, peer: MemoryPeer, name: str = "one") -> None:
         peer.dial(Join(b"", "rank", name, b"1" * 16), self._welcomed, self.failures.append)
 
-    def _welcomed(self, connection: Base, welcome: Welcome) -> None:
+    def _welcomed(self, connection: Connection, welcome: Welcome) -> None:
         assert welcome.known
         connection.handler = self.peer
         self.here.append(connection)

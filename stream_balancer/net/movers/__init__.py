@@ -17,14 +17,14 @@ A mover that breaks ends its connection; on the next one both ends may do withou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from stream_balancer.net.movers import shared_memory, torch_dist
 from stream_balancer.net.movers.common import NUMBERS
 
 if TYPE_CHECKING:
-    from stream_balancer.net.connection import Base, Mover
-    from stream_balancer.net.tcp import Connection
+    from stream_balancer.net.connection import Connection
+    from stream_balancer.net.handler import Mover
 
 __all__ = ["attach", "available"]
 
@@ -38,7 +38,7 @@ def available(wanted: Sequence[str], *, again: bool = False) -> tuple[str, ...]:
     return tuple(name for name in wanted if _has(name) and not (again and name == "torch_dist"))
 
 
-def attach(connection: Base, names: Sequence[str]) -> None:
+def attach(connection: Connection, names: Sequence[str]) -> None:
     """Set up what both ends have agreed on. In the I/O thread, when the handshake is over, at both ends."""
     connection.movers = {NUMBERS[name]: _make(name, connection) for name in names}
     for mover in connection.movers.values():
@@ -49,7 +49,7 @@ def _has(name: str) -> bool:
     return shared_memory.available() if name == "shared_memory" else torch_dist.available()
 
 
-def _make(name: str, connection: Base) -> Mover:
+def _make(name: str, connection: Connection) -> Mover:
     if name == "shared_memory":
         return shared_memory.SharedMemory(connection)
-    return torch_dist.TorchDist(cast("Connection", connection))
+    return torch_dist.TorchDist(connection)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from stream_balancer.net.messages import MoverNote
 
 if TYPE_CHECKING:
-    from stream_balancer.net.connection import Base
+    from stream_balancer.net.connection import Connection
 
-__all__ = ["NUMBERS", "note", "warn"]
+__all__ = ["NUMBERS", "note", "pack", "warn"]
 
 _log = logging.getLogger(__name__)
 NUMBERS = {"shared_memory": 1, "torch_dist": 2}
@@ -18,9 +20,21 @@ NUMBERS = {"shared_memory": 1, "torch_dist": 2}
 _warned: set[str] = set()
 
 
-def note(connection: Base, name: str, body: bytes) -> None:
+def note(connection: Connection, name: str, body: bytes) -> None:
     """Tell the other end."""
     connection.send(MoverNote(NUMBERS[name], body))
+
+
+def pack(connection: Connection, job: Callable[[], object]) -> None:
+    """Run it in the thread that packs. What it raises ends the connection."""
+
+    def guarded() -> None:
+        try:
+            job()
+        except Exception as error:  # noqa: BLE001 - the peer waits for what will not come
+            connection.io.do(partial(connection.fail, error))
+
+    connection.io.work(guarded)
 
 
 def warn(name: str, why: object) -> None:

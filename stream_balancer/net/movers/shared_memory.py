@@ -28,11 +28,11 @@ import msgspec
 import numpy as np
 
 from stream_balancer.errors import WireError
-from stream_balancer.net.movers.common import note, warn
+from stream_balancer.net.movers.common import note, pack, warn
 from stream_balancer.net.pool import Memory, Shelf, lease, room_for
 
 if TYPE_CHECKING:
-    from stream_balancer.net.connection import Base
+    from stream_balancer.net.connection import Connection
     from stream_balancer.net.messages import Envelope
     from stream_balancer.wire.payload import Payload
 
@@ -70,7 +70,7 @@ class _Buffer:
 class SharedMemory:
     """One end."""
 
-    def __init__(self, connection: Base) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.ready = False
         self._probe_file: _File | None = None
@@ -135,13 +135,13 @@ class SharedMemory:
         self._lent[buffer.number] = buffer
         io = self._connection.io
 
-        def pack() -> None:
+        def copy() -> None:
             _copy(payload, buffer.memory)
             if sent is not None:
                 io.do(sent)
             io.do(lambda: go(buffer.where))
 
-        self._connection.work(pack)
+        pack(self._connection, copy)
         return True
 
     def _new(self, size: int) -> _Buffer:

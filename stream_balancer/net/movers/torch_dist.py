@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from stream_balancer.errors import WireError
-from stream_balancer.net.movers.common import note, warn
+from stream_balancer.net.movers.common import note, pack, warn
 
 if TYPE_CHECKING:
+    from stream_balancer.net.connection import Connection
     from stream_balancer.net.messages import Envelope
     from stream_balancer.net.pool import Memory
-    from stream_balancer.net.tcp import Connection
     from stream_balancer.wire.payload import Payload
 
 __all__ = ["TorchDist", "available"]
@@ -102,7 +102,7 @@ class TorchDist:
 
     def _start(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)
-        helpers = self._connection.helpers
+        helpers = self._connection.io.helpers
         helpers[:] = [one for one in helpers if one.is_alive()]
         helpers.append(thread)
         thread.start()
@@ -174,7 +174,7 @@ class TorchDist:
         self._on_their_way.append(one)
         chunk = payload.total if whole else _CHUNK
         go((chunk,))
-        self._connection.work(lambda: self._post(one, chunk))
+        pack(self._connection, lambda: self._post(one, chunk))
         return True
 
     def _post(self, one: _Sent, chunk: int) -> None:
