@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import anyio
 import anyio.lowlevel
+import torch
 
 import stream_balancer as sb
 from stream_balancer.host.producers import attend
 from stream_balancer.net.session import Session
 from stream_balancer.testing.network import MemoryPeer
 
-__all__ = ["answering", "attend", "config", "kill", "settle", "until", "waiting", "wire_of"]
+__all__ = ["answering", "attend", "config", "give", "kill", "settle", "until", "waiting", "wire_of"]
 
 
 def config(**knobs: Any) -> sb.BalancerConfig:
@@ -63,6 +64,12 @@ def answering(handle: Callable[[socket.socket], object]) -> Iterator[str]:
         server.shutdown(socket.SHUT_RDWR)
         server.close()
         thread.join()
+
+
+def give(step: Any, columns: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    """A role's columns of a whole step: by name, one for each micro-batch."""
+    for number, micro_batch in enumerate(step.micro_batches):
+        micro_batch.give(**{name: parts[number] for name, parts in columns.items()})
 
 
 def kill(peer: sb.RankFeed | sb.Producer) -> None:

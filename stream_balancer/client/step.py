@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -129,18 +129,13 @@ class Step(OneRank):
         """Why the step was taken away from this rank; None while it was not."""
         return self._known.dropped
 
-    def ack(self, columns: Mapping[str, Sequence[Tensor]] | None = None) -> None:
+    def ack(self) -> None:
         """Acknowledge this step and every earlier one of its feed: committed, and not to be delivered again.
 
         For ``RankFeed(auto_ack=False)``, at an optimizer step or a checkpoint; otherwise before leaving a loop early.
-        ``columns``: of a feed with a role, what it has computed: by name, ``[T]`` of each micro-batch, as
-        :meth:`MicroBatch.give` for each of them.
-
         From any thread, never blocks, idempotent. Raises ClosedResourceError if the feed was closed before, ValueError
-        for columns that do not fit, and for a step that is not complete.
+        for a step that is not complete.
         """
-        if columns is not None:
-            self._give_all(columns)
         self._acknowledge(self.step)
 
     # as a rank batch
@@ -385,8 +380,8 @@ class Step(OneRank):
 
     def _owes(self) -> ValueError:
         return ValueError(
-            f"role {self._port.who.role!r} owes the columns of step {self.step}: call batch.ack(columns={{...}}), or "
-            "micro_batch.give(...) for each of its micro-batches, before asking for the next"
+            f"role {self._port.who.role!r} owes the columns of step {self.step}: call micro_batch.give(...) for "
+            "each of its micro-batches before asking for the next"
         )
 
     def _give(self, work: Work, columns: Mapping[str, Tensor]) -> None:
@@ -398,19 +393,6 @@ class Step(OneRank):
             if self.is_mine and not work.done:
                 port.held.has_done(part, work, encoded)
                 port.flush()
-
-    def _give_all(self, columns: Mapping[str, Sequence[Tensor]]) -> None:
-        if not self._port.who.role:
-            raise ValueError("batch.ack(columns=): only a feed with a role gives columns: RankFeed(..., role=...)")
-        micro_batches = self.micro_batches
-        for name, parts in columns.items():
-            if [tuple(part.shape) for part in parts] != [(one.num_tokens,) for one in micro_batches]:
-                raise ValueError(
-                    f"batch.ack(columns=): {name!r} has shapes {[list(part.shape) for part in parts]}, but must have a "
-                    f"number for each token of each micro-batch: {[[one.num_tokens] for one in micro_batches]}"
-                )
-        for number, one in enumerate(micro_batches):
-            one.give(**{name: parts[number] for name, parts in columns.items()})
 
 
 def _flat(columns: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:

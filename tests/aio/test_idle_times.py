@@ -6,6 +6,7 @@ from functools import partial
 
 import anyio
 import pytest
+from helpers import give
 
 import stream_balancer as sb
 from stream_balancer.core.step_times import StepTiming
@@ -67,7 +68,7 @@ async def test_serve_hands_on_how_long_a_step_was_with_other_roles() -> None:
     async def compute(feed: sb.RankFeed) -> None:
         async for batch in feed:
             await anyio.sleep(5.0 + batch.step)
-            batch.ack(columns={"ref_logprobs": [m.packed()["input_ids"] * 2.0 for m in batch.micro_batches]})
+            give(batch, {"ref_logprobs": [m.packed()["input_ids"] * 2.0 for m in batch.micro_batches]})
 
     transport = MemoryNetwork(dp_size=2)
     config = sb.BalancerConfig(dp_size=2, batch_size=2, window=2)

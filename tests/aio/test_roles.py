@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from helpers import kill
+from helpers import give, kill
 from kept import Kept
 from torch import Tensor
 
@@ -55,7 +55,7 @@ class Run:
                 kill(feed)
                 return
             self.computed.append((role, rank, batch.step))
-            batch.ack(columns=computed(role, batch.micro_batches))
+            give(batch, computed(role, batch.micro_batches))
 
     async def train(self, rank: int) -> None:
         async for batch in self.feed(rank):
@@ -200,7 +200,7 @@ async def test_what_was_computed_is_asked_for_again_by_the_next_serve() -> None:
             trainers = [run.feed(rank) for rank in run.ranks]
             for feed in [run.feed(rank, role="ref") for rank in run.ranks]:
                 batch = await anext(feed)
-                batch.ack(columns=computed("ref", batch.micro_batches))
+                give(batch, computed("ref", batch.micro_batches))
             for feed in trainers:
                 assert (await anext(feed)).step == 0
             tasks.cancel_scope.cancel()
@@ -249,10 +249,9 @@ async def test_a_slow_role_holds_no_more_steps_than_the_trainer_has_room_for() -
 @pytest.mark.parametrize(
     ("broken", "text"),
     [
-        (lambda batch: batch.ack(), r"role 'ref' owes the columns of step 0: call batch.ack\(columns="),
-        (lambda batch: batch.ack(columns={}), "1 to 64 columns, not 0"),
-        (lambda batch: batch.ack(columns={"ref_logprobs": [torch.zeros(3)]}), "'ref_logprobs' has shapes"),
-        (lambda batch: batch.ack(columns={"ref_logprobs": torch.zeros(batch.num_tokens)}), "'ref_logprobs' has shapes"),
+        (lambda batch: batch.ack(), r"role 'ref' owes the columns of step 0: call micro_batch.give"),
+        (lambda batch: give(batch, {}), "1 to 64 columns, not 0"),
+        (lambda batch: give(batch, {"ref_logprobs": [torch.zeros(3)]}), "'ref_logprobs' has shape"),
     ],
 )
 async def test_columns_that_do_not_fit_are_refused_where_they_are_given(
@@ -271,7 +270,7 @@ async def test_columns_that_do_not_fit_are_refused_where_they_are_given(
         with pytest.raises(ValueError, match="owes the columns of step 0"):
             await anext(feed)
         assert feed.waiting_s == 0.0
-        batch.ack(columns=computed("ref", batch.micro_batches))
+        give(batch, computed("ref", batch.micro_batches))
         assert (await anext(feed)).step == 1
         assert [feed.waiting_s for feed in trainers] == [0.0, 0.0]
         tasks.cancel_scope.cancel()
@@ -285,7 +284,7 @@ async def test_other_columns_than_were_asked_for_are_refused_at_both_ends() -> N
 
         async def compute() -> None:
             batch = await anext(feed)
-            batch.ack(columns={"logprobs": [micro_batch.packed()["input_ids"] for micro_batch in batch.micro_batches]})
+            give(batch, {"logprobs": [micro_batch.packed()["input_ids"] for micro_batch in batch.micro_batches]})
             with pytest.raises(
                 sb.RankLostError, match=r"is to give the columns \['ref_logprobs'\], not \['logprobs'\]"
             ):
@@ -343,7 +342,7 @@ async def test_a_role_whose_connection_broke_goes_on(seats: int) -> None:
                 if batch.step == 1 and peer.joined == 1:
                     peer.cut()
                     await anyio.sleep(1)
-                batch.ack(columns=columns)
+                give(batch, columns)
 
         for peer in peers:
             tasks.start_soon(compute, peer, sb.RankFeed(peer))
@@ -361,8 +360,8 @@ async def test_a_trainer_gives_no_columns() -> None:
         tasks.start_soon(run.serve)
         await run.put(range(1, 17))
         batch = await anext(run.feed(0))
-        with pytest.raises(ValueError, match="only a feed with a role gives columns"):
-            batch.ack(columns={"ref_logprobs": [torch.zeros(1)]})
+        with pytest.raises(ValueError, match="does not come from a feed with a role"):
+            give(batch, {"ref_logprobs": [torch.zeros(1)]})
         tasks.cancel_scope.cancel()
 
 
@@ -439,10 +438,10 @@ async def test_a_stall_names_the_role(caplog: pytest.LogCaptureFixture) -> None:
         assert "rank 1 of role 'ref' has not connected in" in caplog.text
         late = run.feed(1, role="ref")
         batch = await anext(ref)
-        batch.ack(columns=computed("ref", batch.micro_batches))
+        give(batch, computed("ref", batch.micro_batches))
         for feed in feeds[2:]:
             batch = await anext(feed)
-            batch.ack(columns=computed("value", batch.micro_batches))
+            give(batch, computed("value", batch.micro_batches))
         caplog.clear()
         await anyio.sleep(100)
         assert "step 0 waits for the columns of rank 1 of role 'ref'" in caplog.text
@@ -462,7 +461,7 @@ async def test_a_role_that_does_not_leave_is_named(caplog: pytest.LogCaptureFixt
         batch = await anext(feed)
         await anyio.sleep(31)
         assert "not yet done with them: rank 0, rank 0 of role 'ref'" in caplog.text
-        batch.ack(columns=computed("ref", batch.micro_batches))
+        give(batch, computed("ref", batch.micro_batches))
         await anyio.sleep(100)
         assert "not yet done with them: rank 0 of role 'ref'" in caplog.text
         assert [batch async for batch in feed] == []

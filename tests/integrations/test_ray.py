@@ -90,8 +90,8 @@ async def test_columns_of_a_role_join_tokens_in_the_object_store() -> None:
 
     async def compute(balancer: RayBalancer) -> None:
         async for batch in balancer.feed(rank=0, role="ref"):
-            ids = [micro_batch.packed()["input_ids"] for micro_batch in batch.micro_batches]
-            batch.ack(columns={"ref_logprobs": [one.double() / 7 for one in ids]})
+            for micro_batch in batch.micro_batches:
+                micro_batch.give(ref_logprobs=micro_batch.packed()["input_ids"].double() / 7)
 
     async def train_all(balancer: RayBalancer) -> None:
         trained.extend(await train(balancer))
