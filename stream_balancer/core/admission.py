@@ -41,9 +41,19 @@ class Admission:
         self._needs_group = config.group_size is not None and config.groups != "free"
         self._most_waiting = config.most_waiting
         self._most_waiting_tokens = config.most_waiting_tokens
+        # columns of rollouts that need not be looked at for their mask: those that are held have it under this name
+        keeps_names = self.schema is not None and config.loss_mask_column in (None, "loss_mask")
+        self._names = frozenset(self.schema[0]) if keeps_names and self.schema is not None else None
 
-    def with_loss_masks(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    def know(self, rollout: Rollout) -> None:
+        """The first rollout is taken in: others must be like it."""
+        self.schema = schema_of(rollout)
+        self.use(self.config)
+
+    def with_loss_masks(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         """The rollouts as they may be taken in: their masks called ``loss_mask``. Raises RolloutError."""
+        if len(rollouts) == 1 and isinstance(rollouts[0], Rollout) and rollouts[0].tokens.keys() == self._names:
+            return rollouts
         column = self.config.loss_mask_column
         return [_with_loss_mask(r, column) if isinstance(r, Rollout) else r for r in rollouts]
 
@@ -84,8 +94,10 @@ class Admission:
     def check(self, rollouts: Sequence[Rollout]) -> list[float]:
         """Costs of the rollouts of one put. Raises TypeError, RolloutError or DuplicateRolloutError if one of them can
         never be taken in, whatever its group. O(columns)."""
+        if len(rollouts) == 1:
+            return [self._check_alone(rollouts[0])]
         costs = [self._check_alone(rollout) for rollout in rollouts]
-        if len(rollouts) > 1:
+        if costs:
             self._check_together(rollouts)
         return costs
 

@@ -96,8 +96,8 @@ class BalancerCore:
         if size is not None:
             state.set_group_size(size)
         if rollouts:
-            self._publish("accepted", rollouts, now)
-        else:
+            self.observers.emit("accepted", rollouts, now)
+        if state.evicted or state.buffer.groups.changed:
             self._publish()
 
     def filter_out(self, rollouts: Sequence[Rollout], now: float, size: GroupSize | None = None) -> None:

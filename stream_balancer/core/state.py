@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.core.admission import Admission, schema_of
+from stream_balancer.core.admission import Admission
 from stream_balancer.core.buffer import NO_VERSION, Buffer
 from stream_balancer.core.counters import Counts
 from stream_balancer.core.groups import GroupSize
@@ -69,7 +69,7 @@ class State:
         amortised."""
         buffer = self.buffer  # every put comes here: what cannot apply is not called
         if self.admission.schema is None:
-            self.admission.schema = schema_of(rollout)
+            self.admission.know(rollout)
         if rollout.group_id is not None and buffer.groups.is_abandoned(rollout.group_id):
             self.evict([rollout], "abandoned")
             return
@@ -88,8 +88,8 @@ class State:
         if rollout.version is not None:
             self.staleness.add(rollout)
         self.triggers.changed()
-        if len(buffer) > self.counts.peak_waiting:
-            self.counts.peak_waiting = len(buffer)
+        if buffer.num_waiting > self.counts.peak_waiting:
+            self.counts.peak_waiting = buffer.num_waiting
 
     def set_group_size(self, wanted: GroupSize) -> None:
         """How many siblings a group has is declared: it may be complete now. O(n)."""
