@@ -26,9 +26,9 @@ import torch
 from _common import Rows, arguments
 
 import stream_balancer as sb
-from stream_balancer.host.checkpoint import bytes_of_rollout
-from stream_balancer.host.journal.rows import RolloutRow, rollout_row
 from stream_balancer.host.journal.store import Store as Database
+from stream_balancer.host.journal.store import add, remove
+from stream_balancer.host.records import Held, write_rollouts
 
 NUM_PUTTERS = 64
 NUM_TOKENS = 1000
@@ -127,8 +127,10 @@ def recovery(rows: Rows, folder: Path, num_tokens: int = NUM_TOKENS, count: int 
     database.begin()
     for first in range(0, count, 1000):
         rollouts = (make_rollout(number, num_tokens) for number in range(first, min(first + 1000, count)))
-        added = [rollout_row(number, rollout, time.time(), 0) for number, rollout in enumerate(rollouts, first)]
-        database.commit([("insert into rollouts values ?", added)])
+        held = ((number, Held(rollout, time.time(), 0)) for number, rollout in enumerate(rollouts, first))
+        database.commit(
+            [add([(number, one.rollout.rollout_id, write_rollouts(number, [one])) for number, one in held])]
+        )
         database.checkpoint()
     size = database.total_bytes
     database.close()
@@ -164,11 +166,8 @@ class Journal:
         self._database.begin()
 
     def commit(self, added: list[tuple[int, bytes]], removed: list[int]) -> None:
-        rows = [RolloutRow(number, str(number), 0.0, 0, data, zlib.crc32(data)) for number, data in added]
-        gone = [(str(number),) for number in removed]
-        self._database.commit(
-            [("insert into rollouts values ?", rows), ("delete from rollouts where id in (values ?)", gone)]
-        )
+        rows = [(number, str(number), zlib.crc32(data).to_bytes(4) + data) for number, data in added]
+        self._database.commit([add(rows), remove(map(str, removed))])
         if self._database.log_bytes > 32 * 2**20:
             self._database.checkpoint()
 
@@ -229,7 +228,7 @@ def store_rate(make: Callable[[Path], Store], folder: Path, payloads: list[bytes
 
 def stores(rows: Rows, folder: Path, repeats: int) -> None:
     """The stores by themselves, in turn."""
-    payloads = [bytes_of_rollout(make_rollout(n)) for n in range(256)]
+    payloads = [bytes(write_rollouts(n, [Held(make_rollout(n), 0.0, 0)])) for n in range(256)]
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in STORES}
     for _ in range(repeats):
         for name, make in STORES.items():
@@ -280,9 +279,9 @@ def read_journal(folder: Path) -> tuple[dict[int, bytes], bool]:
     """Rows whose checksum is right, and whether damage was noticed."""
     database = Database(folder)
     database.open()
-    rows = list(database.rollouts())
-    found = {row[0]: row[4] for row in rows if zlib.crc32(row[4]) == row[5]}
-    told = bool(database.damage or database.torn_bytes or len(found) < len(rows))
+    rows = list(database.rows("select number, data from rollouts"))
+    found = {number: data[4:] for number, data in rows if zlib.crc32(data[4:]).to_bytes(4) == data[:4]}
+    told = bool(database.lost_commits or database.torn_bytes or len(found) < len(rows))
     database.close()
     return found, told
 

@@ -12,7 +12,7 @@ import msgspec
 
 from stream_balancer.errors import WireError
 from stream_balancer.host.balancer import StreamBalancer
-from stream_balancer.host.journal.rows import Came
+from stream_balancer.host.records import Came
 from stream_balancer.host.producers import Producers
 from stream_balancer.host.ranks import Member, forget
 from stream_balancer.host.reports import Reports

@@ -180,7 +180,10 @@ class PendingPut(Waiter):
         core = self._puts.core
         # Checked again when it is taken: what is legal now may be a duplicate once the disk has answered.
         core.check(self._rollouts, self._size)  # a bad rollout is not written
-        written = journal.write(self._rollouts, core.state.ledger.next_step, self._size)
+        # An abandoned group stays so, whatever is declared of it.
+        size, groups = self._size, core.state.buffer.groups
+        size = None if size is None or groups.is_abandoned(size.group_id) else size
+        written = journal.write(self._rollouts, core.state.in_flight.next_step, size)
         self.stage, self._written = "journalling", written
 
     async def _finish_journal(self) -> None:
@@ -207,7 +210,7 @@ class PendingPut(Waiter):
         """What was declared of the group before holds still."""
         if self._size is not None:
             name, groups = self._size.group_id, self._puts.core.state.buffer.groups
-            journal.change(journal.changes.declared(name, groups.declared(name)))
+            journal.declare(name, groups.declared(name))
 
     # -- waiting for room ----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import msgspec
 from stream_balancer.core.diagnosis import RankState
 from stream_balancer.core.steps import TRAIN, HeldStep, Ledger, RankId
 from stream_balancer.errors import RankLostError, WireError, rank_name, refused_error
-from stream_balancer.host.journal.rows import Came
+from stream_balancer.host.records import Came
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.messages import Join
 from stream_balancer.net.service import Peer

@@ -35,7 +35,7 @@ from stream_balancer.host.columns import Columns
 from stream_balancer.host.journal.handed import Handed
 from stream_balancer.host.plans import Plan, laid_out_anew
 from stream_balancer.host.ranks import Ranks, different_weights, forget
-from stream_balancer.host.journal.rows import Came
+from stream_balancer.host.records import Came
 from stream_balancer.host.seals import seal_of, sizes_of_plan
 from stream_balancer.net import messages
 from stream_balancer.net.messages import Message, MiniBatchHead, Notify, Sizes, StepHead, Work, WorkItem

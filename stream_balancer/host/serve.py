@@ -48,7 +48,7 @@ from stream_balancer.host.options import Care, check_plans
 from stream_balancer.host.peers import Peers
 from stream_balancer.host.plans import Plan, cut_again, items_of, uid_of
 from stream_balancer.host.ranks import Member, Ranks
-from stream_balancer.host.journal.rows import Came
+from stream_balancer.host.records import Came
 from stream_balancer.host.sending import InFlight, Sender
 from stream_balancer.host.stall_reporter import StallReporter
 from stream_balancer.host.stalls import why_stalled
@@ -270,7 +270,7 @@ class _Server(Observer):
         core = self._planner and self._planner.parts.core
         ledger, handed = self._here.ledger, self._here.handed
         ledger.last_acked = -1
-        while core.state.ledger.redelivers if core else number > 0:
+        while core.state.in_flight.redelivers if core else number > 0:
             number -= 1
             batch = core.give_as_planned() if core and self._care.replan else None
             if batch is None:
@@ -355,7 +355,7 @@ class _Server(Observer):
         self._wake()
 
     def _next_step(self) -> int | None:
-        return None if self._planner is None else self._planner.parts.core.state.ledger.next_step
+        return None if self._planner is None else self._planner.parts.core.state.in_flight.next_step
 
     # -- orders --------------------------------------------------------------------------------------------------------
 

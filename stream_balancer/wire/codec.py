@@ -8,10 +8,8 @@ thread or clock.
 from stream_balancer.wire.decode import Decoded, Wanted, decode, decode_columns, decode_rollouts
 from stream_balancer.wire.encode import Encoded, bytes_of, encode, encode_columns, encode_rollouts, payload_of
 from stream_balancer.wire.remote import Handle, Leases, Owner, RemoteRollout, remote_of
-from stream_balancer.wire.stored import OtherFormatError, from_bytes, to_bytes
 
 __all__ = [
-    "Decoded", "Encoded", "Handle", "Leases", "OtherFormatError", "Owner", "RemoteRollout", "Wanted", "bytes_of",
-    "decode", "decode_columns", "decode_rollouts", "encode", "encode_columns", "encode_rollouts", "from_bytes",
-    "payload_of", "remote_of", "to_bytes",
+    "Decoded", "Encoded", "Handle", "Leases", "Owner", "RemoteRollout", "Wanted", "bytes_of", "decode",
+    "decode_columns", "decode_rollouts", "encode", "encode_columns", "encode_rollouts", "payload_of", "remote_of",
 ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from itertools import chain
 from typing import Any
 
@@ -19,7 +18,6 @@ from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import SUPPORTED_DTYPES, ExecutionSize, MicroBatch, Rollout
 from stream_balancer.wire import codec
-from stream_balancer.wire.payload import Payload
 
 
 def some() -> list[list[Rollout]]:
@@ -62,9 +60,6 @@ def test_whatever_may_be_a_rollout_travels(its: dict[str, Any]) -> None:
         return
     assert all_of(put(sent)[0]) == all_of(sent)
     assert all_of(carried([sent]).micro_batches[0].rollouts[0]) == all_of(sent)
-    written = codec.to_bytes(codec.encode_rollouts([sent]))
-    (read,) = codec.decode_rollouts(*codec.from_bytes(np.frombuffer(bytearray(written), dtype=np.uint8)))
-    assert all_of(read) == all_of(sent)
 
 
 @given(
@@ -259,34 +254,3 @@ def test_columns_of_other_sizes_than_the_work_are_refused() -> None:
     for other in (None, memory[:32]):
         with pytest.raises(WireError, match="bytes"):
             codec.decode_columns(encoded.header, other, [3, 5])
-
-
-# --- on a disk -------------------------------------------------------------------------------------------------------
-
-
-def test_damage_and_other_formats_are_told_apart() -> None:
-    encoded = codec.encode_rollouts([rollout(2)])
-    written = bytearray(codec.to_bytes(encoded))
-
-    def read(raw: bytes | bytearray) -> list[Rollout]:
-        return codec.decode_rollouts(*codec.from_bytes(np.frombuffer(bytearray(raw), dtype=np.uint8)))
-
-    assert same_rollout(read(written)[0], rollout(2))
-    for place in range(0, 128 + len(bytes(encoded.header)), 7):
-        damaged = bytearray(written)
-        damaged[place] ^= 0xFF
-        with pytest.raises(WireError):
-            read(damaged)
-    for size in (0, 10, 64, len(written) - 1, len(written) - 64):
-        with pytest.raises(WireError):
-            read(written[:size])
-    written[8] = 4
-    written[120:128] = zlib.crc32(written[:120]).to_bytes(8, "little")
-    with pytest.raises(codec.OtherFormatError, match="written in format 4, and this version reads 5"):
-        read(written)
-
-
-def test_what_lies_elsewhere_cannot_be_written() -> None:
-    encoded = codec.encode_rollouts([rollout(2)])
-    with pytest.raises(ValueError, match="cannot be written"):
-        codec.to_bytes(encoded._replace(payload=Payload(128, (0, 64), [bytes(64)])))

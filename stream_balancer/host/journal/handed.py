@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from stream_balancer.host.journal.rows import Acked, Came, Fact
+from stream_balancer.host.records import Acked, Came, Fact
 
 __all__ = ["Handed"]
 
@@ -21,7 +21,7 @@ class Handed:
         """By step, those of which some rank has said something."""
         self.came: dict[tuple[str, int], Came] = {}
         """By role and rank, in the order of their keys."""
-        self.write: Callable[[Fact, int], object] = lambda *_: None
+        self.write: Callable[[Fact], object] = lambda _: None
         self.flush: Callable[[], Awaitable[None]] = _no_disk
         """Returns once all that was said so far is on the disk."""
 
@@ -54,7 +54,7 @@ class Handed:
         who = came.role, came.rank
         if self.came.get(who) != came:
             self.came[who] = came
-            self.write(came, list(self.came).index(who))
+            self.write(came)
 
     def end(self) -> None:
         """Ranks that were given up may be anew, under whichever incarnation: who serves next numbers them."""
@@ -72,7 +72,7 @@ class Handed:
 
     def _put(self, acked: Acked) -> None:
         self.acked[acked.step] = acked
-        self.write(acked, acked.step)
+        self.write(acked)
 
 
 async def _no_disk() -> None:

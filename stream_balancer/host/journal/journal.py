@@ -8,29 +8,24 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
-from operator import itemgetter
 from pathlib import Path
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
-from stream_balancer.core.groups import GroupSize
+from stream_balancer.core.groups import Declared, GroupSize
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.errors import ClosedResourceError, ConfigError, JournalError, RolloutError, to_raise
 from stream_balancer.field_docs import documented
-from stream_balancer.host.journal.changes import Changes, Statement
-from stream_balancer.host.journal.contents import Contents, Held, contents_of
 from stream_balancer.host.journal.handed import Handed
-from stream_balancer.host.journal.rows import Group, fact_of, rollout_of
-from stream_balancer.host.journal.store import DiskFullError, Store
-from stream_balancer.host.journal.writer import CLOSED, Flush, Item, Writer, Writing, statements_of
+from stream_balancer.host.journal.store import DiskFullError, Statement, Store, drop, put, retract
+from stream_balancer.host.journal.writer import CLOSED, Writer, Writing
+from stream_balancer.host.records import Group, Held, Records, group_of
 from stream_balancer.types import Rollout
-from stream_balancer.wire.codec import OtherFormatError
 
 __all__ = ["Journal", "Recovered"]
 
@@ -58,8 +53,8 @@ class Recovered:
     torn_bytes: int
     """Bytes of a commit that a crash cut short: of puts that had not returned. They were taken off."""
     damage: tuple[str, ...]
-    """What was damaged, and the rollouts and plans that could not be read because of it, a sentence each; everything
-    else is here. The database as it was is kept beside the new one, as ``damaged-1.db``."""
+    """Rows that were damaged, and plans whose rollouts are lost with them, a sentence each; everything else is here.
+    The database as it was is kept beside this one, as ``damaged-1.db``."""
     seconds: float
     """How long it took."""
 
@@ -83,22 +78,23 @@ class Journal:
                 "others are deleted. Raise max_bytes"
             )
         self.path = Path(path)
-        self.changes = Changes()
-        """What to :meth:`change` for each event."""
+        self.records = Records()
+        """What its rows said when it was opened, but for the rollouts."""
         self.handed = Handed()
         """What ranks have said of steps in flight."""
-        self.handed.write = lambda fact, key: self.change(self.changes.said(fact, key))
+        self.handed.write = lambda fact: self.change(put(fact))
         self.handed.flush = self.flush
         self._max_bytes = max_bytes
         self._store = Store(self.path)
+        self._next_number = 0  # of a rollout's row
         self._writer: Writer | None = None  # from start() on
 
     # -- opening and closing; these block ------------------------------------------------------------------------------
 
-    def open(self, remember_ids: int) -> tuple[Snapshot, Recovered]:
+    def open(self) -> tuple[Snapshot, Recovered]:
         """Take the lock, and read what is held. Call :meth:`start` afterwards, in the event loop.
 
-        Raises AlreadyInUseError if another process has it, JournalError if its disk is full or nothing can be read,
+        Raises AlreadyInUseError if another process has it, JournalError if its disk is full or it cannot be read,
         WireError for another version's. O(bytes).
         """
         began = time.monotonic()
@@ -106,7 +102,11 @@ class Journal:
         try:
             store.open()
             try:
-                snapshot, torn_bytes, damage = self._go_on(remember_ids)
+                snapshot = self._read()
+                lost = self.records.damage
+                numbers = [key for key in lost if isinstance(key, int)]
+                keys = [key for key in lost if isinstance(key, str)]
+                store.begin([retract(numbers), drop(*keys)] if lost else ())
             except BaseException:
                 store.close()
                 raise
@@ -119,52 +119,32 @@ class Journal:
             steps=tuple(batch.step for batch in snapshot.in_flight),
             past_ids=len(snapshot.past_ids),
             next_step=snapshot.next_step,
-            torn_bytes=torn_bytes,
-            damage=tuple(damage),
+            torn_bytes=store.torn_bytes,
+            damage=(*filter(None, [store.lost_commits]), *lost.values()),
             seconds=time.monotonic() - began,
         )
         self._log_recovered(recovered)
         return snapshot, recovered
 
-    def _go_on(self, remember_ids: int) -> tuple[Snapshot, int, list[str]]:
-        """From what is held: in the same database, or, if that is damaged, in a new one. -> it, torn bytes, damage."""
-        contents, damage = self._read()
-        torn_bytes = self._store.torn_bytes
-        snapshot, broken = contents.snapshot(time.time(), remember_ids)
-        self.handed.follow(contents.acked, [came for _, came in sorted(contents.came.items())])
-        damage += [f"step {plan.step}: its plan names rollouts that are lost" for plan in broken]
-        if damage:
-            self.changes.follow(Contents(), remember_ids)
-            # What can be read goes into a new database: SQLite must not write into one that is damaged.
-            items = self._adopted(contents_of(snapshot, time.time()))
-            parts = iter(lambda: list(islice(items, 256)), [])
-            self._store.replace(statements_of(part) for part in parts)
-        else:
-            self.changes.follow(contents, remember_ids)
-        self._store.begin()
-        return snapshot, torn_bytes, damage
-
-    def _read(self) -> tuple[Contents, list[str]]:
-        """What can be read, and sentences about the rest."""
-        contents, bad = Contents(), []
-        for row in self._store.facts():
-            try:
-                contents.add(row[1], fact_of(row))
-            except Exception as error:  # noqa: BLE001 - one bad row never prevents the others from being read
-                bad.append(f"{row[0]} {row[1]}: {error}")
-        held = []
-        for row in self._store.rollouts():
-            try:
-                held.append((row[0], Held(rollout_of(row), row[2], row[3])))
-            except OtherFormatError:
-                raise
-            except RolloutError as error:
-                bad.append(f"row {row[0]}: {error}")
-            except Exception as error:  # noqa: BLE001 - as above
-                bad.append(f"row {row[0]}: rollout {row[1]!r}: {error}")
-        for number, one in sorted(held, key=itemgetter(0)):
-            contents.hold(number, one)
-        return contents, self._store.damage + bad
+    def _read(self) -> Snapshot:
+        records = self.records = Records()
+        for key, written in self._store.rows("select key, data from facts order by rowid"):
+            records.read(key, written)
+        names = dict(self._store.rows("select number, id from rollouts indexed by ids order by id, number"))
+        for number, name, row in self._store.rows("select number, id, data from rollouts order by number"):
+            indexed = names.pop(number, None)
+            if indexed == name:
+                records.hold(number, row, f"row {number}: rollout {name!r}")
+            else:
+                records.damage[number] = f"row {number}: rollout {indexed!r} in the index, {name!r} in the row"
+            self._next_number = number + 1
+        # As when a page of the table was replaced by an older one.
+        for number, name in names.items():
+            records.damage[number] = f"row {number}: rollout {name!r} cannot be reached"
+        snapshot = records.snapshot(time.time())
+        records.held = {}  # the snapshot has them, and they shall go as they are trained on
+        self.handed.follow(records.acked, records.came)
+        return snapshot
 
     def _log_recovered(self, recovered: Recovered) -> None:
         for where in recovered.damage:
@@ -217,21 +197,19 @@ class Journal:
         """
         if rollouts:
             self._check_fits(rollouts)
-        item = self._writing(rollouts, time.time(), step, anyio.Event())
+        item = self._numbered([Held(rollout, time.time(), step) for rollout in rollouts])
+        item.may_be_refused = True
         if size is not None:
-            group = Group(size.group_id, size.size, "closed" if size.size is None else "open")
             # In the same transaction as the rollouts: after a crash a group has both or neither.
-            item.declared = self.changes.group(group)
+            group = Group(size.group_id, size.size, "closed" if size.size is None else "open")
+            item.statements = [put(group)]
         self._enqueue(item)
         return item
 
-    def _writing(
-        self, rollouts: Sequence[Rollout], arrived_at: float, step: int, settled: anyio.Event | None
-    ) -> Writing:
+    def _numbered(self, held: Sequence[Held]) -> Writing:
         # Rows are numbered in the order of the calls, in the event loop: the order in which they wait again.
-        number = self.changes.next_number
-        self.changes.next_number += len(rollouts)
-        return Writing(number, rollouts, arrived_at, step, settled)
+        number, self._next_number = self._next_number, self._next_number + len(held)
+        return Writing(held=held, number=number)
 
     async def written(self, item: Writing) -> None:
         """Return once they are on the disk. If cancelled, or on an error, they are not in the journal.
@@ -264,34 +242,37 @@ class Journal:
 
     def retract(self, item: Writing) -> None:
         """What was written has not been accepted after all."""
-        if item.rollouts:
-            self.change(self.changes.retracted(range(item.number, item.number + len(item.rollouts))))
+        if item.held:
+            self.change(retract(range(item.number, item.number + len(item.held))))
 
-    def change(self, statements: list[Statement]) -> None:
+    def declare(self, group_id: str, declared: Declared | None) -> None:
+        """What is declared of a group now; None: nothing any more."""
+        self.change(drop(f"group {group_id}") if declared is None else put(group_of(group_id, declared)))
+
+    def change(self, *statements: Statement) -> None:
         """Something has happened. On the disk by the time the next put or :meth:`flush` returns."""
         with suppress(ClosedResourceError):  # after the end nobody writes any more; it will be delivered again
-            self._enqueue(statements)
+            self._enqueue(Writing(statements, settled=None))
 
-    def adopt(self, snapshot: Snapshot) -> None:
+    def adopt(self, records: Records) -> None:
         """Take over a checkpoint that was loaded. On the disk by the time the next put returns."""
-        for item in self._adopted(contents_of(snapshot, time.time())):
+        self.change(put(*records.facts()))
+        for held in records.held.values():
+            item = self._numbered([held])
+            item.settled = None
             self._enqueue(item)
-
-    def _adopted(self, contents: Contents) -> Iterator[Item]:
-        yield list(self.changes.adopted(contents))
-        for held in contents.held.values():
-            yield self._writing([held.rollout], held.arrived_at, held.step, None)
 
     async def flush(self) -> None:
         """Return once all that was enqueued so far is on the disk. Waits while it is full; raises JournalError if it is
         failing."""
-        item = Flush(anyio.Event())
+        item = Writing()
         self._enqueue(item)
+        assert item.settled is not None
         await item.settled.wait()
         if item.error is not None:
             raise to_raise(item.error)
 
-    def _enqueue(self, item: Item) -> None:
+    def _enqueue(self, item: Writing) -> None:
         if self._writer is None:
             raise ClosedResourceError(CLOSED)
         self._writer.enqueue(item)

@@ -2,12 +2,15 @@
 
 Two things wait for the disk, and not here: a put for its rollouts (:mod:`stream_balancer.host.puts`), a batch for
 its plan (:mod:`stream_balancer.host.batches`). All else is written once it has happened, and may be lost in a
-crash: then it happens again.
+crash: then it happens again. Rows change in the order of the events, so an id that was evicted as lost and put again is
+held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import anyio
 import anyio.to_thread
@@ -17,6 +20,8 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.host.journal.journal import Journal, Recovered
+from stream_balancer.host.journal.store import Statement, drop, put, remove
+from stream_balancer.host.records import Done, Records, State, plan_of
 from stream_balancer.types import Batch, EvictReason, Rollout
 
 __all__ = ["JournalObserver"]
@@ -30,7 +35,8 @@ class JournalObserver(Observer):
         self.recovered: Recovered | None = None
         """What the journal held; None before :meth:`recover`."""
         self._core = core
-        self._changes = journal.changes
+        self._state, self._done = State(), deque[Done]()
+        self._num_done = 0  # ids in _done
         self._restoring: Snapshot | None = None  # what the journal held, while the core takes it over
 
     async def recover(self, wake_consumer: Callable[[], object]) -> None:
@@ -47,7 +53,8 @@ class JournalObserver(Observer):
             wake_consumer()
 
         with anyio.CancelScope(shield=True):
-            snapshot, recovered = await anyio.to_thread.run_sync(self.journal.open, self._core.config.remember_ids)
+            snapshot, recovered = await anyio.to_thread.run_sync(self.journal.open)
+            self._follow(self.journal.records)
             self._restoring = snapshot
             try:
                 self.journal.start(flush)
@@ -59,6 +66,10 @@ class JournalObserver(Observer):
                 self._restoring = None  # it holds every rollout
         self.recovered = recovered
 
+    def _follow(self, records: Records) -> None:
+        self._state, self._done = records.state, deque(records.done)
+        self._num_done = sum(len(one.ids) for one in self._done)
+
     def check_empty(self) -> None:
         """Raise ValueError if the journal holds anything, or may: no checkpoint can be loaded then."""
         if self.recovered is None or self.recovered.found:
@@ -68,27 +79,52 @@ class JournalObserver(Observer):
                 "go back to the checkpoint, enter a balancer with an empty journal, then load"
             )
 
+    # -- events --------------------------------------------------------------------------------------------------------
+
     def dispatched(self, batch: Batch) -> None:
-        counts, departed = self._core.state.counts.totals(), self._core.state.buffer.groups.departed()
-        self.journal.change(self._changes.dispatched(batch, counts, departed))
+        """A batch is about to be handed out: its plan, to be delivered again as it is."""
+        state = self._state
+        state.next_step = max(state.next_step, batch.step + 1)
+        state.counts = self._core.state.counts.totals()
+        state.departed = self._core.state.buffer.groups.departed()
+        self.journal.change(put(plan_of(batch), state))
 
     def acknowledged(self, batch: Batch) -> None:
-        # rollouts that no rank could get are not among the past ids: they may be put again
-        state = self._core.state
-        done = [r.rollout_id for r in batch.rollouts if r.rollout_id in state.ids.past]
-        self.journal.change(self._changes.acknowledged(batch, done, state.counts.acknowledged))
+        # Rollouts that no rank could get are not among the past ids: they may be put again.
+        ids, past = [r.rollout_id for r in batch.rollouts if not r.is_padding], self._core.state.ids.past
+        self._state.acknowledged = self._core.state.counts.acknowledged
+        void = drop(f"plan {batch.step}", f"acked {batch.step}")
+        self.journal.change(remove(ids), void, *self._file([name for name in ids if name in past]), put(self._state))
 
     def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
-        departed = self._core.state.buffer.groups.departed()
-        self.journal.change(self._changes.evicted(rollout.rollout_id, reason, departed))
+        """A rollout was given up; one that is lost may be put again."""
+        state, name = self._state, rollout.rollout_id
+        state.evicted[reason] = state.evicted.get(reason, 0) + 1
+        state.departed = self._core.state.buffer.groups.departed()
+        self.journal.change(remove([name]), *self._file([name] if reason != "lost" else []), put(state))
 
     def group_declared(self, group_id: str, declared: Declared | None) -> None:
-        self.journal.change(self._changes.declared(group_id, declared))
+        self.journal.declare(group_id, declared)
 
     def version_set(self, version: int) -> None:
-        self.journal.change(self._changes.versioned(version))
+        self._state.version = version
+        self.journal.change(put(self._state))
 
     def restored(self, snapshot: Snapshot) -> None:
         """A checkpoint is taken over."""
         if snapshot is not self._restoring:
-            self.journal.adopt(snapshot)
+            records = Records.of(snapshot, time.time())
+            self._follow(records)
+            self.journal.adopt(records)
+
+    def _file(self, ids: Sequence[str]) -> Iterator[Statement]:
+        """These are done. Rows go whose ids are more than ``remember_ids`` back."""
+        done, remember_ids = self._done, self._core.config.remember_ids
+        if not ids or not remember_ids:
+            return
+        done.append(Done(done[-1].number + 1 if done else 0, list(ids), self._state.next_step))
+        yield put(done[-1])
+        self._num_done += len(ids)
+        while self._num_done - len(done[0].ids) >= remember_ids:
+            self._num_done -= len(done[0].ids)
+            yield drop(done.popleft().key)

@@ -1,16 +1,19 @@
 """The journal's database: SQLite in a folder. Knows tables, transactions and disks, not what the rows mean.
 
-One connection, and one thread at a time. The write-ahead log is always cut to nothing when it has been taken over into
-the database, so what of it SQLite does not accept after a crash is a commit that was cut short, or damage. A database
-is untrusted: nothing of it is run, its schema must be the one below, a value is not read if it claims to be larger than
-the file. What it cannot give is named.
+One process, one connection, and one thread at a time. The write-ahead log is always cut to nothing when it has been
+taken over into the database, so what of it SQLite does not accept after a crash is a commit that was cut short, or
+damage. A database is untrusted: nothing of it is run, its schema must be the one below, a value is not read if it
+claims to be larger than the file.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
+import resource
+import shutil
 import sqlite3
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,25 +21,20 @@ from contextlib import contextmanager, suppress
 from itertools import count, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from stream_balancer.errors import JournalError
-from stream_balancer.host.journal.changes import Statement
-from stream_balancer.host.journal.lock import lock_folder
-from stream_balancer.wire.codec import OtherFormatError
+from stream_balancer.errors import AlreadyInUseError, JournalError, WireError
+from stream_balancer.host.records import FORMAT, Fact, write_fact
 
-__all__ = ["SCHEMA", "DiskFullError", "Store", "execute"]
+__all__ = ["DiskFullError", "Statement", "Store", "add", "drop", "put", "remove", "retract"]
 
-FORMAT = 1
-"""Of the tables; of what is in a rollout's bytes the wire has its own."""
 _APPLICATION = int.from_bytes(b"SBJ1")
-SCHEMA = (
-    "create table rollouts"
-    " (number integer primary key, id text, arrived_at real, step integer, data blob, crc integer)",
+_SCHEMA = (
+    "create table rollouts (number integer primary key, id text, data blob)",
     "create index ids on rollouts (id)",  # holds ids and numbers a second time: what is lost can be named
-    "create table facts (kind text, key integer, data blob, crc integer, primary key (kind, key)) without rowid",
+    "create table facts (key text primary key, data blob)",
 )
-RESERVED_BYTES = 4 * 2**20  # of the disk, for plans and acknowledgements: these make room
+_RESERVED_BYTES = 4 * 2**20  # of the disk, for plans and acknowledgements: these make room
 PAGE_BYTES = 16384  # a rollout of 1,000 tokens touches few pages, a small one writes few bytes
 _PRAGMAS = (
     "trusted_schema=off",
@@ -48,9 +46,36 @@ _PRAGMAS = (
 )
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FAILED_WRITES = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE}
-_UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # the latter: SQLite's message quotes a damaged name that is no text
 _MAX_VALUE_BYTES = 10**9  # SQLite's default
 _MAX_VARIABLES = 999  # SQLite's default before 3.32
+
+Statement: TypeAlias = tuple[str, Sequence[Sequence[Any]]]
+"""SQL in which ``?`` stands for ``(?, ...), (?, ...), ...``, and these rows. It may be executed in parts."""
+
+
+def add(rows: Sequence[tuple[int, str, bytearray]]) -> Statement:
+    """Rollouts: number, id, row."""
+    return "insert into rollouts values ?", rows
+
+
+def retract(numbers: Iterable[int]) -> Statement:
+    """Rollouts that were added, and not accepted after all."""
+    return "delete from rollouts where number in (values ?)", [(number,) for number in numbers]
+
+
+def remove(ids: Iterable[str]) -> Statement:
+    """Rollouts that are done."""
+    return "delete from rollouts where id in (values ?)", [(name,) for name in ids]
+
+
+def put(*facts: Fact) -> Statement:
+    """Facts, in place of those with the same keys."""
+    return "replace into facts values ?", [(fact.key, write_fact(fact)) for fact in facts]
+
+
+def drop(*keys: str) -> Statement:
+    """Facts of these keys hold no more."""
+    return "delete from facts where key in (values ?)", [(key,) for key in keys]
 
 
 class DiskFullError(JournalError):
@@ -62,15 +87,6 @@ def _commit(db: sqlite3.Connection) -> None:
     db.execute("commit")
 
 
-def execute(db: sqlite3.Connection, sql: str, rows: Sequence[Sequence[Any]]) -> None:
-    """A :data:`Statement`. Many rows at a time: between two calls another thread may take its turn, of milliseconds."""
-    width = len(rows[0]) if rows else 1
-    most, marks = _MAX_VARIABLES // width, f"({','.join('?' * width)})"
-    for first in range(0, len(rows), most):
-        some = rows[first : first + most]
-        db.execute(sql.replace("?", ",".join([marks] * len(some))), [value for row in some for value in row])
-
-
 class Store:
     """Rows in ``journal.db`` of one folder, opened by one process at a time."""
 
@@ -78,60 +94,74 @@ class Store:
         self.folder = folder
         self.torn_bytes = 0
         """Of the commit that a crash cut short; after :meth:`open`."""
-        self.damage: list[str] = []
-        """What could not be read, a sentence each."""
+        self.lost_commits = ""
+        """More than that which is damaged in the write-ahead log, a sentence; after :meth:`open`."""
         self._db: sqlite3.Connection | None = None
         self._lock_fd = -1
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Take the lock, and look what is there. Raises AlreadyInUseError, naming the process that has it;
-        OtherFormatError for another version's journal, JournalError where nothing can be read."""
+        """Take the lock, and look what is there. Raises AlreadyInUseError, naming the process that has it; WireError
+        for another version's journal, JournalError where something cannot be read."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder = self.folder.resolve()
-        self._lock_fd = lock_folder(self.folder)
+        self._path, self._log_path = self.folder / "journal.db", self.folder / "journal.db-wal"
+        self._lock_fd = _lock(self.folder)
         _open_here.add(self)
         try:
-            self._refuse_segments()
-            self.connect("journal.db")
+            with self._named(), self._raised_as_full(0):
+                self._open()
         except BaseException:
             self.close()
             raise
 
-    def connect(self, name: str) -> None:
-        """Open a database of this name, or make it."""
-        self.path, self._log_path = self.folder / name, self.folder / f"{name}-wal"
-        self.damage, self.torn_bytes = [], 0
+    def _open(self) -> None:
+        for old in sorted(self.folder.glob("[0-9]*.journal")):
+            raise _of_another_version(f"the journal {self.folder} has {old.name}, of a version with files of its own")
         log_bytes = self.log_bytes
-        try:
-            self._db = db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=0)
-            db.text_factory = _as_text
-            with self._raised_as_full(0):
-                for pragma in _PRAGMAS:
-                    db.execute(f"pragma {pragma}").fetchall()
-                self._check_log(log_bytes)
-                self._check(log_bytes)
-        except _UNREADABLE as error:
-            raise JournalError(
-                errno.EIO,
-                f"{self.path} cannot be read ({error}). Nothing in it was changed. `sqlite3 {self.path} .recover` may "
-                "give its rows back; to start without them, use another path",
-            ) from error
+        self._db = db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=0)
+        db.text_factory = lambda data: data.decode(errors="replace")  # checksums find what is no text
+        for pragma in _PRAGMAS:
+            db.execute(f"pragma {pragma}").fetchall()
+        self._check_log(log_bytes)
+        size = max(self._path.stat().st_size + log_bytes, 2**20)
+        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(size, _MAX_VALUE_BYTES))
+        application, version = self._number("pragma application_id"), self._number("pragma user_version")
+        if (application, version) == (0, 0) and not _schema_of(db):
+            self._create()
+        elif application != _APPLICATION:
+            raise WireError(f"{self._path} is not a stream_balancer's journal. Use another path")
+        elif version != FORMAT:
+            raise _of_another_version(f"{self._path} was written in format {version}, and this version reads {FORMAT}")
+        elif _schema_of(db) != _expected_schema():
+            raise sqlite3.DatabaseError("its tables are not those of a journal")
+        elif (found := db.execute("pragma quick_check(1)").fetchone()) != ("ok",):
+            raise sqlite3.DatabaseError(found[0])
+
+    def _create(self) -> None:
+        for pragma in (f"page_size={PAGE_BYTES}", "auto_vacuum=incremental", "journal_mode=wal"):
+            self.db.execute(f"pragma {pragma}").fetchall()
+        self.db.execute("begin immediate")
+        for sql in (*_SCHEMA, f"pragma application_id={_APPLICATION}", f"pragma user_version={FORMAT}"):
+            self.db.execute(sql)
+        _commit(self.db)
+        self.checkpoint()
+        fd = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
+        with suppress(OSError):  # some file systems cannot, and need not
+            os.fsync(fd)
+        os.close(fd)
 
     def close(self) -> None:
         """Release everything; in a forked child, only the lock. Idempotent."""
-        self._disconnect()
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
-            os.close(fd)
-        _open_here.discard(self)
-
-    def _disconnect(self) -> None:
         db, self._db = self._db, None
         if db is not None:
             with suppress(sqlite3.Error):
                 db.close()
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+        _open_here.discard(self)
 
     @property
     def db(self) -> sqlite3.Connection:
@@ -139,105 +169,56 @@ class Store:
         assert self._db is not None
         return self._db
 
-    def _refuse_segments(self) -> None:
-        segments = sorted(path.name for path in self.folder.glob("*.journal") if path.stem.isdecimal())
-        if segments:
-            raise OtherFormatError(
-                f"the journal {self.folder} has {segments[0]}, of a stream_balancer that wrote its own files. Let that "
-                "version finish what it holds, or use another path"
-            )
-
-    def _check(self, log_bytes: int) -> None:
-        """Refuse what is not a journal of this version; make the tables where there is nothing."""
-        size = max(self.path.stat().st_size + log_bytes, 2**20)
-        self.db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(size, _MAX_VALUE_BYTES))
-        application, version = (self._number(f"pragma {name}") for name in ("application_id", "user_version"))
-        if (application, version) == (0, 0) and not _schema_of(self.db):
-            self._create()
-        elif application != _APPLICATION:
-            raise OtherFormatError(f"{self.path} is not a stream_balancer's journal. Use another path")
-        elif version != FORMAT:
-            raise OtherFormatError(
-                f"{self.path} was written in format {version}, and this version reads {FORMAT}. Let the version that "
-                "wrote it finish what it holds, or use another path"
-            )
-        elif _schema_of(self.db) != _expected_schema():
-            raise sqlite3.DatabaseError("its tables are not those of a journal")
-        elif self.db.execute("pragma quick_check(1)").fetchall() != [("ok",)]:
-            self.damage.append(f"{self.path.name}: pages of the database")
-
-    def _create(self) -> None:
-        for pragma in (f"page_size={PAGE_BYTES}", "auto_vacuum=incremental", "journal_mode=wal"):
-            self.db.execute(f"pragma {pragma}").fetchall()
-        self.db.execute("begin immediate")
-        for sql in (*SCHEMA, f"pragma application_id={_APPLICATION}", f"pragma user_version={FORMAT}"):
-            self.db.execute(sql)
-        _commit(self.db)
-        self.checkpoint()
-        self._sync_folder()
-
-    def _sync_folder(self) -> None:
-        fd = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """What cannot be read is said with its path, and what to do."""
         try:
-            with suppress(OSError):  # some file systems cannot, and need not
-                os.fsync(fd)
-        finally:
-            os.close(fd)
+            yield
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: the message quotes what is no text
+            raise JournalError(
+                errno.EIO,
+                f"{self._path} cannot be read ({error}). Nothing in it was changed. `sqlite3 {self._path} .recover` "
+                "may give its rows back; to start without them, use another path",
+            ) from error
 
     def _check_log(self, size: int) -> None:
         """What SQLite does not accept of the write-ahead log. More than one commit: a crash does not look so."""
         ((_, frames, _),) = self.db.execute("pragma wal_checkpoint(passive)").fetchall()
         frame_bytes = 24 + self._number("pragma page_size")
         accepted = 32 + frames * frame_bytes if frames > 0 else 0
-        self.torn_bytes = max(size - accepted, 0)
+        self.torn_bytes, self.lost_commits, commits = max(size - accepted, 0), "", 0
         if not self.torn_bytes:
             return
-        commits = 0
         with self._log_path.open("rb") as log:
             for at in range(max(accepted, 32), size, frame_bytes):
                 log.seek(at + 4)
                 commits += any(log.read(4))  # pages of the database after a commit; 0 in its other frames
         if commits > 1:
-            self.damage.append(f"bytes {accepted} to {size} of {self._log_path.name}: {commits} commits")
+            self.lost_commits = f"bytes {accepted} to {size} of {self._log_path.name}: {commits} commits"
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def rollouts(self) -> Iterator[tuple[Any, ...]]:
-        """Every row of a rollout that can be reached, untrusted; the oldest first, what lies behind damage last."""
-        names = dict(self._reached("select number, id from rollouts indexed by ids order by id {0}, number {0}"))
-        for row in self._reached("select * from rollouts order by number {0}"):
-            name = names.pop(row[0], row[1])
-            if name != row[1]:
-                self.damage.append(f"row {row[0]}: rollout {name!r} in the index, {row[1]!r} in the row")
-            yield row
-        self.damage += [f"row {number}: rollout {name!r} cannot be reached" for number, name in names.items()]
-
-    def facts(self) -> Iterator[tuple[Any, ...]]:
-        """Every other row that can be reached, untrusted; by kind and key."""
-        yield from self._reached("select * from facts order by kind {0}, key {0}")
-
-    def _reached(self, sql: str) -> Iterator[tuple[Any, ...]]:
-        """From the first row to the first damage; then from the last."""
-        seen = set()
-        # A damaged page ends a scan; what lies behind it is reached from the other end.
-        for order in ("asc", "desc"):
-            try:
-                for row in self.db.execute(sql.format(order)):
-                    if row[:2] in seen:
-                        return
-                    seen.add(row[:2])
-                    yield row
-                return
-            except _UNREADABLE as error:
-                self.damage.append(f"{sql.split()[3]} in {self.path.name}: {error}")
+    def rows(self, sql: str) -> Iterator[tuple[Any, ...]]:
+        """What a query finds, untrusted. Raises JournalError where the database cannot be read."""
+        with self._named():
+            yield from self.db.execute(sql)
 
     def _number(self, sql: str) -> int:
         ((value,),) = self.db.execute(sql).fetchall()
         return int(value)
 
-    def begin(self) -> None:
-        """All is read; what may be written is not bounded by what was there. Raises like :meth:`checkpoint`."""
+    def begin(self, damaged: Sequence[Statement] = ()) -> None:
+        """All is read. ``damaged`` takes away rows that cannot be used; the files as they were are kept then, also
+        where commits are lost. Raises like :meth:`commit`."""
         self.db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
+        with self._raised_as_full(self._path.stat().st_size):
+            if damaged or self.lost_commits:
+                kept = next(path for n in count(1) if not (path := self.folder / f"damaged-{n}.db").exists())
+                shutil.copyfile(self._path, kept)
+                if self.log_bytes:
+                    shutil.copyfile(self._log_path, f"{kept}-wal")
+                self.db.execute("reindex")
+                self.commit(damaged)
         self.checkpoint()
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -245,19 +226,25 @@ class Store:
     def commit(self, statements: Sequence[Statement]) -> None:
         """Execute in this order, durably, all or none. Raises DiskFullError: then nothing was written; or OSError: then
         nobody knows, and nothing more may be written."""
-        db = self.db
-        num_bytes = sum(len(v) for _, rows in statements for row in rows for v in row if type(v) is bytes)
-        with self._raised_as_full(num_bytes):
+        with self._raised_as_full(sum(len(row[-1]) for _, rows in statements for row in rows if len(row) > 1)):
             try:
-                db.execute("begin immediate")
+                self.db.execute("begin immediate")
                 # Neighbours with the same SQL become one statement of many rows, in the order in which they came.
                 for sql, same in groupby(statements, itemgetter(0)):
-                    execute(db, sql, [row for _, rows in same for row in rows])
-                _commit(db)
+                    self._execute(sql, [row for _, rows in same for row in rows])
+                _commit(self.db)
             except BaseException:
                 with suppress(sqlite3.Error):
-                    db.rollback()
+                    self.db.rollback()
                 raise
+
+    def _execute(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        # Many rows at a time: between two calls another thread may take its turn, of milliseconds.
+        width = len(rows[0]) if rows else 1
+        most, marks = _MAX_VARIABLES // width, f"({','.join('?' * width)})"
+        for first in range(0, len(rows), most):
+            some = rows[first : first + most]
+            self.db.execute(sql.replace("?", ",".join([marks] * len(some))), [value for row in some for value in row])
 
     def checkpoint(self, vacuum_pages: int = 0) -> None:
         """Take the write-ahead log over into the database, and cut it to nothing; give so many free pages back to the
@@ -267,90 +254,99 @@ class Store:
                 self.db.execute(f"pragma incremental_vacuum({vacuum_pages})").fetchall()
             self.db.execute("pragma wal_checkpoint(truncate)").fetchall()
 
+    # -- room ----------------------------------------------------------------------------------------------------------
+
     @property
     def log_bytes(self) -> int:
-        """Of the write-ahead log."""
-        try:
-            return self._log_path.stat().st_size
-        except FileNotFoundError:
-            return 0
+        """Size of the write-ahead log."""
+        return self._log_path.stat().st_size if self._log_path.exists() else 0
 
     @property
     def free_bytes(self) -> int:
-        """Of pages of the database that hold nothing."""
+        """Size of the database's pages that hold nothing."""
         return self._number("pragma freelist_count") * PAGE_BYTES
-
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether the disk takes so many bytes of rollouts, and then what is written beside them. Every byte goes to
-        the log and, when that is taken over, to the database, where it first takes the pages that hold nothing."""
-        disk = os.statvfs(self.folder)
-        grows = self._number("pragma page_count") * PAGE_BYTES - self.path.stat().st_size
-        needed = num_bytes + max(grows, 0) + max(num_bytes - self.free_bytes, 0) + RESERVED_BYTES
-        return disk.f_bavail * disk.f_frsize >= needed
 
     @property
     def total_bytes(self) -> int:
-        """Of the folder, once the log is taken over; and the log."""
+        """Size of the folder, once the log is taken over; and of the log."""
         return self._number("pragma page_count") * PAGE_BYTES + self.log_bytes
 
-    def replace(self, statements: Iterable[Sequence[Statement]]) -> None:
-        """Write all this, a commit each, into a new database that takes the place of this one, which is kept under
-        another name: what is damaged is not written to, and ``sqlite3 damaged-1.db .recover`` may find more. Raises
-        like :meth:`commit`; this one is still there then."""
-        for leftover in self.folder.glob("rebuilt.db*"):
-            leftover.unlink()
-        new = Store(self.folder)
-        try:
-            new.connect("rebuilt.db")
-            new.begin()
-            for some in statements:
-                new.commit(some)
-            new.checkpoint()
-        finally:
-            new.close()
-        kept = next(path for n in count(1) if not (path := self.folder / f"damaged-{n}.db").exists())
-        # Links, not renames: at every moment there is a database under the usual name, the old one or the new.
-        os.link(self.path, kept)
-        if self.log_bytes:
-            os.link(self._log_path, f"{kept}-wal")
-        self._disconnect()
-        self._log_path.unlink(missing_ok=True)  # it is not the new one's
-        os.replace(new.path, self.path)
-        self._sync_folder()
-        self.connect(self.path.name)
+    def check_room(self, num_bytes: int) -> None:
+        """Raise DiskFullError unless the disk takes so many bytes of rollouts, and then what is written beside them.
+        Every byte goes to the log and, when that is taken over, to the database, where it first takes the pages that
+        hold nothing."""
+        pages, log_bytes = self._number("pragma page_count") * PAGE_BYTES, self.log_bytes
+        grows = max(num_bytes - self.free_bytes, 0) + _RESERVED_BYTES
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if limit != resource.RLIM_INFINITY and max(pages + grows, log_bytes + num_bytes + _RESERVED_BYTES) > limit:
+            raise self._full(errno.EFBIG)
+        disk = os.statvfs(self.folder)
+        if disk.f_bavail * disk.f_frsize < num_bytes + max(pages - self._path.stat().st_size, 0) + grows:
+            raise self._full(errno.ENOSPC)
 
     @contextmanager
     def _raised_as_full(self, num_bytes: int) -> Iterator[None]:
         """Out of space, out of quota, above the file size limit: DiskFullError. Other errors pass."""
         try:
             yield
-        except sqlite3.Error as error:
-            if getattr(error, "sqlite_errorcode", None) not in _FAILED_WRITES:
+        except (sqlite3.Error, OSError) as error:
+            code = getattr(error, "sqlite_errorcode", None)
+            if isinstance(error, OSError):
+                number = error.errno
+            elif code in _FAILED_WRITES:
+                number = self._refused(num_bytes) or (errno.ENOSPC if code == sqlite3.SQLITE_FULL else None)
+            else:
                 raise
-            full = self._refused(num_bytes) or (errno.ENOSPC if error.sqlite_errorcode == sqlite3.SQLITE_FULL else 0)
-            if full not in _FULL:
+            if number not in _FULL:
                 raise
-            raise self.full(full) from None
+            raise self._full(number) from None
 
-    def full(self, number: int = errno.ENOSPC) -> DiskFullError:
-        """The error of a put that this disk has no room for."""
+    def _full(self, number: int) -> DiskFullError:
         return DiskFullError(
             number,
             f"the disk of the journal {self.folder} is full ({os.strerror(number)}): the rollout was not accepted. "
             "Make room and put it again",
         )
 
-    def _refused(self, num_bytes: int) -> int:
-        """What the operating system says to so many bytes more, which SQLite does not pass on; 0: nothing."""
+    def _refused(self, num_bytes: int) -> int | None:
+        """What the operating system says to so many bytes more, which SQLite does not pass on."""
         probe = self.folder / "probe"
         try:
             with probe.open("wb") as file:
-                os.posix_fallocate(file.fileno(), max(self.log_bytes, self.path.stat().st_size), num_bytes + PAGE_BYTES)
+                os.posix_fallocate(
+                    file.fileno(), max(self.log_bytes, self._path.stat().st_size), num_bytes + PAGE_BYTES
+                )
         except OSError as error:
-            return error.errno or 0
+            return error.errno
         finally:
             probe.unlink(missing_ok=True)
-        return 0
+        return None
+
+
+def _of_another_version(text: str) -> WireError:
+    return WireError(f"{text}. Let the version that wrote it finish what it holds, or use another path")
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor that keeps other processes out until its last copy is closed, however its process ends. Raises
+    AlreadyInUseError, naming the process that has it."""
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        # not lockf(): such a lock goes when its process closes any descriptor of the file, after copying the folder
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+    except OSError as error:
+        holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        raise AlreadyInUseError(
+            f"the journal {folder} is in use by process {holder}"
+            + (" (this one). " if holder == str(os.getpid()) else ". ")
+            + "Two controllers on one journal would lose rollouts: end that one, or use another path"
+        ) from None
+    return fd
 
 
 def _schema_of(db: sqlite3.Connection) -> list[tuple[Any, ...]]:
@@ -359,15 +355,11 @@ def _schema_of(db: sqlite3.Connection) -> list[tuple[Any, ...]]:
 
 def _expected_schema() -> list[tuple[Any, ...]]:
     db = sqlite3.connect(":memory:")
-    for sql in SCHEMA:
+    for sql in _SCHEMA:
         db.execute(sql)
     expected = _schema_of(db)
     db.close()
     return expected
-
-
-def _as_text(data: bytes) -> str:
-    return data.decode(errors="replace")  # the checksum finds what is no text
 
 
 _open_here: weakref.WeakSet[Store] = weakref.WeakSet()

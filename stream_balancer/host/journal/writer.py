@@ -1,7 +1,7 @@
 """The journal's thread: what is enqueued in the event loop, onto the disk.
 
 All that waits goes into one transaction, and whoever waits for it is woken together. The queue is what both threads
-touch, under its lock; everything else belongs to one of them. ``changes`` has what the rows are.
+touch, under its lock; everything else belongs to one of them.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias, TypeGuard
 
 import anyio
 
 from stream_balancer.errors import ClosedResourceError, JournalError
-from stream_balancer.host.journal.changes import Changes, Statement
-from stream_balancer.host.journal.rows import rollout_row
-from stream_balancer.host.journal.store import DiskFullError, Store
+from stream_balancer.host.journal.store import DiskFullError, Statement, Store, add
+from stream_balancer.host.records import Held, write_rollouts
 from stream_balancer.net.loops import in_loop
-from stream_balancer.types import Rollout
 
-__all__ = ["Flush", "Item", "Writer", "Writing", "statements_of"]
+__all__ = ["Writer", "Writing"]
 
 COMMIT_BYTES = 64 * 2**20  # most that is written together
 LOG_BYTES = 32 * 2**20  # of the write-ahead log before it is taken over
@@ -39,34 +37,35 @@ _log = logging.getLogger("stream_balancer.journal")
 
 @dataclass(slots=True, eq=False)
 class Writing:
-    """A put on its way to the disk."""
+    """What is to be written together, and who waits for it and for all before."""
 
-    number: int
-    """Of its first row."""
-    rollouts: Sequence[Rollout]
-    arrived_at: float
-    step: int
-    settled: anyio.Event | None
-    """None: nobody waits, and it may not be refused."""
-    declared: list[Statement] = field(default_factory=list)
-    """What is declared of their group with them."""
+    statements: Sequence[Statement] = ()
+    held: Sequence[Held] = ()
+    """Rollouts, whose rows are made in the thread."""
+    number: int = 0
+    """Number of the first rollout's row."""
+    settled: anyio.Event | None = field(default_factory=anyio.Event)
+    """None: nobody waits."""
+    may_be_refused: bool = False
+    """A put; all else describes what has happened."""
     error: Exception | None = None
     withdrawn: bool = False
 
     @property
     def nbytes(self) -> int:
-        return sum(r.nbytes + 1024 for r in self.rollouts)
+        return sum(one.rollout.nbytes + 1024 for one in self.held)
 
-
-@dataclass(slots=True, eq=False)
-class Flush:
-    """Somebody waits until all that was enqueued before is on the disk."""
-
-    settled: anyio.Event
-    error: Exception | None = None
-
-
-Item: TypeAlias = Writing | Flush | list[Statement]
+    def all_statements(self) -> list[Statement]:
+        """With the rows of the rollouts; none, and the ``error``, where these cannot be written."""
+        try:
+            rows = [
+                (number, one.rollout.rollout_id, write_rollouts(number, [one]))
+                for number, one in enumerate(self.held, self.number)
+            ]
+        except Exception as error:  # noqa: BLE001 - the put is refused, and the journal goes on
+            self.error = error
+            return []
+        return [*([add(rows)] if rows else []), *self.statements]
 
 
 class Writer:
@@ -77,13 +76,13 @@ class Writer:
         self._commit_bytes = COMMIT_BYTES if max_bytes is None else min(COMMIT_BYTES, max_bytes // 8)
         self._log_bytes = LOG_BYTES if max_bytes is None else min(LOG_BYTES, max_bytes // 8)
         self._queued = threading.Condition()
-        self._queue: deque[Item] = deque()  # guarded by _queued
+        self._queue: deque[Writing] = deque()  # guarded by _queued
         self._refusing = self._closing = False  # guarded by _queued
         # the event loop's own
         self._in_loop, self._on_blocked = in_loop(), on_blocked
         self._waking = False
         # the thread's own
-        self._kept: list[Item] = []  # could not be written yet: no room
+        self._kept: list[Writing] = []  # could not be written yet: no room
         self._full = self._blocked = False
         self._broken: JournalError | None = None
         self._thread = threading.Thread(target=self._run, name=f"sb-journal-{self._path.name}", daemon=True)
@@ -109,7 +108,7 @@ class Writer:
             self._queued.notify()
         self._thread.join()
 
-    def enqueue(self, item: Item) -> None:
+    def enqueue(self, item: Writing) -> None:
         """Take the last place in the queue; from the event loop. Raises ClosedResourceError once closed."""
         with self._queued:
             if self._closing:
@@ -136,7 +135,7 @@ class Writer:
             self._settle(items)
             self._tidy()
 
-    def _take(self) -> list[Item] | None:
+    def _take(self) -> list[Writing] | None:
         """All that is to be written next; None at the end."""
         with self._queued:
             # In a loop, since a condition may wake for nothing.
@@ -148,56 +147,56 @@ class Writer:
             items, self._kept = self._kept, []
             size = 0
             while self._queue and size < self._commit_bytes:
-                item = self._queue.popleft()
-                items.append(item)
-                size += item.nbytes if isinstance(item, Writing) else 0
+                items.append(self._queue.popleft())
+                size += items[-1].nbytes
         return items
 
-    def _write(self, items: Sequence[Item]) -> None:
+    def _write(self, items: Sequence[Writing]) -> None:
         """Write, sync, take in. What there is no room for is refused (puts, on a full disk) or kept."""
         if self._broken is not None:
             raise self._broken
         items = self._admit(items)
         try:
-            self._leave_room(items)
+            self._leave_room(sum(item.nbytes for item in items))
             self._commit(items)
             self._note_full(False)
         except DiskFullError as error:
             self._note_full(True)
+            for item in items:
+                if item.may_be_refused:
+                    item.error = JournalError(*error.args)
             # Plans, acknowledgements and evictions describe what has happened: they cannot be refused, and they make
             # room. There are bytes in reserve for them.
-            rest = [item for item in items if not _may_be_refused(item)]
-            for item in filter(_may_be_refused, items):
-                item.error = JournalError(*error.args)
+            rest = [item for item in items if not item.may_be_refused]
             try:
                 self._commit(rest)
             except DiskFullError:
                 self._kept += rest
 
-    def _leave_room(self, items: Iterable[Item]) -> None:
+    def _leave_room(self, num_bytes: int) -> None:
         """Raise DiskFullError before rollouts fill the disk: plans and acknowledgements, which make room, need some."""
-        num_bytes = sum(item.nbytes for item in items if isinstance(item, Writing))
-        if not self._store.has_room(num_bytes):
+        try:
+            self._store.check_room(num_bytes)
+        except DiskFullError:
             self._store.checkpoint()
-            if not self._store.has_room(num_bytes):
-                raise self._store.full()
+            self._store.check_room(num_bytes)
 
-    def _commit(self, items: Iterable[Item]) -> None:
-        if statements := statements_of(items):
+    def _commit(self, items: Iterable[Writing]) -> None:
+        if statements := [one for item in items for one in item.all_statements()]:
             self._store.commit(statements)
 
-    def _admit(self, items: Sequence[Item]) -> list[Item]:
+    def _admit(self, items: Sequence[Writing]) -> list[Writing]:
         """Without the puts that were withdrawn, and those that ``max_bytes`` holds back."""
-        admitted: list[Item] = []
+        admitted: list[Writing] = []
         size, blocked = 0, False
         for item in items:
-            if _may_be_refused(item):
+            if item.may_be_refused:
                 if self._refusing:
                     item.error = ClosedResourceError("the journal was closed before this put was written")
                 if item.withdrawn or item.error is not None:
                     continue
                 size += item.nbytes
-                if blocked or not self._has_room(size):
+                if blocked or not self._is_below_max(size):
                     blocked = True
                     self._kept.append(item)
                     continue
@@ -213,17 +212,18 @@ class Writer:
         self._blocked = blocked
         return admitted
 
-    def _has_room(self, num_bytes: int) -> bool:
+    def _is_below_max(self, num_bytes: int) -> bool:
         """A quarter is left for what is written beside puts. Every byte is written to the log, then to the database."""
         if self._max_bytes is None:
             return True
         most = self._max_bytes * 3 // 4 - 2 * num_bytes
         if self._store.total_bytes > most:
-            self._store.checkpoint(vacuum_pages=2**30)
+            with suppress(DiskFullError):
+                self._store.checkpoint(vacuum_pages=2**30)
         return self._store.total_bytes <= most
 
     def _tidy(self) -> None:
-        """Nobody waits for this: take the log over into the database, and give back what is free there."""
+        """Take the log over into the database, and give back what is free there; nobody waits for this."""
         store = self._store
         try:
             if self._broken is None and store.log_bytes > self._log_bytes:
@@ -241,7 +241,7 @@ class Writer:
             _log.warning("journal %s: there is room on the disk again", self._path)
         self._full = full
 
-    def _break(self, error: Exception, items: Sequence[Item]) -> None:
+    def _break(self, error: Exception, items: Sequence[Writing]) -> None:
         if self._broken is None:
             number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
             self._broken = JournalError(
@@ -251,46 +251,18 @@ class Writer:
             )
             _log.error("%s", self._broken, exc_info=error)
         for item in (*items, *self._kept):
-            if not isinstance(item, list):
-                # The first error is the cause; what was refused before stays refused for its own reason.
-                item.error = item.error or self._broken
+            # The first error is the cause; what was refused before stays refused for its own reason.
+            item.error = item.error or self._broken
         self._kept = []
 
-    def _settle(self, items: Sequence[Item]) -> None:
+    def _settle(self, items: Sequence[Writing]) -> None:
         """Wake whoever waits for these, in one go."""
         # At the end nobody is left waiting, not even for a disk that is full.
         kept = set() if self._refusing else set(map(id, self._kept))
-        events = [
-            item.settled
-            for item in items
-            if isinstance(item, (Writing, Flush)) and item.settled is not None and id(item) not in kept
-        ]
+        events = [item.settled for item in items if item.settled is not None and id(item) not in kept]
         if events:
             # One call into the loop for all of them: each would be a wake-up of it.
             self._in_loop(partial(_set_all, events))
-
-
-def statements_of(items: Iterable[Item]) -> list[Statement]:
-    """Of all items that have any; one whose rollouts cannot be written gets its ``error`` instead."""
-    statements: list[Statement] = []
-    for item in items:
-        if isinstance(item, Writing):
-            try:
-                rows = [
-                    rollout_row(number, rollout, item.arrived_at, item.step)
-                    for number, rollout in enumerate(item.rollouts, item.number)
-                ]
-            except Exception as error:  # noqa: BLE001 - the put is refused, and the journal goes on
-                item.error = error
-            else:
-                statements += [*(Changes.added(rows) if rows else []), *item.declared]
-        elif not isinstance(item, Flush):
-            statements += item
-    return statements
-
-
-def _may_be_refused(item: Item) -> TypeGuard[Writing]:
-    return isinstance(item, Writing) and item.settled is not None
 
 
 def _set_all(events: Sequence[anyio.Event]) -> None:

@@ -1,0 +1,469 @@
+"""A balancer's state as rows, the one format of journals and checkpoints; and what rows add up to. Pure.
+
+::
+
+    snapshot --Records.of--> Records --facts(), held--> rows    a checkpoint: all rows at once
+    event ------------------------------fact----------> row     the journal: each as it changes
+    rows --hold(), read()--> Records --snapshot()--> snapshot   both
+
+A row is bytes under a key, behind a checksum of both. Rollouts are written by the wire's codec, facts as msgpack:
+nothing is unpickled, and sizes are checked before memory is taken.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
+
+import msgspec
+import numpy as np
+
+from stream_balancer.core.batching import micro_batch_of, rank_batches
+from stream_balancer.core.executions import execution_of, sizes_in, sizes_of
+from stream_balancer.core.groups import Declared
+from stream_balancer.core.snapshot import Snapshot
+from stream_balancer.errors import WireError
+from stream_balancer.types import Batch, EvictReason, MicroBatch, Reason, Rollout, cheapest_to_copy
+from stream_balancer.wire import codec
+from stream_balancer.wire.payload import Memory
+
+__all__ = [
+    "FORMAT", "Acked", "Came", "Done", "Ended", "Fact", "Group", "Held", "Plan", "Records", "State", "batch_of",
+    "group_of", "plan_of", "read_fact", "read_rollouts", "write_fact", "write_rollouts",
+]  # fmt: skip
+
+FORMAT = 6
+"""Version of all that is written here."""
+_IDS_A_ROW = 1000
+_ALIGNMENT = 64  # of the codec's memory in a row
+_PREFIX = struct.Struct("<I4xQ")  # of rollouts: checksum of all behind it, bytes of the head
+_CRC = struct.Struct("<I")
+
+# --- facts -----------------------------------------------------------------------------------------------------------
+
+
+class Plan(msgspec.Struct, array_like=True, tag="plan"):
+    """A batch in flight: the rollouts of each micro-batch of each rank."""
+
+    step: int
+    reason: Reason
+    ranks: list[list[list[str]]]
+    """``[rank][micro_batch][place]`` rollout ids."""
+    padding: list[str]
+    """Those of the ids that are padding copies."""
+    loads: list[float]
+    finish: float
+    lower_bound: float
+    incomplete_groups: list[str]
+    mini_batches: list[list[tuple[int, float]]] = []
+    """``[rank][mini_batch]`` number of micro-batches and load; empty where the step is in one piece."""
+    degrees: list[list[int]] = []
+    """``[rank][micro_batch]`` number of ranks that share its rollouts; empty where all are 1."""
+
+    @property
+    def key(self) -> str:
+        return f"plan {self.step}"
+
+    @property
+    def ids(self) -> list[str]:
+        """Rollouts of the step, each once, padding copies left out."""
+        padding = set(self.padding)
+        return list(dict.fromkeys(n for rank in self.ranks for mb in rank for n in mb if n not in padding))
+
+
+class Done(msgspec.Struct, array_like=True, tag="done"):
+    """Ids that are refused: their rollouts were trained on, or evicted."""
+
+    number: int
+    """In the order in which they were done."""
+    ids: list[str]
+    next_step: int
+    """As in :class:`State`."""
+
+    @property
+    def key(self) -> str:
+        return f"done {self.number}"
+
+
+class Group(msgspec.Struct, array_like=True, tag="group"):
+    """What was declared of a group."""
+
+    group_id: str
+    size: int | None
+    """Its siblings; None: as many as have come."""
+    state: Literal["open", "closed", "abandoned"]
+    """It takes more siblings, or no more, or they are not wanted."""
+
+    @property
+    def key(self) -> str:
+        return f"group {self.group_id}"
+
+
+class State(msgspec.Struct, array_like=True, tag="state"):
+    """How things stand."""
+
+    next_step: int = 0
+    """Number of the next new batch."""
+    version: int | None = None
+    counts: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Running totals behind ``Statistics``, at the last dispatch."""
+    departed: dict[str, int] = msgspec.field(default_factory=dict)
+    """Siblings that have left, of groups that are not done."""
+    acknowledged: int = 0
+    evicted: dict[EvictReason, int] = msgspec.field(default_factory=dict)
+
+    key = "state"
+
+
+class Acked(msgspec.Struct, array_like=True, tag="acked", frozen=True):
+    """What ranks have said of a step in flight."""
+
+    step: int
+    uid: int
+    """Of the plan: of another one it says nothing."""
+    ranks: list[int] = []
+    """Trainer's ranks that have acknowledged it."""
+    gone: list[str] = []
+    """Rollouts that are masked on all ranks."""
+    planned_for: list[int] = []
+    """Trainer's ranks of the plan; empty where they are those from 0 on."""
+    rows: list[list[int]] = []
+    """``[row][rank]`` micro-batches, of a step that was open; empty where it was planned as a whole."""
+    lost: list[int] = []
+    """Ranks of the plan that were given up: others have their work."""
+
+    @property
+    def key(self) -> str:
+        return f"acked {self.step}"
+
+
+class Came(msgspec.Struct, array_like=True, tag="came", frozen=True):
+    """A rank that has come at some time."""
+
+    role: str
+    rank: int
+    incarnation: int
+    """Its last."""
+    is_fenced: bool = False
+    """It was given up, and others have its work."""
+    sessions: list[bytes] = []
+    """Of feeds that must not come back: their processes were given up."""
+    is_ended: bool = False
+    """It was told of the end: once it has acknowledged everything, nobody need wait for it."""
+
+    @property
+    def key(self) -> str:
+        return f"came {self.rank} {self.role}"
+
+
+class Ended(msgspec.Struct, array_like=True, tag="ended", frozen=True):
+    """Producers in other processes that put no more."""
+
+    sessions: list[bytes] = []
+    all: bool = False
+    """They were all that the end waited for."""
+
+    key = "ended"
+
+
+Fact: TypeAlias = Plan | Done | Group | State | Acked | Came | Ended
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Fact)
+
+
+def write_fact(fact: Fact) -> bytes:
+    """The row of ``fact.key``."""
+    data = _encoder.encode(fact)
+    return _CRC.pack(_checksum(fact.key, data)) + data
+
+
+def read_fact(key: str, written: bytes) -> Fact:
+    """The fact of a row. Raises WireError for damaged bytes."""
+    if written[: _CRC.size] != _CRC.pack(_checksum(key, written[_CRC.size :])):
+        raise WireError("its bytes were damaged")
+    try:
+        fact: Fact = _decoder.decode(written[_CRC.size :])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"it cannot be read: {error}") from None
+    return fact
+
+
+def _checksum(key: str, data: Any) -> int:
+    return zlib.crc32(data, zlib.crc32(key.encode()))
+
+
+# --- rollouts --------------------------------------------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """A rollout that waits, or is in flight."""
+
+    rollout: Rollout
+    arrived_at: float
+    """Seconds; since the epoch in a journal, since the snapshot (below zero) in a checkpoint."""
+    step: int
+    """Number of the next dispatch when it came: how many have passed it over follows."""
+
+
+class _Head(msgspec.Struct, array_like=True):
+    arrived_at: list[float]
+    steps: list[int]
+    header: msgspec.Raw
+    """The codec's."""
+
+
+_head_decoder = msgspec.msgpack.Decoder(_Head)
+
+
+def write_rollouts(number: int, held: Sequence[Held]) -> bytearray:
+    """The row of this number: some rollouts, in one copy. Raises RolloutError, naming it, for one that was changed
+    after it was made. O(bytes)."""
+    encoded = codec.encode_rollouts([one.rollout for one in held])
+    head = _encoder.encode(_Head([one.arrived_at for one in held], [one.step for one in held], encoded.header))
+    gap = bytes(-(_PREFIX.size + len(head)) % _ALIGNMENT)
+    row = bytearray().join([_PREFIX.pack(0, len(head)), head, gap, *encoded.payload.pieces])
+    # One call for all of the row: each lets another thread take its turn.
+    _CRC.pack_into(row, 0, _checksum(f"rollouts {number}", memoryview(row)[_CRC.size :]))
+    return row
+
+
+def read_rollouts(number: int, row: Memory) -> list[Held]:
+    """The rollouts of a row, as views of it. Raises WireError for damaged bytes, and where they hold what no Rollout
+    may be."""
+    crc, head_bytes = _PREFIX.unpack_from(row) if row.size >= _PREFIX.size else (0, 0)
+    if crc != _checksum(f"rollouts {number}", row[_CRC.size :]):
+        raise WireError("its bytes were damaged")
+    start = _PREFIX.size + head_bytes
+    try:
+        head = _head_decoder.decode(row[_PREFIX.size : start])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"its bytes were damaged: {error}") from None
+    rollouts = codec.decode_rollouts(head.header, row[start + -start % _ALIGNMENT :])
+    return [Held(*one) for one in zip(rollouts, head.arrived_at, head.steps, strict=True)]
+
+
+# --- what rows add up to ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Records:
+    """All that rows say."""
+
+    held: dict[str, Held] = field(default_factory=dict)
+    """By id, oldest first."""
+    plans: list[Plan] = field(default_factory=list)
+    done: list[Done] = field(default_factory=list)
+    """Oldest first."""
+    groups: dict[str, Group] = field(default_factory=dict)
+    """Groups of which something was declared, oldest first."""
+    acked: dict[int, Acked] = field(default_factory=dict)
+    """By step."""
+    came: list[Came] = field(default_factory=list)
+    ended: Ended = field(default_factory=Ended)
+    state: State = field(default_factory=State)
+    damage: dict[str | int, str] = field(default_factory=dict)
+    """By key of a fact's row, or number of a row of rollouts, that cannot be used: a sentence."""
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, now: float) -> Self:
+        """Those of a snapshot; ``now`` in the seconds of :attr:`Held.arrived_at`. O(rollouts)."""
+        departed = Counter(snapshot.group_arrivals)
+        departed.subtract(_groups_of(snapshot.waiting))
+        past, step = snapshot.past_ids, snapshot.next_step
+        closed = {name: group_of(name, Declared(size, closed=True)) for name, size in snapshot.closed_groups.items()}
+        sizes = {name: group_of(name, Declared(size, closed=False)) for name, size in snapshot.group_sizes.items()}
+        state = State(
+            next_step=step,
+            version=snapshot.version,
+            counts=dict(snapshot.counts),
+            departed={name: n for name, n in departed.items() if n > 0},
+            acknowledged=snapshot.counts["acknowledged"],
+            evicted=dict(snapshot.counts["evicted"]),
+        )
+        return cls(
+            held={one.rollout.rollout_id: one for one in _held(snapshot, now)},
+            plans=[plan_of(batch) for batch in snapshot.in_flight],
+            done=[Done(at, list(past[at : at + _IDS_A_ROW]), step) for at in range(0, len(past), _IDS_A_ROW)],
+            groups=closed | sizes,
+            state=state,
+        )
+
+    def facts(self) -> Iterator[Fact]:
+        """All but the rollouts."""
+        return chain(self.plans, self.done, self.groups.values(), [self.state])
+
+    def read(self, key: str, written: bytes) -> None:
+        """Take in a fact's row, or note its damage."""
+        try:
+            self.add(read_fact(key, written))
+        except Exception as error:  # noqa: BLE001 - one bad row never prevents the others from being read
+            self.damage[key] = f"{key}: {error}"
+
+    def add(self, fact: Fact) -> None:
+        """Take in a fact. Most know a least number of the next step, so that a damaged one does not turn it back."""
+        state = self.state
+        match fact:
+            case Plan():
+                self.plans.append(fact)
+                state.next_step = max(state.next_step, fact.step + 1)
+            case Done():
+                self.done.append(fact)
+                state.next_step = max(state.next_step, fact.next_step)
+            case Group():
+                self.groups[fact.group_id] = fact
+            case Acked():
+                self.acked[fact.step] = fact
+            case Came():
+                self.came.append(fact)
+            case Ended():
+                self.ended = fact
+            case State():
+                fact.next_step = max(state.next_step, fact.next_step)
+                self.state = fact
+
+    def hold(self, number: int, row: Any, name: str) -> None:
+        """Take in a row of rollouts, views of it if it is an array; or note its damage under this name."""
+        try:
+            # A column of a database may hold a value of any type.
+            memory = row if isinstance(row, np.ndarray) else np.frombuffer(bytearray(memoryview(row)), dtype=np.uint8)
+            held = read_rollouts(number, memory)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.damage[number] = f"{name}: {error}"
+            return
+        for one in held:
+            # A second one of an id was about to be refused.
+            self.held.setdefault(one.rollout.rollout_id, one)
+            self.state.next_step = max(self.state.next_step, one.step)
+
+    def snapshot(self, now: float, calibration: Any = None, auto_window: Any = None) -> Snapshot:
+        """All that the balancer held, and what it had learned. A plan that cannot be kept, for want of a rollout most
+        likely, is noted as damaged. O(rollouts)."""
+        rollouts = {name: held.rollout for name, held in self.held.items()}
+        flying = []
+        for plan in sorted(self.plans, key=lambda plan: plan.step):
+            try:
+                flying.append(batch_of(plan, rollouts))
+            except Exception:  # noqa: BLE001 - a rollout is missing, or the plan makes no sense
+                self.damage[plan.key] = f"step {plan.step}: its plan names rollouts that are lost"
+        planned = {r.rollout_id for batch in flying for r in batch.rollouts if not r.is_padding}
+        waiting = [held for name, held in self.held.items() if name not in planned]
+        state = self.state
+        # A wall clock may have stepped back.
+        arrived = np.maximum.accumulate(np.array([held.arrived_at for held in waiting], dtype=np.float64))
+        closed = {name: one for name, one in self.groups.items() if one.state != "open"}
+        # A group that was closed after its last sibling had left is done.
+        groups = Counter(_groups_of(held.rollout for held in waiting))
+        groups.update({name: n for name, n in state.departed.items() if name in groups or name not in closed})
+        came = groups.copy()  # of those that are done, too
+        came.update(name for name in _groups_of(rollouts[name] for name in planned) if name not in groups)
+        return Snapshot(
+            waiting=tuple(held.rollout for held in waiting),
+            waited_s=np.maximum(now - arrived, 0.0),
+            skips=np.array([max(state.next_step - held.step, 0) for held in waiting], dtype=np.int64),
+            in_flight=tuple(flying),
+            group_arrivals=groups,
+            group_sizes={name: one.size for name, one in self.groups.items() if one.state == "open" and one.size},
+            closed_groups={
+                name: None if one.state == "abandoned" else came[name] if one.size is None else one.size
+                for name, one in closed.items()
+            },
+            past_ids=tuple(chain.from_iterable(one.ids for one in self.done)),
+            version=state.version,
+            next_step=state.next_step,
+            # What was set aside was never accepted here, or the totals would not add up again.
+            counts=dict(state.counts)
+            | {
+                "acknowledged": state.acknowledged,
+                "evicted": dict.fromkeys(get_args(EvictReason), 0) | state.evicted,
+                "accepted": len(waiting) + len(planned) + state.acknowledged + sum(state.evicted.values()),
+            },
+            calibration=calibration,
+            auto_window=auto_window,
+            set_aside=tuple(self.damage.values()),
+        )
+
+
+def _groups_of(rollouts: Iterable[Rollout]) -> list[str]:
+    """The group of each execution."""
+    executions = {execution_of(rollout): rollout.group_id for rollout in rollouts}
+    return [group_id for group_id in executions.values() if group_id is not None]
+
+
+def _held(snapshot: Snapshot, now: float) -> Iterator[Held]:
+    """What is in flight came before all that waits."""
+    oldest = now - float(snapshot.waited_s.max(initial=0.0))
+    for batch in snapshot.in_flight:
+        yield from (Held(r, oldest, snapshot.next_step) for r in batch.rollouts if not r.is_padding)
+    for rollout, waited_s, skips in zip(snapshot.waiting, snapshot.waited_s, snapshot.skips, strict=True):
+        yield Held(rollout, now - float(waited_s), snapshot.next_step - int(skips))
+
+
+def group_of(group_id: str, declared: Declared) -> Group:
+    """What was declared of a group, as a fact."""
+    size, closed = declared
+    return Group(group_id, size, "open" if not closed else "abandoned" if size is None else "closed")
+
+
+def plan_of(batch: Batch) -> Plan:
+    """A batch without its rollouts' contents."""
+    return Plan(
+        step=batch.step,
+        reason=batch.reason,
+        ranks=[[[r.rollout_id for r in mb.rollouts] for mb in rank_batch.micro_batches] for rank_batch in batch.ranks],
+        padding=[r.rollout_id for r in batch.rollouts if r.is_padding],
+        loads=list(batch.loads),
+        finish=batch.finish,
+        lower_bound=batch.lower_bound,
+        incomplete_groups=list(batch.incomplete_groups),
+        mini_batches=[[size[:2] for size in one.mini_batch_sizes] for one in batch.ranks if one.mini_batch_sizes],
+        degrees=[[max(len(mb.cp_group), 1) for mb in one.micro_batches] for one in batch.ranks]
+        if batch.has_shared
+        else [],
+    )
+
+
+def batch_of(plan: Plan, rollouts: Mapping[str, Rollout]) -> Batch:
+    """The batch again, from its rollouts. Raises KeyError for one that is missing."""
+    real = [rollouts[name] for name in plan.ids]
+    found = dict(zip(plan.ids, real, strict=True))
+    if plan.padding:
+        original = cheapest_to_copy(real)  # as the core chose it
+        found |= {name: original.padding_copy(name) for name in plan.padding}
+    executions = sizes_of(real)
+
+    def micro_batch(names: list[str], rank: int, degree: int) -> MicroBatch:
+        its = [found[name] for name in names]
+        return micro_batch_of(its, rank, degree, sizes_in(executions, its))
+
+    sizes = plan.mini_batches or [[(len(of_rank), load)] for of_rank, load in zip(plan.ranks, plan.loads, strict=True)]
+    degrees = plan.degrees or [[1] * len(of_rank) for of_rank in plan.ranks]
+    micro_batches = [
+        iter([micro_batch(names, rank, degree) for names, degree in zip(of_rank, its, strict=True)])
+        for rank, (of_rank, its) in enumerate(zip(plan.ranks, degrees, strict=True))
+    ]
+    ranks = rank_batches(
+        plan.step,
+        [
+            [list(islice(going, number)) for going, (number, _) in zip(micro_batches, of_ranks, strict=True)]
+            for of_ranks in zip(*sizes, strict=True)
+        ],
+        [[load for _, load in of_ranks] for of_ranks in zip(*sizes, strict=True)],
+    )
+    return Batch(
+        step=plan.step,
+        reason=plan.reason,
+        ranks=ranks,
+        num_rollouts=ranks[0].global_num_rollouts,
+        num_tokens=ranks[0].global_num_tokens,
+        loads=tuple(plan.loads),
+        finish=plan.finish,
+        lower_bound=plan.lower_bound,
+        num_padding=len(plan.padding),
+        incomplete_groups=tuple(plan.incomplete_groups),
+    )

@@ -1,0 +1,280 @@
+"""Rows and what they add up to: bytes there and back, damage noticed, a journal's database against a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+import stream_balancer as sb
+from stream_balancer.core.groups import GroupSize
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.snapshot import Snapshot
+from stream_balancer.host.journal import Journal
+from stream_balancer.host.journal.recovery import JournalObserver
+from stream_balancer.host.journal.writer import Writing
+from stream_balancer.host.records import (
+    Acked,
+    Came,
+    Done,
+    Ended,
+    Fact,
+    Group,
+    Held,
+    Plan,
+    Records,
+    State,
+    batch_of,
+    plan_of,
+    read_fact,
+    read_rollouts,
+    write_fact,
+    write_rollouts,
+)
+from stream_balancer.testing import make_rollout, make_rollouts
+
+PLAN = Plan(3, "window", [[["a"], ["b", "c"]], [["d"], ["p"]]], ["p"], [1.0, 2.0], 2.0, 1.5, ["g"])
+FACTS: list[Fact] = [
+    PLAN,
+    Done(7, ["a"], 3),
+    Group("g", None, "abandoned"),
+    State(2, None, {"batches": {"window": 1}}, {"g": 2}, 4, {"stale": 1}),
+    Acked(3, 2**60, [0, 2], ["a"]),
+    Came("ref", 1, 7, True, [b"\x00\xff"]),
+    Ended([b"\x00\xff"], True),
+]
+
+
+def as_array(row: bytes | bytearray) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.frombuffer(bytearray(row), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("fact", FACTS, ids=lambda fact: type(fact).__name__)
+def test_facts_come_back_and_every_byte_is_checked(fact: Fact) -> None:
+    assert {type(fact) for fact in FACTS} == set(get_args(Fact))
+    assert len({fact.key for fact in FACTS}) == len(FACTS)
+    row = write_fact(fact)
+    assert read_fact(fact.key, row) == fact
+    others = [row[:at] + bytes([row[at] ^ 0x40]) + row[at + 1 :] for at in range(len(row))]
+    for damaged in [*others, *(row[:at] for at in range(len(row)))]:
+        with pytest.raises(sb.WireError, match="damaged"):
+            read_fact(fact.key, damaged)
+    with pytest.raises(sb.WireError, match="damaged"):
+        read_fact("another key", row)
+
+
+def test_rollouts_come_back_and_every_byte_is_checked() -> None:
+    before = [make_rollout(n, group_id="g", version=(2, 3), cost=4.5, seed=n) for n in (1, 5, 3)]
+    row = write_rollouts(7, [Held(one, float(n), n) for n, one in enumerate(before)])
+    after = read_rollouts(7, as_array(row))
+    for n, (one, (other, arrived_at, step)) in enumerate(zip(before, after, strict=True)):
+        assert (repr(one), one.scalars, one.cost) == (repr(other), other.scalars, other.cost)
+        assert (arrived_at, step) == (n, n)
+        for name, column in one.tokens.items():
+            assert torch.equal(column, other.tokens[name])
+            assert column.dtype == other.tokens[name].dtype
+    others = [row[:at] + bytes([row[at] ^ 0x40]) + row[at + 1 :] for at in range(len(row))]
+    for damaged in [*others, *(row[:at] for at in range(len(row)))]:
+        with pytest.raises(sb.WireError, match="damaged"):
+            read_rollouts(7, as_array(damaged))
+    with pytest.raises(sb.WireError, match="damaged"):
+        read_rollouts(8, as_array(row))
+
+
+@pytest.mark.parametrize("value", [None, "x", 1, 10**15, 1.5, b"x", b""], ids=repr)
+def test_a_value_of_any_type_is_damage_and_no_error(value: object) -> None:
+    """A column of a database may hold one; and no memory is taken for it."""
+    records = Records()
+    records.hold(5, value, "row 5")
+    records.read("state", value)  # type: ignore[arg-type]
+    records.read(value, b"x")  # type: ignore[arg-type]
+    assert len(records.damage) == 3
+
+
+def test_plans_come_back_with_their_padding_copies() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=4, batch_size=4))
+    rollouts = {r.rollout_id: r for r in make_rollouts([9, 4])}
+    for rollout in rollouts.values():
+        core.add(rollout, 0.0)
+    core.end()
+    batch = core.poll(0.0)
+    assert batch is not None
+    assert batch.num_padding == 2
+    again = batch_of(plan_of(batch), rollouts)
+    assert repr(again) == repr(batch)
+    assert (again.loads, again.finish, again.lower_bound) == (batch.loads, batch.finish, batch.lower_bound)
+    assert again.num_padding == batch.num_padding
+    for before, after in zip(batch.ranks, again.ranks, strict=True):
+        assert repr(before) == repr(after)
+        assert before.global_num_loss_tokens == after.global_num_loss_tokens
+        assert [repr(r) for r in before.rollouts] == [repr(r) for r in after.rollouts]
+
+
+# -- what rows add up to -----------------------------------------------------------------------------------------------
+
+
+def held(*rollouts: sb.Rollout, arrived_at: float = 0.0, step: int = 0) -> Records:
+    records = Records()
+    for number, one in enumerate(rollouts):
+        records.hold(number, as_array(write_rollouts(number, [Held(one, arrived_at, step)])), "row")
+    return records
+
+
+def test_a_second_put_of_an_id_does_not_hide_the_first() -> None:
+    records = held(make_rollout(3, "a"))
+    records.hold(1, as_array(write_rollouts(1, [Held(make_rollout(5, "a"), 0.0, 2)])), "row")
+    snapshot = records.snapshot(0.0)
+    assert [(r.rollout_id, r.num_tokens) for r in snapshot.waiting] == [("a", 3)]
+    assert snapshot.skips.tolist() == [2]
+
+
+def test_a_plan_whose_rollout_is_lost_is_not_kept() -> None:
+    records = held(make_rollout(3, "a"), make_rollout(3, "b"))
+    records.add(Plan(0, "window", [[["a"], ["lost"]]], [], [1.0], 1.0, 1.0, []))
+    snapshot = records.snapshot(0.0)
+    assert [r.rollout_id for r in snapshot.waiting] == ["a", "b"]
+    assert snapshot.set_aside == ("step 0: its plan names rollouts that are lost",)
+    assert records.damage.keys() == {"plan 0"}
+    assert snapshot.next_step == 1
+
+
+def test_steps_go_on_though_the_state_is_lost() -> None:
+    records = held(make_rollout(3, "a"))
+    records.add(Done(0, ["x"], 7))
+    records.add(Plan(5, "window", [[["a"]]], [], [1.0], 1.0, 1.0, []))
+    assert records.snapshot(0.0).next_step == 7
+
+
+def test_ages_survive() -> None:
+    records = Records()
+    for number, (arrived_at, step) in enumerate([(10.0, 0), (9.0, 2), (12.0, 3)]):  # a wall clock may step back
+        row = write_rollouts(number, [Held(make_rollout(3, str(number)), arrived_at, step)])
+        records.hold(number, as_array(row), "row")
+    snapshot = records.snapshot(11.0)
+    assert snapshot.waited_s.tolist() == [1.0, 1.0, 0.0]
+    assert snapshot.skips.tolist() == [3, 1, 0]
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_group_closed_by_a_put_that_was_cut_short_has_what_is_there(planned: bool) -> None:
+    """The put's rows say that it is closed; with how many follows once they are held."""
+    records = held(*(make_rollout(3, f"r{number}", group_id="g") for number in range(3)))
+    records.add(Group("g", None, "closed"))
+    if planned:
+        records.add(Plan(0, "window", [[["r0"], ["r1", "r2"]]], [], [1.0], 1.0, 1.0, []))
+    snapshot = records.snapshot(1.0)
+    assert len(snapshot.in_flight) == int(planned)
+    assert snapshot.closed_groups == {"g": 3}
+
+
+# -- the journal's rows, after anything that may happen ----------------------------------------------------------------
+
+
+EVENTS = [*["put"] * 6, "twice", "plan", "plan", "done", "done", "lost", "void", "version", "close", "abandon"]
+
+
+class AtOnce:
+    """Writes what is enqueued at once, in place of the journal's thread."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._store = journal._store
+        self._store.db.execute("pragma synchronous=off")
+
+    def enqueue(self, item: Writing) -> None:
+        self._store.commit(item.all_statements())
+
+
+class Run:
+    """A core with a journal, and what may happen to it."""
+
+    def __init__(self, folder: Path, config: sb.BalancerConfig, chance: Random) -> None:
+        self.folder, self.config, self.chance, self.puts = folder, config, chance, 0
+        self.open()
+
+    def open(self) -> Snapshot:
+        self.journal, self.core = Journal(self.folder), BalancerCore(self.config)
+        snapshot, recovered = self.journal.open()
+        assert not recovered.damage
+        self.journal._writer = AtOnce(self.journal)  # type: ignore[assignment]
+        observer = JournalObserver(self.journal, self.core)
+        observer._follow(self.journal.records)
+        observer._restoring = snapshot
+        self.core.observers.append(observer)
+        self.core.restore(snapshot, 0.0)
+        return snapshot
+
+    def ids(self) -> list[str]:
+        return [r.rollout_id for r in self.core.snapshot(0.0).waiting]
+
+    def put(self, name: str, group_id: str | None, version: int) -> None:
+        rollout = make_rollout(1 + self.puts % 5, name, group_id=group_id, version=version)
+        self.puts += 1
+        written = self.journal.write([rollout], self.core.state.in_flight.next_step)
+        try:
+            self.core.add(rollout, 0.0)
+        except ValueError:  # a duplicate, or its group takes no more
+            self.journal.retract(written)
+
+    def happen(self) -> None:
+        core, chance = self.core, self.chance
+        flying = [batch.step for batch in core.in_flight()]
+        version = core.state.staleness.version or 0
+        group = f"g{chance.randrange(4)}"
+        match chance.choice(EVENTS):
+            case "put":
+                self.put(f"r{self.puts}", chance.choice([group, None]), version)
+            case "twice" if self.ids():
+                self.put(chance.choice(self.ids()), None, version)
+            case "plan":
+                core.force_flush()
+                core.poll(0.0)
+            case "done" if flying:
+                core.acknowledge(chance.choice(flying))
+            case "void" if flying:
+                core.nack(chance.choice(flying))
+            case "lost" if self.ids():  # and its producer puts it again
+                name = chance.choice(self.ids())
+                core.evict_lost(lambda one: one.rollout_id == name)
+                self.put(name, None, version)
+            case "version":
+                core.set_version(version + 1)
+            case "close" if self.config.group_size:
+                size = GroupSize(group, None)
+                if not core.state.buffer.groups.is_abandoned(group):
+                    self.journal.write([], core.state.in_flight.next_step, size)
+                core.add_all([], 0.0, size)
+            case "abandon" if self.config.group_size:
+                core.abandon_group(group)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
+    chance = Random(seed)
+    config = sb.BalancerConfig(
+        dp_size=2, batch_size=4, window=4, capacity=1000, max_staleness=3, on_stale="evict", max_skips=None,
+        group_size=chance.choice([None, 4]), remember_ids=chance.choice([0, 5, 1000]),
+    )  # fmt: skip
+    run = Run(tmp_path, config, chance)
+    for _ in range(4):
+        for _ in range(chance.randrange(40)):
+            run.happen()
+        run.core.verify()
+        before = run.core.snapshot(0.0)
+        run.journal._store.close()
+        after = run.open()
+        assert [r.rollout_id for r in after.waiting] == [r.rollout_id for r in before.waiting]
+        assert [plan_of(batch) for batch in after.in_flight] == [plan_of(batch) for batch in before.in_flight]
+        assert (after.skips >= before.skips).all(), "who could not go was not passed over, and a journal cannot know"
+        assert run.core.snapshot(0.0).past_ids == before.past_ids
+        assert (after.next_step, after.version) == (before.next_step, before.version)
+        if config.group_size:
+            assert dict(after.group_arrivals) == dict(before.group_arrivals)
+        assert (after.closed_groups, after.group_sizes) == (before.closed_groups, before.group_sizes)
+        for name in ("accepted", "acknowledged", "evicted"):
+            assert after.counts[name] == before.counts[name], name
+        run.core.verify()
+    run.journal._store.close()
