@@ -133,7 +133,7 @@ class _RefusedClosedError(RefusedError, BrokenResourceError): ...
 
 
 def refused_error(reason: RefusalReason, text: str) -> RefusedError:
-    """What a refusal raises."""
+    """The error that a refusal raises."""
     if reason == "busy":
         return _RefusedBusyError(text, reason)
     return _RefusedClosedError(text, reason) if reason == "closed" else _RefusedValueError(text, reason)

@@ -61,7 +61,7 @@ def refuse_in_event_loop(what: str, instead: str) -> None:
 
 
 def run(function: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | None = None) -> T:
-    """What an async function of ours returns. Raises TimeoutError after ``timeout_s``, RuntimeError in an event loop's
+    """The result of an async function of ours. Raises TimeoutError after ``timeout_s``, RuntimeError in an event loop's
     thread."""
     refuse_in_event_loop("this", "There, await the method of the same name")
     outer, coroutine = vars(blocking_deadline).copy(), None
@@ -81,7 +81,7 @@ def run(function: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | None 
 
 
 class Done(Generic[T]):
-    """What a call has returned. It lies here until it is taken: by assignments directly before a ``return``, between
+    """The result of a call. It lies here until it is taken: by assignments directly before a ``return``, between
     which no interrupt can come."""
 
     result: T | None = None

@@ -51,7 +51,7 @@ class LostRollout(NamedTuple):
 
     rollout_id: str
     holder: str
-    """Who had put it: host, process and Ray node."""
+    """Process that had put it: host, process and Ray node."""
     step: int | None
     """The step it was dispatched in; None if it still waited."""
 
@@ -61,7 +61,7 @@ class LostRollout(NamedTuple):
 
 @dataclass(frozen=True)
 class _Options:
-    """What :func:`host` was given."""
+    """Arguments of :func:`host`."""
 
     config: sb.BalancerConfig
     balancer: dict[str, Any]
@@ -240,7 +240,7 @@ class RayBalancer:
 
     @property
     def restarts(self) -> bool:
-        """Whether it has a journal: should the actor die, it comes back and goes on, and workers and ranks wait for it.
+        """True if it has a journal: should the actor die, it comes back and goes on, and workers and ranks wait for it.
         Without one the tokens stay with the workers' nodes."""
         return self._keeper is None
 
@@ -262,7 +262,7 @@ class RayBalancer:
 
     @property
     def producer(self) -> Producer:
-        """This process's connection; made when first asked for. All that :class:`stream_balancer.Producer` gives."""
+        """Connection of this process; made when first asked for. All that :class:`stream_balancer.Producer` gives."""
         with self._lock:
             if self._producer is None:
                 self._producer = connect(
@@ -290,7 +290,7 @@ class RayBalancer:
         await self.producer.put_group(rollouts, complete=complete)
 
     def __getattr__(self, name: str) -> Any:
-        """What producers have besides: ``expect_group``, ``reserve``, ``put_nowait``, ``version``, ``blocking``, ..."""
+        """Further names of producers: ``expect_group``, ``reserve``, ``put_nowait``, ``version``, ``blocking``, ..."""
         if name not in _OF_PRODUCER:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.producer, name)

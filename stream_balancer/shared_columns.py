@@ -25,7 +25,7 @@ class SharedColumns:
     whole_lengths: tuple[int, ...]
     """Tokens per whole rollout, ``n`` of them."""
     behind: Mapping[str, Tensor]
-    """Of every column, the row behind each of the two chunks of each rollout, ``[2n, ...]``."""
+    """Rows of every column, behind each of the two chunks of each rollout, ``[2n, ...]``."""
 
     def starts(self, lengths: Sequence[int]) -> list[int]:
         """[2n] position in its rollout at which each chunk starts."""

@@ -40,7 +40,7 @@ class Slot:
 
     def __init__(self, home: Admits, number: int, version: int, count: int) -> None:
         self.number = number
-        """Its home's number of it."""
+        """Number of the slot at its home."""
         self._version, self._left, self._home = version, count, home
         self._open = True
         self._under_way = 0  # in puts that have not returned
@@ -94,11 +94,12 @@ class Slot:
 
     @property
     def is_over(self) -> bool:
-        """Its block was left, and no put is on its way."""
+        """The block was left, and no put is on its way."""
         return not self._open and not self._under_way
 
     def take(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """What is put in these places. A put under way keeps them, also if the block is left meanwhile."""
+        """The rollouts, as they are put in these places. A put under way keeps them, also if the block is left
+        meanwhile."""
         dated = [_dated(rollout, self.version) for rollout in rollouts]
         with self._lock:
             if not self._open:
@@ -124,7 +125,7 @@ class Slot:
 
 
 class Reservation:
-    """What ``reserve()`` returns; enter it to wait for the slot."""
+    """Result of ``reserve()``; enter it to wait for the slot."""
 
     def __init__(self, home: Admits, count: int) -> None:
         self._home, self._count = home, count

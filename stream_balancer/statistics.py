@@ -1,4 +1,4 @@
-"""What a balancer reports of itself: ``balancer.statistics()`` and its parts.
+"""Report of a balancer on itself: ``balancer.statistics()`` and its parts.
 
 Frozen records of numbers, taken at one instant; nothing that counts, waits or decides may enter (``core`` counts).
 """
@@ -34,19 +34,19 @@ class CostFit:
     """Mean over ranks and about the last ten steps of |predicted - measured| / measured, each predicted before it
     ran; None before the second step."""
     seconds_per_token: float
-    """Of compute, on a rank of speed 1."""
+    """Seconds of compute, on a rank of speed 1."""
     seconds_per_token_pair: float
-    """Of compute per token pair, as the prior counts pairs: those that its layers attend to (``TransformerCost``,
-    ``LayerSumCost``), else a rollout's tokens squared."""
+    """Seconds of compute per token pair, as the prior counts pairs: those that its layers attend to
+    (``TransformerCost``, ``LayerSumCost``), else a rollout's tokens squared."""
     seconds_per_micro_batch: float
-    """What a micro-batch costs whatever is in it."""
+    """Seconds of a micro-batch whatever is in it."""
     seconds_per_step: float
-    """What a step costs whatever is in it."""
+    """Seconds of a step whatever is in it."""
     speeds: tuple[float, ...]
     """Measured speed of each rank, the median rank's being 1.0."""
     cp_overhead: float | None = None
-    """What sharing a rollout adds for each doubling of ranks (``cp_sizes``); None before a measured step in which ranks
-    shared one."""
+    """Share of work that sharing a rollout adds for each doubling of ranks (``cp_sizes``); None before a measured step
+    in which ranks shared one."""
 
 
 @documented
@@ -57,8 +57,8 @@ class Straggler:
     rank: int
     """DP rank."""
     slowdown: float
-    """Its seconds over those of the median rank for the same work (with given ``speeds``: over what they promise),
-    since then; 1.3 = it takes 30 % longer."""
+    """Seconds of the rank over those of the median rank for the same work (with given ``speeds``: over what they
+    promise), since then; 1.3 = it takes 30 % longer."""
     since_step: int
     """The first step in which it was slow."""
     since_s: float
@@ -90,14 +90,14 @@ class TrainingAge:
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StratumStatistics:
-    """One stratum: the rollouts of one environment or data set."""
+    """A stratum: the rollouts of one environment or data set."""
 
     waiting: int
-    """Its rollouts in the window now."""
+    """Rollouts in the window now."""
     mean_wait_s: float
     """Seconds that these have waited, in the mean; 0.0 if none waits."""
     share: float | None
-    """Its share of the rollouts of about the last 50 dispatches; None before the first."""
+    """Share of the rollouts of about the last 50 dispatches; None before the first."""
 
 
 @documented
@@ -109,7 +109,7 @@ class Statistics:
     waiting: int
     """Rollouts in the window now."""
     waiting_tokens: int
-    """Their tokens."""
+    """Tokens of the waiting rollouts."""
     waiting_bytes: int
     """Bytes of their tensors."""
     waiting_lengths: tuple[int, ...]
@@ -159,7 +159,7 @@ class Statistics:
     """The part of ``idle_fraction`` that no assignment of the same rollouts could have avoided: outliers. None before
     the first dispatch."""
     length_bias: LengthBiasSummary
-    """Whether long rollouts waited longer than short ones; see :class:`LengthBiasSummary`."""
+    """Delay of long rollouts beside short ones; see :class:`LengthBiasSummary`."""
     idle_fraction: float | None
     """Predicted part of rank time spent waiting for the slowest rank, over all steps: 1 - sum(mean load) / sum(max
     load). What it adds to share rollouts (``cp_sizes``) is no work: it counts as idle. None before the first
@@ -178,7 +178,7 @@ class Statistics:
     straggler: Straggler | None = None
     """The slowest of the ranks that are slow step after step; None while there is none."""
     cost_fit: CostFit | None = None
-    """What was learned under ``cost=CalibratedCost(...)``; None with another cost model."""
+    """Figures learned under ``cost=CalibratedCost(...)``; None with another cost model."""
     version: int | None
     """Policy version last set, or None."""
     training_age: TrainingAge | None
@@ -188,7 +188,7 @@ class Statistics:
     window_tokens: int | None
     """Tokens that a dispatch waits for under ``batch_tokens``; None where it waits for rollouts only."""
     strata: Mapping[str, StratumStatistics]
-    """Of each stratum (environment, data set) that has come; empty where no rollout named one."""
+    """Figures of each stratum (environment, data set) that has come; empty where no rollout named one."""
     idle_by_window: Mapping[int, float] = field(default_factory=dict)
     """Under ``window="auto"``: the idle fraction that each window would have, of the recent past; empty before the
     first fit, and where the window is fixed."""

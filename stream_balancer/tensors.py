@@ -91,7 +91,7 @@ class _Columns(Mapping[str, Any]):
         )
 
     def per_token(self, values: str | Tensor) -> Tensor:
-        """One number of each rollout on every one of its tokens, in the shape of ``input_ids``; 0 on padding and on
+        """Numbers of rollouts on every one of their tokens, in the shape of ``input_ids``; 0 on padding and on
         padding copies.
 
         ``values``: the name of a scalar, or ``[n]`` numbers made of such. Dtype and device are theirs, and gradients
@@ -204,7 +204,8 @@ class Packed(_Columns):
 
 @dataclass(frozen=True, eq=False)
 class Padded(_Columns):
-    """One row per rollout. Columns are ``[n, L_max, ...]``, filled with ``pad_value`` beyond each rollout's length."""
+    """Rows, one per rollout. Columns are ``[n, L_max, ...]``, filled with ``pad_value`` beyond each rollout's
+    length."""
 
     attention_mask: Tensor
     """[n, L_max] bool: True where there is a token."""
@@ -301,7 +302,7 @@ def padded(
     multiple_of: int = 1,
     scalar_dtype: torch.dtype = torch.float32,
 ) -> Padded:
-    """One row per rollout, ``[n, L_max, ...]``; ``L_max`` is rounded up to ``multiple_of``. Copies every token once.
+    """Rows, one per rollout, ``[n, L_max, ...]``; ``L_max`` is rounded up to ``multiple_of``. Copies every token once.
 
     ``pad_values`` maps a column to what stands beyond a rollout's end; 0 (False) where it says nothing.
     Raises ValueError for an unknown ``padding_side``, an unknown column in ``pad_values``, or ``multiple_of < 1``.

@@ -40,11 +40,11 @@ class Node(NamedTuple):
     parent: int
     """The node that comes before it in its rollouts; -1: none."""
     position: int
-    """Of its first token in its rollouts."""
+    """Position of its first token in its rollouts."""
 
 
 class VarlenKeys(NamedTuple):
-    """What a variable-length kernel takes beside queries that are the unique tokens; see :meth:`Tree.varlen_keys`."""
+    """Arguments of a variable-length kernel beside queries that are the unique tokens; see :meth:`Tree.varlen_keys`."""
 
     rows: Tensor
     """``[S]`` int64: the unique row of each key. ``k[keys.rows]``, ``v[keys.rows]``."""

@@ -61,7 +61,7 @@ SUPPORTED_DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-"""What may travel. Order is part of the wire format: append only."""
+"""Dtypes that may travel. Order is part of the wire format: append only."""
 MAX_NAME_BYTES = 512  # an id is a name, not a payload; it also bounds what a header can announce
 MAX_COLUMNS = 1024  # bounds the work a hostile description can ask for; real batches have a dozen
 MAX_DIMENSIONS = 32
@@ -208,7 +208,7 @@ def check_tokens(tokens: Mapping[str, Tensor], is_padding: bool = False) -> int:
 
 
 def plain_number(value: object) -> float | int:
-    """One number: an int of 64 bits, a float or a bool. Takes arrays and tensors of one element."""
+    """A number: an int of 64 bits, a float or a bool. Takes arrays and tensors of one element."""
     if type(value) is float and value == value:
         return value
     if isinstance(value, (Tensor, np.ndarray)):
@@ -321,7 +321,7 @@ def plain_version(value: object) -> Version:
 
 
 def plain_policy_version(value: object) -> int:
-    """One version: an int with room to add and subtract in 64 bits."""
+    """A version: an int with room to add and subtract in 64 bits."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise RolloutError(f"must be an int (a rollout's may be (oldest, newest)), not {_short(value)}")
     plain = int(value)
@@ -331,7 +331,7 @@ def plain_policy_version(value: object) -> int:
 
 
 def version_of(versions: Tensor) -> Version | None:
-    """What a column ``[L]`` of policy versions per token says of its rollout: one version, or (oldest, newest).
+    """Version of a rollout by its column ``[L]`` of policy versions per token: one version, or (oldest, newest).
     Negative ones are of tokens that no policy sampled; None if all are. O(L)."""
     if versions.ndim != 1 or versions.is_floating_point() or versions.dtype is torch.bool:
         raise RolloutError(f"must be integers [L], not {versions.dtype} {list(versions.shape)}")

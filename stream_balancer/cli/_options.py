@@ -88,7 +88,7 @@ def _knob(name: str) -> Any:
 
 
 def value_of(option: str, text: str, kind: Any, words: str) -> Any:
-    """What a user wrote, as a value of this kind; several with commas or a colon between. Raises ConfigError."""
+    """A user's text as a value of this kind; several with commas or a colon between. Raises ConfigError."""
     many = get_origin(kind) is tuple or any(get_origin(one) is tuple for one in get_args(kind))
     parts = [None if part == "none" else part for part in (re.split("[,:]", text) if many else [text])]
     try:
@@ -159,7 +159,7 @@ class Simulated:
         return BalancerConfig.from_dict(needed | knobs)
 
     def cost(self, config: BalancerConfig) -> str:
-        """What the cost model was called."""
+        """Name of the cost model."""
         return str(self.knobs.get("cost", "tokens" if self.config is None else config.cost))
 
     def simulation(self) -> dict[str, Any]:

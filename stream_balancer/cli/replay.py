@@ -28,7 +28,7 @@ _NAMES: dict[Policy, str] = {"round_robin": "round-robin", "fifo": "arrival orde
 
 @dataclass(frozen=True, kw_only=True)
 class Replay(Simulated):
-    """What the window would do for your lengths: three policies side by side, under a simulated clock.
+    """Gain of the window for your lengths: three policies side by side, under a simulated clock.
 
     round-robin: arrival order, to the ranks in turn. arrival order: the same rollouts, partitioned as well as
     they can be. window: the balanced choice from the waiting rollouts.

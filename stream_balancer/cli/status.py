@@ -78,7 +78,8 @@ def read(url: str) -> Figures:
 
 
 def _readings(url: str, every: float) -> Iterator[Figures]:
-    """One now, and one ``every`` so many seconds until nobody answers. Raises OSError if the first is not answered."""
+    """A reading now, and another ``every`` so many seconds until nobody answers. Raises OSError if the first is not
+    answered."""
     yield read(url)
     while every < math.inf:
         time.sleep(every)
@@ -89,7 +90,7 @@ def _readings(url: str, every: float) -> Iterator[Figures]:
 
 
 def _show(readings: Iterator[Figures], url: str) -> None:
-    """Each page in the place of the one before."""
+    """Pages, every new one in the place of the one before."""
     from rich.live import Live
 
     before: Figures | None = None
@@ -102,7 +103,7 @@ def _show(readings: Iterator[Figures], url: str) -> None:
 
 
 def page(now: Figures, before: Figures | None = None, title: str = "") -> RenderableType:
-    """One moment; rates are since ``before``, an earlier reading of the same balancer."""
+    """A page of one moment; rates are since ``before``, an earlier reading of the same balancer."""
     from rich.console import Group
     from rich.text import Text
 

@@ -86,7 +86,7 @@ class _AcceleratorStreams:
 
 
 class Upload:
-    """One buffer on its way to the device."""
+    """A buffer on its way to the device."""
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device, self._streams = device, streams
@@ -151,7 +151,7 @@ class Stopwatch:
             self._events[1].record()
 
     def seconds(self) -> float:
-        """What the block took; on an accelerator this waits until it is over."""
+        """Seconds that the block took; on an accelerator this waits until it is over."""
         if self._events is None:
             return self._seconds
         self._events[1].synchronize()

@@ -161,7 +161,7 @@ class RankFeed(OfOneProcess):
 
     @property
     def rank(self) -> int:
-        """This DP rank."""
+        """Number of this DP rank."""
         return self._port.who.rank
 
     @property
@@ -171,7 +171,7 @@ class RankFeed(OfOneProcess):
 
     @property
     def auto_ack(self) -> bool:
-        """Whether asking for the next step acknowledges the last one."""
+        """Asking for the next step acknowledges the last one."""
         return self._auto_ack
 
     @property
@@ -226,7 +226,7 @@ class RankFeed(OfOneProcess):
         return self._hand
 
     def _look(self, *, early: bool) -> bool | None:
-        """Whether there is a step in hand, or no more will come. The port's lock is held."""
+        """True if there is a step in hand, or no more will come. The port's lock is held."""
         port, held = self._port, self._port.held
         if port.left_behind is not None:
             step, text = port.left_behind.step, port.left_behind.text
@@ -293,7 +293,7 @@ class RankFeed(OfOneProcess):
             port.close()
 
     def state_dict(self) -> dict[str, int]:
-        """What the weights contain, to be saved with them: ``{"next_step": n}``, all steps before n. Call it after the
+        """Content of the weights, to be saved with them: ``{"next_step": n}``, all steps before n. Call it after the
         optimizer step. The step in hand counts once all its micro-batches were given."""
         with self._port.lock:
             hand, weights = self._hand, self._port.held.weights or 0

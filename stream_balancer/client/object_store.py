@@ -61,7 +61,7 @@ class Keeper:
         return [[found] if (found := self._kept.get((owner, number))) is not None else None for number in numbers]
 
     async def drop(self, owner: str, numbers: list[int]) -> None:
-        """They are not needed any more."""
+        """Payloads are not needed any more."""
         for number in numbers:
             self._kept.pop((owner, number), None)
 
@@ -95,7 +95,7 @@ class InStore(Kept):
         return [Handle(self.owner, key) for key in keys]
 
     def drop(self, keys: Iterable[int]) -> None:
-        """They are not needed any more; the object goes with the last of them."""
+        """Payloads are not needed any more; the object goes with the last of them."""
         gone = []
         for key in keys:
             left = self._kept.get(key // _MAX_PLACES)

@@ -52,12 +52,13 @@ class Missing(NamedTuple):
     """Place among all rollouts of what was decoded."""
     rollout_id: str
     owner: str
-    """Its label."""
+    """Label of the owner."""
     cause: str
 
 
 class Kept:
-    """What ranks may still need, by number, and the wait until they need nothing. Safe to use from any thread."""
+    """Payloads that ranks may still need, by number, and the wait until they need nothing. Safe to use from any
+    thread."""
 
     def __init__(self) -> None:
         self._kept: dict[int, Any] = {}
@@ -68,7 +69,7 @@ class Kept:
         return len(self._kept)
 
     def drop(self, keys: Iterable[int]) -> None:
-        """They are not needed any more; unknown ones are fine."""
+        """Payloads are not needed any more; unknown ones are fine."""
         for key in keys:
             self._kept.pop(key, None)
         if not self._kept:
@@ -111,7 +112,7 @@ class PayloadOwner(Kept):
         return [Handle(self.owner, key) for key in keys]
 
     def close(self) -> None:
-        """Nobody can fetch any more. Idempotent."""
+        """End of fetching. Idempotent."""
         self._service.io.do(self._service.close)
         self.drop(list(self._kept))
 
@@ -250,7 +251,7 @@ class _Once:
 
 
 def _shares(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    """What one call asks for."""
+    """Payloads that are asked for in one call."""
     share: list[Wanted] = []
     size = 0
     for one in wanted:

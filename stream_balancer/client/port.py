@@ -1,4 +1,4 @@
-"""One process's line to its controller: messages go into :class:`Held`, its facts go out as reports. One lock.
+"""A process's line to its controller: messages go into :class:`Held`, its facts go out as reports. One lock.
 
 ::
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class Who(NamedTuple):
-    """What a process says of itself when it joins."""
+    """Facts that a process tells of itself when it joins."""
 
     rank: int
     dp_size: int
@@ -91,13 +91,13 @@ class Arrived:
 
 
 class Known:
-    """What messages have said of a step, beside its items."""
+    """Content of the messages about a step, beside its items."""
 
     def __init__(self, part: Part) -> None:
         self.part = part
         self.head: m.StepHead | None = None
         self.sizes: m.Sizes | None = None
-        """Of the step as it was planned, once all of it is here."""
+        """Sizes of the step as it was planned, once all of it is here."""
         self.seal: m.Seal | None = None
         self.dropped: str | None = None
         """Why it was taken away."""
@@ -109,7 +109,7 @@ class Known:
 
     @property
     def has_its_mini_batches(self) -> bool:
-        """What is said of mini-batches is of all its micro-batches, as far as that is known."""
+        """The sizes of mini-batches cover all its micro-batches, as far as that is known."""
         planned = () if self.head is None or not self.is_whole else self.head.mini_batches
         counts = [one.micro_batches for one in planned]
         is_all = not planned or (all(counts) and sum(counts) == len(self.part.work))
@@ -146,7 +146,7 @@ class Port:
         """Steps before this one came with the weights: they are not trained on again."""
         self.known: dict[int, Known] = {}
         self.times: dict[int, tuple[float, float | None, float]] = {}
-        """Of steps that are finished: seconds, seconds timed by the trainer, seconds waited."""
+        """Times of finished steps: seconds, seconds timed by the trainer, seconds waited."""
         self.closed = False
         self.over: Exception | None = None
         """Why nothing comes any more."""
@@ -172,8 +172,8 @@ class Port:
     # from any thread
 
     async def wait_for(self, look: Callable[[], T | None]) -> T:
-        """What ``look`` finds, under the lock, as soon as it finds something. What has come is found before a lost
-        controller is told."""
+        """The value that ``look`` finds, under the lock, as soon as it finds something. What has come is found before a
+        lost controller is told."""
         # A thread may be interrupted before it has left: it may come again.
         me: object = threading.get_ident() if hasattr(blocking_deadline, "at") else object()
         with self.lock:
@@ -352,7 +352,7 @@ class Port:
         held.take(Drop(held.rank, held.seat, message.step, message.met))
 
     def _on_fetched(self, work: m.Work, arrived: Arrived, missing: Sequence[Missing]) -> None:
-        """What there is of its payloads is here."""
+        """Its payloads are here, as far as they exist."""
         with self.lock:
             causes = {one.rollout_id: one.cause for one in missing}
             arrived.mask(causes)

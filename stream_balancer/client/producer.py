@@ -70,7 +70,7 @@ class KeepsPayloads(Protocol):
 
     def __len__(self) -> int: ...
     def keep(self, rollouts: Sequence[Rollout]) -> list[Handle]:
-        """Those of one put. Raises WouldBlock while there is no room."""
+        """Handles for the rollouts of one put. Raises WouldBlock while there is no room."""
 
     def drop(self, keys: Iterable[int]) -> None: ...
     async def released(self) -> None: ...
@@ -219,7 +219,7 @@ class Producer(OfOneProcess):
         return _int_of(await self._ask(Pending("version_after", version)))
 
     async def end(self) -> None:
-        """This producer puts no more. The balancer ends once as many producers have ended as its ``num_producers``
+        """End of this producer's puts. The balancer ends once as many producers have ended as its ``num_producers``
         says; where that is None, once no other is connected that has not ended.
 
         Returns once the puts before it have their reply; reservers that wait raise ClosedResourceError, later puts
@@ -237,7 +237,7 @@ class Producer(OfOneProcess):
         return decode_statistics(bytes(await self._ask(Pending("statistics"))))
 
     def put_nowait(self, rollout: Rollout, *, timeout_s: float = 5.0) -> None:
-        """One round trip, blocking this thread for at most ``timeout_s``: WouldBlock if the balancer is full.
+        """A put in one round trip, blocking this thread for at most ``timeout_s``: WouldBlock if the balancer is full.
 
         TimeoutError: no answer came; put it again, DuplicateRolloutError then means that it was accepted.
         RuntimeError where both ends live in one event loop, as tests have it.

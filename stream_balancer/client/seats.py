@@ -21,7 +21,7 @@ class Seat(NamedTuple):
 
 
 def seat_in(mesh: Any, dp_dim: str | Sequence[str]) -> Seat:
-    """This process's place in a DeviceMesh. ``dp_dim``: the dimension, or dimensions (HSDP: replicate, shard), along
+    """Place of this process in a DeviceMesh. ``dp_dim``: the dimension, or dimensions (HSDP: replicate, shard), along
     which data differs; along all others it is the same. Raises ValueError for a dimension the mesh has not."""
     names: tuple[str, ...] = mesh.mesh_dim_names or ()
     along = (dp_dim,) if isinstance(dp_dim, str) else tuple(dp_dim)

@@ -1,4 +1,4 @@
-"""What a producer holds of slots that a balancer in another process has admitted (:mod:`stream_balancer.slots`)."""
+"""Slots of a producer that a balancer in another process has admitted (:mod:`stream_balancer.slots`)."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class RemoteSlots:
             self._release(slot.number)
 
     def open(self) -> list[tuple[int, int, int]]:
-        """What a controller is asked for again when it is joined again: number, rollouts still to come, version."""
+        """Slots to ask for again when a controller is joined again: number, rollouts still to come, version."""
         return [(one.number, one.missing, one.version) for one in list(self._open.values()) if one.missing]
 
     def lost(self, numbers: Iterable[int]) -> None:
-        """These were given back with the connection, and others have begun in their place."""
+        """Slots that were given back with the connection, and others have begun in their place."""
         for number in numbers:
             slot = self._open.get(number)
             if slot is not None:

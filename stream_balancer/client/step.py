@@ -46,7 +46,7 @@ _MOST_COLUMNS = 64
 
 
 class End(NamedTuple):
-    """Who meets at the end of a step, and what all divide by."""
+    """Ranks that meet at the end of a step, and the numbers that all divide by."""
 
     ranks: tuple[int, ...]
     """Under the numbers that their feeds were opened with, ascending."""
@@ -104,9 +104,9 @@ class Step(OneRank):
         return found[0]
 
     def finish(self) -> End | None:
-        """Who meets, and what all divide by, once every rank has come so far: call it before the ranks meet. None if
-        this gradient must not be used: zero it, and go on with the feed. Either the step begins again, since ranks that
-        share rollouts were lost, or it was taken away; then :attr:`dropped` says why.
+        """The ranks that meet, and the numbers that all divide by, once every rank has come so far: call it before the
+        ranks meet. None if this gradient must not be used: zero it, and go on with the feed. Either the step begins
+        again, since ranks that share rollouts were lost, or it was taken away; then :attr:`dropped` says why.
 
         Blocks. Raises ValueError if the loop over the step was left before its end, and what the feed raises.
         """
@@ -172,7 +172,7 @@ class Step(OneRank):
 
     @property
     def denominators(self) -> Denominators | None:
-        """Of the step over all ranks, once it is complete. None for a role, of a step that is open."""
+        """Denominators of the step over all ranks, once it is complete. None for a role, of a step that is open."""
         if not self._port.who.role:
             self._at_once(self._look_sizes, "reading what a step is divided by", "`end = await step.async_finish()`")
         sizes = self._known.seal.sizes if self._known.seal is not None else self._known.sizes
@@ -180,7 +180,7 @@ class Step(OneRank):
 
     @property
     def mini_batch_sizes(self) -> tuple[MiniBatchSize, ...]:
-        """Of its mini-batches; empty where the step is in one piece."""
+        """Sizes of its mini-batches; empty where the step is in one piece."""
         head = self._known.head
         planned = () if head is None else head.mini_batches
         if not planned or self.denominators is None:
@@ -209,7 +209,7 @@ class Step(OneRank):
 
     @property
     def is_mine(self) -> bool:
-        """It was not taken away, rewound or finished. The lock is held."""
+        """The step was not taken away, rewound or finished. The lock is held."""
         part = self._known.part
         return not part.again and self._port.held.parts.get(part.number) is part
 

@@ -75,11 +75,11 @@ KINDS: dict[str, tuple[Any, str]] = {
         "a dict from the name of a stratum to a share above 0, at most 1 all together",
     ),
 }
-"""What a knob may be, as msgspec judges it, and in words. What is not here is judged by :func:`_odd_values`."""
+"""Values that a knob may have, as msgspec judges them, and in words. Other knobs are judged by :func:`_odd_values`."""
 
 
 def check_values(c: Knobs, given: Mapping[str, Any]) -> None:
-    """Each knob by itself, before any is derived; ``given``: those that the user set. Raises ConfigError."""
+    """Knobs by themselves, before any is derived; ``given``: those that the user set. Raises ConfigError."""
     for name, (kind, _) in KINDS.items():
         try:
             msgspec.convert(getattr(c, name), kind)
@@ -94,7 +94,7 @@ def _wrong(c: Knobs, name: str) -> str:
 
 
 def _odd_values(c: Knobs, given: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with knobs of no simple kind, and with how a step's size is given."""
+    """Faults of knobs of no simple kind, and with how a step's size is given."""
     if "batch_size" not in given and c.batch_tokens is None:
         yield "give batch_size (rollouts per step) or batch_tokens (tokens per step)"
     if "batch_size" in given and c.batch_tokens is not None:
@@ -351,7 +351,7 @@ def _parts_of_a_step(c: Knobs) -> Iterator[str]:
 
 
 def _shared(c: Knobs) -> Iterator[str]:
-    """What does not go together with rollouts that ranks share, and with prefixes that siblings share."""
+    """Knobs that do not go together with rollouts that ranks share, and with prefixes that siblings share."""
     if len(c.cp_sizes) > 1:
         yield from _apart(
             f"cp_sizes={c.cp_sizes}",

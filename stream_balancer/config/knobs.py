@@ -22,7 +22,7 @@ Policy: TypeAlias = Literal["window", "fifo", "round_robin"]
 MicroBatchOrder: TypeAlias = Literal["heavy_first", "pipeline"]
 
 USUAL_MAX_SKIPS = 16
-"""What "auto" takes unless more are needed; measured in bench/results/planning_measured.md."""
+"""The value of "auto" unless more are needed; measured in bench/results/planning_measured.md."""
 
 if TYPE_CHECKING:
 
@@ -136,7 +136,7 @@ class Knobs:
     neighbouring ranks, each with a slice of its tokens. Sizes above ``dp_size`` are not used. ``(1,)`` = each rollout
     on one rank. See docs/planning.md."""
     cp_overhead: float = 0.15
-    """What sharing costs: a rollout of cost c on g ranks costs each ``c / g * (1 + cp_overhead * log2(g))``. A
+    """Price of sharing: a rollout of cost c on g ranks costs each ``c / g * (1 + cp_overhead * log2(g))``. A
     ``CalibratedCost`` learns it from steps in which ranks share one, beginning with this."""
     cp_min_tokens: int = 2048
     """A rollout is shared by at most ``num_tokens / cp_min_tokens`` ranks, or by so many as it takes to bring it within
@@ -180,7 +180,7 @@ class Knobs:
     buys."""
 
     auto_windows: tuple[int, ...] = field(init=False)
-    """What ``window="auto"`` chooses from: one to three batches, as far as ``capacity``, ``max_skips`` and
+    """Windows that ``window="auto"`` chooses from: one to three batches, as far as ``capacity``, ``max_skips`` and
     ``max_staleness`` allow. Empty where the window is fixed."""
 
     _given: Mapping[str, Any] = field(init=False, repr=False, compare=False)

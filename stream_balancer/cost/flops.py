@@ -85,7 +85,7 @@ class LayerSumCost:
     flops_per_token: float
     """Per token of a rollout: 6 per weight that a token passes through, and whatever else is linear in L."""
     attention: tuple[AttentionPairs, ...] = ()
-    """One for every reach; none for a model without softmax attention."""
+    """Pairs for every reach; none for a model without softmax attention."""
 
     def __post_init__(self) -> None:
         _check("LayerSumCost.flops_per_token", self.flops_per_token)

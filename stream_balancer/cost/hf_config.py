@@ -36,7 +36,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What the fields of a configuration do not say."""
+    """Facts that the fields of a configuration do not say."""
 
     mlp_matrices: int = 3
     """Three in a gated MLP (SwiGLU), two in one that is not."""
@@ -273,7 +273,7 @@ _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts
 
 
 def _has_experts(fields: _Fields, family: _Family, index: int) -> bool:
-    """Whether the MLP of this layer is a mixture of experts."""
+    """True if the MLP of this layer is a mixture of experts."""
     if family.experts is None or fields.get(*_NUM_EXPERTS) == 0:
         return False
     if family.experts and fields.get(*family.experts) is None:

@@ -253,7 +253,7 @@ class CalibratedCost:
     """
 
     prior: CostModel = field(default_factory=QuadraticCost)
-    """What to believe before the first measurements, and about what they do not show: ``TransformerCost`` for the
+    """Belief before the first measurements, and about directions that they do not show: ``TransformerCost`` for the
     FLOPs of your model. A sum over layers (``TransformerCost``, ``LayerSumCost``), or of the form
     ``linear * L + quadratic * L^2``."""
     half_life_steps: float = 30.0

@@ -124,7 +124,7 @@ def _config(options: DemoOptions, policy: str) -> sb.BalancerConfig:
 async def _run_all(
     options: DemoOptions, workload: Workload, configs: Sequence[sb.BalancerConfig], console: Console
 ) -> list[Figures]:
-    """One run after another; fewer if SIGINT or SIGTERM came. ProcessException (in a group) if a rank dies."""
+    """Runs, one after another; fewer if SIGINT or SIGTERM came. ProcessException (in a group) if a rank dies."""
     runs: list[Figures] = []
     columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with anyio.create_task_group() as group:
@@ -168,7 +168,7 @@ async def _cancel_on_signal(scope: anyio.CancelScope, *, task_status: TaskStatus
 
 
 async def _run(options: DemoOptions, workload: Workload, config: sb.BalancerConfig, watched: _Watched) -> Figures:
-    """One run, with ranks of its own."""
+    """A run, with ranks of its own."""
     token = secrets.token_hex(16)
     with TemporaryDirectory() as name:
         folder = Path(name)

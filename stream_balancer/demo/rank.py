@@ -25,20 +25,20 @@ _LEARNING_RATE = 1e-3
 
 
 class StepDone(msgspec.Struct, frozen=True):
-    """What a rank did in one step."""
+    """Work of a rank in one step."""
 
     step: int
     compute_s: float
     """CPU seconds of forward and backward on the training thread."""
     micro_batches: int
     loss: float
-    """This rank's part of the step's mean loss per trained token: the sum over ranks is the step's loss."""
+    """Part of the step's mean loss on this rank, per trained token: the sum over ranks is the step's loss."""
     trained: list[tuple[str, int]]
     """``(rollout_id, checksum)`` of every rollout trained on in this step, padding copies left out."""
 
 
 class RankRun(msgspec.Struct, frozen=True):
-    """What a rank did in a run."""
+    """Work of a rank in a run."""
 
     steps: list[StepDone]
     parameters_checksum: int

@@ -22,7 +22,7 @@ from stream_balancer.demo.rollouts import checksum
 __all__ = ["NAMES", "Figures", "comparison", "summarize"]
 
 NAMES = {"round_robin": "round-robin", "window": "balanced"}
-"""What the two policies are called on the screen, in the order of their runs."""
+"""Names of the two policies on the screen, in the order of their runs."""
 Figures: TypeAlias = dict[str, Any]
 """JSON-like; None where there is nothing to measure."""
 

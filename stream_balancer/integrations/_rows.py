@@ -79,7 +79,7 @@ class Rows:
         ]
 
     def add(self, field: str, name: str, values: Iterable[Any]) -> None:
-        """One value a row, as ``name`` in a field of the rollouts."""
+        """Values, one a row, as ``name`` in a field of the rollouts."""
         for row, value in zip(self.fields, values, strict=True):
             row[field][name] = value
 

@@ -179,7 +179,7 @@ def rollouts_from(
     group_ids: Sequence[str] | None = None,
     version: Version | None = None,
 ) -> list[sb.Rollout]:
-    """One rollout per row of NeMo-RL's train data: ``input_ids [B, S]`` right-padded, ``input_lengths [B]``.
+    """Rollouts, one per row, of NeMo-RL's train data: ``input_ids [B, S]`` right-padded, ``input_lengths [B]``.
 
     Other ``[B, S, ...]`` become columns; ``token_mask`` where ``sample_mask`` is not zero is also ``loss_mask``.
     Float32 ``[B]`` become scalars; PackedTensors and other tensors ``tensors``; lists metadata. ``group_size``: so many

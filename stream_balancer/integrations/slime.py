@@ -149,8 +149,8 @@ _DTYPES |= {"rollout_top_p_token_ids": torch.int32, "rollout_top_p_token_offsets
 def rollouts_from(
     train_data: Mapping[str, Any], *, group_id: str | None = None, version: Version | None = None
 ) -> list[sb.Rollout]:
-    """One rollout per sample of what slime's ``_convert_samples_to_train_data`` made: of one finished group, so that
-    its ``rollout_ids`` name rollouts of this group only.
+    """Rollouts, one per sample, of the dict that slime's ``_convert_samples_to_train_data`` made: of one finished
+    group, so that its ``rollout_ids`` name rollouts of this group only.
 
     ``tokens`` become ``input_ids``; ``loss_masks`` and log-probabilities, which slime keeps for the response,
     ``loss_mask`` int32 and float32 columns with zeros on the prompt; ``rewards``, ``raw_reward`` and ``truncated``

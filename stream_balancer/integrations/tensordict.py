@@ -48,7 +48,7 @@ def rollouts_from(
     tensors: Collection[str] = (),
     attention_mask: str = "attention_mask",
 ) -> list[sb.Rollout]:
-    """One rollout per row of ``td``, whose batch size is ``[n]`` and which holds ``input_ids``.
+    """Rollouts, one per row of ``td``, whose batch size is ``[n]`` and which holds ``input_ids``.
 
     ``scalars``: entries ``[n]`` that become numbers (what ``accept=`` and the layouts see). ``tensors``: entries that
     look per-token and are not. ``attention_mask``: names the mask of padded columns; it is not kept.
@@ -132,7 +132,7 @@ def tensordict_from(
 
 
 def _split_off_non_tensors(td: TensorDict) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Each row's fields and metadata, and the tensors by name."""
+    """Fields and metadata of every row, and the tensors by name."""
     from tensordict import is_non_tensor
 
     own: list[dict[str, Any]] = [{} for _ in range(td.batch_size[0])]

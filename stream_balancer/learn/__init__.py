@@ -1,4 +1,4 @@
-"""What a balancer learns from its own run: what rollouts cost, how large the window should be, why ranks idle.
+"""Learning from a balancer's own run: the cost of rollouts, the size of the window, the causes of idle time.
 
 Observers of its core, which knows none of them: where nobody attaches them they cost nothing.
 """

@@ -60,7 +60,7 @@ class AutoWindow:
 
     def __init__(self, batch_size: int, windows: Sequence[int], window: int) -> None:
         self.windows = tuple(windows)
-        """What is chosen from, ascending."""
+        """Windows to choose from, ascending."""
         self.window = min(self.windows, key=lambda one: (abs(one - window), one))
         """Rollouts to wait for."""
         self._batch_size = batch_size
@@ -165,7 +165,7 @@ _NO_LABELS: Ints = np.empty(0, dtype=np.int64)
 
 
 class _Shadow:
-    """What one window would do: the costs that would wait, and the decayed sums of what its batches would take."""
+    """A window's shadow run: the costs that would wait, and the decayed sums of what its batches would take."""
 
     def __init__(self, window: int) -> None:
         self.window = window
@@ -276,7 +276,7 @@ def _auto_window_of(config: BalancerConfig, window: int) -> AutoWindow | None:
 
 
 def _same_shadows(config: BalancerConfig, other: BalancerConfig) -> bool:
-    """Whether what was learned for one says something about the other."""
+    """True if the figures learned for one hold for the other."""
     return all(
         getattr(config, name) == getattr(other, name)
         for name in (

@@ -87,9 +87,9 @@ class Calibration:
         self._error = self._error_weight = 0.0
         self._mix: float | None = None  # part of token pairs in the costs given out
         self.fixed_costs = NO_FIXED_COSTS
-        """What a step and a micro-batch cost whatever is in them, in the unit of :meth:`cost`."""
+        """Costs of a step and of a micro-batch whatever is in them, in the unit of :meth:`cost`."""
         self.speeds: tuple[float, ...] | None = None if speeds is None else tuple(speeds)
-        """Each rank's, mean 1. None = all alike."""
+        """Speeds of the ranks, mean 1. None = all alike."""
         self.cp_overhead: float | None = None
         """Part that sharing a rollout adds for each doubling of ranks; None before a step in which ranks shared one."""
         self.slowness: Floats | None = None
@@ -120,7 +120,7 @@ class Calibration:
             self._pending.popitem(last=False)
 
     def expects(self, step: int) -> bool:
-        """Whether the seconds of this step will say something."""
+        """True if the seconds of this step will teach something."""
         return step in self._pending
 
     def _features(self, micro_batches: Sequence[Ints]) -> tuple[float, ...]:

@@ -56,7 +56,7 @@ class CostLearner(Learner):
         self.slowness = calibration.slowness
 
     def reconfigured(self, before: BalancerConfig) -> None:
-        """What was learned is kept while cost and speeds are the same, and with another number of ranks all but their
+        """Learned costs are kept while cost and speeds are the same, and with another number of ranks all but their
         speeds."""
         config, learned = self._core.config, self._calibration
         resized = config.dp_size != before.dp_size

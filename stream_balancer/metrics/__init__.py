@@ -25,12 +25,12 @@ __all__ = ["METRICS", "RANK_METRICS", "Metric", "figures", "values"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One name, and where its value comes from."""
+    """A name, and the source of its value."""
 
     name: str
     """Without a prefix; ends in its unit."""
     help: str
-    """What it says, for people."""
+    """Meaning, for people."""
     path: str
     """The attribute of a ``Statistics`` that has the number; or, with a ``label``, a number or an object for each of
     its values, of which what follows ``.*`` is asked."""

@@ -46,7 +46,7 @@ class StatisticsCollector(Collector):
         self._read, self._read_ranks = read, read_ranks
 
     def collect(self) -> Iterator[Metric]:
-        """One family per name, with the numbers of this moment."""
+        """Families, one per name, with the numbers of this moment."""
         yield from _families(METRICS, self._read())
         yield from _families(RANK_METRICS, self._read_ranks() if self._read_ranks else ())
 

@@ -71,7 +71,7 @@ class MemoryNetwork:
         self.dp_size = dp_size
 
     async def aclose(self) -> None:
-        """Nobody comes in any more. Idempotent."""
+        """End of joining. Idempotent."""
         self._closed = True
         for listener in [*self._listeners.values()]:
             listener.close()
@@ -107,7 +107,7 @@ class MemoryNetwork:
 
 
 class MemoryListener:
-    """One address of a network."""
+    """An address of a network."""
 
     def __init__(self, network: MemoryNetwork, address: str, arrived: Arrived) -> None:
         self.io, self.address, self.arrived = network.io, address, arrived
@@ -158,7 +158,7 @@ class MemoryPeer:
             self.wire.hold()
 
     def release(self) -> None:
-        """They arrive, in order."""
+        """Held messages arrive, in order."""
         self._holds = False
         if self.wire is not None:
             self.wire.release()

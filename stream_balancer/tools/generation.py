@@ -166,7 +166,7 @@ class Generation:
 
 
 def _in_mid_run(duration: list[float], order: list[int], slots: int, seed: int) -> list[tuple[float, int, int]]:
-    """What the slots hold at a moment of a long run: (seconds to go, issued as the n-th, row), sorted.
+    """Content of the slots at a moment of a long run: (seconds to go, issued as the n-th, row), sorted.
 
     A slot is found with a rollout in proportion to how long that takes, and any part of it may be over. From there the
     trace is generated once, so that what is in flight is what the order has left there.

@@ -1,4 +1,4 @@
-"""What commands show: tables, and how far they are. By rich."""
+"""Output of commands: tables, and progress. By rich."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def _work_per_second(trainer: TrainerSpeed, trace: Trace, config: BalancerConfig
 
 
 def report_of(run: Run, warm_up: int | None) -> SimulationReport:
-    """What a run that has ended comes to."""
+    """Report of a run that has ended."""
     steps = Steps.of(run.records, run.config.dp_size)
     reason = steps.reason
     number = np.arange(run.step)
@@ -193,7 +193,7 @@ def _warm_up(run: Run) -> int:
 
 
 def _by_stratum(run: Run, chosen: Bools, delays: Ints) -> dict[str, StratumReport]:
-    """Of the rollouts chosen ([n] bool)."""
+    """Figures of the chosen rollouts ([n] bool), by stratum."""
     if run.trace.strata is None:
         return {}
     num_rollouts = max(int(np.count_nonzero(chosen)), 1)

@@ -29,7 +29,7 @@ class Segment:
     rollouts: int
     """Rollouts, padding copies not counted."""
     tokens: int
-    """Their tokens."""
+    """Tokens of the rollouts."""
     mean_length: float
     """Tokens per rollout; 0.0 without rollouts."""
     token_variation: float
@@ -49,7 +49,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiles:
-    """Of a distribution; all 0.0 if it is empty."""
+    """Quantiles of a distribution; all 0.0 if it is empty."""
 
     mean: float
     p10: float
@@ -69,10 +69,10 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StratumReport:
-    """One environment or data set of the trace."""
+    """An environment or data set of the trace."""
 
     share: float
-    """Of the rollouts dispatched."""
+    """Share of the dispatched rollouts."""
     steps_without: float
     """Fraction of the dispatches that had none of it."""
     delay_dispatches: Quantiles
@@ -81,7 +81,7 @@ class StratumReport:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Steps:
-    """One entry per dispatch, in order: columns ``[S]``."""
+    """Columns ``[S]``, an entry per dispatch, in order."""
 
     at_s: Floats
     """Seconds of virtual time at which it was dispatched."""
@@ -90,7 +90,7 @@ class Steps:
     rollouts: Ints
     """Rollouts in it, padding copies not counted."""
     tokens: Ints
-    """Their tokens."""
+    """Tokens of the rollouts."""
     mean_load: Floats
     """Mean over ranks, in the cost model's unit; without what it adds to share rollouts."""
     lower_bound: Floats
@@ -102,7 +102,7 @@ class Steps:
 
     @staticmethod
     def of(records: Sequence[tuple[Any, ...]], dp_size: int) -> Steps:
-        """These fields of each dispatch, in their order."""
+        """Columns from these fields of each dispatch, in their order."""
         made: dict[str, Any] = {}
         for field, column in zip(fields(Steps), zip(*records, strict=True) if records else [()] * 8, strict=True):
             whole = np.int64 if field.name in ("rollouts", "tokens") else np.float64
@@ -154,7 +154,7 @@ class SimulationReport:
     num_rollouts: int
     """Rollouts in the trace; each was dispatched or evicted."""
     num_tokens: int
-    """Their tokens."""
+    """Tokens of the rollouts."""
     evicted: int
     """Rollouts given up as stale."""
     padding_copies: int
@@ -188,13 +188,13 @@ class SimulationReport:
     """Tokens of the rollouts in those dispatches. Where it differs from ``arrived_lengths``, the window holds them
     back."""
     strata: Mapping[str, StratumReport]
-    """Of each stratum that the trace names."""
+    """Figures of each stratum that the trace names."""
     elapsed_s: float
     """Virtual seconds from second 0, which is in mid-run, to the end of the last step."""
     trainer_busy: float
     """Fraction of ``elapsed_s`` in which a step ran; 0.0 with an instant trainer."""
     work_per_second: float
-    """What a rank trains in a second, in the cost model's unit; inf: an instant trainer."""
+    """Work that a rank trains on in a second, in the cost model's unit; inf: an instant trainer."""
     blocked_s: float
     """Mean seconds a finished rollout waited for ``put`` to accept it."""
     steps: Steps

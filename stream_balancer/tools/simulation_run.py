@@ -1,4 +1,4 @@
-"""One simulated run: the moves between two moments.
+"""A simulated run: the moves between two moments.
 
 Three clocks move it: a generation slot finishes a rollout, the trainer finishes a step, the core's deadline passes. The
 next of them is the next moment simulated, so a run of hours takes seconds, and the same seed gives the same run.

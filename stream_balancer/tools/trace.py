@@ -160,7 +160,7 @@ class Trace:
         return self._take(rows, labels, arrival_s)
 
     def _take(self, rows: Ints, labels: Ints, arrival_s: Floats | None = None) -> Trace:
-        """These rows, in groups and at moments of their own."""
+        """Trace of these rows, in groups and at moments of their own."""
         return Trace(
             prompt_tokens=self.prompt_tokens[rows],
             output_tokens=self.output_tokens[rows],
@@ -266,7 +266,7 @@ def _check_header(header: list[str]) -> None:
 
 
 def _row(texts: dict[str, str], previous_s: float) -> _Row:
-    """One row. Raises ValueError for what is no row of a trace."""
+    """Parsed row. Raises ValueError for what is no row of a trace."""
     prompt, output = (_number(column, texts[column], whole=True) for column in REQUIRED_COLUMNS[1:])
     if prompt + output == 0:
         raise ValueError("a rollout without tokens (prompt_tokens + output_tokens is 0). Drop the row")

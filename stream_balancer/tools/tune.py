@@ -40,7 +40,7 @@ AT_BOUND = 0.002
 LEAST_BATCHES = 400
 """A shorter trace is repeated until it is so many batches long: a run of 100 is 0.5 to 4 points off on heavy tails."""
 PARTITION_TOLERANCE = 3e-3
-"""Of every run: three fifths of the time for 0.1 points of idle time, of every setting alike."""
+"""Tolerance of every run: three fifths of the time for 0.1 points of idle time, of every setting alike."""
 AGE_SLACK = 0.05
 """Dispatches by which a measured mean delay may exceed a bound: a window of 2 batches measures 0.98 to 1.03, not 1."""
 FEW_SHORT = 0.01
@@ -130,7 +130,7 @@ def tune(
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the caller wants to have tried; None: what is usual."""
+    """Settings that the caller wants to have tried; None: the usual ones."""
 
     in_time: bool
     """The trainer takes time."""
@@ -158,7 +158,7 @@ def _check(max_added_age: float, tolerance: float, asked: _Asked) -> None:
 
 
 def _settings(base: BalancerConfig, batch_s: float, asked: _Asked) -> Iterator[BalancerConfig]:
-    """Each once, smallest window first, without what the config refuses."""
+    """Settings, each once, smallest window first, without those that the config refuses."""
     seen = set()
     window_knob, capacity_knob = _knobs(base)
     for window in sorted(set(asked.windows or _windows(base, asked))):
@@ -242,9 +242,9 @@ def _eligible(outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) 
 def _recommend(
     outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float, tolerance: float, *, prefer_deadline: bool
 ) -> Outcome:
-    """Of those that idle hardly more than the best one: the smallest capacity, then the smallest window, then the
-    smallest ``max_skips``, then the shortest deadline, or none where arrivals were not recorded: seconds that were made
-    up are nobody's deadline."""
+    """Recommended setting, of those that idle hardly more than the best one: the smallest capacity, then the smallest
+    window, then the smallest ``max_skips``, then the shortest deadline, or none where arrivals were not recorded:
+    seconds that were made up are nobody's deadline."""
     eligible = _eligible(outcomes, fifo, max_added_age)
     enough = min(o.compared_idle for o in eligible) + tolerance
     close = [o for o in eligible if o.compared_idle <= enough]

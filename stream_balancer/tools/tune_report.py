@@ -16,7 +16,7 @@ from stream_balancer.tools.simulation_report import SimulationReport, to_plain
 __all__ = ["Outcome", "TuneReport", "outcome_of", "pareto_front"]
 
 BLOCKS = 20
-"""Of consecutive dispatches, for the standard error: outliers that wait for each other make neighbours alike."""
+"""Blocks of consecutive dispatches, for the standard error: outliers that wait for each other make neighbours alike."""
 STEPS_KEPT = 48
 """Dispatches of which an outcome keeps every rank's work, to be looked at."""
 
@@ -74,7 +74,8 @@ class Outcome:
 
     @property
     def compared_idle(self) -> float:
-        """What settings are compared by: ``whole_idle_fraction``, or ``idle_fraction`` with an instant trainer."""
+        """Figure that settings are compared by: ``whole_idle_fraction``, or ``idle_fraction`` with an instant
+        trainer."""
         return self.whole_idle_fraction if self.in_time else self.idle_fraction
 
     @property
@@ -124,9 +125,9 @@ class TuneReport:
     outcomes: tuple[Outcome, ...]
     """Every setting swept, smallest window first."""
     front: tuple[Outcome, ...]
-    """Those that no other beats in both idle time and queueing delay, shortest delay first."""
+    """Outcomes that no other beats in both idle time and queueing delay, shortest delay first."""
     recommended: Outcome
-    """What to take."""
+    """Outcome of the recommended setting."""
     pays: bool
     """False: arrival order with a good partition is as good; ``recommended`` is then no window."""
     reason: str

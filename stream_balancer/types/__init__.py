@@ -1,4 +1,4 @@
-"""What travels: rollouts in, batches out. Frozen values; nothing here waits, decides or sends."""
+"""Values that travel: rollouts in, batches out. Frozen values; nothing here waits, decides or sends."""
 
 from stream_balancer.types.batch import Batch, Denominators, MiniBatchSize, RankBatch, Reason
 from stream_balancer.types.micro_batch import ExecutionSize, MicroBatch

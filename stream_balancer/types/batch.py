@@ -22,7 +22,7 @@ or ``end()`` drained what was left."""
 
 
 class Denominators(NamedTuple):
-    """What a loss over some rollouts may be divided by. Padding copies are not counted."""
+    """Numbers that a loss over some rollouts may be divided by. Padding copies are not counted."""
 
     rollouts: int
     tokens: int
@@ -34,9 +34,9 @@ class MiniBatchSize(NamedTuple):
     """How much of a step one of its mini-batches is."""
 
     micro_batches: int
-    """Of this rank."""
+    """Micro-batches of this rank."""
     load: float
-    """Of this rank, as :attr:`RankBatch.load`."""
+    """Load of this rank, as :attr:`RankBatch.load`."""
     rollouts: int
     """Over all ranks, and so are the following: what its loss is divided by. Padding copies are not counted."""
     tokens: int
@@ -45,7 +45,8 @@ class MiniBatchSize(NamedTuple):
 
 
 class OneRank:
-    """What follows for a trainer from what one rank has of a step: shared by :class:`RankBatch` and a feed's steps."""
+    """Names for a trainer that follow from one rank's part of a step: shared by :class:`RankBatch` and a feed's
+    steps."""
 
     __slots__ = ()
 
@@ -104,7 +105,7 @@ class OneRank:
 
     @property
     def mini_batches(self) -> tuple[OneRank, ...]:
-        """What an optimizer step each is made on: this rank's part of ``BalancerConfig(mini_batches=)`` pieces of the
+        """Pieces that are an optimizer step each: this rank's part of ``BalancerConfig(mini_batches=)`` pieces of the
         step, which all ranks have in the same order. The ``global_`` denominators of each are its own, over all ranks.
 
         Acknowledge the rank batch, after the last of them. O(micro-batches).
@@ -149,7 +150,7 @@ class OneRank:
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
-        """This rank's rollouts, micro-batch by micro-batch; padding copies (``is_padding``) included."""
+        """Rollouts of this rank, micro-batch by micro-batch; padding copies (``is_padding``) included."""
         return tuple(chain.from_iterable(mb.rollouts for mb in self.micro_batches))
 
     @property
@@ -185,10 +186,11 @@ class RankBatch(OneRank):
     """Predicted work, in the cost model's unit, with the overhead of its micro-batches; divided by the rank's speed
     where ``speeds`` are given."""
     denominators: Denominators | None
-    """Of the step over all ranks: what the ``global_`` numbers are. None in a row of an open step before its last one:
-    see :meth:`StreamBalancer.batches`."""
+    """Denominators of the step over all ranks, read as the ``global_`` numbers. None in a row of an open step before
+    its last one: see :meth:`StreamBalancer.batches`."""
     mini_batch_sizes: tuple[MiniBatchSize, ...] = ()
-    """Of the mini-batches that ``micro_batches`` has one after the other; empty where the step is in one piece."""
+    """Sizes of the mini-batches that ``micro_batches`` has one after the other; empty where the step is in one
+    piece."""
     on_ack: Callable[..., None] | None = field(default=None, repr=False)
     """What :meth:`ack` calls."""
 
@@ -239,7 +241,7 @@ class Batch:
     incomplete_groups: tuple[str, ...] = ()
     """``group_id`` of groups sent before all their siblings had come."""
     sharing_cost: float = 0.0
-    """What ``loads`` have, over all ranks, beyond the work of the rollouts, because ranks share some; 0.0 in a batch
+    """Part of ``loads``, over all ranks, beyond the work of the rollouts, because ranks share some; 0.0 in a batch
     restored from a checkpoint."""
 
     @property
@@ -275,7 +277,7 @@ class Batch:
 
     @property
     def has_shared(self) -> bool:
-        """Whether several ranks share any of its rollouts. O(micro-batches)."""
+        """True if several ranks share any of its rollouts. O(micro-batches)."""
         return any(micro_batch.cp_group for rank_batch in self.ranks for micro_batch in rank_batch.micro_batches)
 
     def __repr__(self) -> str:

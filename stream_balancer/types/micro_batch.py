@@ -27,9 +27,9 @@ class ExecutionSize(NamedTuple):
     """How much of an execution a step holds, over all ranks."""
 
     samples: int
-    """Its rollouts."""
+    """Rollouts of the execution."""
     loss_tokens: int
-    """Their tokens with a non-zero ``loss_mask``."""
+    """Tokens of the rollouts with a non-zero ``loss_mask``."""
 
 
 @documented
@@ -61,7 +61,7 @@ class MicroBatch:
     lengths: tuple[int, ...]
     """Tokens per rollout, ``n`` of them; where ranks share it, of this rank's part, zeros beyond its end included."""
     flat: Callable[[], tensors.FlatColumns]
-    """What the layouts start from. On a rank: views of the received buffer, nothing copied. On the controller:
+    """Columns that the layouts start from. On a rank: views of the received buffer, nothing copied. On the controller:
     concatenated on use."""
     execution_sizes: tuple[ExecutionSize, ...] | None = None
     """[n] of the execution of each rollout, in the step; None where each is an execution by itself."""
@@ -71,7 +71,7 @@ class MicroBatch:
     cp_rank: int = 0
     """Place of this rank in ``cp_group``."""
     on_give: Callable[[Mapping[str, torch.Tensor]], None] | None = field(default=None, repr=False)
-    """What :meth:`give` calls."""
+    """Callback of :meth:`give`."""
 
     @classmethod
     def of(
@@ -178,8 +178,8 @@ class MicroBatch:
         )
 
     def give(self, **columns: torch.Tensor) -> None:
-        """What a role has computed: ``[T]`` of each column, on any device. Copied, and sent at once: a trainer's rank
-        begins with a micro-batch when its columns are there.
+        """Columns that a role has computed: ``[T]`` of each column, on any device. Copied, and sent at once: a
+        trainer's rank begins with a micro-batch when its columns are there.
 
         Of a feed with a role only: ``RankFeed(..., role="ref")``. Raises ValueError otherwise, and for columns that do
         not fit; ClosedResourceError if the feed was closed before.

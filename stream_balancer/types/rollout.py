@@ -86,7 +86,7 @@ class Rollout:
     it has another name. ``versions`` ``[L]``, if present, is the policy version that sampled each token, in integers;
     negative where no policy did (prompts, answers of tools)."""
     scalars: Mapping[str, float | int] = field(default_factory=_nothing)
-    """One number each: advantage, reward."""
+    """Numbers by name: advantage, reward."""
     tensors: Mapping[str, Tensor] = field(default_factory=_nothing)
     """Tensors of any shape that are not per-token: pixel values, image grids."""
     metadata: Mapping[str, Any] = field(default_factory=_nothing)
@@ -197,7 +197,7 @@ class Rollout:
 
     @property
     def stratum(self) -> str | None:
-        """What it was sampled from (environment, data set): its ``metadata["stratum"]``; None without one."""
+        """Source of the rollout (environment, data set): its ``metadata["stratum"]``; None without one."""
         return self.metadata.get("stratum")
 
     @property

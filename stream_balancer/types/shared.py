@@ -55,7 +55,7 @@ def chunk_tokens(num_tokens: int, degree: int) -> int:
 
 
 def slice_column(column: Tensor, degree: int, place: int) -> tuple[Tensor, Tensor]:
-    """What the member at this place holds of a column ``[L, ...]``: its rows ``[2c, ...]``, and the row behind each of
+    """Part of the member at this place, of a column ``[L, ...]``: its rows ``[2c, ...]``, and the row behind each of
     its two chunks ``[2, ...]``. O(rows).
 
     Examples:
@@ -82,7 +82,7 @@ def join_column(parts: Sequence[Tensor], num_tokens: int) -> Tensor:
 
 
 def spans_of(num_tokens: int, degree: int, place: int) -> list[tuple[int, int, int]]:
-    """What a member holds as spans of the whole's rows: ``(at, start, stop)`` says that rows ``start:stop`` lie from
+    """Part of a member as spans of the whole's rows: ``(at, start, stop)`` says that rows ``start:stop`` lie from
     ``at`` on, among its 2c rows and the 2 behind these. All others are zeros. For bytes that nobody has as a tensor.
 
     Examples:
@@ -116,7 +116,7 @@ def _behind(column: Tensor, degree: int, place: int) -> list[Tensor]:
 
 
 class _MadeColumns(Mapping[str, Tensor]):
-    """Of each column the ``rows`` of a member, made when asked for: a part must not hold its rollout's memory a second
+    """Columns with the ``rows`` of a member, made when asked for: a part must not hold its rollout's memory a second
     time."""
 
     def __init__(self, whole: Mapping[str, Tensor], rows: _Rows, degree: int, place: int) -> None:
@@ -138,7 +138,7 @@ _Rows: TypeAlias = Callable[[Tensor, int, int], list[Tensor]]
 @documented
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class SharedRollout(Rollout):
-    """One member's part of a rollout that several ranks share. :func:`part_of` makes it.
+    """A member's part of a rollout that several ranks share. :func:`part_of` makes it.
 
     ``tokens`` and ``num_tokens`` are of the part, 2c rows; all else is the rollout's: ids, scalars, ``tensors``,
     metadata. The ``num_loss_tokens`` of all parts sum up to the whole's.
@@ -153,9 +153,9 @@ class SharedRollout(Rollout):
     whole_loss_tokens: int
     """``num_loss_tokens`` of the whole."""
     behind: Mapping[str, Tensor] = field(repr=False)
-    """Of every column, the row behind each of the two chunks ``[2, ...]``; zeros behind the last token."""
+    """Rows of every column, behind each of the two chunks ``[2, ...]``; zeros behind the last token."""
     whole: Rollout | None = field(default=None, repr=False)
-    """What it is a part of, where that is at hand: on the controller. None on a rank."""
+    """Rollout that this is a part of, where it is at hand: on the controller. None on a rank."""
 
     def __post_init__(self) -> None:
         # the whole was checked; its parts need not be
@@ -224,7 +224,7 @@ def join_rollout(parts: Sequence[SharedRollout]) -> Rollout:
 
 
 def _fields_of(rollout: Rollout) -> dict[str, Any]:
-    """What a Rollout is made of."""
+    """Arguments that a Rollout is made of."""
     return {one.name: getattr(rollout, one.name) for one in fields(Rollout) if one.init}
 
 
@@ -243,7 +243,7 @@ def rows_behind(rollout: SharedRollout, name: str) -> list[Tensor]:
 
 
 def columns_of(rollout: Rollout) -> Mapping[str, Tensor]:
-    """Its columns, or of a part the whole's: to ask for names, dtypes and trailing shapes. Copies nothing."""
+    """Columns of a rollout, or of a part the whole's: to ask for names, dtypes and trailing shapes. Copies nothing."""
     whole = rollout.whole if isinstance(rollout, SharedRollout) else None
     return rollout.tokens if whole is None else whole.tokens
 
@@ -254,7 +254,7 @@ def tokens_of(rollout: Rollout) -> int:
 
 
 def loss_tokens_of(rollout: Rollout) -> int:
-    """Of the whole, which a loss over one rollout is divided by."""
+    """Loss tokens of the whole, which a loss over one rollout is divided by."""
     return rollout.whole_loss_tokens if isinstance(rollout, SharedRollout) else rollout.num_loss_tokens
 
 
@@ -270,7 +270,7 @@ def block_of(rank: int, degree: int) -> tuple[tuple[int, ...], int]:
 
 
 def whole_rollouts(rollouts: Iterable[Rollout]) -> Iterator[Rollout]:
-    """Of several ranks' rollouts each one once: instead of the parts of one, the whole. O(n)."""
+    """Several ranks' rollouts, each one once: instead of the parts of one, the whole. O(n)."""
     for rollout in rollouts:
         if not isinstance(rollout, SharedRollout):
             yield rollout

@@ -1,4 +1,4 @@
-"""One codec for what travels and what is written down: puts, work for ranks, columns of roles, checkpoints, journals.
+"""The codec for bytes on the wire and on a disk: puts, work for ranks, columns of roles, checkpoints, journals.
 
 A header in msgpack says what there is, and both ends compute from it where the bytes lie (:mod:`.header`); one end
 collects them without a copy (:mod:`.encode`), and the other makes views of them (:mod:`.decode`). No socket,

@@ -70,7 +70,7 @@ class Wanted(NamedTuple):
 
 
 def decode(header: msgspec.Raw | bytes, memory: Memory | None, *, on_device: OnDevice | None = None) -> Decoded:
-    """What :func:`~stream_balancer.wire.encode.encode` made, as views of ``memory``; ``on_device`` moves it
+    """Result of :func:`~stream_balancer.wire.encode.encode`, as views of ``memory``; ``on_device`` moves it
     once. Values are trusted, since they were checked when they were put; sizes are not. Raises WireError for anything
     that encode would not have made. O(columns x blocks + rollouts).
     """
@@ -105,26 +105,26 @@ class Decoded:
 
     @property
     def num_rollouts(self) -> tuple[int, ...]:
-        """Of each micro-batch."""
+        """Rollouts of each micro-batch."""
         return tuple(self._header.blocks)
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
-        """One for each block, new ones at each call. Fill the holes and mask first: from now on the memory may be on
-        another device."""
+        """Micro-batches, one for each block, new ones at each call. Fill the holes and mask first: from now on the
+        memory may be on another device."""
         # Not kept: they hold this, and a circle would keep the memory until the garbage collector comes.
         return tuple(self.micro_batch(number) for number in range(len(self._layout.blocks)))
 
     @property
     def rollouts(self) -> Sequence[Rollout]:
-        """Those of all micro-batches, made when asked for."""
+        """Rollouts of all micro-batches, made when asked for."""
         self._finish()
         return _Rollouts(self, range(len(self)))
 
     # what is not here
 
     def holes(self) -> list[Wanted]:
-        """What is to be fetched into ``places`` before :attr:`micro_batches` are used; without what is masked."""
+        """Payloads to be fetched into ``places`` before :attr:`micro_batches` are used; without masked ones."""
         return [self._wanted(hole) for hole in self._header.holes if hole.rollout not in self._masked]
 
     def _wanted(self, hole: Hole) -> Wanted:
@@ -156,8 +156,8 @@ class Decoded:
                     self._zero(index)
 
     def resize(self, executions: Mapping[tuple[str | None, str], tuple[int, int]]) -> None:
-        """What is left of some executions in the step, by group and name: rollouts and loss tokens. Micro-batches made
-        before do not know."""
+        """Sizes that are left of some executions in the step, by group and name: rollouts and loss tokens.
+        Micro-batches made before do not know."""
         names, sizes = self.names, self._header.execution_sizes
         if not executions or not sizes or not names.execution_ids:
             return
@@ -204,7 +204,7 @@ class Decoded:
         return flat if len(shape) == 1 else flat.view(tuple(shape))
 
     def _columns(self, block: Block, first: int, stop: int) -> dict[str, Tensor]:
-        """These rows of all columns."""
+        """Rows of all columns in this range."""
         found, widths = {}, self._layout.widths
         for number, column in enumerate(self._header.columns):
             at, width = block.columns[number], widths[number]
@@ -215,7 +215,7 @@ class Decoded:
         return found
 
     def _columns_of(self, index: int) -> list[dict[str, Tensor]]:
-        """Of one rollout: its rows, and of a part those behind its chunks."""
+        """Columns of one rollout: its rows, and of a part those behind its chunks."""
         block = self._layout.block_of(index)
         place = index - block.first
         rows, behind = block.starts[place : place + 2], block.starts[-1] + 2 * place
@@ -230,7 +230,7 @@ class Decoded:
         return {one.name: self._view(at, SUPPORTED_DTYPES[one.dtype], one.shape) for one, at in own}
 
     def micro_batch(self, number: int) -> MicroBatch:
-        """That of one block."""
+        """The micro-batch of one block."""
         self._finish()
         block = self._layout.blocks[number]
         shared, starts = block.shared, block.starts

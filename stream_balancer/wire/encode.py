@@ -291,7 +291,7 @@ def _pieces(header: Header, layout: Layout, rollouts: Sequence[Rollout]) -> list
 
 
 def _rows(rollouts: Sequence[Rollout], name: str) -> list[Tensor]:
-    """Those of a shared block."""
+    """Rows of a shared block."""
     own = [rows for rollout in rollouts for rows in rows_of(rollout, name)]
     return own + [rows for one in rollouts if isinstance(one, SharedRollout) for rows in rows_behind(one, name)]
 

@@ -49,7 +49,7 @@ DTYPE_INDEX = {dtype: index for index, dtype in enumerate(SUPPORTED_DTYPES)}
 ALIGNMENT = 64
 """Bytes; a cache line, and what torch's own allocator gives."""
 MAX_BYTES = 2**40
-"""Of all rollouts of one header."""
+"""Bytes of all rollouts of one header."""
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _FIRST = attrgetter("first")
 
@@ -71,7 +71,7 @@ class Column(msgspec.Struct, array_like=True, frozen=True, gc=False):
     dtype: Annotated[int, msgspec.Meta(ge=0, lt=len(SUPPORTED_DTYPES))]
     """Index into SUPPORTED_DTYPES."""
     shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
-    """Of one row of a column; of the whole tensor otherwise."""
+    """Shape of one row of a column; of the whole tensor otherwise."""
 
 
 class Owner(msgspec.Struct, array_like=True, frozen=True):
@@ -104,7 +104,7 @@ class Shared(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Names(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What rollouts are called, and what else is of no use to a layout. A list is empty where no rollout has one."""
+    """Names of rollouts, and other fields that no layout needs. A list is empty where no rollout has one."""
 
     ids: list[Name]
     group_ids: list[Name | None] = []
@@ -282,11 +282,11 @@ class Block(NamedTuple):
 
     first: int
     stop: int
-    """Its rollouts."""
+    """End of its rollouts."""
     starts: list[int]
     """[n + 1] row at which each rollout starts in every column."""
     rows: int
-    """Of every column, those behind the chunks included."""
+    """Rows of every column, those behind the chunks included."""
     shared: Shared | None
     columns: list[int]
     """Offset of each column."""
@@ -359,7 +359,7 @@ def _too_much(max_bytes: int) -> WireError:
 
 
 def runs_of(header: Header, layout: Layout) -> tuple[int, ...]:
-    """What comes along as (offset, size, offset, size, ...): all but holes."""
+    """Bytes that come along, as (offset, size, offset, size, ...): all but holes."""
     runs: list[int] = []
     at = 0
     absent = sorted(span for hole in header.holes for span in spans_of(header, layout, hole.rollout))

@@ -1,4 +1,4 @@
-"""What travels behind a message: bytes, and where in the receiver's memory they belong. Pure."""
+"""Bytes that travel behind a message: bytes, and where in the receiver's memory they belong. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Payload(NamedTuple):
     runs: tuple[int, ...] = ()
     """Parts that come now: offset, size, offset, size, ..."""
     pieces: Sequence[Any] = ()
-    """Their bytes, in order; they must not change until they were sent."""
+    """Bytes of the pieces, in order; they must not change until they were sent."""
 
     @classmethod
     def of(cls, *pieces: Any) -> Payload:

@@ -28,7 +28,7 @@ def encode_statistics(statistics: Statistics) -> bytes:
 
 
 def decode_statistics(raw: bytes) -> Statistics:
-    """What :func:`encode_statistics` made. Raises WireError for anything else."""
+    """Statistics that :func:`encode_statistics` wrote. Raises WireError for anything else."""
     try:
         return _decoder.decode(raw)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:

@@ -103,7 +103,7 @@ def patch() -> Callable[[], None]:
 def rollouts_from(
     trajectories: Iterable[Mapping[str, Any]], *, group_ids: Sequence[str | None] | None = None
 ) -> list[sb.Rollout]:
-    """One rollout per row of AReaL's trajectory dicts: what a workflow returns, padded on either side.
+    """Rollouts, one per row, of AReaL's trajectory dicts as a workflow returns them, padded on either side.
 
     ``[bs, S, ...]`` tensors become ``tokens``; float32 ``[bs]`` (``rewards``) ``scalars``; other ``[bs, ...]`` and what
     ``multi_modal_input`` holds ``tensors``; anything else ``metadata``. AReaL's column ``versions`` is ours, and says
@@ -163,7 +163,7 @@ def trajectories_from(rollouts: Iterable[sb.Rollout]) -> list[dict[str, Any]]:
 
 
 def _place(rollout: sb.Rollout) -> int:
-    """Its row in the dict it came in; rollouts that came from elsewhere keep their order."""
+    """Row of the rollout in the dict that it came in; rollouts that came from elsewhere keep their order."""
     number = rollout.rollout_id.rpartition("/")[2]
     return int(number) if number.isdecimal() else 0
 

@@ -30,7 +30,7 @@ def rollouts_from(
     version: Version | None = None,
     prompt_length: int | None = None,
 ) -> list[sb.Rollout]:
-    """One rollout per row of what ``GRPOTrainer._generate_and_score_completions`` returned, images split by
+    """Rollouts, one per row, of the dict that ``GRPOTrainer._generate_and_score_completions`` returned, images split by
     ``trl.trainer.utils.split_pixel_values_by_grid``.
 
     ``prompt_ids`` (left-padded) and ``completion_ids`` become ``input_ids``; ``completion_mask``, times ``tool_mask``
@@ -129,7 +129,7 @@ def _inputs(micro_batch: sb.MicroBatch, pad_token_id: int) -> dict[str, Any]:
 
 
 def _parts(rollout: sb.Rollout) -> tuple[slice, slice]:
-    """Its prompt, without zeros before it, and its completion. A padding copy keeps what it has."""
+    """Prompt of the rollout, without zeros before it, and its completion. A padding copy keeps what it has."""
     start, stop = rollout.metadata[_PROMPT]
     stop = _rows.within(rollout, stop)
     return slice(0 if rollout.is_padding else start, stop), slice(stop, rollout.num_tokens)

@@ -82,7 +82,7 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
             self._link.end()
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """One of the calls that make an optimizer step: generates where TRL generates, and runs this call's part of the
+        """A call of those that make an optimizer step: generates where TRL generates, and runs this call's part of the
         rank batch's micro-batches."""
         if self._link is None:
             raise RuntimeError("train inside the block: with trainer.balanced(...): trainer.train()")
@@ -179,7 +179,7 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
         return _Link(producer.put, lambda: next(feed), end)
 
     def _rollouts(self, scored: dict[str, Any]) -> list[sb.Rollout]:
-        """What this rank generated and scored; prompts padded as the longest on any rank."""
+        """Rollouts that this rank generated and scored; prompts padded as the longest on any rank."""
         from accelerate.utils import send_to_device
         from trl.trainer.utils import split_pixel_values_by_grid
 

@@ -11,7 +11,7 @@ from stream_balancer.integrations.verl import seqlen_balancing as ours
 __all__ = ["patch", "unpatch"]
 
 _put_back: list[Callable[[], None]] = []
-"""What brings verl's own functions back, while ours are in their place."""
+"""Functions that bring verl's own back, while ours are in their place."""
 
 
 class _Patched(AbstractContextManager[None]):
