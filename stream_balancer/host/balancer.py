@@ -135,6 +135,8 @@ class StreamBalancer(OfOneProcess):
         self._lifetime = lifetime
         self._idle = learn.attach(core)
         self._journal = None if journal is None else JournalObserver(journal, core)
+        if journal is not None:
+            self.parts.producers.write = journal.put
         self._recorder: Recorder | None = None
         self.observers: list[Observer] = core.observers
         """Observers of what happens (:class:`Observer`), notified in this order in the event loop's thread. Append
@@ -371,6 +373,8 @@ class StreamBalancer(OfOneProcess):
         self.parts.versions.close()
         with anyio.CancelScope(shield=True):
             if self._journal is not None:
+                if self.parts.core.finished and not self.parts.core.in_flight():
+                    self.parts.producers.forget()
                 await self._journal.journal.aclose()
             if self._recorder is not None:
                 await anyio.to_thread.run_sync(self._recorder.close)
@@ -381,6 +385,7 @@ class StreamBalancer(OfOneProcess):
         self._lifetime.enter("__aenter__")
         if self._journal is not None:
             await self._journal.recover(self.parts.wakeups.wake_consumer)
+            self.parts.producers.follow(self._journal.journal.records.ended)
         return self
 
     async def __aexit__(

@@ -12,9 +12,9 @@ import msgspec
 
 from stream_balancer.errors import WireError
 from stream_balancer.host.balancer import StreamBalancer
-from stream_balancer.host.records import Came
 from stream_balancer.host.producers import Producers
 from stream_balancer.host.ranks import Member, forget
+from stream_balancer.host.records import Came
 from stream_balancer.host.reports import Reports
 from stream_balancer.host.sending import InFlight
 from stream_balancer.host.transport import Door

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from stream_balancer.host.records import Ended
+
 __all__ = ["ProducerRegistry"]
 
 
@@ -24,7 +26,21 @@ class ProducerRegistry:
         self._end, self._num_producers = end, num_producers
         self._names: dict[bytes, str] = {}  # of those that are connected, by session
         self._ended: set[bytes] = set()
+        self._before: set[bytes] = set()  # of controllers before this one, by the journal
         self._any_came = False
+        self.write: Callable[[Ended], object] = lambda _: None
+        """Puts into the journal who has ended."""
+
+    def follow(self, ended: Ended) -> None:
+        """Go on from what a journal says."""
+        self._before = set(ended.sessions)
+        if ended.all:
+            self._end()
+
+    def forget(self) -> None:
+        """All is done: the next run with this journal is a new one."""
+        if self._ended or self._before:
+            self.write(Ended())
 
     def joined(self, session: bytes, name: str) -> None:
         """A producer is connected, perhaps again."""
@@ -41,21 +57,27 @@ class ProducerRegistry:
         """It puts no more."""
         self._ended.add(session)
         self._end_if_last()
+        self.write(Ended(sorted(self._ended | self._before), self._is_last()))
 
     def why_not_ended(self) -> str:
         """Which producers the end waits for, once one has ended, or all have left without; empty before."""
-        if not self._ended:
+        ended = self._ended | self._before
+        if not ended:
             left = self._any_came and not self._names
             return "no producer is connected any more, and none has called end()" if left else ""
-        names = [name for session, name in self._names.items() if session not in self._ended]
+        names = [name for session, name in self._names.items() if session not in ended]
         of = "" if self._num_producers is None else f" of num_producers={self._num_producers}"
         others = f"connected and not ended: {', '.join(names[:5])}" if names else "no other one is connected"
-        return f"{len(self._ended)}{of} producers have ended; {others}"
+        return f"{len(ended)}{of} producers have ended; {others}"
 
     def _end_if_last(self) -> None:
-        if self._num_producers is not None:
-            is_last = len(self._ended) >= self._num_producers
-        else:
-            is_last = bool(self._ended) and self._ended >= self._names.keys()
-        if is_last:
+        if self._is_last():
             self._end()
+
+    def _is_last(self) -> bool:
+        ended = self._ended | self._before
+        # A producer that had ended may have been started again with the whole job: while one that has not ended is
+        # connected, those of before do not count.
+        enough = bool(ended) if self._num_producers is None else len(ended) >= self._num_producers
+        by_number = self._num_producers is not None and len(self._ended) >= self._num_producers
+        return by_number or (enough and ended >= self._names.keys())

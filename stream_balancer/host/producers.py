@@ -341,6 +341,8 @@ class Producers:
         while producer.num_waiting:
             await producer.settled.wait()
         self._parts.producers.ended(peer.session)
+        # Whoever has been told so does not say it again, to a controller that is started again.
+        await self._parts.consumer.handed.flush()
 
     def _statistics(self, peer: Peer, asked: Asked) -> msgspec.Raw:
         return msgspec.Raw(encode_statistics(self._balancer.statistics()))

@@ -526,11 +526,58 @@ async def test_a_gap_in_the_steps_in_flight_stays_a_gap(tmp_path: Path, how: str
 
 
 async def test_the_end_is_not_remembered(tmp_path: Path) -> None:
-    """A restarted program goes on putting, and says itself when it has ended."""
+    """The program's own: started again it goes on putting, and says itself when it has ended."""
     async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
         balancer.end()
     async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
         await balancer.put(make_rollout(3))
+
+
+async def test_producers_that_have_ended_are_counted_on(tmp_path: Path) -> None:
+    """``end()`` returns once it is on the disk: the producer may be gone when the controller is started again."""
+    folder = tmp_path / "j"
+    for life in range(3):
+        async with (
+            sb.StreamBalancer(config(), journal=folder, num_producers=2) as balancer,
+            MemoryNetwork(dp_size=2) as transport,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(attend, balancer, transport)
+            assert balancer.ended == (life == 2)
+            if life < 2:
+                producer = sb.connect(transport.connect_producer())
+                await producer.put(make_rollout(3, str(life)))
+                await producer.end()
+                assert balancer.ended == (life == 1)
+                after = await kill(balancer)
+            else:  # all had ended, and nothing else is to come: what is left is trained on
+                assert [b.num_rollouts async for b in balancer.batches()] == [2]
+            tasks.cancel_scope.cancel()
+        folder = after if life < 2 else folder
+    async with sb.StreamBalancer(config(), journal=folder, num_producers=2) as balancer:
+        assert not balancer.ended, "that run was finished: this is another one"
+        await balancer.put(make_rollout(3, "new"))
+
+
+async def test_producers_of_a_job_that_is_started_again_are_waited_for(tmp_path: Path) -> None:
+    """One had ended before, and all come again, as new processes: it does not count twice."""
+    for life in range(2):
+        async with (
+            sb.StreamBalancer(config(), journal=tmp_path, num_producers=2) as balancer,
+            MemoryNetwork(dp_size=2) as transport,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(attend, balancer, transport)
+            first, second = [sb.connect(transport.connect_producer()) for _ in range(2)]
+            await first.put(make_rollout(3, f"{life}-first"))
+            await second.put(make_rollout(3, f"{life}-second"))
+            await first.end()
+            assert not balancer.ended
+            assert "1 of num_producers=2 producers have ended" in balancer.why_no_batch() or life == 1
+            if life == 1:
+                await second.end()
+                assert balancer.ended
+            tasks.cancel_scope.cancel()
 
 
 async def test_a_checkpoint_is_taken_over(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from stream_balancer.field_docs import documented
 from stream_balancer.host.journal.handed import Handed
 from stream_balancer.host.journal.store import DiskFullError, Statement, Store, drop, put, retract
 from stream_balancer.host.journal.writer import CLOSED, Writer, Writing
-from stream_balancer.host.records import Group, Held, Records, group_of
+from stream_balancer.host.records import Fact, Group, Held, Records, group_of
 from stream_balancer.types import Rollout
 
 __all__ = ["Journal", "Recovered"]
@@ -82,7 +82,7 @@ class Journal:
         """What its rows said when it was opened, but for the rollouts."""
         self.handed = Handed()
         """What ranks have said of steps in flight."""
-        self.handed.write = lambda fact: self.change(put(fact))
+        self.handed.write = self.put
         self.handed.flush = self.flush
         self._max_bytes = max_bytes
         self._store = Store(self.path)
@@ -248,6 +248,10 @@ class Journal:
     def declare(self, group_id: str, declared: Declared | None) -> None:
         """What is declared of a group now; None: nothing any more."""
         self.change(drop(f"group {group_id}") if declared is None else put(group_of(group_id, declared)))
+
+    def put(self, fact: Fact) -> None:
+        """A fact holds now."""
+        self.change(put(fact))
 
     def change(self, *statements: Statement) -> None:
         """Something has happened. On the disk by the time the next put or :meth:`flush` returns."""
