@@ -15,15 +15,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from stream_balancer.wire.payload import Memory
 
-__all__ = ["Event", "Pace", "Stopwatch", "Streams", "Upload", "Uploader", "pinned"]
+__all__ = ["Pace", "Stopwatch", "Streams", "Upload", "Uploader", "pinned"]
 
 
 def pinned(num_bytes: int) -> Memory:
@@ -31,36 +30,8 @@ def pinned(num_bytes: int) -> Memory:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
-class Event(Protocol):
-    """A point in a stream."""
-
-    def query(self) -> bool:
-        """True once everything before it is done."""
-        ...
-
-
-class Streams(Protocol):
-    """What an :class:`Uploader` asks of an accelerator."""
-
-    def side(self) -> AbstractContextManager[None]:
-        """Work enqueued inside runs on the side stream."""
-        ...
-
-    def record(self) -> Event:
-        """A point after all that is enqueued on the side stream."""
-        ...
-
-    def wait(self, event: Event) -> None:
-        """Work that the calling thread enqueues from now on runs after ``event``."""
-        ...
-
-    def keep(self, tensor: Tensor) -> None:
-        """``tensor`` was made on the side stream and is now used on the caller's: not to be reused before that."""
-        ...
-
-
-class _AcceleratorStreams:
-    """Over ``torch.accelerator``."""
+class Streams:
+    """Accelerator as an :class:`Uploader` needs it: a side stream, over ``torch.accelerator``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,6 +39,7 @@ class _AcceleratorStreams:
 
     @contextmanager
     def side(self) -> Iterator[None]:
+        """Work enqueued inside runs on the side stream."""
         before = torch.accelerator.current_stream(self._device)
         torch.accelerator.set_stream(self._side)
         try:
@@ -75,13 +47,16 @@ class _AcceleratorStreams:
         finally:
             torch.accelerator.set_stream(before)
 
-    def record(self) -> Event:
+    def record(self) -> torch.Event:
+        """A point after all that is enqueued on the side stream."""
         return self._side.record_event()
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: torch.Event) -> None:
+        """Work that the calling thread enqueues from now on runs after ``event``."""
         torch.accelerator.current_stream(self._device).wait_event(event)
 
     def keep(self, tensor: Tensor) -> None:
+        """``tensor`` was made on the side stream and is now used on the caller's: not to be reused before that."""
         tensor.record_stream(torch.accelerator.current_stream(self._device))
 
 
@@ -91,7 +66,7 @@ class Upload:
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device, self._streams = device, streams
         self._there: Tensor | None = None
-        self.event: Event | None = None
+        self.event: torch.Event | None = None
 
     def copy(self, here: Tensor, num_bytes: int) -> Tensor:
         """For ``decode(on_device=)``: nothing has been waited for."""
@@ -117,7 +92,7 @@ class Uploader:
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         self._device = device
-        self._streams = _AcceleratorStreams(device) if streams is None else streams
+        self._streams = streams or Streams(device)
         self._reading: deque[tuple[Upload, object]] = deque()  # memory of the host that copies may still read
 
     def of(self, memory: object) -> Upload:

@@ -63,14 +63,6 @@ class Arrived:
 
     def __init__(self, decoded: Decoded, upload: Upload | None) -> None:
         self.decoded, self._upload = decoded, upload
-        self._masked: set[str] = set()
-        self._is_resized = False
-
-    def mask(self, gone: Collection[str]) -> None:
-        """Nobody trains on these."""
-        if not self._masked.issuperset(gone):
-            self.decoded.mask(gone)
-            self._masked.update(gone)
 
     def land(self) -> None:
         """All bytes are here: begin to copy them to the device."""
@@ -81,12 +73,10 @@ class Arrived:
         """For the trainer, without what is ``gone``."""
         if self._upload is not None:
             self._upload.hand_over()
-        self.mask(gone)
-        if seal is not None and seal.resized and not self._is_resized:
-            self._is_resized = True
-            self.decoded.resize(
-                {(one.group_id, one.execution_id): (one.samples, one.loss_tokens) for one in seal.resized}
-            )
+        self.decoded.mask(gone)
+        if seal is not None:
+            left = {(one.group_id, one.execution_id): (one.samples, one.loss_tokens) for one in seal.resized}
+            self.decoded.resize(left)
         return self.decoded.micro_batch(index)
 
 
@@ -340,7 +330,7 @@ class Port:
         arrived = Arrived(decode(work.header, memory, on_device=None if upload is None else upload.copy), upload)
         if len(arrived.decoded.num_rollouts) != len(work.items):
             raise WireError(f"step {work.step}: its {len(work.items)} items are not those that came")
-        arrived.mask(work.gone)
+        arrived.decoded.mask(work.gone)
         return arrived
 
     def _take_drop(self, message: m.Drop) -> None:
@@ -355,7 +345,7 @@ class Port:
         """Its payloads are here, as far as they exist."""
         with self.lock:
             causes = {one.rollout_id: one.cause for one in missing}
-            arrived.mask(causes)
+            arrived.decoded.mask(causes)
             arrived.land()
             self._causes.update(causes)
             ids, stop = arrived.decoded.names.ids, 0

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from stream_balancer import planning
 
-__all__ = ["choose_groups", "in_lockstep"]
+__all__ = ["choose_groups", "fewest", "in_lockstep"]
 
 
 def in_lockstep(lengths: ArrayLike, work: ArrayLike, num_ranks: int, max_tokens: int) -> list[list[list[int]]] | None:
@@ -20,6 +20,23 @@ def in_lockstep(lengths: ArrayLike, work: ArrayLike, num_ranks: int, max_tokens:
     if len({len(of_rank) for of_rank in plan}) > 1:
         return None
     return [[micro_batch.tolist() for micro_batch in of_rank] for of_rank in plan]
+
+
+def fewest(
+    tokens: np.ndarray[Any, Any], work: np.ndarray[Any, Any], cap: int, *, multiple_of: int = 1, at_least: int = 1
+) -> list[list[int]] | None:
+    """Positions in as few groups as were found, a multiple of ``multiple_of``: alike in ``work``, each of at most
+    ``cap`` tokens, none empty. None if that takes more groups than there are items."""
+    least = max(at_least, -(-int(tokens.sum()) // cap))
+    for number in range(-(-least // multiple_of) * multiple_of, tokens.size + 1, multiple_of):
+        for weight in (work, tokens):  # nearly full: only exchanges find a way
+            found = planning.partition(weight, number)
+            if all(one.size and tokens[one].sum() <= cap for one in found):
+                return [one.tolist() for one in found]
+        (packed,) = planning.form_micro_batches(np.maximum(tokens, 1), work, 1, max_tokens=cap, multiple_of=number)
+        if len(packed) == number and all(tokens[one].sum() <= cap for one in packed):
+            return [one.tolist() for one in packed]
+    return None
 
 
 def choose_groups(

@@ -5,16 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from guard import GUARD_S
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import rank_batch
@@ -142,6 +139,14 @@ def test_leaving_early_acknowledges_nothing_and_loses_nothing() -> None:
     assert feed_of(dataset).acknowledged == [0, 1, 2]
 
 
+@pytest.mark.parametrize("whole_shares", [False, True])
+def test_a_step_is_acknowledged_with_its_last_micro_batch(whole_shares: bool) -> None:
+    dataset = dataset_of(STEPS, auto_ack=False, whole_shares=whole_shares)
+    for item in loader(dataset):
+        dataset.acknowledge(item)
+        assert feed_of(dataset).acknowledged == list(range(item["step"] + item.get("is_last_micro_batch", True)))
+
+
 def test_a_loop_may_acknowledge_for_itself() -> None:
     dataset = dataset_of(STEPS, auto_ack=False)
     for item in loader(dataset):
@@ -152,21 +157,6 @@ def test_a_loop_may_acknowledge_for_itself() -> None:
     dataset.acknowledge(item)
     dataset.acknowledge(item)
     assert feed_of(dataset).acknowledged == [0, 1, 2]
-
-
-def test_a_step_is_acknowledged_with_its_last_micro_batch() -> None:
-    dataset = dataset_of(STEPS, auto_ack=False)
-    for item in loader(dataset):
-        dataset.acknowledge(item)
-        through = item["step"] + item["is_last_micro_batch"]
-        assert feed_of(dataset).acknowledged == list(range(through))
-
-
-def test_a_whole_share_is_acknowledged_at_once() -> None:
-    dataset = dataset_of(STEPS, auto_ack=False, whole_shares=True)
-    for item in loader(dataset):
-        dataset.acknowledge(item)
-        assert feed_of(dataset).acknowledged == list(range(item["step"] + 1))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -252,49 +242,6 @@ def test_workers_are_refused() -> None:
     with pytest.raises(TypeError, match="RolloutDataset needs num_workers=0"):
         copy.deepcopy(dataset)  # what spawned workers, and nothing else, would need
     assert boundaries(list(loader(dataset))) == BOUNDARIES
-
-
-@contextmanager
-def controller(lengths: Sequence[int], dp_size: int) -> Iterator[str]:
-    """The address of a real controller that balances ``lengths`` over ``dp_size`` ranks, four rollouts a step."""
-    config = sb.BalancerConfig(dp_size=dp_size, batch_size=4, window=4)
-    transport = sb.TorchTransport.listen(dp_size=dp_size)
-    with sb.blocking(config) as balancer:
-        served = balancer.serve(transport)
-
-        def put() -> None:
-            for rollout in make_rollouts(lengths):
-                balancer.put(rollout)
-            balancer.end()
-
-        worker = threading.Thread(target=put, daemon=True)
-        worker.start()
-        yield transport.address
-        served.result(GUARD_S)
-        worker.join(GUARD_S)
-        assert not worker.is_alive()
-        done = balancer.statistics()
-        assert (done.acknowledged, done.waiting, done.in_flight) == (len(lengths), 0, 0)
-
-
-def test_two_ranks_over_a_real_transport_train_every_rollout_once() -> None:
-    lengths = list(range(1, 17))
-    seen: list[list[int]] = [[], []]
-    with controller(lengths, 2) as address:
-
-        def train(rank: int) -> None:
-            feed = sb.RankFeed(address, rank=rank, dp_size=2)
-            for item in loader(RolloutDataset(feed)):
-                seen[rank] += item["cu_seqlens"].diff().tolist()
-
-        ranks = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(2)]
-        for thread in ranks:
-            thread.start()
-        for thread in ranks:
-            thread.join(GUARD_S)
-        assert not any(thread.is_alive() for thread in ranks)
-    assert sorted(seen[0] + seen[1]) == lengths
-    assert min(len(of_rank) for of_rank in seen) > 0
 
 
 # --- Lightning --------------------------------------------------------------------------------------------------------

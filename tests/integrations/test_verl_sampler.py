@@ -223,12 +223,12 @@ def test_it_does_not_wait_where_nothing_more_can_come(queue: Queue, monkeypatch:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({}, "dp_size is missing"),
-        ({"dp_size": 0}, r"dp_size \(0\) must be >= 1"),
-        ({"dp_size": 2, "max_skips": -1}, r"max_skips \(-1\)"),
-        ({"dp_size": 2, "windows": 8}, r"sampler_kwargs has \['windows'\]"),
+        ({}, "missing required field `dp_size`"),
+        ({"dp_size": 0}, r"Expected `int` >= 1 - at `\$.dp_size`"),
+        ({"dp_size": 2, "max_skips": -1}, r">= 0 - at `\$.max_skips`"),
+        ({"dp_size": 2, "windows": 8}, r"unknown field `windows`. Its knobs are \['dp_size', 'max_skips', 'window'"),
         ({"dp_size": 2, "window": 8}, "window and deadline_s go together"),
-        ({"dp_size": 2, "window": 8, "deadline_s": 0}, r"deadline_s \(0\) must be > 0"),
+        ({"dp_size": 2, "window": 8, "deadline_s": 0}, r"> 0.0 - at `\$.deadline_s`"),
     ],
 )
 def test_knobs_that_cannot_work_are_refused(kwargs: dict[str, Any], message: str) -> None:

@@ -55,38 +55,6 @@ def test_the_signature_is_verls(name: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@seldom_small
-@given(st.lists(st.integers(0, 50_000), max_size=60), st.integers(1, 9), st.booleans(), st.booleans())
-def test_partitions_as_verl_returns_them(lengths: list[int], k: int, equal: bool, as_tensor: bool) -> None:
-    given_as: Any = torch.tensor(lengths, dtype=torch.int64) if as_tensor else lengths
-    if len(lengths) < k or (equal and len(lengths) % k):
-        for function in (ours.get_seqlen_balanced_partitions, theirs.get_seqlen_balanced_partitions):
-            with pytest.raises((AssertionError, ValueError)):
-                function(given_as, k, equal)
-        return
-    parts = ours.get_seqlen_balanced_partitions(given_as, k_partitions=k, equal_size=equal)
-    assert all(type(part) is list and all(type(i) is int for i in part) for part in parts)
-    assert len(parts) == k
-    assert all(parts)
-    assert all(part == sorted(part) for part in parts)
-    assert sorted(chain.from_iterable(parts)) == list(range(len(lengths)))
-    if equal:
-        assert {len(part) for part in parts} == {len(lengths) // k}
-
-
-@pytest.mark.parametrize("equal", [True, False])
-@pytest.mark.parametrize("seed", range(20))
-def test_no_heavier_than_verls_on_heavy_tailed_lengths(seed: int, equal: bool) -> None:
-    lengths = np.minimum(np.random.default_rng(seed).lognormal(7, 1, 128), 32_768).astype(int)
-    work = theirs.calculate_workload(torch.from_numpy(lengths)).tolist()
-
-    def heaviest(parts: list[list[int]]) -> float:
-        return max(sum(work[i] for i in part) for part in parts)
-
-    own = heaviest(ours.get_seqlen_balanced_partitions(work, 8, equal))
-    assert own <= heaviest(theirs.get_seqlen_balanced_partitions(work, 8, equal)) * 1.0001
-
-
 def test_groups_stay_together_through_our_partition(patched: None) -> None:
     lengths = [100] * 4 + [200] * 4 + [150] * 4 + [50] * 4
     uids = [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
@@ -204,18 +172,6 @@ def test_a_forced_group_above_the_cap_is_alone_and_logged(monkeypatch: pytest.Mo
 def test_rows_without_a_token_are_placed() -> None:
     _, positions = ours.rearrange_micro_batches(padded_batch([0, 5, 0, 7], 8), 8)
     assert sorted(chain.from_iterable(positions)) == [0, 1, 2, 3]
-
-
-def test_a_count_that_the_packer_does_not_hit_is_made_by_splitting(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stream_balancer.integrations.verl import seqlen_balancing as module
-
-    plain = module._pack
-    monkeypatch.setattr(module, "_pack", lambda *args: plain(*args[:3], 2) if args[3] == 5 else plain(*args))
-    lengths = [30, 20, 10, 9, 8, 7, 6, 5]
-    _, positions = ours.rearrange_micro_batches(jagged_batch(lengths), 60, min_num_micro_batch=5)
-    assert len(positions) == 5
-    assert all(positions)
-    assert sorted(chain.from_iterable(positions)) == list(range(8))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

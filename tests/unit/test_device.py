@@ -16,7 +16,7 @@ from scripted import Filled, make_batch, same_rollout
 from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer.client.device import Pace, Stopwatch, Upload, Uploader
+from stream_balancer.client.device import Pace, Stopwatch, Streams, Upload, Uploader
 from stream_balancer.net.pool import Pool, aligned
 from stream_balancer.types import MicroBatch, Rollout
 from stream_balancer.wire.codec import Decoded, decode, encode
@@ -29,7 +29,7 @@ class FakeEvent:
         return self.done
 
 
-class FakeStreams:
+class FakeStreams(Streams):
     """Remembers what it was asked; nothing is ever done before the test says so."""
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class FakeStreams:
         finally:
             self.inside = False
 
-    def record(self) -> FakeEvent:
+    def record(self) -> FakeEvent:  # type: ignore[override]
         assert self.inside, "the event must come behind the copy, on the same stream"
         self.events.append(FakeEvent())
         self.log.append("record")
         return self.events[-1]
 
-    def wait(self, event: FakeEvent) -> None:
+    def wait(self, event: FakeEvent) -> None:  # type: ignore[override]
         self.log.append(f"wait {self.events.index(event)}")
 
     def keep(self, tensor: Tensor) -> None:

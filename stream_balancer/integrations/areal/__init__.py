@@ -27,8 +27,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer import planning
 from stream_balancer.integrations import _rows
+from stream_balancer.integrations._plans import fewest
 from stream_balancer.integrations.partitions import replace
 
 __all__ = ["ALGORITHM", "allocate", "patch", "rollouts_from", "trajectories_from"]
@@ -61,16 +61,8 @@ def allocate(
             f"{work.size} sequences cannot be put into at least {asked} groups, none of them empty. Lower n_mbs or "
             "n_mbs_divisor, or give more sequences"
         )
-    at_least = max(asked, -(-int(work.sum()) // int(capacity)))
-    for groups in range(-(-at_least // n_groups_divisor) * n_groups_divisor, work.size + 1, n_groups_divisor):
-        shares = planning.partition(work, groups)
-        if max(float(work[share].sum()) for share in shares) > capacity:
-            (shares,) = planning.form_micro_batches(
-                np.maximum(work, 1), work, 1, max_tokens=max(int(capacity), 1), multiple_of=groups
-            )  # a tight cap is a packing problem, not a balancing one
-        if len(shares) == groups and max(float(work[share].sum()) for share in shares) <= capacity:
-            return [share.tolist() for share in shares]
-    return [[index] for index in range(work.size)]
+    found = fewest(work, work, max(int(capacity), 1), multiple_of=n_groups_divisor, at_least=asked)
+    return [[index] for index in range(work.size)] if found is None else found
 
 
 def patch() -> Callable[[], None]:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -31,42 +31,35 @@ else:
 __all__ = ["BalancedSelection", "SamplerKnobs"]  # and BalancedReplayBuffer, made when asked for: it needs verl
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerKnobs:
+class SamplerKnobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Knobs in ``trainer.v1.sampler.sampler_kwargs``."""
 
-    dp_size: int
+    dp_size: Annotated[int, msgspec.Meta(ge=1)]
     """Data-parallel ranks that a batch is split over."""
-    max_skips: int = 16
+    max_skips: Annotated[int, msgspec.Meta(ge=0)] = 16
     """No group is passed over by more batches than this, as long as no more than (max_skips + 1) batches wait. verl's
     ``max_off_policy_threshold`` holds besides: a group that would be dropped as stale at the next step goes now."""
     window: int | None = None
     """Wait until this many groups can be chosen from; None: take the choice there is once a batch is complete."""
-    deadline_s: float | None = None
+    deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """... but not longer than this after a batch was complete. Required with `window`."""
     filter_groups_metric: str | None = None
     """DAPO's group filter, which verl does not pass on to custom samplers: ``algorithm.filter_groups.metric``."""
 
     @classmethod
     def of(cls, kwargs: Mapping[str, Any]) -> SamplerKnobs:
-        """Raises ValueError for a knob that is missing, unknown, or could never fire."""
-        known = {one.name for one in fields(cls)}
-        if unknown := sorted(set(kwargs) - known):
-            raise ValueError(f"sampler_kwargs has {unknown}; BalancedReplayBuffer knows {sorted(known)}")
-        if "dp_size" not in kwargs:
-            raise ValueError("sampler_kwargs.dp_size is missing: the number of data-parallel ranks")
-        return cls(**kwargs)
+        """Raises ValueError for a knob that is missing, unknown, out of range, or could never fire."""
+        try:
+            return msgspec.convert(dict(kwargs), cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"sampler_kwargs: {error}. Its knobs are {list(cls.__struct_fields__)}") from None
 
     def __post_init__(self) -> None:
-        if self.dp_size < 1 or self.max_skips < 0:
-            raise ValueError(f"dp_size ({self.dp_size}) must be >= 1 and max_skips ({self.max_skips}) >= 0")
         if (self.window is None) != (self.deadline_s is None):
             raise ValueError(
                 "window and deadline_s go together: a window may never fill (verl bounds the prompts in flight), and a "
                 "deadline without a window never fires. Set both or neither"
             )
-        if self.deadline_s is not None and self.deadline_s <= 0:
-            raise ValueError(f"deadline_s ({self.deadline_s}) must be > 0")
 
 
 class BalancedSelection(_Base):  # type: ignore[misc] # Any, where verl is absent

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stream_balancer import planning
+from stream_balancer.integrations._plans import fewest
 from stream_balancer.integrations.partitions import get_seqlen_balanced_partitions
 
 __all__ = ["get_seqlen_balanced_partitions", "rearrange_micro_batches"]
@@ -77,16 +78,22 @@ def rearrange_micro_batches(
             int(tokens.max()),
         )
     tokens = np.minimum(tokens, max_token_len)  # exactly full: nothing else goes with it
-    bins = _pack(tokens, work, max_token_len, every) if widest <= max_token_len else []
-    needs = _Needs(max(len(bins), min_num_micro_batch or 1), tokens.size, widest)
+    bins = fewest(tokens, work, max_token_len, multiple_of=every) if widest <= max_token_len else []
+    needs = _Needs(max(tokens.size + 1 if bins is None else len(bins), min_num_micro_batch or 1), tokens.size, widest)
     agreed = needs
     if dp_group is not None and same_micro_num_in_dp and dist.is_initialized():
         agreed = _agree(needs, dp_group)
     number = -(-agreed.micro_batches // every) * every
     _check(needs, agreed, number, max_token_len)
+    assert bins is not None
     if len(bins) != number:
-        exact = _pack(tokens, work, max_token_len, number)
-        bins = exact if len(exact) == number else _split(bins, number, work)
+        more = planning.partition(work, number)
+        if all(tokens[one].sum() <= max_token_len for one in more):
+            bins = [one.tolist() for one in more]
+        while len(bins) < number:  # what fitted under the cap still does
+            bins.sort(key=len)
+            largest = bins.pop()
+            bins += [largest[::2], largest[1::2]]
     bins.sort(key=lambda one: (work[one].sum(), one[0]), reverse=True)
     if use_dynamic_bsz_balance:
         bins = bins[::2][::-1] + bins[1::2]
@@ -131,29 +138,6 @@ def _check(needs: _Needs, agreed: _Needs, number: int, max_token_len: int) -> No
             f"across DP ranks: {number} micro-batches are needed, but a rank has only {agreed.groups} groups. Raise "
             "max_token_len, or lower min_num_micro_batch or num_batches_divided_by"
         )
-
-
-def _pack(tokens: np.ndarray, work: np.ndarray, cap: int, multiple_of: int) -> list[list[int]]:
-    """The least multiple of micro-batches that was found for one rank's groups."""
-    (bins,) = planning.form_micro_batches(tokens, work, 1, max_tokens=cap, multiple_of=multiple_of)
-    least = -(-int(tokens.sum()) // (cap * multiple_of)) * multiple_of
-    for number in range(max(least, multiple_of), len(bins), multiple_of):  # nearly full: only exchanges find a way
-        for weight in (work, tokens):
-            parts = planning.partition(weight, number)
-            if all(part.size and tokens[part].sum() <= cap for part in parts):
-                return [part.tolist() for part in parts]
-    return [one.tolist() for one in bins]
-
-
-def _split(bins: list[list[int]], number: int, work: np.ndarray) -> list[list[int]]:
-    """Halve the heaviest until there are `number`: what fitted under the cap still does. There are groups enough."""
-    bins = list(bins)
-    while len(bins) < number:
-        heaviest = max((one for one in bins if len(one) > 1), key=lambda one: float(work[one].sum()))
-        bins.remove(heaviest)
-        by_work = sorted(heaviest, key=work.__getitem__, reverse=True)
-        bins += [sorted(by_work[::2]), sorted(by_work[1::2])]
-    return bins
 
 
 def _lengths(batch: Any) -> tuple[Tensor, int]:
