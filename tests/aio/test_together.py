@@ -249,10 +249,26 @@ def _first(error: BaseException) -> BaseException:
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
-def chosen() -> list[frozenset[str]]:
+FOUND = {
+    # told of the end, and gone; planned again for others while they met; told nobody that it is drained
+    "journal+replan": (2, 15, 27),
+    "journal+mini_batches+resize": (0,),
+    "journal+resize": (11,),
+    "groups+journal+shared": (357895,),
+    # the last row of a step was planned again for more ranks; step 0 was taken before a restart
+    "journal+open+resize": (5, 11),
+    "journal+resize+roles": (690355,),
+    "journal+replan+resize": (0,),
+}
+"""Features and seeds of faults that were found here."""
+
+
+def chosen() -> list[tuple[frozenset[str], int]]:
     triples = random.Random(0).sample(list(combinations(FEATURES, 3)), 60)
     every = [*map(frozenset, combinations(FEATURES, 2)), *map(frozenset, triples)]
-    return [one for one in every if not one >= {"direct", "journal"}]  # a journal cannot hold what is elsewhere
+    found = [(frozenset(features.split("+")), seed) for features, seeds in FOUND.items() for seed in seeds]
+    # a journal cannot hold what is elsewhere
+    return [*((one, 0) for one in every if not one >= {"direct", "journal"}), *found]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -260,12 +276,14 @@ def _no_blocking_calls() -> None:
     """Journals write in the loop."""
 
 
-@pytest.mark.parametrize("features", chosen(), ids=lambda features: "+".join(sorted(features)))
-async def test_together(features: frozenset[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("features", "seed"), chosen(), ids=lambda value: str(value) if isinstance(value, int) else "+".join(sorted(value))
+)
+async def test_together(features: frozenset[str], seed: int, tmp_path: Path) -> None:
     threads, refused = set(threading.enumerate()), list[str]()
     try:
         with journals_in_loop() as disk:
-            team = Team(features, 0, tmp_path, disk)
+            team = Team(features, seed, tmp_path, disk)
             balancer = await team.run()
     except* (sb.ConfigError, sb.RolloutError) as error:
         refused.append(str(_first(error)))

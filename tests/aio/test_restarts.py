@@ -1,0 +1,182 @@
+"""A controller that is killed with a journal, and the next one: whom it waits for, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from crew import Crew
+from in_loop import Disk, journals_in_loop
+
+import stream_balancer as sb
+from stream_balancer.testing import MemoryNetwork, make_rollout
+
+SIZE = 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_blocking_calls() -> None:
+    """Journals write in the loop."""
+
+
+@pytest.fixture
+def disk() -> Iterator[Disk]:
+    with journals_in_loop() as disk:
+        yield disk
+
+
+class Life:
+    """Controllers of one journal, one after the other."""
+
+    def __init__(self, folder: Path, disk: Disk, network: MemoryNetwork, **options: Any) -> None:
+        self.folder, self.disk, self.network, self.options = folder, disk, network, options
+
+    def balancer(self) -> sb.StreamBalancer:
+        config = sb.BalancerConfig(dp_size=self.network.dp_size, batch_size=SIZE, window=SIZE)
+        return sb.StreamBalancer(config, journal=self.folder)
+
+    async def until_killed(self, rollouts: int, when: Callable[[], bool], *, end: bool = False) -> None:
+        async with self.balancer() as balancer, anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(sb.serve, report_after_s=1e9, **self.options), balancer, self.network)
+            for number in range(rollouts):
+                await balancer.put(make_rollout(8, f"r{number}"))
+            if end:
+                balancer.end()
+            while not when():  # noqa: ASYNC110
+                await anyio.sleep(0.05)
+            self.disk.die()
+            tasks.cancel_scope.cancel()
+
+    async def to_the_end(self) -> sb.StreamBalancer:
+        async with self.balancer() as balancer:
+            balancer.end()
+            with anyio.fail_after(1000):
+                await sb.serve(balancer, self.network, report_after_s=1e9, **self.options)
+        return balancer
+
+
+async def test_a_rank_that_was_told_of_the_end_and_has_left_is_not_waited_for(tmp_path: Path, disk: Disk) -> None:
+    """Another saves a checkpoint meanwhile, for longer than the controller lives."""
+    network, through = MemoryNetwork(dp_size=2), list[int]()
+    life = Life(tmp_path, disk, network)
+
+    async def train(rank: int, *, auto_ack: bool) -> None:
+        feed = sb.RankFeed(network.connect(rank, rejoin=True), auto_ack=auto_ack)
+        async for step in feed:
+            async for _ in step:
+                pass
+        through.append(rank)
+        await anyio.sleep(50)
+        if not auto_ack:
+            feed.acknowledge_through(step.step)
+
+    async with anyio.create_task_group() as ranks:
+        ranks.start_soon(partial(train, 0, auto_ack=True))
+        ranks.start_soon(partial(train, 1, auto_ack=False))
+        await life.until_killed(2 * SIZE, lambda: len(through) == 2, end=True)
+        balancer = await life.to_the_end()
+    assert balancer.statistics().acknowledged == 2 * SIZE
+
+
+async def test_a_rank_that_does_not_come_back_is_given_up_in_time_and_named(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = MemoryNetwork(dp_size=3)
+    crew = Crew(network, {1: (1, "work")})
+    crew.rejoin = True
+    life = Life(tmp_path, disk, network, on_rank_loss="replan", rejoin_timeout_s=30.0)
+    async with anyio.create_task_group() as ranks:
+        for rank in range(3):
+            ranks.start_soon(crew.train, rank)
+        await life.until_killed(4 * SIZE, lambda: not crew.die)
+        began = anyio.current_time()
+        balancer = await life.to_the_end()
+    assert anyio.current_time() - began >= 30.0
+    crew.check(balancer, 4 * SIZE)
+    assert "rank 1 is given up: it did not come back after the controller was started again" in caplog.text
+
+
+async def test_a_rank_is_given_up_on_the_disk_before_others_get_its_work(tmp_path: Path, disk: Disk) -> None:
+    network = MemoryNetwork(dp_size=2)
+    crew, begun = Crew(network, {1: (0, "work")}), list[float]()
+
+    def seconds(*_: int) -> float:
+        begun.append(anyio.current_time())
+        return 1.0
+
+    crew.seconds = seconds
+    life = Life(tmp_path, disk, network, on_rank_loss="replan", rejoin_timeout_s=10.0)
+    async with life.balancer() as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(sb.serve, **life.options), balancer, life.network)
+        for rank in range(2):
+            tasks.start_soon(crew.train, rank)
+        for number in range(SIZE):
+            await balancer.put(make_rollout(8, f"r{number}"))
+        balancer.end()
+        await anyio.sleep(5.0)
+        disk.delay_s = 7.0
+    crew.check(balancer, SIZE)
+    assert begun[-1] >= 10.0 + 7.0
+
+
+async def test_a_rank_of_which_one_process_is_lost_is_given_up_and_the_others_are_told() -> None:
+    network = MemoryNetwork(dp_size=3)
+    seats = [Crew(network), Crew(network, {1: (1, "work")})]
+    config = sb.BalancerConfig(dp_size=3, batch_size=SIZE, window=SIZE)
+    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(sb.serve, on_rank_loss="replan", rejoin_timeout_s=5.0), balancer, network)
+        for seat, crew in enumerate(seats):
+            for rank in range(3):
+                tasks.start_soon(partial(crew.train, rank, seat=seat, seats=2))
+        for number in range(4 * SIZE):
+            await balancer.put(make_rollout(8, f"r{number}"))
+        balancer.end()
+    for crew in seats:
+        crew.check(balancer, 4 * SIZE)
+        assert crew.present[3] == (0, 2)
+    [error] = seats[0].errors
+    assert "rank 1 was given up, since others of its processes were lost" in str(error)
+
+
+async def test_a_process_that_comes_back_is_not_its_whole_rank(caplog: pytest.LogCaptureFixture) -> None:
+    """Both seats of a rank are lost, and one comes back: the other is waited for no longer than before."""
+    network = MemoryNetwork(dp_size=2)
+    seats = [Crew(network, {1: (1, "work")}), Crew(network, {1: (1, "work")})]
+    config = sb.BalancerConfig(dp_size=2, batch_size=SIZE, window=SIZE)
+    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(sb.serve, on_rank_loss="replan", rejoin_timeout_s=20.0), balancer, network)
+        for seat, crew in enumerate(seats):
+            for rank in range(2):
+                tasks.start_soon(partial(crew.train, rank, seat=seat, seats=2))
+        for number in range(4 * SIZE):
+            await balancer.put(make_rollout(8, f"r{number}"))
+        balancer.end()
+        await anyio.sleep(10)
+        tasks.start_soon(partial(seats[0].train, 1, seat=0, seats=2))
+    assert balancer.statistics().acknowledged == 4 * SIZE
+    assert "rank 1 is given up" in caplog.text
+
+
+async def test_a_role_that_shares_rollouts_says_why_it_cannot_go_on_without_a_rank() -> None:
+    network = MemoryNetwork(dp_size=2)
+    knobs = {"cp_sizes": (1, 2), "cp_min_tokens": 40, "max_tokens_per_micro_batch": 60}
+    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=4, **knobs)  # type: ignore[arg-type]
+    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
+        for number in range(4):
+            await balancer.put(make_rollout(100 if number == 0 else 6, f"r{number}"))
+        peers = [network.connect(rank, role=role) for role in ("", "ref") for rank in range(2)]
+        feeds = [sb.RankFeed(peer) for peer in peers]
+
+        async def cut() -> None:
+            await anyio.sleep(1)
+            peers[-1].cut()
+
+        tasks.start_soon(cut)
+        with pytest.raises(sb.RankLostError, match="together with other ranks of its role"):
+            await sb.serve(balancer, network, on_rank_loss="replan", roles={"ref": ["ref"]})
+        for feed in feeds:
+            feed.close()
