@@ -45,7 +45,7 @@ REFUSED = {
         # ranks meet several times in a step, or train on one rollout together
         "replan+mini_batches": "cannot join the meetings that are over",
         "late+mini_batches": "cannot join the meetings that are over",
-        "shared+mini_batches": "mini-batches of whole rollouts",
+        "shared+mini_batches": "made of whole rollouts",
         "prefixes+mini_batches": "siblings would be torn apart",
         "prefixes+shared": "a shared prefix lies on one rank",
         # not impossible: nobody has written it
