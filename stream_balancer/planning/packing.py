@@ -77,8 +77,8 @@ class Packer:
         bins = self._pack_lightest(by_work, number, self.work_list)
         if bins is None:
             by_tokens = share[np.lexsort((-self.work[share], -self.tokens[share]))].tolist()
-            bins = self._pack_lightest(by_tokens, number, self.token_list) or self._pack_best_fit(by_tokens, number)
-        return bins
+            bins = self._pack_lightest(by_tokens, number, self.token_list) or self.tight(by_tokens, number)
+        return None if bins is None else self._fill_empty(bins + [[] for _ in range(number - len(bins))])
 
     def fewest(self, items: list[int]) -> Bins:
         """In as few bins as are found."""
@@ -172,19 +172,6 @@ class Packer:
                 if room[entry[1]] > 0:
                     heapq.heappush(heap, entry)
         return bins
-
-    def _pack_best_fit(self, order: list[int], number: int) -> Bins | None:
-        """Best-fit decreasing: each to the fullest bin that has room. O(n * number), vectorised."""
-        room = np.full(number, self.cap, dtype=np.int64)
-        bins: Bins = [[] for _ in range(number)]
-        for i in order:
-            left = room - self.token_list[i]
-            one = int(np.where(left >= 0, left, np.iinfo(np.int64).max).argmin())
-            if left[one] < 0:
-                return None
-            room[one] = left[one]
-            bins[one].append(i)
-        return self._fill_empty(bins)
 
     def _pack_neighbours(self, share: Ints, number: int) -> Bins | None:
         """Padded: runs of neighbours in length, cut so that the costliest run is as cheap as can be (bisection)."""

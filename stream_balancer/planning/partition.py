@@ -4,7 +4,7 @@ Pure: numpy in, index arrays out; a work budget instead of a clock, so the same 
 
     costs --> lower_bound          no partition can finish before this (bounds.py)
           --> greedy start         largest first onto the rank that would finish first (LPT, Graham 1969)
-          --> swap rounds          until the bound, or until the work budget is spent (refinement.py)
+          --> exchanges            until the bound, or until the work budget is spent (cells.py)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from .arrays import check_ranks, checked_costs, checked_speeds, split_by_label
 from .bounds import lower_bound_of
-from .refinement import refine
+from .cells import Cells, Limit
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4
 """How far (relatively) above the lower bound a search may stop."""
+
+_BUDGET, _BUDGET_EACH = 80_000, 500
+"""Elementary operations that a search may spend: so many, and so many more for every rollout."""
+
+_SMALL = 48
+"""Up to so many rollouts one descent often ends in a poor partition, and many are affordable side by side."""
+
+_COPIES_WORK = 6_000
+"""Places in all the copies that descend side by side, times ranks."""
 
 
 def partition(
@@ -54,7 +63,7 @@ def partition(
     Raises:
         ValueError: a cost is negative or not finite, a speed is not positive, or num_ranks < 1.
 
-    Complexity: O(n log n) plus a refinement bounded by a fixed budget of elementary operations.
+    Complexity: O(n log n) plus exchanges bounded by a fixed budget of elementary operations.
 
     Examples:
         >>> costs = [900, 700, 500, 400, 300, 200]
@@ -158,9 +167,29 @@ def _search(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, t
     else:
         labels = _largest_first_with_speeds(work, num_ranks, counts, rate)
     bound = lower_bound_of(work, num_ranks, counts, rate)
-    if bound > 0.0:
-        refine(labels, work, num_ranks, counts, rate, bound * (1.0 + tolerance))
-    return labels
+    return _improved(labels, work, num_ranks, counts, rate, bound * (1.0 + tolerance)) if bound > 0.0 else labels
+
+
+def _improved(labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, target: float) -> Ints:
+    """Labels after exchanges between ranks, until the latest finish is at the target or the work budget is spent."""
+    even, ones = counts == "equal", np.ones(work.size, dtype=np.int64)
+    least, most = (work.size // num_ranks, -(-work.size // num_ranks)) if even else (1, work.size)
+    # where ranks are alike no exchange that helps leaves one empty; nor is a count changed if all have as many
+    limits = [] if (rate is None and not even) or least == most else [Limit(ones, least, most)]
+    cells = Cells.of(labels, work, num_ranks, speed=rate, even=even, limits=limits)
+    if work.size <= _SMALL:
+        cells = Cells(work, _shuffled(cells.slots, num_ranks), num_ranks, speed=rate, even=even, limits=limits)
+    cells.improve(target, _BUDGET + _BUDGET_EACH * work.size)
+    return cells.cell_of(int(cells.times.argmin()))
+
+
+def _shuffled(slots: Ints, num_ranks: int) -> Ints:
+    """[copies * num_ranks, width] copies that start unlike: each column of slots is shuffled over the ranks, so counts
+    stay as they are. The generator is seeded: the same input gives the same answer."""
+    copies = _COPIES_WORK // (slots.size * num_ranks)
+    shuffle = np.random.default_rng(0).random((max(copies, 1), *slots.shape)).argsort(axis=1)
+    shuffle[0] = np.arange(num_ranks)[:, None]
+    return np.take_along_axis(np.broadcast_to(slots, shuffle.shape), shuffle, axis=1).reshape(-1, slots.shape[1])
 
 
 def _one_each(work: Floats, rate: Floats | None) -> Ints:

@@ -11,26 +11,23 @@ Pure and deterministic.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from .arrays import loads_of
-from .cost_order import CostOrder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from .arrays import Bools, Counts, Floats, Ints
+    from .cost_order import CostOrder
     from .selection import Units
 
 EVEN = 1.003
 """Ranks within 0.3 % of each other are left alone: the partition alone gets there from about 8 rollouts per rank on."""
 
-_TOO_LONG = 8
-"""Rollouts passed by because they would not fit under the token cap, before the next place is tried."""
+_LOOKED_AT = 8
+"""Waiting rollouts of the nearest costs that are looked at for each place: the costliest that is not taken and fits
+under the token cap comes in."""
 
 
 def swap_with_waiting(
@@ -61,161 +58,90 @@ def swap_with_waiting(
     for n chosen rollouts, in at most two passes over the ranks.
 
     Examples:
+        >>> from stream_balancer.planning.cost_order import CostOrder
         >>> costs = np.array([900.0, 700.0, 450.0, 300.0, 200.0, 400.0])
         >>> chosen = [[np.array([0, 2])], [np.array([1, 3])]]  # [rank][micro_batch]: 1350, 1000
         >>> fixed = np.zeros(6, dtype=np.bool_)
         >>> swap_with_waiting(costs, chosen, fixed, CostOrder(costs))  # 1100 and 1100
         [[array([0, 4])], [array([1, 5])]]
     """
-    rate = [1.0] * len(shares) if speeds is None else speeds.tolist()
-    chosen = np.concatenate([one for share in shares for one in share])
+    rate = np.ones(len(shares)) if speeds is None else speeds
+    step = _Step(costs, shares, fixed, None if lengths is None or max_tokens is None else (lengths, max_tokens))
+    loads, chosen = step.loads(), step.positions
     if chosen.size == costs.size:
         return shares
-    loads = loads_of(costs, shares).tolist()
-    total_rate = sum(rate)
     # no choice of the same work ends earlier than its mean, or than its heaviest rollout on the fastest rank
-    level = max(sum(loads) / total_rate, float(costs[chosen].max()) / max(rate))
-    before = max(load / speed for load, speed in zip(loads, rate, strict=True))
-    if before <= level * EVEN:
+    level = max(float(loads.sum() / rate.sum()), float(costs[chosen].max() / rate.max()))
+    finish = loads / rate
+    if float(finish.max()) <= level * EVEN:
         return shares
-    idle_before = 1.0 - sum(loads) / total_rate / before
+    idle_before = 1.0 - float(loads.sum() / rate.sum() / finish.max())
     # heavier ones would make some rank later than all are now
-    candidates = _Candidates(costs, order, chosen, heaviest=level * max(rate))
-    ranks = [_Rank(costs, share, load, lengths, max_tokens) for share, load in zip(shares, loads, strict=True)]
-
-    def finish(rank: int) -> float:
-        return ranks[rank].load / rate[rank]
-
-    by_finish = sorted(range(len(ranks)), key=finish)
-    for rank in reversed(by_finish):  # the latest first: they give back what the early ones lack
-        if finish(rank) > level:
-            ranks[rank].fit(fixed, candidates, level * rate[rank])
-    highest = max(map(finish, by_finish))
-    for rank in sorted(by_finish, key=finish):
-        if finish(rank) * EVEN < highest:
-            ranks[rank].fit(fixed, candidates, highest * rate[rank])
-    work = sum(rank.load for rank in ranks)
-    if 1.0 - work / total_rate / max(map(finish, by_finish)) >= idle_before:
+    ascending = order.ascending()
+    ascending = ascending[costs[ascending] <= level * rate.max()]
+    # the latest first: they give back what the early ones lack
+    latest_first = np.argsort(-finish, kind="stable")
+    step.fit(latest_first[finish[latest_first] > level], ascending, level * rate)
+    finish = step.loads() / rate
+    highest, earliest_first = float(finish.max()), np.argsort(finish, kind="stable")
+    step.fit(earliest_first[finish[earliest_first] * EVEN < highest], ascending, highest * rate)
+    loads = step.loads()
+    if 1.0 - float(loads.sum() / rate.sum() / (loads / rate).max()) >= idle_before:
         return shares  # bringing several late ranks down can starve the others: then the batch was better as it was
-    return [rank.micro_batches() for rank in ranks]
+    return step.shares()
 
 
-class _Candidates:
-    """Rollouts that may come in, by cost; of equal ones the older first.
+class _Step:
+    """Rollouts of a step side by side, rank by rank, and their micro-batches."""
 
-    An array that stays as it is, what was taken from it, and the few that came back: no swap moves the others.
-    """
+    def __init__(self, costs: Floats, shares: list[list[Ints]], fixed: Bools, cap: tuple[Ints, int] | None) -> None:
+        """``cap``: ([W] tokens, most of a micro-batch); None: any number."""
+        self._costs, self._fixed, self._cap = costs, fixed, cap
+        sizes = [one.size for share in shares for one in share]
+        self.positions: Ints = np.concatenate([one for share in shares for one in share])
+        self._numbers = [len(share) for share in shares]
+        self._ends, self._bin_of = np.cumsum(sizes), np.repeat(np.arange(len(sizes)), sizes)
+        self._rank_of = np.repeat(np.arange(len(shares)), [sum(map(len, share)) for share in shares])
 
-    def __init__(self, costs: Floats, order: CostOrder, chosen: Ints, heaviest: float) -> None:
-        may = costs <= heaviest  # [W]
-        # who is chosen comes back through swap() only, once it was given away
-        may[chosen] = False
-        ascending = order.ascending()
-        # [candidates], lightest first
-        self._positions = ascending[may[ascending]]  # [candidates]
-        self._costs = costs[self._positions]
-        self._num_waiting = costs.size
-        self._below_taken: dict[int, int] = {}  # place that was taken from -> a lower one to look at instead
-        self._returned: list[tuple[float, int]] = []  # (cost, position), ascending
+    def loads(self) -> Floats:
+        """[num_ranks]"""
+        loads = np.bincount(self._rank_of, weights=self._costs[self.positions], minlength=len(self._numbers))
+        return loads.astype(np.float64)
 
-    def tops(self, costs: Floats) -> list[int]:
-        """For each cost the highest place that costs no more; -1 if none does."""
-        places: list[int] = (np.searchsorted(self._costs, costs, side="right") - 1).tolist()
-        return places
+    def shares(self) -> list[list[Ints]]:
+        """[rank][micro-batch] -> ascending positions."""
+        bins = iter([np.sort(one) for one in np.split(self.positions, self._ends[:-1])])
+        return [[next(bins) for _ in range(number)] for number in self._numbers]
 
-    def down_from(self, top: int, cost: float) -> Iterator[tuple[float, int]]:
-        """(cost, position) of what is there at a cost and below, the costliest first; `top` as of `tops`."""
-        # _num_waiting is above every position, so those of exactly this cost are included
-        place, returned = self._untaken(top), bisect_right(self._returned, (cost, self._num_waiting)) - 1
-        while place >= 0 or returned >= 0:
-            here = (float(self._costs[place]), int(self._positions[place])) if place >= 0 else (-1.0, -1)
-            if returned >= 0 and self._returned[returned] > here:
-                yield self._returned[returned]
-                returned -= 1
-            else:
-                yield here
-                place = self._untaken(place - 1)
-
-    def swap(self, taken: tuple[float, int], given: tuple[float, int]) -> None:
-        """One goes, another comes back; (cost, position) each."""
-        at = bisect_left(self._returned, taken)
-        if self._returned[at : at + 1] == [taken]:
-            self._returned.pop(at)
-        else:
-            first, end = np.searchsorted(self._costs, taken[0]), np.searchsorted(self._costs, taken[0], side="right")
-            place = int(first + np.searchsorted(self._positions[first:end], taken[1]))  # equal costs lie by position
-            self._below_taken[place] = place - 1
-        insort(self._returned, given)
-
-    def _untaken(self, place: int) -> int:
-        """The first place from here downwards that nothing was taken from; -1 if there is none."""
-        below = self._below_taken
-        while place in below:
-            lower = below[place]
-            below[place] = below.get(lower, lower)  # a shorter way for the next one
-            place = lower
-        return place
-
-
-class _Rank:
-    """One rank's share, as a list of places that can be given another rollout."""
-
-    def __init__(
-        self, costs: Floats, share: list[Ints], load: float, lengths: Ints | None, max_tokens: int | None
-    ) -> None:
-        self.load = load
-        self._costs = costs
-        self._lengths = lengths
-        self._positions = [position for one in share for position in one.tolist()]
-        self._bins = [number for number, one in enumerate(share) for _ in range(one.size)]
-        self._room = (
-            []  # tokens that each micro-batch could still take
-            if lengths is None or max_tokens is None
-            else [max_tokens - int(lengths[one].sum()) for one in share]
-        )
-
-    def fit(self, fixed: Bools, candidates: _Candidates, level: float) -> None:
-        """The one swap that brings this rank closest to `level` from below, if there is one."""
-        costs = self._costs[self._positions]
-        without = self.load - costs  # [places] of this rank
-        # [places] what may come in where this one goes, at most
-        gaps = level - without
-        # a rank above the level must come down, whatever it then reaches
-        best, swap = self.load if self.load <= level else -1.0, None
-        places = zip(self._positions, without.tolist(), gaps.tolist(), candidates.tops(gaps), strict=True)
-        for place, (position, rest, gap, top) in enumerate(places):
-            if fixed[position]:
-                continue
-            for cost, candidate in islice(candidates.down_from(top, gap), _TOO_LONG):
-                # The costliest that still fits comes first: whatever follows at this place is worse than what was
-                # found.
-                if rest + cost <= best:
-                    break
-                if self._fits(place, candidate):
-                    best, swap = rest + cost, (place, (cost, candidate))
-                    break
-        if swap is None:
+    def fit(self, ranks: Ints, ascending: Ints, levels: Floats) -> None:
+        """Bring each of these ranks in turn as close to its level from below as one swap with the rollouts that wait
+        can. ``ascending``: whoever may come in, by cost; those that go already are passed by."""
+        waits = np.ones(self._costs.size, dtype=np.bool_)
+        waits[self.positions] = False
+        pool = ascending[waits[ascending]]
+        if not pool.size:
             return
-        place, taken = swap
-        given = self._positions[place]
-        if self._room and self._lengths is not None:
-            self._room[self._bins[place]] += int(self._lengths[given]) - int(self._lengths[taken[1]])
-        self._positions[place] = taken[1]
-        candidates.swap(taken, (float(self._costs[given]), given))
-        self.load = best
-
-    def _fits(self, place: int, incoming: int) -> bool:
-        if not self._room or self._lengths is None:
-            return True
-        more = int(self._lengths[incoming]) - int(self._lengths[self._positions[place]])
-        return more <= self._room[self._bins[place]]
-
-    def micro_batches(self) -> list[Ints]:
-        """[micro-batch] -> ascending positions."""
-        found: list[list[int]] = [[] for _ in range(self._bins[-1] + 1)]
-        for number, position in zip(self._bins, self._positions, strict=True):
-            found[number].append(position)
-        return [np.array(sorted(one), dtype=np.int64) for one in found]
+        loads, costs, rank_of = self.loads(), self._costs[self.positions], self._rank_of
+        without = loads[rank_of] - costs  # [n]
+        # [n, looked at] what may come in where each goes, at most up to the level, and what the rank has then
+        place = np.searchsorted(self._costs[pool], levels[rank_of] - without, side="right")[:, None]
+        place = place - 1 - np.arange(_LOOKED_AT)
+        incoming = pool[np.maximum(place, 0)]
+        load = np.where(
+            (place >= 0) & ~self._fixed[self.positions][:, None], without[:, None] + self._costs[incoming], -1
+        )
+        if self._cap is not None:
+            lengths, most = self._cap
+            held = np.bincount(self._bin_of, weights=lengths[self.positions])[self._bin_of]
+            load[(held - lengths[self.positions])[:, None] + lengths[incoming] > most] = -1.0
+        ends = np.searchsorted(rank_of, ranks, side="right").tolist()
+        for rank, first, end in zip(ranks.tolist(), np.searchsorted(rank_of, ranks).tolist(), ends, strict=True):
+            after = np.where(waits[incoming[first:end]], load[first:end], -1.0)
+            row, column = divmod(int(after.argmax()), _LOOKED_AT)
+            # a rank above the level must come down, whatever it then reaches
+            if after[row, column] > (loads[rank] if loads[rank] <= levels[rank] else -1.0):
+                self.positions[first + row] = incoming[first + row, column]
+                waits[incoming[first + row, column]] = False
 
 
 _NEXT_STEP = 0.25

@@ -1,0 +1,410 @@
+"""One search for every layout: exchanges of up to two rollouts for two, between cells that have to be alike.
+
+A *cell* is what one rank runs between two meetings of all ranks; the cells that run at the same time are a *row*, which
+takes as long as its last cell. Ranks that meet once a step have one row; ranks that meet at every micro-batch have a
+row for every index.
+
+    late with early   one row: the last cell with the first, the next with the next, all pairs at once
+    last with others  the last cell of every row with those that have most time to spare, then with all
+    regrouped         many rows: the longest cells into one row, the next into the next
+
+What an exchange must not break (tokens, counts) is a limit; whether a cell of several micro-batches can be packed is
+asked of the best few. Layouts stand below one another in one table, so many starts descend side by side. Pure and
+deterministic: a budget of elementary operations instead of a clock.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    from .arrays import Floats, Ints
+    from .packing import Bins
+
+_ROUND_WORK, _PACK_WORK = 4_000, 6_000
+"""What a round costs beside the exchanges it compares, and packing two cells, in the same unit."""
+
+_SINGLE_ROUNDS = 8
+"""Rounds of one-for-one exchanges; two for two cost more and help when the cells are nearly alike."""
+
+_PAIRINGS = 3
+"""Rounds without an exchange, each with other pairs, after which the last cell is tried with the others."""
+
+_COLUMNS = (0, 48, 24)
+"""Rollouts of a cell that take part in a round of one for one, of two for two; more would not make a better exchange,
+only a slower one."""
+
+_TABLE = 40_000
+"""Up to so many exchanges of a round are all compared, where some may not be done."""
+
+_NEAREST, _NEAREST_THAT_MAY = 2, 12
+"""Else the answers to each choice that are compared: those that come nearest to the ideal; more where some may not be
+given."""
+
+_NEAR = 12
+"""The last cell of several rows is compared with so many first; only if that fails with all."""
+
+_SMALL = 64
+"""Up to so many rollouts in several rows two are exchanged for two."""
+
+_PACKED = 24
+"""Exchanges of a round that are packed for real, the best first."""
+
+_LITTLE = 1e-6
+"""Where several cells share the peak of a row nothing is saved yet, but one fewer does: what lowering it counts."""
+
+_LEAST_GAIN = 1e-9
+"""A gain within rounding is no gain: two cells could exchange the same rollouts to and fro until the budget is spent.
+"""
+
+
+class Limit(NamedTuple):
+    """Bounds on what the rollouts of a cell are together: on their number, or their tokens."""
+
+    amounts: Ints
+    """[n] of each rollout."""
+    least: int
+    most: int
+
+
+class _Side(NamedTuple):
+    """What one cell of each pair could give away."""
+
+    cells: Ints
+    """[pairs]"""
+    slots: Ints
+    """[pairs, columns] positions."""
+    columns: Ints
+    """[columns] where in a cell each lies."""
+    choices: tuple[Ints, ...]
+    """[choices] of the columns, one array for each rollout in a choice."""
+
+    def sums(self, values: Any) -> Any:
+        """[pairs, choices]"""
+        columns = values[self.slots]
+        return sum((columns[:, side] for side in self.choices[1:]), columns[:, self.choices[0]])
+
+    def rollouts(self, pair: int, choice: int) -> list[int]:
+        """Positions of one choice."""
+        return [int(self.slots[pair, side[choice]]) for side in self.choices]
+
+
+class Cells:
+    """Layouts below one another, [layouts * rows * ranks] cells, and what lies in each."""
+
+    def __init__(
+        self,
+        work: Floats,
+        slots: Ints,
+        num_ranks: int,
+        *,
+        rows: int = 1,
+        speed: Floats | None = None,
+        even: bool = False,
+        limits: Sequence[Limit] = (),
+        pack: Callable[[list[int]], Bins | None] | None = None,
+    ) -> None:
+        """
+        Args:
+            work: [n] of each rollout.
+            slots: [cells, width] positions of the rollouts in each, n where there is none.
+            num_ranks: cells of a row.
+            rows: of a layout.
+            speed: [num_ranks] relative speeds; None: all alike.
+            even: as many rollouts are exchanged as come back, a free place counted.
+            limits: what no exchange may break.
+            pack: what a cell has into its micro-batches, None if no way is found; None: nothing has to be packed.
+        """
+        self._none, self._num_ranks, self._rows, self._even, self._pack = work.size, num_ranks, rows, even, pack
+        number = slots.shape[0]
+        self._row_of = np.arange(number) // num_ranks
+        self._speed = None if speed is None else np.tile(speed, number // num_ranks)
+        # nobody weighs nothing: an exchange with nobody is a move
+        self._work = np.append(work, 0.0)
+        self._limits = [
+            (limit._replace(amounts=np.append(limit.amounts, 0)), np.zeros(number, int)) for limit in limits
+        ]
+        self.slots = np.sort(slots, axis=1)
+        self._load, self._held = np.zeros(number), np.zeros(number, dtype=np.int64)
+        self.finish = np.zeros(number)
+        """[cells] when each is done."""
+        self._weigh(np.arange(number))
+
+    @classmethod
+    def of(cls, cell_of: Ints, work: Floats, num_ranks: int, *, rows: int = 1, **rest: Any) -> Cells:
+        """One layout; ``cell_of``: [n] the cell of each rollout."""
+        held = np.bincount(cell_of, minlength=rows * num_ranks)
+        slots = np.full((held.size, int(held.max())), work.size)
+        order = np.argsort(cell_of, kind="stable")
+        # sorted by cell, the place within one is the place in the order less the start of that cell
+        slots[cell_of[order], np.arange(order.size) - (np.cumsum(held) - held)[cell_of[order]]] = order
+        return cls(work, slots, num_ranks, rows=rows, **rest)
+
+    def _weigh(self, cells: Ints) -> None:
+        """What these hold now, and when they are done."""
+        rows = self.slots[cells]
+        self._load[cells] = self.finish[cells] = self._work[rows].sum(axis=1)
+        self._held[cells] = (rows < self._none).sum(axis=1)
+        if self._speed is not None:
+            self.finish[cells] /= self._speed[cells]
+        for limit, held in self._limits:
+            held[cells] = limit.amounts[rows].sum(axis=1)
+        missing = 0 if self._even else int(self._held.max()) + 2 - self.slots.shape[1]
+        if missing > 0:  # room for two more in every cell
+            more = np.full((self.slots.shape[0], missing), self._none)
+            self.slots = np.concatenate((self.slots, more), axis=1)
+
+    @property
+    def times(self) -> Floats:
+        """[layouts] of the step: the sum over rows of their last cells."""
+        times: Floats = self.finish.reshape(-1, self._rows, self._num_ranks).max(axis=2).sum(axis=1)
+        return times
+
+    def cell_of(self, layout: int = 0) -> Ints:
+        """[n] the cell of each rollout in one layout."""
+        size = self._rows * self._num_ranks
+        cells: Ints = np.empty(self._none + 1, dtype=np.int64)
+        cells[self.slots[layout * size : (layout + 1) * size]] = np.arange(size)[:, None]
+        return cells[:-1]
+
+    # ---- a round
+
+    def exchange(self, a: Ints, b: Ints, size: int, turn: int, *, last: bool) -> tuple[bool, int]:
+        """For each pair of cells (a[p], b[p]) the best exchange of up to ``size`` rollouts for as many; done where it
+        helps. -> (any done, work spent).
+
+        ``last``: a is the last cell of its row, the time of the rows is to fall, and at most one exchange changes a
+        row; else both cells are to be done earlier, and each is in one pair only.
+        """
+        mine, theirs = self._side(a, size, turn), self._side(b, size, turn)
+        gives, takes = mine.sums(self._work), theirs.sums(self._work)
+        binding = []
+        for limit, held in self._limits:
+            out, into, has = mine.sums(limit.amounts), theirs.sums(limit.amounts), held[np.concatenate((a, b))]
+            change = max(int(out.max()), int(into.max()))
+            if has.min() - change < limit.least or has.max() + change > limit.most:
+                binding.append((limit, held, out, into))
+        # of the nearest few none might be allowed
+        look = takes.shape[1] if gives.size * takes.shape[1] <= _TABLE else _NEAREST_THAT_MAY
+        seconds, peaks = self._floors(a, b) if last and self._rows > 1 else (None, None)
+        near = _nearest(gives, takes, self._ideal(a, b, seconds, peaks), look if binding else _NEAREST)
+        after = self._after(a, b, _change(gives, takes, near), seconds, peaks)
+        for limit, held, out, into in binding:
+            change = _change(out, into, near)
+            has_a, has_b = _column(held[a]) - change, _column(held[b]) + change
+            after[(np.minimum(has_a, has_b) < limit.least) | (np.maximum(has_a, has_b) > limit.most)] = np.inf
+        pairs, gave, answer = self._best(after, self.finish[a])
+        took = answer if near is None else near[pairs, gave, answer] % takes.shape[1]
+        spent = after.size + _ROUND_WORK
+        if last:
+            best_first = np.argsort(after[pairs, gave, answer] - self.finish[a[pairs]], kind="stable")
+            kept, tried = self._one_a_row(best_first, mine, theirs, pairs, gave, took)
+            pairs, gave, took = pairs[kept], gave[kept], took[kept]
+            spent += tried * _PACK_WORK
+        if not pairs.size:
+            return False, spent
+        for give, take in zip(mine.choices, theirs.choices, strict=True):
+            # one rollout of a choice at a time, for all pairs at once: no cell is in two of them
+            here, there = (a[pairs], mine.columns[give[gave]]), (b[pairs], theirs.columns[take[took]])
+            self.slots[here], self.slots[there] = self.slots[there], self.slots[here]
+        changed = np.concatenate((a[pairs], b[pairs]))
+        self.slots[changed] = np.sort(self.slots[changed], axis=1)
+        self._weigh(changed)
+        return True, spent
+
+    def _side(self, cells: Ints, size: int, turn: int) -> _Side:
+        """What these cells could give: of a long one another stretch every round; and nobody."""
+        width = self.slots.shape[1] if self._even else max(int(self._held[cells].max()), 1)
+        columns = _columns(width, _COLUMNS[size], turn if width > _COLUMNS[size] else 0, 0 if self._even else size)
+        return _Side(cells, self.slots[cells[:, None], columns], columns, _choices(columns.size, size))
+
+    def _floors(self, a: Ints, b: Ints) -> tuple[Floats, Floats]:
+        """([pairs] when the last but one of a's row is done, [pairs] when the last of b's row is; never before the
+        first, where that is a's row)."""
+        ranked = np.sort(self.finish.reshape(-1, self._num_ranks), axis=1)
+        row_a, row_b = self._row_of[a], self._row_of[b]
+        return ranked[row_a, -2], np.where(row_a == row_b, -np.inf, ranked[row_b, -1])
+
+    def _ideal(self, a: Ints, b: Ints, seconds: Floats | None, peaks: Floats | None) -> Floats:
+        """[pairs] the work that a should give away: then both are done at the same time; or, of two rows, a or b with
+        the rest of its own."""
+        load_a, load_b = self._load[a], self._load[b]
+        speed_a, speed_b = (1.0, 1.0) if self._speed is None else (self._speed[a], self._speed[b])
+        # the shift d at which (load - d) / speed is the same on both: solved for d
+        ideal: Floats = (load_a * speed_b - load_b * speed_a) / (speed_a + speed_b)
+        if seconds is None or peaks is None:
+            return ideal
+        apart = np.minimum(load_a - seconds * speed_a, np.maximum(peaks * speed_b - load_b, 0.0))
+        return np.where(np.isfinite(peaks), apart, ideal)
+
+    def _after(self, a: Ints, b: Ints, shift: Floats, seconds: Floats | None, peaks: Floats | None) -> Floats:
+        """[pairs, choices, answers] what is to fall, if so much work leaves a for b: the later of both cells; of two
+        rows the time of a's, and by how much b's takes longer."""
+        done_a, done_b = _column(self._load[a]) - shift, _column(self._load[b]) + shift
+        if self._speed is not None:
+            done_a, done_b = done_a / _column(self._speed[a]), done_b / _column(self._speed[b])
+        later: Floats = np.maximum(done_a, done_b)
+        if seconds is None or peaks is None:
+            return later
+        apart, own, finish = _column(np.isfinite(peaks)), np.maximum(done_a, _column(seconds)), _column(self.finish[a])
+        times: Floats = np.where(apart, own + np.maximum(done_b - _column(peaks), 0.0), np.maximum(own, done_b))
+        times += _LITTLE * (np.where(apart, done_a, later) - finish)
+        return times
+
+    def _best(self, after: Floats, before: Floats) -> tuple[Ints, ...]:
+        """(pairs, choices, answers) of exchanges that help: of each pair the best; where they must be packed, the best
+        few of all."""
+        flat, most = after.reshape(before.size, -1), before * (1.0 - _LEAST_GAIN)
+        if self._pack is None:
+            best = flat.argmin(axis=1)
+            pairs = np.flatnonzero(flat[np.arange(before.size), best] < most)
+            return pairs, *np.divmod(best[pairs], after.shape[2])
+        gain = (flat - most[:, None]).ravel()
+        few = np.argpartition(gain, _PACKED)[:_PACKED] if gain.size > _PACKED else np.arange(gain.size)
+        return np.unravel_index(few[gain[few] < 0.0], after.shape)
+
+    def _one_a_row(
+        self, best_first: Ints, mine: _Side, theirs: _Side, pairs: Ints, gave: Ints, took: Ints
+    ) -> tuple[list[int], int]:
+        """-> (exchanges whose rows no better one changes, for what they save was counted with the rows as they are, and
+        after which both cells can be packed; how many were packed for that)."""
+        used: set[int] = set()
+        kept, tried = [], 0
+        for one in best_first.tolist():
+            pair = int(pairs[one])
+            a, b = int(mine.cells[pair]), int(theirs.cells[pair])
+            rows = {a // self._num_ranks, b // self._num_ranks}
+            if not used.isdisjoint(rows):
+                continue
+            if self._pack is not None:
+                tried += 1
+                out, into = mine.rollouts(pair, int(gave[one])), theirs.rollouts(pair, int(took[one]))
+                if not (self._packs(a, out, into) and self._packs(b, into, out)):
+                    continue
+            used |= rows
+            kept.append(one)
+            if len(used) > self._row_of[-1]:
+                break
+        return kept, tried
+
+    def _packs(self, cell: int, out: list[int], into: list[int]) -> bool:
+        items = [i for i in self.slots[cell].tolist() if i not in out] + into
+        return self._pack is None or self._pack([i for i in items if i < self._none]) is not None
+
+    # ---- descent
+
+    def improve(self, target: float, budget: int) -> None:
+        """Exchange until a layout is at the target, nothing helps, or the budget is spent."""
+        everybody = self._rows * self._num_ranks
+        pairings = 0 if self._rows > 1 or self._pack is not None else _PAIRINGS
+        tries = ((everybody, 1), (everybody, 2))
+        if not pairings:
+            size = 1 if self._pack is None and self._none > _SMALL else 2
+            tries = ((_NEAR, size), (everybody, size))
+        stage = turn = 0
+        moved = False  # since the stages began anew
+        while budget > 0 and float(self.times.min()) > target:
+            if stage < pairings:
+                a, b = self._late_with_early(stage, target)
+                size = 2 if turn > _SINGLE_ROUNDS or stage else 1
+            else:
+                near, size = tries[stage - pairings]
+                a, b = self._last_with_others(near)
+            done, spent = self.exchange(a, b, size, turn, last=stage >= pairings)
+            budget -= spent
+            turn += 1
+            if done:
+                moved = stage >= pairings
+                stage = stage if moved else 0
+            elif stage + 1 < pairings + len(tries):
+                stage += 1
+            elif self._regrouped() or moved:
+                stage, moved = 0, False
+            else:
+                break
+
+    def _late_with_early(self, shifted: int, target: float) -> tuple[Ints, Ints]:
+        """Pairs of cells: the last with the first, the next with the next; ``shifted``: others meet."""
+        finish = self.finish.reshape(-1, self._num_ranks)
+        half = self._num_ranks // 2
+        order = finish.argsort(axis=1, kind="stable") + np.arange(len(finish))[:, None] * self._num_ranks
+        late = order[:, ::-1][:, :half].ravel()
+        early = np.roll(order[:, : self._num_ranks - half], -shifted, axis=1)[:, :half].ravel()
+        above = self.finish[late] > target
+        return late[above], early[above]
+
+    def _last_with_others(self, near: int) -> tuple[Ints, Ints]:
+        """Pairs of cells: the last of every row with so many of the layout that have most time to spare."""
+        size, rows = self._rows * self._num_ranks, self._rows
+        finish = self.finish.reshape(-1, rows, self._num_ranks)
+        base = np.arange(len(finish))[:, None] * size
+        last = base + np.arange(rows) * self._num_ranks + finish.argmax(axis=2)  # [layouts, rows]
+        others = base + np.arange(size)
+        if near < size:
+            late = (finish - finish.max(axis=2)[:, :, None]).reshape(-1, size)
+            others = base + np.argsort(late, axis=1, kind="stable")[:, :near]
+        a = np.repeat(last.ravel(), others.shape[1])
+        b = np.repeat(others[:, None], rows, axis=1).ravel()
+        return a[a != b], b[a != b]
+
+    def _regrouped(self) -> bool:
+        """The longest cells into one row, the next into the next: no other rows of the same cells take less. -> they
+        took longer before."""
+        if self._rows == 1 or self._speed is not None:
+            return False
+        before, size = self.times, self._rows * self._num_ranks
+        order = np.argsort(-self._load.reshape(-1, size), axis=1, kind="stable")
+        self.slots = self.slots[(order + np.arange(len(order))[:, None] * size).ravel()]
+        self._weigh(np.arange(self._load.size))
+        return bool((self.times < before * (1.0 - _LEAST_GAIN)).any())
+
+
+def _column(values: Any) -> Any:
+    return values[:, None, None]
+
+
+@lru_cache(maxsize=256)
+def _columns(width: int, limit: int, turn: int, free: int) -> Ints:
+    """Columns of a round: of so many another stretch every turn, and so many free places at the end."""
+    columns = np.arange(width)
+    if width > limit:
+        columns = (np.arange(limit) * (width // limit) + turn * 7) % width
+    return np.concatenate((columns, -1 - np.arange(free)))
+
+
+@cache
+def _choices(width: int, size: int) -> tuple[Ints, ...]:
+    """Columns of every choice of ``size`` of so many."""
+    return (np.arange(width),) if size == 1 or width == 1 else np.triu_indices(width, 1)
+
+
+def _nearest(gives: Floats, takes: Floats, ideal: Floats, look: int) -> Ints | None:
+    """[pairs, choices, look] for each choice of a cell those of the other, half of them above it, that make what leaves
+    the cell come nearest to the ideal, as places in the flat table of them; None: all of them. O(size log size).
+
+    All pairs are searched by one searchsorted: each row is lifted above the one before it.
+    """
+    num_pairs, width = takes.shape
+    if look >= width:
+        return None
+    start = (np.arange(num_pairs) * width)[:, None]
+    rank = np.argsort(takes, axis=1, kind="stable") + start
+    ladder = takes.ravel()[rank]  # [pairs, width] ascending
+    wanted = gives - ideal[:, None]  # [pairs, choices] what each should be answered with
+    reach = 3.0 + 6.0 * max(float(ladder.max(initial=0.0)), float(np.abs(wanted).max(initial=0.0)))
+    lift = np.arange(num_pairs)[:, None] * reach
+    place = np.searchsorted((ladder + lift).ravel(), (wanted + lift).ravel()).reshape(wanted.shape)
+    at = place[:, :, None] + np.arange(-(look // 2), look - look // 2)
+    near: Ints = rank.ravel()[np.minimum(np.maximum(at, start[:, :, None]), start[:, :, None] + (width - 1))]
+    return near
+
+
+def _change(gives: Any, takes: Any, near: Ints | None) -> Any:
+    """[pairs, choices, answers] what leaves the one cell of a pair for the other."""
+    return gives[:, :, None] - (takes[:, None] if near is None else takes.ravel()[near])
