@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
@@ -236,14 +236,20 @@ def _lengths(flat: FlatColumns) -> Tensor:
 
 
 def _columns_with_loss_mask(flat: FlatColumns) -> dict[str, Tensor]:
-    """The columns, with a ``loss_mask`` in any case: a trainer that reads it never trains on a padding copy."""
+    """The columns, with a ``loss_mask`` in any case: a trainer that reads it never trains on a padding copy, nor on
+    the first token of a rollout, which no denominator counts."""
     columns = dict(flat.tokens)
-    if "loss_mask" not in columns:
+    device = columns["input_ids"].device
+    if "loss_mask" in columns:
+        mask = columns["loss_mask"].clone()
+    else:
         # [T] one where the rollout counts, zero on every token of a padding copy
-        counts = torch.repeat_interleave(flat.weights != 0, _lengths(flat), output_size=sum(flat.lengths))
-        shared = flat.shared
-        columns["loss_mask"] = counts if shared is None else counts & shared.has_token(flat.lengths, counts.device)
-    return columns
+        mask = torch.repeat_interleave(flat.weights != 0, _lengths(flat), output_size=sum(flat.lengths))
+        if flat.shared is not None:
+            mask &= flat.shared.has_token(flat.lengths, device)
+    if flat.shared is None or flat.shared.place == 0:
+        mask[torch.tensor(list(accumulate(flat.lengths[:-1], initial=0)), device=device)] = 0
+    return columns | {"loss_mask": mask}
 
 
 def _scalars(flat: FlatColumns, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -256,11 +262,12 @@ def _executions(flat: FlatColumns, columns: Mapping[str, Tensor]) -> Sequence[tu
     if flat.executions is not None:
         return flat.executions
     masks = torch.split(columns["loss_mask"], list(flat.lengths))
-    return [(1, int(torch.count_nonzero(mask))) for mask in masks]
+    return [(1, int(torch.count_nonzero(mask[1:]))) for mask in masks]
 
 
-def packed(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> Packed:
-    """The flat columns as they are, with the indices a variable-length kernel needs. No token is copied. O(n).
+def packed(flat: FlatColumns, *, shift: bool = False, scalar_dtype: torch.dtype = torch.float32) -> Packed:
+    """The flat columns as they are, with the indices a variable-length kernel needs. No token is copied, without
+    ``shift``; see :meth:`MicroBatch.packed`. O(n).
 
     Examples:
         >>> ids = torch.tensor([11, 12, 21, 22, 23, 31])  # [T]
@@ -273,7 +280,7 @@ def packed(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> P
         >>> rollouts.position_ids  # [T]
         tensor([0, 1, 0, 1, 2, 0])
         >>> rollouts["loss_mask"]  # [T]
-        tensor([ True,  True,  True,  True,  True, False])
+        tensor([False,  True, False,  True,  True, False])
         >>> rollouts["advantage"]  # [n]
         tensor([ 0.5000, -1.0000,  2.0000])
     """
@@ -282,7 +289,7 @@ def packed(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> P
     columns, shared = _columns_with_loss_mask(flat), flat.shared
     if shared is not None and "loss_mask" not in flat.tokens:
         shared = shared.with_loss_mask(flat.lengths, flat.weights)
-    return Packed(
+    made = Packed(
         columns=columns,
         scalars=_scalars(flat, scalar_dtype),
         rollout_weights=flat.weights,
@@ -292,6 +299,11 @@ def packed(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> P
         max_seqlen=max(flat.lengths),
         shared=shared,
     )
+    if shift:
+        kept = {name: columns[name] for name in ("input_ids", "position_ids") if name in columns}
+        following = {name: made.next(name) for name in columns if name != "position_ids"}
+        made = replace(made, columns={**following, "targets": following["input_ids"], **kept})
+    return made
 
 
 def padded(

@@ -99,16 +99,11 @@ def build_model(options: DemoOptions, dtype: torch.dtype = torch.float32) -> Dec
 def loss_sum(model: Decoder, micro_batch: sb.MicroBatch) -> Tensor:
     """Sum over trained tokens of their negative log-likelihood: to be divided by the *step's*
     ``global_num_loss_tokens``.
-
-    Token ``t`` is predicted from the tokens before it in its own rollout, so a rollout's first token is never
-    predicted; the demo's rollouts begin with a prompt, which is not trained on anyway.
     """
-    packed = micro_batch.packed()
-    ids = packed["input_ids"]
-    logits = model(ids, packed.position_ids, packed.cu_seqlens)
-    trained = (packed["loss_mask"] != 0) & (packed.position_ids > 0)
-    targets = torch.where(trained, ids, -100)[1:]
-    return functional.cross_entropy(logits[:-1], targets.long(), reduction="sum", ignore_index=-100)
+    packed = micro_batch.packed(shift=True)
+    logits = model(packed["input_ids"], packed.position_ids, packed.cu_seqlens)
+    targets = torch.where(packed["loss_mask"] != 0, packed["targets"], -100)
+    return functional.cross_entropy(logits, targets.long(), reduction="sum", ignore_index=-100)
 
 
 def training_cost(options: DemoOptions) -> sb.TransformerCost:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
-
-import torch
 
 from stream_balancer.field_docs import documented
 from stream_balancer.types.micro_batch import MicroBatch
@@ -86,7 +84,8 @@ class OneRank:
 
     @property
     def global_num_loss_tokens(self) -> int:
-        """Tokens with a non-zero ``loss_mask`` in the step over all ranks."""
+        """Tokens with a non-zero ``loss_mask`` in the step over all ranks, each rollout's first one left out: nothing
+        predicts it."""
         return self._divide_by.loss_tokens
 
     @property
@@ -121,7 +120,6 @@ class OneRank:
                     micro_batches=self.micro_batches[start:stop],
                     load=size.load,
                     denominators=Denominators(size.rollouts, size.tokens, size.loss_tokens, size.executions),
-                    on_ack=_refuse_to_acknowledge_a_part,
                 )
             )
         return tuple(made) or (self,)
@@ -191,17 +189,14 @@ class RankBatch(OneRank):
     mini_batch_sizes: tuple[MiniBatchSize, ...] = ()
     """Sizes of the mini-batches that ``micro_batches`` has one after the other; empty where the step is in one
     piece."""
-    on_ack: Callable[..., None] | None = field(default=None, repr=False)
-    """What :meth:`ack` calls."""
 
-    def ack(self, columns: Mapping[str, Sequence[torch.Tensor]] | None = None) -> None:
+    def ack(self) -> None:
         """Only of a step that came from a :class:`RankFeed`: see :meth:`Step.ack`. Raises ValueError."""
-        if self.on_ack is None:
-            raise ValueError(
-                f"batch.ack(): this rank batch of step {self.step} did not come from a RankFeed. Where you iterate the "
-                "balancer itself, call balancer.acknowledge(step)"
-            )
-        self.on_ack(columns)
+        raise ValueError(
+            f"batch.ack(): this part of step {self.step} is no step of a RankFeed. A mini-batch is acknowledged with "
+            "its whole step, after the last of them: call ack() of that. In a loop over the balancer itself, call "
+            "balancer.acknowledge(step)"
+        )
 
     def __repr__(self) -> str:
         return (
@@ -285,13 +280,6 @@ class Batch:
             f"Batch(step={self.step}, reason={self.reason!r}, num_rollouts={self.num_rollouts}, "
             f"num_tokens={self.num_tokens}, imbalance={self.imbalance:.4f})"
         )
-
-
-def _refuse_to_acknowledge_a_part(*_: object) -> None:
-    raise ValueError(
-        "batch.ack(): this is a mini-batch, and what is acknowledged is the whole step. Call ack() of the rank batch "
-        "that it is a part of, after the last mini-batch of the last epoch"
-    )
 
 
 def _excess(value: float, base: float) -> float:

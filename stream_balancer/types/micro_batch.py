@@ -45,6 +45,8 @@ class MicroBatch:
         >>> packed = micro_batch.packed()
         >>> packed["input_ids"]  # [T]
         tensor([11, 12, 21, 22, 23, 31])
+        >>> micro_batch.packed(shift=True)["targets"]  # [T]
+        tensor([12,  0, 22, 23,  0,  0])
         >>> packed.cu_seqlens, packed.position_ids  # [n+1], [T]
         (tensor([0, 2, 5, 6], dtype=torch.int32), tensor([0, 1, 0, 1, 2, 0]))
         >>> micro_batch.padded(pad_values={"input_ids": -1})["input_ids"]  # [n, L_max]
@@ -103,14 +105,21 @@ class MicroBatch:
         """T: tokens without padding."""
         return sum(self.lengths)
 
-    def packed(self, *, scalar_dtype: torch.dtype = torch.float32) -> tensors.Packed:
+    def packed(self, *, shift: bool = False, scalar_dtype: torch.dtype = torch.float32) -> tensors.Packed:
         """Flat ``[T, ...]`` columns, ``position_ids [T]``, ``cu_seqlens`` int32 ``[n+1]``, ``max_seqlen``.
 
-        Always has a ``loss_mask`` (ones where the rollouts brought none; zeros for padding copies). On a rank no
-        token is copied. Scalars become ``[n]`` of ``scalar_dtype``, here and in the other layouts: float32, so that a
+        Always has a ``loss_mask`` (ones where the rollouts brought none; zeros for padding copies, and on the first
+        token of each rollout, which nothing predicts). On a rank no other column is copied without ``shift``.
+
+        ``shift``: in each row what belongs to the token that is predicted there, the next one of the same rollout:
+        ``targets``, its id, and ``loss_mask``, log-probabilities and all other columns but ``input_ids`` and
+        ``position_ids``, with zeros on a rollout's last token. So a loss needs no slices, no rollout's first token is
+        predicted from its neighbour's last, and the sum of ``loss_mask`` over a step is ``global_num_loss_tokens``.
+
+        Scalars become ``[n]`` of ``scalar_dtype``, here and in the other layouts: float32, so that a
         float32 loss stays one; torch.int64 where ints above 2^24 must stay exact.
         """
-        return tensors.packed(self.flat(), scalar_dtype=scalar_dtype)
+        return tensors.packed(self.flat(), shift=shift, scalar_dtype=scalar_dtype)
 
     def padded(
         self,

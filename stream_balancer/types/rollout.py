@@ -24,6 +24,7 @@ from stream_balancer.values import (
     by_name,
     check_tokens,
     join,
+    num_nonzero,
     plain_bool,
     plain_cost,
     plain_metadata,
@@ -82,9 +83,9 @@ class Rollout:
 
     tokens: Mapping[str, Tensor]
     """Per-token columns ``[L, ...]``. ``input_ids`` ``[L]`` (any integer dtype) is required; ``loss_mask`` ``[L]``, if
-    present, marks the tokens that are trained on (non-zero = trained); ``BalancerConfig(loss_mask_column=...)`` where
-    it has another name. ``versions`` ``[L]``, if present, is the policy version that sampled each token, in integers;
-    negative where no policy did (prompts, answers of tools)."""
+    present, marks the tokens that are trained on (non-zero = trained; the first one never is, since nothing predicts
+    it); ``BalancerConfig(loss_mask_column=...)`` where it has another name. ``versions`` ``[L]``, if present, is the
+    policy version that sampled each token, in integers; negative where no policy did (prompts, answers of tools)."""
     scalars: Mapping[str, float | int] = field(default_factory=_nothing)
     """Numbers by name: advantage, reward."""
     tensors: Mapping[str, Tensor] = field(default_factory=_nothing)
@@ -117,7 +118,8 @@ class Rollout:
     num_tokens: int = field(init=False)
     """L, in tokens."""
     num_loss_tokens: int = field(init=False)
-    """Tokens with a non-zero ``loss_mask``; L if there is no such column; 0 for a padding copy."""
+    """Tokens with a non-zero ``loss_mask``, without the first one, which nothing predicts; L - 1 if there is no such
+    column; 0 for a padding copy."""
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -178,7 +180,7 @@ class Rollout:
         if self.is_padding:
             return 0
         mask = self.tokens.get("loss_mask")
-        return self.num_tokens if mask is None else int(torch.count_nonzero(mask))
+        return self.num_tokens - 1 if mask is None else num_nonzero(mask, 1)
 
     def _version_of_tokens(self, versions: Tensor) -> Version | None:
         """``version``, by the column where that says it. With tokens that lie elsewhere it came with the rest."""

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from stream_balancer.field_docs import documented
 from stream_balancer.types.rollout import Rollout
+from stream_balancer.values import num_nonzero
 
 __all__ = [
     "SharedRollout",
@@ -169,10 +170,11 @@ class SharedRollout(Rollout):
             # the mask lies with its producer: nobody here can tell whose they are
             return self.whole_loss_tokens if self.cp_rank == 0 else 0
         if "loss_mask" in self.tokens:
-            return sum(int(torch.count_nonzero(rows)) for rows in rows_of(self, "loss_mask"))
+            first, *others = rows_of(self, "loss_mask")
+            return num_nonzero(first, int(self.cp_rank == 0)) + sum(map(num_nonzero, others))
         chunk = self.num_tokens // 2
         starts = (self.cp_rank * chunk, (2 * self.cp_degree - 1 - self.cp_rank) * chunk)
-        return sum(min(max(self.whole_tokens - start, 0), chunk) for start in starts)
+        return sum(min(max(self.whole_tokens - start, 0), chunk) for start in starts) - (self.cp_rank == 0)
 
 
 def part_of(rollout: Rollout, degree: int, place: int) -> SharedRollout:
@@ -186,7 +188,7 @@ def part_of(rollout: Rollout, degree: int, place: int) -> SharedRollout:
         >>> [part.tokens["input_ids"].tolist() for part in parts]
         [[1, 2, 7, 0], [3, 4, 5, 6]]
         >>> [part.num_loss_tokens for part in parts]
-        [3, 4]
+        [2, 4]
     """
     if not 0 <= place < degree or degree < 2:
         raise ValueError(f"part_of(): place {place} of {degree} ranks; degree must be >= 2, and 0 <= place < degree")

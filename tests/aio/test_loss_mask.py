@@ -116,7 +116,6 @@ async def test_what_is_not_sure_is_refused(knob: str | None, columns: list[str],
     ("knob", "columns"),
     [
         ("loss_mask", []),
-        ("loss_mask", ["attention_mask"]),
         ("loss_mask", ["loss_mask", "response_mask", "labels"]),
         (None, ["response_mask", "labels"]),
         (None, []),
@@ -127,7 +126,7 @@ async def test_what_is_sure_is_taken(knob: str | None, columns: list[str]) -> No
         balancer.put_nowait(rollout("good", **dict.fromkeys(columns, torch.tensor([0, 1, 1]))))
         balancer.end()
         batch = await anext(balancer.batches())
-        assert batch.ranks[0].global_num_loss_tokens == (2 if "loss_mask" in columns else 3)
+        assert batch.ranks[0].global_num_loss_tokens == 2
 
 
 @pytest.mark.parametrize("name", ["", "input_ids", "labels", 7])

@@ -70,7 +70,7 @@ async def test_what_is_gone_is_masked_counted_and_named(caplog: pytest.LogCaptur
     for rollout in trained:
         original = next(one for one in left if one.rollout_id == rollout.rollout_id)
         assert torch.equal(rollout.tokens["input_ids"], original.tokens["input_ids"])
-    assert {denominators(batch) for batches in run.seen for batch in batches} == {(3, 80, 80)}
+    assert {denominators(batch) for batches in run.seen for batch in batches} == {(3, 80, 77)}
     assert len({len(batches[0].micro_batches) for batches in run.seen}) == 1, "the plan stays"
     assert run.evicted == [(rollouts[1].rollout_id, "lost")]
     assert statistics.evicted["lost"] == 1
@@ -90,7 +90,7 @@ async def test_a_rollout_that_is_gone_has_no_weight() -> None:
         await sb.serve(balancer, run.transport)
     (batch,) = run.seen[0]
     packed = batch.micro_batches[0].packed()
-    assert packed["loss_mask"].sum() == 7 == batch.global_num_loss_tokens
+    assert packed["loss_mask"].sum() == 6 == batch.global_num_loss_tokens
     assert [r.num_tokens for r in batch.rollouts if r.is_padding] == [5]
 
 
@@ -134,7 +134,7 @@ async def test_an_execution_of_which_a_sample_is_gone_still_weighs_one() -> None
         )
         if not rollout.is_padding
     }
-    assert weights == {("partly0", 0.5, 40), ("partly2", 0.5, 40)}
+    assert weights == {("partly0", 0.5, 38), ("partly2", 0.5, 38)}
     assert sum(mb.packed().execution_weights.sum() for batch in batches for mb in batch.micro_batches) == 1
 
 
@@ -150,7 +150,7 @@ async def test_every_rank_waits_until_all_have_fetched() -> None:
         for rank in range(2):
             tasks.start_soon(run.train, run.feed(rank), rank)
         await sb.serve(balancer, run.transport)
-    assert {denominators(batch) for batches in run.seen for batch in batches} == {(3, 30, 30)}
+    assert {denominators(batch) for batches in run.seen for batch in batches} == {(3, 30, 27)}
 
 
 async def test_nothing_changes_where_nothing_is_kept_elsewhere() -> None:
@@ -161,7 +161,7 @@ async def test_nothing_changes_where_nothing_is_kept_elsewhere() -> None:
             tasks.start_soon(run.train, run.feed(rank), rank)
         await sb.serve(balancer, run.transport)
     assert run.kept.num_reads == 0
-    assert {denominators(batch) for batches in run.seen for batch in batches} == {(4, 100, 100)}
+    assert {denominators(batch) for batches in run.seen for batch in batches} == {(4, 100, 96)}
 
 
 async def test_a_step_is_final_once_and_for_all() -> None:
@@ -173,13 +173,13 @@ async def test_a_step_is_final_once_and_for_all() -> None:
         tasks.start_soon(run.train, run.feed(0), 0)
         first = run.feed(1)
         batch = await anext(first)
-        assert denominators(batch) == (4, 100, 100)
+        assert denominators(batch) == (4, 100, 96)
         kill(first)
         await anyio.sleep(1.0)
         mine = [r.rollout_id for r in batch.rollouts]
         run.kept.gone = {index for index, rollout in enumerate(rollouts) if rollout.rollout_id == mine[0]}
         await run.train(run.feed(1, incarnation=1), 1)
-    assert {denominators(batch) for batches in run.seen for batch in batches} == {(4, 100, 100)}
+    assert {denominators(batch) for batches in run.seen for batch in batches} == {(4, 100, 96)}
     assert [r.rollout_id for r in real_rollouts(run.seen[1])] == mine[1:]
     assert run.evicted == [(mine[0], "lost")]
 
@@ -197,7 +197,7 @@ async def test_a_rank_that_is_lost_before_the_step_is_final_fetches_anew() -> No
         kill(first)
         run.kept.gone = {0}
         await run.train(run.feed(1, incarnation=1), 1)
-    assert {denominators(batch) for batches in run.seen for batch in batches} == {(3, 90, 90)}
+    assert {denominators(batch) for batches in run.seen for batch in batches} == {(3, 90, 87)}
     assert run.evicted == [(rollouts[0].rollout_id, "lost")]
 
 
@@ -232,5 +232,5 @@ async def test_each_mini_batch_divides_by_what_is_left_of_it() -> None:
     assert sum(map(len, left)) == 5
     for parts, rollouts in zip(mini_batches, left, strict=True):
         tokens = sum(rollout.num_tokens for rollout in rollouts)
-        assert {denominators(part) for part in parts} == {(len(rollouts), tokens, tokens)}
+        assert {denominators(part) for part in parts} == {(len(rollouts), tokens, tokens - len(rollouts))}
         assert {part.global_num_executions for part in parts} == {len(rollouts)}

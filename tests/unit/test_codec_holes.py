@@ -239,7 +239,7 @@ def test_what_turns_out_to_be_gone_later_is_masked_in_new_micro_batches(narrow: 
     got.mask(["1"])
     (after,) = got.micro_batches
     assert after.packed()["input_ids"].tolist() == [*range(1, 9), *[0] * 8, *range(1, 9)]
-    assert after.packed()["loss_mask"].tolist() == [True] * 8 + [False] * 8 + [True] * 8
+    assert after.packed()["loss_mask"].tolist() == [False, *[True] * 7, *[False] * 9, *[True] * 7]
     assert [one.is_padding for one in after.rollouts] == [False, True, False]
 
 
@@ -303,7 +303,7 @@ def test_whatever_is_cut_joins_to_the_whole(lengths: list[int], degree: int) -> 
     layouts = [one.packed() for one in got]
     for number, whole in enumerate(wholes):
         rows = slice(*layouts[0].cu_seqlens[number : number + 2].tolist())
-        for name, column in whole.tokens.items():
+        for name, column in MicroBatch.of([whole]).packed().columns.items():
             assert torch.equal(join_column([one[name][rows] for one in layouts], whole.num_tokens), column)
             following = join_column([one.next(name)[rows] for one in layouts], whole.num_tokens)
             assert torch.equal(following, shifted(column))

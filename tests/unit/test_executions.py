@@ -220,7 +220,7 @@ def test_rollouts_without_executions_are_one_each_and_padding_none() -> None:
     weights = [mb.packed().execution_weights.tolist() for share in batch.ranks for mb in share.micro_batches]
     assert sorted(weights) == [[0.0], [1.0], [1.0]]
     by_hand = sb.MicroBatch.of([sample(4, None, None, trained=0), sample(5, None, None, trained=2)])
-    assert by_hand.padded().execution_loss_tokens.tolist() == [1, 2]
+    assert by_hand.padded().execution_loss_tokens.tolist() == [1, 1]
     assert by_hand.nested().execution_weights.tolist() == [1.0, 1.0]
 
 
@@ -345,7 +345,7 @@ def test_what_is_left_of_an_execution_is_agreed_upon() -> None:
     gone = {f"g/{name}" for name in ("whole/1", "whole/2", "partly/4", "None/6")}
     seal = seal_of(Plan((), [batch], 0, 0.0), 1, [0, 1], gone)
     assert (seal.sizes.rollouts, seal.sizes.executions) == (3, 2)
-    assert seal.resized == (ResizedExecution("g", "partly", 2, 12),)
+    assert seal.resized == (ResizedExecution("g", "partly", 2, 10),)
 
 
 def test_an_execution_of_an_open_group_that_was_lost_in_flight_may_come_again() -> None:

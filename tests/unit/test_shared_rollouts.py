@@ -124,7 +124,7 @@ def test_a_loss_divides_by_the_whole() -> None:
     """Per-rollout means: the parts of each, divided by the loss tokens of the whole, sum up to its mean."""
     wholes = [a_rollout(40), a_rollout(17, "s")]
     loss = {whole.rollout_id: torch.rand(whole.num_tokens, dtype=torch.float64) for whole in wholes}
-    expected = sum(float(loss[w.rollout_id][w.tokens["loss_mask"]].mean()) for w in wholes)
+    expected = sum(float(loss[w.rollout_id][1:][w.tokens["loss_mask"][1:]].mean()) for w in wholes)
     total = 0.0
     for member in shared(wholes, 2):
         packed = member.packed()
