@@ -95,6 +95,8 @@ class Run:
             (group,) = {mb.cp_group for mb in members.values()}
             assert sorted(members) == list(group)
             for column, values in self.rollouts[name].tokens.items():
+                if column == "loss_mask":  # nothing predicts the first token
+                    values = torch.cat([values.new_zeros(1), values[1:]])
                 layouts = [members[rank].packed() for rank in group]
                 assert join_column([one[column] for one in layouts], len(values)).equal(values)
                 following = join_column([one.next(column) for one in layouts], len(values))
