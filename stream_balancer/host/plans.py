@@ -151,7 +151,7 @@ def _agree(items: Sequence[Item]) -> None:
 
 def _item(id_: int, owner: RankId | None, mb: MicroBatch, *, role: str = TRAIN, needs: tuple[int, ...] = ()) -> Item:
     pieces = tuple(
-        Piece(rollout.rollout_id, rollout.cp_rank if isinstance(rollout, SharedRollout) else 0, rollout.num_tokens)
+        Piece(rollout.rollout_id, rollout.cp_rank if isinstance(rollout, SharedRollout) else 0)
         for rollout in mb.rollouts
         if not rollout.is_padding
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from steps_invariants import check
 
 from stream_balancer.client.held import Part
-from stream_balancer.core.steps import Ack, Order, Piece, RankId, Seal, Send
+from stream_balancer.core.steps import Ack, Order, Piece, RankId, Send
 
 if TYPE_CHECKING:
     from steps_process import Meeting, Process
@@ -28,7 +28,6 @@ def check_meeting(world: World, meeting: Meeting, members: list[Process]) -> Non
     got = sorted(piece for _, piece in gradient)
     check(got == want, "once", "step {}, {}: {}, not {}", number, seal, got, want)
     check_collectives(gradient)
-    check_sizes(seal, want)
 
 
 def check_seats(world: World, rank: RankId) -> list[tuple[int, Piece]]:
@@ -60,12 +59,7 @@ def check_plain(world: World, order: Ack) -> None:
     # What is fetched again after the seal may be gone, and others have divided by then.
     if world.generation == 1 and not any(process.incarnation for process in world.processes.values()):
         for seal, _ in trained:
-            check_sizes(seal, want)
-
-
-def check_sizes(seal: Seal, want: list[Piece]) -> None:
-    sizes = max(len({piece.rollout for piece in want}), 1), max(sum(piece.tokens for piece in want), 1)
-    check((seal.rollouts, seal.tokens) == sizes, "denominators", "{}, not {}", seal, sizes)
+            check(seal.gone == order.gone, "denominators", "{}, and {} is gone", seal, order.gone)
 
 
 def check_not_met(world: World, process: Process, number: int) -> None:

@@ -81,17 +81,6 @@ def acknowledges_with_the_first_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "acknowledged", for_all)
 
 
-@fault("denominators", remote=True, faults=("lose",), num_faults=8)
-def counts_what_is_masked(patch: pytest.MonkeyPatch) -> None:
-    make_seal = deciding.make_seal
-
-    def with_gone(step: Step, number: int, ranks: Any, gone: Any) -> state.Seal:
-        whole = make_seal(step, number, ranks, ())
-        return whole._replace(gone=frozenset(gone))
-
-    patch.setattr(deciding, "make_seal", with_gone)
-
-
 @fault("once", meets=True, shared=True, remote=False, faults=("kill", "give_up"), num_faults=8, ranks=3)
 def rewinds_nobody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(deciding, "_rewind", lambda book, step: step.torn.clear())

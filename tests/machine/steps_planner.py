@@ -44,14 +44,14 @@ class Planner:
             if self.config.shared and len(over) > 1 and rng.random() < 0.5:
                 group, whole = next(ids), self._piece()
                 for part, owner in enumerate(sorted(rng.sample(over, rng.randint(2, len(over))))):
-                    yield owner, (Piece(whole.rollout, part, rng.randint(1, 9)),), group
+                    yield owner, (Piece(whole.rollout, part),), group
             for owner in over:
                 if rng.random() < 0.75:
                     yield owner, tuple(self._piece() for _ in range(rng.randint(1, 2))), None
 
     def _piece(self) -> Piece:
         self.num_rollouts += 1
-        return Piece(f"r{self.num_rollouts}", 0, self.rng.randint(1, 9))
+        return Piece(f"r{self.num_rollouts}")
 
     def replanned(self, ledger: Ledger, order: Replan) -> list[Item]:
         """A role's items get another owner; a trainer's are cut anew, those of a group in one collective again."""

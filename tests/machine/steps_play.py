@@ -116,7 +116,7 @@ def _item(text: str) -> Item:
     assert found is not None, text
     id_, owner, group = int(found["id"]), rank_of(found["owner"]), found["group"]
     needs = tuple(map(int, (found["needs"] or "").split(","))) if found["needs"] else ()
-    pieces = (Piece(f"r{id_}", 0, 10),)
+    pieces = (Piece(f"r{id_}"),)
     return Item(id_, owner, pieces, owner.role, needs, int(group) if group else None, bool(found["remote"]))
 
 

@@ -208,7 +208,7 @@ class World:
             return
         if fact == "acknowledged":
             self.some_acked.update(range(args[0] + 1))
-        getattr(ledger, fact)(*who, *args)
+        getattr(ledger, fact)(*who, *args[: 3 if fact == "done" else None])
         if fact == "done" and process.rank.role and (step := ledger.steps.get(args[0])) is not None:
             self.columns.update((args[0], id_) for id_ in args[2] if id_ in step.items and step.items[id_].has_columns)
 

@@ -173,7 +173,7 @@ def test_a_plain_seal_follows_the_last_item_and_the_last_payload() -> None:
     play = Play("0 ref0", meets=False)
     assert play.plan("0@0<2 1@0* 2@ref0") == ["send 0 [1]", "send ref0 [2]"]
     assert play.fetched("0", 0, 1, [1], ["r1"]) == ["mask"]
-    assert play.done("ref0", 0, 1, [2], "columns") == ["send 0 [0]", "seal 0 #1 of 0", "seal ref0"]
+    assert play.done("ref0", 0, 1, [2]) == ["send 0 [0]", "seal 0 #1 of 0", "seal ref0"]
 
 
 def test_one_rank_of_plain_loops_does_not_keep_a_step_from_the_others() -> None:
@@ -233,7 +233,7 @@ def test_roles_stay_until_every_step_is_acknowledged() -> None:
     play = Play("0 ref0")
     play.plan("0@0<1 1@ref0")
     play.ledger.end()
-    assert play.done("ref0", 0, 1, [1], "columns") == ["send 0 [0]", "seal ref0"]
+    assert play.done("ref0", 0, 1, [1]) == ["send 0 [0]", "seal ref0"]
     assert play.train("0", [0]) == ["seal 0 #1 of 0"]
     assert play.meet("0") == ["end 0"]
     assert play.ack("0") == ["rankack 0", "ack", "end ref0"]
@@ -338,7 +338,7 @@ def test_a_fenced_rank_is_no_member_before_it_comes_again() -> None:
 def test_a_second_answer_to_a_fetch_is_ignored() -> None:
     one = RankId("", 0)
     process = Held(one)
-    item = Item(0, one, (Piece("r0", 0, 1),), remote=True)
+    item = Item(0, one, (Piece("r0"),), remote=True)
     process.take(Send(one, 0, 0, 0, 1, (item,), frozenset(), opens=True))
     process.fetched(0, 7, 0, ["r0"])  # of another plan
     process.fetched(0, 0, 0, [])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from stream_balancer.core.steps.book import Book
 from stream_balancer.core.steps.orders import (
     Ack,
@@ -20,7 +18,7 @@ from stream_balancer.core.steps.orders import (
 )
 from stream_balancer.core.steps.state import TRAIN, Item, Rank, RankId, Seal, Share, Step, in_order, seats_of
 
-__all__ = ["acknowledge", "drop", "look_at_rank", "look_at_step", "make_seal"]
+__all__ = ["acknowledge", "drop", "look_at_rank", "look_at_step"]
 
 
 def look_at_step(book: Book, step: Step) -> None:
@@ -219,7 +217,7 @@ def _may_seal(book: Book, step: Step) -> bool:
 
 def _seal(book: Book, step: Step) -> None:
     step.seals = max(step.seals + 1, book.generation * 1000)
-    step.seal = make_seal(step, step.seals, step.participants, step.gone)
+    step.seal = Seal(step.number, step.seals, tuple(sorted(step.participants)), frozenset(step.gone))
     if step.gone:
         book.out.append(Mask(step.number, step.seal.gone))
     for one in step.participants:
@@ -227,16 +225,6 @@ def _seal(book: Book, step: Step) -> None:
         if book.meets:
             step.holders.add(one)  # before it is on its way: from here on nobody knows
         book.ranks_touched[one] = None
-
-
-def make_seal(step: Step, number: int, ranks: Iterable[RankId], gone: Iterable[str]) -> Seal:
-    masked = frozenset(gone)
-    pieces = [
-        piece for item in step.items.values() if not item.role for piece in item.pieces if piece.rollout not in masked
-    ]
-    num_rollouts = len({piece.rollout for piece in pieces})
-    num_tokens = sum(piece.tokens for piece in pieces)
-    return Seal(step.number, number, tuple(sorted(ranks)), masked, max(num_rollouts, 1), max(num_tokens, 1))
 
 
 def acknowledge(book: Book, step: Step) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from stream_balancer.core.steps.book import Book
-from stream_balancer.core.steps.deciding import make_seal
 from stream_balancer.core.steps.orders import Drop, Refuse, Rewind
 from stream_balancer.core.steps.state import HeldStep, Item, Rank, RankId, Share, Step
 
@@ -226,7 +225,7 @@ class Joining(Book):
     def _says_of_seal(self, share: Share, bit: int, held: HeldStep | None) -> None:
         step, seal = share.step, None if held is None else held.seal
         if seal is not None and seal.number > step.seals:  # of an earlier controller
-            step.seals, step.seal = seal.number, make_seal(step, seal.number, seal.ranks, seal.gone)
+            step.seals, step.seal = seal.number, seal
             step.holders.clear()  # before there was this seal, all were back from the one before
             for other in step.shares.values():
                 other.sealed = other.back = 0

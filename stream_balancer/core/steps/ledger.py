@@ -10,7 +10,7 @@ ranks, one step of four micro-batches; rank 1 dies after its first one, which wa
 >>> ledger.joined(zero, 0, 0, {})
 >>> ledger.joined(one, 0, 0, {})
 >>> owners = {0: zero, 1: zero, 2: one, 3: one}
->>> ledger.planned(0, [Item(id, owner, (Piece(f"r{id}", 0, 10),)) for id, owner in owners.items()])
+>>> ledger.planned(0, [Item(id, owner, (Piece(f"r{id}"),)) for id, owner in owners.items()])
 >>> [(type(order).__name__, order.rank.number, [item.id for item in order.items]) for order in ledger.orders()]
 [('Send', 0, [0, 1]), ('Send', 1, [2, 3])]
 >>> ledger.done(zero, 0, 0, 1, [0, 1])
@@ -30,8 +30,8 @@ True
 [('Send', 2)]
 >>> ledger.done(zero, 0, 0, 1, [item.id for item in news])
 >>> ledger.at_barrier(zero, 0, 0, 1)
->>> [order.seal.tokens for order in ledger.orders()]
-[40]
+>>> [[one.number for one in order.seal.ranks] for order in ledger.orders()]
+[[0]]
 >>> ledger.finished(zero, 0, 0, 1)
 >>> ledger.acknowledged(zero, 0, 0)
 >>> ledger.orders()
@@ -46,7 +46,6 @@ failed, I am back", or is known to be dead, nobody here knows whether the weight
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from stream_balancer.core.steps.deciding import acknowledge, drop, look_at_rank, look_at_step
 from stream_balancer.core.steps.joining import Joining
@@ -152,18 +151,14 @@ class Ledger(Joining):
             if len(share.rank.active) > 1:  # another step may have waited for the credit
                 self.ranks_touched[one] = None
 
-    def done(
-        self, one: RankId, seat: int, number: int, attempt: int, items: Iterable[int], columns: Any = None
-    ) -> None:
-        """Items that are in the gradient; or, of a role, whose columns these are."""
+    def done(self, one: RankId, seat: int, number: int, attempt: int, items: Iterable[int]) -> None:
+        """Items that are in the gradient; or, of a role, whose columns are here."""
         share = self._share_of(one, seat, number, attempt)
         if share is None:
             return
         step = share.step
         for item in [share.items[id_] for id_ in items if id_ in share.items]:
             item.done |= 1 << seat
-            if one.role and columns is not None:
-                item.columns = columns
             if one.role and item.done == share.rank.full and not item.has_columns:
                 item.has_columns = True
                 step.left_of_role[one.role] -= 1

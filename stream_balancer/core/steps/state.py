@@ -27,20 +27,17 @@ class Piece(NamedTuple):
     """A rollout, or the part of one that one rank trains on: what counts once in a gradient."""
 
     rollout: str
-    part: int
-    tokens: int
+    part: int = 0
 
 
 class Seal(NamedTuple):
-    """The last word before ranks meet: who meets, and over which rollouts all divide. Two of one number are equal."""
+    """The last word before ranks meet: who meets, and without which rollouts. Two of one number are equal."""
 
     step: int
     number: int
     ranks: tuple[RankId, ...]
     gone: frozenset[str] = frozenset()
     """Masked everywhere: payloads that are lost."""
-    rollouts: int = 0
-    tokens: int = 0
 
 
 class HeldItem(NamedTuple):
@@ -84,12 +81,11 @@ class Item:
     """Payloads are fetched by the owner, who says what is missing. Of a group, all items are remote or none."""
     payload: Any = None
     """The host's."""
-    columns: Any = None
-    """A role's result, once all its seats have said done."""
     sent: int = 0
     fetched: int = 0
     done: int = 0
     has_columns: bool = False
+    """All seats of its role have said done."""
     is_fetched: bool = False
     """All seats have said what is missing."""
     is_begun: bool = False
