@@ -62,7 +62,7 @@ def why_no_batch(
     if held_back:
         reasons.append(
             f"{held_back} are too old (max_staleness={config.max_staleness}) to leave before the trainer is through "
-            f"with the {state.ledger.steps_ahead} batches ahead of them"
+            f"with the {state.in_flight.steps_ahead} batches ahead of them"
         )
     if ready:
         reasons.append(_READY[taker])
@@ -82,7 +82,7 @@ def _what_waits(config: BalancerConfig, statistics: Statistics, ended: bool) -> 
     tokens, unit = config.window_tokens, "rollouts" if config.window_tokens is None else "tokens"
     wait, window = (statistics.waiting, config.window) if tokens is None else (statistics.waiting_tokens, tokens)
     if statistics.waiting:
-        return f"{wait} of {window} {unit} wait, the oldest for {statistics.oldest_wait_s:.0f} s"
+        return f"{wait} {unit} wait (window {window}), the oldest for {statistics.oldest_wait_s:.0f} s"
     if ended:
         return "end() was called and nothing waits"
     return f"no rollout waits; {window}{'' if tokens is None else ' tokens'} make a window"

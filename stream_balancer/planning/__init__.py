@@ -1,6 +1,7 @@
 """Planning: who goes now, on which rank, in which micro-batch. Pure numpy, indices in and out."""
 
 from .bounds import lower_bound
+from .choose import choose
 from .length_bias import LengthBias, LengthBiasSummary
 from .micro_batches import OversizeError, form_micro_batches
 from .partition import partition
@@ -15,6 +16,7 @@ __all__ = [
     "Plan",
     "PlanKnobs",
     "Waiting",
+    "choose",
     "choose_batch",
     "form_micro_batches",
     "lower_bound",

@@ -39,6 +39,7 @@ def test_every_public_name_is_what_type_checkers_see() -> None:
             assert getattr(sb, name) is vars(importlib.import_module(module))[name], name
     assert isinstance(sb.planning, ModuleType)
     assert set(sb.__all__) <= set(dir(sb))
+    assert {"Any", "TYPE_CHECKING", "import_module"}.isdisjoint(dir(sb))
 
 
 def test_the_command_line_answers_without_torch() -> None:
@@ -50,6 +51,15 @@ def test_the_command_line_answers_without_torch() -> None:
         "print('torch' in sys.modules)"
     )
     assert said.strip() == "False"
+
+
+def test_planning_needs_numpy_only() -> None:
+    said = in_a_new_process(
+        "import sys; sys.modules['torch'] = sys.modules['anyio'] = sys.modules['msgspec'] = None\n"
+        "from stream_balancer import planning\n"
+        "print(planning.choose([3, 1, 2, 2], dp_size=2, batch_size=2).size, len(planning.partition([3, 1, 2], 2)))"
+    )
+    assert said.strip() == "2 2"
 
 
 def test_modules_are_there_without_importing_them() -> None:

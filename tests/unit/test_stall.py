@@ -28,21 +28,25 @@ def config_of(**knobs: object) -> sb.BalancerConfig:
     ("config", "statistics", "expected"),
     [
         (config_of(), statistics_of(0, 0.0), "no rollout waits; 64 make a window"),
-        (config_of(), statistics_of(37, 812.4), "37 of 64 rollouts wait, the oldest for 812 s; no deadline_s is set"),
+        (
+            config_of(),
+            statistics_of(37, 812.4),
+            "37 rollouts wait (window 64), the oldest for 812 s; no deadline_s is set",
+        ),
         (
             config_of(deadline_s=30.0),
             statistics_of(37, 12.0),
-            "37 of 64 rollouts wait, the oldest for 12 s; deadline_s is 30",
+            "37 rollouts wait (window 64), the oldest for 12 s; deadline_s is 30",
         ),
         (
             config_of(deadline_s=30.0, min_batch_size=8),
             statistics_of(7, 31.0),
-            "7 of 64 rollouts wait, the oldest for 31 s; deadline_s (30) sends no fewer than min_batch_size (8)",
+            "7 rollouts wait (window 64), the oldest for 31 s; deadline_s (30) sends no fewer than min_batch_size (8)",
         ),
         (
             config_of(deadline_s=30.0),
             statistics_of(64, 31.0, blocked_puts=3),
-            "64 of 64 rollouts wait, the oldest for 31 s; 3 puts wait for room",
+            "64 rollouts wait (window 64), the oldest for 31 s; 3 puts wait for room",
         ),
         (
             config_of(),
@@ -58,7 +62,7 @@ def test_the_balancers_part(config: sb.BalancerConfig, statistics: Statistics, e
 async def test_who_takes_batches_is_named() -> None:
     async with sb.StreamBalancer(sb.BalancerConfig(dp_size=1, batch_size=1, window=1)) as balancer:
         assert balancer.why_no_batch() == "no rollout waits; 1 make a window; nobody iterates batches()"
-        waits = "1 of 1 rollouts wait, the oldest for 0 s; "
+        waits = "1 rollouts wait (window 1), the oldest for 0 s; "
         await balancer.put(make_rollout(5))
         assert balancer.why_no_batch() == waits + "a batch is ready; nobody iterates batches()"
         batches = balancer.batches()
@@ -77,7 +81,7 @@ async def test_incomplete_groups_are_named() -> None:
             await balancer.put(make_rollout(5, group_id=f"g{n}"))
         await balancer.put(make_rollout(5, group_id="g1"))
         assert balancer.why_no_batch() == (
-            "6 of 8 rollouts wait, the oldest for 0 s; no deadline_s is set; groups that wait for siblings, the "
+            "6 rollouts wait (window 8), the oldest for 0 s; no deadline_s is set; groups that wait for siblings, the "
             "oldest for 0 s: 'g0' (1 of 4), 'g1' (2 of 4), 'g2' (1 of 4) and 2 more; nobody iterates batches()"
         )
 
@@ -90,7 +94,7 @@ async def test_what_is_held_back_for_its_age_is_counted() -> None:
             await balancer.put(make_rollout(5, version=3))
         await anext(balancer.batches(auto_ack=False))
         assert balancer.why_no_batch() == (
-            "2 of 2 rollouts wait, the oldest for 0 s; 2 are too old (max_staleness=0) to leave before the trainer is "
+            "2 rollouts wait (window 2), the oldest for 0 s; 2 are too old (max_staleness=0) to leave before the trainer is "
             "through with the 1 batches ahead of them; no deadline_s is set"
         )
 
