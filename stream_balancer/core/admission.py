@@ -9,7 +9,7 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.executions import num_executions
 from stream_balancer.core.groups import GroupSize
-from stream_balancer.core.ledger import RolloutIds
+from stream_balancer.core.in_flight import RolloutIds
 from stream_balancer.core.pricing import Pricing
 from stream_balancer.core.strata import MOST_STRATA, Strata
 from stream_balancer.errors import ConfigError, DuplicateRolloutError, RolloutError
@@ -43,7 +43,7 @@ class Admission:
         self._most_waiting_tokens = config.most_waiting_tokens
         # columns of rollouts that need not be looked at for their mask: those that are held have it under this name
         keeps_names = self.schema is not None and config.loss_mask_column in (None, "loss_mask")
-        self._names = frozenset(self.schema[0]) if keeps_names and self.schema is not None else None
+        self._names = self.schema[0].keys() if keeps_names and self.schema is not None else None
 
     def know(self, rollout: Rollout) -> None:
         """The first rollout is taken in: others must be like it."""

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.executions import ExecutionKey, denominators_of, execution_of, sizes_in, sizes_of
-from stream_balancer.core.open_step import OpenStep
 from stream_balancer.core.state import State
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
@@ -48,7 +47,7 @@ def make_plan(state: State, due: NDArray[np.bool_], num_rollouts: int) -> tuple[
     planner = partial(
         _PLANNERS[state.config.policy],
         num_rollouts=num_rollouts,
-        step=state.ledger.next_step,
+        step=state.in_flight.next_step,
         surplus=state.counts.surplus,
     )
     knobs = state.pricing.knobs
@@ -96,7 +95,7 @@ def _cut(state: State, plan: Plan) -> Plan:
         step_of,
         state.pricing.knobs,
         plan,
-        step=state.ledger.next_step,
+        step=state.in_flight.next_step,
         in_order=policy != "window",
     )
     return _in_rows(cut, rows)
@@ -119,7 +118,7 @@ def make_batch(state: State, plan: Plan, rows: NDArray[np.int64], reason: Reason
         state.config,
         plan,
         dict(zip(rows.tolist(), buffer.rollouts(rows), strict=True)),
-        step=state.ledger.next_step,
+        step=state.in_flight.next_step,
         reason=reason,
         oldest_wait_s=max(now - float(buffer.arrived_at[rows].min()), 0.0),
         incomplete_groups=group_ids(buffer, plan.incomplete_groups),
@@ -196,16 +195,16 @@ def batch_of_plan(
     reason: Reason,
     oldest_wait_s: float,
     incomplete_groups: tuple[str, ...],
-    before: OpenStep | None = None,
+    originals: Sequence[Rollout] = (),
+    had: int = 0,
 ) -> Batch:
-    """A plan made into a batch. ``chosen``: its rollouts by their rows, in the plan's order. ``before``: it is a row
-    of this step. O(rollouts)."""
+    """A plan made into a batch. ``chosen``: its rollouts by their rows, in the plan's order. ``originals``: of padding
+    copies, where not these; ``had``: copies of the step so far. O(rollouts)."""
     rollouts = list(chosen.values())
     executions = sizes_of(rollouts)
     mini_batches = [_micro_batches(one, chosen, executions) for one in plan.pieces]
     numbers = [_num_micro_batches(one, config) for one in plan.pieces]
-    had, originals = (0, rollouts) if before is None else (before.num_padding, rollouts or [*before.taken.values()])
-    num_padding = _add_padding(mini_batches, numbers, originals, step, had)
+    num_padding = _add_padding(mini_batches, numbers, originals or rollouts, step, had)
     # Of the planner, not summed anew: a rank batch says the work that the choice was made by.
     ranks = rank_batches(step, mini_batches, [one.finishes.tolist() for one in plan.pieces])
     return Batch(

@@ -25,7 +25,7 @@ from stream_balancer.types import Rollout
 __all__ = ["NO_VERSION", "Buffer"]
 
 NO_VERSION = 2**63 - 1  # a rollout of unknown version is never stale
-_SLOT, _COST, _LENGTH, _BYTES, _SKIPS, _ARRIVED_AT, _VERSION, _LABEL, _STRATUM = range(9)
+_SLOT, _COST, _LENGTH, _BYTES, _SKIPS, _ARRIVED_AT, _VERSION, _LABEL, _STRATUM, _TAKEN = range(10)
 _ARRIVAL_BITS = 40
 _FIRST_SLOTS = 64
 _REBUILD_SHARE = 16
@@ -63,7 +63,7 @@ class Buffer:
         """Bytes of their tensors."""
         self.num_waiting = 0
         """What ``len()`` says, for who asks at every put."""
-        self._columns = Columns(0, 0.0, 0, 0, 0, 0.0, NO_VERSION, -1, -1)
+        self._columns = Columns(0, 0.0, 0, 0, 0, 0.0, NO_VERSION, -1, -1, False)
         # A rollout keeps its slot while rows move: to move 100,000 references would touch as many objects.
         self._table: list[Rollout | None] = []
         # By slot: bits of the cost << 40 | arrival number. The bits of floats >= 0 sort as the floats do, so this is
@@ -86,7 +86,7 @@ class Buffer:
         slot = self._free_slots.pop()
         self._table[slot], self._keys[slot] = rollout, key
         num_tokens, num_bytes, row = rollout.num_tokens, rollout.nbytes, self._columns.new_row()
-        slots, costs, lengths, sizes, all_skips, arrived_at, versions, labels, strata = self._columns.arrays
+        slots, costs, lengths, sizes, all_skips, arrived_at, versions, labels, strata, _ = self._columns.arrays
         slots[row] = slot
         costs[row] = cost
         lengths[row] = num_tokens
@@ -214,6 +214,12 @@ class Buffer:
         return self._columns[_STRATUM]
 
     @property
+    def taken(self) -> NDArray[np.bool_]:
+        """[n] True for rollouts of rows of an open step: they are being trained on, and wait for its last row (a
+        view)."""
+        return self._columns[_TAKEN]
+
+    @property
     def num_ready(self) -> int:
         """Waiting rollouts that are not held back by an incomplete group. O(1)."""
         return self.num_waiting - self.groups.num_incomplete
@@ -234,9 +240,11 @@ class Buffer:
         return tuple(int(in_order[round(f * last)]) for f in fractions) if self.num_waiting else ()
 
     def siblings(self, group_id: str) -> NDArray[np.int64]:
-        """Rows of the rollouts of a group that wait here. O(n)."""
+        """Rows of the rollouts of a group that wait here, and are not being trained on. O(n)."""
         label = self.groups.label_of(group_id)
-        return np.empty(0, dtype=np.int64) if label is None else np.flatnonzero(self.labels == label)
+        return (
+            np.flatnonzero((self.labels == label) & ~self.taken) if label is not None else np.empty(0, dtype=np.int64)
+        )
 
     # -- storage -------------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,8 @@ class Columns:
     """
 
     def __init__(self, *values: float) -> None:
-        """``values``: what a new row holds where nobody writes; an int makes a column of int64, a float of float64."""
+        """``values``: what a new row holds where nobody writes; an int makes a column of int64, a float of float64,
+        False one of bools."""
         self.arrays: tuple[NDArray[Any], ...] = tuple(np.full(_FIRST_ROWS, value) for value in values)
         """The columns with the free space around them; replaced where they grow."""
         self._values = values

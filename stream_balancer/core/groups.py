@@ -150,9 +150,10 @@ class Groups:
             self._free_labels.append(group.label)
 
     def abandon(self, group_id: str) -> None:
-        """What still comes of this group is not wanted; none of it waits. O(1)."""
-        self.forget(group_id)
+        """What still comes of this group is not wanted; what waits of it is being trained on. O(1)."""
         self._close(group_id, None)
+        if not self.has_waiting(group_id):
+            self.forget(group_id)
 
     def restore(self, arrived: Mapping[str, int], sizes: Mapping[str, int]) -> None:
         """Take over :meth:`arrived` and :meth:`open_sizes` of a snapshot, after its waiting rollouts joined: siblings
@@ -315,7 +316,7 @@ class Groups:
             assert 0 <= _num_waiting(group) <= min(group.waiting, group.arrived)
             # one that has come, or of which all has left, is not kept
             assert group.waiting or group.expected or 0 < group.arrived < group.size
-            assert not self.is_abandoned(group_id)
+            assert group.waiting or not self.is_abandoned(group_id)
         used = [group.label for group in self._groups.values()]
         assert len(set(used)) == len(used)
         assert not set(used) & set(self._free_labels)
@@ -338,7 +339,7 @@ class Groups:
     def _forget_if_done(self, group_id: str, group: _Group) -> None:
         if group.waiting:
             return
-        if group.arrived >= group.size > 0:
+        if group.arrived >= group.size > 0 or self.is_abandoned(group_id):
             self.forget(group_id)
         elif group.arrived == 0:  # as if it had never begun; what was to be expected of it still is
             if not group.expected:

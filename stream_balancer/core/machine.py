@@ -36,7 +36,7 @@ from stream_balancer.core.pricing import Learned
 from stream_balancer.core.snapshot import Snapshot, restored_state, take_snapshot
 from stream_balancer.core.state import State
 from stream_balancer.core.step_times import StepTiming
-from stream_balancer.errors import ClosedResourceError, ConfigError, WouldBlock
+from stream_balancer.errors import ClosedResourceError, ConfigError, RolloutError, WouldBlock
 from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.statistics import Statistics
 from stream_balancer.types import Batch, Rollout
@@ -72,6 +72,8 @@ class BalancerCore:
         costs = admission.check(rollouts)  # first: a retry is a duplicate, whatever its group
         if size is not None or (rollouts and rollouts[0].group_id is not None):
             admission.check_group(rollouts, size)
+        if self.state.open_step is not None:
+            self._check_rows(rollouts, RolloutError)
         return costs
 
     def add(self, rollout: Rollout, now: float) -> None:
@@ -138,7 +140,7 @@ class BalancerCore:
     @property
     def finished(self) -> bool:
         """Ended, and nothing waits any more. Batches may still be in flight."""
-        return self.ended and not len(self.state.buffer) and not self.state.ledger.redelivers
+        return self.ended and not len(self.state.buffer) and not self.state.in_flight.redelivers
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
@@ -157,7 +159,7 @@ class BalancerCore:
         A few vector operations of O(n) in waiting rollouts, plus the plan. If the planner raises, nothing has changed.
         """
         state = self.state
-        batch = state.ledger.next_redelivery()
+        batch = state.in_flight.next_redelivery()
         if batch is not None and self._gives_again:
             batch = self._redeliver(batch)
         elif state.open_step is not None:
@@ -177,7 +179,7 @@ class BalancerCore:
             # before the dispatch, which moves the rows that these columns are views of
             self.observers.emit("planned", waiting, state.pricing.knobs, reason)
             self._dispatch(batch, rows, now if asked_at is None else asked_at, now)
-        state.ledger.begin_training(state.staleness.version)
+        state.in_flight.begin_training(state.staleness.version)
         self._publish("dispatched", batch)
         return batch
 
@@ -195,14 +197,25 @@ class BalancerCore:
     def _gives_again(self) -> bool:
         """A batch in flight leaves again next. Not between two rows of a step: gradients would be added up of both."""
         opened = self.state.open_step
-        return self.state.ledger.redelivers and not (opened is not None and opened.taken)
+        return self.state.in_flight.redelivers and not (opened is not None and opened.num_taken)
 
     def open_steps(self, wanted: bool) -> None:
         """Steps begin before they are complete from now on, or do not: ``poll`` gives their rows. A step that is under
         way is forgotten, and all of its rollouts wait. Raises ConfigError for knobs that rows cannot respect."""
-        self.state.use_open_step(OpenStep(self.config) if wanted else None)
+        opened = OpenStep(self.config) if wanted else None
+        if wanted:
+            self._check_rows(self.state.buffer.rollouts(), ConfigError)
+        self.state.use_open_step(opened)
         self.state.evict_too_old()
         self._publish()
+
+    def _check_rows(self, rollouts: Sequence[Rollout], error: type[ValueError]) -> None:
+        """Refuse samples of executions that may leave in two rows of a step."""
+        if self.state.buffer.groups.size is None and any(one.execution_id is not None for one in rollouts):
+            raise error(
+                "batches(open=True) with execution_id needs group_size: else samples of one execution may leave in two "
+                "rows, and nobody would know by how many to divide. Give group_size, or iterate batches()"
+            )
 
     def _next_row(self, opened: OpenStep, now: float, asked_at: float) -> Batch | None:
         """The next row of the step that is under way, if one leaves now. The step is complete when a batch would
@@ -221,11 +234,11 @@ class BalancerCore:
         rows = opened.choose(state.config, state.buffer, state.triggers.available(due), complete=True)
         row = make_row(state, opened, rows, reason, now)
         state.take(row, rows)
-        whole, plan = make_whole(state, opened, row, now)
+        whole, rows = make_whole(state, opened, row, now)
         state.open_step = OpenStep(state.config)
         self.observers.emit("planned", state.buffer.waiting(due), state.pricing.knobs, reason)
-        self._dispatch(whole, rows_of(plan), asked_at - opened.waited_s, now)
-        state.ledger.begin_training(state.staleness.version)
+        self._dispatch(whole, rows, asked_at - opened.waited_s, now)
+        state.in_flight.begin_training(state.staleness.version)
         self._publish("dispatched", whole)
         return replace(row, ranks=tuple(replace(one, denominators=whole.ranks[0].denominators) for one in row.ranks))
 
@@ -236,29 +249,29 @@ class BalancerCore:
             batch = plan_again(state, batch)
             # Ranks of the old plan may have reported seconds: of other rollouts than those that carry this step now.
             state.step_times.forget(batch.step)
-        state.ledger.redelivered(batch)
+        state.in_flight.redelivered(batch)
         return batch
 
     def give_as_planned(self) -> Batch | None:
         """The oldest batch that is to be given again, in the plan that it had, for however many ranks: those that hold
         it may have trained on it."""
-        ledger = self.state.ledger
-        batch = ledger.next_redelivery()
+        in_flight = self.state.in_flight
+        batch = in_flight.next_redelivery()
         if batch is not None:
-            ledger.redelivered(batch)
-            ledger.begin_training(self.state.staleness.version)
+            in_flight.redelivered(batch)
+            in_flight.begin_training(self.state.staleness.version)
             self._publish("dispatched", batch)
         return batch
 
     def in_flight(self) -> tuple[Batch, ...]:
         """Batches given out and not yet acknowledged, oldest first; not those that ``poll`` will give again."""
-        return self.state.ledger.delivered()
+        return self.state.in_flight.delivered()
 
     def acknowledge(self, step: int) -> Batch:
         """A batch has been trained on: its rollouts need not be kept. Raises ValueError for a step that is not in
         flight."""
         state = self.state
-        batch, missing = state.ledger.acknowledge(step)
+        batch, missing = state.in_flight.acknowledge(step)
         state.step_times.acknowledged(step)
         # Missing rollouts are not remembered as done: their payloads are lost, and who generates them anew may put the
         # same id.
@@ -277,23 +290,23 @@ class BalancerCore:
     def finish_training(self, step: int) -> None:
         """The trainer asks for more: it is through with this step, and may acknowledge it later. Not before its
         version, if it makes one. O(n) under ``max_staleness``."""
-        if self.state.ledger.finish_training(step):
+        if self.state.in_flight.finish_training(step):
             self.state.advance()
 
     def nack(self, step: int) -> None:
         """A batch in flight was not trained on after all: ``poll`` gives it again, same plan, older steps first. Raises
         ValueError for a step that is not in flight. O(batches in flight)."""
-        self.state.counts.nacked += self.state.ledger.nack(step)
+        self.state.counts.nacked += self.state.in_flight.nack(step)
         self.state.changed()
 
     def redeliver(self, batch: Batch) -> None:
         """A batch in flight reached nobody: the next ``poll`` gives it."""
-        self.state.ledger.redeliver(batch)
+        self.state.in_flight.redeliver(batch)
         self.state.changed()
 
     def record_step(self, timing: StepTiming, now: float) -> None:
         """A rank reports the seconds of a step. When all of its ranks have, observers are told ("timed")."""
-        state, batch = self.state, self.state.ledger.get(timing.step)
+        state, batch = self.state, self.state.in_flight.get(timing.step)
         timings = state.step_times.add(timing, state.config.dp_size if batch is None else len(batch.ranks))
         if timings is None:
             return
@@ -327,7 +340,9 @@ class BalancerCore:
     def evict_lost(self, is_lost: Callable[[Rollout], bool]) -> list[str]:
         """Waiting rollouts whose payloads are lost are evicted. -> their ids, which may be put again. Those in flight
         stay. O(n)."""
-        rows = self.state.not_taken(np.flatnonzero([is_lost(one) for one in self.state.buffer.rollouts()]))
+        buffer = self.state.buffer
+        rows = np.array([row for row, one in enumerate(buffer.rollouts()) if is_lost(one)], dtype=np.int64)
+        rows = rows[~buffer.taken[rows]]
         if not rows.size:
             return []
         rollouts = self.state.remove(rows, never_came=True)
@@ -339,14 +354,14 @@ class BalancerCore:
     def mark_missing(self, step: int, rollout_ids: Iterable[str]) -> None:
         """A rank could not get the payloads of these rollouts, and trains the step without them: once it is
         acknowledged they count as evicted ("lost"), not as acknowledged. May be repeated."""
-        self.state.ledger.mark_missing(step, rollout_ids)
+        self.state.in_flight.mark_missing(step, rollout_ids)
 
     def abandon_group(self, group_id: str) -> int:
         """What waits of a group is evicted, and from now on what still comes of it. -> rollouts evicted now. Raises
         ValueError where groups play no part. O(n)."""
         state = self.state
         state.admission.check_keeps_groups(group_id)
-        rollouts = state.remove(state.not_taken(state.buffer.siblings(group_id)))
+        rollouts = state.remove(state.buffer.siblings(group_id))
         state.buffer.groups.abandon(group_id)
         state.evict(rollouts, "abandoned")
         state.changed()
@@ -377,7 +392,7 @@ class BalancerCore:
         state, before = self.state, self.config
         if state.open_step is not None:
             check_open(config)
-            if config.dp_size != before.dp_size and state.open_step.taken:
+            if config.dp_size != before.dp_size and state.open_step.num_taken:
                 raise ConfigError(
                     "dp_size cannot change in the middle of a step of batches(open=True): ranks have gradients of it. "
                     "Change it after the step's last row"
@@ -418,7 +433,7 @@ class BalancerCore:
         Raises ValueError if this balancer already took rollouts, RolloutError if a rollout does not fit the knobs; then
         nothing has changed.
         """
-        if self.state.counts.accepted or self.state.ledger.next_step:
+        if self.state.counts.accepted or self.state.in_flight.next_step:
             raise ValueError(
                 "load_state_dict() needs a fresh balancer: this one has taken rollouts. Load before the first put"
             )

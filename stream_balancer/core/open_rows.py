@@ -13,10 +13,9 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.core.batching import batch_of_plan, group_ids, plan_of_all, rank_batches, rows_of
 from stream_balancer.core.open_step import OpenStep, least_rollouts
 from stream_balancer.core.state import State
-from stream_balancer.errors import ConfigError
 from stream_balancer.planning import Plan
 from stream_balancer.planning.bounds import lower_bound_of
-from stream_balancer.types import Batch, MicroBatch, Reason
+from stream_balancer.types import Batch, Reason
 
 __all__ = ["make_row", "make_whole", "ready_rows"]
 
@@ -24,7 +23,7 @@ __all__ = ["make_row", "make_whole", "ready_rows"]
 def ready_rows(state: State, opened: OpenStep) -> NDArray[np.int64]:
     """Rows of the buffer that leave before the step is complete; empty while too few wait. O(n log n), and O(1) where
     none has come that could make a row."""
-    if state.triggers.num_sendable()[1] - len(opened.taken) < least_rollouts(state.config):
+    if state.triggers.num_sendable()[1] - opened.num_taken < least_rollouts(state.config):
         return np.empty(0, dtype=np.int64)
     may = state.triggers.available(np.zeros(len(state.buffer), dtype=np.bool_))
     return opened.choose(state.config, state.buffer, may, complete=False)
@@ -33,12 +32,7 @@ def ready_rows(state: State, opened: OpenStep) -> NDArray[np.int64]:
 def make_row(state: State, opened: OpenStep, rows: NDArray[np.int64], reason: Reason, now: float) -> Batch:
     """Of the step that is under way the next row; its rollouts are still in the buffer, and ``rows`` of it. Every rank
     has the same number of micro-batches as in a batch. As fast as a plan of so many."""
-    config, step, rollouts = state.config, state.ledger.next_step, state.buffer.rollouts(rows)
-    if rollouts and state.buffer.groups.size is None and any(one.execution_id is not None for one in rollouts):
-        raise ConfigError(
-            "batches(open=True) with execution_id needs group_size: else samples of one execution may leave in two "
-            "rows, and nobody would know by how many to divide. Give group_size, or iterate batches()"
-        )
+    config, step, rollouts = state.config, state.in_flight.next_step, state.buffer.rollouts(rows)
     arrived_at = state.buffer.arrived_at
     plan = opened.spread(plan_of_all(state, rollouts, step, state.pricing.knobs) if rollouts else _no_plan(config))
     row = batch_of_plan(
@@ -49,7 +43,8 @@ def make_row(state: State, opened: OpenStep, rows: NDArray[np.int64], reason: Re
         reason=reason,
         oldest_wait_s=max(now - float(arrived_at[rows].min()), 0.0) if rollouts else 0.0,
         incomplete_groups=group_ids(state.buffer, sorted({*state.buffer.labels[rows[~state.buffer.complete[rows]]]})),
-        before=opened,
+        originals=rollouts or state.buffer.rollouts(np.flatnonzero(state.buffer.taken)),
+        had=opened.num_padding,
     )
     return replace(row, ranks=tuple(replace(one, denominators=None) for one in row.ranks))
 
@@ -59,32 +54,20 @@ def _no_plan(config: BalancerConfig) -> Plan:
     return Plan([[] for _ in range(config.dp_size)], np.zeros(config.dp_size), None, 0.0, 0.0, (), 0.0, 0.0)
 
 
-def make_whole(state: State, opened: OpenStep, last: Batch, now: float) -> tuple[Batch, Plan]:
-    """The step whose last row leaves, as one batch and its plan in rows of the buffer. O(n)."""
-    buffer, knobs = state.buffer, state.pricing.knobs
-    place = {one.rollout_id: row for row, one in enumerate(buffer.rollouts())}
-    ranks = [
-        [np.array([place[one.rollout_id] for one in mb.rollouts], dtype=np.int64) for mb in its if not _is_padding(mb)]
-        for its in opened.micro_batches
-    ]
-    rows = list(map(place.__getitem__, opened.taken))
-    finish = opened.finish if state.config.sync == "micro_batch" else float(opened.loads.max())
-    bound = lower_bound_of(buffer.costs[rows], len(ranks), "free", knobs.speeds)
-    plan = Plan(ranks, opened.loads, None, finish, bound, (), 0.0, 0.0)
-    made = rank_batches(last.step, [opened.micro_batches], [opened.loads.tolist()])
+def make_whole(state: State, opened: OpenStep, last: Batch, now: float) -> tuple[Batch, NDArray[np.int64]]:
+    """The step whose last row leaves, as one batch, and its rows of the buffer. O(n)."""
+    buffer, loads = state.buffer, opened.loads.tolist()
+    rows = np.flatnonzero(buffer.taken)
+    made = rank_batches(last.step, [opened.micro_batches], [loads])
     whole = replace(
         last,
         ranks=made,
         num_rollouts=made[0].global_num_rollouts,
         num_tokens=made[0].global_num_tokens,
-        loads=tuple(opened.loads.tolist()),
-        finish=finish,
-        lower_bound=bound,
+        loads=tuple(loads),
+        finish=opened.finish if state.config.sync == "micro_batch" else max(loads),
+        lower_bound=lower_bound_of(buffer.costs[rows], len(made), "free", state.pricing.knobs.speeds),
         oldest_wait_s=max(now - float(buffer.arrived_at[rows].min()), 0.0),
         num_padding=opened.num_padding,
     )
-    return whole, plan
-
-
-def _is_padding(micro_batch: MicroBatch) -> bool:
-    return all(one.is_padding for one in micro_batch.rollouts)
+    return whole, rows

@@ -14,6 +14,7 @@ gradients of half a step are nowhere, either.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from stream_balancer.core.buffer import Buffer
 from stream_balancer.errors import ConfigError
 from stream_balancer.planning import Plan
 from stream_balancer.planning.arrays import Bools, Floats, Ints
-from stream_balancer.types import Batch, MicroBatch, Rollout
+from stream_balancer.types import Batch, MicroBatch
 
 __all__ = ["OpenStep", "check_open"]
 
@@ -39,22 +40,18 @@ class OpenStep:
         """[rank] work of these."""
         self.finish = 0.0
         """Of the rows one after the other."""
-        self.taken: dict[str, Rollout] = {}
-        """Rollouts that have left in rows, by id."""
+        self.num_taken = 0
+        """Rollouts that have left in rows."""
         self.num_padding = 0
         self.waited_s = 0.0
         """Seconds that somebody has waited for its rows."""
-
-    def is_taken(self, buffer: Buffer) -> Bools:
-        """[n] which of those that wait have left in a row. O(n)."""
-        return np.array([one.rollout_id in self.taken for one in buffer.rollouts()], dtype=np.bool_)
 
     def choose(self, config: BalancerConfig, buffer: Buffer, may: Bools, *, complete: bool) -> Ints:
         """Rows of the buffer that leave next; ``may`` [n] could. Not ``complete``: the heaviest of those that the step
         has room for, enough for every rank; none if these are too few. ``complete``: all that the step has room for,
         oldest first. Groups are whole, but for those that no step has room for. O(n log n)."""
-        room, going = config.batch_size - len(self.taken), []
-        for unit in _units(np.flatnonzero(may & ~self.is_taken(buffer)), buffer.labels):
+        room, going = config.batch_size - self.num_taken, []
+        for unit in _units(np.flatnonzero(may & ~buffer.taken), buffer.labels):
             if unit.size > config.batch_size:  # a group that can never leave whole
                 unit = unit[:room]
             if 0 < unit.size <= room:
@@ -73,16 +70,7 @@ class OpenStep:
             return plan
         share_of = np.empty(self.loads.size, dtype=np.int64)
         share_of[np.argsort(self.loads, kind="stable")] = np.argsort(-plan.loads, kind="stable")
-        return Plan(
-            ranks=[plan.ranks[share] for share in share_of],
-            loads=plan.loads[share_of],
-            rates=None,
-            finish=plan.finish,
-            lower_bound=plan.lower_bound,
-            incomplete_groups=plan.incomplete_groups,
-            avoidable_imbalance=plan.avoidable_imbalance,
-            unavoidable_imbalance=plan.unavoidable_imbalance,
-        )
+        return replace(plan, ranks=[plan.ranks[share] for share in share_of], loads=plan.loads[share_of])
 
     def add(self, row: Batch) -> None:
         """It leaves. O(rollouts)."""
@@ -91,7 +79,7 @@ class OpenStep:
         self.loads += row.loads
         self.finish += row.finish
         self.num_padding += row.num_padding
-        self.taken |= {one.rollout_id: one for one in row.rollouts if not one.is_padding}
+        self.num_taken += row.num_rollouts
 
 
 def least_rollouts(config: BalancerConfig) -> int:

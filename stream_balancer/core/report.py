@@ -14,14 +14,14 @@ __all__ = ["statistics", "verify"]
 
 def statistics(state: State, now: float, others: Mapping[str, Any]) -> Statistics:
     """The figures of this moment; ``others`` as who knows them gives them. O(batches in flight)."""
-    counts, buffer, ledger = state.counts, state.buffer, state.ledger
+    counts, buffer, in_flight = state.counts, state.buffer, state.in_flight
     return Statistics(
         waiting=len(buffer),
         waiting_tokens=buffer.num_tokens,
         waiting_bytes=buffer.num_bytes,
         waiting_lengths=buffer.length_quantiles((0.0, 0.5, 0.9, 1.0)),
-        in_flight=sum(batch.num_rollouts for batch in ledger.batches()),
-        redelivering=ledger.num_redelivering,
+        in_flight=sum(batch.num_rollouts for batch in in_flight.batches()),
+        redelivering=in_flight.num_redelivering,
         accepted=counts.accepted,
         acknowledged=counts.acknowledged,
         evicted=dict(counts.evicted),
@@ -41,7 +41,7 @@ def statistics(state: State, now: float, others: Mapping[str, Any]) -> Statistic
         unavoidable_idle_fraction=unavoidable(counts.mean_loads, counts.lower_bounds, counts.max_loads),
         measured_idle_fraction=idle(counts.mean_seconds, counts.max_seconds),
         version=state.staleness.version,
-        training_age=ledger.training_ages.summary(),
+        training_age=in_flight.training_ages.summary(),
         window=state.config.window,
         window_tokens=state.config.window_tokens,
         strata=buffer.strata.figures(buffer.stratum_numbers, buffer.arrived_at, now),
@@ -58,9 +58,9 @@ def _oldest_open_group_s(state: State, now: float) -> float:
 def verify(state: State) -> None:
     """Check every invariant; for tests. O(n log n)."""
     state.buffer.check()
-    state.ledger.check()
+    state.in_flight.check()
     counts = state.counts
-    flying = [r.rollout_id for batch in state.ledger.batches() for r in batch.rollouts if not r.is_padding]
+    flying = [r.rollout_id for batch in state.in_flight.batches() for r in batch.rollouts if not r.is_padding]
     waiting = [r.rollout_id for r in state.buffer.rollouts()]
     assert counts.accepted == len(waiting) + len(flying) + counts.acknowledged + counts.evicted.total()
     assert len({*waiting, *flying}) == len(waiting) + len(flying)

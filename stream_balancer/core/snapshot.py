@@ -58,18 +58,18 @@ class Snapshot:
 
 def take_snapshot(state: State, now: float, learned: Mapping[str, Any]) -> Snapshot:
     """All that is held now, and what learners know. O(n) pointers."""
-    buffer, ledger = state.buffer, state.ledger
+    buffer, in_flight = state.buffer, state.in_flight
     return Snapshot(
         waiting=tuple(buffer.rollouts()),
         waited_s=now - buffer.arrived_at,
         skips=buffer.skips.copy(),
-        in_flight=ledger.batches(),
+        in_flight=in_flight.batches(),
         group_arrivals=buffer.groups.arrived(),
         group_sizes=buffer.groups.open_sizes(),
         closed_groups=buffer.groups.closed(),
         past_ids=tuple(state.ids.past),
         version=state.staleness.version,
-        next_step=ledger.next_step,
+        next_step=in_flight.next_step,
         counts=state.counts.totals(),
         **learned,
     )
@@ -91,7 +91,7 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
     state.buffer.groups.restore(snapshot.group_arrivals, snapshot.group_sizes)
     groups = state.buffer.groups  # the snapshot has all that is declared; of what is not known any more it is said
     groups.changed = [name for name in groups.changed if groups.declared(name) is None]
-    state.ledger.restore(snapshot.in_flight, snapshot.next_step)
+    state.in_flight.restore(snapshot.in_flight, snapshot.next_step)
     state.ids.held.update(r.rollout_id for batch in snapshot.in_flight for r in batch.rollouts if not r.is_padding)
     state.changed()
     return state

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
-from stream_balancer.core.ledger import Ledger
+from stream_balancer.core.in_flight import InFlight
 from stream_balancer.errors import RolloutError
 from stream_balancer.types import Rollout
 from stream_balancer.values import plain_policy_version
@@ -39,7 +39,7 @@ def next_version(current: int | None, version: object) -> int:
 class Staleness:
     """The policy version, and the ages of what waits; counted anew by :meth:`recount` after every change."""
 
-    def __init__(self, config: BalancerConfig, buffer: Buffer, ledger: Ledger) -> None:
+    def __init__(self, config: BalancerConfig, buffer: Buffer, in_flight: InFlight) -> None:
         self.config = config
         self.version: int | None = None
         """Policy version last set."""
@@ -48,7 +48,7 @@ class Staleness:
         self.num_held_back = 0
         """Waiting rollouts that are too old to leave while so many batches are before them."""
         self._buffer = buffer
-        self._ledger = ledger
+        self._in_flight = in_flight
 
     def set_version(self, version: int) -> None:
         """The policy moved on. Raises ValueError if it goes backwards."""
@@ -134,4 +134,4 @@ class Staleness:
 
     def _oldest_trainable(self) -> int | None:
         oldest = self._oldest_fresh()
-        return None if oldest is None else oldest + self._ledger.steps_ahead
+        return None if oldest is None else oldest + self._in_flight.steps_ahead

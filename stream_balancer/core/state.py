@@ -4,7 +4,7 @@
 
     admission  which rollouts may be taken in        triggers   when a batch leaves, and why
     buffer     what waits, with its groups           staleness  how old that is, in policy versions
-    ledger     the batches in flight                 pricing    what rollouts cost
+    in_flight  the batches in flight                 pricing    what rollouts cost
     ids        what is held, or done                 counts, step_times, length_bias   for the statistics
 
 Each part owns its data, and may be read by anybody. Only :mod:`stream_balancer.core.machine` changes them, by these
@@ -23,7 +23,7 @@ from stream_balancer.core.admission import Admission
 from stream_balancer.core.buffer import NO_VERSION, Buffer
 from stream_balancer.core.counters import Counts
 from stream_balancer.core.groups import GroupSize
-from stream_balancer.core.ledger import Ledger, RolloutIds
+from stream_balancer.core.in_flight import InFlight, RolloutIds
 from stream_balancer.core.open_step import OpenStep
 from stream_balancer.core.pricing import Pricing
 from stream_balancer.core.staleness import Staleness
@@ -44,9 +44,9 @@ class State:
         self.tolerance = tolerance
         self.buffer = Buffer(config.tracked_group_size, config.remember_ids)
         self.ids = RolloutIds()
-        self.ledger = Ledger()
+        self.in_flight = InFlight()
         self.pricing = Pricing(config, tolerance)
-        self.staleness = Staleness(config, self.buffer, self.ledger)
+        self.staleness = Staleness(config, self.buffer, self.in_flight)
         self.triggers = Triggers(config, self.buffer, self.staleness)
         self.admission = Admission(config, self.buffer, self.ids, self.pricing)
         self.counts = Counts()
@@ -122,7 +122,7 @@ class State:
         # those held back for their age could not have gone, so they were not passed over
         buffer.pass_over(~self.staleness.held_back())
         self.remove(rows)  # last of what needs the plan's rows: they are others now
-        self.ledger.dispatch(batch)
+        self.in_flight.dispatch(batch)
         self.counts.record(batch)
         self.counts.surplus = surplus_after(self.pricing.knobs, self.counts.surplus, batch.num_rollouts)
         # The buffer has room again, so a put that forced a flush is answered by this batch.
@@ -150,22 +150,19 @@ class State:
         """A row of the open step leaves; ``rows`` of the buffer, which it goes on waiting in. O(n)."""
         assert self.open_step is not None
         self.open_step.add(row)
+        self.buffer.taken[rows] = True
         self.buffer.versions[rows] = NO_VERSION  # its training has begun: it cannot become too old for that
         self.changed()
 
     def use_open_step(self, opened: OpenStep | None) -> None:
         """Another step is open from now on; None: none. What has left of the last one waits as before. O(n)."""
-        if self.open_step is not None and self.open_step.taken:
-            rows = np.flatnonzero(self.open_step.is_taken(self.buffer))
-            oldest = [rollout.min_version for rollout in self.buffer.rollouts(rows)]
-            self.buffer.versions[rows] = [NO_VERSION if version is None else version for version in oldest]
+        buffer, self.open_step = self.buffer, opened
+        rows = np.flatnonzero(buffer.taken)
+        if rows.size:
+            oldest = [rollout.min_version for rollout in buffer.rollouts(rows)]
+            buffer.versions[rows] = [NO_VERSION if version is None else version for version in oldest]
+            buffer.taken[rows] = False
             self.changed()
-        self.open_step = opened
-
-    def not_taken(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of these rows that no row of an open step has: what is being trained on is not given up. O(n)."""
-        opened = self.open_step
-        return rows if opened is None or not opened.taken else rows[~opened.is_taken(self.buffer)[rows]]
 
     def finish(self, rollout_ids: Iterable[str]) -> None:
         """These are done: trained on, or evicted. O(1) each."""
@@ -179,4 +176,4 @@ class State:
     def advance(self) -> None:
         """The trainer is through with a batch: what waits may be young enough now, and the next one is trained on."""
         self.changed()
-        self.ledger.begin_training(self.staleness.version)
+        self.in_flight.begin_training(self.staleness.version)

@@ -72,7 +72,7 @@ class Throttle:
         running = running if began is None else min(began, running)
         waiting = state.staleness.oldest_fresh_version()
         oldest = running if waiting is None else min(waiting, running)  # unknown versions are larger than any
-        batches = oldest + config.max_staleness + 1 - version - state.ledger.steps_ahead
+        batches = oldest + config.max_staleness + 1 - version - state.in_flight.steps_ahead
         return batches * config.least_batch_size - held
 
     def is_stuck(self, state: State) -> bool:

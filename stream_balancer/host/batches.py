@@ -89,7 +89,7 @@ class Consumer:
                 if self._journal is not None and batch.is_last:
                     await self._finish_plan(self._journal, batch)
                 # The disk was awaited above, and reconfigure(dp_size=...) may have come meanwhile.
-                whole = self._core.state.ledger.get(batch.step)
+                whole = self._core.state.in_flight.get(batch.step)
                 if whole is None or len(batch.ranks) == self._core.config.dp_size:
                     return batch
                 if whole.num_rollouts > batch.num_rollouts:
@@ -116,7 +116,7 @@ class Consumer:
 
     def acknowledge_through(self, step: int) -> None:
         self._lifetime.check_thread("acknowledge_through")
-        for number in self._core.state.ledger.steps_through(step):
+        for number in self._core.state.in_flight.steps_through(step):
             self._core.acknowledge(number)
         self._wakeups.step_done()
 
@@ -139,10 +139,10 @@ class Consumer:
 
     def give_again(self, batch: Batch) -> None:
         """Nobody got it: the next iteration gives it, unless it was acknowledged meanwhile."""
-        ledger = self._core.state.ledger
+        steps = self._core.state.in_flight
         if any(held is batch for held in self._core.in_flight()):
             self._core.redeliver(batch)
-        elif self._core.state.open_step is not None and (ledger.get(batch.step) or batch.step == ledger.next_step):
+        elif self._core.state.open_step is not None and (steps.get(batch.step) or batch.step == steps.next_step):
             self._undelivered.append(batch)
         self._wakeups.wake_consumer()
 

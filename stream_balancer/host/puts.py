@@ -101,7 +101,7 @@ class PendingPut(Waiter):
 
     def __init__(self, puts: Puts, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> None:
         first = rollouts[0] if rollouts else None  # perhaps no rollout: that is refused later
-        super().__init__(getattr(first, "group_id", None) if size is None else size.group_id)
+        self.group_id = getattr(first, "group_id", None) if size is None else size.group_id
         self.stage: Stage = "done"
         self._puts = puts
         self._rollouts = rollouts

@@ -236,11 +236,14 @@ async def test_ranks_cannot_become_others_in_the_middle() -> None:
 
 async def test_executions_need_groups() -> None:
     async with sb.StreamBalancer(rows_of_six()) as balancer:
-        rows = balancer.batches(open=True)
-        for number in range(2):
-            await balancer.put(sb.Rollout(tokens={"input_ids": [number]}, group_id="g", execution_id="e"))
+        one = sb.Rollout(tokens={"input_ids": [0]}, group_id="g", execution_id="e")
+        balancer.batches(open=True)
+        with pytest.raises(sb.RolloutError, match="execution_id needs group_size"):
+            await balancer.put(one)
+        balancer.batches()
+        await balancer.put(one)
         with pytest.raises(ConfigError, match="execution_id needs group_size"):
-            await anext(rows)
+            balancer.batches(open=True)
 
 
 # -- through serve() ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 
 import numpy as np
+import pytest
 from evictions import learning_core
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,7 +70,7 @@ class Trainer:
             self._check_step(row)
         else:
             assert row.num_rollouts >= config.dp_size
-            assert not self.core.state.ledger.get(row.step)
+            assert not self.core.state.in_flight.get(row.step)
         return True
 
     def _check_step(self, last: Batch) -> None:
@@ -89,7 +90,7 @@ class Trainer:
 
     def acknowledge(self) -> None:
         for step in list(self.in_flight):
-            if self.core.state.ledger.get(step) is not None:
+            if self.core.state.in_flight.get(step) is not None:
                 batch = self.core.acknowledge(step)
                 self.trained.update(r.rollout_id for r in batch.rollouts if not r.is_padding)
         self.in_flight.clear()
@@ -158,3 +159,71 @@ def test_what_is_waited_for_rows_is_waited_for_rollouts() -> None:
     idle = core.statistics(10.0).idle_seconds
     assert idle["transport"] == 0.0
     assert idle["no_data"] + idle["window"] == 14.0
+
+
+def opened(**knobs: object) -> BalancerCore:
+    core = BalancerCore(sb.BalancerConfig(**{"dp_size": 2, "batch_size": 8, "window": 8, "group_size": 2, **knobs}))
+    core.open_steps(True)
+    return core
+
+
+def of_group(name: str, *numbers: int, length: int = 3) -> list[sb.Rollout]:
+    return [
+        sb.Rollout(tokens={"input_ids": [0] * length}, rollout_id=f"{name}{number}", group_id=name)
+        for number in numbers
+    ]
+
+
+def trained_in_the_end(trainer: Trainer) -> list[str]:
+    trainer.core.end()
+    while trainer.take():
+        trainer.core.statistics(0.0)
+    assert trainer.core.finished
+    trainer.acknowledge()
+    return sorted(trainer.trained)
+
+
+def test_a_group_above_batch_size_leaves_in_pieces() -> None:
+    core = opened()
+    core.add_all(of_group("g", *range(11)), 0.0)
+    assert len(trained_in_the_end(Trainer(core))) == 11
+
+
+def test_siblings_that_are_trained_on_stay_when_a_late_one_is_turned_down() -> None:
+    core = opened()
+    core.add_all(of_group("g", 0, 1), 0.0)
+    trainer = Trainer(core)
+    assert trainer.take(), "both are in a row"
+    late = of_group("g", 2)
+    assert core.state.admission.completed_by(late) == late, "accept= is not asked about what is trained on"
+    core.filter_out(late, 0.0)
+    core.verify()
+    assert core.statistics(0.0).evicted["filtered"] == 1
+    assert trained_in_the_end(trainer) == ["g0", "g1"]
+
+
+def test_a_group_that_is_trained_on_can_be_abandoned() -> None:
+    core = opened()
+    core.add_all(of_group("g", 0, 1), 0.0)
+    trainer = Trainer(core)
+    assert trainer.take()
+    assert core.abandon_group("g") == 0
+    core.verify()
+    core.add_all(of_group("g", 2), 0.0)
+    core.add_all(of_group("h", 0), 0.0)
+    assert core.statistics(0.0).evicted["abandoned"] == 1
+    assert core.statistics(0.0).open_groups == 1
+    core.add_all(of_group("h", 1), 0.0)
+    assert trained_in_the_end(trainer) == ["g0", "g1", "h0", "h1"]
+
+
+def test_an_execution_without_groups_is_refused_at_its_put() -> None:
+    core = opened(group_size=None)
+    one = sb.Rollout(tokens={"input_ids": [0]}, execution_id="e")
+    with pytest.raises(sb.RolloutError, match="execution_id needs group_size"):
+        core.add(one, 0.0)
+    core.open_steps(False)
+    core.add(one, 0.0)
+    with pytest.raises(sb.ConfigError, match="execution_id needs group_size"):
+        core.open_steps(True)
+    assert core.statistics(0.0).waiting == 1

@@ -74,10 +74,10 @@ def test_a_step_given_back_is_ahead_again() -> None:
     put(core, 1, 1)
     batch = dispatch(core)
     core.finish_training(batch.step)
-    assert core.state.ledger.steps_ahead == 0
+    assert core.state.in_flight.steps_ahead == 0
     core.nack(batch.step)
     core.verify()
-    assert core.state.ledger.steps_ahead == 1, "it will be trained on, and may make a version"
+    assert core.state.in_flight.steps_ahead == 1, "it will be trained on, and may make a version"
 
 
 def test_a_group_that_is_turned_down_is_not_due_any_more() -> None:

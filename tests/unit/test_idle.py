@@ -214,7 +214,7 @@ def test_a_rank_that_recovers_is_cleared_within_a_dozen_steps() -> None:
 def test_noise_and_a_single_long_step_are_no_straggler() -> None:
     trainer = Trainer()
     for rank in itertools.islice(itertools.cycle(range(NUM_RANKS)), 100):
-        trainer.steps(1, {rank: 20.0} if trainer.core.state.ledger.next_step % 25 == 0 else None, spread=0.04)
+        trainer.steps(1, {rank: 20.0} if trainer.core.state.in_flight.next_step % 25 == 0 else None, spread=0.04)
         assert trainer.straggler is None
 
 
