@@ -41,7 +41,7 @@ FORMAT = 6
 """Version of all that is written here."""
 _IDS_A_ROW = 1000
 _ALIGNMENT = 64  # of the codec's memory in a row
-_PREFIX = struct.Struct("<I4xQ")  # of rollouts: checksum of all behind it, bytes of the head
+_PREFIX = struct.Struct("<IIQ")  # of rollouts: checksums of what is before the columns and of them, bytes of the head
 _CRC = struct.Struct("<I")
 
 # --- facts -----------------------------------------------------------------------------------------------------------
@@ -221,25 +221,30 @@ class _Head(msgspec.Struct, array_like=True):
 _head_decoder = msgspec.msgpack.Decoder(_Head)
 
 
-def write_rollouts(number: int, held: Sequence[Held]) -> bytearray:
-    """The row of this number: some rollouts, in one copy. Raises RolloutError, naming it, for one that was changed
-    after it was made. O(bytes)."""
+def write_rollouts(number: int, held: Sequence[Held], *, sealed: bool = True) -> bytearray:
+    """The row of this number: some rollouts. ``sealed``: with a checksum of their columns, too. Raises RolloutError,
+    naming it, for one that was changed after it was made. O(bytes)."""
     encoded = codec.encode_rollouts([one.rollout for one in held])
     head = _encoder.encode(_Head([one.arrived_at for one in held], [one.step for one in held], encoded.header))
-    gap = bytes(-(_PREFIX.size + len(head)) % _ALIGNMENT)
-    row = bytearray().join([_PREFIX.pack(0, len(head)), head, gap, *encoded.payload.pieces])
-    # One call for all of the row: each lets another thread take its turn.
-    _CRC.pack_into(row, 0, _checksum(f"rollouts {number}", memoryview(row)[_CRC.size :]))
+    start = _PREFIX.size + len(head)
+    gap = bytes(-start % _ALIGNMENT)
+    row = bytearray(b"".join([bytes(_PREFIX.size), head, gap, *encoded.payload.pieces]))
+    inside = memoryview(row)
+    crc = zlib.crc32(inside[start:]) if sealed else 0
+    _PREFIX.pack_into(row, 0, 0, crc, len(head))
+    _CRC.pack_into(row, 0, _checksum(f"rollouts {number}", inside[_CRC.size : start]))
     return row
 
 
 def read_rollouts(number: int, row: Memory) -> list[Held]:
     """The rollouts of a row, as views of it. Raises WireError for damaged bytes, and where they hold what no Rollout
     may be."""
-    crc, head_bytes = _PREFIX.unpack_from(row) if row.size >= _PREFIX.size else (0, 0)
-    if crc != _checksum(f"rollouts {number}", row[_CRC.size :]):
-        raise WireError("its bytes were damaged")
+    crc, crc_of_columns, head_bytes = _PREFIX.unpack_from(row) if row.size >= _PREFIX.size else (0, 0, 0)
     start = _PREFIX.size + head_bytes
+    if crc != _checksum(f"rollouts {number}", row[_CRC.size : start]):
+        raise WireError("its bytes were damaged")
+    if crc_of_columns and crc_of_columns != zlib.crc32(row[start:]):
+        raise WireError("the bytes of its columns were damaged")
     try:
         head = _head_decoder.decode(row[_PREFIX.size : start])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

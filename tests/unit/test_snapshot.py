@@ -218,7 +218,7 @@ def test_dcp_saves_and_loads_it(tmp_path: Path) -> None:
         assert first.num_rollouts == 4
 
 
-@pytest.mark.parametrize("at", [0, 8, 40, 120, -100])
+@pytest.mark.parametrize("at", [0, 8, 40, 120])
 def test_a_damaged_row_is_set_aside_and_the_rest_comes_back(
     at: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
