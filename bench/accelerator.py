@@ -21,12 +21,12 @@ import time
 import anyio
 import torch
 from _common import Rows, arguments, keep_putting, peer
+from stream_balancer_demo.model import Decoder, build_model, training_cost
 from torch import Tensor
 from training import MODELS, Setting, Trainer, calibration, compare, stream
 
 import stream_balancer as sb
 from stream_balancer import RankFeed, Rollout
-from stream_balancer.demo.model import Decoder, build_model, training_cost
 
 BAR_BESIDE = 1.05
 """Of a step beside a copy over a step alone."""

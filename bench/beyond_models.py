@@ -31,13 +31,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from _common import Rows, arguments, peer
+from stream_balancer_demo.model import training_cost
+from stream_balancer_demo.options import DemoOptions
 from tree_attention import tree_loss_sum
 
 import stream_balancer as sb
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.cost import CalibratedCost, QuadraticCost
-from stream_balancer.demo.model import training_cost
-from stream_balancer.demo.options import DemoOptions
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "context_parallel"))
 from ring_model import Decoder, aligned_groups, loss_sum, ring_of

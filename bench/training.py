@@ -24,12 +24,12 @@ from _common import Rows, arguments
 from micro_batches import verl_layout
 from numpy.typing import NDArray
 from peers import Floats, peers
+from stream_balancer_demo.model import Decoder, build_model, loss_sum, training_cost
+from stream_balancer_demo.options import DemoOptions
 
 from stream_balancer import BalancerConfig, Rollout, StreamBalancer
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.cost import CalibratedCost, CostModel, TokenCost
-from stream_balancer.demo.model import Decoder, build_model, loss_sum, training_cost
-from stream_balancer.demo.options import DemoOptions
 from stream_balancer.tools.generation import finish_times
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.trace import load_trace

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from stream_balancer_demo.model import Decoder
 from torch import Tensor
 from torch.nn import functional
 
 import stream_balancer as sb
-from stream_balancer.demo.model import Decoder
 from stream_balancer.trees import Node
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "context_parallel"))

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from stream_balancer_demo.model import Decoder
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import stream_balancer as sb
-from stream_balancer.demo.model import Decoder
 from stream_balancer.trees import Tree
 
 SIBLINGS, VOCABULARY = 6, 512
@@ -44,14 +44,13 @@ def by_flex_attention(tree: Tree) -> Attend:
 
 def loss_sum(model: Decoder, micro_batch: sb.MicroBatch, attention: Callable[[Tree], Attend] = by_node) -> Tensor:
     """Policy-gradient loss, to be divided by the step's `global_num_loss_tokens`."""
-    packed, tree = micro_batch.packed(), micro_batch.tree()
+    packed, tree = micro_batch.packed(shift=True), micro_batch.tree()
     x, attend = model.embedding(tree["input_ids"]), attention(tree)  # [U, hidden]
     for block in model.layers():
         x = block.finish(x, attend(*block.project(x, model.rotation(tree.position_ids, x))))
     logprobs = model.head(model.norm(x)).log_softmax(-1)  # [U, vocabulary]
-    logprobs = logprobs[tree.index[:-1], packed["input_ids"][1:]]  # [T-1] each from the token before it
-    trained = (packed["loss_mask"] != 0) & (packed.position_ids > 0)
-    return -torch.sum((logprobs * packed.per_token("advantage")[1:])[trained[1:]])
+    logprobs = logprobs[tree.index, packed["targets"]]  # [T] of the token that follows each
+    return -torch.sum(logprobs * packed.per_token("advantage") * packed["loss_mask"])
 
 
 def rollouts(declare: bool) -> Iterator[sb.Rollout]:

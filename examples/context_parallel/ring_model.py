@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from ring import Ring, ring_attention
+from stream_balancer_demo import model
 from torch import Tensor
 from torch.nn import functional
 
 import stream_balancer as sb
-from stream_balancer.demo import model
 
 __all__ = ["Decoder", "aligned_groups", "loss_sum", "ring_of"]
 
@@ -53,8 +53,7 @@ def ring_of(micro_batch: sb.MicroBatch, groups: Groups) -> Ring | None:
 def loss_sum(model: Decoder, micro_batch: sb.MicroBatch, ring: Ring | None = None) -> Tensor:
     """Sum of the negative log-likelihood of the next tokens that are trained on, here: to be divided by the step's
     ``global_num_loss_tokens``, and summed over ranks."""
-    packed = micro_batch.packed()
+    packed = micro_batch.packed(shift=True)  # its targets know the token after a chunk's last one, on another rank
     logits = model(packed["input_ids"], packed.position_ids, packed.cu_seqlens, ring)
-    # not packed["input_ids"][1:]: the token after a chunk's last one lies on another rank
-    targets = torch.where(packed.next("loss_mask") != 0, packed.next("input_ids"), -100)
+    targets = torch.where(packed["loss_mask"] != 0, packed["targets"], -100)
     return functional.cross_entropy(logits, targets.long(), reduction="sum", ignore_index=-100)

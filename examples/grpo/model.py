@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from stream_balancer_demo import model
 from torch import Tensor
 from torch.nn import functional
-
-from stream_balancer.demo import model
 
 __all__ = ["Cache", "Decoder"]
 

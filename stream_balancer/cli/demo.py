@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 
 import typer
-
-from stream_balancer.demo.options import DemoOptions
+from stream_balancer_demo.options import DemoOptions
 
 __all__ = ["Demo"]
 
@@ -18,7 +17,7 @@ class Demo(DemoOptions):
     """
 
     def run(self) -> None:
-        from stream_balancer.demo.main import run_demo
+        from stream_balancer_demo.main import run_demo
 
         log = logging.getLogger("stream_balancer")
         level = log.level

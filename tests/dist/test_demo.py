@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from forked import started
 from guard import GUARD_S
+from stream_balancer_demo import main
+from stream_balancer_demo.options import DemoOptions
 from torch.multiprocessing.spawn import start_processes
-
-from stream_balancer.demo import main
-from stream_balancer.demo.options import DemoOptions
 
 TINY = {
     "ranks": 2,
@@ -103,7 +102,7 @@ def test_fewer_rollouts_than_ranks_are_trained_on_once_too():
     assert report["balanced"]["num_steps"] == 1
 
 
-DEMO = "import sys; from stream_balancer.demo import main, options; "
+DEMO = "import sys; from stream_balancer_demo import main, options; "
 DEMO += "sys.exit(main.run_demo(options.DemoOptions(**eval(sys.argv[1]))))"
 INTERRUPTS = """
 import os, signal

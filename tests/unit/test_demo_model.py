@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import torch
+from stream_balancer_demo.model import build_model, loss_sum, training_cost
+from stream_balancer_demo.options import DemoOptions
 
-from stream_balancer.demo.model import build_model, loss_sum, training_cost
-from stream_balancer.demo.options import DemoOptions
 from stream_balancer.types import MicroBatch, Rollout
 
 OPTIONS = DemoOptions(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64)

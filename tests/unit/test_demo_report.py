@@ -4,11 +4,11 @@ import io
 
 import pytest
 from rich.console import Console
+from stream_balancer_demo.rank import RankRun, StepDone
+from stream_balancer_demo.report import comparison, summarize
+from stream_balancer_demo.rollouts import checksum, make_rollout
 
 import stream_balancer as sb
-from stream_balancer.demo.rank import RankRun, StepDone
-from stream_balancer.demo.report import comparison, summarize
-from stream_balancer.demo.rollouts import checksum, make_rollout
 
 ROLLOUTS = [make_rollout(name, 10, 1, "g", 32) for name in "abcd"]
 SUMS = {rollout.rollout_id: checksum(rollout) for rollout in ROLLOUTS}

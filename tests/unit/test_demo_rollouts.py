@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from stream_balancer_demo.options import DemoOptions
+from stream_balancer_demo.rollouts import checksum, load_workload, make_rollout
 
-from stream_balancer.demo.options import DemoOptions
-from stream_balancer.demo.rollouts import checksum, load_workload, make_rollout
 from stream_balancer.errors import ConfigError, TraceError
 
 MADE = ("r1", 12, 3, "p1", 64)

@@ -2,11 +2,11 @@
 
 import scripted
 import torch
+from stream_balancer_demo.model import build_model
+from stream_balancer_demo.options import DemoOptions
+from stream_balancer_demo.rank import train
+from stream_balancer_demo.rollouts import checksum, make_rollout
 
-from stream_balancer.demo.model import build_model
-from stream_balancer.demo.options import DemoOptions
-from stream_balancer.demo.rank import train
-from stream_balancer.demo.rollouts import checksum, make_rollout
 from stream_balancer.types import Denominators
 
 OPTIONS = DemoOptions(hidden_size=16, num_layers=1, num_heads=2, vocab_size=32)

@@ -23,7 +23,7 @@ LAYERS = [
     {"net", "facade", "learn"},
     {"host", "client"},  # the controller's process, and the others': what they share is below them
     {"tools", "metrics", "integrations", "ray"},
-    {"testing", "demo"},
+    {"testing"},
     {"cli"},
     {"__main__"},
 ]
@@ -130,7 +130,7 @@ def test_planning_knows_nothing_of_the_project_but_itself() -> None:
 
 
 def test_only_the_network_and_integrations_name_torch_distributed() -> None:
-    allowed = ("net.", "client.barrier", "demo.", "integrations.")  # trainers hand us their groups
+    allowed = ("net.", "client.barrier", "integrations.")  # trainers hand us their groups
     named = [m for m in EVERY if any(found.module.startswith("torch.distributed") for found in imports(m))]
     assert [m for m in named if not short(m).startswith(allowed)] == []
 

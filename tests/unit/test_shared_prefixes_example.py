@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from stream_balancer_demo.model import Decoder
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import stream_balancer as sb
-from stream_balancer.demo.model import Decoder
 from stream_balancer.trees import Tree
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

@@ -15,7 +15,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -27,15 +27,15 @@ import anyio
 import msgspec
 from anyio.abc import TaskStatus
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, spawn
 
 import stream_balancer as sb
-from stream_balancer.demo.model import training_cost
-from stream_balancer.demo.options import DemoOptions
-from stream_balancer.demo.rank import RankRun, run_rank
-from stream_balancer.demo.report import NAMES, Figures, comparison, summarize
-from stream_balancer.demo.rollouts import Workload, load_workload
+from stream_balancer.tools.shown import Bars
+from stream_balancer_demo.model import training_cost
+from stream_balancer_demo.options import DemoOptions
+from stream_balancer_demo.rank import RankRun, run_rank
+from stream_balancer_demo.report import NAMES, Figures, comparison, summarize
+from stream_balancer_demo.rollouts import Workload, load_workload
 
 __all__ = ["run_demo"]
 
@@ -72,30 +72,34 @@ def run_demo(options: DemoOptions) -> int:
     except* KeyboardInterrupt:  # before the signal was waited for
         pass
     except* ProcessException as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        assert isinstance(error, ProcessException)
-        code, problem = 1, f"rank {error.error_index} (process {error.error_pid}) failed: {str(error).strip()}"
+        code, problem = 1, _of_rank(group)
     if len(runs) < len(configs):
         console.print(f"demo: {problem}", style="red", markup=False, soft_wrap=True)
         return code
     usual, balanced = runs
+    once = usual["exactly_once"] and balanced["exactly_once"]
     if options.json:
+        idle = [run["idle_fraction"] for run in runs]
         said = {
             "lengths": workload.lengths,
             "options": asdict(options) | {"trace": options.trace and str(options.trace)},
             "round_robin": usual,
             "balanced": balanced,
-            "idle_ratio": balanced["idle_fraction"] / usual["idle_fraction"] if usual["idle_fraction"] else None,
-            "exactly_once": usual["exactly_once"] and balanced["exactly_once"],
+            "idle_ratio": idle[1] / idle[0] if idle[0] else None,
+            "exactly_once": once,
         }
         sys.stdout.buffer.write(msgspec.json.encode(said) + b"\n")
     else:
-        Console(highlight=False).print(
-            comparison(*runs), _NOTES.format(speed=options.tokens_per_second, **workload.lengths)
-        )
-    return 0 if all(run["exactly_once"] for run in runs) else 1
+        notes = _NOTES.format(speed=options.tokens_per_second, **workload.lengths)
+        Console(highlight=False).print(comparison(*runs), notes)
+    return 0 if once else 1
+
+
+def _of_rank(group: BaseException) -> str:
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    assert isinstance(group, ProcessException)
+    return f"rank {group.error_index} (process {group.error_pid}) failed: {str(group).strip()}"
 
 
 _LENGTHS = "{rollouts} rollouts, {tokens:,} tokens, longest {longest}: lengths of {source} × {scale:.4g}\n"
@@ -126,22 +130,23 @@ async def _run_all(
 ) -> list[Figures]:
     """Runs, one after another; fewer if SIGINT or SIGTERM came. ProcessException (in a group) if a rank dies."""
     runs: list[Figures] = []
-    columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with anyio.create_task_group() as group:
         await group.start(_cancel_on_signal, group.cancel_scope)  # before a rank is begun: it would be left half begun
-        with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
+        with Bars(console) as bars:
             for config in configs:
-                bar = progress.add_task(NAMES[config.policy], total=len(workload.rollouts), note="starting processes")
-                runs.append(await _run(options, workload, config, _Watched(progress, bar)))  # kept if a signal comes
+                name, total = NAMES[config.policy], len(workload.rollouts)
+                console.print(f"{name}: starting processes")
+                watched = _Watched(partial(bars.show, bars.add_task(name, total=total), total=total))
+                runs.append(await _run(options, workload, config, watched))  # kept if a signal comes
         group.cancel_scope.cancel()
     return runs
 
 
 class _Watched(sb.Observer):
-    """How long rollouts waited, and a bar of those that were trained on."""
+    """How long rollouts waited, and how many were trained on."""
 
-    def __init__(self, progress: Progress, bar: TaskID) -> None:
-        self._progress, self._bar = progress, bar
+    def __init__(self, show: Callable[[int], None]) -> None:
+        self._show, self._num_trained = show, 0
         self._accepted_at: dict[str, float] = {}
         self.delays_s: list[float] = []  # from acceptance to dispatch, of each rollout
 
@@ -156,8 +161,8 @@ class _Watched(sb.Observer):
 
     def acknowledged(self, batch: sb.Batch) -> None:
         """Move the bar."""
-        trained = sum(not rollout.is_padding for rollout in batch.rollouts)
-        self._progress.update(self._bar, advance=trained, note=f"step {batch.step} ({batch.reason})")
+        self._num_trained += batch.num_rollouts
+        self._show(self._num_trained)
 
 
 async def _cancel_on_signal(scope: anyio.CancelScope, *, task_status: TaskStatus[None]) -> None:

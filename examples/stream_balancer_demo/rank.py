@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer.demo.model import Decoder, build_model, loss_sum
-from stream_balancer.demo.options import DemoOptions
-from stream_balancer.demo.rollouts import checksum, make_rollout
 from stream_balancer.tools.processes import exit_with_parent
+from stream_balancer_demo.model import Decoder, build_model, loss_sum
+from stream_balancer_demo.options import DemoOptions
+from stream_balancer_demo.rollouts import checksum, make_rollout
 
 __all__ = ["RankRun", "StepDone", "run_rank", "train"]
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 import stream_balancer as sb
-from stream_balancer.demo.options import DemoOptions
 from stream_balancer.tools.generation import issue_order
+from stream_balancer_demo.options import DemoOptions
 
 __all__ = ["Workload", "checksum", "load_workload", "make_rollout"]
 

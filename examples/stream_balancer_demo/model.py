@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import stream_balancer as sb
-from stream_balancer.demo.options import DemoOptions
+from stream_balancer_demo.options import DemoOptions
 
 __all__ = ["Block", "Decoder", "build_model", "loss_sum", "training_cost"]
 

@@ -6,18 +6,18 @@ A run in figures is a dict, which ``--json`` prints.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean, pvariance
 from typing import Any, TypeAlias
 
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 import stream_balancer as sb
-from stream_balancer.demo.rank import RankRun
-from stream_balancer.demo.rollouts import checksum
+from stream_balancer.tools.shown import table
+from stream_balancer_demo.rank import RankRun
+from stream_balancer_demo.rollouts import checksum
 
 __all__ = ["NAMES", "Figures", "comparison", "summarize"]
 
@@ -83,39 +83,44 @@ def _problems(ranks: Sequence[RankRun], rollouts: Sequence[sb.Rollout]) -> list[
 
 # --- on a terminal ----------------------------------------------------------------------------------------------------
 
-_ROWS = (  # what, its name in the figures, its format, whether a ratio says something
-    ("idle fraction, measured", "idle_fraction", "{:.1%}", True),
-    ("idle fraction, predicted by the cost model", "predicted_idle_fraction", "{:.1%}", True),
-    ("sum over steps of the slowest rank, CPU s", "slowest_s", "{:.2f}", True),
-    ("tokens/s, each rank on a device of its own", "tokens_per_second", "{:,.0f}", True),
-    ("variance of rank time within a step, s²", "step_variance_s2", "{:.2g}", True),
-    ("delay from put to dispatch, p50, s", "delay_p50_s", "{:.2f}", True),
-    ("delay from put to dispatch, p99, s", "delay_p99_s", "{:.2f}", True),
-    ("optimizer steps", "num_steps", "{}", False),
-    ("batches left because of", "reasons", "{}", False),
-    ("compute of each rank, CPU s", "compute_s", "{:.2f}", False),
-    ("wall time, all ranks sharing these cores, s", "wall_s", "{:.1f}", True),
-    ("loss per trained token, last step", "final_loss", "{:.2f}", False),
-)
+_ROWS = {  # what it is called, by its name in the figures: text, and how its numbers are written
+    "idle_fraction": ("idle fraction, measured", "{:.1%}"),
+    "predicted_idle_fraction": ("idle fraction, predicted by the cost model", "{:.1%}"),
+    "slowest_s": ("sum over steps of the slowest rank, CPU s", "{:.2f}"),
+    "tokens_per_second": ("tokens/s, each rank on a device of its own", "{:,.0f}"),
+    "step_variance_s2": ("variance of rank time within a step, s²", "{:.2g}"),
+    "delay_p50_s": ("delay from put to dispatch, p50, s", "{:.2f}"),
+    "delay_p99_s": ("delay from put to dispatch, p99, s", "{:.2f}"),
+    "wall_s": ("wall time, all ranks sharing these cores, s", "{:.1f}"),
+    "num_steps": ("optimizer steps", "{}"),
+    "reasons": ("batches left because of", "{}"),
+    "compute_s": ("compute of each rank, CPU s", "{:.2f}"),
+    "final_loss": ("loss per trained token, last step", "{:.2f}"),
+}
+_COMPARED = list(_ROWS)[:8]
 
 
 def comparison(usual: Figures, balanced: Figures) -> RenderableType:
     """Both runs side by side, and whether every rollout was trained on once."""
-    table = Table("", title="The same rollouts, twice", title_justify="left")
-    for name in (NAMES[usual["policy"]], NAMES[balanced["policy"]], "ratio"):
-        table.add_column(name, justify="right", style="bold" if name == "balanced" else None)
-    for what, name, form, compare in _ROWS:
-        a, b = usual[name], balanced[name]
-        ratio = f"× {b / a:.2f}" if compare and a and b is not None else ""
-        table.add_row(what, _shown(a, form), _shown(b, form), ratio)
-    problems = [f"{NAMES[run['policy']]}: {problem}" for run in (usual, balanced) for problem in run["problems"]]
+    names = [NAMES[run["policy"]] for run in (usual, balanced)]
+    shown = table(["", *names, "ratio"], _rows(usual, balanced), title="The same rollouts, twice", title_justify="left")
+    problems = [
+        f"{name}: {said}" for name, run in zip(names, (usual, balanced), strict=True) for said in run["problems"]
+    ]
     if problems:
-        return Group(table, Text("\n".join(["EXACTLY ONCE FAILED", *problems]), style="bold red"))
+        return Group(shown, Text("\n".join(["EXACTLY ONCE FAILED", *problems]), style="bold red"))
     once = (
         f"Exactly once: in both runs all {usual['num_rollouts']} rollouts put were trained on, once each; ids and "
         "token checksums are equal on both sides, and the ranks ended with the same parameters."
     )
-    return Group(table, Text(once, style="green"))
+    return Group(shown, Text(once, style="green"))
+
+
+def _rows(usual: Figures, balanced: Figures) -> Iterator[list[str]]:
+    for name, (what, form) in _ROWS.items():
+        a, b = usual[name], balanced[name]
+        ratio = f"× {b / a:.2f}" if name in _COMPARED and a and b is not None else ""
+        yield [what, _shown(a, form), _shown(b, form), ratio]
 
 
 def _shown(value: Any, form: str) -> str:
