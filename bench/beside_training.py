@@ -59,7 +59,7 @@ async def measure(rows: Rows, num_tokens: int, rounds: int, shared_memory: bool)
         port = free.getsockname()[1]
     config = sb.BalancerConfig(dp_size=2, batch_size=8, window=8, capacity=16)
     async with (
-        sb.TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport,
+        sb.TorchTransport.listen(dp_size=2, movers=["shared_memory"] * shared_memory) as transport,
         sb.StreamBalancer(config) as balancer,
         anyio.create_task_group() as tasks,
     ):

@@ -86,7 +86,7 @@ class RankProcess:
 
 def is_connected(transport: sb.TorchTransport, incarnation_of: int) -> bool:
     """Whether the newest process of this rank is there."""
-    peers = [one for one in transport.door.service.peers.values() if one.kind == "rank" and one.connection is not None]
+    peers = [one for one in transport.service.peers.values() if one.kind == "rank" and one.connection is not None]
     return len(peers) > incarnation_of
 
 

@@ -144,7 +144,7 @@ class _Host(sb.Observer):
             config = self._balancer.config
             return config.dp_size, config.loss_mask_column, self._options.keeper, self._options.keeper_name
         if method == "producers":
-            peers = self._transport.door.service.peers.values()
+            peers = self._transport.service.peers.values()
             return [peer.name for peer in peers if peer.kind == "producer" and peer.connection is not None]
         answer = getattr(self._balancer, method)(*args, **kwargs)
         return await answer if asyncio.iscoroutine(answer) else answer

@@ -136,23 +136,23 @@ class _FromStore:
     def _fetched(self, wanted: Sequence[Wanted]) -> dict[int, str]:
         """Fills the places; why some could not be filled."""
         try:
-            found = self._objects(list(dict.fromkeys(one.key // _MAX_PLACES for one in wanted)))
+            boxes = self._boxes(list(dict.fromkeys(one.key // _MAX_PLACES for one in wanted)))
         except Exception as error:  # noqa: BLE001 - the step goes on without them
             return {one.rollout: f"Ray does not find it: {_short(error)}" for one in wanted}
-        causes = {}
+        causes, opened = {}, dict[int, Sequence[Rollout]]()
         for one in wanted:
-            rollouts = found[one.key // _MAX_PLACES]
+            number, at = divmod(one.key, _MAX_PLACES)
             try:
-                if isinstance(rollouts, Exception):
-                    raise rollouts
-                views = payload_of(rollouts[one.key % _MAX_PLACES], one.degree, one.place)
+                if number not in opened:
+                    opened[number] = _opened(boxes[number])
+                views = payload_of(opened[number][at], one.degree, one.place)
                 for place, view in zip(one.places, views, strict=True):
                     place[:] = view
             except Exception as error:  # noqa: BLE001 - the step goes on without it
                 causes[one.rollout] = _short(error)
         return causes
 
-    def _objects(self, numbers: list[int]) -> dict[int, Sequence[Rollout] | Exception]:
+    def _boxes(self, numbers: list[int]) -> dict[int, list[Any] | None]:
         """Asks Ray once: it brings what lies on other nodes side by side."""
         import ray
 
@@ -160,20 +160,17 @@ class _FromStore:
         boxes = ray.get(keeper.give.remote(self._owner, numbers))
         if refs := [box[0] for box in boxes if box is not None]:
             ray.wait(refs, num_returns=len(refs))
-        return {number: _opened(box) for number, box in zip(numbers, boxes, strict=True)}
+        return dict(zip(numbers, boxes, strict=True))
 
 
-def _opened(box: list[Any] | None) -> Sequence[Rollout] | Exception:
+def _opened(box: list[Any] | None) -> Sequence[Rollout]:
     """Rollouts as they lie in this node's store."""
     import ray
 
     if box is None:
-        return BrokenResourceError("it is not in the object store")
-    try:
-        header, memory = ray.get(box[0])
-        return decode(header, np.asarray(_Writable(memory))).rollouts
-    except Exception as error:  # noqa: BLE001 - for whoever wants it
-        return error
+        raise BrokenResourceError("it is not in the object store")
+    header, memory = ray.get(box[0])
+    return decode(header, np.asarray(_Writable(memory))).rollouts
 
 
 class _Writable:

@@ -165,22 +165,19 @@ class Fetcher:
         for one in decoded.holes():
             by_owner.setdefault(one.owner, []).append(one)
         missing: list[Missing] = []
-        outstanding = {*by_owner, None}
+        left = len(by_owner) + 1
 
-        def add(owner: Owner | None, causes: Mapping[int, str]) -> None:
-            outstanding.discard(owner)
-            its = by_owner[owner] if owner is not None else ()
-            missing.extend(
-                Missing(one.rollout, one.rollout_id, one.owner.label, causes[one.rollout])
-                for one in its
-                if one.rollout in causes
-            )
-            if not outstanding and not self._closed:
+        def add(its: Sequence[Wanted], causes: Mapping[int, str]) -> None:
+            nonlocal left
+            left -= 1
+            gone = (one for one in its if one.rollout in causes)
+            missing.extend(Missing(one.rollout, one.rollout_id, one.owner.label, causes[one.rollout]) for one in gone)
+            if not left and not self._closed:
                 done(sorted(missing))
 
         for owner, wanted in by_owner.items():
-            self._source(owner).fetch(wanted, partial(add, owner))
-        add(None, {})
+            self._source(owner).fetch(wanted, partial(add, wanted))
+        add((), {})
 
     def close(self) -> None:
         """Fetch nothing more. From any thread. Idempotent."""

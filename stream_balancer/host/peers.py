@@ -17,11 +17,10 @@ from stream_balancer.host.ranks import Member, forget
 from stream_balancer.host.records import Came
 from stream_balancer.host.reports import Reports
 from stream_balancer.host.sending import InFlight
-from stream_balancer.host.transport import Door
 from stream_balancer.net.answers import Asked
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.messages import Join, Notify, Report
-from stream_balancer.net.service import Method, Peer
+from stream_balancer.net.service import Method, Peer, Service
 from stream_balancer.wire.payload import Memory
 
 __all__ = ["Peers"]
@@ -34,14 +33,14 @@ class Peers:
     """Ranks and producers, while they are attended to."""
 
     def __init__(
-        self, here: InFlight, door: Door, roles: Collection[str], changed: Callable[[], object],
+        self, here: InFlight, service: Service, roles: Collection[str], changed: Callable[[], object],
         joined: Callable[[], object],
     ) -> None:  # fmt: skip
         """``changed()`` is called after each fact, ``joined()`` when a rank has come in."""
-        self._here, self._door, self._roles, self._changed, self._joined = here, door, roles, changed, joined
+        self._here, self._service, self._roles, self._changed, self._joined = here, service, roles, changed, joined
         self._reports = Reports(here)
         planner = here.planner
-        self._producers = None if planner is None else Producers(planner, door.service, direct=True)
+        self._producers = None if planner is None else Producers(planner, service, direct=True)
         self._version: int | None = None
 
     async def attend(self) -> None:
@@ -54,11 +53,11 @@ class Peers:
             if self._here.planner is not None and self._producers is not None:
                 stack.enter_context(self._producers.following_versions())
                 stack.enter_context(self._here.planner.parts.versions.subscribed(self._push_version))
-            await self._door.service.attend(methods, admit=self._admit, on_peer=self._on_peer)
+            await self._service.attend(methods, admit=self._admit, on_peer=self._on_peer)
 
     def leave(self) -> None:
         """Nobody attends any more: ranks see a loss, and may come to the next ``serve``."""
-        for peer in [peer for peer in self._door.service.peers.values() if peer.kind == "rank"]:
+        for peer in [peer for peer in self._service.peers.values() if peer.kind == "rank"]:
             forget(peer)
             peer.abort()
         if self._producers is not None:

@@ -70,10 +70,10 @@ class InFlight:
 class Sender:
     """Carries out orders, in the event loop. Never waits."""
 
-    def __init__(self, here: InFlight, *, narrow: bool, lockstep: bool, speeds: Mapping[int, float]) -> None:
-        """``narrow``: int64 columns travel as int32 where values fit. ``lockstep``: ranks meet at every micro-batch.
+    def __init__(self, here: InFlight, *, lockstep: bool, speeds: Mapping[int, float]) -> None:
+        """``lockstep``: ranks meet at every micro-batch.
         ``speeds``: by the rank's number; none, if they were not given."""
-        self._here, self._narrow, self._lockstep, self._speeds = here, narrow, lockstep, speeds
+        self._here, self._lockstep, self._speeds = here, lockstep, speeds
         self._encoded: dict[tuple[int, tuple[int, ...]], Encoded] = {}
         self._behind_disk: list[tuple[SendSeal | End, Peer, Message]] = []
         self._slow: tuple[int, int] | None = None  # rank and step of the straggler that was logged
@@ -117,7 +117,7 @@ class Sender:
         plan, member = self._here.plans[order.step], self._here.ranks[order.rank]
         # A network is slower than to convert what it carries; memory and loopback are not.
         is_local = all(peer.connection is None or peer.connection.is_local for peer in member.peers.values())
-        encoded = self._encode(order.step, order.items, member.max_bytes, narrow=self._narrow and not is_local)
+        encoded = self._encode(order.step, order.items, member.max_bytes, narrow=not is_local)
         work = Work(
             step=order.step,
             uid=order.uid,

@@ -52,7 +52,7 @@ from stream_balancer.host.records import Came
 from stream_balancer.host.sending import InFlight, Sender
 from stream_balancer.host.stall_reporter import StallReporter
 from stream_balancer.host.stalls import why_stalled
-from stream_balancer.host.transport import Door, TorchTransport, Transport, door_of
+from stream_balancer.host.transport import TorchTransport, Transport, service_of
 from stream_balancer.net.listener import split_address
 from stream_balancer.types import Batch
 
@@ -158,14 +158,14 @@ class _Server(Observer):
         self._lockstep = care.replan and config is not None and config.sync == "micro_batch"
         self._shares = care.replan or care.move_late
         self._speeds = dict(enumerate((config and config.speeds) or ()))  # by the rank's number
-        self._door: Door = door_of(transport)
+        self._service = service_of(transport)
         handed = self._planner.parts.consumer.handed if self._planner else Handed()
         ledger = Ledger(meets=self._shares, moves=care.move_late, generation=_new_generation())
         came = [*handed.came.values()]
         self._ranks = Ranks(ledger, care.roles, transport.dp_size, care.rejoin_timeout_s, self._next_step, came)
         self._here = InFlight(balancer, ledger, self._ranks, Columns(care.roles), handed)
-        self._sender = Sender(self._here, narrow=self._door.narrow, lockstep=self._lockstep, speeds=self._speeds)
-        self._peers = Peers(self._here, self._door, care.roles, self._wake, self._on_joined)
+        self._sender = Sender(self._here, lockstep=self._lockstep, speeds=self._speeds)
+        self._peers = Peers(self._here, self._service, care.roles, self._wake, self._on_joined)
         self._reporter = StallReporter(care.report_after_s, partial(why_stalled, self._here), logger)
         self._waiters: list[anyio.Event] = []
         self._failure: Exception | None = None

@@ -9,7 +9,6 @@ import socket
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
@@ -23,7 +22,7 @@ from stream_balancer.net.service import Listen, Service
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Door", "TorchTransport", "Transport", "door_of"]
+__all__ = ["TorchTransport", "Transport", "service_of"]
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 
@@ -39,26 +38,18 @@ class Transport(Protocol):
         ...
 
 
-@dataclass(eq=False)
-class Door:
-    """What outlives one run of ``serve``."""
-
-    service: Service
-    narrow: bool = True
-    """int64 columns travel as int32 where the values fit."""
+_SERVICES: WeakKeyDictionary[Any, Service] = WeakKeyDictionary()
+"""Of networks in memory. What outlives one run of ``serve``."""
 
 
-_DOORS: WeakKeyDictionary[Any, Door] = WeakKeyDictionary()
-
-
-def door_of(transport: Any) -> Door:
+def service_of(transport: Any) -> Service:
     """The one of a transport; opened now, if it is a network in memory that nobody has served yet."""
     if isinstance(transport, TorchTransport):
-        return transport.door
+        return transport.service
     listen: Listen = transport.listen
-    if transport not in _DOORS:
-        _DOORS[transport] = Door(Service(listen))
-    return _DOORS[transport]
+    if transport not in _SERVICES:
+        _SERVICES[transport] = Service(listen)
+    return _SERVICES[transport]
 
 
 class TorchTransport:
@@ -67,8 +58,8 @@ class TorchTransport:
 
     def __init__(
         self, store: Store | None = None, *, dp_size: int, host: str = "127.0.0.1", port: int = 0,
-        advertise: str | None = None, token: str | None = None, name: str = "stream_balancer", narrow: bool = True,
-        movers: Sequence[str] | None = None, shared_memory: bool = True, staged_bytes: int = 64 * 2**20,
+        advertise: str | None = None, token: str | None = None, name: str = "stream_balancer",
+        movers: Sequence[str] | None = None, staged_bytes: int = 64 * 2**20,
         max_put_bytes: int = 2**30, most_staged_bytes: int = 2**32, tls: ssl.SSLContext | None = None,
     ) -> None:  # fmt: skip
         """Serve ranks that find this process through ``store`` (any c10d store; in a trainer's world, that world's), or
@@ -80,11 +71,10 @@ class TorchTransport:
         (default: the environment's ``STREAM_BALANCER_TOKEN``; without one, a new one is written into the store, so that
         whoever reads the store may come in). ``tls``: encrypt what travels on sockets. See docs/security.md.
 
-        ``name``: two balancers may share a store under different names. ``narrow``: int64 columns travel as int32 to
-        ranks on other machines, where the values fit. ``movers``: how bulk bytes travel, best first, where both ends
-        can; sockets carry the rest. Default: shared memory with ranks on this machine, and through a ``store`` first
-        torch.distributed's send/recv;
-        none with ``tls``, which would not encrypt them. ``shared_memory=False`` leaves that one out.
+        ``name``: two balancers may share a store under different names. ``movers``: how bulk bytes travel, best first,
+        where both ends can; sockets carry the rest. Default: shared memory with ranks on this machine, and through a
+        ``store`` first torch.distributed's send/recv; none with ``tls``, which would not encrypt them. ``()``: sockets
+        alone.
 
         ``staged_bytes``: puts of one producer that have arrived and are not accepted yet; ``max_put_bytes``: the
         largest single put, which may exceed that if it travels alone; ``most_staged_bytes``: of all producers, beyond
@@ -102,16 +92,13 @@ class TorchTransport:
             secret = in_store.encode()
         if movers is None:
             movers = () if tls else (("torch_dist",) if store is not None else ()) + ("shared_memory",)
-        self.door = Door(
-            Service(
-                lambda arrived: Listener(host, port, secret, arrived, tls=tls),
-                limits=Welcome(staged_bytes=staged_bytes, max_call_bytes=max_put_bytes),
-                movers=[one for one in movers if shared_memory or one != "shared_memory"],
-                most_staged_bytes=most_staged_bytes,
-            ),
-            narrow=narrow,
+        self.service = Service(
+            lambda arrived: Listener(host, port, secret, arrived, tls=tls),
+            limits=Welcome(staged_bytes=staged_bytes, max_call_bytes=max_put_bytes),
+            movers=movers,
+            most_staged_bytes=most_staged_bytes,
         )
-        self._entry = Entry(for_others, int(self.door.service.address.rpartition(":")[2]), in_store)
+        self._entry = Entry(for_others, int(self.service.address.rpartition(":")[2]), in_store)
         self._directory = None if store is None else Directory(store, name)
         if self._directory is not None:
             self._directory.write(self._entry)
@@ -157,7 +144,7 @@ class TorchTransport:
 
     async def aclose(self) -> None:
         """Refuse further ranks and close every connection. Idempotent."""
-        self.door.service.close("the controller has closed its transport")
+        self.service.close("the controller has closed its transport")
         if self._directory is not None:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._directory.remove, self._entry, limiter=anyio.CapacityLimiter(1))

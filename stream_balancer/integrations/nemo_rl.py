@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 import stream_balancer as sb
+from stream_balancer.cost import cost_of
 from stream_balancer.integrations import _rows
 from stream_balancer.integrations._plans import choose_groups
 from stream_balancer.integrations._rows import Version
@@ -65,7 +66,7 @@ class BalancedSampler:
         """``buffer``: NeMo-RL's TQReplayBuffer. ``max_staleness_versions``: with 2 or more there is something to choose
         from. ``window_groups``: wait for so many ready groups, as long as any is still being generated; None = choose
         from whatever is ready once NeMo-RL's own minimum is. More than ``max_staleness_versions`` steps' groups leave
-        less to choose: the oldest must go. ``cost``: ``"tokens"``, ``"quadratic"``, or a cost model."""
+        less to choose: the oldest must go. ``cost``: as ``BalancerConfig`` takes it, in text too."""
         window = 1 if window_groups is None else window_groups
         for name, value, least in [
             ("dp_size", dp_size, 1),
@@ -74,7 +75,7 @@ class BalancedSampler:
         ]:
             if value < least:
                 raise ValueError(f"{name} must be >= {least}, not {value}")
-        self._cost = _cost_model(cost)
+        self._cost = cost_of(cost) if isinstance(cost, str) else cost
         self._buffer = buffer
         self._dp_size = dp_size
         self._lookahead = max_staleness_versions
@@ -159,14 +160,6 @@ class BalancedSampler:
             max_skips=self._lookahead,
             step=self._selections,
         )
-
-
-def _cost_model(cost: str | sb.CostModel) -> sb.CostModel:
-    if not isinstance(cost, str):
-        return cost
-    if cost not in ("tokens", "quadratic"):
-        raise ValueError(f"cost must be 'tokens', 'quadratic' or a cost model, not {cost!r}")
-    return sb.TokenCost() if cost == "tokens" else sb.QuadraticCost()
 
 
 # --- BatchedDataDict in -----------------------------------------------------------------------------------------------

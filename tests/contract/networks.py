@@ -54,7 +54,7 @@ async def open_network(kind: str, dp_size: int) -> AsyncIterator[Network]:
     if kind == "memory":
         transport: Any = MemoryNetwork(dp_size=dp_size)
     else:
-        transport = sb.TorchTransport.listen(dp_size=dp_size, shared_memory=kind == "shared_memory")
+        transport = sb.TorchTransport.listen(dp_size=dp_size, movers=["shared_memory"] * (kind == "shared_memory"))
     with anyio.fail_after(1e6 if kind == "memory" else 30.0):
         async with transport:
             network = Network(kind, transport)

@@ -32,7 +32,7 @@ async def _drill(
     """Kill rank 1 at random moments, and start it again, until all is delivered."""
     chance = random.Random(seed)
     balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=num_tokens) for step in range(steps)])
-    async with sb.TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport:
+    async with sb.TorchTransport.listen(dp_size=2, movers=["shared_memory"] * shared_memory) as transport:
         address = transport.address or ""
         healthy = Rank(address, 0, 2, step_s=step_s)
         lives: list[Rank] = []

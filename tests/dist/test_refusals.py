@@ -80,7 +80,7 @@ async def test_a_controller_that_closes_before_it_has_served(joins: Callable[...
     transport = sb.TorchTransport.listen(dp_size=1, token=TOKEN)
     with anyio.fail_after(GUARD_S), pytest.raises(sb.RefusedError, match="closed its transport") as refused:
         async with anyio.create_task_group() as tasks:
-            waiting = transport.door.service._jobs
+            waiting = transport.service._jobs
 
             async def close_it() -> None:
                 while not waiting:
