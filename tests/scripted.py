@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
 import anyio
-import anyio.lowlevel
 import torch
 from torch import Tensor
 
@@ -17,53 +15,38 @@ from stream_balancer.core.step_times import StepTiming
 from stream_balancer.types import SUPPORTED_DTYPES, Batch, Denominators, MicroBatch, RankBatch, Rollout
 
 
-class ScriptedBalancer:
-    """Answers ``serve`` from a list of batches; remembers what was acknowledged. With ``hold``, waits after the
-    last."""
+class ScriptedBalancer(sb.StreamBalancer):
+    """Has these batches in flight, to be delivered as they are; remembers what was acknowledged. With ``hold``, it does
+    not end after the last."""
 
-    def __init__(self, batches: list[Batch], *, hold: bool = False) -> None:
-        self._left = deque(batches)
-        self._hold = hold
-        self._in_flight: dict[int, Batch] = {}
+    def __init__(self, batches: Sequence[Batch], *, hold: bool = False) -> None:
+        dp_size, count = len(batches[0].ranks), sum(batch.num_rollouts for batch in batches)
+        super().__init__(sb.BalancerConfig(dp_size=dp_size, batch_size=batches[0].num_rollouts))
+        empty = self.parts.core.snapshot(0.0)
+        counts = {**empty.counts, "accepted": count}
+        last = batches[-1].step
+        self.parts.core.restore(replace(empty, in_flight=tuple(batches), next_step=last + 1, counts=counts), 0.0)
+        if not hold:
+            self.end()
         self.acknowledged: list[int] = []
         """Steps, in the order they were acknowledged."""
         self.step_seconds: list[tuple[int, int, float]] = []
         """(step, rank, seconds)."""
-
-    def batches(self, *, auto_ack: bool = True) -> AsyncIterator[Batch]:
-        """One after the other."""
-        assert not auto_ack, "serve acknowledges by itself"
-        return self
-
-    def __aiter__(self) -> AsyncIterator[Batch]:
-        return self
-
-    async def __anext__(self) -> Batch:
-        await anyio.lowlevel.checkpoint()
-        if not self._left:
-            if self._hold:
-                await anyio.sleep_forever()
-            raise StopAsyncIteration
-        batch = self._left.popleft()
-        self._in_flight[batch.step] = batch
-        return batch
-
-    def acknowledge(self, step: int) -> None:
-        """Every rank is done with ``step``."""
-        del self._in_flight[step]
-        self.acknowledged.append(step)
-
-    def nack(self, step: int) -> None:
-        """``step`` comes again, next."""
-        self._left = deque(sorted([self._in_flight.pop(step), *self._left], key=lambda batch: batch.step))
+        self.observers.append(_Acknowledged(self.acknowledged))
 
     def record_step(self, timing: StepTiming) -> None:
         """A rank took so long for a step."""
         self.step_seconds.append(timing[:3])
+        super().record_step(timing)
 
-    def in_flight(self) -> tuple[Batch, ...]:
-        """Taken and not acknowledged."""
-        return tuple(self._in_flight.values())
+
+class _Acknowledged(sb.Observer):
+    def __init__(self, steps: list[int]) -> None:
+        self._steps = steps
+
+    def acknowledged(self, batch: Batch) -> None:
+        """An event of the balancer."""
+        self._steps.append(batch.step)
 
 
 def make_batch(step: int, dp_size: int, *, num_tokens: int = 5, micro_batches: int = 2, row: str = "") -> Batch:

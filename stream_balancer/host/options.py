@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ConfigError
-from stream_balancer.host.balancer import StreamBalancer
 
-__all__ = ["Care", "check_plans"]
+__all__ = ["Care", "check_knobs"]
 
 
 class Care(NamedTuple):
@@ -23,37 +22,34 @@ class Care(NamedTuple):
     roles: Mapping[str, Sequence[str]]
 
 
-def check_plans(balancer: object, care: Care) -> None:
-    """Raise ValueError for a balancer that does not plan, ConfigError for knobs that rule an option out."""
-    wanted = {"on_rank_loss='replan'": care.replan, "move_late=True": care.move_late, "open=True": care.open}
-    for name in (name for name, is_given in wanted.items() if is_given):
-        if not isinstance(balancer, StreamBalancer):
-            raise ValueError(f"{name} is for a StreamBalancer, which plans; not for {balancer!r}")
-        config = balancer.config
-        if config.mini_batches > 1 and name != "open=True":
-            raise ConfigError(
-                f"{name} with mini_batches={config.mini_batches}: ranks meet several times in a step, and what changes "
-                "hands in between cannot join the meetings that are over. Leave one of them out"
-            )
-        if name == "move_late=True":
-            _check_may_move(config)
-
-
-def _check_may_move(config: BalancerConfig) -> None:
-    """Raise ConfigError for knobs under which nothing could ever be moved."""
-    counts = f"sync={config.sync!r} and micro_batch_counts={config.micro_batch_counts!r}"
-    for name, is_given, why in (
-        (counts, config.micro_batch_counts != "free", "each rank must run its number, and nobody can take one over"),
+def check_knobs(config: BalancerConfig, care: Care) -> None:
+    """Raise ConfigError for knobs that rule an option out."""
+    replan, late = (care.replan, "on_rank_loss='replan'"), (care.move_late, "move_late=True")
+    often = (
+        (config.mini_batches > 1, f"mini_batches={config.mini_batches}"),
+        "ranks meet several times in a step, and what changes hands in between cannot join the meetings that are over",
+    )
+    for (is_wanted, option), (is_set, knob), why in (
+        (replan, *often),
+        (late, *often),
         (
-            f"micro_batch_multiple={config.micro_batch_multiple}",
-            config.micro_batch_multiple > 1,
+            late,
+            (
+                config.micro_batch_counts != "free",
+                f"sync={config.sync!r} and micro_batch_counts={config.micro_batch_counts!r}",
+            ),
+            "each rank must run its number, and nobody can take one over",
+        ),
+        (
+            late,
+            (config.micro_batch_multiple > 1, f"micro_batch_multiple={config.micro_batch_multiple}"),
             "a rank that some are moved from is left with any number",
         ),
         (
-            f"groups={config.groups!r}",
-            config.group_size is not None and config.groups == "same_rank",
+            late,
+            (config.group_size is not None and config.groups == "same_rank", f"groups={config.groups!r}"),
             "a micro-batch that is moved takes part of a group away",
         ),
     ):
-        if is_given:
-            raise ConfigError(f"move_late=True with {name}: {why}. Leave one of them out")
+        if is_wanted and is_set:
+            raise ConfigError(f"{option} with {knob}: {why}. Leave one of them out")

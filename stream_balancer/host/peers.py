@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -39,20 +38,14 @@ class Peers:
         """``changed()`` is called after each fact, ``joined()`` when a rank has come in."""
         self._here, self._service, self._roles, self._changed, self._joined = here, service, roles, changed, joined
         self._reports = Reports(here)
-        planner = here.planner
-        self._producers = None if planner is None else Producers(planner, service, direct=True)
+        self._producers = Producers(here.balancer, service, direct=True)
         self._version: int | None = None
 
     async def attend(self) -> None:
         """Until cancelled."""
-        methods: dict[str, Method] = {} if self._producers is None else dict(self._producers.methods)
-        if self._here.planner is not None:
-            methods["set_version"] = partial(_set_version, self._here.planner)
-            methods["end"] = partial(_end, self._here.planner, methods["end"])
-        with ExitStack() as stack:
-            if self._here.planner is not None and self._producers is not None:
-                stack.enter_context(self._producers.following_versions())
-                stack.enter_context(self._here.planner.parts.versions.subscribed(self._push_version))
+        balancer, methods = self._here.balancer, {**self._producers.methods}
+        methods |= {"set_version": partial(_set_version, balancer), "end": partial(_end, balancer, methods["end"])}
+        with self._producers.following_versions(), balancer.parts.versions.subscribed(self._push_version):
             await self._service.attend(methods, admit=self._admit, on_peer=self._on_peer)
 
     def leave(self) -> None:
@@ -60,20 +53,18 @@ class Peers:
         for peer in [peer for peer in self._service.peers.values() if peer.kind == "rank"]:
             forget(peer)
             peer.abort()
-        if self._producers is not None:
-            self._producers.leave()
+        self._producers.leave()
 
     def _admit(self, join: Join) -> Any:
         if join.kind == "rank":
             self._here.ranks.admit(join)
             return None
-        if self._producers is None or join.kind != "producer":
+        if join.kind != "producer":
             raise WireError(f"a {join.kind} joins, and nobody here expects one")
         return self._producers.admit(join)
 
     def _on_peer(self, peer: Peer) -> None:
         if peer.kind != "rank":
-            assert self._producers is not None
             self._producers.on_peer(peer)
             return
         member, seat = self._here.ranks.attach(peer)

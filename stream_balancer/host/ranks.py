@@ -118,10 +118,10 @@ class Ranks:
         roles: Iterable[str],
         dp_size: int,
         rejoin_timeout_s: float,
-        next_step: Callable[[], int | None],
+        next_step: Callable[[], int],
         came: Collection[Came] = (),
     ) -> None:
-        """``next_step``: the number of the next new step, if that is known. ``came``: who was in before."""
+        """``next_step``: the number of the next new step. ``came``: who was in before."""
         self._ledger, self._rejoin_timeout_s, self._next_step = ledger, rejoin_timeout_s, next_step
         self._roles = (TRAIN, *roles)
         self._came: dict[bytes, About] = {}
@@ -248,7 +248,7 @@ class Ranks:
         if has is None:
             return
         who = rank_name(about.rank, TRAIN)
-        if ours is not None and has > ours:
+        if has > ours:
             raise refused_error(
                 "value",
                 f"{who}: its controller was started again without its journal: the rank's weights contain all steps "

@@ -75,7 +75,9 @@ class Reports:
         """By this controller, or by one before it."""
         ledger = self._here.ledger
         last_step = -1 if member.last_step is None else member.last_step
-        return step in ledger.steps or step <= max(last_step, ledger.last_acked) or step in ledger.ranks[member.id].stale
+        return (
+            step in ledger.steps or step <= max(last_step, ledger.last_acked) or step in ledger.ranks[member.id].stale
+        )
 
     def _items(self, member: Member, report: Report) -> list[Item]:
         """Those of its items that it names, and that are still its own."""
@@ -127,8 +129,7 @@ class Reports:
         if not there.keys() >= missing.keys():
             raise WireError(f"{member.name} misses rollouts of step {step} that it was not given")
         named = [(there[name], cause) for name, cause in missing.items() if not there[name].is_padding]
-        if self._here.planner is not None:
-            self._here.planner.parts.core.mark_missing(step, [one.rollout_id for one, _ in named])
+        self._here.balancer.parts.core.mark_missing(step, [one.rollout_id for one, _ in named])
         texts = []
         for rollout, cause in named[:_MOST_NAMED]:
             remote = remote_of(rollout)
@@ -155,9 +156,9 @@ class Reports:
         if plan is not None and times is not None and member.id not in plan.finished and not member.id.role:
             plan.finished.add(member.id)
             self._record(member, plan, report.step, times)
-            if here.planner is not None and plan.finished >= here.ledger.steps[report.step].participants:
+            if plan.finished >= here.ledger.steps[report.step].participants:
                 # with the last rank's, another step may leave that is as old
-                here.planner.parts.consumer.worked_through(report.step)
+                here.balancer.parts.consumer.worked_through(report.step)
 
     def _record(self, member: Member, plan: Plan, step: int, times: Times) -> None:
         place, planned = plan.place_of(member.id), plan.rank_batch(member.id)

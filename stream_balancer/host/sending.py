@@ -52,19 +52,13 @@ logger = logging.getLogger("stream_balancer.dispatch")
 class InFlight:
     """All that one run of ``serve`` knows of steps in flight."""
 
-    balancer: Any
-    """Who plans, and to whom steps are acknowledged: see :class:`stream_balancer.host.serve.Source`."""
+    balancer: StreamBalancer
     ledger: Ledger
     ranks: Ranks
     columns: Columns
     handed: Handed
     plans: dict[int, Plan] = field(default_factory=dict)
     """By step."""
-
-    @property
-    def planner(self) -> StreamBalancer | None:
-        """The balancer, where it is no script of batches."""
-        return self.balancer if isinstance(self.balancer, StreamBalancer) else None
 
 
 class Sender:
@@ -216,9 +210,8 @@ class Sender:
 
     def _replan(self, order: Replan) -> None:
         here = self._here
-        assert here.planner is not None  # nobody else's ranks are given up, and nothing is moved
         items = laid_out_anew(
-            here.plans[order.step], order, here.ledger, here.planner.parts.core.state, self._speeds,
+            here.plans[order.step], order, here.ledger, here.balancer.parts.core.state, self._speeds,
             lockstep=self._lockstep,
         )  # fmt: skip
         here.ledger.replanned(order.step, [item.id for item in order.items], items)
@@ -235,17 +228,15 @@ class Sender:
         here = self._here
         del here.plans[order.step]
         here.columns.drop(order.step)
-        if here.planner is not None and order.gone:
-            here.planner.parts.core.mark_missing(order.step, order.gone)
+        here.balancer.parts.core.mark_missing(order.step, order.gone)
         with suppress(ValueError):  # the user was first: acknowledge_through() at a checkpoint
             here.balancer.acknowledge(order.step)
         here.handed.keep(here.plans)
-        if here.planner is not None:
-            self._log_straggler(here.planner)
+        self._log_straggler()
 
-    def _log_straggler(self, balancer: StreamBalancer) -> None:
+    def _log_straggler(self) -> None:
         """Once for each that is found."""
-        straggler = balancer.straggler()
+        straggler = self._here.balancer.straggler()
         slow = None if straggler is None else (straggler.rank, straggler.since_step)
         if slow is not None and slow != self._slow:
             logger.warning("%s", straggler)

@@ -31,20 +31,17 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import anyio
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.observer import Observer
-from stream_balancer.core.step_times import StepTiming
 from stream_balancer.core.steps import TRAIN, Ledger, RankId
 from stream_balancer.errors import RankLostError
 from stream_balancer.host.balancer import StreamBalancer
-from stream_balancer.host.batches import Batches
 from stream_balancer.host.columns import Columns, check_roles
-from stream_balancer.host.journal.handed import Handed
-from stream_balancer.host.options import Care, check_plans
+from stream_balancer.host.options import Care, check_knobs
 from stream_balancer.host.peers import Peers
 from stream_balancer.host.plans import Plan, cut_again, items_of, uid_of
 from stream_balancer.host.ranks import Member, Ranks
@@ -56,29 +53,15 @@ from stream_balancer.host.transport import TorchTransport, Transport, service_of
 from stream_balancer.net.listener import split_address
 from stream_balancer.types import Batch
 
-__all__ = ["Source", "serve"]
+__all__ = ["serve"]
 
 logger = logging.getLogger("stream_balancer.dispatch")
 
 OnRankLoss: TypeAlias = Literal["raise", "replan"]
 
 
-class Source(Protocol):
-    """What ``serve`` asks of a balancer: of a :class:`StreamBalancer`, or of a script of batches in tests."""
-
-    def batches(self, *, auto_ack: bool = True) -> AsyncIterator[Batch]: ...
-
-    def acknowledge(self, step: int) -> None: ...
-
-    def nack(self, step: int) -> None: ...
-
-    def in_flight(self) -> tuple[Batch, ...]: ...
-
-    def record_step(self, timing: StepTiming) -> None: ...
-
-
 async def serve(
-    balancer: Source,
+    balancer: StreamBalancer,
     transport: Transport | str,
     *,
     rejoin_timeout_s: float = 0.0,
@@ -132,14 +115,14 @@ async def serve(
         raise ValueError(f"on_rank_loss must be 'raise' or 'replan', not {on_rank_loss!r}")
     check_roles(roles or {})
     care = Care(rejoin_timeout_s, on_rank_loss == "replan", move_late, open, report_after_s, roles or {})
-    check_plans(balancer, care)
+    check_knobs(balancer.config, care)
     if isinstance(transport, str):
         host, port = split_address(transport)
-        dp_size = balancer.config.dp_size if isinstance(balancer, StreamBalancer) else 1
+        dp_size = balancer.config.dp_size
         async with TorchTransport.listen(dp_size=dp_size, host=host, port=port, advertise=host) as listening:
             await _Server(balancer, listening, care).run()
     else:
-        if isinstance(balancer, StreamBalancer) and balancer.config.dp_size != transport.dp_size:
+        if balancer.config.dp_size != transport.dp_size:
             raise ValueError(
                 f"the transport is for dp_size={transport.dp_size} ranks, but the balancer plans for "
                 f"dp_size={balancer.config.dp_size}. Give both the same number of data-parallel ranks; if that has "
@@ -151,15 +134,14 @@ async def serve(
 class _Server(Observer):
     """One run of ``serve``."""
 
-    def __init__(self, balancer: Source, transport: Transport, care: Care) -> None:
+    def __init__(self, balancer: StreamBalancer, transport: Transport, care: Care) -> None:
         self._balancer, self._transport, self._care = balancer, transport, care
-        self._planner = balancer if isinstance(balancer, StreamBalancer) else None
-        config = self._planner.config if self._planner else None
-        self._lockstep = care.replan and config is not None and config.sync == "micro_batch"
+        self._core, self._consumer = balancer.parts.core, balancer.parts.consumer
+        self._lockstep = care.replan and balancer.config.sync == "micro_batch"
         self._shares = care.replan or care.move_late
-        self._speeds = dict(enumerate((config and config.speeds) or ()))  # by the rank's number
+        self._speeds = dict(enumerate(balancer.config.speeds or ()))  # by the rank's number
         self._service = service_of(transport)
-        handed = self._planner.parts.consumer.handed if self._planner else Handed()
+        handed = self._consumer.handed
         ledger = Ledger(meets=self._shares, moves=care.move_late, generation=_new_generation())
         came = [*handed.came.values()]
         self._ranks = Ranks(ledger, care.roles, transport.dp_size, care.rejoin_timeout_s, self._next_step, came)
@@ -171,23 +153,20 @@ class _Server(Observer):
         self._failure: Exception | None = None
 
     async def run(self) -> None:
-        number = len(in_flight := self._balancer.in_flight())
-        for batch in in_flight:
+        for batch in self._balancer.in_flight():
             self._balancer.nack(batch.step)  # batches() gives all of them again, in the order of their steps
-        if self._planner is not None:
-            self._planner.parts.consumer.rank_states = self._ranks.states
-            self._planner.observers.append(self)
+        self._consumer.rank_states = self._ranks.states
+        self._balancer.observers.append(self)
         try:
             async with anyio.create_task_group() as tasks:
                 scope = tasks.cancel_scope
                 tasks.start_soon(self._reporter.wait, anyio.Event())
                 # Planning is no task of its own: its end is the end of the others.
-                await self._or_fail(partial(self._plan, number, tasks), scope)
+                await self._or_fail(partial(self._plan, tasks), scope)
                 scope.cancel()
         finally:
-            if self._planner is not None:
-                self._planner.parts.consumer.rank_states = None
-                self._planner.observers.remove(self)
+            self._consumer.rank_states = None
+            self._balancer.observers.remove(self)
             self._peers.leave()
             self._here.handed.end()
         if self._failure is not None:
@@ -203,22 +182,19 @@ class _Server(Observer):
 
     # -- the plan ------------------------------------------------------------------------------------------------------
 
-    async def _plan(self, number: int, tasks: anyio.abc.TaskGroup) -> None:
-        """``number``: batches that were in flight, in a script of them."""
+    async def _plan(self, tasks: anyio.abc.TaskGroup) -> None:
         scope = tasks.cancel_scope
         self._follow_the_ranks()
-        if self._care.open and self._planner is not None:
-            batches: AsyncIterator[Batch] = self._planner.batches(auto_ack=False, open=True)
-        else:
-            batches = aiter(self._balancer.batches(auto_ack=False))
-        await self._restore(batches, number)
+        batches = self._balancer.batches(auto_ack=False, open=self._care.open)
+        await self._restore(batches)
         # after what was in flight is known: ranks say at once what they have of it
         tasks.start_soon(self._or_fail, self._peers.attend, scope)
         tasks.start_soon(self._or_fail, self._act, scope)
         while True:
             # As late as possible, when every rank has room: until then rollouts stay in the window, where later ones
             # may still make a better step.
-            await self._until(lambda: self._wants_step() or self._is_drained)
+            # Once nothing more comes, nobody need have room for it: after a restart, ranks may have left that know it.
+            await self._until(lambda: self._wants_step() or self._core.finished)
             all_ready_at = anyio.current_time()
             try:
                 batch = await anext(batches)
@@ -227,7 +203,7 @@ class _Server(Observer):
             members = self._here.ledger.members(TRAIN)
             if batch.is_last:
                 await self._note_plan([batch], uid_of(batch, members), members)
-            if isinstance(batches, Batches) and not self._fits(batch):
+            if not self._fits(batch):
                 batches.give_back(batch)  # there is a new rank, which it must not wait for
                 continue
             await self._add(batches, batch, all_ready_at)
@@ -244,16 +220,10 @@ class _Server(Observer):
     def _wants_step(self) -> bool:
         ledger = self._here.ledger
         members = ledger.members(TRAIN)
-        planned_for = len(members) if self._planner is None else self._planner.config.dp_size
         # Who is to do what lost ranks owe of earlier steps must not begin with later ones.
-        if len(members) != planned_for or any(step.settling for step in ledger.steps.values()):
+        if len(members) != self._balancer.config.dp_size or any(step.settling for step in ledger.steps.values()):
             return False
         return ledger.wants_step and self._all_take_part(members)
-
-    @property
-    def _is_drained(self) -> bool:
-        """Nothing more comes: nobody need have room for it. After a restart, ranks may have left that know it."""
-        return self._planner is not None and self._planner.parts.core.finished
 
     def _fits(self, batch: Batch) -> bool:
         """It is for as many ranks as there are."""
@@ -264,15 +234,12 @@ class _Server(Observer):
         """All have come at some time. One that is wanted again after it was told of the end leaves first."""
         return all(self._ranks[one].was_here and not self._ranks[one].ended for one in members)
 
-    async def _restore(self, batches: AsyncIterator[Batch], number: int) -> None:
+    async def _restore(self, batches: AsyncIterator[Batch]) -> None:
         """Steps that were in flight before, or in the journal, go on if their plan fits the ranks there are. Where lost
         ranks are replaced, they go on with the ranks that they were planned for: some may have met in them."""
-        core = self._planner and self._planner.parts.core
         ledger, handed = self._here.ledger, self._here.handed
-        ledger.last_acked = -1
-        while core.state.in_flight.redelivers if core else number > 0:
-            number -= 1
-            batch = core.give_as_planned() if core and self._care.replan else None
+        while self._core.state.in_flight.redelivers:
+            batch = self._core.give_as_planned() if self._care.replan else None
             if batch is None:
                 self._restore_step(await anext(batches), ledger.members(TRAIN))
             else:
@@ -280,10 +247,8 @@ class _Server(Observer):
                 numbers = (there and there.planned_for) or range(len(batch.ranks))
                 self._restore_step(batch, [RankId(TRAIN, number) for number in numbers])
         handed.keep(self._here.plans)
+        ledger.last_acked = min(self._here.plans, default=self._next_step()) - 1
         self._expect()
-        first, ours = min(self._here.plans, default=None), self._next_step()
-        if first is not None or ours is not None:
-            ledger.last_acked = (first if first is not None else ours or 0) - 1
 
     def _restore_step(self, batch: Batch, ranks: Sequence[RankId]) -> None:
         plan, there = self._planned(batch, ranks), self._here.handed.acked.get(batch.step)
@@ -354,8 +319,8 @@ class _Server(Observer):
             member.note_readiness(ready=self._here.ledger.room(one) > 0)
         self._wake()
 
-    def _next_step(self) -> int | None:
-        return None if self._planner is None else self._planner.parts.core.state.in_flight.next_step
+    def _next_step(self) -> int:
+        return self._core.state.in_flight.next_step
 
     # -- orders --------------------------------------------------------------------------------------------------------
 
@@ -404,17 +369,16 @@ class _Server(Observer):
         """The balancer plans for those that are left, and for one that has come back; not in the midst of a step."""
         numbers = self._ranks.numbers
         is_open = any(not plan.is_complete for plan in self._here.plans.values())
-        if self._planner is None or is_open or len(numbers) == self._planner.config.dp_size:
+        if is_open or len(numbers) == self._balancer.config.dp_size:
             return
         speeds = tuple(self._speeds.get(number, 1.0) for number in numbers) if self._speeds else None
-        self._planner.reconfigure(dp_size=len(numbers), **({"speeds": speeds} if speeds else {}))
+        self._balancer.reconfigure(dp_size=len(numbers), **({"speeds": speeds} if speeds else {}))
 
     # -- events of the balancer ----------------------------------------------------------------------------------------
 
     def reconfigured(self, before: BalancerConfig) -> None:
         """There are more ranks from now on, or fewer."""
-        assert self._planner is not None
-        dp_size = self._planner.config.dp_size
+        dp_size = self._balancer.config.dp_size
         if dp_size in (before.dp_size, len(self._ranks.numbers)):
             return
         self._ranks.resize(dp_size)

@@ -17,7 +17,7 @@ def why_stalled(here: InFlight, seconds: float) -> str:
     reasons = [
         why_ranks_wait([*here.ranks.states(), *here.ranks.states(roles=True)]),
         *_why_steps_wait(here),
-        "" if here.planner is None else here.planner.why_no_batch(),
+        here.balancer.why_no_batch(),
     ]
     return f"no batch for {seconds:.0f} s: " + "; ".join(filter(None, reasons))
 
