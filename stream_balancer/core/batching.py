@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.executions import ExecutionKey, denominators_of, execution_of, sizes_in, sizes_of
+from stream_balancer.core.open_step import OpenStep
 from stream_balancer.core.state import State
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
@@ -33,7 +34,7 @@ from stream_balancer.types.shared import block_of, whole_rollouts
 from stream_balancer.values import PADDING_PREFIX
 
 __all__ = [
-    "batch_of_plan", "group_ids", "lay_out", "make_batch", "make_plan", "micro_batch_of", "plan_again", "plan_of_all",
+    "in_rows", "lay_out", "make_batch", "make_plan", "micro_batch_of", "plan_again", "plan_of_all",
     "rank_batches", "rows_of",
 ]  # fmt: skip
 
@@ -60,36 +61,32 @@ def make_plan(state: State, due: NDArray[np.bool_], num_rollouts: int) -> tuple[
         free = ~state.staleness.held_back()
         waiting, rows = waiting.among(free), np.flatnonzero(free)
         # the planner counts in the rows that it was shown: back to those of the buffer
-        plan = _in_rows(planner(waiting, knobs), rows)
+        plan = in_rows(planner(waiting, knobs), rows)
     else:
         plan = planner(waiting, knobs)
     return waiting, plan if knobs.mini_batches == 1 else _cut(state, plan)
 
 
-def _in_rows(plan: Plan, rows: NDArray[np.int64]) -> Plan:
+def in_rows(plan: Plan, rows: NDArray[np.int64]) -> Plan:
     """A plan of rows among some, in rows of all."""
     return replace(
         plan,
         ranks=[[rows[one] for one in micro_batches] for micro_batches in plan.ranks],
-        mini_batches=tuple(_in_rows(one, rows) for one in plan.mini_batches),
+        mini_batches=tuple(in_rows(one, rows) for one in plan.mini_batches),
     )
 
 
 def _cut(state: State, plan: Plan) -> Plan:
     """The plan in mini-batches."""
-    rows = np.sort(rows_of(plan))  # oldest first
+    goes = np.zeros(len(state.buffer), dtype=np.bool_)
+    goes[rows_of(plan)] = True
+    rows = np.flatnonzero(goes)
     if not rows.size:
         return plan
-    buffer, policy = state.buffer, state.config.policy
-    everybody = np.ones(rows.size, dtype=np.bool_)
-    step_of = Waiting(
-        costs=buffer.costs[rows],
-        lengths=buffer.lengths[rows],
-        skips=buffer.skips[rows],
-        due=everybody,
-        groups=buffer.labels[rows] if state.pricing.knobs.groups == "same_rank" else _executions(buffer, rows),
-        group_complete=everybody,
-    )
+    policy, step_of = state.config.policy, state.buffer.waiting(goes).among(goes)
+    if state.pricing.knobs.groups != "same_rank":
+        step_of = replace(step_of, groups=_executions(state.buffer, rows))
+    step_of = replace(step_of, group_complete=step_of.due)  # all of these go
     cut = in_mini_batches(
         _PLANNERS[policy],
         step_of,
@@ -98,7 +95,7 @@ def _cut(state: State, plan: Plan) -> Plan:
         step=state.in_flight.next_step,
         in_order=policy != "window",
     )
-    return _in_rows(cut, rows)
+    return in_rows(cut, rows)
 
 
 def _executions(buffer: Buffer, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -111,17 +108,24 @@ def _executions(buffer: Buffer, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.array(labels, dtype=np.int64)
 
 
-def make_batch(state: State, plan: Plan, rows: NDArray[np.int64], reason: Reason, now: float) -> Batch:
-    """The batch of the next step, from a plan and its rows; its rollouts are still in the buffer. O(rollouts in it)."""
+def make_batch(
+    state: State, plan: Plan, rows: NDArray[np.int64], reason: Reason, now: float, opened: OpenStep | None = None
+) -> Batch:
+    """The batch of the next step, or a row of the step that is ``opened``, from a plan and its rows; its rollouts are
+    still in the buffer. O(rollouts in it)."""
     buffer = state.buffer
+    rollouts = buffer.rollouts(rows)
+    torn = ~buffer.complete[rows] | np.isin(buffer.labels[rows], plan.incomplete_groups)
     return batch_of_plan(
         state.config,
         plan,
-        dict(zip(rows.tolist(), buffer.rollouts(rows), strict=True)),
+        dict(zip(rows.tolist(), rollouts, strict=True)),
         step=state.in_flight.next_step,
         reason=reason,
-        oldest_wait_s=max(now - float(buffer.arrived_at[rows].min()), 0.0),
-        incomplete_groups=group_ids(buffer, plan.incomplete_groups),
+        oldest_wait_s=max(now - float(buffer.arrived_at[rows].min(initial=now)), 0.0),
+        incomplete_groups=tuple(sorted({r.group_id or "" for r in compress(rollouts, torn.tolist())})),
+        originals=rollouts or buffer.rollouts(np.flatnonzero(buffer.taken)),
+        had=0 if opened is None else opened.num_padding,
     )
 
 
@@ -137,7 +141,7 @@ def plan_again(state: State, batch: Batch) -> Batch:
     if len(pieces) > 1:  # each keeps its own: what an optimizer step is made on is the same
         rows = np.split(np.arange(len(rollouts)), np.cumsum([len(its) for its in pieces])[:-1])
         plans = [plan_of_all(state, its, batch.step, state.pricing.knobs) for its in pieces]
-        plan = joined(plan, [_in_rows(one, its) for one, its in zip(plans, rows, strict=True)])
+        plan = joined(plan, [in_rows(one, its) for one, its in zip(plans, rows, strict=True)])
     return batch_of_plan(
         state.config,
         plan,
@@ -262,13 +266,6 @@ def rows_of(plan: Plan) -> NDArray[np.int64]:
 def _real(rollouts: Iterable[Rollout]) -> list[Rollout]:
     """Each whole rollout once, without padding copies."""
     return [rollout for rollout in whole_rollouts(rollouts) if not rollout.is_padding]
-
-
-def group_ids(buffer: Buffer, labels: Sequence[int]) -> tuple[str, ...]:
-    if not labels:
-        return ()
-    rows = np.flatnonzero(np.isin(buffer.labels, labels))
-    return tuple(sorted({r.group_id for r in buffer.rollouts(rows) if r.group_id is not None}))
 
 
 def _micro_batches(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,12 @@ from stream_balancer.types import Rollout
 __all__ = ["NO_VERSION", "Buffer"]
 
 NO_VERSION = 2**63 - 1  # a rollout of unknown version is never stale
-_SLOT, _COST, _LENGTH, _BYTES, _SKIPS, _ARRIVED_AT, _VERSION, _LABEL, _STRATUM, _TAKEN = range(10)
+_COLUMNS = {
+    "costs": 0.0, "lengths": 0, "skips": 0, "arrived_at": 0.0, "versions": NO_VERSION, "labels": -1,
+    "stratum_numbers": -1, "taken": False, "_slots": 0, "_sizes": 0,
+}  # fmt: skip
+"""By name what a row holds where nobody writes."""
+_PLACES = {name: place for place, name in enumerate(_COLUMNS)}
 _ARRIVAL_BITS = 40
 _FIRST_SLOTS = 64
 _REBUILD_SHARE = 16
@@ -48,7 +54,26 @@ class _ByCost(CostOrder):
 
 
 class Buffer:
-    """Waiting rollouts. ``len()`` of them; row 0 is the oldest."""
+    """Waiting rollouts. ``len()`` of them; row 0 is the oldest. Columns are views, valid until the next change."""
+
+    costs: NDArray[np.float64]
+    """[n] work of each rollout."""
+    lengths: NDArray[np.int64]
+    """[n] tokens of each."""
+    skips: NDArray[np.int64]
+    """[n] dispatches that passed each over."""
+    arrived_at: NDArray[np.float64]
+    """[n] arrival times in seconds, oldest first."""
+    versions: NDArray[np.int64]
+    """[n] oldest policy version of each; ``NO_VERSION`` where unknown."""
+    labels: NDArray[np.int64]
+    """[n] group label of each, -1 = none."""
+    stratum_numbers: NDArray[np.int64]
+    """[n] number of each one's stratum, -1 = none."""
+    taken: NDArray[np.bool_]
+    """[n] True for rollouts of rows of an open step: they are being trained on, and wait for its last row."""
+    _slots: NDArray[np.int64]
+    _sizes: NDArray[np.int64]
 
     def __init__(self, group_size: int | None, remember_groups: int = 100_000) -> None:
         self.groups = Groups(group_size, remember_groups)
@@ -63,7 +88,7 @@ class Buffer:
         """Bytes of their tensors."""
         self.num_waiting = 0
         """What ``len()`` says, for who asks at every put."""
-        self._columns = Columns(0, 0.0, 0, 0, 0, 0.0, NO_VERSION, -1, -1, False)
+        self._columns = Columns(*_COLUMNS.values())
         # A rollout keeps its slot while rows move: to move 100,000 references would touch as many objects.
         self._table: list[Rollout | None] = []
         # By slot: bits of the cost << 40 | arrival number. The bits of floats >= 0 sort as the floats do, so this is
@@ -74,6 +99,11 @@ class Buffer:
 
     def __len__(self) -> int:
         return self.num_waiting
+
+    def __getattr__(self, name: str) -> NDArray[Any]:
+        if name not in _PLACES:
+            raise AttributeError(name)
+        return self._columns[_PLACES[name]]
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
@@ -86,7 +116,7 @@ class Buffer:
         slot = self._free_slots.pop()
         self._table[slot], self._keys[slot] = rollout, key
         num_tokens, num_bytes, row = rollout.num_tokens, rollout.nbytes, self._columns.new_row()
-        slots, costs, lengths, sizes, all_skips, arrived_at, versions, labels, strata, _ = self._columns.arrays
+        costs, lengths, all_skips, arrived_at, versions, labels, strata, _, slots, sizes = self._columns.arrays
         slots[row] = slot
         costs[row] = cost
         lengths[row] = num_tokens
@@ -111,9 +141,9 @@ class Buffer:
         a few vector operations of O(n)."""
         if not rows.size:
             return []
-        removed, slots = self.rollouts(rows), self._columns[_SLOT][rows].tolist()
+        removed, slots = self.rollouts(rows), self._slots[rows].tolist()
         self.num_tokens -= int(self.lengths[rows].sum())
-        self.num_bytes -= int(self._columns[_BYTES][rows].sum())
+        self.num_bytes -= int(self._sizes[rows].sum())
         if self.groups.size is not None:
             # One by one: which group is complete again, or forgotten, depends on the siblings before.
             for rollout in removed:
@@ -141,7 +171,7 @@ class Buffer:
     def reprice(self, costs: NDArray[np.float64]) -> None:
         """Replace the costs of all rows (a new cost model). O(n log n)."""
         self.costs[:] = costs + 0.0
-        slots, bits = self._columns[_SLOT].tolist(), self.costs.view(np.int64).tolist()
+        slots, bits = self._slots.tolist(), self.costs.view(np.int64).tolist()
         for number, (slot, bit) in enumerate(zip(slots, bits, strict=True)):  # rows are in the order of arrival
             self._keys[slot] = bit << _ARRIVAL_BITS | number
         self._sort(slots)
@@ -164,60 +194,19 @@ class Buffer:
     def by_cost(self) -> NDArray[np.int64]:
         """[n] all rows, lightest first; of equal costs the older first. O(n)."""
         row_of = np.empty(len(self._table), dtype=np.int64)
-        row_of[self._columns[_SLOT]] = np.arange(self.num_waiting)
+        row_of[self._slots] = np.arange(self.num_waiting)
         rows: NDArray[np.int64] = row_of[np.fromiter(self._by_cost, np.int64, self.num_waiting)]
         return rows
 
     def rollouts(self, rows: NDArray[np.int64] | None = None) -> list[Rollout]:
         """The rollouts of some rows, or of all, oldest first."""
-        slots = self._columns[_SLOT]
+        slots = self._slots
         return [self._table[slot] for slot in (slots if rows is None else slots[rows]).tolist()]
-
-    @property
-    def costs(self) -> NDArray[np.float64]:
-        """[n] work of each rollout (a view)."""
-        return self._columns[_COST]
-
-    @property
-    def skips(self) -> NDArray[np.int64]:
-        """[n] dispatches that passed each rollout over (a view)."""
-        return self._columns[_SKIPS]
 
     @property
     def complete(self) -> NDArray[np.bool_]:
         """[n] False for rollouts that wait for siblings. O(n)."""
         return self.groups.complete(self.labels)
-
-    @property
-    def arrived_at(self) -> NDArray[np.float64]:
-        """[n] arrival times in seconds, oldest first (a view)."""
-        return self._columns[_ARRIVED_AT]
-
-    @property
-    def versions(self) -> NDArray[np.int64]:
-        """[n] oldest policy version of each rollout; ``NO_VERSION`` where unknown (a view)."""
-        return self._columns[_VERSION]
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """[n] tokens of each rollout (a view)."""
-        return self._columns[_LENGTH]
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """[n] group label of each rollout, -1 = none (a view)."""
-        return self._columns[_LABEL]
-
-    @property
-    def stratum_numbers(self) -> NDArray[np.int64]:
-        """[n] number of each rollout's stratum, -1 = none (a view)."""
-        return self._columns[_STRATUM]
-
-    @property
-    def taken(self) -> NDArray[np.bool_]:
-        """[n] True for rollouts of rows of an open step: they are being trained on, and wait for its last row (a
-        view)."""
-        return self._columns[_TAKEN]
 
     @property
     def num_ready(self) -> int:
@@ -261,7 +250,7 @@ class Buffer:
 
     def check(self) -> None:
         """Verify every invariant; for tests. O(n log n)."""
-        rollouts, slots = self.rollouts(), self._columns[_SLOT].tolist()
+        rollouts, slots = self.rollouts(), self._slots.tolist()
         assert len(self._columns) == len(self._by_cost) == len(rollouts) == self.num_waiting
         assert all(isinstance(r, Rollout) for r in rollouts)
         assert self.lengths.tolist() == [r.num_tokens for r in rollouts]

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stream_balancer.core.counters import TrainingAges
+from stream_balancer.core.step_times import StepTiming
 from stream_balancer.types import Batch
 
 __all__ = ["InFlight", "RolloutIds"]
@@ -62,6 +63,8 @@ class _Flight:
     """The trainer is through with it."""
     missing: set[str] = field(default_factory=set)
     """Rollouts that a rank trains it without."""
+    timings: dict[int, StepTiming] = field(default_factory=dict)
+    """By rank, as far as they have reported."""
 
 
 class InFlight:
@@ -89,7 +92,10 @@ class InFlight:
     def redelivered(self, batch: Batch) -> None:
         """That one, or what was planned of it for other ranks, is as if dispatched now."""
         self._again.remove(batch.step)
-        self._flights[batch.step].batch = batch
+        flight = self._flights[batch.step]
+        if len(flight.batch.ranks) != len(batch.ranks):
+            flight.timings = {}  # ranks of the old plan had other rollouts than those that carry this step now
+        flight.batch = batch
 
     def redeliver(self, batch: Batch) -> None:
         """A batch that reached nobody is delivered again."""
@@ -135,6 +141,18 @@ class InFlight:
         if step in self._flights:
             self._flights[step].trained = True
         return step in self._flights
+
+    def time(self, timing: StepTiming) -> list[StepTiming] | None:
+        """A rank reports its seconds. -> what all ranks of its step have reported, in rank order; None while one is
+        missing, and for a step that is not in flight."""
+        flight = self._flights.get(timing.step)
+        if flight is None:
+            return None
+        flight.timings[timing.rank] = timing
+        if len(flight.timings) < len(flight.batch.ranks):
+            return None
+        timings, flight.timings = flight.timings, {}
+        return [timings[rank] for rank in range(len(timings))]
 
     def mark_missing(self, step: int, rollout_ids: Iterable[str]) -> None:
         """A rank trains this step without these rollouts, whose payloads are lost. May be repeated."""

@@ -29,7 +29,7 @@ from stream_balancer.core import report
 from stream_balancer.core.batching import make_batch, make_plan, plan_again, rows_of
 from stream_balancer.core.executions import execution_of
 from stream_balancer.core.groups import GroupSize
-from stream_balancer.core.observer import Event, Learner, Observers
+from stream_balancer.core.observer import Learner, Observers
 from stream_balancer.core.open_rows import make_row, make_whole, ready_rows
 from stream_balancer.core.open_step import OpenStep, check_open
 from stream_balancer.core.pricing import Learned
@@ -247,8 +247,6 @@ class BalancerCore:
         state = self.state
         if len(batch.ranks) != state.config.dp_size:
             batch = plan_again(state, batch)
-            # Ranks of the old plan may have reported seconds: of other rollouts than those that carry this step now.
-            state.step_times.forget(batch.step)
         state.in_flight.redelivered(batch)
         return batch
 
@@ -272,7 +270,6 @@ class BalancerCore:
         flight."""
         state = self.state
         batch, missing = state.in_flight.acknowledge(step)
-        state.step_times.acknowledged(step)
         # Missing rollouts are not remembered as done: their payloads are lost, and who generates them anew may put the
         # same id.
         state.finish(r.rollout_id for r in batch.rollouts if not r.is_padding and r.rollout_id not in missing)
@@ -306,16 +303,15 @@ class BalancerCore:
 
     def record_step(self, timing: StepTiming, now: float) -> None:
         """A rank reports the seconds of a step. When all of its ranks have, observers are told ("timed")."""
-        state, batch = self.state, self.state.in_flight.get(timing.step)
-        timings = state.step_times.add(timing, state.config.dp_size if batch is None else len(batch.ranks))
-        if timings is None:
+        state = self.state
+        timings, batch = state.in_flight.time(timing), state.in_flight.get(timing.step)
+        if timings is None or batch is None:
             return
         state.counts.record_seconds([one.seconds for one in timings])
-        if batch is not None:
-            if any(one.worked_on for one in timings):
-                work = [one.worked_on or (batch.ranks[one.rank],) for one in timings]
-                batch = state.pricing.worked_on(batch, work)
-            self._publish("timed", batch, timings, now)
+        if any(one.worked_on for one in timings):
+            work = [one.worked_on or (batch.ranks[one.rank],) for one in timings]
+            batch = state.pricing.worked_on(batch, work)
+        self._publish("timed", batch, timings, now)
 
     def learn(self, learned: Learned) -> None:
         """Plan with what seconds have taught from now on. O(n log n)."""
@@ -368,7 +364,7 @@ class BalancerCore:
         self._publish()
         return len(rollouts)
 
-    def _publish(self, event: Event | None = None, *values: object) -> None:
+    def _publish(self, event: str | None = None, *values: object) -> None:
         """Notify of an event, of groups of which the call that ends here has declared something, and of what it has
         evicted."""
         evicted, groups = self.state.evicted, self.state.buffer.groups

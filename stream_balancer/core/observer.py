@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.groups import Declared
@@ -30,25 +30,9 @@ from stream_balancer.core.step_times import StepTiming
 from stream_balancer.planning import PlanKnobs, Waiting
 from stream_balancer.types import Batch, EvictReason, Reason, Rollout
 
-__all__ = ["Event", "Learner", "Observer", "Observers"]
+__all__ = ["EVENTS", "Learner", "Observer", "Observers"]
 
 _log = logging.getLogger("stream_balancer.balancer")
-
-Event: TypeAlias = Literal[
-    "accepted",
-    "planned",
-    "left",
-    "dispatched",
-    "timed",
-    "acknowledged",
-    "evicted",
-    "group_declared",
-    "version_set",
-    "repriced",
-    "reconfigured",
-    "restored",
-    "ended",
-]
 
 
 class Observer:
@@ -101,6 +85,10 @@ class Observer:
         """The state of another balancer was taken over. What is too stale for it is evicted after this event."""
 
 
+EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_"))
+"""What an observer may be notified of."""
+
+
 class Learner(Observer):
     """An observer that learns something: figures for the statistics, and a state that checkpoints keep."""
 
@@ -121,11 +109,11 @@ class Observers(list[Observer]):
         self._known: list[Observer] = []  # those that _handlers was made for
         self._handlers: dict[str, list[Callable[..., object]]] = {}
 
-    def emit(self, event: Event, *values: object) -> None:
+    def emit(self, event: str, *values: object) -> None:
         """Notify every observer that has written this event. O(those)."""
         if self != self._known:
             self._known = list(self)
-            self._handlers = {name: _handlers_of(name, self) for name in get_args(Event)}
+            self._handlers = {name: _handlers_of(name, self) for name in EVENTS}
         for handler in self._handlers.get(event, ()):
             try:
                 handler(*values)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.core.batching import batch_of_plan, group_ids, plan_of_all, rank_batches, rows_of
+from stream_balancer.core.batching import in_rows, make_batch, plan_of_all, rank_batches, rows_of
 from stream_balancer.core.open_step import OpenStep, least_rollouts
 from stream_balancer.core.state import State
 from stream_balancer.planning import Plan
@@ -32,20 +32,11 @@ def ready_rows(state: State, opened: OpenStep) -> NDArray[np.int64]:
 def make_row(state: State, opened: OpenStep, rows: NDArray[np.int64], reason: Reason, now: float) -> Batch:
     """Of the step that is under way the next row; its rollouts are still in the buffer, and ``rows`` of it. Every rank
     has the same number of micro-batches as in a batch. As fast as a plan of so many."""
-    config, step, rollouts = state.config, state.in_flight.next_step, state.buffer.rollouts(rows)
-    arrived_at = state.buffer.arrived_at
-    plan = opened.spread(plan_of_all(state, rollouts, step, state.pricing.knobs) if rollouts else _no_plan(config))
-    row = batch_of_plan(
-        config,
-        plan,
-        {row: rollouts[row] for row in rows_of(plan).tolist()} if rollouts else {},
-        step=step,
-        reason=reason,
-        oldest_wait_s=max(now - float(arrived_at[rows].min()), 0.0) if rollouts else 0.0,
-        incomplete_groups=group_ids(state.buffer, sorted({*state.buffer.labels[rows[~state.buffer.complete[rows]]]})),
-        originals=rollouts or state.buffer.rollouts(np.flatnonzero(state.buffer.taken)),
-        had=opened.num_padding,
-    )
+    plan = _no_plan(state.config)
+    if rows.size:
+        all_of_them = plan_of_all(state, state.buffer.rollouts(rows), state.in_flight.next_step, state.pricing.knobs)
+        plan = opened.spread(in_rows(all_of_them, rows))
+    row = make_batch(state, plan, rows_of(plan) if rows.size else rows, reason, now, opened)
     return replace(row, ranks=tuple(replace(one, denominators=None) for one in row.ranks))
 
 

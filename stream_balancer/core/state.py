@@ -5,7 +5,7 @@
     admission  which rollouts may be taken in        triggers   when a batch leaves, and why
     buffer     what waits, with its groups           staleness  how old that is, in policy versions
     in_flight  the batches in flight                 pricing    what rollouts cost
-    ids        what is held, or done                 counts, step_times, length_bias   for the statistics
+    ids        what is held, or done                 counts, length_bias   for the statistics
 
 Each part owns its data, and may be read by anybody. Only :mod:`stream_balancer.core.machine` changes them, by these
 methods, each of which leaves every invariant intact.
@@ -27,7 +27,6 @@ from stream_balancer.core.in_flight import InFlight, RolloutIds
 from stream_balancer.core.open_step import OpenStep
 from stream_balancer.core.pricing import Pricing
 from stream_balancer.core.staleness import Staleness
-from stream_balancer.core.step_times import StepTimes
 from stream_balancer.core.triggers import Triggers
 from stream_balancer.planning.length_bias import LengthBias
 from stream_balancer.planning.step_size import surplus_after
@@ -50,7 +49,6 @@ class State:
         self.triggers = Triggers(config, self.buffer, self.staleness)
         self.admission = Admission(config, self.buffer, self.ids, self.pricing)
         self.counts = Counts()
-        self.step_times = StepTimes()
         self.length_bias = LengthBias()
         self.open_step: OpenStep | None = None
         """What has left in rows of the step that is under way; None where steps begin once they are complete."""

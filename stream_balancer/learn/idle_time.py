@@ -12,7 +12,6 @@ Only durations are used, no two clocks are compared.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -30,7 +29,6 @@ from stream_balancer.types import Batch
 __all__ = ["IdleTimes"]
 
 _CAUSES: tuple[IdleCause, ...] = get_args(IdleCause)
-_MOST_PENDING = 64  # steps whose seconds may be missing
 
 # Page's CUSUM (1954) on log(slowdown): evidence adds up above the allowance, and since it last was zero is since when
 _ALLOWANCE = 0.05  # a rank 5 % slower than the median is nothing to report
@@ -51,7 +49,7 @@ class IdleTimes(Learner):
         num_ranks = core.config.dp_size
         self._seconds = np.zeros((num_ranks, len(_CAUSES)))
         self._busy = np.zeros(num_ranks)
-        self._waits: OrderedDict[int, dict[IdleCause, float]] = OrderedDict()
+        self._waits: dict[int, dict[IdleCause, float]] = {}
         self._suspect_nobody(num_ranks)
 
     def reconfigured(self, before: BalancerConfig) -> None:
@@ -79,8 +77,6 @@ class IdleTimes(Learner):
         no_data_s = min(max(enough_at - asked_at, 0.0), waited_s)
         held: IdleCause = "deadline" if batch.reason == "deadline" else "window"
         self._waits[batch.step] = {"no_data": no_data_s, held: waited_s - no_data_s}
-        while len(self._waits) > _MOST_PENDING:
-            self._waits.popitem(last=False)
 
     def timed(self, batch: Batch, timings: Sequence[StepTiming], now: float) -> None:
         """All ranks are done with a step. O(ranks)."""
@@ -98,6 +94,10 @@ class IdleTimes(Learner):
             slowness = slowness - np.median(slowness)
             worth_it = busy * -np.expm1(-np.maximum(slowness, 0.0)) >= _LEAST_LOSS_S
             self._note_slowness(batch.step, np.where(worth_it, slowness, np.minimum(slowness, 0.0)), now)
+
+    def acknowledged(self, batch: Batch) -> None:
+        """A rank that is lost never reports: its step is forgotten."""
+        self._waits.pop(batch.step, None)
 
     def _record_imbalance(self, batch: Batch, busy: Floats) -> None:
         slowest, mean = float(busy.max()), float(busy.mean())

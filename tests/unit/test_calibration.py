@@ -493,15 +493,6 @@ def test_what_is_learned_of_micro_batches_is_planned_with_unless_it_is_given(giv
     assert learned / seconds == (pytest.approx(0.05, rel=0.3) if given is None else 0.0)
 
 
-def test_ranks_that_never_tell_cost_no_memory() -> None:
-    core = learning_core(config(dp_size=2, batch_size=2))
-    for step in range(2000):
-        core.record_step(StepTiming(step, 0, 1.0), 0.0)
-    assert len(core.state.step_times) < 300
-    core.record_step(StepTiming(1999, 1, 3.0), 0.0)
-    assert core.statistics(0.0).measured_idle_fraction == pytest.approx(1 / 3)
-
-
 def test_clocks_that_no_trainer_has_end_nothing() -> None:
     """Twelve orders of magnitude between two ranks leave digits for one of them only: the sums become singular."""
     learned = Calibration(sb.CalibratedCost(sb.TokenCost(), half_life_steps=2), 2)
