@@ -3,7 +3,6 @@
     unsplit layout --> every rollout gets a degree: the least at which its part is no longer than a level near the bound
                    --> largest degree first, heaviest first, each onto the block that would be done first
                    --> rollouts of one rank are moved and exchanged between the rank that is done last and the others
-                   --> the degree of a heavy rollout on that rank is doubled
                    --> the best of all these, or the unsplit layout if none is better
 
 Every rank runs its micro-batches by descending degree, and a block its own in one order. Then nobody waits within the
@@ -35,9 +34,6 @@ _ROOMS = (1.0, 1.02, 1.05, 1.1, 1.2)
 
 _EACH_RANK = 4
 """For so many rollouts a rank a degree is chosen by the room that is left; all others stay whole."""
-
-_DOUBLED, _PROMOTIONS = 4, 6
-"""Of the rank that is done last so many of the heaviest rollouts are tried at twice the degree, so many times."""
 
 _BUDGET = 1_500_000
 """Elementary operations that the placements of a plan may spend."""
@@ -93,7 +89,7 @@ class _Search:
         self._best: Placement | None = None
 
     def run(self) -> Placement | None:
-        """Levels first, then degrees doubled one by one."""
+        """Levels first, then finishes."""
         for level in _LEVELS:
             if self._done:
                 return self._best
@@ -103,14 +99,6 @@ class _Search:
                 return self._best
             found = _heaviest_first(self._step, self._bound * room)
             self._improve(found)
-        for _ in range(_PROMOTIONS):
-            before = self._finish
-            for rows in self._promoted():
-                if self._done:
-                    return self._best
-                self._try(rows)
-            if self._finish >= before:
-                break
         return self._best
 
     @property
@@ -129,23 +117,6 @@ class _Search:
         self._budget -= _exchanged(self._step, found, self._bound * (1.0 + _TOLERANCE), self._budget)
         if found.finish < self._finish * (1.0 - _LESS):
             self._best, self._finish = found, found.finish
-
-    def _promoted(self) -> list[Ints]:
-        """Rows with one of the heaviest on the last rank shared by the next more ranks that may."""
-        if self._best is None:
-            return []
-        rows, step = self._best.rows, self._step
-        last = int(self._best.loads.argmax())
-        here = np.flatnonzero(self._best.blocks == last // step.sizes[rows])
-        heaviest = here[np.argsort(-step.parts[rows[here], here] * step.sizes[rows[here]], kind="stable")][:_DOUBLED]
-        found = []
-        for one in heaviest.tolist():
-            more = np.flatnonzero(np.isfinite(step.parts[rows[one] + 1 :, one]))
-            if more.size:
-                other = rows.copy()
-                other[one] += 1 + more[0]
-                found.append(other)
-        return found
 
 
 def _largest_degree_first(step: Shareable, rows: Ints) -> Placement:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 EVEN = 1.003
 """Ranks within 0.3 % of each other are left alone: the partition alone gets there from about 8 rollouts per rank on."""
 
-_LOOKED_AT = 8
+_LOOKED_AT = 16
 """Waiting rollouts of the nearest costs that are looked at for each place: the costliest that is not taken and fits
 under the token cap comes in."""
 
@@ -77,14 +77,14 @@ def swap_with_waiting(
         return shares
     idle_before = 1.0 - float(loads.sum() / rate.sum() / finish.max())
     # heavier ones would make some rank later than all are now
-    ascending = order.ascending()
-    ascending = ascending[costs[ascending] <= level * rate.max()]
+    pool = order.ascending()
+    pool = pool[costs[pool] <= level * rate.max()]
     # the latest first: they give back what the early ones lack
     latest_first = np.argsort(-finish, kind="stable")
-    step.fit(latest_first[finish[latest_first] > level], ascending, level * rate)
+    step.fit(latest_first[finish[latest_first] > level], pool, level * rate)
     finish = step.loads() / rate
     highest, earliest_first = float(finish.max()), np.argsort(finish, kind="stable")
-    step.fit(earliest_first[finish[earliest_first] * EVEN < highest], ascending, highest * rate)
+    step.fit(earliest_first[finish[earliest_first] * EVEN < highest], pool, highest * rate)
     loads = step.loads()
     if 1.0 - float(loads.sum() / rate.sum() / (loads / rate).max()) >= idle_before:
         return shares  # bringing several late ranks down can starve the others: then the batch was better as it was
@@ -113,14 +113,12 @@ class _Step:
         bins = iter([np.sort(one) for one in np.split(self.positions, self._ends[:-1])])
         return [[next(bins) for _ in range(number)] for number in self._numbers]
 
-    def fit(self, ranks: Ints, ascending: Ints, levels: Floats) -> None:
+    def fit(self, ranks: Ints, pool: Ints, levels: Floats) -> None:
         """Bring each of these ranks in turn as close to its level from below as one swap with the rollouts that wait
-        can. ``ascending``: whoever may come in, by cost; those that go already are passed by."""
+        can. ``pool``: whoever may come in, by cost, and those that go already, who are passed by until they are given
+        away."""
         waits = np.ones(self._costs.size, dtype=np.bool_)
         waits[self.positions] = False
-        pool = ascending[waits[ascending]]
-        if not pool.size:
-            return
         loads, costs, rank_of = self.loads(), self._costs[self.positions], self._rank_of
         without = loads[rank_of] - costs  # [n]
         # [n, looked at] what may come in where each goes, at most up to the level, and what the rank has then
@@ -140,8 +138,9 @@ class _Step:
             row, column = divmod(int(after.argmax()), _LOOKED_AT)
             # a rank above the level must come down, whatever it then reaches
             if after[row, column] > (loads[rank] if loads[rank] <= levels[rank] else -1.0):
-                self.positions[first + row] = incoming[first + row, column]
-                waits[incoming[first + row, column]] = False
+                taken = incoming[first + row, column]
+                waits[self.positions[first + row]], waits[taken] = True, False
+                self.positions[first + row] = taken
 
 
 _NEXT_STEP = 0.25
