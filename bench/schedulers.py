@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from _common import arguments
+from bars import bars
 from micro_batches import LIKE, odc_seconds, trace_flops
 from peers import Floats, Ints, trace_folder, traces
 from scheduler_list import SCHEDULERS, Plan, Scheduler
@@ -34,7 +35,6 @@ from scheduler_runs import FIRST_SEED, Figures, Run, Stream, measure
 
 import stream_balancer as sb
 from stream_balancer.tools.length_models import LengthModel
-from stream_balancer.tools.plot import bars
 
 SIZES = [(32, 8), (128, 8), (256, 32), (512, 32), (1024, 64), (2048, 128)]
 """Rollouts of a step, ranks."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,6 @@ import torch
 
 import stream_balancer as sb
 from stream_balancer.tools.generation import finish_times
-from stream_balancer.tools.plot import bars
 
 mpl.use("svg")
 mpl.rcParams |= {
@@ -32,6 +32,9 @@ mpl.rcParams |= {
 }
 import matplotlib.pyplot as plt  # noqa: E402 - after use()
 from diagrams import processes, timeline  # noqa: E402
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+from bars import bars  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"

@@ -2,22 +2,22 @@
 
 It shows idle time against queueing delay with the front, delay by length decile, and every rank's work in some
 consecutive steps, before and after. Only drawing here; the figures come from a ``TuneReport``. A chart is a list of SVG
-elements in a box of 640 x 360 units; ``bars`` makes one of any figures. Every number is formatted here and nothing but
-names comes from outside; those are escaped.
+elements in a box of 640 x 360 units. Every number is formatted here and nothing but names comes from outside; those are
+escaped.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
 from stream_balancer.errors import ConfigError
 from stream_balancer.tools.tune_report import Outcome, TuneReport
 
-__all__ = ["bars", "check_plot", "page", "write_plot"]
+__all__ = ["check_plot", "page", "write_plot"]
 
 WIDTH, HEIGHT = 640.0, 360.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 16.0, 16.0, 48.0
@@ -147,29 +147,6 @@ def _heat(name: str, outcome: Outcome) -> str:
     parts.append(_text(LEFT - 6, 20 + tall, "rank 0", anchor="end"))
     parts.append(_text(LEFT - 6, 20 + ranks * tall, str(ranks - 1), anchor="end"))
     return _svg(parts, height=24 + ranks * tall)
-
-
-def bars(rows: Mapping[str, Sequence[float]], series: Sequence[str]) -> str:
-    """An SVG of its own: a row a name, a bar a series (up to three), fractions as percent. In the order given."""
-    colours, left, tall, gap = (BLUE, GREY, RED), 250.0, 11.0, 7.0
-    most = max((value for values in rows.values() for value in values), default=0.0)
-    x = _scale(0.0, max(most, 1e-9), left, WIDTH - 60.0)
-    parts, at = ['<rect width="100%" height="100%" fill="#fff"/>'], 24.0
-    first = left if len(series) < 3 else 60.0
-    for index, name in enumerate(series):
-        parts.append(
-            f'<rect x="{first + 195 * index:.0f}" y="4" width="{tall}" height="{tall}" fill="{colours[index]}"/>'
-        )
-        parts.append(_text(first + 195 * index + 16, 14, name))
-    for name, values in rows.items():
-        parts.append(_text(left - 8, at + tall * len(values) / 2 + 4, name, anchor="end"))
-        for value, colour in zip(values, colours, strict=False):
-            width = x(value) - left
-            parts.append(f'<rect x="{left}" y="{at:.0f}" width="{width:.1f}" height="{tall - 1}" fill="{colour}"/>')
-            parts.append(_text(left + width + 4, at + tall - 2, f"{100 * value:.1f} %"))
-            at += tall
-        at += gap
-    return _svg(parts, height=at)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

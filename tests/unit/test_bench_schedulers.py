@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import peer_files
 import scheduler_runs
 import schedulers
+from bars import bars
 from scheduler_list import SCHEDULERS, Plan, Scheduler, Step
 
 OWN = [one for one in SCHEDULERS if one.name.startswith("stream_balancer")]
@@ -340,3 +342,19 @@ def test_a_file_is_fetched_once_and_kept_only_if_it_is_the_pinned_one(
     for _ in range(2):
         peer_files.load("some/proj", "proj_xyz.planner", root="src")
     assert asked == ["https://raw.githubusercontent.com/some/proj/0123456789abcdef/src/proj_xyz/planner.py"] * 2
+
+
+def test_bars_are_as_long_as_their_values_and_a_picture_of_its_own() -> None:
+    drawn = ElementTree.fromstring(bars({"<ours>": (0.1, 0.2), "theirs": (0.4, 0.0)}, ["once", "often"]))
+    name = "{http://www.w3.org/2000/svg}"
+    widths = [float(one.get("width", "")) for one in drawn.findall(f"{name}rect[@x='250.0']")]
+    assert widths == pytest.approx([0.25 * widths[2], 0.5 * widths[2], widths[2], 0.0], abs=0.1)
+    words = [one.text for one in drawn.findall(f"{name}text")]
+    assert words == ["once", "often", "<ours>", "10.0 %", "20.0 %", "theirs", "40.0 %", "0.0 %"]
+    assert bars({}, [])
+
+
+def test_the_names_of_three_series_are_within_the_picture() -> None:
+    drawn = ElementTree.fromstring(bars({"rg": (0.4, 0.1, 0.01)}, ["fifo", "window", "window, and rollouts shared"]))
+    places = [float(one.get("x", "")) for one in drawn.findall("{http://www.w3.org/2000/svg}text")]
+    assert max(places[:3]) + 6 * len("window, and rollouts shared") <= float(drawn.get("viewBox", "").split()[2])

@@ -11,7 +11,7 @@ import pytest
 
 import stream_balancer as sb
 from stream_balancer.tools.length_models import LengthModel
-from stream_balancer.tools.plot import bars, page, ticks, write_plot
+from stream_balancer.tools.plot import page, ticks, write_plot
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +46,6 @@ def test_ticks_are_round_and_few(most: float, values: int) -> None:
     assert found[0] == 0.0
     assert found[-1] <= most < found[-1] + found[1]
     assert len(found) == values
-
-
-def test_bars_are_as_long_as_their_values_and_a_picture_of_its_own() -> None:
-    drawn = ElementTree.fromstring(bars({"<ours>": (0.1, 0.2), "theirs": (0.4, 0.0)}, ["once", "often"]))
-    name = "{http://www.w3.org/2000/svg}"
-    widths = [float(one.get("width", "")) for one in drawn.findall(f"{name}rect[@x='250.0']")]
-    assert widths == pytest.approx([0.25 * widths[2], 0.5 * widths[2], widths[2], 0.0], abs=0.1)
-    words = [one.text for one in drawn.findall(f"{name}text")]
-    assert words == ["once", "often", "<ours>", "10.0 %", "20.0 %", "theirs", "40.0 %", "0.0 %"]
-    assert bars({}, [])
-
-
-def test_the_names_of_three_series_are_within_the_picture() -> None:
-    drawn = ElementTree.fromstring(bars({"rg": (0.4, 0.1, 0.01)}, ["fifo", "window", "window, and rollouts shared"]))
-    places = [float(one.get("x", "")) for one in drawn.findall("{http://www.w3.org/2000/svg}text")]
-    assert max(places[:3]) + 6 * len("window, and rollouts shared") <= float(drawn.get("viewBox", "").split()[2])
 
 
 def test_html_is_written(report: sb.TuneReport, tmp_path: Path) -> None:
