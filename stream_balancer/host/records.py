@@ -28,7 +28,7 @@ from stream_balancer.core.executions import execution_of, sizes_in, sizes_of
 from stream_balancer.core.groups import Declared
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.errors import WireError
-from stream_balancer.types import Batch, EvictReason, MicroBatch, Reason, Rollout, cheapest_to_copy
+from stream_balancer.types import Batch, EvictReason, MicroBatch, RankBatch, Reason, Rollout, cheapest_to_copy
 from stream_balancer.wire import codec
 from stream_balancer.wire.payload import Memory
 
@@ -52,28 +52,18 @@ class Plan(msgspec.Struct, array_like=True, tag="plan"):
 
     step: int
     reason: Reason
-    ranks: list[list[list[str]]]
-    """``[rank][micro_batch][place]`` rollout ids."""
+    ranks: list[list[tuple[float, list[tuple[int, list[str]]]]]]
+    """``[rank][mini_batch]`` load, and of each micro-batch by how many ranks its rollouts are shared, and their ids."""
     padding: list[str]
     """Those of the ids that are padding copies."""
     loads: list[float]
     finish: float
     lower_bound: float
     incomplete_groups: list[str]
-    mini_batches: list[list[tuple[int, float]]] = []
-    """``[rank][mini_batch]`` number of micro-batches and load; empty where the step is in one piece."""
-    degrees: list[list[int]] = []
-    """``[rank][micro_batch]`` number of ranks that share its rollouts; empty where all are 1."""
 
     @property
     def key(self) -> str:
         return f"plan {self.step}"
-
-    @property
-    def ids(self) -> list[str]:
-        """Rollouts of the step, each once, padding copies left out."""
-        padding = set(self.padding)
-        return list(dict.fromkeys(n for rank in self.ranks for mb in rank for n in mb if n not in padding))
 
 
 class Done(msgspec.Struct, array_like=True, tag="done"):
@@ -420,45 +410,45 @@ def plan_of(batch: Batch) -> Plan:
     return Plan(
         step=batch.step,
         reason=batch.reason,
-        ranks=[[[r.rollout_id for r in mb.rollouts] for mb in rank_batch.micro_batches] for rank_batch in batch.ranks],
+        ranks=[_mini_batches(rank_batch) for rank_batch in batch.ranks],
         padding=[r.rollout_id for r in batch.rollouts if r.is_padding],
         loads=list(batch.loads),
         finish=batch.finish,
         lower_bound=batch.lower_bound,
         incomplete_groups=list(batch.incomplete_groups),
-        mini_batches=[[size[:2] for size in one.mini_batch_sizes] for one in batch.ranks if one.mini_batch_sizes],
-        degrees=[[max(len(mb.cp_group), 1) for mb in one.micro_batches] for one in batch.ranks]
-        if batch.has_shared
-        else [],
     )
+
+
+def _mini_batches(rank_batch: RankBatch) -> list[tuple[float, list[tuple[int, list[str]]]]]:
+    micro_batches = iter(rank_batch.micro_batches)
+    sizes = [size[:2] for size in rank_batch.mini_batch_sizes] or [(len(rank_batch.micro_batches), rank_batch.load)]
+    return [
+        (
+            load,
+            [(max(len(mb.cp_group), 1), [r.rollout_id for r in mb.rollouts]) for mb in islice(micro_batches, number)],
+        )
+        for number, load in sizes
+    ]
 
 
 def batch_of(plan: Plan, rollouts: Mapping[str, Rollout]) -> Batch:
     """The batch again, from its rollouts. Raises KeyError for one that is missing."""
-    real = [rollouts[name] for name in plan.ids]
-    found = dict(zip(plan.ids, real, strict=True))
-    if plan.padding:
-        original = cheapest_to_copy(real)  # as the core chose it
-        found |= {name: original.padding_copy(name) for name in plan.padding}
+    names = [name for rank in plan.ranks for _, its in rank for _, names in its for name in names]
+    real = [rollouts[name] for name in dict.fromkeys(names) if name not in plan.padding]
+    found = {rollout.rollout_id: rollout for rollout in real}
+    for name in plan.padding:
+        found[name] = cheapest_to_copy(real).padding_copy(name)  # as the core chose it
     executions = sizes_of(real)
 
-    def micro_batch(names: list[str], rank: int, degree: int) -> MicroBatch:
+    def micro_batch(rank: int, degree: int, names: list[str]) -> MicroBatch:
         its = [found[name] for name in names]
         return micro_batch_of(its, rank, degree, sizes_in(executions, its))
 
-    sizes = plan.mini_batches or [[(len(of_rank), load)] for of_rank, load in zip(plan.ranks, plan.loads, strict=True)]
-    degrees = plan.degrees or [[1] * len(of_rank) for of_rank in plan.ranks]
-    micro_batches = [
-        iter([micro_batch(names, rank, degree) for names, degree in zip(of_rank, its, strict=True)])
-        for rank, (of_rank, its) in enumerate(zip(plan.ranks, degrees, strict=True))
-    ]
+    mini_batches = list(zip(*plan.ranks, strict=True))
     ranks = rank_batches(
         plan.step,
-        [
-            [list(islice(going, number)) for going, (number, _) in zip(micro_batches, of_ranks, strict=True)]
-            for of_ranks in zip(*sizes, strict=True)
-        ],
-        [[load for _, load in of_ranks] for of_ranks in zip(*sizes, strict=True)],
+        [[[micro_batch(rank, *one) for one in its] for rank, (_, its) in enumerate(of)] for of in mini_batches],
+        [[load for load, _ in of] for of in mini_batches],
     )
     return Batch(
         step=plan.step,

@@ -9,6 +9,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.core.groups import GroupSize
@@ -37,9 +38,14 @@ from stream_balancer.host.records import (
 )
 from stream_balancer.testing import make_rollout, make_rollouts
 
-PLAN = Plan(3, "window", [[["a"], ["b", "c"]], [["d"], ["p"]]], ["p"], [1.0, 2.0], 2.0, 1.5, ["g"])
+
+def plan(step: int, *micro_batches: list[str]) -> Plan:
+    """For one rank."""
+    return Plan(step, "window", [[(1.0, [(1, names) for names in micro_batches])]], [], [1.0], 1.0, 1.0, [])
+
+
 FACTS: list[Fact] = [
-    PLAN,
+    plan(3, ["a"], ["b", "c"]),
     Done(7, ["a"], 3),
     Group("g", None, "abandoned"),
     State(2, None, {"batches": {"window": 1}}, {"g": 2}, 4, {"stale": 1}),
@@ -134,7 +140,7 @@ def test_a_second_put_of_an_id_does_not_hide_the_first() -> None:
 
 def test_a_plan_whose_rollout_is_lost_is_not_kept() -> None:
     records = held(make_rollout(3, "a"), make_rollout(3, "b"))
-    records.add(Plan(0, "window", [[["a"], ["lost"]]], [], [1.0], 1.0, 1.0, []))
+    records.add(plan(0, ["a"], ["lost"]))
     snapshot = records.snapshot(0.0)
     assert [r.rollout_id for r in snapshot.waiting] == ["a", "b"]
     assert snapshot.set_aside == ("step 0: its plan names rollouts that are lost",)
@@ -145,7 +151,7 @@ def test_a_plan_whose_rollout_is_lost_is_not_kept() -> None:
 def test_steps_go_on_though_the_state_is_lost() -> None:
     records = held(make_rollout(3, "a"))
     records.add(Done(0, ["x"], 7))
-    records.add(Plan(5, "window", [[["a"]]], [], [1.0], 1.0, 1.0, []))
+    records.add(plan(5, ["a"]))
     assert records.snapshot(0.0).next_step == 7
 
 
@@ -165,7 +171,7 @@ def test_a_group_closed_by_a_put_that_was_cut_short_has_what_is_there(planned: b
     records = held(*(make_rollout(3, f"r{number}", group_id="g") for number in range(3)))
     records.add(Group("g", None, "closed"))
     if planned:
-        records.add(Plan(0, "window", [[["r0"], ["r1", "r2"]]], [], [1.0], 1.0, 1.0, []))
+        records.add(plan(0, ["r0"], ["r1", "r2"]))
     snapshot = records.snapshot(1.0)
     assert len(snapshot.in_flight) == int(planned)
     assert snapshot.closed_groups == {"g": 3}
@@ -262,7 +268,7 @@ def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
     for _ in range(4):
         for _ in range(chance.randrange(40)):
             run.happen()
-        run.core.verify()
+        verify(run.core)
         before = run.core.snapshot(0.0)
         run.journal._store.close()
         after = run.open()
@@ -276,5 +282,5 @@ def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
         assert (after.closed_groups, after.group_sizes) == (before.closed_groups, before.group_sizes)
         for name in ("accepted", "acknowledged", "evicted"):
             assert after.counts[name] == before.counts[name], name
-        run.core.verify()
+        verify(run.core)
     run.journal._store.close()

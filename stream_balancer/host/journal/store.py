@@ -29,10 +29,11 @@ from stream_balancer.host.records import FORMAT, Fact, write_fact
 __all__ = ["DiskFullError", "Statement", "Store", "add", "drop", "put", "remove", "retract"]
 
 _APPLICATION = int.from_bytes(b"SBJ1")
+# As SQLite keeps it, with the first two words in capitals.
 _SCHEMA = (
-    "create table rollouts (number integer primary key, id text, data blob)",
-    "create index ids on rollouts (id)",  # holds ids and numbers a second time: what is lost can be named
-    "create table facts (key text primary key, data blob)",
+    "CREATE TABLE rollouts (number integer primary key, id text, data blob)",
+    "CREATE INDEX ids on rollouts (id)",  # holds ids and numbers a second time: what is lost can be named
+    "CREATE TABLE facts (key text primary key, data blob)",
 )
 _RESERVED_BYTES = 4 * 2**20  # of the disk, for plans and acknowledgements: these make room
 PAGE_BYTES = 16384  # a rollout of 1,000 tokens touches few pages, a small one writes few bytes
@@ -134,7 +135,7 @@ class Store:
             raise WireError(f"{self._path} is not a stream_balancer's journal. Use another path")
         elif version != FORMAT:
             raise _of_another_version(f"{self._path} was written in format {version}, and this version reads {FORMAT}")
-        elif _schema_of(db) != _expected_schema():
+        elif _schema_of(db) != [*_SCHEMA]:
             raise sqlite3.DatabaseError("its tables are not those of a journal")
         elif (found := db.execute("pragma quick_check(1)").fetchone()) != ("ok",):
             raise sqlite3.DatabaseError(found[0])
@@ -349,17 +350,8 @@ def _lock(folder: Path) -> int:
     return fd
 
 
-def _schema_of(db: sqlite3.Connection) -> list[tuple[Any, ...]]:
-    return db.execute("select type, name, tbl_name, sql from sqlite_master order by name").fetchall()
-
-
-def _expected_schema() -> list[tuple[Any, ...]]:
-    db = sqlite3.connect(":memory:")
-    for sql in _SCHEMA:
-        db.execute(sql)
-    expected = _schema_of(db)
-    db.close()
-    return expected
+def _schema_of(db: sqlite3.Connection) -> list[str]:
+    return [sql for (sql,) in db.execute("select sql from sqlite_master where sql is not null order by rowid")]
 
 
 _open_here: weakref.WeakSet[Store] = weakref.WeakSet()
