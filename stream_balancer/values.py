@@ -330,13 +330,12 @@ def plain_version(value: object) -> Version:
 
 
 def plain_policy_version(value: object) -> int:
-    """A version: an int with room to add and subtract in 64 bits."""
+    """One version: an int with room to add and subtract in 64 bits."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise RolloutError(f"must be an int (a rollout's may be (oldest, newest)), not {_short(value)}")
-    plain = int(value)
-    if not -MAX_VERSION <= plain < MAX_VERSION:
-        raise RolloutError(f"must be an int from -2**62 to 2**62, not {_short(plain)}")
-    return plain
+    if not -MAX_VERSION <= value < MAX_VERSION:
+        raise RolloutError(f"must be an int from -2**62 to 2**62, not {_short(value)}")
+    return int(value)
 
 
 def version_of(versions: Tensor) -> Version | None:

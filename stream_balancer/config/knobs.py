@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 from stream_balancer.cost import CostModel, TokenCost
 from stream_balancer.planning import smallest_max_skips
@@ -25,30 +25,14 @@ USUAL_MAX_SKIPS = 16
 """The value of "auto" unless more are needed; measured in bench/results/planning_measured.md."""
 
 if TYPE_CHECKING:
+    Given = TypeVar("Given", contravariant=True)
+    Read = TypeVar("Read", covariant=True)
 
-    class Window:
-        """A knob that is given as an int or "auto", and read as an int: the window in force."""
+    class Knob(Generic[Given, Read]):
+        """A knob that may be given as more than what it is read as, once the others are known."""
 
-        def __get__(self, config: object, owner: object) -> int: ...
-        def __set__(self, config: object, value: int | Literal["auto"]) -> None: ...
-
-    class BatchSize:
-        """A knob that may be left out under ``batch_tokens``, and is read as an int."""
-
-        def __get__(self, config: object, owner: object) -> int: ...
-        def __set__(self, config: object, value: int | None) -> None: ...
-
-    class MaxSkips:
-        """A knob that is given as an int, None or "auto", and read as an int or None."""
-
-        def __get__(self, config: object, owner: object) -> int | None: ...
-        def __set__(self, config: object, value: int | Literal["auto"] | None) -> None: ...
-
-    class Cost:
-        """A knob that may be given as a text, and is read as a cost model."""
-
-        def __get__(self, config: object, owner: object) -> CostModel: ...
-        def __set__(self, config: object, value: CostModel | str) -> None: ...
+        def __get__(self, config: object, owner: object) -> Read: ...
+        def __set__(self, config: object, value: Given) -> None: ...
 
 
 TOKENS: Any = TokenCost()
@@ -62,7 +46,7 @@ class Knobs:
 
     dp_size: int
     """DP ranks that take part in every step."""
-    batch_size: BatchSize = DERIVED
+    batch_size: Knob[int | None, int] = DERIVED
     """Rollouts per dispatch, over all ranks; with ``batch_size_range``, on average. Under ``batch_tokens``, which takes
     its place, it is read as the fewest that a full dispatch has: one for each micro-batch that every rank must run, in
     whole groups."""
@@ -74,7 +58,7 @@ class Knobs:
     """Tokens per dispatch, instead of ``batch_size``: so many rollouts (or whole groups) go that their tokens come
     nearest to this. More go where ``max_skips`` demands it, or where some rank would get none. See
     docs/planning.md for what it costs."""
-    window: Window = DERIVED
+    window: Knob[int | Literal["auto"], int] = DERIVED
     """How many must wait: dispatch once this many rollouts do, chosen from all that wait. Default ``2 * batch_size``:
     most of the balance a window can buy, for one dispatch of mean queueing delay; every further ``batch_size`` adds
     another (Little's law). ``"auto"``: the smallest of :attr:`auto_windows` from which waiting longer would save hardly
@@ -85,7 +69,7 @@ class Knobs:
     deadline_s: float | None = None
     """... or once the oldest has waited this long, in seconds. Then a batch may be smaller than ``batch_size``, which
     is why the default is None: wait for the window."""
-    max_skips: MaxSkips = AUTO
+    max_skips: Knob[int | Literal["auto"] | None, int | None] = AUTO
     """No rollout is passed over by more dispatches than this. "auto" (read back, it is the number): 16, or what the
     window and the capacity need. The strong knob on heavy tails: twice as many leave a third to four fifths of the
     idle time, at the same mean delay, and the longest wait is twice as long. None = no bound: outliers may wait for
@@ -141,7 +125,7 @@ class Knobs:
     cp_min_tokens: int = 2048
     """A rollout is shared by at most ``num_tokens / cp_min_tokens`` ranks, or by so many as it takes to bring it within
     ``max_tokens_per_micro_batch``."""
-    cost: Cost = TOKENS
+    cost: Knob[CostModel | str, CostModel] = TOKENS
     """How much work is a length: a cost model, or one of "tokens", "quadratic", "quadratic:LINEAR:QUADRATIC", "padded",
     or the path of a Hugging Face config.json (its FLOPs)."""
     speeds: tuple[float, ...] | None = None

@@ -92,10 +92,8 @@ class LayerSumCost:
         if self.flops_per_token + self.flops_per_pair <= 0:
             raise ValueError("LayerSumCost: all FLOPs are 0, so every rollout would cost nothing")
 
-    @property
-    def padded(self) -> bool:
-        """False: rollouts are packed."""
-        return False
+    padded = False
+    """Rollouts are packed."""
 
     @property
     def flops_per_pair(self) -> float:

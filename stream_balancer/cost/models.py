@@ -52,10 +52,8 @@ class TokenCost:
         array([ 100.,  500., 1000., 2000., 4000.])
     """
 
-    @property
-    def padded(self) -> bool:
-        """False: rollouts are packed."""
-        return False
+    padded = False
+    """Rollouts are packed."""
 
     def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """``[n]`` lengths -> ``[n]`` float64 tokens."""
@@ -84,10 +82,8 @@ class QuadraticCost:
         if self.linear == 0 and self.quadratic == 0:
             raise ValueError("QuadraticCost: linear and quadratic are both 0, so every rollout would cost nothing")
 
-    @property
-    def padded(self) -> bool:
-        """False: rollouts are packed."""
-        return False
+    padded = False
+    """Rollouts are packed."""
 
     def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """``[n]`` lengths -> ``[n]`` float64 work."""
@@ -174,10 +170,8 @@ class TransformerCost:
         """
         return layer_sum_of(config, causal=causal)
 
-    @property
-    def padded(self) -> bool:
-        """False: rollouts are packed."""
-        return False
+    padded = False
+    """Rollouts are packed."""
 
     @property
     def _kv_heads(self) -> int:
@@ -216,10 +210,8 @@ class PaddedCost:
         True
     """
 
-    @property
-    def padded(self) -> bool:
-        """True: micro-batches are padded to their longest rollout."""
-        return True
+    padded = True
+    """Micro-batches are padded to their longest rollout."""
 
     def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """``[n]`` lengths -> ``[n]`` float64 tokens of a row that holds only itself."""

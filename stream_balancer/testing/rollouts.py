@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,21 +35,20 @@ def make_rollout(
     :param seed: seeds token ids (below 1000) and log-probabilities; None = token ids 0..L-1, cheap and readable.
     :param minimal: only the required column, no scalar: the cheapest valid rollout.
     """
+    given: dict[str, Any] = {"group_id": group_id, "version": version, "cost": cost}
+    if rollout_id is not None:
+        given["rollout_id"] = rollout_id
+    ids = torch.arange(num_tokens)
     if minimal:
-        tokens = {"input_ids": torch.arange(num_tokens)}
-        return _named(tokens, {}, rollout_id, group_id, version, cost)
-    if seed is None:
-        ids = torch.arange(num_tokens)
-        logprobs = torch.full((num_tokens,), -0.5)
-    else:
+        return Rollout(tokens={"input_ids": ids}, **given)
+    logprobs = torch.full((num_tokens,), -0.5)
+    if seed is not None:
         rng = np.random.default_rng(seed)
         ids = torch.from_numpy(rng.integers(0, 1000, num_tokens))
         logprobs = torch.from_numpy(-rng.exponential(1.0, num_tokens).astype(np.float32))
-    mask = torch.ones(num_tokens, dtype=torch.bool)
-    mask[:prompt_tokens] = False
-    logprobs[:prompt_tokens] = 0.0
-    tokens = {"input_ids": ids, "logprobs": logprobs, "loss_mask": mask}
-    return _named(tokens, {"advantage": advantage}, rollout_id, group_id, version, cost)
+    mask = torch.arange(num_tokens) >= prompt_tokens
+    tokens = {"input_ids": ids, "logprobs": logprobs * mask, "loss_mask": mask}
+    return Rollout(tokens=tokens, scalars={"advantage": advantage}, **given)
 
 
 def make_rollouts(
@@ -68,16 +68,3 @@ def token_checksum(rollout: Rollout) -> int:
     ids = rollout.tokens["input_ids"].to(torch.int64)
     weights = torch.arange(1, ids.numel() + 1, dtype=torch.int64)
     return int(((ids + 1) * weights * 2654435761 % (2**61 - 1)).sum()) % (2**61 - 1)
-
-
-def _named(
-    tokens: dict[str, torch.Tensor],
-    scalars: dict[str, float],
-    rollout_id: str | None,
-    group_id: str | None,
-    version: Version | None,
-    cost: float | None,
-) -> Rollout:
-    if rollout_id is None:
-        return Rollout(tokens=tokens, scalars=scalars, group_id=group_id, version=version, cost=cost)
-    return Rollout(tokens=tokens, scalars=scalars, rollout_id=rollout_id, group_id=group_id, version=version, cost=cost)

@@ -38,7 +38,6 @@ __all__ = [
     "part_of",
     "rows_behind",
     "rows_of",
-    "slice_column",
     "spans_of",
     "tokens_of",
     "whole_rollouts",
@@ -53,19 +52,6 @@ def chunk_tokens(num_tokens: int, degree: int) -> int:
         (2, 3)
     """
     return -(-num_tokens // (2 * degree))
-
-
-def slice_column(column: Tensor, degree: int, place: int) -> tuple[Tensor, Tensor]:
-    """Part of the member at this place, of a column ``[L, ...]``: its rows ``[2c, ...]``, and the row behind each of
-    its two chunks ``[2, ...]``. O(rows).
-
-    Examples:
-        >>> slice_column(torch.arange(1, 9), 2, 0)
-        (tensor([1, 2, 7, 8]), tensor([3, 0]))
-        >>> slice_column(torch.arange(1, 8), 2, 1)
-        (tensor([3, 4, 5, 6]), tensor([5, 7]))
-    """
-    return torch.cat(_chunks(column, degree, place)), torch.cat(_behind(column, degree, place))
 
 
 def join_column(parts: Sequence[Tensor], num_tokens: int) -> Tensor:
@@ -83,15 +69,14 @@ def join_column(parts: Sequence[Tensor], num_tokens: int) -> Tensor:
 
 
 def spans_of(num_tokens: int, degree: int, place: int) -> list[tuple[int, int, int]]:
-    """Part of a member as spans of the whole's rows: ``(at, start, stop)`` says that rows ``start:stop`` lie from
+    """Spans of the whole's rows that a member holds: ``(at, start, stop)`` says that rows ``start:stop`` lie from
     ``at`` on, among its 2c rows and the 2 behind these. All others are zeros. For bytes that nobody has as a tensor.
 
     Examples:
         >>> spans_of(7, 2, 0)  # 0 1 | 6, and behind the first chunk 2
         [(0, 0, 2), (2, 6, 7), (4, 2, 3)]
     """
-    chunk = chunk_tokens(num_tokens, degree)
-    starts = [number * chunk for number in (place, 2 * degree - 1 - place)]
+    chunk, starts = _starts(num_tokens, degree, place)
     own = [(half * chunk, start, min(start + chunk, num_tokens)) for half, start in enumerate(starts)]
     behind = [
         (2 * chunk + half, start + chunk, min(start + chunk + 1, num_tokens)) for half, start in enumerate(starts)
@@ -99,21 +84,30 @@ def spans_of(num_tokens: int, degree: int, place: int) -> list[tuple[int, int, i
     return [(at, start, stop) for at, start, stop in own + behind if start < stop]
 
 
+def _starts(num_tokens: int, degree: int, place: int) -> tuple[int, tuple[int, int]]:
+    """c, and where each of the two chunks of a member begins in the whole."""
+    chunk = chunk_tokens(num_tokens, degree)
+    return chunk, (place * chunk, (2 * degree - 1 - place) * chunk)
+
+
 def _chunks(column: Tensor, degree: int, place: int) -> list[Tensor]:
     """Views of its two chunks, and zeros where they go beyond the end."""
-    chunk = chunk_tokens(len(column), degree)
-    rows = []
-    for number in (place, 2 * degree - 1 - place):
-        there = column[number * chunk : (number + 1) * chunk]
-        rows += [there, column.new_zeros((chunk - len(there), *column.shape[1:]))]
-    return rows
+    chunk, starts = _starts(len(column), degree, place)
+    return _cut(column, starts, chunk)
 
 
 def _behind(column: Tensor, degree: int, place: int) -> list[Tensor]:
     """A view of the row behind each of them, or a row of zeros."""
-    chunk = chunk_tokens(len(column), degree)
-    ends = ((number + 1) * chunk for number in (place, 2 * degree - 1 - place))
-    return [column[end : end + 1] if end < len(column) else column.new_zeros((1, *column.shape[1:])) for end in ends]
+    chunk, starts = _starts(len(column), degree, place)
+    return _cut(column, [start + chunk for start in starts], 1)
+
+
+def _cut(column: Tensor, starts: Iterable[int], size: int) -> list[Tensor]:
+    pieces = []
+    for start in starts:
+        there = column[start : start + size]
+        pieces += [there, column.new_zeros((size - len(there), *column.shape[1:]))]
+    return pieces
 
 
 class _MadeColumns(Mapping[str, Tensor]):
@@ -172,8 +166,7 @@ class SharedRollout(Rollout):
         if "loss_mask" in self.tokens:
             first, *others = rows_of(self, "loss_mask")
             return num_nonzero(first, int(self.cp_rank == 0)) + sum(map(num_nonzero, others))
-        chunk = self.num_tokens // 2
-        starts = (self.cp_rank * chunk, (2 * self.cp_degree - 1 - self.cp_rank) * chunk)
+        chunk, starts = _starts(self.whole_tokens, self.cp_degree, self.cp_rank)
         return sum(min(max(self.whole_tokens - start, 0), chunk) for start in starts) - (self.cp_rank == 0)
 
 

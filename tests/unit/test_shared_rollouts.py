@@ -22,12 +22,17 @@ from stream_balancer.types.shared import (
     part_of,
     rows_behind,
     rows_of,
-    slice_column,
     whole_rollouts,
 )
 
 DEGREES = (2, 4, 8, 3)
 LENGTHS = (1, 2, 3, 7, 8, 9, 64, 129)
+
+
+def slice_column(column: torch.Tensor, degree: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a member, and the rows behind its chunks."""
+    part = part_of(Rollout(tokens={"input_ids": range(len(column)), "it": column}), degree, place)  # type: ignore[dict-item]
+    return part.tokens["it"], part.behind["it"]
 
 
 def a_rollout(num_tokens: int, name: str = "r", *, mask: bool = True) -> Rollout:
