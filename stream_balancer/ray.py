@@ -23,8 +23,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import anyio
 
@@ -40,6 +39,8 @@ from stream_balancer.wire.codec import RemoteRollout
 
 __all__ = ["LostRollout", "RayBalancer", "find", "host"]
 
+_Keeper: TypeAlias = "tuple[Any, str] | None"
+"""The actor that keeps references, and its name; None where tokens travel to the balancer."""
 _MAX_CALLS = 10_000  # pending at a time
 _MAX_LOST = 100_000  # names kept
 
@@ -59,38 +60,24 @@ class LostRollout(NamedTuple):
 # --- the actors ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Arguments of :func:`host`."""
-
-    config: sb.BalancerConfig
-    balancer: dict[str, Any]
-    serve: dict[str, Any]
-    transport: dict[str, Any]
-    keeper: Any = None
-    """The actor that keeps references, and its name; None where tokens travel to the balancer."""
-    keeper_name: str = ""
-
-
 class _Host(sb.Observer):
     """The actor: one process whose event loop runs the balancer and ``serve``."""
 
-    def __init__(self, options: _Options) -> None:
+    def __init__(
+        self, config: sb.BalancerConfig, keeper: _Keeper, balancer: dict[str, Any], serve: dict[str, Any],
+        transport: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """The options of each, as :func:`host` was given them."""
         import ray
 
         # A hundred thousand waiting rollouts are a million objects without cycles: looking through them again and again
         # takes three times as long as making them.
         gc.freeze()
         gc.set_threshold(100_000, 20, 20)
-        self._options = options
-        self._token = secrets.token_hex(16)
-        self._transport = sb.TorchTransport.listen(
-            dp_size=options.config.dp_size,
-            host=ray.util.get_node_ip_address(),
-            token=self._token,
-            **options.transport,
-        )
-        self._balancer = sb.StreamBalancer(options.config, **options.balancer)
+        self._keeper, self._options, self._token = keeper, serve, secrets.token_hex(16)
+        address = ray.util.get_node_ip_address()
+        self._transport = sb.TorchTransport.listen(dp_size=config.dp_size, host=address, token=self._token, **transport)
+        self._balancer = sb.StreamBalancer(config, **balancer)
         self._balancer.observers.append(self)
         self._lost: dict[str, LostRollout] = {}
         self._serving: asyncio.Task[None] | None = None
@@ -107,7 +94,7 @@ class _Host(sb.Observer):
         try:
             async with self._transport, self._balancer:
                 self._up.set()
-                await sb.serve(self._balancer, self._transport, **self._options.serve)
+                await sb.serve(self._balancer, self._transport, **self._options)
         except Exception as error:
             self._failure = error
             logger.exception("the balancer stopped")
@@ -142,7 +129,7 @@ class _Host(sb.Observer):
             return host, port, self._token
         if method == "about":
             config = self._balancer.config
-            return config.dp_size, config.loss_mask_column, self._options.keeper, self._options.keeper_name
+            return config.dp_size, config.loss_mask_column, self._keeper
         if method == "producers":
             peers = self._transport.service.peers.values()
             return [peer.name for peer in peers if peer.kind == "producer" and peer.connection is not None]
@@ -188,23 +175,25 @@ def host(
         "scheduling_strategy": NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
         **{key: value for key, value in (actor_options or {}).items() if key in _OF_BOTH},
     }
-    keeper, keeper_name = None, ""
+    keeper: _Keeper = None
     if journal is None:
-        keeper_name = f"stream_balancer-{secrets.token_hex(8)}"
-        keeper = ray.remote(Keeper).options(**settings, name=keeper_name, max_restarts=-1).remote()
-        keeper_name = f"{settings.get('namespace') or context.namespace}/{keeper_name}"
-    options = _Options(
-        config,
-        {"journal": None if journal is None else os.fspath(journal), "accept": accept, "num_producers": num_producers},
-        {"rejoin_timeout_s": rejoin_timeout_s, "report_after_s": report_after_s, "roles": roles},
-        {"staged_bytes": staged_bytes, "max_put_bytes": max_put_bytes},
-        keeper,
-        keeper_name,
-    )
+        name_of_it = f"stream_balancer-{secrets.token_hex(8)}"
+        its_actor = ray.remote(Keeper).options(**settings, name=name_of_it, max_restarts=-1).remote()
+        keeper = its_actor, f"{settings.get('namespace') or context.namespace}/{name_of_it}"
     of_host = {"name": name, "max_restarts": 0 if journal is None else -1, **(actor_options or {})}
-    actor = ray.remote(_Host).options(**settings | of_host).remote(options)
+    actor = (
+        ray.remote(_Host)
+        .options(**settings | of_host)
+        .remote(
+            config,
+            keeper,
+            {"journal": journal and os.fspath(journal), "accept": accept, "num_producers": num_producers},
+            {"rejoin_timeout_s": rejoin_timeout_s, "report_after_s": report_after_s, "roles": roles},
+            {"staged_bytes": staged_bytes, "max_put_bytes": max_put_bytes},
+        )
+    )
     ray.get(actor._call.remote("statistics"))
-    return RayBalancer(actor, config.dp_size, config.loss_mask_column, keeper, keeper_name)
+    return RayBalancer(actor, config.dp_size, config.loss_mask_column, keeper)
 
 
 def find(name: str, *, namespace: str | None = None) -> RayBalancer:
@@ -222,21 +211,20 @@ class RayBalancer:
     """
 
     def __init__(
-        self, actor: Any, dp_size: int, loss_mask_column: str | None = "loss_mask", keeper: Any = None,
-        keeper_name: str = "",
-    ) -> None:  # fmt: skip
+        self, actor: Any, dp_size: int, loss_mask_column: str | None = "loss_mask", keeper: _Keeper = None
+    ) -> None:
         self.actor = actor
         """The actor's handle."""
         self.dp_size = dp_size
         """DP ranks that take part, as this handle knows: if another one changes it, find the balancer again."""
         self.loss_mask_column = loss_mask_column
         """The balancer's knob: masks are counted where the tokens are put."""
-        self._keeper, self._keeper_name = keeper, keeper_name
+        self._keeper = keeper
         self._lock = threading.Lock()
         self._producer: Producer | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RayBalancer, (self.actor, self.dp_size, self.loss_mask_column, self._keeper, self._keeper_name)
+        return RayBalancer, (self.actor, self.dp_size, self.loss_mask_column, self._keeper)
 
     @property
     def restarts(self) -> bool:
@@ -267,7 +255,7 @@ class RayBalancer:
             if self._producer is None:
                 self._producer = connect(
                     self,
-                    hand_over="balancer" if self.restarts else InStore(self._keeper, self._keeper_name, self.label),
+                    hand_over="balancer" if self._keeper is None else InStore(*self._keeper, self.label),
                     loss_mask_column=self.loss_mask_column,
                     label=self.label,
                     rejoin=self.restarts,

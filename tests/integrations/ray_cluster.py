@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from stream_balancer.client.object_store import Keeper
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ClosedResourceError
-from stream_balancer.ray import RayBalancer, _Host, _Options
+from stream_balancer.ray import RayBalancer, _Host
 from stream_balancer.testing import make_rollout
 
 STORE_BYTES = 100 * 2**20
@@ -150,9 +150,9 @@ class Hosts:
     def __init__(self) -> None:
         self._hosts: list[_Host | None] = []
 
-    async def start(self, options: _Options) -> int:
+    async def start(self, *options: Any) -> int:
         """Its number."""
-        self._hosts.append(_Host(options))
+        self._hosts.append(_Host(*options))
         return len(self._hosts) - 1
 
     async def call(self, number: int, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -187,16 +187,16 @@ def keeper() -> Any:
 def host_among_others(config: BalancerConfig, **given: Any) -> tuple[RayBalancer, Callable[[], None]]:
     """As :func:`host`, in the shared actor; and what stops it."""
     folder = given.get("journal")
-    kept = (None, "") if folder is not None else (keeper(), f"{ray.get_runtime_context().namespace}/{KEEPER}")
-    options = _Options(
+    kept = None if folder is not None else (keeper(), f"{ray.get_runtime_context().namespace}/{KEEPER}")
+    options = (
         config,
-        {"journal": None if folder is None else os.fspath(folder), "accept": None, "num_producers": None},
+        kept,
+        {"journal": folder and os.fspath(folder)},
         {"rejoin_timeout_s": given.get("rejoin_timeout_s", math.inf), "roles": given.get("roles")},
         {name: given[name] for name in ("staged_bytes",) if name in given},
-        *kept,
     )
-    number = ray.get(hosts().start.remote(options), timeout=GUARD_S)
-    balancer = RayBalancer(OneOf(hosts(), number), config.dp_size, config.loss_mask_column, *kept)
+    number = ray.get(hosts().start.remote(*options), timeout=GUARD_S)
+    balancer = RayBalancer(OneOf(hosts(), number), config.dp_size, config.loss_mask_column, kept)
     return balancer, lambda: ray.get(hosts().stop.remote(number), timeout=GUARD_S)
 
 
