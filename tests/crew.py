@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.client.feed import RankFeed
@@ -146,4 +147,4 @@ class Crew:
             sizes = {end[1:] for end in self.ends[step]}
             assert len(sizes) == 1, "all ranks divide by the same"
             assert next(iter(sizes))[0] == len({name for name, _ in gradient})
-        balancer.parts.core.verify()
+        verify(balancer.parts.core)

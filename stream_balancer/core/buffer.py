@@ -3,7 +3,6 @@
 By arrival they are rows of numpy columns, which the planner reads as they are. By cost they are in a
 ``sortedcontainers.SortedKeyList``, from which the planner's array is read when a batch is made. Storage only: what may
 enter and what leaves is decided in :mod:`stream_balancer.core.machine`. Pure: no clock, no torch, no waiting.
-:meth:`Buffer.check` verifies every invariant, for tests.
 """
 
 from __future__ import annotations
@@ -247,20 +246,3 @@ class Buffer:
 
     def _sort(self, slots: list[int]) -> None:
         self._by_cost = SortedKeyList(slots, key=self._keys.__getitem__)
-
-    def check(self) -> None:
-        """Verify every invariant; for tests. O(n log n)."""
-        rollouts, slots = self.rollouts(), self._slots.tolist()
-        assert len(self._columns) == len(self._by_cost) == len(rollouts) == self.num_waiting
-        assert all(isinstance(r, Rollout) for r in rollouts)
-        assert self.lengths.tolist() == [r.num_tokens for r in rollouts]
-        assert self.num_tokens == sum(r.num_tokens for r in rollouts)
-        assert self.num_bytes == sum(r.nbytes for r in rollouts)
-        assert self.by_cost().tolist() == np.argsort(self.costs, kind="stable").tolist()
-        numbers = [-1 if r.stratum is None else self.strata.number_of(r.stratum) for r in rollouts]
-        assert self.stratum_numbers.tolist() == numbers
-        assert np.all(np.diff(self.arrived_at) >= 0)
-        assert sorted(slots + self._free_slots) == list(range(len(self._table)))
-        assert all(self._table[slot] is None for slot in self._free_slots)
-        assert self.num_ready == int(np.count_nonzero(self.complete))
-        self.groups.check(self.labels, [r.group_id for r in rollouts])

@@ -304,24 +304,6 @@ class Groups:
         """Siblings that have come, of each group that waits for others, the first begun first. O(groups)."""
         return {name: group.arrived for name, group in self._groups.items() if group.lacks}
 
-    def check(self, labels: NDArray[np.int64], group_ids: list[str | None]) -> None:
-        """Verify every invariant against the waiting rows; for tests. O(n groups)."""
-        assert self.num_awaited == sum(group.lacks for group in self._groups.values())
-        if self.size is None:
-            return
-        for group_id, group in self._groups.items():
-            assert group.waiting == group_ids.count(group_id) == int(np.count_nonzero(labels == group.label))
-            assert self._lacking_by_label[group.label] == group.size - group.arrived
-            assert group.declared >= group.expected
-            assert 0 <= _num_waiting(group) <= min(group.waiting, group.arrived)
-            # one that has come, or of which all has left, is not kept
-            assert group.waiting or group.expected or 0 < group.arrived < group.size
-            assert group.waiting or not self.is_abandoned(group_id)
-        used = [group.label for group in self._groups.values()]
-        assert len(set(used)) == len(used)
-        assert not set(used) & set(self._free_labels)
-        assert len(self._closed) <= max(self.remember, 1)
-
     # -- counting ------------------------------------------------------------------------------------------------------
 
     def _update(self, group: _Group, *, arrived: int = 0, waiting: int = 0, size: int | None = None) -> None:

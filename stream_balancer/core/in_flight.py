@@ -206,11 +206,3 @@ class InFlight:
     def steps_through(self, step: int) -> list[int]:
         """Steps in flight up to and including this one, ascending."""
         return [number for number in self._flights if number <= step]
-
-    def check(self) -> None:
-        """Verify every invariant; for tests."""
-        steps = list(self._flights)
-        assert steps == sorted(steps)
-        assert all(step == flight.batch.step < self.next_step for step, flight in self._flights.items())
-        assert self._again <= self._flights.keys()
-        assert not any(self._flights[step].begun or self._flights[step].trained for step in self._again)

@@ -446,7 +446,3 @@ class BalancerCore:
             if isinstance(one, Learner):
                 figures |= one.figures(now)
         return report.statistics(self.state, now, figures)
-
-    def verify(self) -> None:
-        """Check every invariant; for tests. O(n log n)."""
-        report.verify(self.state)

@@ -1,4 +1,4 @@
-"""Statistics of a balancer, and the check of its invariants. Pure; changes nothing."""
+"""Statistics of a balancer. Pure; changes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stream_balancer.core.counters import idle, token_variation, unavoidable
 from stream_balancer.core.state import State
 from stream_balancer.statistics import Statistics
 
-__all__ = ["statistics", "verify"]
+__all__ = ["statistics"]
 
 
 def statistics(state: State, now: float, others: Mapping[str, Any]) -> Statistics:
@@ -53,17 +53,3 @@ def _oldest_open_group_s(state: State, now: float) -> float:
     if not state.buffer.groups.num_awaited:
         return 0.0
     return max(now - float(state.buffer.arrived_at[~state.buffer.complete].min()), 0.0)
-
-
-def verify(state: State) -> None:
-    """Check every invariant; for tests. O(n log n)."""
-    state.buffer.check()
-    state.in_flight.check()
-    counts = state.counts
-    flying = [r.rollout_id for batch in state.in_flight.batches() for r in batch.rollouts if not r.is_padding]
-    waiting = [r.rollout_id for r in state.buffer.rollouts()]
-    assert counts.accepted == len(waiting) + len(flying) + counts.acknowledged + counts.evicted.total()
-    assert len({*waiting, *flying}) == len(waiting) + len(flying)
-    assert state.ids.held == {*waiting, *flying}
-    state.staleness.check()
-    state.triggers.check()

@@ -109,19 +109,6 @@ class Staleness:
         fresh = self._buffer.versions[self._buffer.versions >= oldest]
         return int(fresh.min()) if fresh.size else None
 
-    def check(self) -> None:
-        """Verify every invariant; for tests. O(n)."""
-        counted = self.num_due, self.num_held_back
-        self.recount()
-        assert counted == (self.num_due, self.num_held_back)
-        held, oldest, labels = self.held_back(), self._oldest_trainable(), self._buffer.labels
-        if oldest is None or self.config.on_stale == "send":
-            assert not held.any()
-            return
-        alone = self._buffer.versions < oldest
-        assert np.count_nonzero(alone) == self.num_held_back
-        assert (held == (alone | ((labels >= 0) & np.isin(labels, labels[alone])))).all()
-
     # -- bounds: None where nothing is ever too old --------------------------------------------------------------------
 
     def _oldest_fresh(self) -> int | None:

@@ -177,8 +177,3 @@ class Triggers:
                 oldest_arrival=float(self._buffer.arrived_at[rows[0]]) if rows.size else math.inf,
             )
         return self._sendable
-
-    def check(self) -> None:
-        """Verify every invariant; for tests. O(n)."""
-        counted, self._sendable = self._sendable, None
-        assert counted is None or counted == self._count_sendable()

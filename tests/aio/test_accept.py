@@ -13,6 +13,7 @@ import pytest
 import torch
 from anyio.lowlevel import checkpoint
 from helpers import settle, waiting
+from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout, make_rollouts
@@ -78,7 +79,7 @@ async def test_siblings_that_come_one_by_one_are_judged_when_the_last_is_there(g
         assert asked == [3, 3]
         stats = balancer.statistics()
         assert (stats.accepted, stats.evicted["filtered"], stats.waiting) == (6, 3, 3)
-        balancer.parts.core.verify()
+        verify(balancer.parts.core)
         assert balancer.parts.core.state.buffer.groups.num_awaited == 0  # the group that was turned down keeps no place
 
 

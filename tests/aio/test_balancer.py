@@ -11,6 +11,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 from helpers import config, settle
+from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.testing import count_wakeups, make_rollout, make_rollouts
@@ -576,7 +577,7 @@ async def test_a_refused_put_leaves_the_buffer_as_it_was(
             with pytest.raises(error, match=says):
                 balancer.put_nowait(rollout)
         assert balancer.statistics() == before
-        balancer.parts.core.verify()
+        verify(balancer.parts.core)
 
 
 async def test_a_group_with_a_bad_sibling_is_refused_at_once_even_when_others_wait() -> None:

@@ -12,6 +12,7 @@ import helpers
 import pytest
 from anyio.lowlevel import checkpoint
 from helpers import settle
+from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout, make_rollouts
@@ -88,7 +89,7 @@ async def test_a_cancelled_put_was_not_accepted(how: How, passes: int) -> None:
 
         outcome = await cancelled_after(passes, how, lambda: balancer.put(make_rollout(2, "victim")), make_room)
         await settle()
-        balancer.parts.core.verify()
+        verify(balancer.parts.core)
         waiting = {r.rollout_id for r in balancer.snapshot().waiting}
         assert ("victim" in waiting) == outcome.finished
         assert balancer.statistics().blocked_puts == 0
@@ -137,7 +138,7 @@ async def test_a_cancelled_put_passes_its_turn_on(how: How, passes: int) -> None
             assert len(let_in) == 3
         else:
             assert len(let_in) == 4 or outcome.finished
-        balancer.parts.core.verify()
+        verify(balancer.parts.core)
 
 
 @ways

@@ -24,6 +24,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 from guard import GUARD_S
 from helpers import attend, until, waiting
+from invariants import verify
 from test_cancellation import How, cancelled_after, ways
 
 import stream_balancer as sb
@@ -250,7 +251,7 @@ async def test_the_same_steps_come_again(tmp_path: Path) -> None:
         before = balancer.statistics()
         after = await crash(balancer)
     async with sb.StreamBalancer(config(), journal=after) as balancer:
-        balancer.parts.core.verify()
+        verify(balancer.parts.core)
         stats = balancer.statistics()
         assert (stats.waiting, stats.in_flight, stats.acknowledged, stats.accepted) == (1, 5, 4, 10)
         assert (stats.version, stats.evicted, stats.batches) == (7, before.evicted, before.batches)
@@ -298,7 +299,7 @@ async def test_what_a_checkpoint_contains_does_not_come_again(tmp_path: Path) ->
         balancer.end()
         rest = [batch async for batch in balancer.batches()]
         assert [ids_of(b) for b in rest] == [ids_of(given[3])]
-        balancer.parts.core.verify()
+        verify(balancer.parts.core)
     async with sb.StreamBalancer(config(), journal=after) as balancer:
         assert balancer.recovered
         assert balancer.recovered.in_flight == 0
@@ -338,7 +339,7 @@ async def test_groups_are_counted_on(tmp_path: Path) -> None:
         await balancer.put(make_rollout(3, "c", group_id="g"))
         after = await crash(balancer)
     async with sb.StreamBalancer(config(group_size=4), journal=after) as balancer:
-        balancer.parts.core.verify()
+        verify(balancer.parts.core)
         assert balancer.parts.core.state.buffer.groups.arrived() == {"g": 3}
         await balancer.put(make_rollout(3, "d", group_id="g"))
         assert balancer.parts.core.state.buffer.num_ready == 2
@@ -457,7 +458,7 @@ async def test_a_plan_that_is_on_its_way_to_the_disk_is_made_again_for_other_ran
                 await disk.reached()
                 balancer.reconfigure(dp_size=3)
         assert [len(batch.ranks) for batch in got] == [3]
-        balancer.parts.core.verify()
+        verify(balancer.parts.core)
 
 
 async def test_a_rollout_that_new_knobs_refuse_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -692,7 +693,7 @@ async def test_a_cancelled_trainer_gets_the_same_batch_later(tmp_path: Path, how
         assert (first.step, second.step) == (0, 1)
         assert len({r.rollout_id for b in (first, second) for r in b.rollouts}) == 8
         after = await crash(balancer)
-        balancer.parts.core.verify()
+        verify(balancer.parts.core)
     async with sb.StreamBalancer(config(), journal=after) as balancer:
         again = balancer.batches()
         assert [ids_of(await anext(again)) for _ in range(2)] == [ids_of(first), ids_of(second)]
@@ -959,7 +960,7 @@ async def test_groups_of_another_size_survive(tmp_path: Path) -> None:
         groups = balancer.parts.core.state.buffer.groups
         assert (groups.open_sizes(), groups.closed()) == ({"e": 3}, {"c": 2})
         assert groups.incomplete() == {"e": 2}
-        balancer.parts.core.verify()
+        verify(balancer.parts.core)
     for _ in range(2):
         async with sb.StreamBalancer(knobs, journal=after) as balancer:
             assert balancer.parts.core.state.buffer.groups.closed() == {"e": 2, "c": 2, "a": None}

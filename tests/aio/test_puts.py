@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 from helpers import attend, settle
+from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork, make_rollout, make_rollouts
@@ -78,4 +79,4 @@ async def test_cancelled_on_the_way_it_was_not_accepted(way: str, after_s: float
         await anyio.sleep(20.0)
         stats = balancer.statistics()
         assert (stats.accepted, stats.waiting, stats.blocked_puts, stats.reserved) == (4, 0, 0, 2)
-        balancer.parts.core.verify()
+        verify(balancer.parts.core)

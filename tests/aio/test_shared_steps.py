@@ -15,6 +15,7 @@ import test_roles
 import torch
 from crew import Crew
 from helpers import kill
+from invariants import verify
 from kept import Kept
 from scripted import same_rollout
 from test_journal import crash, ids_of
@@ -115,7 +116,7 @@ async def test_a_rank_that_is_killed_within_a_step_gets_its_parts_again() -> Non
     assert run.balancer.in_flight() == ()
     statistics = run.balancer.statistics()
     assert (statistics.acknowledged, statistics.in_flight) == (3 * len(LENGTHS), 0)
-    run.balancer.parts.core.verify()
+    verify(run.balancer.parts.core)
 
 
 async def test_a_part_that_is_gone_once_the_others_have_begun_is_an_error() -> None:
@@ -297,7 +298,7 @@ async def test_a_crash_with_a_shared_step_in_flight(tmp_path: Path) -> None:
         await balancer.put(make_rollout(4, "waits"))
         after = await crash(balancer)
     async with sb.StreamBalancer(config(), journal=after) as balancer:
-        balancer.parts.core.verify()
+        verify(balancer.parts.core)
         statistics = balancer.statistics()
         assert (statistics.waiting, statistics.in_flight, statistics.accepted) == (1, len(LENGTHS), len(LENGTHS) + 1)
         again = await anext(balancer.batches(auto_ack=False))
@@ -308,7 +309,7 @@ async def test_a_crash_with_a_shared_step_in_flight(tmp_path: Path) -> None:
             ]
             assert all(same_rollout(a, b) for a, b in zip(mine.rollouts, theirs.rollouts, strict=True))
         balancer.acknowledge(0)
-        balancer.parts.core.verify()
+        verify(balancer.parts.core)
         twice = await crash(balancer)
     async with sb.StreamBalancer(config(), journal=twice) as balancer:
         statistics = balancer.statistics()

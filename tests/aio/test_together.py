@@ -20,6 +20,7 @@ import pytest
 import torch
 from crew import WHENS, Crew
 from in_loop import Disk, journals_in_loop
+from invariants import verify
 from kept import Kept
 
 import stream_balancer as sb
@@ -242,7 +243,7 @@ class Team:
                 assert size[0] == len({name for name, _ in gradient})
             assert not lane.errors
         assert len({tuple(sorted(lane.trained)) for lane in self.lanes}) == 1, "all seats train on the same"
-        balancer.parts.core.verify()
+        verify(balancer.parts.core)
 
 
 def _first(error: BaseException) -> BaseException:

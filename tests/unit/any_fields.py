@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from codec_help import carried, put
 from hypothesis import strategies as st
+from invariants import verify
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -246,7 +247,7 @@ def delivered(rollout: Rollout) -> Rollout:
     core.end()
     batch = core.poll(0.0)
     assert batch is not None
-    core.verify()
+    verify(core)
     return carried(*batch.ranks[0].micro_batches, narrow=True).rollouts[0]
 
 

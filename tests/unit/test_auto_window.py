@@ -176,8 +176,8 @@ class TestShadows:
         rng = np.random.default_rng(0)
         for _ in range(80):
             auto.observe(replace(Waiting.of(np.exp(rng.normal(0.0, 1.0, 8))), groups=np.repeat([1, 0], 4)), knobs)
-            for shadow in auto._shadows:
-                assert set(np.unique(shadow._groups, return_counts=True)[1].tolist()) <= {4}
+            for shadow in auto.state()["shadows"]:
+                assert set(np.unique(shadow["groups"], return_counts=True)[1].tolist()) <= {4}
         assert set(auto.idle_by_window) == {8, 16}
 
     def test_incomplete_groups_and_those_seen_before_are_no_arrivals(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from invariants import verify_buffer
 
 import stream_balancer as sb
 from stream_balancer.core.buffer import Buffer
@@ -73,7 +74,7 @@ def test_rows_and_order_hold_whenever_somebody_looks(moves: list[tuple[str, Any,
             assert buffer.by_cost().tolist() == sorted(range(len(model)), key=lambda row: (model[row][1], row))
         assert buffer.rollouts() == [one for one, _, _ in model]
         assert buffer.skips.tolist() == [n for _, _, n in model]
-        buffer.check()
+        verify_buffer(buffer)
 
 
 def dispatch_all(num_rollouts: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from evictions import learning_core
 from hypothesis import given
 from hypothesis import strategies as st
+from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
@@ -62,7 +63,7 @@ def train_with_sharing(core: BalancerCore, machine: Machine, steps: int, overhea
         for rank, one in enumerate(machine.measured(seconds)):
             core.record_step(StepTiming(batch.step, rank, one), 0.0)
         core.acknowledge(batch.step)
-        core.verify()
+        verify(core)
     return num_shared
 
 
@@ -114,7 +115,7 @@ def train(
         for rank, seconds in enumerate(machine.measured(work / speed)):
             core.record_step(StepTiming(batch.step, rank, seconds), 0.0)
         core.acknowledge(batch.step)
-        core.verify()
+        verify(core)
         ratios.append(float((work / speed).max() / (work.sum() / speed.sum())))
     return ratios
 
@@ -254,7 +255,7 @@ def test_a_checkpoint_continues_where_it_was() -> None:
     file.seek(0)
     again = learning_core(config())
     again.restore(read_state_dict(torch.load(file, weights_only=True)), 0.0)
-    again.verify()
+    verify(again)
     assert again.statistics(0.0).cost_fit == core.statistics(0.0).cost_fit
     assert (
         again.state.buffer.waiting(np.zeros(0, bool)).costs.tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from evictions import Evictions
+from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.core.groups import Declared, Groups, GroupSize
@@ -31,7 +32,7 @@ def test_siblings_put_again_after_a_loss_count_once() -> None:
     batch = core.poll(0.0)
     assert batch is not None
     assert (batch.num_rollouts, batch.incomplete_groups) == (4, ())
-    core.verify()
+    verify(core)
 
 
 def test_a_group_of_which_all_are_lost_begins_anew() -> None:
@@ -50,7 +51,7 @@ def test_a_sibling_lost_in_flight_may_come_again_by_itself() -> None:
     assert batch is not None
     core.mark_missing(batch.step, ["r1"])
     core.acknowledge(batch.step)
-    core.verify()
+    verify(core)
     stats = core.statistics(0.0)
     assert (stats.acknowledged, stats.evicted["lost"]) == (3, 1)
     core.add(make_rollout(4, "r1", group_id="g0"), 0.0)  # its siblings have been trained on
@@ -130,7 +131,7 @@ def test_the_loss_of_a_group_that_was_done_takes_nothing_from_the_next_of_its_na
     core.mark_missing(batch.step, {"r0", "r1"})
     core.acknowledge(batch.step)
     assert core.state.buffer.groups.incomplete() == {"g0": 1}
-    core.verify()
+    verify(core)
 
 
 # -- groups of another size --------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def test_a_group_that_is_put_complete_leaves_as_it_is() -> None:
     core.add_all(siblings(2, "s"), 0.0, CLOSE)
     assert core.statistics(0.0).short_groups == 1
     assert sent(core) == (3, ())
-    core.verify()
+    verify(core)
     for late in (1, 4):  # it has left, and the name is not free
         with pytest.raises(sb.RolloutError, match=r"group 'g0' takes 0 more executions, not .: 3 have come"):
             core.add_all(siblings(late, "late"), 0.0)
@@ -186,12 +187,12 @@ def test_an_expected_size_counts_whenever_it_is_told(before: int) -> None:
         assert core.state.buffer.groups.size_of("g0") == 5
         core.add(rollout, 0.0)
         assert core.state.buffer.groups.incomplete() == ({"g0": number} if number < 5 else {})
-        core.verify()
+        verify(core)
     with pytest.raises(sb.RolloutError, match="takes 0 more"):
         core.add_all(siblings(1, "more"), 0.0)
     assert sent(core) == (5, ())
     core.add_all([], 0.0, GroupSize("g0", 5))  # repeated by who does not know
-    core.verify()
+    verify(core)
 
 
 def test_sizes_that_cannot_be_are_refused_and_change_nothing() -> None:
@@ -227,7 +228,7 @@ def test_a_group_that_was_closed_before_anything_came_takes_nothing() -> None:
     core.add_all([], 0.0, CLOSE)
     with pytest.raises(sb.RolloutError, match="takes 0 more"):
         core.add_all(siblings(1), 0.0)
-    core.verify()
+    verify(core)
 
 
 def test_a_group_of_which_some_had_left_is_done_once_it_is_closed() -> None:
@@ -249,10 +250,10 @@ def test_what_is_lost_of_a_closed_group_may_come_again_or_is_given_up_by_closing
     assert sent(core) is None
     core.add_all(siblings(2)[1:], 0.0)
     core.evict_lost(lambda rollout: rollout.rollout_id == "r2")
-    core.verify()
+    verify(core)
     core.add_all([], 0.0, CLOSE)
     assert sent(core) == (2, ())
-    core.verify()
+    verify(core)
 
 
 def test_a_closed_group_of_which_all_is_lost_is_forgotten_and_an_expected_one_still_expected() -> None:
@@ -260,11 +261,11 @@ def test_a_closed_group_of_which_all_is_lost_is_forgotten_and_an_expected_one_st
         core = core_of()
         core.add_all(siblings(3), 0.0, size)
         core.evict_lost(lambda rollout: True)  # the producer that held all of it is gone
-        core.verify()
+        verify(core)
         core.add_all(siblings(3), 0.0)
         assert core.state.buffer.groups.size_of("g0") == after
         assert sent(core) == ((3, ()) if after == 3 else None)
-        core.verify()
+        verify(core)
 
 
 def test_a_sibling_too_stale_to_be_let_in_is_not_waited_for() -> None:
@@ -275,7 +276,7 @@ def test_a_sibling_too_stale_to_be_let_in_is_not_waited_for() -> None:
     core.add(make_rollout(3, "old", group_id="g0", version=1), 0.0)
     assert core.statistics(0.0).evicted["stale"] == 1
     assert sent(core) == (3, ())
-    core.verify()
+    verify(core)
 
 
 def test_so_many_closed_groups_are_remembered() -> None:
@@ -283,7 +284,7 @@ def test_so_many_closed_groups_are_remembered() -> None:
     for name in "abc":
         core.add_all([make_rollout(3, name, group_id=name)], 0.0, GroupSize(name, None))
     assert core.state.buffer.groups.closed() == {"b": 1, "c": 1}
-    core.verify()
+    verify(core)
 
 
 class Declarations(sb.Observer):
@@ -312,7 +313,7 @@ def test_observers_are_notified_of_what_is_declared() -> None:
 def restored(core: BalancerCore, **knobs: int) -> BalancerCore:
     other = BalancerCore(core.config.replace(**knobs))
     other.restore(read_state_dict(state_dict(core.snapshot(0.0))), 0.0)
-    other.verify()
+    verify(other)
     return other
 
 
@@ -337,7 +338,7 @@ def test_sizes_closed_and_abandoned_groups_are_in_checkpoints() -> None:
     for name in ("closed", "expected", "later", "later"):
         core.add(make_rollout(3, group_id=name), 0.0)
     assert core.state.buffer.groups.incomplete() == {}
-    core.verify()
+    verify(core)
 
 
 def test_a_closed_group_in_flight_for_other_ranks_waits_again_as_complete() -> None:

@@ -6,6 +6,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
@@ -87,7 +88,7 @@ def test_no_bound_costs_nothing_and_plans_alike(max_skips: int | None) -> None:
     core.end()
     while core.poll(0.0) is not None:
         pass
-    core.verify()
+    verify(core)
 
 
 def test_no_bound_survives_replace_and_restore() -> None:
@@ -98,4 +99,4 @@ def test_no_bound_survives_replace_and_restore() -> None:
     core.poll(0.0)
     again = core_of(max_skips=None)
     again.restore(core.snapshot(0.0), 0.0)
-    again.verify()
+    verify(again)

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.core.groups import GroupSize
@@ -310,7 +311,7 @@ class CoreMachine(RuleBasedStateMachine):
         before = self.core.statistics(self.now)
         for batch in (*chosen, chosen[0]):
             self.core.nack(batch.step)
-        self.core.verify()
+        verify(self.core)
         after = self.core.statistics(self.now)
         assert after.redelivering == sum(b.num_rollouts for b in chosen) == after.nacked - before.nacked
         assert {b.step for b in self.core.in_flight()} == {b.step for b in flying} - {b.step for b in chosen}
@@ -531,7 +532,7 @@ class CoreMachine(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         if hasattr(self, "core"):
-            self.core.verify()
+            verify(self.core)
 
     def take_evicted(self) -> None:
         for rollout, reason in self.evictions.take():

@@ -11,6 +11,7 @@ import pytest
 from evictions import learning_core
 from hypothesis import given
 from hypothesis import strategies as st
+from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
@@ -49,7 +50,7 @@ class Trainer:
     def take(self) -> bool:
         expected = self.core.next_wakeup() <= self.now
         row = self.core.poll(self.now)
-        self.core.verify()
+        verify(self.core)
         assert (row is not None) == expected
         if row is None:
             return False
@@ -123,7 +124,7 @@ def test_rows_add_up_to_steps_and_every_rollout_is_in_one(
             case "nack":
                 for batch in core.in_flight()[:1]:
                     core.nack(batch.step)
-        core.verify()
+        verify(core)
     core.end()
     while trainer.take():
         pass
@@ -197,7 +198,7 @@ def test_siblings_that_are_trained_on_stay_when_a_late_one_is_turned_down() -> N
     late = of_group("g", 2)
     assert core.state.admission.completed_by(late) == late, "accept= is not asked about what is trained on"
     core.filter_out(late, 0.0)
-    core.verify()
+    verify(core)
     assert core.statistics(0.0).evicted["filtered"] == 1
     assert trained_in_the_end(trainer) == ["g0", "g1"]
 
@@ -208,7 +209,7 @@ def test_a_group_that_is_trained_on_can_be_abandoned() -> None:
     trainer = Trainer(core)
     assert trainer.take()
     assert core.abandon_group("g") == 0
-    core.verify()
+    verify(core)
     core.add_all(of_group("g", 2), 0.0)
     core.add_all(of_group("h", 0), 0.0)
     assert core.statistics(0.0).evicted["abandoned"] == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from invariants import verify
+
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.testing import make_rollout
@@ -21,14 +23,14 @@ def core_of(**knobs: Any) -> BalancerCore:
 def dispatch(core: BalancerCore) -> sb.Batch:
     batch = core.poll(0.0)
     assert batch is not None
-    core.verify()
+    verify(core)
     return batch
 
 
 def put(core: BalancerCore, *versions: int, group_id: str | None = None) -> list[str]:
     rollouts = [make_rollout(3, version=version, group_id=group_id) for version in versions]
     core.add_all(rollouts, 0.0)
-    core.verify()
+    verify(core)
     return [rollout.rollout_id for rollout in rollouts]
 
 
@@ -55,7 +57,7 @@ def test_the_oldest_of_the_versions_per_token_counts() -> None:
     core.set_version(2)
     stats = core.statistics(0.0)
     assert (stats.evicted["stale"], stats.waiting) == (1, 1)
-    core.verify()
+    verify(core)
 
 
 def test_siblings_of_one_that_is_held_back_are_held_back() -> None:
@@ -76,7 +78,7 @@ def test_a_step_given_back_is_ahead_again() -> None:
     core.finish_training(batch.step)
     assert core.state.in_flight.steps_ahead == 0
     core.nack(batch.step)
-    core.verify()
+    verify(core)
     assert core.state.in_flight.steps_ahead == 1, "it will be trained on, and may make a version"
 
 
@@ -85,7 +87,7 @@ def test_a_group_that_is_turned_down_is_not_due_any_more() -> None:
     put(core, 1, group_id="a")
     assert core.state.staleness.num_due == 1
     core.filter_out([make_rollout(3, version=1, group_id="a")], 0.0)
-    core.verify()
+    verify(core)
     assert core.state.staleness.num_due == 0
 
 
@@ -95,7 +97,7 @@ def test_a_step_given_back_and_acknowledged_after_all_comes_no_more() -> None:
     step = dispatch(core).step
     core.nack(step)
     core.acknowledge(step)
-    core.verify()
+    verify(core)
     assert core.poll(0.0) is None
     assert core.next_wakeup() == math.inf
 

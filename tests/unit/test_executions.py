@@ -13,6 +13,7 @@ import torch
 from codec_help import carried
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invariants import verify
 from scripted import same_rollout
 from torch import Tensor
 
@@ -247,9 +248,9 @@ def test_a_group_is_so_many_executions_however_many_rollouts_they_became() -> No
     core.force_flush()
     assert core.poll(0.0) is None
     assert core.state.buffer.groups.incomplete() == {"g": 1}
-    core.verify()
+    verify(core)
     core.add_all([sample(3, "g", "e1", seed=n) for n in range(3, 5)], 0.0)
-    core.verify()
+    verify(core)
     batch = core.poll(0.0)
     assert batch is not None
     assert (batch.num_rollouts, batch.num_executions, batch.incomplete_groups) == (5, 2, ())
@@ -265,7 +266,7 @@ def test_an_execution_comes_in_one_put() -> None:
     core.add_all([sample(3, "g", f"e{n}", seed=10 + n) for n in (1, 1, 2, 2)][::2], 0.0)
     with pytest.raises(sb.RolloutError, match="takes 0 more"):
         core.add(sample(3, "g", "e3", seed=20), 0.0)
-    core.verify()
+    verify(core)
 
 
 def test_an_execution_that_is_lost_is_lacking_once() -> None:
@@ -274,7 +275,7 @@ def test_an_execution_that_is_lost_is_lacking_once() -> None:
     core.add_all(first, 0.0)
     core.add_all([sample(3, "g", "e1", seed=n) for n in range(3, 5)], 0.0)
     core.evict_lost(lambda rollout: rollout.execution_id == "e0")
-    core.verify()
+    verify(core)
     assert core.state.buffer.groups.incomplete() == {"g": 1}
     core.add_all(first, 0.0)
     core.force_flush()
@@ -282,7 +283,7 @@ def test_an_execution_that_is_lost_is_lacking_once() -> None:
     assert batch is not None
     core.mark_missing(batch.step, [r.rollout_id for r in first[:2]])
     core.acknowledge(batch.step)
-    core.verify()
+    verify(core)
     core.add_all(first[:2], 0.0)  # generated anew, by themselves
     core.force_flush()
     again = core.poll(0.0)
@@ -298,7 +299,7 @@ def test_open_groups_of_executions_survive_a_checkpoint() -> None:
     core.add_all([sample(3, "g", "e1", seed=n) for n in range(3, 5)], 1.0)
     other = core_of(dp_size=1, batch_size=8, window=8, group_size=4)
     other.restore(read_state_dict(state_dict(core.snapshot(1.0))), 1.0)
-    other.verify()
+    verify(other)
     assert other.state.buffer.groups.incomplete() == {"g": 2}
     assert other.state.buffer.groups.departed() == {"g": 1}
 
@@ -315,7 +316,7 @@ def test_executions_leave_whole_whatever_they_became(data: st.DataObject) -> Non
             rollouts = [sample(1 + (seed + n) % 9, f"g{group}", f"e{execution}", seed=seed + n) for n in range(count)]
             seed += count
             core.add_all(rollouts, 0.0)
-            core.verify()
+            verify(core)
     core.end()
     while not core.finished:
         batch = core.poll(0.0)
@@ -361,7 +362,7 @@ def test_an_execution_of_an_open_group_that_was_lost_in_flight_may_come_again() 
     assert core.state.buffer.groups.incomplete() == {"g": 1}
     core.add_all(first, 2.0)
     assert core.state.buffer.groups.incomplete() == {}
-    core.verify()
+    verify(core)
 
 
 def test_an_execution_lost_beside_others_that_wait_may_come_again() -> None:
@@ -375,7 +376,7 @@ def test_an_execution_lost_beside_others_that_wait_may_come_again() -> None:
     core.acknowledge(batch.step)
     core.add_all(first, 1.5)
     assert core.state.buffer.groups.incomplete() == {"g": 2}
-    core.verify()
+    verify(core)
 
 
 def test_the_work_of_a_dispatch_follows_its_rollouts_not_ranks_times_rollouts() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from invariants import verify
 from test_executions import (
     DIVISORS,
     Divide,
@@ -113,7 +114,7 @@ def test_what_holds_for_every_step(given: tuple[sb.BalancerConfig, list[Rollout]
     core.end()
     batch = core.poll(0.0)
     assert batch is not None
-    core.verify()
+    verify(core)
     pieces = of_ranks(batch)  # as many on every rank
     assert 1 <= len(pieces) <= config.mini_batches
     if config.group_size is None:

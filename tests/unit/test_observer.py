@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
@@ -141,12 +142,12 @@ def test_the_state_is_complete_when_an_observer_is_notified() -> None:
 
     class Calls(Observer):
         def accepted(self, rollouts: Any, now: float) -> None:
-            core.verify()
+            verify(core)
             if core.next_wakeup() < now:
                 core.poll(now)
 
         def dispatched(self, batch: sb.Batch) -> None:
-            core.verify()
+            verify(core)
             core.acknowledge(batch.step)
 
     core.observers.append(Calls())
@@ -170,7 +171,7 @@ def test_an_observer_that_raises_is_logged_and_nothing_is_lost(caplog: pytest.Lo
         core.acknowledge(0)
         core.add(rollout("c", version=0), 0.0)
         core.set_version(1)
-    core.verify()
+    verify(core)
     kinds = ["version_set", "accepted", "planned", "dispatched", "acknowledged", "accepted", "version_set", "evicted"]
     assert [event[0] for event in recording.taken()] == kinds
     assert [r.getMessage().rsplit(" ", 1)[1].strip("'") for r in caplog.records] == kinds

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
@@ -115,7 +116,7 @@ class World:
             self.check()
 
     def check(self) -> None:
-        self.core.verify()
+        verify(self.core)
         stats = self.core.statistics(0.0)
         assert stats.evicted["stale"] == 0
         assert stats.training_age is None or stats.training_age.max <= (self.config.max_staleness or 0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from evictions import learning_core
+from invariants import verify
 from torch import Tensor, nn
 
 import stream_balancer as sb
@@ -112,7 +113,7 @@ def test_the_gradient_is_the_same_without_the_ranks_that_are_lost(more: dict[str
         assert torch.allclose(found, whole, atol=1e-5, rtol=1e-5), float((found - whole).abs().max())
     loads = [sum(r.num_tokens for share in of_rank for r in share.rollouts) for of_rank in shares.values()]
     assert max(loads) < 2.0 * sum(loads) / len(loads)
-    core.verify()
+    verify(core)
     assert core.in_flight() == (batch,)
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from evictions import Evictions
 from helpers import config
+from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
@@ -99,7 +100,7 @@ def test_a_restored_balancer_goes_on_where_the_other_stopped() -> None:
     core = busy_core()
     fresh = BalancerCore(config(deadline_s=100.0))
     fresh.restore(read_state_dict(state_dict(core.snapshot(20.0))), 1000.0)
-    fresh.verify()
+    verify(fresh)
     again = fresh.poll(1000.0)
     (flying,) = core.in_flight()
     assert again is not None
@@ -118,7 +119,7 @@ def test_what_was_in_flight_is_planned_again_for_other_ranks() -> None:
     core = busy_core()
     fresh = BalancerCore(config(dp_size=3, batch_size=6))
     fresh.restore(core.snapshot(20.0), 0.0)
-    fresh.verify()
+    verify(fresh)
     stats = fresh.statistics(0.0)
     assert (stats.waiting, stats.in_flight, stats.accepted, stats.acknowledged) == (5, 4, 13, 4)
     (flying,), again = core.in_flight(), fresh.poll(0.0)
@@ -149,7 +150,7 @@ def test_stale_rollouts_of_a_checkpoint_are_evicted_and_counted() -> None:
     fresh = BalancerCore(config(max_staleness=5))
     evictions = Evictions(fresh)
     fresh.restore(core.snapshot(1.0), 0.0)
-    fresh.verify()
+    verify(fresh)
     assert fresh.statistics(0.0).evicted["stale"] == 4
     assert [r.rollout_id for r, _ in evictions.all] == ["r0", "r1", "r2", "r3"]
     with pytest.raises(sb.DuplicateRolloutError, match="is done"):  # a producer that retries must not put it twice
@@ -161,7 +162,7 @@ def test_knobs_that_refuse_a_rollout_say_which_and_change_nothing() -> None:
     with pytest.raises(sb.RolloutError, match=r"has \d+ tokens, above max_tokens_per_micro_batch \(8\)"):
         fresh.restore(busy_core().snapshot(20.0), 0.0)
     assert fresh.statistics(0.0).accepted == 0
-    fresh.verify()
+    verify(fresh)
 
 
 def test_only_a_fresh_balancer_loads() -> None:
@@ -185,7 +186,7 @@ def test_siblings_that_left_before_the_checkpoint_are_remembered() -> None:
     fresh.restore(read_state_dict(state_dict(core.snapshot(6.0))), 0.0)
     fresh.poll(0.0)
     fresh.add(second, 0.0)
-    fresh.verify()
+    verify(fresh)
     assert fresh.state.buffer.num_ready == 1, "its sibling has come and gone: it waits for nobody"
 
 
@@ -251,7 +252,7 @@ def test_damaged_facts_are_named_and_rollouts_come_back(at: int) -> None:
     assert len(held) == 9
     restored = BalancerCore(config())
     restored.restore(snapshot, 20.0)
-    restored.verify()
+    verify(restored)
 
 
 def test_a_rollout_that_was_changed_does_not_keep_the_others_from_being_saved(
@@ -267,7 +268,7 @@ def test_a_rollout_that_was_changed_does_not_keep_the_others_from_being_saved(
         assert f"rollout {rollout.rollout_id!r} was changed after it was made" in caplog.text
     restored = BalancerCore(config())
     restored.restore(read_state_dict(state), 20.0)
-    restored.verify()
+    verify(restored)
     assert (restored.statistics(20.0).waiting, restored.statistics(20.0).in_flight) == (4 + 3, 0)
 
 
