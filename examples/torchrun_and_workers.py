@@ -51,11 +51,11 @@ def train() -> None:
     for batch in sb.RankFeed(ADDRESS, rank=rank, dp_size=dp_size):
         optimizer.zero_grad()
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
-            packed = micro_batch.packed()
+            packed = micro_batch.packed(shift=True)  # each row has what belongs to the token that follows
             with nullcontext() if number == len(batch.micro_batches) else model.no_sync():
                 logprobs = model(packed["input_ids"]).log_softmax(-1)
-                logprobs = logprobs.gather(-1, packed.next("input_ids")[:, None])[:, 0]  # of the token that follows
-                weights = packed.next("loss_mask") * packed.per_token("advantage")
+                logprobs = logprobs.gather(-1, packed["targets"][:, None])[:, 0]
+                weights = packed["loss_mask"] * packed.per_token("advantage")
                 loss = -(logprobs * weights).sum() / batch.global_num_loss_tokens  # of the whole step
                 (loss * dp_size).backward()  # DDP divides by dp_size
         optimizer.step()

@@ -24,8 +24,7 @@ import stream_balancer as sb
 COMMAND, FOLDER = sys.argv[1], Path(sys.argv[2])
 PORT = int(os.environ.get("BALANCER_PORT", "29600"))
 ADDRESS, RANKS, WORKERS, SIBLINGS, VOCABULARY = f"tcp://127.0.0.1:{PORT}", 2, 2, 4, 100
-STEPS, SAVE_EVERY = int(os.environ.get("STEPS", "20")), 3
-OVER = FOLDER / "over"  # the trainer wants no more rollouts
+PROMPTS, SAVE_EVERY = int(os.environ.get("PROMPTS", "80")), 3
 
 
 async def control() -> None:
@@ -34,18 +33,16 @@ async def control() -> None:
         dp_size=RANKS, batch_size=16, group_size=SIBLINGS, max_staleness=3, max_tokens_per_micro_batch=512
     )
     transport = sb.TorchTransport.listen(dp_size=RANKS, port=PORT)
-    async with sb.StreamBalancer(config, journal=FOLDER / "journal") as balancer, transport:
-        if OVER.exists():
-            balancer.end()  # the journal does not keep that: a controller that is started again says it again
+    async with sb.StreamBalancer(config, journal=FOLDER / "journal", num_producers=WORKERS) as balancer, transport:
         await sb.serve(balancer, transport, rejoin_timeout_s=600)  # ranks may take so long to come back
 
 
 def work(number: int) -> None:
-    """A rollout worker: every so manyth prompt is its own."""
-    progress = FOLDER / f"worker{number}"  # of a worker that was killed
-    prompt = int(progress.read_text()) if progress.exists() else number
+    """A rollout worker: of all prompts every second one is its own."""
+    progress = FOLDER / f"worker{number}"
+    prompt = int(progress.read_text()) if progress.exists() else number  # of a worker that was killed
     with sb.connect(ADDRESS, rejoin=True) as producer:  # waits for a controller that is started again
-        while not OVER.exists():
+        while prompt < PROMPTS:
             try:
                 with producer.reserve(SIBLINGS) as slot:  # begins only what can still be young enough
                     slot.put_group(generate(prompt, slot.version))
@@ -53,10 +50,9 @@ def work(number: int) -> None:
                 pass  # it was accepted just before this worker was killed
             except sb.BrokenResourceError:
                 continue  # the slot was lost with the controller: sample the prompt again
-            except sb.ClosedResourceError:
-                return  # the trainer has called end()
             prompt += WORKERS
             replace(progress, partial(Path.write_text, data=str(prompt)))
+        producer.end()  # the run ends once all workers have said so
 
 
 def generate(prompt: int, version: int) -> list[sb.Rollout]:
@@ -104,9 +100,6 @@ def train() -> None:
         optimizer.step()
         if feed.version is None or batch.step >= feed.version:  # after a restart these weights may be older
             feed.set_version(batch.step + 1)
-        if batch.step + 1 >= STEPS:
-            OVER.touch()
-            feed.end()
         if (batch.step + 1) % SAVE_EVERY == 0:
             save()
     save()
@@ -122,10 +115,9 @@ def make_model() -> torch.nn.Module:
 
 def loss_sum(model: torch.nn.Module, micro_batch: sb.MicroBatch) -> torch.Tensor:
     """Over the trained tokens: to be divided by the step's ``global_num_loss_tokens``."""
-    packed = micro_batch.packed()
-    logits, targets = model(packed["input_ids"]), packed.next("input_ids")
-    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-    return (losses * packed.next("loss_mask")).sum()
+    packed = micro_batch.packed(shift=True)
+    losses = torch.nn.functional.cross_entropy(model(packed["input_ids"]), packed["targets"], reduction="none")
+    return (losses * packed["loss_mask"]).sum()
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:

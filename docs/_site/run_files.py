@@ -89,14 +89,17 @@ def _run() -> None:
             for micro_batch in batch.micro_batches:
                 micro_batch.packed()
 
-    threads = [threading.Thread(target=anyio.run, args=(control,))]
+    threads = [threading.Thread(target=anyio.run, args=(control,), daemon=True)]
     threads[0].start()
-    ready.wait(60)
-    threads += [threading.Thread(target=work), *(threading.Thread(target=train, args=(rank,)) for rank in range(2))]
+    ready.wait(20)
+    threads += [threading.Thread(target=work, daemon=True)]
+    threads += [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(2)]
     for thread in threads[1:]:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(20)
+        if thread.is_alive():
+            raise RuntimeError("the run did not end in 20 s")
 
 
 def table(called: dict[str, set[int]]) -> str:

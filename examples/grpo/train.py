@@ -30,13 +30,13 @@ MAX_GRADIENT_NORM = 1.0
 def policy_loss_sum(model: nn.Module, micro_batch: sb.MicroBatch, temperature: float) -> Tensor:
     """GRPO's clipped objective, negative, summed over the policy's tokens: to be divided by the step's
     ``global_num_loss_tokens``."""
-    packed = micro_batch.packed()
+    packed = micro_batch.packed(shift=True)  # each row has what belongs to the token that follows
     logits = model(packed["input_ids"], packed.position_ids, packed.cu_seqlens)
-    logprobs = (logits / temperature).log_softmax(-1).gather(1, packed.next("input_ids")[:, None])[:, 0]
-    ratio = (logprobs - packed.next("logprobs")).exp()
+    logprobs = (logits / temperature).log_softmax(-1).gather(1, packed["targets"][:, None])[:, 0]
+    ratio = (logprobs - packed["logprobs"]).exp()
     advantage = packed.per_token("advantage").to(ratio.dtype)
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-    return -(torch.minimum(ratio * advantage, clipped * advantage) * packed.next("loss_mask")).sum()
+    return -(torch.minimum(ratio * advantage, clipped * advantage) * packed["loss_mask"]).sum()
 
 
 def backward(model: nn.Module, rank_batch: sb.RankBatch | sb.Step, temperature: float) -> float:
