@@ -229,14 +229,15 @@ def write_rollouts(number: int, held: Sequence[Held], *, sealed: bool = True) ->
 def read_rollouts(number: int, row: Memory) -> list[Held]:
     """The rollouts of a row, as views of it. Raises WireError for damaged bytes, and where they hold what no Rollout
     may be."""
-    crc, crc_of_columns, head_bytes = _PREFIX.unpack_from(row) if row.size >= _PREFIX.size else (0, 0, 0)
+    inside = row.data
+    crc, crc_of_columns, head_bytes = _PREFIX.unpack_from(inside) if row.size >= _PREFIX.size else (0, 0, 0)
     start = _PREFIX.size + head_bytes
-    if crc != _checksum(f"rollouts {number}", row[_CRC.size : start]):
+    if crc != _checksum(f"rollouts {number}", inside[_CRC.size : start]):
         raise WireError("its bytes were damaged")
-    if crc_of_columns and crc_of_columns != zlib.crc32(row[start:]):
+    if crc_of_columns and crc_of_columns != zlib.crc32(inside[start:]):
         raise WireError("the bytes of its columns were damaged")
     try:
-        head = _head_decoder.decode(row[_PREFIX.size : start])
+        head = _head_decoder.decode(inside[_PREFIX.size : start])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"its bytes were damaged: {error}") from None
     rollouts = codec.decode_rollouts(head.header, row[start + -start % _ALIGNMENT :])
