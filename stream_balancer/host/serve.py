@@ -149,7 +149,7 @@ class _Server(Observer):
         self._sender = Sender(self._here, lockstep=self._lockstep, speeds=self._speeds)
         self._peers = Peers(self._here, self._service, care.roles, self._wake, self._on_joined)
         self._reporter = StallReporter(care.report_after_s, partial(why_stalled, self._here), logger)
-        self._waiters: list[anyio.Event] = []
+        self._facts, self._changes = anyio.Event(), anyio.Event()
         self._failure: Exception | None = None
 
     async def run(self) -> None:
@@ -327,8 +327,7 @@ class _Server(Observer):
     async def _act(self) -> None:
         """Carry out what follows from facts, until cancelled. Raises a lost rank's error once its time is over."""
         while True:
-            event = anyio.Event()
-            self._waiters.append(event)
+            facts = self._facts
             while orders := self._here.ledger.orders():
                 self._sender.carry_out(orders)
                 if self._sender.waits_for_disk:
@@ -338,9 +337,10 @@ class _Server(Observer):
             if lost.give_up_at <= anyio.current_time():
                 await self._give_up(lost)
                 continue
-            self._wake_others(event)
+            self._changes.set()
+            self._changes = anyio.Event()
             with anyio.CancelScope(deadline=lost.give_up_at):
-                await event.wait()
+                await facts.wait()
 
     async def _give_up(self, lost: Member) -> None:
         """A rank has not come back in time: the others go on without it, if they can."""
@@ -398,21 +398,14 @@ class _Server(Observer):
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     async def _until(self, condition: Callable[[], bool]) -> None:
+        """The condition may hold once what follows from new facts was carried out."""
         while not condition():
-            event = anyio.Event()
-            self._waiters.append(event)
-            await event.wait()
+            await self._changes.wait()
 
     def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for event in waiters:
-            event.set()
-
-    def _wake_others(self, mine: anyio.Event) -> None:
-        """Conditions may hold now that orders were carried out."""
-        waiters, self._waiters = [one for one in self._waiters if one is not mine], [mine]
-        for event in waiters:
-            event.set()
+        """There are new facts."""
+        self._facts.set()
+        self._facts = anyio.Event()
 
 
 _NOT_BACK = "it did not come back after the controller was started again"
