@@ -81,6 +81,10 @@ class _Fields:
             raise ValueError(f"the configuration has no {names[0]!r}; {INSTEAD}")
         return _size(names[0], value)
 
+    def sizes(self, *names: str) -> list[int]:
+        """Sizes that are needed, one of each name; "a|b": the first of these that is there."""
+        return [self.size(*name.split("|")) for name in names]
+
     def optional(self, *names: str) -> int:
         """A size, or 0."""
         value = self.get(*names)
@@ -159,7 +163,7 @@ def _parts(fields: _Fields, family: _Family) -> Iterator[_Part]:
         if kind == "moe" or (not family.one_block and _has_experts(fields, family, index)):
             yield _Part(_experts(fields, family, index))
         elif kind == "mlp" or not family.one_block:
-            yield _Part(_mlp(fields, family))
+            yield _Part(float(family.mlp_matrices * fields.size("hidden_size") * _dense_width(fields, family)))
 
 
 _REACHES: dict[str, Callable[[_Fields], _Reach]] = {
@@ -190,7 +194,7 @@ def _kinds(fields: _Fields, family: _Family) -> list[str]:
 
 
 def _attention(fields: _Fields, family: _Family, kind: str, index: int) -> _Part:
-    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    hidden, heads = fields.sizes("hidden_size", "num_attention_heads")
     reach = _REACHES[kind](fields)
     if fields.get("kv_lora_rank") is not None:
         return _latent_attention(fields, reach, kind, index)
@@ -212,23 +216,19 @@ def _quotient(hidden: int, heads: int) -> int:
 
 def _latent_attention(fields: _Fields, reach: _Reach, kind: str, index: int) -> _Part:
     """Multi-head latent attention: keys and values are computed from a small vector per token."""
-    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    latent, rope = fields.size("kv_lora_rank"), fields.size("qk_rope_head_dim")
-    key, value = fields.size("qk_nope_head_dim") + rope, fields.size("v_head_dim")
+    hidden, heads = fields.sizes("hidden_size", "num_attention_heads")
+    latent, rope, nope, value = fields.sizes("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    key = nope + rope
     query_latent = fields.optional("q_lora_rank")
     weights = query_latent * (hidden + heads * key) if query_latent else hidden * heads * key
-    weights += hidden * (latent + rope) + latent * heads * (key - rope + value) + heads * value * hidden
+    weights += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
     pairs = [(reach, heads * (key + value))]
-    if kind == "indexed_attention" and _has_indexer(fields, index):
-        indexer_heads, size = fields.size("index_n_heads"), fields.size("index_head_dim")
-        weights += fields.size("q_lora_rank") * indexer_heads * size + hidden * (size + indexer_heads)
+    kinds = fields.get("indexer_types")
+    if kind == "indexed_attention" and (kinds is None or kinds[index] == "full"):
+        indexer_heads, size, rank = fields.sizes("index_n_heads", "index_head_dim", "q_lora_rank")
+        weights += rank * indexer_heads * size + hidden * (size + indexer_heads)
         pairs.append((_Reach(), indexer_heads * (size + 1)))
     return _Part(weights, tuple(pairs))
-
-
-def _has_indexer(fields: _Fields, index: int) -> bool:
-    kinds = fields.get("indexer_types")
-    return kinds is None or kinds[index] == "full"
 
 
 # -- linear attention and state spaces ---------------------------------------------------------------------------------
@@ -237,24 +237,23 @@ _DELTA_CHUNK = 64  # tokens, in every kernel of the delta rule
 
 
 def _gated_delta(fields: _Fields) -> float:
-    hidden, heads = fields.size("hidden_size"), fields.size("linear_num_value_heads")
-    key, value = fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
-    keys, values = fields.size("linear_num_key_heads") * key, heads * value
+    hidden, heads, key_heads = fields.sizes("hidden_size", "linear_num_value_heads", "linear_num_key_heads")
+    key, value = fields.sizes("linear_key_head_dim", "linear_value_head_dim")
+    keys, values = key_heads * key, heads * value
     projections = hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden
     return projections + heads * (3 * key * value + _DELTA_CHUNK * (3 * key + 2 * value))
 
 
 def _kimi_delta(fields: _Fields) -> float:
-    hidden, size, heads = fields.size("hidden_size"), fields.size("linear_head_dim"), fields.size("linear_num_heads")
+    hidden, size, heads = fields.sizes("hidden_size", "linear_head_dim", "linear_num_heads")
     width = size * heads
     projections = 4 * hidden * width + 2 * (hidden * size + size * width) + hidden * heads
     return projections + heads * (3 * size * size + _DELTA_CHUNK * 2.5 * size)
 
 
 def _mamba2(fields: _Fields) -> float:
-    hidden = fields.size("hidden_size")
-    heads, size = fields.size("mamba_n_heads", "mamba_num_heads"), fields.size("mamba_d_head", "mamba_head_dim")
-    state, groups = fields.size("mamba_d_state", "ssm_state_size"), fields.size("mamba_n_groups", "n_groups")
+    hidden, heads, size = fields.sizes("hidden_size", "mamba_n_heads|mamba_num_heads", "mamba_d_head|mamba_head_dim")
+    state, groups = fields.sizes("mamba_d_state|ssm_state_size", "mamba_n_groups|n_groups")
     chunk, inner = fields.size("mamba_chunk_size", "chunk_size"), heads * size
     projections = hidden * (2 * inner + 2 * groups * state + heads) + inner * hidden
     return projections + chunk * (heads * state + inner) + 2 * state * inner
@@ -292,10 +291,6 @@ def _has_experts(fields: _Fields, family: _Family, index: int) -> bool:
         return False
     step = fields.optional("decoder_sparse_step", "moe_layer_interval") or 1
     return (index + 1) % step == 0
-
-
-def _mlp(fields: _Fields, family: _Family) -> float:
-    return float(family.mlp_matrices * fields.size("hidden_size") * _dense_width(fields, family))
 
 
 def _experts(fields: _Fields, family: _Family, index: int) -> float:

@@ -147,7 +147,7 @@ class TransformerCost:
     @staticmethod
     def from_hf_config(config: Any, *, causal: bool = True) -> LayerSumCost:
         """The sum over the layers that a Hugging Face configuration describes, exact for the model types of
-        docs/cost.md: windows, chunks, latent, sparse and linear attention, state spaces, experts.
+        bench/results/model_shapes.md: windows, chunks, latent, sparse and linear attention, state spaces, experts.
 
         ``config``: a ``PretrainedConfig``, or a dict of one; of a multimodal model its ``text_config`` is read. An
         object is the better source, as transformers fills in what a ``config.json`` leaves out. ``causal``: as the

@@ -69,7 +69,7 @@ class Run(Observer):
         self.step = 0
         self.busy_until: float | None = None
         self.busy_s = 0.0
-        self.ended = False
+        self.is_over = False
         num = len(trace)
         self.finished_s, self.accepted_s, self.dispatched_s = np.zeros(num), np.zeros(num), np.zeros(num)
         self.accepted_step = np.zeros(num, dtype=np.int64)
@@ -85,9 +85,9 @@ class Run(Observer):
             self._train(progress)
             if self.num_gone == len(self.trace) and self.busy_until is None:
                 return
-            if not self.ended and self.generation.next_finish == math.inf and not self.blocked:
+            if not self.is_over and self.generation.next_finish == math.inf and not self.blocked:
                 self.core.end()  # the trace is over: what still waits leaves as the drain
-                self.ended = True
+                self.is_over = True
                 continue
             # while a step runs the trainer asks for nothing, so the core's own wake-up does not count
             wakeup = self.core.next_wakeup() if self.busy_until is None else self.busy_until

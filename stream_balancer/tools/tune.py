@@ -92,7 +92,7 @@ def tune(
     times = math.ceil(LEAST_BATCHES * rollouts_per_batch(trace, config) / len(trace))
     trace = trace.repeated(times)
     batch_s = seconds_per_rollout(trace, slots, tokens_per_second) * rollouts_per_batch(trace, config)
-    settings = list(_settings(base, batch_s, asked))
+    settings = _settings(base, batch_s, asked)
     if not settings:
         raise ConfigError(
             "no combination of these windows, capacities, max_skips and deadlines_s works with the other knobs"
@@ -157,21 +157,18 @@ def _check(max_added_age: float, tolerance: float, asked: _Asked) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _settings(base: BalancerConfig, batch_s: float, asked: _Asked) -> Iterator[BalancerConfig]:
-    """Settings, each once, smallest window first, without those that the config refuses."""
-    seen = set()
+def _settings(base: BalancerConfig, batch_s: float, asked: _Asked) -> list[BalancerConfig]:
+    """Each once, smallest window first, without what the config refuses."""
+    found: dict[tuple[Any, ...], BalancerConfig] = {}
     window_knob, capacity_knob = _knobs(base)
     for window in sorted(set(asked.windows or _windows(base, asked))):
         for capacity in sorted(set(asked.capacities or _capacities(base, window, asked))):
             both = {window_knob: window, capacity_knob: capacity}
             for skips, deadline_s in _for_both(base, both, batch_s, asked):
                 setting = _or_refused(base, **both, max_skips=skips, deadline_s=deadline_s)
-                if setting is None:
-                    continue
-                key = (window, capacity, setting.max_skips, setting.deadline_s)
-                if key not in seen:
-                    seen.add(key)
-                    yield setting
+                if setting is not None:
+                    found.setdefault((window, capacity, setting.max_skips, setting.deadline_s), setting)
+    return list(found.values())
 
 
 def _knobs(base: BalancerConfig) -> tuple[str, str]:
@@ -247,20 +244,14 @@ def _recommend(
     seconds that were made up are nobody's deadline."""
     eligible = _eligible(outcomes, fifo, max_added_age)
     enough = min(o.compared_idle for o in eligible) + tolerance
-    close = [o for o in eligible if o.compared_idle <= enough]
     none = math.inf if prefer_deadline else 0.0
-    return min(
-        close,
-        key=lambda o: (
-            *(o.capacity, o.window, _least_first(o.max_skips)),
-            none if o.deadline_s is None else o.deadline_s,
-        ),
-    )
 
+    def size(o: Outcome) -> tuple[float, ...]:
+        skips, deadline_s = o.max_skips, o.deadline_s
+        loosest = (math.inf if skips is None else skips, none if deadline_s is None else deadline_s)
+        return (o.capacity, o.window, *loosest)
 
-def _least_first(max_skips: int | None) -> float:
-    """For sorting: no bound is the loosest."""
-    return math.inf if max_skips is None else max_skips
+    return min((o for o in eligible if o.compared_idle <= enough), key=size)
 
 
 def _why(choice: Outcome, outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) -> str:
@@ -270,15 +261,10 @@ def _why(choice: Outcome, outcomes: Sequence[Outcome], fifo: Outcome, max_added_
         f"the best partition idles {fifo.compared_idle:.1%}, for {choice.added_age:.2f} dispatches of mean queueing "
         "delay"
     )
-    smaller = [
-        o
-        for o in outcomes
-        if (o.capacity, o.window) < (choice.capacity, choice.window) and o.short_batches <= FEW_SHORT
-    ]
-    if smaller:
-        best = min(smaller, key=lambda o: o.compared_idle)
-        said += f"; a smaller one idles {best.compared_idle:.1%} at best"
-    longer = min((o for o in outcomes if o.short_batches <= FEW_SHORT), key=lambda o: o.compared_idle, default=choice)
+    full = sorted((o for o in outcomes if o.short_batches <= FEW_SHORT), key=lambda o: o.compared_idle)
+    if smaller := [o for o in full if (o.capacity, o.window) < (choice.capacity, choice.window)]:
+        said += f"; a smaller one idles {smaller[0].compared_idle:.1%} at best"
+    longer = full[0] if full else choice
     if longer.added_age > max_added_age + AGE_SLACK and longer.compared_idle < choice.compared_idle:
         said += f"; {longer.compared_idle:.1%} would take {longer.knobs_of_size} and {longer.added_age:.2f} dispatches"
     return said + "."
