@@ -12,7 +12,7 @@ from stream_balancer.types import Rollout
 __all__ = ["Accept", "call_accept", "decision_of"]
 
 Accept = Callable[[Sequence[Rollout]], bool | Awaitable[bool]]
-"""Whether to keep these: a rollout by itself, or all siblings of a group."""
+"""The user's answer, keep these or not: a rollout by itself, or all siblings of a group."""
 
 
 def call_accept(accept: Accept, rollouts: Sequence[Rollout]) -> bool | Awaitable[Any]:

@@ -34,7 +34,8 @@ class Admission:
         self.use(config)
 
     def use(self, config: BalancerConfig) -> None:
-        """These knobs are in force. What cannot apply under them is decided here, and not at each put."""
+        """Knobs that are in force from now on. Checks that cannot apply under them are left out here, and not at each
+        put."""
         self.config = config
         refuses = config.longest_rollout is not None and config.oversize == "refuse"
         self._most_tokens = config.longest_rollout if refuses else None
@@ -102,7 +103,7 @@ class Admission:
         return costs
 
     def _check_alone(self, rollout: Rollout) -> float:
-        """Its cost. Every put comes here."""
+        """Cost of the rollout. Every put comes here."""
         if not isinstance(rollout, Rollout):
             raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
         ids, tokens, most_bytes = self._ids, rollout.num_tokens, self.config.capacity_bytes
@@ -178,7 +179,7 @@ class Admission:
         return (most is not None and buffer.num_tokens >= most) or buffer.num_ready_tokens >= least
 
     def is_sibling(self, rollout: Rollout) -> bool:
-        """Whether it belongs to a group that waits for it, or was abandoned; such a rollout always has room. O(1)."""
+        """True if it belongs to a group that waits for it, or was abandoned; such a rollout always has room. O(1)."""
         if not isinstance(rollout, Rollout) or rollout.group_id is None:
             return False
         groups = self._buffer.groups
@@ -202,8 +203,8 @@ class Admission:
             raise ConfigError(f"this cost does not fit a rollout that waits: {error}") from None
 
     def completed_by(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> list[Rollout] | None:
-        """What ``accept=`` is asked about: these rollouts and the waiting siblings whose group they, and the size
-        declared with them, complete; None if nothing is completed. O(n) for the last of a group, else O(1)."""
+        """Rollouts that ``accept=`` is asked about: these rollouts and the waiting siblings whose group they, and the
+        size declared with them, complete; None if nothing is completed. O(n) for the last of a group, else O(1)."""
         buffer = self._buffer
         group_id = rollouts[0].group_id if size is None else size.group_id
         if group_id is None or buffer.groups.size is None:
@@ -301,7 +302,7 @@ def _with_loss_mask(rollout: Rollout, column: str | None) -> Rollout:
 
 
 def schema_of(rollout: Rollout) -> Schema:
-    """Its token columns and scalars, as all rollouts of a balancer must have them."""
+    """Token columns and scalars of a rollout, as all rollouts of a balancer must have them."""
     columns: dict[str, tuple[object, tuple[int, ...]]] = {
         name: (column.dtype, tuple(column.shape[1:])) for name, column in rollout.tokens.items()
     }

@@ -43,7 +43,7 @@ _PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round
 
 
 def make_plan(state: State, due: NDArray[np.bool_], num_rollouts: int) -> tuple[Waiting, Plan]:
-    """What the planner is shown, and its plan, in rows of the buffer. ``due`` [n] must go; ``num_rollouts`` could; what
+    """Input of the planner, and its plan, in rows of the buffer. ``due`` [n] must go; ``num_rollouts`` could; what
     is held back for its age is not shown. O(n), plus the planner's time."""
     planner = partial(
         _PLANNERS[state.config.policy],
@@ -264,7 +264,7 @@ def rows_of(plan: Plan) -> NDArray[np.int64]:
 
 
 def _real(rollouts: Iterable[Rollout]) -> list[Rollout]:
-    """Each whole rollout once, without padding copies."""
+    """Whole rollouts, each once, without padding copies."""
     return [rollout for rollout in whole_rollouts(rollouts) if not rollout.is_padding]
 
 
@@ -287,7 +287,7 @@ def _micro_batches(
 def micro_batch_of(
     rollouts: Sequence[Rollout], rank: int, degree: int, sizes: tuple[ExecutionSize, ...] | None
 ) -> MicroBatch:
-    """What a rank trains on of whole rollouts that so many ranks share."""
+    """Micro-batch of a rank, of whole rollouts that so many ranks share."""
     if degree == 1:
         return MicroBatch.of(rollouts, execution_sizes=sizes)
     return MicroBatch.shared(rollouts, *block_of(rank, degree), sizes)

@@ -76,9 +76,9 @@ class Buffer:
 
     def __init__(self, group_size: int | None, remember_groups: int = 100_000) -> None:
         self.groups = Groups(group_size, remember_groups)
-        """Their groups."""
+        """Groups of the rollouts."""
         self.strata = Strata()
-        """Their strata."""
+        """Strata of the rollouts."""
         self.num_added = 0
         """Rollouts ever added."""
         self.num_tokens = 0
@@ -86,7 +86,7 @@ class Buffer:
         self.num_bytes = 0
         """Bytes of their tensors."""
         self.num_waiting = 0
-        """What ``len()`` says, for who asks at every put."""
+        """The number that ``len()`` gives, for puts."""
         self._columns = Columns(*_COLUMNS.values())
         # A rollout keeps its slot while rows move: to move 100,000 references would touch as many objects.
         self._table: list[Rollout | None] = []

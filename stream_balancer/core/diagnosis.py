@@ -20,7 +20,7 @@ __all__ = ["RankState", "Taker", "why_no_batch", "why_ranks_wait"]
 _MOST_NAMED = 3  # ranks, groups: of a thousand that wait for one cause, a line in the log names a few
 
 Taker: TypeAlias = Literal["asking", "busy", "serve", "nobody"]
-"""Who takes batches: a trainer that waits for the next one, or works on its last; ``serve()``; or nobody so far."""
+"""Taker of batches: a trainer that waits for the next one, or works on its last; ``serve()``; or nobody so far."""
 
 _READY: dict[Taker, str] = {
     "asking": "a batch is ready and leaves now",
@@ -32,11 +32,11 @@ _READY: dict[Taker, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """What the controller knows about one rank."""
+    """Knowledge of the controller about one rank."""
 
     rank: int
     ready: bool
-    """It is connected and has room for a batch."""
+    """The rank is connected and has room for a batch."""
     since_s: float
     """Seconds since that was last otherwise, or since ``serve`` began."""
     connected: bool
@@ -53,7 +53,7 @@ class RankState:
 def why_no_batch(
     state: State, statistics: Statistics, *, taker: Taker = "asking", ready: bool = False, ended: bool = False
 ) -> str:
-    """What the balancer waits for: ``"37 of 64 rollouts wait, the oldest for 812 s; no deadline_s is set"``.
+    """Reason for which the balancer waits: ``"37 of 64 rollouts wait, the oldest for 812 s; no deadline_s is set"``.
 
     ``ready``: a batch would leave if it were asked for. ``ended``: no more rollouts will come.
     """

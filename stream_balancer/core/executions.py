@@ -21,14 +21,14 @@ def execution_of(rollout: Rollout) -> ExecutionKey:
 
 
 def num_executions(rollouts: Sequence[Rollout]) -> int:
-    """Of these rollouts. O(n)."""
+    """Number of executions among these rollouts. O(n)."""
     if all(rollout.execution_id is None for rollout in rollouts):  # most runs know no executions
         return len(rollouts)
     return len({execution_of(rollout) for rollout in rollouts})
 
 
 def denominators_of(rollouts: Sequence[Rollout]) -> Denominators:
-    """Of these, none of which is a padding copy. O(n)."""
+    """Denominators of these rollouts, none of which is a padding copy. O(n)."""
     return Denominators(
         len(rollouts),
         sum(map(attrgetter("num_tokens"), rollouts)),

@@ -45,12 +45,12 @@ def closed(group_id: str | None) -> GroupSize | None:
 
 
 class Declared(NamedTuple):
-    """What was declared of a group, and is remembered."""
+    """Declaration of a group, as it is remembered."""
 
     size: int | None
-    """Its siblings; None: it was abandoned."""
+    """Siblings of the group; None: it was abandoned."""
     closed: bool
-    """It takes no more."""
+    """The group takes no more."""
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class Groups:
             self._free_labels.append(group.label)
 
     def abandon(self, group_id: str) -> None:
-        """What still comes of this group is not wanted; what waits of it is being trained on. O(1)."""
+        """Siblings that still come are not wanted; those that wait are being trained on. O(1)."""
         self._close(group_id, None)
         if not self.has_waiting(group_id):
             self.forget(group_id)
@@ -253,12 +253,12 @@ class Groups:
         return complete
 
     def has_waiting(self, group_id: str | None) -> bool:
-        """Whether a sibling of this group waits. O(1)."""
+        """True if a sibling of this group waits. O(1)."""
         group = self._groups.get(group_id) if group_id is not None else None
         return group is not None and group.waiting > 0
 
     def is_abandoned(self, group_id: str | None) -> bool:
-        """Whether what comes of this group is not wanted any more. O(1)."""
+        """True if siblings that come are not wanted any more. O(1)."""
         return group_id is not None and self._closed.get(group_id, 0) is None
 
     def label_of(self, group_id: str) -> int | None:
@@ -277,7 +277,7 @@ class Groups:
         return group.size if group is not None else self._closed.get(group_id) or self.size or 1
 
     def declared(self, group_id: str) -> Declared | None:
-        """What was declared of a group; None: nothing that is still known. O(1)."""
+        """Declaration of a group; None: nothing that is still known. O(1)."""
         if group_id in self._closed:
             return Declared(self._closed[group_id], closed=True)
         group = self._groups.get(group_id)
@@ -331,7 +331,7 @@ class Groups:
         # else the count must outlive the siblings that have left
 
     def _close(self, group_id: str, size: int | None) -> None:
-        """It takes no more. So many such groups are known."""
+        """The group takes no more. So many such groups are known."""
         self._closed[group_id] = size
         self._closed.move_to_end(group_id)
         self.changed.append(group_id)

@@ -1,4 +1,4 @@
-"""What has been accepted and is not forgotten yet: ids, and the batches in flight.
+"""Accepted rollouts that are not forgotten yet: ids, and the batches in flight.
 
 ::
 
@@ -43,7 +43,7 @@ class RolloutIds:
         )
 
     def finish(self, rollout_ids: Iterable[str], remember: int) -> None:
-        """These are done: no longer held; the last ``remember`` of all are known. O(1) each."""
+        """Ids that are done: no longer held; the last ``remember`` of all are known. O(1) each."""
         held, past = self.held, self.past
         for rollout_id in rollout_ids:
             held.discard(rollout_id)
@@ -58,7 +58,7 @@ class _Flight:
 
     batch: Batch
     begun: bool = False
-    """It is being trained on, or was."""
+    """The batch is being trained on, or was."""
     trained: bool = False
     """The trainer is through with it."""
     missing: set[str] = field(default_factory=set)
@@ -90,7 +90,7 @@ class InFlight:
         return self._flights[min(self._again)].batch if self._again else None
 
     def redelivered(self, batch: Batch) -> None:
-        """That one, or what was planned of it for other ranks, is as if dispatched now."""
+        """The batch, or its plan for other ranks, is as if dispatched now."""
         self._again.remove(batch.step)
         flight = self._flights[batch.step]
         if len(flight.batch.ranks) != len(batch.ranks):
@@ -182,7 +182,7 @@ class InFlight:
 
     @property
     def redelivers(self) -> bool:
-        """Whether a batch is to be delivered again."""
+        """True if a batch is to be delivered again."""
         return bool(self._again)
 
     @property

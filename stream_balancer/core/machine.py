@@ -50,9 +50,9 @@ class BalancerCore:
     def __init__(self, config: BalancerConfig, *, tolerance: float = TOLERANCE) -> None:
         """``tolerance``: how near to the lower bound partitions are sought; simulations may do with less."""
         self.observers = Observers()
-        """Who is notified of every event, in this order; see :mod:`stream_balancer.core.observer`."""
+        """Observers of every event, in this order; see :mod:`stream_balancer.core.observer`."""
         self.state = State(config, tolerance)
-        """What is known now; to be read only."""
+        """The state now; to be read only."""
 
     @property
     def config(self) -> BalancerConfig:
@@ -124,7 +124,7 @@ class BalancerCore:
         self.state.triggers.force_flush()
 
     def set_stuck(self, stuck: bool) -> None:
-        """Whether the window counts as full now, because throttled generation waits for a batch to leave."""
+        """The window counts as full now, or no longer, because throttled generation waits for a batch to leave."""
         self.state.triggers.stuck = stuck
 
     def end(self) -> None:
@@ -184,7 +184,7 @@ class BalancerCore:
         return batch
 
     def _dispatch(self, batch: Batch, rows: NDArray[np.int64], asked_at: float, now: float) -> None:
-        """These rows of the buffer leave, for which somebody has waited since ``asked_at``."""
+        """Rows of the buffer leave, for which somebody has waited since ``asked_at``."""
         buffer = self.state.buffer
         # The arrival from which on a batch of the least size could have left: what ranks waited before that is for want
         # of rollouts, what they waited after it is the price of the window.
@@ -243,7 +243,7 @@ class BalancerCore:
         return replace(row, ranks=tuple(replace(one, denominators=whole.ranks[0].denominators) for one in row.ranks))
 
     def _redeliver(self, batch: Batch) -> Batch:
-        """It leaves again, in the plan that it had; planned again if that was for another number of ranks."""
+        """The batch leaves again, in the plan that it had; planned again if that was for another number of ranks."""
         state = self.state
         if len(batch.ranks) != state.config.dp_size:
             batch = plan_again(state, batch)
@@ -353,8 +353,8 @@ class BalancerCore:
         self.state.in_flight.mark_missing(step, rollout_ids)
 
     def abandon_group(self, group_id: str) -> int:
-        """What waits of a group is evicted, and from now on what still comes of it. -> rollouts evicted now. Raises
-        ValueError where groups play no part. O(n)."""
+        """Siblings of a group that wait are evicted, and from now on those that still come. -> rollouts evicted now.
+        Raises ValueError where groups play no part. O(n)."""
         state = self.state
         state.admission.check_keeps_groups(group_id)
         rollouts = state.remove(state.buffer.siblings(group_id))

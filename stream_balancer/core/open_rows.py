@@ -30,7 +30,7 @@ def ready_rows(state: State, opened: OpenStep) -> NDArray[np.int64]:
 
 
 def make_row(state: State, opened: OpenStep, rows: NDArray[np.int64], reason: Reason, now: float) -> Batch:
-    """Of the step that is under way the next row; its rollouts are still in the buffer, and ``rows`` of it. Every rank
+    """The next row of the step that is under way; its rollouts are still in the buffer, and ``rows`` of it. Every rank
     has the same number of micro-batches as in a batch. As fast as a plan of so many."""
     plan = _no_plan(state.config)
     if rows.size:
@@ -41,7 +41,7 @@ def make_row(state: State, opened: OpenStep, rows: NDArray[np.int64], reason: Re
 
 
 def _no_plan(config: BalancerConfig) -> Plan:
-    """Of a last row for which nothing is left."""
+    """Plan of a last row for which nothing is left."""
     return Plan([[] for _ in range(config.dp_size)], np.zeros(config.dp_size), None, 0.0, 0.0, (), 0.0, 0.0)
 
 

@@ -29,7 +29,7 @@ __all__ = ["OpenStep", "check_open"]
 
 
 class OpenStep:
-    """What has left of the step that is under way; nothing, between two steps."""
+    """Rollouts that have left of the step under way; nothing, between two steps."""
 
     def __init__(self, config: BalancerConfig) -> None:
         """Raises ConfigError for knobs that rows cannot respect."""
@@ -39,7 +39,7 @@ class OpenStep:
         self.loads: Floats = np.zeros(config.dp_size)
         """[rank] work of these."""
         self.finish = 0.0
-        """Of the rows one after the other."""
+        """Finish of the rows one after the other."""
         self.num_taken = 0
         """Rollouts that have left in rows."""
         self.num_padding = 0
@@ -73,7 +73,7 @@ class OpenStep:
         return replace(plan, ranks=[plan.ranks[share] for share in share_of], loads=plan.loads[share_of])
 
     def add(self, row: Batch) -> None:
-        """It leaves. O(rollouts)."""
+        """A row leaves. O(rollouts)."""
         for its, one in zip(self.micro_batches, row.ranks, strict=True):
             its += one.micro_batches
         self.loads += row.loads
@@ -83,7 +83,7 @@ class OpenStep:
 
 
 def least_rollouts(config: BalancerConfig) -> int:
-    """Of a row before the last: one for every micro-batch that every rank must have."""
+    """Least rollouts of a row before the last: one for every micro-batch that every rank must have."""
     return config.dp_size * config.micro_batch_multiple
 
 

@@ -1,4 +1,4 @@
-"""What the waiting rollouts cost, and what the planner is given of the ranks: by the config's cost model, or by what
+"""Costs of the waiting rollouts, and the ranks as the planner is given them: by the config's cost model, or by what
 :mod:`stream_balancer.learn` has learned in its place. Pure."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Pricing:
         self.cost_of_length = lru_cache(_MOST_LENGTHS)(partial(_one_cost, self.model))
         """Tokens -> cost. Lengths repeat, and a model that is asked for one of them takes a third of a put."""
         self.knobs = _plan_knobs(config, learned, self._tolerance)
-        """What the planner is given."""
+        """Knobs that the planner is given."""
 
     def learn(self, learned: Learned) -> None:
         """Plan with these from now on. :meth:`reprice` must follow."""

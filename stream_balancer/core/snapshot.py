@@ -49,11 +49,11 @@ class Snapshot:
     counts: Mapping[str, Any]
     """Running totals behind ``Statistics``: numbers, and dicts of numbers."""
     calibration: Mapping[str, Any] | None = None
-    """What a ``CalibratedCost`` has learned: numbers, and lists of numbers."""
+    """Figures that a ``CalibratedCost`` has learned: numbers, and lists of numbers."""
     auto_window: Mapping[str, Any] | None = None
-    """What ``window="auto"`` has learned: numbers, and flat arrays."""
+    """Figures that ``window="auto"`` has learned: numbers, and flat arrays."""
     set_aside: tuple[str, ...] = ()
-    """What could not be read, one sentence each; the rollouts it speaks of are not in here."""
+    """Parts that could not be read, a sentence each; the rollouts it speaks of are not in here."""
 
 
 def take_snapshot(state: State, now: float, learned: Mapping[str, Any]) -> Snapshot:

@@ -57,13 +57,13 @@ class Staleness:
     # -- one rollout ---------------------------------------------------------------------------------------------------
 
     def is_too_old(self, rollout: Rollout) -> bool:
-        """Whether it is to be evicted. O(1)."""
+        """True if it is to be evicted. O(1)."""
         oldest = self._oldest_kept()
         version = rollout.min_version
         return oldest is not None and version is not None and version < oldest
 
     def add(self, rollout: Rollout) -> None:
-        """It waits from now on. O(1)."""
+        """A rollout waits from now on. O(1)."""
         oldest, version = self._oldest_trainable(), rollout.min_version
         if oldest is not None and version is not None:
             self.num_due += version <= oldest
@@ -72,7 +72,8 @@ class Staleness:
     # -- all that wait -------------------------------------------------------------------------------------------------
 
     def recount(self) -> None:
-        """What waits, the version or the steps ahead are others now. O(n) under ``max_staleness``, else O(1)."""
+        """The waiting rollouts, the version or the steps ahead have changed. O(n) under ``max_staleness``, else
+        O(1)."""
         self.num_due = self.num_held_back = 0
         oldest = self._oldest_trainable()
         if oldest is not None:

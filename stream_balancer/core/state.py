@@ -51,7 +51,7 @@ class State:
         self.counts = Counts()
         self.length_bias = LengthBias()
         self.open_step: OpenStep | None = None
-        """What has left in rows of the step that is under way; None where steps begin once they are complete."""
+        """Rows that have left of the step that is under way; None where steps begin once they are complete."""
         self.evicted: list[tuple[Rollout, EvictReason]] = []
         """Rollouts evicted by the call that is running, which no observer was notified of yet."""
         self._arrivals_seen = 0  # of the rollouts ever added to the buffer, how many the length figures have
@@ -98,7 +98,8 @@ class State:
         self.changed()
 
     def remove(self, rows: NDArray[np.int64], *, never_came: bool = False) -> list[Rollout]:
-        """These wait no longer; ``never_came``: their groups lack them again. :meth:`changed` must follow. O(n)."""
+        """Rollouts that wait no longer; ``never_came``: their groups lack them again. :meth:`changed` must follow.
+        O(n)."""
         self.see_arrivals()
         return self.buffer.remove(rows, never_came=never_came)
 
@@ -128,7 +129,7 @@ class State:
         self.changed()
 
     def evict(self, rollouts: Sequence[Rollout], reason: EvictReason) -> None:
-        """These do not wait any more, and will not be trained on. Lost ones may be put again. O(1) each."""
+        """Rollouts that wait no longer, and will not be trained on. Lost ones may be put again. O(1) each."""
         self.counts.evicted[reason] += len(rollouts)
         # Collected, not notified: an observer must not see the state in the middle of a change. The call that is
         # running publishes them at its end.
@@ -163,11 +164,12 @@ class State:
             self.changed()
 
     def finish(self, rollout_ids: Iterable[str]) -> None:
-        """These are done: trained on, or evicted. O(1) each."""
+        """Ids that are done: trained on, or evicted. O(1) each."""
         self.ids.finish(rollout_ids, self.config.remember_ids)
 
     def changed(self) -> None:
-        """What waits, the version, the steps ahead or the knobs are others now. O(n) under ``max_staleness``."""
+        """The waiting rollouts, the version, the steps ahead or the knobs have changed. O(n) under
+        ``max_staleness``."""
         self.staleness.recount()
         self.triggers.changed()
 

@@ -10,14 +10,14 @@ __all__ = ["StepTiming"]
 
 
 class StepTiming(NamedTuple):
-    """What one rank reports of one step."""
+    """Report of one rank on one step."""
 
     step: int
     rank: int
     seconds: float
-    """It computed."""
+    """Seconds of compute."""
     own: bool = True
-    """It did not wait for other ranks in them; only such seconds teach a ``CalibratedCost``."""
+    """The rank did not wait for others in them; only such seconds teach a ``CalibratedCost``."""
     waited_s: float | None = None
     """From asking for its rank batch to taking it; None = as long as the balancer waited for rollouts."""
     ready_s: float = 0.0
@@ -25,4 +25,4 @@ class StepTiming(NamedTuple):
     roles_s: float = 0.0
     """How long its step was with other roles, which compute columns, before the rank was given it."""
     worked_on: tuple[RankBatch, ...] | None = None
-    """What it trained on, where that is another part of the step than was planned for it."""
+    """Rank batches that it trained on, where that is another part of the step than was planned for it."""

@@ -34,7 +34,7 @@ class Strata:
         return stratum in self._numbers
 
     def number_of(self, stratum: str) -> int:
-        """Its number; a new one for a stratum that has not come before. O(1)."""
+        """Number of the stratum; a new one for a stratum that has not come before. O(1)."""
         return self._numbers.setdefault(stratum, len(self._numbers))
 
     def least_shares(self, shares: Mapping[str, float]) -> tuple[float, ...]:
@@ -53,7 +53,7 @@ class Strata:
     def figures(
         self, numbers: NDArray[np.int64], arrived_at: NDArray[np.float64], now: float
     ) -> dict[str, StratumStatistics]:
-        """Of each stratum, given those that wait ([n]). O(n), and O(1) where there are none."""
+        """Figures of each stratum, given those that wait ([n]). O(n), and O(1) where there are none."""
         if not self._numbers:
             return {}
         waits = numbers >= 0

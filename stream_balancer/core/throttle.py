@@ -76,7 +76,7 @@ class Throttle:
         return batches * config.least_batch_size - held
 
     def is_stuck(self, state: State) -> bool:
-        """Whether the window cannot fill while nothing more may begin: not with what is running, though a full batch is
+        """True if the window cannot fill while nothing more may begin: not with what is running, though a full batch is
         ready; or nothing is running, and anything is ready. Then a force flush is due. O(1)."""
         (_, ready), config = state.triggers.num_sendable(), state.config
         if self.running == 0:

@@ -28,11 +28,11 @@ __all__ = ["Triggers"]
 
 
 class _Sendable(NamedTuple):
-    """Of the waiting rollouts, those not held back for their age."""
+    """The waiting rollouts that are not held back for their age."""
 
     waiting: int
     ready: int
-    """Of these, not held back by an incomplete group either."""
+    """Number of these that are not held back by an incomplete group either."""
     oldest_arrival: float
 
 
@@ -56,7 +56,7 @@ class Triggers:
         self._force_flush = True
 
     def changed(self) -> None:
-        """What waits, its ages or the knobs are others now: what was found before is void."""
+        """The waiting rollouts, their ages or the knobs have changed: earlier findings are void."""
         self._sendable = None
         self._not_before = -math.inf
 
@@ -116,7 +116,7 @@ class Triggers:
         return ready >= self.config.batch_size and self._has_tokens(self.config.batch_tokens)
 
     def _has_tokens(self, least: int | None) -> bool:
-        """Whether those that may leave now have at least so many tokens; None: no matter. O(1), and O(n) while some are
+        """True if those that may leave now have at least so many tokens; None: no matter. O(1), and O(n) while some are
         held back."""
         if least is None:
             return True
@@ -131,7 +131,7 @@ class Triggers:
         return float(arrivals.min()) + deadline_s if arrivals.size else math.inf
 
     def _oldest_arrival(self) -> float:
-        """Of those that may leave now; inf if there are none."""
+        """Oldest arrival of those that may leave now; inf if there are none."""
         return self._count_sendable().oldest_arrival if self._staleness.num_held_back else self._buffer.oldest_arrival
 
     # -- which ---------------------------------------------------------------------------------------------------------

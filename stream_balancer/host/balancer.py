@@ -67,7 +67,7 @@ _log = logging.getLogger("stream_balancer.balancer")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a balancer is made of, for ``serve()``, producers and integrations. No promise for users."""
+    """Parts of a balancer, for ``serve()``, producers and integrations. No promise for users."""
 
     core: BalancerCore
     puts: Puts
@@ -131,7 +131,7 @@ class StreamBalancer(OfOneProcess):
             versions=Versions(core, lifetime),
             producers=ProducerRegistry(self.end, num_producers),
         )
-        """What it is made of, for the rest of this package. No promise for users."""
+        """Parts of the balancer, for the rest of this package. No promise for users."""
         self._lifetime = lifetime
         self._idle = learn.attach(core)
         self._journal = None if journal is None else JournalObserver(journal, core)
@@ -159,7 +159,7 @@ class StreamBalancer(OfOneProcess):
 
     @property
     def recovered(self) -> Recovered | None:
-        """What the journal held when this balancer was entered; None without a journal."""
+        """Content of the journal when this balancer was entered; None without a journal."""
         return None if self._journal is None else self._journal.recovered
 
     # -- rollouts in ---------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class StreamBalancer(OfOneProcess):
         await self.parts.puts.put(rollouts, closed(rollouts[0].group_id) if complete else None)
 
     async def expect_group(self, group_id: str, size: int) -> None:
-        """This group has ``size`` rollouts, not ``group_size``: it may leave once so many have come, and takes no more.
+        """A group has ``size`` rollouts, not ``group_size``: it may leave once so many have come, and takes no more.
 
         Before its first rollout or while some of it wait. With a journal it returns once that is on the disk. Raises
         ValueError if another size was declared before, if more have come already, for a size above ``batch_size``, and
@@ -196,7 +196,7 @@ class StreamBalancer(OfOneProcess):
         await self.parts.puts.put([], GroupSize(group_id, size))
 
     async def close_group(self, group_id: str) -> None:
-        """What has come of a group is all of it: it leaves as a short group, and takes no more. What
+        """All siblings of a group have come: it leaves as a short group, and takes no more. What
         ``put_group(..., complete=True)`` does with the last rollouts, for who has none: a supervisor that sees a worker
         die. :meth:`abandon_group` throws the group away instead.
 
@@ -406,7 +406,7 @@ class StreamBalancer(OfOneProcess):
         return await anyio.to_thread.run_sync(state_dict, snapshot, limiter=anyio.CapacityLimiter(1))
 
     def state_dict(self) -> dict[str, Any]:
-        """What waits and what is in flight, counters, versions, known ids: tensors, numbers and strings, for
+        """Rollouts that wait and are in flight, counters, versions, known ids: tensors, numbers and strings, for
         ``torch.save`` and torch.distributed.checkpoint. Copies every byte held, in this thread; in an event loop use
         :meth:`async_state_dict`.
         """
@@ -461,13 +461,13 @@ class StreamBalancer(OfOneProcess):
         )
 
     def rank_states(self) -> list[RankState]:
-        """What ``serve()`` knows of each rank; empty while it does not run."""
+        """Knowledge of ``serve()`` about each rank; empty while it does not run."""
         rank_states = self.parts.consumer.rank_states
         return [] if rank_states is None else rank_states()
 
     def why_no_batch(self) -> str:
-        """What dispatching waits for now, in a sentence: ``"37 of 64 rollouts wait, the oldest for 812 s; no deadline_s
-        is set"``. ``serve()`` logs it, with the ranks' part, when nothing moves for long."""
+        """Reason for which dispatching waits now, in a sentence: ``"37 of 64 rollouts wait, the oldest for 812 s; no
+        deadline_s is set"``. ``serve()`` logs it, with the ranks' part, when nothing moves for long."""
         core, now = self.parts.core, self._lifetime.now("why_no_batch")
         ready, taker = core.next_wakeup() <= now, self.parts.consumer.taker
         why = why_no_batch(core.state, self.statistics(), taker=taker, ready=ready, ended=self.ended)

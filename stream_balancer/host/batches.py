@@ -36,7 +36,7 @@ RankStates: TypeAlias = Callable[[], list[RankState]]
 
 
 class Consumer:
-    """Who takes batches: one iterator at a time, the trainer's or ``serve()``'s."""
+    """Taker of batches: one iterator at a time, the trainer's or ``serve()``'s."""
 
     def __init__(self, core: BalancerCore, lifetime: Lifetime, wakeups: Wakeups, journal: Journal | None) -> None:
         self._core = core
@@ -44,12 +44,12 @@ class Consumer:
         self._wakeups = wakeups
         self._journal = journal
         self.handed = Handed() if journal is None else journal.handed
-        """What ranks have said of steps in flight, under ``serve()``."""
+        """Reports of ranks on steps in flight, under ``serve()``."""
         self._iterator: Batches | None = None
         self._undelivered: deque[Batch] = deque()  # rows that did not reach the trainer
         self._checked_world = False
         self.rank_states: RankStates | None = None
-        """What ``serve()`` knows of each rank; it sets this while it runs."""
+        """Knowledge of ``serve()`` about each rank; it sets this while it runs."""
 
     def iterate(self, *, auto_ack: bool, open: bool = False) -> Batches:
         """The iterator that takes over; see :meth:`StreamBalancer.batches`."""
@@ -138,7 +138,7 @@ class Consumer:
         self._wakeups.wake_consumer()
 
     def give_again(self, batch: Batch) -> None:
-        """Nobody got it: the next iteration gives it, unless it was acknowledged meanwhile."""
+        """A batch that was not taken: the next iteration gives it, unless it was acknowledged meanwhile."""
         steps = self._core.state.in_flight
         if any(held is batch for held in self._core.in_flight()):
             self._core.redeliver(batch)
@@ -148,7 +148,7 @@ class Consumer:
 
     @property
     def taker(self) -> Taker:
-        """Who takes batches now."""
+        """Taker of batches now."""
         if self.rank_states is not None:
             return "serve"
         if self._wakeups.consumer_waits:
@@ -214,7 +214,7 @@ class Batches:
         return batch
 
     def give_back(self, batch: Batch | None) -> None:
-        """It did not reach the one who asked for it: the next iteration gives it."""
+        """A batch that did not reach its consumer: the next iteration gives it."""
         if batch is not None:
             self._forget(batch.step)
             self._consumer.give_again(batch)

@@ -241,7 +241,7 @@ class Background(Generic[T]):
         thread.post(self._call)
 
     def done(self) -> bool:
-        """It has returned, raised, or been cancelled."""
+        """The call has returned, raised, or been cancelled."""
         return self._call.ended.is_set()
 
     def cancel(self) -> None:
@@ -263,7 +263,7 @@ class Background(Generic[T]):
         return self._call.error
 
     def raise_unseen(self) -> None:
-        """What it raised, if nobody has asked for that."""
+        """The error that it raised, unless that was asked for."""
         if not self._seen and not isinstance(self._call.error, _LoopEnded | CancelledError | None):
             raise self._call.error
 
@@ -370,4 +370,4 @@ else:
         without=("aclose", "async_state_dict", "parts", "record_step"),
     )  # fmt: skip
 blocking = BlockingBalancer
-"""What a program says: ``with sb.blocking(config) as balancer``."""
+"""Name for programs: ``with sb.blocking(config) as balancer``."""

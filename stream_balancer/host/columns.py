@@ -27,7 +27,7 @@ _NOT_LATE = frozenset({"input_ids", "loss_mask", "versions"})  # what a step is 
 
 
 class Columns:
-    """Of all steps in flight. Kept nowhere else: another controller asks for them again."""
+    """Columns of all steps in flight. Kept nowhere else: another controller asks for them again."""
 
     def __init__(self, roles: Mapping[str, Sequence[str]]) -> None:
         """``roles``: the columns of each."""

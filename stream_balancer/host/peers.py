@@ -49,7 +49,7 @@ class Peers:
             await self._service.attend(methods, admit=self._admit, on_peer=self._on_peer)
 
     def leave(self) -> None:
-        """Nobody attends any more: ranks see a loss, and may come to the next ``serve``."""
+        """End of attending: ranks see a loss, and may come to the next ``serve``."""
         for peer in [peer for peer in self._service.peers.values() if peer.kind == "rank"]:
             forget(peer)
             peer.abort()

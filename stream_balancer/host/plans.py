@@ -28,7 +28,7 @@ __all__ = ["Plan", "cut_again", "items_of", "laid_out_anew", "uid_of"]
 
 @dataclass(eq=False, slots=True)
 class Plan:
-    """One step in flight."""
+    """A step in flight."""
 
     ranks: tuple[RankId, ...]
     """The trainer's, by their place in the batch."""
@@ -57,17 +57,17 @@ class Plan:
 
     @property
     def rollouts(self) -> Iterator[Rollout]:
-        """Each whole rollout of the step once, without padding copies."""
+        """Whole rollouts of the step, each once, without padding copies."""
         for batch in self.batches:
             yield from (rollout for rollout in batch.rollouts if not rollout.is_padding)
 
     def rank_batch(self, one: RankId) -> RankBatch | None:
-        """What was planned for a rank; of a role's, for the trainer's rank in its place."""
+        """Rank batch that was planned for a rank; of a role's, for the trainer's rank in its place."""
         place = self.place_of(one)
         return None if place is None else self.batches[0].ranks[place]
 
     def worked_on(self, one: RankId, items: Sequence[Item]) -> tuple[RankBatch, ...] | None:
-        """What a rank has trained on in the end; None if that is what was planned for it."""
+        """Rank batches that a rank has trained on in the end; None if those that were planned for it."""
         planned = self.rank_batch(one)
         mine = tuple(item.payload for item in items)
         if planned is None or len(self.batches) > 1 or mine == planned.micro_batches:
@@ -143,7 +143,7 @@ def _group(
 
 
 def _agree(items: Sequence[Item]) -> None:
-    """Of a group all items are remote, or none: those who compute it together begin together."""
+    """Items of a group are all remote, or none: those who compute it together begin together."""
     remote = {item.group for item in items if item.remote and item.group is not None}
     for item in items:
         item.remote = item.remote or item.group in remote

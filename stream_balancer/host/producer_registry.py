@@ -48,13 +48,13 @@ class ProducerRegistry:
         self._any_came = True
 
     def left(self, session: bytes, *, lost: bool) -> None:
-        """It has closed, or was lost. One that was lost ends nothing."""
+        """A producer has closed, or was lost. A lost one ends nothing."""
         self._names.pop(session, None)
         if not lost:
             self._end_if_last()
 
     def ended(self, session: bytes) -> None:
-        """It puts no more."""
+        """A producer puts no more."""
         self._ended.add(session)
         self._end_if_last()
         self.write(Ended(sorted(self._ended | self._before), self._is_last()))

@@ -1,4 +1,4 @@
-"""What producers in other processes ask of a balancer: methods of a :class:`~stream_balancer.net.service.Service`.
+"""Requests of producers in other processes to a balancer: methods of a :class:`~stream_balancer.net.service.Service`.
 
 What has room goes in at once; the rest waits in the balancer's own first-come-first-served queue, one task each, so
 backpressure is the reply that has not come yet. So do reservers. Every policy version is passed on as it is set.
@@ -42,11 +42,11 @@ _Version: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**62), lt=2**62)]
 
 
 class _About(NamedTuple):
-    """What a producer says of itself when it joins."""
+    """Facts that a producer tells of itself when it joins."""
 
     rejoin: bool
     slots: Annotated[list[tuple[_Count, _Count, _Version]], msgspec.Meta(max_length=2**16)]
-    """Those that are open: its number, rollouts still to come, version."""
+    """Slots that are open: its number, rollouts still to come, version."""
 
 
 _Group = tuple[bool, msgspec.Raw]
@@ -80,7 +80,7 @@ async def attend(balancer: StreamBalancer, transport: Transport, *, direct: bool
 
 
 class _Producer:
-    """One producer, and what it has reserved."""
+    """A producer, and its slots."""
 
     def __init__(self) -> None:
         self.slots: dict[int, Slot] = {}
@@ -90,7 +90,7 @@ class _Producer:
         self.owner: Owner | None = None
         self.leases: Leases | None = None
         self.num_waiting = 0
-        """Its puts and reservers."""
+        """Puts and reservers that wait."""
         self.reserving: dict[Asked, None] = {}
         self.settled = anyio.Event()
 
@@ -123,7 +123,7 @@ class Producers:
         return list(self._lost_slots(producer, _read(_About, join.about).slots))
 
     def on_peer(self, peer: Peer) -> None:
-        """One has come in, perhaps again."""
+        """A producer has come in, perhaps again."""
         self._adopt(peer, self._coming.pop(peer.session))
         peer.keep_s = self._keep_s if _read(_About, peer.join.about).rejoin else 0.0
         self._parts.producers.joined(peer.session, peer.name)
@@ -141,7 +141,7 @@ class Producers:
             peer.send(Notify(version))
 
     def leave(self) -> None:
-        """Nobody attends any more: if the balancer has ended, producers are told."""
+        """End of attending: if the balancer has ended, producers are told."""
         if self._balancer.ended:
             for peer in self._peers():
                 self._say_end(peer)
@@ -167,7 +167,7 @@ class Producers:
         peer.on_gone = lambda end: self._gone(peer, producer, end)
 
     def _give_back(self, peer: Peer, producer: _Producer, end: Ended) -> None:
-        """Its connection is over: others may begin in its place."""
+        """The connection is over: others may begin in its place."""
         slots, producer.slots = producer.slots, {}
         producer.given_back |= {number: slot.left for number, slot in slots.items()}
         for slot in slots.values():
@@ -195,7 +195,7 @@ class Producers:
                 yield number
 
     def _gone(self, peer: Peer, producer: _Producer, end: Ended) -> None:
-        """It does not come back."""
+        """The producer does not come back."""
         owner = producer.owner
         if owner is not None:
             lost = self._parts.puts.evict_lost(lambda one: _owner_of(one) == owner)
@@ -263,7 +263,8 @@ class Producers:
     def _begin(
         self, peer: Peer, rollouts: Sequence[Rollout], size: GroupSize | None = None, slot: Slot | None = None
     ) -> Any:
-        """What finds no room, or goes to a journal, takes its place in the balancer's queue now, and waits there."""
+        """A put that finds no room, or goes to a journal, takes its place in the balancer's queue now, and waits
+        there."""
         try:
             pending = self._parts.puts.begin(rollouts, size)
         except BaseException:

@@ -38,7 +38,7 @@ __all__ = ["PendingPut", "Puts", "Stage"]
 
 
 Stage: TypeAlias = Literal["filtering", "journalling", "waiting", "done"]
-"""What a put waits for: an async ``accept=``, the journal's disk, room, nothing any more."""
+"""Cause for which a put waits: an async ``accept=``, the journal's disk, room, nothing any more."""
 
 
 class Puts:
@@ -88,14 +88,14 @@ class Puts:
 
 
 class PendingPut(Waiter):
-    """One put on its way. All its rollouts are accepted, or none."""
+    """A put on its way. All its rollouts are accepted, or none."""
 
     __slots__ = ("_answer", "_asked", "_puts", "_rollouts", "_size", "_written", "stage")
 
     _asked: tuple[str, ...]
     """Ids of the rollouts that ``accept`` is asked about; while filtering."""
     _answer: Awaitable[Any]
-    """What it will answer."""
+    """Answer to come."""
     _written: Writing
     """The rollouts on their way to the disk; while journalling."""
 
@@ -207,7 +207,7 @@ class PendingPut(Waiter):
             raise
 
     def _retract_size(self, journal: Journal) -> None:
-        """What was declared of the group before holds still."""
+        """The earlier declaration of the group still holds."""
         if self._size is not None:
             name, groups = self._size.group_id, self._puts.core.state.buffer.groups
             journal.declare(name, groups.declared(name))

@@ -30,7 +30,7 @@ _DIAL_S = 5.0
 
 
 class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a process of a rank says of itself when it joins."""
+    """Facts that a process of a rank tells of itself when it joins."""
 
     rank: Count
     dp_size: int
@@ -41,12 +41,12 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seats: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     max_batch_bytes: Count = 2**40
     next_step: Count | None = None
-    """Its weights contain all steps before this one; None: not said."""
+    """The weights contain all steps before this one; None: not said."""
     loops: Literal["finish", "plain"] = "finish"
     version: int | None = None
     has: dict[int, HeldStep] = {}
     goes_on: bool = False
-    """It was in before, and was not started with other weights: ranks that go on may be at different steps."""
+    """The process was in before, and was not started with other weights: ranks that go on may be at different steps."""
 
     @property
     def id(self) -> RankId:
@@ -63,9 +63,9 @@ class Member:
     def __init__(self, one: RankId) -> None:
         self.id = one
         self.name = rank_name(one.number, one.role)
-        """What people read."""
+        """Name for people."""
         self.peers: dict[int, Peer] = {}
-        """Its connected processes, by seat."""
+        """Connected processes of the rank, by seat."""
         self.seats = 1
         self.incarnation = -1
         self.max_bytes = 2**40
@@ -73,13 +73,13 @@ class Member:
         self.last_step: int | None = None
         """The last step that was sent to it."""
         self.sessions: set[bytes] = set()
-        """Of its processes, since it was given up last."""
+        """Sessions of its processes, since it was given up last."""
         self.fenced: set[bytes] = set()
-        """Of those that were given up with it."""
+        """Sessions of those that were given up with it."""
         self.ended = False
-        """It knows that no more steps come."""
+        """The rank knows that no more steps come."""
         self.left = False
-        """It closed its feed after that."""
+        """The rank closed its feed after that."""
         self.error: RankLostError | None = None
         """Why it is missing, if it was there before."""
         self.give_up_at = math.inf
@@ -90,7 +90,7 @@ class Member:
 
     @property
     def was_here(self) -> bool:
-        """It has come at some time."""
+        """The rank has come at some time."""
         return bool(self.peers) or self.error is not None
 
     def note_readiness(self, *, ready: bool) -> None:
@@ -147,7 +147,7 @@ class Ranks:
 
     @property
     def numbers(self) -> list[int]:
-        """Those of the trainer's next step, ascending."""
+        """Numbers of the ranks of the trainer's next step, ascending."""
         return sorted(self._ledger.wanted[TRAIN])
 
     def _want(self, role: str, numbers: set[int]) -> None:
@@ -170,14 +170,14 @@ class Ranks:
                 self._forget_if_done(member)
 
     def expect(self, ranks: Iterable[RankId]) -> None:
-        """These were in before this process began: they come back in time, or are given up as any lost rank is."""
+        """Ranks that were in before this process began: they come back in time, or are given up as any lost rank is."""
         for one in ranks:
             member = self.members.setdefault(one, Member(one))
             if not member.peers:
                 member.give_up_at = anyio.current_time() + max(self._rejoin_timeout_s, _DIAL_S)
 
     def remove(self, member: Member) -> None:
-        """It was given up, with those of its processes that are still there."""
+        """The rank was given up, with those of its processes that are still there."""
         member.fenced |= member.sessions
         member.sessions.clear()
         for peer in member.peers.values():
@@ -332,7 +332,7 @@ class Ranks:
 
     @property
     def unfinished(self) -> list[Member]:
-        """Those that owe something, or have not left; in order."""
+        """Ranks that owe something, or have not left; in order."""
         return [
             member
             for _, member in sorted(self.members.items())
@@ -369,7 +369,7 @@ class Ranks:
 
 
 def forget(peer: Peer) -> None:
-    """What its connection still says is of no interest."""
+    """Messages that still come on this connection are ignored."""
     peer.on_report = lambda *_: None
     peer.on_end = lambda _: None
 

@@ -29,7 +29,7 @@ __all__ = ["Recorder"]
 _log = logging.getLogger("stream_balancer.record")
 
 HEADER = ("group_id", "prompt_tokens", "output_tokens", "arrival_seconds", "stratum")
-"""What ``load_trace`` reads."""
+"""Columns that ``load_trace`` reads."""
 
 Row: TypeAlias = tuple[str, int, int, str, str]
 
@@ -65,7 +65,8 @@ class Recorder(Observer):
         self._thread.start()
 
     def accepted(self, rollouts: Sequence[Rollout], now: float) -> None:
-        """These were accepted now (seconds on the balancer's clock). O(columns), and a look at their loss masks."""
+        """Rollouts that were accepted now (seconds on the balancer's clock). O(columns), and a look at their loss
+        masks."""
         if self.error is not None or self._closed:
             return
         if self._first_s is None:

@@ -55,7 +55,7 @@ class Plan(msgspec.Struct, array_like=True, tag="plan"):
     ranks: list[list[tuple[float, list[tuple[int, list[str]]]]]]
     """``[rank][mini_batch]`` load, and of each micro-batch by how many ranks its rollouts are shared, and their ids."""
     padding: list[str]
-    """Those of the ids that are padding copies."""
+    """Ids that are padding copies."""
     loads: list[float]
     finish: float
     lower_bound: float
@@ -81,13 +81,13 @@ class Done(msgspec.Struct, array_like=True, tag="done"):
 
 
 class Group(msgspec.Struct, array_like=True, tag="group"):
-    """What was declared of a group."""
+    """Declaration of a group."""
 
     group_id: str
     size: int | None
-    """Its siblings; None: as many as have come."""
+    """Siblings of the group; None: as many as have come."""
     state: Literal["open", "closed", "abandoned"]
-    """It takes more siblings, or no more, or they are not wanted."""
+    """The group takes more siblings, or no more, or they are not wanted."""
 
     @property
     def key(self) -> str:
@@ -111,11 +111,11 @@ class State(msgspec.Struct, array_like=True, tag="state"):
 
 
 class Acked(msgspec.Struct, array_like=True, tag="acked", frozen=True):
-    """What ranks have said of a step in flight."""
+    """Reports of ranks on a step in flight."""
 
     step: int
     uid: int
-    """Of the plan: of another one it says nothing."""
+    """Checksum of the plan: the reports say nothing of another one."""
     ranks: list[int] = []
     """Trainer's ranks that have acknowledged it."""
     gone: list[str] = []
@@ -138,13 +138,13 @@ class Came(msgspec.Struct, array_like=True, tag="came", frozen=True):
     role: str
     rank: int
     incarnation: int
-    """Its last."""
+    """The last incarnation."""
     is_fenced: bool = False
-    """It was given up, and others have its work."""
+    """The rank was given up, and others have its work."""
     sessions: list[bytes] = []
-    """Of feeds that must not come back: their processes were given up."""
+    """Sessions of feeds that must not come back: their processes were given up."""
     is_ended: bool = False
-    """It was told of the end: once it has acknowledged everything, nobody need wait for it."""
+    """The rank was told of the end: once it has acknowledged everything, nobody need wait for it."""
 
     @property
     def key(self) -> str:
@@ -156,7 +156,7 @@ class Ended(msgspec.Struct, array_like=True, tag="ended", frozen=True):
 
     sessions: list[bytes] = []
     all: bool = False
-    """They were all that the end waited for."""
+    """The end waits for no other producer."""
 
     key = "ended"
 
@@ -268,7 +268,7 @@ class Records:
 
     @classmethod
     def of(cls, snapshot: Snapshot, now: float) -> Self:
-        """Those of a snapshot; ``now`` in the seconds of :attr:`Held.arrived_at`. O(rollouts)."""
+        """Records of a snapshot; ``now`` in the seconds of :attr:`Held.arrived_at`. O(rollouts)."""
         departed = Counter(snapshot.group_arrivals)
         departed.subtract(_groups_of(snapshot.waiting))
         past, step = snapshot.past_ids, snapshot.next_step
@@ -392,7 +392,7 @@ def _groups_of(rollouts: Iterable[Rollout]) -> list[str]:
 
 
 def _held(snapshot: Snapshot, now: float) -> Iterator[Held]:
-    """What is in flight came before all that waits."""
+    """Rollouts in flight, then those that wait."""
     oldest = now - float(snapshot.waited_s.max(initial=0.0))
     for batch in snapshot.in_flight:
         yield from (Held(r, oldest, snapshot.next_step) for r in batch.rollouts if not r.is_padding)
@@ -401,7 +401,7 @@ def _held(snapshot: Snapshot, now: float) -> Iterator[Held]:
 
 
 def group_of(group_id: str, declared: Declared) -> Group:
-    """What was declared of a group, as a fact."""
+    """Declaration of a group, as a fact."""
     size, closed = declared
     return Group(group_id, size, "open" if not closed else "abandoned" if size is None else "closed")
 

@@ -40,7 +40,7 @@ _OF_WEIGHTS = ("finished", "acknowledged")  # also of steps that it was not give
 
 
 class Times(NamedTuple):
-    """What a rank says of its step."""
+    """Times that a rank reports of its step."""
 
     seconds: float
     compute_s: float | None
@@ -80,7 +80,7 @@ class Reports:
         )
 
     def _items(self, member: Member, report: Report) -> list[Item]:
-        """Those of its items that it names, and that are still its own."""
+        """Items that the report names, and that are still the rank's own."""
         step = self._here.ledger.steps.get(report.step)
         share = None if step is None else step.shares.get(member.id)
         if share is None or share.attempt != report.attempt:

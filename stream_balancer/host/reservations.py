@@ -25,7 +25,7 @@ __all__ = ["Reservations"]
 
 
 class Reservations:
-    """Who may begin: admits slots, first come first served."""
+    """Admission of slots, first come first served."""
 
     def __init__(
         self, core: BalancerCore, lifetime: Lifetime, wakeups: Wakeups, throttle: Throttle, puts: Puts

@@ -1,4 +1,4 @@
-"""What every rank divides by: the plan's denominators, less what is gone with its owner.
+"""Numbers that every rank divides by: the plan's denominators, less what is gone with its owner.
 
 A rollout whose payload is gone takes part as a padding copy of weight 0, so the plan stays; what is subtracted here is
 what it would have contributed. Of a shared rollout no rank trains on its part when another has none. Pure: the same for
@@ -18,7 +18,7 @@ __all__ = ["seal_of", "sizes_of_plan"]
 
 
 def sizes_of_plan(plan: Plan) -> Sizes:
-    """What a complete step divides by if nothing is gone."""
+    """Denominators of a complete step if nothing is gone."""
     denominators = plan.batch.ranks[0].denominators
     assert denominators is not None
     return Sizes(*denominators)

@@ -89,7 +89,7 @@ class Sender:
         return bool(self._behind_disk)
 
     def tell_the_rest(self) -> None:
-        """It is: send them to those who are still there."""
+        """The end has come: send what is left to those who are still there."""
         behind, self._behind_disk = self._behind_disk, []
         for order, peer, message in behind:
             if self._here.ranks[order.rank].peers.get(order.seat) is peer:

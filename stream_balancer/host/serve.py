@@ -132,7 +132,7 @@ async def serve(
 
 
 class _Server(Observer):
-    """One run of ``serve``."""
+    """A run of ``serve``."""
 
     def __init__(self, balancer: StreamBalancer, transport: Transport, care: Care) -> None:
         self._balancer, self._transport, self._care = balancer, transport, care
@@ -226,7 +226,7 @@ class _Server(Observer):
         return ledger.wants_step and self._all_take_part(members)
 
     def _fits(self, batch: Batch) -> bool:
-        """It is for as many ranks as there are."""
+        """True for a batch for as many ranks as there are."""
         members = self._here.ledger.members(TRAIN)
         return len(batch.ranks) == len(members) and self._all_take_part(members)
 
@@ -306,7 +306,7 @@ class _Server(Observer):
         self._follow_the_ranks()
 
     async def _note_plan(self, rows: Sequence[Batch], uid: int, ranks: Sequence[RankId]) -> None:
-        """What the plan's row in the journal does not say is on the disk before ranks can meet."""
+        """Facts of the plan that its row in the journal does not have are on the disk before ranks can meet."""
         numbers = [one.number for one in ranks]
         if len(rows) > 1 or numbers != [*range(len(numbers))]:
             cut = [[len(one.micro_batches) for one in row.ranks] for row in rows]

@@ -23,7 +23,7 @@ def why_stalled(here: InFlight, seconds: float) -> str:
 
 
 def _why_steps_wait(here: InFlight) -> list[str]:
-    """Whom the oldest step waits for."""
+    """Ranks that the oldest step waits for."""
     if not here.ledger.steps:
         return []
     step = here.ledger.steps[min(here.ledger.steps)]

@@ -1,4 +1,5 @@
-"""Who waits for the next policy version, and whom each new one is passed on to. No version is decided on here.
+"""Waiters for the next policy version, and subscribers that each new one is passed on to. No version is decided on
+here.
 
 An :class:`~stream_balancer.core.observer.Observer`: a version comes by ``set_version()``, with a checkpoint, or out of
 a journal.
@@ -64,7 +65,7 @@ class Versions(Observer):
         self._notify()
 
     def close(self) -> None:
-        """Who waits raises ClosedResourceError."""
+        """Waiters raise ClosedResourceError."""
         self._wake()
 
     def _notify(self) -> None:

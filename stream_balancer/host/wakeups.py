@@ -1,5 +1,5 @@
-"""Who waits in a balancer, first come first served, and whom a change wakes: the consumer of batches, the first waiting
-put, the first waiting reserver. All of it is here.
+"""Waiting in a balancer, first come first served, and the tasks that a change wakes: the consumer of batches, the first
+waiting put, the first waiting reserver. All of it is here.
 
 ::
 
@@ -73,8 +73,8 @@ class WaitQueue:
             self._of_group.setdefault(waiter.group_id, []).append(waiter)
 
     async def wait(self, waiter: Waiter, attempt: Callable[[], _T | None]) -> _T:
-        """What ``attempt()`` gives, made whenever the task is woken, as soon as that is not None. The waiter leaves the
-        queue in any case: also if it raises, or the task is cancelled."""
+        """The result of ``attempt()``, made whenever the task is woken, as soon as that is not None. The waiter leaves
+        the queue in any case: also if it raises, or the task is cancelled."""
         try:
             while True:
                 # one report for the whole queue: the others wait for the same
@@ -107,7 +107,7 @@ class WaitQueue:
             next(iter(self._waiters.values())).wake.set()
 
     def wake_all(self) -> None:
-        """It has ended for all. O(n)."""
+        """The wait is over for all. O(n)."""
         for waiter in self._waiters.values():
             waiter.wake.set()
 
@@ -118,7 +118,7 @@ class WaitQueue:
 
 
 class Wakeups:
-    """Who waits in a balancer, and whom each change wakes.
+    """Tasks that wait in a balancer, and those that each change wakes.
 
     O(1) however many tasks wait, but for :meth:`end` and :meth:`close`; O(n) in waiting rollouts under
     ``max_staleness``, while a reserver waits.
@@ -197,19 +197,19 @@ class Wakeups:
         self.wake_consumer()
 
     def changed(self) -> None:
-        """What waits has become less, or the rules for it are others."""
+        """Fewer rollouts wait, or the rules for them have changed."""
         self.wake_consumer()
         self.puts.wake_first()
         self._wake_reserver()
 
     def end(self) -> None:
-        """Nobody is let in any more."""
+        """End of admission."""
         self.wake_consumer()
         self.puts.wake_all()
         self.reserves.wake_all()
 
     def close(self) -> None:
-        """Everybody who waits raises ClosedResourceError."""
+        """Waiting tasks raise ClosedResourceError."""
         if self._consumer is not None:
             self._consumer.set()
         self.puts.wake_all()

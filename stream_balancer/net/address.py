@@ -34,7 +34,7 @@ _STORE_TIMEOUT = timedelta(seconds=5)  # nobody waits in a store, so every answe
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """What a controller writes into a store."""
+    """Entry that a controller writes into a store."""
 
     host: str
     port: int
@@ -98,7 +98,7 @@ class Directory:
 
 
 Where: TypeAlias = "Store | str | Lookup"
-"""Of a controller: a store that it has written its address into, ``"tcp://host:port"``, or whoever says it."""
+"""Place of a controller: a store that it has written its address into, ``"tcp://host:port"``, or whoever says it."""
 
 
 class NotYetError(ConnectionError):
@@ -106,7 +106,7 @@ class NotYetError(ConnectionError):
 
 
 class ForeignError(NotYetError):
-    """Somebody listens there, and does not answer as a controller does."""
+    """The listener there does not answer as a controller does."""
 
 
 class TcpDialer:
@@ -173,7 +173,7 @@ class TcpDialer:
 
 
 def _why(address: str, error: BaseException) -> BaseException:
-    """What to tell people, and whether another try may do better."""
+    """The error for people, which also says if another try may do better."""
     if isinstance(error, (RefusedError, WireError)):
         return error
     if isinstance(error, socket.gaierror):

@@ -1,4 +1,4 @@
-"""One session at the accepting end: which of its calls are open, which were answered, and how many bytes lie here.
+"""A session at the accepting end: which of its calls are open, which were answered, and how many bytes lie here.
 
 See :mod:`stream_balancer.net.calls` for the conversation. Calls come in the I/O thread; methods run where somebody
 attends to them (:mod:`stream_balancer.net.service`).
@@ -199,7 +199,7 @@ class Peer:
             raise WireError(f"a {type(message).__name__} message from a {self.kind}")
 
     def ended(self, end: Ended) -> None:
-        """Its connection is over. Calls go on: their replies are remembered."""
+        """The connection is over. Calls go on: their replies are remembered."""
         connection, self._live = self._live, None
         self._service.budget.forget(self)
         self._service.do(self, self._service.lost, self, connection, end)

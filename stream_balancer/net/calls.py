@@ -1,4 +1,4 @@
-"""One way to ask: a numbered Call, exactly one Reply, and Cancel in between. For producers, ranks and fetchers alike.
+"""The way to ask: a numbered Call, exactly one Reply, and Cancel in between. For producers, ranks and fetchers alike.
 
 ::
 
@@ -42,7 +42,7 @@ SMALL = 2**16
 """Bytes that are sent in the thread that asks, if nothing else is on its way. Many at a time go together, which costs
 fewer wake-ups."""
 CALL_BYTES = 512
-"""What a call without payload counts for."""
+"""Bytes that a call without payload counts for."""
 
 
 class Answered(NamedTuple):
@@ -82,7 +82,7 @@ class Pending:
 
     @property
     def fate(self) -> str:
-        """What is known of it without a reply."""
+        """Fate of the call as known without a reply."""
         if self.number is None and not self.sent_before:
             return "it had not been sent, so it was not accepted"
         return "whether it was accepted is not known"
@@ -97,7 +97,7 @@ class Pending:
         self.signal.set()
 
     def abandon(self) -> None:
-        """Nobody waits for its reply any more. In the I/O thread."""
+        """The reply is not waited for any more. In the I/O thread."""
         self.abandoned = True
         if self.signal.is_set() and self.error is None and self.undo is not None:
             self.undo()
@@ -199,7 +199,7 @@ class Caller(ABC):
     # in the I/O thread
 
     def _send(self) -> None:
-        """What has room."""
+        """Send the calls that have room."""
         while self._news:
             pending = self._news.popleft()
             if self._over is None:
@@ -308,7 +308,7 @@ class Caller(ABC):
             pending.resolve(over(pending))
 
     def _lost_for(self, cause: str) -> Over:
-        """What calls raise when the connection is lost for good."""
+        """The error that calls raise when the connection is lost for good."""
         return lambda pending: BrokenResourceError(
             f"{self.whom} was lost while {pending.name} waited: {cause}; {pending.fate}{_again(pending)}"
         )

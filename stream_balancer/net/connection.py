@@ -1,4 +1,4 @@
-"""One authenticated connection: messages both ways, with bytes behind them that are received in place.
+"""An authenticated connection: messages both ways, with bytes behind them that are received in place.
 
 A producer sends a message with 10 MB behind it: the handler at the other end is asked first (``admit``), the bytes go
 where they will stay, and the handler gets both (``receive``). Nothing that a peer announces is allocated unchecked, and
@@ -69,7 +69,7 @@ class _Held:
 
 
 class Connection:
-    """One end. Bytes are received where they belong; only what comes ahead of its place is copied."""
+    """An end of a connection. Bytes are received where they belong; only what comes ahead of its place is copied."""
 
     def __init__(
         self, io: Runs, sock: Any, pool: Pool, handshake: Handshake, *, local: str = "", is_local: bool = True
@@ -88,7 +88,7 @@ class Connection:
         self.welcomed: Callable[[Connection, Welcome], object] = lambda *_: None
         """At the joining end: sets :attr:`handler`."""
         self.movers: dict[int, Mover] = {}
-        """Those that both ends have agreed on, the one that is preferred first."""
+        """Movers that both ends have agreed on, the one that is preferred first."""
         self.over = self.paused = self._resumes = False
         self._items: deque[_Out] = deque()
         self._held: deque[_Held] = deque()
@@ -187,7 +187,7 @@ class Connection:
         self._sock.close()
 
     def _watch(self) -> None:
-        """What is to be waited for: without TLS's handshake a socket that may be written to is of no use."""
+        """Wait for the events that matter: without TLS's handshake a socket that may be written to is of no use."""
         writes = bool(self._outgoing) and (self._tls is None or self._tls.shaken)
         events = (0 if self.paused else selectors.EVENT_READ) | (selectors.EVENT_WRITE if writes else 0)
         if events != self._events and not self.over:

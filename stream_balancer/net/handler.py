@@ -1,4 +1,4 @@
-"""What a connection works with: who gets its messages, and who brings their bytes."""
+"""Partners of a connection: the handler of its messages, and the movers of their bytes."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _NONCE_BYTES = 16
 
 
 class Handshake:
-    """One end of it, up to both proofs. Welcome is the connection's."""
+    """An end of the handshake, up to both proofs. Welcome is the connection's."""
 
     def __init__(self, token: bytes, join: Join | None = None) -> None:
         """``join``: who joins, at that end."""

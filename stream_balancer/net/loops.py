@@ -56,7 +56,7 @@ class Runs(Protocol):
 
 
 class Io:
-    """One thread for every socket of the process. All state of connections and calls belongs to it; other threads hand
+    """The thread for every socket of the process. All state of connections and calls belongs to it; other threads hand
     in jobs. One lock is held while state is touched and never while waiting, so a short job may run in the thread that
     hands it in, which saves two of the four thread switches of a call."""
 
@@ -213,7 +213,7 @@ class Io:
 
 
 def _uninterrupted() -> bool:
-    """Whether no KeyboardInterrupt can come in the middle of a job: asyncio turns the first into a cancellation."""
+    """True if no KeyboardInterrupt can come in the middle of a job: asyncio turns the first into a cancellation."""
     return threading.current_thread() is not threading.main_thread() or asyncio._get_running_loop() is not None
 
 

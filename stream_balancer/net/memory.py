@@ -22,7 +22,7 @@ _TOKEN = b"in one process"
 
 
 class LoopIo:
-    """What the I/O thread is elsewhere: the event loop of who calls, with its clock."""
+    """The caller's event loop in the place of the I/O thread, with its clock."""
 
     def __init__(self) -> None:
         self.threads = False
@@ -99,7 +99,7 @@ class Wire:
         self._held = True
 
     def release(self) -> None:
-        """They arrive, in order."""
+        """Held messages arrive, in order."""
         self._held = False
         self._schedule()
 
@@ -130,7 +130,7 @@ class Wire:
 
 
 class _Socket:
-    """What a connection uses of a socket, in memory."""
+    """The part of a socket that a connection uses, in memory."""
 
     peer: _Socket
 

@@ -70,7 +70,7 @@ class Join(Message, frozen=True, tag=3):
     """Random, and the same whenever this one joins again."""
     movers: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ()
     about: msgspec.Raw = NIL
-    """What its kind says of itself: a rank's number, world size, room, and the steps that it has."""
+    """Facts that its kind tells of itself: a rank's number, world size, room, and the steps that it has."""
 
 
 class Welcome(Message, frozen=True, tag=4):
@@ -80,7 +80,7 @@ class Welcome(Message, frozen=True, tag=4):
     max_call_bytes: Count = 2**30
     max_calls: Count = 1024
     known: bool = False
-    """Whether this session's earlier calls are remembered here."""
+    """True if this session's earlier calls are remembered here."""
     movers: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ()
     about: msgspec.Raw = NIL
 
@@ -110,13 +110,13 @@ class WorkItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     id: Count
     group: Count | None = None
-    """Of items that several ranks compute together. None: this rank alone."""
+    """Number for items that several ranks compute together. None: this rank alone."""
     remote: bool = False
     """Payloads lie elsewhere: the rank fetches them, and reports ``fetched``."""
 
 
 class MiniBatchHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of one mini-batch: micro-batches and load here; the rest over all ranks."""
+    """Head of one mini-batch: micro-batches and load here; the rest over all ranks."""
 
     micro_batches: Count
     load: float
@@ -127,7 +127,7 @@ class MiniBatchHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of a step, for one rank: what its first Work says."""
+    """Head of a step, for one rank: what its first Work says."""
 
     dp_size: Count
     """DP ranks in the step."""
@@ -138,7 +138,7 @@ class StepHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
     comes by itself, and once it is here nothing changes any more."""
     mini_batches: Annotated[tuple[MiniBatchHead, ...], msgspec.Meta(max_length=65_536)] = ()
     rank: Count | None = None
-    """Its number in the step, where that is another one: some ranks before it have no part in the step."""
+    """Number of the rank in the step, where that is another one: some ranks before it have no part in the step."""
     open: bool = False
     """More of it may be planned."""
 
@@ -158,7 +158,8 @@ class Work(Message, frozen=True, tag=10):
     header: msgspec.Raw = NIL
     """As :mod:`stream_balancer.wire.codec` writes it: a block an item. Nil without items."""
     sizes: Sizes | None = None
-    """What the step is divided by. Once all that is planned for this rank is here, if nothing of it can be missing."""
+    """Numbers that the step is divided by. Once all that is planned for this rank is here, if nothing of it can be
+    missing."""
 
 
 class Recall(Message, frozen=True, tag=11):
@@ -172,7 +173,7 @@ class Recall(Message, frozen=True, tag=11):
 
 
 class ResizedExecution(msgspec.Struct, frozen=True, array_like=True):
-    """What is left of an execution."""
+    """Rest of an execution."""
 
     group_id: Text | None
     execution_id: Text
@@ -181,7 +182,7 @@ class ResizedExecution(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sizes(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What all ranks divide by."""
+    """Numbers that all ranks divide by."""
 
     rollouts: Count
     tokens: Count
@@ -222,7 +223,7 @@ class Report(Message, frozen=True, tag=14):
     attempt: Count = 1
     items: Counts = ()
     about: msgspec.Raw = NIL
-    """What else the fact says: times, missing rollouts, the seal that failed."""
+    """Further content of the fact: times, missing rollouts, the seal that failed."""
 
 
 class Go(Message, frozen=True, tag=15):

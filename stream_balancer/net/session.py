@@ -119,7 +119,7 @@ class Session(Caller):
 
     @property
     def is_closed(self) -> bool:
-        """Whether this end has left, or was told to."""
+        """True if this end has left, or was told to."""
         return self._over is not None
 
     def finish(self, over: Over) -> None:

@@ -89,7 +89,8 @@ def running_sums(costs: Floats) -> Floats:
 
 
 def pigeonhole_bound(prefix: Floats, num_ranks: int, beside: Floats | None = None) -> float:
-    """Of the i * num_ranks + 1 largest rollouts, i + 1 share a rank: no step is shorter than the lightest i + 1.
+    """Bound by pigeonholes: of the i * num_ranks + 1 largest rollouts, i + 1 share a rank, so no step is shorter than
+    the lightest i + 1.
 
     `prefix`: `running_sums` of the costs, largest first. `beside`: [q] the least that lies beside 1, 2, ... rollouts on
     their rank; None: nothing. O(n / num_ranks).

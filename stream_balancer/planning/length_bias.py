@@ -83,7 +83,7 @@ class LengthBias:
         self._arrived += np.bincount(_bucket(np.asarray(lengths, dtype=np.float64)), minlength=_NUM_BUCKETS)
 
     def record(self, lengths: ArrayLike, delays_dispatches: ArrayLike) -> None:
-        """One batch left.
+        """A batch left.
 
         Args:
             lengths: [n] tokens of its rollouts.

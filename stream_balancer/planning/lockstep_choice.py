@@ -1,4 +1,4 @@
-"""Who goes now where ranks meet at every micro-batch (FSDP, ZeRO-3).
+"""Choice of the rollouts that go now where ranks meet at every micro-batch (FSDP, ZeRO-3).
 
 A *lockstep* is the micro-batches of one index: it takes as long as its costliest one.
 
@@ -59,7 +59,7 @@ class CappedStep:
     """The rollouts to choose from, oldest first, and what a step has to be like."""
 
     order: CostOrder
-    """Of all W by their costs."""
+    """Order of all W by their costs."""
     tokens: Ints
     """[W] of each, at most max_tokens."""
     must: Bools
@@ -72,7 +72,7 @@ class CappedStep:
     """How many go, < W."""
     num_ranks: int
     max_tokens: int
-    """Of a micro-batch."""
+    """Token cap of a micro-batch."""
     rate: Floats | None = None
     """[num_ranks] relative speeds."""
 
@@ -299,7 +299,7 @@ def _best_runs(value: Floats, length: int, size: int, number: int) -> Ints:
 
 
 def _with_must(sorted_costs: Floats, order: Ints, go: Bools, must: Bools) -> Bools:
-    """Whoever must go and was not chosen takes the place of the chosen one nearest to it in cost. O(must * W).
+    """A rollout that must go and was not chosen takes the place of the chosen one nearest to it in cost. O(must * W).
 
     Pulling a whole run of neighbours along was measured: one lone rollout wastes less than a bad run.
     """

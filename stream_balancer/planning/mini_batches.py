@@ -117,7 +117,7 @@ def _rows_of(units: Units, some: Ints) -> Ints:
 
 
 def _among(step_of: Waiting, rows: Ints) -> Waiting:
-    """These, without deadlines: all of them go with the step."""
+    """Rows without deadlines: all of them go with the step."""
     none = np.zeros(rows.size, dtype=np.bool_)
     return Waiting(
         costs=step_of.costs[rows],

@@ -144,7 +144,7 @@ class Packer:
         return [one for one in bins if one] if place(0) else None
 
     def spread(self, bins: Bins, number: int) -> Bins:
-        """What these bins hold, evened out over `number` of them; one rollout in each if there are not more."""
+        """Content of these bins, evened out over `number` of them; one rollout in each if there are not more."""
         items = [i for one in bins for i in one]
         evened = self.pack(np.array(items, dtype=np.int64), number)
         if evened is not None:
@@ -152,7 +152,8 @@ class Packer:
         return self._fill_empty([list(one) for one in bins] + [[] for _ in range(number - len(bins))])
 
     def _pack_lightest(self, order: list[int], number: int, weight: list[float] | list[int]) -> Bins | None:
-        """Each to the lightest bin that has room (LPT with a second, hard dimension). O(n log n), rarely more."""
+        """Rollouts, each to the lightest bin that has room (LPT with a second, hard dimension). O(n log n), rarely
+        more."""
         tie_breaker = (sum(weight[i] for i in order) or 1.0) * 1e-9 / len(order)
         heap: list[tuple[float, int]] = [(0.0, one) for one in range(number)]
         room = [self.cap] * number

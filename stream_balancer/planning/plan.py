@@ -39,7 +39,7 @@ class Waiting:
     group_complete: Bools
     """[W] False while siblings are missing (then it waits, unless due); True without a group."""
     order: CostOrder | None = None
-    """Their order by cost, where it is kept; None: the planner sorts them if it has to."""
+    """Order of the rollouts by cost, where it is kept; None: the planner sorts them if it has to."""
     strata: Ints | None = None
     """[W] number of the stratum of each, -1 for none; None where no rollout has one."""
     prefix_costs: Floats | None = None
@@ -58,7 +58,7 @@ class Waiting:
         return cls(costs, np.maximum(costs, 1).astype(np.int64), zero, none, zero - 1, ~none)
 
     def sets(self, rows: Ints | None = None) -> Siblings:
-        """Those in these rows ([n]; None: all) by whose prefix they share, where prefixes are given. O(n log n)."""
+        """Rollouts in these rows ([n]; None: all) by whose prefix they share, where prefixes are given. O(n log n)."""
         assert self.prefix_costs is not None
         assert self.prefix_lengths is not None
         pick = slice(None) if rows is None else rows
@@ -141,7 +141,7 @@ class PlanKnobs:
 
 
 def step_multiple(num_ranks: int, counts: Counts, groups: Groups, group_size: int | None) -> int:
-    """Of the rollouts of a step: whole groups, and under equal counts the same number on every rank.
+    """Number that divides the rollouts of a step: whole groups, and under equal counts the same number on every rank.
 
     Examples:
         >>> step_multiple(8, "free", "same_batch", None), step_multiple(8, "equal", "same_batch", 6)
@@ -264,12 +264,12 @@ class Plan:
     sharing_cost: float = 0.0
     """Work that sharing adds: in ``loads``, over all ranks, beside that of the rollouts."""
     mini_batches: tuple[Plan, ...] = ()
-    """Of each of its mini-batches, in the order they run in; ``ranks`` has theirs one after the other. Empty where the
+    """Plans of its mini-batches, in the order they run in; ``ranks`` has theirs one after the other. Empty where the
     step is in one piece."""
 
     @property
     def pieces(self) -> tuple[Plan, ...]:
-        """Its mini-batches, or itself."""
+        """Mini-batches of the plan, or the plan itself."""
         return self.mini_batches or (self,)
 
     @property

@@ -1,4 +1,5 @@
-"""Who goes now, on which rank, in which micro-batch: the plan of a batch, from the parts that decide each question.
+"""Choice of the rollouts that go now, on which rank, in which micro-batch: the plan of a batch, from the parts that
+decide each question.
 
     Waiting, PlanKnobs --> step_size.py       how many go
                        --> selection.py       who goes: what must, then who makes a step without waste
@@ -189,7 +190,7 @@ def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go:
 
 
 def _sums_decide(knobs: PlanKnobs, shares: list[list[Ints]]) -> bool:
-    """Whether the work of each rank, which a swap evens out, decides when the step is over: not where the peaks of
+    """True if the work of each rank, which a swap evens out, decides when the step is over: not where the peaks of
     micro-batches do, or where a rank is empty."""
     in_rows = knobs.sync == "micro_batch" and max(map(len, shares)) > 1
     return not (knobs.padded or in_rows) and all(shares)
@@ -247,7 +248,7 @@ class _Times(NamedTuple):
     fair: float
     """All of them, if the work were spread evenly and micro-batches cost nothing."""
     even: bool
-    """They are done at the same time, or nearly so."""
+    """The ranks are done at the same time, or nearly so."""
 
     @classmethod
     def of(cls, waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]]) -> _Times:

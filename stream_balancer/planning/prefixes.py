@@ -148,7 +148,8 @@ def _whole_sets(siblings: Siblings, num_ranks: int, level: float, rotation: int)
 
 
 class _Pieces(NamedTuple):
-    """What a rank could give away at once: parts (all that it has of a set), single siblings, every second sibling."""
+    """Pieces that a rank could give away at once: parts (all that it has of a set), single siblings, every second
+    sibling."""
 
     held: Ints
     """All that it has, set by set, the heaviest sibling first."""
@@ -184,7 +185,7 @@ class _Pieces(NamedTuple):
         )
 
     def rollouts(self, piece: int) -> Ints:
-        """Of one of them."""
+        """Rollouts of one piece."""
         start, stop, step = self.slices[piece].tolist()
         return self.held[start:stop:step]
 

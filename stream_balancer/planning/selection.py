@@ -1,4 +1,4 @@
-"""Who goes now: which of the waiting rollouts make the next batch.
+"""Selection of the rollouts that go now: which of those that wait make the next batch.
 
     must go    due rollouts, and as many more as the skip guarantee needs
     may go     first in, first out, while that balances; outliers wait, then go together (outliers.py), where ranks
@@ -57,7 +57,7 @@ class Units:
     strata: Ints | None
     """[U] number of the stratum of each (of its oldest member), -1 for none; None where no stratum has a share."""
     order: CostOrder | None
-    """Their order by cost, where each is a rollout and it is kept; None: sort."""
+    """Order of the units by cost, where each is a rollout and it is kept; None: sort."""
 
     @staticmethod
     def of(waiting: Waiting, knobs: PlanKnobs) -> Units:

@@ -72,7 +72,7 @@ class Shareable:
 
     @property
     def may_stay_whole(self) -> bool:
-        """Nobody has to be shared."""
+        """No rollout has to be shared."""
         return bool(np.isfinite(self.parts[0]).all())
 
     def fitting(self, level: float) -> Ints:

@@ -80,7 +80,7 @@ def _least_places(step: Shareable, packer: Packer, items: Ints) -> int:
 
 
 def _packed(step: Shareable, packer: Packer, items: Ints, places: int) -> list[list[_Bin]]:
-    """These in micro-batches that take no more than so many places, for each level at which that is possible."""
+    """Items in micro-batches that take no more than so many places, for each level at which that is possible."""
     found, tried = [], set()
     bound = step.among(items).bound(places)
     for level in _LEVELS:

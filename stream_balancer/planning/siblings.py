@@ -1,4 +1,4 @@
-"""What rollouts cost whose prefix is computed once: siblings that lie in one micro-batch pay it together.
+"""Cost of rollouts whose prefix is computed once: siblings that lie in one micro-batch pay it together.
 
     cost of a micro-batch = what each of its rollouts adds to its prefix + every prefix in it, once
 

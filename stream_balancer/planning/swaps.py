@@ -160,7 +160,7 @@ _TO_SWAP = 32
 def swaps_of_groups(
     units: Units, costs: Floats, fixed: Bools, go: Bools, rate: Floats, counts: Counts
 ) -> Iterator[tuple[Bools, float]]:
-    """One chosen group for one waiting group of the same size, the most promising swap first.
+    """Swaps of a chosen group for a waiting group of the same size, the most promising swap first.
 
     A swap is worth what the ranks idle less, by a partition largest first, and by what the next step, taken from the
     oldest that stay, will wait for its heaviest rollout.

@@ -1,4 +1,4 @@
-"""What ranks have said of steps in flight that outlives ``serve``, and, with a journal, the controller: which of them
+"""Reports of ranks on steps in flight that outlive ``serve``, and, with a journal, the controller: which of them
 have acknowledged a step, what is masked in it, and which incarnations were given up; and what was said to them.
 """
 
@@ -14,7 +14,7 @@ __all__ = ["Handed"]
 
 
 class Handed:
-    """Of one balancer. ``write(fact)`` puts a row into its journal."""
+    """Reports to one balancer. ``write(fact)`` puts a row into its journal."""
 
     def __init__(self) -> None:
         self.acked: dict[int, Acked] = {}
@@ -26,7 +26,7 @@ class Handed:
         """Returns once all that was said so far is on the disk."""
 
     def follow(self, acked: dict[int, Acked], came: Iterable[Came]) -> None:
-        """What comes now follows these rows."""
+        """Rows that later reports follow."""
         self.acked, self.came = acked, {(one.role, one.rank): one for one in came}
 
     def planned(self, step: int, uid: int, ranks: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
@@ -66,7 +66,7 @@ class Handed:
         self.acked = {step: one for step, one in self.acked.items() if step in steps}
 
     def of_plan(self, step: int, uid: int) -> Acked:
-        """What is known of this plan of the step."""
+        """Reports on this plan of the step."""
         there = self.acked.get(step)
         return Acked(step, uid) if there is None or there.uid != uid else there
 

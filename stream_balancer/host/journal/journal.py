@@ -38,7 +38,7 @@ _log = logging.getLogger("stream_balancer.journal")
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """What a journal held when it was opened."""
+    """Content of a journal when it was opened."""
 
     waiting: int
     """Rollouts that wait again."""
@@ -60,7 +60,7 @@ class Recovered:
 
     @property
     def found(self) -> bool:
-        """Whether it held anything, as after a crash or an earlier run."""
+        """True if it held anything, as after a crash or an earlier run."""
         return bool(self.waiting or self.steps or self.past_ids or self.next_step)
 
 
@@ -79,9 +79,9 @@ class Journal:
             )
         self.path = Path(path)
         self.records = Records()
-        """What its rows said when it was opened, but for the rollouts."""
+        """Rows of the journal when it was opened, without the rollouts."""
         self.handed = Handed()
-        """What ranks have said of steps in flight."""
+        """Reports of ranks on steps in flight."""
         self.handed.write = self.put
         self.handed.flush = self.flush
         self._max_bytes = max_bytes
@@ -241,12 +241,12 @@ class Journal:
             )
 
     def retract(self, item: Writing) -> None:
-        """What was written has not been accepted after all."""
+        """Rollouts that were written have not been accepted after all."""
         if item.held:
             self.change(retract(range(item.number, item.number + len(item.held))))
 
     def declare(self, group_id: str, declared: Declared | None) -> None:
-        """What is declared of a group now; None: nothing any more."""
+        """Declaration of a group now; None: none any more."""
         self.change(drop(f"group {group_id}") if declared is None else put(group_of(group_id, declared)))
 
     def put(self, fact: Fact) -> None:

@@ -1,4 +1,4 @@
-"""What happens to a balancer, into its journal; and the journal's rollouts back into a balancer.
+"""Events of a balancer, into its journal; and the journal's rollouts back into a balancer.
 
 Two things wait for the disk, and not here: a put for its rollouts (:mod:`stream_balancer.host.puts`), a batch for
 its plan (:mod:`stream_balancer.host.batches`). All else is written once it has happened, and may be lost in a
@@ -33,7 +33,7 @@ class JournalObserver(Observer):
     def __init__(self, journal: Journal, core: BalancerCore) -> None:
         self.journal = journal
         self.recovered: Recovered | None = None
-        """What the journal held; None before :meth:`recover`."""
+        """Content of the journal; None before :meth:`recover`."""
         self._core = core
         self._state, self._done = State(), deque[Done]()
         self._num_done = 0  # ids in _done
@@ -118,7 +118,7 @@ class JournalObserver(Observer):
             self.journal.adopt(records)
 
     def _file(self, ids: Sequence[str]) -> Iterator[Statement]:
-        """These are done. Rows go whose ids are more than ``remember_ids`` back."""
+        """Ids that are done. Rows go whose ids are more than ``remember_ids`` back."""
         done, remember_ids = self._done, self._core.config.remember_ids
         if not ids or not remember_ids:
             return

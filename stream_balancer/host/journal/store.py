@@ -94,7 +94,7 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.torn_bytes = 0
-        """Of the commit that a crash cut short; after :meth:`open`."""
+        """Bytes of the commit that a crash cut short; after :meth:`open`."""
         self.lost_commits = ""
         """More than that which is damaged in the write-ahead log, a sentence; after :meth:`open`."""
         self._db: sqlite3.Connection | None = None
@@ -172,7 +172,7 @@ class Store:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """What cannot be read is said with its path, and what to do."""
+        """Errors of reading, with the path and the way out."""
         try:
             yield
         except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: the message quotes what is no text
@@ -183,7 +183,7 @@ class Store:
             ) from error
 
     def _check_log(self, size: int) -> None:
-        """What SQLite does not accept of the write-ahead log. More than one commit: a crash does not look so."""
+        """Bytes that SQLite does not accept of the write-ahead log. More than one commit: a crash does not look so."""
         ((_, frames, _),) = self.db.execute("pragma wal_checkpoint(passive)").fetchall()
         frame_bytes = 24 + self._number("pragma page_size")
         accepted = 32 + frames * frame_bytes if frames > 0 else 0
@@ -200,7 +200,7 @@ class Store:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def rows(self, sql: str) -> Iterator[tuple[Any, ...]]:
-        """What a query finds, untrusted. Raises JournalError where the database cannot be read."""
+        """Rows that a query finds, untrusted. Raises JournalError where the database cannot be read."""
         with self._named():
             yield from self.db.execute(sql)
 
@@ -310,7 +310,7 @@ class Store:
         )
 
     def _refused(self, num_bytes: int) -> int | None:
-        """What the operating system says to so many bytes more, which SQLite does not pass on."""
+        """The operating system's error for so many bytes more, which SQLite does not pass on."""
         probe = self.folder / "probe"
         try:
             with probe.open("wb") as file:

@@ -37,7 +37,7 @@ _log = logging.getLogger("stream_balancer.journal")
 
 @dataclass(slots=True, eq=False)
 class Writing:
-    """What is to be written together, and who waits for it and for all before."""
+    """Rows to be written together, and the tasks that wait for them and for all before."""
 
     statements: Sequence[Statement] = ()
     held: Sequence[Held] = ()

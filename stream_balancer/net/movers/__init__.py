@@ -30,8 +30,8 @@ __all__ = ["attach", "available"]
 
 
 def available(wanted: Sequence[str], *, again: bool = False) -> tuple[str, ...]:
-    """Those of ``wanted`` that this system has. Raises ValueError for one that there is not. ``again``: a rank that was
-    there before goes by the socket, because torch's pairs are built once and may have broken."""
+    """Movers of ``wanted`` that this system has. Raises ValueError for one that there is not. ``again``: a rank that
+    was there before goes by the socket, because torch's pairs are built once and may have broken."""
     unknown = [name for name in wanted if name not in NUMBERS]
     if unknown:
         raise ValueError(f"no mover is called {unknown[0]!r}; there are {', '.join(NUMBERS)}")

@@ -1,4 +1,4 @@
-"""What the movers share."""
+"""Common parts of the movers."""
 
 from __future__ import annotations
 

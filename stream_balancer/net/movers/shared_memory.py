@@ -68,7 +68,7 @@ class _Buffer:
 
 
 class SharedMemory:
-    """One end."""
+    """An end of the mover."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -62,7 +62,7 @@ def available() -> bool:
 
 
 class _Sent(NamedTuple):
-    """What must live until the other end has it: gloo's own operations keep nothing."""
+    """Objects that must live until the other end has them: gloo's own operations keep nothing."""
 
     payload: Payload
     staged_bytes: int
@@ -79,7 +79,7 @@ class _Arrival(NamedTuple):
 
 
 class TorchDist:
-    """One end. Threads: one of gloo's for all pairs of the process, and one here where bytes arrive."""
+    """An end of the mover. Threads: one of gloo's for all pairs of the process, and one here where bytes arrive."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -124,7 +124,7 @@ class TorchDist:
         note(self._connection, "torch_dist", b"R")
 
     def _prove(self, group: Any) -> None:
-        """Who has connected to gloo's port must be who is at the other end of the connection."""
+        """Proof that the peer at gloo's port is the one at the other end of the connection."""
         import torch
 
         mine, theirs = (self._proof(side) for side in (self._me, 1 - self._me))
