@@ -168,6 +168,14 @@ def test_outliers_go_as_many_as_ranks_and_tokens_vary_little():
     assert figures[:, 2].std() / figures[:, 2].mean() <= 0.2
 
 
+@pytest.mark.parametrize(("sigma", "longest"), [(0.6, 6_000), (0.9, 4_000)])
+def test_rollouts_cut_at_the_longest_length_go_in_locksteps_of_their_own(sigma, longest):
+    lengths = tails(44, 128 * 30, sigma, longest)  # an eighth, and a third, are cut
+    figures = run(lengths, capped(8, 128, longest), 256, 28, warm_up=8)
+    before = run(lengths, capped(8, 128, longest, 0), 128, 28, warm_up=8)
+    assert idle(figures) <= 0.8 * idle(before)
+
+
 @given(st.data())
 def test_nobody_is_passed_over_too_often_whatever_the_knobs(data):
     ranks = data.draw(st.integers(1, 3))
