@@ -236,7 +236,7 @@ class RankFeed(OfOneProcess):
                 f"with their weights and feed.load_state_dict({{'next_step': {step + 1}}}), said when finish() gave "
                 "None",
             )
-        for number in [number for number in held.parts if number < port.loaded]:
+        for number in [number for number in held.parts if number < (held.weights or 0)]:
             held.has_finished(held.parts[number], ack=self._auto_ack)  # the weights came with it
         # of a role, a step that is done stays until its columns are used
         waiting = (number for number, part in held.parts.items() if not (port.who.role and part.is_done))

@@ -131,9 +131,7 @@ class Port:
         self.held = Held(
             RankId(who.role, who.rank), who.seat, seats=who.seats, meets=False, weights=next_step, acked=next_step or 0
         )
-        self.loaded = next_step or 0
         self._was_in = False
-        """Steps before this one came with the weights: they are not trained on again."""
         self.known: dict[int, Known] = {}
         self.times: dict[int, tuple[float, float | None, float]] = {}
         """Times of finished steps: seconds, seconds timed by the trainer, seconds waited."""
@@ -201,7 +199,7 @@ class Port:
     def load(self, next_step: int, *, ack: bool) -> None:
         """The weights contain all steps before this one: they are a checkpoint's, or another rank's. The lock is
         held."""
-        self.loaded = self.held.weights = next_step
+        self.held.weights = next_step
         if self.left_behind is not None and self.left_behind.step < next_step:
             self.left_behind = None
         if next_step:

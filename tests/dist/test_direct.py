@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -20,9 +19,6 @@ from helpers import attend, until
 from remote_producer import Rank, RemoteProducer, fingerprint, make, names
 
 import stream_balancer as sb
-from stream_balancer.net.address import TcpDialer
-from stream_balancer.net.listener import split_address
-from stream_balancer.net.session import Session
 from stream_balancer.wire.codec import RemoteRollout
 
 Served = tuple[sb.StreamBalancer, sb.TorchTransport]
@@ -187,33 +183,6 @@ async def test_tokens_in_flight_that_died_with_their_producer_are_masked_and_cou
     assert balancer.statistics().evicted["lost"] == 3
     assert "3 rollouts are gone with their producer and are masked" in caplog.text
     assert "the victim" in caplog.text
-
-
-def noise(address: str) -> None:
-    host, port = split_address(address)
-    for seed in range(5):
-        with socket.create_connection((host, port), timeout=GUARD_S) as sock:
-            sock.sendall(random.Random(seed).randbytes(500))
-
-
-async def test_hostile_bytes_at_a_producer_s_port_disturb_nobody() -> None:
-    async with served(1, batch_size=4, window=4) as (balancer, transport):
-        async with sb.connect(transport.address, hand_over="direct") as producer:
-            for n in range(4):
-                await producer.put(make(30, f"r{n}"))
-            remote = balancer.snapshot().waiting[0]
-            assert isinstance(remote, RemoteRollout)
-            owner = remote.handle.owner
-            del remote  # whoever holds it needs its payload
-            await anyio.to_thread.run_sync(noise, owner.address)
-            for args in (None, [[0, 2, 2, 8]], [[-1, 1, 0, 8]], "0"):  # of a rank: strangers do not come that far
-                session = Session(TcpDialer(owner.address, token=owner.token.decode()), "fetcher")
-                with pytest.raises(sb.RefusedError, match=r"fetch|wanted"):
-                    await session.ask("fetch", args)
-            rank = Rank(transport.address, 0, 1)
-            balancer.end()
-            told = await anyio.to_thread.run_sync(rank.told)
-            assert trained([told]).keys() == {f"r{n}" for n in range(4)}
 
 
 async def test_payloads_are_held_until_acknowledged_and_then_dropped() -> None:
