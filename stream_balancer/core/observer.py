@@ -107,14 +107,14 @@ class Observers(list[Observer]):
     def __init__(self) -> None:
         super().__init__()
         self._known: list[Observer] = []  # those that _handlers was made for
-        self._handlers: dict[str, list[Callable[..., object]]] = {}
+        self._handlers: dict[str, list[Callable[..., object]]] = {name: [] for name in EVENTS}
 
     def emit(self, event: str, *values: object) -> None:
         """Notify every observer that has written this event. O(those)."""
         if self != self._known:
             self._known = list(self)
             self._handlers = {name: _handlers_of(name, self) for name in EVENTS}
-        for handler in self._handlers.get(event, ()):
+        for handler in self._handlers[event]:
             try:
                 handler(*values)
             except Exception:  # noqa: BLE001  # see the module's docstring

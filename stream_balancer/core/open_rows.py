@@ -23,7 +23,7 @@ __all__ = ["make_row", "make_whole", "ready_rows"]
 def ready_rows(state: State, opened: OpenStep) -> NDArray[np.int64]:
     """Rows of the buffer that leave before the step is complete; empty while too few wait. O(n log n), and O(1) where
     none has come that could make a row."""
-    if state.triggers.num_sendable()[1] - opened.num_taken < least_rollouts(state.config):
+    if state.triggers.sendable().ready - opened.num_taken < least_rollouts(state.config):
         return np.empty(0, dtype=np.int64)
     may = state.triggers.available(np.zeros(len(state.buffer), dtype=np.bool_))
     return opened.choose(state.config, state.buffer, may, complete=False)

@@ -78,7 +78,7 @@ class Throttle:
     def is_stuck(self, state: State) -> bool:
         """True if the window cannot fill while nothing more may begin: not with what is running, though a full batch is
         ready; or nothing is running, and anything is ready. Then a force flush is due. O(1)."""
-        (_, ready), config = state.triggers.num_sendable(), state.config
+        ready, config = state.triggers.sendable().ready, state.config
         if self.running == 0:
             return ready > 0
         return ready >= config.batch_size and self.running + len(state.buffer) < config.window

@@ -24,11 +24,11 @@ from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.staleness import Staleness
 from stream_balancer.types import Reason
 
-__all__ = ["Triggers"]
+__all__ = ["Sendable", "Triggers"]
 
 
-class _Sendable(NamedTuple):
-    """The waiting rollouts that are not held back for their age."""
+class Sendable(NamedTuple):
+    """Of the waiting rollouts, those not held back for their age."""
 
     waiting: int
     ready: int
@@ -49,7 +49,7 @@ class Triggers:
         self._staleness = staleness
         self._force_flush = False  # a put found no room since the last dispatch
         self._not_before = -math.inf  # no deadline batch before then: too few are ready
-        self._sendable: _Sendable | None = None  # counted when it is asked for
+        self._sendable: Sendable | None = None  # counted when it is asked for
 
     def force_flush(self) -> None:
         """The window counts as full until the next dispatch."""
@@ -72,7 +72,7 @@ class Triggers:
 
         Never a time at which there has just been no reason, so waiting until then does not spin.
         """
-        waiting, ready = self.num_sendable()
+        waiting, ready, oldest = self.sendable()
         if not waiting:
             return math.inf
         if self.ended or self._window_is_full(ready) or self._full_batch_is_due(ready):
@@ -80,18 +80,18 @@ class Triggers:
         # Only a put can help then, and a put wakes whoever waits.
         if self.config.deadline_s is None or waiting < self.config.min_batch_size:
             return math.inf
-        return max(self._oldest_arrival() + self.config.deadline_s, self._not_before)
+        return max(oldest + self.config.deadline_s, self._not_before)
 
     def reason(self, now: float, due: NDArray[np.bool_]) -> tuple[Reason | None, int]:
         """Why a batch leaves now, and how many rollouts could go with it; None if none does. O(n)."""
-        (_, ready), available = self.num_sendable(), self.num_available(due)
+        (_, ready, oldest), available = self.sendable(), int(np.count_nonzero(self.available(due)))
         if self.ended:
             return ("drain", available) if available else (None, 0)
         if self._window_is_full(ready) and available:
             return "window", available
         deadline = self.config.deadline_s
         if (
-            deadline is not None and now >= self._oldest_arrival() + deadline
+            deadline is not None and now >= oldest + deadline
         ):  # =, not >: who was woken exactly then would be sent to sleep until then, again and again
             if available >= self.config.min_batch_size:
                 return "deadline", available
@@ -130,10 +130,6 @@ class Triggers:
         arrivals = self._buffer.arrived_at[~self._buffer.complete & ~due]
         return float(arrivals.min()) + deadline_s if arrivals.size else math.inf
 
-    def _oldest_arrival(self) -> float:
-        """Oldest arrival of those that may leave now; inf if there are none."""
-        return self._count_sendable().oldest_arrival if self._staleness.num_held_back else self._buffer.oldest_arrival
-
     # -- which ---------------------------------------------------------------------------------------------------------
 
     def due(self, now: float) -> NDArray[np.bool_]:
@@ -147,10 +143,6 @@ class Triggers:
             due |= self._buffer.arrived_at + self.config.deadline_s <= now
         return due
 
-    def num_available(self, due: NDArray[np.bool_]) -> int:
-        """Rollouts that may go. O(n)."""
-        return int(np.count_nonzero(self.available(due)))
-
     def available(self, due: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """[n] which rollouts may go: complete groups, and incomplete ones that have a due sibling; none held back for
         age. O(n)."""
@@ -160,20 +152,15 @@ class Triggers:
             may = may | np.isin(labels, np.unique(labels[due & ~may]))
         return may & ~self._staleness.held_back() if self._staleness.num_held_back else may
 
-    def num_sendable(self) -> tuple[int, int]:
-        """Waiting rollouts that are not held back for their age, and how many of these are ready, since their groups
-        are complete. O(1) where none is held back; else O(n) once after every change."""
-        if not self._staleness.num_held_back:
-            return len(self._buffer), self._buffer.num_ready
-        sendable = self._count_sendable()
-        return sendable.waiting, sendable.ready
-
-    def _count_sendable(self) -> _Sendable:
+    def sendable(self) -> Sendable:
+        """Waiting rollouts that are not held back for their age. O(1) where none is held back; else O(n) once after
+        every change."""
         if self._sendable is None:
-            rows = np.flatnonzero(~self._staleness.held_back())
-            self._sendable = _Sendable(
-                waiting=rows.size,
-                ready=int(np.count_nonzero(self._buffer.complete[rows])),
-                oldest_arrival=float(self._buffer.arrived_at[rows[0]]) if rows.size else math.inf,
-            )
+            buffer, held_back = self._buffer, self._staleness.num_held_back
+            self._sendable = Sendable(buffer.num_waiting, buffer.num_ready, buffer.oldest_arrival)
+            if held_back:
+                free = ~self._staleness.held_back()
+                oldest = buffer.arrived_at[free][:1].tolist() or [math.inf]
+                ready = int(np.count_nonzero(buffer.complete & free))
+                self._sendable = Sendable(int(np.count_nonzero(free)), ready, oldest[0])
         return self._sendable

@@ -1,0 +1,91 @@
+"""What holds for a core after every call, whatever was asked of it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stream_balancer.core.buffer import Buffer
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.types import Rollout
+
+__all__ = ["verify", "verify_buffer"]
+
+
+def verify(core: BalancerCore) -> None:
+    """Nothing is lost or doubled, and every count is what would be counted now."""
+    state = core.state
+    verify_buffer(state.buffer)
+    batches, again = state.in_flight.batches(), state.in_flight.num_redelivering
+    assert [batch.step for batch in batches] == sorted(batch.step for batch in batches)
+    assert all(batch.step < state.in_flight.next_step for batch in batches)
+    assert again == sum(batch.num_rollouts for batch in batches if batch not in state.in_flight.delivered())
+    flying = [r.rollout_id for batch in batches for r in batch.rollouts if not r.is_padding]
+    waiting = [r.rollout_id for r in state.buffer.rollouts()]
+    counts = state.counts
+    assert counts.accepted == len(waiting) + len(flying) + counts.acknowledged + counts.evicted.total()
+    assert len({*waiting, *flying}) == len(waiting) + len(flying)
+    assert state.ids.held == {*waiting, *flying}
+    _verify_ages(core)
+
+
+def verify_buffer(buffer: Buffer) -> None:
+    """Columns, order, and groups are those of the rollouts that wait."""
+    rollouts = buffer.rollouts()
+    assert len(rollouts) == len(buffer) == buffer.by_cost().size
+    assert all(isinstance(r, Rollout) for r in rollouts)
+    assert buffer.lengths.tolist() == [r.num_tokens for r in rollouts]
+    assert buffer.num_tokens == sum(r.num_tokens for r in rollouts)
+    assert buffer.num_bytes == sum(r.nbytes for r in rollouts)
+    assert buffer.by_cost().tolist() == np.argsort(buffer.costs, kind="stable").tolist()
+    numbers = [-1 if r.stratum is None else buffer.strata.number_of(r.stratum) for r in rollouts]
+    assert buffer.stratum_numbers.tolist() == numbers
+    assert np.all(np.diff(buffer.arrived_at) >= 0)
+    assert buffer.num_ready == int(np.count_nonzero(buffer.complete))
+    _verify_groups(buffer, rollouts)
+
+
+def _verify_groups(buffer: Buffer, rollouts: list[Rollout]) -> None:
+    groups = buffer.groups
+    if groups.size is None:
+        assert (groups.num_awaited, groups.num_incomplete) == (0, 0)
+        return
+    assert len(groups.closed()) <= max(groups.remember, 1)
+    waiting: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        if rollout.group_id is not None:
+            waiting.setdefault(rollout.group_id, []).append(rollout)
+    labels = [groups.label_of(name) for name in waiting]
+    assert None not in labels
+    assert len(set(labels)) == len(labels)
+    lacking = 0
+    for name, siblings in waiting.items():
+        rows = [row for row, one in enumerate(rollouts) if one.group_id == name]
+        assert set(buffer.labels[rows].tolist()) == {groups.label_of(name)}
+        lacks = max(groups.size_of(name) - groups.num_arrived(name), 0) if not groups.is_abandoned(name) else 0
+        assert groups.has_waiting(name)
+        assert len({one.execution_id or one.rollout_id for one in siblings}) <= groups.num_arrived(name)
+        assert buffer.complete[rows].all() == (lacks == 0)
+        assert (name in groups.incomplete()) == (lacks > 0)
+        lacking += lacks
+    assert groups.num_awaited == lacking
+    # a group that has come, or of which all has left, is not kept
+    for name, arrived in groups.arrived().items():
+        assert groups.has_waiting(name) == (name in waiting)
+        assert name in waiting or name in groups.open_sizes() or 0 < arrived < groups.size_of(name)
+
+
+def _verify_ages(core: BalancerCore) -> None:
+    """What is due or held back for its age, counted anew."""
+    state, config = core.state, core.config
+    staleness, versions, labels = state.staleness, state.buffer.versions, state.buffer.labels
+    held, due = staleness.held_back(), staleness.due()
+    if config.max_staleness is None or staleness.version is None:
+        assert not held.any()
+        assert not due.any()
+        return
+    oldest = staleness.version - config.max_staleness + state.in_flight.steps_ahead
+    assert staleness.num_due == int(due.sum()) == int((versions <= oldest).sum())
+    alone = (versions < oldest) & (config.on_stale == "evict")
+    assert staleness.num_held_back == int(alone.sum())
+    assert (held == (alone | ((labels >= 0) & np.isin(labels, labels[alone])))).all()
+    assert state.triggers.sendable()[:2] == (int((~held).sum()), int((state.buffer.complete & ~held).sum()))
