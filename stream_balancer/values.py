@@ -330,7 +330,7 @@ def plain_version(value: object) -> Version:
 
 
 def plain_policy_version(value: object) -> int:
-    """One version: an int with room to add and subtract in 64 bits."""
+    """A version: an int with room to add and subtract in 64 bits."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise RolloutError(f"must be an int (a rollout's may be (oldest, newest)), not {_short(value)}")
     if not -MAX_VERSION <= value < MAX_VERSION:

@@ -340,7 +340,7 @@ class Port:
         held.take(Drop(held.rank, held.seat, message.step, message.met))
 
     def _on_fetched(self, work: m.Work, arrived: Arrived, missing: Sequence[Missing]) -> None:
-        """Its payloads are here, as far as they exist."""
+        """Payloads of the item are here, as far as they exist."""
         with self.lock:
             causes = {one.rollout_id: one.cause for one in missing}
             arrived.decoded.mask(causes)

@@ -86,7 +86,7 @@ class Observer:
 
 
 EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_"))
-"""What an observer may be notified of."""
+"""Events that an observer may be notified of."""
 
 
 class Learner(Observer):

@@ -28,7 +28,7 @@ __all__ = ["Sendable", "Triggers"]
 
 
 class Sendable(NamedTuple):
-    """Of the waiting rollouts, those not held back for their age."""
+    """Waiting rollouts that are not held back for their age."""
 
     waiting: int
     ready: int

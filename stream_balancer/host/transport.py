@@ -39,7 +39,7 @@ class Transport(Protocol):
 
 
 _SERVICES: WeakKeyDictionary[Any, Service] = WeakKeyDictionary()
-"""Of networks in memory. What outlives one run of ``serve``."""
+"""Services of networks in memory, which outlive one run of ``serve``."""
 
 
 def service_of(transport: Any) -> Service:

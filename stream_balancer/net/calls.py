@@ -104,7 +104,7 @@ class Pending:
 
 
 Over: TypeAlias = Callable[[Pending], Exception]
-"""What calls raise when there is no connection any more."""
+"""The error that calls raise when there is no connection any more."""
 
 
 class Caller(ABC):

@@ -149,7 +149,7 @@ class _Task:
         return float((np.array(work) / rates + self.overhead * numbers).max())
 
     def improved(self, ranks: list[Bins], number: int) -> _Layout:
-        """These bins with rollouts exchanged, until nothing is left to gain, no exchange helps, or the budget is
+        """Bins with rollouts exchanged, until nothing is left to gain, no exchange helps, or the budget is
         spent."""
         packer, tokens = self.packer, np.array(self.packer.token_list, dtype=np.int64)
         rank_of = np.empty(tokens.size, dtype=np.int64)

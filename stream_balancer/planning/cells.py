@@ -1,4 +1,4 @@
-"""One search for every layout: exchanges of up to two rollouts for two, between cells that have to be alike.
+"""The search for every layout: exchanges of up to two rollouts for two, between cells that have to be alike.
 
 A *cell* is what one rank runs between two meetings of all ranks; the cells that run at the same time are a *row*, which
 takes as long as its last cell. Ranks that meet once a step have one row; ranks that meet at every micro-batch have a
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .packing import Bins
 
 _ROUND_WORK, _PACK_WORK = 4_000, 6_000
-"""What a round costs beside the exchanges it compares, and packing two cells, in the same unit."""
+"""Work of a round beside the exchanges it compares, and packing two cells, in the same unit."""
 
 _SINGLE_ROUNDS = 8
 """Rounds of one-for-one exchanges; two for two cost more and help when the cells are nearly alike."""
@@ -74,7 +74,7 @@ class Limit(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """What one cell of each pair could give away."""
+    """Rollouts that one cell of each pair could give away."""
 
     cells: Ints
     """[pairs]"""
@@ -138,7 +138,7 @@ class Cells:
 
     @classmethod
     def of(cls, cell_of: Ints, work: Floats, num_ranks: int, *, rows: int = 1, **rest: Any) -> Cells:
-        """One layout; ``cell_of``: [n] the cell of each rollout."""
+        """A layout; ``cell_of``: [n] the cell of each rollout."""
         held = np.bincount(cell_of, minlength=rows * num_ranks)
         slots = np.full((held.size, int(held.max())), work.size)
         order = np.argsort(cell_of, kind="stable")
@@ -147,7 +147,7 @@ class Cells:
         return cls(work, slots, num_ranks, rows=rows, **rest)
 
     def _weigh(self, cells: Ints) -> None:
-        """What these hold now, and when they are done."""
+        """Content of these cells now, and their finish."""
         rows = self.slots[cells]
         self._load[cells] = self.finish[cells] = self._work[rows].sum(axis=1)
         self._held[cells] = (rows < self._none).sum(axis=1)
@@ -219,7 +219,7 @@ class Cells:
         return True, spent
 
     def _side(self, cells: Ints, size: int, turn: int) -> _Side:
-        """What these cells could give: of a long one another stretch every round; and nobody."""
+        """Rollouts that these cells could give: of a long one another stretch every round; and nobody."""
         width = self.slots.shape[1] if self._even else max(int(self._held[cells].max()), 1)
         columns = _columns(width, _COLUMNS[size], turn if width > _COLUMNS[size] else 0, 0 if self._even else size)
         return _Side(cells, self.slots[cells[:, None], columns], columns, _choices(columns.size, size))

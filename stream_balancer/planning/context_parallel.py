@@ -39,7 +39,7 @@ _BUDGET = 1_500_000
 """Elementary operations that the placements of a plan may spend."""
 
 _EACH, _ROUND_WORK = 200, 4_000
-"""What placing a rollout, and a round of exchanges beside what it compares, cost in the same unit."""
+"""Work of placing a rollout, and a round of exchanges beside what it compares, cost in the same unit."""
 
 _LESS = 1e-9
 """A gain within rounding is no gain."""

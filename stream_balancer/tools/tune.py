@@ -158,7 +158,7 @@ def _check(max_added_age: float, tolerance: float, asked: _Asked) -> None:
 
 
 def _settings(base: BalancerConfig, batch_s: float, asked: _Asked) -> list[BalancerConfig]:
-    """Each once, smallest window first, without what the config refuses."""
+    """Settings, each once, smallest window first, without those that the config refuses."""
     found: dict[tuple[Any, ...], BalancerConfig] = {}
     window_knob, capacity_knob = _knobs(base)
     for window in sorted(set(asked.windows or _windows(base, asked))):
