@@ -148,6 +148,8 @@ class Groups:
         group = self._groups.pop(group_id, None)
         if group is not None:
             self._free_labels.append(group.label)
+            if group.declared and group_id not in self._closed:
+                self.changed.append(group_id)
 
     def abandon(self, group_id: str) -> None:
         """Siblings that still come are not wanted; those that wait are being trained on. O(1)."""
