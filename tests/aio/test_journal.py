@@ -328,23 +328,6 @@ async def test_a_retried_put_is_accepted_once(tmp_path: Path) -> None:
             await balancer.put(make_rollout(3, "a"))
 
 
-async def test_groups_are_counted_on(tmp_path: Path) -> None:
-    """A group some of whose siblings have left before the crash needs only the others."""
-    knobs = config(group_size=4, deadline_s=0.001, min_batch_size=2)
-    async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
-        for name in ("a", "b"):
-            await balancer.put(make_rollout(3, name, group_id="g"))
-        first = await anext(balancer.batches())
-        assert first.incomplete_groups == ("g",)
-        await balancer.put(make_rollout(3, "c", group_id="g"))
-        after = await crash(balancer)
-    async with sb.StreamBalancer(config(group_size=4), journal=after) as balancer:
-        verify(balancer.parts.core)
-        assert balancer.parts.core.state.buffer.groups.arrived() == {"g": 3}
-        await balancer.put(make_rollout(3, "d", group_id="g"))
-        assert balancer.parts.core.state.buffer.num_ready == 2
-
-
 async def test_put_group_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     async with sb.StreamBalancer(config(group_size=2), journal=tmp_path / "j") as balancer:
         await balancer.put_group([make_rollout(3, name, group_id="g") for name in ("a", "b")])
@@ -353,78 +336,6 @@ async def test_put_group_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
         after = await crash(balancer)
     async with sb.StreamBalancer(config(group_size=2), journal=after) as balancer:
         assert waiting(balancer) == ["a", "b"]
-
-
-async def test_evicted_rollouts_stay_evicted(tmp_path: Path) -> None:
-    evicted: list[str] = []
-    knobs = config(max_staleness=1)
-    async with sb.StreamBalancer(
-        knobs, journal=tmp_path / "j", on_evict=lambda r, _: evicted.append(r.rollout_id)
-    ) as balancer:
-        for version in (1, 2, 3):
-            await balancer.put(make_rollout(3, f"v{version}", version=version))
-        balancer.set_version(3)
-        await balancer.put(make_rollout(3, "late", version=0))
-        after = await crash(balancer)
-    assert evicted == ["v1", "late"]
-    async with sb.StreamBalancer(knobs, journal=after) as balancer:
-        assert waiting(balancer) == ["v2", "v3"]
-        assert balancer.statistics().evicted == {"stale": 2, "lost": 0, "filtered": 0, "abandoned": 0}
-        with pytest.raises(sb.DuplicateRolloutError):
-            await balancer.put(make_rollout(3, "late", version=3))
-
-
-async def test_what_was_lost_may_be_put_again_after_a_crash(tmp_path: Path) -> None:
-    """While it waited; or from a batch, whose other rollouts were trained on."""
-    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
-        for rollout in make_rollouts([3] * 5):
-            await balancer.put(rollout)
-        batch = await anext(balancer.batches(auto_ack=False))
-        first, *others = (r.rollout_id for r in batch.rollouts)
-        (last,) = balancer.parts.core.evict_lost(lambda rollout: True)
-        balancer.parts.core.mark_missing(batch.step, [first])
-        balancer.acknowledge(batch.step)
-        before = balancer.statistics()
-        after = await crash(balancer)
-    async with sb.StreamBalancer(config(), journal=after) as balancer:
-        now = balancer.statistics()
-        assert (now.acknowledged, now.evicted, now.accepted) == (before.acknowledged, before.evicted, before.accepted)
-        for name in (first, last):
-            await balancer.put(make_rollout(3, name))
-        for name in others:
-            with pytest.raises(sb.DuplicateRolloutError):
-                await balancer.put(make_rollout(3, name))
-
-
-@pytest.mark.parametrize("taken_again", [False, True])
-async def test_a_batch_given_back_survives_with_its_plan(tmp_path: Path, taken_again: bool) -> None:
-    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
-        for rollout in make_rollouts([3, 5, 2, 4]):
-            await balancer.put(rollout)
-        batches = balancer.batches(auto_ack=False)
-        first = await anext(batches)
-        balancer.nack(first.step)
-        if taken_again:
-            assert await anext(batches) is first
-        after = await crash(balancer)
-    async with sb.StreamBalancer(config(), journal=after) as balancer:
-        again = await anext(balancer.batches())
-        assert (again.step, ids_of(again)) == (first.step, ids_of(first))
-
-
-async def test_what_was_turned_down_stays_so_after_a_crash(tmp_path: Path) -> None:
-    keep = config(group_size=2)
-    async with sb.StreamBalancer(
-        keep, journal=tmp_path / "j", accept=lambda rollouts: rollouts[0].group_id != "bad"
-    ) as balancer:
-        for name in ("good", "bad"):
-            for n in range(2):  # the first sibling is on the disk before the verdict
-                await balancer.put(make_rollout(3, f"{name}{n}", group_id=name))
-        after = await crash(balancer)
-    async with sb.StreamBalancer(keep, journal=after) as balancer:
-        assert waiting(balancer) == ["good0", "good1"]
-        with pytest.raises(sb.DuplicateRolloutError):
-            await balancer.put(make_rollout(3, "bad0", group_id="bad"))
 
 
 async def test_for_other_ranks_the_plan_is_made_anew(tmp_path: Path) -> None:
@@ -621,21 +532,6 @@ def test_threads_and_plain_loops(tmp_path: Path) -> None:
 # -- cancelled ---------------------------------------------------------------------------------------------------------
 
 
-@ways
-@pytest.mark.parametrize("passes", range(MAX_PASSES))
-async def test_a_cancelled_put_is_not_in_the_journal(tmp_path: Path, how: How, passes: int) -> None:
-    """Cancelled at every pass: before it is written, while it is, and once it is but before the task runs again."""
-    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
-        outcome = await cancelled_after(passes, how, lambda: balancer.put(make_rollout(3, "victim")), checkpoint)
-        assert waiting(balancer) == ["victim"] * outcome.finished
-        after = await crash(balancer)
-        await balancer.put(make_rollout(3, "next"))
-    async with sb.StreamBalancer(config(), journal=after) as balancer:
-        assert waiting(balancer) == ["victim"] * outcome.finished
-        assert balancer.recovered is not None
-        assert balancer.recovered.waiting == outcome.finished
-
-
 async def test_a_put_cancelled_while_it_is_being_written(tmp_path: Path, disk: Disk) -> None:
     """Once in the queue, once between the write and the sync."""
     async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
@@ -655,7 +551,7 @@ async def test_a_put_cancelled_while_it_is_being_written(tmp_path: Path, disk: D
 
 
 @ways
-@pytest.mark.parametrize("passes", range(MAX_PASSES))
+@pytest.mark.parametrize("passes", range(0, 3 * MAX_PASSES, 2))
 async def test_a_put_cancelled_on_its_way_is_not_in_the_journal(tmp_path: Path, how: How, passes: int) -> None:
     """Through accept=, the disk, and the wait for room."""
 
@@ -669,10 +565,10 @@ async def test_a_put_cancelled_on_its_way_is_not_in_the_journal(tmp_path: Path, 
         batches = balancer.batches(auto_ack=False)
 
         async def make_room() -> None:
-            await anyio.sleep(0.001 * (passes % 4))
+            await anyio.sleep(0.001 * (passes % 7))
             await anext(batches)
 
-        outcome = await cancelled_after(3 * passes, how, lambda: balancer.put(make_rollout(2, "victim")), make_room)
+        outcome = await cancelled_after(passes, how, lambda: balancer.put(make_rollout(2, "victim")), make_room)
         assert ("victim" in waiting(balancer)) == outcome.finished
         after = await crash(balancer)
     async with sb.StreamBalancer(config(), journal=after) as balancer:
@@ -983,18 +879,6 @@ async def test_a_cancelled_put_declares_nothing(tmp_path: Path) -> None:
         groups = balancer.parts.core.state.buffer.groups
         assert (groups.open_sizes(), groups.closed()) == ({"g": 3}, {})
         assert len(waiting(balancer)) == 4
-
-
-async def test_so_many_closed_groups_are_kept_in_a_journal(tmp_path: Path) -> None:
-    knobs = config(group_size=4, window=4, capacity=16, remember_ids=2)
-    async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
-        for name in "abcd":
-            await balancer.close_group(name)
-        after = await crash(balancer)
-    with closing(sqlite3.connect(after / "journal.db")) as db:
-        assert db.execute("select count(*) from facts where key like 'group %'").fetchone() == (2,)
-    async with sb.StreamBalancer(knobs, journal=after) as balancer:
-        assert balancer.parts.core.state.buffer.groups.closed() == {"c": 0, "d": 0}
 
 
 async def test_a_put_cancelled_on_its_way_to_the_disk_declares_nothing(tmp_path: Path, disk: Disk) -> None:

@@ -242,7 +242,7 @@ def _crash_test(folder: Path, kills: int, least: int, seed: int, interval_s: flo
 def _opened(folder: Path) -> Any:
     journal = sb.Journal(folder)
     try:
-        return journal.open(0)
+        return journal.open()
     finally:
         anyio.run(journal.aclose)
 

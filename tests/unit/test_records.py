@@ -180,7 +180,20 @@ def test_a_group_closed_by_a_put_that_was_cut_short_has_what_is_there(planned: b
 # -- the journal's rows, after anything that may happen ----------------------------------------------------------------
 
 
-EVENTS = [*["put"] * 6, "twice", "plan", "plan", "done", "done", "lost", "void", "version", "close", "abandon"]
+EVENTS = [
+    *["put"] * 6,
+    "twice",
+    "plan",
+    "plan",
+    "done",
+    "done",
+    "lost",
+    "void",
+    "version",
+    "close",
+    "abandon",
+    "filtered",
+]
 
 
 class AtOnce:
@@ -229,7 +242,7 @@ class Run:
         core, chance = self.core, self.chance
         flying = [batch.step for batch in core.in_flight()]
         version = core.state.staleness.version or 0
-        group = f"g{chance.randrange(4)}"
+        group = f"g{chance.randrange(8)}"
         match chance.choice(EVENTS):
             case "put":
                 self.put(f"r{self.puts}", chance.choice([group, None]), version)
@@ -239,7 +252,14 @@ class Run:
                 core.force_flush()
                 core.poll(0.0)
             case "done" if flying:
-                core.acknowledge(chance.choice(flying))
+                batch = chance.choice(core.in_flight())
+                missing = [r.rollout_id for r in batch.rollouts if chance.random() < 0.2]
+                core.mark_missing(batch.step, missing)
+                core.acknowledge(batch.step)
+                assert not {*missing} & core.state.ids.past.keys(), "they may be put again"
+            case "filtered":
+                core.filter_out([make_rollout(2, f"bad{self.puts}", version=version, group_id=f"bad{self.puts}")], 0.0)
+                self.puts += 1
             case "void" if flying:
                 core.nack(chance.choice(flying))
             case "lost" if self.ids():  # and its producer puts it again
