@@ -252,17 +252,18 @@ def _columns_with_loss_mask(flat: FlatColumns) -> dict[str, Tensor]:
     return columns | {"loss_mask": mask}
 
 
-def _scalars(flat: FlatColumns, dtype: torch.dtype) -> dict[str, Tensor]:
-    """``[n]`` each. float32 by default: a float64 scalar would turn a float32 loss into float64."""
-    device = flat.tokens["input_ids"].device
-    return {name: torch.tensor(values, dtype=dtype, device=device) for name, values in flat.scalars.items()}
-
-
-def _executions(flat: FlatColumns, columns: Mapping[str, Tensor]) -> Sequence[tuple[int, int]]:
-    if flat.executions is not None:
-        return flat.executions
-    masks = torch.split(columns["loss_mask"], list(flat.lengths))
-    return [(1, int(torch.count_nonzero(mask[1:]))) for mask in masks]
+def _begin(flat: FlatColumns, layout: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Flat columns of a layout, and the fields that all layouts have. ``[n]`` scalars are float32 by default: a float64
+    scalar would turn a float32 loss into float64."""
+    if flat.shared is not None and layout != "packed":
+        raise flat.shared.not_as(layout)
+    columns = _columns_with_loss_mask(flat)
+    executions, device = flat.executions, columns["input_ids"].device
+    if executions is None:
+        masks = torch.split(columns["loss_mask"], list(flat.lengths))
+        executions = [(1, int(torch.count_nonzero(mask[1:]))) for mask in masks]
+    scalars = {name: torch.tensor(values, dtype=dtype, device=device) for name, values in flat.scalars.items()}
+    return columns, {"scalars": scalars, "rollout_weights": flat.weights, "executions": executions}
 
 
 def packed(flat: FlatColumns, *, shift: bool = False, scalar_dtype: torch.dtype = torch.float32) -> Packed:
@@ -286,23 +287,21 @@ def packed(flat: FlatColumns, *, shift: bool = False, scalar_dtype: torch.dtype 
     """
     # A list, made into a tensor once below: n small tensor operations on an accelerator would each be a kernel launch.
     ends = list(accumulate(flat.lengths, initial=0))  # [n+1]
-    columns, shared = _columns_with_loss_mask(flat), flat.shared
+    (columns, fields), shared = _begin(flat, "packed", scalar_dtype), flat.shared
     if shared is not None and "loss_mask" not in flat.tokens:
         shared = shared.with_loss_mask(flat.lengths, flat.weights)
     made = Packed(
-        columns=columns,
-        scalars=_scalars(flat, scalar_dtype),
-        rollout_weights=flat.weights,
-        executions=_executions(flat, columns),
+        columns,
+        **fields,
         lengths=flat.lengths,
         cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=flat.tokens["input_ids"].device),
         max_seqlen=max(flat.lengths),
         shared=shared,
     )
     if shift:
-        kept = {name: columns[name] for name in ("input_ids", "position_ids") if name in columns}
         following = {name: made.next(name) for name in columns if name != "position_ids"}
-        made = replace(made, columns={**following, "targets": following["input_ids"], **kept})
+        following["targets"] = following.pop("input_ids")
+        made = replace(made, columns={**columns, **following})
     return made
 
 
@@ -340,10 +339,8 @@ def padded(
         raise ValueError(f"padding_side must be 'left' or 'right', not {padding_side!r}")
     if multiple_of < 1:
         raise ValueError(f"multiple_of must be >= 1, not {multiple_of}")
-    if flat.shared is not None:
-        raise flat.shared.not_as("padded")
+    columns, fields = _begin(flat, "padded", scalar_dtype)
     n_tokens = _lengths(flat)
-    columns = _columns_with_loss_mask(flat)
     if unknown := (pad_values or {}).keys() - columns.keys():
         raise ValueError(f"pad_values names {sorted(unknown)}, but the columns are {sorted(columns)}")
     width = -(-max(flat.lengths) // multiple_of) * multiple_of
@@ -358,15 +355,7 @@ def padded(
     positions = rows.get("position_ids")
     if positions is None:
         positions = (mask.to(torch.int64).cumsum(1) - 1).clamp_(min=0) * mask  # [n, L_max], on either padding side
-    return Padded(
-        columns=rows,
-        scalars=_scalars(flat, scalar_dtype),
-        rollout_weights=flat.weights,
-        executions=_executions(flat, columns),
-        attention_mask=mask,
-        position_ids=positions,
-        lengths=n_tokens,
-    )
+    return Padded(rows, **fields, attention_mask=mask, position_ids=positions, lengths=n_tokens)
 
 
 def nested(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> Nested:
@@ -380,26 +369,18 @@ def nested(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> N
         >>> rollouts.offsets  # [n+1]
         tensor([0, 2, 5, 6])
     """
-    if flat.shared is not None:
-        raise flat.shared.not_as("nested")
+    flat_columns, fields = _begin(flat, "nested", scalar_dtype)
     n_tokens = _lengths(flat)
     # [n+1]; int64, as torch wants them for jagged tensors
     offsets = torch.zeros(len(flat.lengths) + 1, dtype=torch.int64, device=n_tokens.device)
     offsets[1:] = torch.cumsum(n_tokens, 0)  # one tensor for all columns: torch calls two jagged shapes equal only then
-    flat_columns = _columns_with_loss_mask(flat)
     columns = {
         name: torch.nested.nested_tensor_from_jagged(
             column, offsets, min_seqlen=min(flat.lengths), max_seqlen=max(flat.lengths)
         )
         for name, column in flat_columns.items()
     }
-    return Nested(
-        columns=columns,
-        scalars=_scalars(flat, scalar_dtype),
-        rollout_weights=flat.weights,
-        executions=_executions(flat, flat_columns),
-        offsets=offsets,
-    )
+    return Nested(columns, **fields, offsets=offsets)
 
 
 def tensordict(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> TensorDict:
