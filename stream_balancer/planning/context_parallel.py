@@ -85,32 +85,25 @@ class _Search:
         self._step, self._finish = step, finish
         self._bound = step.bound()
         self._budget = _BUDGET
-        self._tried: set[bytes] = set()
         self._best: Placement | None = None
 
     def run(self) -> Placement | None:
         """Levels first, then finishes."""
+        tried: set[bytes] = set()
         for level in _LEVELS:
-            if self._done:
-                return self._best
-            self._try(self._step.fitting(self._bound * level * (1.0 + _LESS)))
+            rows = self._step.fitting(self._bound * level * (1.0 + _LESS))
+            # nobody shared: that is the unsplit layout
+            if not self._done and rows.any() and (key := rows.tobytes()) not in tried:
+                tried.add(key)
+                self._improve(_largest_degree_first(self._step, rows))
         for room in _ROOMS:
-            if self._done:
-                return self._best
-            found = _heaviest_first(self._step, self._bound * room)
-            self._improve(found)
+            if not self._done:
+                self._improve(_heaviest_first(self._step, self._bound * room))
         return self._best
 
     @property
     def _done(self) -> bool:
         return self._finish <= self._bound * (1.0 + _TOLERANCE) or self._budget <= 0
-
-    def _try(self, rows: Ints) -> None:
-        key = rows.tobytes()
-        if key in self._tried or (self._best is None and not rows.any()):
-            return  # nobody shared: that is the unsplit layout
-        self._tried.add(key)
-        self._improve(_largest_degree_first(self._step, rows))
 
     def _improve(self, found: Placement) -> None:
         self._budget -= _EACH * found.rows.size

@@ -38,9 +38,9 @@ _SPREAD = 0.5
 """How much unlike outliers in a lockstep count, for which better fillers may still come."""
 
 _SPIKE = 0.9
-"""A rollout of more than this share of the heaviest is an outlier in any case: where many were cut at the longest length
-they would else be taken for ordinary, and every step would have some (lrm, a fifth cut, 128 on 8 ranks: 0.60 % idle
-instead of 0.26; 256 on 32: 1.97 instead of 0.73)."""
+"""A rollout of more than this share of the heaviest is an outlier in any case: where many were cut at the longest
+length they would else be taken for ordinary, and every step would have some (lrm, a fifth cut, 128 on 8 ranks: 0.60 %
+idle instead of 0.26; 256 on 32: 1.97 instead of 0.73)."""
 
 _MOST_LOCKSTEPS = 3
 """Locksteps of outliers that one step may take."""

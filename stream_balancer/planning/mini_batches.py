@@ -118,15 +118,8 @@ def _rows_of(units: Units, some: Ints) -> Ints:
 
 def _among(step_of: Waiting, rows: Ints) -> Waiting:
     """Rows without deadlines: all of them go with the step."""
-    none = np.zeros(rows.size, dtype=np.bool_)
-    return Waiting(
-        costs=step_of.costs[rows],
-        lengths=step_of.lengths[rows],
-        skips=np.zeros(rows.size, dtype=np.int64),
-        due=none,
-        groups=step_of.groups[rows],
-        group_complete=~none,
-    )
+    fresh = Waiting.of(step_of.costs[rows])
+    return replace(fresh, lengths=step_of.lengths[rows], groups=step_of.groups[rows])
 
 
 def joined(plan: Plan, pieces: list[Plan]) -> Plan:

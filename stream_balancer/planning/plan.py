@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -69,19 +69,9 @@ class Waiting:
 
     def among(self, keep: Bools) -> Waiting:
         """Only those to keep ([W]), in positions among them. O(W)."""
-        return Waiting(
-            costs=self.costs[keep],
-            lengths=self.lengths[keep],
-            skips=self.skips[keep],
-            due=self.due[keep],
-            groups=self.groups[keep],
-            group_complete=self.group_complete[keep],
-            order=None if self.order is None else self.order.among(keep),
-            strata=None if self.strata is None else self.strata[keep],
-            prefix_costs=None if self.prefix_costs is None else self.prefix_costs[keep],
-            prefix_lengths=None if self.prefix_lengths is None else self.prefix_lengths[keep],
-            siblings=None if self.siblings is None else self.siblings[keep],
-        )
+        columns: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "order"}
+        kept: dict[str, Any] = {name: column if column is None else column[keep] for name, column in columns.items()}
+        return Waiting(order=None if self.order is None else self.order.among(keep), **kept)
 
 
 @dataclass(frozen=True, slots=True)
