@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -161,27 +161,16 @@ def _plan_knobs(config: BalancerConfig, learned: Learned | None, tolerance: floa
     elif len(config.cp_sizes) > 1:  # ranks that share a rollout are planned as if they were alike
         learned = learned._replace(speeds=None)
     given = config.micro_batch_overhead_cost
-    return PlanKnobs(
-        num_ranks=config.dp_size,
-        batch_size=config.batch_size,
-        batch_tokens=config.batch_tokens,
-        batch_size_range=config.batch_size_range,
-        max_skips=config.max_skips,
-        counts=config.counts,
-        sync=config.sync,
-        groups="free" if config.group_size is None else config.groups,
-        max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
-        padded=config.cost.padded,
-        speeds=None if learned.speeds is None else np.array(learned.speeds, dtype=np.float64),
-        micro_batch_multiple=config.micro_batch_multiple,
-        mini_batches=config.mini_batches,
-        pipeline_order=config.micro_batch_order == "pipeline",
-        fixed_costs=learned.fixed_costs if given is None else learned.fixed_costs._replace(micro_batch=float(given)),
-        micro_batch_counts=config.micro_batch_counts,
-        oversize=config.oversize,
-        group_size=config.group_size,
-        cp_sizes=config.cp_sizes,
-        cp_overhead=config.cp_overhead if learned.cp_overhead is None else learned.cp_overhead,
-        cp_min_tokens=config.cp_min_tokens,
-        tolerance=tolerance,
-    )
+    same = {one.name: getattr(config, one.name) for one in fields(PlanKnobs) if hasattr(config, one.name)}
+    others = {
+        "num_ranks": config.dp_size,
+        "groups": "free" if config.group_size is None else config.groups,
+        "padded": config.cost.padded,
+        "speeds": None if learned.speeds is None else np.array(learned.speeds, dtype=np.float64),
+        "pipeline_order": config.micro_batch_order == "pipeline",
+        "fixed_costs": learned.fixed_costs if given is None else learned.fixed_costs._replace(micro_batch=float(given)),
+        "stratum_shares": (),  # by number, which is known when a batch is made
+        "cp_overhead": config.cp_overhead if learned.cp_overhead is None else learned.cp_overhead,
+        "tolerance": tolerance,
+    }
+    return PlanKnobs(**same | others)
