@@ -247,7 +247,7 @@ class Producer(OfOneProcess):
         deadline = time.monotonic() + timeout_s
         if self._keeps is not None:
             self._opened.wait_in_thread(deadline)
-        pending = self._encoded("put_nowait", None, self._ready([rollout]), [])
+        pending = self._encoded("put_nowait", None, [rollout], [])
         self._session.submit(pending)
         with suppress(TimeoutError):
             pending.signal.wait_in_thread(deadline)
@@ -308,7 +308,6 @@ class Producer(OfOneProcess):
         run(lambda: self.__aexit__(exc_type, *rest))
 
     async def _put(self, method: str, head: object, rollouts: Sequence[Rollout]) -> None:
-        rollouts = self._ready(rollouts)
         if self._keeps is None:
             await self._ask(self._encoded(method, head, rollouts))
         else:
@@ -379,6 +378,13 @@ class Producer(OfOneProcess):
         those of what stays here."""
         if self._ended_here:
             raise ClosedResourceError(_ENDED_HERE)
+        for rollout in rollouts:
+            if not isinstance(rollout, Rollout):
+                raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
+        if (column := self._loss_mask_column) not in (None, "loss_mask"):
+            # Whether they must have one is for the balancer to say.
+            renames = [column in one.tokens and "loss_mask" not in one.tokens for one in rollouts]
+            rollouts = [one.with_loss_mask(column) if has else one for one, has in zip(rollouts, renames, strict=True)]
         kept = self._kept
         if handles is not None and kept is not None and sum(one.nbytes for one in rollouts) >= kept.least_bytes:
             handles += kept.keep(rollouts)
@@ -390,16 +396,6 @@ class Producer(OfOneProcess):
         name = f"put() of rollout {', '.join(map(repr, map(_ID, rollouts[:3])))}"
         args = header if head is None else (head, header)
         return Pending(method, args, payload, name=name, accepted_if="DuplicateRolloutError")
-
-    def _ready(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        """To be sent: their masks called ``loss_mask``. Whether they must have one is for the balancer to say."""
-        for rollout in rollouts:
-            if not isinstance(rollout, Rollout):
-                raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
-        column = self._loss_mask_column
-        if column is None or column == "loss_mask":
-            return rollouts
-        return [r.with_loss_mask(column) if column in r.tokens and "loss_mask" not in r.tokens else r for r in rollouts]
 
     async def _declare(self, what: str, group_id: str, size: int | None = None) -> None:
         if self._ended_here:

@@ -180,9 +180,11 @@ class PendingPut(Waiter):
         core = self._puts.core
         # Checked again when it is taken: what is legal now may be a duplicate once the disk has answered.
         core.check(self._rollouts, self._size)  # a bad rollout is not written
-        # An abandoned group stays so, whatever is declared of it.
-        size, groups = self._size, core.state.buffer.groups
-        size = None if size is None or groups.is_abandoned(size.group_id) else size
+        # A group that takes no more stays as it is, whatever is declared of it.
+        size = self._size
+        before = None if size is None else core.state.buffer.groups.declared(size.group_id)
+        if before is not None and before.closed:
+            size = None
         written = journal.write(self._rollouts, core.state.in_flight.next_step, size)
         self.stage, self._written = "journalling", written
 

@@ -59,7 +59,8 @@ class Reservations:
         # nobody overtakes those who wait
         if not self._wakeups.reserves and (slot := self._try_admit(count)) is not None:
             return slot
-        pending = Waiter(count=count)
+        pending = Waiter()
+        pending.group_id, pending.count = None, count
         self._wakeups.reserves.join(pending)
         self._wakeups.wake_consumer()  # nobody may begin: the window may be as full as it gets
         return pending

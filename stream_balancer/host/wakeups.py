@@ -44,9 +44,10 @@ class Waiter:
     wake: anyio.Event
     """Set when it may try again."""
 
-    def __init__(self, group_id: str | None = None, count: int = 0) -> None:
-        """``group_id``: that siblings wake. ``count``: rollouts that a reserver wants to begin."""
-        self.group_id, self.count = group_id, count
+    group_id: str | None
+    """Group whose members wake it out of turn."""
+    count: int
+    """Rollouts that a reserver wants to begin."""
 
 
 class WaitQueue:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -21,7 +21,7 @@ from stream_balancer.net.loops import Runs
 from stream_balancer.net.messages import NIL, Call, Cancel, Join, Message, Reply, Report, Welcome
 from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
-__all__ = ["Asked", "Budget", "Peer"]
+__all__ = ["Asked", "Budget", "Bytes", "Peer"]
 
 _encode = msgspec.msgpack.encode
 
@@ -56,6 +56,13 @@ class Budget:
             connection.resume()
 
 
+class Bytes(NamedTuple):
+    """Result of a method that answers with bytes."""
+
+    value: Any
+    payload: Payload
+
+
 class Asked:
     """A call at the answerer."""
 
@@ -66,8 +73,9 @@ class Asked:
         self.nbytes = CALL_BYTES + (0 if memory is None else memory.size)
         self.cancelled = False
 
-    def reply(self, value: Any = None, error: str = "", payload: Payload = NOTHING) -> None:
+    def reply(self, value: Any = None, error: str = "") -> None:
         """The one reply. From any thread."""
+        value, payload = value if isinstance(value, Bytes) else (value, NOTHING)
         raw = NIL if value is None else value if isinstance(value, msgspec.Raw) else msgspec.Raw(_encode(value))
         self.memory = None
         self._peer.answer(self, Reply(self.number, raw, error), payload)
@@ -184,9 +192,29 @@ class Peer:
 
     def receive(self, message: Message, memory: Memory | None) -> None:
         """In the order of sending. Raises WireError for what may not come now."""
-        if isinstance(message, Call):
-            self._take(message, memory)
-        elif isinstance(message, Cancel):
+        if not isinstance(message, Call):
+            self._receive_other(message, memory)
+            return
+        number, service = message.number, self._service
+        self._coming -= 0 if memory is None else memory.size
+        if not self._heard <= number <= self._next or not self._seen <= message.seen <= number:
+            raise WireError(f"call {number} came when {self._next} was next")
+        for old in range(self._seen, message.seen):
+            self._done.pop(old, None)
+        self._seen, self._heard = message.seen, number + 1
+        if number in self._done:
+            self._send(*self._done[number])
+        elif number == self._next:
+            if len(self._open) >= service.limits.max_calls:
+                raise WireError("more calls without a reply than were allowed")
+            self._next += 1
+            asked = self._open[number] = Asked(self, message, memory)
+            self._staged += asked.nbytes
+            service.budget.take(self, self._live, asked.nbytes)
+            service.do(self, service.begin, self, asked)
+
+    def _receive_other(self, message: Message, memory: Memory | None) -> None:
+        if isinstance(message, Cancel):
             asked = self._open.get(message.number)
             if asked is not None:
                 asked.cancelled = True
@@ -206,25 +234,6 @@ class Peer:
 
     def _report(self, report: Report, memory: Memory | None) -> None:
         self.on_report(report, memory)
-
-    def _take(self, call: Call, memory: Memory | None) -> None:
-        number, service = call.number, self._service
-        self._coming -= 0 if memory is None else memory.size
-        if not self._heard <= number <= self._next or not self._seen <= call.seen <= number:
-            raise WireError(f"call {number} came when {self._next} was next")
-        for old in range(self._seen, call.seen):
-            self._done.pop(old, None)
-        self._seen, self._heard = call.seen, number + 1
-        if number in self._done:
-            self._send(*self._done[number])
-        elif number == self._next:
-            if len(self._open) >= service.limits.max_calls:
-                raise WireError("more calls without a reply than were allowed")
-            self._next += 1
-            asked = self._open[number] = Asked(self, call, memory)
-            self._staged += asked.nbytes
-            service.budget.take(self, self._live, asked.nbytes)
-            service.do(self, service.begin, self, asked)
 
     def _answer(self, asked: Asked, reply: Reply, payload: Payload) -> None:
         if self._open.get(asked.number) is not asked:

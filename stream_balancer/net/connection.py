@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
+from operator import itemgetter
 from typing import Any
 
 from stream_balancer.errors import RefusedError, WireError
@@ -53,7 +54,7 @@ MOVER_BYTES = 2**17
 HANDSHAKE_S, CLOSE_S = 10.0, 5.0
 _TURN_BYTES = 4 * 2**20
 """Read from one socket, or sent, before the others get their turn."""
-_GATHER = 512
+_GATHER, _VIEW = 512, itemgetter(0)
 
 
 _Out = tuple[Message, Payload, Callable[[], object] | None]
@@ -178,7 +179,7 @@ class Connection:
             reason = error.reason if isinstance(error, RefusedError) else "protocol"
             self._outgoing.append((memoryview(frame(Refused(reason, str(error)[:1000]))), None))
             with suppress(OSError, ValueError, WireError):
-                self._sock.sendmsg([view for view, _ in islice(self._outgoing, _GATHER)])
+                self._sock.sendmsg([*map(_VIEW, islice(self._outgoing, _GATHER))])
                 self._sock.shutdown(socket.SHUT_WR)
         if self._events:
             with suppress(KeyError, ValueError, OSError):
@@ -226,7 +227,7 @@ class Connection:
 
     def _begin_sending(self, message: Message, payload: Payload, sent: Callable[[], object] | None) -> None:
         if payload.total:
-            pieces = [view for view in map(_bytes_of, payload.pieces) if view]
+            pieces = list(filter(None, map(_bytes_of, payload.pieces)))
             announced, found = sum(payload.runs[1::2]), sum(map(len, pieces))
             if found != announced:
                 raise ValueError(f"{found} bytes behind a message that announces {announced}")
@@ -235,7 +236,7 @@ class Connection:
             if len(pieces) > 1 and found <= _JOIN_BYTES:
                 pieces = [memoryview(b"".join(pieces))]  # a dozen iovecs cost more than their bytes
             self._outgoing.append((memoryview(frame(message, payload.total, payload.runs)), None))
-            self._outgoing.extend((view, None) for view in pieces)
+            self._outgoing.extend(zip(pieces, repeat(None)))
         else:
             self._outgoing.append((memoryview(frame(message)), None))
             self._close_sent = isinstance(message, Close)
@@ -267,7 +268,7 @@ class Connection:
         left = _TURN_BYTES
         try:
             while self._outgoing and left > 0:
-                count = self._sock.sendmsg([view for view, _ in islice(self._outgoing, _GATHER)])
+                count = self._sock.sendmsg([*map(_VIEW, islice(self._outgoing, _GATHER))])
                 self._took(count)
                 left -= count
         except BlockingIOError:
@@ -372,8 +373,10 @@ class Connection:
                 yield memory.data[offset : offset + size]
         if self._held:
             self._held.append(_Held(message, memory, ready=True))
-        else:
+        elif self._close_seen:
             self._deliver(message, memory)
+        else:
+            self.handler.receive(message, memory)
 
     def _shake(self, message: Message) -> None:
         if isinstance(message, Welcome) and self.handshake.joins and self.handshake.proven:

@@ -173,7 +173,10 @@ class Io:
         wakes: dict[_LoopCaller, None] = {}
         _turn.wakes = wakes
         while not self._stopped:
-            events = self.selector.select(self._idle_s())
+            idle_s = 0.0 if self._jobs else None
+            if self._timers and idle_s is None:
+                idle_s = max(self._timers[0][0] - time.monotonic(), 0.0)
+            events = self.selector.select(idle_s)
             with self._lock:
                 for key, mask in events:
                     if self.selector.get_map().get(key.fd) is not None:  # a job may have ended it meanwhile
@@ -190,11 +193,6 @@ class Io:
             self._stopped = self._stopping and not self.leaving and not self._jobs
         for end in list(self.sockets.values()):
             self._guarded(end)
-
-    def _idle_s(self) -> float | None:
-        if self._jobs:
-            return 0.0
-        return max(self._timers[0][0] - time.monotonic(), 0.0) if self._timers else None
 
     def _run_work(self) -> None:
         while (job := self._work.get()) is not None:
@@ -297,7 +295,7 @@ class Signal:
             return
         lock = threading.Lock()
         lock.acquire()
-        self.then(lambda: lock.release() if lock.locked() else None)
+        self.then(lock.release)
         left = -1.0 if deadline is None else min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
         if not lock.acquire(timeout=left) and not self._set:
             raise TimeoutError

@@ -321,7 +321,7 @@ def read_envelope(body: memoryview | bytes, crc: int) -> Envelope:
         envelope = _decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise WireError(f"a message cannot be read: {error}") from None
-    if envelope.runs:
+    if envelope.runs and envelope.runs != (0, envelope.total):
         check_runs(envelope.total, envelope.runs)
     return envelope
 

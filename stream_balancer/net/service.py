@@ -16,7 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import anyio
 import anyio.abc
@@ -25,12 +25,11 @@ import msgspec
 
 from stream_balancer.errors import AlreadyInUseError, RefusedError, WireError, refused_error
 from stream_balancer.net import movers as ways
-from stream_balancer.net.answers import Asked, Budget, Peer
+from stream_balancer.net.answers import Asked, Budget, Bytes, Peer
 from stream_balancer.net.connection import Connection
 from stream_balancer.net.errors import Ended, name_of
 from stream_balancer.net.loops import Runs, in_loop
 from stream_balancer.net.messages import Join, Notify, Welcome
-from stream_balancer.wire.payload import Payload
 
 __all__ = ["Bytes", "Listen", "Listening", "Method", "Peer", "Service"]
 
@@ -41,13 +40,6 @@ there is one, and one to take it. Without them calls fill the balancer faster th
 wait, each in a task: the loop then spends half as much again on a put."""
 _TOGETHER = 16
 """Calls whose replies wake the I/O thread once."""
-
-
-class Bytes(NamedTuple):
-    """What a method returns that answers with bytes."""
-
-    value: Any
-    payload: Payload
 
 
 class Listening(Protocol):
@@ -272,7 +264,7 @@ class Service:
         if inspect.iscoroutine(result):
             self._start(peer, asked, result)
         else:
-            _reply(asked, result)
+            asked.reply(result)
 
     def _start(self, peer: Peer, asked: Asked, coroutine: Coroutine[Any, Any, Any]) -> None:
         assert self._tasks is not None
@@ -290,17 +282,10 @@ class Service:
                 _refuse(asked, error)
             else:
                 del self._begun[asked]
-                _reply(asked, result)
+                asked.reply(result)
             return
         del self._begun[asked]
         asked.reply("", "Cancelled")
-
-
-def _reply(asked: Asked, result: Any) -> None:
-    if isinstance(result, Bytes):
-        asked.reply(result.value, payload=result.payload)
-    else:
-        asked.reply(result)
 
 
 def _refuse(asked: Asked, error: Exception) -> None:

@@ -273,20 +273,24 @@ class Decoded:
 
     def rollout(self, index: int) -> Rollout:
         """A whole rollout, or the part of one that is here. O(columns)."""
-        header, shared = self._header, self._layout.block_of(index).shared
-        tokens, *behind = self._columns_of(index)
-        fields = _plain_fields(header, self.names, index)
-        fields |= {"tokens": tokens, "tensors": self._tensors_of(index), "is_padding": index in self._padding}
-        length, loss_tokens = header.lengths[index], header.loss_tokens[index]
+        header, block = self._header, self._layout.block_of(index)
+        length, loss_tokens, shared = header.lengths[index], header.loss_tokens[index], block.shared
+        fields = _plain_fields(header, self.names, index) | {"is_padding": index in self._padding}
+        if header.tensors:
+            fields["tensors"] = self._tensors_of(index)
         if shared is None:
-            return Rollout.unchecked(**fields, num_tokens=length, num_loss_tokens=loss_tokens)
+            rows = block.starts[index - block.first : index - block.first + 2]
+            tokens = self._columns(block, *rows)
+            return Rollout.unchecked(**fields, tokens=tokens, num_tokens=length, num_loss_tokens=loss_tokens)
+        tokens, behind = self._columns_of(index)
         return SharedRollout(
             **fields,
+            tokens=tokens,
             cp_degree=len(shared.cp_group),
             cp_rank=shared.cp_rank,
             whole_tokens=length,
             whole_loss_tokens=loss_tokens,
-            behind=behind[0],
+            behind=behind,
         )
 
 
@@ -321,6 +325,7 @@ def _plain_fields(header: Header, names: Names, index: int) -> dict[str, Any]:
     """All but columns, tensors and ``is_padding``."""
     return {
         "scalars": header.scalars[index] if header.scalars else {},
+        "tensors": {},
         "metadata": names.metadata[index] if names.metadata else {},
         "rollout_id": names.ids[index],
         "group_id": names.group_ids[index] if names.group_ids else None,
@@ -347,7 +352,7 @@ def decode_rollouts(
     if read.holes:
         return _kept_rollouts(read, memory, leases)
     decoded = Decoded(read, memory)
-    return [decoded.rollout(index) for index in range(len(read.lengths))]
+    return list(map(decoded.rollout, range(len(read.lengths))))
 
 
 def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | None) -> list[Rollout]:
@@ -361,9 +366,9 @@ def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | None)
         tensors = header.tensors[index] if header.tensors else ()
         found.append(
             RemoteRollout.unchecked(
-                **_plain_fields(header, names, index),
+                **_plain_fields(header, names, index)
+                | {"tensors": {one.name: _elsewhere(one, one.shape) for one in tensors}},
                 tokens={one.name: _elsewhere(one, (length, *one.shape)) for one in header.columns},
-                tensors={one.name: _elsewhere(one, one.shape) for one in tensors},
                 is_padding=index in header.padding,
                 num_tokens=length,
                 num_loss_tokens=loss_tokens,

@@ -124,7 +124,7 @@ def encode_columns(items: Sequence[Mapping[str, Tensor]]) -> Encoded:
         size = sum(lengths) * like.dtype.itemsize
         _add(given, its, size)
         total += align(size)
-    return Encoded(_raw(header), Payload(total, (0, total), given))
+    return Encoded(msgspec.Raw(_ENCODER.encode(header)), Payload(total, (0, total), given))
 
 
 def payload_of(rollout: Rollout, degree: int = 1, place: int = 0) -> list[memoryview]:
@@ -237,22 +237,22 @@ def _refuse_others(value: object) -> NoReturn:
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_refuse_others)
 
 
-def _raw(value: object) -> msgspec.Raw:
-    return msgspec.Raw(_ENCODER.encode(value))
-
-
 def _pack(header: Header, rollouts: Sequence[Rollout]) -> msgspec.Raw:
     try:
-        header.names = _raw(_names(rollouts))
-        return _raw(header)
+        header.names = msgspec.Raw(_ENCODER.encode(_names(rollouts)))
+        return msgspec.Raw(_ENCODER.encode(header))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise _changed(rollouts, error) from None
 
 
 def _names(rollouts: Sequence[Rollout]) -> Names:
-    lists = [list(values) for values in zip(*map(_NAMED, rollouts), strict=True)]
-    # What no rollout has is None in all of them, and what no metadata has an empty dict.
-    return Names(*(its if its.count(None) + its.count({}) < len(its) else [] for its in lists))
+    names = Names(*map(list, zip(*map(_NAMED, rollouts), strict=True)))
+    if not any(names.metadata):
+        names.metadata = []
+    for field in ("group_ids", "execution_ids", "versions", "costs"):
+        if getattr(names, field).count(None) == len(rollouts):
+            setattr(names, field, [])
+    return names
 
 
 def _changed(rollouts: Sequence[Rollout], error: Exception) -> RolloutError:
@@ -301,7 +301,7 @@ def _add(found: list[memoryview], parts: list[Tensor], size: int) -> None:
     less than to send each by itself."""
     if len(parts) > 1 and size < _GATHERED_BYTES * len(parts):
         parts = [torch.cat(parts)]
-    found += [bytes_of(part) for part in parts if part.numel()]
+    found += filter(None, map(bytes_of, parts))
     gap = align(size) - size
     if gap:
         found.append(_ZEROS[:gap])

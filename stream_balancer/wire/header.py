@@ -17,7 +17,7 @@ piece begins at a multiple of 64 bytes and takes at least 64, so the memory ther
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
@@ -175,15 +175,16 @@ def read_names(header: Header) -> Names:
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise WireError(f"the names of rollouts cannot be read: {error}") from None
     count = len(header.lengths)
-    lists = (names.group_ids, names.execution_ids, names.versions, names.costs, names.metadata)
-    if len(names.ids) != count or any(its and len(its) != count for its in lists):
-        raise WireError("the names of rollouts have lists of different lengths")
+    for its in (names.ids, names.group_ids, names.execution_ids, names.versions, names.costs, names.metadata):
+        if len(its) != count and (its or its is names.ids):
+            raise WireError("the names of rollouts have lists of different lengths")
     if header.prefixes:
         groups = names.group_ids or [None] * count
         if any(prefix and group is None for prefix, group in zip(header.prefixes, groups, strict=True)):
             raise WireError("a rollout shares tokens with no group")
-    if not header.padding and any(name.startswith(PADDING_PREFIX) for name in names.ids):
-        raise WireError(f"the id of a rollout begins with {PADDING_PREFIX!r}: so the balancer names its padding copies")
+    for name in () if header.padding else names.ids:
+        if name.startswith(PADDING_PREFIX):
+            raise WireError(f"{name!r} begins with {PADDING_PREFIX!r}: so the balancer names its padding copies")
     return names
 
 
@@ -213,9 +214,9 @@ def _size(column: Column) -> int:
 def _check_lists(header: Header) -> None:
     lengths, loss_tokens = header.lengths, header.loss_tokens
     count = len(lengths)
-    some: tuple[Sequence[object], ...] = (header.scalars, header.tensors, header.prefixes, header.execution_sizes)
-    if len(loss_tokens) != count or any(its and len(its) != count for its in some):
-        raise WireError("the header of rollouts has lists of different lengths")
+    for its in (loss_tokens, header.scalars, header.tensors, header.prefixes, header.execution_sizes):
+        if len(its) != count and (its or its is loss_tokens):
+            raise WireError("the header of rollouts has lists of different lengths")
     if sum(header.blocks) != count:
         raise WireError(f"the blocks must hold all {count} rollouts")
     if not all(map(le, loss_tokens, lengths)):
