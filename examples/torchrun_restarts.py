@@ -96,7 +96,8 @@ def train() -> None:
         optimizer.zero_grad()
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             with nullcontext() if number == len(batch.micro_batches) else ddp.no_sync():
-                (loss_sum(ddp, micro_batch) / batch.global_num_loss_tokens * RANKS).backward()  # DDP divides by RANKS
+                loss = loss_sum(ddp, micro_batch) / batch.global_num_loss_tokens  # of the whole step
+                torch.autograd.backward(loss * RANKS)  # DDP divides by RANKS
         optimizer.step()
         if feed.version is None or batch.step >= feed.version:  # after a restart these weights may be older
             feed.set_version(batch.step + 1)

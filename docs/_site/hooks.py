@@ -85,7 +85,8 @@ def knobs() -> str:
         "",
         "Every field of `sb.BalancerConfig`, made from its source. All are keyword arguments; a value or a combination "
         "that cannot work is refused with a `ConfigError` (a ValueError) that says what to do. "
-        "`balancer.reconfigure(...)` changes them live; another `dp_size` holds [from the next batch on](elastic.md#more-ranks-or-fewer).",
+        "`balancer.reconfigure(...)` changes them live; another `dp_size` holds "
+        "[from the next batch on](elastic.md#more-ranks-or-fewer).",
         "",
     ]
     for field, doc in pairwise(body):

@@ -57,7 +57,7 @@ def plain_run() -> dict[str, set[int]]:
     try:
         _run()
     finally:
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
     return called
 
 
@@ -118,8 +118,8 @@ def table(called: dict[str, set[int]]) -> str:
     every = [one for files in rows.values() for one in files]
     total = sum(map(lines_of, PACKAGE.rglob("*.py")))
     number = len(list(PACKAGE.rglob("*.py")))
-    run = f"**{len(every)} files** | **{_sum(every, 1):,}** | **{_sum(every, 2):,}**"
-    lines.append(f"| {run} | the package has {number} files, {total:,} lines |")
+    all_of_it = f"**{len(every)} files** | **{_sum(every, 1):,}** | **{_sum(every, 2):,}**"
+    lines.append(f"| {all_of_it} | the package has {number} files, {total:,} lines |")
     return "\n".join(lines)
 
 

@@ -23,5 +23,5 @@ def noted(feed: sb.RankFeed) -> sb.Step:
     return step
 
 
-sb.RankFeed.__next__ = noted  # type: ignore[method-assign]
+sb.RankFeed.__next__ = noted  # type: ignore[assignment,method-assign]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -29,12 +29,12 @@ TURN = ("worker 0", "rank0", "rank1", "control")
 class Run:
     """Its processes; those that died are started again, but for the ranks, which torchrun starts."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, folder: Path, prompts: int) -> None:
         self.folder = folder
         self.environment = {
             **os.environ,
             "BALANCER_PORT": str(free_port()),
-            "STEPS": str(steps),
+            "PROMPTS": str(prompts),
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "OMP_NUM_THREADS": "1",
         }
@@ -45,7 +45,7 @@ class Run:
 
     def start(self, name: str) -> None:
         kind, *number = name.split()
-        command = [sys.executable, EXAMPLE, kind, self.folder, *number]
+        command: list[str | Path] = [sys.executable, EXAMPLE, kind, self.folder, *number]
         if kind == "train":
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=100"]
             command = [sys.executable, *launcher, HERE / "restarts_rank.py", EXAMPLE, kind, self.folder]
@@ -75,8 +75,8 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path, steps: int) -> Iterator[Run]:
-    run = Run(folder, steps)
+def running(folder: Path, prompts: int) -> Iterator[Run]:
+    run = Run(folder, prompts)
     try:
         yield run
     finally:
@@ -95,7 +95,7 @@ def running(folder: Path, steps: int) -> Iterator[Run]:
     ],
 )
 def test_whatever_is_killed_each_rollout_is_in_the_weights_once(rounds: int, tmp_path: Path) -> None:
-    with running(tmp_path, steps=10**6) as run:
+    with running(tmp_path, prompts=10**9) as run:
         for name in itertools.islice(itertools.cycle(TURN), rounds):
             before, again = len(run.given()), time.monotonic() + 1.0
             while len(run.given()) < before + 6 or time.monotonic() < again:  # all of them are at work again
@@ -103,8 +103,10 @@ def test_whatever_is_killed_each_rollout_is_in_the_weights_once(rounds: int, tmp
                 run.keep_up()
                 time.sleep(0.05)
             run.kill(name)
-        (tmp_path / "over").touch()
-        run.kill("control")  # which says end() by itself then
+        for number in range(2):  # which is through with its prompts, when it is started again
+            run.kill(f"worker {number}")
+            run.processes[f"worker {number}"].wait()
+            (tmp_path / f"worker{number}").write_text(str(10**9))
         while not run.is_over:
             run.keep_up()
             time.sleep(0.05)
