@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import ssl
 import subprocess
-import threading
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -19,7 +17,7 @@ import numpy as np
 import pytest
 from ends import TOKEN, End, Network, RawPeer, call, join_of, mutations, wait_until
 
-from stream_balancer.errors import RefusedError, WireError, refused_error
+from stream_balancer.errors import RefusedError, WireError
 from stream_balancer.net import connection as connections
 from stream_balancer.net import listener as listeners
 from stream_balancer.net.errors import Ended
@@ -118,59 +116,6 @@ def test_an_answer_that_was_given_to_one_is_of_no_use_to_another() -> None:
 
 
 # -- on a port ---------------------------------------------------------------------------------------------------------
-
-
-def test_another_token_is_said_at_the_joining_end(network: Network) -> None:
-    error = network.join(token=b"wrong")
-    assert isinstance(error, RefusedError)
-    assert error.reason == "authentication"
-    assert not network.accepted
-
-
-def test_another_version_is_told_to_install_one(network: Network) -> None:
-    with RawPeer(network.listen()) as peer:
-        peer.send(frame(Hello(PROTOCOL + 1, NONCE)))
-        refused = peer.hear().message
-    assert isinstance(refused, Refused)
-    assert refused.reason == "protocol"
-    assert "Install the same version of stream_balancer everywhere" in refused.text
-
-
-def test_who_does_not_want_a_peer_says_why(network: Network) -> None:
-    def refuse(join: Join) -> None:
-        raise refused_error("closed", f"no {join.kind}s today")
-
-    network.on_arrived = refuse
-    error = network.join()
-    assert isinstance(error, RefusedError)
-    assert (str(error), error.reason) == ("no producers today", "closed")
-
-
-def answer(say: bytes) -> str:
-    """The address of a port where every caller hears the same."""
-    server = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        sock = server.accept()[0]
-        with sock, server, suppress(OSError):
-            sock.recv(4096)
-            sock.sendall(say)
-
-    threading.Thread(target=serve, daemon=True).start()
-    return f"tcp://127.0.0.1:{server.getsockname()[1]}"
-
-
-@pytest.mark.parametrize("say", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.9\r\n", frame(call())])
-def test_a_port_of_something_else_is_said_to_be_that(network: Network, say: bytes) -> None:
-    error = network.join(address=answer(say))
-    assert isinstance(error, WireError)
-    assert "does not answer as a controller of this version does" in str(error)
-
-
-def test_a_port_that_says_nothing_is_not_answered(network: Network) -> None:
-    error = network.join(address=answer(b""))
-    assert isinstance(error, Ended)
-    assert error.kind == "lost"
 
 
 def test_the_oldest_stranger_makes_room(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,46 +121,6 @@ async def test_a_cut_is_seen_by_whom_the_test_says(seen_by: tuple[int, ...]) -> 
     assert [len(ends) for ends in found] == [1 + (side in seen_by) for side in (0, 1)]
 
 
-async def test_a_close_is_answered() -> None:
-    meeting, _ = await meet()
-    meeting.here[0].send(call())
-    meeting.here[0].close("enough")
-    await anyio.sleep(0.001)
-    assert meeting.heard() == [call()]
-    assert [(end.kind, end.text) for end in meeting.controller.ends] == [("closed", "enough")]
-    assert [end.kind for end in meeting.peer.ends] == ["closed"]
-    assert not meeting.network.io.leaving
-
-
-@pytest.mark.parametrize("when", ["admit", "receive"])
-async def test_a_paused_end_takes_nothing(when: str) -> None:
-    meeting, _ = await meet()
-    there = meeting.there[0]
-    if when == "admit":
-        meeting.controller.on_admit = there.pause
-    else:
-        meeting.controller.on_receive = lambda _: there.pause()
-    for number in range(5):
-        meeting.here[0].send(call(number), Payload.of(b"abc"))
-    await anyio.sleep(3600)
-    assert len(meeting.heard()) == (0 if when == "admit" else 1)
-    meeting.controller.on_admit = lambda: None
-    meeting.controller.on_receive = lambda _: None
-    there.resume()
-    await anyio.sleep(0.001)
-    assert meeting.heard() == [*map(call, range(5))]
-    assert not meeting.controller.ends
-
-
-async def test_who_is_refused_hears_why() -> None:
-    meeting, _ = await meet()
-    meeting.dial(meeting.network.connect(0), "unwanted")
-    await anyio.sleep(1)
-    (error,) = meeting.failures
-    assert isinstance(error, RefusedError)
-    assert (error.reason, str(error)) == ("busy", "not two of you")
-
-
 async def test_a_closed_network_refuses_and_an_owner_that_is_gone_is_not_there() -> None:
     meeting = Meeting()
     async with meeting.network as network:

@@ -11,12 +11,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from ends import MOVERS, TOKEN, End, Heard, Network, RawPeer, call, join_of, wait_until
+from ends import MOVERS, End, Heard, Network, RawPeer, call, wait_until
 
 from stream_balancer.errors import WireError
 from stream_balancer.net import connection as connections
 from stream_balancer.net import movers
-from stream_balancer.net.listener import dial
 from stream_balancer.net.loops import Signal
 from stream_balancer.net.messages import Cancel, Close, Message
 from stream_balancer.net.movers import common, shared_memory, torch_dist
@@ -320,15 +319,6 @@ def test_a_signal_is_waited_for_with_a_deadline() -> None:
     happened = Signal()
     happened.set()
     happened.wait_in_thread(0.0)
-
-
-def test_who_dials_where_nobody_listens_is_told(network: Network) -> None:
-    address = network.listen()
-    network.__exit__()
-    network.in_thread(lambda: None)
-    assert isinstance(network.join(address=address), ConnectionRefusedError)
-    with pytest.raises(ValueError, match="is not an address of a controller"):
-        dial("localhost", TOKEN, join_of(), lambda *_: None, lambda _: None)
 
 
 def test_a_lost_connection_is_heard_once(network: Network) -> None:
