@@ -106,7 +106,8 @@ class RankFeed(OfOneProcess):
         the weights contain all steps before this one, as :meth:`state_dict` said when they were saved; 0 for new ones.
         ``mesh``: a DeviceMesh in place of ``rank`` and ``dp_size``; processes that differ only along dimensions other
         than ``dp_dim`` (tensor, context, pipeline parallel) get the same steps, and all of them iterate. ``dp_dim``
-        may name several dimensions (HSDP). ``device``: where tensors are wanted; copies run beside the step before.
+        may name several dimensions (HSDP). ``device``: where tensors are wanted; copies run beside the step before, and
+        where work may be moved to other ranks, a loop over a step is given no more than one micro-batch ahead of it.
         ``incarnation``: how often this rank was started before (default: TORCHELASTIC_RESTART_COUNT, else 0).
         ``role``: this rank computes columns that the trainer's ranks wait for, and gives them with
         ``micro_batch.give(...)``: see ``serve(roles=)``.

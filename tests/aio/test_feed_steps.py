@@ -14,6 +14,7 @@ from helpers import settle
 from scripted import make_batch
 
 import stream_balancer as sb
+from stream_balancer.client import feed as feed_module
 from stream_balancer.client.feed import RankFeed
 from stream_balancer.client.step import End
 from stream_balancer.net import messages as m
@@ -153,6 +154,35 @@ async def test_a_loop_over_steps(rig: Rig) -> None:
         await settle()
         assert ends == [End((0,), 4, 100, 50, 3)]
     assert rig.controller.facts == [("finished", 0), ("acknowledged", 0)]
+
+
+@pytest.mark.parametrize("meets", [True, False])
+async def test_where_work_may_move_the_host_keeps_pace_with_its_device(
+    meets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is begun stays with this rank, and who has only enqueued its last is not idle."""
+    log: list[str] = []
+
+    class Pace:
+        def __init__(self, device: torch.device) -> None: ...
+
+        def keep(self) -> None:
+            log.append("keep")
+
+        def finish(self) -> None:
+            log.append("finish")
+
+    monkeypatch.setattr(feed_module, "Pace", Pace)
+    rig = Rig()
+    await settle()
+    rig.controller.work(0, meets=meets)
+    rig.controller.seal(0)
+    step = await anext(rig.feed)
+    async for _ in step:
+        log.append("train")  # noqa: PERF401 - one after the other
+    paced = ["keep", "train", "keep", "train", "keep"] if meets else ["train", "train"]
+    assert [one for one in log if one != "finish"] == paced
+    assert "finish" in log[-2:]
 
 
 async def test_a_meeting_that_failed_is_asked_for_again(rig: Rig) -> None:
