@@ -248,7 +248,7 @@ def _columns_with_loss_mask(flat: FlatColumns) -> dict[str, Tensor]:
         if flat.shared is not None:
             mask &= flat.shared.has_token(flat.lengths, device)
     if flat.shared is None or flat.shared.place == 0:
-        mask[torch.tensor(list(accumulate(flat.lengths[:-1], initial=0)), device=device)] = 0
+        mask.index_fill_(0, torch.tensor(list(accumulate(flat.lengths[:-1], initial=0)), device=device), 0)
     return columns | {"loss_mask": mask}
 
 
