@@ -353,9 +353,14 @@ class Records:
         # A wall clock may have stepped back.
         arrived = np.maximum.accumulate(np.array([held.arrived_at for held in waiting], dtype=np.float64))
         closed = {name: one for name, one in self.groups.items() if one.state != "open"}
-        # A group that was closed after its last sibling had left is done.
         groups = Counter(_groups_of(held.rollout for held in waiting))
-        groups.update({name: n for name, n in state.departed.items() if name in groups or name not in closed})
+        # A group that was closed after its last sibling had left is done; unless one was lost, and may come again.
+        done = {
+            name
+            for name, one in closed.items()
+            if name not in groups and state.departed.get(name, 0) >= (one.size or 0)
+        }
+        groups.update({name: n for name, n in state.departed.items() if name not in done})
         came = groups.copy()  # of those that are done, too
         came.update(name for name in _groups_of(rollouts[name] for name in planned) if name not in groups)
         return Snapshot(

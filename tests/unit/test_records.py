@@ -270,7 +270,8 @@ class Run:
                 core.set_version(version + 1)
             case "close" if self.config.group_size:
                 size = GroupSize(group, None)
-                if not core.state.buffer.groups.is_abandoned(group):
+                declared = core.state.buffer.groups.declared(group)
+                if declared is None or not declared.closed:
                     self.journal.write([], core.state.in_flight.next_step, size)
                 core.add_all([], 0.0, size)
             case "abandon" if self.config.group_size:
@@ -282,7 +283,7 @@ def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
     chance = Random(seed)
     config = sb.BalancerConfig(
         dp_size=2, batch_size=4, window=4, capacity=1000, max_staleness=3, on_stale="evict", max_skips=None,
-        group_size=chance.choice([None, 4]), remember_ids=chance.choice([0, 5, 1000]),
+        **dict(zip(("group_size", "remember_ids"), chance.choice([(None, 0), (None, 5), (4, 1000)]), strict=True)),
     )  # fmt: skip
     run = Run(tmp_path, config, chance)
     for _ in range(4):
