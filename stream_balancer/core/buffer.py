@@ -1,25 +1,29 @@
 """The waiting rollouts, in two orders: by arrival, and by (cost, arrival).
 
 By arrival they are rows of numpy columns, which the planner reads as they are. By cost they are in a
-``sortedcontainers.SortedKeyList``, from which the planner's array is read when a batch is made. Storage only: what may
-enter and what leaves is decided in :mod:`stream_balancer.core.machine`. Pure: no clock, no torch, no waiting.
+``sortedcontainers.SortedList`` of one integer a rollout, ``bits of the cost << 40 | arrival number``. The bits of
+floats >= 0 sort as the floats do, and an integer is three times cheaper to keep than a pair. The planner reads that
+order as an array of rows, which is carried from batch to batch: to read 131,072 integers one by one takes a third of a
+dispatch. Storage only: what may enter and what leaves is decided in :mod:`stream_balancer.core.machine`. Pure: no
+clock, no torch, no waiting.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sortedcontainers import SortedKeyList
+from sortedcontainers import SortedList
 
 from stream_balancer.core.columns import Columns
 from stream_balancer.core.groups import Groups
 from stream_balancer.core.strata import Strata
 from stream_balancer.planning import Waiting
-from stream_balancer.planning.cost_order import CostOrder
+from stream_balancer.planning.cost_order import CostOrder, kept
 from stream_balancer.types import Rollout
 
 __all__ = ["NO_VERSION", "Buffer"]
@@ -27,29 +31,30 @@ __all__ = ["NO_VERSION", "Buffer"]
 NO_VERSION = 2**63 - 1  # a rollout of unknown version is never stale
 _COLUMNS = {
     "costs": 0.0, "lengths": 0, "skips": 0, "arrived_at": 0.0, "versions": NO_VERSION, "labels": -1,
-    "stratum_numbers": -1, "taken": False, "_slots": 0, "_sizes": 0,
+    "stratum_numbers": -1, "taken": False, "_sizes": 0, "_numbers": 0,
 }  # fmt: skip
 """By name what a row holds where nobody writes."""
 _PLACES = {name: place for place, name in enumerate(_COLUMNS)}
 _ARRIVAL_BITS = 40
-_FIRST_SLOTS = 64
 _REBUILD_SHARE = 16
-"""From a sixteenth of all on, to take slots out of the sorted list one by one costs more than to build it anew."""
+"""From a sixteenth of all on, to take keys out of the sorted list one by one costs more than to build it anew."""
 
 _to_bytes, _to_bits = struct.Struct("<d").pack, struct.Struct("<q").unpack
 
 
 class _ByCost(CostOrder):
-    """The order of what waits, for the planner: read from the sorted list when it is first asked for."""
+    """The order of what waits, for the planner, which most often asks for the heaviest only."""
 
     def __init__(self, buffer: Buffer) -> None:
         super().__init__(buffer.costs)
         self._buffer = buffer
 
+    @property
+    def heaviest(self) -> float:
+        return self._buffer.heaviest
+
     def ascending(self) -> NDArray[np.int64]:
-        if self._ascending is None:
-            self._ascending = self._buffer.by_cost()
-        return self._ascending
+        return self._buffer.by_cost()
 
 
 class Buffer:
@@ -71,8 +76,8 @@ class Buffer:
     """[n] number of each one's stratum, -1 = none."""
     taken: NDArray[np.bool_]
     """[n] True for rollouts of rows of an open step: they are being trained on, and wait for its last row."""
-    _slots: NDArray[np.int64]
     _sizes: NDArray[np.int64]
+    _numbers: NDArray[np.int64]
 
     def __init__(self, group_size: int | None, remember_groups: int = 100_000) -> None:
         self.groups = Groups(group_size, remember_groups)
@@ -88,13 +93,9 @@ class Buffer:
         self.num_waiting = 0
         """The number that ``len()`` gives, for puts."""
         self._columns = Columns(*_COLUMNS.values())
-        # A rollout keeps its slot while rows move: to move 100,000 references would touch as many objects.
-        self._table: list[Rollout | None] = []
-        # By slot: bits of the cost << 40 | arrival number. The bits of floats >= 0 sort as the floats do, so this is
-        # the order by (cost, arrival), and an integer is three times cheaper to keep than a pair.
-        self._keys: list[int] = []
-        self._free_slots: list[int] = []
-        self._by_cost: SortedKeyList[int, int] = SortedKeyList(key=self._keys.__getitem__)
+        self._rollouts: dict[int, Rollout] = {}  # by arrival number, so in the order of rows
+        self._keys: SortedList[int] = SortedList()
+        self._ascending: NDArray[np.int64] | None = None  # of the oldest rows, as many as it has; None: not known
 
     def __len__(self) -> int:
         return self.num_waiting
@@ -109,14 +110,11 @@ class Buffer:
     def add(self, rollout: Rollout, cost: float, now: float, skips: int = 0) -> None:
         """Take a rollout in as the youngest. O(log n), amortised."""
         cost += 0.0  # -0.0 has the bits of a negative number
-        key = _to_bits(_to_bytes(cost))[0] << _ARRIVAL_BITS | self.num_added
-        if not self._free_slots:
-            self._add_slots()
-        slot = self._free_slots.pop()
-        self._table[slot], self._keys[slot] = rollout, key
-        num_tokens, num_bytes, row = rollout.num_tokens, rollout.nbytes, self._columns.new_row()
-        costs, lengths, all_skips, arrived_at, versions, labels, strata, _, slots, sizes = self._columns.arrays
-        slots[row] = slot
+        number, num_tokens, num_bytes, row = self.num_added, rollout.num_tokens, rollout.nbytes, self._columns.new_row()
+        self._rollouts[number] = rollout
+        self._keys.add(_to_bits(_to_bytes(cost))[0] << _ARRIVAL_BITS | number)
+        costs, lengths, all_skips, arrived_at, versions, labels, strata, _, sizes, numbers = self._columns.arrays
+        numbers[row] = number
         costs[row] = cost
         lengths[row] = num_tokens
         sizes[row] = num_bytes
@@ -129,8 +127,7 @@ class Buffer:
             strata[row] = self.strata.number_of(stratum)
         if rollout.group_id is not None and self.groups.size is not None:
             labels[row] = self.groups.join(rollout.group_id, rollout.execution_id)
-        self._by_cost.add(slot)
-        self.num_added += 1
+        self.num_added = number + 1
         self.num_waiting += 1
         self.num_tokens += num_tokens
         self.num_bytes += num_bytes
@@ -140,23 +137,27 @@ class Buffer:
         a few vector operations of O(n)."""
         if not rows.size:
             return []
-        removed, slots = self.rollouts(rows), self._slots[rows].tolist()
+        removed = self.rollouts(rows)
         self.num_tokens -= int(self.lengths[rows].sum())
         self.num_bytes -= int(self._sizes[rows].sum())
+        for number in self._numbers[rows].tolist():
+            del self._rollouts[number]
         if self.groups.size is not None:
             # One by one: which group is complete again, or forgotten, depends on the siblings before.
             for rollout in removed:
                 self.groups.leave(rollout.group_id, rollout.execution_id, never_came=never_came)
-        for slot in slots:
-            self._table[slot] = None  # do not keep payloads alive
-        if len(slots) * _REBUILD_SHARE < self.num_waiting:
-            for slot in slots:
-                self._by_cost.remove(slot)
-        else:
-            self._sort([slot for slot in self._by_cost if self._table[slot] is not None])
-        self._free_slots += slots
         keep = np.ones(self.num_waiting, dtype=bool)
         keep[rows] = False
+        # The list and this array have one order, so what is true of a place in one holds for the same place in the
+        # other.
+        ascending = self.by_cost()
+        stays = keep[ascending]
+        if rows.size * _REBUILD_SHARE >= keep.size:
+            self._keys = SortedList(compress(self._keys, stays.tolist()))
+        else:
+            for key in self._keys_of(ascending[~stays]):  # neighbours lie in the same part of the list
+                self._keys.remove(key)
+        self._ascending = kept(ascending, keep)
         self._columns.remove(keep)
         self.num_waiting -= rows.size
         return removed
@@ -170,10 +171,8 @@ class Buffer:
     def reprice(self, costs: NDArray[np.float64]) -> None:
         """Replace the costs of all rows (a new cost model). O(n log n)."""
         self.costs[:] = costs + 0.0
-        slots, bits = self._slots.tolist(), self.costs.view(np.int64).tolist()
-        for number, (slot, bit) in enumerate(zip(slots, bits, strict=True)):  # rows are in the order of arrival
-            self._keys[slot] = bit << _ARRIVAL_BITS | number
-        self._sort(slots)
+        self._keys = SortedList(self._keys_of(np.arange(self.num_waiting)))
+        self._ascending = None
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -190,17 +189,32 @@ class Buffer:
             strata=self.stratum_numbers if len(self.strata) else None,
         )
 
+    @property
+    def heaviest(self) -> float:
+        """The greatest cost; 0.0 if nothing waits. O(1)."""
+        if not self._keys:
+            return 0.0
+        cost: float = struct.unpack("<d", struct.pack("<q", self._keys[-1] >> _ARRIVAL_BITS))[0]
+        return cost
+
     def by_cost(self) -> NDArray[np.int64]:
-        """[n] all rows, lightest first; of equal costs the older first. O(n)."""
-        row_of = np.empty(len(self._table), dtype=np.int64)
-        row_of[self._slots] = np.arange(self.num_waiting)
-        rows: NDArray[np.int64] = row_of[np.fromiter(self._by_cost, np.int64, self.num_waiting)]
-        return rows
+        """[n] all rows, lightest first; of equal costs the older first. O(n): what came since the last call is merged
+        in; O(n log n) at the first call, and at the first after new prices."""
+        if self._ascending is None:
+            self._ascending = np.argsort(self.costs, kind="stable")
+        known = self._ascending.size
+        if known < self.num_waiting:
+            young = known + np.argsort(self.costs[known:], kind="stable")
+            # [young] where each goes among the known; side="right": of equal costs the older comes first
+            places = np.searchsorted(self.costs[self._ascending], self.costs[young], side="right")
+            self._ascending = np.insert(self._ascending, places, young)
+        return self._ascending
 
     def rollouts(self, rows: NDArray[np.int64] | None = None) -> list[Rollout]:
         """The rollouts of some rows, or of all, oldest first."""
-        slots = self._slots
-        return [self._table[slot] for slot in (slots if rows is None else slots[rows]).tolist()]
+        if rows is None:
+            return list(self._rollouts.values())
+        return [self._rollouts[number] for number in self._numbers[rows].tolist()]
 
     @property
     def complete(self) -> NDArray[np.bool_]:
@@ -234,15 +248,6 @@ class Buffer:
             np.flatnonzero((self.labels == label) & ~self.taken) if label is not None else np.empty(0, dtype=np.int64)
         )
 
-    # -- storage -------------------------------------------------------------------------------------------------------
-
-    def _add_slots(self) -> None:
-        """Double them: amortised O(1) a rollout. Numbers that were made together lie together in memory, so to read the
-        sorted list is three times faster than if each were made when it is needed."""
-        before, more = len(self._table), max(len(self._table), _FIRST_SLOTS)
-        self._table += [None] * more
-        self._keys += [0] * more
-        self._free_slots += range(before + more - 1, before - 1, -1)
-
-    def _sort(self, slots: list[int]) -> None:
-        self._by_cost = SortedKeyList(slots, key=self._keys.__getitem__)
+    def _keys_of(self, rows: NDArray[np.int64]) -> list[int]:
+        bits, numbers = self.costs[rows].view(np.int64).tolist(), self._numbers[rows].tolist()
+        return [bit << _ARRIVAL_BITS | number for bit, number in zip(bits, numbers, strict=True)]
