@@ -137,7 +137,8 @@ class Journal:
                 records.hold(number, row, f"row {number}: rollout {name!r}")
             else:
                 records.damage[number] = f"row {number}: rollout {indexed!r} in the index, {name!r} in the row"
-            self._next_number = number + 1
+            if number not in records.damage:
+                self._next_number = number + 1
         # As when a page of the table was replaced by an older one.
         for number, name in names.items():
             records.damage[number] = f"row {number}: rollout {name!r} cannot be reached"
