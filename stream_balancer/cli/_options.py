@@ -178,7 +178,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, ImportError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"--config {path}: {error}") from None
+        raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
 
 
 def fail(message: str) -> NoReturn:

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import stream_balancer
+import stream_balancer.tools.shown
 from stream_balancer.cli import app
 
 HEADER = "group_id,prompt_tokens,output_tokens\n"
@@ -155,6 +156,33 @@ class TestReplay:
         both = run("replay", trace, "--batch-tokens", 9000, "--batch-size", 32)
         assert both.exit_code == 2
         assert "exclude one another" in both.output
+
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("knobs.yaml", "{dp_size: 4, batch_size: 16, cp_sizes: [1, 2], cost: 'quadratic:0:1', max_skips: null}"),
+            ("knobs.json", '{"dp_size": 4, "batch_size": 16, "cp_sizes": [1, 2], "cost": "quadratic:0:1"}'),
+            ("knobs.toml", "dp_size = 4\nbatch_size = 16\ncp_sizes = [1, 2]\ncost = 'quadratic:0:1'"),
+        ],
+    )  # fmt: skip
+    def test_knobs_from_a_file_and_options_on_top(self, trace: Path, tmp_path: Path, name: str, text: str) -> None:
+        (path := tmp_path / name).write_text(text)
+        result = run("replay", trace, "--config", path, "--batch-size", 8, "--json")
+        assert result.exit_code == 0, result.output
+        knobs = json.loads(result.stdout)["knobs"]
+        assert (knobs["dp_size"], knobs["batch_size"], knobs["cp_sizes"]) == (4, 8, [1, 2])
+        assert knobs["cost"] == "QuadraticCost(linear=0.0, quadratic=1.0)"
+        assert (knobs["max_skips"] is None) == name.endswith("yaml")
+        path.write_text("{" if name != "knobs.toml" else "dp_siz = 4")
+        said = "Did you mean dp_size?" if name == "knobs.toml" else f"--config {path}: "
+        assert said in refused("replay", trace, "--config", path)
+        assert "absent.yaml: " in refused("replay", trace, "--config", tmp_path / "absent.yaml")
+
+    def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
+        self, trace: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(stream_balancer.tools.shown, "EVERY_S", 0.0)
+        assert "window: 400 of 400" in run("replay", trace, "--dp-size", 4, "--batch-size", 16).stderr
 
     def test_generated_traces(self) -> None:
         found = json.loads(run("replay", "generate:tau:500", "--json").stdout)

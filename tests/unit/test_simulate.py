@@ -127,55 +127,45 @@ def test_nothing_is_lost_and_figures_add_up(run: tuple[Trace, BalancerConfig, di
 
 
 class TestTimes:
-    def test_a_full_window_leaves_the_moment_it_fills(self) -> None:
-        trace = trace_of([1] * 8, arrival=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
-        report = simulate(trace, knobs(window=4, capacity=8), warm_up=0)
-        assert report.steps.at_s.tolist() == [3.0, 7.0]
-        assert report.reasons == {"window": 2}
+    LATER = (0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
+
+    @pytest.mark.parametrize(
+        ("output", "arrival", "changes", "trainer", "at_s", "said"),
+        [
+            # a full window leaves the moment it fills
+            ([1] * 8, range(8), {"window": 4, "capacity": 8}, "instant", [3.0, 7.0],
+             {"elapsed_s": 7.0, "reasons": {"window": 2}}),
+            # a deadline leaves exactly when it is due, and waits for the smallest batch
+            ([1] * 4, (0.0, 0.25, 40.0, 40.1), {"deadline_s": 30.0}, "instant", [30.0, 40.1],
+             {"reasons": {"deadline": 1, "drain": 1}}),
+            ([1] * 3, (0.0, 50.0, 90.0), {"deadline_s": 30.0}, "instant", [50.0, 90.0], {}),
+            # eight at once: a step of 2 tokens a rank takes 4 s at half a token per second, and holds the next one back
+            ([1] * 8, [0.0] * 8, {"window": 4}, 0.5, [0.0, 4.0], {"elapsed_s": 8.0, "trainer_busy": 1.0}),
+            # four more every 4 s, of which a step takes 2: idle is the wait for rollouts, too
+            ([1] * 8, range(8), {"window": 4, "capacity": 8}, 1.0, [3.0, 7.0],
+             {"idle_fraction": 0.0, "whole_idle_fraction": pytest.approx(1 - 4 / 6)}),
+            # while the first step runs four come, twice the window: the long two go together, the first and the last
+            ([50, 50, 100, 1, 1, 100], LATER, {"batch_size": 2, "window": 2, "capacity": 8}, 1.0, [0.0, 50.0, 51.0],
+             {"idle_fraction": 0.0, "whole_idle_fraction": 0.0}),
+        ],
+    )  # fmt: skip
+    def test_what_leaves_when(
+        self, output: Any, arrival: Any, changes: Any, trainer: Any, at_s: list[float], said: dict[str, Any]
+    ) -> None:
+        report = simulate(trace_of(output, [*arrival]), knobs(**changes), trainer=trainer, warm_up=0)
+        assert report.steps.at_s.tolist() == at_s
+        assert {name: getattr(report, name) for name in said} == said
+
+    def test_seconds_waited(self) -> None:
+        report = simulate(trace_of([1] * 8, [*range(8)]), knobs(window=4, capacity=8), warm_up=0)
         assert (report.delay_s.p50, report.delay_s.max) == (1.5, 3.0)
-        assert report.elapsed_s == 7.0
-
-    def test_a_deadline_leaves_exactly_when_it_is_due(self) -> None:
-        trace = trace_of([1] * 4, arrival=[0.0, 0.25, 40.0, 40.1])
-        report = simulate(trace, knobs(deadline_s=30.0), warm_up=0)
-        assert report.steps.at_s.tolist() == [30.0, 40.1]
-        assert report.reasons == {"deadline": 1, "drain": 1}
-        assert report.steps.rollouts.tolist() == [2, 2]
-        assert report.delay_s.max == 30.0
-
-    def test_a_deadline_waits_for_the_smallest_batch(self) -> None:
-        trace = trace_of([1] * 3, arrival=[0.0, 50.0, 90.0])
-        report = simulate(trace, knobs(deadline_s=30.0))
-        assert report.steps.at_s.tolist() == [50.0, 90.0]
-
-    def test_the_trainer_holds_the_next_batch_back(self) -> None:
-        """Eight at once; a step of 2 tokens a rank takes 4 s at half a token per second."""
-        trace = trace_of([1] * 8, arrival=[0.0] * 8)
-        report = simulate(trace, knobs(window=4), trainer=0.5, warm_up=0)
-        assert report.steps.at_s.tolist() == [0.0, 4.0]
-        assert report.elapsed_s == 8.0
-        assert report.trainer_busy == 1.0
-
-    def test_whole_idle_time_counts_the_wait_for_rollouts_too(self) -> None:
-        """Four more every 4 s, of which a step takes 2; and all at once: then only the slowest rank is waited for."""
-        even = trace_of([1] * 8, arrival=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
-        report = simulate(even, knobs(window=4, capacity=8), trainer=1.0, warm_up=0)
-        assert (report.idle_fraction, report.whole_idle_fraction) == (0.0, pytest.approx(1 - 4 / 6))
-        uneven = trace_of([10, 1, 1, 1] * 2, arrival=[0.0] * 8)
-        report = simulate(uneven, knobs(window=4), trainer=1.0, warm_up=0)
-        assert report.whole_idle_fraction == pytest.approx(report.idle_fraction)
+        report = simulate(trace_of([10, 1, 1, 1] * 2, [0.0] * 8), knobs(window=4), trainer=1.0, warm_up=0)
+        assert report.whole_idle_fraction == pytest.approx(report.idle_fraction), "all at once"
         assert report.idle_fraction > 0.3
 
-    def test_a_batch_is_chosen_from_all_that_wait_not_from_a_window_of_them(self) -> None:
-        """While the first step runs four come, twice the window: the long two go together, the first and the last."""
-        trace = trace_of([50, 50, 100, 1, 1, 100], arrival=[0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
-        report = simulate(trace, knobs(batch_size=2, window=2, capacity=8), trainer=1.0, warm_up=0)
-        assert report.step_of.tolist()[2] == report.step_of.tolist()[5]
-        assert report.idle_fraction == report.whole_idle_fraction == 0.0
-
     def test_a_capacity_of_one_window_leaves_no_more_to_choose_from(self) -> None:
-        trace = trace_of([50, 50, 100, 1, 1, 100], arrival=[0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
-        report = simulate(trace, knobs(batch_size=2, window=2, capacity=2), trainer=1.0, warm_up=0)
+        config = knobs(batch_size=2, window=2, capacity=2)
+        report = simulate(trace_of([50, 50, 100, 1, 1, 100], [*self.LATER]), config, trainer=1.0, warm_up=0)
         assert report.step_of.tolist() == [0, 0, 1, 1, 2, 2]
         assert report.idle_fraction > 0.3
 
