@@ -83,9 +83,8 @@ class Arrived:
 class Known:
     """Content of the messages about a step, beside its items."""
 
-    def __init__(self, part: Part) -> None:
-        self.part = part
-        self.head: m.StepHead | None = None
+    def __init__(self, part: Part, head: m.StepHead) -> None:
+        self.part, self.head = part, head
         self.sizes: m.Sizes | None = None
         """Sizes of the step as it was planned, once all of it is here."""
         self.seal: m.Seal | None = None
@@ -100,7 +99,7 @@ class Known:
     @property
     def has_its_mini_batches(self) -> bool:
         """The sizes of mini-batches cover all its micro-batches, as far as that is known."""
-        planned = () if self.head is None or not self.is_whole else self.head.mini_batches
+        planned = self.head.mini_batches if self.is_whole else ()
         counts = [one.micro_batches for one in planned]
         is_all = not planned or (all(counts) and sum(counts) == len(self.part.work))
         return is_all and (self.seal is None or len(self.seal.mini_batches) in (0, len(planned)))
@@ -112,7 +111,7 @@ class Known:
             return False
         if role and not remote:
             return True
-        if self.is_whole or self.head is None or role:
+        if self.is_whole or role:
             return self.is_whole
         return self.head.open or (self.head.meets and bool(remote))
 
@@ -313,7 +312,9 @@ class Port:
         part = held.parts[work.step]
         known = self.known.get(work.step)
         if known is None or known.part is not part:
-            known = self.known[work.step] = Known(part)
+            if work.head is None:
+                raise WireError(f"step {work.step} begins, and nothing is said of it")
+            known = self.known[work.step] = Known(part, work.head)
         known.head = work.head or known.head
         known.sizes = work.sizes or known.sizes
         if arrived is not None and any(one.remote for one in work.items):

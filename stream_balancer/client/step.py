@@ -148,19 +148,18 @@ class Step(OneRank):
     @property
     def rank(self) -> int:
         """DP rank that trains on it: its number in the step."""
-        head = self._known.head
-        return self._port.who.rank if head is None or head.rank is None else head.rank
+        place = self._known.head.rank
+        return self._port.who.rank if place is None else place
 
     @property
     def dp_size(self) -> int:
         """DP ranks in the step."""
-        head = self._known.head
-        return self._port.who.dp_size if head is None else head.dp_size
+        return self._known.head.dp_size
 
     @property
     def load(self) -> float:
         """Predicted work as planned; see :attr:`RankBatch.load`."""
-        return 0.0 if self._known.head is None else self._known.head.load
+        return self._known.head.load
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
@@ -181,17 +180,13 @@ class Step(OneRank):
     @property
     def mini_batch_sizes(self) -> tuple[MiniBatchSize, ...]:
         """Sizes of its mini-batches; empty where the step is in one piece."""
-        head = self._known.head
-        planned = () if head is None else head.mini_batches
+        planned, seal = self._known.head.mini_batches, self._known.seal
         if not planned or self.denominators is None:
             return ()
-        sizes = [MiniBatchSize(*structs.astuple(one)) for one in planned]
-        sealed = () if self._known.seal is None else self._known.seal.mini_batches
-        return tuple(
-            [MiniBatchSize(*one[:2], *structs.astuple(all_)) for one, all_ in zip(sizes, sealed, strict=True)]
-            if sealed
-            else sizes
-        )
+        sizes = [structs.astuple(one) for one in planned]
+        if seal is not None and seal.mini_batches:  # some payloads are gone
+            sizes = [(*one[:2], *structs.astuple(left)) for one, left in zip(sizes, seal.mini_batches, strict=True)]
+        return tuple(MiniBatchSize(*one) for one in sizes)
 
     def __repr__(self) -> str:
         return f"Step(step={self.step}, rank={self.rank}/{self.dp_size}, micro_batches={len(self._known.part.work)})"
