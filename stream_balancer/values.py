@@ -200,7 +200,7 @@ def check_tokens(tokens: Mapping[str, Tensor], is_padding: bool = False) -> int:
     if mask is not None and mask.dtype in _FLOAT8:  # torch cannot count them
         raise RolloutError(f"loss_mask has dtype {mask.dtype}; make it bool")
     attended = tokens.get("attention_mask")
-    if attended is not None and not (is_padding or attended.is_meta) and not attended.all():
+    if attended is not None and not (is_padding or attended.is_meta or attended.ndim > 1) and not attended.all():
         raise RolloutError(
             "attention_mask has zeros: padding is no part of a rollout, and would be trained on. Put the tokens "
             "without it: tokens={name: column[attention_mask.bool()] for name, column in tokens.items()}"
