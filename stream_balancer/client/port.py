@@ -109,10 +109,8 @@ class Known:
         remote = [one for one in self.part.work.values() if one.item.remote]
         if not all(one.fetched for one in remote):
             return False
-        if role and not remote:
-            return True
         if self.is_whole or role:
-            return self.is_whole
+            return self.is_whole or not remote
         return self.head.open or (self.head.meets and bool(remote))
 
 
