@@ -32,26 +32,24 @@ class Budget:
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.used = most_bytes, 0
-        self._paused: dict[Peer, Connection] = {}
+        self.paused: dict[Peer, Connection] = {}
+        """Those that are not read from."""
 
-    def take(self, peer: Peer, connection: Connection | None, nbytes: int) -> None:
-        """So many more, and perhaps no more of this session."""
-        self.used += nbytes
-        if self.used > self.most_bytes and connection is not None and peer not in self._paused:
-            self._paused[peer] = connection
+    def pause(self, peer: Peer, connection: Connection | None) -> None:
+        """Too much is staged: read no more of this session."""
+        if connection is not None and peer not in self.paused:
+            self.paused[peer] = connection
             connection.pause()
 
-    def give(self, peer: Peer, nbytes: int, *, has_more: bool) -> None:
-        """So many less."""
-        self.used -= nbytes
-        if self._paused:
-            everybody = self.used <= self.most_bytes * 3 // 4  # not at each reply
-            for one in list(self._paused) if everybody else () if has_more else (peer,):
-                self.forget(one)
+    def resume(self, peer: Peer, *, has_more: bool) -> None:
+        """Something of this session is not staged any more."""
+        everybody = self.used <= self.most_bytes * 3 // 4  # not at each reply
+        for one in list(self.paused) if everybody else () if has_more else (peer,):
+            self.forget(one)
 
     def forget(self, peer: Peer) -> None:
         """Read from it again, if its connection is still there."""
-        connection = self._paused.pop(peer, None)
+        connection = self.paused.pop(peer, None)
         if connection is not None:
             connection.resume()
 
@@ -78,7 +76,8 @@ class Asked:
         value, payload = value if isinstance(value, Bytes) else (value, NOTHING)
         raw = NIL if value is None else value if isinstance(value, msgspec.Raw) else msgspec.Raw(_encode(value))
         self.memory = None
-        self._peer.answer(self, Reply(self.number, raw, error), payload)
+        small = len(self._peer.open) == 1 and payload.total <= SMALL
+        self._peer.io.do(partial(self._peer.answer, self, Reply(self.number, raw, error), payload), here=small)
 
 
 class Attended(Protocol):
@@ -120,9 +119,10 @@ class Peer:
         """None while it is lost."""
         self.losses = 0
         # of the I/O thread
-        self._service = service
+        self._service, self.io = service, service.io
         self._live: Connection | None = None
-        self._open: dict[int, Asked] = {}
+        self.open: dict[int, Asked] = {}
+        """Calls without a reply, by number."""
         self._done: dict[int, tuple[Reply, Payload]] = {}
         """Replies that the caller may not have seen."""
         self._next = self._seen = self._staged = self._coming = 0
@@ -152,12 +152,7 @@ class Peer:
         """End its connection: WireError and RefusedError tell the peer why."""
         connection = self.connection
         if connection is not None:
-            self._service.io.do(partial(connection.fail, error))
-
-    def answer(self, asked: Asked, reply: Reply, payload: Payload) -> None:
-        """The one reply to a call."""
-        small = len(self._open) == 1 and payload.total <= SMALL
-        self._service.io.do(partial(self._answer, asked, reply, payload), here=small)
+            self.io.do(partial(connection.fail, error))
 
     # in the I/O thread
 
@@ -174,8 +169,15 @@ class Peer:
 
     def leave(self) -> None:
         """The session will not come back: what is open has nobody to answer."""
-        self._service.budget.give(self, self._staged, has_more=False)
-        self._open, self._done, self._staged = {}, {}, 0
+        self._unstage(self._staged, has_more=False)
+        self.open, self._done = {}, {}
+
+    def _unstage(self, nbytes: int, *, has_more: bool) -> None:
+        budget = self._service.budget
+        self._staged -= nbytes
+        budget.used -= nbytes
+        if budget.paused:
+            budget.resume(self, has_more=has_more)
 
     def admit(self, message: Message, total: int) -> None:
         """Raises WireError for bytes that may not come, among them those beyond what Welcome has allowed."""
@@ -205,17 +207,19 @@ class Peer:
         if number in self._done:
             self._send(*self._done[number])
         elif number == self._next:
-            if len(self._open) >= service.limits.max_calls:
+            if len(self.open) >= service.limits.max_calls:
                 raise WireError("more calls without a reply than were allowed")
             self._next += 1
-            asked = self._open[number] = Asked(self, message, memory)
+            asked = self.open[number] = Asked(self, message, memory)
             self._staged += asked.nbytes
-            service.budget.take(self, self._live, asked.nbytes)
+            service.budget.used += asked.nbytes
+            if service.budget.used > service.budget.most_bytes:
+                service.budget.pause(self, self._live)
             service.do(self, service.begin, self, asked)
 
     def _receive_other(self, message: Message, memory: Memory | None) -> None:
         if isinstance(message, Cancel):
-            asked = self._open.get(message.number)
+            asked = self.open.get(message.number)
             if asked is not None:
                 asked.cancelled = True
                 self._service.do(self, self._service.cancel, asked)
@@ -235,12 +239,12 @@ class Peer:
     def _report(self, report: Report, memory: Memory | None) -> None:
         self.on_report(report, memory)
 
-    def _answer(self, asked: Asked, reply: Reply, payload: Payload) -> None:
-        if self._open.get(asked.number) is not asked:
+    def answer(self, asked: Asked, reply: Reply, payload: Payload) -> None:
+        """The one reply to a call."""
+        if self.open.get(asked.number) is not asked:
             return
-        del self._open[asked.number]
-        self._staged -= asked.nbytes
-        self._service.budget.give(self, asked.nbytes, has_more=bool(self._open))
+        del self.open[asked.number]
+        self._unstage(asked.nbytes, has_more=bool(self.open))
         if self.keep_s > 0:
             self._done[asked.number] = reply, payload
         if asked.number < self._heard:

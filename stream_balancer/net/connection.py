@@ -269,8 +269,16 @@ class Connection:
         try:
             while self._outgoing and left > 0:
                 count = self._sock.sendmsg([*map(_VIEW, islice(self._outgoing, _GATHER))])
-                self._took(count)
+                self._num_sent += count
                 left -= count
+                while self._outgoing and count >= len(self._outgoing[0][0]):
+                    view, sent = self._outgoing.popleft()
+                    count -= len(view)
+                    if sent is not None:
+                        sent()
+                if count:
+                    view, sent = self._outgoing[0]
+                    self._outgoing[0] = view[count:], sent
         except BlockingIOError:
             pass
         except OSError as error:
@@ -281,19 +289,6 @@ class Connection:
         self._watch()
         if self._close_sent and self._close_seen and not self._outgoing and not self._held:
             self.fail(Ended("closed"))
-
-    def _took(self, count: int) -> None:
-        """So many outgoing bytes have left."""
-        self._num_sent += count
-        while self._outgoing:
-            view, sent = self._outgoing[0]
-            if count < len(view):
-                self._outgoing[0] = (view[count:], sent)
-                return
-            self._outgoing.popleft()
-            count -= len(view)
-            if sent is not None:
-                sent()
 
     # receiving
 

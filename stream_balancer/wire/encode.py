@@ -238,21 +238,17 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_refuse_others)
 
 
 def _pack(header: Header, rollouts: Sequence[Rollout]) -> msgspec.Raw:
-    try:
-        header.names = msgspec.Raw(_ENCODER.encode(_names(rollouts)))
-        return msgspec.Raw(_ENCODER.encode(header))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise _changed(rollouts, error) from None
-
-
-def _names(rollouts: Sequence[Rollout]) -> Names:
     names = Names(*map(list, zip(*map(_NAMED, rollouts), strict=True)))
     if not any(names.metadata):
         names.metadata = []
     for field in ("group_ids", "execution_ids", "versions", "costs"):
         if getattr(names, field).count(None) == len(rollouts):
             setattr(names, field, [])
-    return names
+    try:
+        header.names = msgspec.Raw(_ENCODER.encode(names))
+        return msgspec.Raw(_ENCODER.encode(header))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _changed(rollouts, error) from None
 
 
 def _changed(rollouts: Sequence[Rollout], error: Exception) -> RolloutError:

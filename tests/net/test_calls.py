@@ -199,7 +199,7 @@ async def test_a_storm_of_calls_cuts_and_cancels(seed: int, restarts: bool, anyi
             assert sorted(fate.returned + fate.cancelled, key=int) == [str(n) for n in range(60)]
             assert set(host.taken) == set(fate.returned)
             if not restarts:
-                assert sum(len(peer._open) for peer in host.service.peers.values()) == 0
+                assert sum(len(peer.open) for peer in host.service.peers.values()) == 0
             tasks.cancel_scope.cancel()
 
 
@@ -263,7 +263,7 @@ async def test_a_lost_session_goes_on_and_gets_each_reply_once() -> None:
         await anyio.sleep(5)
         assert sorted(host.taken) == ["a", "b", "first", "never came"]
         assert host.begun == 4
-        assert not host.service.peers[caller._join.session]._open
+        assert not host.service.peers[caller._join.session].open
 
 
 async def test_a_reply_that_comes_between_the_welcome_and_the_repetition_is_sent_once() -> None:
@@ -365,7 +365,7 @@ async def test_beyond_the_budget_a_session_is_read_once_others_have_their_replie
         assert host.begun in (2, 3)
         await anyio.sleep(10)
         assert len(host.taken) == 6
-        assert (host.service.budget.used, host.service.budget._paused) == (0, {})
+        assert (host.service.budget.used, host.service.budget.paused) == (0, {})
 
 
 async def test_closing_takes_back_what_waits_and_says_what_became_of_it() -> None:
