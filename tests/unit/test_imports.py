@@ -61,7 +61,7 @@ PURE_MODULES = [
         "tune_report",
     )
 ]
-PURE_MODULES += ["host.checkpoint", "host.records"]
+PURE_MODULES += ["host.checkpoint", "host.plan_rows", "host.records"]
 """Pure modules in folders that are not."""
 WITHOUT_TORCH = {"errors", "field_docs", "cost", "planning", "config", "core", "learn"}
 

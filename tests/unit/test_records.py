@@ -18,6 +18,7 @@ from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.host.journal import Journal
 from stream_balancer.host.journal.recovery import JournalObserver
 from stream_balancer.host.journal.writer import Writing
+from stream_balancer.host.plan_rows import Plan, batch_of, plan_of
 from stream_balancer.host.records import (
     Acked,
     Came,
@@ -26,11 +27,8 @@ from stream_balancer.host.records import (
     Fact,
     Group,
     Held,
-    Plan,
     Records,
     State,
-    batch_of,
-    plan_of,
     read_fact,
     read_rollouts,
     write_fact,

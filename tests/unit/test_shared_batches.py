@@ -19,7 +19,8 @@ import stream_balancer as sb
 from stream_balancer.core import batching
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
-from stream_balancer.host.records import batch_of, plan_of, read_fact, write_fact
+from stream_balancer.host.plan_rows import batch_of, plan_of
+from stream_balancer.host.records import read_fact, write_fact
 from stream_balancer.planning import Plan, PlanKnobs, Waiting
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import Batch, MicroBatch, Rollout, SharedRollout

@@ -21,7 +21,8 @@ from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.host.journal.journal import Journal, Recovered
 from stream_balancer.host.journal.store import Statement, drop, put, remove
-from stream_balancer.host.records import Done, Records, State, plan_of
+from stream_balancer.host.plan_rows import plan_of
+from stream_balancer.host.records import Done, Records, State
 from stream_balancer.types import Batch, EvictReason, Rollout
 
 __all__ = ["JournalObserver"]
