@@ -53,18 +53,17 @@ class BalancerConfig(Knobs):
 
     def __post_init__(self) -> None:
         if isinstance(self.cost, str):
-            object.__setattr__(self, "cost", cost_of(self.cost))
+            _put(self, cost=cost_of(self.cost))
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         # What was given, without what is derived: replace() starts from it, so a knob left out follows the others.
         given = {k: v for k, v in given.items() if v is not None or k in _NONE_IS_A_VALUE}
-        object.__setattr__(self, "_given", given)
-        object.__setattr__(self, "auto_windows", ())
+        _put(self, _given=given, auto_windows=())
         check_values(self, self._given)
         if self.batch_size_range is not None:
-            object.__setattr__(self, "batch_size_range", tuple(self.batch_size_range))
-        object.__setattr__(self, "cp_sizes", tuple(self.cp_sizes))
+            _put(self, batch_size_range=tuple(self.batch_size_range))
+        _put(self, cp_sizes=tuple(self.cp_sizes))
         if self.stratum_shares is not None:  # a dict of our own: nobody may change it later
-            object.__setattr__(self, "stratum_shares", dict(self.stratum_shares))
+            _put(self, stratum_shares=dict(self.stratum_shares))
         self._derive()
         for problem in combinations(self):
             raise ConfigError(problem)
@@ -80,14 +79,14 @@ class BalancerConfig(Knobs):
     def _derive(self) -> None:
         def default(name: str, value: int) -> None:
             if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
+                _put(self, **{name: value})
 
         if self._given.get("window") == "auto":
             for problem in automatic_windows(self):
                 raise ConfigError(problem)
-            object.__setattr__(self, "auto_windows", self._legal_windows())
+            _put(self, auto_windows=self._legal_windows())
             first = [window for window in self.auto_windows if window <= START * self.batch_size]
-            object.__setattr__(self, "window", max(first, default=self.batch_size))
+            _put(self, window=max(first, default=self.batch_size))
         if self.batch_tokens is not None:
             default("batch_size", self._least_batch_size())
             if "window" not in self._given:
@@ -100,14 +99,14 @@ class BalancerConfig(Knobs):
         default("capacity", 2 * self._largest_window)
         default("min_batch_size", self.dp_size)
         if self._given["max_skips"] == "auto":
-            object.__setattr__(self, "max_skips", max(USUAL_MAX_SKIPS, self.least_max_skips))
+            _put(self, max_skips=max(USUAL_MAX_SKIPS, self.least_max_skips))
         if self.batch_tokens is not None and self.max_skips is not None:
             default("capacity_tokens", self.max_skips * self.batch_tokens)
 
     def at_window(self, window: int) -> BalancerConfig:
         """The same knobs with another of :attr:`auto_windows` in force."""
         other = copy(self)
-        object.__setattr__(other, "window", window)
+        _put(other, window=window)
         return other
 
     def _least_batch_size(self) -> int:
@@ -137,6 +136,11 @@ class BalancerConfig(Knobs):
                 "Loosen them, or set window=batch_size"
             )
         return windows
+
+
+def _put(config: BalancerConfig, **values: Any) -> None:
+    for name, value in values.items():
+        object.__setattr__(config, name, value)
 
 
 def _refuse_unknown(names: Iterable[str]) -> None:

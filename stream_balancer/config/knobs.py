@@ -154,10 +154,11 @@ class Knobs:
     """Ids of this many past rollouts (acknowledged or evicted) are kept, so that a producer that retries a put after a
     crash gets the reply that the first one was accepted. About 100 bytes each."""
     loss_mask_column: str | None = "loss_mask"
-    """Column of your rollouts that says which tokens are trained on (non-zero = trained). Under whatever name you put
-    it, ranks find it as ``loss_mask``. "loss_mask" may be left out where every token is trained on, any other name
-    must be there; None = every token is trained on. A rollout without it is refused if it has another column that
-    looks like one (``response_mask``, ``completion_mask``, ``action_mask``, ``labels``, ...)."""
+    """Column of your rollouts that says which tokens are trained on (non-zero = trained; the first token of a rollout
+    never is). Under whatever name you put it, ranks find it as ``loss_mask``. "loss_mask" may be left out where every
+    token is trained on, any other name must be there; None = every token is trained on. A rollout without it is refused
+    if it has another column that looks like one (``response_mask``, ``completion_mask``, ``action_mask``, ``labels``,
+    ...)."""
     policy: Policy = "window"
     """"window" is what this library is for. "fifo" (arrival order, best partition) and "round_robin" (arrival order,
     to the ranks in turn) are what is usual elsewhere: run them to measure, in your own training, what the window

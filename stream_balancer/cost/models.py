@@ -91,6 +91,14 @@ class QuadraticCost:
         return x * (self.linear + self.quadratic * x)
 
 
+_SIZES = {
+    **dict.fromkeys(
+        ["hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "active_experts"], ""
+    ),
+    **dict.fromkeys(["num_kv_heads", "head_dim"], " or None"),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerCost:
     """FLOPs of one training step (forward and backward) of a decoder whose layers are alike and attend to the whole
@@ -130,14 +138,10 @@ class TransformerCost:
     """The same, by its parts."""
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "active_experts"):
+        for name, optional in _SIZES.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"TransformerCost.{name} must be an int >= 1, not {value!r}")
-        for name in ("num_kv_heads", "head_dim"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"TransformerCost.{name} must be an int >= 1 or None, not {value!r}")
+            if not (value is None and optional) and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"TransformerCost.{name} must be an int >= 1{optional}, not {value!r}")
         if self.num_heads % self._kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self._kv_heads})")
         pairs = AttentionPairs(self.flops_per_token_pair, causal=self.causal)

@@ -28,6 +28,11 @@ import stream_balancer as sb
 
 __all__ = ["BatchTracer", "tracing"]
 
+_ATTRIBUTES = (
+    "step", "reason", "num_rollouts", "num_tokens", "imbalance", "unavoidable_imbalance", "oldest_wait_s",
+)  # fmt: skip
+"""Of a batch, on its span."""
+
 
 @contextmanager
 def tracing(balancer: sb.StreamBalancer, tracer_provider: trace.TracerProvider | None = None) -> Iterator[None]:
@@ -59,16 +64,8 @@ class BatchTracer(sb.Observer):
             "stream_balancer.batch",
             context=trace.set_span_in_context(trace.INVALID_SPAN),  # a trace of its own, whoever asks for the batch
             start_time=put_ns,
-            attributes={
-                "stream_balancer.step": batch.step,
-                "stream_balancer.reason": batch.reason,
-                "stream_balancer.num_rollouts": batch.num_rollouts,
-                "stream_balancer.num_tokens": batch.num_tokens,
-                "stream_balancer.num_ranks": len(batch.ranks),
-                "stream_balancer.imbalance": batch.imbalance,
-                "stream_balancer.unavoidable_imbalance": batch.unavoidable_imbalance,
-                "stream_balancer.oldest_wait_s": batch.oldest_wait_s,
-            },
+            attributes={f"stream_balancer.{name}": getattr(batch, name) for name in _ATTRIBUTES}
+            | {"stream_balancer.num_ranks": len(batch.ranks)},
         )
         within = trace.set_span_in_context(whole)
         self._tracer.start_span("stream_balancer.waiting", within, start_time=put_ns).end(now_ns)

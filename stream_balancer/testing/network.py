@@ -41,9 +41,7 @@ class MemoryNetwork:
         """``arrived`` is called for each peer, also for those who came before."""
         listener = self._listeners[address] = MemoryListener(self, address, arrived)
         if address == self.address:
-            waiting, self._waiting = self._waiting, []
-            for dial in waiting:
-                self.io.do(dial)
+            self._dial_waiting()
         return listener
 
     def connect(
@@ -75,9 +73,7 @@ class MemoryNetwork:
         self._closed = True
         for listener in [*self._listeners.values()]:
             listener.close()
-        waiting, self._waiting = self._waiting, []
-        for dial in waiting:
-            self.io.do(dial)
+        self._dial_waiting()
 
     async def __aenter__(self) -> Self:
         return self
@@ -100,6 +96,11 @@ class MemoryNetwork:
             failed(refused_error("closed", CLOSED))
         else:
             self._waiting.append(lambda: self._dial(peer, join, welcomed, failed))
+
+    def _dial_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for dial in waiting:
+            self.io.do(dial)
 
     def _new_address(self) -> str:
         self._num_owners += 1
