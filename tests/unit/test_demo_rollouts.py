@@ -29,45 +29,24 @@ def test_a_rollout_is_made_from_its_name_alone():
 def test_the_checksum_sees_every_change():
     rollout = make_rollout(*MADE)
     ids, mask = rollout.tokens["input_ids"], rollout.tokens["loss_mask"]
-    other = ids.clone()
-    other[5] ^= 1
-    changed = [
-        type(rollout)(tokens={"input_ids": other, "loss_mask": mask}, rollout_id="r1"),
-        type(rollout)(tokens={"input_ids": ids, "loss_mask": ~mask}, rollout_id="r1"),
-        type(rollout)(tokens={"input_ids": ids.to(torch.int32), "loss_mask": mask}, rollout_id="r1"),
-        type(rollout)(tokens={"input_ids": ids}, rollout_id="r1"),
-    ]
-    sums = {checksum(rollout), *map(checksum, changed)}
-    assert len(sums) == 1 + len(changed)
-
-
-def test_a_trace_is_scaled_until_the_longest_fits(trace):
-    work = load_workload(DemoOptions(trace=trace, rollouts=10, max_length=109))
-    assert work.lengths["longest"] == 109
-    assert work.lengths["scale"] == pytest.approx(0.1)
-    assert work.lengths["tokens"] == sum(r.num_tokens for r in work.rollouts)
-    assert len({r.rollout_id for r in work.rollouts}) == 10
-    assert len({r.group_id for r in work.rollouts}) == 5
-
-
-def test_scale_can_be_given_and_every_rollout_keeps_a_prompt_and_an_output(trace):
-    work = load_workload(DemoOptions(trace=trace, rollouts=10, scale=1e-6))
-    assert work.lengths["scale"] == 1e-6
-    assert all((r.num_tokens, r.num_loss_tokens) == (2, 1) for r in work.rollouts)
+    other = torch.where(torch.arange(12) == 5, ids ^ 1, ids)
+    columns = [(other, mask), (ids, ~mask), (ids.to(torch.int32), mask)]
+    changed = [type(rollout)(tokens={"input_ids": i, "loss_mask": m}, rollout_id="r1") for i, m in columns]
+    changed.append(type(rollout)(tokens={"input_ids": ids}, rollout_id="r1"))
+    assert len({checksum(rollout), *map(checksum, changed)}) == 5
 
 
 @pytest.mark.parametrize("rollouts", [4, 10, 25])
-def test_as_many_rollouts_as_asked_for_even_beyond_the_file(trace, rollouts):
-    options = DemoOptions(trace=trace, rollouts=rollouts)
+def test_as_many_rollouts_as_asked_for_scaled_until_the_longest_fits(trace, rollouts):
+    options = DemoOptions(trace=trace, rollouts=rollouts, max_length=109)
     work = load_workload(options)
+    assert work.lengths["longest"] == 109
+    assert work.lengths["tokens"] == sum(r.num_tokens for r in work.rollouts)
     assert len({r.rollout_id for r in work.rollouts}) == len(work.rollouts) == rollouts
     assert [*map(checksum, work.rollouts)] == [*map(checksum, load_workload(options).rollouts)]
-
-
-def test_generated_lengths_are_the_default():
-    work = load_workload(DemoOptions(rollouts=50))
-    assert len(work.rollouts) == 50
-    assert work.lengths["longest"] == DemoOptions().max_length
+    small = load_workload(DemoOptions(trace=trace, rollouts=rollouts, scale=1e-6))
+    assert all((r.num_tokens, r.num_loss_tokens) == (2, 1) for r in small.rollouts), "a prompt and an output"
+    assert load_workload(DemoOptions(rollouts=rollouts)).lengths["longest"] == DemoOptions().max_length
 
 
 def test_what_cannot_be_is_refused(tmp_path):

@@ -23,25 +23,6 @@ def test_siblings_share_their_prompt_where_it_is_the_same() -> None:
     assert shared_prefixes(trace).tolist() == [500, 499, 0, 0, 0, 300, 300]  # a token of its own at least
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_rollouts_of_a_run_say_their_prefix_and_leave_its_price_to_the_cost(share: bool) -> None:
-    trace = Trace(
-        prompt_tokens=np.array([500, 500, 300]), output_tokens=np.array([100, 10, 9]), group_ids=np.array([0, 0, 1])
-    )
-    config = BalancerConfig(dp_size=2, batch_size=2, cost=QuadraticCost(), share_prefixes=share)
-    run = Run(trace, BalancerCore(config), Generation(trace, 2, 30.0, 0), 1.0)
-    found = [run._rollout(row) for row in range(3)]
-    if share:
-        assert [(one.prefix, one.group_id, one.cost) for one in found] == [
-            (500, "0", None),
-            (500, "0", None),
-            (0, None, None),
-        ]
-    else:
-        assert [(one.prefix, one.group_id) for one in found] == [(0, None)] * 3
-        assert [one.cost for one in found] == np.asarray(config.cost(trace.lengths)).tolist()
-
-
 @pytest.mark.parametrize("policy", ["fifo", "window"])
 def test_what_sharing_adds_counts_as_idle_in_the_simulator_and_in_statistics(policy: Policy) -> None:
     lengths = np.random.default_rng(5).lognormal(8.0, 1.7, 600).clip(16, 200_000).astype(np.int64)
