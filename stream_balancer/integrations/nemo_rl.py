@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer.cost import cost_of
 from stream_balancer.integrations import _rows
 from stream_balancer.integrations._plans import choose_groups
 from stream_balancer.integrations._rows import Version
@@ -75,7 +74,7 @@ class BalancedSampler:
         ]:
             if value < least:
                 raise ValueError(f"{name} must be >= {least}, not {value}")
-        self._cost = cost_of(cost) if isinstance(cost, str) else cost
+        self._cost: Any = sb.BalancerConfig(dp_size=dp_size, batch_size=dp_size, cost=cost).cost
         self._buffer = buffer
         self._dp_size = dp_size
         self._lookahead = max_staleness_versions

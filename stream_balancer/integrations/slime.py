@@ -21,7 +21,7 @@ from __future__ import annotations
 import importlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
+from itertools import accumulate, pairwise, repeat
 from typing import Any
 
 import numpy as np
@@ -204,20 +204,24 @@ def rank_data_from(batch: sb.Batch) -> list[dict[str, Any]]:
     rollouts = _rows.with_prompt(rollout for share in batch.ranks for rollout in share.rollouts)
     columns = _columns(rollouts)
     whole: dict[str, Any] = {key: columns[key] for key in ("raw_reward", "total_lengths") if key in columns}
-    data = []
-    start = 0
-    for share in batch.ranks:
-        mine = slice(start, start + share.num_rollouts)
-        one: dict[str, Any] = {"partition": list(range(mine.start, mine.stop))}
-        one |= {key: values[mine] for key, values in columns.items()}
-        one |= whole
-        one["rollout_mask_sums"] = torch.tensor(one["rollout_mask_sums"], dtype=torch.float32)
-        one["global_batch_sizes"] = [len(set(columns["rollout_ids"]))]
-        one["num_microbatches"] = [len(share.micro_batches)]
-        one["micro_batch_indices"] = _consecutive([len(mb.lengths) for mb in share.micro_batches])
-        data.append(one)
-        start = mine.stop
-    return data
+    starts = accumulate((share.num_rollouts for share in batch.ranks), initial=0)
+    return [
+        {
+            "partition": list(range(start, start + share.num_rollouts)),
+            **{key: values[start : start + share.num_rollouts] for key, values in columns.items()},
+            **whole,
+            "rollout_mask_sums": torch.tensor(
+                columns["rollout_mask_sums"][start : start + share.num_rollouts], dtype=torch.float32
+            ),
+            "global_batch_sizes": [len(set(columns["rollout_ids"]))],
+            "num_microbatches": [len(share.micro_batches)],
+            "micro_batch_indices": [
+                list(range(*ends))
+                for ends in pairwise(accumulate((len(mb.lengths) for mb in share.micro_batches), initial=0))
+            ],
+        }
+        for share, start in zip(batch.ranks, starts, strict=False)
+    ]
 
 
 def _columns(rollouts: Sequence[sb.Rollout]) -> dict[str, list[Any]]:
@@ -248,8 +252,3 @@ def _columns(rollouts: Sequence[sb.Rollout]) -> dict[str, list[Any]]:
     for name in rollouts[0].metadata.keys() - {"response_length", "rollout", "mask_sum"}:
         columns[name] = [rollout.metadata[name] for rollout in rollouts]
     return columns
-
-
-def _consecutive(counts: Sequence[int]) -> list[list[int]]:
-    ends = np.cumsum(counts).tolist()
-    return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
