@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-4
 """How far (relatively) above the lower bound a search may stop."""
 
-_BUDGET, _BUDGET_EACH = 80_000, 500
+_BUDGET, _BUDGET_EACH = 30_000, 400
 """Elementary operations that a search may spend: so many, and so many more for every rollout."""
 
-_SMALL = 48
-"""Up to so many rollouts one descent often ends in a poor partition, and many are affordable side by side."""
+_SMALL, _SMALL_BUDGET = 48, 45_000
+"""Up to so many rollouts one descent often ends in a poor partition, and many are affordable side by side: so many
+operations more."""
 
 _COPIES_WORK = 6_000
 """Places in all the copies that descend side by side, times ranks."""
@@ -177,9 +178,11 @@ def _improved(labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: 
     # where ranks are alike no exchange that helps leaves one empty; nor is a count changed if all have as many
     limits = [] if (rate is None and not even) or least == most else [Limit(ones, least, most)]
     cells = Cells.of(labels, work, num_ranks, speed=rate, even=even, limits=limits)
+    budget = _BUDGET + _BUDGET_EACH * work.size
     if work.size <= _SMALL:
+        budget += _SMALL_BUDGET
         cells = Cells(work, _shuffled(cells.slots, num_ranks), num_ranks, speed=rate, even=even, limits=limits)
-    cells.improve(target, _BUDGET + _BUDGET_EACH * work.size)
+    cells.improve(target, budget)
     return cells.cell_of(int(cells.times.argmin()))
 
 
