@@ -79,6 +79,8 @@ def _verify_ages(core: BalancerCore) -> None:
     state, config = core.state, core.config
     staleness, versions, labels = state.staleness, state.buffer.versions, state.buffer.labels
     held, due = staleness.held_back(), staleness.due()
+    free = ~held
+    assert state.triggers.sendable()[:2] == (int(free.sum()), int((state.buffer.complete & free).sum()))
     if config.max_staleness is None or staleness.version is None:
         assert not held.any()
         assert not due.any()
@@ -88,4 +90,3 @@ def _verify_ages(core: BalancerCore) -> None:
     alone = (versions < oldest) & (config.on_stale == "evict")
     assert staleness.num_held_back == int(alone.sum())
     assert (held == (alone | ((labels >= 0) & np.isin(labels, labels[alone])))).all()
-    assert state.triggers.sendable()[:2] == (int((~held).sum()), int((state.buffer.complete & ~held).sum()))

@@ -95,14 +95,12 @@ class Admission:
     def check(self, rollouts: Sequence[Rollout]) -> list[float]:
         """Costs of the rollouts of one put. Raises TypeError, RolloutError or DuplicateRolloutError if one of them can
         never be taken in, whatever its group. O(columns)."""
-        if len(rollouts) == 1:
-            return [self._check_alone(rollouts[0])]
-        costs = [self._check_alone(rollout) for rollout in rollouts]
-        if costs:
+        costs = [self.check_one(rollout) for rollout in rollouts]
+        if len(costs) > 1:
             self._check_together(rollouts)
         return costs
 
-    def _check_alone(self, rollout: Rollout) -> float:
+    def check_one(self, rollout: Rollout) -> float:
         """Cost of the rollout. Every put comes here."""
         if not isinstance(rollout, Rollout):
             raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")

@@ -1,6 +1,6 @@
 """Why nothing is dispatched, in a sentence an operator can act on. Pure: time and state are arguments.
 
-Not here: when that is logged (``controller.stall_reporter``), and how a stopped peer is distinguished from a slow one
+Not here: when that is logged (``host.stall_reporter``), and how a stopped peer is distinguished from a slow one
 (``transport``).
 """
 

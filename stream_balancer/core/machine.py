@@ -1,7 +1,7 @@
 """The core of a balancer: rollouts in, batches out, acknowledgements back. Every change of a balancer's state is a
 method of :class:`BalancerCore`.
 
-Pure: time is an argument, nothing waits, nothing is sent. The shell (``controller.balancer``) and the simulator drive
+Pure: time is an argument, nothing waits, nothing is sent. The shell (``host.balancer``) and the simulator drive
 the same object::
 
     add(rollout, now) --> waiting --poll(now)--> in flight --acknowledge(step)--> done
@@ -69,7 +69,8 @@ class BalancerCore:
                 "put() after end(): the balancer takes no more rollouts. Put before calling end()"
             )
         admission = self.state.admission
-        costs = admission.check(rollouts)  # first: a retry is a duplicate, whatever its group
+        # first: a retry is a duplicate, whatever its group
+        costs = [admission.check_one(rollouts[0])] if len(rollouts) == 1 else admission.check(rollouts)
         if size is not None or (rollouts and rollouts[0].group_id is not None):
             admission.check_group(rollouts, size)
         if self.state.open_step is not None:

@@ -64,7 +64,9 @@ class WaitQueue:
     @property
     def first(self) -> Waiter | None:
         """The one that has waited longest."""
-        return next(iter(self._waiters.values()), None)
+        for waiter in self._waiters.values():
+            return waiter
+        return None
 
     def join(self, waiter: Waiter) -> None:
         """Take the last place. :meth:`wait` must follow."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class CostOrder:
     """Positions by cost; of equal ones the older first.
 
-    This one sorts when it is first asked for more than the heaviest. ``core.cost_index`` has one that is kept up to
+    This one sorts when it is first asked for more than the heaviest. ``core.buffer`` has one that is kept up to
     date over puts and dispatches.
 
     Examples:

@@ -31,7 +31,7 @@ def test_a_step_leaves_once_the_window_holds_its_tokens() -> None:
     core = core_of([40] * 4)
     assert core.next_wakeup() == math.inf
     assert core.poll(0.0) is None
-    assert "160 of 200 tokens wait" in why_no_batch(core.state, core.statistics(0.0))
+    assert "160 tokens wait (window 200)" in why_no_batch(core.state, core.statistics(0.0))
     core.add(make_rollout(40), 0.0)
     assert core.next_wakeup() == -math.inf
     batch = polled(core)
