@@ -79,49 +79,49 @@ class TestFront:
         assert [o.age for o in front] == sorted({o.age for o in front})
 
 
-class TestRecommendation:
-    def test_the_smallest_window_that_idles_hardly_more_than_the_best(self) -> None:
-        enough = outcome(8, 0.0149)
-        assert recommend(outcome(4, 0.3, 0.0), outcome(6, 0.0151, 0.5), enough, outcome(12, 0.01, 2.0)) is enough
+YOUNG, GOOD, LEAST = outcome(8, 0.2, 1.0), outcome(8, 0.2), outcome(4, 0.2, evicted=3)
+TIGHT, LOOSE = outcome(8, 0.014, max_skips=3), outcome(8, 0.010, max_skips=16)
+WITHOUT, WITHIN = outcome(8, 0.01), outcome(8, 0.01, deadline_s=30.0)
+ENOUGH = outcome(8, 0.0149)
+OLD = outcome(16, 0.0, 3.0)
+BARELY = outcome(12, 0.0, 2.0 + AGE_SLACK)
+# in time: the smallest capacity that idles hardly more in all, then the smallest window, whatever the steps idle
+FEW_WAIT = outcome(6, 0.03, capacity=16, whole_idle_fraction=0.1)
+MORE = outcome(8, 0.01, capacity=16, whole_idle_fraction=0.104)
+FULLER = outcome(4, 0.0, capacity=24, whole_idle_fraction=0.099)
+SMALLER = outcome(4, 0.0, capacity=8, whole_idle_fraction=0.2)
 
-    def test_nothing_older_than_the_bound_counts(self) -> None:
-        young = outcome(8, 0.2, 1.0)
-        assert recommend(young, outcome(16, 0.0, 3.0)) is young
-        assert recommend(young, outcome(12, 0.0, 2.0 + AGE_SLACK)) is not young
-        assert recommend(young, outcome(16, 0.0, 3.0), max_added_age=3.0) is not young
 
-    def test_no_setting_that_cuts_batches_short_or_throws_rollouts_away(self) -> None:
-        good = outcome(8, 0.2)
-        assert recommend(good, outcome(8, 0.0, short_batches=0.02), outcome(8, 0.0, evicted=1)) is good
+@pytest.mark.parametrize(
+    ("outcomes", "how", "best"),
+    [
+        ([outcome(4, 0.3, 0.0), outcome(6, 0.0151, 0.5), ENOUGH, outcome(12, 0.01, 2.0)], {}, ENOUGH),
+        ([YOUNG, OLD], {}, YOUNG),
+        ([YOUNG, BARELY], {}, BARELY),
+        ([YOUNG, OLD], {"max_added_age": 3.0}, OLD),
+        ([GOOD, outcome(8, 0.0, short_batches=0.02), outcome(8, 0.0, evicted=1)], {}, GOOD),
+        ([LOOSE, TIGHT], {}, TIGHT),
+        ([LOOSE, outcome(8, 0.1, max_skips=3)], {}, LOOSE),
+        ([WITHOUT, WITHIN], {}, WITHOUT),
+        ([WITHOUT, WITHIN], {"recorded": True}, WITHIN),
+        ([SMALLER, FULLER, MORE, FEW_WAIT], {}, FEW_WAIT),
+        ([LEAST, outcome(8, 0.1, evicted=5)], {}, LEAST),  # nothing keeps the bounds: the smallest
+    ],
+)
+def test_the_smallest_setting_within_the_bounds_that_idles_hardly_more_than_the_best(
+    outcomes: list[Outcome], how: dict[str, Any], best: Outcome
+) -> None:
+    assert recommend(*outcomes, **how) is best
 
-    def test_the_tightest_guarantee_that_costs_nothing(self) -> None:
-        tight, loose = outcome(8, 0.014, max_skips=3), outcome(8, 0.010, max_skips=16)
-        assert recommend(loose, tight) is tight
-        assert recommend(loose, outcome(8, 0.1, max_skips=3)) is loose
 
-    def test_a_deadline_only_where_arrivals_were_recorded(self) -> None:
-        without, within = outcome(8, 0.01), outcome(8, 0.01, deadline_s=30.0)
-        assert recommend(without, within) is without
-        assert recommend(without, within, recorded=True) is within
-
-    def test_with_a_trainer_that_takes_time_the_wait_for_rollouts_counts(self) -> None:
-        """The smallest capacity that idles hardly more in all, then the smallest window, whatever the steps idle."""
-        few = outcome(6, 0.03, capacity=16, whole_idle_fraction=0.1)
-        more = outcome(8, 0.01, capacity=16, whole_idle_fraction=0.104)
-        fuller = outcome(4, 0.0, capacity=24, whole_idle_fraction=0.099)
-        tight = outcome(4, 0.0, capacity=8, whole_idle_fraction=0.2)
-        assert recommend(tight, fuller, more, few) is few
-        assert pareto_front([replace(one, age=1.0) for one in (tight, few, fuller)])[0].capacity == 24
-
-    def test_the_smallest_window_where_nothing_keeps_the_bounds(self) -> None:
-        least = outcome(4, 0.2, evicted=3)
-        assert recommend(least, outcome(8, 0.1, evicted=5)) is least
+def test_the_front_of_settings_in_time_goes_by_all_idle_time() -> None:
+    assert pareto_front([replace(one, age=1.0) for one in (SMALLER, FEW_WAIT, FULLER)])[0].capacity == 24
 
 
 class TestSettings:
     def settings(self, config: sb.BalancerConfig, *, in_time: bool = False, **chosen: Any) -> list[sb.BalancerConfig]:
         base = config.replace(window=None, max_skips=None, capacity=None)
-        return list(_settings(base, 10.0, _Asked(in_time, **chosen)))
+        return _settings(base, 10.0, _Asked(in_time, **chosen))
 
     def test_each_window_with_three_bounds_on_skips_and_two_deadlines(self) -> None:
         found = self.settings(sb.BalancerConfig(dp_size=8, batch_size=32))
