@@ -255,15 +255,12 @@ class Rollout:
         )
 
     def __repr__(self) -> str:
-        return (
-            f"Rollout({self.rollout_id!r}, num_tokens={self.num_tokens}, columns={sorted(self.tokens)}"
-            + (f", group_id={self.group_id!r}" if self.group_id is not None else "")
-            + (f", execution_id={self.execution_id!r}" if self.execution_id is not None else "")
-            + (f", version={self.version}" if self.version is not None else "")
-            + (f", prefix={self.prefix}" if self.prefix else "")
-            + (", is_padding=True" if self.is_padding else "")
-            + ")"
-        )
+        told = {name: getattr(self, name) for name in _NOT_TOLD}
+        more = "".join(f", {name}={value!r}" for name, value in told.items() if value is not _NOT_TOLD[name])
+        return f"Rollout({self.rollout_id!r}, num_tokens={self.num_tokens}, columns={sorted(self.tokens)}{more})"
+
+
+_NOT_TOLD = {"group_id": None, "execution_id": None, "version": None, "prefix": 0, "is_padding": False}
 
 
 def cheapest_to_copy(rollouts: Iterable[Rollout]) -> Rollout:
