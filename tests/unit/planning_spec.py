@@ -1,12 +1,10 @@
 """What the planner's rules say, in the plainest words: everything is sorted whenever it is asked for.
 
-bench/results/planning_proofs.md has the rules; `outliers.choose` and `swaps.swap_with_waiting` read an order instead,
-and only as much of it as they need. The tests compare the two.
+bench/results/planning_proofs.md has the rules; `outliers.choose` reads an order instead, and only as much of it as it
+needs. The tests compare the two.
 """
 
 from __future__ import annotations
-
-from bisect import bisect_right, insort
 
 import numpy as np
 
@@ -121,25 +119,3 @@ def _wasted_later(units: Candidates, left: list[int], num_must: int) -> float:
         urgency = max(urgency, 1.0 - units.remaining[left[number]] / (units.remaining.max() + 1.0))
         wasted += (heights[number + 1] - heights[number]) * urgency
     return wasted
-
-
-def best_swap(
-    costs: np.ndarray,
-    positions: list[int],
-    fixed: np.ndarray,
-    candidates: list[tuple[float, int]],
-    load: float,
-    level: float,
-) -> float:
-    """Of one rank: its load after the one swap that brings it closest to a level from below; both lists are changed."""
-    best, place, at = load if load <= level else -1.0, -1, -1
-    for number, position in enumerate(positions):
-        without = load - float(costs[position])
-        candidate = bisect_right(candidates, (level - without, costs.size)) - 1
-        if not fixed[position] and candidate >= 0 and without + candidates[candidate][0] > best:
-            best, place, at = without + candidates[candidate][0], number, candidate
-    if place < 0:
-        return load
-    given, positions[place] = positions[place], candidates.pop(at)[1]
-    insort(candidates, (float(costs[given]), given))
-    return best

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_spec import best_swap, chosen
+from planning_spec import chosen
 
 from stream_balancer.planning.cost_order import CostOrder
 from stream_balancer.planning.outliers import Candidates, choose
-from stream_balancer.planning.swaps import swap_with_waiting
 
 
 @given(st.data())
@@ -58,29 +57,3 @@ def test_the_forecast_reads_down_to_the_arrivals() -> None:
     units = Candidates(costs, costs, costs < 0.0, remaining, num_more=4, ranks=2.0, order=CostOrder(costs))
     assert np.flatnonzero(choose(units)).tolist() == [0, 1, 2, 3]
     assert chosen(units) == {0, 1, 2, 3}
-
-
-@given(st.data())
-def test_a_swap_takes_the_nearest_to_the_gap(data: st.DataObject) -> None:
-    size, num_ranks = data.draw(st.integers(9, 40)), data.draw(st.integers(2, 4))
-    some = st.sampled_from([0.05, 0.5, 1.0, 1.0, 2.0, 4.0]) | st.floats(0.01, 3.0)
-    costs = np.array(data.draw(st.lists(some, min_size=size, max_size=size)))
-    order = np.random.default_rng(data.draw(st.integers(0, 99))).permutation(size)
-    shares = [np.sort(order[: 2 * num_ranks][rank::num_ranks]) for rank in range(num_ranks)]
-    fixed = np.zeros(size, dtype=bool)
-    fixed[order[0]] = True
-    after = swap_with_waiting(costs, [[one] for one in shares], fixed, CostOrder(costs))
-    if [one[0].tolist() for one in after] == [one.tolist() for one in shares]:
-        return  # even already, or no better
-    ranks, loads = [one.tolist() for one in shares], [float(costs[one].sum()) for one in shares]
-    level = max(sum(loads) / num_ranks, float(costs[order[: 2 * num_ranks]].max()))
-    candidates = sorted((float(costs[i]), int(i)) for i in order[2 * num_ranks :] if costs[i] <= level)
-    by_load = sorted(range(num_ranks), key=loads.__getitem__)
-    for rank in reversed(by_load):
-        if loads[rank] > level:
-            loads[rank] = best_swap(costs, ranks[rank], fixed, candidates, loads[rank], level)
-    highest = max(loads)
-    for rank in sorted(by_load, key=loads.__getitem__):  # of equal ones the one that was earlier before
-        if loads[rank] * 1.003 < highest:
-            loads[rank] = best_swap(costs, ranks[rank], fixed, candidates, loads[rank], highest)
-    assert [one[0].tolist() for one in after] == [sorted(one) for one in ranks]
