@@ -62,23 +62,17 @@ def choose_groups(
     for place, of_group in enumerate(costs):
         cost[place, : len(of_group)] = of_group
         tokens[place, : len(of_group)] = np.maximum(lengths[place], 1)
-    waiting = planning.Waiting(
-        costs=cost.ravel(),
-        lengths=tokens.ravel(),
-        skips=np.repeat(np.array(skips, dtype=np.int64), size),
-        due=np.repeat(np.array([False] * len(lengths) if due is None else due), size),
-        groups=np.repeat(np.arange(len(lengths)), size),
-        group_complete=np.ones(cost.size, dtype=np.bool_),
-    )
-    knobs = planning.PlanKnobs(
-        num_ranks=num_ranks,
+    positions = planning.choose(
+        tokens.ravel(),
+        cost.ravel(),
+        dp_size=min(num_ranks, count * size),
         batch_size=count * size,
         max_skips=max_skips,
+        skips=np.repeat(skips, size),
+        due=None if due is None else np.repeat(due, size),
+        groups=np.repeat(np.arange(len(lengths)), size),
         counts=counts,
-        groups="same_batch",
-        group_size=size,
+        step=step,
     )
-    plan = planning.plan_batch(waiting, knobs, num_rollouts=count * size, step=step)
-    picked = np.concatenate([micro_batch for of_rank in plan.ranks for micro_batch in of_rank])
-    places: list[int] = np.unique(waiting.groups[picked]).tolist()
+    places: list[int] = np.unique(positions // size).tolist()
     return places
