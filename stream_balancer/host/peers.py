@@ -82,6 +82,8 @@ class Peers:
         self._here.handed.note(Came(role, member.id.number, member.incarnation, False, sorted(member.fenced)))
         if self._version is not None:
             peer.send(Notify(self._version))
+        if not role:
+            self._reports.joined(member)
         self._joined()
         member.note_readiness(ready=self._here.ledger.room(member.id) > 0)
 

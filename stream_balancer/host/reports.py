@@ -153,12 +153,23 @@ class Reports:
         here, plan = self._here, self._here.plans.get(report.step)
         here.ledger.finished(member.id, seat, report.step, report.attempt)
         member.next_step = max(report.step + 1, member.next_step or 0)
-        if plan is not None and times is not None and member.id not in plan.finished and not member.id.role:
-            plan.finished.add(member.id)
-            self._record(member, plan, report.step, times)
-            if plan.finished >= here.ledger.steps[report.step].participants:
-                # with the last rank's, another step may leave that is as old
-                here.balancer.parts.consumer.worked_through(report.step)
+        if plan is not None and not member.id.role:
+            if times is not None and member.id not in plan.finished:
+                self._record(member, plan, report.step, times)
+            self._through(member, plan, report.step)
+
+    def joined(self, member: Member) -> None:
+        """A rank is through with all steps that its weights contain, whichever controller it has told."""
+        for number, plan in list(self._here.plans.items()):
+            if number < (member.next_step or 0):
+                self._through(member, plan, number)
+
+    def _through(self, member: Member, plan: Plan, number: int) -> None:
+        plan.finished.add(member.id)
+        step = self._here.ledger.steps.get(number)
+        if step is not None and plan.finished >= step.participants:
+            # with the last rank's, another step may leave that is as old
+            self._here.balancer.parts.consumer.worked_through(number)
 
     def _record(self, member: Member, plan: Plan, step: int, times: Times) -> None:
         place, planned = plan.place_of(member.id), plan.rank_batch(member.id)

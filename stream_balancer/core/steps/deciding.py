@@ -273,7 +273,8 @@ def _is_through(book: Book, rank: Rank) -> bool:
     if rank.id.role:  # columns may be needed again
         return not (book.steps if is_wanted else rank.active)
     if not book.meets:
-        return all(share.sealed == rank.full and not share.unsent for share in rank.active.values())
+        shares = rank.active.values()
+        return all(_is_finished(share) or (share.sealed == rank.full and not share.unsent) for share in shares)
     # Until every step is met, somebody must be there to do what a lost rank owes.
     steps = book.steps.values() if is_wanted else [share.step for share in rank.active.values()]
     return all(step.is_met and _is_finished(step.shares.get(rank.id)) for step in steps)
