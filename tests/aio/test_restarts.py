@@ -180,3 +180,39 @@ async def test_a_role_that_shares_rollouts_says_why_it_cannot_go_on_without_a_ra
             await sb.serve(balancer, network, on_rank_loss="replan", roles={"ref": ["ref"]})
         for feed in feeds:
             feed.close()
+
+
+async def test_steps_that_ranks_have_trained_before_are_not_ahead_of_others() -> None:
+    """No checkpoint has them yet, so they are in flight; with max_staleness they would hold up the next one for ever."""
+    network = MemoryNetwork(dp_size=2)
+    config = sb.BalancerConfig(dp_size=2, batch_size=2, window=2, max_staleness=3)
+    trained: list[int] = []
+
+    async def train(rank: int) -> None:
+        feed = sb.RankFeed(network.connect(rank, rejoin=True), auto_ack=False)
+        async for step in feed:
+            async for _ in step:
+                pass
+            feed.set_version(step.step + 1)
+            if rank == 0:
+                trained.append(step.step)
+        feed.acknowledge_through(step.step)
+
+    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
+        balancer.set_version(0)
+        for rank in range(2):
+            tasks.start_soon(train, rank)
+        for numbers in (range(8), range(8, 14)):  # a controller of each; the trainer lives through both
+            async with anyio.create_task_group() as life:
+                life.start_soon(sb.serve, balancer, network)
+                for number in numbers:
+                    await balancer.put(make_rollout(8, f"r{number}", version=balancer.version))
+                if numbers[-1] == 13:
+                    balancer.end()
+                with anyio.fail_after(1000):
+                    while len(trained) < (numbers[-1] + 1) // 2:  # noqa: ASYNC110
+                        await anyio.sleep(0.1)
+                if numbers[0] == 0:
+                    await anyio.sleep(10)  # both ranks ask for more
+                    life.cancel_scope.cancel()
+    assert trained == list(range(7))
