@@ -183,7 +183,7 @@ async def test_a_role_that_shares_rollouts_says_why_it_cannot_go_on_without_a_ra
 
 
 async def test_steps_that_ranks_have_trained_before_are_not_ahead_of_others() -> None:
-    """No checkpoint has them yet, so they are in flight; with max_staleness they would hold up the next one for ever."""
+    """No checkpoint has them, so they are in flight; with max_staleness they would hold up the next one for ever."""
     network = MemoryNetwork(dp_size=2)
     config = sb.BalancerConfig(dp_size=2, batch_size=2, window=2, max_staleness=3)
     trained: list[int] = []
