@@ -169,25 +169,32 @@ def _no_sums(c: Knobs) -> str | None:
     return next((name for name, given in knobs.items() if given), None)
 
 
+_ASCENDING = (
+    ("dp_size", "batch_size", "some ranks would get nothing in every step. Raise batch_size"),
+    ("batch_size", "window", "it would fill before a batch is there. Raise window, or lower batch_size"),
+    (
+        "batch_tokens",
+        "window_tokens",
+        "it would fill before a batch is there. Raise window_tokens, or lower batch_tokens",
+    ),
+    ("window_tokens", "capacity_tokens", "so many could never wait. Raise capacity_tokens or lower window_tokens"),
+    ("batch_tokens", "capacity_tokens", "so many could never wait. Raise capacity_tokens or lower batch_tokens"),
+)
+"""Knobs of which the second must be at least the first, and what happens else."""
+
+
 def combinations(c: Knobs) -> Iterator[str]:
     """Knobs together: what could deadlock, or never fire, the first of them first."""
-    if c.batch_size < c.dp_size:
-        yield (
-            f"batch_size ({c.batch_size}) must be >= dp_size ({c.dp_size}): some ranks would get nothing in every "
-            "step. Raise batch_size"
-        )
-    if c.window < c.batch_size:
-        yield (
-            f"window ({c.window}) must be >= batch_size ({c.batch_size}): it would fill before a batch is there. "
-            "Raise window, or lower batch_size"
-        )
+    for name, larger, why in _ASCENDING:
+        least, value = getattr(c, name), getattr(c, larger)
+        if least is not None and value is not None and value < least:
+            yield f"{larger} ({value}) must be >= {name} ({least}): {why}"
     if c.window > c.capacity:
         then = "every batch would wait for deadline_s" if c.deadline_s is not None else "no batch would ever leave"
         yield (
             f"window ({c.window}) must be <= capacity ({c.capacity}): it could never fill, and {then}. "
             "Raise capacity or lower window"
         )
-    yield from _tokens(c)
     if not c.dp_size <= c.min_batch_size <= (c.batch_size if c.batch_tokens is None else c.capacity):
         yield (
             f"min_batch_size ({c.min_batch_size}) must be between dp_size ({c.dp_size}) and "
@@ -219,22 +226,6 @@ def combinations(c: Knobs) -> Iterator[str]:
         yield from _range(c, *c.batch_size_range)
     yield from _parts_of_a_step(c)
     yield from _shared(c)
-
-
-def _tokens(c: Knobs) -> Iterator[str]:
-    """Limits in tokens: each at least what must fit into it."""
-    if c.window_tokens is not None and c.batch_tokens is not None and c.window_tokens < c.batch_tokens:
-        yield (
-            f"window_tokens ({c.window_tokens}) must be >= batch_tokens ({c.batch_tokens}): it would fill before a "
-            "batch is there. Raise window_tokens, or lower batch_tokens"
-        )
-    name = "batch_tokens" if c.window_tokens is None else "window_tokens"
-    least = getattr(c, name)
-    if least is not None and c.capacity_tokens is not None and c.capacity_tokens < least:
-        yield (
-            f"capacity_tokens ({c.capacity_tokens}) must be >= {name} ({least}): so many could never wait. Raise "
-            f"capacity_tokens or lower {name}"
-        )
 
 
 def _groups(c: Knobs, size: int) -> Iterator[str]:
