@@ -846,6 +846,7 @@ async def test_groups_of_another_size_survive(tmp_path: Path) -> None:
         await balancer.put_group([make_rollout(3, f"c{n}", group_id="c") for n in range(2)], complete=True)
         at_once = await kill(balancer)  # what has returned is on the disk
         balancer.abandon_group("a")
+        await balancer.close_group("a")  # too late
         batches = balancer.batches(auto_ack=False)
         balancer.reconfigure(deadline_s=0.001)
         assert (await anext(batches)).num_rollouts == 4
@@ -867,33 +868,27 @@ async def test_groups_of_another_size_survive(tmp_path: Path) -> None:
             assert not waiting(balancer)
 
 
-async def test_a_cancelled_put_declares_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["on its way to the disk", "waiting for room"])
+async def test_a_put_that_is_cancelled_declares_nothing(tmp_path: Path, disk: Disk, where: str) -> None:
     knobs = config(group_size=4, window=4, capacity=4)
     async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
         await balancer.put_group([make_rollout(3, f"f{n}", group_id="f") for n in range(4)])
         await balancer.expect_group("g", 3)
-        with anyio.move_on_after(0.2):
-            await balancer.put_group([make_rollout(3, "g0", group_id="g")], complete=True)  # there is no room
+        async with anyio.create_task_group() as tasks:
+            put = partial(balancer.put_group, [make_rollout(3, "g0", group_id="g")], complete=True)
+            if where == "waiting for room":
+                tasks.start_soon(put)
+                await until(lambda: balancer.statistics().blocked_puts == 1)
+                tasks.cancel_scope.cancel()
+            else:
+                with disk.stopped():
+                    tasks.start_soon(put)
+                    await disk.reached()
+                    tasks.cancel_scope.cancel()
+                    with anyio.CancelScope(shield=True):
+                        for _ in range(20):
+                            await checkpoint()
         after = await crash(balancer)
     async with sb.StreamBalancer(knobs, journal=after) as balancer:
         groups = balancer.parts.core.state.buffer.groups
-        assert (groups.open_sizes(), groups.closed()) == ({"g": 3}, {})
-        assert len(waiting(balancer)) == 4
-
-
-async def test_a_put_cancelled_on_its_way_to_the_disk_declares_nothing(tmp_path: Path, disk: Disk) -> None:
-    knobs = config(group_size=4, window=4, capacity=8)
-    async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer, anyio.create_task_group() as tasks:
-        await balancer.expect_group("g", 3)
-        with disk.stopped():
-            tasks.start_soon(partial(balancer.put_group, [make_rollout(3, "g0", group_id="g")], complete=True))
-            await disk.reached()
-            tasks.cancel_scope.cancel()
-            with anyio.CancelScope(shield=True):
-                for _ in range(20):
-                    await checkpoint()
-        with anyio.CancelScope(shield=True):
-            after = await crash(balancer)
-    async with sb.StreamBalancer(knobs, journal=after) as balancer:
-        groups = balancer.parts.core.state.buffer.groups
-        assert (groups.open_sizes(), groups.closed(), waiting(balancer)) == ({"g": 3}, {}, [])
+        assert (groups.open_sizes(), groups.closed(), len(waiting(balancer))) == ({"g": 3}, {}, 4)
