@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import msgspec
@@ -158,10 +159,9 @@ class TcpDialer:
         except RuntimeError as error:
             cause = str(error).partition("\n")[0]
             gone = BrokenResourceError(f"nobody says any more where the controller is: {cause}")
-            self.io.do(lambda: failed(gone))
+            self.io.do(partial(failed, gone))
         except Exception as error:  # noqa: BLE001 - for who dials
-            other = error
-            self.io.do(lambda: failed(other))
+            self.io.do(partial(failed, error))
 
     def _dial(
         self, address: str, token: bytes, join: Join, welcomed: Any, failed: Callable[[BaseException], object]

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, repeat
 from operator import itemgetter
 from typing import Any
@@ -117,7 +118,7 @@ class Connection:
 
     def abort(self) -> None:
         """At once."""
-        self.io.do(lambda: self.fail(Ended("closed", "here")))
+        self.io.do(partial(self.fail, Ended("closed", "here")))
 
     # in the I/O thread
 

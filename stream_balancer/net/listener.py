@@ -10,6 +10,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from stream_balancer.errors import WireError, refused_error
 from stream_balancer.net.connection import HANDSHAKE_S, Connection
@@ -131,10 +132,9 @@ def dial(
         try:
             sock = socket.create_connection((host, port), timeout=HANDSHAKE_S)
         except OSError as error:
-            failure = error
-            there.do(lambda: failed(failure))
+            there.do(partial(failed, error))
         else:
-            there.do(lambda: begin(sock))
+            there.do(partial(begin, sock))
 
     def begin(sock: socket.socket) -> None:
         try:

@@ -29,7 +29,7 @@ from stream_balancer.net.answers import Asked, Budget, Bytes, Peer
 from stream_balancer.net.connection import Connection
 from stream_balancer.net.errors import Ended, name_of
 from stream_balancer.net.loops import Runs, in_loop
-from stream_balancer.net.messages import Join, Notify, Welcome
+from stream_balancer.net.messages import Join, Welcome
 
 __all__ = ["Bytes", "Listen", "Listening", "Method", "Peer", "Service"]
 
@@ -106,11 +106,6 @@ class Service:
                 peer.close(reason)
             else:
                 peer.abort()
-
-    def notify(self, version: int | None = None, *, end: bool = False) -> None:
-        """Tell every peer that a policy version is in force, or that there is no more."""
-        for peer in self.peers.values():
-            peer.send(Notify(version, end))
 
     # who attends
 
@@ -193,8 +188,7 @@ class Service:
         try:
             about = self._admit(join)
         except (RefusedError, WireError) as error:
-            refusal = error
-            self.io.do(lambda: connection.fail(refusal))
+            self.io.do(partial(connection.fail, error))
             return
         known = peer is not None and peer.kind == join.kind
         if peer is None or not known:
@@ -210,7 +204,7 @@ class Service:
     def _supersede(self, peer: Peer, connection: Connection) -> None:
         """Only the peer knows yet that this connection is lost."""
         end = Ended("lost", "its session has joined again")
-        self.io.do(lambda: connection.fail(end))
+        self.io.do(partial(connection.fail, end))
         self.lost(peer, connection, end)
 
     def lost(self, peer: Peer, connection: Connection | None, end: Ended) -> None:
