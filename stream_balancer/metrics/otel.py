@@ -31,7 +31,7 @@ __all__ = ["BatchTracer", "tracing"]
 _ATTRIBUTES = (
     "step", "reason", "num_rollouts", "num_tokens", "imbalance", "unavoidable_imbalance", "oldest_wait_s",
 )  # fmt: skip
-"""Of a batch, on its span."""
+"""Attributes of a batch, on its span."""
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class Budget:
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.used = most_bytes, 0
         self.paused: dict[Peer, Connection] = {}
-        """Those that are not read from."""
+        """Connections that are not read from."""
 
     def pause(self, peer: Peer, connection: Connection | None) -> None:
         """Too much is staged: read no more of this session."""
