@@ -58,7 +58,8 @@ def rollouts() -> list[Rollout]:
     """No token is 0, which is what padding is."""
     ends = torch.tensor(LENGTHS).cumsum(0).tolist()
     columns = [torch.arange(end - length, end) + 1 for end, length in zip(ends, LENGTHS, strict=True)]
-    return [Rollout(tokens={"input_ids": ids, "loss_mask": ids % 3 != 0}) for ids in columns]
+    # nothing predicts a first token
+    return [Rollout(tokens={"input_ids": ids, "loss_mask": (ids % 3 != 0) & (ids > ids[0])}) for ids in columns]
 
 
 @pytest.fixture
