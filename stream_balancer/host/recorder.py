@@ -131,8 +131,10 @@ class Recorder(Observer):
 def _prompt_tokens(rollout: Rollout) -> int:
     """Tokens before the first one that is trained on; 0 without a loss mask."""
     mask = rollout.tokens.get("loss_mask")
-    if mask is None or rollout.num_loss_tokens == rollout.num_tokens:
+    if mask is None:
         return 0
-    if mask.is_meta or rollout.num_loss_tokens == 0:  # tokens are with their producer: only the count is known here
-        return rollout.num_tokens - rollout.num_loss_tokens
-    return int((mask != 0).byte().argmax())
+    if mask.is_meta:  # tokens are with their producer: only the count is known here, without the first token
+        before = rollout.num_tokens - rollout.num_loss_tokens
+        return before if before > 1 else 0
+    trained = mask != 0
+    return int(trained.byte().argmax()) if trained.any() else rollout.num_tokens
