@@ -466,8 +466,8 @@ class StreamBalancer(OfOneProcess):
         return [] if rank_states is None else rank_states()
 
     def why_no_batch(self) -> str:
-        """Reason for which dispatching waits now, in a sentence: ``"37 of 64 rollouts wait, the oldest for 812 s; no
-        deadline_s is set"``. ``serve()`` logs it, with the ranks' part, when nothing moves for long."""
+        """Reason for which dispatching waits now, in a sentence: ``"37 rollouts wait (window 64), the oldest for
+        812 s; no deadline_s is set"``. ``serve()`` logs it, with the ranks' part, when nothing moves for long."""
         core, now = self.parts.core, self._lifetime.now("why_no_batch")
         ready, taker = core.next_wakeup() <= now, self.parts.consumer.taker
         why = why_no_batch(core.state, self.statistics(), taker=taker, ready=ready, ended=self.ended)

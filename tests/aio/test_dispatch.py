@@ -217,7 +217,7 @@ async def test_a_stall_is_explained_and_again_when_it_has_doubled(caplog: pytest
         for number in range(3):
             balancer.put_nowait(make_rollout(3, f"r{number}"))
         await anyio.sleep(61)
-        why = "3 of 8 rollouts wait, the oldest for 60 s; no deadline_s is set"
+        why = "3 rollouts wait (window 8), the oldest for 60 s; no deadline_s is set"
         assert reports(caplog) == [f"no batch for 60 s: rank 1 has not connected in 60 s; {why}"]
         second = sb.RankFeed(transport.connect(1, depth=1))
         await anyio.sleep(178)
