@@ -54,7 +54,7 @@ Statement: TypeAlias = tuple[str, Sequence[Sequence[Any]]]
 """SQL in which ``?`` stands for ``(?, ...), (?, ...), ...``, and these rows. It may be executed in parts."""
 
 
-def add(rows: Sequence[tuple[int, str, bytearray]]) -> Statement:
+def add(rows: Sequence[tuple[int, str, bytes | bytearray]]) -> Statement:
     """Rollouts: number, id, row."""
     return "insert into rollouts values ?", rows
 
