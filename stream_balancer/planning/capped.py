@@ -12,7 +12,6 @@ Pure and deterministic: the exchanges have a budget of elementary operations.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -70,14 +69,13 @@ def least_finish(
     task = _task(packer, num_ranks, overhead, multiple_of, speeds)
     shares = partition(packer.work, num_ranks, "free", speeds, rotation=rotation)
     balanced = [packer.fewest(share.tolist()) for share in shares]
-    ranks, number, _ = _of_one_number(task, balanced, speeds, rotation)
-    numbers = [number] * num_ranks
+    best = _of_one_number(task, balanced, speeds, rotation)
     if counts == "free":
         # the best with one number for all is one of those compared, so the freedom never makes it worse
-        fewest = [packer.fewest([i for one in bins for i in one]) for bins in ranks]
-        ranks = min(fewest, balanced, key=task.finish)
-        numbers = [task.rounded(len(bins)) for bins in ranks]
-    return [packer.spread(bins, number) if bins else [] for bins, number in zip(ranks, numbers, strict=True)]
+        fewest = [packer.fewest([i for one in bins for i in one]) for bins in best[0]]
+        free = [task.improved(bins, [task.rounded(max(len(one), 1)) for one in bins]) for bins in (fewest, balanced)]
+        best = min((best, *free), key=itemgetter(2))
+    return [packer.spread(bins, number) if bins else [] for bins, number in zip(*best[:2], strict=True)]
 
 
 def one_micro_batch_each(
@@ -92,7 +90,7 @@ def one_micro_batch_each(
     if bins is None:
         return None
     task = _task(packer, num_ranks, 0.0, 1, speeds)
-    ranks, _, _ = task.improved(bins_to_ranks(packer, bins, num_ranks, speeds, rotation), 1)
+    ranks, _, _ = task.improved(bins_to_ranks(packer, bins, num_ranks, speeds, rotation), [1] * num_ranks)
     return ranks
 
 
@@ -111,8 +109,8 @@ def bins_to_ranks(packer: Packer, bins: Bins, num_ranks: int, speeds: ArrayLike 
     return [[bins[one] for one in share] for share in shares]
 
 
-_Layout: TypeAlias = "tuple[list[Bins], int, float]"
-"""``[rank]`` bins, how many micro-batches every rank runs, and when the last one is done."""
+_Layout: TypeAlias = "tuple[list[Bins], list[int], float]"
+"""``[rank]`` bins, [rank] how many micro-batches it runs, and when the last one is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,34 +139,30 @@ class _Task:
         """Micro-batches that are run for so many."""
         return -(-number // self.multiple_of) * self.multiple_of
 
-    def finish(self, ranks: list[Bins]) -> float:
-        """When the last rank is done, if each runs as many micro-batches as it has."""
-        rates = np.ones(self.num_ranks) if self.rate is None else self.rate
-        work = [sum(map(self.packer.cost, bins)) for bins in ranks]
-        numbers = np.array([self.rounded(len(bins)) for bins in ranks])
-        return float((np.array(work) / rates + self.overhead * numbers).max())
-
-    def improved(self, ranks: list[Bins], number: int) -> _Layout:
-        """Bins with rollouts exchanged, until nothing is left to gain, no exchange helps, or the budget is
-        spent."""
+    def improved(self, ranks: list[Bins], numbers: list[int]) -> _Layout:
+        """Bins with rollouts exchanged, each rank's in so many micro-batches, until nothing is left to gain, nothing
+        helps, or the budget is spent."""
         packer, tokens = self.packer, np.array(self.packer.token_list, dtype=np.int64)
         rank_of = np.empty(tokens.size, dtype=np.int64)
         for rank, bins in enumerate(ranks):
             rank_of[[i for one in bins for i in one]] = rank
-        later = self.overhead * number
+        later = self.overhead * np.array(numbers)
+        most = np.array(numbers) * packer.cap
         cells = Cells.of(
             rank_of,
             packer.work,
             self.num_ranks,
             speed=self.rate,
-            limits=(Limit(np.ones_like(tokens), 1, tokens.size), Limit(tokens, 0, number * packer.cap)),
-            pack=partial(packer.tight, number=number) if number > 1 else None,
+            base=later if self.rate is None else later * self.rate,
+            limits=(Limit(np.ones_like(tokens), 1, tokens.size), Limit(tokens, 0, most)),
+            pack=(lambda items, rank: packer.tight(items, numbers[rank])) if max(numbers) > 1 else None,
         )
-        cells.improve(self.bound(number) * (1.0 + TOLERANCE) - later, _BUDGET)
+        number = None if min(numbers) < max(numbers) else numbers[0]
+        cells.improve(self.bound(number) * (1.0 + TOLERANCE), _BUDGET)
         shares = [share.tolist() for share in split_by_label(cells.cell_of(), self.num_ranks)]
         # what was not exchanged need not be packed tightly
-        packed = [packer.tight(share, number) or bins for share, bins in zip(shares, ranks, strict=True)]
-        return packed, number, float(cells.times[0]) + later
+        packed = [packer.tight(*one) or bins for *one, bins in zip(shares, numbers, ranks, strict=True)]
+        return packed, numbers, float(cells.times[0])
 
 
 def _task(packer: Packer, num_ranks: int, overhead: float, multiple_of: int, speeds: ArrayLike | None) -> _Task:
@@ -187,10 +181,10 @@ def _of_one_number(task: _Task, balanced: list[Bins], speeds: ArrayLike | None, 
     found: list[_Layout] = []
     while _worth(task, found, number):
         if number >= need:
-            found.append(task.improved(balanced, number))
+            found.append(task.improved(balanced, [number] * num_ranks))
         bins = packer.pack(np.arange(packer.tokens.size), num_ranks * number) if _worth(task, found, number) else None
         if bins is not None:
-            found.append(task.improved(bins_to_ranks(packer, bins, num_ranks, speeds, rotation), number))
+            found.append(task.improved(bins_to_ranks(packer, bins, num_ranks, speeds, rotation), [number] * num_ranks))
             if number >= need:
                 break
         number += task.multiple_of

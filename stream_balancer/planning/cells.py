@@ -70,7 +70,8 @@ class Limit(NamedTuple):
     amounts: Ints
     """[n] of each rollout."""
     least: int
-    most: int
+    most: int | Ints
+    """Of every cell, or [num_ranks]."""
 
 
 class _Side(NamedTuple):
@@ -108,7 +109,8 @@ class Cells:
         speed: Floats | None = None,
         even: bool = False,
         limits: Sequence[Limit] = (),
-        pack: Callable[[list[int]], Bins | None] | None = None,
+        base: Floats | None = None,
+        pack: Callable[[list[int], int], Bins | None] | None = None,
     ) -> None:
         """
         Args:
@@ -119,9 +121,12 @@ class Cells:
             speed: [num_ranks] relative speeds; None: all alike.
             even: as many rollouts are exchanged as come back, a free place counted.
             limits: what no exchange may break.
-            pack: what a cell has into its micro-batches, None if no way is found; None: nothing has to be packed.
+            base: [num_ranks] work that each has beside its rollouts.
+            pack: what a cell of a rank has into its micro-batches, None if no way is found; None: nothing has to be
+                packed.
         """
         self._none, self._num_ranks, self._rows, self._even, self._pack = work.size, num_ranks, rows, even, pack
+        self._base = np.zeros(num_ranks) if base is None else base
         number = slots.shape[0]
         self._row_of = np.arange(number) // num_ranks
         self._speed = None if speed is None else np.tile(speed, number // num_ranks)
@@ -149,7 +154,7 @@ class Cells:
     def _weigh(self, cells: Ints) -> None:
         """Content of these cells now, and their finish."""
         rows = self.slots[cells]
-        self._load[cells] = self.finish[cells] = self._work[rows].sum(axis=1)
+        self._load[cells] = self.finish[cells] = self._base[cells % self._num_ranks] + self._work[rows].sum(axis=1)
         self._held[cells] = (rows < self._none).sum(axis=1)
         if self._speed is not None:
             self.finish[cells] /= self._speed[cells]
@@ -188,7 +193,7 @@ class Cells:
         for limit, held in self._limits:
             out, into, has = mine.sums(limit.amounts), theirs.sums(limit.amounts), held[np.concatenate((a, b))]
             change = max(int(out.max()), int(into.max()))
-            if has.min() - change < limit.least or has.max() + change > limit.most:
+            if has.min() - change < limit.least or has.max() + change > np.min(limit.most):
                 binding.append((limit, held, out, into))
         # of the nearest few none might be allowed
         look = takes.shape[1] if gives.size * takes.shape[1] <= _TABLE else _NEAREST_THAT_MAY
@@ -198,7 +203,9 @@ class Cells:
         for limit, held, out, into in binding:
             change = _change(out, into, near)
             has_a, has_b = _column(held[a]) - change, _column(held[b]) + change
-            after[(np.minimum(has_a, has_b) < limit.least) | (np.maximum(has_a, has_b) > limit.most)] = np.inf
+            most = np.broadcast_to(limit.most, self._num_ranks)
+            too_much = (has_a > _column(most[a % self._num_ranks])) | (has_b > _column(most[b % self._num_ranks]))
+            after[too_much | (np.minimum(has_a, has_b) < limit.least)] = np.inf
         pairs, gave, answer = self._best(after, self.finish[a])
         took = answer if near is None else near[pairs, gave, answer] % takes.shape[1]
         spent = after.size + _ROUND_WORK
@@ -295,7 +302,8 @@ class Cells:
 
     def _packs(self, cell: int, out: list[int], into: list[int]) -> bool:
         items = [i for i in self.slots[cell].tolist() if i not in out] + into
-        return self._pack is None or self._pack([i for i in items if i < self._none]) is not None
+        rank = cell % self._num_ranks
+        return self._pack is None or self._pack([i for i in items if i < self._none], rank) is not None
 
     # ---- descent
 
