@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
@@ -76,6 +76,10 @@ class Kept:
             waiting, self._waiting = self._waiting, []
             for signal in waiting:
                 signal.set()
+
+    def retain(self, keys: Collection[int]) -> None:
+        """Drop all others."""
+        self.drop([key for key in list(self._kept) if key not in keys])
 
     async def released(self) -> None:
         """Wait until nothing is needed here any more."""

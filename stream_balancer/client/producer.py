@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
@@ -50,7 +50,7 @@ _TAKEN_BACK_S = 0.1
 _FULL_S = 0.1
 _ID = attrgetter("rollout_id")
 _int_of = msgspec.msgpack.Decoder(int).decode
-_numbers_of = msgspec.msgpack.Decoder(list[int] | None).decode
+_welcome_of = msgspec.msgpack.Decoder(tuple[list[int], list[int]] | None).decode
 _IN_VAIN = {
     "reserve": ("reserve() was not admitted", "no more may begin"),
     "end": ("end() had no answer", "puts wait"),
@@ -73,6 +73,9 @@ class KeepsPayloads(Protocol):
         """Handles for the rollouts of one put. Raises WouldBlock while there is no room."""
 
     def drop(self, keys: Iterable[int]) -> None: ...
+    def retain(self, keys: Collection[int]) -> None:
+        """Drop all others."""
+
     async def released(self) -> None: ...
     def close(self) -> None: ...
 
@@ -110,7 +113,7 @@ def connect(
 
     ``rejoin``: the controller is started again from its journal, or only the connection breaks. Then the loss raises
     nothing: puts wait, with a warning, and what has no reply is put again; the balancer knows what it had accepted
-    among its last ``remember_ids``. Not with direct hand-over.
+    among its last ``remember_ids``. With direct hand-over, both keep what is needed of this process by then.
 
     Raises ValueError for what is not an address. Puts raise ConfigError if there is no such host, RefusedError if the
     controller refuses this producer or what it has sent, WireError if something else listens there,
@@ -132,10 +135,10 @@ def connect(
         payloads = lambda _: kept  # noqa: E731
     elif hand_over not in ("balancer", "direct"):
         raise ValueError(f"hand_over must be 'balancer' or 'direct', not {hand_over!r}")
-    if payloads is not None and rejoin:
+    if rejoin and not isinstance(hand_over, str):
         raise ValueError(
-            "rejoin=True needs hand_over='balancer': what a producer keeps is lost to the controller with their "
-            "connection. Drop one of them"
+            "rejoin=True needs hand_over='balancer' or 'direct': who comes again says what to keep, and a store may be "
+            "others', too. Drop one of them"
         )
     return Producer(
         dialer, payloads=payloads, loss_mask_column=loss_mask_column, label=label, rejoin=rejoin,
@@ -161,11 +164,14 @@ class Producer(OfOneProcess):
         self._loss_mask_column = loss_mask_column
         self._keeps, self._opened = payloads, Signal()
         self._kept: KeepsPayloads | None = None  # once connected
+        self._unanswered: set[int] = set()
+        """Keys of puts whose reply is due."""
         self._slots = RemoteSlots(self._ask, self._put, lambda number: self._session.tell("release", number))
         self._ended_here = self._ended = self._is_full = False
         self._session = Session(
             dialer, "producer", name=label, rejoin=rejoin, linger_s=linger_s, connect_timeout_s=connect_timeout_s,
-            about=lambda: (rejoin, self._slots.open()), on_open=self._on_open, on_message=self._on_message,
+            about=lambda: (rejoin, self._slots.open(), None if self._kept is None else self._kept.owner),
+            on_open=self._on_open, on_message=self._on_message,
             on_end=self._on_end, begin=False,
         )  # fmt: skip
         self._session.begin()
@@ -325,6 +331,8 @@ class Producer(OfOneProcess):
                 break
             except WouldBlock as full:  # an object store tells nobody when it has room again
                 await self._pause(str(full))
+        keys = {handle.key for handle in handles}
+        self._unanswered |= keys
         try:
             await self._ask(pending)
         except BrokenResourceError:
@@ -332,6 +340,8 @@ class Producer(OfOneProcess):
         except BaseException:
             self._drop(handles)
             raise
+        finally:
+            self._unanswered -= keys
 
     async def _pause(self, why: str) -> None:
         """Until it may be worth another try. Raises ClosedResourceError if this producer is closed meanwhile."""
@@ -416,12 +426,15 @@ class Producer(OfOneProcess):
     # in the I/O thread
 
     def _on_open(self, welcome: Welcome) -> None:
-        if self._keeps is not None:
+        lost, needed = _welcome_of(welcome.about) or ([], [])
+        if self._kept is not None:
+            self._kept.retain({*needed} | self._unanswered)
+        elif self._keeps is not None:
             connection = self._session.connection
             self._kept = self._keeps("" if connection is None else connection.local)
             self._session.tell("keep", self._kept.owner)
         self._opened.set()
-        self._slots.lost(_numbers_of(welcome.about) or ())
+        self._slots.lost(lost)
 
     def _on_message(self, message: Message, _: Memory | None) -> None:
         if not isinstance(message, Notify):

@@ -47,6 +47,8 @@ class _About(NamedTuple):
     rejoin: bool
     slots: Annotated[list[tuple[_Count, _Count, _Version]], msgspec.Meta(max_length=2**16)]
     """Slots that are open: its number, rollouts still to come, version."""
+    owner: Owner | None = None
+    """Owner of the payloads that it keeps, if it was in before."""
 
 
 _Group = tuple[bool, msgspec.Raw]
@@ -117,10 +119,12 @@ class Producers:
 
     # who is there
 
-    def admit(self, join: Join) -> list[int]:
-        """Let a producer in. -> numbers of slots that it had, and has no more."""
+    def admit(self, join: Join) -> tuple[list[int], list[int]]:
+        """Let a producer in. -> numbers of slots that it had, and has no more; and keys of payloads that are needed."""
         producer = self._coming[join.session] = self._known(join.session)
-        return list(self._lost_slots(producer, _read(_About, join.about).slots))
+        about = _read(_About, join.about)
+        keys = [] if about.owner is None else self._leases_of(producer, about.owner, join.session)
+        return list(self._lost_slots(producer, about.slots)), keys
 
     def on_peer(self, peer: Peer) -> None:
         """A producer has come in, perhaps again."""
@@ -249,15 +253,11 @@ class Producers:
             return rollouts
         if any(_owner_of(one) != producer.owner for one in rollouts):
             raise WireError("a put names payloads of another owner")
-        if not self._direct:
-            problem = "nobody here could fetch it: only serve() delivers such rollouts"
-        elif self._parts.puts.journal is not None:
-            problem = "this balancer writes what it accepts to a journal, and has not got the tokens"
-        else:
+        if self._direct:
             return rollouts
         raise RolloutError(
-            f"rollout {rollouts[0].rollout_id!r} stays with its producer (hand_over='direct'), but {problem}. "
-            "Connect without hand_over='direct'"
+            f"rollout {rollouts[0].rollout_id!r} stays with its producer (hand_over='direct'), but nobody here could "
+            "fetch it: only serve() delivers such rollouts. Connect without hand_over='direct'"
         )
 
     def _begin(
@@ -298,9 +298,25 @@ class Producers:
                 producer.settled = anyio.Event()
 
     def _keep(self, peer: Peer, asked: Asked) -> None:
-        producer = _producer(peer)
-        producer.owner = _read(Owner, asked.args)
-        producer.leases = Leases(lambda keys: peer.send(Notify(dropped=keys)), self._service.io.do)
+        self._leases_of(_producer(peer), _read(Owner, asked.args), peer.session)
+
+    def _leases_of(self, producer: _Producer, owner: Owner, session: bytes) -> list[int]:
+        """Keys of this owner that are needed; from now on it hears of those that are not."""
+
+        journal, leases = self._parts.puts.journal, producer.leases
+        if journal is not None:
+            leases = journal.records.owners.of(owner)
+        elif leases is None or producer.owner != owner:
+            leases = Leases()
+        producer.owner, producer.leases = owner, leases
+
+        def tell(keys: tuple[int, ...]) -> None:
+            peer = self._service.peers.get(session)
+            # A balancer before this one may still die, and with it leases of what this one needs.
+            if peer is not None and _producer(peer).leases is leases:
+                peer.send(Notify(dropped=keys))
+
+        return leases.attach(tell, self._service.io.do)
 
     def _reserve(self, peer: Peer, asked: Asked) -> Any:
         number, count = _read(_Reserve, asked.args)

@@ -207,9 +207,9 @@ def write_rollouts(number: int, held: Sequence[Held], *, sealed: bool = True) ->
     return row
 
 
-def read_rollouts(number: int, row: Memory) -> list[Held]:
-    """The rollouts of a row, as views of it. Raises WireError for damaged bytes, and where they hold what no Rollout
-    may be."""
+def read_rollouts(number: int, row: Memory, owners: codec.Owners | None = None) -> list[Held]:
+    """The rollouts of a row, as views of it; ``owners``: of payloads that lie elsewhere. Raises WireError for damaged
+    bytes, and where they hold what no Rollout may be."""
     inside = row.data
     crc, crc_of_columns, head_bytes = _PREFIX.unpack_from(inside) if row.size >= _PREFIX.size else (0, 0, 0)
     start = _PREFIX.size + head_bytes
@@ -221,7 +221,7 @@ def read_rollouts(number: int, row: Memory) -> list[Held]:
         head = _head_decoder.decode(inside[_PREFIX.size : start])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"its bytes were damaged: {error}") from None
-    rollouts = codec.decode_rollouts(head.header, row[start + -start % _ALIGNMENT :])
+    rollouts = codec.decode_rollouts(head.header, row[start + -start % _ALIGNMENT :], leases=owners)
     return [Held(*one) for one in zip(rollouts, head.arrived_at, head.steps, strict=True)]
 
 
@@ -244,6 +244,8 @@ class Records:
     came: list[Came] = field(default_factory=list)
     ended: Ended = field(default_factory=Ended)
     state: State = field(default_factory=State)
+    owners: codec.Owners = field(default_factory=codec.Owners)
+    """Owners of payloads that lie elsewhere, and what is needed of them."""
     damage: dict[str | int, str] = field(default_factory=dict)
     """By key of a fact's row, or number of a row of rollouts, that cannot be used: a sentence."""
 
@@ -309,7 +311,7 @@ class Records:
         try:
             # A column of a database may hold a value of any type.
             memory = row if isinstance(row, np.ndarray) else np.frombuffer(bytearray(memoryview(row)), dtype=np.uint8)
-            held = read_rollouts(number, memory)
+            held = read_rollouts(number, memory, self.owners)
         except Exception as error:  # noqa: BLE001 - as above
             self.damage[number] = f"{name}: {error}"
             return

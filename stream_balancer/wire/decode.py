@@ -41,7 +41,7 @@ from stream_balancer.wire.header import (
     spans_of,
 )  # fmt: skip
 from stream_balancer.wire.payload import Memory
-from stream_balancer.wire.remote import Handle, Leases, RemoteRollout
+from stream_balancer.wire.remote import Handle, Leases, Owners, RemoteRollout
 
 __all__ = ["Decoded", "Wanted", "decode", "decode_columns", "decode_rollouts"]
 
@@ -340,10 +340,10 @@ def _plain_fields(header: Header, names: Names, index: int) -> dict[str, Any]:
 
 
 def decode_rollouts(
-    header: msgspec.Raw | bytes, memory: Memory | None, *, leases: Leases | None = None
+    header: msgspec.Raw | bytes, memory: Memory | None, *, leases: Leases | Owners | None = None
 ) -> list[Rollout]:
-    """Rollouts that were put. ``leases``: of the producer that puts, if it may keep payloads. Values were checked where
-    the rollouts were made; here it is types, ranges and sizes. Raises WireError for anything that
+    """Rollouts that were put. ``leases``: of the producer that puts, or of all owners, if payloads may be kept. Values
+    were checked where the rollouts were made; here it is types, ranges and sizes. Raises WireError for anything that
     :func:`~stream_balancer.wire.encode.encode_rollouts` would not have made."""
     read = read_header(header)
     # A padding copy is no mistake of the wire: the balancer says that only it makes those.
@@ -355,9 +355,12 @@ def decode_rollouts(
     return list(map(decoded.rollout, range(len(read.lengths))))
 
 
-def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | None) -> list[Rollout]:
-    if leases is None or memory is not None or len(header.holes) != len(header.lengths):
+def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | Owners | None) -> list[Rollout]:
+    has_bytes = memory is not None and memory.size > 0
+    if leases is None or has_bytes or len(header.holes) != len(header.lengths):
         raise WireError("a put keeps payloads, and may not")
+    if len({(hole.owner, hole.key) for hole in header.holes}) < len(header.holes):
+        raise WireError("a payload is named twice")
     lay_out(header, MAX_BYTES)
     names = read_names(header)
     found: list[Rollout] = []
@@ -374,7 +377,7 @@ def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | None)
                 num_loss_tokens=loss_tokens,
                 handle=Handle(header.owners[hole.owner], hole.key),
                 loss_tokens=loss_tokens,
-                lease=leases.hold(hole.key),
+                lease=leases.of(header.owners[hole.owner]).hold(hole.key),
             )
         )
     return found

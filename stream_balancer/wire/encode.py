@@ -39,7 +39,7 @@ from stream_balancer.wire.header import (
     runs_of,
 )  # fmt: skip
 from stream_balancer.wire.payload import NOTHING, Payload
-from stream_balancer.wire.remote import Handle, remote_of
+from stream_balancer.wire.remote import Handle, RemoteRollout, remote_of
 
 __all__ = ["Encoded", "bytes_of", "encode", "encode_columns", "encode_rollouts", "payload_of"]
 
@@ -98,6 +98,8 @@ def encode_rollouts(rollouts: Sequence[Rollout], *, handles: Sequence[Handle] | 
     one set of columns. O(columns x rollouts).
     """
     header = _header(rollouts, [len(rollouts)])
+    if handles is None and isinstance(rollouts[0], RemoteRollout):
+        handles = [one.handle for one in rollouts if isinstance(one, RemoteRollout)]  # written down where they are not
     if handles is not None:
         _make_holes(header, dict(enumerate(handles)))
         return Encoded(_pack(header, rollouts), NOTHING)

@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from stream_balancer.errors import RolloutError, WireError
+from stream_balancer.errors import RolloutError
 from stream_balancer.types import Rollout, SharedRollout
 from stream_balancer.values import plain_tensor
 from stream_balancer.wire.header import Owner
 
-__all__ = ["Handle", "Leases", "Owner", "RemoteRollout", "remote_of"]
+__all__ = ["Handle", "Leases", "Owner", "Owners", "RemoteRollout", "remote_of"]
 
 _MAX_KEYS = 2**16  # of one message
 
@@ -78,36 +78,61 @@ def remote_of(rollout: Rollout) -> RemoteRollout | None:
 class Leases:
     """Payloads of one owner that the controller needs."""
 
-    def __init__(self, tell: Callable[[tuple[int, ...]], object], soon: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(
+        self,
+        tell: Callable[[tuple[int, ...]], object] | None = None,
+        soon: Callable[[Callable[[], None]], object] | None = None,
+    ) -> None:
         """``tell`` is called with keys that are needed no more; ``soon`` runs a function later, from any thread and
-        without waiting: a last reference may die inside a garbage collection."""
+        without waiting: a last reference may die inside a garbage collection. None: the owner is not there yet."""
         self._tell, self._soon = tell, soon
-        self._held: set[int] = set()
+        self._held: weakref.WeakValueDictionary[int, _Lease] = weakref.WeakValueDictionary()
         self._dropped: deque[int] = deque()
         self._is_queued = False
 
+    def of(self, _: Owner) -> Leases:
+        """The same leases: a put is its producer's."""
+        return self
+
+    def attach(
+        self, tell: Callable[[tuple[int, ...]], object], soon: Callable[[Callable[[], None]], object]
+    ) -> list[int]:
+        """The owner is there, perhaps again. -> keys of what is needed of it."""
+        self._tell, self._soon = tell, soon
+        self._dropped.clear()
+        return sorted(self._held)
+
     def hold(self, key: int) -> object:
-        """A lease: the payload of this key is needed while it lives. Raises WireError for a key that is held."""
-        if key in self._held:
-            raise WireError(f"payload {key} is named twice")
-        self._held.add(key)
-        lease = _Lease()
-        weakref.finalize(lease, self._on_released, key).atexit = False
+        """A lease: the payload of this key is needed while it lives. A rollout that is put again has the same."""
+        lease = self._held.get(key)
+        if lease is None:
+            lease = self._held[key] = _Lease()
+            weakref.finalize(lease, self._on_released, key).atexit = False
         return lease
 
     def _on_released(self, key: int) -> None:
-        self._held.discard(key)
         self._dropped.append(key)
-        if not self._is_queued:
+        if self._soon is not None and not self._is_queued:
             self._is_queued = True
             self._soon(self._flush)
 
     def _flush(self) -> None:
         # Before anything is taken: whoever sees True has appended already, and whoever sees False queues another call.
         self._is_queued = False
-        while keys := tuple(self._take()):
+        while self._tell is not None and (keys := tuple(self._take())):
             self._tell(keys)
 
     def _take(self) -> Iterator[int]:
         for _ in range(min(len(self._dropped), _MAX_KEYS)):
             yield self._dropped.popleft()
+
+
+class Owners:
+    """Leases of all owners, those included that a journal names and that have not come back."""
+
+    def __init__(self) -> None:
+        self._leases: dict[Owner, Leases] = {}
+
+    def of(self, owner: Owner) -> Leases:
+        """Leases of one owner."""
+        return self._leases.setdefault(owner, Leases())

@@ -14,6 +14,7 @@ from in_loop import Disk, journals_in_loop
 
 import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork, make_rollout
+from stream_balancer.testing.network import MemoryPeer
 
 SIZE = 8
 
@@ -39,16 +40,21 @@ class Life:
         config = sb.BalancerConfig(dp_size=self.network.dp_size, batch_size=SIZE, window=SIZE)
         return sb.StreamBalancer(config, journal=self.folder)
 
-    async def until_killed(self, rollouts: int, when: Callable[[], bool], *, end: bool = False) -> None:
+    async def until_killed(
+        self, rollouts: int, when: Callable[[], bool], *producers: MemoryPeer, end: bool = False
+    ) -> None:
         async with self.balancer() as balancer, anyio.create_task_group() as tasks:
             tasks.start_soon(partial(sb.serve, report_after_s=1e9, **self.options), balancer, self.network)
             for number in range(rollouts):
                 await balancer.put(make_rollout(8, f"r{number}"))
             if end:
                 balancer.end()
-            while not when():  # noqa: ASYNC110
-                await anyio.sleep(0.05)
+            with anyio.fail_after(500):
+                while not when():  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
             self.disk.die()
+            for peer in producers:
+                peer.cut()
             tasks.cancel_scope.cancel()
 
     async def to_the_end(self) -> sb.StreamBalancer:
@@ -180,6 +186,61 @@ async def test_a_role_that_shares_rollouts_says_why_it_cannot_go_on_without_a_ra
             await sb.serve(balancer, network, on_rank_loss="replan", roles={"ref": ["ref"]})
         for feed in feeds:
             feed.close()
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.3])
+async def test_what_a_producer_keeps_is_trained_on_after_its_controller_was_killed(
+    tmp_path: Path, disk: Disk, delay_s: float
+) -> None:
+    network = MemoryNetwork(dp_size=2)
+    crew, life = Crew(network), Life(tmp_path, disk, network)
+    crew.rejoin, disk.delay_s = True, delay_s
+    async with anyio.create_task_group() as tasks:
+        for rank in range(2):
+            tasks.start_soon(crew.train, rank)
+        peer = network.connect_producer(rejoin=True)
+        producer = sb.connect(peer, hand_over="direct")
+
+        async def put() -> None:
+            for number in range(5 * SIZE):
+                await producer.put(make_rollout(8, f"r{number}"))
+                await anyio.sleep(0.05)
+            await producer.end()
+            await producer.released()
+            await producer.aclose()
+
+        tasks.start_soon(put)
+        await life.until_killed(0, lambda: len(crew.met) == 2, peer)
+        async with life.balancer() as balancer:
+            assert balancer.recovered is not None
+            assert balancer.recovered.waiting + balancer.recovered.in_flight > 0
+            with anyio.fail_after(1000):
+                await sb.serve(balancer, network, report_after_s=1e9)
+    crew.check(balancer, 5 * SIZE)
+
+
+async def test_what_nobody_keeps_any_more_is_masked_after_a_restart(tmp_path: Path, disk: Disk) -> None:
+    network = MemoryNetwork(dp_size=1)
+    crew, life = Crew(network), Life(tmp_path, disk, network)
+    producer, accepted_ = sb.connect(network.connect_producer(), hand_over="direct"), list[int]()
+    async with anyio.create_task_group() as tasks:
+
+        async def put() -> None:
+            for number in range(SIZE // 2):
+                await producer.put(make_rollout(8, f"lost{number}"))
+                accepted_.append(number)
+
+        tasks.start_soon(put)
+        await life.until_killed(0, lambda: len(accepted_) == SIZE // 2)
+        producer.close()
+    async with life.balancer() as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(crew.train, 0)
+        tasks.start_soon(partial(sb.serve, balancer, network))
+        for number in range(SIZE // 2):
+            await balancer.put(make_rollout(8, f"r{number}"))
+        balancer.end()
+    assert {name for name, _ in crew.met[0]} == {f"r{number}" for number in range(SIZE // 2)}
+    assert balancer.statistics().evicted["lost"] == SIZE // 2
 
 
 async def test_steps_that_ranks_have_trained_before_are_not_ahead_of_others() -> None:

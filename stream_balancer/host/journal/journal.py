@@ -127,7 +127,7 @@ class Journal:
         return snapshot, recovered
 
     def _read(self) -> Snapshot:
-        records = self.records = Records()
+        records = self.records = Records(owners=self.records.owners)
         for key, written in self._store.rows("select key, data from facts order by rowid"):
             records.read(key, written)
         names = dict(self._store.rows("select number, id from rollouts indexed by ids order by id, number"))
