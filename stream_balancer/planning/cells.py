@@ -71,7 +71,7 @@ class Limit(NamedTuple):
     """[n] of each rollout."""
     least: int
     most: int | Ints
-    """Of every cell, or [num_ranks]."""
+    """Limit of every cell, or [num_ranks]."""
 
 
 class _Side(NamedTuple):
