@@ -74,7 +74,7 @@ def least_finish(
         # the best with one number for all is one of those compared, so the freedom never makes it worse
         fewest = [packer.fewest([i for one in bins for i in one]) for bins in best[0]]
         free = [task.improved(bins, [task.rounded(max(len(one), 1)) for one in bins]) for bins in (fewest, balanced)]
-        best = min((best, *free), key=itemgetter(2))
+        best = min((*free, best), key=itemgetter(2))  # of equal ones fewer micro-batches
     return [packer.spread(bins, number) if bins else [] for bins, number in zip(*best[:2], strict=True)]
 
 
