@@ -32,7 +32,7 @@ from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Decoded, Handle, Owner, Wanted, payload_of
 from stream_balancer.wire.payload import Payload
 
-__all__ = ["SOURCES", "Fetcher", "Kept", "Missing", "PayloadOwner", "Source"]
+__all__ = ["SOURCES", "Fetcher", "KeepsPayloads", "Kept", "Missing", "PayloadOwner", "Source"]
 
 _CONNECT_S = 10.0
 _CALL_BYTES = 2**26
@@ -54,6 +54,27 @@ class Missing(NamedTuple):
     owner: str
     """Label of the owner."""
     cause: str
+
+
+class KeepsPayloads(Protocol):
+    """Where payloads stay until a rank fetches them: this process, or an object store."""
+
+    owner: Owner
+    least_bytes: int
+    """Smaller puts bring their tokens along."""
+    blocks: bool
+    """:meth:`keep` copies, and may wait: no event loop should."""
+
+    def __len__(self) -> int: ...
+    def keep(self, rollouts: Sequence[Rollout]) -> list[Handle]:
+        """Handles for the rollouts of one put. Raises WouldBlock while there is no room."""
+
+    def drop(self, keys: Iterable[int]) -> None: ...
+    def retain(self, keys: Collection[int]) -> None:
+        """Drop all others."""
+
+    async def released(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Kept:

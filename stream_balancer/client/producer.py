@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
-from stream_balancer.client.payloads import PayloadOwner
+from stream_balancer.client.payloads import KeepsPayloads, PayloadOwner
 from stream_balancer.client.slots import RemoteSlots
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, WireError, WouldBlock
 from stream_balancer.facade import OfOneProcess, event_loop_here, facade, run
@@ -36,11 +36,11 @@ from stream_balancer.slots import Reservation, check_group
 from stream_balancer.statistics import Statistics
 from stream_balancer.types import Rollout
 from stream_balancer.values import plain_name
-from stream_balancer.wire.codec import Handle, Owner, encode_rollouts
+from stream_balancer.wire.codec import Handle, encode_rollouts
 from stream_balancer.wire.payload import Memory
 from stream_balancer.wire.statistics import decode_statistics
 
-__all__ = ["BlockingProducer", "KeepsPayloads", "Producer", "connect"]
+__all__ = ["BlockingProducer", "Producer", "connect"]
 
 _log = logging.getLogger("stream_balancer.net")
 _ENDED = "put() after end(): the balancer takes no more rollouts. Put before calling end()"
@@ -57,27 +57,6 @@ _IN_VAIN = {
     "statistics": ("statistics() had no answer", "the controller is busy"),
     "version_after": ("version_after() had none", "no version was set"),
 }
-
-
-class KeepsPayloads(Protocol):
-    """Where payloads stay until a rank fetches them: this process, or an object store."""
-
-    owner: Owner
-    least_bytes: int
-    """Smaller puts bring their tokens along."""
-    blocks: bool
-    """:meth:`keep` copies, and may wait: no event loop should."""
-
-    def __len__(self) -> int: ...
-    def keep(self, rollouts: Sequence[Rollout]) -> list[Handle]:
-        """Handles for the rollouts of one put. Raises WouldBlock while there is no room."""
-
-    def drop(self, keys: Iterable[int]) -> None: ...
-    def retain(self, keys: Collection[int]) -> None:
-        """Drop all others."""
-
-    async def released(self) -> None: ...
-    def close(self) -> None: ...
 
 
 def connect(
