@@ -172,16 +172,16 @@ def hosts() -> Any:
     return actor(Hosts)
 
 
-def actor(kind: type) -> Any:
+def actor(kind: type, name: str | None = None) -> Any:
     """One of this kind, on the node that no test kills, for any number of calls at a time."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(kind).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here).remote()
+    return ray.remote(kind).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here, name=name).remote()
 
 
 @functools.cache
 def keeper() -> Any:
     """The actor that keeps references for all balancers of :func:`hosts`."""
-    return ray.remote(Keeper).options(num_cpus=0, max_concurrency=1000, name=KEEPER).remote()
+    return actor(Keeper, KEEPER)
 
 
 def host_among_others(config: BalancerConfig, **given: Any) -> tuple[RayBalancer, Callable[[], None]]:
