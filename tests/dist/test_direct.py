@@ -8,7 +8,6 @@ import random
 import signal
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -245,21 +244,6 @@ async def test_without_serve_nobody_could_fetch_so_it_is_refused() -> None:
                     with pytest.raises(sb.RolloutError, match="serve"):
                         await producer.put(make(3, "a"))
                 tasks.cancel_scope.cancel()
-
-
-async def test_a_journal_cannot_hold_what_stays_with_its_producer(tmp_path: Path) -> None:
-    config = sb.BalancerConfig(dp_size=1, batch_size=4)
-    with anyio.fail_after(GUARD_S):
-        async with (
-            sb.TorchTransport.listen(dp_size=1) as transport,
-            sb.StreamBalancer(config, journal=tmp_path / "journal") as balancer,
-            anyio.create_task_group() as tasks,
-        ):
-            tasks.start_soon(sb.serve, balancer, transport)
-            async with sb.connect(transport.address, hand_over="direct") as producer:
-                with pytest.raises(sb.RolloutError, match="journal"):
-                    await producer.put(make(3, "a"))
-            tasks.cancel_scope.cancel()
 
 
 def test_hand_over_has_two_values() -> None:
