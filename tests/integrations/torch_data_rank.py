@@ -80,7 +80,7 @@ def plain(everything: list[sb.Rollout]) -> list[Tensor]:
         of_step = everything[step * PER_STEP : (step + 1) * PER_STEP]
         mine = sb.MicroBatch.of(of_step[dist.get_rank() :: RANKS]).packed()
         item = {**mine, "cu_seqlens": mine.cu_seqlens, "step": step}
-        (loss_sum(model, item) * RANKS / sum(rollout.num_tokens for rollout in of_step)).backward()
+        (loss_sum(model, item) * RANKS / sum(rollout.num_loss_tokens for rollout in of_step)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return optimizer.gradients
