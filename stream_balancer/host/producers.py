@@ -313,8 +313,9 @@ class Producers:
         def tell(keys: tuple[int, ...]) -> None:
             peer = self._service.peers.get(session)
             # A balancer before this one may still die, and with it leases of what this one needs.
-            if peer is not None and _producer(peer).leases is leases:
-                peer.send(Notify(dropped=keys))
+            its = None if peer is None else _producer(peer).leases
+            if peer is not None and its is not None:
+                peer.send(Notify(dropped=tuple(key for key in keys if not its.needs(key))))
 
         return leases.attach(tell, self._service.io.do)
 

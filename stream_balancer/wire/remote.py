@@ -110,6 +110,10 @@ class Leases:
             weakref.finalize(lease, self._on_released, key).atexit = False
         return lease
 
+    def needs(self, key: int) -> bool:
+        """Whether a rollout refers to this payload."""
+        return key in self._held
+
     def _on_released(self, key: int) -> None:
         self._dropped.append(key)
         if self._soon is not None and not self._is_queued:
