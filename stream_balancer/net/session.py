@@ -165,7 +165,7 @@ class Session(Caller):
             self._foreign = None
 
     def _dial(self) -> None:
-        if not self._left.is_set():
+        if self._may_dial:
             about = self._about() if callable(self._about) else self._about
             join = msgspec.structs.replace(self._join, about=msgspec.Raw(msgspec.msgpack.encode(about)))
             self.dialer.dial(join, self._welcomed, self._failed)
@@ -206,7 +206,8 @@ class Session(Caller):
 
     def _again(self) -> None:
         if self._may_dial:
-            self._after(self._delay_s, self._dial)
+            # none of the timers that a close stops: what was sent before it may still have to arrive
+            self.io.after(self._delay_s, self._dial)
             self._delay_s = min(2 * self._delay_s or _AGAIN_S, _MOST_AGAIN_S)
 
     def _rest(self) -> None:
