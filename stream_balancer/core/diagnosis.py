@@ -53,7 +53,8 @@ class RankState:
 def why_no_batch(
     state: State, statistics: Statistics, *, taker: Taker = "asking", ready: bool = False, ended: bool = False
 ) -> str:
-    """Reason for which the balancer waits: ``"37 rollouts wait (window 64), the oldest for 812 s; no deadline_s is set"``.
+    """Reason for which the balancer waits: ``"37 rollouts wait (window 64), the oldest for 812 s; no deadline_s is
+    set"``.
 
     ``ready``: a batch would leave if it were asked for. ``ended``: no more rollouts will come.
     """

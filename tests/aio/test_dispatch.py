@@ -229,7 +229,7 @@ async def test_a_stall_is_explained_and_again_when_it_has_doubled(caplog: pytest
             balancer.put_nowait(make_rollout(3, f"r{number}"))
         await anyio.sleep(600)
         held = "has given no credit for 480 s; the oldest step it has not acknowledged is 0"
-        assert reports(caplog)[-1].startswith(f"no batch for 480 s: rank 0 {held}; rank 1 {held}; 8 of 8 ")
+        assert reports(caplog)[-1].startswith(f"no batch for 480 s: rank 0 {held}; rank 1 {held}; 8 rollouts wait")
         assert len(reports(caplog)) == 7, "and after 60, 120, 240 and 480 s of the second stall"
         assert first.waiting_s == 0.0
         balancer.end()

@@ -162,7 +162,7 @@ async def test_what_happens_to_groups_in_the_midst_of_a_step(event: str) -> None
             assert {end.executions for ends in crew.ends.values() for end in ends} == {4}
 
 
-async def test_an_execution_without_groups_ends_serve_by_name() -> None:
+async def test_an_execution_without_groups_is_refused_at_its_put() -> None:
     async with sb.StreamBalancer(knobs(1)) as balancer:
         crew = Crew(MemoryNetwork(dp_size=1))
         rollouts = [
@@ -170,7 +170,7 @@ async def test_an_execution_without_groups_ends_serve_by_name() -> None:
         ]
         with pytest.raises(BaseExceptionGroup) as caught:
             await run(balancer, crew, rollouts)
-        assert caught.group_contains(sb.ConfigError, match="execution_id needs group_size")
+        assert caught.group_contains(sb.RolloutError, match="execution_id needs group_size")
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])

@@ -22,7 +22,7 @@ def test_every_example_is_tested_and_short():
     files = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
     torchrun = {"torchrun_single_controller.py", "torchrun_every_rank_generates.py", "torchrun_and_workers.py"}
     elsewhere = {"torchspec_dispatch.py", "ray_cluster.py"}  # tests/unit, tests/integrations
-    restarts = {"torchrun_restarts.py"}  # test_restarts.py
+    restarts = {"torchrun_restarts.py"}  # test_restart_drill.py
     whole = {"single_process.py", "blocking_loop.py", "shared_prefixes.py", *elsewhere, *torchrun}
     assert files.keys() == whole | restarts
     assert all(text.count("\n") < (150 if name in restarts else 90) for name, text in files.items())

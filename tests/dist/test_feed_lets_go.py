@@ -27,6 +27,9 @@ Left = list[weakref.ref[object]]
 Stop = Callable[[], None]
 
 
+STEPS = 20
+
+
 class Model:
     """What must not be kept."""
 
@@ -41,7 +44,7 @@ def finishes(address: str, _: Stop) -> Left:
 
 def is_told_the_end_again(address: str, _: Stop) -> Left:
     model, feed = Model(), sb.RankFeed(address, rank=0, dp_size=1)
-    assert [batch.step for batch in feed] == [0, 1, 2]
+    assert [batch.step for batch in feed] == list(range(STEPS))
     assert list(feed) == []
     return [weakref.ref(model), weakref.ref(feed)]
 
@@ -87,7 +90,7 @@ def controller() -> Iterator[tuple[str, Stop]]:
 
     async def deliver(transport: sb.TorchTransport) -> None:
         with suppress(RankLostError):
-            await sb.serve(ScriptedBalancer([make_batch(step, 1) for step in range(3)]), transport)
+            await sb.serve(ScriptedBalancer([make_batch(step, 1) for step in range(STEPS)]), transport)
 
     thread = threading.Thread(target=anyio.run, args=(main,), daemon=True)
     thread.start()

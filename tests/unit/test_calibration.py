@@ -75,7 +75,7 @@ def test_what_sharing_costs_is_learned_and_planned_with(overhead: float) -> None
     fit = core.statistics(0.0).cost_fit
     assert fit is not None
     assert fit.cp_overhead == pytest.approx(overhead, abs=0.04)
-    assert fit.seconds_per_token_pair / fit.seconds_per_token == pytest.approx(5e-4, rel=0.15), "as without sharing"
+    assert fit.seconds_per_token_pair / fit.seconds_per_token == pytest.approx(5e-4, rel=0.2), "as without sharing"
     again = learning_core(config(**SHARED, cp_overhead=0.15))
     again.restore(core.snapshot(0.0), 0.0)
     assert again.state.pricing.knobs.cp_overhead == fit.cp_overhead
