@@ -171,7 +171,7 @@ class Knobs:
     _given: Mapping[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:  # no abstract method: with a metaclass help() would not show the fields' texts
-        raise NotImplementedError("knobs alone are not checked: make a BalancerConfig")
+        raise TypeError("knobs alone are not checked: make a BalancerConfig")
 
     @property
     def _batches_of_window(self) -> int:
