@@ -139,6 +139,11 @@ def _open_here() -> tuple[int, set[str]]:
     return len(os.listdir("/proc/self/fd")), {name for name in names if not name.startswith("AnyIO")}
 
 
+def _no_more_than(before: tuple[int, set[str]]) -> bool:
+    now = _open_here()
+    return now[0] <= before[0] and now[1] <= before[1]
+
+
 @pytest.mark.parametrize("movers", [[], ["shared_memory"], ["torch_dist"]], ids=str)
 @pytest.mark.parametrize("how", ["closed", "lost", "ended"])
 def test_descriptors_and_threads_go_at_once(how: str, movers: list[str]) -> None:
@@ -159,7 +164,7 @@ def test_descriptors_and_threads_go_at_once(how: str, movers: list[str]) -> None
                 with pytest.raises(RankLostError):
                     held += list(feed)
             deadline = time.monotonic() + 10.0
-            while _open_here()[0] > before[0] and time.monotonic() < deadline:
+            while not _no_more_than(before) and time.monotonic() < deadline:
                 time.sleep(0.005)  # the controller's end, which is in this process, too
             fds, threads = _open_here()
             assert fds <= before[0]
