@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from forked import hear
+from guard import GUARD_S
 
 import stream_balancer as sb
 
@@ -52,3 +56,14 @@ class World:
             dist.init_process_group("gloo", store=store, rank=ranks.index(self._rank), world_size=len(ranks))
             self._ranks = ranks
         dist.all_reduce(tensor)
+
+
+def all_said(process: Any, pipe: Any) -> list[Any]:
+    """All that a rank's process has sent, once it has ended."""
+    said = []
+    try:
+        while True:
+            said.append(hear(pipe))
+    except EOFError:
+        process.join(GUARD_S)
+    return said

@@ -15,8 +15,8 @@ import anyio
 import pytest
 import torch
 import torch.distributed as dist
-from forked import forked, hear
-from gradient import Gradient, World
+from forked import forked
+from gradient import Gradient, World, all_said
 from guard import GUARD_S
 
 import stream_balancer as sb
@@ -83,16 +83,6 @@ async def drill(
                 balancer.end()
             said = [await anyio.to_thread.run_sync(all_said, process, pipe) for process, pipe in ranks]
             return balancer.statistics(), said
-
-
-def all_said(process: Any, pipe: Any) -> list[Any]:
-    said = []
-    try:
-        while True:
-            said.append(hear(pipe))
-    except EOFError:
-        process.join(GUARD_S)
-    return said
 
 
 def check(statistics: sb.Statistics, said: list[list[Any]], lost: set[int]) -> list[float]:

@@ -15,8 +15,8 @@ import anyio
 import pytest
 import torch
 import torch.distributed as dist
-from forked import forked, hear
-from gradient import Gradient, World
+from forked import forked
+from gradient import Gradient, World, all_said
 from guard import GUARD_S
 
 import stream_balancer as sb
@@ -125,16 +125,6 @@ async def drill(features: frozenset[str]) -> tuple[list[sb.Rollout], list[list[A
                 balancer.end()
                 said = [await anyio.to_thread.run_sync(all_said, *rank) for rank in ranks]
         return todo, said, balancer.statistics()
-
-
-def all_said(process: Any, pipe: Any) -> list[Any]:
-    said = []
-    try:
-        while True:
-            said.append(hear(pipe))
-    except EOFError:
-        process.join(GUARD_S)
-    return said
 
 
 @pytest.mark.parametrize("features", together())
