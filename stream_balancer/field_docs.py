@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from typing import TypeVar
 
-__all__ = ["documented", "texts_below_fields"]
+__all__ = ["described", "documented", "first_sentence", "texts_below_fields"]
 
 T = TypeVar("T", bound=type)
 
 
 def documented(cls: T) -> T:
     """Class decorator. Above ``@dataclass``, which may make the class anew; not for classes with a metaclass, of which
-    ``help()`` asks otherwise."""
+    ``help()`` asks otherwise (:class:`~stream_balancer.config.values.Values` answers itself)."""
     setattr(cls, "__doc__", _Docstring(cls.__doc__))  # noqa: B010 - not a str, as type checkers want it
     return cls
 
@@ -33,16 +34,22 @@ class _Docstring:
 
     def __get__(self, instance: object, owner: type) -> str | None:
         if self._made is None and self._text is not None:
-            self._made = inspect.cleandoc(self._text) + _fields_of(owner)
+            self._made = described(owner, self._text)
         return self._made
 
 
-def _fields_of(owner: type) -> str:
-    found = texts_below_fields(owner)
-    if not found:
-        return ""
-    entries = (f"{name}:\n{textwrap.indent(text, '    ')}" for name, text in found.items())
-    return "\n\nFields:\n\n" + textwrap.indent("\n".join(entries), "    ")
+def described(cls: type, text: str, *, brief: bool = False) -> str:
+    """A docstring with the texts below the fields, or ``brief``: the first sentence of each, on one line."""
+    found = texts_below_fields(cls)
+    entries = [f"{name}:\n{textwrap.indent(text, '    ')}" for name, text in found.items()]
+    if brief:
+        entries = [f"{name}: {first_sentence(text)}" for name, text in found.items()]
+    fields = "\n\nFields:\n\n" + textwrap.indent("\n".join(entries), "    ")
+    return inspect.cleandoc(text) + fields * bool(found)
+
+
+def first_sentence(text: str) -> str:
+    return re.split(r"(?<=[^.]\.) ", " ".join(text.replace("``", "").split()))[0]
 
 
 def texts_below_fields(cls: type) -> dict[str, str]:

@@ -198,14 +198,14 @@ def trace_of(text: str, seed: int) -> Trace:
 
 
 def batch_text(config: BalancerConfig) -> str:
-    if config.batch_tokens is not None:
-        return f"{config.batch_tokens:,} tokens"
-    least_most = config.batch_size_range
+    if config.step_size.tokens is not None:
+        return f"{config.step_size.tokens:,} tokens"
+    least_most = config.step_size.rollouts
     return f"{config.batch_size}" + ("" if least_most is None else " ({} to {})".format(*least_most)) + " rollouts"
 
 
 def window_text(config: BalancerConfig) -> str:
-    return str(config.window) if config.window_tokens is None else f"{config.window_tokens:,} tokens"
+    return str(config.window) if config.step_size.window_tokens is None else f"{config.step_size.window_tokens:,} tokens"
 
 
 def deadline_text(deadline_s: float | None) -> str:

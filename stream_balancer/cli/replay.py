@@ -109,11 +109,11 @@ def _rows(reports: Reports, nothing_shared: float, *, instant: bool) -> Iterator
     yield "  no assignment can save", lambda r: f"{_segment(r, steady).unavoidable_idle:.2%}"
     if steady:
         yield "  with warm-up and tail", lambda r: f"{r.overall.idle_fraction:.2%}"
-    if config.batch_size_range is not None:
+    if config.step_size.rollouts is not None:
         yield "rollouts of a step, least / mean / most", _rollouts_of_a_step
     yield "tokens of a step, std / mean", lambda r: f"{_segment(r, steady).token_variation:.2f}"
     yield "trainer time, round-robin = 1", lambda r: f"{r.overall.work_s / usual if usual else 1.0:.3f}"
-    if config.share_prefixes:
+    if config.groups.share_prefixes:
         yield "trainer time, nothing shared and no idle = 1", lambda r: f"{r.overall.work_s / nothing_shared:.3f}"
     if not instant:
         yield "idle, the wait for rollouts included", lambda r: f"{r.whole_idle_fraction:.2%}"

@@ -2,155 +2,216 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Mapping
 from copy import copy
-from dataclasses import FrozenInstanceError, fields
-from typing import TYPE_CHECKING, Any, Never, NoReturn, Self
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
-from stream_balancer.config.checks import automatic_windows, check_values, combinations
-from stream_balancer.config.knobs import USUAL_MAX_SKIPS, Knobs
-from stream_balancer.cost import cost_of
+from msgspec import Meta
+
+from stream_balancer.config.checks import AUTO_WINDOW, COMBINATIONS, GIVEN, VARYING, check_cost, refuse
+from stream_balancer.config.figures import USUAL_MAX_SKIPS, least_max_skips
+from stream_balancer.config.groups import ContextParallel, Groups, Limits, MicroBatches, Staleness, StepSize
+from stream_balancer.config.values import Count, Group, Knob, Values
+from stream_balancer.cost import CostModel, TokenCost, cost_of
 from stream_balancer.errors import ConfigError
-from stream_balancer.field_docs import documented
+from stream_balancer.planning.arrays import Counts, Sync
 from stream_balancer.planning.windows import START, window_choices
 
-__all__ = ["BalancerConfig"]
+__all__ = ["BalancerConfig", "Policy", "at_window"]
 
+Policy: TypeAlias = Literal["window", "fifo", "round_robin"]
+Seconds: TypeAlias = Annotated[
+    float, Meta(gt=0, le=sys.float_info.max, description="a finite number of seconds > 0")
+]
+Speeds: TypeAlias = Annotated[
+    tuple[Annotated[float, Meta(gt=0, le=sys.float_info.max)], ...],
+    Meta(description="finite numbers > 0, one for each rank"),
+]
+Shares: TypeAlias = Annotated[
+    dict[str, Annotated[float, Meta(gt=0, le=1)]],
+    Meta(description="a dict from the name of a stratum to a share above 0, at most 1 all together"),
+]
+# msgspec knows no protocols: check_cost looks at it
+Cost: TypeAlias = CostModel | str if TYPE_CHECKING else Any
+
+TOKENS: Any = TokenCost()
+DERIVED: Any = None  # a default that is computed from the other knobs
+AUTO: Any = "auto"  # the same, for a knob whose None is a value: no bound
 _NONE_IS_A_VALUE = ("max_skips", "loss_mask_column")
 
 
-@documented
-class BalancerConfig(Knobs):
-    """The knobs of a balancer. Raises :class:`ConfigError` (a ValueError) for a value or a combination that cannot
-    work.
+class BalancerConfig(metaclass=Values):
+    """The knobs of a balancer; those left out are derived. A group may be a mapping: ``groups={"size": 8}``.
+    Raises :class:`ConfigError` (a ValueError) for a value or a combination that cannot work."""
 
-    Knobs left out are derived from the others; :meth:`replace` derives them anew.
-    """
+    dp_size: Count
+    """DP ranks that take part in every step."""
+    batch_size: Knob[Count | None, int] = DERIVED
+    """Rollouts per dispatch, over all ranks. With ``step_size.rollouts``, on average. Under ``step_size.tokens``, which
+    takes its place, it is read as the fewest that a full dispatch has: one for each micro-batch that every rank must
+    run, in whole groups."""
+    window: Knob[Count | Literal["auto"] | None, int] = DERIVED
+    """How many must wait until a batch leaves, chosen from all that wait; default 2 * batch_size. That is most of the
+    balance a window can buy, for one dispatch of mean queueing delay; every further ``batch_size`` adds another
+    (Little's law). ``"auto"``: the smallest of :attr:`auto_windows` from which waiting longer would save hardly
+    any idle time, fitted to the lengths that come; read back, it is the one in force. See docs/tuning.md."""
+    deadline_s: Seconds | None = None
+    """... or how long the oldest may have waited, in seconds. Then a batch may be smaller than ``batch_size``, which
+    is why the default is None: wait for the window."""
+    max_skips: Knob[Count | Literal["auto"] | None, int | None] = AUTO
+    """No rollout is passed over by more dispatches than this; default 16, or what window and capacity need. The strong
+    knob on heavy tails: twice as many leave a third to four fifths of the idle time, at the same mean delay, and the
+    longest wait is twice as long. None = no bound: outliers may wait for the drain. Holds while no more than
+    ``capacity`` wait: see bench/results/planning_proofs.md."""
+    capacity: Knob[Count | None, int] = DERIVED
+    """How many may wait until put() waits; default 2 * window. While the trainer is busy more than ``window`` wait, so
+    a larger one gives more to choose from, and older rollouts: see docs/tuning.md. Those whose groups lack siblings do
+    not count: with what they lack they are limited to what ``max_skips`` is a guarantee for."""
+    min_batch_size: Knob[Count | None, int] = DERIVED
+    """Smallest batch that a deadline may send; default dp_size, so that every rank has something to run."""
+    cost: Knob[Cost, CostModel] = TOKENS
+    """How much work is a length: a cost model, "tokens", "quadratic", "padded", or the path of a config.json. A path
+    is that of a Hugging Face model, for its FLOPs; "quadratic:LINEAR:QUADRATIC" has weights of its own."""
+    speeds: Speeds | None = None
+    """Relative speed of each rank: one of speed 0.5 gets half the work. None = all alike."""
+    counts: Counts = "free"
+    """"equal": the same number of rollouts on every rank (to within one). "free" balances better."""
+    sync: Sync = "step"
+    """Where ranks meet: once per "step", or at every "micro_batch" (FSDP, ZeRO-3)."""
+    policy: Policy = "window"
+    """"window", or to compare "fifo" (arrival order) and "round_robin". "fifo" (arrival order, best partition) and
+    "round_robin" (arrival order, to the ranks in turn) are what is usual elsewhere: run them to measure, in your own
+    training, what the window buys."""
+    loss_mask_column: Annotated[str, Meta(min_length=1, description="the name of a column of masks")] | None = (
+        "loss_mask"
+    )
+    """Column of your rollouts that says which tokens are trained on; None = all. Non-zero = trained; the first token of
+    a rollout never is. Under whatever name you put it, ranks find it as ``loss_mask``. "loss_mask" may be left out
+    where every token is trained on, any other name must be there. A rollout without it is refused
+    if it has another column that looks like one (``response_mask``, ``completion_mask``, ``action_mask``, ``labels``,
+    ...)."""
+    remember_ids: Annotated[int, Meta(ge=0, description="an int >= 0")] = 100_000
+    """Past rollouts whose ids are kept, so that a put again, after a crash, is known. They were acknowledged or
+    evicted; a producer that retries gets the reply that the first one was accepted. About 100 bytes each."""
+    stratum_shares: Shares | None = None
+    """Least share of every step's rollouts for some environments or data sets, as {"math": 0.25}. At least
+    so many of those that wait go, and one (or one group) at the least. What must go for its age comes first. A
+    rollout's stratum is its ``metadata["stratum"]``. None = no shares."""
+    micro_batches: Group[MicroBatches] = MicroBatches()
+    """MicroBatches(max_tokens, counts, multiple_of, order, overhead_cost, oversize): how a rank's part is cut."""
+    groups: Group[Groups] = Groups()
+    """Groups(size, keep, share_prefixes): siblings of one prompt (GRPO)."""
+    staleness: Group[Staleness] = Staleness()
+    """Staleness(max_versions, on_stale): how old a rollout may be when it is trained on."""
+    context_parallel: Group[ContextParallel] = ContextParallel()
+    """ContextParallel(sizes, overhead, min_tokens): ranks that share one rollout."""
+    limits: Group[Limits] = Limits()
+    """Limits(tokens, bytes): of what may wait, beside capacity."""
+    step_size: Group[StepSize] = StepSize()
+    """StepSize(tokens, window_tokens, rollouts, mini_batches): steps of other sizes, or in several parts."""
 
-    if not TYPE_CHECKING:  # type checkers know the knobs
+    auto_windows: tuple[int, ...] = field(init=False, default=())
+    """Windows that window="auto" chooses from; empty where the window is fixed. They are one to three batches, as far
+    as ``capacity``, ``max_skips`` and ``staleness`` allow."""
 
-        def __init__(self, **knobs: Any) -> None:
-            _refuse_unknown(knobs)
-            super().__init__(**knobs)
-
-        __signature__ = inspect.signature(Knobs)
+    if TYPE_CHECKING:
+        # What was given, without what is derived: replace() starts from it, so that a knob left out follows the others.
+        _given: Mapping[str, Any]
 
     @classmethod
     def from_dict(cls, knobs: Mapping[str, Any]) -> Self:
-        """A config from plain data, as YAML or JSON has it: ``from_dict(yaml.safe_load(text))``. Lists stand for
-        tuples, and ``cost`` is a text as the command line takes it. Raises :class:`ConfigError`.
+        """A config from plain data: ``from_dict(yaml.safe_load(text))``. A group is a mapping, a tuple may be a list,
+        and ``cost`` is a text as the command line takes it. Raises :class:`ConfigError`.
 
         Examples:
-            >>> BalancerConfig.from_dict({"dp_size": 2, "batch_size": 8, "cost": "quadratic:3:1"}).cost
-            QuadraticCost(linear=3.0, quadratic=1.0)
+            >>> BalancerConfig.from_dict({"dp_size": 2, "batch_size": 8, "groups": {"size": 4}}).groups
+            Groups(size=4)
         """
         if not isinstance(knobs, Mapping):
             raise ConfigError(f"from_dict() takes a mapping from knobs to values, not a {type(knobs).__name__}")
-        plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in knobs.items()}
-        return cls(**plain)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.cost, str):
-            _put(self, cost=cost_of(self.cost))
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        # What was given, without what is derived: replace() starts from it, so a knob left out follows the others.
-        given = {k: v for k, v in given.items() if v is not None or k in _NONE_IS_A_VALUE}
-        _put(self, _given=given, auto_windows=())
-        check_values(self, self._given)
-        if self.batch_size_range is not None:
-            _put(self, batch_size_range=tuple(self.batch_size_range))
-        _put(self, cp_sizes=tuple(self.cp_sizes))
-        if self.stratum_shares is not None:  # a dict of our own: nobody may change it later
-            _put(self, stratum_shares=dict(self.stratum_shares))
-        self._derive()
-        for problem in combinations(self):
-            raise ConfigError(problem)
-
-    def __setattr__(self, name: str, value: Never) -> NoReturn:
-        raise FrozenInstanceError(f"{name} cannot be set: use replace(), or reconfigure() of the balancer")
+        made: Self = Values.of(cls, knobs)
+        return made
 
     def replace(self, **changes: Any) -> BalancerConfig:
-        """A config with some knobs changed; knobs that were never given are derived anew. Raises
-        :class:`ConfigError`."""
+        """A config with some knobs changed; knobs that were never given are derived anew. A group is changed as a
+        whole. Raises :class:`ConfigError`."""
         return BalancerConfig(**{**self._given, **changes})
 
-    def _derive(self) -> None:
+    def __post_init__(self) -> None:
+        knobs = vars(self)
+        if isinstance(self.cost, str):
+            knobs["cost"] = cost_of(self.cost)
+        knobs["_given"] = {k: v for k, v in knobs.items() if v is not None or k in _NONE_IS_A_VALUE}
+        check_cost(self.cost)
+        refuse(GIVEN, self)
+        self._derive(knobs)
+        refuse(COMBINATIONS, self)
+        if self.step_size.rollouts is not None:
+            refuse(VARYING, self)
+
+    def _derive(self, knobs: dict[str, Any]) -> None:
         def default(name: str, value: int) -> None:
-            if getattr(self, name) is None:
-                _put(self, **{name: value})
+            if knobs[name] is None:
+                knobs[name] = value
 
-        if self._given.get("window") == "auto":
-            for problem in automatic_windows(self):
-                raise ConfigError(problem)
-            _put(self, auto_windows=self._legal_windows())
+        batches_of_window = 2 if self.policy == "window" else 1
+        in_tokens, skips = self.step_size.tokens, self.max_skips
+        if knobs["window"] == "auto":
+            refuse(AUTO_WINDOW, self)
+            knobs["auto_windows"] = self._legal_windows()
             first = [window for window in self.auto_windows if window <= START * self.batch_size]
-            _put(self, window=max(first, default=self.batch_size))
-        if self.batch_tokens is not None:
+            knobs["window"] = max(first, default=self.batch_size)
+        if in_tokens is not None:
             default("batch_size", self._least_batch_size())
-            if "window" not in self._given:
-                default("window_tokens", self._batches_of_window * self.batch_tokens)
-                default("window", self.batch_size)
-        default("window", self._batches_of_window * self.batch_size)
-        if self.window_tokens is not None:
-            default("capacity_tokens", 2 * self.window_tokens)
-            default("capacity", max(self.capacity_tokens or 0, self.window))  # no limit: every rollout has a token
-        default("capacity", 2 * self._largest_window)
+            if knobs["window"] is None and self.step_size.window_tokens is None:
+                knobs["step_size"] = replace(self.step_size, window_tokens=batches_of_window * in_tokens)
+        window_tokens = self.step_size.window_tokens
+        default("window", self.batch_size if window_tokens is not None else batches_of_window * self.batch_size)
+        if window_tokens is not None:
+            if self.limits.tokens is None:
+                knobs["limits"] = replace(self.limits, tokens=2 * window_tokens)
+            default("capacity", max(self.limits.tokens or 0, self.window))  # no limit: every rollout has a token
+        default("capacity", 2 * max(self.auto_windows, default=self.window))
         default("min_batch_size", self.dp_size)
-        if self._given["max_skips"] == "auto":
-            _put(self, max_skips=max(USUAL_MAX_SKIPS, self.least_max_skips))
-        if self.batch_tokens is not None and self.max_skips is not None:
-            default("capacity_tokens", self.max_skips * self.batch_tokens)
-
-    def at_window(self, window: int) -> BalancerConfig:
-        """The same knobs with another of :attr:`auto_windows` in force."""
-        other = copy(self)
-        _put(other, window=window)
-        return other
+        if knobs["max_skips"] == "auto":
+            knobs["max_skips"] = skips = max(USUAL_MAX_SKIPS, least_max_skips(self))
+        if in_tokens is not None and skips is not None and self.limits.tokens is None:
+            knobs["limits"] = replace(self.limits, tokens=skips * in_tokens)
 
     def _least_batch_size(self) -> int:
         """Rollouts of which every rank gets one for each micro-batch that it must run in each mini-batch, in whole
         groups."""
-        least = max(self.dp_size * self.micro_batch_multiple * self.mini_batches, self.group_size or 1)
-        least = -(-least // self._whole) * self._whole
-        return max(least, self.dp_size * self._whole * self.mini_batches) if self.groups == "same_rank" else least
+        whole, mini_batches = self.groups.kept or 1, self.step_size.mini_batches
+        least = max(self.dp_size * self.micro_batches.multiple_of * mini_batches, self.groups.size or 1)
+        least = -(-least // whole) * whole
+        return max(least, self.dp_size * whole * mini_batches) if self.groups.keep == "same_rank" else least
 
     def _legal_windows(self) -> tuple[int, ...]:
         """Windows that the knobs allow which were given; capacity and ``max_skips`` follow where they were not."""
+        given, whole, most_versions = self._given, self.groups.kept or 1, self.staleness.max_versions
+        capacity = given.get("capacity")
 
         def legal(window: int) -> bool:
-            capacity = 2 * window if self.capacity is None else self.capacity
-            skips = self._given["max_skips"]
-            if isinstance(skips, int) and skips < self._least_max_skips_at(window, capacity):
+            skips = self.max_skips
+            if isinstance(skips, int) and skips < least_max_skips(self, window, capacity or 2 * window):
                 return False
-            return self.max_staleness is None or window <= (self.max_staleness + 1) * self.batch_size
+            return most_versions is None or window <= (most_versions + 1) * self.batch_size
 
-        whole = self._whole
-        limit = 3 * self.batch_size + whole if self.capacity is None else self.capacity // whole * whole
+        limit = 3 * self.batch_size + whole if capacity is None else capacity // whole * whole
         windows = tuple(window for window in window_choices(self.batch_size, whole, limit) if legal(window))
         if len(windows) < 2:
             raise ConfigError(
-                f"window='auto' has nothing to choose from: capacity ({self.capacity}), max_skips ({self.max_skips}) "
-                f"and max_staleness ({self.max_staleness}) leave no window above batch_size ({self.batch_size}). "
+                f"window='auto' has nothing to choose from: capacity ({capacity}), max_skips ({self.max_skips}) and "
+                f"staleness.max_versions ({most_versions}) leave no window above batch_size ({self.batch_size}). "
                 "Loosen them, or set window=batch_size"
             )
         return windows
 
 
-def _put(config: BalancerConfig, **values: Any) -> None:
-    for name, value in values.items():
-        object.__setattr__(config, name, value)
-
-
-def _refuse_unknown(names: Iterable[str]) -> None:
-    known = sorted(f.name for f in fields(Knobs) if f.init)
-    for name in names:
-        if name not in known:
-            alike = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {alike[0]}?" if alike else f"The knobs are: {', '.join(known)}"
-            raise ConfigError(f"no such knob: {name}. {hint}")
-
-
-# a knob that is left out is an error of the class that was called, not of its base
-Knobs.__init__.__qualname__ = "BalancerConfig.__init__"
+def at_window(config: BalancerConfig, window: int) -> BalancerConfig:
+    """The same knobs with another of ``auto_windows`` in force."""
+    other = copy(config)
+    vars(other)["window"] = window
+    return other

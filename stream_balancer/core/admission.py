@@ -37,11 +37,11 @@ class Admission:
         """Knobs that are in force from now on. Checks that cannot apply under them are left out here, and not at each
         put."""
         self.config = config
-        refuses = config.longest_rollout is not None and config.oversize == "refuse"
-        self._most_tokens = config.longest_rollout if refuses else None
-        self._needs_group = config.group_size is not None and config.groups != "free"
-        self._most_waiting = config.most_waiting
-        self._most_waiting_tokens = config.most_waiting_tokens
+        refuses = longest_rollout(config) is not None and config.micro_batches.oversize == "refuse"
+        self._most_tokens = longest_rollout(config) if refuses else None
+        self._needs_group = config.groups.size is not None and config.groups.keep != "free"
+        self._most_waiting = most_waiting(config)
+        self._most_waiting_tokens = most_waiting_tokens(config)
         # columns of rollouts that need not be looked at for their mask: those that are held have it under this name
         keeps_names = self.schema is not None and config.loss_mask_column in (None, "loss_mask")
         self._names = self.schema[0].keys() if keeps_names and self.schema is not None else None
@@ -81,8 +81,8 @@ class Admission:
         """Raise ValueError where groups play no part."""
         if self._buffer.groups.size is None:
             raise ValueError(
-                f"group {group_id!r}: this balancer keeps no groups (group_size is {self.config.group_size}, groups "
-                f"{self.config.groups!r}), so no rollout waits for a sibling. Set group_size to keep them"
+                f"group {group_id!r}: this balancer keeps no groups (group_size is {self.config.groups.size}, groups "
+                f"{self.config.groups.keep!r}), so no rollout waits for a sibling. Set group_size to keep them"
             )
 
     def _check_group_size(self, group_id: str, size: int) -> None:
@@ -104,7 +104,7 @@ class Admission:
         """Cost of the rollout. Every put comes here."""
         if not isinstance(rollout, Rollout):
             raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
-        ids, tokens, most_bytes = self._ids, rollout.num_tokens, self.config.capacity_bytes
+        ids, tokens, most_bytes = self._ids, rollout.num_tokens, self.config.limits.bytes
         if rollout.rollout_id in ids.held or rollout.rollout_id in ids.past:
             raise DuplicateRolloutError(ids.why_known(rollout.rollout_id))
         if (
@@ -155,9 +155,9 @@ class Admission:
                 wanted = max(wanted, buffer.groups.size_of(rollouts[0].group_id))
         if wanted > self.num_places():
             return False
-        if config.capacity_tokens is not None and self._has_all_tokens(config.capacity_tokens):
+        if config.limits.tokens is not None and self._has_all_tokens(config.limits.tokens):
             return False
-        limit = config.capacity_bytes  # of memory, so what waits for siblings counts
+        limit = config.limits.bytes  # of memory, so what waits for siblings counts
         return limit is None or buffer.num_bytes + sum(r.nbytes for r in rollouts) <= limit
 
     def num_places(self) -> int:
@@ -185,8 +185,8 @@ class Admission:
 
     def check_waiting(self, config: BalancerConfig) -> None:
         """Raise ConfigError if a rollout that waits could not leave under these knobs. O(n)."""
-        most, lengths = config.longest_rollout, self._buffer.lengths
-        if most is not None and config.oversize == "refuse" and int(lengths.max(initial=0)) > most:
+        most, lengths = longest_rollout(config), self._buffer.lengths
+        if most is not None and config.micro_batches.oversize == "refuse" and int(lengths.max(initial=0)) > most:
             longest = self._buffer.rollouts(lengths.argmax(0, keepdims=True))[0]
             raise ConfigError(
                 f"{_cap_text(config)} with oversize='refuse' is below rollout {longest.rollout_id!r}, "
@@ -219,30 +219,30 @@ class Admission:
 
 def _why_never(rollout: Rollout, config: BalancerConfig) -> str:
     """Why it could never be dispatched, or never be let in."""
-    name, most = f"rollout {rollout.rollout_id!r}", config.longest_rollout
+    name, most = f"rollout {rollout.rollout_id!r}", longest_rollout(config)
     if rollout.is_padding:
         return f"{name} is a padding copy; only the balancer makes those"
-    if rollout.group_id is None and config.group_size is not None and config.groups != "free":
+    if rollout.group_id is None and config.groups.size is not None and config.groups.keep != "free":
         return (
-            f"config has group_size={config.group_size}, but {name} has no group_id: it would count as a group of its "
+            f"config has group_size={config.groups.size}, but {name} has no group_id: it would count as a group of its "
             "own. Give the siblings of one prompt the same group_id, or leave group_size out"
         )
-    if most is not None and rollout.num_tokens > most and config.oversize == "refuse":
+    if most is not None and rollout.num_tokens > most and config.micro_batches.oversize == "refuse":
         return (
             f"{name} has {rollout.num_tokens} tokens, above {_cap_text(config)}. Raise the cap, truncate the rollout, "
             "or set oversize='alone' to run it in a micro-batch of its own"
         )
     return (
-        f"{name} has {rollout.nbytes} bytes of tensors, above capacity_bytes ({config.capacity_bytes}): it could never "
+        f"{name} has {rollout.nbytes} bytes of tensors, above capacity_bytes ({config.limits.bytes}): it could never "
         "be let in. Raise capacity_bytes"
     )
 
 
 def _cap_text(config: BalancerConfig) -> str:
-    cap = f"max_tokens_per_micro_batch ({config.max_tokens_per_micro_batch})"
-    if len(config.cp_sizes) == 1:
+    cap = f"max_tokens_per_micro_batch ({config.micro_batches.max_tokens})"
+    if len(config.context_parallel.sizes) == 1:
         return cap
-    return f"{cap} on each of {max(size for size in config.cp_sizes if size <= config.dp_size)} ranks"
+    return f"{cap} on each of {max(size for size in config.context_parallel.sizes if size <= config.dp_size)} ranks"
 
 
 def _check_stratum(rollout: Rollout, strata: Strata) -> None:

@@ -53,7 +53,7 @@ def make_plan(state: State, due: NDArray[np.bool_], num_rollouts: int) -> tuple[
     )
     knobs = state.pricing.knobs
     waiting = state.buffer.waiting(due)
-    if state.config.share_prefixes:
+    if state.config.groups.share_prefixes:
         waiting = state.pricing.with_prefixes(waiting, state.buffer.rollouts())
     if state.config.stratum_shares:
         knobs = replace(knobs, stratum_shares=state.buffer.strata.least_shares(state.config.stratum_shares))
@@ -173,7 +173,7 @@ def lay_out(
     plan = plan_of_all(state, rollouts, step, knobs if lockstep else replace(knobs, micro_batch_counts="free"))
     chosen = {row: rollouts[row] for row in rows_of(plan).tolist()}
     micro_batches = _micro_batches(plan, chosen, sizes_of(_real(of_step)))
-    multiple = state.config.micro_batch_multiple
+    multiple = state.config.micro_batches.multiple_of
     numbers = [-(-len(of_rank) // multiple) * multiple for of_rank in micro_batches]
     numbers = [max(numbers)] * num_ranks if lockstep else numbers
     _add_padding([micro_batches], [numbers], list(chosen.values()), step, had)
@@ -295,10 +295,10 @@ def micro_batch_of(
 
 def _num_micro_batches(plan: Plan, config: BalancerConfig) -> list[int]:
     """[rank] how many it runs: the same on all ranks, or at least one where each may have its own number."""
-    multiple = config.micro_batch_multiple
+    multiple = config.micro_batches.multiple_of
     # a rank that ran fewer where all meet would leave the others waiting in a collective for ever
     numbers = [max(-(-len(of_rank) // multiple), 1) * multiple for of_rank in plan.ranks]
-    return numbers if config.micro_batch_counts == "free" else [max(numbers)] * len(numbers)
+    return numbers if config.micro_batches.counts == "free" else [max(numbers)] * len(numbers)
 
 
 def _add_padding(

@@ -62,7 +62,7 @@ def why_no_batch(
     reasons = [_what_waits(config, statistics, ended)]
     if held_back:
         reasons.append(
-            f"{held_back} are too old (max_staleness={config.max_staleness}) to leave before the trainer is through "
+            f"{held_back} are too old (max_staleness={config.staleness.max_versions}) to leave before the trainer is through "
             f"with the {state.in_flight.steps_ahead} batches ahead of them"
         )
     if ready:
@@ -80,7 +80,7 @@ def why_no_batch(
 
 
 def _what_waits(config: BalancerConfig, statistics: Statistics, ended: bool) -> str:
-    tokens, unit = config.window_tokens, "rollouts" if config.window_tokens is None else "tokens"
+    tokens, unit = config.step_size.window_tokens, "rollouts" if config.step_size.window_tokens is None else "tokens"
     wait, window = (statistics.waiting, config.window) if tokens is None else (statistics.waiting_tokens, tokens)
     if statistics.waiting:
         return f"{wait} {unit} wait (window {window}), the oldest for {statistics.oldest_wait_s:.0f} s"

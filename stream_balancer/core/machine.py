@@ -394,7 +394,7 @@ class BalancerCore:
                     "dp_size cannot change in the middle of a step of batches(open=True): ranks have gradients of it. "
                     "Change it after the step's last row"
                 )
-        regroups = config.tracked_group_size != before.tracked_group_size
+        regroups = config.groups.kept != before.groups.kept
         if regroups and len(state.buffer):
             raise ConfigError(
                 f"group_size cannot change while {len(state.buffer)} rollouts wait: their groups are being counted. "
@@ -402,7 +402,7 @@ class BalancerCore:
             )
         state.admission.check_waiting(config)  # the last check: nothing has changed yet
         if regroups:
-            state.buffer.groups = state.buffer.groups.resized(config.tracked_group_size)
+            state.buffer.groups = state.buffer.groups.resized(config.groups.kept)
         state.use(config)
         if state.open_step is not None and config.dp_size != before.dp_size:
             state.open_step = OpenStep(config)

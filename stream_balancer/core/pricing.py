@@ -133,7 +133,7 @@ class Pricing:
 
         A rollout with a cost of its own has no price for its prefix: what it costs does not follow from lengths.
         """
-        if not self._config.share_prefixes:
+        if not self._config.groups.share_prefixes:
             return waiting
         numbers: dict[str | None, int] = {}
         lengths = np.array([0 if r.cost is not None else r.prefix for r in rollouts], dtype=np.int64)
@@ -158,19 +158,31 @@ def _one_cost(model: CostFunction, num_tokens: int) -> float:
 def _plan_knobs(config: BalancerConfig, learned: Learned | None, tolerance: float) -> PlanKnobs:
     if learned is None:
         learned = Learned(config.cost, config.speeds, NO_FIXED_COSTS, None)
-    elif len(config.cp_sizes) > 1:  # ranks that share a rollout are planned as if they were alike
+    elif len(config.context_parallel.sizes) > 1:  # ranks that share a rollout are planned as if they were alike
         learned = learned._replace(speeds=None)
-    given = config.micro_batch_overhead_cost
-    same = {one.name: getattr(config, one.name) for one in fields(PlanKnobs) if hasattr(config, one.name)}
-    others = {
-        "num_ranks": config.dp_size,
-        "groups": "free" if config.group_size is None else config.groups,
-        "padded": config.cost.padded,
-        "speeds": None if learned.speeds is None else np.array(learned.speeds, dtype=np.float64),
-        "pipeline_order": config.micro_batch_order == "pipeline",
-        "fixed_costs": learned.fixed_costs if given is None else learned.fixed_costs._replace(micro_batch=float(given)),
-        "stratum_shares": (),  # by number, which is known when a batch is made
-        "cp_overhead": config.cp_overhead if learned.cp_overhead is None else learned.cp_overhead,
-        "tolerance": tolerance,
-    }
-    return PlanKnobs(**same | others)
+    micro_batches, groups, shared, step = config.micro_batches, config.groups, config.context_parallel, config.step_size
+    given = micro_batches.overhead_cost
+    return PlanKnobs(
+        num_ranks=config.dp_size,
+        batch_size=config.batch_size,
+        max_skips=config.max_skips,
+        batch_size_range=step.rollouts,
+        batch_tokens=step.tokens,
+        counts=config.counts,
+        sync=config.sync,
+        groups="free" if groups.size is None else groups.keep,
+        group_size=groups.size,
+        max_tokens_per_micro_batch=micro_batches.max_tokens,
+        micro_batch_counts=micro_batches.counts,
+        micro_batch_multiple=micro_batches.multiple_of,
+        mini_batches=step.mini_batches,
+        oversize=micro_batches.oversize,
+        padded=config.cost.padded,
+        speeds=None if learned.speeds is None else np.array(learned.speeds, dtype=np.float64),
+        pipeline_order=micro_batches.order == "pipeline",
+        fixed_costs=learned.fixed_costs if given is None else learned.fixed_costs._replace(micro_batch=given),
+        cp_sizes=shared.sizes,
+        cp_overhead=shared.overhead if learned.cp_overhead is None else learned.cp_overhead,
+        cp_min_tokens=shared.min_tokens,
+        tolerance=tolerance,
+    )

@@ -43,7 +43,7 @@ def statistics(state: State, now: float, others: Mapping[str, Any]) -> Statistic
         version=state.staleness.version,
         training_age=in_flight.training_ages.summary(),
         window=state.config.window,
-        window_tokens=state.config.window_tokens,
+        window_tokens=state.config.step_size.window_tokens,
         strata=buffer.strata.figures(buffer.stratum_numbers, buffer.arrived_at, now),
         **others,
     )

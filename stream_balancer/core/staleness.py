@@ -67,7 +67,7 @@ class Staleness:
         oldest, version = self._oldest_trainable(), rollout.min_version
         if oldest is not None and version is not None:
             self.num_due += version <= oldest
-            self.num_held_back += self.config.on_stale == "evict" and version < oldest
+            self.num_held_back += self.config.staleness.on_stale == "evict" and version < oldest
 
     # -- all that wait -------------------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class Staleness:
         if oldest is not None:
             versions = self._buffer.versions
             self.num_due = int(np.count_nonzero(versions <= oldest))
-            if self.config.on_stale == "evict":
+            if self.config.staleness.on_stale == "evict":
                 self.num_held_back = int(np.count_nonzero(versions < oldest))
 
     def too_old(self) -> NDArray[np.int64]:
@@ -113,12 +113,12 @@ class Staleness:
     # -- bounds: None where nothing is ever too old --------------------------------------------------------------------
 
     def _oldest_fresh(self) -> int | None:
-        if self.version is None or self.config.max_staleness is None:
+        if self.version is None or self.config.staleness.max_versions is None:
             return None
-        return self.version - self.config.max_staleness
+        return self.version - self.config.staleness.max_versions
 
     def _oldest_kept(self) -> int | None:
-        return None if self.config.on_stale == "send" else self._oldest_fresh()
+        return None if self.config.staleness.on_stale == "send" else self._oldest_fresh()
 
     def _oldest_trainable(self) -> int | None:
         oldest = self._oldest_fresh()

@@ -41,7 +41,7 @@ class State:
     def __init__(self, config: BalancerConfig, tolerance: float) -> None:
         self.config = config
         self.tolerance = tolerance
-        self.buffer = Buffer(config.tracked_group_size, config.remember_ids)
+        self.buffer = Buffer(config.groups.kept, config.remember_ids)
         self.ids = RolloutIds()
         self.in_flight = InFlight()
         self.pricing = Pricing(config, tolerance)

@@ -20,26 +20,26 @@ _LIMIT = "(max_staleness + 1) * batch_size, or the least of batch_size_range"
 def check_reserve(config: BalancerConfig, count: int) -> None:
     """Raise ConfigError for knobs under which the bound could not be kept, or the window never be filled; ValueError
     for a ``count`` that could never be admitted."""
-    if config.batch_tokens is not None:
+    if config.step_size.tokens is not None:
         raise ConfigError(
             "reserve() admits as many rollouts as the batches to come take, which is not known in rollouts under "
             "batch_tokens. Give batch_size, or do without reserve()"
         )
-    staleness = config.max_staleness
-    limit = config.capacity if staleness is None else (staleness + 1) * config.least_batch_size
+    staleness = config.staleness.max_versions
+    limit = config.capacity if staleness is None else (staleness + 1) * least_batch_size(config)
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= limit:
         raise ValueError(
             f"reserve({count!r}): between 1 and {limit} rollouts can be reserved at a time "
             f"({'capacity' if staleness is None else _LIMIT})"
         )
-    if config.group_size is not None and config.groups != "free" and count % config.group_size:
+    if config.groups.size is not None and config.groups.keep != "free" and count % config.groups.size:
         raise ValueError(
-            f"reserve({count}) with group_size {config.group_size}: siblings leave together, so reserve whole groups "
+            f"reserve({count}) with group_size {config.groups.size}: siblings leave together, so reserve whole groups "
             "and put them with slot.put_group()"
         )
     if staleness is None:
         return
-    if config.deadline_s is not None or config.capacity_bytes is not None:
+    if config.deadline_s is not None or config.limits.bytes is not None:
         knob = "deadline_s" if config.deadline_s is not None else "capacity_bytes"
         raise ConfigError(
             f"reserve() cannot keep max_staleness ({staleness}) with {knob}: that sends short batches, and every batch "
@@ -65,15 +65,15 @@ class Throttle:
         """How many more rollouts may begin now, over what a balancer holds; or have begun at version ``began`` already.
         O(n) under ``max_staleness``."""
         config, held = state.config, self.running + len(state.buffer)
-        if config.max_staleness is None:
+        if config.staleness.max_versions is None:
             return state.admission.num_places() - self.running
         version = state.staleness.version or 0
         running = min((version for version, _ in self._slots.values()), default=version)
         running = running if began is None else min(began, running)
         waiting = state.staleness.oldest_fresh_version()
         oldest = running if waiting is None else min(waiting, running)  # unknown versions are larger than any
-        batches = oldest + config.max_staleness + 1 - version - state.in_flight.steps_ahead
-        return batches * config.least_batch_size - held
+        batches = oldest + config.staleness.max_versions + 1 - version - state.in_flight.steps_ahead
+        return batches * least_batch_size(config) - held
 
     def is_stuck(self, state: State) -> bool:
         """True if the window cannot fill while nothing more may begin: not with what is running, though a full batch is

@@ -103,7 +103,7 @@ class Triggers:
 
     def _window_is_full(self, ready: int) -> bool:
         config = self.config
-        if ready >= config.window and self._has_tokens(config.window_tokens):
+        if ready >= config.window and self._has_tokens(config.step_size.window_tokens):
             return True
         # a short batch makes room only where nothing is held back: those leave, or are evicted, as the trainer goes on
         flush = self._force_flush or self.stuck
@@ -113,7 +113,7 @@ class Triggers:
         return self._staleness.num_due > self._staleness.num_held_back and self._is_full_batch(ready)
 
     def _is_full_batch(self, ready: int) -> bool:
-        return ready >= self.config.batch_size and self._has_tokens(self.config.batch_tokens)
+        return ready >= self.config.batch_size and self._has_tokens(self.config.step_size.tokens)
 
     def _has_tokens(self, least: int | None) -> bool:
         """True if those that may leave now have at least so many tokens; None: no matter. O(1), and O(n) while some are

@@ -37,12 +37,12 @@ class CapacityWarning(Observer):
 
     def restored(self, snapshot: Snapshot) -> None:
         waiting, config = len(self._core.state.buffer), self._core.config
-        if waiting > config.most_waiting and config.max_skips is not None and config.batch_tokens is None:
+        if waiting > most_waiting(config) and config.max_skips is not None and config.step_size.tokens is None:
             _log.warning(
                 "%d rollouts were recovered, above most_waiting (%d): until no more than that wait, some may be passed "
                 "over by more dispatches than max_skips (%d). Use the capacity of before",
                 waiting,
-                config.most_waiting,
+                most_waiting(config),
                 config.max_skips,
             )
 
@@ -54,7 +54,7 @@ class GroupLog(Observer):
         self._core = core
 
     def group_declared(self, group_id: str, declared: Declared | None) -> None:
-        whole = self._core.config.group_size
+        whole = self._core.config.groups.size
         if declared is None or not declared.closed or whole is None:
             return
         if declared.size is None:

@@ -26,7 +26,7 @@ def check_knobs(config: BalancerConfig, care: Care) -> None:
     """Raise ConfigError for knobs that rule an option out."""
     replan, late = (care.replan, "on_rank_loss='replan'"), (care.move_late, "move_late=True")
     often = (
-        (config.mini_batches > 1, f"mini_batches={config.mini_batches}"),
+        (config.step_size.mini_batches > 1, f"mini_batches={config.step_size.mini_batches}"),
         "ranks meet several times in a step, and what changes hands in between cannot join the meetings that are over",
     )
     for (is_wanted, option), (is_set, knob), why in (
@@ -35,19 +35,19 @@ def check_knobs(config: BalancerConfig, care: Care) -> None:
         (
             late,
             (
-                config.micro_batch_counts != "free",
-                f"sync={config.sync!r} and micro_batch_counts={config.micro_batch_counts!r}",
+                config.micro_batches.counts != "free",
+                f"sync={config.sync!r} and micro_batch_counts={config.micro_batches.counts!r}",
             ),
             "each rank must run its number, and nobody can take one over",
         ),
         (
             late,
-            (config.micro_batch_multiple > 1, f"micro_batch_multiple={config.micro_batch_multiple}"),
+            (config.micro_batches.multiple_of > 1, f"micro_batch_multiple={config.micro_batches.multiple_of}"),
             "a rank that some are moved from is left with any number",
         ),
         (
             late,
-            (config.group_size is not None and config.groups == "same_rank", f"groups={config.groups!r}"),
+            (config.groups.size is not None and config.groups.keep == "same_rank", f"groups={config.groups.keep!r}"),
             "a micro-batch that is moved takes part of a group away",
         ),
     ):

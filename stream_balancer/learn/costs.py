@@ -86,7 +86,7 @@ class CostLearner(Learner):
 def _calibration_of(config: BalancerConfig) -> Calibration | None:
     if not isinstance(config.cost, CalibratedCost):
         return None
-    return Calibration(config.cost, config.dp_size, config.speeds, cp_overhead=config.cp_overhead)
+    return Calibration(config.cost, config.dp_size, config.speeds, cp_overhead=config.context_parallel.overhead)
 
 
 def _lengths_of(work: tuple[RankBatch, ...]) -> list[Ints]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from .arrays import Counts, Ints
-    from .plan import Groups
+    from .plan import Keep
 
 __all__ = ["choose"]
 
@@ -71,7 +71,7 @@ def choose(
         groups=labels,
         group_complete=complete,
     )
-    together: Groups = "free" if groups is None else "same_batch"
+    together: Keep = "free" if groups is None else "same_batch"
     knobs = PlanKnobs(dp_size, batch_size, max_skips, counts=counts, groups=together, group_size=size)
     plan = plan_batch(waiting, knobs, num_rollouts=min(batch_size, tokens.size), step=step)
     return np.sort(np.concatenate([micro_batch for of_rank in plan.ranks for micro_batch in of_rank]))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .arrays import Bools, Counts, Floats, Ints, Oversize, Sync
     from .cost_order import CostOrder
 
-Groups: TypeAlias = Literal["free", "same_batch", "same_rank"]
+Keep: TypeAlias = Literal["free", "same_batch", "same_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class PlanKnobs:
     """A step takes so many rollouts that their tokens come nearest to this; None = ``batch_size`` of them."""
     counts: Counts = "free"
     sync: Sync = "step"
-    groups: Groups = "free"
+    groups: Keep = "free"
     max_tokens_per_micro_batch: int | None = None
     padded: bool = False
     speeds: Floats | None = None
@@ -130,7 +130,7 @@ class PlanKnobs:
         return step_multiple(self.num_ranks, self.counts, self.groups, self.group_size)
 
 
-def step_multiple(num_ranks: int, counts: Counts, groups: Groups, group_size: int | None) -> int:
+def step_multiple(num_ranks: int, counts: Counts, groups: Keep, group_size: int | None) -> int:
     """Number that divides the rollouts of a step: whole groups, and under equal counts the same number on every rank.
 
     Examples:

@@ -55,9 +55,9 @@ WINDOW_UNGIVEN = {
 
 def rollouts_per_batch(trace: Trace, config: BalancerConfig) -> float:
     """Rollouts that a full batch has in the mean."""
-    if config.batch_tokens is None:
+    if config.step_size.tokens is None:
         return config.batch_size
-    return max(config.batch_tokens * len(trace) / trace.num_tokens, config.batch_size)
+    return max(config.step_size.tokens * len(trace) / trace.num_tokens, config.batch_size)
 
 
 def as_policy(config: BalancerConfig, policy: Policy) -> BalancerConfig:
@@ -65,7 +65,7 @@ def as_policy(config: BalancerConfig, policy: Policy) -> BalancerConfig:
     the number of rollouts of a step. Round-robin tears groups."""
     if policy == config.policy:
         return config
-    groups = "same_batch" if policy == "round_robin" and config.groups == "same_rank" else config.groups
+    groups = "same_batch" if policy == "round_robin" and config.groups.keep == "same_rank" else config.groups.keep
     return config.replace(policy=policy, groups=groups, batch_size_range=None, **WINDOW_UNGIVEN)
 
 
@@ -106,7 +106,7 @@ def simulate(
     rate = _work_per_second(trainer, trace, config, rollout_s)
     core = BalancerCore(config, tolerance=tolerance)
     core.observers.append(WindowLearner(core))
-    grouped = config.tracked_group_size is not None
+    grouped = config.groups.kept is not None
     generation = Generation(
         trace,
         slots,
@@ -212,7 +212,7 @@ def _by_stratum(run: Run, chosen: Bools, delays: Ints) -> dict[str, StratumRepor
 def _ready_step(run: Run) -> Ints:
     """[n] dispatches made when a rollout could go: when it was accepted, or the last of its siblings was. For one
     whose group stayed short, the dispatch that took it."""
-    size = run.config.tracked_group_size
+    size = run.config.groups.kept
     if size is None:
         return run.accepted_step
     groups = run.trace.group_ids

@@ -54,9 +54,9 @@ class Run(Observer):
         self.cost_list: list[float] = np.asarray(config.cost(trace.lengths), dtype=np.float64).tolist()
         self.strata: list[str] = [""] * len(trace) if trace.strata is None else trace.strata.tolist()
         self.group_names = [str(g) for g in trace.group_ids.tolist()]
-        self.groups_count = config.tracked_group_size is not None
-        self.prefixes: list[int] = shared_prefixes(trace).tolist() if config.share_prefixes else [0] * len(trace)
-        self.versioned = config.max_staleness is not None
+        self.groups_count = config.groups.kept is not None
+        self.prefixes: list[int] = shared_prefixes(trace).tolist() if config.groups.share_prefixes else [0] * len(trace)
+        self.versioned = config.staleness.max_versions is not None
         self.first_version = -int(generation.started_step.min())  # the oldest in flight began with version 0
         if self.versioned:
             core.set_version(self.first_version)
@@ -172,7 +172,7 @@ class Run(Observer):
             group_id=self.group_names[row] if self.groups_count or self.prefixes[row] else None,
             version=self.first_version + int(self.generation.started_step[row]) if self.versioned else None,
             prefix=self.prefixes[row],
-            cost=None if self.config.share_prefixes else self.cost_list[row],  # one of its own would hide the prefix's
+            cost=None if self.config.groups.share_prefixes else self.cost_list[row],  # one of its own would hide the prefix's
             metadata={"stratum": self.strata[row]} if self.strata[row] else {},
         )
 

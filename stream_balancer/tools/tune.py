@@ -173,17 +173,17 @@ def _settings(base: BalancerConfig, batch_s: float, asked: _Asked) -> list[Balan
 
 def _knobs(base: BalancerConfig) -> tuple[str, str]:
     """Window and capacity, in the unit that is swept."""
-    return ("window", "capacity") if base.batch_tokens is None else ("window_tokens", "capacity_tokens")
+    return ("window", "capacity") if base.step_size.tokens is None else ("window_tokens", "capacity_tokens")
 
 
 def _one_batch(base: BalancerConfig) -> int:
     """No window at all, in that unit."""
-    return base.batch_size if base.batch_tokens is None else base.batch_tokens
+    return base.batch_size if base.step_size.tokens is None else base.step_size.tokens
 
 
 def _windows(base: BalancerConfig, asked: _Asked) -> list[int]:
     widths = WIDTHS_IN_TIME if asked.in_time else WIDTHS
-    size = 1 if base.batch_tokens is not None or base.groups == "free" else base.group_size or 1
+    size = 1 if base.step_size.tokens is not None or base.groups.keep == "free" else base.groups.size or 1
     wide = [math.ceil(width * _one_batch(base) / size) * size for width in widths]
     return [_one_batch(base), *wide]
 
@@ -286,4 +286,4 @@ def _why_not(
         said += f", because a mean batch is {fair / float(costs.max()):.1f} x dp_size x the longest rollout"
     if fifo.unavoidable_idle <= AT_BOUND:
         said += "; first in, first out is already at its bound: a window earns nothing here"
-    return said + f"; use {'window=batch_size' if config.batch_tokens is None else 'window_tokens=batch_tokens'}."
+    return said + f"; use {'window=batch_size' if config.step_size.tokens is None else 'window_tokens=batch_tokens'}."

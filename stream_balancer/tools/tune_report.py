@@ -151,19 +151,19 @@ def outcome_of(report: SimulationReport) -> Outcome:
     """The figures of a run that a sweep compares. ``added_age`` is not known here: it is the delay itself."""
     steps, shown = report.steps, report.shown_steps
     config = report.config
-    if config.batch_tokens is None:
-        short = steps.rollouts[shown] < config.least_batch_size - (config.group_size or 1) + 1
+    if config.step_size.tokens is None:
+        short = steps.rollouts[shown] < least_batch_size(config) - (config.groups.size or 1) + 1
     else:  # with one rollout more it would still have too few tokens
         late = np.array([reason == "deadline" for reason in steps.reason[shown]], dtype=np.bool_)
-        short = late & (steps.tokens[shown] + report.dispatched_lengths.max < config.batch_tokens)
+        short = late & (steps.tokens[shown] + report.dispatched_lengths.max < config.step_size.tokens)
     delay = report.delay_dispatches
     count = report.figures.batches
     middle = shown.start + max(count - STEPS_KEPT, 0) // 2
     return Outcome(
         policy=report.policy,
-        window=config.window if config.window_tokens is None else config.window_tokens,
-        window_knob="window" if config.window_tokens is None else "window_tokens",
-        capacity=config.capacity if config.window_tokens is None else config.capacity_tokens or config.capacity,
+        window=config.window if config.step_size.window_tokens is None else config.step_size.window_tokens,
+        window_knob="window" if config.step_size.window_tokens is None else "window_tokens",
+        capacity=config.capacity if config.step_size.window_tokens is None else config.limits.tokens or config.capacity,
         max_skips=config.max_skips,
         deadline_s=config.deadline_s,
         idle_fraction=report.idle_fraction,

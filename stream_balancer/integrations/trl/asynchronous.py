@@ -79,7 +79,7 @@ class RolloutSource:
                 f"the balancer balances for dp_size={self._balancer.config.dp_size}, but TRL trains on {num_processes} "
                 "processes. Give BalancerConfig dp_size=accelerator.num_processes"
             )
-        if self._balancer.config.micro_batch_counts == "free":
+        if self._balancer.config.micro_batches.counts == "free":
             raise ValueError("TRL deals out a micro-batch to every rank at a time: leave micro_batch_counts at 'equal'")
         for batch in self._balancer.batches(auto_ack=False):
             rows = _rows_of(batch)

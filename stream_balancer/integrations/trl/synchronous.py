@@ -147,9 +147,9 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
                 f"steps_per_generation ({self.args.steps_per_generation}) must be a multiple of "
                 f"gradient_accumulation_steps ({self.args.gradient_accumulation_steps}): the balancer makes whole steps"
             )
-        if config.micro_batch_counts != "equal":
+        if config.micro_batches.counts != "equal":
             raise ValueError("TRL's metrics need as many micro-batches on every rank: leave micro_batch_counts='equal'")
-        if config.max_tokens_per_micro_batch is not None and not config.cost.padded:
+        if config.micro_batches.max_tokens is not None and not config.cost.padded:
             raise ValueError(
                 f"cost={config.cost!r} does not count padding, so max_tokens_per_micro_batch would not bound a "
                 "micro-batch. Leave cost at PaddedCost()"

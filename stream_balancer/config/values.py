@@ -1,0 +1,179 @@
+"""Classes of knobs: frozen values that are checked when they are made, against the kinds that stand at their fields."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from dataclasses import MISSING, FrozenInstanceError, dataclass, field, fields
+from types import NoneType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    Never,
+    NoReturn,
+    NotRequired,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
+from msgspec import Meta
+
+from stream_balancer.errors import ConfigError
+from stream_balancer.field_docs import described
+
+__all__ = ["Count", "Group", "Knob", "Values", "checked", "in_words"]
+
+Given = TypeVar("Given", contravariant=True)
+Read = TypeVar("Read", covariant=True)
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+
+    class Knob(Generic[Given, Read]):
+        """A knob that may be given as more than what it is read as, once the others are known."""
+
+        def __get__(self, config: object, owner: object) -> Read: ...
+        def __set__(self, config: object, value: Given) -> None: ...
+
+    Group: TypeAlias = Knob[T | Mapping[str, Any] | None, T]
+else:
+    # what is given is what is checked
+    Knob = type("Knob", (), {"__class_getitem__": lambda _, kinds: kinds[0]})
+    Group = type("Group", (), {"__class_getitem__": lambda _, kind: kind})
+
+Count: TypeAlias = Annotated[int, Meta(ge=1, description="an int >= 1")]
+
+FORMER = {
+    "max_tokens_per_micro_batch": "micro_batches.max_tokens",
+    "micro_batch_counts": "micro_batches.counts",
+    "micro_batch_multiple": "micro_batches.multiple_of",
+    "micro_batch_order": "micro_batches.order",
+    "micro_batch_overhead_cost": "micro_batches.overhead_cost",
+    "group_size": "groups.size",
+    "max_staleness": "staleness.max_versions",
+    "cp_sizes": "context_parallel.sizes",
+    "cp_overhead": "context_parallel.overhead",
+    "cp_min_tokens": "context_parallel.min_tokens",
+    "capacity_tokens": "limits.tokens",
+    "capacity_bytes": "limits.bytes",
+    "batch_tokens": "step_size.tokens",
+    "batch_size_range": "step_size.rollouts",
+}
+"""Names of knobs before there were groups, where the last part changed."""
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+class Values(type):
+    """Type of the classes of knobs, which it makes dataclasses. A knob whose kind is such a class is a group, and may
+    be given as a mapping."""
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
+        super().__init__(name, bases, namespace)
+        dataclass(frozen=True, kw_only=True, repr=False, match_args=False)(cls)
+        cls.__repr__, cls.__setattr__ = _shown, _refuse_to_set
+        hints = get_type_hints(cls, include_extras=True)
+        cls._kinds: dict[str, Any] = {one.name: hints[one.name] for one in fields(cls) if one.init}
+        """What each knob may be, as msgspec judges it."""
+        cls._groups: dict[str, Values] = {knob: kind for knob, kind in cls._kinds.items() if isinstance(kind, Values)}
+        """Knobs that are groups."""
+        cls._at = ""
+        """Where its knobs are found in a config."""
+        for group, kind in cls._groups.items():
+            kind._at = f"{group}."
+        optional = {one.name: NotRequired[hints[one.name]] for one in fields(cls) if one.default is not MISSING}
+        # one type for all knobs together: msgspec remembers what it has made of a type
+        cls._checked = TypedDict(name, cls._kinds | optional)
+
+    if not TYPE_CHECKING:  # type checkers know the knobs
+
+        def __call__(cls, /, **knobs):
+            return cls.of(knobs)
+
+    def of(cls, knobs: Mapping[Any, Any]) -> Any:
+        """A value of the class. Raises :class:`ConfigError`."""
+        for name in knobs:
+            if name not in cls._kinds:
+                raise ConfigError(cls._unknown(str(name)))
+        # None stands for a group of defaults
+        given = {name: value for name, value in knobs.items() if value is not None or name not in cls._groups}
+        for name in cls._groups.keys() & given.keys():
+            if isinstance(given[name], Mapping):
+                given[name] = cls._groups[name].of(given[name])
+        try:
+            values = msgspec.convert(given, cls._checked)
+        except msgspec.ValidationError:
+            for name, value in given.items():
+                checked(f"{cls._at}{name}", value, cls._kinds[name])
+            missing = cls._checked.__required_keys__ - given.keys()
+            raise ConfigError(f"{', '.join(missing)} is missing: it has no default") from None
+        return super().__call__(**values)
+
+    def _unknown(cls, name: str) -> str:
+        within = [(group, kind, knob) for group, kind in cls._groups.items() for knob in kind._kinds]
+        spelled = {f"{group}.{knob}": f"{group}={kind.__name__}({knob}=...)" for group, kind, knob in within}
+        known = {path.partition(".")[2]: text for path, text in spelled.items()} | spelled
+        known |= {former: spelled[path] for former, path in FORMER.items() if path in spelled}
+        known |= {knob: knob for knob in cls._kinds}
+        alike = difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean {known[alike[0]]}?" if alike else f"The knobs are: {', '.join(sorted(cls._kinds))}"
+        return f"no such knob: {cls._at}{name}. {hint}"
+
+    # -- help() ----------------------------------------------------------------------------------------------------
+
+    @property
+    def __doc__(cls) -> str:  # type: ignore[override]
+        """The docstring and the texts below the fields; only their first sentences where there are groups, so that all
+        knobs fit on a screen."""
+        text: str = vars(cls)["__doc__"]
+        # dataclass() only asks whether there is one, and to read the source takes milliseconds
+        return described(cls, text, brief=bool(cls._groups)) if "_kinds" in vars(cls) else text
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        (_, *knobs) = inspect.signature(cls.__init__).parameters.values()
+        return inspect.Signature([knob.replace(annotation=knob.empty) for knob in knobs])
+
+    def __dir__(cls) -> list[str]:  # help() shows what is listed here
+        shown = set(super().__dir__()) - vars(cls)["__dataclass_fields__"].keys()
+        return [name for name in shown if not name.startswith("_")]
+
+
+def checked(name: str, value: Any, kind: Any, *, strict: bool = True) -> Any:
+    """The value as the kind has it. Raises :class:`ConfigError`."""
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError:
+        raise ConfigError(f"{name} must be {in_words(kind)}, not {value!r}") from None
+
+
+def in_words(kind: Any) -> str:
+    """A kind as a message has it."""
+    if isinstance(kind, Values):
+        return f"{kind.__name__}(...), or a mapping with some of {', '.join(kind._kinds)}"
+    if get_origin(kind) is Annotated:
+        return str(kind.__metadata__[0].description)
+    if get_origin(kind) is Literal:
+        return "one of " * (len(get_args(kind)) > 1) + ", ".join(map(repr, get_args(kind)))
+    if kind is bool:
+        return "True or False"
+    return " or ".join("None" if one is NoneType else in_words(one) for one in get_args(kind))
+
+
+def _shown(self: Any) -> str:
+    """Only what differs from the defaults: six groups would fill a screen."""
+    differ = ((one.name, value) for one in fields(self) if (value := getattr(self, one.name)) != one.default)
+    return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in differ)})"
+
+
+def _refuse_to_set(self: Any, name: str, value: Never) -> NoReturn:
+    raise FrozenInstanceError(f"{name} cannot be set: use replace(), or reconfigure() of the balancer")
