@@ -69,14 +69,14 @@ def window(name: str, width: float = 2.0, **knobs: Any) -> Mode:
     return Mode(name, width, {"max_skips": 8} | knobs)
 
 
-FIVE: dict[str, Any] = {"cp_sizes": (1, 2, 4, 8), "cp_overhead": 0.05}
-FIFTEEN: dict[str, Any] = {"cp_sizes": (1, 2, 4, 8), "cp_overhead": 0.15}
+FIVE: dict[str, Any] = {"context_parallel": {"sizes": (1, 2, 4, 8), "overhead": 0.05}}
+FIFTEEN: dict[str, Any] = {"context_parallel": {"sizes": (1, 2, 4, 8), "overhead": 0.15}}
 ONE_BY_ONE = (
     Means(fifo(FIRST), clock="too"),
     Means(window(WINDOW), clock="too"),
     Means(fifo("shared at 5 %", **FIVE)),
     Means(fifo("shared at 15 %", **FIFTEEN), clock="too"),
-    Means(fifo("shared at 15 %, parts of any length", cp_min_tokens=1, **FIFTEEN)),
+    Means(fifo("shared at 15 %, parts of any length", context_parallel=sb.ContextParallel(min_tokens=1), **FIFTEEN)),
     Means(window("window, shared at 5 %", **FIVE), idle={"rg": 0.8, "mooncake": 1.1, "nemo": 3.0}),
     Means(
         window("window, shared at 15 %", **FIFTEEN),
@@ -108,7 +108,7 @@ WINDOW_STEP = {"rg 48/8": 0.76, "rg 192/8": 0.7, "tau 32/4": 0.83}
 
 def of_groups(batch: int, ranks: int) -> Iterator[Means]:
     size: dict[str, Any] = {"batch": batch, "ranks": ranks, "slots": 4 * batch, "whole_groups": True}
-    shared: dict[str, Any] = {"share_prefixes": True}
+    shared: dict[str, Any] = {"groups": {"share_prefixes": True}}
     yield Means(Mode(FIRST, 1.0, {}, policy="fifo", **size))
     yield Means(Mode(WINDOW, 2.0, {"max_skips": 16}, **size))
     yield Means(Mode("prompts once", 1.0, shared, policy="fifo", **size), step=FIRST_STEP, against=FIRST)

@@ -153,10 +153,10 @@ RANKS, BATCH_SIZE = 2, 4
 GANG = {
     "dp_size": RANKS,
     "batch_size": BATCH_SIZE,
-    "max_tokens_per_micro_batch": 4096,  # numbers of micro-batches differ, so what one costs is learned
-    "micro_batch_counts": "free",
+    # numbers of micro-batches differ, so what one costs is learned
+    "micro_batches": {"max_tokens": 4096, "counts": "free"},
 }
-SHARING = {"cp_sizes": (1, 2), "cp_min_tokens": 1024}  # a ring takes some 40 ms more, however short its parts
+SHARING = {"context_parallel": {"sizes": (1, 2), "min_tokens": 1024}}  # a ring takes some 40 ms more, however short its parts
 
 
 def long_tailed(count: int) -> list[sb.Rollout]:
@@ -205,7 +205,7 @@ def as_rank(rank: int, store: str, count: int, cpu: bool) -> None:
     whole, shared = [], []
     for batch, seconds in Run(train, cost=learned.cost, **GANG).of(rollouts[then:]):
         whole.append(learned.step_of(batch, seconds))
-    for batch, seconds in Run(train, cost=learned.cost, cp_overhead=overhead, **SHARING, **GANG).of(rollouts[then:]):
+    for batch, seconds in Run(train, cost=learned.cost, context_parallel=sb.ContextParallel(overhead=overhead), **SHARING, **GANG).of(rollouts[then:]):
         shared.append(learned.step_of(batch, seconds))
     if rank == 0:
         sys.stdout.write(json.dumps([whole, shared, overhead]))
@@ -244,8 +244,7 @@ SIBLINGS = 6
 PREFIXES = {
     "dp_size": 2,
     "batch_size": 2 * SIBLINGS,
-    "max_tokens_per_micro_batch": 4096,
-    "micro_batch_counts": "free",
+    "micro_batches": {"max_tokens": 4096, "counts": "free"},
 }
 
 
@@ -287,7 +286,7 @@ def prefixes(rows: Rows, count: int, _: bool) -> None:
     dense, tree = one_process(its_model, sharing=False), one_process(its_model, sharing=True)
     learned = learn(dense, rollouts[:first], **PREFIXES)
     whole = [learned.step_of(*one) for one in Run(dense, cost=learned.cost, **PREFIXES).of(rollouts[first:])]
-    sharing = Run(tree, cost=learned.cost, share_prefixes=True, **PREFIXES)
+    sharing = Run(tree, cost=learned.cost, groups=sb.Groups(share_prefixes=True), **PREFIXES)
     shared = [learned.step_of(*one) for one in sharing.of(rollouts[first:])]
     add_rows(rows, "prefixes", whole, shared)
 

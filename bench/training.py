@@ -84,7 +84,7 @@ def ours(rollouts: Sequence[Rollout], setting: Setting, errors: list[float] | No
     config = BalancerConfig(
         dp_size=setting.ranks,
         batch_size=setting.batch,
-        max_tokens_per_micro_batch=setting.cap,
+        micro_batches={"max_tokens": setting.cap},
         cost=setting.cost,
         **knobs,  # type: ignore[arg-type]
     )

@@ -77,7 +77,7 @@ class Mode:
             knobs["max_tokens_per_micro_batch"] = int(trace.lengths.max())
         if self.in_tokens:
             tokens = round(self.in_tokens * batch * float(trace.lengths.mean()))
-            knobs |= {"batch_size": None, "window": None, "batch_tokens": tokens}
+            knobs |= {"batch_size": None, "window": None, "step_size": {"tokens": tokens}}
             knobs["window_tokens"] = round(self.width * tokens)
         return as_policy(sb.BalancerConfig(**knobs | dict(self.knobs)), self.policy)
 
@@ -101,7 +101,7 @@ MODES = (
     ),
     Mode("W2 D16 equal counts", 2, {"max_skips": 16, "counts": "equal"}),
     *(
-        Mode(f"W2 D{skips}, 16 to 64", 2, {"max_skips": skips, "batch_size_range": (16, 64)}, bars=bars)
+        Mode(f"W2 D{skips}, 16 to 64", 2, {"max_skips": skips, "step_size": {"rollouts": (16, 64)}}, bars=bars)
         for skips, bars in ((8, {}), (16, {"rg": 3.5, "mooncake": 2.2, "misguided": 0.9, "nemo": 32.9}), (32, {}))
     ),
     Mode("W2 D16 in tokens", 2, {"max_skips": 16}, in_tokens=1.0),
@@ -124,7 +124,7 @@ MODES = (
     Mode(
         "prompts in tokens, window of 64 rollouts, D8",
         2,
-        {"max_skips": 8, "window_tokens": None, "window": 64},
+        {"max_skips": 8, "step_size": {"window_tokens": None}, "window": 64},
         in_tokens=1.0,
         by_prompt=True,
     ),
@@ -340,7 +340,7 @@ def lockstep_from_the_window(rows: Rows, seeds: int, steps: int) -> None:
     """Ranks that meet at every micro-batch; ln tok 64/8, one rollout per micro-batch."""
     rows.text("sync='micro_batch': ln tok 64/8, 8 micro-batches of one rollout")
     for width, skips in ((1, 8), (2, 8), (2, 16), (4, 16)):
-        knobs = {"max_skips": skips, "sync": "micro_batch", "micro_batch_multiple": 8}
+        knobs = {"max_skips": skips, "sync": "micro_batch", "micro_batches": {"multiple_of": 8}}
         mode = Mode(f"W{width} D{skips}", width, knobs, 64, 8)
         found = run(lambda seed: independent(lognormal(64 * (steps + 64), seed)), min(seeds, 5), mode, sb.TokenCost())
         measure(rows, f"locksteps of one rollout, ln tok 64/8 {mode.name}", found)
@@ -365,7 +365,7 @@ def capped_and_slowed(rows: Rows, seeds: int, steps: int) -> None:
             return independent(np.minimum(lognormal(batch * (steps + 64), seed), longest))
 
         for width, skips in ((2, 8), (2, 16)):
-            knobs = {"max_skips": skips, "max_tokens_per_micro_batch": cap, "speeds": speeds}
+            knobs = {"max_skips": skips, "micro_batches": {"max_tokens": cap}, "speeds": speeds}
             mode = Mode(f"W{width} D{skips}", width, knobs, batch, ranks)
             measure(rows, f"ln {kind} {batch}/{ranks} {mode.name}", run(make, min(seeds, 4), mode, cost))
 

@@ -50,9 +50,8 @@ async def control() -> None:
         batch_size=BATCH_SIZE,
         sync="micro_batch" if "micro_batch" in sys.argv else "step",
         policy="fifo",  # so that every step has some to share: the window leaves few
-        cp_sizes=CP_SIZES,
-        cp_min_tokens=64,  # of a piece: tiny, as the model is
-        max_tokens_per_micro_batch=600,
+        context_parallel=sb.ContextParallel(sizes=CP_SIZES, min_tokens=64),  # of a piece: tiny, as the model is
+        micro_batches=sb.MicroBatches(max_tokens=600),
     )
     async with sb.StreamBalancer(config) as balancer, transport, anyio.create_task_group() as tasks:
         tasks.start_soon(sb.serve, balancer, transport)

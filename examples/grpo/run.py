@@ -46,9 +46,9 @@ def new_balancer(options: Options, report: Report) -> sb.StreamBalancer:
         dp_size=options.ranks,
         batch_size=options.batch_size,
         capacity=2 * options.batch_size,  # no more than the window needs: what waits grows stale
-        group_size=options.group_size,
-        max_staleness=8,
-        max_tokens_per_micro_batch=1024,
+        groups=sb.Groups(size=options.group_size),
+        staleness=sb.Staleness(max_versions=8),
+        micro_batches=sb.MicroBatches(max_tokens=1024),
         cost=sb.TransformerCost(
             hidden_size=HIDDEN_SIZE,
             num_layers=NUM_LAYERS,

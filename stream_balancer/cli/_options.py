@@ -31,7 +31,7 @@ DEFAULT_GENERATED = 20_000  # rollouts of generate:NAME without a number: hundre
 GENERATE = "generate:"
 USER_ERROR = 2  # typer's own code for bad usage
 KNOBS = texts_below_fields(BalancerConfig)
-METAVARS = {"batch_size_range": "LEAST:MOST", "cost": "MODEL", "cp_sizes": "N,N,...", "deadline_s": "SECONDS"}
+METAVARS = {"step_size": {"rollouts": "LEAST:MOST"}, "cost": "MODEL", "context_parallel": {"sizes": "N,N,..."}, "deadline_s": "SECONDS"}
 
 
 def as_command(options: type[Any]) -> Callable[..., None]:

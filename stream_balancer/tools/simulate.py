@@ -45,10 +45,10 @@ WARM_UP_PART = 4
 """But never more than a quarter of a short run."""
 WINDOW_UNGIVEN = {
     "window": None,
-    "window_tokens": None,
+    "step_size": {"window_tokens": None},
     "max_skips": "auto",
     "capacity": None,
-    "capacity_tokens": None,
+    "limits": {"tokens": None},
 }
 """The window and what follows from it, to be derived anew: changes for ``replace``."""
 
@@ -66,7 +66,7 @@ def as_policy(config: BalancerConfig, policy: Policy) -> BalancerConfig:
     if policy == config.policy:
         return config
     groups = "same_batch" if policy == "round_robin" and config.groups.keep == "same_rank" else config.groups.keep
-    return config.replace(policy=policy, groups=groups, batch_size_range=None, **WINDOW_UNGIVEN)
+    return config.replace(policy=policy, groups={"keep": groups}, step_size={"rollouts": None}, **WINDOW_UNGIVEN)
 
 
 def simulate(

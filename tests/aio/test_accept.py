@@ -67,7 +67,7 @@ async def test_siblings_that_come_one_by_one_are_judged_when_the_last_is_there(g
         await anyio.sleep(1.0)
         return has_signal(rollouts)
 
-    knobs = config(group_size=3, groups=groups, batch_size=6, window=12, capacity=24)
+    knobs = config(groups=sb.Groups(size=3, keep=groups), batch_size=6, window=12, capacity=24)
     async with sb.StreamBalancer(knobs, accept=accept) as balancer, anyio.create_task_group() as tasks:
         for name, rewards in (("a", (0.0, 0.0, 0.0)), ("b", (0.0, 1.0, 0.0))):
             for n, reward in enumerate(rewards):
@@ -93,7 +93,7 @@ async def test_a_group_that_changed_meanwhile_is_asked_about_again() -> None:
         return False
 
     knobs = config(
-        group_size=4, groups="same_batch", deadline_s=5.0, min_batch_size=2, batch_size=8, window=16, capacity=32
+        groups=sb.Groups(size=4, keep="same_batch"), deadline_s=5.0, min_batch_size=2, batch_size=8, window=16, capacity=32
     )
     async with sb.StreamBalancer(knobs, accept=accept) as balancer, anyio.create_task_group() as tasks:
         for n in range(3):
@@ -180,7 +180,7 @@ async def test_put_nowait_cannot_wait_for_a_verdict() -> None:
 async def test_a_bad_rollout_is_refused_not_judged() -> None:
     asked: list[Any] = []
     async with sb.StreamBalancer(
-        config(max_tokens_per_micro_batch=10), accept=lambda rollouts: not asked.append(rollouts)
+        config(micro_batches=sb.MicroBatches(max_tokens=10)), accept=lambda rollouts: not asked.append(rollouts)
     ) as balancer:
         with pytest.raises(sb.RolloutError, match="11 tokens"):
             await balancer.put(make_rollout(11))

@@ -94,7 +94,7 @@ async def test_the_deadline_of_who_is_left_behind_still_counts_from_its_arrival(
 
 
 async def test_rollouts_about_to_go_stale_leave_without_a_full_window() -> None:
-    async with sb.StreamBalancer(config(window=12, max_staleness=1)) as balancer:
+    async with sb.StreamBalancer(config(window=12, staleness=sb.Staleness(max_versions=1))) as balancer:
         balancer.set_version(5)
         for rollout in make_rollouts([4] * 6):
             await balancer.put(make_rollout(rollout.num_tokens, rollout.rollout_id, version=5))
@@ -112,7 +112,7 @@ async def test_rollouts_about_to_go_stale_leave_without_a_full_window() -> None:
 async def test_stale_rollouts_are_evicted_and_told() -> None:
     told: list[tuple[str, str]] = []
     async with sb.StreamBalancer(
-        config(max_staleness=1), on_evict=lambda r, why: told.append((r.rollout_id, why))
+        config(staleness=sb.Staleness(max_versions=1)), on_evict=lambda r, why: told.append((r.rollout_id, why))
     ) as balancer:
         balancer.set_version(3)
         await balancer.put(make_rollout(3, "old", version=2))
@@ -130,7 +130,7 @@ async def test_stale_rollouts_are_evicted_and_told() -> None:
 
 
 async def test_on_stale_send_keeps_them() -> None:
-    async with sb.StreamBalancer(config(max_staleness=0, on_stale="send")) as balancer:
+    async with sb.StreamBalancer(config(staleness=sb.Staleness(max_versions=0, on_stale="send"))) as balancer:
         balancer.set_version(1)
         for rollout in make_rollouts([2] * 4):
             await balancer.put(make_rollout(2, rollout.rollout_id, version=0))
@@ -143,7 +143,7 @@ async def test_a_callback_that_raises_is_logged_and_changes_nothing(caplog: pyte
     def angry(rollout: sb.Rollout, reason: str) -> None:
         raise RuntimeError("no")
 
-    async with sb.StreamBalancer(config(max_staleness=0), on_evict=angry) as balancer:
+    async with sb.StreamBalancer(config(staleness=sb.Staleness(max_versions=0)), on_evict=angry) as balancer:
         balancer.set_version(1)
         with caplog.at_level(logging.ERROR):
             await balancer.put(make_rollout(2, "r", version=0))
@@ -306,7 +306,7 @@ async def test_a_newcomer_does_not_overtake_blocked_puts() -> None:
 
 
 async def test_capacity_bytes_holds_puts_back_and_lets_the_window_go() -> None:
-    async with sb.StreamBalancer(config(window=8, capacity=64, capacity_bytes=400)) as balancer:
+    async with sb.StreamBalancer(config(window=8, capacity=64, limits=sb.Limits(bytes=400))) as balancer:
         for n in range(5):
             await balancer.put(make_rollout(10, f"r{n}", minimal=True))  # 80 bytes each
         with anyio.move_on_after(5.0):
@@ -323,7 +323,7 @@ async def test_capacity_bytes_holds_puts_back_and_lets_the_window_go() -> None:
 
 async def test_a_put_without_room_wakes_a_trainer_that_waits_for_the_window() -> None:
     """Nothing more can come in, so the window is as full as it gets."""
-    async with sb.StreamBalancer(config(window=8, capacity=64, capacity_bytes=400)) as balancer:
+    async with sb.StreamBalancer(config(window=8, capacity=64, limits=sb.Limits(bytes=400))) as balancer:
         batches: list[sb.Batch] = []
 
         async def train() -> None:
@@ -340,7 +340,7 @@ async def test_a_put_without_room_wakes_a_trainer_that_waits_for_the_window() ->
 
 
 async def test_siblings_of_a_waiting_group_are_let_into_a_full_buffer() -> None:
-    knobs = config(batch_size=4, window=4, capacity=8, group_size=4, max_skips=8)
+    knobs = config(batch_size=4, window=4, capacity=8, groups=sb.Groups(size=4), max_skips=8)
     async with sb.StreamBalancer(knobs) as balancer:
         for g in range(2):
             await balancer.put(make_rollout(3, f"g{g}-0", group_id=f"g{g}"))
@@ -356,7 +356,7 @@ async def test_siblings_of_a_waiting_group_are_let_into_a_full_buffer() -> None:
 
 
 async def test_an_incomplete_group_goes_at_its_deadline_flagged() -> None:
-    async with sb.StreamBalancer(config(batch_size=4, group_size=2, deadline_s=10.0)) as balancer:
+    async with sb.StreamBalancer(config(batch_size=4, groups=sb.Groups(size=2), deadline_s=10.0)) as balancer:
         await balancer.put_group(list(make_rollouts([3, 4], prefix="whole", siblings=2)))
         await balancer.put(make_rollout(3, "half", group_id="half"))
         batch = await anext(balancer.batches())
@@ -366,7 +366,7 @@ async def test_an_incomplete_group_goes_at_its_deadline_flagged() -> None:
 
 
 async def test_a_late_sibling_waits_for_nobody() -> None:
-    async with sb.StreamBalancer(config(window=4, capacity=8, group_size=2, deadline_s=10.0)) as balancer:
+    async with sb.StreamBalancer(config(window=4, capacity=8, groups=sb.Groups(size=2), deadline_s=10.0)) as balancer:
         batches = balancer.batches()
         await balancer.put(make_rollout(3, "early", group_id="half"))
         await balancer.put_group(list(make_rollouts([3, 3], prefix="other", siblings=2)))
@@ -379,7 +379,7 @@ async def test_a_late_sibling_waits_for_nobody() -> None:
 
 
 async def test_put_group_is_all_or_nothing() -> None:
-    async with sb.StreamBalancer(config(batch_size=4, group_size=2)) as balancer:
+    async with sb.StreamBalancer(config(batch_size=4, groups=sb.Groups(size=2))) as balancer:
         await balancer.put_group([make_rollout(3, "a", group_id="g"), make_rollout(3, "b", group_id="g")])
         for bad, says in [
             ([make_rollout(3, "c", group_id="h"), make_rollout(3, "a", group_id="h")], "already held"),
@@ -559,7 +559,7 @@ async def test_a_group_with_one_bad_cost_is_refused_whole() -> None:
             sb.RolloutError,
             r"has token columns \{input_ids: int64\[L\]\}, but the first",
         ),
-        ({"max_tokens_per_micro_batch": 10}, make_rollout(11), sb.RolloutError, "above max_tokens_per_micro_batch"),
+        ({"micro_batches": {"max_tokens": 10}}, make_rollout(11), sb.RolloutError, "above max_tokens_per_micro_batch"),
         ({"cost": BrokenCost()}, make_rollout(13), sb.RolloutError, "the cost model gave nan"),
         ({}, make_rollout(3).padding_copy("p"), sb.RolloutError, "padding copy"),
         ({}, {"input_ids": [1, 2]}, TypeError, r"takes a Rollout, not dict"),
@@ -658,7 +658,7 @@ async def test_a_new_cost_model_reprices_what_waits() -> None:
         ({"window": 0}, "window must be"),
         ({"windw": 8}, "no such knob"),
         ({"dp_size": 5}, r"must be >= dp_size \(5\)"),
-        ({"group_size": 2}, "group_size cannot change while 3 rollouts wait"),
+        ({"groups": {"size": 2}}, "group_size cannot change while 3 rollouts wait"),
     ],
 )
 async def test_bad_knobs_change_nothing(changes: dict[str, Any], says: str) -> None:

@@ -15,7 +15,7 @@ NUM_STEPS, NUM_EPOCHS = 3, 2
 @pytest.mark.parametrize("auto_ack", [True, False])
 async def test_a_step_is_acknowledged_after_its_last_epoch(auto_ack: bool) -> None:
     transport = MemoryNetwork(dp_size=2)
-    config = sb.BalancerConfig(dp_size=2, batch_size=8, window=8, mini_batches=2)
+    config = sb.BalancerConfig(dp_size=2, batch_size=8, window=8, step_size=sb.StepSize(mini_batches=2))
     trained: list[list[tuple[int, int]]] = [[], []]
 
     async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:

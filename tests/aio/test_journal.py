@@ -221,7 +221,7 @@ async def test_producers_elsewhere(tmp_path: Path, disk: Disk) -> None:
 
 
 async def test_what_steps_are_to_give_back_survives(tmp_path: Path) -> None:
-    knobs = config(batch_size=8, batch_size_range=(4, 16), window=16, deadline_s=0.001)
+    knobs = config(batch_size=8, step_size=sb.StepSize(rollouts=(4, 16)), window=16, deadline_s=0.001)
     async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
         batches = balancer.batches(auto_ack=False)
         for rollout in make_rollouts([150] + [10] * 15):
@@ -329,12 +329,12 @@ async def test_a_retried_put_is_accepted_once(tmp_path: Path) -> None:
 
 
 async def test_put_group_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
-    async with sb.StreamBalancer(config(group_size=2), journal=tmp_path / "j") as balancer:
+    async with sb.StreamBalancer(config(groups=sb.Groups(size=2)), journal=tmp_path / "j") as balancer:
         await balancer.put_group([make_rollout(3, name, group_id="g") for name in ("a", "b")])
         with pytest.raises(sb.DuplicateRolloutError):
             await balancer.put_group([make_rollout(3, name, group_id="h") for name in ("c", "c")])
         after = await crash(balancer)
-    async with sb.StreamBalancer(config(group_size=2), journal=after) as balancer:
+    async with sb.StreamBalancer(config(groups=sb.Groups(size=2)), journal=after) as balancer:
         assert waiting(balancer) == ["a", "b"]
 
 
@@ -376,7 +376,7 @@ async def test_a_rollout_that_new_knobs_refuse_is_named_and_nothing_is_lost(tmp_
     async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
         await balancer.put(make_rollout(30, "long"))
     with pytest.raises(sb.RolloutError, match="'long' has 30 tokens"):
-        async with sb.StreamBalancer(config(max_tokens_per_micro_batch=20), journal=tmp_path):
+        async with sb.StreamBalancer(config(micro_batches=sb.MicroBatches(max_tokens=20)), journal=tmp_path):
             pass
     async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
         assert waiting(balancer) == ["long"]
@@ -772,7 +772,7 @@ async def test_the_folder_stays_small(tmp_path: Path, monkeypatch: pytest.Monkey
     """Much goes through, one rollout stays; what a burst has left is given back."""
     monkeypatch.setattr(writer, "LOG_BYTES", 400_000)
     monkeypatch.setattr(writer, "FREE_BYTES", 100_000)
-    knobs = config(group_size=2, groups="same_batch", remember_ids=10, capacity=1000, window=600)
+    knobs = config(groups=sb.Groups(size=2, keep="same_batch"), remember_ids=10, capacity=1000, window=600)
     async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
         batches = balancer.batches()
         await balancer.put_group([make_rollout(50, f"kept{n}", group_id="kept") for n in range(1)])
@@ -839,7 +839,7 @@ async def test_max_bytes_holds_puts_back_until_acknowledgements_come(
 
 async def test_groups_of_another_size_survive(tmp_path: Path) -> None:
     """What was declared, closed and abandoned; and with the rollouts of the same put, never without them."""
-    knobs = config(group_size=4, window=4, capacity=16)
+    knobs = config(groups=sb.Groups(size=4), window=4, capacity=16)
     async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
         await balancer.expect_group("e", 3)
         await balancer.put_group([make_rollout(3, f"e{n}", group_id="e") for n in range(2)])
@@ -870,7 +870,7 @@ async def test_groups_of_another_size_survive(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["on its way to the disk", "waiting for room"])
 async def test_a_put_that_is_cancelled_declares_nothing(tmp_path: Path, disk: Disk, where: str) -> None:
-    knobs = config(group_size=4, window=4, capacity=4)
+    knobs = config(groups=sb.Groups(size=4), window=4, capacity=4)
     async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
         await balancer.put_group([make_rollout(3, f"f{n}", group_id="f") for n in range(4)])
         await balancer.expect_group("g", 3)

@@ -24,7 +24,7 @@ class Run:
     def __init__(self, *, dp_size: int = 2, batch_size: int = 4, mini_batches: int = 1) -> None:
         self.evicted: list[tuple[str, str]] = []
         self.balancer = sb.StreamBalancer(
-            sb.BalancerConfig(dp_size=dp_size, batch_size=batch_size, mini_batches=mini_batches),
+            sb.BalancerConfig(dp_size=dp_size, batch_size=batch_size, step_size=sb.StepSize(mini_batches=mini_batches)),
             on_evict=lambda rollout, reason: self.evicted.append((rollout.rollout_id, reason)),
         )
         self.transport = MemoryNetwork(dp_size=dp_size)

@@ -15,7 +15,7 @@ from helpers import attend, settle, waiting
 import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork, make_rollout
 
-config = partial(helpers.config, group_size=4, window=4, capacity=16)
+config = partial(helpers.config, groups=sb.Groups(size=4), window=4, capacity=16)
 
 
 def siblings(count: int, prefix: str = "r") -> list[sb.Rollout]:
@@ -163,6 +163,6 @@ def test_a_blocking_balancer_has_the_same() -> None:
 
 @pytest.mark.parametrize("complete", [False, True])
 async def test_a_group_of_what_is_no_rollout_is_refused_by_name(complete: bool) -> None:
-    async with sb.StreamBalancer(sb.BalancerConfig(dp_size=1, batch_size=4, group_size=2)) as balancer:
+    async with sb.StreamBalancer(sb.BalancerConfig(dp_size=1, batch_size=4, groups=sb.Groups(size=2))) as balancer:
         with pytest.raises(TypeError, match=r"put_group\(\) takes Rollouts, not dict"):
             await balancer.put_group([{}], complete=complete)  # type: ignore[list-item]

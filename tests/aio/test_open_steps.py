@@ -137,7 +137,7 @@ async def test_a_complete_step_that_is_given_again_comes_as_a_whole() -> None:
 
 
 async def test_nothing_of_an_open_step_is_given_up() -> None:
-    async with sb.StreamBalancer(rows_of_six(group_size=2, groups="same_batch", max_staleness=0)) as balancer:
+    async with sb.StreamBalancer(rows_of_six(groups=sb.Groups(size=2, keep="same_batch"), staleness=sb.Staleness(max_versions=0))) as balancer:
         rows = balancer.batches(open=True)
         balancer.set_version(0)
         group = [make_rollout(3, f"a{n}", group_id="a", version=0) for n in range(2)]
@@ -155,7 +155,7 @@ async def test_nothing_of_an_open_step_is_given_up() -> None:
 
 
 async def test_on_policy_rows_of_the_next_step_wait_for_the_update() -> None:
-    async with sb.StreamBalancer(rows_of_six(max_staleness=0)) as balancer:
+    async with sb.StreamBalancer(rows_of_six(staleness=sb.Staleness(max_versions=0))) as balancer:
         balancer.set_version(0)
         rows = balancer.batches(open=True)
         for number in range(6):
@@ -212,8 +212,8 @@ async def test_a_crash_in_the_middle_of_a_step_gives_all_of_it_again(tmp_path: P
     ("knobs", "why"),
     [
         ({"window": 12}, "window: rows leave as they form"),
-        ({"window": 6, "mini_batches": 2}, "mini_batches"),
-        ({"window": 6, "group_size": 3, "groups": "same_rank"}, "same_rank"),
+        ({"window": 6, "step_size": {"mini_batches": 2}}, "mini_batches"),
+        ({"window": 6, "groups": {"size": 3, "keep": "same_rank"}}, "same_rank"),
     ],
 )
 async def test_knobs_that_rows_cannot_respect_are_refused(knobs: dict[str, Any], why: str) -> None:

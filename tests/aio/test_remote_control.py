@@ -16,7 +16,7 @@ import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork, make_rollout
 
 KNOBS: dict[str, Any] = {"batch_size": 4, "window": 4}
-THROTTLED: dict[str, Any] = {"batch_size": 4, "window": 8, "max_staleness": 1}
+THROTTLED: dict[str, Any] = {"batch_size": 4, "window": 8, "staleness": {"max_versions": 1}}
 
 
 class Harness:

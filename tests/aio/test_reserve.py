@@ -16,14 +16,14 @@ from helpers import settle
 import stream_balancer as sb
 from stream_balancer.testing import count_wakeups, make_rollout
 
-config = partial(helpers.config, window=8, max_staleness=1)
+config = partial(helpers.config, window=8, staleness=sb.Staleness(max_versions=1))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 async def test_long_rollouts_are_never_thrown_away(max_staleness: int) -> None:
     """64 workers with heavy-tailed lengths: without slots many would be stale, with them none."""
     chance = random.Random(1)
-    knobs = config(max_staleness=max_staleness, window=4 if max_staleness == 0 else 8)
+    knobs = config(staleness=sb.Staleness(max_versions=max_staleness), window=4 if max_staleness == 0 else 8)
     put: set[str] = set()
     trained: list[str] = []
     async with sb.StreamBalancer(knobs) as balancer:
@@ -103,7 +103,7 @@ async def test_a_reserver_that_waits_wakes_a_trainer_that_waits_for_the_window()
 
 @pytest.mark.parametrize("passes", range(10))
 async def test_a_cancelled_reserver_passes_its_turn_on(passes: int) -> None:
-    async with sb.StreamBalancer(config(batch_size=2, window=2, max_staleness=0)) as balancer:
+    async with sb.StreamBalancer(config(batch_size=2, window=2, staleness=sb.Staleness(max_versions=0))) as balancer:
         balancer.set_version(0)
         first = balancer.reserve(2)
         await first.__aenter__()
@@ -144,7 +144,7 @@ async def test_leaving_gives_back_what_was_not_put() -> None:
 
 
 async def test_a_slot_dates_its_rollouts() -> None:
-    async with sb.StreamBalancer(config(max_staleness=3)) as balancer:
+    async with sb.StreamBalancer(config(staleness=sb.Staleness(max_versions=3))) as balancer:
         balancer.set_version(5)
         async with balancer.reserve(3) as slot:
             balancer.set_version(6)
@@ -160,7 +160,7 @@ async def test_a_slot_dates_its_rollouts() -> None:
 
 
 async def test_groups_go_into_one_slot() -> None:
-    async with sb.StreamBalancer(config(group_size=2)) as balancer:
+    async with sb.StreamBalancer(config(groups=sb.Groups(size=2))) as balancer:
         async with balancer.reserve(2) as slot:
             await slot.put_group([sb.Rollout(tokens={"input_ids": [1]}, group_id="g") for _ in range(2)])
         assert balancer.statistics().waiting == 2
@@ -168,7 +168,7 @@ async def test_groups_go_into_one_slot() -> None:
 
 async def test_groups_that_lack_a_sibling_do_not_hold_up_those_who_would_begin_others() -> None:
     """A worker that dies leaves a group short; nothing could leave to make room."""
-    async with sb.StreamBalancer(config(group_size=4, capacity=8, max_staleness=None)) as balancer:
+    async with sb.StreamBalancer(config(groups=sb.Groups(size=4), capacity=8, staleness=sb.Staleness(max_versions=None))) as balancer:
         for group in "abc":
             with anyio.fail_after(10.0):
                 async with balancer.reserve(4) as slot:
@@ -179,7 +179,7 @@ async def test_groups_that_lack_a_sibling_do_not_hold_up_those_who_would_begin_o
 
 @pytest.mark.parametrize("how", ["end", "aclose"])
 async def test_ending_tells_reservers(how: str) -> None:
-    async with sb.StreamBalancer(config(batch_size=2, window=2, max_staleness=0)) as balancer:
+    async with sb.StreamBalancer(config(batch_size=2, window=2, staleness=sb.Staleness(max_versions=0))) as balancer:
         async with balancer.reserve(2):
             told: list[int] = []
 

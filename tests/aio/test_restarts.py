@@ -169,7 +169,7 @@ async def test_a_process_that_comes_back_is_not_its_whole_rank(caplog: pytest.Lo
 
 async def test_a_role_that_shares_rollouts_says_why_it_cannot_go_on_without_a_rank() -> None:
     network = MemoryNetwork(dp_size=2)
-    knobs = {"cp_sizes": (1, 2), "cp_min_tokens": 40, "max_tokens_per_micro_batch": 60}
+    knobs = {"context_parallel": {"sizes": (1, 2), "min_tokens": 40}, "micro_batches": {"max_tokens": 60}}
     config = sb.BalancerConfig(dp_size=2, batch_size=4, window=4, **knobs)  # type: ignore[arg-type]
     async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
         for number in range(4):
@@ -246,7 +246,7 @@ async def test_what_nobody_keeps_any_more_is_masked_after_a_restart(tmp_path: Pa
 async def test_steps_that_ranks_have_trained_before_are_not_ahead_of_others() -> None:
     """No checkpoint has them, so they are in flight; with max_staleness they would hold up the next one for ever."""
     network = MemoryNetwork(dp_size=2)
-    config = sb.BalancerConfig(dp_size=2, batch_size=2, window=2, max_staleness=3)
+    config = sb.BalancerConfig(dp_size=2, batch_size=2, window=2, staleness=sb.Staleness(max_versions=3))
     trained: list[int] = []
 
     async def train(rank: int) -> None:

@@ -298,7 +298,7 @@ async def test_other_columns_than_were_asked_for_are_refused_at_both_ends() -> N
 
 async def test_a_step_begins_when_its_first_columns_are_there() -> None:
     """Columns travel item by item."""
-    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1, max_tokens_per_micro_batch=8)
+    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1, micro_batches=sb.MicroBatches(max_tokens=8))
     trained: list[int] = []
     async with run.balancer, anyio.create_task_group() as tasks:
         tasks.start_soon(run.serve)

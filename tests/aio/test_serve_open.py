@@ -65,10 +65,10 @@ async def test_a_step_begins_with_its_first_rollouts() -> None:
 
 @pytest.mark.parametrize("move_late", [False, True])
 @pytest.mark.parametrize("when", WHENS)
-@pytest.mark.parametrize("plan", [{}, {"sync": "micro_batch", "max_tokens_per_micro_batch": 40}], ids=str)
+@pytest.mark.parametrize("plan", [{}, {"sync": "micro_batch", "micro_batches": {"max_tokens": 40}}], ids=str)
 async def test_a_rank_is_lost_in_the_midst_of_a_step(when: str, move_late: bool, plan: dict[str, Any]) -> None:
     move_late = move_late and not plan
-    plan = plan or {"micro_batch_counts": "free"}
+    plan = plan or {"micro_batches": {"counts": "free"}}
     async with sb.StreamBalancer(knobs(3, **plan)) as balancer:
         crew = Crew(MemoryNetwork(dp_size=3), {1: (1, when)})
         await run(balancer, crew, some(60), on_rank_loss="replan", move_late=move_late)
@@ -80,7 +80,7 @@ async def test_a_rank_is_lost_in_the_midst_of_a_step(when: str, move_late: bool,
 @pytest.mark.parametrize("seed", range(6))
 async def test_whoever_is_lost_and_comes_back(seed: int) -> None:
     chance = random.Random(seed)
-    async with sb.StreamBalancer(knobs(3, micro_batch_counts="free")) as balancer:
+    async with sb.StreamBalancer(knobs(3, micro_batches=sb.MicroBatches(counts="free"))) as balancer:
         crew = Crew(MemoryNetwork(dp_size=3), {1: (chance.randrange(3), chance.choice(WHENS))})
         crew.seconds = lambda rank, step: chance.choice([0.0, 1.0, 3.0])
 
@@ -128,7 +128,7 @@ async def test_what_happens_to_groups_in_the_midst_of_a_step(event: str) -> None
         return rollouts[0].group_id != "g2"
 
     more = {"accept": accept} if event.startswith("a filter") else {}
-    async with sb.StreamBalancer(knobs(2, group_size=3), **more) as balancer:
+    async with sb.StreamBalancer(knobs(2, groups=sb.Groups(size=3)), **more) as balancer:
         crew = Crew(MemoryNetwork(dp_size=2))
         rollouts = [make_rollout(1 + 7 * n % 30, f"r{n}", group_id=f"g{n // 3}") for n in range(48)]
         if event == "an execution":

@@ -31,10 +31,10 @@ def some(number: int, name: str = "r") -> list[Rollout]:
     return [make_rollout(900 if n % 6 == 5 else 1 + 7 * n % 30, f"{name}{n}") for n in range(number)]
 
 
-CAPPED = {"max_tokens_per_micro_batch": 1000}
-LOCKSTEP = {"sync": "micro_batch", "max_tokens_per_micro_batch": 1000}
-SHARED = {"cp_sizes": (1, 2, 4), "cp_min_tokens": 100}
-FREE = {"micro_batch_counts": "free"}
+CAPPED = {"micro_batches": {"max_tokens": 1000}}
+LOCKSTEP = {"sync": "micro_batch", "micro_batches": {"max_tokens": 1000}}
+SHARED = {"context_parallel": {"sizes": (1, 2, 4), "min_tokens": 100}}
+FREE = {"micro_batches": {"counts": "free"}}
 PLANS: list[dict[str, Any]] = [{}, CAPPED, LOCKSTEP, SHARED, {**SHARED, "sync": "micro_batch"}]
 
 
@@ -184,7 +184,7 @@ async def test_a_process_that_was_given_up_must_not_come_back_and_a_new_one_may(
 
 async def test_others_take_over_what_a_slow_rank_has_not_begun() -> None:
     async with sb.StreamBalancer(
-        knobs(4, batch_size=32, max_tokens_per_micro_batch=1000, micro_batch_counts="free")
+        knobs(4, batch_size=32, micro_batches=sb.MicroBatches(max_tokens=1000, counts="free"))
     ) as balancer:
         crew = Crew(MemoryNetwork(dp_size=4))
         crew.seconds = lambda rank, step: 10.0 if rank == 1 else 1.0
@@ -228,7 +228,7 @@ async def test_payloads_that_lie_with_producers_change_hands_too(when: str, plan
 
 @pytest.mark.parametrize("options", [{"on_rank_loss": "replan"}, {"move_late": True}])
 async def test_mini_batches_stay_as_they_are(options: dict[str, Any]) -> None:
-    async with sb.StreamBalancer(knobs(2, mini_batches=2)) as balancer:
+    async with sb.StreamBalancer(knobs(2, step_size=sb.StepSize(mini_batches=2))) as balancer:
         with pytest.raises(sb.ConfigError, match="mini_batches=2: ranks meet several times"):
             await serve(balancer, MemoryNetwork(dp_size=2), **options)
 
@@ -292,8 +292,8 @@ async def test_a_rank_that_begins_a_step_again_has_not_met_in_it() -> None:
 async def test_ranks_are_lost_come_back_or_are_no_more_at_random_moments(seed: int) -> None:
     chance = random.Random(seed)
     size = chance.randint(2, 5)
-    more = chance.choice([{}, {"max_tokens_per_micro_batch": 1000}, {"group_size": 3}, {"speeds": (1.0,) * size}])
-    more = {**more, **({"max_tokens_per_micro_batch": 1000, "micro_batch_multiple": 2} if seed % 3 == 1 else {})}
+    more = chance.choice([{}, {"micro_batches": {"max_tokens": 1000}}, {"groups": {"size": 3}}, {"speeds": (1.0,) * size}])
+    more = {**more, **({"micro_batches": {"max_tokens": 1000, "multiple_of": 2}} if seed % 3 == 1 else {})}
     crew = Crew(MemoryNetwork(dp_size=size))
     crew.die = {rank: (chance.randrange(5), chance.choice(WHENS)) for rank in range(1, size)}
     timeout_s = chance.choice([0.0, 0.0, 7.0])

@@ -72,7 +72,7 @@ class Roled(Crew):
 @pytest.mark.parametrize("move_late", [False, True])
 async def test_ranks_that_are_lost_while_columns_are_computed(when: str, move_late: bool) -> None:
     """What others take over has its columns; nobody computes them twice."""
-    async with sb.StreamBalancer(knobs(3, micro_batch_counts="free", max_tokens_per_micro_batch=40)) as balancer:
+    async with sb.StreamBalancer(knobs(3, micro_batches=sb.MicroBatches(counts="free", max_tokens=40))) as balancer:
         crew = Roled(MemoryNetwork(dp_size=3), {1: (1, when)})
         options = {"roles": ROLES, "on_rank_loss": "replan", "move_late": move_late}
         await crew.run(balancer, some(60), *crew.computing(0, 1, 2), **options)
@@ -84,7 +84,7 @@ async def test_ranks_that_are_lost_while_columns_are_computed(when: str, move_la
 
 async def test_a_slow_rank_is_helped_once_the_columns_are_there() -> None:
     async with sb.StreamBalancer(
-        knobs(4, batch_size=32, window=32, micro_batch_counts="free", max_tokens_per_micro_batch=40)
+        knobs(4, batch_size=32, window=32, micro_batches=sb.MicroBatches(counts="free", max_tokens=40))
     ) as balancer:
         crew = Roled(MemoryNetwork(dp_size=4))
         crew.role_s = 0.0
@@ -96,7 +96,7 @@ async def test_a_slow_rank_is_helped_once_the_columns_are_there() -> None:
 
 
 async def test_the_trainer_begins_with_its_first_columns() -> None:
-    async with sb.StreamBalancer(knobs(1, max_tokens_per_micro_batch=40)) as balancer:
+    async with sb.StreamBalancer(knobs(1, micro_batches=sb.MicroBatches(max_tokens=40))) as balancer:
         crew = Roled(MemoryNetwork(dp_size=1))
         crew.role_s, began_at = 10.0, []
         crew.seconds = lambda rank, step: began_at.append(anyio.current_time()) or 0.0  # type: ignore[func-returns-value]
@@ -108,7 +108,7 @@ async def test_the_trainer_begins_with_its_first_columns() -> None:
 
 @pytest.mark.parametrize("policy", ["raise", "replan"])
 async def test_a_lost_rank_of_a_role_is_waited_for_or_given_up(policy: Any) -> None:
-    async with sb.StreamBalancer(knobs(2, max_tokens_per_micro_batch=40)) as balancer:
+    async with sb.StreamBalancer(knobs(2, micro_batches=sb.MicroBatches(max_tokens=40))) as balancer:
         crew = Roled(MemoryNetwork(dp_size=2))
         crew.role_dies[1] = 3
 
@@ -145,7 +145,7 @@ async def test_more_ranks_and_fewer_with_a_role() -> None:
 
 
 async def test_a_role_whose_link_breaks_computes_anew_what_it_had_not_given() -> None:
-    async with sb.StreamBalancer(knobs(2, max_tokens_per_micro_batch=40)) as balancer:
+    async with sb.StreamBalancer(knobs(2, micro_batches=sb.MicroBatches(max_tokens=40))) as balancer:
         crew = Roled(MemoryNetwork(dp_size=2))
         peers: list[Any] = []
         connect = crew.network.connect

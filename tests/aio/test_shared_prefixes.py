@@ -21,8 +21,8 @@ SIBLINGS = 3
 
 def config(groups: str, cap: int | None, share: bool = True) -> sb.BalancerConfig:
     return sb.BalancerConfig(
-        dp_size=3, batch_size=12, group_size=SIBLINGS, groups=groups, cost=COST, share_prefixes=share,  # type: ignore[arg-type]
-        max_tokens_per_micro_batch=cap, max_skips=4,
+        dp_size=3, batch_size=12, groups=sb.Groups(size=SIBLINGS, keep=groups, share_prefixes=share), cost=COST,  # type: ignore[arg-type]
+        micro_batches=sb.MicroBatches(max_tokens=cap), max_skips=4,
     )  # fmt: skip
 
 

@@ -34,8 +34,7 @@ def config(dp_size: int = 4, **knobs: Any) -> sb.BalancerConfig:
     given = {
         "batch_size": len(LENGTHS),
         "window": len(LENGTHS),
-        "cp_sizes": (1, 2, 4),
-        "cp_min_tokens": 100,
+        "context_parallel": {"sizes": (1, 2, 4), "min_tokens": 100},
         "sync": "step",
     } | knobs
     return sb.BalancerConfig(dp_size=dp_size, **given)
@@ -249,7 +248,7 @@ async def test_a_part_that_only_one_member_cannot_get_is_nobodys() -> None:
 @pytest.mark.parametrize("remote", [False, True])
 async def test_columns_of_another_model_are_joined_and_cut_again(remote: bool) -> None:
     """A value behind a chunk was computed by another rank of the role."""
-    run = test_roles.Run(dp_size=4, batch_size=len(LENGTHS), window=len(LENGTHS), cp_sizes=(1, 2, 4), cp_min_tokens=100)
+    run = test_roles.Run(dp_size=4, batch_size=len(LENGTHS), window=len(LENGTHS), context_parallel=sb.ContextParallel(sizes=(1, 2, 4), min_tokens=100))
     async with run.balancer as balancer, anyio.create_task_group() as tasks:
         for rank in run.ranks:
             tasks.start_soon(run.train, rank)
@@ -270,14 +269,14 @@ async def test_columns_of_another_model_are_joined_and_cut_again(remote: bool) -
 
 async def test_knobs_that_come_later_share_rollouts_that_a_lost_rank_takes_a_part_of() -> None:
     """serve() began without ``cp_sizes``: those that share with the lost rank begin the step again all the same."""
-    balancer = sb.StreamBalancer(config(cp_sizes=(1,), cp_min_tokens=2048))
+    balancer = sb.StreamBalancer(config(context_parallel=sb.ContextParallel(sizes=(1,), min_tokens=2048)))
     crew = Crew(MemoryNetwork(dp_size=4), {1: (0, "barrier")})
     async with balancer, anyio.create_task_group() as tasks:
         tasks.start_soon(partial(sb.serve, balancer, crew.network, on_rank_loss="replan"))
         for rank in range(4):
             tasks.start_soon(crew.train, rank)
         await anyio.sleep(1)
-        balancer.reconfigure(cp_sizes=(1, 2, 4), cp_min_tokens=100)
+        balancer.reconfigure(context_parallel=sb.ContextParallel(sizes=(1, 2, 4), min_tokens=100))
         for rollout in make_rollouts(LENGTHS):
             await balancer.put(rollout)
         balancer.end()

@@ -32,11 +32,11 @@ FEATURES = (
     "mini_batches",
 )  # fmt: skip
 KNOBS: dict[str, dict[str, Any]] = {
-    "groups": {"group_size": 3, "groups": "same_batch"},
-    "late": {"max_tokens_per_micro_batch": 60, "micro_batch_counts": "free"},
-    "shared": {"cp_sizes": (1, 2), "cp_min_tokens": 40, "max_tokens_per_micro_batch": 60},
-    "prefixes": {"group_size": 3, "share_prefixes": True},
-    "mini_batches": {"mini_batches": 2},
+    "groups": {"groups": {"size": 3, "keep": "same_batch"}},
+    "late": {"micro_batches": {"max_tokens": 60, "counts": "free"}},
+    "shared": {"context_parallel": {"sizes": (1, 2), "min_tokens": 40}, "micro_batches": {"max_tokens": 60}},
+    "prefixes": {"groups": {"size": 3, "share_prefixes": True}},
+    "mini_batches": {"step_size": {"mini_batches": 2}},
 }
 SIZE, NUM_STEPS, BATCH = 4, 5, 12
 ROLE = {"roles": {"ref": ["ref"]}}

@@ -106,7 +106,7 @@ async def test_no_rollout_is_trained_on_too_old(seed: int) -> None:
     dp_size = draw.randint(1, 2)
     batch = dp_size * draw.randint(1, 3) * (group or 1)
     staleness = seed % 4
-    knobs: dict[str, Any] = {"dp_size": dp_size, "batch_size": batch, "group_size": group, "max_staleness": staleness}
+    knobs: dict[str, Any] = {"dp_size": dp_size, "batch_size": batch, "groups": {"size": group}, "staleness": {"max_versions": staleness}}
     config = sb.BalancerConfig(
         **knobs, window=batch * draw.randint(1, 2), deadline_s=draw.choice([None, 3.0]), min_batch_size=dp_size
     )
@@ -124,7 +124,7 @@ async def test_no_rollout_is_trained_on_too_old(seed: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 async def test_an_on_policy_trainer_that_accumulates_is_not_kept_waiting(depth: int) -> None:
     """max_staleness=0: a batch leaves only when the one before is done with, acknowledged or not."""
-    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=4, max_staleness=0)
+    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=4, staleness=sb.Staleness(max_versions=0))
     world = World(config, 1)
     stats = await world.run(depth=depth, num_rollouts=80, accumulate=3)
     assert set(world.ages) == {0}
@@ -132,7 +132,7 @@ async def test_an_on_policy_trainer_that_accumulates_is_not_kept_waiting(depth: 
 
 
 async def test_rollouts_of_the_present_are_prefetched_as_far_as_they_may() -> None:
-    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, capacity=40, max_staleness=2)
+    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, capacity=40, staleness=sb.Staleness(max_versions=2))
     transport = MemoryNetwork(dp_size=1)
     async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
         balancer.set_version(5)

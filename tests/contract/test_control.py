@@ -16,7 +16,7 @@ from stream_balancer.errors import BrokenResourceError, ClosedResourceError, Rol
 from stream_balancer.testing import make_rollout
 
 KNOBS: dict[str, Any] = {"batch_size": 4, "window": 4}
-THROTTLED: dict[str, Any] = {"batch_size": 4, "window": 8, "max_staleness": 1}
+THROTTLED: dict[str, Any] = {"batch_size": 4, "window": 8, "staleness": {"max_versions": 1}}
 
 
 @asynccontextmanager

@@ -102,7 +102,7 @@ async def test_a_commit_acknowledges_all_before_it(kind: str) -> None:
 async def test_bytes_are_identical(kind: str) -> None:
     """Every dtype, awkward shapes, all of the metadata."""
     rollouts = {one.rollout_id: one for mb in awkward_micro_batches() for one in mb if not one.is_padding}
-    config = sb.BalancerConfig(dp_size=1, batch_size=len(rollouts), max_tokens_per_micro_batch=129)
+    config = sb.BalancerConfig(dp_size=1, batch_size=len(rollouts), micro_batches=sb.MicroBatches(max_tokens=129))
     async with sb.StreamBalancer(config) as balancer, open_network(kind, 1) as network:
         for rollout in rollouts.values():
             await balancer.put(rollout)
@@ -121,7 +121,7 @@ async def test_bytes_are_identical(kind: str) -> None:
 
 async def test_siblings_share_their_prefix_on_the_rank(kind: str) -> None:
     """A micro-batch has the same unique tokens there."""
-    config = sb.BalancerConfig(dp_size=1, batch_size=6, share_prefixes=True, group_size=3)
+    config = sb.BalancerConfig(dp_size=1, batch_size=6, groups=sb.Groups(share_prefixes=True, size=3))
     planned: list[sb.Batch] = []
 
     class Plans(sb.Observer):

@@ -47,7 +47,7 @@ def refusal(put: Callable[[], object]) -> tuple[str, str]:
 
 
 async def test_every_refusal_is_the_balancer_s_own() -> None:
-    knobs: dict[str, Any] = {"max_tokens_per_micro_batch": 50, "capacity_bytes": 10_000}
+    knobs: dict[str, Any] = {"micro_batches": {"max_tokens": 50}, "limits": {"bytes": 10_000}}
     async with served(**knobs) as (balancer, transport):
         with RemoteProducer(transport.address) as remote:
             assert await remote.do("put", (5, "a")) == ("accepted", "")
@@ -259,7 +259,7 @@ def test_limits_that_let_nothing_through_are_refused(knob: str) -> None:
 
 
 async def test_a_group_is_expected_closed_and_abandoned_from_afar() -> None:
-    async with served(group_size=4, capacity=16) as (balancer, transport):
+    async with served(groups=sb.Groups(size=4), capacity=16) as (balancer, transport):
         async with sb.connect(transport.address) as producer:
             await producer.expect_group("e", 2)
             await producer.put_group([make(5, "e0", "e")])
@@ -285,7 +285,7 @@ async def test_a_group_is_expected_closed_and_abandoned_from_afar() -> None:
 
 async def test_a_producer_that_dies_with_an_open_group_leaves_it_to_be_closed() -> None:
     """Its rollouts are here: the step goes without those that never came."""
-    async with served(group_size=4) as (balancer, transport):
+    async with served(groups=sb.Groups(size=4)) as (balancer, transport):
         with RemoteProducer(transport.address) as remote:
             assert await remote.do("group", [(5, f"g{i}", "g") for i in range(3)]) == ("accepted", "")
             remote.process.kill()

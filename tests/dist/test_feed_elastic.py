@@ -64,7 +64,7 @@ async def drill(
     dp_size: int, deaths: dict[int, dict[int, str]], journal: Path, *, move_late: bool = False
 ) -> tuple[sb.Statistics, list[list[Any]]]:
     """``deaths[rank]``: in which step, and when. -> what each rank has said."""
-    more: dict[str, Any] = {"max_tokens_per_micro_batch": 60, "micro_batch_counts": "free"} if move_late else {}
+    more: dict[str, Any] = {"micro_batches": {"max_tokens": 60, "counts": "free"}} if move_late else {}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     config = sb.BalancerConfig(dp_size=dp_size, batch_size=BATCH, window=BATCH, **more)
     with anyio.fail_after(GUARD_S):

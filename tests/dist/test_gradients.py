@@ -24,13 +24,13 @@ from stream_balancer.testing import make_rollout
 
 RANKS, STEPS, BATCH = 4, 4, 24
 KNOBS: dict[str, dict[str, Any]] = {
-    "groups": {"group_size": 4, "groups": "same_batch"},
-    "prefixes": {"group_size": 4, "share_prefixes": True},
-    "shared": {"cp_sizes": (1, 2), "cp_min_tokens": 40},
-    "cap": {"max_tokens_per_micro_batch": 80},
-    "lockstep": {"max_tokens_per_micro_batch": 80, "sync": "micro_batch"},
-    "mini_batches": {"mini_batches": 2},
-    "late": {"max_tokens_per_micro_batch": 80, "micro_batch_counts": "free"},
+    "groups": {"groups": {"size": 4, "keep": "same_batch"}},
+    "prefixes": {"groups": {"size": 4, "share_prefixes": True}},
+    "shared": {"context_parallel": {"sizes": (1, 2), "min_tokens": 40}},
+    "cap": {"micro_batches": {"max_tokens": 80}},
+    "lockstep": {"micro_batches": {"max_tokens": 80}, "sync": "micro_batch"},
+    "mini_batches": {"step_size": {"mini_batches": 2}},
+    "late": {"micro_batches": {"max_tokens": 80, "counts": "free"}},
 }
 SERVED: dict[str, dict[str, Any]] = {
     "late": {"move_late": True},

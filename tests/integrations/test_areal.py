@@ -285,7 +285,7 @@ def test_through_a_balancer_to_two_ranks() -> None:
     given_groups = [
         trajectory([[v] * (n + 1) for v in range(2)], rewards=torch.tensor([n, -n]).float()) for n in range(8)
     ]
-    config = sb.BalancerConfig(dp_size=2, batch_size=16, window=16, group_size=2, groups="same_rank")
+    config = sb.BalancerConfig(dp_size=2, batch_size=16, window=16, groups=sb.Groups(size=2, keep="same_rank"))
     with sb.blocking(config) as balancer:
         for rollout in rollouts_from(given_groups):
             balancer.put(rollout)

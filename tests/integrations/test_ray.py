@@ -429,7 +429,7 @@ async def test_an_actor_without_a_journal_is_lost_for_good() -> None:
 
 
 async def test_the_actor_is_steered_from_anywhere(tmp_path: Path) -> None:
-    async with hosted(max_staleness=2, journal=tmp_path / "journal") as balancer:
+    async with hosted(staleness=sb.Staleness(max_versions=2), journal=tmp_path / "journal") as balancer:
         await balancer.set_version(3)
         with pytest.raises(ValueError, match="backwards"):
             await balancer.set_version(2)
@@ -442,7 +442,7 @@ async def test_the_actor_is_steered_from_anywhere(tmp_path: Path) -> None:
         state = await balancer.state_dict()
         await balancer.set_version(9)
         assert (await balancer.statistics()).evicted["stale"] == 1
-    async with hosted(max_staleness=2) as balancer:
+    async with hosted(staleness=sb.Staleness(max_versions=2)) as balancer:
         await balancer.load_state_dict(state)
         assert (await balancer.statistics()).waiting == 1
         await balancer.put(make_rollout(STORED, "stored", version=3))
@@ -503,7 +503,7 @@ async def test_a_full_store_holds_puts_back(monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_more_than_the_store_holds_goes_through_it() -> None:
     """Four times the store's size; accepted rollouts are bounded by capacity_bytes."""
-    async with hosted(capacity=64, window=4, capacity_bytes=32 * 2**20, staged_bytes=2**24) as balancer:
+    async with hosted(capacity=64, window=4, limits=sb.Limits(bytes=32 * 2**20), staged_bytes=2**24) as balancer:
         sums: list[int] = []
 
         async def collect() -> None:

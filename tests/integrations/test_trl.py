@@ -256,7 +256,7 @@ def grpo(folder: Path, **options: Any) -> Trainer:
 def test_grpo_trains_in_one_process_and_evaluates(tmp_path: Path) -> None:
     trainer = grpo(tmp_path)
     trainer.eval_dataset = trl_tiny.prompts(8)
-    with trainer.balanced(max_tokens_per_micro_batch=60):
+    with trainer.balanced(micro_batches=sb.MicroBatches(max_tokens=60)):
         assert trainer.train().global_step == 2
         assert math.isfinite(trainer.evaluate()["eval_loss"])
 
@@ -264,7 +264,7 @@ def test_grpo_trains_in_one_process_and_evaluates(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_micro_batches_of_truncated_completions_alone_train_nothing(tmp_path: Path, loss_type: str) -> None:
     trainer = grpo(tmp_path, mask_truncated_completions=True, loss_type=loss_type)
-    with trainer.balanced(max_tokens_per_micro_batch=30):
+    with trainer.balanced(micro_batches=sb.MicroBatches(max_tokens=30)):
         assert math.isfinite(trainer.train().training_loss)
 
 
@@ -283,12 +283,12 @@ def test_what_cannot_be_balanced_is_refused_by_name(tmp_path: Path) -> None:
     unknown.loss_type = "newest"
     with pytest.raises(ValueError, match="loss_type='newest' is not known"), unknown.balanced():
         pass
-    unpadded = grpo(tmp_path).balanced(cost=sb.TokenCost(), max_tokens_per_micro_batch=60)
+    unpadded = grpo(tmp_path).balanced(cost=sb.TokenCost(), micro_batches=sb.MicroBatches(max_tokens=60))
     with pytest.raises(ValueError, match="does not count padding"), unpadded:
         pass
     with (
         pytest.raises(ValueError, match="leave micro_batch_counts"),
-        grpo(tmp_path).balanced(micro_batch_counts="free", sync="step", cost=sb.TokenCost()),
+        grpo(tmp_path).balanced(micro_batches=sb.MicroBatches(counts="free"), sync="step", cost=sb.TokenCost()),
     ):
         pass
 
@@ -335,7 +335,7 @@ LENGTHS = [2, 9, 3, 4, 8, 2, 5, 7, 3, 6, 2, 9, 4, 4, 3, 5]
 @pytest.mark.parametrize("token_budget", [0, 20])
 def test_the_real_loader_and_collator_train_on_our_plan(token_budget: int) -> None:
     cap = token_budget or None
-    config = sb.BalancerConfig(dp_size=2, batch_size=8, window=16, max_tokens_per_micro_batch=cap, sync="micro_batch")
+    config = sb.BalancerConfig(dp_size=2, batch_size=8, window=16, micro_batches=sb.MicroBatches(max_tokens=cap), sync="micro_batch")
     put_back = patch()
     try:
         with sb.blocking(config) as balancer:
@@ -402,7 +402,7 @@ def test_another_number_of_ranks_is_refused() -> None:
 def test_a_step_is_acknowledged_with_the_optimizer_step_that_has_the_last_of_it(accumulation: int) -> None:
     """Under accelerate's real loader, which looks one ahead, fetched as transformers' Trainer does: a whole
     accumulation before any of it is trained."""
-    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, max_tokens_per_micro_batch=9)
+    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, micro_batches=sb.MicroBatches(max_tokens=9))
     steps: dict[int, int] = {}
     trained: set[int] = set()
     of_micro_batches: list[int] = []

@@ -97,7 +97,7 @@ def balanced(everything: list[sb.Rollout], train: Callable[[str], list[Tensor]])
                 batch_size=PER_STEP,
                 window=PER_STEP,
                 capacity=PER_STEP * STEPS,
-                max_tokens_per_micro_batch=600,
+                micro_batches=sb.MicroBatches(max_tokens=600),
                 policy="fifo",
             )
             balancer = stack.enter_context(sb.blocking(config))

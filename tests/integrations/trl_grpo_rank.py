@@ -66,7 +66,7 @@ def run(kind: type[Replaying], model: str, folder: Path, steps: int, **options: 
         callbacks=[gradients],
     )
     if isinstance(trainer, Balanced):
-        with trainer.balanced(max_tokens_per_micro_batch=CAP):
+        with trainer.balanced(micro_batches={"max_tokens": CAP}):
             trainer.train()
     else:
         trainer.train()

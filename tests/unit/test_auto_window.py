@@ -85,13 +85,13 @@ class TestConfig:
         [
             ({"capacity": 70}, (32, 40, 48, 64), 64),
             ({"capacity": 50}, (32, 40, 48), 48),
-            ({"max_staleness": 1}, (32, 40, 48, 64), 64),
+            ({"staleness": {"max_versions": 1}}, (32, 40, 48, 64), 64),
             ({"max_skips": 3}, (32, 40, 48, 64), 64),
             ({"max_skips": 2}, (32, 40, 48), 48),
-            ({"batch_size": 32, "group_size": 8}, (32, 40, 48, 64, 96), 64),
-            ({"batch_size": 24, "group_size": 8}, (24, 32, 40, 48, 72), 48),
-            ({"batch_size": 24, "group_size": 8, "groups": "free"}, (24, 30, 36, 48, 72), 48),
-            ({"batch_size": 24, "group_size": 8, "capacity": 47}, (24, 32, 40), 40),
+            ({"batch_size": 32, "groups": {"size": 8}}, (32, 40, 48, 64, 96), 64),
+            ({"batch_size": 24, "groups": {"size": 8}}, (24, 32, 40, 48, 72), 48),
+            ({"batch_size": 24, "groups": {"size": 8, "keep": "free"}}, (24, 30, 36, 48, 72), 48),
+            ({"batch_size": 24, "groups": {"size": 8}, "capacity": 47}, (24, 32, 40), 40),
         ],
     )
     def test_never_beyond_the_other_bounds(self, knobs: dict[str, Any], windows: tuple[int, ...], window: int) -> None:
@@ -103,7 +103,7 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("knobs", "said"),
         [
-            ({"max_staleness": 0}, "nothing to choose from: .* max_staleness \\(0\\) leave no window above batch_size"),
+            ({"staleness": {"max_versions": 0}}, "nothing to choose from: .* max_staleness \\(0\\) leave no window above batch_size"),
             ({"capacity": 33}, "nothing to choose from: capacity \\(33\\)"),
             ({"capacity": 20}, "nothing to choose from: capacity \\(20\\)"),
             ({"sync": "micro_batch"}, "window='auto' does not work with sync='micro_batch'"),

@@ -79,7 +79,7 @@ def test_steps_are_those_of_a_simulated_run(policy: Any, sync: Any) -> None:
         policy=policy,
         sync=sync,
         cost=sb.QuadraticCost(),
-        max_tokens_per_micro_batch=run.max_tokens,
+        micro_batches=sb.MicroBatches(max_tokens=run.max_tokens),
     )
     trace = source.trace.resampled(run.lengths.size, scheduler_runs.FIRST_SEED, by_group=False)
     report = sb.simulate(trace, config, slots=64, seed=scheduler_runs.FIRST_SEED)

@@ -42,7 +42,7 @@ class Machine:
         return (seconds * np.exp(self.noise * self.random.standard_normal(len(seconds)))).tolist()
 
 
-SHARED = {"cp_sizes": (1, 2, 4, 8), "cp_min_tokens": 1, "max_tokens_per_micro_batch": None, "window": 32}
+SHARED = {"context_parallel": {"sizes": (1, 2, 4, 8), "min_tokens": 1}, "micro_batches": {"max_tokens": None}, "window": 32}
 
 
 def train_with_sharing(core: BalancerCore, machine: Machine, steps: int, overhead: float) -> int:
@@ -69,14 +69,14 @@ def train_with_sharing(core: BalancerCore, machine: Machine, steps: int, overhea
 
 @pytest.mark.parametrize("overhead", [0.0, 0.05, 0.4])
 def test_what_sharing_costs_is_learned_and_planned_with(overhead: float) -> None:
-    core, machine = learning_core(config(**SHARED, cp_overhead=0.15)), Machine(3, c=0.001, noise=0.01)
+    core, machine = learning_core(config(**SHARED, context_parallel=sb.ContextParallel(overhead=0.15))), Machine(3, c=0.001, noise=0.01)
     assert train_with_sharing(core, machine, 90, overhead) >= 10
     assert core.state.pricing.knobs.cp_overhead == pytest.approx(overhead, abs=0.04)
     fit = core.statistics(0.0).cost_fit
     assert fit is not None
     assert fit.cp_overhead == pytest.approx(overhead, abs=0.04)
     assert fit.seconds_per_token_pair / fit.seconds_per_token == pytest.approx(5e-4, rel=0.2), "as without sharing"
-    again = learning_core(config(**SHARED, cp_overhead=0.15))
+    again = learning_core(config(**SHARED, context_parallel=sb.ContextParallel(overhead=0.15)))
     again.restore(core.snapshot(0.0), 0.0)
     assert again.state.pricing.knobs.cp_overhead == fit.cp_overhead
 
@@ -124,7 +124,7 @@ def config(**knobs: object) -> sb.BalancerConfig:
     chosen = {
         "dp_size": 8,
         "batch_size": 32,
-        "max_tokens_per_micro_batch": 8000,
+        "micro_batches": {"max_tokens": 8000},
         "cost": sb.CalibratedCost(sb.QuadraticCost()),
     }
     return sb.BalancerConfig(**{**chosen, **knobs})  # type: ignore[arg-type]
@@ -234,7 +234,7 @@ def test_impossible_seconds_and_unknown_steps_teach_nothing() -> None:
 
 
 def test_rollouts_that_bring_their_own_cost_are_left_alone() -> None:
-    core = learning_core(config(dp_size=2, batch_size=4, max_tokens_per_micro_batch=None))
+    core = learning_core(config(dp_size=2, batch_size=4, micro_batches=sb.MicroBatches(max_tokens=None)))
     for step in range(12):
         for n in range(8 if step == 0 else 4):
             core.add(sb.Rollout(tokens={"input_ids": IDS[: n + 5]}, rollout_id=f"{step}-{n}", cost=7.0), 0.0)
@@ -486,7 +486,7 @@ def test_a_micro_batchs_overhead_is_learned_where_their_numbers_differ(numbers: 
 
 @pytest.mark.parametrize("given", [None, 0.0])
 def test_what_is_learned_of_micro_batches_is_planned_with_unless_it_is_given(given: float | None) -> None:
-    knobs = {"max_tokens_per_micro_batch": 8000, "micro_batch_overhead_cost": given}
+    knobs = {"micro_batches": {"max_tokens": 8000, "overhead_cost": given}}
     core, machine = learning_core(config(**knobs)), Machine(13, c=0.05, d=0.01, noise=0.01)
     train(core, machine, 60)
     learned = core.state.pricing.knobs.fixed_costs.micro_batch

@@ -14,7 +14,7 @@ from stream_balancer.testing import make_rollout, make_rollouts
 
 
 def core_of() -> BalancerCore:
-    return BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, group_size=4))
+    return BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4)))
 
 
 def test_siblings_put_again_after_a_loss_count_once() -> None:
@@ -74,7 +74,7 @@ def test_a_drain_takes_groups_that_will_never_be_complete() -> None:
 
 
 def test_places_are_kept_for_siblings_of_waiting_groups() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=8, capacity=11, group_size=4))
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=8, capacity=11, groups=sb.Groups(size=4)))
     assert core.config.most_waiting == 17  # in as many steps of one rollout at least all have left by max_skips
     core.add_all(list(make_rollouts([3, 4, 5, 6], siblings=4)), 0.0)
     for group in "bcd":
@@ -85,7 +85,7 @@ def test_places_are_kept_for_siblings_of_waiting_groups() -> None:
 
 
 def test_siblings_still_to_come_keep_no_whole_group_out() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=8, window=8, capacity=16, group_size=2))
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=8, window=8, capacity=16, groups=sb.Groups(size=2)))
     for number in range(8):  # each lacks a sibling, which takes no place before it comes
         core.add(make_rollout(5, f"open{number}", group_id=f"open{number}"), 0.0)
     for number in range(4):
@@ -113,7 +113,7 @@ def test_an_abandoned_group_is_evicted_and_so_is_what_comes_of_it() -> None:
 
 async def test_abandoning_makes_room_and_calls_on_evict() -> None:
     gone: list[tuple[str, str]] = []
-    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, capacity=4, group_size=2)
+    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, capacity=4, groups=sb.Groups(size=2))
     async with sb.StreamBalancer(config, on_evict=lambda r, why: gone.append((r.rollout_id, why))) as balancer:
         await balancer.put(make_rollout(3, "r0", group_id="g0"))
         assert balancer.abandon_group("g0") == 1
@@ -123,7 +123,7 @@ async def test_abandoning_makes_room_and_calls_on_evict() -> None:
 
 def test_the_loss_of_a_group_that_was_done_takes_nothing_from_the_next_of_its_name() -> None:
     """A rollout that came beyond the size begins the group anew, while those that left may still be lost."""
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=2, group_size=2))
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=2, groups=sb.Groups(size=2)))
     core.add_all(list(make_rollouts([3, 4], siblings=2)), 0.0)
     batch = core.poll(0.0)
     assert batch is not None
@@ -177,7 +177,7 @@ def test_a_group_without_its_crashed_sibling_leaves_once_it_is_closed() -> None:
 
 @pytest.mark.parametrize("before", [0, 2, 5])
 def test_an_expected_size_counts_whenever_it_is_told(before: int) -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=8, window=8, group_size=8))
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=8, window=8, groups=sb.Groups(size=8)))
     rollouts = siblings(5)
     for rollout in rollouts[:before]:
         core.add(rollout, 0.0)
@@ -216,7 +216,7 @@ def test_sizes_that_cannot_be_are_refused_and_change_nothing() -> None:
         core.add_all([], 0.0, GroupSize("g0", 4))
     with pytest.raises(ValueError, match="group_id"):
         core.add_all([], 0.0, GroupSize(7, 4))  # type: ignore[arg-type]
-    free = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, group_size=4, groups="free"))
+    free = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, groups=sb.Groups(size=4, keep="free")))
     with pytest.raises(ValueError, match="keeps no groups"):
         free.add_all([], 0.0, CLOSE)
     free.add_all(siblings(2), 0.0, CLOSE)  # who puts need not know
@@ -232,7 +232,7 @@ def test_a_group_that_was_closed_before_anything_came_takes_nothing() -> None:
 
 
 def test_a_group_of_which_some_had_left_is_done_once_it_is_closed() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, group_size=4, deadline_s=1.0))
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4), deadline_s=1.0))
     core.add_all(siblings(3), 0.0)
     batch = core.poll(1.0)
     assert batch is not None
@@ -270,7 +270,7 @@ def test_a_closed_group_of_which_all_is_lost_is_forgotten_and_an_expected_one_st
 
 def test_a_sibling_too_stale_to_be_let_in_is_not_waited_for() -> None:
     """As one that grows too stale while it waits is not."""
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, group_size=4, max_staleness=1))
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4), staleness=sb.Staleness(max_versions=1)))
     core.set_version(5)
     core.add_all([make_rollout(3, f"r{n}", group_id="g0", version=5) for n in range(3)], 0.0)
     core.add(make_rollout(3, "old", group_id="g0", version=1), 0.0)
@@ -280,7 +280,7 @@ def test_a_sibling_too_stale_to_be_let_in_is_not_waited_for() -> None:
 
 
 def test_so_many_closed_groups_are_remembered() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, group_size=4, remember_ids=2))
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4), remember_ids=2))
     for name in "abc":
         core.add_all([make_rollout(3, name, group_id=name)], 0.0, GroupSize(name, None))
     assert core.state.buffer.groups.closed() == {"b": 1, "c": 1}
@@ -296,7 +296,7 @@ class Declarations(sb.Observer):
 
 
 def test_observers_are_notified_of_what_is_declared() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, group_size=4, remember_ids=1))
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4), remember_ids=1))
     seen = Declarations()
     core.observers.append(seen)
     core.add_all([], 0.0, GroupSize("g0", 2))
@@ -318,7 +318,7 @@ def restored(core: BalancerCore, **knobs: int) -> BalancerCore:
 
 
 def test_sizes_closed_and_abandoned_groups_are_in_checkpoints() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=4, window=4, capacity=16, group_size=4))
+    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=4, window=4, capacity=16, groups=sb.Groups(size=4)))
     for name, size in (("closed", None), ("left", None), ("expected", 3), ("later", 2)):
         core.add_all(
             [make_rollout(3, f"{name}{n}", group_id=name) for n in range(0 if name == "later" else 2)],
@@ -342,7 +342,7 @@ def test_sizes_closed_and_abandoned_groups_are_in_checkpoints() -> None:
 
 
 def test_a_closed_group_in_flight_for_other_ranks_waits_again_as_complete() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=4, window=4, group_size=4))
+    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=4, window=4, groups=sb.Groups(size=4)))
     core.add_all(siblings(3), 0.0, CLOSE)
     assert sent(core) == (3, ())
     other = restored(core, dp_size=1)

@@ -19,31 +19,31 @@ def core_of(**knobs: Any) -> BalancerCore:
 
 def test_a_rollout_above_the_cap_comes_in_if_ranks_may_share_it() -> None:
     config = sb.BalancerConfig(
-        dp_size=4, batch_size=4, cp_sizes=(1, 2, 4, 8), max_tokens_per_micro_batch=51, cost=sb.QuadraticCost()
+        dp_size=4, batch_size=4, context_parallel=sb.ContextParallel(sizes=(1, 2, 4, 8)), micro_batches=sb.MicroBatches(max_tokens=51), cost=sb.QuadraticCost()
     )
     assert config.longest_rollout == 200, "four ranks with two chunks of 25 tokens each"
-    assert config.replace(cp_sizes=(1,)).longest_rollout == 51
-    assert config.replace(max_tokens_per_micro_batch=None).longest_rollout is None
+    assert config.replace(context_parallel=sb.ContextParallel(sizes=(1,))).longest_rollout == 51
+    assert config.replace(micro_batches=sb.MicroBatches(max_tokens=None)).longest_rollout is None
     core = BalancerCore(config)
     core.add(make_rollout(200), 0.0)
     with pytest.raises(sb.RolloutError, match=r"201 tokens, above .*batch \(51\) on each of 4 ranks"):
         core.add(make_rollout(201), 0.0)
     with pytest.raises(sb.ConfigError, match=r"\(51\) on each of 2 ranks with oversize='refuse' is below rollout"):
-        core.reconfigure(config.replace(cp_sizes=(1, 2)))
+        core.reconfigure(config.replace(context_parallel=sb.ContextParallel(sizes=(1, 2))))
 
 
-@pytest.mark.parametrize("before", [{"max_tokens_per_micro_batch": 100}, {}, {"oversize": "alone"}])
+@pytest.mark.parametrize("before", [{"micro_batches": {"max_tokens": 100}}, {}, {"micro_batches": {"oversize": "alone"}}])
 def test_a_token_cap_below_a_waiting_rollout_is_refused(before: dict[str, Any]) -> None:
     core = core_of(**before)
     core.add_all(list(make_rollouts([3, 70, 5, 6])), 0.0)
     config = core.config
     with pytest.raises(sb.ConfigError, match=r"\(50\).*has 70 tokens.*cap >= 70 until it has left, or set oversize="):
-        core.reconfigure(config.replace(max_tokens_per_micro_batch=50, oversize="refuse"))
+        core.reconfigure(config.replace(micro_batches=sb.MicroBatches(max_tokens=50, oversize="refuse")))
     assert core.config is config
-    core.reconfigure(config.replace(max_tokens_per_micro_batch=70, oversize="refuse"))
-    core.reconfigure(config.replace(max_tokens_per_micro_batch=50, oversize="alone"))
+    core.reconfigure(config.replace(micro_batches=sb.MicroBatches(max_tokens=70, oversize="refuse")))
+    core.reconfigure(config.replace(micro_batches=sb.MicroBatches(max_tokens=50, oversize="alone")))
     with pytest.raises(sb.ConfigError, match="has 70 tokens"):  # what waits is oversize already
-        core.reconfigure(core.config.replace(oversize="refuse"))
+        core.reconfigure(core.config.replace(micro_batches=sb.MicroBatches(oversize="refuse")))
     while (batch := core.poll(0.0)) is not None:
         core.acknowledge(batch.step)
     core.end()
@@ -52,7 +52,7 @@ def test_a_token_cap_below_a_waiting_rollout_is_refused(before: dict[str, Any]) 
 
 def test_a_knob_changed_between_the_halves_of_a_group_does_not_forget_the_first() -> None:
     """Half of a group left at its deadline; the buffer is empty when a knob changes."""
-    core = core_of(group_size=2, deadline_s=1.0)
+    core = core_of(groups=sb.Groups(size=2), deadline_s=1.0)
     core.add(make_rollout(5, group_id="g"), 0.0)
     assert core.poll(1.0) is not None
     core.reconfigure(core.config.replace(deadline_s=50.0))
@@ -64,11 +64,11 @@ def test_a_knob_changed_between_the_halves_of_a_group_does_not_forget_the_first(
 
 
 def test_a_grouped_balancer_refuses_a_rollout_without_a_group() -> None:
-    core = core_of(batch_size=8, window=8, group_size=8)
+    core = core_of(batch_size=8, window=8, groups=sb.Groups(size=8))
     with pytest.raises(sb.RolloutError, match=r"group_size=8, but rollout 'r' has no group_id.*the same group_id, or"):
         core.add(make_rollout(5, "r"), 0.0)
     assert core.statistics(0.0).accepted == 0
-    core = core_of(batch_size=8, window=8, group_size=8, groups="free")  # there groups play no part
+    core = core_of(batch_size=8, window=8, groups=sb.Groups(size=8, keep="free"))  # there groups play no part
     core.add(make_rollout(5), 0.0)
 
 

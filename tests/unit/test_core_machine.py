@@ -60,20 +60,14 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
         batch_size=batch_size,
         window=window,
         capacity=window + draw(st.integers(0, 2)) * unit,
-        capacity_bytes=draw(st.sampled_from([None, None, 8 * 100])),
+        limits=sb.Limits(bytes=draw(st.sampled_from([None, None, 8 * 100]))),
         deadline_s=draw(st.sampled_from([None, 1.0, 5.0])),
-        group_size=group_size,
-        groups=groups,
+        groups=sb.Groups(size=group_size, keep=groups),
         counts=counts,
-        max_tokens_per_micro_batch=cap,
-        oversize="alone",
+        micro_batches=sb.MicroBatches(max_tokens=cap, oversize="alone", counts=draw(st.sampled_from(["equal", "free"])) if sync == "step" else "equal", overhead_cost=draw(st.sampled_from([None, 0.0, 7.0, 1e4])), multiple_of=draw(st.sampled_from([1, 2])) if batch_size >= 2 * dp_size else 1),
         sync=sync,
-        micro_batch_counts=draw(st.sampled_from(["equal", "free"])) if sync == "step" else "equal",
-        micro_batch_overhead_cost=draw(st.sampled_from([None, 0.0, 7.0, 1e4])),
-        micro_batch_multiple=draw(st.sampled_from([1, 2])) if batch_size >= 2 * dp_size else 1,
         stratum_shares=draw(st.sampled_from([None, {"a": 0.3}])),
-        max_staleness=draw(st.sampled_from([1, None, 0])),
-        on_stale=draw(st.sampled_from(["evict", "send"])),
+        staleness=sb.Staleness(max_versions=draw(st.sampled_from([1, None, 0])), on_stale=draw(st.sampled_from(["evict", "send"]))),
         cost=draw(st.sampled_from(COSTS)),
         policy="window",
     )
@@ -82,15 +76,15 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
         more = draw(st.sampled_from([(1, 1), (0, 2), (2, 0), (2, 2)]))
         steps = (max(batch_size - more[0] * unit, unit), batch_size + more[1] * unit)
         with contextlib.suppress(sb.ConfigError):  # padded, rows, or above the capacity
-            config = config.replace(batch_size_range=steps)
+            config = config.replace(step_size=sb.StepSize(rollouts=steps))
     if "auto" in kind:
         with contextlib.suppress(sb.ConfigError):  # padded, rows, or nothing to choose from
             return config.replace(window="auto")
     if kind == "tokens":
         budget = draw(st.integers(1, 150))
         unbounded = {"batch_size": None, "window": None, "capacity": None, "min_batch_size": None}
-        waits_for = draw(st.sampled_from([{}, {"window_tokens": 3 * budget}, {"window": window}]))
-        return config.replace(**{**unbounded, "batch_tokens": budget, **waits_for})
+        waits_for = draw(st.sampled_from([{}, {"step_size": {"window_tokens": 3 * budget}}, {"window": window}]))
+        return config.replace(**{**unbounded, "step_size": {"tokens": budget}, **waits_for})
     return config
 
 
@@ -426,8 +420,8 @@ class CoreMachine(RuleBasedStateMachine):
     def reconfigure(self, extra: int, deadline: float | None) -> None:
         c = self.core.config
         if c.batch_tokens is not None:
-            changes = {"batch_tokens": c.batch_tokens + 30 * extra, "window_tokens": None, "window": None}
-            self.core.reconfigure(c.replace(**changes, capacity_tokens=None, deadline_s=deadline))
+            changes = {"step_size": {"tokens": c.batch_tokens + 30 * extra, "window_tokens": None}, "window": None}
+            self.core.reconfigure(c.replace(**changes, limits=sb.Limits(tokens=None), deadline_s=deadline))
             return
         window = c.batch_size + extra * c.dp_size * (c.group_size or 1)
         held = max(self.core.statistics(self.now).waiting, window, *(c.batch_size_range or ()))

@@ -30,9 +30,9 @@ CALLS = st.lists(
 )
 KNOBS = [
     {"dp_size": 2, "batch_size": 5, "window": 5},
-    {"dp_size": 3, "batch_size": 12, "window": 12, "deadline_s": 10.0, "max_tokens_per_micro_batch": 60},
-    {"dp_size": 2, "batch_size": 8, "window": 8, "group_size": 2, "groups": "same_batch", "micro_batch_multiple": 2},
-    {"dp_size": 2, "batch_size": 6, "window": 6, "policy": "fifo", "micro_batch_counts": "free", "counts": "equal"},
+    {"dp_size": 3, "batch_size": 12, "window": 12, "deadline_s": 10.0, "micro_batches": {"max_tokens": 60}},
+    {"dp_size": 2, "batch_size": 8, "window": 8, "groups": {"size": 2, "keep": "same_batch"}, "micro_batches": {"multiple_of": 2}},
+    {"dp_size": 2, "batch_size": 6, "window": 6, "policy": "fifo", "micro_batches": {"counts": "free"}, "counts": "equal"},
     {"dp_size": 2, "batch_size": 6, "window": 6, "sync": "micro_batch", "speeds": (1.0, 2.0)},
 ]
 
@@ -163,7 +163,7 @@ def test_what_is_waited_for_rows_is_waited_for_rollouts() -> None:
 
 
 def opened(**knobs: object) -> BalancerCore:
-    core = BalancerCore(sb.BalancerConfig(**{"dp_size": 2, "batch_size": 8, "window": 8, "group_size": 2, **knobs}))
+    core = BalancerCore(sb.BalancerConfig(**{"dp_size": 2, "batch_size": 8, "window": 8, "groups": {"size": 2}, **knobs}))
     core.open_steps(True)
     return core
 
@@ -219,7 +219,7 @@ def test_a_group_that_is_trained_on_can_be_abandoned() -> None:
 
 
 def test_an_execution_without_groups_is_refused_at_its_put() -> None:
-    core = opened(group_size=None)
+    core = opened(groups=sb.Groups(size=None))
     one = sb.Rollout(tokens={"input_ids": [0]}, execution_id="e")
     with pytest.raises(sb.RolloutError, match="execution_id needs group_size"):
         core.add(one, 0.0)

@@ -14,7 +14,7 @@ from stream_balancer.testing import make_rollout
 
 def core_of(**knobs: Any) -> BalancerCore:
     core = BalancerCore(
-        sb.BalancerConfig(**{"dp_size": 1, "batch_size": 2, "window": 2, "capacity": 8, "max_staleness": 1, **knobs})
+        sb.BalancerConfig(**{"dp_size": 1, "batch_size": 2, "window": 2, "capacity": 8, "staleness": {"max_versions": 1}, **knobs})
     )
     core.set_version(1)
     return core
@@ -61,7 +61,7 @@ def test_the_oldest_of_the_versions_per_token_counts() -> None:
 
 
 def test_siblings_of_one_that_is_held_back_are_held_back() -> None:
-    core = core_of(group_size=2)
+    core = core_of(groups=sb.Groups(size=2))
     put(core, 1, 1, group_id="a")
     dispatch(core)
     put(core, 0, 2, group_id="b")
@@ -83,7 +83,7 @@ def test_a_step_given_back_is_ahead_again() -> None:
 
 
 def test_a_group_that_is_turned_down_is_not_due_any_more() -> None:
-    core = core_of(group_size=2, max_staleness=0)
+    core = core_of(groups=sb.Groups(size=2), staleness=sb.Staleness(max_versions=0))
     put(core, 1, group_id="a")
     assert core.state.staleness.num_due == 1
     core.filter_out([make_rollout(3, version=1, group_id="a")], 0.0)
@@ -103,7 +103,7 @@ def test_a_step_given_back_and_acknowledged_after_all_comes_no_more() -> None:
 
 
 def test_a_rollout_ages_until_its_training_begins() -> None:
-    core = core_of(max_staleness=3, on_stale="send")
+    core = core_of(staleness=sb.Staleness(max_versions=3, on_stale="send"))
     put(core, 1, 1, 1, 0)
     dispatch(core)
     second = dispatch(core)

@@ -62,7 +62,7 @@ def some_executions(groups: int = 4, seed: int = 0) -> list[list[sb.Rollout]]:
 
 def core_of(**knobs: object) -> BalancerCore:
     return BalancerCore(
-        sb.BalancerConfig(**{"dp_size": 3, "batch_size": 24, "group_size": 2, "loss_mask_column": "loss_mask", **knobs})  # type: ignore[arg-type]
+        sb.BalancerConfig(**{"dp_size": 3, "batch_size": 24, "groups": {"size": 2}, "loss_mask_column": "loss_mask", **knobs})  # type: ignore[arg-type]
     )
 
 
@@ -177,7 +177,7 @@ def delivered_again(executions: Sequence[Sequence[sb.Rollout]], **knobs: object)
 @pytest.mark.parametrize("divide", DIVISORS)
 def test_gradient_equals_that_of_one_padded_batch(divide: Divide) -> None:
     executions = some_executions()
-    knobs = {"max_tokens_per_micro_batch": 60, "micro_batch_multiple": 8, "oversize": "alone"}
+    knobs = {"micro_batches": {"max_tokens": 60, "multiple_of": 8, "oversize": "alone"}}
     batch = planned(executions, **knobs)
     assert batch.num_padding
     assert min(len(rank_batch.micro_batches) for rank_batch in batch.ranks) > 1
@@ -292,12 +292,12 @@ def test_an_execution_that_is_lost_is_lacking_once() -> None:
 
 
 def test_open_groups_of_executions_survive_a_checkpoint() -> None:
-    core = core_of(dp_size=1, batch_size=8, window=8, deadline_s=1.0, group_size=4)
+    core = core_of(dp_size=1, batch_size=8, window=8, deadline_s=1.0, groups=sb.Groups(size=4))
     core.add_all([sample(3, "g", "e0", seed=n) for n in range(3)], 0.0)
     left = core.poll(1.0)
     assert left is not None
     core.add_all([sample(3, "g", "e1", seed=n) for n in range(3, 5)], 1.0)
-    other = core_of(dp_size=1, batch_size=8, window=8, group_size=4)
+    other = core_of(dp_size=1, batch_size=8, window=8, groups=sb.Groups(size=4))
     other.restore(read_state_dict(state_dict(core.snapshot(1.0))), 1.0)
     verify(other)
     assert other.state.buffer.groups.incomplete() == {"g": 2}
@@ -309,7 +309,7 @@ def test_open_groups_of_executions_survive_a_checkpoint() -> None:
 def test_executions_leave_whole_whatever_they_became(data: st.DataObject) -> None:
     """As long as a batch can hold the group; and every step counts those that are in it."""
     groups = data.draw(st.sampled_from(["same_batch", "same_rank"]))
-    core = core_of(dp_size=2, batch_size=16, window=32, capacity=256, groups=groups)
+    core = core_of(dp_size=2, batch_size=16, window=32, capacity=256, groups=sb.Groups(keep=groups))
     seed, sizes = 0, data.draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=2, max_size=16))
     for group, its in enumerate(sizes):
         for execution, count in enumerate(its):
@@ -342,7 +342,7 @@ def test_what_is_left_of_an_execution_is_agreed_upon() -> None:
         [sample(8, "g", None, seed=6)],
         [sample(9, "g", None, seed=7)],
     ]
-    batch = planned(executions, dp_size=2, group_size=4, batch_size=8)
+    batch = planned(executions, dp_size=2, groups=sb.Groups(size=4), batch_size=8)
     gone = {f"g/{name}" for name in ("whole/1", "whole/2", "partly/4", "None/6")}
     seal = seal_of(Plan((), [batch], 0, 0.0), 1, [0, 1], gone)
     assert (seal.sizes.rollouts, seal.sizes.executions) == (3, 2)
@@ -366,7 +366,7 @@ def test_an_execution_of_an_open_group_that_was_lost_in_flight_may_come_again() 
 
 
 def test_an_execution_lost_beside_others_that_wait_may_come_again() -> None:
-    core = core_of(dp_size=1, batch_size=8, window=8, deadline_s=1.0, group_size=4)
+    core = core_of(dp_size=1, batch_size=8, window=8, deadline_s=1.0, groups=sb.Groups(size=4))
     first = [sample(3, "g", "e0", seed=n) for n in range(2)]
     core.add_all(first, 0.0)
     batch = core.poll(1.0)
@@ -383,7 +383,7 @@ def test_the_work_of_a_dispatch_follows_its_rollouts_not_ranks_times_rollouts() 
     """Executions were once counted for each rank anew, which at 512 ranks is most of a dispatch."""
 
     def calls_per_rollout(ranks: int) -> float:
-        core = core_of(dp_size=ranks, batch_size=2 * ranks, window=2 * ranks, loss_mask_column=None, group_size=None)
+        core = core_of(dp_size=ranks, batch_size=2 * ranks, window=2 * ranks, loss_mask_column=None, groups=sb.Groups(size=None))
         for number in range(2 * ranks):
             core.add(make_rollout(8, f"r{number}"), 0.0)
         count = 0

@@ -119,7 +119,7 @@ async def test_weights_may_change_within_a_rollout_and_its_versions_say_so():
 
 async def test_workers_put_whole_groups_with_what_training_needs():
     engine, _ = new_engine(slots=16)
-    config = sb.BalancerConfig(dp_size=2, batch_size=8, group_size=4, capacity=16)
+    config = sb.BalancerConfig(dp_size=2, batch_size=8, groups=sb.Groups(size=4), capacity=16)
 
     async def work():
         await generate_groups(engine, balancer, num_groups=6, group_size=4, num_workers=3, seed=0)

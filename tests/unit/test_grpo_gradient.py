@@ -94,7 +94,7 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 )
 async def test_gradient_equals_that_of_one_padded_batch(policy, dp_size):
     uneven = sb.QuadraticCost(linear=1.0, quadratic=1.0)  # ranks of equal work hold different numbers of tokens
-    knobs = {"batch_size": 32, "max_tokens_per_micro_batch": 125, "policy": policy, "cost": uneven}
+    knobs = {"batch_size": 32, "micro_batches": {"max_tokens": 125}, "policy": policy, "cost": uneven}
     batches = await plan(make_rollouts(64), dp_size=dp_size, **knobs)
     assert len(batches) == 2
     for batch in batches:
@@ -116,7 +116,7 @@ async def test_ranks_with_one_outlier_and_many_micro_batches_elsewhere(micro_bat
     rollouts = sorted(make_rollouts(48), key=lambda r: r.num_tokens)[-12:]
     longest = rollouts[-1].num_tokens
     cost = sb.QuadraticCost(linear=1.0, quadratic=1.0)
-    knobs = {"batch_size": 12, "max_tokens_per_micro_batch": longest, "micro_batch_counts": micro_batch_counts}
+    knobs = {"batch_size": 12, "micro_batches": {"max_tokens": longest, "counts": micro_batch_counts}}
     (batch,) = await plan(rollouts, dp_size=4, cost=cost, **knobs)
     numbers = [len(share.micro_batches) for share in batch.ranks]
     assert (batch.num_padding > 0) == (micro_batch_counts == "equal") == (len(set(numbers)) == 1)

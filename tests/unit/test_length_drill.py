@@ -101,7 +101,7 @@ def test_what_comes_in_goes_out_in_full(traces_dir: Path, name: str, deadline_s:
 
 def paced(trace: Trace, *, max_staleness: int) -> None:
     """Generation asks before it begins, training makes a version a batch: nothing is ever too old to be dispatched."""
-    config = sb.BalancerConfig(dp_size=8, batch_size=64, max_staleness=max_staleness)
+    config = sb.BalancerConfig(dp_size=8, batch_size=64, staleness=sb.Staleness(max_versions=max_staleness))
     core, throttle = BalancerCore(config), Throttle()
     core.set_version(0)
     to_do = iter(issue_order(trace, 0).tolist())

@@ -23,7 +23,7 @@ prometheus = pytest.importorskip("stream_balancer.metrics.prometheus", reason="t
 prometheus_parser = pytest.importorskip("prometheus_client.parser")
 
 BACKENDS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
-CONFIG = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, max_staleness=2)
+CONFIG = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, staleness=sb.Staleness(max_versions=2))
 
 
 async def used_balancer() -> sb.StreamBalancer:

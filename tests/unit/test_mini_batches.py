@@ -52,7 +52,7 @@ def real(parts: tuple[RankBatch, ...]) -> list[Rollout]:
 @pytest.mark.parametrize("divide", DIVISORS)
 def test_the_gradient_of_each_equals_that_of_one_padded_batch_of_its_rollouts(divide: Divide) -> None:
     executions = some_executions(seed=3)
-    knobs: dict[str, Any] = {"max_tokens_per_micro_batch": 60, "oversize": "alone", "mini_batches": 2}
+    knobs: dict[str, Any] = {"micro_batches": {"max_tokens": 60, "oversize": "alone"}, "step_size": {"mini_batches": 2}}
     batch = planned(executions, **knobs)
     ways = [batch, over_the_wire(batch), from_the_journal(batch), delivered_again(executions, **knobs)]
     for way in ways:
@@ -78,10 +78,9 @@ def steps(draw: st.DrawFn) -> tuple[sb.BalancerConfig, list[Rollout]]:
     group_size = draw(st.sampled_from([None, None, 2, 3]))
     knobs: dict[str, Any] = {
         "dp_size": dp_size,
-        "mini_batches": mini_batches,
+        "step_size": {"mini_batches": mini_batches},
         "batch_size": dp_size * mini_batches * (group_size or 1) * draw(st.integers(1, 3)),
-        "group_size": group_size,
-        "groups": draw(st.sampled_from(["same_batch", "same_rank"])) if group_size else "same_batch",
+        "groups": {"size": group_size, "keep": draw(st.sampled_from(["same_batch", "same_rank"])) if group_size else "same_batch"},
         "policy": draw(st.sampled_from(["window", "window", "fifo", "round_robin"])),
         "counts": draw(st.sampled_from(["free", "free", "equal"])),
         "speeds": draw(st.sampled_from([None, None, tuple(1.0 + rank / 2 for rank in range(dp_size))])),
@@ -236,7 +235,7 @@ def test_a_step_in_one_piece_is_its_own_mini_batch() -> None:
 
 
 def test_every_epoch_has_every_mini_batch_and_begins_with_another() -> None:
-    batch = a_batch([9, 8, 7, 6, 5, 4, 3, 2], mini_batches=4)
+    batch = a_batch([9, 8, 7, 6, 5, 4, 3, 2], step_size=sb.StepSize(mini_batches=4))
     orders = []
     for rank_batch in batch.ranks:
         names = [part.micro_batches[0].rollouts[0].rollout_id for part in rank_batch.mini_batches]
@@ -250,13 +249,13 @@ def test_every_epoch_has_every_mini_batch_and_begins_with_another() -> None:
 
 
 def test_a_mini_batch_cannot_be_acknowledged() -> None:
-    part = a_batch([1, 2, 3, 4], mini_batches=2).ranks[0].mini_batches[0]
+    part = a_batch([1, 2, 3, 4], step_size=sb.StepSize(mini_batches=2)).ranks[0].mini_batches[0]
     with pytest.raises(ValueError, match=r"A mini-batch is acknowledged with its whole step"):
         part.ack()
 
 
 def test_what_is_gone_with_its_producer_is_taken_from_the_mini_batch_that_had_it() -> None:
-    batch = a_batch([10, 20, 30, 40], mini_batches=2)
+    batch = a_batch([10, 20, 30, 40], step_size=sb.StepSize(mini_batches=2))
     gone = batch.ranks[0].mini_batches[1].rollouts[0]
     seal = seal_of(Plan((), [batch], 0, 0.0), 1, [0, 1], [gone.rollout_id])
     assert seal.sizes.tokens == 100 - gone.num_tokens
@@ -267,7 +266,7 @@ def test_what_is_gone_with_its_producer_is_taken_from_the_mini_batch_that_had_it
 
 @pytest.mark.parametrize("dp_size", [1, 3])
 def test_planned_again_for_other_ranks_each_keeps_its_rollouts_and_denominators(dp_size: int) -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=12, mini_batches=4, capacity=48))
+    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=12, step_size=sb.StepSize(mini_batches=4), capacity=48))
     for number in range(24):
         core.add(make_rollout(1 + number * number % 50), 0.0)
     before = core.poll(0.0)

@@ -31,7 +31,7 @@ def test_a_method_that_reads_the_clock_names_sb_blocking(method: str) -> None:
 
 
 def test_every_other_plain_method_needs_none() -> None:
-    balancer = sb.StreamBalancer(sb.BalancerConfig(dp_size=2, batch_size=4, group_size=2))
+    balancer = sb.StreamBalancer(sb.BalancerConfig(dp_size=2, batch_size=4, groups=sb.Groups(size=2)))
     balancer.reconfigure(window=6)
     balancer.set_version(3)
     balancer.abandon_group("g")

@@ -100,7 +100,7 @@ def test_a_call_that_fails_emits_nothing() -> None:
 
 
 def test_what_is_evicted_follows_its_cause() -> None:
-    core, recording = observed(max_staleness=0, batch_size=4, window=4, capacity=8)
+    core, recording = observed(staleness=sb.Staleness(max_versions=0), batch_size=4, window=4, capacity=8)
     core.set_version(1)
     core.add(rollout("old", version=0), 0.0)
     core.add(rollout("a", version=1), 0.0)
@@ -122,7 +122,7 @@ def test_what_is_evicted_follows_its_cause() -> None:
 
 
 def test_other_knobs_an_abandoned_group_and_a_restored_balancer() -> None:
-    core, recording = observed(batch_size=4, window=4, capacity=8, group_size=2, max_staleness=3)
+    core, recording = observed(batch_size=4, window=4, capacity=8, groups=sb.Groups(size=2), staleness=sb.Staleness(max_versions=3))
     core.add(rollout("a", group="g"), 0.0)
     core.abandon_group("g")
     core.set_version(0)
@@ -130,7 +130,7 @@ def test_other_knobs_an_abandoned_group_and_a_restored_balancer() -> None:
     core.set_version(2)
     core.reconfigure(core.config.replace(window=6))
     recording.taken()
-    other, recording = observed(batch_size=4, window=4, capacity=8, group_size=2, max_staleness=1)
+    other, recording = observed(batch_size=4, window=4, capacity=8, groups=sb.Groups(size=2), staleness=sb.Staleness(max_versions=1))
     other.restore(core.snapshot(0.0), 0.0)
     other.reconfigure(other.config.replace(window=6))
     assert recording.taken() == [("restored", 0), ("evicted", "b", "stale"), ("reconfigured", 4)]
@@ -162,7 +162,7 @@ def test_an_observer_that_raises_is_logged_and_nothing_is_lost(caplog: pytest.Lo
 
         accepted = planned = dispatched = acknowledged = evicted = version_set = _fail
 
-    core, recording = observed(max_staleness=0)
+    core, recording = observed(staleness=sb.Staleness(max_versions=0))
     core.observers.insert(0, Broken())
     with caplog.at_level(logging.ERROR, logger="stream_balancer.balancer"):
         core.set_version(0)

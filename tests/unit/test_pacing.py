@@ -35,11 +35,11 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
     return sb.BalancerConfig(
         dp_size=dp_size,
         batch_size=batch,
-        batch_size_range=steps,
+        step_size=sb.StepSize(rollouts=steps),
         window=window,
-        group_size=group,
+        groups=sb.Groups(size=group),
         capacity=window + batch * draw(st.integers(0, 2)),
-        max_staleness=staleness,
+        staleness=sb.Staleness(max_versions=staleness),
         counts=draw(st.sampled_from(["free", "equal"])),
         cost=sb.QuadraticCost(),
     )
@@ -175,7 +175,7 @@ def test_it_never_gets_stuck(config: sb.BalancerConfig, data: st.DataObject) -> 
 
 def test_the_longest_of_all_is_never_thrown_away() -> None:
     """One rollout takes for ever while the others come and go: the rest waits for it at the bound."""
-    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, max_staleness=2)
+    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, staleness=sb.Staleness(max_versions=2))
     world = World(config)
     world.begin()  # this one
     for _ in range(100):
@@ -208,7 +208,7 @@ def test_without_staleness_the_limit_is_capacity() -> None:
 
 def test_siblings_that_wait_for_others_take_no_place_under_capacity() -> None:
     """As for a put: else groups that lack a sibling could hold up for ever those who would begin others."""
-    config = sb.BalancerConfig(dp_size=1, batch_size=4, window=4, capacity=8, group_size=4)
+    config = sb.BalancerConfig(dp_size=1, batch_size=4, window=4, capacity=8, groups=sb.Groups(size=4))
     core, throttle = BalancerCore(config), Throttle()
     for group in "abc":
         core.add_all([sb.Rollout(tokens={"input_ids": IDS[:3]}, group_id=group) for _ in range(3)], 0.0)
@@ -220,7 +220,7 @@ def test_siblings_that_wait_for_others_take_no_place_under_capacity() -> None:
 
 
 def test_who_would_begin_waits_like_a_put_where_more_would_wait_than_max_skips_is_a_guarantee_for() -> None:
-    config = sb.BalancerConfig(dp_size=1, batch_size=4, window=4, capacity=8, group_size=4, max_skips=8)
+    config = sb.BalancerConfig(dp_size=1, batch_size=4, window=4, capacity=8, groups=sb.Groups(size=4), max_skips=8)
     assert config.most_waiting == 9
     core, throttle = BalancerCore(config), Throttle()
     core.add_all([sb.Rollout(tokens={"input_ids": IDS[:3]}, group_id="a") for _ in range(4)], 0.0)
@@ -233,14 +233,14 @@ def test_who_would_begin_waits_like_a_put_where_more_would_wait_than_max_skips_i
 @pytest.mark.parametrize("version", [None, 7])
 def test_rollouts_of_unknown_or_later_versions_make_no_room(version: int | None) -> None:
     """What begins now is of the version in force, whatever waits: it must leave within max_staleness of that."""
-    core, throttle = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=4, max_staleness=1)), Throttle()
+    core, throttle = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=4, staleness=sb.Staleness(max_versions=1))), Throttle()
     core.set_version(0)
     core.add(sb.Rollout(tokens={"input_ids": IDS[:3]}, version=version), 0.0)
     assert throttle.room(core.state) == 2 * 2 - 1
 
 
 def test_groups_are_reserved_whole() -> None:
-    config = sb.BalancerConfig(dp_size=1, batch_size=6, window=6, group_size=3, max_staleness=0)
+    config = sb.BalancerConfig(dp_size=1, batch_size=6, window=6, groups=sb.Groups(size=3), staleness=sb.Staleness(max_versions=0))
     check_reserve(config, 3)
     with pytest.raises(ValueError, match="reserve whole groups"):
         check_reserve(config, 4)
@@ -250,18 +250,18 @@ def test_groups_are_reserved_whole() -> None:
     ("knobs", "says"),
     [
         ({"deadline_s": 5.0}, "with deadline_s.*Set deadline_s=None"),
-        ({"capacity_bytes": 10**9}, "with capacity_bytes"),
+        ({"limits": {"bytes": 10**9}}, "with capacity_bytes"),
         ({"window": 16}, "a window of 16 would never fill. Lower window to 12"),
     ],
 )
 def test_knobs_that_could_not_keep_the_bound_are_refused(knobs: dict[str, object], says: str) -> None:
-    config = sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 8, "max_staleness": 2, **knobs})  # type: ignore[arg-type]
+    config = sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 8, "staleness": {"max_versions": 2}, **knobs})  # type: ignore[arg-type]
     with pytest.raises(sb.ConfigError, match=says):
         check_reserve(config, 1)
 
 
 @pytest.mark.parametrize("count", [0, -1, 13, 1.5, True, math.inf])
 def test_counts_that_can_never_be_admitted_are_refused(count: object) -> None:
-    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, max_staleness=2)
+    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, staleness=sb.Staleness(max_versions=2))
     with pytest.raises(ValueError, match="between 1 and 12 rollouts"):
         check_reserve(config, count)  # type: ignore[arg-type]

@@ -84,9 +84,9 @@ def gradient_of(shares: list[sb.RankBatch]) -> Tensor:
     "more",
     [
         {},
-        {"max_tokens_per_micro_batch": 160},
-        {"max_tokens_per_micro_batch": 160, "micro_batch_multiple": 2},
-        {"group_size": 2, "groups": "same_rank"},
+        {"micro_batches": {"max_tokens": 160}},
+        {"micro_batches": {"max_tokens": 160, "multiple_of": 2}},
+        {"groups": {"size": 2, "keep": "same_rank"}},
         {"speeds": (1.0, 0.5, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0)},
         {"policy": "round_robin"},
     ],
@@ -118,7 +118,7 @@ def test_the_gradient_is_the_same_without_the_ranks_that_are_lost(more: dict[str
 
 
 def test_what_was_let_in_goes_though_a_later_cap_would_refuse_it() -> None:
-    config = sb.BalancerConfig(dp_size=3, batch_size=6, window=6, max_tokens_per_micro_batch=100)
+    config = sb.BalancerConfig(dp_size=3, batch_size=6, window=6, micro_batches=sb.MicroBatches(max_tokens=100))
     core = BalancerCore(config)
     core.add_all([make_rollout(90, f"r{n}") for n in range(6)], 0.0)
     batch = core.poll(0.0)

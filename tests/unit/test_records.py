@@ -280,7 +280,7 @@ class Run:
 def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
     chance = Random(seed)
     config = sb.BalancerConfig(
-        dp_size=2, batch_size=4, window=4, capacity=1000, max_staleness=3, on_stale="evict", max_skips=None,
+        dp_size=2, batch_size=4, window=4, capacity=1000, staleness=sb.Staleness(max_versions=3, on_stale="evict"), max_skips=None,
         **dict(zip(("group_size", "remember_ids"), chance.choice([(None, 0), (None, 5), (4, 1000)]), strict=True)),
     )  # fmt: skip
     run = Run(tmp_path, config, chance)

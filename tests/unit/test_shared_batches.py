@@ -29,7 +29,7 @@ from stream_balancer.types.shared import join_column, join_rollout
 
 def core_of(lengths: list[int], *, dp_size: int = 4, **knobs: Any) -> BalancerCore:
     """Rollouts r0, r1, ... of these lengths; every second one has no loss on its first half."""
-    knobs = {"cp_sizes": (1, 2, 4), "cp_min_tokens": 1, "sync": "step"} | knobs
+    knobs = {"context_parallel": {"sizes": (1, 2, 4), "min_tokens": 1}, "sync": "step"} | knobs
     config = sb.BalancerConfig(dp_size=dp_size, batch_size=len(lengths), window=len(lengths), **knobs)
     core = BalancerCore(config)
     for number, length in enumerate(lengths):
@@ -113,7 +113,7 @@ def check_whole(batch: Batch, rollouts: dict[str, Rollout]) -> None:
 
 
 def test_a_batch_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = core_of(LENGTHS, micro_batch_counts="equal")
+    core = core_of(LENGTHS, micro_batches=sb.MicroBatches(counts="equal"))
     rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
     by_hand(monkeypatch, RANKS, DEGREES)
     batch = polled(core)
@@ -174,7 +174,7 @@ def test_per_rollout_means_come_out_right(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_executions_are_sized_by_whole_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = sb.BalancerConfig(dp_size=2, batch_size=3, window=3, cp_sizes=(1, 2), cp_min_tokens=1)
+    config = sb.BalancerConfig(dp_size=2, batch_size=3, window=3, context_parallel=sb.ContextParallel(sizes=(1, 2), min_tokens=1))
     core = BalancerCore(config)
     for number, length in enumerate((90, 10, 20)):
         rollout = replace(make_rollout(length, f"r{number}"), group_id="g", execution_id="e" if number < 2 else "f")
@@ -261,7 +261,7 @@ def test_other_ranks_get_another_plan_of_the_same_rollouts(monkeypatch: pytest.M
     dp_size=st.sampled_from([2, 4, 8]),
 )
 def test_whatever_the_planner_shares(lengths: list[int], long: list[int], sync: Any, dp_size: int) -> None:
-    core = core_of(long + lengths, dp_size=dp_size, sync=sync, cp_sizes=(1, 2, 4, 8), max_tokens_per_micro_batch=5000)
+    core = core_of(long + lengths, dp_size=dp_size, sync=sync, context_parallel=sb.ContextParallel(sizes=(1, 2, 4, 8)), micro_batches=sb.MicroBatches(max_tokens=5000))
     rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
     batch = polled(core)
     check_whole(batch, rollouts)
@@ -299,7 +299,7 @@ def test_the_planner_shares_a_rollout_above_the_fair_share() -> None:
 
 def test_what_others_take_over_is_not_shared_anew() -> None:
     """Of a step that is not shared, after ``cp_sizes`` came: who is left is no aligned block."""
-    core = core_of([4000, *[100] * 12], cp_sizes=(1,))
+    core = core_of([4000, *[100] * 12], context_parallel=sb.ContextParallel(sizes=(1,)))
     batch = polled(core)
     core.reconfigure(replace(core.config, cp_sizes=(1, 2, 4)))
     parts = batching.lay_out(core.state, list(batch.rollouts), batch.rollouts, step=batch.step, num_ranks=2)

@@ -226,7 +226,7 @@ class TestTokenBudgets:
     def test_steps_of_alike_tokens_and_mean_delay_of_a_batch(self) -> None:
         trace = generate_trace(2_400, "tau", seed=2)
         tokens = round(16 * trace.num_tokens / len(trace))
-        report = simulate(trace, knobs(batch_size=None, batch_tokens=tokens), slots=64)
+        report = simulate(trace, knobs(batch_size=None, step_size={"tokens": tokens}), slots=64)
         check_report(report, trace)
         usual = simulate(trace, knobs(batch_size=16), slots=64)
         assert report.figures.token_variation < 0.05 < 0.1 < usual.figures.token_variation
@@ -259,7 +259,7 @@ class TestSegments:
         report = simulate(trace_of([10] * 800), config, slots=40, tokens_per_second=1.0, warm_up=0)
         assert (report.staleness.p10, report.staleness.p90) == (10.0, 10.0)
         evicting = simulate(
-            trace_of([10] * 800), config.replace(max_staleness=4), slots=40, tokens_per_second=1.0, warm_up=0
+            trace_of([10] * 800), config.replace(staleness={"max_versions": 4}), slots=40, tokens_per_second=1.0, warm_up=0
         )
         assert evicting.evicted > 100
         assert evicting.staleness.max <= 4
@@ -306,7 +306,7 @@ class TestSegments:
         assert report.steps.mean_load[:-1].tolist() == pytest.approx([7.5] * (report.num_batches - 1)), (
             "9 and 3 at half"
         )
-        micro = simulate(trace, report.config.replace(sync="micro_batch", max_tokens_per_micro_batch=99), slots=4)
+        micro = simulate(trace, report.config.replace(sync="micro_batch", micro_batches={"max_tokens": 99}), slots=4)
         assert micro.steps.step_work[:-1].min() >= 9.0 - 1e-9, "the other way to the same figures"
         matched = simulate(trace, report.config, slots=4, trainer="matched")
         generation_s = finish_times(trace, slots=4).max()
@@ -314,18 +314,18 @@ class TestSegments:
 
     def test_padded_micro_batches_pay_for_the_longest(self) -> None:
         trace = trace_of([4, 1, 1, 1], arrival=[0.0] * 4)
-        config = BalancerConfig(dp_size=1, batch_size=4, window=4, cost=PaddedCost(), max_tokens_per_micro_batch=16)
+        config = BalancerConfig(dp_size=1, batch_size=4, window=4, cost=PaddedCost(), micro_batches={"max_tokens": 16})
         report = simulate(trace, config, warm_up=0)
         assert report.steps.mean_load.tolist() == [7.0]
         assert 7.0 <= report.steps.step_work[0] <= 16.0
-        usual = simulate(trace, as_policy(config.replace(max_tokens_per_micro_batch=None), "round_robin"), warm_up=0)
+        usual = simulate(trace, as_policy(config.replace(micro_batches={"max_tokens": None}), "round_robin"), warm_up=0)
         assert usual.steps.step_work.tolist() == [16.0]
 
     @pytest.mark.parametrize(("sync", "work"), [("step", 7.0), ("micro_batch", 12.0)])
     def test_where_ranks_meet(self, sync: str, work: float) -> None:
         """Rank 0 runs 6 then 1, rank 1 runs 1 then 6."""
         trace = trace_of([6, 1, 1, 6], arrival=[0.0] * 4)
-        config = knobs(policy="round_robin", sync=sync, max_tokens_per_micro_batch=6)
+        config = knobs(policy="round_robin", sync=sync, micro_batches={"max_tokens": 6})
         report = simulate(trace, config, warm_up=0)
         assert report.steps.step_work.tolist() == [work]
         assert report.steps.mean_load.tolist() == [7.0]
@@ -334,7 +334,7 @@ class TestSegments:
         """36 beside 6 at most, for a micro-batch holds 6 tokens; then the other 4 on two ranks."""
         trace = trace_of([6] + [1] * 10, arrival=[0.0] * 11)
         config = knobs(
-            sync="micro_batch", max_tokens_per_micro_batch=6, batch_size=11, cost=QuadraticCost(0.0, 1.0), window=11
+            sync="micro_batch", micro_batches={"max_tokens": 6}, batch_size=11, cost=QuadraticCost(0.0, 1.0), window=11
         )
         report = simulate(trace, config, warm_up=0)
         assert report.steps.lower_bound.tolist() == report.steps.step_work.tolist() == [38.0]
@@ -342,7 +342,7 @@ class TestSegments:
 
     def test_meeting_at_every_micro_batch_costs_the_sum_of_the_slowest(self) -> None:
         trace = generate_trace(2_000, "lognormal", seed=1)
-        cap = {"max_tokens_per_micro_batch": 40_000, "batch_size": 32}
+        cap = {"micro_batches": {"max_tokens": 40_000}, "batch_size": 32}
         step = simulate(trace, knobs(sync="step", **cap))
         micro = simulate(trace, knobs(sync="micro_batch", policy="round_robin", **cap))
         check_report(micro, trace)
@@ -353,7 +353,7 @@ class TestKnobs:
     def test_staleness_evicts_and_still_counts_everything(self) -> None:
         trace = trace_of([1] * 60 + [500] * 4)
         report = simulate(
-            trace, knobs(window=4, max_staleness=3), slots=64, tokens_per_second=1.0, trainer=1.0, warm_up=0
+            trace, knobs(window=4, staleness={"max_versions": 3}), slots=64, tokens_per_second=1.0, trainer=1.0, warm_up=0
         )
         check_report(report, trace)
         assert report.evicted > 0
@@ -361,7 +361,7 @@ class TestKnobs:
 
     def test_groups_leave_together(self) -> None:
         trace = generate_trace(600, "rg", seed=1)
-        config = knobs(batch_size=12, window=24, group_size=3, capacity=64)
+        config = knobs(batch_size=12, window=24, groups={"size": 3}, capacity=64)
         report = simulate(trace, config, slots=16)
         check_report(report, trace)
         steps = report.step_of.reshape(-1, 3)
@@ -370,14 +370,14 @@ class TestKnobs:
     def test_a_group_that_stays_short_is_passed_over_by_nobody(self) -> None:
         """It could never have gone: it leaves at the drain."""
         groups = [0, *(1 + i // 2 for i in range(80))]
-        report = simulate(trace_of([1] * 81, [float(i) for i in range(81)], groups), knobs(group_size=2, max_skips=8))
+        report = simulate(trace_of([1] * 81, [float(i) for i in range(81)], groups), knobs(groups={"size": 2}, max_skips=8))
         assert report.reasons["drain"] == 2
         assert report.step_of[0] >= report.num_batches - 2 > 8
         assert report.max_skips_seen <= 8
 
     def test_siblings_pass_those_who_wait_for_room(self) -> None:
         trace = trace_of([1] * 32, arrival=[0.0] * 32, groups=[i // 4 for i in range(32)])
-        config = knobs(window=4, capacity=4, group_size=4)
+        config = knobs(window=4, capacity=4, groups={"size": 4})
         report = simulate(trace, config, trainer=1.0)
         check_report(report, trace)
         assert report.step_of.tolist() == [i // 4 for i in range(32)]
@@ -387,7 +387,7 @@ class TestKnobs:
         """Capacity 4 is full of four groups that wait for siblings; two more rollouts wait for room."""
         groups = [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]
         trace = trace_of([1] * 12, arrival=[0.0] * 6 + [1.0] * 6, groups=groups)
-        config = knobs(window=4, capacity=4, group_size=2)
+        config = knobs(window=4, capacity=4, groups={"size": 2})
         check_report(simulate(trace, config), trace)
         lonely = trace_of([1] * 6, arrival=[0.0] * 6, groups=[0, 1, 2, 3, 4, 5])
         check_report(simulate(lonely, config), lonely)
@@ -395,7 +395,7 @@ class TestKnobs:
 
     def test_a_rollout_above_the_cap_is_refused_by_name(self) -> None:
         with pytest.raises(RolloutError, match="rollout '1' has 9 tokens, above max_tokens_per_micro_batch"):
-            simulate(trace_of([5, 9], arrival=[0.0, 1.0]), knobs(max_tokens_per_micro_batch=8))
+            simulate(trace_of([5, 9], arrival=[0.0, 1.0]), knobs(micro_batches={"max_tokens": 8}))
 
     @pytest.mark.parametrize("trainer", [0.0, -1.0, math.nan, "fast"])
     def test_bad_trainers(self, trainer: Any) -> None:
@@ -502,6 +502,6 @@ def test_the_last_few_are_fewer_than_the_ranks(policy: Any, sync: Any) -> None:
 
 @pytest.mark.parametrize("cost", [TokenCost(), PaddedCost()])
 def test_a_step_lasts_as_long_as_its_mini_batches_do_one_after_the_other(cost: TokenCost | PaddedCost) -> None:
-    config = knobs(policy="fifo", mini_batches=2, cost=cost)
+    config = knobs(policy="fifo", step_size={"mini_batches": 2}, cost=cost)
     report = simulate(trace_of([100, 1, 100, 1] * 4, arrival=list(range(16))), config)
     assert set(report.steps.step_work.tolist()) == {200.0}, "each of the two waits for its longest rollout"

@@ -27,7 +27,7 @@ def test_siblings_share_their_prompt_where_it_is_the_same() -> None:
 def test_what_sharing_adds_counts_as_idle_in_the_simulator_and_in_statistics(policy: Policy) -> None:
     lengths = np.random.default_rng(5).lognormal(8.0, 1.7, 600).clip(16, 200_000).astype(np.int64)
     trace = Trace(prompt_tokens=0 * lengths, output_tokens=lengths, group_ids=np.arange(600))
-    config = as_policy(BalancerConfig(dp_size=8, batch_size=32, cost=QuadraticCost(), cp_sizes=(1, 2, 4, 8)), policy)
+    config = as_policy(BalancerConfig(dp_size=8, batch_size=32, cost=QuadraticCost(), context_parallel={"sizes": (1, 2, 4, 8)}), policy)
     core = BalancerCore(config)
     run = Run(trace, core, Generation(trace, 64, 30.0, 0), float("inf"))
     run.to_the_end(None)
@@ -40,5 +40,5 @@ def test_what_sharing_adds_counts_as_idle_in_the_simulator_and_in_statistics(pol
     assert added.max() > 0.05 * work.max()
     assert (steps.lower_bound <= steps.step_work * (1 + 1e-9)).all()
     assert core.statistics(0.0).idle_fraction == pytest.approx(1 - work.sum() / steps.step_work.sum())
-    whole = simulate(trace, config.replace(cp_sizes=(1,)), slots=64, warm_up=0)
+    whole = simulate(trace, config.replace(context_parallel={"sizes": (1,)}), slots=64, warm_up=0)
     assert whole.overall.idle_fraction > 1.3 * (1 - work.sum() / steps.step_work.sum())

@@ -147,7 +147,7 @@ def test_stale_rollouts_of_a_checkpoint_are_evicted_and_counted() -> None:
     core.set_version(9)
     for n in range(6):
         core.add(rich_rollout(n), 0.0)
-    fresh = BalancerCore(config(max_staleness=5))
+    fresh = BalancerCore(config(staleness=sb.Staleness(max_versions=5)))
     evictions = Evictions(fresh)
     fresh.restore(core.snapshot(1.0), 0.0)
     verify(fresh)
@@ -158,7 +158,7 @@ def test_stale_rollouts_of_a_checkpoint_are_evicted_and_counted() -> None:
 
 
 def test_knobs_that_refuse_a_rollout_say_which_and_change_nothing() -> None:
-    fresh = BalancerCore(config(max_tokens_per_micro_batch=8))
+    fresh = BalancerCore(config(micro_batches=sb.MicroBatches(max_tokens=8)))
     with pytest.raises(sb.RolloutError, match=r"has \d+ tokens, above max_tokens_per_micro_batch \(8\)"):
         fresh.restore(busy_core().snapshot(20.0), 0.0)
     assert fresh.statistics(0.0).accepted == 0
@@ -172,7 +172,7 @@ def test_only_a_fresh_balancer_loads() -> None:
 
 
 def test_siblings_that_left_before_the_checkpoint_are_remembered() -> None:
-    knobs = config(group_size=2, deadline_s=5.0)
+    knobs = config(groups=sb.Groups(size=2), deadline_s=5.0)
     core = BalancerCore(knobs)
     first, second = make_rollouts([3, 4], prefix="a", siblings=2)
     whole = make_rollouts([3, 4], prefix="b", siblings=2)

@@ -75,7 +75,7 @@ async def test_who_takes_batches_is_named() -> None:
 
 
 async def test_incomplete_groups_are_named() -> None:
-    config = sb.BalancerConfig(dp_size=1, batch_size=4, group_size=4)
+    config = sb.BalancerConfig(dp_size=1, batch_size=4, groups=sb.Groups(size=4))
     async with sb.StreamBalancer(config) as balancer:
         for n in range(5):
             await balancer.put(make_rollout(5, group_id=f"g{n}"))
@@ -87,7 +87,7 @@ async def test_incomplete_groups_are_named() -> None:
 
 
 async def test_what_is_held_back_for_its_age_is_counted() -> None:
-    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, max_staleness=0)
+    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, staleness=sb.Staleness(max_versions=0))
     async with sb.StreamBalancer(config) as balancer:
         balancer.set_version(3)
         for _ in range(4):

@@ -133,7 +133,7 @@ def test_shares_may_change_and_name_what_has_not_come_yet() -> None:
 
 
 def test_a_group_is_of_its_oldest_members_stratum() -> None:
-    core = core_of(group_size=2, stratum_shares={"agent": 0.25}, max_skips=None)
+    core = core_of(groups=sb.Groups(size=2), stratum_shares={"agent": 0.25}, max_skips=None)
     core.add(rollout(5, "agent", group_id="half"), 0.0)
     for number in range(4):
         stratum = "agent" if number == 3 else "math"
@@ -146,7 +146,7 @@ def test_a_group_is_of_its_oldest_members_stratum() -> None:
 
 
 def test_what_is_held_back_for_its_age_lacks_in_no_share() -> None:
-    core = core_of(max_staleness=0, stratum_shares={"agent": 0.25})
+    core = core_of(staleness=sb.Staleness(max_versions=0), stratum_shares={"agent": 0.25})
     core.set_version(0)
     for _ in range(8):
         core.add(rollout(50, "math", version=0), 0.0)

@@ -15,7 +15,7 @@ from stream_balancer.testing import make_rollout, make_rollouts
 
 
 def core_of(lengths: list[int] | None = None, *, siblings: int | None = None, **knobs: Any) -> BalancerCore:
-    core = BalancerCore(sb.BalancerConfig(**{"dp_size": 2, "batch_tokens": 100, **knobs}))
+    core = BalancerCore(sb.BalancerConfig(**{"dp_size": 2, "step_size": {"tokens": 100}, **knobs}))
     for rollout in make_rollouts(lengths or [], siblings=siblings):
         core.add(rollout, 0.0)
     return core
@@ -59,7 +59,7 @@ def test_every_rank_gets_a_rollout_however_long_they_are() -> None:
 
 
 def test_whole_groups_go_and_incomplete_ones_do_not_count() -> None:
-    core = core_of([25] * 8, siblings=4, group_size=4, window_tokens=150)
+    core = core_of([25] * 8, siblings=4, groups=sb.Groups(size=4), step_size=sb.StepSize(window_tokens=150))
     batch = polled(core)
     assert (batch.num_rollouts, batch.num_tokens, batch.incomplete_groups) == (4, 100, ())
     core.add_all(list(make_rollouts([40, 40], prefix="a", siblings=4)), 1.0)  # half a group: g0 is done, these are new
@@ -74,19 +74,19 @@ def test_a_deadline_sends_less_and_the_drain_the_rest() -> None:
     assert core.next_wakeup() == 5.0
     batch = polled(core, 5.0)
     assert (batch.reason, batch.num_tokens) == ("deadline", 50)
-    core = core_of([10] * 25 + [10] * 8, window_tokens=400)
+    core = core_of([10] * 25 + [10] * 8, step_size=sb.StepSize(window_tokens=400))
     core.end()
     assert [polled(core).num_tokens for _ in range(4)] == [100, 100, 100, 30]
     assert core.finished
 
 
 def test_puts_wait_once_the_tokens_are_there_and_the_window_is_full_then() -> None:
-    core = core_of([40] * 5, capacity_tokens=200)
+    core = core_of([40] * 5, limits=sb.Limits(tokens=200))
     with pytest.raises(sb.WouldBlock):
         core.add(make_rollout(1), 0.0)
     assert polled(core).reason == "window"
     core.add(make_rollout(1), 0.0)
-    core = core_of([10] * 9, window=20, capacity_tokens=100)
+    core = core_of([10] * 9, window=20, limits=sb.Limits(tokens=100))
     core.add(make_rollout(300), 0.0)  # 90 wait: the last put may pass the limit
     with pytest.raises(sb.WouldBlock):
         core.add(make_rollout(1), 0.0)
@@ -94,7 +94,7 @@ def test_puts_wait_once_the_tokens_are_there_and_the_window_is_full_then() -> No
 
 
 def test_too_old_rollouts_are_not_counted_before_they_may_leave() -> None:
-    core = core_of(max_staleness=0, window_tokens=100)
+    core = core_of(staleness=sb.Staleness(max_versions=0), step_size=sb.StepSize(window_tokens=100))
     core.set_version(0)
     for number in range(4):
         core.add(make_rollout(50, f"{number}", version=0), 0.0)
@@ -110,7 +110,7 @@ def test_too_old_rollouts_are_not_counted_before_they_may_leave() -> None:
 
 
 def test_a_full_step_leaves_before_it_is_too_old() -> None:
-    core = core_of([], max_staleness=0, window_tokens=500)
+    core = core_of([], staleness=sb.Staleness(max_versions=0), step_size=sb.StepSize(window_tokens=500))
     core.set_version(0)
     core.add(make_rollout(30, version=0), 0.0)
     core.add(make_rollout(30, version=0), 0.0)
@@ -120,7 +120,7 @@ def test_a_full_step_leaves_before_it_is_too_old() -> None:
 
 
 def test_tokens_may_limit_what_waits_under_batch_size_too() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=8, capacity_tokens=100))
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=8, limits=sb.Limits(tokens=100)))
     for rollout in make_rollouts([60, 60]):
         core.add(rollout, 0.0)
     with pytest.raises(sb.WouldBlock):
@@ -129,7 +129,7 @@ def test_tokens_may_limit_what_waits_under_batch_size_too() -> None:
 
 
 def test_tokens_of_siblings_that_wait_for_others_do_not_make_a_put_wait() -> None:
-    knobs: dict[str, Any] = {"dp_size": 1, "batch_size": 2, "window": 8, "group_size": 2, "capacity_tokens": 100}
+    knobs: dict[str, Any] = {"dp_size": 1, "batch_size": 2, "window": 8, "groups": {"size": 2}, "limits": {"tokens": 100}}
     core = BalancerCore(sb.BalancerConfig(**knobs))
     for number in range(3):
         core.add(make_rollout(40, f"open{number}", group_id=f"open{number}"), 0.0)
@@ -143,7 +143,7 @@ def test_tokens_of_siblings_that_wait_for_others_do_not_make_a_put_wait() -> Non
 
 def test_no_more_tokens_wait_than_max_skips_is_a_guarantee_for() -> None:
     """Though they wait for siblings: these may come all at once."""
-    core = core_of(group_size=2, window_tokens=100, max_skips=8)
+    core = core_of(groups=sb.Groups(size=2), step_size=sb.StepSize(window_tokens=100), max_skips=8)
     assert (core.config.capacity_tokens, core.config.most_waiting_tokens) == (200, 800)
     core.add_all([make_rollout(50, f"a{n}", group_id="a") for n in (0, 1)], 0.0)
     for number in range(10):
@@ -158,7 +158,7 @@ def test_knobs_may_change_from_rollouts_to_tokens_and_back() -> None:
     for rollout in make_rollouts([60, 60, 60]):
         core.add(rollout, 0.0)
     assert core.poll(0.0) is None
-    core.reconfigure(core.config.replace(batch_size=None, batch_tokens=60, window_tokens=120))
+    core.reconfigure(core.config.replace(batch_size=None, step_size=sb.StepSize(tokens=60, window_tokens=120)))
     assert polled(core).num_rollouts == 1
     core.reconfigure(sb.BalancerConfig(dp_size=1, batch_size=2, window=2))
     assert polled(core).num_rollouts == 2
@@ -166,4 +166,4 @@ def test_knobs_may_change_from_rollouts_to_tokens_and_back() -> None:
 
 def test_places_cannot_be_reserved() -> None:
     with pytest.raises(sb.ConfigError, match="not known in rollouts under batch_tokens"):
-        check_reserve(sb.BalancerConfig(dp_size=1, batch_tokens=100), 1)
+        check_reserve(sb.BalancerConfig(dp_size=1, step_size=sb.StepSize(tokens=100)), 1)

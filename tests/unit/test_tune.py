@@ -144,14 +144,14 @@ class TestSettings:
     def test_no_window_that_a_capacity_could_not_fill(self) -> None:
         found = self.settings(SMALL, in_time=True, windows=[4, 8, 12], capacities=[8, 6], max_skips=[9])
         assert [(c.window, c.capacity) for c in found if c.deadline_s is None] == [(4, 6), (4, 8), (8, 8)]
-        budget = sb.BalancerConfig(dp_size=2, batch_tokens=1_000)
+        budget = sb.BalancerConfig(dp_size=2, step_size=sb.StepSize(tokens=1_000))
         found = self.settings(budget, in_time=True, windows=[1_500], max_skips=[9], deadlines_s=[None])
         assert [(c.window_tokens, c.capacity_tokens) for c in found] == [
             (1_500, capacity) for capacity in (2_000, 3_000, 4_000, 6_000)
         ]
 
     def test_whole_groups(self) -> None:
-        found = self.settings(sb.BalancerConfig(dp_size=2, batch_size=12, group_size=6))
+        found = self.settings(sb.BalancerConfig(dp_size=2, batch_size=12, groups=sb.Groups(size=6)))
         assert {c.window % 6 for c in found} == {0}
 
     def test_what_a_window_needs_where_that_is_more(self) -> None:
@@ -186,7 +186,7 @@ class TestSweep:
 
     def test_windows_of_a_budget_are_in_tokens(self) -> None:
         trace = sb.generate_trace(120, HEAVY, seed=1)
-        config = sb.BalancerConfig(dp_size=2, batch_tokens=2_000)
+        config = sb.BalancerConfig(dp_size=2, step_size=sb.StepSize(tokens=2_000))
         report = sb.tune(trace, config, windows=[2_000, 4_000], max_skips=[12], deadlines_s=[None], slots=16)
         assert [o.knobs["window_tokens"] for o in report.outcomes] == [2_000, 4_000]
         assert report.recommended_config.window_tokens == report.recommended.window
