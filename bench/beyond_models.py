@@ -156,7 +156,9 @@ GANG = {
     # numbers of micro-batches differ, so what one costs is learned
     "micro_batches": {"max_tokens": 4096, "counts": "free"},
 }
-SHARING = {"context_parallel": {"sizes": (1, 2), "min_tokens": 1024}}  # a ring takes some 40 ms more, however short its parts
+SHARING = {
+    "context_parallel": {"sizes": (1, 2), "min_tokens": 1024}
+}  # a ring takes some 40 ms more, however short its parts
 
 
 def long_tailed(count: int) -> list[sb.Rollout]:
@@ -205,7 +207,9 @@ def as_rank(rank: int, store: str, count: int, cpu: bool) -> None:
     whole, shared = [], []
     for batch, seconds in Run(train, cost=learned.cost, **GANG).of(rollouts[then:]):
         whole.append(learned.step_of(batch, seconds))
-    for batch, seconds in Run(train, cost=learned.cost, context_parallel=sb.ContextParallel(overhead=overhead), **SHARING, **GANG).of(rollouts[then:]):
+    for batch, seconds in Run(
+        train, cost=learned.cost, context_parallel=sb.ContextParallel(overhead=overhead), **SHARING, **GANG
+    ).of(rollouts[then:]):
         shared.append(learned.step_of(batch, seconds))
     if rank == 0:
         sys.stdout.write(json.dumps([whole, shared, overhead]))

@@ -150,7 +150,7 @@ def _own_groups() -> Plan:
 
 @scheduler(
     "stream_balancer, window 1, cp_sizes",
-    "policy='fifo', cp_sizes=(1, 2, 4, 8)",
+    "policy='fifo', context_parallel.sizes=(1, 2, 4, 8)",
     by_sync=True,
     splits=True,
     by_overhead=True,

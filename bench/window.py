@@ -51,7 +51,7 @@ class Mode:
     ranks: int = 8
     policy: Policy = "window"
     capped: bool = False
-    """`max_tokens_per_micro_batch` is the longest rollout."""
+    """`micro_batches.max_tokens` is the longest rollout."""
     in_tokens: float = 0.0
     """Steps and window are as many tokens as so many batches have on average; 0: they are rollouts."""
     whole_groups: bool = False

@@ -30,7 +30,11 @@ PROMPTS, SAVE_EVERY = int(os.environ.get("PROMPTS", "80")), 3
 async def control() -> None:
     """The controller. What was accepted and is in no checkpoint is in its journal."""
     config = sb.BalancerConfig(
-        dp_size=RANKS, batch_size=16, groups=sb.Groups(size=SIBLINGS), staleness=sb.Staleness(max_versions=3), micro_batches=sb.MicroBatches(max_tokens=512)
+        dp_size=RANKS,
+        batch_size=16,
+        groups=sb.Groups(size=SIBLINGS),
+        staleness=sb.Staleness(max_versions=3),
+        micro_batches=sb.MicroBatches(max_tokens=512),
     )
     transport = sb.TorchTransport.listen(dp_size=RANKS, port=PORT)
     async with sb.StreamBalancer(config, journal=FOLDER / "journal", num_producers=WORKERS) as balancer, transport:

@@ -45,8 +45,8 @@ class CostFit:
     speeds: tuple[float, ...]
     """Measured speed of each rank, the median rank's being 1.0."""
     cp_overhead: float | None = None
-    """Share of work that sharing a rollout adds for each doubling of ranks (``cp_sizes``); None before a measured step
-    in which ranks shared one."""
+    """Share of work that sharing a rollout adds for each doubling of ranks (``context_parallel``); None before a measured
+    step in which ranks shared one."""
 
 
 @documented
@@ -84,7 +84,7 @@ class TrainingAge:
     p99: int
     """99 % of them were at most this old."""
     max: int
-    """The oldest; at most ``max_staleness`` where that is kept, see docs/staleness.md."""
+    """The oldest; at most ``staleness.max_versions`` where that is kept, see docs/staleness.md."""
 
 
 @documented
@@ -131,7 +131,7 @@ class Statistics:
     0.0 = every step trains on as many tokens; what varies is noise in the gradient. None before the first dispatch."""
     surplus_rollouts: int
     """Rollouts that steps took beyond ``batch_size`` so far, and later ones give back; 0 without
-    ``batch_size_range``."""
+    ``step_size.rollouts``."""
     padding_copies: int
     """Zero-weight copies made, ever."""
     nacked: int
@@ -142,7 +142,7 @@ class Statistics:
     oldest_open_group_s: float
     """Seconds the oldest of these rollouts has waited; 0.0 if there is none."""
     short_groups: int
-    """Groups that were closed with fewer than ``group_size``, or sent before all their siblings had come, ever."""
+    """Groups that were closed with fewer than ``groups.size``, or sent before all their siblings had come, ever."""
     blocked_puts: int = 0
     """Puts that are waiting for room now."""
     reserved: int = 0
@@ -162,7 +162,7 @@ class Statistics:
     """Delay of long rollouts beside short ones; see :class:`LengthBiasSummary`."""
     idle_fraction: float | None
     """Predicted part of rank time spent waiting for the slowest rank, over all steps: 1 - sum(mean load) / sum(max
-    load). What it adds to share rollouts (``cp_sizes``) is no work: it counts as idle. None before the first
+    load). What it adds to share rollouts (``context_parallel``) is no work: it counts as idle. None before the first
     dispatch."""
     measured_idle_fraction: float | None
     """The same, from the seconds that ranks reported for their steps; None before any did. Sharing counts as work here:
@@ -186,7 +186,7 @@ class Statistics:
     window: int
     """Rollouts that a dispatch waits for: the knob, or what ``window="auto"`` has chosen."""
     window_tokens: int | None
-    """Tokens that a dispatch waits for under ``batch_tokens``; None where it waits for rollouts only."""
+    """Tokens that a dispatch waits for under ``step_size.tokens``; None where it waits for rollouts only."""
     strata: Mapping[str, StratumStatistics]
     """Figures of each stratum (environment, data set) that has come; empty where no rollout named one."""
     idle_by_window: Mapping[int, float] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Options common to the commands: how they become values of the library, and what a user's mistake looks like.
 
-A command is a dataclass whose fields are its options, beside the knobs that it takes. What ``BalancerConfig`` says of a
-knob is its help here, too, and what a knob may be is ``config.checks.KINDS``.
+A command is a dataclass whose fields are its options, beside the knobs that it takes, those of a group by their path:
+``--groups.size``. What ``BalancerConfig`` says of a knob is its help here, too, and what it may be is the knob's kind.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -17,9 +18,9 @@ import msgspec
 import typer
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.config.checks import KINDS
+from stream_balancer.config.values import in_words, knob_at
 from stream_balancer.errors import ConfigError, RolloutError, TraceError
-from stream_balancer.field_docs import texts_below_fields
+from stream_balancer.field_docs import first_sentence, texts_below_fields
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.trace import Trace, load_trace
 
@@ -30,32 +31,35 @@ DEFAULTS = {"dp_size": 8, "batch_size": 32}
 DEFAULT_GENERATED = 20_000  # rollouts of generate:NAME without a number: hundreds of dispatches, a second or two
 GENERATE = "generate:"
 USER_ERROR = 2  # typer's own code for bad usage
-KNOBS = texts_below_fields(BalancerConfig)
-METAVARS = {"step_size": {"rollouts": "LEAST:MOST"}, "cost": "MODEL", "context_parallel": {"sizes": "N,N,..."}, "deadline_s": "SECONDS"}
+METAVARS = {
+    "step_size.rollouts": "LEAST:MOST",
+    "cost": "MODEL",
+    "context_parallel.sizes": "N,N,...",
+    "deadline_s": "SECONDS",
+}
 
 
 def as_command(options: type[Any]) -> Callable[..., None]:
     """A function for typer: it takes the fields of the dataclass and the ``KNOBS`` that it names as options, and calls
     ``run()``. Help of a field is the text below it, and that of a knob what ``BalancerConfig`` says."""
 
-    names: tuple[str, ...] = getattr(options, "KNOBS", ())
+    paths: tuple[str, ...] = getattr(options, "KNOBS", ())
 
     def command(**given: Any) -> None:
         try:
-            knobs = {name: value for name in names if (value := given.pop(name)) is not None}
-            options(**given, **({"knobs": knobs} if names else {})).run()
+            knobs = {path: value for path in paths if (value := given.pop(_identifier(path))) is not None}
+            options(**given, **({"knobs": knobs} if paths else {})).run()
         except (ConfigError, RolloutError, TraceError) as error:  # a value the user gave and the library refused
             fail(str(error))
 
     types, texts = get_type_hints(options, include_extras=True), texts_below_fields(options)
     signature = inspect.signature(options)
     own = [
-        one.replace(annotation=_option(types[one.name], one.name, help=_help(one.name, texts)))
+        one.replace(annotation=_option(types[one.name], one.name, help=texts.get(one.name, "")))
         for one in signature.parameters.values()
         if one.name != "knobs"
     ]
-    knobs = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_knob(n)) for n in names]
-    setattr(command, "__signature__", signature.replace(parameters=own + knobs))  # noqa: B010 - functions have none for type checkers
+    setattr(command, "__signature__", signature.replace(parameters=own + [_knob(path) for path in paths]))  # noqa: B010 - functions have none for type checkers
     command.__name__, command.__doc__ = options.__name__.lower(), options.__doc__
     return command
 
@@ -67,29 +71,39 @@ def _option(kind: Any, name: str, **how: Any) -> Any:
     return Annotated[kind, typer.Option(*flag, **how)]
 
 
-def _help(name: str, texts: Mapping[str, str]) -> str:
-    """The first sentence that BalancerConfig says of a knob, and the text of the command."""
-    first, *_ = re.split(r"(?<=[^.]\.) ", " ".join(KNOBS.get(name, "").replace("``", "").split()))
-    return f"{first} {texts.get(name) or ''}".strip()
-
-
-def _knob(name: str) -> Any:
-    kind = KINDS[name][0] if name in KINDS else str
-    default = DEFAULTS.get(name, BalancerConfig.__dataclass_fields__[name].default)
-    said = f"(default: {default})" if isinstance(default, int | float | str) and kind is not bool else ""
-    choices = "|".join(get_args(kind)) if get_origin(kind) is Literal else None
-    return _option(
-        bool | None if kind is bool else str | None,
-        name,
-        help=_help(name, {name: said}),
-        metavar=None if kind is bool else METAVARS.get(name, choices or "N"),
+def _knob(path: str) -> inspect.Parameter:
+    kind, text, default = knob_at(BalancerConfig, path)
+    default = DEFAULTS.get(path, default)
+    said = f" (default: {default})" if isinstance(default, int | float | str) and kind is not bool else ""
+    choices = "|".join(get_args(kind)) if get_origin(kind) is Literal else "N"
+    how = typer.Option(
+        _flag(path),
+        help=first_sentence(text) + said,
+        metavar=None if kind is bool else METAVARS.get(path, choices),
         rich_help_panel="Knobs",
     )
+    return inspect.Parameter(
+        _identifier(path),
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[bool | None if kind is bool else str | None, how],
+    )
+
+
+def _flag(path: str) -> str:
+    return "--" + path.replace("_", "-")
+
+
+def _identifier(path: str) -> str:
+    return path.replace(".", "__")
 
 
 def value_of(option: str, text: str, kind: Any, words: str) -> Any:
     """A user's text as a value of this kind; several with commas or a colon between. Raises ConfigError."""
-    many = get_origin(kind) is tuple or any(get_origin(one) is tuple for one in get_args(kind))
+    many = any(
+        get_origin(get_args(one)[0] if get_origin(one) is Annotated else one) is tuple
+        for one in (kind, *get_args(kind))
+    )
     parts = [None if part == "none" else part for part in (re.split("[,:]", text) if many else [text])]
     try:
         return msgspec.convert(parts if many else parts[0], kind, strict=False)
@@ -97,20 +111,15 @@ def value_of(option: str, text: str, kind: Any, words: str) -> Any:
         raise ConfigError(f"{option} {text}: must be {words}") from None
 
 
-def _value_of_knob(name: str, value: Any) -> Any:
-    if not isinstance(value, str) or name not in KINDS:
-        return value
-    return value_of("--" + name.replace("_", "-"), value, *KINDS[name])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
     """Options of ``replay`` and ``tune``: lengths, knobs, and how fast rollouts come and go."""
 
     KNOBS: ClassVar[tuple[str, ...]] = (
-        "dp_size", "batch_size", "batch_size_range", "batch_tokens", "cost", "counts", "sync",
-        "max_tokens_per_micro_batch", "micro_batch_counts", "micro_batch_overhead_cost", "mini_batches", "cp_sizes",
-        "cp_overhead", "cp_min_tokens", "group_size", "groups", "share_prefixes",
+        "dp_size", "batch_size", "step_size.rollouts", "step_size.tokens", "step_size.mini_batches", "cost", "counts",
+        "sync", "micro_batches.max_tokens", "micro_batches.counts", "micro_batches.overhead_cost",
+        "context_parallel.sizes", "context_parallel.overhead", "context_parallel.min_tokens", "groups.size",
+        "groups.keep", "groups.share_prefixes",
     )  # fmt: skip
 
     trace: Annotated[
@@ -121,7 +130,8 @@ class Simulated:
         ),
     ]
     config: Path | None = None
-    """Knobs from a file (.yaml, .json, .toml), as BalancerConfig.from_dict takes them; options come on top."""
+    """Knobs from a file (.yaml, .json, .toml), as BalancerConfig.from_dict takes them. Options override it; tune
+    overrides its window, capacity, max_skips, deadline_s and policy by those that it tries."""
     knobs: Mapping[str, Any] = field(default_factory=dict)
     slots: int = 128
     """Rollouts generated at a time (where no arrivals were recorded)."""
@@ -151,16 +161,34 @@ class Simulated:
             trace = trace.resampled(self.rollouts, self.seed)
         return trace.scaled(self.scale)
 
-    def balancer(self) -> BalancerConfig:
-        """The knobs that were given."""
-        knobs = _read(self.config) if self.config is not None else {}
-        knobs |= {name: _value_of_knob(name, value) for name, value in self.knobs.items()}
-        needed = DEFAULTS if knobs.get("batch_tokens") is None else {"dp_size": DEFAULTS["dp_size"]}
-        return BalancerConfig.from_dict(needed | knobs)
+    @cached_property
+    def given(self) -> dict[str, Any]:
+        """Knobs of the file, with those of the options on top, as ``from_dict`` takes them."""
+        given = _read(self.config) if self.config is not None else {}
+        for path, value in self.knobs.items():
+            kind, *_ = knob_at(BalancerConfig, path)
+            if isinstance(value, str) and kind is not Any:
+                value = value_of(_flag(path), value, kind, in_words(kind))
+            group, _, name = path.rpartition(".")
+            before = given.get(group)
+            if not group:
+                given[name] = value
+            elif before is None or isinstance(before, Mapping):  # else from_dict says what it must be
+                given[group] = {**(before or {}), name: value}
+        return given
 
-    def cost(self, config: BalancerConfig) -> str:
-        """Name of the cost model."""
-        return str(self.knobs.get("cost", "tokens" if self.config is None else config.cost))
+    def balancer(self) -> BalancerConfig:
+        """The config of these knobs."""
+        step_size = self.given.get("step_size")
+        in_tokens = isinstance(step_size, Mapping) and step_size.get("tokens") is not None
+        return BalancerConfig.from_dict(
+            {k: v for k, v in DEFAULTS.items() if k != "batch_size" or not in_tokens} | self.given
+        )
+
+    @property
+    def cost(self) -> str:
+        """The cost model, by the name that it was given by."""
+        return str(self.given.get("cost", "tokens"))
 
     def simulation(self) -> dict[str, Any]:
         """Arguments of ``simulate`` and ``tune``."""
@@ -174,11 +202,22 @@ class Simulated:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    decode = {".json": msgspec.json.decode, ".toml": msgspec.toml.decode}.get(path.suffix, msgspec.yaml.decode)
+    readers = {".json": msgspec.json, ".toml": msgspec.toml, ".yaml": msgspec.yaml, ".yml": msgspec.yaml}
+    if path.suffix.lower() not in readers:
+        raise ConfigError(f"--config {path}: the name must end in one of {', '.join(readers)}")
     try:
-        return decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, ImportError, msgspec.MsgspecError) as error:
+        knobs = readers[path.suffix.lower()].decode(path.read_bytes())
+    except ImportError:
+        raise ConfigError(
+            f"--config {path}: PyYAML is missing. `pip install 'stream-balancer[yaml]'`, or write .json or .toml"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path}: must be UTF-8: {error}") from None
+    except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(knobs, dict):
+        raise ConfigError(f"--config {path}: must hold a mapping from knobs to values, not {knobs!r}")
+    return knobs
 
 
 def fail(message: str) -> NoReturn:
@@ -205,7 +244,9 @@ def batch_text(config: BalancerConfig) -> str:
 
 
 def window_text(config: BalancerConfig) -> str:
-    return str(config.window) if config.step_size.window_tokens is None else f"{config.step_size.window_tokens:,} tokens"
+    return (
+        str(config.window) if config.step_size.window_tokens is None else f"{config.step_size.window_tokens:,} tokens"
+    )
 
 
 def deadline_text(deadline_s: float | None) -> str:

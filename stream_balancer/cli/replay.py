@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -34,7 +35,7 @@ class Replay(Simulated):
     they can be. window: the balanced choice from the waiting rollouts.
     """
 
-    KNOBS: ClassVar = (*Simulated.KNOBS, "window", "window_tokens", "deadline_s", "max_skips", "capacity")
+    KNOBS: ClassVar = (*Simulated.KNOBS, "window", "step_size.window_tokens", "deadline_s", "max_skips", "capacity")
 
     warm_up: int | None = None
     """Dispatches to leave out of the figures. (default: 3 x max skips, at most a quarter)"""
@@ -54,12 +55,12 @@ class Replay(Simulated):
                 show = partial(bars.show, bar, total=len(lengths))
                 reports[policy] = simulate(lengths, runs[policy], progress=show, **how)
         if self.json:
-            knobs = {name: getattr(config, name) for name in self.KNOBS} | {"cost": self.cost(config)}
+            knobs = {path: attrgetter(path)(config) for path in self.KNOBS} | {"cost": self.cost}
             policies = {policy: report.to_dict() for policy, report in reports.items()}
             said = {"trace": _about(lengths), "knobs": knobs, "simulation": how, "policies": policies}
             typer.echo(json.dumps(said))
         else:
-            _print(lengths, config, self.cost(config), how, reports)
+            _print(lengths, config, self.cost, how, reports)
 
 
 def _about(trace: Trace) -> dict[str, Any]:

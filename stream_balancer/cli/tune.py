@@ -79,7 +79,7 @@ class Tune(Simulated):
         if self.json:
             typer.echo(json.dumps(report.to_dict()))
         else:
-            _print(report, self.cost(config), self.plot)
+            _print(report, self.cost, self.plot)
 
 
 def _tried(option: str, text: str | None, kind: Any) -> tuple[Any, ...] | None:

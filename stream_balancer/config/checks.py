@@ -67,7 +67,7 @@ def _not_powers(sizes: tuple[int, ...]) -> bool:
 
 GIVEN: Rows = (
     (
-        lambda c: c.batch_size is None and c.step_size.tokens is None,
+        lambda c: c.step_size.tokens is None and c.batch_size is None,
         "give batch_size (rollouts per step) or step_size.tokens (tokens per step)",
     ),
     (
@@ -123,8 +123,8 @@ AUTO_WINDOW: Rows = (
     ),
     (
         lambda c: len(c.context_parallel.sizes) > 1,
-        "window='auto' does not work with context_parallel.sizes={c.context_parallel.sizes}: it foresees steps in which "
-        "no rollout is shared. Give a number; `stream-balancer tune` finds one",
+        "window='auto' does not work with context_parallel.sizes={c.context_parallel.sizes}: it foresees steps in "
+        "which no rollout is shared. Give a number; `stream-balancer tune` finds one",
     ),
     (
         lambda c: _no_sums(c),
@@ -161,9 +161,12 @@ COMBINATIONS: Rows = (
         "wait. Raise limits.tokens or lower step_size.tokens",
     ),
     (
-        lambda c: c.window > c.capacity and ("no batch would ever leave", "every batch would wait for deadline_s")[c.deadline_s is not None],
-        "window ({c.window}) must be <= capacity ({c.capacity}): it could never fill, and {it}. Raise capacity or lower "
-        "window",
+        lambda c: (
+            c.window > c.capacity
+            and ("no batch would ever leave", "every batch would wait for deadline_s")[c.deadline_s is not None]
+        ),
+        "window ({c.window}) must be <= capacity ({c.capacity}): it could never fill, and {it}. Raise capacity or "
+        "lower window",
     ),
     (
         lambda c: c.min_batch_size < c.dp_size,
@@ -203,8 +206,8 @@ COMBINATIONS: Rows = (
     ),
     (
         lambda c: c.window > c.capacity - c.capacity % (c.groups.kept or 1),
-        "window ({c.window}) is more than the whole groups of {c.groups.size} that fit into capacity ({c.capacity}): it "
-        "could never fill. Raise capacity or lower window",
+        "window ({c.window}) is more than the whole groups of {c.groups.size} that fit into capacity ({c.capacity}): "
+        "it could never fill. Raise capacity or lower window",
     ),
     (
         lambda c: c.groups.keep == "same_rank" and least_batch_size(c) < c.dp_size * (c.groups.size or 1),
@@ -212,7 +215,9 @@ COMBINATIONS: Rows = (
         "step_size.rollouts, holds fewer than {c.dp_size} groups of {c.groups.size}. Raise it",
     ),
     (
-        lambda c: c.groups.keep == "same_rank" and c.counts == "equal" and c.batch_size % (c.dp_size * (c.groups.size or 1)),
+        lambda c: (
+            c.groups.keep == "same_rank" and c.counts == "equal" and c.batch_size % (c.dp_size * (c.groups.size or 1))
+        ),
         "groups.keep='same_rank' with counts='equal' needs batch_size ({c.batch_size}) / groups.size ({c.groups.size}) "
         "to be a multiple of dp_size ({c.dp_size}). Change batch_size",
     ),
@@ -224,8 +229,8 @@ COMBINATIONS: Rows = (
     # strata, micro-batches and mini-batches: each has something for every rank
     (
         lambda c: (least := _rollouts_of_strata(c)) > least_batch_size(c) and least,
-        "stratum_shares {c.stratum_shares} do not fit into a step of batch_size ({c.batch_size}) rollouts, or the least "
-        "of step_size.rollouts: each takes at least one rollout, or group, of every step, {it} together. Leave some "
+        "stratum_shares {c.stratum_shares} do not fit into a step of batch_size ({c.batch_size}) rollouts, or the "
+        "least of step_size.rollouts: each takes at least one rollout, or group, of every step, {it} together. Leave some "
         "out, or raise batch_size",
     ),
     (
@@ -239,10 +244,14 @@ COMBINATIONS: Rows = (
         "({c.batch_size}): some micro-batches would be empty. Lower micro_batches.multiple_of or raise batch_size",
     ),
     (
-        lambda c: c.step_size.mini_batches > 1 and c.batch_size < c.step_size.mini_batches * (least := _least_of_mini_batch(c)) and least,
+        lambda c: (
+            c.step_size.mini_batches > 1
+            and c.batch_size < c.step_size.mini_batches * (least := _least_of_mini_batch(c))
+            and least
+        ),
         "step_size.mini_batches ({c.step_size.mini_batches}) x {it} rollouts, the fewest of which every rank gets its "
-        "part, is more than batch_size ({c.batch_size}): some would be nothing but padding. Lower mini_batches or raise "
-        "batch_size",
+        "part, is more than batch_size ({c.batch_size}): some would be nothing but padding. Lower mini_batches or "
+        "raise batch_size",
     ),
     (
         lambda c: len(c.context_parallel.sizes) > 1 and _not_shared(c),
@@ -272,7 +281,9 @@ VARYING: Rows = (
         "heaviest rank's sum. Leave step_size.rollouts out",
     ),
     (
-        lambda c: not least_batch_size(c) <= c.batch_size <= most_rollouts(c) or least_batch_size(c) == most_rollouts(c),
+        lambda c: (
+            not least_batch_size(c) <= c.batch_size <= most_rollouts(c) or least_batch_size(c) == most_rollouts(c)
+        ),
         "batch_size ({c.batch_size}) is the mean of step_size.rollouts {c.step_size.rollouts}: it must lie in it, and "
         "the range must be one. Widen step_size.rollouts, or leave it out for batch_size rollouts every time",
     ),

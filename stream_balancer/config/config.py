@@ -22,9 +22,7 @@ from stream_balancer.planning.windows import START, window_choices
 __all__ = ["BalancerConfig", "Policy", "at_window"]
 
 Policy: TypeAlias = Literal["window", "fifo", "round_robin"]
-Seconds: TypeAlias = Annotated[
-    float, Meta(gt=0, le=sys.float_info.max, description="a finite number of seconds > 0")
-]
+Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a finite number of seconds > 0")]
 Speeds: TypeAlias = Annotated[
     tuple[Annotated[float, Meta(gt=0, le=sys.float_info.max)], ...],
     Meta(description="finite numbers > 0, one for each rank"),
@@ -33,13 +31,20 @@ Shares: TypeAlias = Annotated[
     dict[str, Annotated[float, Meta(gt=0, le=1)]],
     Meta(description="a dict from the name of a stratum to a share above 0, at most 1 all together"),
 ]
-# msgspec knows no protocols: check_cost looks at it
-Cost: TypeAlias = CostModel | str if TYPE_CHECKING else Any
+if TYPE_CHECKING:
+    Cost: TypeAlias = CostModel | str
+else:
+    Cost = Any  # msgspec knows no protocols: check_cost looks at it
+
 
 TOKENS: Any = TokenCost()
 DERIVED: Any = None  # a default that is computed from the other knobs
 AUTO: Any = "auto"  # the same, for a knob whose None is a value: no bound
 _NONE_IS_A_VALUE = ("max_skips", "loss_mask_column")
+
+
+def _defaults(group: Values) -> Any:  # type checkers see a Knob at the field, where the group stands
+    return group()
 
 
 class BalancerConfig(metaclass=Values):
@@ -99,26 +104,25 @@ class BalancerConfig(metaclass=Values):
     """Least share of every step's rollouts for some environments or data sets, as {"math": 0.25}. At least
     so many of those that wait go, and one (or one group) at the least. What must go for its age comes first. A
     rollout's stratum is its ``metadata["stratum"]``. None = no shares."""
-    micro_batches: Group[MicroBatches] = MicroBatches()
+    micro_batches: Group[MicroBatches] = _defaults(MicroBatches)
     """MicroBatches(max_tokens, counts, multiple_of, order, overhead_cost, oversize): how a rank's part is cut."""
-    groups: Group[Groups] = Groups()
+    groups: Group[Groups] = _defaults(Groups)
     """Groups(size, keep, share_prefixes): siblings of one prompt (GRPO)."""
-    staleness: Group[Staleness] = Staleness()
+    staleness: Group[Staleness] = _defaults(Staleness)
     """Staleness(max_versions, on_stale): how old a rollout may be when it is trained on."""
-    context_parallel: Group[ContextParallel] = ContextParallel()
+    context_parallel: Group[ContextParallel] = _defaults(ContextParallel)
     """ContextParallel(sizes, overhead, min_tokens): ranks that share one rollout."""
-    limits: Group[Limits] = Limits()
+    limits: Group[Limits] = _defaults(Limits)
     """Limits(tokens, bytes): of what may wait, beside capacity."""
-    step_size: Group[StepSize] = StepSize()
+    step_size: Group[StepSize] = _defaults(StepSize)
     """StepSize(tokens, window_tokens, rollouts, mini_batches): steps of other sizes, or in several parts."""
 
     auto_windows: tuple[int, ...] = field(init=False, default=())
     """Windows that window="auto" chooses from; empty where the window is fixed. They are one to three batches, as far
     as ``capacity``, ``max_skips`` and ``staleness`` allow."""
 
-    if TYPE_CHECKING:
-        # What was given, without what is derived: replace() starts from it, so that a knob left out follows the others.
-        _given: Mapping[str, Any]
+    # what was given, without what is derived: replace() starts from it, so that a knob left out follows the others
+    _given: Mapping[str, Any] = field(init=False, repr=False, compare=False)
 
     @classmethod
     def from_dict(cls, knobs: Mapping[str, Any]) -> Self:
@@ -135,8 +139,11 @@ class BalancerConfig(metaclass=Values):
         return made
 
     def replace(self, **changes: Any) -> BalancerConfig:
-        """A config with some knobs changed; knobs that were never given are derived anew. A group is changed as a
-        whole. Raises :class:`ConfigError`."""
+        """A config with some knobs changed; knobs that were never given are derived anew. Of a group, a mapping changes
+        what it names. Raises :class:`ConfigError`."""
+        for name, value in changes.items():
+            if isinstance(value, Mapping) and name in BalancerConfig._groups:
+                changes[name] = {**vars(self._given[name]), **value}
         return BalancerConfig(**{**self._given, **changes})
 
     def __post_init__(self) -> None:

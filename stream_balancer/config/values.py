@@ -29,9 +29,9 @@ import msgspec
 from msgspec import Meta
 
 from stream_balancer.errors import ConfigError
-from stream_balancer.field_docs import described
+from stream_balancer.field_docs import described, texts_below_fields
 
-__all__ = ["Count", "Group", "Knob", "Values", "checked", "in_words"]
+__all__ = ["Count", "Group", "Knob", "Values", "checked", "in_words", "knob_at"]
 
 Given = TypeVar("Given", contravariant=True)
 Read = TypeVar("Read", covariant=True)
@@ -79,10 +79,11 @@ class Values(type):
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
         super().__init__(name, bases, namespace)
-        dataclass(frozen=True, kw_only=True, repr=False, match_args=False)(cls)
-        cls.__repr__, cls.__setattr__ = _shown, _refuse_to_set
+        made: Any = cls
+        dataclass(frozen=True, kw_only=True, repr=False, match_args=False)(made)
+        made.__repr__, made.__setattr__ = _shown, _refuse_to_set
         hints = get_type_hints(cls, include_extras=True)
-        cls._kinds: dict[str, Any] = {one.name: hints[one.name] for one in fields(cls) if one.init}
+        cls._kinds: dict[str, Any] = {one.name: hints[one.name] for one in fields(made) if one.init}
         """What each knob may be, as msgspec judges it."""
         cls._groups: dict[str, Values] = {knob: kind for knob, kind in cls._kinds.items() if isinstance(kind, Values)}
         """Knobs that are groups."""
@@ -90,9 +91,10 @@ class Values(type):
         """Where its knobs are found in a config."""
         for group, kind in cls._groups.items():
             kind._at = f"{group}."
-        optional = {one.name: NotRequired[hints[one.name]] for one in fields(cls) if one.default is not MISSING}
+        given = {one.name for one in fields(made) if one.default is not MISSING}
+        kinds = {knob: NotRequired[kind] if knob in given else kind for knob, kind in cls._kinds.items()}
         # one type for all knobs together: msgspec remembers what it has made of a type
-        cls._checked = TypedDict(name, cls._kinds | optional)
+        cls._checked: Any = TypedDict(name, kinds)  # type: ignore[misc]
 
     if not TYPE_CHECKING:  # type checkers know the knobs
 
@@ -140,12 +142,19 @@ class Values(type):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        (_, *knobs) = inspect.signature(cls.__init__).parameters.values()
+        (_, *knobs) = inspect.signature(vars(cls)["__init__"]).parameters.values()
         return inspect.Signature([knob.replace(annotation=knob.empty) for knob in knobs])
 
     def __dir__(cls) -> list[str]:  # help() shows what is listed here
         shown = set(super().__dir__()) - vars(cls)["__dataclass_fields__"].keys()
         return [name for name in shown if not name.startswith("_")]
+
+
+def knob_at(cls: Values, path: str) -> tuple[Any, str, Any]:
+    """Kind, text and default of a knob; that of a group has a dot in its path."""
+    group, _, name = path.rpartition(".")
+    owner = cls._groups[group] if group else cls
+    return owner._kinds[name], texts_below_fields(owner)[name], vars(owner)["__dataclass_fields__"][name].default
 
 
 def checked(name: str, value: Any, kind: Any, *, strict: bool = True) -> Any:
@@ -171,7 +180,9 @@ def in_words(kind: Any) -> str:
 
 def _shown(self: Any) -> str:
     """Only what differs from the defaults: six groups would fill a screen."""
-    differ = ((one.name, value) for one in fields(self) if (value := getattr(self, one.name)) != one.default)
+    differ = (
+        (one.name, value) for one in fields(self) if one.repr and (value := getattr(self, one.name)) != one.default
+    )
     return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in differ)})"
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stream_balancer.config import BalancerConfig
+from stream_balancer.config.figures import longest_rollout, most_waiting, most_waiting_tokens
 from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.executions import num_executions
 from stream_balancer.core.groups import GroupSize
@@ -37,9 +38,8 @@ class Admission:
         """Knobs that are in force from now on. Checks that cannot apply under them are left out here, and not at each
         put."""
         self.config = config
-        refuses = longest_rollout(config) is not None and config.micro_batches.oversize == "refuse"
-        self._most_tokens = longest_rollout(config) if refuses else None
-        self._needs_group = config.groups.size is not None and config.groups.keep != "free"
+        self._most_tokens = longest_rollout(config) if config.micro_batches.oversize == "refuse" else None
+        self._needs_group = config.groups.kept is not None
         self._most_waiting = most_waiting(config)
         self._most_waiting_tokens = most_waiting_tokens(config)
         # columns of rollouts that need not be looked at for their mask: those that are held have it under this name
@@ -81,8 +81,8 @@ class Admission:
         """Raise ValueError where groups play no part."""
         if self._buffer.groups.size is None:
             raise ValueError(
-                f"group {group_id!r}: this balancer keeps no groups (group_size is {self.config.groups.size}, groups "
-                f"{self.config.groups.keep!r}), so no rollout waits for a sibling. Set group_size to keep them"
+                f"group {group_id!r}: this balancer keeps no groups ({self.config.groups}), so no rollout waits for a "
+                "sibling. Set groups.size to keep them"
             )
 
     def _check_group_size(self, group_id: str, size: int) -> None:
@@ -189,9 +189,9 @@ class Admission:
         if most is not None and config.micro_batches.oversize == "refuse" and int(lengths.max(initial=0)) > most:
             longest = self._buffer.rollouts(lengths.argmax(0, keepdims=True))[0]
             raise ConfigError(
-                f"{_cap_text(config)} with oversize='refuse' is below rollout {longest.rollout_id!r}, "
+                f"{_cap_text(config)} with micro_batches.oversize='refuse' is below rollout {longest.rollout_id!r}, "
                 f"which waits and has {longest.num_tokens} tokens: no batch could take it. Use a cap >= "
-                f"{longest.num_tokens} until it has left, or set oversize='alone'"
+                f"{longest.num_tokens} until it has left, or set micro_batches.oversize='alone'"
             )
         price = Pricing(config, tolerance=0.0)
         try:
@@ -222,24 +222,24 @@ def _why_never(rollout: Rollout, config: BalancerConfig) -> str:
     name, most = f"rollout {rollout.rollout_id!r}", longest_rollout(config)
     if rollout.is_padding:
         return f"{name} is a padding copy; only the balancer makes those"
-    if rollout.group_id is None and config.groups.size is not None and config.groups.keep != "free":
+    if rollout.group_id is None and config.groups.kept is not None:
         return (
-            f"config has group_size={config.groups.size}, but {name} has no group_id: it would count as a group of its "
-            "own. Give the siblings of one prompt the same group_id, or leave group_size out"
+            f"config has groups.size={config.groups.size}, but {name} has no group_id: it would count as a group of "
+            "its own. Give the siblings of one prompt the same group_id, or leave groups.size out"
         )
     if most is not None and rollout.num_tokens > most and config.micro_batches.oversize == "refuse":
         return (
             f"{name} has {rollout.num_tokens} tokens, above {_cap_text(config)}. Raise the cap, truncate the rollout, "
-            "or set oversize='alone' to run it in a micro-batch of its own"
+            "or set micro_batches.oversize='alone' to run it in a micro-batch of its own"
         )
     return (
-        f"{name} has {rollout.nbytes} bytes of tensors, above capacity_bytes ({config.limits.bytes}): it could never "
-        "be let in. Raise capacity_bytes"
+        f"{name} has {rollout.nbytes} bytes of tensors, above limits.bytes ({config.limits.bytes}): it could never "
+        "be let in. Raise limits.bytes"
     )
 
 
 def _cap_text(config: BalancerConfig) -> str:
-    cap = f"max_tokens_per_micro_batch ({config.micro_batches.max_tokens})"
+    cap = f"micro_batches.max_tokens ({config.micro_batches.max_tokens})"
     if len(config.context_parallel.sizes) == 1:
         return cap
     return f"{cap} on each of {max(size for size in config.context_parallel.sizes if size <= config.dp_size)} ranks"

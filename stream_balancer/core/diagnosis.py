@@ -62,8 +62,8 @@ def why_no_batch(
     reasons = [_what_waits(config, statistics, ended)]
     if held_back:
         reasons.append(
-            f"{held_back} are too old (max_staleness={config.staleness.max_versions}) to leave before the trainer is through "
-            f"with the {state.in_flight.steps_ahead} batches ahead of them"
+            f"{held_back} are too old (staleness.max_versions={config.staleness.max_versions}) to leave before the "
+            f"trainer is through with the {state.in_flight.steps_ahead} batches ahead of them"
         )
     if ready:
         reasons.append(_READY[taker])

@@ -32,7 +32,7 @@ _FIRST_LABELS = 64
 
 
 class GroupSize(NamedTuple):
-    """How many siblings a group has, where that is not ``group_size``."""
+    """How many siblings a group has, where that is not ``groups.size``."""
 
     group_id: str
     size: int | None

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_balancer.config import BalancerConfig
+from stream_balancer.config import BalancerConfig, at_window
 from stream_balancer.core import report
 from stream_balancer.core.batching import make_batch, make_plan, plan_again, rows_of
 from stream_balancer.core.executions import execution_of
@@ -214,8 +214,8 @@ class BalancerCore:
         """Refuse samples of executions that may leave in two rows of a step."""
         if self.state.buffer.groups.size is None and any(one.execution_id is not None for one in rollouts):
             raise error(
-                "batches(open=True) with execution_id needs group_size: else samples of one execution may leave in two "
-                "rows, and nobody would know by how many to divide. Give group_size, or iterate batches()"
+                "batches(open=True) with execution_id needs groups.size: else samples of one execution may leave in "
+                "two rows, and nobody would know by how many to divide. Give groups.size, or iterate batches()"
             )
 
     def _next_row(self, opened: OpenStep, now: float, asked_at: float) -> Batch | None:
@@ -287,7 +287,7 @@ class BalancerCore:
 
     def finish_training(self, step: int) -> None:
         """The trainer asks for more: it is through with this step, and may acknowledge it later. Not before its
-        version, if it makes one. O(n) under ``max_staleness``."""
+        version, if it makes one. O(n) under ``staleness.max_versions``."""
         if self.state.in_flight.finish_training(step):
             self.state.advance()
 
@@ -397,7 +397,7 @@ class BalancerCore:
         regroups = config.groups.kept != before.groups.kept
         if regroups and len(state.buffer):
             raise ConfigError(
-                f"group_size cannot change while {len(state.buffer)} rollouts wait: their groups are being counted. "
+                f"groups.size cannot change while {len(state.buffer)} rollouts wait: their groups are being counted. "
                 "Change it before the first put"
             )
         state.admission.check_waiting(config)  # the last check: nothing has changed yet
@@ -408,7 +408,7 @@ class BalancerCore:
             state.open_step = OpenStep(config)
         state.pricing.reconfigure(config)
         factor = state.pricing.reprice(state.buffer)
-        state.evict_too_old()  # max_staleness may be smaller now
+        state.evict_too_old()  # staleness.max_versions may be smaller now
         state.changed()
         self._publish("reconfigured", before)
         if factor != 1.0:
@@ -416,7 +416,7 @@ class BalancerCore:
 
     def set_window(self, window: int) -> None:
         """Wait for so many rollouts from the next batch on; one of ``config.auto_windows``. O(1)."""
-        self.state.use(self.config.at_window(window))
+        self.state.use(at_window(self.config, window))
 
     def snapshot(self, now: float) -> Snapshot:
         """All that is held now, and what learners have learned. Rollouts are shared, not copied. O(n) pointers."""

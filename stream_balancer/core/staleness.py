@@ -1,10 +1,10 @@
 """Policy versions: how old the waiting rollouts are, which must leave now, are held back, or are too old. Pure.
 
-Under ``max_staleness`` a rollout leaves only if it is young enough *when it is trained on*, although every batch before
+Under ``max_versions`` a rollout leaves only if it is young enough *when it is trained on*, although every batch before
 it that the trainer is not through with (``steps_ahead``) may make a version:
 
-    version - max_staleness                 oldest fresh: older ones can never be trained on in time, and are evicted
-    version - max_staleness + steps_ahead   oldest trainable: older ones are held back until the trainer is further;
+    version - max_versions                 oldest fresh: older ones can never be trained on in time, and are evicted
+    version - max_versions + steps_ahead   oldest trainable: older ones are held back until the trainer is further;
                                             those of exactly this version are due, with one more step they are too old
 
 docs/staleness.md has the rule, bench/results/staleness.md its proof.
@@ -72,7 +72,7 @@ class Staleness:
     # -- all that wait -------------------------------------------------------------------------------------------------
 
     def recount(self) -> None:
-        """The waiting rollouts, the version or the steps ahead have changed. O(n) under ``max_staleness``, else
+        """The waiting rollouts, the version or the steps ahead have changed. O(n) under ``max_versions``, else
         O(1)."""
         self.num_due = self.num_held_back = 0
         oldest = self._oldest_trainable()

@@ -140,7 +140,7 @@ class State:
             self.finish(rollout.rollout_id for rollout in rollouts)
 
     def evict_too_old(self) -> None:
-        """Evict what cannot be trained on in time any more. O(n) under ``max_staleness``."""
+        """Evict what cannot be trained on in time any more. O(n) under ``staleness.max_versions``."""
         rows = self.staleness.too_old()
         if rows.size:
             self.evict(self.remove(rows), "stale")
@@ -169,7 +169,7 @@ class State:
 
     def changed(self) -> None:
         """The waiting rollouts, the version, the steps ahead or the knobs have changed. O(n) under
-        ``max_staleness``."""
+        ``staleness.max_versions``."""
         self.staleness.recount()
         self.triggers.changed()
 

@@ -2,19 +2,20 @@
 
 The rule is in docs/staleness.md, its proof in bench/results/staleness.md. In short: a rollout that began at version
 ``u`` must leave before the
-version passes ``u + max_staleness``; a version needs a batch; so no more rollouts may be held than the batches up to
+version passes ``u + max_versions``; a version needs a batch; so no more rollouts may be held than the batches up to
 then can take.
 """
 
 from __future__ import annotations
 
 from stream_balancer.config import BalancerConfig
+from stream_balancer.config.figures import least_batch_size
 from stream_balancer.core.state import State
 from stream_balancer.errors import ConfigError
 
 __all__ = ["Throttle", "check_reserve"]
 
-_LIMIT = "(max_staleness + 1) * batch_size, or the least of batch_size_range"
+_LIMIT = "(staleness.max_versions + 1) * batch_size, or the least of batch_size_range"
 
 
 def check_reserve(config: BalancerConfig, count: int) -> None:
@@ -23,7 +24,7 @@ def check_reserve(config: BalancerConfig, count: int) -> None:
     if config.step_size.tokens is not None:
         raise ConfigError(
             "reserve() admits as many rollouts as the batches to come take, which is not known in rollouts under "
-            "batch_tokens. Give batch_size, or do without reserve()"
+            "step_size.tokens. Give batch_size, or do without reserve()"
         )
     staleness = config.staleness.max_versions
     limit = config.capacity if staleness is None else (staleness + 1) * least_batch_size(config)
@@ -34,21 +35,22 @@ def check_reserve(config: BalancerConfig, count: int) -> None:
         )
     if config.groups.size is not None and config.groups.keep != "free" and count % config.groups.size:
         raise ValueError(
-            f"reserve({count}) with group_size {config.groups.size}: siblings leave together, so reserve whole groups "
+            f"reserve({count}) with groups.size {config.groups.size}: siblings leave together, so reserve whole groups "
             "and put them with slot.put_group()"
         )
     if staleness is None:
         return
     if config.deadline_s is not None or config.limits.bytes is not None:
-        knob = "deadline_s" if config.deadline_s is not None else "capacity_bytes"
+        knob = "deadline_s" if config.deadline_s is not None else "limits.bytes"
         raise ConfigError(
-            f"reserve() cannot keep max_staleness ({staleness}) with {knob}: that sends short batches, and every batch "
-            f"makes a new version while rollouts are still being generated. Set {knob}=None, or do without reserve()"
+            f"reserve() cannot keep staleness.max_versions ({staleness}) with {knob}: that sends short batches, and "
+            f"every batch makes a new version while rollouts are still being generated. Leave {knob} out, or do without "
+            "reserve()"
         )
     if config.window > limit:
         raise ConfigError(
             f"reserve() admits {_LIMIT} = {limit} rollouts at a time, so a window of "
-            f"{config.window} would never fill. Lower window to {limit}, or raise max_staleness"
+            f"{config.window} would never fill. Lower window to {limit}, or raise staleness.max_versions"
         )
 
 
@@ -63,7 +65,7 @@ class Throttle:
 
     def room(self, state: State, began: int | None = None) -> int:
         """How many more rollouts may begin now, over what a balancer holds; or have begun at version ``began`` already.
-        O(n) under ``max_staleness``."""
+        O(n) under ``staleness.max_versions``."""
         config, held = state.config, self.running + len(state.buffer)
         if config.staleness.max_versions is None:
             return state.admission.num_places() - self.running

@@ -87,7 +87,7 @@ class StreamBalancer(OfOneProcess):
     is logged and goes no further: the put or set_version() that evicted has happened.
 
     ``accept(rollouts)`` decides what is worth training on, before it takes a place: called with a rollout by itself, or
-    with all siblings of a group (of ``put_group``, or once the last of ``group_size`` comes). What it turns down is
+    with all siblings of a group (of ``put_group``, or once the last of ``groups.size`` comes). What it turns down is
     counted and evicted as "filtered", and its put returns as usual; what it raises comes out of that put, and nothing
     was accepted. It may be async: a slow answer delays its own put and no other. See docs/staleness.md.
 
@@ -179,7 +179,7 @@ class StreamBalancer(OfOneProcess):
         """Put siblings of a group at once: all are accepted, or none. Otherwise like :meth:`put`.
 
         ``complete``: no more will come; the group may leave with these and those that came before, however many
-        ``group_size`` says there are. A later put of the group raises :class:`RolloutError`.
+        ``groups.size`` says there are. A later put of the group raises :class:`RolloutError`.
 
         Raises :class:`RolloutError` if the rollouts do not share one ``group_id``.
         """
@@ -187,7 +187,7 @@ class StreamBalancer(OfOneProcess):
         await self.parts.puts.put(rollouts, closed(rollouts[0].group_id) if complete else None)
 
     async def expect_group(self, group_id: str, size: int) -> None:
-        """A group has ``size`` rollouts, not ``group_size``: it may leave once so many have come, and takes no more.
+        """A group has ``size`` rollouts, not ``groups.size``: it may leave once so many have come, and takes no more.
 
         Before its first rollout or while some of it wait. With a journal it returns once that is on the disk. Raises
         ValueError if another size was declared before, if more have come already, for a size above ``batch_size``, and
@@ -216,11 +216,11 @@ class StreamBalancer(OfOneProcess):
                 await slot.put(rollout)
 
         Waits, first come first served, until so many more may begin and yet none of them will be older than
-        ``max_staleness`` when it is dispatched: instead of throwing long rollouts away, begin fewer. Holds if every
-        rollout comes this way, and ``set_version`` is called at most once per batch, before the next is asked for. See
+        ``staleness.max_versions`` when it is dispatched: instead of throwing long rollouts away, begin fewer. Holds if
+        every rollout comes this way, and ``set_version`` is called at most once per batch, before the next is asked for. See
         docs/staleness.md for the rule. Leaving the block gives back what was not put.
 
-        Without ``max_staleness`` the limit is ``capacity``. Raises :class:`ConfigError` for knobs under which the bound
+        Without ``staleness`` the limit is ``capacity``. Raises :class:`ConfigError` for knobs under which the bound
         could not hold or the window not fill, ValueError for a ``count`` that could never be admitted; entering raises
         ClosedResourceError after ``end()`` or ``aclose()``.
         """
@@ -233,7 +233,7 @@ class StreamBalancer(OfOneProcess):
         drained.
 
         With ``auto_ack`` asking for the next batch acknowledges the last one; otherwise call :meth:`acknowledge`.
-        Either way, who asks is through with the last one: under ``max_staleness`` that is what counts.
+        Either way, who asks is through with the last one: under ``staleness.max_versions`` that is what counts.
 
         ``open=True``: a step begins before it is complete. It comes in rows, micro-batches for all ranks: one as soon
         as it is asked for and a rollout waits for every rank, and the last one when a batch would leave. All of them
@@ -322,7 +322,7 @@ class StreamBalancer(OfOneProcess):
         return await self.parts.versions.after(version)
 
     def set_version(self, version: int) -> None:
-        """The policy moved on. Rollouts more than ``max_staleness`` versions behind are evicted, or sent on, as
+        """The policy moved on. Rollouts more than ``staleness.max_versions`` behind are evicted, or sent on, as
         configured.
 
         Raises ValueError if it goes backwards.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from stream_balancer.config.figures import most_waiting
 from stream_balancer.core.groups import Declared
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
@@ -39,7 +40,7 @@ class CapacityWarning(Observer):
         waiting, config = len(self._core.state.buffer), self._core.config
         if waiting > most_waiting(config) and config.max_skips is not None and config.step_size.tokens is None:
             _log.warning(
-                "%d rollouts were recovered, above most_waiting (%d): until no more than that wait, some may be passed "
+                "%d rollouts were recovered, above what may wait (%d): until no more than that do, some may be passed "
                 "over by more dispatches than max_skips (%d). Use the capacity of before",
                 waiting,
                 most_waiting(config),

@@ -26,7 +26,7 @@ def check_knobs(config: BalancerConfig, care: Care) -> None:
     """Raise ConfigError for knobs that rule an option out."""
     replan, late = (care.replan, "on_rank_loss='replan'"), (care.move_late, "move_late=True")
     often = (
-        (config.step_size.mini_batches > 1, f"mini_batches={config.step_size.mini_batches}"),
+        (config.step_size.mini_batches > 1, f"step_size.mini_batches={config.step_size.mini_batches}"),
         "ranks meet several times in a step, and what changes hands in between cannot join the meetings that are over",
     )
     for (is_wanted, option), (is_set, knob), why in (
@@ -36,7 +36,7 @@ def check_knobs(config: BalancerConfig, care: Care) -> None:
             late,
             (
                 config.micro_batches.counts != "free",
-                f"sync={config.sync!r} and micro_batch_counts={config.micro_batches.counts!r}",
+                f"sync={config.sync!r} and micro_batches.counts={config.micro_batches.counts!r}",
             ),
             "each rank must run its number, and nobody can take one over",
         ),
@@ -47,7 +47,7 @@ def check_knobs(config: BalancerConfig, care: Care) -> None:
         ),
         (
             late,
-            (config.groups.size is not None and config.groups.keep == "same_rank", f"groups={config.groups.keep!r}"),
+            (config.groups.keep == "same_rank", "groups.keep='same_rank'"),
             "a micro-batch that is moved takes part of a group away",
         ),
     ):

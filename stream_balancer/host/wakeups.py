@@ -124,7 +124,7 @@ class Wakeups:
     """Tasks that wait in a balancer, and those that each change wakes.
 
     O(1) however many tasks wait, but for :meth:`end` and :meth:`close`; O(n) in waiting rollouts under
-    ``max_staleness``, while a reserver waits.
+    ``staleness.max_versions``, while a reserver waits.
     """
 
     def __init__(self, core: BalancerCore, throttle: Throttle, reporter: StallReporter) -> None:

@@ -198,8 +198,8 @@ def unshared(rollouts: Iterable[sb.Rollout]) -> list[sb.Rollout]:
         if (ranks := getattr(rollout, "cp_degree", 1)) > 1:
             raise ValueError(
                 f"rollout {rollout.rollout_id!r} is shared by {ranks} ranks, and this one holds chunks of it, which "
-                "are no row of a trainer's batch. Leave cp_sizes out of BalancerConfig, or read micro_batch.packed() "
-                "yourself"
+                "are no row of a trainer's batch. Leave context_parallel out of BalancerConfig, or read "
+                "micro_batch.packed() yourself"
             )
     return found
 

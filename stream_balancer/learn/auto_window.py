@@ -280,7 +280,7 @@ def _same_shadows(config: BalancerConfig, other: BalancerConfig) -> bool:
     return all(
         getattr(config, name) == getattr(other, name)
         for name in (
-            *("auto_windows", "batch_size", "batch_size_range", "max_skips"),
-            *("cost", "speeds", "counts", "group_size", "groups"),
+            *("auto_windows", "batch_size", "step_size", "max_skips"),
+            *("cost", "speeds", "counts", "groups"),
         )
     )

@@ -111,7 +111,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("training_age_versions", "How old rollouts were when trained on.", "training_age", label="statistic"),
     Metric("policy_version", "Policy version last set.", "version"),
     Metric("window_rollouts", "Rollouts that a dispatch waits for: the knob, or what auto chose.", "window"),
-    Metric("window_tokens", "Tokens that a dispatch waits for, under batch_tokens.", "window_tokens"),
+    Metric("window_tokens", "Tokens that a dispatch waits for, under step_size.tokens.", "window_tokens"),
     Metric("window_idle_fraction", "What each window of window='auto' would idle.", "idle_by_window", label="window"),
 )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -43,7 +43,7 @@ UNBOUNDED_WARM_UP = 50
 """The same without ``max_skips``."""
 WARM_UP_PART = 4
 """But never more than a quarter of a short run."""
-WINDOW_UNGIVEN = {
+WINDOW_UNGIVEN: dict[str, Any] = {
     "window": None,
     "step_size": {"window_tokens": None},
     "max_skips": "auto",
@@ -66,7 +66,8 @@ def as_policy(config: BalancerConfig, policy: Policy) -> BalancerConfig:
     if policy == config.policy:
         return config
     groups = "same_batch" if policy == "round_robin" and config.groups.keep == "same_rank" else config.groups.keep
-    return config.replace(policy=policy, groups={"keep": groups}, step_size={"rollouts": None}, **WINDOW_UNGIVEN)
+    step_size = {"rollouts": None, "window_tokens": None}
+    return config.replace(**WINDOW_UNGIVEN | {"policy": policy, "groups": {"keep": groups}, "step_size": step_size})
 
 
 def simulate(

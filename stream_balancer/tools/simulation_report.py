@@ -37,7 +37,7 @@ class Segment:
     tokens."""
     idle_fraction: float
     """1 - sum(mean load) / sum(step time): the part of rank time spent waiting for the slowest rank, predicted, and on
-    what it adds to share rollouts (``cp_sizes``)."""
+    what it adds to share rollouts (``context_parallel.sizes``)."""
     avoidable_idle: float
     """Part of ``idle_fraction`` that a better assignment of the same rollouts might remove: above the lower bound."""
     unavoidable_idle: float

@@ -172,7 +172,9 @@ class Run(Observer):
             group_id=self.group_names[row] if self.groups_count or self.prefixes[row] else None,
             version=self.first_version + int(self.generation.started_step[row]) if self.versioned else None,
             prefix=self.prefixes[row],
-            cost=None if self.config.groups.share_prefixes else self.cost_list[row],  # one of its own would hide the prefix's
+            cost=None
+            if self.config.groups.share_prefixes
+            else self.cost_list[row],  # one of its own would hide the prefix's
             metadata={"stratum": self.strata[row]} if self.strata[row] else {},
         )
 

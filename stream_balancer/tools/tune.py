@@ -16,12 +16,13 @@ from typing import Any, Literal
 import numpy as np
 
 from stream_balancer.config import BalancerConfig
+from stream_balancer.config.figures import least_max_skips
 from stream_balancer.errors import ConfigError
 from stream_balancer.tools.generation import seconds_per_rollout
 from stream_balancer.tools.simulate import WINDOW_UNGIVEN, TrainerSpeed, as_policy, rollouts_per_batch
 from stream_balancer.tools.sweep import Progress, run_all
 from stream_balancer.tools.trace import Trace
-from stream_balancer.tools.tune_report import Outcome, TuneReport, outcome_of, pareto_front
+from stream_balancer.tools.tune_report import Outcome, TuneReport, outcome_of, pareto_front, size_knobs
 
 __all__ = ["tune"]
 
@@ -73,7 +74,7 @@ def tune(
     :param config: the knobs that are not swept; what is derived from the window follows it.
     :param max_added_age: the most mean dispatches of waiting to recommend, above those without a window.
     :param tolerance: idle fraction that is not worth a larger window, a looser ``max_skips`` or a longer deadline.
-    :param windows: rollouts, or tokens under ``batch_tokens``; None = 1 to 3 batches. Then, for each, ``capacities``,
+    :param windows: rollouts, or tokens under ``step_size``; None = 1 to 3 batches. Then, for each, ``capacities``,
         ``max_skips`` (None in it: no bound) and ``deadlines_s`` (None in it: no deadline) in every combination that the
         config allows.
     :param capacities: rollouts or tokens, as ``windows``; None = 2 to 6 batches where the trainer takes time, else two
@@ -160,20 +161,14 @@ def _check(max_added_age: float, tolerance: float, asked: _Asked) -> None:
 def _settings(base: BalancerConfig, batch_s: float, asked: _Asked) -> list[BalancerConfig]:
     """Settings, each once, smallest window first, without those that the config refuses."""
     found: dict[tuple[Any, ...], BalancerConfig] = {}
-    window_knob, capacity_knob = _knobs(base)
     for window in sorted(set(asked.windows or _windows(base, asked))):
         for capacity in sorted(set(asked.capacities or _capacities(base, window, asked))):
-            both = {window_knob: window, capacity_knob: capacity}
-            for skips, deadline_s in _for_both(base, both, batch_s, asked):
-                setting = _or_refused(base, **both, max_skips=skips, deadline_s=deadline_s)
+            for skips, deadline_s in _for_both(base, window, capacity, batch_s, asked):
+                sizes = size_knobs(window, capacity, in_tokens=base.step_size.tokens is not None)
+                setting = _or_refused(base, **sizes, max_skips=skips, deadline_s=deadline_s)
                 if setting is not None:
                     found.setdefault((window, capacity, setting.max_skips, setting.deadline_s), setting)
     return list(found.values())
-
-
-def _knobs(base: BalancerConfig) -> tuple[str, str]:
-    """Window and capacity, in the unit that is swept."""
-    return ("window", "capacity") if base.step_size.tokens is None else ("window_tokens", "capacity_tokens")
 
 
 def _one_batch(base: BalancerConfig) -> int:
@@ -183,7 +178,7 @@ def _one_batch(base: BalancerConfig) -> int:
 
 def _windows(base: BalancerConfig, asked: _Asked) -> list[int]:
     widths = WIDTHS_IN_TIME if asked.in_time else WIDTHS
-    size = 1 if base.step_size.tokens is not None or base.groups.keep == "free" else base.groups.size or 1
+    size = 1 if base.step_size.tokens is not None else base.groups.kept or 1
     wide = [math.ceil(width * _one_batch(base) / size) * size for width in widths]
     return [_one_batch(base), *wide]
 
@@ -193,14 +188,13 @@ def _capacities(base: BalancerConfig, window: int, asked: _Asked) -> list[int]:
 
 
 def _for_both(
-    base: BalancerConfig, both: dict[str, int], batch_s: float, asked: _Asked
+    base: BalancerConfig, window: int, capacity: int, batch_s: float, asked: _Asked
 ) -> Iterator[tuple[int | Literal["auto"] | None, float | None]]:
     """``max_skips`` and ``deadline_s`` to try: all combinations of what was asked for, else each around the middle."""
-    at = _or_refused(base, **both)
+    at = _or_refused(base, **size_knobs(window, capacity, in_tokens=base.step_size.tokens is not None))
     if at is None:
         return
-    window, capacity = both.values()
-    skips: Sequence[int | None] = asked.max_skips or sorted({max(skips, at.least_max_skips) for skips in PATIENCE})
+    skips: Sequence[int | None] = asked.max_skips or sorted({max(skips, least_max_skips(at)) for skips in PATIENCE})
     if asked.deadlines_s:
         yield from ((most, deadline_s) for most in skips for deadline_s in asked.deadlines_s)
         return
@@ -286,4 +280,8 @@ def _why_not(
         said += f", because a mean batch is {fair / float(costs.max()):.1f} x dp_size x the longest rollout"
     if fifo.unavoidable_idle <= AT_BOUND:
         said += "; first in, first out is already at its bound: a window earns nothing here"
-    return said + f"; use {'window=batch_size' if config.step_size.tokens is None else 'window_tokens=batch_tokens'}."
+    return (
+        said
+        + "; use "
+        + ("window=batch_size." if config.step_size.tokens is None else "step_size.window_tokens=step_size.tokens.")
+    )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from stream_balancer.config import BalancerConfig
+from stream_balancer.config.figures import least_batch_size
 from stream_balancer.planning.arrays import Floats
 from stream_balancer.tools.simulation_report import SimulationReport, to_plain
 
@@ -30,7 +31,7 @@ class Outcome:
     window: int
     """Rollouts that a dispatch waits for, or tokens: in the unit of ``window_knob``."""
     window_knob: str
-    """"window", or "window_tokens" under ``batch_tokens``."""
+    """"window", or "step_size.window_tokens" under ``step_size.tokens``."""
     capacity: int
     """Rollouts, or tokens, from which on a put waits."""
     max_skips: int | None
@@ -86,17 +87,13 @@ class Outcome:
     @property
     def knobs(self) -> dict[str, Any]:
         """For ``config.replace(**outcome.knobs)``."""
-        return {
-            self.window_knob: self.window,
-            self.capacity_knob: self.capacity,
-            "max_skips": self.max_skips,
-            "deadline_s": self.deadline_s,
-        }
+        sizes = size_knobs(self.window, self.capacity, in_tokens=self.window_knob != "window")
+        return {**sizes, "max_skips": self.max_skips, "deadline_s": self.deadline_s}
 
     @property
     def capacity_knob(self) -> str:
-        """ "capacity", or "capacity_tokens" under ``batch_tokens``."""
-        return self.window_knob.replace("window", "capacity")
+        """ "capacity", or "limits.tokens" under ``step_size.tokens``."""
+        return "capacity" if self.window_knob == "window" else "limits.tokens"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, without ``rank_work``."""
@@ -147,6 +144,13 @@ class TuneReport:
         return {"trace": self.trace_name, **said, **outcomes, "front": front, "outcomes": swept}
 
 
+def size_knobs(window: int, capacity: int, *, in_tokens: bool) -> dict[str, Any]:
+    """Window and capacity for ``config.replace``, in rollouts or in tokens."""
+    if in_tokens:
+        return {"step_size": {"window_tokens": window}, "limits": {"tokens": capacity}}
+    return {"window": window, "capacity": capacity}
+
+
 def outcome_of(report: SimulationReport) -> Outcome:
     """The figures of a run that a sweep compares. ``added_age`` is not known here: it is the delay itself."""
     steps, shown = report.steps, report.shown_steps
@@ -162,7 +166,7 @@ def outcome_of(report: SimulationReport) -> Outcome:
     return Outcome(
         policy=report.policy,
         window=config.window if config.step_size.window_tokens is None else config.step_size.window_tokens,
-        window_knob="window" if config.step_size.window_tokens is None else "window_tokens",
+        window_knob="window" if config.step_size.window_tokens is None else "step_size.window_tokens",
         capacity=config.capacity if config.step_size.window_tokens is None else config.limits.tokens or config.capacity,
         max_skips=config.max_skips,
         deadline_s=config.deadline_s,

@@ -104,7 +104,7 @@ class OneRank:
 
     @property
     def mini_batches(self) -> tuple[OneRank, ...]:
-        """Pieces that are an optimizer step each: this rank's part of ``BalancerConfig(mini_batches=)`` pieces of the
+        """Pieces that are an optimizer step each: this rank's part of ``step_size.mini_batches`` pieces of the
         step, which all ranks have in the same order. The ``global_`` denominators of each are its own, over all ranks.
 
         Acknowledge the rank batch, after the last of them. O(micro-batches).
@@ -167,8 +167,8 @@ class OneRank:
 class RankBatch(OneRank):
     """Rank batch: the micro-batches of one rank in one step, or in one of its mini-batches.
 
-    Every rank of a step has the same number of micro-batches (its own with ``micro_batch_counts="free"``), none of them
-    empty. Numbers of rollouts and tokens differ from rank to rank, so a mean of the ranks' means is wrong: divide the
+    Every rank of a step has the same number of micro-batches (its own with ``micro_batches.counts="free"``), none of
+    them empty. Numbers of rollouts and tokens differ from rank to rank, so a mean of the ranks' means is wrong: divide the
     *sum* of the loss by one of the ``global_`` denominators.
     """
 

@@ -111,7 +111,7 @@ class Rollout:
     """Leading tokens that are the same as its siblings' (those of one ``group_id``), 0 to L - 1; 0 = none. A prompt:
     its length. Siblings that declare different numbers share the least of them; one that declares 0 shares nothing, and
     the others still do. What is declared is not checked before :meth:`MicroBatch.tree` is made, which compares the
-    tokens; see ``share_prefixes``."""
+    tokens; see ``groups.share_prefixes``."""
     is_padding: bool = False
     """True for a stand-in of weight zero, which the balancer made for a micro-batch that would be empty. Its
     ``loss_mask`` and ``rollout_weights`` are zero in every layout. Never set it yourself."""

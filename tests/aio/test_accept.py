@@ -93,7 +93,12 @@ async def test_a_group_that_changed_meanwhile_is_asked_about_again() -> None:
         return False
 
     knobs = config(
-        groups=sb.Groups(size=4, keep="same_batch"), deadline_s=5.0, min_batch_size=2, batch_size=8, window=16, capacity=32
+        groups=sb.Groups(size=4, keep="same_batch"),
+        deadline_s=5.0,
+        min_batch_size=2,
+        batch_size=8,
+        window=16,
+        capacity=32,
     )
     async with sb.StreamBalancer(knobs, accept=accept) as balancer, anyio.create_task_group() as tasks:
         for n in range(3):

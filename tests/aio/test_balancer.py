@@ -317,7 +317,7 @@ async def test_capacity_bytes_holds_puts_back_and_lets_the_window_go() -> None:
                 batch = await anext(balancer.batches())
                 assert (batch.reason, batch.num_rollouts) == ("window", 4)
         assert balancer.statistics().waiting == 2
-        with pytest.raises(sb.RolloutError, match=r"808 bytes of tensors, above capacity_bytes \(400\)"):
+        with pytest.raises(sb.RolloutError, match=r"808 bytes of tensors, above limits.bytes \(400\)"):
             await balancer.put(make_rollout(101, minimal=True))
 
 

@@ -199,9 +199,9 @@ async def test_a_straggler_is_found_by_what_it_did() -> None:
     [
         ({"micro_batches": {"counts": "equal"}}, "micro_batch_counts='equal'"),
         ({"micro_batches": {"counts": "equal"}, "sync": "micro_batch"}, "sync='micro_batch'"),
-        ({"step_size": {"mini_batches": 2}}, "mini_batches=2"),
+        ({"step_size": {"mini_batches": 2}}, "step_size.mini_batches=2"),
         ({"micro_batches": {"multiple_of": 2}}, "micro_batch_multiple=2"),
-        ({"groups": {"keep": "same_rank", "size": 2}}, "groups='same_rank'"),
+        ({"groups": {"keep": "same_rank", "size": 2}}, "groups.keep='same_rank'"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Groups of another size than ``group_size``: told by who puts, from whichever process, and after a crash."""
+"""Groups of another size than ``groups.size``: told by who puts, from whichever process, and after a crash."""
 
 from __future__ import annotations
 

@@ -137,7 +137,9 @@ async def test_a_complete_step_that_is_given_again_comes_as_a_whole() -> None:
 
 
 async def test_nothing_of_an_open_step_is_given_up() -> None:
-    async with sb.StreamBalancer(rows_of_six(groups=sb.Groups(size=2, keep="same_batch"), staleness=sb.Staleness(max_versions=0))) as balancer:
+    async with sb.StreamBalancer(
+        rows_of_six(groups=sb.Groups(size=2, keep="same_batch"), staleness=sb.Staleness(max_versions=0))
+    ) as balancer:
         rows = balancer.batches(open=True)
         balancer.set_version(0)
         group = [make_rollout(3, f"a{n}", group_id="a", version=0) for n in range(2)]

@@ -168,7 +168,9 @@ async def test_groups_go_into_one_slot() -> None:
 
 async def test_groups_that_lack_a_sibling_do_not_hold_up_those_who_would_begin_others() -> None:
     """A worker that dies leaves a group short; nothing could leave to make room."""
-    async with sb.StreamBalancer(config(groups=sb.Groups(size=4), capacity=8, staleness=sb.Staleness(max_versions=None))) as balancer:
+    async with sb.StreamBalancer(
+        config(groups=sb.Groups(size=4), capacity=8, staleness=sb.Staleness(max_versions=None))
+    ) as balancer:
         for group in "abc":
             with anyio.fail_after(10.0):
                 async with balancer.reserve(4) as slot:

@@ -244,7 +244,7 @@ async def test_what_nobody_keeps_any_more_is_masked_after_a_restart(tmp_path: Pa
 
 
 async def test_steps_that_ranks_have_trained_before_are_not_ahead_of_others() -> None:
-    """No checkpoint has them, so they are in flight; with max_staleness they would hold up the next one for ever."""
+    """No checkpoint has them, so they are in flight; with max_versions they would hold up the next one for ever."""
     network = MemoryNetwork(dp_size=2)
     config = sb.BalancerConfig(dp_size=2, batch_size=2, window=2, staleness=sb.Staleness(max_versions=3))
     trained: list[int] = []

@@ -229,7 +229,7 @@ async def test_payloads_that_lie_with_producers_change_hands_too(when: str, plan
 @pytest.mark.parametrize("options", [{"on_rank_loss": "replan"}, {"move_late": True}])
 async def test_mini_batches_stay_as_they_are(options: dict[str, Any]) -> None:
     async with sb.StreamBalancer(knobs(2, step_size=sb.StepSize(mini_batches=2))) as balancer:
-        with pytest.raises(sb.ConfigError, match="mini_batches=2: ranks meet several times"):
+        with pytest.raises(sb.ConfigError, match="step_size.mini_batches=2: ranks meet several times"):
             await serve(balancer, MemoryNetwork(dp_size=2), **options)
 
 
@@ -292,7 +292,9 @@ async def test_a_rank_that_begins_a_step_again_has_not_met_in_it() -> None:
 async def test_ranks_are_lost_come_back_or_are_no_more_at_random_moments(seed: int) -> None:
     chance = random.Random(seed)
     size = chance.randint(2, 5)
-    more = chance.choice([{}, {"micro_batches": {"max_tokens": 1000}}, {"groups": {"size": 3}}, {"speeds": (1.0,) * size}])
+    more = chance.choice(
+        [{}, {"micro_batches": {"max_tokens": 1000}}, {"groups": {"size": 3}}, {"speeds": (1.0,) * size}]
+    )
     more = {**more, **({"micro_batches": {"max_tokens": 1000, "multiple_of": 2}} if seed % 3 == 1 else {})}
     crew = Crew(MemoryNetwork(dp_size=size))
     crew.die = {rank: (chance.randrange(5), chance.choice(WHENS)) for rank in range(1, size)}

@@ -248,7 +248,12 @@ async def test_a_part_that_only_one_member_cannot_get_is_nobodys() -> None:
 @pytest.mark.parametrize("remote", [False, True])
 async def test_columns_of_another_model_are_joined_and_cut_again(remote: bool) -> None:
     """A value behind a chunk was computed by another rank of the role."""
-    run = test_roles.Run(dp_size=4, batch_size=len(LENGTHS), window=len(LENGTHS), context_parallel=sb.ContextParallel(sizes=(1, 2, 4), min_tokens=100))
+    run = test_roles.Run(
+        dp_size=4,
+        batch_size=len(LENGTHS),
+        window=len(LENGTHS),
+        context_parallel=sb.ContextParallel(sizes=(1, 2, 4), min_tokens=100),
+    )
     async with run.balancer as balancer, anyio.create_task_group() as tasks:
         for rank in run.ranks:
             tasks.start_soon(run.train, rank)
@@ -268,7 +273,7 @@ async def test_columns_of_another_model_are_joined_and_cut_again(remote: bool) -
 
 
 async def test_knobs_that_come_later_share_rollouts_that_a_lost_rank_takes_a_part_of() -> None:
-    """serve() began without ``cp_sizes``: those that share with the lost rank begin the step again all the same."""
+    """serve() began without ``context_parallel``: those that share with the lost rank begin the step again all the same."""
     balancer = sb.StreamBalancer(config(context_parallel=sb.ContextParallel(sizes=(1,), min_tokens=2048)))
     crew = Crew(MemoryNetwork(dp_size=4), {1: (0, "barrier")})
     async with balancer, anyio.create_task_group() as tasks:

@@ -1,4 +1,4 @@
-"""``max_staleness`` bounds the age at training: balancer, transport and feeds together, in virtual time, on both loops.
+"""``max_versions`` bounds the age at training: balancer, transport and feeds together, in virtual time, on both loops.
 
 The world here makes a version at every step and its rollouts are of any age; nothing may stand still, however late the
 trainer acknowledges.
@@ -106,7 +106,12 @@ async def test_no_rollout_is_trained_on_too_old(seed: int) -> None:
     dp_size = draw.randint(1, 2)
     batch = dp_size * draw.randint(1, 3) * (group or 1)
     staleness = seed % 4
-    knobs: dict[str, Any] = {"dp_size": dp_size, "batch_size": batch, "groups": {"size": group}, "staleness": {"max_versions": staleness}}
+    knobs: dict[str, Any] = {
+        "dp_size": dp_size,
+        "batch_size": batch,
+        "groups": {"size": group},
+        "staleness": {"max_versions": staleness},
+    }
     config = sb.BalancerConfig(
         **knobs, window=batch * draw.randint(1, 2), deadline_s=draw.choice([None, 3.0]), min_batch_size=dp_size
     )

@@ -177,7 +177,9 @@ class Drill:
 
 
 async def _drill(**options: Any) -> Drill:
-    config = sb.BalancerConfig(dp_size=1, batch_size=BATCH_SIZE, window=2 * BATCH_SIZE, staleness=sb.Staleness(max_versions=1))
+    config = sb.BalancerConfig(
+        dp_size=1, batch_size=BATCH_SIZE, window=2 * BATCH_SIZE, staleness=sb.Staleness(max_versions=1)
+    )
     async with (
         sb.StreamBalancer(config) as balancer,
         sb.TorchTransport.listen(dp_size=1) as transport,

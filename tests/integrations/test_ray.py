@@ -502,7 +502,7 @@ async def test_a_full_store_holds_puts_back(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_more_than_the_store_holds_goes_through_it() -> None:
-    """Four times the store's size; accepted rollouts are bounded by capacity_bytes."""
+    """Four times the store's size; accepted rollouts are bounded by limits.bytes."""
     async with hosted(capacity=64, window=4, limits=sb.Limits(bytes=32 * 2**20), staged_bytes=2**24) as balancer:
         sums: list[int] = []
 

@@ -55,7 +55,11 @@ async def test_accept_runs_in_the_actor_and_the_last_of_so_many_producers_ends_i
 
 def _drill(total: int, kill_every: int, delay_s: float) -> tuple[Counter[int], int]:
     """Trains here, and kills workers, each in a process of its own. -> ages at training, and how many were killed."""
-    balancer = host(sb.BalancerConfig(dp_size=1, batch_size=BATCH_SIZE, window=2 * BATCH_SIZE, staleness=sb.Staleness(max_versions=1)))
+    balancer = host(
+        sb.BalancerConfig(
+            dp_size=1, batch_size=BATCH_SIZE, window=2 * BATCH_SIZE, staleness=sb.Staleness(max_versions=1)
+        )
+    )
     chance, ages, ids, numbers = random.Random(3), Counter[int](), [], iter(range(10_000))
 
     def started() -> tuple[int, Any]:

@@ -335,7 +335,9 @@ LENGTHS = [2, 9, 3, 4, 8, 2, 5, 7, 3, 6, 2, 9, 4, 4, 3, 5]
 @pytest.mark.parametrize("token_budget", [0, 20])
 def test_the_real_loader_and_collator_train_on_our_plan(token_budget: int) -> None:
     cap = token_budget or None
-    config = sb.BalancerConfig(dp_size=2, batch_size=8, window=16, micro_batches=sb.MicroBatches(max_tokens=cap), sync="micro_batch")
+    config = sb.BalancerConfig(
+        dp_size=2, batch_size=8, window=16, micro_batches=sb.MicroBatches(max_tokens=cap), sync="micro_batch"
+    )
     put_back = patch()
     try:
         with sb.blocking(config) as balancer:

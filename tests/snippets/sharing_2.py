@@ -10,7 +10,9 @@ weight = torch.ones(11, requires_grad=True)
 
 
 async def main():
-    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=4, context_parallel=sb.ContextParallel(sizes=(1, 2), min_tokens=16))
+    config = sb.BalancerConfig(
+        dp_size=2, batch_size=4, window=4, context_parallel=sb.ContextParallel(sizes=(1, 2), min_tokens=16)
+    )
     async with sb.StreamBalancer(config) as balancer:
         for length in (200, 8, 9, 10):
             await balancer.put(sb.Rollout(tokens={"input_ids": torch.arange(length) % 11}))

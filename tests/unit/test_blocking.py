@@ -245,7 +245,9 @@ def test_one_thread_iterates() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_places_are_reserved_by_threads(backend: Any) -> None:
-    with sb.blocking(config(staleness=sb.Staleness(max_versions=1), batch_size=2, window=2), backend=backend) as balancer:
+    with sb.blocking(
+        config(staleness=sb.Staleness(max_versions=1), batch_size=2, window=2), backend=backend
+    ) as balancer:
         balancer.set_version(5)
         with balancer.reserve(2) as slot:
             assert (slot.version, slot.left) == (5, 2)

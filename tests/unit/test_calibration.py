@@ -42,7 +42,11 @@ class Machine:
         return (seconds * np.exp(self.noise * self.random.standard_normal(len(seconds)))).tolist()
 
 
-SHARED = {"context_parallel": {"sizes": (1, 2, 4, 8), "min_tokens": 1}, "micro_batches": {"max_tokens": None}, "window": 32}
+SHARED = {
+    "context_parallel": {"sizes": (1, 2, 4, 8), "min_tokens": 1},
+    "micro_batches": {"max_tokens": None},
+    "window": 32,
+}
 
 
 def train_with_sharing(core: BalancerCore, machine: Machine, steps: int, overhead: float) -> int:
@@ -69,7 +73,10 @@ def train_with_sharing(core: BalancerCore, machine: Machine, steps: int, overhea
 
 @pytest.mark.parametrize("overhead", [0.0, 0.05, 0.4])
 def test_what_sharing_costs_is_learned_and_planned_with(overhead: float) -> None:
-    core, machine = learning_core(config(**SHARED, context_parallel=sb.ContextParallel(overhead=0.15))), Machine(3, c=0.001, noise=0.01)
+    core, machine = (
+        learning_core(config(**SHARED, context_parallel=sb.ContextParallel(overhead=0.15))),
+        Machine(3, c=0.001, noise=0.01),
+    )
     assert train_with_sharing(core, machine, 90, overhead) >= 10
     assert core.state.pricing.knobs.cp_overhead == pytest.approx(overhead, abs=0.04)
     fit = core.statistics(0.0).cost_fit

@@ -280,8 +280,8 @@ class TestMistakes:
             (("--cost", "quadratic:1:2:3"), "cost 'quadratic:1:2:3': "),
             (("--cost", "quadratic:-1:1"), "must be a finite number >= 0"),
             (("--cost", "absent.json"), "cost 'absent.json': "),
-            (("--max-tokens-per-micro-batch", 50), "above max_tokens_per_micro_batch (50)"),
-            (("--group-size", 5), "must be a multiple of group_size (5)"),
+            (("--max-tokens-per-micro-batch", 50), "above micro_batches.max_tokens (50)"),
+            (("--group-size", 5), "must be a multiple of groups.size (5)"),
         ],
     )
     def test_every_refused_knob_is_one_line(self, trace: Path, options: tuple[object, ...], message: str) -> None:

@@ -125,10 +125,10 @@ class NanCost:
         ({"mini_batches": 5}, r"mini_batches \(5\) x 4 rollouts.* more than batch_size \(16\)"),
         ({"mini_batches": 3, "micro_batch_multiple": 2}, r"mini_batches \(3\) x 8 rollouts"),
         ({"batch_size": 32, "mini_batches": 3, "group_size": 4, "groups": "same_rank"}, "x 16 rollouts"),
-        ({"mini_batches": 2, "window": "auto"}, "window='auto' does not work with mini_batches=2"),
+        ({"mini_batches": 2, "window": "auto"}, "window='auto' does not work with step_size.mini_batches=2"),
         (
             {"mini_batches": 2, "batch_size_range": (8, 24)},
-            r"batch_size_range \(8, 24\) does not work with mini_batches=2",
+            r"batch_size_range \(8, 24\) does not work with step_size.mini_batches=2",
         ),
         ({"micro_batch_counts": "free", "sync": "micro_batch"}, "needs sync='step'"),
         *[
@@ -136,15 +136,18 @@ class NanCost:
             for bad in (-1.0, float("nan"), True, "1")
         ],
         ({"batch_size": None}, r"give batch_size \(rollouts per step\) or batch_tokens"),
-        ({"batch_tokens": 1000}, r"batch_size \(16\) and batch_tokens \(1000\) exclude one another"),
+        ({"batch_tokens": 1000}, r"batch_size \(16\) and step_size.tokens \(1000\) exclude one another"),
         ({"window_tokens": 1000}, r"window_tokens \(1000\) needs batch_tokens"),
         ({**TOKENS, "window": 32, "window_tokens": 1000}, r"window \(32\) and window_tokens \(1000\) exclude"),
-        ({**TOKENS, "window_tokens": 999}, r"window_tokens \(999\) must be >= batch_tokens \(1000\)"),
+        ({**TOKENS, "window_tokens": 999}, r"window_tokens \(999\) must be >= step_size.tokens \(1000\)"),
         ({**TOKENS, "capacity_tokens": 1999}, r"capacity_tokens \(1999\) must be >= window_tokens \(2000\)"),
-        ({**TOKENS, "window": 32, "capacity_tokens": 999}, r"capacity_tokens \(999\) must be >= batch_tokens \(1000\)"),
+        (
+            {**TOKENS, "window": 32, "capacity_tokens": 999},
+            r"capacity_tokens \(999\) must be >= step_size.tokens \(1000\)",
+        ),
         (
             {**TOKENS, "max_skips": 3},
-            r"window_tokens \(2000\) and capacity_tokens \(4000\) at batch_tokens",
+            r"window_tokens \(2000\) and limits.tokens \(4000\) at batch_tokens",
         ),
         ({**TOKENS, "window": "auto"}, "window='auto' does not work with batch_tokens"),
         ({**TOKENS, "policy": "fifo", "window_tokens": 2000}, "Leave window_tokens out"),
@@ -167,7 +170,7 @@ class NanCost:
         *[({"groups": groups}, f"groups='{groups}' needs group_size") for groups in ("free", "same_rank")],
         (
             {"group_size": 4, "groups": "same_rank", "policy": "round_robin", "window": None},
-            "groups='same_rank' does not work with policy='round_robin'",
+            "groups.keep='same_rank' does not work with policy='round_robin'",
         ),
         ({"share_prefixes": 1}, "share_prefixes must be True or False"),
         *[
@@ -178,8 +181,8 @@ class NanCost:
                 ({"sync": "micro_batch"}, "sync='micro_batch'"),
                 ({"counts": "equal"}, "counts='equal'"),
                 ({"speeds": (1.0, 1.0, 1.0, 0.5)}, "speeds"),
-                ({"mini_batches": 2}, "mini_batches=2"),
-                ({"micro_batch_multiple": 2, "counts": "equal"}, "counts='equal'.* and micro_batch_multiple=2"),
+                ({"mini_batches": 2}, "step_size.mini_batches=2"),
+                ({"micro_batch_multiple": 2, "counts": "equal"}, "counts='equal'.* and micro_batches.multiple_of=2"),
             )
         ],
         ({"share_prefixes": True, "window": "auto"}, "window='auto' does not work with share_prefixes"),
@@ -190,12 +193,12 @@ class NanCost:
         *[({"cp_overhead": bad}, "cp_overhead must be a finite number >= 0") for bad in (-0.1, math.nan, True, "0.1")],
         ({"cp_min_tokens": 0}, "cp_min_tokens must be an int >= 1"),
         ({**CP, "counts": "equal"}, r"cp_sizes=\(1, 2\) does not work with counts='equal'"),
-        ({**CP, "group_size": 4, "groups": "same_rank"}, "does not work with groups='same_rank'"),
+        ({**CP, "group_size": 4, "groups": "same_rank"}, "does not work with groups.keep='same_rank'"),
         ({**CP, "cost": sb.PaddedCost()}, "does not work with a padded cost"),
         ({**CP, "share_prefixes": True}, "does not work with share_prefixes"),
         ({**CP, "speeds": (1.0, 1.0, 1.0, 0.5)}, "does not work with speeds"),
-        ({**CP, "mini_batches": 2}, "does not work with mini_batches=2"),
-        ({**CP, "window": "auto"}, r"window='auto' does not work with cp_sizes=\(1, 2\)"),
+        ({**CP, "mini_batches": 2}, "does not work with step_size.mini_batches=2"),
+        ({**CP, "window": "auto"}, r"window='auto' does not work with context_parallel.sizes=\(1, 2\)"),
         ({"cost": NanCost()}, "two finite numbers"),
     ],
 )

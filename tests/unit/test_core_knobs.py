@@ -19,7 +19,11 @@ def core_of(**knobs: Any) -> BalancerCore:
 
 def test_a_rollout_above_the_cap_comes_in_if_ranks_may_share_it() -> None:
     config = sb.BalancerConfig(
-        dp_size=4, batch_size=4, context_parallel=sb.ContextParallel(sizes=(1, 2, 4, 8)), micro_batches=sb.MicroBatches(max_tokens=51), cost=sb.QuadraticCost()
+        dp_size=4,
+        batch_size=4,
+        context_parallel=sb.ContextParallel(sizes=(1, 2, 4, 8)),
+        micro_batches=sb.MicroBatches(max_tokens=51),
+        cost=sb.QuadraticCost(),
     )
     assert config.longest_rollout == 200, "four ranks with two chunks of 25 tokens each"
     assert config.replace(context_parallel=sb.ContextParallel(sizes=(1,))).longest_rollout == 51
@@ -28,11 +32,15 @@ def test_a_rollout_above_the_cap_comes_in_if_ranks_may_share_it() -> None:
     core.add(make_rollout(200), 0.0)
     with pytest.raises(sb.RolloutError, match=r"201 tokens, above .*batch \(51\) on each of 4 ranks"):
         core.add(make_rollout(201), 0.0)
-    with pytest.raises(sb.ConfigError, match=r"\(51\) on each of 2 ranks with oversize='refuse' is below rollout"):
+    with pytest.raises(
+        sb.ConfigError, match=r"\(51\) on each of 2 ranks with micro_batches.oversize='refuse' is below rollout"
+    ):
         core.reconfigure(config.replace(context_parallel=sb.ContextParallel(sizes=(1, 2))))
 
 
-@pytest.mark.parametrize("before", [{"micro_batches": {"max_tokens": 100}}, {}, {"micro_batches": {"oversize": "alone"}}])
+@pytest.mark.parametrize(
+    "before", [{"micro_batches": {"max_tokens": 100}}, {}, {"micro_batches": {"oversize": "alone"}}]
+)
 def test_a_token_cap_below_a_waiting_rollout_is_refused(before: dict[str, Any]) -> None:
     core = core_of(**before)
     core.add_all(list(make_rollouts([3, 70, 5, 6])), 0.0)

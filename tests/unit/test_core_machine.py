@@ -64,10 +64,18 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
         deadline_s=draw(st.sampled_from([None, 1.0, 5.0])),
         groups=sb.Groups(size=group_size, keep=groups),
         counts=counts,
-        micro_batches=sb.MicroBatches(max_tokens=cap, oversize="alone", counts=draw(st.sampled_from(["equal", "free"])) if sync == "step" else "equal", overhead_cost=draw(st.sampled_from([None, 0.0, 7.0, 1e4])), multiple_of=draw(st.sampled_from([1, 2])) if batch_size >= 2 * dp_size else 1),
+        micro_batches=sb.MicroBatches(
+            max_tokens=cap,
+            oversize="alone",
+            counts=draw(st.sampled_from(["equal", "free"])) if sync == "step" else "equal",
+            overhead_cost=draw(st.sampled_from([None, 0.0, 7.0, 1e4])),
+            multiple_of=draw(st.sampled_from([1, 2])) if batch_size >= 2 * dp_size else 1,
+        ),
         sync=sync,
         stratum_shares=draw(st.sampled_from([None, {"a": 0.3}])),
-        staleness=sb.Staleness(max_versions=draw(st.sampled_from([1, None, 0])), on_stale=draw(st.sampled_from(["evict", "send"]))),
+        staleness=sb.Staleness(
+            max_versions=draw(st.sampled_from([1, None, 0])), on_stale=draw(st.sampled_from(["evict", "send"]))
+        ),
         cost=draw(st.sampled_from(COSTS)),
         policy="window",
     )

@@ -31,8 +31,21 @@ CALLS = st.lists(
 KNOBS = [
     {"dp_size": 2, "batch_size": 5, "window": 5},
     {"dp_size": 3, "batch_size": 12, "window": 12, "deadline_s": 10.0, "micro_batches": {"max_tokens": 60}},
-    {"dp_size": 2, "batch_size": 8, "window": 8, "groups": {"size": 2, "keep": "same_batch"}, "micro_batches": {"multiple_of": 2}},
-    {"dp_size": 2, "batch_size": 6, "window": 6, "policy": "fifo", "micro_batches": {"counts": "free"}, "counts": "equal"},
+    {
+        "dp_size": 2,
+        "batch_size": 8,
+        "window": 8,
+        "groups": {"size": 2, "keep": "same_batch"},
+        "micro_batches": {"multiple_of": 2},
+    },
+    {
+        "dp_size": 2,
+        "batch_size": 6,
+        "window": 6,
+        "policy": "fifo",
+        "micro_batches": {"counts": "free"},
+        "counts": "equal",
+    },
     {"dp_size": 2, "batch_size": 6, "window": 6, "sync": "micro_batch", "speeds": (1.0, 2.0)},
 ]
 
@@ -163,7 +176,9 @@ def test_what_is_waited_for_rows_is_waited_for_rollouts() -> None:
 
 
 def opened(**knobs: object) -> BalancerCore:
-    core = BalancerCore(sb.BalancerConfig(**{"dp_size": 2, "batch_size": 8, "window": 8, "groups": {"size": 2}, **knobs}))
+    core = BalancerCore(
+        sb.BalancerConfig(**{"dp_size": 2, "batch_size": 8, "window": 8, "groups": {"size": 2}, **knobs})
+    )
     core.open_steps(True)
     return core
 

@@ -42,7 +42,13 @@ TWO_GROUPS = [rollout(100, answer, group) for answer, group in ((10, "a"), (20, 
 
 
 @pytest.mark.parametrize(
-    "groups", [{}, {"groups": {"size": 2}}, {"groups": {"size": 2, "keep": "same_rank"}}, {"groups": {"size": 2, "keep": "free"}}]
+    "groups",
+    [
+        {},
+        {"groups": {"size": 2}},
+        {"groups": {"size": 2, "keep": "same_rank"}},
+        {"groups": {"size": 2, "keep": "free"}},
+    ],
 )
 def test_siblings_of_a_micro_batch_pay_their_prefix_once(groups: dict[str, Any]) -> None:
     batch = batch_of(core_of(**groups), *TWO_GROUPS)

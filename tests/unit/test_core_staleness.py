@@ -14,7 +14,9 @@ from stream_balancer.testing import make_rollout
 
 def core_of(**knobs: Any) -> BalancerCore:
     core = BalancerCore(
-        sb.BalancerConfig(**{"dp_size": 1, "batch_size": 2, "window": 2, "capacity": 8, "staleness": {"max_versions": 1}, **knobs})
+        sb.BalancerConfig(
+            **{"dp_size": 1, "batch_size": 2, "window": 2, "capacity": 8, "staleness": {"max_versions": 1}, **knobs}
+        )
     )
     core.set_version(1)
     return core

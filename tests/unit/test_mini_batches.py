@@ -80,7 +80,10 @@ def steps(draw: st.DrawFn) -> tuple[sb.BalancerConfig, list[Rollout]]:
         "dp_size": dp_size,
         "step_size": {"mini_batches": mini_batches},
         "batch_size": dp_size * mini_batches * (group_size or 1) * draw(st.integers(1, 3)),
-        "groups": {"size": group_size, "keep": draw(st.sampled_from(["same_batch", "same_rank"])) if group_size else "same_batch"},
+        "groups": {
+            "size": group_size,
+            "keep": draw(st.sampled_from(["same_batch", "same_rank"])) if group_size else "same_batch",
+        },
         "policy": draw(st.sampled_from(["window", "window", "fifo", "round_robin"])),
         "counts": draw(st.sampled_from(["free", "free", "equal"])),
         "speeds": draw(st.sampled_from([None, None, tuple(1.0 + rank / 2 for rank in range(dp_size))])),

@@ -122,7 +122,9 @@ def test_what_is_evicted_follows_its_cause() -> None:
 
 
 def test_other_knobs_an_abandoned_group_and_a_restored_balancer() -> None:
-    core, recording = observed(batch_size=4, window=4, capacity=8, groups=sb.Groups(size=2), staleness=sb.Staleness(max_versions=3))
+    core, recording = observed(
+        batch_size=4, window=4, capacity=8, groups=sb.Groups(size=2), staleness=sb.Staleness(max_versions=3)
+    )
     core.add(rollout("a", group="g"), 0.0)
     core.abandon_group("g")
     core.set_version(0)
@@ -130,7 +132,9 @@ def test_other_knobs_an_abandoned_group_and_a_restored_balancer() -> None:
     core.set_version(2)
     core.reconfigure(core.config.replace(window=6))
     recording.taken()
-    other, recording = observed(batch_size=4, window=4, capacity=8, groups=sb.Groups(size=2), staleness=sb.Staleness(max_versions=1))
+    other, recording = observed(
+        batch_size=4, window=4, capacity=8, groups=sb.Groups(size=2), staleness=sb.Staleness(max_versions=1)
+    )
     other.restore(core.snapshot(0.0), 0.0)
     other.reconfigure(other.config.replace(window=6))
     assert recording.taken() == [("restored", 0), ("evicted", "b", "stale"), ("reconfigured", 4)]

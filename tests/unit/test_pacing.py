@@ -232,15 +232,20 @@ def test_who_would_begin_waits_like_a_put_where_more_would_wait_than_max_skips_i
 
 @pytest.mark.parametrize("version", [None, 7])
 def test_rollouts_of_unknown_or_later_versions_make_no_room(version: int | None) -> None:
-    """What begins now is of the version in force, whatever waits: it must leave within max_staleness of that."""
-    core, throttle = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=4, staleness=sb.Staleness(max_versions=1))), Throttle()
+    """What begins now is of the version in force, whatever waits: it must leave within max_versions of that."""
+    core, throttle = (
+        BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=4, staleness=sb.Staleness(max_versions=1))),
+        Throttle(),
+    )
     core.set_version(0)
     core.add(sb.Rollout(tokens={"input_ids": IDS[:3]}, version=version), 0.0)
     assert throttle.room(core.state) == 2 * 2 - 1
 
 
 def test_groups_are_reserved_whole() -> None:
-    config = sb.BalancerConfig(dp_size=1, batch_size=6, window=6, groups=sb.Groups(size=3), staleness=sb.Staleness(max_versions=0))
+    config = sb.BalancerConfig(
+        dp_size=1, batch_size=6, window=6, groups=sb.Groups(size=3), staleness=sb.Staleness(max_versions=0)
+    )
     check_reserve(config, 3)
     with pytest.raises(ValueError, match="reserve whole groups"):
         check_reserve(config, 4)
@@ -255,7 +260,9 @@ def test_groups_are_reserved_whole() -> None:
     ],
 )
 def test_knobs_that_could_not_keep_the_bound_are_refused(knobs: dict[str, object], says: str) -> None:
-    config = sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 8, "staleness": {"max_versions": 2}, **knobs})  # type: ignore[arg-type]
+    config = sb.BalancerConfig(
+        **{"dp_size": 2, "batch_size": 4, "window": 8, "staleness": {"max_versions": 2}, **knobs}
+    )  # type: ignore[arg-type]
     with pytest.raises(sb.ConfigError, match=says):
         check_reserve(config, 1)
 

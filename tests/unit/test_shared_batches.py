@@ -174,7 +174,9 @@ def test_per_rollout_means_come_out_right(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_executions_are_sized_by_whole_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = sb.BalancerConfig(dp_size=2, batch_size=3, window=3, context_parallel=sb.ContextParallel(sizes=(1, 2), min_tokens=1))
+    config = sb.BalancerConfig(
+        dp_size=2, batch_size=3, window=3, context_parallel=sb.ContextParallel(sizes=(1, 2), min_tokens=1)
+    )
     core = BalancerCore(config)
     for number, length in enumerate((90, 10, 20)):
         rollout = replace(make_rollout(length, f"r{number}"), group_id="g", execution_id="e" if number < 2 else "f")
@@ -261,7 +263,13 @@ def test_other_ranks_get_another_plan_of_the_same_rollouts(monkeypatch: pytest.M
     dp_size=st.sampled_from([2, 4, 8]),
 )
 def test_whatever_the_planner_shares(lengths: list[int], long: list[int], sync: Any, dp_size: int) -> None:
-    core = core_of(long + lengths, dp_size=dp_size, sync=sync, context_parallel=sb.ContextParallel(sizes=(1, 2, 4, 8)), micro_batches=sb.MicroBatches(max_tokens=5000))
+    core = core_of(
+        long + lengths,
+        dp_size=dp_size,
+        sync=sync,
+        context_parallel=sb.ContextParallel(sizes=(1, 2, 4, 8)),
+        micro_batches=sb.MicroBatches(max_tokens=5000),
+    )
     rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
     batch = polled(core)
     check_whole(batch, rollouts)
@@ -298,7 +306,7 @@ def test_the_planner_shares_a_rollout_above_the_fair_share() -> None:
 
 
 def test_what_others_take_over_is_not_shared_anew() -> None:
-    """Of a step that is not shared, after ``cp_sizes`` came: who is left is no aligned block."""
+    """Of a step that is not shared, after ``context_parallel.sizes`` came: who is left is no aligned block."""
     core = core_of([4000, *[100] * 12], context_parallel=sb.ContextParallel(sizes=(1,)))
     batch = polled(core)
     core.reconfigure(replace(core.config, cp_sizes=(1, 2, 4)))

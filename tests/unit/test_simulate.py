@@ -259,7 +259,11 @@ class TestSegments:
         report = simulate(trace_of([10] * 800), config, slots=40, tokens_per_second=1.0, warm_up=0)
         assert (report.staleness.p10, report.staleness.p90) == (10.0, 10.0)
         evicting = simulate(
-            trace_of([10] * 800), config.replace(staleness={"max_versions": 4}), slots=40, tokens_per_second=1.0, warm_up=0
+            trace_of([10] * 800),
+            config.replace(staleness={"max_versions": 4}),
+            slots=40,
+            tokens_per_second=1.0,
+            warm_up=0,
         )
         assert evicting.evicted > 100
         assert evicting.staleness.max <= 4
@@ -353,7 +357,12 @@ class TestKnobs:
     def test_staleness_evicts_and_still_counts_everything(self) -> None:
         trace = trace_of([1] * 60 + [500] * 4)
         report = simulate(
-            trace, knobs(window=4, staleness={"max_versions": 3}), slots=64, tokens_per_second=1.0, trainer=1.0, warm_up=0
+            trace,
+            knobs(window=4, staleness={"max_versions": 3}),
+            slots=64,
+            tokens_per_second=1.0,
+            trainer=1.0,
+            warm_up=0,
         )
         check_report(report, trace)
         assert report.evicted > 0
@@ -370,7 +379,9 @@ class TestKnobs:
     def test_a_group_that_stays_short_is_passed_over_by_nobody(self) -> None:
         """It could never have gone: it leaves at the drain."""
         groups = [0, *(1 + i // 2 for i in range(80))]
-        report = simulate(trace_of([1] * 81, [float(i) for i in range(81)], groups), knobs(groups={"size": 2}, max_skips=8))
+        report = simulate(
+            trace_of([1] * 81, [float(i) for i in range(81)], groups), knobs(groups={"size": 2}, max_skips=8)
+        )
         assert report.reasons["drain"] == 2
         assert report.step_of[0] >= report.num_batches - 2 > 8
         assert report.max_skips_seen <= 8

@@ -27,7 +27,9 @@ def test_siblings_share_their_prompt_where_it_is_the_same() -> None:
 def test_what_sharing_adds_counts_as_idle_in_the_simulator_and_in_statistics(policy: Policy) -> None:
     lengths = np.random.default_rng(5).lognormal(8.0, 1.7, 600).clip(16, 200_000).astype(np.int64)
     trace = Trace(prompt_tokens=0 * lengths, output_tokens=lengths, group_ids=np.arange(600))
-    config = as_policy(BalancerConfig(dp_size=8, batch_size=32, cost=QuadraticCost(), context_parallel={"sizes": (1, 2, 4, 8)}), policy)
+    config = as_policy(
+        BalancerConfig(dp_size=8, batch_size=32, cost=QuadraticCost(), context_parallel={"sizes": (1, 2, 4, 8)}), policy
+    )
     core = BalancerCore(config)
     run = Run(trace, core, Generation(trace, 64, 30.0, 0), float("inf"))
     run.to_the_end(None)

@@ -159,7 +159,7 @@ def test_stale_rollouts_of_a_checkpoint_are_evicted_and_counted() -> None:
 
 def test_knobs_that_refuse_a_rollout_say_which_and_change_nothing() -> None:
     fresh = BalancerCore(config(micro_batches=sb.MicroBatches(max_tokens=8)))
-    with pytest.raises(sb.RolloutError, match=r"has \d+ tokens, above max_tokens_per_micro_batch \(8\)"):
+    with pytest.raises(sb.RolloutError, match=r"has \d+ tokens, above micro_batches.max_tokens \(8\)"):
         fresh.restore(busy_core().snapshot(20.0), 0.0)
     assert fresh.statistics(0.0).accepted == 0
     verify(fresh)

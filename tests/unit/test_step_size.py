@@ -1,4 +1,4 @@
-"""How many rollouts a step takes, where that varies round a mean (`batch_size_range`)."""
+"""How many rollouts a step takes, where that varies round a mean (`step_size.rollouts`)."""
 
 from __future__ import annotations
 
@@ -138,7 +138,13 @@ def test_the_guarantee_counts_on_no_more_than_the_least() -> None:
 
 
 def test_generation_is_throttled_by_the_least() -> None:
-    knobs = sb.BalancerConfig(dp_size=1, batch_size=2, step_size=sb.StepSize(rollouts=(1, 4)), window=2, staleness=sb.Staleness(max_versions=1))
+    knobs = sb.BalancerConfig(
+        dp_size=1,
+        batch_size=2,
+        step_size=sb.StepSize(rollouts=(1, 4)),
+        window=2,
+        staleness=sb.Staleness(max_versions=1),
+    )
     core = BalancerCore(knobs)
     core.set_version(0)
     assert Throttle().room(core.state) == 2  # two batches before they are too old, of one rollout at the least
@@ -228,7 +234,9 @@ def test_the_drain_gives_back_too() -> None:
 def test_knobs_change_live() -> None:
     core = after_an_outlier()
     filled(core, [10] * 15)
-    core.reconfigure(core.config.replace(step_size=sb.StepSize(rollouts=(6, 10))))  # now at most two may have been taken in advance
+    core.reconfigure(
+        core.config.replace(step_size=sb.StepSize(rollouts=(6, 10)))
+    )  # now at most two may have been taken in advance
     filled(core, [10])
     assert size_of(core) == 7
     assert surplus_of(core) == 2
@@ -263,12 +271,15 @@ def test_the_automatic_window_foresees_it() -> None:
         ({"step_size": {"rollouts": 16}}, "must be two ints"),
         ({"step_size": {"rollouts": (16,)}}, "must be two ints"),
         ({"step_size": {"rollouts": (4, 8.5)}}, "batch_size_range must be two ints >= 1"),
-        ({"step_size": {"rollouts": (9, 16)}}, r"batch_size \(8\) is the mean of batch_size_range \(9, 16\)"),
+        ({"step_size": {"rollouts": (9, 16)}}, r"batch_size \(8\) is the mean of step_size.rollouts \(9, 16\)"),
         ({"step_size": {"rollouts": (4, 7)}}, "it must lie in it"),
         ({"step_size": {"rollouts": (8, 8)}}, "or leave it out for batch_size rollouts every time"),
         ({"step_size": {"rollouts": (4, 33)}}, r"reaches above capacity \(32\)"),
-        ({"step_size": {"rollouts": (1, 16)}}, r"begins below dp_size \(2\) x micro_batch_multiple \(1\)"),
-        ({"step_size": {"rollouts": (4, 16)}, "micro_batches": {"multiple_of": 4}}, "some micro-batches would be empty"),
+        ({"step_size": {"rollouts": (1, 16)}}, r"begins below dp_size \(2\) x micro_batches.multiple_of \(1\)"),
+        (
+            {"step_size": {"rollouts": (4, 16)}, "micro_batches": {"multiple_of": 4}},
+            "some micro-batches would be empty",
+        ),
         ({"step_size": {"rollouts": (4, 16)}, "min_batch_size": 5}, r"min_batch_size \(5\) must be <= the least"),
         ({"step_size": {"rollouts": (4, 15)}, "counts": "equal"}, "must be multiples of 2.* Change 15"),
         ({"step_size": {"rollouts": (3, 15)}, "groups": {"size": 2}}, "must be multiples of 2.* Change 3 and 15"),
@@ -286,4 +297,6 @@ def test_ranges_that_cannot_work(knobs: dict[str, Any], says: str) -> None:
 
 def test_a_range_may_be_a_list_and_ends_may_be_the_mean() -> None:
     assert config(batch_size=8, step_size=sb.StepSize(rollouts=[8, 16])).batch_size_range == (8, 16)
-    assert config(batch_size=8, step_size=sb.StepSize(rollouts=(4, 8)), capacity=128).max_skips == 31  # 128 leave, 4 at a time
+    assert (
+        config(batch_size=8, step_size=sb.StepSize(rollouts=(4, 8)), capacity=128).max_skips == 31
+    )  # 128 leave, 4 at a time

@@ -1,4 +1,4 @@
-"""``batch_tokens``: when a step leaves, how much it takes, and when puts wait. Time is an argument."""
+"""``step_size.tokens``: when a step leaves, how much it takes, and when puts wait. Time is an argument."""
 
 from __future__ import annotations
 
@@ -129,7 +129,13 @@ def test_tokens_may_limit_what_waits_under_batch_size_too() -> None:
 
 
 def test_tokens_of_siblings_that_wait_for_others_do_not_make_a_put_wait() -> None:
-    knobs: dict[str, Any] = {"dp_size": 1, "batch_size": 2, "window": 8, "groups": {"size": 2}, "limits": {"tokens": 100}}
+    knobs: dict[str, Any] = {
+        "dp_size": 1,
+        "batch_size": 2,
+        "window": 8,
+        "groups": {"size": 2},
+        "limits": {"tokens": 100},
+    }
     core = BalancerCore(sb.BalancerConfig(**knobs))
     for number in range(3):
         core.add(make_rollout(40, f"open{number}", group_id=f"open{number}"), 0.0)

@@ -210,7 +210,9 @@ def test_limits_are_inclusive() -> None:
 def test_costs_of_any_size_are_planned_with(costs: list[float], policy: Any) -> None:
     window = 8 if policy == "window" else 4
     with sb.blocking(
-        sb.BalancerConfig(dp_size=2, batch_size=4, window=window, policy=policy, micro_batches=sb.MicroBatches(max_tokens=6))
+        sb.BalancerConfig(
+            dp_size=2, batch_size=4, window=window, policy=policy, micro_batches=sb.MicroBatches(max_tokens=6)
+        )
     ) as balancer:
         for cost in costs:
             balancer.put(made(cost=cost))

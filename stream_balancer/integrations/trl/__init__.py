@@ -6,7 +6,7 @@
         pass
 
     trainer = Trainer(model, args=args, reward_funcs=reward, train_dataset=data)
-    with trainer.balanced(max_tokens_per_micro_batch=32_768):
+    with trainer.balanced(micro_batches=sb.MicroBatches(max_tokens=32_768)):
         trainer.train()
 
     patch()                                                              # AsyncGRPOTrainer then takes our plan as it is

@@ -42,8 +42,8 @@ class RolloutSource:
 
     ``balancer``: an entered :func:`sb.blocking` with ``dp_size=accelerator.num_processes``, into which rollouts with
     the columns of :func:`rollouts_from_samples` are put: by TRL's own loop, by ``sb.connect`` from other machines, by
-    anything. Rows are its ranks, so its ``max_tokens_per_micro_batch`` takes the place of ``token_budget``, and its
-    ``max_staleness`` that of TRL's check. ``args``: the trainer's, for its gradient accumulation: a step is
+    anything. Rows are its ranks, so its ``micro_batches.max_tokens`` takes the place of ``token_budget``, and its
+    ``staleness.max_versions`` that of TRL's check. ``args``: the trainer's, for its gradient accumulation: a step is
     acknowledged after the optimizer step that has the last of it, not when it was fetched. What was fetched at the end
     and not trained is delivered again after a restart. Call :func:`patch` before the trainer is built, on every rank;
     only the main process needs a source.
@@ -80,7 +80,9 @@ class RolloutSource:
                 "processes. Give BalancerConfig dp_size=accelerator.num_processes"
             )
         if self._balancer.config.micro_batches.counts == "free":
-            raise ValueError("TRL deals out a micro-batch to every rank at a time: leave micro_batch_counts at 'equal'")
+            raise ValueError(
+                "TRL deals out a micro-batch to every rank at a time: leave micro_batches.counts at 'equal'"
+            )
         for batch in self._balancer.batches(auto_ack=False):
             rows = _rows_of(batch)
             for index, micro_batch in enumerate(rows):

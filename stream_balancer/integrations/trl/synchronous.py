@@ -6,7 +6,7 @@
         pass
 
     trainer = Trainer(model, args=args, reward_funcs=reward, train_dataset=data)      # args as they are
-    with trainer.balanced(max_tokens_per_micro_batch=32_768):
+    with trainer.balanced(micro_batches=sb.MicroBatches(max_tokens=32_768)):
         trainer.train()
 
 Each optimizer step trains on the same rollouts as TRL's own, and divides by the same numbers; only which rank runs
@@ -70,7 +70,7 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
 
         ``knobs`` of :class:`~stream_balancer.BalancerConfig`; ``dp_size``, ``batch_size`` and ``window`` (one step's
         rollouts) follow from the trainer's arguments, and ``cost`` is ``PaddedCost()``, so that
-        ``max_tokens_per_micro_batch`` bounds rows x (longest prompt + longest completion). Raises ValueError for
+        ``micro_batches.max_tokens`` bounds rows x (longest prompt + longest completion). Raises ValueError for
         arguments that cannot be balanced.
         """
         config = sb.BalancerConfig(**self._usual_knobs() | knobs)
@@ -148,10 +148,12 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
                 f"gradient_accumulation_steps ({self.args.gradient_accumulation_steps}): the balancer makes whole steps"
             )
         if config.micro_batches.counts != "equal":
-            raise ValueError("TRL's metrics need as many micro-batches on every rank: leave micro_batch_counts='equal'")
+            raise ValueError(
+                "TRL's metrics need as many micro-batches on every rank: leave micro_batches.counts='equal'"
+            )
         if config.micro_batches.max_tokens is not None and not config.cost.padded:
             raise ValueError(
-                f"cost={config.cost!r} does not count padding, so max_tokens_per_micro_batch would not bound a "
+                f"cost={config.cost!r} does not count padding, so micro_batches.max_tokens would not bound a "
                 "micro-batch. Leave cost at PaddedCost()"
             )
 
