@@ -76,7 +76,9 @@ ONE_BY_ONE = (
     Means(window(WINDOW), clock="too"),
     Means(fifo("shared at 5 %", **FIVE)),
     Means(fifo("shared at 15 %", **FIFTEEN), clock="too"),
-    Means(fifo("shared at 15 %, parts of any length", context_parallel=sb.ContextParallel(min_tokens=1), **FIFTEEN)),
+    Means(
+        fifo("shared at 15 %, parts of any length", context_parallel={**FIFTEEN["context_parallel"], "min_tokens": 1})
+    ),
     Means(window("window, shared at 5 %", **FIVE), idle={"rg": 0.8, "mooncake": 1.1, "nemo": 3.0}),
     Means(
         window("window, shared at 15 %", **FIFTEEN),

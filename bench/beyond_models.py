@@ -208,7 +208,7 @@ def as_rank(rank: int, store: str, count: int, cpu: bool) -> None:
     for batch, seconds in Run(train, cost=learned.cost, **GANG).of(rollouts[then:]):
         whole.append(learned.step_of(batch, seconds))
     for batch, seconds in Run(
-        train, cost=learned.cost, context_parallel=sb.ContextParallel(overhead=overhead), **SHARING, **GANG
+        train, cost=learned.cost, context_parallel={**SHARING["context_parallel"], "overhead": overhead}, **GANG
     ).of(rollouts[then:]):
         shared.append(learned.step_of(batch, seconds))
     if rank == 0:
@@ -290,7 +290,7 @@ def prefixes(rows: Rows, count: int, _: bool) -> None:
     dense, tree = one_process(its_model, sharing=False), one_process(its_model, sharing=True)
     learned = learn(dense, rollouts[:first], **PREFIXES)
     whole = [learned.step_of(*one) for one in Run(dense, cost=learned.cost, **PREFIXES).of(rollouts[first:])]
-    sharing = Run(tree, cost=learned.cost, groups=sb.Groups(share_prefixes=True), **PREFIXES)
+    sharing = Run(tree, cost=learned.cost, groups={"size": SIBLINGS, "share_prefixes": True}, **PREFIXES)
     shared = [learned.step_of(*one) for one in sharing.of(rollouts[first:])]
     add_rows(rows, "prefixes", whole, shared)
 

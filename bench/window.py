@@ -72,13 +72,16 @@ class Mode:
         window = round(self.width * batch / size) * size
         knobs: dict[str, Any] = {"dp_size": self.ranks, "batch_size": batch, "window": window, "cost": cost}
         if self.whole_groups:
-            knobs["group_size"] = size
+            knobs["groups"] = {"size": size}
         if self.capped:
-            knobs["max_tokens_per_micro_batch"] = int(trace.lengths.max())
+            knobs["micro_batches"] = {"max_tokens": int(trace.lengths.max())}
         if self.in_tokens:
             tokens = round(self.in_tokens * batch * float(trace.lengths.mean()))
-            knobs |= {"batch_size": None, "window": None, "step_size": {"tokens": tokens}}
-            knobs["window_tokens"] = round(self.width * tokens)
+            knobs |= {
+                "batch_size": None,
+                "window": None,
+                "step_size": {"tokens": tokens, "window_tokens": round(self.width * tokens)},
+            }
         return as_policy(sb.BalancerConfig(**knobs | dict(self.knobs)), self.policy)
 
 

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from stream_balancer.client.producer import connect as connect
     from stream_balancer.client.step import Step as Step
     from stream_balancer.config import BalancerConfig as BalancerConfig
+    from stream_balancer.config import ContextParallel as ContextParallel
+    from stream_balancer.config import Groups as Groups
+    from stream_balancer.config import Limits as Limits
+    from stream_balancer.config import MicroBatches as MicroBatches
+    from stream_balancer.config import Staleness as Staleness
+    from stream_balancer.config import StepSize as StepSize
     from stream_balancer.core.observer import Observer as Observer
     from stream_balancer.cost import AttentionPairs as AttentionPairs
     from stream_balancer.cost import CalibratedCost as CalibratedCost
@@ -75,7 +81,7 @@ _NAMES_OF = {
     "host.balancer": "StreamBalancer",
     "host.batches": "Batches",
     "host.blocking": "BlockingBalancer blocking",
-    "config": "BalancerConfig",
+    "config": "BalancerConfig ContextParallel Groups Limits MicroBatches Staleness StepSize",
     "client.producer": "BlockingProducer Producer connect",
     "cost": "AttentionPairs CalibratedCost CostModel LayerSumCost PaddedCost QuadraticCost TokenCost TransformerCost",
     "host.serve": "serve",

@@ -81,12 +81,12 @@ def _verify_ages(core: BalancerCore) -> None:
     held, due = staleness.held_back(), staleness.due()
     free = ~held
     assert state.triggers.sendable()[:2] == (int(free.sum()), int((state.buffer.complete & free).sum()))
-    if config.max_staleness is None or staleness.version is None:
+    if config.staleness.max_versions is None or staleness.version is None:
         assert not held.any()
         assert not due.any()
         return
-    oldest = staleness.version - config.max_staleness + state.in_flight.steps_ahead
+    oldest = staleness.version - config.staleness.max_versions + state.in_flight.steps_ahead
     assert staleness.num_due == int(due.sum()) == int((versions <= oldest).sum())
-    alone = (versions < oldest) & (config.on_stale == "evict")
+    alone = (versions < oldest) & (config.staleness.on_stale == "evict")
     assert staleness.num_held_back == int(alone.sum())
     assert (held == (alone | ((labels >= 0) & np.isin(labels, labels[alone])))).all()

@@ -206,7 +206,7 @@ def _read(path: Path) -> dict[str, Any]:
     if path.suffix.lower() not in readers:
         raise ConfigError(f"--config {path}: the name must end in one of {', '.join(readers)}")
     try:
-        knobs = readers[path.suffix.lower()].decode(path.read_bytes())
+        knobs = readers[path.suffix.lower()].decode(path.read_text(encoding="utf-8"))
     except ImportError:
         raise ConfigError(
             f"--config {path}: PyYAML is missing. `pip install 'stream-balancer[yaml]'`, or write .json or .toml"

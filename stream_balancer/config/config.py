@@ -138,7 +138,7 @@ class BalancerConfig(metaclass=Values):
         made: Self = Values.of(cls, knobs)
         return made
 
-    def replace(self, **changes: Any) -> BalancerConfig:
+    def replace(self, /, **changes: Any) -> BalancerConfig:
         """A config with some knobs changed; knobs that were never given are derived anew. Of a group, a mapping changes
         what it names. Raises :class:`ConfigError`."""
         for name, value in changes.items():

@@ -42,7 +42,7 @@ def check_knobs(config: BalancerConfig, care: Care) -> None:
         ),
         (
             late,
-            (config.micro_batches.multiple_of > 1, f"micro_batch_multiple={config.micro_batches.multiple_of}"),
+            (config.micro_batches.multiple_of > 1, f"micro_batches.multiple_of={config.micro_batches.multiple_of}"),
             "a rank that some are moved from is left with any number",
         ),
         (

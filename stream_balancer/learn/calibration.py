@@ -12,8 +12,9 @@ drifting off, which is how plain forgetting fails ("wind-up"; Astrom and Wittenm
 Errors are relative, and an observation far outside the usual spread counts less (Huber's weights), so that one
 checkpoint in the middle of a step does not spoil the fit. A rank's speed is the median of its last measured speeds.
 
-Where ranks share rollouts (``context_parallel``), tokens and pairs are those of a rank's parts, 1 + overhead * log2(degree)
-times each. That overhead is fitted in turn with the rest, by the same least squares, from the configuration's on.
+Where ranks share rollouts (``context_parallel``), tokens and pairs are those of a rank's parts, 1 + overhead *
+log2(degree) times each. That overhead is fitted in turn with the rest, by the same least squares, from the
+configuration's on.
 
 Pure: seconds come in as an argument. What costs are for is decided elsewhere: :mod:`.costs` puts them in force.
 """

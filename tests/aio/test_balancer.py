@@ -559,7 +559,7 @@ async def test_a_group_with_one_bad_cost_is_refused_whole() -> None:
             sb.RolloutError,
             r"has token columns \{input_ids: int64\[L\]\}, but the first",
         ),
-        ({"micro_batches": {"max_tokens": 10}}, make_rollout(11), sb.RolloutError, "above max_tokens_per_micro_batch"),
+        ({"micro_batches": {"max_tokens": 10}}, make_rollout(11), sb.RolloutError, "above micro_batches.max_tokens"),
         ({"cost": BrokenCost()}, make_rollout(13), sb.RolloutError, "the cost model gave nan"),
         ({}, make_rollout(3).padding_copy("p"), sb.RolloutError, "padding copy"),
         ({}, {"input_ids": [1, 2]}, TypeError, r"takes a Rollout, not dict"),
@@ -736,4 +736,4 @@ async def test_recovering_more_than_the_capacity_is_warned_of(caplog: pytest.Log
     async with sb.StreamBalancer(config(window=4, capacity=8)) as balancer:
         balancer.load_state_dict(state)
         assert balancer.statistics().waiting == 20
-    assert "20 rollouts were recovered, above most_waiting (8)" in caplog.text
+    assert "20 rollouts were recovered, above what may wait (8)" in caplog.text

@@ -22,8 +22,8 @@ CAP = 40
 
 
 def knobs(dp_size: int, **more: object) -> sb.BalancerConfig:
-    given = {"dp_size": dp_size, "batch_size": 12 * dp_size, "micro_batches": {"counts": "free"}}
-    return sb.BalancerConfig(**{**given, "micro_batches": {"max_tokens": CAP}, **more})  # type: ignore[arg-type]
+    given = {"dp_size": dp_size, "batch_size": 12 * dp_size, "micro_batches": {"max_tokens": CAP, "counts": "free"}}
+    return sb.BalancerConfig(**{**given, **more})  # type: ignore[arg-type]
 
 
 class LateCrew(Crew):
@@ -197,10 +197,10 @@ async def test_a_straggler_is_found_by_what_it_did() -> None:
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"micro_batches": {"counts": "equal"}}, "micro_batch_counts='equal'"),
+        ({"micro_batches": {"counts": "equal"}}, "micro_batches.counts='equal'"),
         ({"micro_batches": {"counts": "equal"}, "sync": "micro_batch"}, "sync='micro_batch'"),
         ({"step_size": {"mini_batches": 2}}, "step_size.mini_batches=2"),
-        ({"micro_batches": {"multiple_of": 2}}, "micro_batch_multiple=2"),
+        ({"micro_batches": {"counts": "free", "multiple_of": 2}}, "micro_batches.multiple_of=2"),
         ({"groups": {"keep": "same_rank", "size": 2}}, "groups.keep='same_rank'"),
     ],
     ids=str,

@@ -54,7 +54,7 @@ async def test_what_a_lost_rank_owed_is_done_by_the_others_in_the_same_step(
         assert without == list(range(lost_before_they_met, 5))
         assert balancer.config.dp_size == 3
         assert not crew.errors
-        assert any(isinstance(one, SharedRollout) for one in crew.seen.values()) == ("cp_sizes" in plan)
+        assert any(isinstance(one, SharedRollout) for one in crew.seen.values()) == ("context_parallel" in plan)
         if plan is LOCKSTEP and when != "met":
             assert {rank for rank, number in crew.rewound if number == step} == {0, 2, 3}
 
@@ -229,7 +229,7 @@ async def test_payloads_that_lie_with_producers_change_hands_too(when: str, plan
 @pytest.mark.parametrize("options", [{"on_rank_loss": "replan"}, {"move_late": True}])
 async def test_mini_batches_stay_as_they_are(options: dict[str, Any]) -> None:
     async with sb.StreamBalancer(knobs(2, step_size=sb.StepSize(mini_batches=2))) as balancer:
-        with pytest.raises(sb.ConfigError, match="step_size.mini_batches=2: ranks meet several times"):
+        with pytest.raises(sb.ConfigError, match=r"step_size\.mini_batches=2: ranks meet several times"):
             await serve(balancer, MemoryNetwork(dp_size=2), **options)
 
 
@@ -313,7 +313,7 @@ async def test_ranks_are_lost_come_back_or_are_no_more_at_random_moments(seed: i
             for rank in range(size):
                 tasks.start_soon(launch, rank)
             for n, one in enumerate(some(96)):
-                await balancer.put(replace(one, group_id=f"g{n // 3}" if "group_size" in more else None))
+                await balancer.put(replace(one, group_id=f"g{n // 3}" if "groups" in more else None))
             await anyio.sleep(300.0)
             balancer.end()
         crew.check(balancer, 96)

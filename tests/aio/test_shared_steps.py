@@ -273,7 +273,7 @@ async def test_columns_of_another_model_are_joined_and_cut_again(remote: bool) -
 
 
 async def test_knobs_that_come_later_share_rollouts_that_a_lost_rank_takes_a_part_of() -> None:
-    """serve() began without ``context_parallel``: those that share with the lost rank begin the step again all the same."""
+    """serve() began without ``context_parallel``: those that share with the lost rank begin it again all the same."""
     balancer = sb.StreamBalancer(config(context_parallel=sb.ContextParallel(sizes=(1,), min_tokens=2048)))
     crew = Crew(MemoryNetwork(dp_size=4), {1: (0, "barrier")})
     async with balancer, anyio.create_task_group() as tasks:
@@ -281,7 +281,7 @@ async def test_knobs_that_come_later_share_rollouts_that_a_lost_rank_takes_a_par
         for rank in range(4):
             tasks.start_soon(crew.train, rank)
         await anyio.sleep(1)
-        balancer.reconfigure(context_parallel=sb.ContextParallel(sizes=(1, 2, 4), min_tokens=100))
+        balancer.reconfigure(context_parallel={"sizes": (1, 2, 4), "min_tokens": 100})
         for rollout in make_rollouts(LENGTHS):
             await balancer.put(rollout)
         balancer.end()

@@ -45,8 +45,8 @@ class World:
             return balancer.statistics()
 
     async def generate(self, balancer: sb.StreamBalancer, number: int) -> None:
-        size = self.config.group_size or 1
-        lags = (self.config.max_staleness or 0) + 1
+        size = self.config.groups.size or 1
+        lags = (self.config.staleness.max_versions or 0) + 1
         for group in range(number // size):
             version = max((balancer.statistics().version or 0) - self.random.randint(0, lags), 0)
             for n in range(size):
@@ -128,7 +128,7 @@ async def test_no_rollout_is_trained_on_too_old(seed: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 async def test_an_on_policy_trainer_that_accumulates_is_not_kept_waiting(depth: int) -> None:
-    """max_staleness=0: a batch leaves only when the one before is done with, acknowledged or not."""
+    """max_versions=0: a batch leaves only when the one before is done with, acknowledged or not."""
     config = sb.BalancerConfig(dp_size=2, batch_size=4, window=4, staleness=sb.Staleness(max_versions=0))
     world = World(config, 1)
     stats = await world.run(depth=depth, num_rollouts=80, accumulate=3)

@@ -26,7 +26,7 @@ from test_grpo_gradient import (
 
 async def batches():
     """The same on every rank: planning is deterministic."""
-    return await plan(make_rollouts(64), dp_size=2, batch_size=32, max_tokens_per_micro_batch=125)
+    return await plan(make_rollouts(64), dp_size=2, batch_size=32, micro_batches={"max_tokens": 125})
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 import stream_balancer as sb
+from stream_balancer.config import at_window
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
@@ -121,10 +122,10 @@ class TestConfig:
 
     def test_auto_stays_auto_until_a_window_is_given(self) -> None:
         c = config()
-        assert c.at_window(40).window == 40
-        assert c.at_window(40) != c
-        assert c.at_window(40).replace(batch_size=64).auto_windows == (64, 80, 96, 128, 192)
-        assert c.at_window(40).replace(deadline_s=5.0).window == 64
+        assert at_window(c, 40).window == 40
+        assert at_window(c, 40) != c
+        assert at_window(c, 40).replace(batch_size=64).auto_windows == (64, 80, 96, 128, 192)
+        assert at_window(c, 40).replace(deadline_s=5.0).window == 64
         assert c.replace(window=40).auto_windows == ()
         assert c != c.replace(window=64, capacity=192)
 

@@ -18,6 +18,7 @@ import stream_balancer.tools.shown
 from stream_balancer.cli import app
 
 HEADER = "group_id,prompt_tokens,output_tokens\n"
+CP, RANGE = ("--context-parallel.sizes",), ("--step-size.rollouts",)
 
 
 def run(*arguments: object) -> Result:
@@ -78,9 +79,9 @@ class TestHelp:
         trace = tmp_path / "prompts.csv"
         answers = random.Random(0).choices([10, 20, 30], k=400)
         trace.write_text(HEADER + "\n".join(f"p{n // 4},100,{answer}" for n, answer in enumerate(answers)))
-        how = ("replay", trace, "--dp-size", 2, "--batch-size", 16, "--group-size", 4, "--slots", 16)
+        how = ("replay", trace, "--dp-size", 2, "--batch-size", 16, "--groups.size", 4, "--slots", 16)
         name = "nothing shared and no idle"
-        (line,) = (line for line in run(*how, "--share-prefixes").stdout.splitlines() if name in line)
+        (line,) = (line for line in run(*how, "--groups.share-prefixes").stdout.splitlines() if name in line)
         *_, once = (float(part) for part in line.replace("│", " ").split()[-3:])
         assert once == pytest.approx((100 / 4 + 20) / 120, rel=0.05)  # a quarter of the prompts, all of the answers
         assert name not in run(*how).stdout
@@ -99,7 +100,7 @@ class TestHelp:
 
 class TestReplay:
     def test_a_batch_size_that_varies(self, trace: Path) -> None:
-        result = run("replay", trace, "--dp-size", 4, "--batch-size", 8, "--batch-size-range", "4:16")
+        result = run("replay", trace, "--dp-size", 4, "--batch-size", 8, *RANGE, "4:16")
         assert result.exit_code == 0, result.stderr
         assert "4 ranks, 8 (4 to 16) rollouts a dispatch" in result.stdout
         assert "rollouts of a step, least / mean / most" in result.stdout
@@ -149,34 +150,55 @@ class TestReplay:
         )
 
     def test_a_budget_in_tokens(self, trace: Path) -> None:
-        result = run("replay", trace, "--batch-tokens", 9000, "--window-tokens", 20000)
+        result = run("replay", trace, "--step-size.tokens", 9000, "--step-size.window-tokens", 20000)
         assert result.exit_code == 0, result.output
         assert "9,000 tokens a dispatch, window 20,000 tokens" in " ".join(result.stdout.split())
         assert "tokens of a step, std / mean" in result.stdout
-        both = run("replay", trace, "--batch-tokens", 9000, "--batch-size", 32)
+        both = run("replay", trace, "--step-size.tokens", 9000, "--batch-size", 32)
         assert both.exit_code == 2
         assert "exclude one another" in both.output
 
     @pytest.mark.parametrize(
         ("name", "text"),
         [
-            ("knobs.yaml", "{dp_size: 4, batch_size: 16, cp_sizes: [1, 2], cost: 'quadratic:0:1', max_skips: null}"),
-            ("knobs.json", '{"dp_size": 4, "batch_size": 16, "cp_sizes": [1, 2], "cost": "quadratic:0:1"}'),
-            ("knobs.toml", "dp_size = 4\nbatch_size = 16\ncp_sizes = [1, 2]\ncost = 'quadratic:0:1'"),
+            ("knobs.yaml", "{dp_size: 4, batch_size: 16, context_parallel: {sizes: [1, 2]}, cost: 'quadratic:0:1', max_skips: null}"),
+            ("knobs.JSON", '{"dp_size": 4, "batch_size": 16, "context_parallel": {"sizes": [1, 2]}, "cost": "quadratic:0:1"}'),
+            ("knobs.toml", "dp_size = 4\nbatch_size = 16\ncost = 'quadratic:0:1'\n[context_parallel]\nsizes = [1, 2]"),
         ],
     )  # fmt: skip
     def test_knobs_from_a_file_and_options_on_top(self, trace: Path, tmp_path: Path, name: str, text: str) -> None:
         (path := tmp_path / name).write_text(text)
-        result = run("replay", trace, "--config", path, "--batch-size", 8, "--json")
+        result = run("replay", trace, "--config", path, "--batch-size", 8, "--context-parallel.min-tokens", 9, "--json")
         assert result.exit_code == 0, result.output
         knobs = json.loads(result.stdout)["knobs"]
-        assert (knobs["dp_size"], knobs["batch_size"], knobs["cp_sizes"]) == (4, 8, [1, 2])
-        assert knobs["cost"] == "QuadraticCost(linear=0.0, quadratic=1.0)"
+        assert (knobs["dp_size"], knobs["batch_size"], knobs["context_parallel.sizes"]) == (4, 8, [1, 2])
+        assert knobs["context_parallel.min_tokens"] == 9
+        assert knobs["cost"] == "quadratic:0:1", "as it was given, in a file as by an option"
         assert (knobs["max_skips"] is None) == name.endswith("yaml")
         path.write_text("{" if name != "knobs.toml" else "dp_siz = 4")
         said = "Did you mean dp_size?" if name == "knobs.toml" else f"--config {path}: "
         assert said in refused("replay", trace, "--config", path)
         assert "absent.yaml: " in refused("replay", trace, "--config", tmp_path / "absent.yaml")
+
+    @pytest.mark.parametrize(
+        ("name", "content", "said"),
+        [
+            ("knobs.yaml", b"\xff\xfe{", "must be UTF-8: "),
+            ("knobs.yaml", b"[1]", "must hold a mapping from knobs to values, not [1]"),
+            ("knobs.yml", b"", "must hold a mapping from knobs to values, not None"),
+            ("knobs.txt", b"{}", "the name must end in one of .json, .toml, .yaml, .yml"),
+            ("knobs.JSON", b'{"dp_siz": 4}', "Did you mean dp_size?"),
+            ("knobs.json", b'{"groups": 4}', "groups must be Groups(...), or a mapping"),
+        ],
+    )
+    def test_a_file_that_holds_no_knobs(self, tmp_path: Path, name: str, content: bytes, said: str) -> None:
+        (path := tmp_path / name).write_bytes(content)
+        assert said in refused("replay", "generate:rg:50", "--config", path, "--groups.size", 4)
+
+    def test_yaml_is_an_extra(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "yaml", None)
+        (path := tmp_path / "knobs.yaml").write_text("{}")
+        assert "pip install 'stream-balancer[yaml]'" in refused("replay", "generate:rg:50", "--config", path)
 
     def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(
         self, trace: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,21 +224,29 @@ class TestReplay:
     def test_rollouts_that_several_ranks_share(self, trace: Path) -> None:
         options = ("replay", trace, "--cost", "quadratic", "--batch-size", 16, "--json")
         plain = json.loads(run(*options).stdout)
-        shared = json.loads(run(*options, "--cp-sizes", "1,2,4,8", "--cp-overhead", 0.05, "--cp-min-tokens", 32).stdout)
+        shared = json.loads(
+            run(
+                *options, *CP, "1,2,4,8", "--context-parallel.overhead", 0.05, "--context-parallel.min-tokens", 32
+            ).stdout
+        )
         knobs = shared["knobs"]
-        assert (knobs["cp_sizes"], knobs["cp_overhead"], knobs["cp_min_tokens"]) == ([1, 2, 4, 8], 0.05, 32)
+        assert [knobs[f"context_parallel.{name}"] for name in ("sizes", "overhead", "min_tokens")] == [
+            [1, 2, 4, 8],
+            0.05,
+            32,
+        ]
         idle = [found["policies"]["fifo"]["idle_fraction"] for found in (plain, shared)]
         assert idle[1] < 0.7 * idle[0]
 
     def test_every_knob_is_passed_on(self, trace: Path) -> None:
         result = run(
-            "replay", trace, "--sync", "micro_batch", "--max-tokens-per-micro-batch", 4000, "--group-size", 4,
-            "--groups", "same_batch", "--batch-size", 32, "--tokens-per-second", 7, "--json",
+            "replay", trace, "--sync", "micro_batch", "--micro-batches.max-tokens", 4000, "--groups.size", 4,
+            "--groups.keep", "same_batch", "--batch-size", 32, "--tokens-per-second", 7, "--json",
         )  # fmt: skip
         assert result.exit_code == 0, result.output
         knobs = json.loads(result.stdout)["knobs"]
-        assert (knobs["sync"], knobs["max_tokens_per_micro_batch"]) == ("micro_batch", 4000)
-        assert (knobs["group_size"], knobs["groups"]) == (4, "same_batch")
+        assert (knobs["sync"], knobs["micro_batches.max_tokens"]) == ("micro_batch", 4000)
+        assert (knobs["groups.size"], knobs["groups.keep"]) == (4, "same_batch")
 
     def test_costs(self, tmp_path: Path) -> None:
         model = tmp_path / "config.json"
@@ -263,12 +293,12 @@ class TestMistakes:
             (("--window", 99, "--capacity", 64), "window (99) must be <= capacity (64)"),
             (("--deadline-s", "nan"), "--deadline-s nan: must be a finite number"),
             (("--max-skips", 1), "max_skips (1) is too small"),
-            (("--cp-sizes", "1,two"), "--cp-sizes 1,two: must be powers of two in ascending order"),
-            (("--cp-sizes", "2,4"), "cp_sizes must be powers of two in ascending order, beginning with 1"),
-            (("--cp-overhead", -1), "--cp-overhead -1: must be a finite number >= 0"),
-            (("--batch-size-range", "16"), "--batch-size-range 16: must be two ints >= 1"),
-            (("--batch-size-range", "16:many"), "--batch-size-range 16:many: must be two ints"),
-            (("--batch-size-range", "4:64"), "begins below dp_size (8)"),
+            ((*CP, "1,two"), "--context-parallel.sizes 1,two: must be powers of two in ascending order"),
+            ((*CP, "2,4"), "context_parallel.sizes must be powers of two in ascending order, beginning with 1"),
+            (("--context-parallel.overhead", -1), "--context-parallel.overhead -1: must be a finite number >= 0"),
+            ((*RANGE, "16"), "--step-size.rollouts 16: must be two ints >= 1"),
+            ((*RANGE, "16:many"), "--step-size.rollouts 16:many: must be two ints"),
+            ((*RANGE, "4:64"), "begins below dp_size (8)"),
             (("--slots", 0), "slots must be >= 1, not 0"),
             (("--tokens-per-second", 0), "tokens_per_second must be a finite number > 0"),
             (("--warm-up", -1), "warm_up must be >= 0"),
@@ -280,8 +310,8 @@ class TestMistakes:
             (("--cost", "quadratic:1:2:3"), "cost 'quadratic:1:2:3': "),
             (("--cost", "quadratic:-1:1"), "must be a finite number >= 0"),
             (("--cost", "absent.json"), "cost 'absent.json': "),
-            (("--max-tokens-per-micro-batch", 50), "above micro_batches.max_tokens (50)"),
-            (("--group-size", 5), "must be a multiple of groups.size (5)"),
+            (("--micro-batches.max-tokens", 50), "above micro_batches.max_tokens (50)"),
+            (("--groups.size", 5), "must be a multiple of groups.size (5)"),
         ],
     )
     def test_every_refused_knob_is_one_line(self, trace: Path, options: tuple[object, ...], message: str) -> None:

@@ -7,6 +7,7 @@ from evictions import Evictions
 from invariants import verify
 
 import stream_balancer as sb
+from stream_balancer.config.figures import most_waiting
 from stream_balancer.core.groups import Declared, Groups, GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
@@ -75,7 +76,7 @@ def test_a_drain_takes_groups_that_will_never_be_complete() -> None:
 
 def test_places_are_kept_for_siblings_of_waiting_groups() -> None:
     core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=8, capacity=11, groups=sb.Groups(size=4)))
-    assert core.config.most_waiting == 17  # in as many steps of one rollout at least all have left by max_skips
+    assert most_waiting(core.config) == 17  # in as many steps of one rollout at least all have left by max_skips
     core.add_all(list(make_rollouts([3, 4, 5, 6], siblings=4)), 0.0)
     for group in "bcd":
         core.add(make_rollout(7, f"{group}0", group_id=group), 0.0)

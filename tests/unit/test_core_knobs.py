@@ -9,6 +9,7 @@ import pytest
 from invariants import verify
 
 import stream_balancer as sb
+from stream_balancer.config.figures import longest_rollout
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.testing import make_rollout, make_rollouts
 
@@ -25,17 +26,17 @@ def test_a_rollout_above_the_cap_comes_in_if_ranks_may_share_it() -> None:
         micro_batches=sb.MicroBatches(max_tokens=51),
         cost=sb.QuadraticCost(),
     )
-    assert config.longest_rollout == 200, "four ranks with two chunks of 25 tokens each"
-    assert config.replace(context_parallel=sb.ContextParallel(sizes=(1,))).longest_rollout == 51
-    assert config.replace(micro_batches=sb.MicroBatches(max_tokens=None)).longest_rollout is None
+    assert longest_rollout(config) == 200, "four ranks with two chunks of 25 tokens each"
+    assert longest_rollout(config.replace(context_parallel={"sizes": (1,)})) == 51
+    assert longest_rollout(config.replace(micro_batches={"max_tokens": None})) is None
     core = BalancerCore(config)
     core.add(make_rollout(200), 0.0)
-    with pytest.raises(sb.RolloutError, match=r"201 tokens, above .*batch \(51\) on each of 4 ranks"):
+    with pytest.raises(sb.RolloutError, match=r"201 tokens, above .*tokens \(51\) on each of 4 ranks"):
         core.add(make_rollout(201), 0.0)
     with pytest.raises(
         sb.ConfigError, match=r"\(51\) on each of 2 ranks with micro_batches.oversize='refuse' is below rollout"
     ):
-        core.reconfigure(config.replace(context_parallel=sb.ContextParallel(sizes=(1, 2))))
+        core.reconfigure(config.replace(context_parallel={"sizes": (1, 2)}))
 
 
 @pytest.mark.parametrize(
@@ -45,13 +46,15 @@ def test_a_token_cap_below_a_waiting_rollout_is_refused(before: dict[str, Any]) 
     core = core_of(**before)
     core.add_all(list(make_rollouts([3, 70, 5, 6])), 0.0)
     config = core.config
-    with pytest.raises(sb.ConfigError, match=r"\(50\).*has 70 tokens.*cap >= 70 until it has left, or set oversize="):
-        core.reconfigure(config.replace(micro_batches=sb.MicroBatches(max_tokens=50, oversize="refuse")))
+    with pytest.raises(
+        sb.ConfigError, match=r"\(50\).*has 70 tokens.*cap >= 70 until it has left, or set micro_batches.oversize="
+    ):
+        core.reconfigure(config.replace(micro_batches={"max_tokens": 50, "oversize": "refuse"}))
     assert core.config is config
-    core.reconfigure(config.replace(micro_batches=sb.MicroBatches(max_tokens=70, oversize="refuse")))
-    core.reconfigure(config.replace(micro_batches=sb.MicroBatches(max_tokens=50, oversize="alone")))
+    core.reconfigure(config.replace(micro_batches={"max_tokens": 70, "oversize": "refuse"}))
+    core.reconfigure(config.replace(micro_batches={"max_tokens": 50, "oversize": "alone"}))
     with pytest.raises(sb.ConfigError, match="has 70 tokens"):  # what waits is oversize already
-        core.reconfigure(core.config.replace(micro_batches=sb.MicroBatches(oversize="refuse")))
+        core.reconfigure(core.config.replace(micro_batches={"oversize": "refuse"}))
     while (batch := core.poll(0.0)) is not None:
         core.acknowledge(batch.step)
     core.end()

@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 from invariants import verify
 
 import stream_balancer as sb
+from stream_balancer.config.figures import least_batch_size
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
@@ -84,15 +85,16 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
         more = draw(st.sampled_from([(1, 1), (0, 2), (2, 0), (2, 2)]))
         steps = (max(batch_size - more[0] * unit, unit), batch_size + more[1] * unit)
         with contextlib.suppress(sb.ConfigError):  # padded, rows, or above the capacity
-            config = config.replace(step_size=sb.StepSize(rollouts=steps))
+            config = config.replace(step_size={"rollouts": steps})
     if "auto" in kind:
         with contextlib.suppress(sb.ConfigError):  # padded, rows, or nothing to choose from
             return config.replace(window="auto")
     if kind == "tokens":
         budget = draw(st.integers(1, 150))
-        unbounded = {"batch_size": None, "window": None, "capacity": None, "min_batch_size": None}
-        waits_for = draw(st.sampled_from([{}, {"step_size": {"window_tokens": 3 * budget}}, {"window": window}]))
-        return config.replace(**{**unbounded, "step_size": {"tokens": budget}, **waits_for})
+        unbounded = {"batch_size": None, "capacity": None, "min_batch_size": None}
+        waits_for = draw(st.sampled_from([{}, {"window_tokens": 3 * budget}, {"window": window}]))
+        window = {"window": waits_for.pop("window", None)}
+        return config.replace(**unbounded | window | {"step_size": {"tokens": budget, **waits_for}})
     return config
 
 
@@ -144,7 +146,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(length=st.integers(1, 64), group=st.integers(0, 3), lag=st.integers(0, 2))
     def add(self, length: int, group: int, lag: int) -> None:
         config = self.core.config
-        grouped = config.group_size is not None and (group > 0 or config.groups != "free")
+        grouped = config.groups.size is not None and (group > 0 or config.groups.keep != "free")
         version = None if self.version is None else max(self.version - lag, 0)
         rollout = sb.Rollout(
             tokens={"input_ids": IDS[:length]},
@@ -161,7 +163,7 @@ class CoreMachine(RuleBasedStateMachine):
             # A put is held back only while a batch can leave to make room for it, now or after those in flight.
             assert self.core.next_wakeup() == -math.inf or self.too_old_now()
         except sb.RolloutError:
-            assert rollout.nbytes > (self.core.config.capacity_bytes or math.inf)
+            assert rollout.nbytes > (self.core.config.limits.bytes or math.inf)
             assert self.core.statistics(self.now) == before
         else:
             self.accepted[rollout.rollout_id] = rollout
@@ -256,7 +258,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert not real & self.dispatched
         assert real <= self.accepted.keys()
         self.dispatched |= real
-        free = config.group_size is None or config.groups == "free"
+        free = config.groups.size is None or config.groups.keep == "free"
         held_back = {rollout.rollout_id for rollout in self.too_old_now()}
         for name in self.accepted.keys() - self.dispatched - self.evicted - held_back if free else ():
             self.passed_over[name] = self.passed_over.get(name, 0) + 1
@@ -298,11 +300,11 @@ class CoreMachine(RuleBasedStateMachine):
     def too_old_now(self) -> list[sb.Rollout]:
         """Rollouts that wait because every batch before them may make a version."""
         c, version = self.core.config, self.core.state.staleness.version
-        if c.max_staleness is None or c.on_stale == "send" or version is None:
+        if c.staleness.max_versions is None or c.staleness.on_stale == "send" or version is None:
             return []
         latest = version + len(self.core.in_flight())  # at the least that many are not worked through, or it is later
         waiting = [self.accepted[name] for name in self.accepted.keys() - self.dispatched - self.evicted]
-        return [r for r in waiting if r.min_version is not None and latest - r.min_version > c.max_staleness]
+        return [r for r in waiting if r.min_version is not None and latest - r.min_version > c.staleness.max_versions]
 
     @rule(data=st.data())
     def nack(self, data: st.DataObject) -> None:
@@ -328,7 +330,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(length=st.integers(1, 64), group=st.integers(0, 3), lag=st.integers(0, 2))
     def filter_out(self, length: int, group: int, lag: int) -> None:
         config = self.core.config
-        grouped = config.group_size is not None and (group > 0 or config.groups != "free")
+        grouped = config.groups.size is not None and (group > 0 or config.groups.keep != "free")
         version = None if self.version is None else max(self.version - lag, 0)
         name = str(next(self.names))
         rollout = sb.Rollout(
@@ -338,7 +340,7 @@ class CoreMachine(RuleBasedStateMachine):
             version=version,
         )
         asked = self.core.state.admission.completed_by([rollout])
-        if asked is None or rollout.nbytes > (self.core.config.capacity_bytes or math.inf):
+        if asked is None or rollout.nbytes > (self.core.config.limits.bytes or math.inf):
             return
         before = self.core.statistics(self.now)
         self.core.filter_out([rollout], self.now)
@@ -355,7 +357,7 @@ class CoreMachine(RuleBasedStateMachine):
     def abandon_group(self, group: int) -> None:
         """What waits of it goes; what comes of it later, too."""
         config, name = self.core.config, self.group_name(group)
-        if config.group_size is None or config.groups == "free":
+        if config.groups.size is None or config.groups.keep == "free":
             with pytest.raises(ValueError, match="keeps no groups"):
                 self.core.abandon_group(name)
             return
@@ -374,7 +376,7 @@ class CoreMachine(RuleBasedStateMachine):
     def declare_group(self, group: int, size: int | None, lengths: list[int]) -> None:
         """How many siblings a group has is told, with its last ones or by itself."""
         config, name, groups = self.core.config, self.group_name(group), self.core.state.buffer.groups
-        if config.tracked_group_size is None:
+        if config.groups.kept is None:
             with pytest.raises(ValueError, match="keeps no groups"):
                 self.core.add_all([], self.now, GroupSize(name, size))
             return
@@ -419,20 +421,20 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.set_version(self.version)
         self.take_evicted()
         c = self.core.config
-        if c.max_staleness is not None and c.on_stale == "evict":
+        if c.staleness.max_versions is not None and c.staleness.on_stale == "evict":
             for name in self.accepted.keys() - self.dispatched - self.evicted:
                 oldest = self.accepted[name].min_version
-                assert oldest is None or oldest >= self.version - c.max_staleness
+                assert oldest is None or oldest >= self.version - c.staleness.max_versions
 
     @rule(extra=st.integers(0, 2), deadline=st.sampled_from([None, 2.0]))
     def reconfigure(self, extra: int, deadline: float | None) -> None:
         c = self.core.config
-        if c.batch_tokens is not None:
-            changes = {"step_size": {"tokens": c.batch_tokens + 30 * extra, "window_tokens": None}, "window": None}
-            self.core.reconfigure(c.replace(**changes, limits=sb.Limits(tokens=None), deadline_s=deadline))
+        if c.step_size.tokens is not None:
+            changes = {"step_size": {"tokens": c.step_size.tokens + 30 * extra, "window_tokens": None}, "window": None}
+            self.core.reconfigure(c.replace(**changes, limits={"tokens": None}, deadline_s=deadline))
             return
-        window = c.batch_size + extra * c.dp_size * (c.group_size or 1)
-        held = max(self.core.statistics(self.now).waiting, window, *(c.batch_size_range or ()))
+        window = c.batch_size + extra * c.dp_size * (c.groups.size or 1)
+        held = max(self.core.statistics(self.now).waiting, window, *(c.step_size.rollouts or ()))
         # max_skips is a promise to those who already wait: it may grow here, not shrink
         skips = max(c.max_skips, 3 * held, 12)
         self.core.reconfigure(
@@ -478,7 +480,7 @@ class CoreMachine(RuleBasedStateMachine):
         file.seek(0)
         snapshot = read_state_dict(torch.load(file, weights_only=True))
         config = self.core.config
-        if dp_size_changes and config.dp_size > 1 and config.groups != "same_rank":
+        if dp_size_changes and config.dp_size > 1 and config.groups.keep != "same_rank":
             config = config.replace(dp_size=1, min_batch_size=1)
         before = self.core.statistics(self.now)
         groups = self.core.state.buffer.groups
@@ -545,12 +547,12 @@ class CoreMachine(RuleBasedStateMachine):
     def check_batch(self, batch: sb.Batch, before: sb.Statistics) -> None:
         c = self.core.config
         assert len(batch.ranks) == c.dp_size
-        free = c.group_size is None or c.groups == "free"
+        free = c.groups.size is None or c.groups.keep == "free"
         full = batch.reason in ("window", "age") and before.waiting >= c.batch_size
-        if c.batch_tokens is not None:
+        if c.step_size.tokens is not None:
             assert not (free and full) or batch.num_rollouts >= c.batch_size
         else:
-            least, most = c.batch_size_range or (c.batch_size, c.batch_size)
+            least, most = c.step_size.rollouts or (c.batch_size, c.batch_size)
             assert batch.num_rollouts <= most
             self.surplus = max(self.surplus + batch.num_rollouts - c.batch_size, 0)
             assert self.surplus <= most - c.batch_size
@@ -569,8 +571,8 @@ class CoreMachine(RuleBasedStateMachine):
     def check_shares(self, batch: sb.Batch) -> None:
         c = self.core.config
         numbers = {len(share.micro_batches) for share in batch.ranks}
-        assert len(numbers) == 1 or c.micro_batch_counts == "free"
-        assert not any(number % c.micro_batch_multiple for number in numbers)
+        assert len(numbers) == 1 or c.micro_batches.counts == "free"
+        assert not any(number % c.micro_batches.multiple_of for number in numbers)
         real = [r for r in batch.rollouts if not r.is_padding]
         assert batch.num_tokens == sum(r.num_tokens for r in real)
         for rank, share in enumerate(batch.ranks):
@@ -584,10 +586,10 @@ class CoreMachine(RuleBasedStateMachine):
                 if mb.rollouts[0].is_padding:
                     assert mb.lengths == (1,)
                     assert all(len(other.rollouts) == 1 for other in share.micro_batches)
-                cap = c.max_tokens_per_micro_batch
+                cap = c.micro_batches.max_tokens
                 size = max(mb.lengths) * len(mb.lengths) if c.cost.padded else mb.num_tokens
                 assert cap is None or size <= cap or len(mb.rollouts) == 1
-        if c.counts == "equal" and not batch.num_padding and len(real) >= c.least_batch_size:
+        if c.counts == "equal" and not batch.num_padding and len(real) >= least_batch_size(c):
             counts = {share.num_rollouts for share in batch.ranks}
             assert max(counts) - min(counts) <= 1
         weights = [mb.packed().execution_weights.sum().item() for share in batch.ranks for mb in share.micro_batches]

@@ -71,8 +71,8 @@ class Trainer:
         for one in row.ranks:
             assert one.is_last == row.is_last
             assert all(mb.rollouts for mb in one.micro_batches)
-            assert len(one.micro_batches) % config.micro_batch_multiple == 0
-            if config.micro_batch_counts == "equal":
+            assert len(one.micro_batches) % config.micro_batches.multiple_of == 0
+            if config.micro_batches.counts == "equal":
                 assert len(one.micro_batches) == len(row.ranks[0].micro_batches)
         if not self.rows and row.step in self.in_flight:  # given again: as a whole
             assert row is self.in_flight.pop(row.step)

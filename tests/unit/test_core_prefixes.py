@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,9 @@ def rollout(prompt: int, answer: int, group: str | None = None, **more: Any) -> 
     )
 
 
-def core_of(**knobs: Any) -> BalancerCore:
-    usual = {"dp_size": 2, "batch_size": 4, "window": 4, "cost": sb.TokenCost(), "groups": {"share_prefixes": True}}
-    return BalancerCore(sb.BalancerConfig(**usual | knobs))
+def core_of(groups: Mapping[str, Any] = MappingProxyType({}), **knobs: Any) -> BalancerCore:
+    usual = {"dp_size": 2, "batch_size": 4, "window": 4, "cost": sb.TokenCost()}
+    return BalancerCore(sb.BalancerConfig(**usual | knobs, groups={"share_prefixes": True, **groups}))
 
 
 def batch_of(core: BalancerCore, *rollouts: sb.Rollout) -> sb.Batch:
@@ -42,24 +44,18 @@ TWO_GROUPS = [rollout(100, answer, group) for answer, group in ((10, "a"), (20, 
 
 
 @pytest.mark.parametrize(
-    "groups",
-    [
-        {},
-        {"groups": {"size": 2}},
-        {"groups": {"size": 2, "keep": "same_rank"}},
-        {"groups": {"size": 2, "keep": "free"}},
-    ],
+    "groups", [{}, {"size": 2}, {"size": 2, "keep": "same_rank"}, {"size": 2, "keep": "free"}], ids=str
 )
 def test_siblings_of_a_micro_batch_pay_their_prefix_once(groups: dict[str, Any]) -> None:
-    batch = batch_of(core_of(**groups), *TWO_GROUPS)
+    batch = batch_of(core_of(groups), *TWO_GROUPS)
     assert groups_of(batch) == [["a", "a"], ["b", "b"]]
     assert sorted(batch.loads) == [140.0, 160.0]
     assert batch.finish == 160.0
-    assert batch.lower_bound == (160.0 if groups.get("groups") == "same_rank" else 150.0)
+    assert batch.lower_bound == (160.0 if groups.get("keep") == "same_rank" else 150.0)
 
 
 def test_without_the_knob_a_prefix_plays_no_part() -> None:
-    batch = batch_of(core_of(groups=sb.Groups(share_prefixes=False)), *TWO_GROUPS)
+    batch = batch_of(core_of({"share_prefixes": False}), *TWO_GROUPS)
     assert sorted(batch.loads) == [250.0, 250.0]
 
 
@@ -112,17 +108,17 @@ def test_loads_after_a_move_between_ranks_count_a_prefix_in_every_micro_batch() 
 
 
 def test_a_cap_counts_unique_tokens() -> None:
-    knobs = {"dp_size": 1, "batch_size": 4, "window": 4, "micro_batches": {"max_tokens": 160}, "groups": {"size": 2}}
-    (rank,) = batch_of(core_of(**knobs), *TWO_GROUPS).ranks
+    knobs = {"dp_size": 1, "batch_size": 4, "window": 4, "micro_batches": {"max_tokens": 160}}
+    (rank,) = batch_of(core_of({"size": 2}, **knobs), *TWO_GROUPS).ranks
     assert [len(one.rollouts) for one in rank.micro_batches] == [2, 2]
-    (rank,) = batch_of(core_of(**knobs, groups=sb.Groups(share_prefixes=False)), *TWO_GROUPS).ranks
+    (rank,) = batch_of(core_of({"size": 2, "share_prefixes": False}, **knobs), *TWO_GROUPS).ranks
     assert len(rank.micro_batches) == 4
 
 
 @pytest.mark.parametrize(("share", "goes"), [(True, {"b", "c"}), (False, {"a", "b"})])
 def test_the_window_is_chosen_from_by_what_groups_cost_together(share: bool, goes: set[str]) -> None:
     """A long prompt on both ranks makes a step even; paid once, it is an outlier that waits for another."""
-    core = core_of(batch_size=4, window=8, groups=sb.Groups(size=2, share_prefixes=share))
+    core = core_of({"size": 2, "share_prefixes": share}, batch_size=4, window=8)
     groups = [("a", 1000, 10), ("b", 10, 200), ("c", 10, 200), ("d", 10, 200)]
     batch = batch_of(core, *(rollout(prompt, answer, name) for name, prompt, answer in groups for _ in range(2)))
     assert {one.group_id for one in batch.rollouts} == goes

@@ -1,4 +1,4 @@
-"""max_staleness in the core: what is held back, what is due, and what counts as a step ahead."""
+"""Staleness in the core: what is held back, what is due, and what counts as a step ahead."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def test_open_groups_of_executions_survive_a_checkpoint() -> None:
 def test_executions_leave_whole_whatever_they_became(data: st.DataObject) -> None:
     """As long as a batch can hold the group; and every step counts those that are in it."""
     groups = data.draw(st.sampled_from(["same_batch", "same_rank"]))
-    core = core_of(dp_size=2, batch_size=16, window=32, capacity=256, groups=sb.Groups(keep=groups))
+    core = core_of(dp_size=2, batch_size=16, window=32, capacity=256, groups=sb.Groups(size=2, keep=groups))
     seed, sizes = 0, data.draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=2, max_size=16))
     for group, its in enumerate(sizes):
         for execution, count in enumerate(its):

@@ -17,7 +17,7 @@ from stream_balancer.statistics import CostFit, Straggler
 from stream_balancer.types import SharedRollout
 
 CLASSES = [
-    sb.BalancerConfig, sb.Rollout, sb.MicroBatch, sb.RankBatch, sb.Batch, sb.Statistics, Snapshot, Straggler, CostFit,
+    sb.MicroBatches, sb.Rollout, sb.MicroBatch, sb.RankBatch, sb.Batch, sb.Statistics, Snapshot, Straggler, CostFit,
     Recovered, SharedRollout,
 ]  # fmt: skip
 

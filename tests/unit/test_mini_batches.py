@@ -88,12 +88,12 @@ def steps(draw: st.DrawFn) -> tuple[sb.BalancerConfig, list[Rollout]]:
         "counts": draw(st.sampled_from(["free", "free", "equal"])),
         "speeds": draw(st.sampled_from([None, None, tuple(1.0 + rank / 2 for rank in range(dp_size))])),
     }
-    if knobs["groups"] == "same_rank" and knobs["policy"] == "round_robin":
+    if knobs["groups"]["keep"] == "same_rank" and knobs["policy"] == "round_robin":
         knobs["policy"] = "fifo"
     if draw(st.booleans()):
-        knobs["max_tokens_per_micro_batch"] = 100
         knobs["sync"] = draw(st.sampled_from(["step", "micro_batch"]))
-        knobs["micro_batch_counts"] = draw(st.sampled_from(["equal", "free"])) if knobs["sync"] == "step" else "equal"
+        counts = draw(st.sampled_from(["equal", "free"])) if knobs["sync"] == "step" else "equal"
+        knobs["micro_batches"] = {"max_tokens": 100, "counts": counts}
         knobs["cost"] = draw(st.sampled_from([sb.TokenCost(), sb.PaddedCost()]))
     config = sb.BalancerConfig(**knobs)
     rng = random.Random(draw(st.integers(0, 2**32)))
@@ -118,10 +118,12 @@ def test_what_holds_for_every_step(given: tuple[sb.BalancerConfig, list[Rollout]
     assert batch is not None
     verify(core)
     pieces = of_ranks(batch)  # as many on every rank
-    assert 1 <= len(pieces) <= config.mini_batches
-    if config.group_size is None:
+    assert 1 <= len(pieces) <= config.step_size.mini_batches
+    if config.groups.size is None:
         indivisible = len({execution_of(r) for r in batch.rollouts if not r.is_padding})
-        assert len(pieces) == max(min(config.mini_batches, batch.num_rollouts // config.dp_size, indivisible), 1)
+        assert len(pieces) == max(
+            min(config.step_size.mini_batches, batch.num_rollouts // config.dp_size, indivisible), 1
+        )
         if indivisible == batch.num_rollouts:
             assert max(len(real(parts)) for parts in pieces) - min(len(real(parts)) for parts in pieces) <= 1
     assert [mb for one in batch.ranks for part in one.mini_batches for mb in part.micro_batches] == [
@@ -151,7 +153,7 @@ def test_what_holds_for_every_step(given: tuple[sb.BalancerConfig, list[Rollout]
                     where.setdefault(("execution", execution_of(r)), set()).add((place, 0))
                     where.setdefault(("group", r.group_id or r.rollout_id), set()).add((place, part.rank))
     for (kind, _), places in where.items():
-        if kind == "execution" or config.groups == "same_rank":
+        if kind == "execution" or config.groups.keep == "same_rank":
             assert len(places) == 1
     sizes = [one.mini_batch_sizes for one in batch.ranks]
     assert [one.mini_batch_sizes for one in from_the_journal(batch).ranks] == sizes
@@ -160,7 +162,7 @@ def test_what_holds_for_every_step(given: tuple[sb.BalancerConfig, list[Rollout]
 def _check_piece(config: sb.BalancerConfig, parts: tuple[RankBatch, ...]) -> None:
     numbers = {len(part.micro_batches) for part in parts}
     assert min(numbers) >= 1
-    assert len(numbers) == 1 or config.micro_batch_counts == "free"
+    assert len(numbers) == 1 or config.micro_batches.counts == "free"
     for part in parts:
         assert (part.step, part.dp_size, part.mini_batch_sizes) == (0, config.dp_size, ())
         found = part.global_num_rollouts, part.global_num_tokens, part.global_num_loss_tokens
@@ -168,8 +170,8 @@ def _check_piece(config: sb.BalancerConfig, parts: tuple[RankBatch, ...]) -> Non
         for micro_batch in part.micro_batches:
             rows = len(micro_batch.lengths) * max(micro_batch.lengths)
             tokens = rows if config.cost.padded else micro_batch.num_tokens
-            assert tokens <= (config.max_tokens_per_micro_batch or tokens)
-    if config.counts == "equal" and config.groups != "same_rank":
+            assert tokens <= (config.micro_batches.max_tokens or tokens)
+    if config.counts == "equal" and config.groups.keep != "same_rank":
         counts = [sum(not r.is_padding for r in part.rollouts) for part in parts]
         assert max(counts) - min(counts) <= 1
 

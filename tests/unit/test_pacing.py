@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from invariants import verify
 
 import stream_balancer as sb
+from stream_balancer.config.figures import most_waiting
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.throttle import Throttle, check_reserve
 
@@ -57,7 +58,7 @@ class World:
         self.parked: list[tuple[int, list[sb.Rollout]]] = []  # finished, and no room
         self.made = 0
         self.trained = 0
-        self.unit = config.group_size or 1
+        self.unit = config.groups.size or 1
 
     @property
     def blocked(self) -> bool:
@@ -73,7 +74,7 @@ class World:
     def finish(self, index: int, length: int) -> None:
         number, version = self.slots.pop(index)
         self.made += 1
-        group = f"g{self.made}" if self.config.group_size else None
+        group = f"g{self.made}" if self.config.groups.size else None
         rollouts = [
             sb.Rollout(
                 tokens={"input_ids": IDS[:length]}, rollout_id=f"{self.made}.{n}", group_id=group, version=version
@@ -103,7 +104,7 @@ class World:
         if batch is not None:
             oldest = min(r.min_version or 0 for r in batch.rollouts if not r.is_padding)
             trained_at = (self.core.state.staleness.version or 0) + len(self.core.in_flight()) - 1  # at the latest
-            assert trained_at - oldest <= (self.config.max_staleness or 0)
+            assert trained_at - oldest <= (self.config.staleness.max_versions or 0)
             self.let_in()
         return batch is not None
 
@@ -119,7 +120,7 @@ class World:
         verify(self.core)
         stats = self.core.statistics(0.0)
         assert stats.evicted["stale"] == 0
-        assert stats.training_age is None or stats.training_age.max <= (self.config.max_staleness or 0)
+        assert stats.training_age is None or stats.training_age.max <= (self.config.staleness.max_versions or 0)
         assert self.throttle.running >= 0
 
 
@@ -221,7 +222,7 @@ def test_siblings_that_wait_for_others_take_no_place_under_capacity() -> None:
 
 def test_who_would_begin_waits_like_a_put_where_more_would_wait_than_max_skips_is_a_guarantee_for() -> None:
     config = sb.BalancerConfig(dp_size=1, batch_size=4, window=4, capacity=8, groups=sb.Groups(size=4), max_skips=8)
-    assert config.most_waiting == 9
+    assert most_waiting(config) == 9
     core, throttle = BalancerCore(config), Throttle()
     core.add_all([sb.Rollout(tokens={"input_ids": IDS[:3]}, group_id="a") for _ in range(4)], 0.0)
     core.add_all([sb.Rollout(tokens={"input_ids": IDS[:3]}, group_id="b") for _ in range(3)], 0.0)
@@ -255,7 +256,7 @@ def test_groups_are_reserved_whole() -> None:
     ("knobs", "says"),
     [
         ({"deadline_s": 5.0}, "with deadline_s.*Set deadline_s=None"),
-        ({"limits": {"bytes": 10**9}}, "with capacity_bytes"),
+        ({"limits": {"bytes": 10**9}}, "with limits.bytes"),
         ({"window": 16}, "a window of 16 would never fill. Lower window to 12"),
     ],
 )

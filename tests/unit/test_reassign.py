@@ -106,9 +106,9 @@ def test_the_gradient_is_the_same_without_the_ranks_that_are_lost(more: dict[str
         owed = [r for share in shares.pop(lost) for r in share.rollouts if not r.is_padding]
         for rank, part in reassign(core, batch, owed, left).items():
             shares[rank].append(part)
-            cap = more.get("max_tokens_per_micro_batch", 10**9)
+            cap = core.config.micro_batches.max_tokens or 10**9
             assert all(one.num_tokens <= cap for one in part.micro_batches)
-            assert not len(part.micro_batches) % more.get("micro_batch_multiple", 1)
+            assert not len(part.micro_batches) % core.config.micro_batches.multiple_of
         found = gradient_of([share for of_rank in shares.values() for share in of_rank])
         assert torch.allclose(found, whole, atol=1e-5, rtol=1e-5), float((found - whole).abs().max())
     loads = [sum(r.num_tokens for share in of_rank for r in share.rollouts) for of_rank in shares.values()]
@@ -123,7 +123,7 @@ def test_what_was_let_in_goes_though_a_later_cap_would_refuse_it() -> None:
     core.add_all([make_rollout(90, f"r{n}") for n in range(6)], 0.0)
     batch = core.poll(0.0)
     assert batch is not None
-    core.reconfigure(replace(config, max_tokens_per_micro_batch=50, dp_size=2))
+    core.reconfigure(config.replace(micro_batches={"max_tokens": 50}, dp_size=2))
     parts = reassign(core, batch, list(batch.ranks[0].rollouts), [1, 2])
     assert [len(one.rollouts) for part in parts.values() for one in part.micro_batches] == [1, 1]
     core.nack(batch.step)

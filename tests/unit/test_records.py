@@ -266,22 +266,23 @@ class Run:
                 self.put(name, None, version)
             case "version":
                 core.set_version(version + 1)
-            case "close" if self.config.group_size:
+            case "close" if self.config.groups.size:
                 size = GroupSize(group, None)
                 declared = core.state.buffer.groups.declared(group)
                 if declared is None or not declared.closed:
                     self.journal.write([], core.state.in_flight.next_step, size)
                 core.add_all([], 0.0, size)
-            case "abandon" if self.config.group_size:
+            case "abandon" if self.config.groups.size:
                 core.abandon_group(group)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
     chance = Random(seed)
+    size, remember_ids = chance.choice([(None, 0), (None, 5), (4, 1000)])
     config = sb.BalancerConfig(
-        dp_size=2, batch_size=4, window=4, capacity=1000, staleness=sb.Staleness(max_versions=3, on_stale="evict"), max_skips=None,
-        **dict(zip(("group_size", "remember_ids"), chance.choice([(None, 0), (None, 5), (4, 1000)]), strict=True)),
+        dp_size=2, batch_size=4, window=4, capacity=1000, max_skips=None, remember_ids=remember_ids,
+        staleness=sb.Staleness(max_versions=3), groups=sb.Groups(size=size),
     )  # fmt: skip
     run = Run(tmp_path, config, chance)
     for _ in range(4):
@@ -296,7 +297,7 @@ def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
         assert (after.skips >= before.skips).all(), "who could not go was not passed over, and a journal cannot know"
         assert run.core.snapshot(0.0).past_ids == before.past_ids
         assert (after.next_step, after.version) == (before.next_step, before.version)
-        if config.group_size:
+        if config.groups.size:
             assert dict(after.group_arrivals) == dict(before.group_arrivals)
         assert (after.closed_groups, after.group_sizes) == (before.closed_groups, before.group_sizes)
         for name in ("accepted", "acknowledged", "evicted"):

@@ -267,7 +267,7 @@ def test_whatever_the_planner_shares(lengths: list[int], long: list[int], sync: 
         long + lengths,
         dp_size=dp_size,
         sync=sync,
-        context_parallel=sb.ContextParallel(sizes=(1, 2, 4, 8)),
+        context_parallel=sb.ContextParallel(sizes=(1, 2, 4, 8), min_tokens=1),
         micro_batches=sb.MicroBatches(max_tokens=5000),
     )
     rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
@@ -307,9 +307,9 @@ def test_the_planner_shares_a_rollout_above_the_fair_share() -> None:
 
 def test_what_others_take_over_is_not_shared_anew() -> None:
     """Of a step that is not shared, after ``context_parallel.sizes`` came: who is left is no aligned block."""
-    core = core_of([4000, *[100] * 12], context_parallel=sb.ContextParallel(sizes=(1,)))
+    core = core_of([4000, *[100] * 12], context_parallel=sb.ContextParallel(sizes=(1,), min_tokens=1))
     batch = polled(core)
-    core.reconfigure(replace(core.config, cp_sizes=(1, 2, 4)))
+    core.reconfigure(core.config.replace(context_parallel={"sizes": (1, 2, 4)}))
     parts = batching.lay_out(core.state, list(batch.rollouts), batch.rollouts, step=batch.step, num_ranks=2)
     assert all(parts)
     assert not any(mb.cp_group for part in parts for mb in part)

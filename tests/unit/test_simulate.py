@@ -46,7 +46,7 @@ def check_report(report: SimulationReport, trace: Trace) -> None:
     tokens = np.bincount(report.step_of[went], weights=trace.lengths[went], minlength=report.num_batches)
     assert tokens.tolist() == steps.tokens.tolist()
     assert (steps.rollouts >= 1).all()
-    assert config.batch_tokens is not None or (steps.rollouts <= config.batch_size).all()
+    assert config.step_size.tokens is not None or (steps.rollouts <= config.batch_size).all()
     assert (np.diff(steps.at_s) >= 0).all()
     assert sum(report.reasons.values()) == report.num_batches
     tolerance = 1e-9 * (1 + steps.step_work)
@@ -64,7 +64,7 @@ def check_report(report: SimulationReport, trace: Trace) -> None:
         assert part.idle_fraction < 1 - 1 / config.dp_size + 1e-9 or config.speeds or config.cost.padded
     assert 0 <= report.max_skips_seen <= config.max_skips
     assert 0 <= report.delay_s.p50 <= report.delay_s.p99 <= report.delay_s.max
-    if config.group_size is None:
+    if config.groups.size is None:
         assert report.delay_dispatches.max <= report.max_skips_seen
     assert 0 <= report.trainer_busy <= 1 + 1e-9
     assert report.blocked_s >= 0
@@ -95,14 +95,13 @@ def runs(draw: st.DrawFn) -> tuple[Trace, BalancerConfig, dict[str, Any]]:
         changes["window"] = batch_size * draw(st.integers(1, 2))
         changes["capacity"] = changes["window"] * draw(st.integers(1, 2))
     if draw(st.booleans()):
-        changes["max_staleness"] = draw(st.integers(0, 3))
-        changes["on_stale"] = draw(st.sampled_from(["evict", "send"]))
+        on_stale = draw(st.sampled_from(["evict", "send"]))
+        changes["staleness"] = {"max_versions": draw(st.integers(0, 3)), "on_stale": on_stale}
     if draw(st.booleans()):
-        changes["max_tokens_per_micro_batch"] = draw(st.integers(60, 130))
+        changes["micro_batches"] = {"max_tokens": draw(st.integers(60, 130))}
         changes["sync"] = draw(st.sampled_from(["step", "micro_batch"]))
     if siblings > 1 and changes["deadline_s"] is not None and draw(st.booleans()):
-        changes["group_size"] = siblings
-        changes["groups"] = draw(st.sampled_from(["free", "same_batch"]))
+        changes["groups"] = {"size": siblings, "keep": draw(st.sampled_from(["free", "same_batch"]))}
     how = {
         "slots": draw(st.integers(1, 12)),
         "tokens_per_second": draw(st.sampled_from([1.0, 20.0])),
@@ -405,7 +404,7 @@ class TestKnobs:
         check_report(simulate(lonely, config.replace(deadline_s=5.0)), lonely)
 
     def test_a_rollout_above_the_cap_is_refused_by_name(self) -> None:
-        with pytest.raises(RolloutError, match="rollout '1' has 9 tokens, above max_tokens_per_micro_batch"):
+        with pytest.raises(RolloutError, match=r"rollout '1' has 9 tokens, above micro_batches\.max_tokens"):
             simulate(trace_of([5, 9], arrival=[0.0, 1.0]), knobs(micro_batches={"max_tokens": 8}))
 
     @pytest.mark.parametrize("trainer", [0.0, -1.0, math.nan, "fast"])

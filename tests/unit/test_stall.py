@@ -94,8 +94,8 @@ async def test_what_is_held_back_for_its_age_is_counted() -> None:
             await balancer.put(make_rollout(5, version=3))
         await anext(balancer.batches(auto_ack=False))
         assert balancer.why_no_batch() == (
-            "2 rollouts wait (window 2), the oldest for 0 s; 2 are too old (staleness.max_versions=0) to leave before the "
-            "trainer is through with the 1 batches ahead of them; no deadline_s is set"
+            "2 rollouts wait (window 2), the oldest for 0 s; 2 are too old (staleness.max_versions=0) to leave before "
+            "the trainer is through with the 1 batches ahead of them; no deadline_s is set"
         )
 
 

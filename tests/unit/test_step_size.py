@@ -235,12 +235,12 @@ def test_knobs_change_live() -> None:
     core = after_an_outlier()
     filled(core, [10] * 15)
     core.reconfigure(
-        core.config.replace(step_size=sb.StepSize(rollouts=(6, 10)))
+        core.config.replace(step_size={"rollouts": (6, 10)})
     )  # now at most two may have been taken in advance
     filled(core, [10])
     assert size_of(core) == 7
     assert surplus_of(core) == 2
-    core.reconfigure(core.config.replace(step_size=sb.StepSize(rollouts=None)))
+    core.reconfigure(core.config.replace(step_size={"rollouts": None}))
     filled(core, [10] * 8)
     assert size_of(core) == 8
     assert surplus_of(core) == 0
@@ -270,7 +270,7 @@ def test_the_automatic_window_foresees_it() -> None:
         ({"step_size": {"rollouts": (4, 16), "tokens": 90}, "batch_size": None, "window": None}, "exclude one another"),
         ({"step_size": {"rollouts": 16}}, "must be two ints"),
         ({"step_size": {"rollouts": (16,)}}, "must be two ints"),
-        ({"step_size": {"rollouts": (4, 8.5)}}, "batch_size_range must be two ints >= 1"),
+        ({"step_size": {"rollouts": (4, 8.5)}}, "step_size.rollouts must be two ints >= 1"),
         ({"step_size": {"rollouts": (9, 16)}}, r"batch_size \(8\) is the mean of step_size.rollouts \(9, 16\)"),
         ({"step_size": {"rollouts": (4, 7)}}, "it must lie in it"),
         ({"step_size": {"rollouts": (8, 8)}}, "or leave it out for batch_size rollouts every time"),

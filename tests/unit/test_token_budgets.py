@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import stream_balancer as sb
+from stream_balancer.config.figures import most_waiting_tokens
 from stream_balancer.core.diagnosis import why_no_batch
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.throttle import check_reserve
@@ -59,7 +60,7 @@ def test_every_rank_gets_a_rollout_however_long_they_are() -> None:
 
 
 def test_whole_groups_go_and_incomplete_ones_do_not_count() -> None:
-    core = core_of([25] * 8, siblings=4, groups=sb.Groups(size=4), step_size=sb.StepSize(window_tokens=150))
+    core = core_of([25] * 8, siblings=4, groups=sb.Groups(size=4), step_size=sb.StepSize(tokens=100, window_tokens=150))
     batch = polled(core)
     assert (batch.num_rollouts, batch.num_tokens, batch.incomplete_groups) == (4, 100, ())
     core.add_all(list(make_rollouts([40, 40], prefix="a", siblings=4)), 1.0)  # half a group: g0 is done, these are new
@@ -74,7 +75,7 @@ def test_a_deadline_sends_less_and_the_drain_the_rest() -> None:
     assert core.next_wakeup() == 5.0
     batch = polled(core, 5.0)
     assert (batch.reason, batch.num_tokens) == ("deadline", 50)
-    core = core_of([10] * 25 + [10] * 8, step_size=sb.StepSize(window_tokens=400))
+    core = core_of([10] * 25 + [10] * 8, step_size=sb.StepSize(tokens=100, window_tokens=400))
     core.end()
     assert [polled(core).num_tokens for _ in range(4)] == [100, 100, 100, 30]
     assert core.finished
@@ -94,7 +95,7 @@ def test_puts_wait_once_the_tokens_are_there_and_the_window_is_full_then() -> No
 
 
 def test_too_old_rollouts_are_not_counted_before_they_may_leave() -> None:
-    core = core_of(staleness=sb.Staleness(max_versions=0), step_size=sb.StepSize(window_tokens=100))
+    core = core_of(staleness=sb.Staleness(max_versions=0), step_size=sb.StepSize(tokens=100, window_tokens=100))
     core.set_version(0)
     for number in range(4):
         core.add(make_rollout(50, f"{number}", version=0), 0.0)
@@ -110,7 +111,7 @@ def test_too_old_rollouts_are_not_counted_before_they_may_leave() -> None:
 
 
 def test_a_full_step_leaves_before_it_is_too_old() -> None:
-    core = core_of([], staleness=sb.Staleness(max_versions=0), step_size=sb.StepSize(window_tokens=500))
+    core = core_of([], staleness=sb.Staleness(max_versions=0), step_size=sb.StepSize(tokens=100, window_tokens=500))
     core.set_version(0)
     core.add(make_rollout(30, version=0), 0.0)
     core.add(make_rollout(30, version=0), 0.0)
@@ -149,8 +150,8 @@ def test_tokens_of_siblings_that_wait_for_others_do_not_make_a_put_wait() -> Non
 
 def test_no_more_tokens_wait_than_max_skips_is_a_guarantee_for() -> None:
     """Though they wait for siblings: these may come all at once."""
-    core = core_of(groups=sb.Groups(size=2), step_size=sb.StepSize(window_tokens=100), max_skips=8)
-    assert (core.config.capacity_tokens, core.config.most_waiting_tokens) == (200, 800)
+    core = core_of(groups=sb.Groups(size=2), step_size=sb.StepSize(tokens=100, window_tokens=100), max_skips=8)
+    assert (core.config.limits.tokens, most_waiting_tokens(core.config)) == (200, 800)
     core.add_all([make_rollout(50, f"a{n}", group_id="a") for n in (0, 1)], 0.0)
     for number in range(10):
         core.add(make_rollout(70, f"open{number}", group_id=f"open{number}"), 0.0)
@@ -164,12 +165,12 @@ def test_knobs_may_change_from_rollouts_to_tokens_and_back() -> None:
     for rollout in make_rollouts([60, 60, 60]):
         core.add(rollout, 0.0)
     assert core.poll(0.0) is None
-    core.reconfigure(core.config.replace(batch_size=None, step_size=sb.StepSize(tokens=60, window_tokens=120)))
+    core.reconfigure(core.config.replace(batch_size=None, step_size={"tokens": 60, "window_tokens": 120}))
     assert polled(core).num_rollouts == 1
     core.reconfigure(sb.BalancerConfig(dp_size=1, batch_size=2, window=2))
     assert polled(core).num_rollouts == 2
 
 
 def test_places_cannot_be_reserved() -> None:
-    with pytest.raises(sb.ConfigError, match="not known in rollouts under batch_tokens"):
+    with pytest.raises(sb.ConfigError, match=r"not known in rollouts under step_size\.tokens"):
         check_reserve(sb.BalancerConfig(dp_size=1, step_size=sb.StepSize(tokens=100)), 1)

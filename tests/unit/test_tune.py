@@ -146,7 +146,7 @@ class TestSettings:
         assert [(c.window, c.capacity) for c in found if c.deadline_s is None] == [(4, 6), (4, 8), (8, 8)]
         budget = sb.BalancerConfig(dp_size=2, step_size=sb.StepSize(tokens=1_000))
         found = self.settings(budget, in_time=True, windows=[1_500], max_skips=[9], deadlines_s=[None])
-        assert [(c.window_tokens, c.capacity_tokens) for c in found] == [
+        assert [(c.step_size.window_tokens, c.limits.tokens) for c in found] == [
             (1_500, capacity) for capacity in (2_000, 3_000, 4_000, 6_000)
         ]
 

@@ -36,7 +36,7 @@ def packed_tree(micro_batch: sb.MicroBatch, *, pad_to: int) -> dict[str, Any]:
     if missing < 0:
         raise ValueError(
             f"packed_tree(): {tree.num_tokens} unique tokens do not fit into pad_to={pad_to}. Give the balancer "
-            f"max_tokens_per_micro_batch <= {pad_to}, or raise pad_to"
+            f"micro_batches.max_tokens <= {pad_to}, or raise pad_to"
         )
     rows = {"input_ids": tree["input_ids"], "position_ids": tree.position_ids}
     others = {name: column for name, column in packed.columns.items() if name not in rows}
