@@ -240,11 +240,11 @@ async def test_executions_need_groups() -> None:
     async with sb.StreamBalancer(rows_of_six()) as balancer:
         one = sb.Rollout(tokens={"input_ids": [0]}, group_id="g", execution_id="e")
         balancer.batches(open=True)
-        with pytest.raises(sb.RolloutError, match="execution_id needs group_size"):
+        with pytest.raises(sb.RolloutError, match=r"execution_id needs groups\.size"):
             await balancer.put(one)
         balancer.batches()
         await balancer.put(one)
-        with pytest.raises(ConfigError, match="execution_id needs group_size"):
+        with pytest.raises(ConfigError, match=r"execution_id needs groups\.size"):
             balancer.batches(open=True)
 
 

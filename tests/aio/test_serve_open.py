@@ -170,7 +170,7 @@ async def test_an_execution_without_groups_is_refused_at_its_put() -> None:
         ]
         with pytest.raises(BaseExceptionGroup) as caught:
             await run(balancer, crew, rollouts)
-        assert caught.group_contains(sb.RolloutError, match="execution_id needs group_size")
+        assert caught.group_contains(sb.RolloutError, match=r"execution_id needs groups\.size")
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])

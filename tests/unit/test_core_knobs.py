@@ -76,7 +76,7 @@ def test_a_knob_changed_between_the_halves_of_a_group_does_not_forget_the_first(
 
 def test_a_grouped_balancer_refuses_a_rollout_without_a_group() -> None:
     core = core_of(batch_size=8, window=8, groups=sb.Groups(size=8))
-    with pytest.raises(sb.RolloutError, match=r"group_size=8, but rollout 'r' has no group_id.*the same group_id, or"):
+    with pytest.raises(sb.RolloutError, match=r"groups.size=8, but rollout 'r' has no group_id.*the same group_id, or"):
         core.add(make_rollout(5, "r"), 0.0)
     assert core.statistics(0.0).accepted == 0
     core = core_of(batch_size=8, window=8, groups=sb.Groups(size=8, keep="free"))  # there groups play no part
