@@ -36,7 +36,7 @@ class Tune(Simulated):
     tolerance: float = 0.0025
     """Idle fraction that is not worth a larger window."""
     windows: str | None = None
-    """Windows to try, N,N,...; in tokens with --batch-tokens. (default: 1 to 3 batches)"""
+    """Windows to try, N,N,...; in tokens with --step-size.tokens. (default: 1 to 3 batches)"""
     capacities: str | None = None
     """Capacities to try, N,N,..., with --trainer other than instant. (default: 2 to 6 batches)"""
     skips: Annotated[
