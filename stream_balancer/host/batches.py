@@ -60,10 +60,10 @@ class Consumer:
                 "iterates a balancer; to feed several ranks use serve() and RankFeed, or take batch.ranks[k]"
             )
         self._core.open_steps(open)
-        for row in self._undelivered:
+        rows, self._undelivered = self._undelivered, deque()
+        for row in rows:
             if row.is_last:
                 self._core.nack(row.step)  # the trainer that had the rows before it is gone: the step comes as a whole
-        self._undelivered.clear()
         self._iterator = Batches(self, auto_ack=auto_ack, ahead=self.rank_states is not None)
         return self._iterator
 
@@ -111,14 +111,19 @@ class Consumer:
 
     def acknowledge(self, step: int) -> None:
         self._lifetime.check_thread("acknowledge")
-        self._core.acknowledge(step)
+        self._acknowledge(step)
         self._wakeups.step_done()
 
     def acknowledge_through(self, step: int) -> None:
         self._lifetime.check_thread("acknowledge_through")
         for number in self._core.state.in_flight.steps_through(step):
-            self._core.acknowledge(number)
+            self._acknowledge(number)
         self._wakeups.step_done()
+
+    def _acknowledge(self, step: int) -> None:
+        self._core.acknowledge(step)
+        # a row of it that was given back is trained on all the same
+        self._undelivered = deque(row for row in self._undelivered if row.step != step)
 
     def worked_through(self, step: int) -> None:
         """The trainer asks for more: it is through with this step, and may acknowledge it later."""

@@ -21,7 +21,8 @@ class ProducerRegistry:
         connected."""
         if num_producers is not None and num_producers < 1:
             raise ValueError(
-                f"num_producers must be >= 1, not {num_producers}: give None where only balancer.end() ends"
+                f"num_producers must be >= 1, not {num_producers}: leave it out to end once one producer has ended and "
+                "no other is connected that has not"
             )
         self._end, self._num_producers = end, num_producers
         self._names: dict[bytes, str] = {}  # of those that are connected, by session
