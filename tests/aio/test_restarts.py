@@ -129,6 +129,37 @@ async def test_a_rank_is_given_up_on_the_disk_before_others_get_its_work(tmp_pat
     assert begun[-1] >= 10.0 + 7.0
 
 
+async def test_a_rank_comes_back_while_a_plan_without_it_is_being_written(tmp_path: Path, disk: Disk) -> None:
+    """The next controller takes nothing that was said of that plan for the one that followed it."""
+    network = MemoryNetwork(dp_size=2)
+    crew = Crew(network, {0: (0, "work")})
+    crew.rejoin = True
+    life = Life(tmp_path, disk, network, on_rank_loss="replan", rejoin_timeout_s=5.0)
+    async with anyio.create_task_group() as ranks:
+        for rank in range(2):
+            ranks.start_soon(crew.train, rank)
+        async with life.balancer() as balancer, anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(sb.serve, **life.options), balancer, network)
+            for number in range(SIZE):
+                await balancer.put(make_rollout(8, f"r{number}"))
+            await anyio.sleep(50.0)
+            assert (balancer.config.dp_size, balancer.in_flight()) == (1, ())
+            disk.delay_s = 3.0  # of the puts, of the plan, of the ranks it is for
+            for number in range(SIZE, 2 * SIZE):
+                tasks.start_soon(balancer.put, make_rollout(8, f"r{number}"))
+            await anyio.sleep(7.5)
+            ranks.start_soon(partial(crew.train, 0, incarnation=1))
+            with anyio.fail_after(100):
+                while not any((rank, step) == (0, 1) for rank, step, _ in crew.trained):  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
+            disk.die()
+            tasks.cancel_scope.cancel()
+        disk.delay_s = 0.0
+        balancer = await life.to_the_end()
+    crew.check(balancer, 2 * SIZE)
+    assert crew.present == {0: (1,), 1: (0, 1)}
+
+
 async def test_a_rank_of_which_one_process_is_lost_is_given_up_and_the_others_are_told() -> None:
     network = MemoryNetwork(dp_size=3)
     seats = [Crew(network), Crew(network, {1: (1, "work")})]

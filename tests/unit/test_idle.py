@@ -72,6 +72,18 @@ def test_imbalance_is_split_by_the_lower_bound() -> None:
     assert causes(core) == {"imbalance_avoidable": pytest.approx(2.0)}
 
 
+def test_seconds_of_a_step_that_was_planned_for_more_ranks_count() -> None:
+    """Ranks go on with it after their controller was started again, for fewer."""
+    before = core_with(CONFIG.replace(window=2, dp_size=2), [60, 10])
+    poll(before, 0.0)
+    core = learning_core(CONFIG.replace(window=2, dp_size=1))
+    core.restore(before.snapshot(0.0), 0.0)
+    batch = core.give_as_planned()
+    assert batch is not None
+    report(core, batch, [6.0, 1.0])
+    assert core.statistics(0.0).rank_busy_seconds == (6.0, 1.0)
+
+
 def test_waiting_is_for_data_until_enough_are_there_then_for_the_window() -> None:
     core = core_with(CONFIG, [5] * 4, at=[1.0, 3.0, 6.0, 8.0])
     report(core, poll(core, 8.0, asked_at=0.0), [1.0, 1.0])

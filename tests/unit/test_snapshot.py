@@ -128,6 +128,16 @@ def test_what_was_in_flight_is_planned_again_for_other_ranks() -> None:
     assert sorted(r.rollout_id for r in again.rollouts) == sorted(r.rollout_id for r in flying.rollouts)
 
 
+def test_what_is_restored_after_the_end_is_drained() -> None:
+    fresh = BalancerCore(config())
+    fresh.end()
+    fresh.restore(busy_core().snapshot(20.0), 0.0)
+    assert fresh.ended
+    while fresh.poll(0.0) is not None:
+        pass
+    assert fresh.finished
+
+
 def test_length_figures_count_what_was_restored_as_arrived() -> None:
     """They are not in the checkpoint, and compare what arrived with what was dispatched."""
     core = BalancerCore(config())
