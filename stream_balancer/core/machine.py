@@ -377,6 +377,8 @@ class BalancerCore:
             names, groups.changed = dict.fromkeys(groups.changed), []
             for name in names:
                 self.observers.emit("group_declared", name, groups.declared(name))
+        if evicted:
+            self.observers.emit("gave_up", evicted)
         for rollout, reason in evicted:
             self.observers.emit("evicted", rollout, reason)
 

@@ -77,6 +77,30 @@ async def test_a_rank_is_lost_in_the_midst_of_a_step(when: str, move_late: bool,
         assert balancer.config.dp_size == 2
 
 
+async def test_ranks_become_others_while_the_first_row_of_a_step_waits_for_one_that_has_not_come() -> None:
+    async with sb.StreamBalancer(knobs(2)) as balancer:
+        crew = Crew(MemoryNetwork(dp_size=2))
+
+        async def put(_: object, rollouts: list[Rollout]) -> None:
+            for one in rollouts[:12]:
+                await balancer.put(one)
+            await anyio.sleep(50.0)
+            balancer.reconfigure(dp_size=3)  # rank 2 has not come
+            for one in rollouts[12:16]:
+                await balancer.put(one)
+            await anyio.sleep(50.0)
+            crew.kill(0)
+            await anyio.sleep(50.0)
+            assert balancer.config.dp_size == 2
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(crew.train, 2)
+                await slowly(balancer, rollouts[16:])
+
+        await run(balancer, crew, some(36), put, on_rank_loss="replan")
+        crew.check(balancer, 36)
+        assert crew.present == {0: (0, 1), 1: (1, 2), 2: (1, 2)}
+
+
 @pytest.mark.parametrize("seed", range(6))
 async def test_whoever_is_lost_and_comes_back(seed: int) -> None:
     chance = random.Random(seed)
