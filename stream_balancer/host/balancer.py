@@ -48,7 +48,7 @@ from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.host.journal import Journal, Recovered
 from stream_balancer.host.journal.recovery import JournalObserver
 from stream_balancer.host.lifetime import Lifetime
-from stream_balancer.host.observers import CapacityWarning, EvictCallback, GroupLog
+from stream_balancer.host.observers import EvictCallback, Notices
 from stream_balancer.host.producer_registry import ProducerRegistry
 from stream_balancer.host.puts import Puts
 from stream_balancer.host.recorder import Recorder
@@ -141,7 +141,8 @@ class StreamBalancer(OfOneProcess):
         self.observers: list[Observer] = core.observers
         """Observers of what happens (:class:`Observer`), notified in this order in the event loop's thread. Append
         yours."""
-        self.observers += [CapacityWarning(core), GroupLog(core), self.parts.versions]
+        self._notices = Notices(core)
+        self.observers += [self._notices, self.parts.versions]
         if self._journal is not None:
             self.observers.append(self._journal)
         if on_evict is not None:
@@ -368,6 +369,7 @@ class StreamBalancer(OfOneProcess):
     async def aclose(self) -> None:
         """Stop at once: whoever waits in ``put`` or ``batches()`` gets ClosedResourceError. May be called twice."""
         self._lifetime.check_thread("aclose")
+        self._notices.closed()
         self._lifetime.closed = True
         self.parts.wakeups.close()
         self.parts.versions.close()
