@@ -198,16 +198,6 @@ def test_outliers_are_gathered_so_that_the_other_mini_batches_need_not_wait(mini
     assert idle[False] < idle[True] / 4, idle
 
 
-def test_those_that_need_no_gathering_are_spread_evenly() -> None:
-    knobs = PlanKnobs(num_ranks=2, batch_size=128, max_skips=16, mini_batches=4)
-    step_of, plan = chosen(np.random.default_rng(5), knobs)
-    cut = in_mini_batches(plan_batch, step_of, knobs, plan, step=0, in_order=False)
-    means = [np.mean(step_of.costs[np.concatenate([*one.ranks[0], *one.ranks[1]])]) for one in cut.mini_batches]
-    assert cut.imbalance < 0.02
-    by_cost = [np.mean(quarter) for quarter in np.split(np.sort(step_of.costs), 4)]
-    assert np.std(means) < np.std(by_cost) / 3
-
-
 def test_the_mini_batch_with_the_outliers_is_another_one_in_every_step() -> None:
     knobs = PlanKnobs(num_ranks=2, batch_size=8, max_skips=16, mini_batches=2)
     step_of = Waiting.of(np.array([100.0, 100.0, *[1.0] * 6]))
@@ -229,12 +219,6 @@ def a_batch(lengths: list[int], **knobs: Any) -> sb.Batch:
     return batch
 
 
-def test_a_step_in_one_piece_is_its_own_mini_batch() -> None:
-    rank_batch = a_batch([1, 2, 3, 4]).ranks[0]
-    assert rank_batch.mini_batches == (rank_batch,)
-    assert list(rank_batch.epochs(2)) == [rank_batch, rank_batch]
-
-
 def test_every_epoch_has_every_mini_batch_and_begins_with_another() -> None:
     batch = a_batch([9, 8, 7, 6, 5, 4, 3, 2], mini_batches=4)
     orders = []
@@ -247,12 +231,6 @@ def test_every_epoch_has_every_mini_batch_and_begins_with_another() -> None:
     assert [epoch[0] for epoch in orders[0]] == [0, 1, 2, 3, 0]
     with pytest.raises(ValueError, match=r"epochs\(\) takes a number of epochs >= 1, not 0"):
         batch.ranks[0].epochs(0)
-
-
-def test_a_mini_batch_cannot_be_acknowledged() -> None:
-    part = a_batch([1, 2, 3, 4], mini_batches=2).ranks[0].mini_batches[0]
-    with pytest.raises(ValueError, match=r"A mini-batch is acknowledged with its whole step"):
-        part.ack()
 
 
 def test_what_is_gone_with_its_producer_is_taken_from_the_mini_batch_that_had_it() -> None:

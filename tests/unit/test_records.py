@@ -211,6 +211,11 @@ class Run:
         self.core.restore(snapshot, 0.0)
         return snapshot
 
+    def rows(self, kind: str) -> int:
+        """Facts of a kind that the journal holds."""
+        ((count,),) = self.journal._store.db.execute("select count(*) from facts where key like ?", (f"{kind} %",))
+        return int(count)
+
     def ids(self) -> list[str]:
         return [r.rollout_id for r in self.core.snapshot(0.0).waiting]
 
@@ -268,7 +273,7 @@ def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
     chance = Random(seed)
     config = sb.BalancerConfig(
         dp_size=2, batch_size=4, window=4, capacity=1000, max_staleness=3, on_stale="evict", max_skips=None,
-        **dict(zip(("group_size", "remember_ids"), chance.choice([(None, 0), (None, 5), (4, 1000)]), strict=True)),
+        **dict(zip(("group_size", "remember_ids"), chance.choice([(None, 0), (None, 5), (4, 3), (4, 1000)]), strict=True)),
     )  # fmt: skip
     run = Run(tmp_path, config, chance)
     for _ in range(4):
@@ -276,6 +281,8 @@ def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
             run.happen()
         verify(run.core)
         before = run.core.snapshot(0.0)
+        assert run.rows("done") <= config.remember_ids
+        assert run.rows("group") <= config.remember_ids + len(before.group_sizes)
         run.journal._store.close()
         after = run.open()
         assert [r.rollout_id for r in after.waiting] == [r.rollout_id for r in before.waiting]
