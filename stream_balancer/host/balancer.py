@@ -99,8 +99,8 @@ class StreamBalancer(OfOneProcess):
     log says why (:meth:`why_no_batch`); again after twice that time, and so on (``math.inf`` = never). More than your
     longest step. While :func:`serve` runs it does so instead, knowing the ranks too.
 
-    ``num_producers``: how many producers in other processes (:func:`connect`) take part; once so many have called
-    ``end()``, this balancer ends. None: once one has, and no other is connected that has not.
+    ``num_producers``: how many producers in other processes (:func:`connect`) take part; this balancer ends once so
+    many have called ``end()`` (None: one), and no other is connected that has not.
     """
 
     _in_another_process = (
@@ -472,8 +472,9 @@ class StreamBalancer(OfOneProcess):
         812 s; no deadline_s is set"``. ``serve()`` logs it, with the ranks' part, when nothing moves for long."""
         core, now = self.parts.core, self._lifetime.now("why_no_batch")
         ready, taker = core.next_wakeup() <= now, self.parts.consumer.taker
-        why = why_no_batch(core.state, self.statistics(), taker=taker, ready=ready, ended=self.ended)
-        producers = "" if self.ended else self.parts.producers.why_not_ended()
+        statistics, any_rollouts = self.statistics(), core.state.counts.accepted > 0
+        why = why_no_batch(core.state, statistics, taker=taker, ready=ready, ended=self.ended)
+        producers = "" if self.ended else self.parts.producers.why_not_ended(any_rollouts=any_rollouts)
         return "; ".join(filter(None, [why, producers]))
 
 
