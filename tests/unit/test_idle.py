@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
@@ -96,6 +98,26 @@ def test_a_rank_waits_for_rollouts_then_for_other_ranks_then_for_its_share_to_co
     core = core_with(CONFIG, [5] * 4, at=[0.0, 0.0, 0.0, 4.0])
     report(core, poll(core, 4.0, asked_at=0.0), [1.0, 1.0], waited_s=0.5)  # the queue hid the rest
     assert causes(core) == {"window": pytest.approx(2 * 0.5)}
+
+
+def test_steps_that_a_rank_never_reports_cost_no_memory() -> None:
+    core = core_with(CONFIG.replace(window=2, deadline_s=None, remember_ids=1, cost=sb.CalibratedCost()), [])
+
+    def after(steps: int) -> int:
+        """Bytes that are held then."""
+        for _ in range(steps):
+            core.add_all([make_rollout(60), make_rollout(10)], 0.0)
+            batch = poll(core, 0.0)
+            core.record_step(StepTiming(batch.step, 0, 1.0), 0.0)
+            core.acknowledge(batch.step)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    after(200)
+    tracemalloc.start()
+    first, later = after(200), after(1000)
+    tracemalloc.stop()
+    assert later - first < 40 * 1000, "bytes a step"
 
 
 @given(

@@ -271,9 +271,10 @@ class Run:
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
     chance = Random(seed)
+    group_size, remember_ids = chance.choice([(None, 0), (None, 5), (4, 3), (4, 1000)])
     config = sb.BalancerConfig(
         dp_size=2, batch_size=4, window=4, capacity=1000, max_staleness=3, on_stale="evict", max_skips=None,
-        **dict(zip(("group_size", "remember_ids"), chance.choice([(None, 0), (None, 5), (4, 3), (4, 1000)]), strict=True)),
+        group_size=group_size, remember_ids=remember_ids,
     )  # fmt: skip
     run = Run(tmp_path, config, chance)
     for _ in range(4):
