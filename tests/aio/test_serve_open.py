@@ -65,7 +65,15 @@ async def test_a_step_begins_with_its_first_rollouts() -> None:
 
 @pytest.mark.parametrize("move_late", [False, True])
 @pytest.mark.parametrize("when", WHENS)
-@pytest.mark.parametrize("plan", [{}, {"sync": "micro_batch", "max_tokens_per_micro_batch": 40}], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"sync": "micro_batch", "max_tokens_per_micro_batch": 40},
+        {"cp_sizes": (1, 2), "cp_min_tokens": 10, "max_tokens_per_micro_batch": 40},
+    ],
+    ids=str,
+)
 async def test_a_rank_is_lost_in_the_midst_of_a_step(when: str, move_late: bool, plan: dict[str, Any]) -> None:
     move_late = move_late and not plan
     plan = plan or {"micro_batch_counts": "free"}
