@@ -22,21 +22,18 @@ class BalancedDispatch:
         with self._pool_lock:
             pool, count = list(self.sample_pool), self.dispatch_batch_size
             if len(pool) > count:
-                lengths = np.array([length(result) for result in pool])
-                waiting = planning.Waiting(
-                    costs=lengths.astype(np.float64),
-                    lengths=lengths,
-                    skips=np.array([skips.get(result.mooncake_key, 0) for result in pool]),
-                    due=np.zeros(len(pool), np.bool_),
-                    groups=np.full(len(pool), -1),
-                    group_complete=np.ones(len(pool), np.bool_),
-                )
-                knobs = planning.PlanKnobs(num_ranks=self.dp_size, batch_size=count, max_skips=8, counts="equal")
-                plan = planning.plan_batch(waiting, knobs, num_rollouts=count, step=self.batch_id)
-                chosen = {int(i) for rank in plan.ranks for positions in rank for i in positions}
+                chosen = planning.choose(
+                    [length(result) for result in pool],
+                    dp_size=self.dp_size,
+                    batch_size=count,
+                    max_skips=8,
+                    skips=[skips.get(result.mooncake_key, 0) for result in pool],
+                    counts="equal",
+                    step=self.batch_id,
+                ).tolist()
                 left = [result for i, result in enumerate(pool) if i not in chosen]
                 self.skips_of = {r.mooncake_key: skips.get(r.mooncake_key, 0) + 1 for r in left}
-                self.sample_pool = type(self.sample_pool)([pool[i] for i in sorted(chosen)] + left)
+                self.sample_pool = type(self.sample_pool)([pool[i] for i in chosen] + left)
         return bool(super().try_dispatch_batch())  # type: ignore[misc]
 
     def _partition_results(self: Any, results: list[Any]) -> list[list[Any]]:
@@ -46,7 +43,12 @@ class BalancedDispatch:
 
 
 def length(result: Any) -> int:
-    return int(result.tensor_shapes["input_ids"][-1])
+    """Tokens of a sample: of its input_ids, or of hidden states ``[..., tokens, width]`` where only those were kept."""
+    shapes = result.tensor_shapes or {}
+    if "input_ids" in shapes:
+        return int(shapes["input_ids"][-1])
+    # engines that keep no tensor say no length: such samples are alike
+    return max((int(shape[-2]) for shape in shapes.values() if len(shape) > 1), default=1)
 
 
 if __name__ == "__main__":

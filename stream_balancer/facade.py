@@ -13,19 +13,17 @@ import asyncio
 import functools
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, ClassVar, Generic, NoReturn, TypeVar, cast
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 import sniffio
 
 from stream_balancer.net.loops import blocking_deadline
 from stream_balancer.slots import Reservation, Slot
 
-__all__ = ["Done", "Facade", "Here", "OfOneProcess", "event_loop_here", "facade", "refuse_in_event_loop", "run"]
+__all__ = ["Facade", "Here", "OfOneProcess", "event_loop_here", "facade", "refuse_in_event_loop", "run"]
 
 T = TypeVar("T")
-Undo = Callable[[Any, Any], object]
-"""Called with the object and what a method of it had got, where an interrupt came before that was taken."""
 
 
 class OfOneProcess:
@@ -80,31 +78,16 @@ def run(function: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | None 
     raise RuntimeError("this coroutine needs an event loop")
 
 
-class Done(Generic[T]):
-    """The result of a call. It lies here until it is taken: by assignments directly before a ``return``, between
-    which no interrupt can come."""
-
-    result: T | None = None
-    taken = False
-    """The thread has the result, or wants none."""
-
-    def take(self) -> T:
-        """The result, for callers who lose nothing if they are interrupted right now."""
-        result, self.result, self.taken = self.result, None, True
-        return cast("T", result)
-
-
 class Here:
     """The methods of an async class run in the thread that calls."""
 
     def do(
         self, function: Callable[[], Awaitable[T]], timeout_s: float | None = None,
         undo: Callable[[T], object] | None = None,
-    ) -> Done[T]:  # fmt: skip
-        """Call an async function and wait for its end. Raises what it raises, TimeoutError after ``timeout_s``."""
-        done = Done[T]()
-        done.result = run(cast("Callable[[], Coroutine[Any, Any, T]]", function), timeout_s)
-        return done
+    ) -> T:  # fmt: skip
+        """Call an async function and wait for its end. Raises what it raises, TimeoutError after ``timeout_s``.
+        ``undo`` is called with what it got, where an interrupt comes before that could be returned."""
+        return run(cast("Callable[[], Coroutine[Any, Any, T]]", function), timeout_s)
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a plain function."""
@@ -118,31 +101,23 @@ _FACADES: dict[type, type[Facade]] = {}
 class Facade(OfOneProcess):
     """An async object with blocking methods."""
 
-    _undo: ClassVar[Mapping[str, Undo]] = {}
     _in_another_process = "make another one"
 
     def __init__(self, target: Any, runner: Here = HERE, timeout_s: float | None = None) -> None:
         self._target, self._runner, self._timeout_s = target, runner, timeout_s
 
-    def _do(self, method: str, function: Callable[[], Awaitable[T]], timeout_s: float | None = None) -> Done[T]:
-        undo = self._undo.get(method)
-        return self._runner.do(function, timeout_s, undo and functools.partial(undo, self._target))
-
     def _enter(self) -> Any:
-        done = self._do("__aenter__", self._target.__aenter__, self._timeout_s)
-        entered = self if done.result is self._target else _wrapped(done.result, self._runner)
-        done.result, done.taken = None, True
-        return entered
+        entered = self._runner.do(self._target.__aenter__, self._timeout_s, getattr(self._target, "give_back", None))
+        return self if entered is self._target else _wrapped(entered, self._runner)
 
     def _exit(self, *exc: Any) -> Any:
-        return self._runner.do(lambda: self._target.__aexit__(*exc)).take()
+        return self._runner.do(lambda: self._target.__aexit__(*exc))
 
     def _iter(self) -> Facade:
         return self
 
     def _next(self) -> Any:
-        done = self._do("__anext__", lambda: anext(self._target, None))
-        result, done.result, done.taken = done.result, None, True
+        result = self._runner.do(lambda: anext(self._target, None), None, getattr(self._target, "give_back", None))
         if result is None:
             raise StopIteration
         return result
@@ -150,11 +125,12 @@ class Facade(OfOneProcess):
 
 def facade(
     name: str, target: type, *, base: type[Facade] = Facade, without: Sequence[str] = (),
-    timed: Sequence[str] = (), undo: Mapping[str, Undo] | None = None,
+    timed: Sequence[str] = (),
 ) -> type[Facade]:  # fmt: skip
     """A class with the public methods of ``target``: coroutine methods block and take ``timeout_s=``, ``async with``
     and ``async for`` lose their ``async``, and what they return is wrapped too. ``base`` may have some of its own.
-    ``timed``: plain methods whose result waits when it is entered; they take its ``timeout_s``. ``undo``: by method."""
+    ``timed``: plain methods whose result waits when it is entered; they take its ``timeout_s``. What an interrupted
+    ``async with`` or ``async for`` of the target had got goes to the target's ``give_back``, if it has one."""
     made: dict[str, Any] = {"__doc__": f":class:`{target.__name__}` with blocking methods, for any thread."}
     for attribute in sorted(set(dir(target)) - set(without)):
         if not attribute.startswith("_") and not hasattr(base, attribute):
@@ -167,7 +143,6 @@ def facade(
             made |= {gets: method}
     if hasattr(target, "_in_another_process"):
         made["_in_another_process"] = vars(target)["_in_another_process"]
-    made["_undo"] = undo or {}
     found = _FACADES[target] = type(name, (base,), made)
     return found
 
@@ -179,7 +154,7 @@ def _blocking(owner: str, found: Any, timed: bool) -> Any:
     waits = inspect.iscoroutinefunction(found)
 
     def blocking(self: Facade, /, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        return self._runner.do(lambda: found(self._target, *args, **kwargs), timeout_s).take()
+        return self._runner.do(lambda: found(self._target, *args, **kwargs), timeout_s)
 
     def plain(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
         later = kwargs.pop("timeout_s", None) if timed else None
@@ -206,4 +181,4 @@ def _with_timeout(signature: inspect.Signature) -> inspect.Signature:
 
 
 BlockingSlot = facade("BlockingSlot", Slot, without=("take", "done", "missing", "is_over", "number"))
-BlockingReservation = facade("BlockingReservation", Reservation, undo={"__aenter__": lambda _, slot: slot.release()})
+BlockingReservation = facade("BlockingReservation", Reservation, without=("give_back",))

@@ -142,6 +142,10 @@ class Reservation:
         if self._slot is not None:
             self._slot.release()
 
+    def give_back(self, slot: Slot) -> None:
+        """A slot that did not reach the thread which waited for it."""
+        slot.release()
+
 
 def check_group(rollouts: Sequence[Rollout]) -> None:
     """Raise RolloutError unless they are siblings, TypeError for what is no Rollout."""

@@ -183,6 +183,9 @@ class Statistics:
     """Policy version last set, or None."""
     training_age: TrainingAge | None
     """How old rollouts were when they were trained on, since this balancer was made; None before any was."""
+    unchecked_rollouts: int = 0
+    """Rollouts dispatched since this balancer was made for which ``max_versions`` was not checked: they had no
+    version, or the balancer had none yet."""
     window: int
     """Rollouts that a dispatch waits for: the knob, or what ``window="auto"`` has chosen."""
     window_tokens: int | None
@@ -216,9 +219,13 @@ class Statistics:
         return f"{self.window:,}" if self.window_tokens is None else f"{self.window_tokens:,} tokens"
 
     def _versions_text(self) -> str:
-        age = self.training_age
-        last = "" if self.version is None else f"policy version {self.version}; "
-        return last + ("" if age is None else f"trained on at age {age.mean:.2f}, at most {age.max}")
+        age, unchecked = self.training_age, self.unchecked_rollouts
+        known = [
+            "" if self.version is None else f"policy version {self.version}",
+            "" if age is None else f"trained on at age {age.mean:.2f}, at most {age.max}",
+            f"staleness: not checked for {unchecked:,} rollouts" if unchecked else "",
+        ]
+        return "; ".join(filter(None, known))
 
 
 def _counts(by_name: Mapping[str, int] | Mapping[EvictReason, int] | Mapping[Reason, int]) -> str:

@@ -285,6 +285,11 @@ def packed(flat: FlatColumns, *, shift: bool = False, scalar_dtype: torch.dtype 
         >>> rollouts["advantage"]  # [n]
         tensor([ 0.5000, -1.0000,  2.0000])
     """
+    if shift and "targets" in flat.tokens:
+        raise ValueError(
+            "packed(shift=True) makes a column 'targets', and the rollouts bring one of that name. Rename theirs, "
+            "or use packed() and packed.next()"
+        )
     # A list, made into a tensor once below: n small tensor operations on an accelerator would each be a kernel launch.
     ends = list(accumulate(flat.lengths, initial=0))  # [n+1]
     (columns, fields), shared = _begin(flat, "packed", scalar_dtype), flat.shared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,6 +55,16 @@ class DemoOptions:
     """Print one JSON object instead of tables."""
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "workers", "rollouts"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be >= 1, not {getattr(self, name)}")
+        sizes = ("max_length", "hidden_size", "num_layers", "num_heads", "vocab_size")
+        least = dict.fromkeys(("ranks", "workers", "rollouts", *sizes), 1) | {"seed": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ConfigError(f"{name} must be >= {bound}, not {getattr(self, name)}")
+        if self.hidden_size % (2 * self.num_heads):  # rotary positions turn pairs of halves of a head
+            raise ConfigError(
+                f"hidden_size ({self.hidden_size}) must be a multiple of 2 x num_heads ({2 * self.num_heads})"
+            )
+        if not 0 < self.tokens_per_second < math.inf:
+            raise ConfigError(
+                f"tokens_per_second must be a finite number > 0, not {self.tokens_per_second}: no rollout would finish"
+            )

@@ -156,6 +156,8 @@ class Simulated:
 
     def lengths(self) -> Trace:
         """The trace that ``--rollouts`` and ``--scale`` make of it."""
+        if self.seed < 0:
+            raise ConfigError(f"seed must be >= 0, not {self.seed}: numpy's generators take no other")
         trace = trace_of(self.trace, self.seed)
         if self.rollouts is not None:
             trace = trace.resampled(self.rollouts, self.seed)

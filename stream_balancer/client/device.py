@@ -63,45 +63,50 @@ class Streams:
 class Upload:
     """A buffer on its way to the device."""
 
-    def __init__(self, device: torch.device, streams: Streams) -> None:
-        self._device, self._streams = device, streams
+    def __init__(self, uploader: Uploader) -> None:
+        self._uploader = uploader
+        self._here: Tensor | None = None
         self._there: Tensor | None = None
-        self.event: torch.Event | None = None
+        self._event: torch.Event | None = None
 
     def copy(self, here: Tensor, num_bytes: int) -> Tensor:
         """For ``decode(on_device=)``: nothing has been waited for."""
-        self._there = torch.empty(here.numel(), dtype=torch.uint8, device=self._device)
+        self._here = here
+        self._there = torch.empty(here.numel(), dtype=torch.uint8, device=self._uploader.device)
         self._there[:num_bytes].copy_(here[:num_bytes], non_blocking=True)
         return self._there
 
     def begin(self, make: Callable[[], object]) -> None:
         """``make`` calls :meth:`copy`, and what else belongs on the side stream."""
-        with self._streams.side():
-            make()
-            self.event = self._streams.record()
+        streams = self._uploader.streams
+        with streams.side():
+            try:
+                make()
+            finally:
+                if self._here is not None:  # also if something behind the copy has failed
+                    self._event = streams.record()
+                    self._uploader.reads(self._here, self._event)
+                    self._here = None
 
     def hand_over(self) -> None:
         """The calling thread's stream is going to use it: order it behind the copy. May be called again."""
-        if self.event is not None and self._there is not None:
-            self._streams.wait(self.event)
-            self._streams.keep(self._there)
+        if self._event is not None and self._there is not None:
+            self._uploader.streams.wait(self._event)
+            self._uploader.streams.keep(self._there)
 
 
 class Uploader:
     """Copies what arrives. In the I/O thread; what was copied is handed over in the trainer's."""
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
-        self._device = device
-        self._streams = streams or Streams(device)
-        self._reading: deque[tuple[Upload, object]] = deque()  # memory of the host that copies may still read
+        self.device, self.streams = device, streams or Streams(device)
+        self._reading: deque[tuple[torch.Event, Tensor]] = deque()
 
-    def of(self, memory: object) -> Upload:
-        """An upload of this memory, which lives until it is over."""
-        while self._reading and (event := self._reading[0][0].event) is not None and event.query():
+    def reads(self, here: Tensor, event: torch.Event) -> None:
+        """A copy of this has begun: its memory must not return to the pool before ``event``."""
+        while self._reading and self._reading[0][0].query():  # they are over in the order of their stream
             self._reading.popleft()
-        upload = Upload(self._device, self._streams)
-        self._reading.append((upload, memory))
-        return upload
+        self._reading.append((event, here))
 
 
 class Stopwatch:

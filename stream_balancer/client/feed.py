@@ -328,11 +328,14 @@ class RankFeed(OfOneProcess):
         """The policy moved on, as :meth:`StreamBalancer.set_version`: call it after the optimizer step and before the
         next step is asked for. From any thread, never blocks.
 
-        One rank may say it, or all of them, each the same. Raises ValueError if it goes backwards, ClosedResourceError
-        if the feed was closed before; a lost controller is raised by the iteration.
+        One rank may say it, or all of them, each the same. One that is older than the controller's, as of an older
+        checkpoint, changes nothing, with a warning. Raises ValueError if it goes backwards from what was set here,
+        ClosedResourceError if the feed was closed before; a lost controller is raised by the iteration.
         """
         self._check_open("set_version()")
-        self._version = next_version(self.version, version)
+        self._version, current = next_version(self._version, version), self.version
+        if current is not None and current > self._version:
+            _log.warning("version %d was set here, which is %d by now: passed over", self._version, current)
         self._port.session.tell("set_version", [version])
 
     def end(self) -> None:

@@ -186,6 +186,8 @@ class Fetcher:
     def fetch(self, decoded: Decoded, done: Callable[[list[Missing]], object]) -> None:
         """Fill all holes but those that are masked; then, once, ``done`` with what could not be filled. In the I/O
         thread, at once where there is nothing to fetch; never after :meth:`close`."""
+        if self._closed:
+            return
         by_owner: dict[Owner, list[Wanted]] = {}
         for one in decoded.holes():
             by_owner.setdefault(one.owner, []).append(one)

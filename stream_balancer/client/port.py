@@ -156,9 +156,9 @@ class Port:
 
     # from any thread
 
-    async def wait_for(self, look: Callable[[], T | None]) -> T:
+    async def wait_for(self, look: Callable[[], T | None], before: Callable[[], object] = lambda: None) -> T:
         """The value that ``look`` finds, under the lock, as soon as it finds something. What has come is found before a
-        lost controller is told."""
+        lost controller is told. ``before``: called before it looks, without the lock."""
         # A thread may be interrupted before it has left: it may come again.
         me: object = threading.get_ident() if hasattr(blocking_deadline, "at") else object()
         with self.lock:
@@ -170,6 +170,7 @@ class Port:
         began = self.waiting_since = time.monotonic()
         try:
             while True:
+                before()
                 with self.lock:
                     # in place before it looks: what comes between that and the wait sets it
                     news = self._news = Signal()
@@ -261,7 +262,7 @@ class Port:
                 known = self.known.get(message.step) if isinstance(message, m.Work | m.Seal) else None
                 if known is not None and not self.who.role and not known.has_its_mini_batches:
                     number = known.part.number
-                    del self.held.parts[number]  # nobody trains on a part of it
+                    self.held.parts.pop(number, None)  # nobody trains on a part of it
                     raise WireError(f"the mini-batches of step {number} do not make up its micro-batches")
                 self.known = {number: one for number, one in self.known.items() if number in self.held.parts}
                 self.flush()
@@ -323,7 +324,7 @@ class Port:
     def _arrived(self, work: m.Work, memory: Memory | None) -> Arrived | None:
         if not work.items:
             return None
-        upload = None if self._uploader is None else self._uploader.of(memory)
+        upload = None if self._uploader is None else Upload(self._uploader)
         arrived = Arrived(decode(work.header, memory, on_device=None if upload is None else upload.copy), upload)
         if len(arrived.decoded.num_rollouts) != len(work.items):
             raise WireError(f"step {work.step}: its {len(work.items)} items are not those that came")

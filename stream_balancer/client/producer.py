@@ -14,8 +14,9 @@ forget it. The contract is :class:`~stream_balancer.StreamBalancer`'s: returning
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -24,7 +25,7 @@ import msgspec
 
 from stream_balancer.client.payloads import KeepsPayloads, PayloadOwner
 from stream_balancer.client.slots import RemoteSlots
-from stream_balancer.errors import BrokenResourceError, ClosedResourceError, WireError, WouldBlock
+from stream_balancer.errors import BrokenResourceError, ClosedResourceError, ConfigError, WireError, WouldBlock
 from stream_balancer.facade import OfOneProcess, event_loop_here, facade, run
 from stream_balancer.net.address import TcpDialer, current_world
 from stream_balancer.net.calls import Pending
@@ -145,6 +146,7 @@ class Producer(OfOneProcess):
         self._kept: KeepsPayloads | None = None  # once connected
         self._unanswered: set[int] = set()
         """Keys of puts whose reply is due."""
+        self._guard = threading.Lock()  # between keeping something and counting it as unanswered
         self._slots = RemoteSlots(self._ask, self._put, lambda number: self._session.tell("release", number))
         self._ended_here = self._ended = self._is_full = False
         self._session = Session(
@@ -232,7 +234,7 @@ class Producer(OfOneProcess):
         deadline = time.monotonic() + timeout_s
         if self._keeps is not None:
             self._opened.wait_in_thread(deadline)
-        pending = self._encoded("put_nowait", None, [rollout], [])
+        pending = self._encoded("put_nowait", None, [rollout])
         self._session.submit(pending)
         with suppress(TimeoutError):
             pending.signal.wait_in_thread(deadline)
@@ -293,34 +295,18 @@ class Producer(OfOneProcess):
         run(lambda: self.__aexit__(exc_type, *rest))
 
     async def _put(self, method: str, head: object, rollouts: Sequence[Rollout]) -> None:
-        if self._keeps is None:
-            await self._ask(self._encoded(method, head, rollouts))
-        else:
-            await self._put_kept(method, head, rollouts)
-
-    async def _put_kept(self, method: str, head: object, rollouts: Sequence[Rollout]) -> None:
-        await self._opened.wait()  # before that it is not known where they stay
-        handles: list[Handle] = []
+        if self._keeps is not None:
+            await self._opened.wait()  # before that it is not known where they stay
         while True:
             try:
                 if self._kept is not None and self._kept.blocks:
-                    pending = await self._encoded_in_thread(method, head, rollouts, handles)
+                    pending = await self._encoded_in_thread(method, head, rollouts)
                 else:
-                    pending = self._encoded(method, head, rollouts, handles)
+                    pending = self._encoded(method, head, rollouts)
                 break
             except WouldBlock as full:  # an object store tells nobody when it has room again
                 await self._pause(str(full))
-        keys = {handle.key for handle in handles}
-        self._unanswered |= keys
-        try:
-            await self._ask(pending)
-        except BrokenResourceError:
-            raise  # perhaps it was accepted
-        except BaseException:
-            self._drop(handles)
-            raise
-        finally:
-            self._unanswered -= keys
+        await self._ask(pending)
 
     async def _pause(self, why: str) -> None:
         """Until it may be worth another try. Raises ClosedResourceError if this producer is closed meanwhile."""
@@ -333,38 +319,34 @@ class Producer(OfOneProcess):
         if self._session.is_closed:
             raise ClosedResourceError("put() on a closed producer: close() was called, or its 'with' block was left")
 
-    def _drop(self, handles: Iterable[Handle]) -> None:
-        if self._kept is not None:
-            self._kept.drop(handle.key for handle in handles)
-
-    async def _encoded_in_thread(
-        self, method: str, head: object, rollouts: Sequence[Rollout], handles: list[Handle]
-    ) -> Pending:
+    async def _encoded_in_thread(self, method: str, head: object, rollouts: Sequence[Rollout]) -> Pending:
         found: list[Pending | BaseException] = []
         done = Signal()
 
         def encode() -> None:
             try:
-                found.append(self._encoded(method, head, rollouts, handles))
+                found.append(self._encoded(method, head, rollouts))
             except BaseException as error:  # noqa: BLE001 - for who waits
                 found.append(error)
             done.set()
+
+        def never_submitted(pending: Pending | BaseException) -> None:
+            if isinstance(pending, Pending):  # nobody else lets go of what it keeps
+                pending.resolve(Cancelled())
 
         self._session.io.work(encode)
         try:
             await done.wait()
         except BaseException:
-            done.then(lambda: self._drop(handles))
+            done.then(lambda: never_submitted(found[0]))
             raise
         if isinstance(found[0], BaseException):
             raise found[0]
         return found[0]
 
-    def _encoded(
-        self, method: str, head: object, rollouts: Sequence[Rollout], handles: list[Handle] | None = None
-    ) -> Pending:
-        """In the caller's task or thread, unless that blocks: a bad rollout raises at its own line. ``handles`` gets
-        those of what stays here."""
+    def _encoded(self, method: str, head: object, rollouts: Sequence[Rollout]) -> Pending:
+        """In the caller's task or thread, unless that blocks: a bad rollout raises at its own line. What stays here is
+        kept until the reply, and after it if that may be an acceptance."""
         if self._ended_here:
             raise ClosedResourceError(_ENDED_HERE)
         for rollout in rollouts:
@@ -374,17 +356,29 @@ class Producer(OfOneProcess):
             # Whether they must have one is for the balancer to say.
             renames = [column in one.tokens and "loss_mask" not in one.tokens for one in rollouts]
             rollouts = [one.with_loss_mask(column) if has else one for one, has in zip(rollouts, renames, strict=True)]
-        kept = self._kept
-        if handles is not None and kept is not None and sum(one.nbytes for one in rollouts) >= kept.least_bytes:
-            handles += kept.keep(rollouts)
+        kept, handles = self._kept, list[Handle]()
+        if kept is not None and sum(one.nbytes for one in rollouts) >= kept.least_bytes:
+            with self._guard:
+                handles = kept.keep(rollouts)
+                self._unanswered.update(handle.key for handle in handles)
         try:
             header, payload = encode_rollouts(rollouts, handles=handles or None)
-        except BaseException:
-            self._drop(handles or ())
+        except BaseException as error:
+            self._answered(handles, error)
             raise
         name = f"put() of rollout {', '.join(map(repr, map(_ID, rollouts[:3])))}"
         args = header if head is None else (head, header)
-        return Pending(method, args, payload, name=name, accepted_if="DuplicateRolloutError")
+        pending = Pending(method, args, payload, name=name, accepted_if="DuplicateRolloutError")
+        if handles:
+            pending.signal.then(lambda: self._answered(handles, pending.error))
+        return pending
+
+    def _answered(self, handles: Sequence[Handle], error: BaseException | None) -> None:
+        keys = [handle.key for handle in handles]
+        self._unanswered.difference_update(keys)
+        # one that is lost may have been accepted
+        if self._kept is not None and error is not None and not isinstance(error, BrokenResourceError):
+            self._kept.drop(keys)
 
     async def _declare(self, what: str, group_id: str, size: int | None = None) -> None:
         if self._ended_here:
@@ -407,11 +401,17 @@ class Producer(OfOneProcess):
     def _on_open(self, welcome: Welcome) -> None:
         lost, needed = _welcome_of(welcome.about) or ([], [])
         if self._kept is not None:
-            self._kept.retain({*needed} | self._unanswered)
+            with self._guard:  # a put that is kept and not counted yet would be dropped
+                self._kept.retain({*needed} | self._unanswered)
         elif self._keeps is not None:
             connection = self._session.connection
-            self._kept = self._keeps("" if connection is None else connection.local)
-            self._session.tell("keep", self._kept.owner)
+            try:
+                self._kept = self._keeps("" if connection is None else connection.local)
+                self._session.tell("keep", self._kept.owner)
+            except OSError as error:
+                text = f"payloads cannot be kept here: {error}. Give connect(host=) an address of this machine"
+                self._session.finish(lambda _: ConfigError(text))
+                self._session.close()
         self._opened.set()
         self._slots.lost(lost)
 

@@ -86,7 +86,8 @@ class Step(OneRank):
 
     def __next__(self) -> MicroBatch:
         """The next micro-batch that can begin. Blocks until there is one, or nothing is left on any rank."""
-        found = self._at_once(self._look_next, "iterating a step", "`async for micro_batch in step`")
+        instead = "`async for micro_batch in step`"
+        found = self._at_once(self._look_next, "iterating a step", instead, self._keep_pace)
         if not found:
             raise StopIteration
         return found[0]
@@ -98,7 +99,7 @@ class Step(OneRank):
     async def __anext__(self) -> MicroBatch:
         """As ``next()``, without blocking the event loop. If cancelled, none was begun."""
         await anyio.lowlevel.checkpoint()
-        found = await self._port.wait_for(self._look_next)
+        found = await self._port.wait_for(self._look_next, self._keep_pace)
         if not found:
             raise StopAsyncIteration
         return found[0]
@@ -110,13 +111,13 @@ class Step(OneRank):
 
         Blocks. Raises ValueError if the loop over the step was left before its end, and what the feed raises.
         """
-        found = self._at_once(self._look_end, "step.finish()", "`await step.async_finish()`")
+        found = self._at_once(self._look_end, "step.finish()", "`await step.async_finish()`", self._keep_pace)
         return found[0] if found else None
 
     async def async_finish(self) -> End | None:
         """:meth:`finish`, without blocking the event loop."""
         await anyio.lowlevel.checkpoint()
-        found = await self._port.wait_for(self._look_end)
+        found = await self._port.wait_for(self._look_end, self._keep_pace)
         return found[0] if found else None
 
     @property
@@ -193,14 +194,28 @@ class Step(OneRank):
 
     # what is looked at, with the port's lock held: None for "wait", an empty tuple for "over"
 
-    def _at_once(self, look: Callable[[], T | None], what: str, instead: str) -> T:
+    def _at_once(
+        self, look: Callable[[], T | None], what: str, instead: str, before: Callable[[], object] = lambda: None
+    ) -> T:
+        before()
         with self._port.lock:
             found = look()
             self._port.flush()
         if found is not None:
             return found
         refuse_in_event_loop(f"{what} waits for others, which", f"There, {instead}")
-        return run(partial(self._port.wait_for, look))
+        return run(partial(self._port.wait_for, look, before))
+
+    def _keep_pace(self) -> None:
+        """Wait for the device, without the lock: the I/O thread must go on receiving meanwhile."""
+        if self._port.held.meets:  # what is begun cannot be given to others
+            if self._hand is not None:
+                self._pace.keep()
+            with self._port.lock:
+                is_left = any(not work.begun for work in self._known.part.work.values())
+            # idle is who has nothing left to compute, not who has nothing left to enqueue
+            if not is_left:
+                self._pace.finish()
 
     @property
     def is_mine(self) -> bool:
@@ -236,8 +251,6 @@ class Step(OneRank):
         self._check_open()
         if not self.is_mine:
             return ()
-        if held.meets:  # what is begun cannot be given to others
-            self._pace.keep()
         self._put_down()
         work = held.next_work(part)
         if work is None:
@@ -289,8 +302,6 @@ class Step(OneRank):
             return False
         if self._port.who.role:
             return True
-        # idle is who has nothing left to compute, not who has nothing left to enqueue
-        self._pace.finish()
         if self._port.held.reach_end(part) is None or self._known.seal is None:
             return False
         seal = self._known.seal

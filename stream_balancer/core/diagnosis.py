@@ -15,7 +15,7 @@ from stream_balancer.core.state import State
 from stream_balancer.errors import rank_name
 from stream_balancer.statistics import Statistics
 
-__all__ = ["RankState", "Taker", "why_no_batch", "why_ranks_wait"]
+__all__ = ["RankState", "Taker", "incomplete_groups", "why_no_batch", "why_ranks_wait"]
 
 _MOST_NAMED = 3  # ranks, groups: of a thousand that wait for one cause, a line in the log names a few
 
@@ -69,7 +69,9 @@ def why_no_batch(
         reasons.append(_READY[taker])
     elif statistics.waiting:
         reasons += _why_not_ready(config, statistics)
-        reasons += _open_groups(state, statistics)
+        if groups := incomplete_groups(state):
+            oldest_s = statistics.oldest_open_group_s
+            reasons.append(f"groups that wait for siblings, the oldest for {oldest_s:.0f} s: {groups}")
     if not ready and taker == "nobody":
         reasons.append("nobody iterates batches()")
     if evicted := [f"{number} {reason}" for reason, number in statistics.evicted.items() if number]:
@@ -102,15 +104,12 @@ def _why_not_ready(config: BalancerConfig, statistics: Statistics) -> list[str]:
     return reasons
 
 
-def _open_groups(state: State, statistics: Statistics) -> list[str]:
+def incomplete_groups(state: State) -> str:
+    """Groups of which some rollouts wait for siblings, by name, with how many have come; ``""`` for none."""
     groups = state.buffer.groups
     incomplete = list(groups.incomplete().items())
-    if not incomplete:
-        return []
     named = [f"{name!r} ({came} of {groups.size_of(name)})" for name, came in incomplete[:_MOST_NAMED]]
-    more = f" and {len(incomplete) - _MOST_NAMED} more" if len(incomplete) > _MOST_NAMED else ""
-    since = f"groups that wait for siblings, the oldest for {statistics.oldest_open_group_s:.0f} s"
-    return [f"{since}: {', '.join(named)}{more}"]
+    return ", ".join(named) + (f" and {len(incomplete) - _MOST_NAMED} more" if len(incomplete) > _MOST_NAMED else "")
 
 
 def why_ranks_wait(ranks: Sequence[RankState]) -> str:

@@ -12,6 +12,7 @@ A rollout that waits is the buffer's; here is what became of it. Nothing is deci
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -144,10 +145,17 @@ class InFlight:
 
     def time(self, timing: StepTiming) -> list[StepTiming] | None:
         """A rank reports its seconds. -> what all ranks of its step have reported, in rank order; None while one is
-        missing, and for a step that is not in flight."""
+        missing, and for a step that is not in flight. Raises ValueError for a rank that the step was not planned for,
+        and for seconds that cannot be."""
         flight = self._flights.get(timing.step)
         if flight is None:
             return None
+        last = len(flight.batch.ranks) - 1
+        if not 0 <= timing.rank <= last:
+            raise ValueError(f"rank {timing.rank} has no part in step {timing.step}: its ranks are 0 to {last}")
+        for seconds in (timing.seconds, timing.waited_s or 0.0, timing.ready_s):
+            if not 0.0 <= seconds < math.inf:
+                raise ValueError(f"seconds of a rank must be >= 0 and finite, not {seconds}")
         flight.timings[timing.rank] = timing
         if len(flight.timings) < len(flight.batch.ranks):
             return None

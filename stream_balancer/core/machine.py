@@ -377,6 +377,8 @@ class BalancerCore:
             names, groups.changed = dict.fromkeys(groups.changed), []
             for name in names:
                 self.observers.emit("group_declared", name, groups.declared(name))
+        if evicted:
+            self.observers.emit("gave_up", evicted)
         for rollout, reason in evicted:
             self.observers.emit("evicted", rollout, reason)
 
@@ -435,8 +437,9 @@ class BalancerCore:
                 "load_state_dict() needs a fresh balancer: this one has taken rollouts. Load before the first put"
             )
         # made aside, so that a snapshot that does not fit leaves this state as it was
-        opened, self.state = self.state.open_step, restored_state(self.config, self.state.tolerance, snapshot, now)
-        self.state.open_step = opened  # nothing has left, or this balancer were not fresh
+        before, self.state = self.state, restored_state(self.config, self.state.tolerance, snapshot, now)
+        # nothing has left, or this balancer were not fresh; that no more will come may have been said
+        self.state.open_step, self.state.triggers.ended = before.open_step, before.triggers.ended
         self._publish("restored", snapshot)
 
     # -- record --------------------------------------------------------------------------------------------------------

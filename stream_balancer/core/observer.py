@@ -65,6 +65,9 @@ class Observer:
     def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
         """A rollout was accepted and will not be trained on."""
 
+    def gave_up(self, evicted: Sequence[tuple[Rollout, EvictReason]]) -> None:
+        """All that one call has evicted, before each is ``evicted``."""
+
     def group_declared(self, group_id: str, declared: Declared | None) -> None:
         """Something else is declared of a group than before: its size, that it takes no more, that it was abandoned;
         None: what was is forgotten."""

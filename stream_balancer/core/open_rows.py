@@ -14,7 +14,7 @@ from stream_balancer.core.batching import in_rows, make_batch, plan_of_all, rank
 from stream_balancer.core.open_step import OpenStep, least_rollouts
 from stream_balancer.core.state import State
 from stream_balancer.planning import Plan
-from stream_balancer.planning.bounds import lower_bound_of
+from stream_balancer.planning.planner import earliest_finish
 from stream_balancer.types import Batch, Reason
 
 __all__ = ["make_row", "make_whole", "ready_rows"]
@@ -47,7 +47,7 @@ def _no_plan(config: BalancerConfig) -> Plan:
 
 def make_whole(state: State, opened: OpenStep, last: Batch, now: float) -> tuple[Batch, NDArray[np.int64]]:
     """The step whose last row leaves, as one batch, and its rows of the buffer. O(n)."""
-    buffer, loads = state.buffer, opened.loads.tolist()
+    buffer, loads, knobs = state.buffer, opened.loads.tolist(), replace(state.pricing.knobs, counts="free")
     rows = np.flatnonzero(buffer.taken)
     made = rank_batches(last.step, [opened.micro_batches], [loads])
     whole = replace(
@@ -57,8 +57,9 @@ def make_whole(state: State, opened: OpenStep, last: Batch, now: float) -> tuple
         num_tokens=made[0].global_num_tokens,
         loads=tuple(loads),
         finish=opened.finish if state.config.sync == "micro_batch" else max(loads),
-        lower_bound=lower_bound_of(buffer.costs[rows], len(made), "free", state.pricing.knobs.speeds),
+        lower_bound=earliest_finish(state.pricing.waiting_of(buffer.rollouts(rows)), knobs, np.arange(rows.size)),
         oldest_wait_s=max(now - float(buffer.arrived_at[rows].min()), 0.0),
         num_padding=opened.num_padding,
+        sharing_cost=opened.sharing_cost,
     )
     return whole, rows

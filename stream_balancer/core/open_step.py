@@ -43,6 +43,7 @@ class OpenStep:
         self.num_taken = 0
         """Rollouts that have left in rows."""
         self.num_padding = 0
+        self.sharing_cost = 0.0
         self.waited_s = 0.0
         """Seconds that somebody has waited for its rows."""
 
@@ -66,7 +67,7 @@ class OpenStep:
 
     def spread(self, plan: Plan) -> Plan:
         """The plan of a row, its heaviest share on the rank that has had the least work in the step."""
-        if plan.rates is not None:
+        if plan.rates is not None or plan.degrees:  # made for these ranks, one by one
             return plan
         share_of = np.empty(self.loads.size, dtype=np.int64)
         share_of[np.argsort(self.loads, kind="stable")] = np.argsort(-plan.loads, kind="stable")
@@ -79,6 +80,7 @@ class OpenStep:
         self.loads += row.loads
         self.finish += row.finish
         self.num_padding += row.num_padding
+        self.sharing_cost += row.sharing_cost
         self.num_taken += row.num_rollouts
 
 
@@ -99,26 +101,12 @@ def check_open(config: BalancerConfig) -> None:
     """Raise ConfigError for knobs that a step in rows cannot respect."""
     refused: Sequence[tuple[str, bool, str]] = (
         ("window", config.window != config.batch_size, "rows leave as they form, so nothing waits to be chosen from"),
-        (
-            "step_size.tokens",
-            config.step_size.tokens is not None,
-            "how many rollouts a step has must be known when it begins",
-        ),
+        ("step_size.tokens", config.step_size.tokens is not None, "how many rollouts a step has must be known when it begins"),
         ("step_size.rollouts", config.step_size.rollouts is not None, "a step has batch_size rollouts"),
         ("window='auto'", bool(config.auto_windows), "rows leave as they form"),
-        (
-            "step_size.mini_batches",
-            config.step_size.mini_batches > 1,
-            "an optimizer step in the middle would move the policy",
-        ),
+        ("step_size.mini_batches", config.step_size.mini_batches > 1, "an optimizer step in the middle would move the policy"),
         ("groups.keep='same_rank'", config.groups.keep == "same_rank", "a row has too few groups for that"),
         ("stratum_shares", bool(config.stratum_shares), "a step has its oldest rollouts, whatever they are"),
-        (
-            "context_parallel.sizes",
-            config.context_parallel.sizes != (1,),
-            "ranks that share a rollout would wait for each other in every row",
-        ),
-        ("groups.share_prefixes", config.groups.share_prefixes, "a row is planned without it"),
     )
     for name, is_given, why in refused:
         if is_given:

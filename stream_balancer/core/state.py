@@ -144,6 +144,7 @@ class State:
         rows = self.staleness.too_old()
         if rows.size:
             self.evict(self.remove(rows), "stale")
+            self.changed()
 
     def take(self, row: Batch, rows: NDArray[np.int64]) -> None:
         """A row of the open step leaves; ``rows`` of the buffer, which it goes on waiting in. O(n)."""

@@ -48,7 +48,7 @@ from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.host.journal import Journal, Recovered
 from stream_balancer.host.journal.recovery import JournalObserver
 from stream_balancer.host.lifetime import Lifetime
-from stream_balancer.host.observers import CapacityWarning, EvictCallback, GroupLog
+from stream_balancer.host.observers import EvictCallback, Notices
 from stream_balancer.host.producer_registry import ProducerRegistry
 from stream_balancer.host.puts import Puts
 from stream_balancer.host.recorder import Recorder
@@ -99,8 +99,8 @@ class StreamBalancer(OfOneProcess):
     log says why (:meth:`why_no_batch`); again after twice that time, and so on (``math.inf`` = never). More than your
     longest step. While :func:`serve` runs it does so instead, knowing the ranks too.
 
-    ``num_producers``: how many producers in other processes (:func:`connect`) take part; once so many have called
-    ``end()``, this balancer ends. None: once one has, and no other is connected that has not.
+    ``num_producers``: how many producers in other processes (:func:`connect`) take part; this balancer ends once so
+    many have called ``end()`` (None: one), and no other is connected that has not.
     """
 
     _in_another_process = (
@@ -141,7 +141,8 @@ class StreamBalancer(OfOneProcess):
         self.observers: list[Observer] = core.observers
         """Observers of what happens (:class:`Observer`), notified in this order in the event loop's thread. Append
         yours."""
-        self.observers += [CapacityWarning(core), GroupLog(core), self.parts.versions]
+        self._notices = Notices(core)
+        self.observers += [self._notices, self.parts.versions]
         if self._journal is not None:
             self.observers.append(self._journal)
         if on_evict is not None:
@@ -368,6 +369,7 @@ class StreamBalancer(OfOneProcess):
     async def aclose(self) -> None:
         """Stop at once: whoever waits in ``put`` or ``batches()`` gets ClosedResourceError. May be called twice."""
         self._lifetime.check_thread("aclose")
+        self._notices.closed()
         self._lifetime.closed = True
         self.parts.wakeups.close()
         self.parts.versions.close()
@@ -470,8 +472,9 @@ class StreamBalancer(OfOneProcess):
         812 s; no deadline_s is set"``. ``serve()`` logs it, with the ranks' part, when nothing moves for long."""
         core, now = self.parts.core, self._lifetime.now("why_no_batch")
         ready, taker = core.next_wakeup() <= now, self.parts.consumer.taker
-        why = why_no_batch(core.state, self.statistics(), taker=taker, ready=ready, ended=self.ended)
-        producers = "" if self.ended else self.parts.producers.why_not_ended()
+        statistics, any_rollouts = self.statistics(), core.state.counts.accepted > 0
+        why = why_no_batch(core.state, statistics, taker=taker, ready=ready, ended=self.ended)
+        producers = "" if self.ended else self.parts.producers.why_not_ended(any_rollouts=any_rollouts)
         return "; ".join(filter(None, [why, producers]))
 
 

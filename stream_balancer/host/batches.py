@@ -4,15 +4,15 @@ A batch is made when it is asked for, not before: until then rollouts stay in th
 from. If asking is cancelled, no batch was taken: with a journal a batch waits for the disk between leaving and being
 handed out, and one that is cancelled there is given again. When a batch can leave is decided in the core.
 
-With ``batches(open=True)`` what is given is a row of the step; only its last one is acknowledged. A row that did not
-reach the trainer is given again by itself, to the same iterator. A new iterator begins with the first row of a step.
+With ``batches(open=True)`` what is given is a row of the step; only its last one is acknowledged. A last row that did
+not reach the trainer is given again by itself, to the same iterator; a first one is formed anew. A new iterator begins
+with the first row of a step.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -46,7 +46,7 @@ class Consumer:
         self.handed = Handed() if journal is None else journal.handed
         """Reports of ranks on steps in flight, under ``serve()``."""
         self._iterator: Batches | None = None
-        self._undelivered: deque[Batch] = deque()  # rows that did not reach the trainer
+        self._undelivered: Batch | None = None  # the last row of an open step, if it did not reach the trainer
         self._checked_world = False
         self.rank_states: RankStates | None = None
         """Knowledge of ``serve()`` about each rank; it sets this while it runs."""
@@ -60,10 +60,9 @@ class Consumer:
                 "iterates a balancer; to feed several ranks use serve() and RankFeed, or take batch.ranks[k]"
             )
         self._core.open_steps(open)
-        for row in self._undelivered:
-            if row.is_last:
-                self._core.nack(row.step)  # the trainer that had the rows before it is gone: the step comes as a whole
-        self._undelivered.clear()
+        row, self._undelivered = self._undelivered, None
+        if row is not None:
+            self._core.nack(row.step)  # the trainer that had the rows before it is gone: the step comes as a whole
         self._iterator = Batches(self, auto_ack=auto_ack, ahead=self.rank_states is not None)
         return self._iterator
 
@@ -80,7 +79,7 @@ class Consumer:
         while True:
             self._check(iterator)
             self._wakeups.flush_if_stuck()
-            again = self._undelivered.popleft() if self._undelivered else None
+            again, self._undelivered = self._undelivered, None
             batch = again or self._core.poll(anyio.current_time(), asked_at)
             if batch is not None:
                 # At once, before the disk is waited for: there is room in the buffer from here on, whatever becomes of
@@ -111,14 +110,19 @@ class Consumer:
 
     def acknowledge(self, step: int) -> None:
         self._lifetime.check_thread("acknowledge")
-        self._core.acknowledge(step)
+        self._acknowledge(step)
         self._wakeups.step_done()
 
     def acknowledge_through(self, step: int) -> None:
         self._lifetime.check_thread("acknowledge_through")
         for number in self._core.state.in_flight.steps_through(step):
-            self._core.acknowledge(number)
+            self._acknowledge(number)
         self._wakeups.step_done()
+
+    def _acknowledge(self, step: int) -> None:
+        self._core.acknowledge(step)
+        if self._undelivered is not None and self._undelivered.step == step:
+            self._undelivered = None
 
     def worked_through(self, step: int) -> None:
         """The trainer asks for more: it is through with this step, and may acknowledge it later."""
@@ -139,11 +143,13 @@ class Consumer:
 
     def give_again(self, batch: Batch) -> None:
         """A batch that was not taken: the next iteration gives it, unless it was acknowledged meanwhile."""
-        steps = self._core.state.in_flight
-        if any(held is batch for held in self._core.in_flight()):
+        held, is_open = self._core.state.in_flight.get(batch.step), self._core.state.open_step is not None
+        if held is batch:
             self._core.redeliver(batch)
-        elif self._core.state.open_step is not None and (steps.get(batch.step) or batch.step == steps.next_step):
-            self._undelivered.append(batch)
+        elif is_open and not batch.is_last:
+            self._core.open_steps(True)  # its first row: by the time that somebody takes it there may be other ranks
+        elif is_open and held is not None:
+            self._undelivered = batch
         self._wakeups.wake_consumer()
 
     @property

@@ -1,18 +1,21 @@
-"""Observers that every balancer has: the user's ``on_evict``, and a warning. They know no transport and no disk."""
+"""Observers that every balancer has: the user's ``on_evict``, and notices in the log. They know no transport and no
+disk."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from stream_balancer.config.figures import most_waiting
+from stream_balancer.core.diagnosis import incomplete_groups
 from stream_balancer.core.groups import Declared
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.observer import Observer
+from stream_balancer.core.observer import Learner, Observer
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.types import EvictReason, Rollout
+from stream_balancer.types import Batch, EvictReason, Rollout
 
-__all__ = ["CapacityWarning", "EvictCallback", "GroupLog"]
+__all__ = ["EvictCallback", "Notices"]
 
 _log = logging.getLogger("stream_balancer.balancer")
 
@@ -30,29 +33,74 @@ class EvictCallback(Observer):
             _log.exception("on_evict failed for rollout %r (%s)", rollout.rollout_id, reason)
 
 
-class CapacityWarning(Observer):
-    """A warning where more rollouts were restored than may wait: ``max_skips`` was proven for no more."""
+class Notices(Learner):
+    """In the log, once each: what would be wrong, or be left out, without a word. Besides, groups that end short."""
 
     def __init__(self, core: BalancerCore) -> None:
         self._core = core
+        self._said: set[str] = set()
+        self._num_unchecked = self._num_unversioned_steps = 0
+
+    def figures(self, now: float) -> dict[str, Any]:
+        return {"unchecked_rollouts": self._num_unchecked}
+
+    def left(self, batch: Batch, asked_at: float, enough_at: float, now: float) -> None:
+        """Whose age is unknown, or cannot be compared with anything."""
+        most = self._core.config.staleness.max_versions
+        if most is None:
+            return
+        unknown = [r for r in batch.rollouts if r.version is None and not r.is_padding]
+        self._num_unchecked += len(unknown) if self._core.state.staleness.version is not None else batch.num_rollouts
+        if unknown:
+            self._warn_once(
+                "staleness.max_versions=%d is not checked for rollouts without a version, which are never too old: %d "
+                "of step %d, the first is %r. Give Rollout(version=...), or leave staleness.max_versions out",
+                most,
+                len(unknown),
+                batch.step,
+                unknown[0].rollout_id,
+            )
+
+    def acknowledged(self, batch: Batch) -> None:
+        """The first step may well be trained before there is a version."""
+        most = self._core.config.staleness.max_versions
+        if most is not None and self._core.state.staleness.version is None:
+            self._num_unversioned_steps += 1
+            if self._num_unversioned_steps > 1:
+                self._warn_once(
+                    "staleness.max_versions=%d is not checked: 2 steps were trained, and set_version() was never called. "
+                    "Call it when the policy's weights change, or leave staleness.max_versions out",
+                    most,
+                )
+
+    def ended(self) -> None:
+        """What lacks siblings leaves all the same."""
+        if groups := incomplete_groups(self._core.state):
+            number = len(self._core.state.buffer.groups.incomplete())
+            self._warn_once("end(): %d groups lack siblings and leave incomplete: %s", number, groups)
+
+    def closed(self) -> None:
+        """The balancer is closed, perhaps with batches that were trained and not acknowledged."""
+        steps = [batch.step for batch in self._core.in_flight()]
+        if steps and self._core.finished:
+            self._warn_once(
+                "closed with %d batches that nobody acknowledged (steps %s): a journal or checkpoint would deliver "
+                "them again. With auto_ack=False call acknowledge(step), or acknowledge_through(step) at checkpoints",
+                len(steps),
+                steps,
+            )
 
     def restored(self, snapshot: Snapshot) -> None:
+        """``max_skips`` was proven for no more than may wait."""
         waiting, config = len(self._core.state.buffer), self._core.config
         if waiting > most_waiting(config) and config.max_skips is not None and config.step_size.tokens is None:
-            _log.warning(
+            self._warn_once(
                 "%d rollouts were recovered, above what may wait (%d): until no more than that do, some may be passed "
                 "over by more dispatches than max_skips (%d). Use the capacity of before",
                 waiting,
                 most_waiting(config),
                 config.max_skips,
             )
-
-
-class GroupLog(Observer):
-    """A line in the log for each group that is closed short, or abandoned."""
-
-    def __init__(self, core: BalancerCore) -> None:
-        self._core = core
 
     def group_declared(self, group_id: str, declared: Declared | None) -> None:
         whole = self._core.config.groups.size
@@ -62,3 +110,8 @@ class GroupLog(Observer):
             _log.info("group %r was abandoned: what comes of it is evicted", group_id)
         elif declared.size < whole:
             _log.info("group %r is complete with %d of %d rollouts", group_id, declared.size, whole)
+
+    def _warn_once(self, text: str, *values: object) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            _log.warning(text, *values)

@@ -107,6 +107,7 @@ class Producers:
         one that will join again may take."""
         self._balancer, self._service, self._direct, self._keep_s = balancer, service, direct, keep_s
         self._parts = balancer.parts
+        self._parts.producers.attended = True
         self.methods: dict[str, Method] = {
             "put": self._put, "put_group": self._put_group, "put_in": self._put_in, "put_nowait": self._put_nowait,
             "declare": self._declare, "reserve": self._reserve, "release": self._release, "keep": self._keep,

@@ -88,8 +88,8 @@ class Sender:
         """Some messages must not leave before what was noted with them is on the disk."""
         return bool(self._behind_disk)
 
-    def tell_the_rest(self) -> None:
-        """The end has come: send what is left to those who are still there."""
+    def send_behind_disk(self) -> None:
+        """Messages whose notes are on the disk now, to those who are still there."""
         behind, self._behind_disk = self._behind_disk, []
         for order, peer, message in behind:
             if self._here.ranks[order.rank].peers.get(order.seat) is peer:

@@ -308,7 +308,8 @@ class _Server(Observer):
     async def _note_plan(self, rows: Sequence[Batch], uid: int, ranks: Sequence[RankId]) -> None:
         """Facts of the plan that its row in the journal does not have are on the disk before ranks can meet."""
         numbers = [one.number for one in ranks]
-        if len(rows) > 1 or numbers != [*range(len(numbers))]:
+        # what is known of an earlier plan of this step must not be taken for this one's
+        if len(rows) > 1 or numbers != [*range(len(numbers))] or rows[0].step in self._here.handed.acked:
             cut = [[len(one.micro_batches) for one in row.ranks] for row in rows]
             self._here.handed.planned(rows[0].step, uid, numbers, cut)
             await self._here.handed.flush()
@@ -332,7 +333,7 @@ class _Server(Observer):
                 self._sender.carry_out(orders)
                 if self._sender.waits_for_disk:
                     await self._here.handed.flush()
-                    self._sender.tell_the_rest()
+                    self._sender.send_behind_disk()
             lost = self._ranks.next_to_give_up
             if lost.give_up_at <= anyio.current_time():
                 await self._give_up(lost)

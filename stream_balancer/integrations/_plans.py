@@ -10,7 +10,11 @@ from numpy.typing import ArrayLike
 
 from stream_balancer import planning
 
-__all__ = ["choose_groups", "fewest", "in_lockstep"]
+__all__ = ["UnplannableError", "choose_groups", "fewest", "in_lockstep"]
+
+
+class UnplannableError(ValueError, AssertionError):
+    """A batch that cannot be dealt as asked. Trainers' own functions assert, and their callers may expect that."""
 
 
 def in_lockstep(lengths: ArrayLike, work: ArrayLike, num_ranks: int, max_tokens: int) -> list[list[list[int]]] | None:

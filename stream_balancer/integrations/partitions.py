@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stream_balancer import planning
+from stream_balancer.integrations._plans import UnplannableError
 
 __all__ = ["get_seqlen_balanced_partitions", "patch", "replace"]
 
@@ -36,17 +37,18 @@ def get_seqlen_balanced_partitions(
     ``seqlen_list``: [n] lengths or any other work, finite and >= 0. ``equal_size``: every list has the same number of
     indices. Deterministic: every process that asks gets the same answer.
 
-    Raises ValueError (the original: AssertionError) if there are fewer items than partitions, if ``equal_size`` and the
-    number of items is not a multiple of the number of partitions, or for work that is not finite and >= 0.
+    Raises UnplannableError (a ValueError, and an AssertionError as the original's) if there are fewer items than
+    partitions, or if ``equal_size`` and the number of items is not a multiple of the number of partitions; ValueError
+    for work that is not finite and >= 0.
     """
     work = np.asarray(seqlen_list, dtype=np.float64)
     if work.size < k_partitions:
-        raise ValueError(
+        raise UnplannableError(
             f"{work.size} items cannot fill {k_partitions} partitions. Give at least one each: a larger batch, or "
             "fewer ranks or micro-batches"
         )
     if equal_size and work.size % k_partitions:
-        raise ValueError(
+        raise UnplannableError(
             f"{work.size} items cannot be split equally over {k_partitions} partitions. Pad or trim the batch to a "
             "multiple, or pass equal_size=False"
         )

@@ -32,6 +32,7 @@ from torch import Tensor
 import stream_balancer as sb
 from stream_balancer import planning
 from stream_balancer.integrations import _rows
+from stream_balancer.integrations._plans import UnplannableError
 from stream_balancer.integrations._rows import Version
 from stream_balancer.integrations.partitions import replace
 
@@ -58,11 +59,11 @@ def build_dp_schedule(
     step dropped, samples of one rollout in one step. With miles' ``allow_partial_train_step`` trailing rollouts are a
     smaller step of their own, if they have a sample for every rank.
 
-    Raises ValueError if the batches are not dynamic, for less than one step, or if a step has too few samples for its
-    ranks and their virtual pipelines.
+    Raises UnplannableError, a ValueError, if the batches are not dynamic, for less than one step, or if a step has too
+    few samples for its ranks and their virtual pipelines.
     """
     if not args.use_dynamic_batch_size:
-        raise ValueError("there is nothing to plan with fixed micro-batches. Set --use-dynamic-batch-size")
+        raise UnplannableError("there is nothing to plan with fixed micro-batches. Set --use-dynamic-batch-size")
     dp_size = train_parallel_config["dp_size"]
     partial = getattr(args, "allow_partial_train_step", False)  # miles only
     steps = _steps(rollout_indices, global_batch_size, partial_from=dp_size if partial else None)
@@ -119,7 +120,9 @@ def _steps(
         samples_of.setdefault(rollout, []).append(position)
     rollouts = list(samples_of.values())
     if len(rollouts) < global_batch_size:
-        raise ValueError(f"{len(rollouts)} rollouts do not fill one step of global_batch_size={global_batch_size}")
+        raise UnplannableError(
+            f"num_rollouts={len(rollouts)} do not fill one step of global_batch_size={global_batch_size}"
+        )
     starts = range(0, len(rollouts), global_batch_size)
     steps = [[i for samples in rollouts[at : at + global_batch_size] for i in samples] for at in starts]
     if len(rollouts) % global_batch_size and (partial_from is None or len(steps[-1]) < partial_from):
@@ -130,7 +133,7 @@ def _steps(
 def _same_count(plan: Sequence[Sequence[Any]], step: int, multiple_of: int) -> int:
     counts = {len(of_rank) for of_rank in plan}
     if len(counts) > 1 or 0 in counts or max(counts) % multiple_of:
-        raise ValueError(
+        raise UnplannableError(
             f"step {step} has too few samples for {len(plan)} ranks with a multiple of {multiple_of} micro-batches "
             "each. Raise global_batch_size"
         )

@@ -38,6 +38,8 @@ class CostLearner(Learner):
         # done before any work could be measured
         if self._calibration is None or self._core.state.pricing.has_own_costs:
             return
+        if len(batch.ranks) != self._core.config.dp_size:  # in a former controller's plan: speeds are of today's ranks
+            return
         if all(any(not r.is_padding for r in one.rollouts) for one in batch.ranks):
             degrees = [[max(len(mb.cp_group), 1) for mb in one.micro_batches] for one in batch.ranks]
             lengths = [_lengths_of((one,)) for one in batch.ranks]

@@ -82,6 +82,8 @@ class IdleTimes(Learner):
         """All ranks are done with a step. O(ranks)."""
         slowness = self._costs.slowness  # by what was learned, which is better than by the planned loads
         busy = np.array([timing.seconds for timing in timings], dtype=np.float64)
+        if (more := len(busy) - len(self._busy)) > 0:  # a step that a former controller had planned for more ranks
+            self._seconds, self._busy = np.pad(self._seconds, ((0, more), (0, 0))), np.pad(self._busy, (0, more))
         self._busy[: len(busy)] += busy
         self._record_imbalance(batch, busy)
         self._record_waits(self._waits.pop(batch.step, {}), timings)

@@ -109,6 +109,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("stratum_mean_wait_seconds", "How long these have waited.", "strata.*.mean_wait_s", label="stratum"),
     Metric("stratum_share", "Its share of the last dispatches.", "strata.*.share", label="stratum"),
     Metric("training_age_versions", "How old rollouts were when trained on.", "training_age", label="statistic"),
+    Metric(
+        "unchecked_rollouts",
+        "Rollouts dispatched without a version to check staleness.max_versions by.",
+        "unchecked_rollouts",
+        "counter",
+    ),
     Metric("policy_version", "Policy version last set.", "version"),
     Metric("window_rollouts", "Rollouts that a dispatch waits for: the knob, or what auto chose.", "window"),
     Metric("window_tokens", "Tokens that a dispatch waits for, under step_size.tokens.", "window_tokens"),

@@ -24,10 +24,7 @@ from stream_balancer.net.pool import Pool
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = [
-    "Directory", "Entry", "ForeignError", "Lookup", "NotYetError", "TcpDialer", "Where", "current_world",
-    "token_bytes",
-]  # fmt: skip
+__all__ = ["Directory", "Entry", "Lookup", "TcpDialer", "Where", "current_world", "token_bytes"]
 
 TOKEN_VARIABLE = "STREAM_BALANCER_TOKEN"
 _LEAST_TOKEN_BYTES = 16  # what is shorter can be guessed
@@ -102,14 +99,6 @@ Where: TypeAlias = "Store | str | Lookup"
 """Place of a controller: a store that it has written its address into, ``"tcp://host:port"``, or whoever says it."""
 
 
-class NotYetError(ConnectionError):
-    """Why this try came to nothing; the next may do better."""
-
-
-class ForeignError(NotYetError):
-    """The listener there does not answer as a controller does."""
-
-
 class TcpDialer:
     """The way to one controller over TCP, as often as needed."""
 
@@ -153,7 +142,7 @@ class TcpDialer:
         try:
             entry = lookup.read()
             if entry is None:
-                raise NotYetError("no controller has said yet where it is")
+                raise ConnectionError("no controller has said yet where it is")
             token = self._token if entry.token is None else entry.token.encode()
             self._dial(entry.address, token, join, welcomed, failed)
         except RuntimeError as error:
@@ -179,13 +168,17 @@ def _why(address: str, error: BaseException) -> BaseException:
     if isinstance(error, socket.gaierror):
         host = split_address(address)[0]
         if error.errno == socket.EAI_AGAIN:
-            return NotYetError(f"no name server answers for {host!r}")
+            return ConnectionError(f"no name server answers for {host!r}")
         return ConfigError(f"there is no host {host!r}: {error}. Check the address {address}")
     if isinstance(error, UnicodeError):
         return ConfigError(f"{address!r} has no name of a host in it: {error}")
     if isinstance(error, OSError) and not isinstance(error, (ConnectionResetError, BrokenPipeError)):
-        return NotYetError(f"nobody answers at {address}: {os.strerror(error.errno) if error.errno else error}")
-    return ForeignError(f"{address} accepts the connection, but does not answer as a controller does: {error}")
+        return ConnectionError(f"nobody answers at {address}: {os.strerror(error.errno) if error.errno else error}")
+    # not final: a controller without a core to run on looks like this, too
+    return ConnectionError(
+        f"{address} accepts the connection, but does not answer as a controller does: {error}. Either something else "
+        "listens there, or the controller is too busy to answer"
+    )
 
 
 def token_bytes(token: str | None) -> bytes:

@@ -136,13 +136,14 @@ class Peer:
         """A message; dropped while there is no connection."""
         connection = self.connection
         if connection is not None:
-            connection.send(message, payload, sent)
+            # handed over as replies are: it must not overtake one that was made before
+            self.io.do(partial(connection.send, message, payload, sent))
 
     def close(self, reason: str = "") -> None:
         """On purpose: what was sent before arrives."""
         connection = self.connection
         if connection is not None:
-            connection.close(reason)
+            self.io.do(partial(connection.close, reason))
 
     def abort(self) -> None:
         """At once: for the peer, a loss."""

@@ -202,10 +202,10 @@ class Caller(ABC):
         """Send the calls that have room."""
         while self._news:
             pending = self._news.popleft()
-            if self._over is None:
-                self._waiting[pending] = None
-            else:
+            if self._over is not None:
                 pending.resolve(self._over(pending))
+            elif not pending.cancelled:
+                self._waiting[pending] = None
         connection, limits = self.connection, self._limits
         while self._waiting and connection is not None and len(self._sent) < limits.max_calls:
             pending = next(iter(self._waiting))
@@ -228,8 +228,9 @@ class Caller(ABC):
     def _cancel(self, pending: Pending) -> None:
         pending.cancelled = True
         # One that was sent before may have been accepted: only the answerer can say.
-        if pending in self._waiting and not pending.sent_before:
-            del self._waiting[pending]
+        if not pending.sent_before and pending.number not in self._sent:
+            # an interrupt may have come before it was handed in: then it is not waiting, and never will
+            self._waiting.pop(pending, None)
             pending.resolve(Cancelled())
         elif pending.number in self._sent and self.connection is not None:
             self.connection.send(Cancel(pending.number))

@@ -47,8 +47,8 @@ from stream_balancer.wire.payload import NOTHING, Payload
 __all__ = ["HANDSHAKE_S", "Connection"]
 
 _log = logging.getLogger(__name__)
-# A rank's Join names the steps that it has. Memory of what has not come is not touched.
-_BEFORE_PROOF_BYTES = 2**16
+# A rank's Join names its steps and their items, a producer's its slots. Memory of what has not come is not touched.
+_BEFORE_PROOF_BYTES = 2**18
 _JOIN_BYTES = 2**16
 MOVER_BYTES = 2**17
 """Smaller payloads go by the socket, whatever mover there is."""
@@ -153,6 +153,7 @@ class Connection:
         try:
             self._feed(memoryview(unread))
             self._watch()
+            self._read_tls()
         except Exception as error:  # noqa: BLE001 - the peer's, or the handler's: this one is over
             self.fail(error)
 
@@ -310,7 +311,11 @@ class Connection:
             self._feed(ahead[: received - count])
             if received < room and self._tls is None:
                 return
-        if self._tls is not None and not self.over:  # it may hold bytes that the selector does not see
+        self._read_tls()
+
+    def _read_tls(self) -> None:
+        """Soon: TLS may hold bytes that the selector does not see."""
+        if self._tls is not None and not self.over and not self.paused:
             self.io.do(lambda: self._ready(selectors.EVENT_READ))
 
     def _parse(self) -> Iterator[memoryview]:

@@ -23,7 +23,7 @@ import anyio.abc
 import anyio.lowlevel
 import msgspec
 
-from stream_balancer.errors import AlreadyInUseError, RefusedError, WireError, refused_error
+from stream_balancer.errors import AlreadyInUseError, RefusedError, WireError
 from stream_balancer.net import movers as ways
 from stream_balancer.net.answers import Asked, Budget, Bytes, Peer
 from stream_balancer.net.connection import Connection
@@ -89,7 +89,6 @@ class Service:
         self._tasks: anyio.abc.TaskGroup | None = None
         self._begun: dict[Asked, tuple[Peer, anyio.CancelScope]] = {}
         self._jobs: deque[tuple[Peer | None, Callable[..., object], tuple[Any, ...]]] = deque()
-        self._knocking: dict[Connection, None] = {}
         self._wake: Callable[[], object] = lambda: None
         self._waits = self._woken = False
         self._listening = listen(self._arrived)
@@ -98,9 +97,6 @@ class Service:
     def close(self, reason: str = "") -> None:
         """No more peers; those that are in are let go. In the event loop, when nobody attends any more."""
         self._listening.close()
-        closed = refused_error("closed", "the controller has closed its transport. Start it again")
-        for connection in list(self._knocking):
-            self.io.do(partial(connection.fail, closed))
         for peer in self.peers.values():
             if peer.ending:
                 peer.close(reason)
@@ -174,13 +170,11 @@ class Service:
             self._wake()
 
     def _arrived(self, connection: Connection, join: Join) -> None:
-        self._knocking[connection] = None
         self.do(None, self._decide, connection, join)
 
     # in the event loop
 
     def _decide(self, connection: Connection, join: Join) -> None:
-        self._knocking.pop(connection, None)
         peer = self.peers.get(join.session)
         if peer is not None and peer.connection is not None:
             self._supersede(peer, peer.connection)

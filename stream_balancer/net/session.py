@@ -21,7 +21,6 @@ from stream_balancer.errors import (
     to_raise,
 )  # fmt: skip
 from stream_balancer.net import movers
-from stream_balancer.net.address import ForeignError
 from stream_balancer.net.calls import Caller, Over, Pending
 from stream_balancer.net.connection import Connection
 from stream_balancer.net.errors import Ended
@@ -35,7 +34,6 @@ _log = logging.getLogger("stream_balancer.net")
 _AGAIN_S, _MOST_AGAIN_S = 0.02, 1.0  # after the first try, which is made at once
 _RESTED_S = 0.1  # a connection that lasts so long is built again at once, too
 _WARN_AFTER_S, _WARN_AGAIN_S = 5.0, 60.0  # controllers often start last; imports of torch take seconds
-_FOREIGN_S = 30.0  # so long may a port that accepts connections not answer as a controller does
 
 
 class Dialer(Protocol):
@@ -91,7 +89,6 @@ class Session(Caller):
         self._is_closing, self._takes_leave = False, takes_leave and rejoin
         self._left = Signal()
         self._delay_s = 0.0
-        self._foreign: Callable[[], object] | None = None  # ends the wait for one who does not answer as we do
         self._timers: list[Callable[[], object]] = []
         if begin:
             self.begin()
@@ -139,7 +136,6 @@ class Session(Caller):
         self._timers.append(self.io.after(seconds, job))
 
     def _stop_timers(self) -> None:
-        self._hears_ours()
         while self._timers:
             self._timers.pop()()
 
@@ -156,14 +152,6 @@ class Session(Caller):
             )
         )
 
-    def _give_up_foreign(self) -> None:
-        self._fail(WireError(f"{self.problem}. Something else listens there: check the address"))
-
-    def _hears_ours(self) -> None:
-        if self._foreign is not None:
-            self._foreign()
-            self._foreign = None
-
     def _dial(self) -> None:
         if self._may_dial:
             about = self._about() if callable(self._about) else self._about
@@ -177,7 +165,7 @@ class Session(Caller):
         if not self._is_closing:  # else one of them ends the wait
             self._stop_timers()
         self.connection, connection.handler, self.problem = connection, self, None
-        self._after(_RESTED_S, self._rest)
+        self._after(_RESTED_S, lambda: self._rest(connection))
         movers.attach(connection, [name for name in welcome.movers if name in self._join.movers])
         again = movers.available(self._join.movers, again=True)
         self._join = msgspec.structs.replace(self._join, movers=again)
@@ -198,10 +186,6 @@ class Session(Caller):
             return
         if self.problem is not None:
             self.problem = str(error)
-        if not isinstance(error, ForeignError):
-            self._hears_ours()
-        elif self._foreign is None:
-            self._foreign = self.io.after(_FOREIGN_S, self._give_up_foreign)
         self._again()
 
     def _again(self) -> None:
@@ -210,8 +194,9 @@ class Session(Caller):
             self.io.after(self._delay_s, self._dial)
             self._delay_s = min(2 * self._delay_s or _AGAIN_S, _MOST_AGAIN_S)
 
-    def _rest(self) -> None:
-        self._delay_s = 0.0
+    def _rest(self, connection: Connection) -> None:
+        if self.connection is connection:
+            self._delay_s = 0.0
 
     @property
     def _may_dial(self) -> bool:

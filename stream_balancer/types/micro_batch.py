@@ -115,6 +115,7 @@ class MicroBatch:
         ``targets``, its id, and ``loss_mask``, log-probabilities and all other columns but ``input_ids`` and
         ``position_ids``, with zeros on a rollout's last token. So a loss needs no slices, no rollout's first token is
         predicted from its neighbour's last, and the sum of ``loss_mask`` over a step is ``global_num_loss_tokens``.
+        Raises ValueError where the rollouts bring a column ``targets`` of their own.
 
         Scalars become ``[n]`` of ``scalar_dtype``, here and in the other layouts: float32, so that a
         float32 loss stays one; torch.int64 where ints above 2^24 must stay exact.

@@ -362,7 +362,7 @@ def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | Owner
     if len({(hole.owner, hole.key) for hole in header.holes}) < len(header.holes):
         raise WireError("a payload is named twice")
     lay_out(header, MAX_BYTES)
-    names = read_names(header)
+    names, padding = read_names(header), set(header.padding)
     found: list[Rollout] = []
     for index, hole in enumerate(header.holes):
         length, loss_tokens = header.lengths[index], header.loss_tokens[index]
@@ -372,7 +372,7 @@ def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | Owner
                 **_plain_fields(header, names, index)
                 | {"tensors": {one.name: _elsewhere(one, one.shape) for one in tensors}},
                 tokens={one.name: _elsewhere(one, (length, *one.shape)) for one in header.columns},
-                is_padding=index in header.padding,
+                is_padding=index in padding,
                 num_tokens=length,
                 num_loss_tokens=loss_tokens,
                 handle=Handle(header.owners[hole.owner], hole.key),

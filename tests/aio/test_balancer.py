@@ -697,6 +697,28 @@ async def test_statistics_add_up_and_idle_is_measured() -> None:
         assert balancer.statistics().measured_idle_fraction == pytest.approx(1 - 2.0 / 3.0)
 
 
+@pytest.mark.parametrize(
+    ("timing", "why"),
+    [
+        ({"rank": 2, "seconds": 1.0}, "rank 2 has no part in step 0: its ranks are 0 to 1"),
+        ({"rank": -1, "seconds": 1.0}, "rank -1 has no part"),
+        ({"rank": 1, "seconds": math.nan}, "must be >= 0 and finite, not nan"),
+        ({"rank": 1, "seconds": -1.0}, "must be >= 0"),
+        ({"rank": 1, "seconds": 1.0, "waited_s": math.inf}, "must be >= 0 and finite, not inf"),
+        ({"rank": 1, "seconds": 1.0, "ready_s": math.nan}, "must be >= 0"),
+    ],
+)
+async def test_seconds_that_cannot_be_are_refused_and_spoil_no_others(timing: dict[str, Any], why: str) -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        await fill(balancer, 9)
+        await anext(balancer.batches())
+        balancer.record_step_seconds(0, 0, 3.0)
+        with pytest.raises(ValueError, match=why):
+            balancer.record_step_seconds(0, **timing)
+        balancer.record_step_seconds(0, 1, 1.0)
+        assert balancer.statistics().measured_idle_fraction == pytest.approx(1 - 2.0 / 3.0)
+
+
 async def test_denominators_are_the_steps_not_the_ranks() -> None:
     async with sb.StreamBalancer(config(window=4)) as balancer:
         for n in range(1, 5):

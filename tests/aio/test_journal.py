@@ -837,6 +837,34 @@ async def test_max_bytes_holds_puts_back_until_acknowledgements_come(
         assert not waiting(balancer)
 
 
+async def test_a_put_that_max_bytes_holds_back_is_told_that_the_disk_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log is tidied while nothing is being written: no transaction wakes who waits for room."""
+    monkeypatch.setattr(writer, "RETRY_S", 0.01)
+    monkeypatch.setattr(writer, "LOG_BYTES", -1)  # tidied whenever the thread wakes
+    checkpoint = Store.checkpoint
+
+    def fails(store: Store, vacuum_pages: int = 0) -> None:
+        if vacuum_pages < 2**30:  # it is tidied, no room is sought
+            raise OSError(errno.EIO, "the disk said so")
+        checkpoint(store, vacuum_pages)
+
+    async def break_the_disk() -> None:
+        await until(lambda: any("puts wait" in r.getMessage() for r in caplog.records))
+        monkeypatch.setattr(Store, "checkpoint", fails)
+
+    async def put_all() -> None:
+        for rollout in make_rollouts([500] * 200):
+            await balancer.put(rollout)
+
+    journal, knobs = sb.Journal(tmp_path / "j", max_bytes=2**20), config(window=1000, capacity=1000)
+    async with sb.StreamBalancer(knobs, journal=journal) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(break_the_disk)
+        with pytest.raises(sb.JournalError, match="cannot be written any more"):
+            await put_all()
+
+
 async def test_groups_of_another_size_survive(tmp_path: Path) -> None:
     """What was declared, closed and abandoned; and with the rollouts of the same put, never without them."""
     knobs = config(groups=sb.Groups(size=4), window=4, capacity=16)

@@ -14,6 +14,7 @@ from helpers import config, settle, waiting
 
 import stream_balancer as sb
 from stream_balancer.errors import ConfigError
+from stream_balancer.host.batches import Batches
 from stream_balancer.testing import MemoryNetwork, make_rollout
 from stream_balancer.types import Batch, RankBatch
 
@@ -171,27 +172,41 @@ async def test_on_policy_rows_of_the_next_step_wait_for_the_update() -> None:
         assert ids(await anext(rows)) == ["1.0", "1.1"]
 
 
+async def cancel_the_last_row(balancer: sb.StreamBalancer, rows: Batches) -> None:
+    """Of step 0, on its way to the trainer."""
+    await put(balancer, *range(3))
+    await anext(rows)
+    await put(balancer, *range(3, 6))
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await anext(rows)
+    for passes in range(20):  # also while the disk is waited for
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anext, rows)
+            for _ in range(passes):
+                await anyio.lowlevel.checkpoint()
+            given = balancer.in_flight()
+            tasks.cancel_scope.cancel()
+        if given:
+            break
+
+
 async def test_a_row_that_is_cancelled_on_its_way_is_given_again(tmp_path: Path) -> None:
     async with sb.StreamBalancer(rows_of_six(), journal=tmp_path / "j") as balancer:
         rows = balancer.batches(open=True)
-        await put(balancer, *range(3))
-        await anext(rows)
-        await put(balancer, *range(3, 6))
-        with anyio.CancelScope() as scope:
-            scope.cancel()
-            await anext(rows)
-        for passes in range(20):  # also while the disk is waited for
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(anext, rows)
-                for _ in range(passes):
-                    await anyio.lowlevel.checkpoint()
-                given = balancer.in_flight()
-                tasks.cancel_scope.cancel()
-            if given:
-                break
+        await cancel_the_last_row(balancer, rows)
         last = await anext(rows)
         assert last.is_last
         assert last.step == 0
+
+
+async def test_a_row_of_a_step_that_is_acknowledged_meanwhile_is_not_given_again(tmp_path: Path) -> None:
+    async with sb.StreamBalancer(rows_of_six(), journal=tmp_path / "j") as balancer:
+        rows = balancer.batches(open=True)
+        await cancel_the_last_row(balancer, rows)
+        balancer.acknowledge_through(0)
+        await put(balancer, 0, 1, step=1)
+        assert (await anext(rows)).step == 1
 
 
 async def test_a_crash_in_the_middle_of_a_step_gives_all_of_it_again(tmp_path: Path) -> None:

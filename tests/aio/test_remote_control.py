@@ -272,6 +272,56 @@ async def test_without_a_number_the_last_one_that_is_connected_ends_the_balancer
         assert harness.balancer.ended
 
 
+async def test_a_worker_that_has_ended_and_is_started_again_does_not_end_for_another() -> None:
+    """As when torchrun starts all workers again, since one has failed."""
+    async with over_memory(num_producers=2, **KNOBS) as harness:
+        first, second = harness.producer(), harness.producer()
+        await first.end()
+        await first.aclose()
+        wire_of(second).cut("killed")
+        first, second = harness.producer(), harness.producer()
+        await settle()
+        await first.end()
+        assert not harness.balancer.ended
+        assert "connected and not ended: memory" in harness.balancer.why_no_batch()
+        await second.put(make_rollout(3, "late"))
+        await second.end()
+        assert harness.balancer.ended
+
+
+async def test_who_only_looked_on_does_not_keep_the_end_once_it_is_gone() -> None:
+    async with over_memory(num_producers=1, **KNOBS) as harness:
+        producer, other = harness.producer(), harness.producer()
+        await settle()
+        await producer.end()
+        assert not harness.balancer.ended
+        wire_of(other).cut("killed")
+        await settle()
+        assert harness.balancer.ended
+
+
+async def test_producers_that_have_not_come_or_left_are_named() -> None:
+    async with over_memory(**KNOBS) as harness:
+        await settle()
+        assert "no producer has connected" in harness.balancer.why_no_batch()
+        await harness.balancer.put(make_rollout(3, "own"))
+        assert "producer" not in harness.balancer.why_no_batch()
+    async with over_memory(num_producers=3, **KNOBS) as harness:
+        producer = harness.producer()
+        await settle()
+        why = "0 of num_producers=3 producers have ended; connected and not ended: memory; 2 have not connected"
+        assert why in harness.balancer.why_no_batch()
+        await producer.aclose()
+        await settle()
+        why = "no other one is connected; left without end(): memory; 2 have not connected"
+        assert why in harness.balancer.why_no_batch()
+        ended = [harness.producer() for _ in range(2)]
+        for one in ended:
+            await one.end()
+        assert "2 of num_producers=3 producers have ended; no other one" in harness.balancer.why_no_batch()
+        assert "have not connected" not in harness.balancer.why_no_batch()
+
+
 async def test_a_number_of_producers_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="num_producers must be >= 1, not 0"):
         sb.StreamBalancer(sb.BalancerConfig(dp_size=1, **KNOBS), num_producers=0)
@@ -292,6 +342,28 @@ async def test_an_older_version_from_a_rank_that_is_late_is_passed_over(caplog: 
         assert [batch async for batch in feed] == []
         assert harness.balancer.version == 9
         assert "rank 0 set version 6, which is 9 by now" in caplog.text
+
+
+async def test_a_rank_that_goes_on_from_an_older_checkpoint_may_set_its_version(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A warning on both sides; what it set before by itself must not go backwards."""
+    async with over_memory(**KNOBS) as harness:
+        harness.balancer.set_version(7)
+        feed = harness.feed()
+        await settle()
+        assert feed.version == 7
+        feed.set_version(5)
+        assert feed.version == 7
+        await settle()
+        assert harness.balancer.version == 7
+        assert "rank 0 set version 5, which is 7 by now: passed over" in caplog.text
+        assert "version 5 was set here, which is 7 by now: passed over" in caplog.text
+        with pytest.raises(ValueError, match="must not go backwards: it is 5"):
+            feed.set_version(4)
+        feed.set_version(8)
+        await settle()
+        assert harness.balancer.version == 8
 
 
 async def test_a_feed_that_is_closed_sets_and_asks_nothing() -> None:

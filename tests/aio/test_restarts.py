@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from anyio.abc import TaskGroup
 from crew import Crew
 from in_loop import Disk, journals_in_loop
 
@@ -101,7 +103,7 @@ async def test_a_rank_that_does_not_come_back_is_given_up_in_time_and_named(
         await life.until_killed(4 * SIZE, lambda: not crew.die)
         began = anyio.current_time()
         balancer = await life.to_the_end()
-    assert anyio.current_time() - began >= 30.0
+    assert 30.0 <= anyio.current_time() - began < 40.0
     crew.check(balancer, 4 * SIZE)
     assert "rank 1 is given up: it did not come back after the controller was started again" in caplog.text
 
@@ -129,18 +131,60 @@ async def test_a_rank_is_given_up_on_the_disk_before_others_get_its_work(tmp_pat
     assert begun[-1] >= 10.0 + 7.0
 
 
-async def test_a_rank_of_which_one_process_is_lost_is_given_up_and_the_others_are_told() -> None:
-    network = MemoryNetwork(dp_size=3)
-    seats = [Crew(network), Crew(network, {1: (1, "work")})]
-    config = sb.BalancerConfig(dp_size=3, batch_size=SIZE, window=SIZE)
+async def test_a_rank_comes_back_while_a_plan_without_it_is_being_written(tmp_path: Path, disk: Disk) -> None:
+    """The next controller takes nothing that was said of that plan for the one that followed it."""
+    network = MemoryNetwork(dp_size=2)
+    crew = Crew(network, {0: (0, "work")})
+    crew.rejoin = True
+    life = Life(tmp_path, disk, network, on_rank_loss="replan", rejoin_timeout_s=5.0)
+    async with anyio.create_task_group() as ranks:
+        for rank in range(2):
+            ranks.start_soon(crew.train, rank)
+        async with life.balancer() as balancer, anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(sb.serve, **life.options), balancer, network)
+            for number in range(SIZE):
+                await balancer.put(make_rollout(8, f"r{number}"))
+            await anyio.sleep(50.0)
+            assert (balancer.config.dp_size, balancer.in_flight()) == (1, ())
+            disk.delay_s = 3.0  # of the puts, of the plan, of the ranks it is for
+            for number in range(SIZE, 2 * SIZE):
+                tasks.start_soon(balancer.put, make_rollout(8, f"r{number}"))
+            await anyio.sleep(7.5)
+            ranks.start_soon(partial(crew.train, 0, incarnation=1))
+            with anyio.fail_after(100):
+                while not any((rank, step) == (0, 1) for rank, step, _ in crew.trained):  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
+            disk.die()
+            tasks.cancel_scope.cancel()
+        disk.delay_s = 0.0
+        balancer = await life.to_the_end()
+    crew.check(balancer, 2 * SIZE)
+    assert crew.present == {0: (1,), 1: (0, 1)}
+
+
+@asynccontextmanager
+async def two_seats_a_rank(
+    network: MemoryNetwork, seats: list[Crew], *, rejoin_timeout_s: float
+) -> AsyncIterator[tuple[sb.StreamBalancer, TaskGroup]]:
+    """A crew for each seat, over four steps; left once all is trained on."""
+    config = sb.BalancerConfig(dp_size=network.dp_size, batch_size=SIZE, window=SIZE)
     async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(sb.serve, on_rank_loss="replan", rejoin_timeout_s=5.0), balancer, network)
+        serve = partial(sb.serve, on_rank_loss="replan", rejoin_timeout_s=rejoin_timeout_s)
+        tasks.start_soon(serve, balancer, network)
         for seat, crew in enumerate(seats):
-            for rank in range(3):
+            for rank in range(network.dp_size):
                 tasks.start_soon(partial(crew.train, rank, seat=seat, seats=2))
         for number in range(4 * SIZE):
             await balancer.put(make_rollout(8, f"r{number}"))
         balancer.end()
+        yield balancer, tasks
+
+
+async def test_a_rank_of_which_one_process_is_lost_is_given_up_and_the_others_are_told() -> None:
+    network = MemoryNetwork(dp_size=3)
+    seats = [Crew(network), Crew(network, {1: (1, "work")})]
+    async with two_seats_a_rank(network, seats, rejoin_timeout_s=5.0) as (balancer, _):
+        pass
     for crew in seats:
         crew.check(balancer, 4 * SIZE)
         assert crew.present[3] == (0, 2)
@@ -152,17 +196,11 @@ async def test_a_process_that_comes_back_is_not_its_whole_rank(caplog: pytest.Lo
     """Both seats of a rank are lost, and one comes back: the other is waited for no longer than before."""
     network = MemoryNetwork(dp_size=2)
     seats = [Crew(network, {1: (1, "work")}), Crew(network, {1: (1, "work")})]
-    config = sb.BalancerConfig(dp_size=2, batch_size=SIZE, window=SIZE)
-    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(sb.serve, on_rank_loss="replan", rejoin_timeout_s=20.0), balancer, network)
-        for seat, crew in enumerate(seats):
-            for rank in range(2):
-                tasks.start_soon(partial(crew.train, rank, seat=seat, seats=2))
-        for number in range(4 * SIZE):
-            await balancer.put(make_rollout(8, f"r{number}"))
-        balancer.end()
+    began = anyio.current_time()
+    async with two_seats_a_rank(network, seats, rejoin_timeout_s=20.0) as (balancer, tasks):
         await anyio.sleep(10)
         tasks.start_soon(partial(seats[0].train, 1, seat=0, seats=2))
+    assert 20.0 <= anyio.current_time() - began < 30.0
     assert balancer.statistics().acknowledged == 4 * SIZE
     assert "rank 1 is given up" in caplog.text
 

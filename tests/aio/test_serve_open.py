@@ -65,7 +65,15 @@ async def test_a_step_begins_with_its_first_rollouts() -> None:
 
 @pytest.mark.parametrize("move_late", [False, True])
 @pytest.mark.parametrize("when", WHENS)
-@pytest.mark.parametrize("plan", [{}, {"sync": "micro_batch", "micro_batches": {"max_tokens": 40}}], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"sync": "micro_batch", "micro_batches": {"max_tokens": 40}},
+        {"context_parallel": {"sizes": (1, 2), "min_tokens": 10}, "micro_batches": {"max_tokens": 40}},
+    ],
+    ids=str,
+)
 async def test_a_rank_is_lost_in_the_midst_of_a_step(when: str, move_late: bool, plan: dict[str, Any]) -> None:
     move_late = move_late and not plan
     plan = plan or {"micro_batches": {"counts": "free"}}
@@ -75,6 +83,30 @@ async def test_a_rank_is_lost_in_the_midst_of_a_step(when: str, move_late: bool,
         crew.check(balancer, 60)
         assert crew.present[4] == (0, 2)
         assert balancer.config.dp_size == 2
+
+
+async def test_ranks_become_others_while_the_first_row_of_a_step_waits_for_one_that_has_not_come() -> None:
+    async with sb.StreamBalancer(knobs(2)) as balancer:
+        crew = Crew(MemoryNetwork(dp_size=2))
+
+        async def put(_: object, rollouts: list[Rollout]) -> None:
+            for one in rollouts[:12]:
+                await balancer.put(one)
+            await anyio.sleep(50.0)
+            balancer.reconfigure(dp_size=3)  # rank 2 has not come
+            for one in rollouts[12:16]:
+                await balancer.put(one)
+            await anyio.sleep(50.0)
+            crew.kill(0)
+            await anyio.sleep(50.0)
+            assert balancer.config.dp_size == 2
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(crew.train, 2)
+                await slowly(balancer, rollouts[16:])
+
+        await run(balancer, crew, some(36), put, on_rank_loss="replan")
+        crew.check(balancer, 36)
+        assert crew.present == {0: (0, 1), 1: (1, 2), 2: (1, 2)}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -170,7 +202,7 @@ async def test_an_execution_without_groups_is_refused_at_its_put() -> None:
         ]
         with pytest.raises(BaseExceptionGroup) as caught:
             await run(balancer, crew, rollouts)
-        assert caught.group_contains(sb.RolloutError, match=r"execution_id needs groups\.size")
+        assert caught.group_contains(sb.RolloutError, match="execution_id needs group_size")
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])

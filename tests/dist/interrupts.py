@@ -1,8 +1,9 @@
-"""A storm of SIGINT over a process whose main thread blocks in the library: ``python interrupts.py RUNS SEED FORM...``.
+"""SIGINT again and again, to a process whose main thread blocks in the library: ``python interrupts.py RUNS SEED
+FORM...``.
 
 Each run is a forked child, so torch is imported once. The child works until everything it put has come out; meanwhile
-its parent interrupts it every few hundred microseconds. Prints one JSON line for each run that went wrong, then
-counts. Without FORM: all of them.
+its parent interrupts it, a moment after it has dealt with the last interrupt. Prints one JSON line for each run that
+went wrong, then counts. Without FORM: all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
 from typing import Any
 
 import stream_balancer as sb
@@ -26,27 +26,35 @@ from stream_balancer.testing import BACKENDS, make_rollout
 
 CONFIG = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, capacity=16)
 ROLLOUTS = 80
-RUN_TIMEOUT_S = 150.0
+RUN_TIMEOUT_S = 60.0
 PRODUCERS = 2
+INTERRUPTS: list[int] = []  # of each run
+
+
+NEWS: list[int] = []
+"""Where the child tells its parent: "s" it has started, "i" it has dealt with an interrupt, else what went wrong."""
+ATTEMPTING: list[bool] = []
+"""True while an interrupt is wanted."""
 
 
 def survive(attempt: Callable[[], bool]) -> None:
     """Attempt again, for as long as it is interrupted."""
     while True:
         try:
+            ATTEMPTING.append(True)
             if attempt():
+                ATTEMPTING.clear()
                 return
         except KeyboardInterrupt:
-            pass
+            os.write(NEWS[0], b"i")
 
 
-def interrupt(_: int, frame: FrameType | None) -> None:
+def interrupt(*_: object) -> None:
     """Python's own handler, in what is attempted above."""
-    caller = None if frame is None or frame.f_code is interrupt.__code__ else frame.f_back
-    while caller is not None and caller.f_code is not survive.__code__:
-        caller = caller.f_back
-    if caller is not None:
+    if ATTEMPTING:
+        ATTEMPTING.clear()
         raise KeyboardInterrupt
+    os.write(NEWS[0], b"i")
 
 
 def consume_anew(balancer: sb.BlockingBalancer, seen: list[sb.Batch]) -> Callable[[], bool]:
@@ -210,6 +218,7 @@ FORMS: dict[str, Callable[..., None]] = {
 
 
 def child(form: str, seed: int, news: int) -> None:
+    NEWS.append(news)
     signal.signal(signal.SIGINT, interrupt)
     try:
         FORMS[form](
@@ -235,22 +244,23 @@ def one_run(form: str, seed: int) -> str | None:
         child(form, seed, end)
     os.close(end)
     began = time.monotonic()
-    assert os.read(news, 1) == b"s", "the child did not start"
-    sent = 0
-    while not select.select([news], [], [], 0)[0]:
-        if time.monotonic() - began > RUN_TIMEOUT_S:
+    said, sent = os.read(news, 1), 0
+    assert said == b"s", "the child did not start"
+    while said in (b"s", b"i"):
+        time.sleep(rng.choice([0.0, 0.0001, 0.0005, 0.002, 0.01]))
+        os.kill(pid, signal.SIGINT)
+        sent += 1
+        if not select.select([news], [], [], RUN_TIMEOUT_S - (time.monotonic() - began))[0]:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             os.close(news)
             return f"hangs after {sent} interrupts"
-        os.kill(pid, signal.SIGINT)
-        sent += 1
-        calmer_s = 0.01 if sent < 600 else 0.2  # so that a starved process is told from one that hangs
-        time.sleep(rng.choice([0.0, 0.0001, 0.0005, 0.002]) if sent < 300 else calmer_s)
+        said = os.read(news, 1)  # nothing at its end
     _, status = os.waitpid(pid, 0)
     with os.fdopen(news, "rb") as pipe:
-        said = pipe.read().decode(errors="replace")
-    return None if status == 0 else said or f"ended with status {status}"
+        wrong = (said + pipe.read()).decode(errors="replace")
+    INTERRUPTS.append(sent)
+    return None if status == 0 else wrong or f"ended with status {status}"
 
 
 def say(**what: object) -> None:
@@ -270,7 +280,7 @@ def main(runs: int, seed: int, forms: list[str]) -> int:
             if wrong is not None:
                 bad += 1
                 say(form=form, seed=run, wrong=wrong)
-    say(runs=runs * len(forms), bad=bad)
+    say(runs=runs * len(forms), interrupts=sum(INTERRUPTS), bad=bad)
     return bad
 
 

@@ -40,7 +40,7 @@ SERVED: dict[str, dict[str, Any]] = {
 FEATURES = ("groups", "prefixes", "shared", "cap", "lockstep", "mini_batches", "late", "replan", "open", "direct")
 MOVERS: tuple[tuple[str, ...], ...] = ((), ("shared_memory",))
 APART = (
-    {"late", "lockstep"}, {"open", "shared"}, {"open", "prefixes"}, {"open", "mini_batches"},
+    {"late", "lockstep"}, {"open", "mini_batches"},
     {"prefixes", "shared"}, {"prefixes", "groups"}, {"cap", "late"}, {"cap", "lockstep"}, {"prefixes", "lockstep"},
     *({"mini_batches", other} for other in ("late", "replan", "shared", "prefixes", "open")),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 
@@ -11,7 +12,7 @@ import anyio
 import pytest
 from forked import free_port
 from guard import GUARD_S
-from helpers import answering
+from helpers import answering, until
 from torch._C._distributed_c10d import TCPStore
 
 import stream_balancer as sb
@@ -95,12 +96,13 @@ def test_something_else_that_answers_is_an_error(tries: Tries, says: bytes) -> N
 
 @pytest.mark.parametrize("tries", TRIES)
 @pytest.mark.parametrize("kind", ["silent", "hangs up", "store"])
-def test_something_else_that_does_not_answer_is_an_error(
+def test_something_else_that_does_not_answer_is_an_error_in_the_end(
     tries: Tries, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_connection, "HANDSHAKE_S", 0.05)
-    monkeypatch.setattr(_session, "_FOREIGN_S", 0.2)
-    with pytest.raises(sb.WireError, match=r"accepts the connection, but .*Something else listens there"):
+    monkeypatch.setattr(sys.modules[__name__], "GUARD_S", 0.3)
+    error = sb.RankLostError if tries is opens_a_feed else sb.BrokenResourceError
+    with pytest.raises(error, match=r"accepts the connection, but .*Either something else listens there"):
         if kind == "store":
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             tries(f"tcp://127.0.0.1:{store.port}")
@@ -145,6 +147,22 @@ async def test_a_put_that_was_never_connected_does_not_blame_the_balancer() -> N
 def test_a_connect_timeout_is_positive(bad: float) -> None:
     with pytest.raises(ValueError, match="connect_timeout_s must be > 0 or None"):
         sb.RankFeed("tcp://127.0.0.1:1", rank=0, dp_size=1, connect_timeout_s=bad)
+
+
+async def test_a_controller_that_is_too_busy_to_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_connection, "HANDSHAKE_S", 0.05)
+    with anyio.fail_after(GUARD_S):
+        with foreign_server(None) as address:
+            producer = sb.connect(address)
+            await until(lambda: "does not answer" in str(producer._session.problem))
+        balancer = sb.StreamBalancer(sb.BalancerConfig(dp_size=1, batch_size=2, window=2))
+        port = int(address.rpartition(":")[2])
+        monkeypatch.setattr(_connection, "HANDSHAKE_S", GUARD_S)
+        async with producer, balancer, sb.TorchTransport.listen(dp_size=1, port=port) as transport:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(sb.serve, balancer, transport)
+                await producer.put(make_rollout(3, "late"))
+                tasks.cancel_scope.cancel()
 
 
 async def test_a_port_that_was_closed_is_tried_until_somebody_listens() -> None:

@@ -30,8 +30,9 @@ PEERS = [
 def test_contract(lengths: list[int], k: int, equal_size: bool) -> None:
     lengths = lengths[: max(len(lengths) // k * k, k)] if equal_size else lengths
     if len(lengths) < k:
-        with pytest.raises(ValueError, match=f"{len(lengths)} items cannot fill {k} partitions"):
-            get_seqlen_balanced_partitions(lengths, k, equal_size)
+        for kind in (ValueError, AssertionError):  # ours, and what trainers' own tests expect
+            with pytest.raises(kind, match=f"{len(lengths)} items cannot fill {k} partitions"):
+                get_seqlen_balanced_partitions(lengths, k, equal_size)
         return
     shares = get_seqlen_balanced_partitions(lengths, k, equal_size)
     assert len(shares) == k
@@ -43,8 +44,9 @@ def test_contract(lengths: list[int], k: int, equal_size: bool) -> None:
 
 
 def test_unequal_deal_is_refused() -> None:
-    with pytest.raises(ValueError, match="5 items cannot be split equally over 2 partitions"):
-        get_seqlen_balanced_partitions([1] * 5, 2, equal_size=True)
+    for kind in (ValueError, AssertionError):
+        with pytest.raises(kind, match="5 items cannot be split equally over 2 partitions"):
+            get_seqlen_balanced_partitions([1] * 5, 2, equal_size=True)
 
 
 def test_lengths_may_be_tensors_and_arrays() -> None:

@@ -77,14 +77,15 @@ def test_schedule_keeps_slimes_invariants(data: st.DataObject) -> None:
     ("changes", "count", "says"),
     [
         ({"use_dynamic_batch_size": False}, 8, "there is nothing to plan with fixed micro-batches"),
-        ({}, 7, "7 rollouts do not fill one step of global_batch_size=8"),
+        ({}, 7, "num_rollouts=7 do not fill one step of global_batch_size=8"),
     ],
 )
 def test_what_cannot_be_scheduled_is_said(changes: dict[str, Any], count: int, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        build_dp_schedule(
-            args_of(**changes), parallel(2), [1] * count, global_batch_size=8, rollout_indices=list(range(count))
-        )
+    for kind in (ValueError, AssertionError):
+        with pytest.raises(kind, match=says):
+            build_dp_schedule(
+                args_of(**changes), parallel(2), [1] * count, global_batch_size=8, rollout_indices=list(range(count))
+            )
 
 
 def test_too_few_samples_for_the_ranks_is_said() -> None:
@@ -127,11 +128,10 @@ def test_trailing_rollouts_are_a_partial_step_where_miles_allows_it(dp_size: int
     assert trained == [i for i, rollout in enumerate(rollouts) if rollout < sum(sizes)]
 
 
-@pytest.mark.parametrize(("name", "passed"), [("slime", 8), ("miles", 14)])
+@pytest.mark.parametrize(("name", "passed"), [("slime", 9), ("miles", 15)])
 def test_their_own_tests_of_the_schedule_pass_on_ours(name: str, passed: int) -> None:
     said = their_own_tests.run(name)
-    assert f"1 failed, {passed} passed" in said, said
-    assert "test_rejects_when_fewer_rollouts_than_gbs" in said  # it wants an AssertionError, ours is a ValueError
+    assert f"\n{passed} passed" in said, said
 
 
 @pytest.fixture

@@ -31,17 +31,6 @@ def test_a_step_is_uncertain_while_a_living_rank_holds_its_seal() -> None:
     assert play.at_barrier("0", 0, 1, 1) == ["replan [1] over 0"]  # "seal 1 failed, I am back"
 
 
-def test_a_new_incarnation_waits_until_the_others_are_back() -> None:
-    play = Play()
-    play.plan("0@0 1@1")
-    play.train("0", [0])
-    play.train("1", [1])
-    play.lost("1")
-    assert play.join("1", incarnation=1) == []
-    assert play.at_barrier("0", 0, 1, 1) == ["send 1 [1]"]
-    assert play.train("1", [1]) == ["seal 0 #2 of 0 1", "seal 1 #2 of 0 1"]
-
-
 def test_a_seat_that_came_back_is_not_sent_the_seal_again() -> None:
     play = Play("0", seats=2)
     play.plan("0@0")
@@ -61,18 +50,6 @@ def test_nobody_meets_while_a_rank_is_not_connected() -> None:
     assert play.join("1", has={0: back}) == ["seal 0 #1 of 0 1", "seal 1 #1 of 0 1"]
 
 
-def test_what_others_take_over_takes_them_from_the_barrier() -> None:
-    play = Play("0 1 2")
-    play.plan("0@0 1@1 2@2")
-    play.train("0", [0])
-    play.train("1", [1])
-    play.lost("2")
-    assert play.gave_up("2") == ["replan [2] over 0 1"]
-    assert play.replan([2], "12@1") == ["send 1 [12]"]
-    assert play.train("0", [0]) == []
-    assert play.train("1", [1, 12]) == ["seal 0 #1 of 0 1", "seal 1 #1 of 0 1"]
-
-
 def test_a_step_whose_only_holder_died_is_done_again_by_those_who_left_it() -> None:
     play = Play()
     play.plan("0@0 1@1")
@@ -82,30 +59,6 @@ def test_a_step_whose_only_holder_died_is_done_again_by_those_who_left_it() -> N
     assert play.at_barrier("0", 0, 1, 1) == ["drop 0 met"]
     play.lost("1")
     assert play.gave_up("1") == ["replan [1 0] over 0", "send 0 []"]
-
-
-def test_an_acknowledged_step_is_not_given_again() -> None:
-    play = Play()
-    play.plan("0@0 1@1")
-    play.train("0", [0])
-    play.train("1", [1])
-    play.meet("1")
-    assert play.ack("1") == ["rankack 1"]
-    play.lost("1")
-    assert play.gave_up("1") == []
-    assert play.at_barrier("0", 0, 1, 1) == ["drop 0 met", "ack"]
-
-
-def test_weights_that_were_copied_are_not_acknowledged() -> None:
-    play = Play()
-    play.plan("0@0 1@1")
-    play.train("0", [0])
-    play.train("1", [1])
-    play.meet("0")
-    play.lost("1")
-    assert play.join("1", incarnation=1, weights=1) == []
-    assert play.ack("0") == ["rankack 0"]
-    assert play.ack("1") == ["rankack 1", "ack"]
 
 
 def test_a_rank_behind_takes_other_weights_and_says_so() -> None:
@@ -119,15 +72,6 @@ def test_a_rank_behind_takes_other_weights_and_says_so() -> None:
     play.join("1", incarnation=1, weights=0)
     assert play.plan("0@0 1@1", 1) == ["send 0 s1 [0]", "behind 1"]
     assert play.finished("1", 0, 0) == ["send 1 s1 [1]"]
-
-
-def test_the_weights_of_a_rank_are_those_of_its_oldest_seat() -> None:
-    play = Play("0 1", seats=2)
-    for seat in (0, 1):
-        play.join("0", seat, incarnation=1, weights=1)
-    play.join("1", 0, incarnation=1, weights=1)
-    play.join("1", 1, incarnation=1, weights=0)
-    assert play.plan("0@0 1@1", 1) == ["send 0.0 s1 [0]", "send 0.1 s1 [0]", "behind 1.0", "behind 1.1"]
 
 
 def test_a_part_of_something_shared_is_lost() -> None:
@@ -159,30 +103,11 @@ def test_groups_begin_on_all_ranks_or_on_none() -> None:
     assert play.fetched("1", 0, 1, [1], ["r0"]) == ["go 0 [0]", "go 1 [1]"]
 
 
-def test_seats_of_a_rank_mask_the_same() -> None:
-    play = Play("0", seats=2)
-    play.plan("0@0*")
-    assert play.fetched("0.0", 0, 1, [0], []) == []
-    play.lost("0.0")
-    play.join("0", 0, has={0: held("0")})
-    assert play.fetched("0.1", 0, 1, [0], []) == []  # seat 0 has lost what it had fetched
-    assert play.fetched("0.0", 0, 1, [0], []) == ["go 0.0 [0]", "go 0.1 [0]"]
-
-
 def test_a_plain_seal_follows_the_last_item_and_the_last_payload() -> None:
     play = Play("0 ref0", meets=False)
     assert play.plan("0@0<2 1@0* 2@ref0") == ["send 0 [1]", "send ref0 [2]"]
     assert play.fetched("0", 0, 1, [1], ["r1"]) == ["mask"]
     assert play.done("ref0", 0, 1, [2]) == ["send 0 [0]", "seal 0 #1 of 0", "seal ref0"]
-
-
-def test_one_rank_of_plain_loops_does_not_keep_a_step_from_the_others() -> None:
-    play = Play(meets=False)
-    play.plan("0@0 1@1")
-    play.meet("0")
-    assert play.ack("0") == ["rankack 0"]
-    play.lost("1")
-    assert play.join("1", incarnation=1) == ["send 1 [1]", "seal 1 #1 of 0 1"]
 
 
 def test_what_one_seat_gives_back_and_another_has_begun_stays() -> None:
@@ -194,39 +119,12 @@ def test_what_one_seat_gives_back_and_another_has_begun_stays() -> None:
     assert play.released("1.1", 0, 1, [3]) == ["replan [3] over 0", "send 1.0 [2]"]
 
 
-def test_a_link_that_breaks_is_the_answer_to_a_recall() -> None:
-    play = Play("0 1", seats=2, moves=True)
-    play.plan("0@0 1@1 2@1 3@1")
-    play.train("0.0", [0])
-    play.train("0.1", [0])
-    play.released("1.0", 0, 1, [2, 3])
-    play.lost("1.1")
-    assert play.join("1", 1, has={0: held("1+ 2")}) == ["replan [3] over 0", "send 1.0 [2]"]
-
-
 def test_idle_ranks_get_what_was_released_and_nothing_shared_is_asked_for() -> None:
     play = Play("0 1 2 3", moves=True)
     play.plan("0@0 1@1 2@2 3@2/8 4@2 5@2 6@3/8")
     play.train("0", [0])
     assert play.train("1", [1]) == ["recall 2 [4 5]"]
     assert play.released("2", 0, 1, [5]) == ["replan [5] over 0 1"]
-
-
-def test_a_rank_that_was_given_up_stays_out_until_it_is_started_again() -> None:
-    play = Play()
-    play.lost("1")
-    play.gave_up("1")
-    assert play.join("1") == ["refuse 1"]
-    play.join("1", incarnation=1)
-    assert play.plan("0@0 1@1") == ["send 0 [0]", "send 1 [1]"]
-
-
-def test_a_rank_comes_after_all_were_given_up() -> None:
-    play = Play("0")
-    play.plan("0@0")
-    play.lost("0")
-    assert play.gave_up("0") == []
-    assert play.join("0", incarnation=1) == ["replan [0] over 0", "send 0 []"]
 
 
 def test_roles_stay_until_every_step_is_acknowledged() -> None:
@@ -237,26 +135,6 @@ def test_roles_stay_until_every_step_is_acknowledged() -> None:
     assert play.train("0", [0]) == ["seal 0 #1 of 0"]
     assert play.meet("0") == ["end 0"]
     assert play.ack("0") == ["rankack 0", "ack", "end ref0"]
-
-
-def test_no_rank_is_ended_before_every_step_is_met() -> None:
-    play = Play("0 1 2")
-    play.plan("0@0 1@1 2@2")
-    play.ledger.resized("", [0, 1])
-    play.plan("0@0 1@1", 1)
-    play.ledger.end()
-    for who in "012":
-        play.train(who, [int(who)])
-    assert play.meet("0", "1", "2") == ["end 2"]  # who takes no part in step 1 has done what it was given
-
-
-def test_what_a_role_owes_of_an_acknowledged_step_is_taken_away() -> None:
-    play = Play("0 ref0")
-    play.plan("0@0 1@ref0")
-    play.taken("ref0", 0, 1)
-    play.train("0", [0])
-    play.meet("0")
-    assert play.ack("0") == ["rankack 0", "drop ref0 met", "ack"]
 
 
 def test_a_report_that_crosses_a_drop_is_not_of_the_new_plan() -> None:
@@ -287,34 +165,12 @@ def test_a_step_that_was_changed_is_begun_again_after_a_restart() -> None:
     assert play.join("1") == ["rewind 0 attempt 2", "send 0 [0 1]", "send 1 [2]"]
 
 
-def test_whoever_is_at_the_barrier_is_sent_a_seal_that_another_holds() -> None:
-    play = Play(restarted=True)
-    play.restore("0@0 1@1", "0 1")
-    seal = Seal(0, 7, (RankId("", 0), RankId("", 1)))
-    assert play.join("0", has={0: held("0+", seal=seal)}) == []
-    assert play.join("1", has={0: held("1+", waiting=True)}) == ["seal 1 #7 of 0 1"]
-
-
-def test_seals_of_a_restarted_controller_have_other_numbers() -> None:
-    play = Play(restarted=True)
-    play.restore("0@0", "0")
-    assert play.join("0", has={0: held("0+", waiting=True)}) == ["seal 0 #1000 of 0"]
-
-
 def test_a_newer_seal_makes_the_one_before_it_void() -> None:
     play = Play(restarted=True)
     play.restore("0@0 1@1", "0 1")
     ranks = RankId("", 0), RankId("", 1)
     play.join("0", has={0: held("0+", waiting=True, came_back=1, seal=Seal(0, 1, ranks))})
     assert play.join("1", has={0: held("1+", seal=Seal(0, 2, ranks))}) == ["seal 0 #2 of 0 1"]
-
-
-def test_a_finished_step_that_nobody_holds_any_more_is_not_sent() -> None:
-    play = Play(restarted=True)
-    play.restore("0@0 1@1", "0 1")
-    play.join("0", weights=1)
-    assert play.join("1", weights=1) == []
-    assert play.ack("0", "1") == ["rankack 0", "rankack 1", "ack"]
 
 
 def test_who_has_acknowledged_before_a_restart_is_not_waited_for() -> None:
@@ -344,21 +200,6 @@ def test_a_second_answer_to_a_fetch_is_ignored() -> None:
     process.fetched(0, 0, 0, [])
     process.fetched(0, 0, 0, ["r0"])
     assert process.out == [("fetched", 0, 1, (0,), frozenset())]
-
-
-def test_a_rank_that_lacks_a_step_which_one_seat_of_another_has_is_behind() -> None:
-    play = Play("0 1", seats=2)
-    play.plan("0@0 1@1")
-    for who in ("0.0", "0.1", "1.0", "1.1"):
-        play.train(who, [int(who[0])])
-    play.meet("1.0")  # its other seat has not said so yet
-    play.at_barrier("0.0", 0, 1, 1)
-    assert play.at_barrier("0.1", 0, 1, 1) == ["drop 0.0 met", "drop 0.1 met"]
-    play.lost("0.0")
-    play.lost("0.1")
-    play.join("0", 0, incarnation=1)
-    play.join("0", 1, incarnation=1)
-    assert play.plan("0@0 1@1", 1)[:2] == ["behind 0.0", "behind 0.1"]
 
 
 def test_another_plan_of_a_number_is_told_apart_though_it_is_made_later() -> None:

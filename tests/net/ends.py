@@ -225,9 +225,9 @@ class RawPeer:
                 raise ConnectionResetError
         return data
 
-    def prove(self) -> None:
+    def prove(self, handshake: Handshake | None = None) -> None:
         """In, up to Welcome."""
-        handshake = Handshake(TOKEN, join_of(session=secrets.token_bytes(16)))
+        handshake = handshake or Handshake(TOKEN, join_of(session=secrets.token_bytes(16)))
         self.send(frame(handshake.hello()))
         challenge = self.hear().message
         assert isinstance(challenge, Challenge)

@@ -15,6 +15,7 @@ import anyio.lowlevel
 import msgspec
 import numpy as np
 import pytest
+from helpers import until
 
 from stream_balancer.errors import (
     BrokenResourceError,
@@ -24,8 +25,9 @@ from stream_balancer.errors import (
     WireError,
 )
 from stream_balancer.net.answers import Asked
+from stream_balancer.net.calls import Pending
 from stream_balancer.net.errors import Ended
-from stream_balancer.net.messages import Welcome
+from stream_balancer.net.messages import Notify, Welcome
 from stream_balancer.net.service import Bytes, Peer, Service
 from stream_balancer.net.session import Session
 from stream_balancer.testing.network import MemoryNetwork
@@ -349,6 +351,26 @@ async def test_bytes_behind_a_reply_that_nobody_has_asked_for_end_the_connection
             await caller.ask("echo", 1, Payload.of(np.zeros(10, dtype=np.uint8)), reply_bytes=9)
 
 
+@pytest.mark.parametrize("how", ["send", "close"])
+async def test_what_is_sent_behind_a_reply_does_not_overtake_it(how: str) -> None:
+    async with hosted() as (host, _, session):
+        heard: list[object] = []
+        caller = session(on_open=lambda _: None)
+        caller._on_message = lambda message, _: heard.append(message)
+        await take(caller, "a")
+
+        async def then(peer: Peer, asked: Asked) -> None:
+            asked.reply("b")
+            peer.send(Notify(version=7)) if how == "send" else peer.close()
+
+        host.service._methods = {"then": lambda peer, asked: then(peer, asked)}
+        pending = Pending("then")
+        pending.signal.then(lambda: heard.append("reply"))
+        await caller.reply_to(pending)
+        await settle()
+        assert heard == (["reply", Notify(version=7)] if how == "send" else ["reply"])
+
+
 async def test_beyond_the_budget_a_session_is_read_once_others_have_their_replies() -> None:
     """Two sessions, 1,000 bytes a call, 1,500 for all: each has one call in, and no more."""
     async with hosted(most_staged_bytes=1500) as (host, _, session), anyio.create_task_group() as tasks:
@@ -408,3 +430,20 @@ async def test_nobody_answers_in_time() -> None:
             await take(session, "a")
         assert len(ends) == 1
         assert not isinstance(ends[0], Ended)
+
+
+async def test_a_connection_that_is_lost_again_and_again_is_dialled_less_and_less_often() -> None:
+    """Each lasts a little less than what lets the next one be built at once."""
+    async with hosted() as (_, _, session), anyio.create_task_group() as tasks:
+        caller = session(rejoin=True)
+
+        async def cut() -> None:
+            for joined in range(1, 1000):
+                await until(lambda joined=joined: caller.dialer.joined >= joined)
+                await anyio.sleep(0.06)
+                caller.dialer.cut()
+
+        tasks.start_soon(cut)
+        await anyio.sleep(20)
+        assert caller.dialer.joined < 40
+        tasks.cancel_scope.cancel()

@@ -240,6 +240,16 @@ def test_a_stranger_cannot_have_memory_allocated(network: Network) -> None:
         assert "are taken" in refused.text
 
 
+def test_who_has_much_to_say_of_itself_is_let_in(network: Network) -> None:
+    """A producer with ten thousand slots, or a rank with as many items."""
+    network.listen()
+    about = msgspec.Raw(msgspec.msgpack.encode([(number, 1, 100) for number in range(20_000)]))
+    joiner = Handshake(TOKEN, msgspec.structs.replace(join_of(), about=about))
+    with RawPeer(network.address) as peer:
+        peer.prove(joiner)
+        assert isinstance(peer.hear().message, Welcome)
+
+
 # -- TLS ---------------------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +285,24 @@ def test_tls_carries_everything(network: Network, contexts: tuple[ssl.SSLContext
         assert (back == data[number : number + 5]).all()
     here.connection.close("enough")
     assert there.heard.wait_for_end().text == "enough"
+
+
+def test_what_tls_has_read_already_comes_once_a_paused_connection_goes_on(
+    network: Network, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
+) -> None:
+    """Three messages in one record, which the selector does not see any more."""
+    address = network.listen(tls=contexts[0])
+    with RawPeer(address) as peer:
+        peer.sock = contexts[1].wrap_socket(peer.sock, server_hostname="127.0.0.1")
+        peer.prove()
+        wait_until(lambda: network.accepted)
+        [there] = network.accepted
+        there.heard.on_receive = lambda _: there.connection.pause()
+        peer.send(frame(call(0)) + frame(call(1)) + frame(call(2)))
+        for number in range(3):
+            there.heard.wait_for(number + 1)
+            network.in_thread(there.connection.resume)
+    assert [message for message, _ in there.heard.messages] == [call(0), call(1), call(2)]
 
 
 @pytest.mark.parametrize("with_tls", ["acceptor", "joiner"])

@@ -121,6 +121,22 @@ async def test_a_cut_is_seen_by_whom_the_test_says(seen_by: tuple[int, ...]) -> 
     assert [len(ends) for ends in found] == [1 + (side in seen_by) for side in (0, 1)]
 
 
+@pytest.mark.parametrize("when", ["admit", "receive"])
+async def test_a_paused_end_takes_nothing(when: str) -> None:
+    """Paused when it is asked about the first message, not even that."""
+    meeting, _ = await meet()
+    there = meeting.there[0]
+    setattr(meeting.controller, f"on_{when}", lambda *_: there.pause())
+    for number in range(5):
+        meeting.here[0].send(call(number), Payload.of(b"abc"))
+    await anyio.sleep(3600)
+    assert len(meeting.heard()) == (when == "receive")
+    setattr(meeting.controller, f"on_{when}", lambda *_: None)
+    there.resume()
+    await anyio.sleep(0.001)
+    assert meeting.heard() == [*map(call, range(5))]
+
+
 async def test_a_closed_network_refuses_and_an_owner_that_is_gone_is_not_there() -> None:
     meeting = Meeting()
     async with meeting.network as network:

@@ -15,12 +15,15 @@ from codec_help import carried, remote, rollout
 from guard import GUARD_S
 from scripted import same_rollout
 
+import stream_balancer as sb
 from stream_balancer.client import payloads
 from stream_balancer.client.payloads import Fetcher, Missing, PayloadOwner
+from stream_balancer.errors import DuplicateRolloutError
 from stream_balancer.net.address import TcpDialer
 from stream_balancer.net.answers import Asked
+from stream_balancer.net.listener import Listener
 from stream_balancer.net.loops import Io
-from stream_balancer.net.service import Peer
+from stream_balancer.net.service import Peer, Service
 from stream_balancer.net.session import Session
 from stream_balancer.testing.network import MemoryNetwork
 from stream_balancer.types import MicroBatch, Rollout
@@ -188,6 +191,14 @@ def test_nothing_is_said_after_close(owners: Callable[[str], PayloadOwner], fetc
     assert done == []
 
 
+def test_nothing_is_asked_for_after_close(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
+    got, asked = carried([elsewhere(LOCAL[0], owners("a"))]), threading.Event()
+    fetcher.close()
+    Io.current().do(lambda: (fetcher.fetch(got, lambda _: None), asked.set()))
+    assert asked.wait(GUARD_S)
+    assert not fetcher._sources, "a session that nobody would close"
+
+
 @pytest.mark.parametrize("args", [None, [[1]], [[0, 2, 2, 5]], [[0, 0, 0, 5]], [[-1, 1, 0, 5]], "x"])
 def test_impossible_wishes_end_the_connection(owners: Callable[[str], PayloadOwner], args: Any) -> None:
     a = owners("a")
@@ -243,6 +254,61 @@ def test_owners_that_are_not_dialled_have_a_way_of_their_own(fetcher: Fetcher, m
     owner = Owner("ray://actor", b"", "the store")
     (missing,) = fetched(fetcher, carried([LOCAL[0], remote(LOCAL[1], owner, 7)]))
     assert missing == Missing(1, "r1", "the store", "spilled 7")
+
+
+@pytest.fixture
+def controller() -> Iterator[Service]:
+    """A port whose calls are answered by whoever a test says."""
+    service = Service(lambda arrived: Listener("127.0.0.1", 0, b"", arrived))
+    yield service
+    service.io.do(service.close)
+
+
+def refuse(*_: object) -> object:
+    raise DuplicateRolloutError("again")
+
+
+@pytest.mark.parametrize("answer", [lambda *_: None, refuse])
+def test_what_is_put_without_waiting_is_kept_as_long_as_somebody_may_fetch_it(
+    controller: Service, answer: Callable[..., object]
+) -> None:
+    controller.answer_here({"keep": lambda *_: None, "put_nowait": answer})
+    with sb.connect(controller.address, hand_over="direct") as producer:
+        if answer is refuse:
+            with pytest.raises(DuplicateRolloutError):
+                producer.put_nowait(LOCAL[0])
+            producer.released(timeout_s=GUARD_S)
+        else:
+            producer.put_nowait(LOCAL[0])
+            with pytest.raises(TimeoutError):
+                producer.released(timeout_s=0.0)
+            producer.close()
+
+
+def test_what_is_on_its_way_is_kept_when_its_connection_is_lost(controller: Service) -> None:
+    tries: list[Peer] = []
+
+    def put(peer: Peer, asked: Asked) -> object:
+        tries.append(peer)
+        if len(tries) == 1:
+            peer.abort()
+        return None
+
+    controller.answer_here({"keep": lambda *_: None, "put_nowait": put})
+    with sb.connect(controller.address, hand_over="direct", rejoin=True) as producer:
+        producer.put_nowait(LOCAL[0])
+        assert len(tries) == 2
+        with pytest.raises(TimeoutError):
+            producer.released(timeout_s=0.0)
+        producer.close()
+
+
+def test_where_payloads_cannot_be_kept_puts_say_so(controller: Service) -> None:
+    controller.answer_here({"keep": lambda *_: None})
+    with sb.connect(controller.address, hand_over="direct", host="192.0.2.1") as producer:  # no machine has it
+        for _ in range(2):
+            with pytest.raises(sb.ConfigError, match=r"payloads cannot be kept here.*Give connect\(host=\) an address"):
+                producer.put(LOCAL[0], timeout_s=GUARD_S)
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

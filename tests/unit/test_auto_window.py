@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import math
 from collections import defaultdict
 from dataclasses import replace
@@ -15,14 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 import stream_balancer as sb
-from stream_balancer.config import at_window
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.learn import attach, auto_window
-from stream_balancer.learn.auto_window import AGREE, AutoWindow
+from stream_balancer.learn.auto_window import AutoWindow
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, plan_batch
-from stream_balancer.planning.windows import window_choices
 
 IDS = torch.zeros(1, dtype=torch.uint8)
 
@@ -104,10 +101,7 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("knobs", "said"),
         [
-            (
-                {"staleness": {"max_versions": 0}},
-                "nothing to choose from: .* staleness.max_versions \\(0\\) leave no window above batch_size",
-            ),
+            ({"staleness": {"max_versions": 0}}, "nothing to choose from: .* staleness.max_versions \\(0\\) leave no window above batch_size"),
             ({"capacity": 33}, "nothing to choose from: capacity \\(33\\)"),
             ({"capacity": 20}, "nothing to choose from: capacity \\(20\\)"),
             ({"sync": "micro_batch"}, "window='auto' does not work with sync='micro_batch'"),
@@ -119,19 +113,6 @@ class TestConfig:
     def test_what_cannot_work_is_refused(self, knobs: dict[str, Any], said: str) -> None:
         with pytest.raises(sb.ConfigError, match=said):
             config(**knobs)
-
-    def test_auto_stays_auto_until_a_window_is_given(self) -> None:
-        c = config()
-        assert at_window(c, 40).window == 40
-        assert at_window(c, 40) != c
-        assert at_window(c, 40).replace(batch_size=64).auto_windows == (64, 80, 96, 128, 192)
-        assert at_window(c, 40).replace(deadline_s=5.0).window == 64
-        assert c.replace(window=40).auto_windows == ()
-        assert c != c.replace(window=64, capacity=192)
-
-    def test_choices_are_whole_units_within_the_limit(self) -> None:
-        assert window_choices(8, 4, 1000) == (8, 12, 16, 24)
-        assert window_choices(1, 1, 1000) == (1, 2, 3)
 
 
 class TestShadows:
@@ -184,19 +165,6 @@ class TestShadows:
                 assert set(np.unique(shadow["groups"], return_counts=True)[1].tolist()) <= {4}
         assert set(auto.idle_by_window) == {8, 16}
 
-    def test_incomplete_groups_and_those_seen_before_are_no_arrivals(self) -> None:
-        auto = AutoWindow(4, (4, 8), 4)
-        waiting = replace(
-            Waiting.of(np.arange(1.0, 9.0)),
-            skips=np.array([1, 1, 0, 0, 0, 0, 0, 0]),
-            groups=np.array([-1, -1, -1, 5, 5, 6, -1, -1]),
-            group_complete=np.array([True, True, True, True, True, False, True, True]),
-        )
-        costs, groups = auto._arrivals(waiting)
-        assert costs.tolist() == [4.0, 5.0, 7.0, 8.0]
-        assert groups[0] == groups[1] >= 0
-        assert groups[2:].tolist() == [-1, -1]
-
 
 class TestChoice:
     def test_even_lengths_need_no_window(self) -> None:
@@ -216,18 +184,6 @@ class TestChoice:
         assert told[140] == 32
         assert min(told[-100:]) > 32
 
-    def test_between_target_and_shrink_it_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        auto = AutoWindow(4, (4, 8, 12), 8)
-        shares = {4: 0.0, 8: 0.0, 12: 0.0}
-        monkeypatch.setattr(AutoWindow, "idle_by_window", property(lambda self: shares))
-        told = []
-        between = (auto_window.SHRINK + auto_window.TARGET) / 2
-        for share in (between, *[0.0] * (AGREE - 1), between, *[0.0] * AGREE, between, 2 * auto_window.TARGET):
-            shares[4] = shares[8] = share
-            auto._fit()
-            told.append(auto.window)
-        assert told == [*[8] * (2 * AGREE), 4, 4, 12], "it grows at once, and shrinks after so many fits that agree"
-
     @pytest.mark.slow
     @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
     def test_on_a_drifting_stream_it_is_as_good_as_the_best_fixed_window_and_younger(self, seed: int) -> None:
@@ -246,21 +202,6 @@ class TestChoice:
         idle, age = figures("auto")
         assert idle <= best_idle + 0.015
         assert age <= best_age
-
-    def test_costs_in_another_unit_change_nothing(self) -> None:
-        rng = np.random.default_rng(0)
-        knobs = PlanKnobs(4, 16, 9)
-        one, other = (AutoWindow(16, (16, 24, 32), 16) for _ in range(2))
-        unit = 1.0
-        for step in range(200):
-            if step % 50 == 49:
-                unit *= 1e-3
-                other.rescale(1e-3)
-            costs = np.exp(rng.normal(0.0, 1.0, 16))
-            one.observe(Waiting.of(costs), knobs)
-            other.observe(Waiting.of(costs * unit), knobs)
-            assert one.window == other.window
-        assert list(one.idle_by_window.values()) == pytest.approx(list(other.idle_by_window.values()))
 
     def test_what_waits_in_the_shadows_costs_what_a_calibrated_cost_has_learned(self) -> None:
         core = core_of(dp_size=1, batch_size=4, cost=sb.CalibratedCost(sb.QuadraticCost(linear=1.0, quadratic=1.0)))
@@ -289,22 +230,8 @@ class TestChoice:
         assert seen[0::2] == pytest.approx(seen[1::2])
         assert min(seen) > 0
 
-    def test_few_rollouts_a_rank_are_foreseen_less_often(self) -> None:
-        fed = [0, 0]
-        for index, ranks in enumerate((4, 8)):
-            core = core_of(dp_size=ranks, batch_size=16)
-            run(core, lognormal(16 * 101, 0.5, seed=0))
-            state = core.snapshot(0.0).auto_window
-            assert state is not None
-            fed[index] = sum(shadow["dispatches"] for shadow in state["shadows"])
-        assert fed[0] == pytest.approx(4 * fed[1], abs=30)
-
 
 class TestState:
-    def test_the_same_stream_gives_the_same_windows(self) -> None:
-        lengths = lognormal(32 * 150, 0.8, seed=7)
-        assert run(core_of(), lengths) == run(core_of(), lengths)
-
     @pytest.mark.parametrize("at", [700, 2500, 2700])
     def test_a_checkpoint_goes_on_where_it_was(self, at: int) -> None:
         lengths = lognormal(32 * 160, 0.9, seed=7)
@@ -330,13 +257,6 @@ class TestState:
         assert other.config.window == 32
         assert other.statistics(0.0).idle_by_window == {}
 
-    def test_a_checkpoint_without_it_is_read(self) -> None:
-        state = state_dict(core_of().snapshot(0.0))
-        del state["auto_window"]
-        core = core_of()
-        core.restore(read_state_dict(state), 0.0)
-        assert core.config.window == 64
-
     def test_knobs_that_change_live(self) -> None:
         core = core_of()
         run(core, lognormal(32 * 120, 0.1, seed=0))
@@ -351,25 +271,6 @@ class TestState:
         assert (core.config.window, core.statistics(0.0).idle_by_window) == (50, {})
         core.reconfigure(core.config.replace(window="auto"))
         assert core.config.window == 48
-
-    def test_statistics_of_a_fixed_window(self) -> None:
-        core = core_of(window=77)
-        assert (core.statistics(0.0).window, core.statistics(0.0).idle_by_window, core.snapshot(0.0).auto_window) == (
-            77,
-            {},
-            None,
-        )
-
-
-async def test_a_live_balancer_says_its_window() -> None:
-    async with sb.StreamBalancer(config(dp_size=1, batch_size=4)) as balancer:
-        numbers = itertools.count()
-        batches = balancer.batches()
-        for _ in range(60):
-            while balancer.statistics().waiting < balancer.config.window:
-                await balancer.put(sb.Rollout(tokens={"input_ids": IDS.expand(9)}, rollout_id=str(next(numbers))))
-            await anext(batches)
-        assert balancer.config.window == balancer.statistics().window == 4
 
 
 async def test_a_live_balancer_keeps_in_its_checkpoint_what_it_learned() -> None:

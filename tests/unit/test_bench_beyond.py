@@ -7,7 +7,6 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,14 +56,3 @@ def test_no_choice_at_all_wastes_less_than_the_proof_says(
     steps = range(start, (work.size - WINDOW) // BATCH + 1)
     least = least_waste(work, BATCH, WINDOW, max_skips, ranks, steps)
     assert least <= best_of_all_choices(work, max_skips, ranks, steps) + 1e-9
-
-
-def test_two_outliers_far_apart_are_both_paid_and_two_together_share_a_step() -> None:
-    far, near = np.ones(40), np.zeros(40)
-    far[[8, 28]] = 11.0
-    near[[8, 9]] = 11.0
-    steps = range(19)
-    assert least_waste(far, BATCH, WINDOW, 2, 2, steps) == pytest.approx(2 * (11.0 - 12.0 / 2))
-    assert best_of_all_choices(far[:14], 2, 2, range(6)) == pytest.approx(11.0 - 12.0 / 2)
-    assert least_waste(near, BATCH, WINDOW, 2, 2, steps) == 0.0
-    assert least_waste(near, BATCH, WINDOW, 2, 4, steps) == pytest.approx(11.0 - 22.0 / 4)

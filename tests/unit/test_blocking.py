@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 import signal
-import sys
 import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -21,7 +18,6 @@ import pytest
 from helpers import config
 
 import stream_balancer as sb
-from stream_balancer import facade
 from stream_balancer.net.loops import Signal
 from stream_balancer.testing import BACKENDS, make_rollout, make_rollouts
 
@@ -102,17 +98,6 @@ def test_background_errors_come_out_at_the_end() -> None:
         run()
 
 
-def test_a_background_error_that_was_asked_for_does_not_come_again() -> None:
-    async def fail() -> None:
-        await anyio.lowlevel.checkpoint()
-        raise RuntimeError("from the background")
-
-    with sb.blocking(config()) as balancer:
-        background = balancer.start(fail)
-        assert isinstance(background.exception(), RuntimeError)
-        assert background.done()
-
-
 def test_background_work_can_be_cancelled() -> None:
     with sb.blocking(config()) as balancer:
         background, left_alone = balancer.start(anyio.sleep_forever), balancer.start(anyio.sleep_forever)
@@ -124,12 +109,6 @@ def test_background_work_can_be_cancelled() -> None:
         assert not left_alone.done()
     with pytest.raises(sb.ClosedResourceError):
         left_alone.result()
-
-
-def test_use_outside_the_block_says_how() -> None:
-    balancer = sb.blocking(config())
-    with pytest.raises(RuntimeError, match="use it as `with"):
-        balancer.end()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -151,83 +130,105 @@ def test_after_the_block_it_is_closed(backend: Any) -> None:
         balancer.__enter__()
 
 
-def test_what_leaving_raises_comes_out(tmp_path: Any) -> None:
-    with sb.blocking(config(), journal=tmp_path), pytest.raises(sb.AlreadyInUseError):
-        sb.blocking(config(), journal=tmp_path).__enter__()
+def interrupted(wait: Callable[[], object], until: Callable[[], bool]) -> None:
+    """A real Ctrl-C once the main thread waits; see tests/dist/interrupts.py for other moments."""
+
+    def interrupt() -> None:
+        while not until():
+            pass
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    thread.join()
 
 
-def test_an_interrupted_for_is_begun_again() -> None:
-    """See tests/dist/interrupts.py for every other moment."""
-    with sb.blocking(config()) as balancer:
-
-        def interrupt() -> None:
-            while "nobody iterates" in balancer.why_no_batch():
-                pass  # until the main thread waits for a batch
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-        threading.Thread(target=interrupt, daemon=True).start()
-        with pytest.raises(KeyboardInterrupt):
-            next(balancer.batches())
+@pytest.mark.parametrize("anew", [True, False], ids=["a new iterator", "the same iterator"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_interrupted_for_is_begun_again(backend: Any, anew: bool) -> None:
+    with sb.blocking(config(), backend=backend) as balancer:
+        batches = balancer.batches()
+        interrupted(lambda: next(batches), lambda: "nobody" not in balancer.why_no_batch())
         for rollout in make_rollouts([2] * 8):
             balancer.put(rollout)
         balancer.end()
-        steps = [(batch.step, batch.num_rollouts) for batch in balancer.batches()]
+        steps = [(batch.step, batch.num_rollouts) for batch in (balancer.batches() if anew else batches)]
         assert steps == [(0, 4), (1, 4)]
 
 
-def test_an_interrupt_at_any_line_of_a_call_leaves_no_coroutine_behind() -> None:
-    """One that was never begun would be warned of."""
-    with sb.blocking(config()) as balancer:
-        transport = sb.TorchTransport.listen(dp_size=2)
-        balancer.serve(transport)
-        with sb.connect(transport.address) as producer, warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            producer.statistics()
-            after, was_interrupted = 0, True
-            while was_interrupted:
-                after, was_interrupted = after + 1, False
-                lines = iter(range(after))
-
-                def trace(frame: Any, event: str, _: object) -> Any:
-                    nonlocal was_interrupted
-                    if event == "line" and next(lines, None) is None and not was_interrupted:  # noqa: B023
-                        was_interrupted = True
-                        raise KeyboardInterrupt
-                    return trace if frame.f_code.co_filename == facade.__file__ else None
-
-                with suppress(KeyboardInterrupt):
-                    sys.settrace(trace)
-                    producer.statistics()
-                sys.settrace(None)
-                gc.collect()
-        balancer.end()
-        assert after > 20
-        assert told == []
-
-
-def test_two_interrupts_in_a_row_lose_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first behind the wait, when a batch is there; the second before the next call is handed in."""
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with sb.blocking(config(batch_size=2, window=2)) as balancer:
+@pytest.mark.parametrize("siblings", [0, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_interrupted_put_was_not_accepted(backend: Any, siblings: int) -> None:
+    late = [make_rollout(2, f"late{n}", group_id="g" if siblings else None) for n in range(siblings or 1)]
+    with sb.blocking(config(window=4, capacity=4), backend=backend) as balancer:
         for rollout in make_rollouts([2] * 4):
             balancer.put(rollout)
+        put: Callable[[], object] = lambda: balancer.put_group(late) if siblings else balancer.put(late[0])  # noqa: E731
+        interrupted(put, lambda: balancer.statistics().blocked_puts > 0)
+        assert balancer.statistics().blocked_puts == 0
+        batches = balancer.batches()
+        assert next(batches).num_rollouts == 4
+        put()
+        with pytest.raises(sb.DuplicateRolloutError):
+            put()
         balancer.end()
+        assert sorted(r.rollout_id for r in next(batches).rollouts if not r.is_padding) == [r.rollout_id for r in late]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_interrupted_reservation_keeps_no_place(backend: Any) -> None:
+    with sb.blocking(config(staleness=sb.Staleness(max_versions=0), batch_size=2, window=2), backend=backend) as balancer:
+        balancer.set_version(0)
+        with balancer.reserve(2):
+            interrupted(balancer.reserve().__enter__, lambda: balancer.statistics().blocked_reserves > 0)
+            assert balancer.statistics().reserved == 2
+        with balancer.reserve(2):
+            assert balancer.statistics().reserved == 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_interrupted_function_is_cancelled(backend: Any) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    async def sleep() -> None:
+        began.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.set()
+
+    with sb.blocking(config(), backend=backend) as balancer:
+        interrupted(lambda: balancer.run(sleep), began.is_set)
+        assert ended.is_set()
+
+
+def test_an_interrupt_after_the_wait_gives_the_batch_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sb.blocking(config(batch_size=2, window=2)) as balancer:
+        for rollout in make_rollouts([2] * 2):
+            balancer.put(rollout)
         batches, wait = balancer.batches(), Signal.wait_in_thread
 
         def wait_and_be_interrupted(signal: Signal, deadline: float | None) -> None:
+            monkeypatch.undo()
             wait(signal, deadline)
-            interrupted()
+            raise KeyboardInterrupt
 
-        moments = (Signal, "wait_in_thread", wait_and_be_interrupted), (type(balancer._runner), "in_loop", interrupted)
-        for where, name, instead in moments:
-            with monkeypatch.context() as patch:
-                patch.setattr(where, name, instead)
-                with pytest.raises(KeyboardInterrupt):
-                    next(batches)
-        assert sorted(r.rollout_id for batch in batches for r in batch.rollouts) == ["r0", "r1", "r2", "r3"]
+        monkeypatch.setattr(Signal, "wait_in_thread", wait_and_be_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        assert next(batches).step == 0
+
+
+def test_a_timeout_means_that_it_did_not_happen() -> None:
+    with sb.blocking(config(window=4, capacity=4)) as balancer:
+        for rollout in make_rollouts([2] * 4):
+            balancer.put(rollout)
+        with pytest.raises(TimeoutError, match=r"within 0.01 s, and was taken back"):
+            balancer.put(make_rollout(2, "late"), timeout_s=0.01)
+        assert next(balancer.batches()).num_rollouts == 4
+        balancer.put(make_rollout(2, "late"))
 
 
 def test_one_thread_iterates() -> None:

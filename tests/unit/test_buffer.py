@@ -16,7 +16,6 @@ from invariants import verify_buffer
 
 import stream_balancer as sb
 from stream_balancer.core.buffer import Buffer
-from stream_balancer.core.columns import Columns
 from stream_balancer.core.machine import BalancerCore
 
 IDS = torch.zeros(64, dtype=torch.int64)
@@ -128,30 +127,3 @@ def test_rollouts_without_scalars_share_one_empty_mapping_that_nobody_can_fill()
             change()
     assert type(pickle.loads(pickle.dumps(one.metadata))) is dict  # noqa: S301  # our own bytes
     assert (one.metadata | {"key": 1}) == {"key": 1}
-
-
-def test_each_arrival_counts_once_in_the_lengths() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=2))
-    for number, length in enumerate((2, 60)):
-        core.add(rollout(length, str(number)), float(number))
-    batch = core.poll(3.0)
-    assert batch is not None
-    core.acknowledge(batch.step)
-    assert core.statistics(3.0).length_bias.arrived_quantiles[1] == pytest.approx(2, rel=0.05)  # the median
-
-
-@given(st.lists(st.tuples(st.integers(0, 90), st.lists(st.integers(0, 200), max_size=8)), max_size=12))
-def test_columns_hold_what_a_list_of_rows_would(moves: list[tuple[int, list[int]]]) -> None:
-    columns, model = Columns(7, -1.0), list[tuple[int, float]]()
-    for come, leave in moves:
-        for number in range(come):
-            row = columns.new_row()
-            if number % 3:  # the others hold the columns' own values, whatever was there before
-                columns.arrays[0][row], columns.arrays[1][row] = number, number / 2
-            model.append((number, number / 2) if number % 3 else (7, -1.0))
-        keep = np.ones(len(model), dtype=bool)
-        keep[[row for row in leave if row < len(model)]] = False
-        columns.remove(keep)
-        model = [one for one, stays in zip(model, keep, strict=True) if stays]
-        assert len(columns) == len(model)
-        assert list(zip(columns[0].tolist(), columns[1].tolist(), strict=True)) == model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 
 import numpy as np
@@ -173,35 +172,11 @@ def test_a_rank_that_becomes_slow_and_recovers_is_followed() -> None:
     assert np.mean(ratios[62:]) < 1.04
 
 
-def test_two_hiccups_do_not_make_a_rank_slow() -> None:
-    core, machine = learning_core(config()), Machine(4, noise=0.01)
-    ratios = train(core, machine, 30, lambda step: [0.2] + [1.0] * 7 if step in (15, 16) else [1.0] * 8)
-    assert np.mean(ratios[17:]) < 1.03
-    assert core.state.pricing.knobs.speeds is None
-
-
-def test_a_first_step_that_compiles_and_a_step_with_a_checkpoint_do_not_spoil_it() -> None:
-    core, machine = learning_core(config()), Machine(5)
-    train(core, machine, 40, lambda step: [0.02] * 8 if step == 0 else [0.1] * 8 if step == 20 else [1.0] * 8)
-    fit = core.statistics(0.0).cost_fit
-    assert fit is not None
-    assert fit.seconds_per_token == pytest.approx(1e-5, rel=0.3)
-    assert fit.seconds_per_token_pair == pytest.approx(5e-9, rel=0.3)
-
-
 def test_a_wrong_prior_is_left_behind() -> None:
     core, machine = learning_core(config(cost=sb.CalibratedCost(sb.TokenCost()))), Machine(6, b=2e-8)
     ratios = train(core, machine, 50)
     assert np.mean(ratios[20:]) < np.mean(ratios[:3])
     assert np.mean(ratios[20:]) < 1.05
-
-
-def test_before_the_first_measurement_the_prior_counts() -> None:
-    prior = sb.QuadraticCost(3.0, 2.0)
-    fit = Calibration(sb.CalibratedCost(prior), 2)
-    assert fit.cost([10, 20]).tolist() == prior([10, 20]).tolist()
-    assert fit.speeds is None
-    assert Calibration(sb.CalibratedCost(prior), 2, speeds=(1.0, 0.5)).speeds == (1.0, 0.5)
 
 
 def test_what_is_never_excited_stays_at_the_prior() -> None:
@@ -287,21 +262,6 @@ def test_a_checkpoint_for_other_ranks_keeps_the_law_and_not_the_speeds() -> None
     train(again, machine, 10, lambda _: [1.0] * 4)
 
 
-def test_an_older_checkpoint_starts_from_the_prior() -> None:
-    core = learning_core(config())
-    state = state_dict(core.snapshot(0.0))
-    del state["calibration"]
-    again = learning_core(config())
-    again.restore(read_state_dict(state), 0.0)
-    assert again.statistics(0.0).cost_fit == core.statistics(0.0).cost_fit
-
-
-def test_its_state_is_plain() -> None:
-    core, machine = learning_core(config()), Machine()
-    train(core, machine, 3)
-    json.dumps(core.snapshot(0.0).calibration)
-
-
 def test_another_model_by_reconfigure_and_back() -> None:
     core, machine = learning_core(config()), Machine(9)
     train(core, machine, 20, slow_first)
@@ -361,13 +321,6 @@ def test_priors_that_cannot_be_fitted_are_refused(arguments: dict[str, object], 
         sb.CalibratedCost(**arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("prior", [sb.TokenCost(), sb.QuadraticCost(0.0, 2.0), sb.QuadraticCost(7.0, 0.0)])
-def test_the_weights_of_a_prior_are_read_exactly(prior: sb.CostModel) -> None:
-    model = sb.CalibratedCost(prior)
-    lengths = np.array([1.0, 17.0, 30000.0])
-    assert model.linear * lengths + model.quadratic * lengths**2 == pytest.approx(prior(lengths), rel=1e-9)
-
-
 WINDOWED = sb.LayerSumCost(
     flops_per_token=1e10, attention=(sb.AttentionPairs(1e6), sb.AttentionPairs(5e6, window=1024))
 )
@@ -406,30 +359,6 @@ def test_pairs_within_a_window_are_learned() -> None:
     assert learned.fit().seconds_per_token_pair == pytest.approx(1e-15 * true.flops_per_pair, rel=0.01)
 
 
-def test_what_was_learned_of_another_models_pairs_is_left() -> None:
-    learned = Calibration(sb.CalibratedCost(sb.QuadraticCost()), 1)
-    for step in range(3):
-        learned.expect(step, [[np.array([100 + step])]])
-        learned.observe(step, [1.0])
-    other, alike = Calibration(sb.CalibratedCost(WINDOWED), 1), Calibration(sb.CalibratedCost(sb.TokenCost()), 1)
-    other.take_over(learned.state())
-    assert other.fit() == Calibration(sb.CalibratedCost(WINDOWED), 1).fit()
-    alike.take_over(learned.state())
-    assert alike.fit() == learned.fit()
-
-
-@given(st.integers(0, 2**32))
-def test_the_least_squares_solution_is_the_best_allowed_one(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    rows = random.standard_normal((9, 4)) + 0.5
-    products, answers = rows.T @ rows + 1e-3 * np.eye(4), rows.T @ random.standard_normal(9)
-    best = _non_negative(products, answers)
-    slope = products @ best - answers
-    assert (best >= 0).all()
-    assert (slope >= -1e-8).all(), "more of something would be better"
-    assert np.abs(slope[best > 0]).max(initial=0.0) < 1e-8, "less of something would be better"
-
-
 @given(st.lists(st.floats(0.3, 3.0), min_size=1, max_size=8), st.floats(0, 0.2), st.floats(0, 0.05), st.integers(1, 4))
 def test_with_these_rates_all_are_done_together(speeds: list[float], step: float, micro: float, number: int) -> None:
     rate = np.array(speeds)
@@ -438,11 +367,6 @@ def test_with_these_rates_all_are_done_together(speeds: list[float], step: float
     assert rates.sum() == pytest.approx(rate.sum())
     done = (work * rates / rates.sum() + step + micro * number) / rate
     assert done == pytest.approx(np.full(len(speeds), done[0]))
-
-
-def test_a_rank_too_slow_for_its_fixed_costs_still_gets_some_work() -> None:
-    rates = work_rates(np.array([0.01, 1.0]), FixedCosts(5.0, 0.0), 1.0, 1)
-    assert 0 < rates[0] < 0.1 * rates[1]
 
 
 @pytest.mark.parametrize(("fixed", "work"), [(1e100, 1e-300), (1e100, 1.0), (1e20, 5e-324), (1.0, 5e-324), (1e-300, 1)])
@@ -454,14 +378,6 @@ def test_every_rank_has_a_rate_however_much_or_little_fixed_costs_are(
     assert np.isfinite(rates).all()
     assert (rates > 0.0).all(), "no plan can be made for a rank of speed 0"
     assert rates.sum() == pytest.approx(sum(speeds))
-
-
-def test_the_first_step_says_nothing_at_all() -> None:
-    learned = Calibration(sb.CalibratedCost(sb.TokenCost()), 1)
-    for step, slowness in enumerate([1e4, 1.0, 1.0, 1.0]):
-        learned.expect(step, [[np.array([100 + step])]])
-        assert learned.observe(step, [slowness * (100 + step)]) == (step == 1), "learned at the second step"
-    assert learned.fit().prediction_error < 0.01
 
 
 def test_fixed_costs_are_told_apart() -> None:

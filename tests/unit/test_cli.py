@@ -161,9 +161,9 @@ class TestReplay:
     @pytest.mark.parametrize(
         ("name", "text"),
         [
-            ("knobs.yaml", "{dp_size: 4, batch_size: 16, context_parallel: {sizes: [1, 2]}, cost: 'quadratic:0:1', max_skips: null}"),
-            ("knobs.JSON", '{"dp_size": 4, "batch_size": 16, "context_parallel": {"sizes": [1, 2]}, "cost": "quadratic:0:1"}'),
-            ("knobs.toml", "dp_size = 4\nbatch_size = 16\ncost = 'quadratic:0:1'\n[context_parallel]\nsizes = [1, 2]"),
+            ("knobs.yaml", "{dp_size: 4, context_parallel: {sizes: [1, 2]}, cost: 'quadratic:0:1', max_skips: null}"),
+            ("knobs.JSON", '{"dp_size": 4, "context_parallel": {"sizes": [1, 2]}, "cost": "quadratic:0:1"}'),
+            ("knobs.toml", "dp_size = 4\ncost = 'quadratic:0:1'\n[context_parallel]\nsizes = [1, 2]"),
         ],
     )  # fmt: skip
     def test_knobs_from_a_file_and_options_on_top(self, trace: Path, tmp_path: Path, name: str, text: str) -> None:
@@ -303,6 +303,7 @@ class TestMistakes:
             (("--tokens-per-second", 0), "tokens_per_second must be a finite number > 0"),
             (("--warm-up", -1), "warm_up must be >= 0"),
             (("--rollouts", 0), "at least 1 rollout must be drawn"),
+            (("--seed", -1), "seed must be >= 0, not -1"),
             (("--scale", 0), "the scale must be a finite number > 0"),
             (("--trainer", "fast"), "--trainer fast: must be instant, matched, or a number"),
             (("--trainer", "-3"), "trainer must be 'instant', 'matched' or work units per second"),
@@ -352,6 +353,25 @@ class TestDemo:
         main = pytest.importorskip("stream_balancer_demo.main")
         monkeypatch.setattr(main, "run_demo", lambda options: 1)
         assert run("demo").exit_code == 1
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (("--tokens-per-second", 0), "tokens_per_second must be a finite number > 0, not 0.0"),
+            (("--tokens-per-second", "nan"), "tokens_per_second must be a finite number > 0, not nan"),
+            (("--hidden-size", 3), "hidden_size (3) must be a multiple of 2 x num_heads (8)"),
+            (("--hidden-size", 0), "hidden_size must be >= 1, not 0"),
+            (("--vocab-size", 0), "vocab_size must be >= 1, not 0"),
+            (("--num-layers", 0), "num_layers must be >= 1, not 0"),
+            (("--num-heads", 0), "num_heads must be >= 1, not 0"),
+            (("--seed", -1), "seed must be >= 0, not -1"),
+            (("--max-length", 0), "max_length must be >= 1, not 0"),
+            (("--workers", 0), "workers must be >= 1, not 0"),
+        ],
+    )
+    def test_a_size_that_cannot_be(self, options: tuple[object, ...], said: str) -> None:
+        pytest.importorskip("stream_balancer_demo.main")
+        assert said in refused("demo", *options)
 
     def test_bad_options(self) -> None:
         pytest.importorskip("stream_balancer_demo.main")

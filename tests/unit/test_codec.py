@@ -96,13 +96,6 @@ def test_packed_copies_no_token_and_is_aligned() -> None:
         assert last.tokens["input_ids"].untyped_storage().data_ptr() == start
 
 
-def test_what_is_sent_is_the_rollouts_own_memory() -> None:
-    long = make_rollout(20_000, "a")
-    pieces = codec.encode([MicroBatch.of([long, make_rollout(30_000, "b")])]).payload.pieces
-    addresses = {np.frombuffer(piece, dtype=np.uint8).ctypes.data for piece in pieces}
-    assert {column.data_ptr() for column in long.tokens.values()} <= addresses
-
-
 def test_small_columns_are_sent_together() -> None:
     pieces = codec.encode([MicroBatch.of([make_rollout(50, str(i)) for i in range(64)])]).payload.pieces
     assert len(pieces) < 2 * 4
@@ -128,23 +121,6 @@ def test_who_trains_on_packed_columns_makes_no_rollout_and_no_name(monkeypatch: 
     monkeypatch.setattr(codec.Decoded, "rollout", None)
     monkeypatch.setattr(codec.Decoded, "names", None)
     assert [one.packed()["input_ids"].numel() for one in got.micro_batches] == [6, 130]
-
-
-def test_rollouts_are_made_once_and_lazily() -> None:
-    rollouts = carried(*some()).micro_batches[0].rollouts
-    assert rollouts[0] is rollouts[-2]
-    assert rollouts[0:2] == list(rollouts)
-    assert repr(rollouts) == "<2 rollouts>"
-    with pytest.raises(IndexError):
-        rollouts[2]
-
-
-def test_padding_copies_keep_their_zero_weight() -> None:
-    original = make_rollout(4, "a")
-    (got,) = carried([original, original.padding_copy("p")]).micro_batches
-    assert got.packed().rollout_weights.tolist() == [1.0, 0.0]
-    assert got.packed()["loss_mask"].tolist() == [False, *[True] * 3, False]
-    assert got.rollouts[1].is_padding
 
 
 def test_executions_have_their_sizes_in_the_step() -> None:
@@ -186,13 +162,6 @@ def test_rollouts_with_different_columns_are_named() -> None:
         codec.encode_rollouts([other, wide])
 
 
-def test_a_rollout_that_was_changed_is_named() -> None:
-    good, bad = rollout(1), rollout(2)
-    bad.metadata["what"] = object()  # type: ignore[index]
-    with pytest.raises(RolloutError, match="'r2' was changed after it was made"):
-        codec.encode_rollouts([good, bad])
-
-
 def test_what_is_too_large_says_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"136 tokens do not fit: more than 1000 bytes.*Raise max_batch_bytes"):
         codec.encode([MicroBatch.of(its) for its in some()], max_bytes=1000)
@@ -206,15 +175,6 @@ def test_the_size_that_came_must_be_the_size_described(change: int) -> None:
         codec.decode(encoded.header, memory)
     with pytest.raises(WireError, match="bytes"):
         codec.decode_rollouts(encoded.header, None)
-
-
-def test_one_element_of_any_stride_has_its_own_bytes() -> None:
-    rows = torch.arange(6, dtype=torch.int32).view(2, 3)
-    for one in (rows[:1, 1], rows[1:, 2], rows[1, 1], rows[1:, 2].to(torch.bfloat16)[:1]):
-        raw = one.reshape(-1).repeat(2)[:1].view(torch.uint8)
-        assert bytes(codec.bytes_of(one)) == raw.numpy().tobytes()
-    assert bytes(codec.bytes_of(torch.empty(3, 0))) == b""
-    assert bytes(codec.bytes_of(torch.arange(6, dtype=torch.uint8).view(2, 3).T)) == bytes([0, 3, 1, 4, 2, 5])
 
 
 # --- columns of roles ------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +13,14 @@ import torch
 from codec_help import A, B, carried, fill, leases, received, remote, rollout
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import awkward_micro_batches, same_rollout, same_tensors
-from test_shared_rollouts import a_rollout, shifted
+from scripted import same_rollout, same_tensors
+from test_shared_rollouts import a_rollout
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import MicroBatch, Rollout, SharedRollout
-from stream_balancer.types.shared import join_column, join_rollout
 from stream_balancer.wire import codec
 from stream_balancer.wire.header import Names
 
@@ -65,12 +63,6 @@ def codec_order(one: Rollout, other: Rollout) -> Rollout:
     return replace(one, tokens={name: one.tokens[name] for name in other.tokens})
 
 
-def test_versions_per_token_are_known_where_the_tokens_are_not() -> None:
-    one = remote(Rollout(tokens={"input_ids": torch.arange(3), "versions": torch.tensor([-1, 4, 5])}), A, 1)
-    assert (one.version, replace(one, group_id="g").version) == ((4, 5), (4, 5))
-    assert one.padding_copy("padding-1").version == (4, 5)
-
-
 def test_a_mask_by_another_name_must_be_known_where_the_tokens_are() -> None:
     with pytest.raises(RolloutError, match="loss_mask_column='hidden'"):
         remote(rollout(1), A, 1).with_loss_mask("hidden")
@@ -103,39 +95,7 @@ def test_the_owner_hears_of_what_is_needed_no_more() -> None:
     its.hold(3)
 
 
-def test_leases_that_die_in_any_thread_are_all_told() -> None:
-    told: list[tuple[int, ...]] = []
-    lock = threading.Lock()
-
-    def soon(job: object) -> None:
-        with lock:
-            job()  # type: ignore[operator]
-
-    its = codec.Leases(told.append, soon)
-    mine = [[its.hold(1000 * number + key) for key in range(1000)] for number in range(4)]
-    threads = [threading.Thread(target=one.clear) for one in mine]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(sum(told, ())) == [1000 * number + key for number in range(4) for key in range(1000)]
-
-
 # --- on its way to a rank --------------------------------------------------------------------------------------------
-
-
-def test_what_does_not_come_along_is_fetched_from_its_owner() -> None:
-    local = [rollout(n) for n in range(6)]
-    kept = {("a", 3): local[0], ("b", 9): local[4], ("a", 4): local[5]}
-    mixed = [remote(local[0], A, 3), *local[1:4], remote(local[4], B, 9), remote(local[5], A, 4)]
-    got = carried(mixed[:2], mixed[2:])
-    assert [(one.rollout, one.rollout_id, one.owner, one.key) for one in got.holes()] == [
-        (0, "r0", A, 3), (4, "r4", B, 9), (5, "r5", A, 4),
-    ]  # fmt: skip
-    fill(got, kept)
-    for ours, theirs in zip(carried(local[:2], local[2:]).micro_batches, got.micro_batches, strict=True):
-        same_layout(ours, theirs)
-        assert all(same_rollout(a, b) for a, b in zip(ours.rollouts, theirs.rollouts, strict=True))
 
 
 def test_only_what_lies_here_is_sent() -> None:
@@ -242,20 +202,6 @@ def test_what_turns_out_to_be_gone_later_is_masked_in_new_micro_batches(narrow: 
     assert [one.is_padding for one in after.rollouts] == [False, True, False]
 
 
-def test_a_part_of_what_is_gone_is_masked_with_what_is_behind_it() -> None:
-    whole = [a_rollout(21), a_rollout(9, "s")]
-    got = carried(MicroBatch.shared(whole, (0, 1), 1))
-    got.mask(["r"])
-    (micro_batch,) = got.micro_batches
-    packed = micro_batch.packed()
-    rows = micro_batch.lengths[0]
-    assert packed.rollout_weights.tolist() == [0.0, 1.0]
-    for name in ("input_ids", "loss_mask", "hidden"):
-        assert not packed[name][:rows].any()
-        assert not packed.next(name)[:rows].any()
-        assert packed[name][rows:].any()
-
-
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
@@ -286,27 +232,6 @@ def test_a_large_value_behind_a_chunk_is_not_narrowed() -> None:
         packed = one.micro_batches[0].packed()
         assert packed["input_ids"].tolist() == [0, 1, 6, 7]
         assert packed.next("input_ids").tolist() == [1, 2**40, 7, 0]
-
-
-def test_every_dtype_and_shape_is_cut() -> None:
-    for whole in [one for micro_batch in awkward_micro_batches() for one in micro_batch if not one.is_padding]:
-        got = [carried(MicroBatch.shared([whole], (0, 1), place)).rollouts[0] for place in range(2)]
-        assert same_rollout(join_rollout(got), whole)  # type: ignore[arg-type]
-
-
-@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3), degree=st.sampled_from([2, 3, 4, 8]))
-def test_whatever_is_cut_joins_to_the_whole(lengths: list[int], degree: int) -> None:
-    wholes = [a_rollout(length, f"r{i}") for i, length in enumerate(lengths)]
-    group = tuple(range(degree))
-    got = [carried(MicroBatch.shared(wholes, group, place)).micro_batches[0] for place in group]
-    layouts = [one.packed() for one in got]
-    for number, whole in enumerate(wholes):
-        rows = slice(*layouts[0].cu_seqlens[number : number + 2].tolist())
-        for name, column in MicroBatch.of([whole]).packed().columns.items():
-            assert torch.equal(join_column([one[name][rows] for one in layouts], whole.num_tokens), column)
-            following = join_column([one.next(name)[rows] for one in layouts], whole.num_tokens)
-            assert torch.equal(following, shifted(column))
-        assert sum(one.rollouts[number].num_loss_tokens for one in got) == whole.num_loss_tokens
 
 
 @pytest.mark.parametrize("degree", [2, 4, 8])

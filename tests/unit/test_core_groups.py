@@ -7,8 +7,7 @@ from evictions import Evictions
 from invariants import verify
 
 import stream_balancer as sb
-from stream_balancer.config.figures import most_waiting
-from stream_balancer.core.groups import Declared, Groups, GroupSize
+from stream_balancer.core.groups import Declared, GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.testing import make_rollout, make_rollouts
@@ -16,33 +15,6 @@ from stream_balancer.testing import make_rollout, make_rollouts
 
 def core_of() -> BalancerCore:
     return BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4)))
-
-
-def test_siblings_put_again_after_a_loss_count_once() -> None:
-    core = core_of()
-    first = list(make_rollouts([3, 4, 5], siblings=4))
-    core.add_all(first, 0.0)
-    lost = core.evict_lost(lambda rollout: rollout.rollout_id in ("r0", "r1"))
-    assert lost == ["r0", "r1"]
-    assert core.state.buffer.groups.incomplete() == {"g0": 1}
-    core.add_all(first[:2], 0.0)
-    assert core.state.buffer.groups.incomplete() == {"g0": 3}
-    core.force_flush()
-    assert core.poll(0.0) is None
-    core.add(make_rollout(6, "r3", group_id="g0"), 0.0)
-    batch = core.poll(0.0)
-    assert batch is not None
-    assert (batch.num_rollouts, batch.incomplete_groups) == (4, ())
-    verify(core)
-
-
-def test_a_group_of_which_all_are_lost_begins_anew() -> None:
-    core = core_of()
-    core.add_all(list(make_rollouts([3, 4], siblings=4)), 0.0)
-    core.evict_lost(lambda rollout: True)
-    assert core.state.buffer.groups.incomplete() == core.state.buffer.groups.departed() == {}
-    core.add_all(list(make_rollouts([3, 4, 5, 6], siblings=4)), 0.0)
-    assert core.poll(0.0) is not None
 
 
 def test_a_sibling_lost_in_flight_may_come_again_by_itself() -> None:
@@ -62,27 +34,6 @@ def test_a_sibling_lost_in_flight_may_come_again_by_itself() -> None:
     assert again is not None
     assert again.num_rollouts == 1
     assert core.state.buffer.groups.departed() == {}
-
-
-def test_a_drain_takes_groups_that_will_never_be_complete() -> None:
-    core = core_of()
-    core.add_all(list(make_rollouts([3, 4], siblings=4)), 0.0)
-    core.end()
-    batch = core.poll(0.0)
-    assert batch is not None
-    assert (batch.reason, batch.num_rollouts, batch.incomplete_groups) == ("drain", 2, ("g0",))
-    assert core.finished
-
-
-def test_places_are_kept_for_siblings_of_waiting_groups() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=8, capacity=11, groups=sb.Groups(size=4)))
-    assert most_waiting(core.config) == 17  # in as many steps of one rollout at least all have left by max_skips
-    core.add_all(list(make_rollouts([3, 4, 5, 6], siblings=4)), 0.0)
-    for group in "bcd":
-        core.add(make_rollout(7, f"{group}0", group_id=group), 0.0)
-    with pytest.raises(sb.WouldBlock):  # 7 wait, 9 are awaited, 4 would belong to this one's group
-        core.add(make_rollout(8, "e0", group_id="e"), 0.0)
-    core.add(make_rollout(9, "b1", group_id="b"), 0.0)
 
 
 def test_siblings_still_to_come_keep_no_whole_group_out() -> None:
@@ -224,26 +175,6 @@ def test_sizes_that_cannot_be_are_refused_and_change_nothing() -> None:
     assert free.statistics(0.0).waiting == 2
 
 
-def test_a_group_that_was_closed_before_anything_came_takes_nothing() -> None:
-    core = core_of()
-    core.add_all([], 0.0, CLOSE)
-    with pytest.raises(sb.RolloutError, match="takes 0 more"):
-        core.add_all(siblings(1), 0.0)
-    verify(core)
-
-
-def test_a_group_of_which_some_had_left_is_done_once_it_is_closed() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4), deadline_s=1.0))
-    core.add_all(siblings(3), 0.0)
-    batch = core.poll(1.0)
-    assert batch is not None
-    assert (batch.num_rollouts, batch.incomplete_groups, core.statistics(1.0).short_groups) == (3, ("g0",), 1)
-    core.add_all([], 1.0, CLOSE)
-    assert core.state.buffer.groups.departed() == {}
-    with pytest.raises(sb.RolloutError, match="takes 0 more"):
-        core.add_all(siblings(1, "s"), 1.0)
-
-
 def test_what_is_lost_of_a_closed_group_may_come_again_or_is_given_up_by_closing_it_again() -> None:
     core = core_of()
     core.add_all(siblings(3), 0.0, CLOSE)
@@ -271,11 +202,7 @@ def test_a_closed_group_of_which_all_is_lost_is_forgotten_and_an_expected_one_st
 
 def test_a_sibling_too_stale_to_be_let_in_is_not_waited_for() -> None:
     """As one that grows too stale while it waits is not."""
-    core = BalancerCore(
-        sb.BalancerConfig(
-            dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4), staleness=sb.Staleness(max_versions=1)
-        )
-    )
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4), staleness=sb.Staleness(max_versions=1)))
     core.set_version(5)
     core.add_all([make_rollout(3, f"r{n}", group_id="g0", version=5) for n in range(3)], 0.0)
     core.add(make_rollout(3, "old", group_id="g0", version=1), 0.0)
@@ -344,20 +271,3 @@ def test_sizes_closed_and_abandoned_groups_are_in_checkpoints() -> None:
         core.add(make_rollout(3, group_id=name), 0.0)
     assert core.state.buffer.groups.incomplete() == {}
     verify(core)
-
-
-def test_a_closed_group_in_flight_for_other_ranks_waits_again_as_complete() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=4, window=4, groups=sb.Groups(size=4)))
-    core.add_all(siblings(3), 0.0, CLOSE)
-    assert sent(core) == (3, ())
-    other = restored(core, dp_size=1)
-    assert sent(other) == (3, ())
-
-
-def test_an_expected_group_that_is_restored_with_all_it_expects_is_closed() -> None:
-    """A journal may have the rollouts, and not yet that they were the last."""
-    groups = Groups(4)
-    for _ in range(2):
-        groups.join("g")
-    groups.restore({"g": 2}, {"g": 2})
-    assert groups.closed() == {"g": 2}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,10 +14,8 @@ from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.open_step import OpenStep
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.errors import WouldBlock
-from stream_balancer.planning import Plan
 from stream_balancer.types import Batch
 
 CALLS = st.lists(
@@ -47,6 +44,8 @@ KNOBS = [
         "counts": "equal",
     },
     {"dp_size": 2, "batch_size": 6, "window": 6, "sync": "micro_batch", "speeds": (1.0, 2.0)},
+    {"dp_size": 2, "batch_size": 8, "window": 8, "groups": {"size": 2, "share_prefixes": True}},
+    {"dp_size": 2, "batch_size": 6, "window": 6, "context_parallel": {"sizes": (1, 2), "min_tokens": 20}},
 ]
 
 
@@ -121,7 +120,9 @@ def test_rows_add_up_to_steps_and_every_rollout_is_in_one(
         match call:
             case "put":
                 group = f"g{put // 2}" if of_group else None
-                rollout = sb.Rollout(tokens={"input_ids": [0] * value}, rollout_id=f"{put}", group_id=group)
+                prefix = value // 2 if "share_prefixes" in knobs else 0
+                ids = {"input_ids": [0] * value}
+                rollout = sb.Rollout(tokens=ids, rollout_id=f"{put}", group_id=group, prefix=prefix)
                 with suppress(WouldBlock):
                     core.add(rollout, trainer.now)
                     put += 1
@@ -144,20 +145,6 @@ def test_rows_add_up_to_steps_and_every_rollout_is_in_one(
     assert core.finished
     trainer.acknowledge()
     assert trainer.trained == Counter(str(number) for number in range(put))
-
-
-def test_the_heaviest_share_goes_to_the_rank_with_the_least_work() -> None:
-    opened = OpenStep(sb.BalancerConfig(dp_size=3, batch_size=6, window=6))
-    opened.loads[:] = [5.0, 1.0, 3.0]
-    make = partial(Plan, rates=None, finish=9.0, lower_bound=9.0, incomplete_groups=())
-    ranks = [[np.array([number])] for number in range(3)]
-    plan = make(ranks=ranks, loads=np.array([2.0, 9.0, 4.0]), avoidable_imbalance=0.0, unavoidable_imbalance=0.0)
-    spread = opened.spread(plan)
-    assert spread.loads.tolist() == [2.0, 9.0, 4.0]
-    assert (opened.loads + spread.loads).tolist() == [7.0, 10.0, 7.0]
-    assert [of_rank[0].tolist() for of_rank in spread.ranks] == [[0], [1], [2]]
-    opened.loads[:] = [0.0, 1.0, 2.0]
-    assert [of_rank[0].tolist() for of_rank in opened.spread(plan).ranks] == [[1], [2], [0]]
 
 
 def test_what_is_waited_for_rows_is_waited_for_rollouts() -> None:
@@ -197,12 +184,6 @@ def trained_in_the_end(trainer: Trainer) -> list[str]:
     assert trainer.core.finished
     trainer.acknowledge()
     return sorted(trainer.trained)
-
-
-def test_a_group_above_batch_size_leaves_in_pieces() -> None:
-    core = opened()
-    core.add_all(of_group("g", *range(11)), 0.0)
-    assert len(trained_in_the_end(Trainer(core))) == 11
 
 
 def test_siblings_that_are_trained_on_stay_when_a_late_one_is_turned_down() -> None:

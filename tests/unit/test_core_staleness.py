@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from invariants import verify
@@ -51,17 +50,6 @@ def test_only_those_too_old_for_the_step_ahead_are_held_back() -> None:
     assert old in {r.rollout_id for r in dispatch(core).rollouts}, "nothing is ahead of it any more"
 
 
-def test_the_oldest_of_the_versions_per_token_counts() -> None:
-    core = core_of()
-    for number in (0, 1):
-        tokens = {"input_ids": [7, 8, 9], "versions": [-1, number, 1]}
-        core.add(sb.Rollout(tokens=tokens), 0.0)
-    core.set_version(2)
-    stats = core.statistics(0.0)
-    assert (stats.evicted["stale"], stats.waiting) == (1, 1)
-    verify(core)
-
-
 def test_siblings_of_one_that_is_held_back_are_held_back() -> None:
     core = core_of(groups=sb.Groups(size=2))
     put(core, 1, 1, group_id="a")
@@ -91,17 +79,6 @@ def test_a_group_that_is_turned_down_is_not_due_any_more() -> None:
     core.filter_out([make_rollout(3, version=1, group_id="a")], 0.0)
     verify(core)
     assert core.state.staleness.num_due == 0
-
-
-def test_a_step_given_back_and_acknowledged_after_all_comes_no_more() -> None:
-    core = core_of()
-    put(core, 1, 1)
-    step = dispatch(core).step
-    core.nack(step)
-    core.acknowledge(step)
-    verify(core)
-    assert core.poll(0.0) is None
-    assert core.next_wakeup() == math.inf
 
 
 def test_a_rollout_ages_until_its_training_begins() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -87,15 +86,6 @@ def test_the_pairs_are_those_that_the_mask_allows(size: int, reach: str, lengths
     assert full(lengths).tolist() == [2.0 * length**2 for length in lengths]
 
 
-def test_a_layer_sum_is_a_plain_value() -> None:
-    cost = sb.LayerSumCost(flops_per_token=5.0, attention=(sb.AttentionPairs(1.0), sb.AttentionPairs(2.0, window=3)))
-    assert pickle.loads(pickle.dumps(cost)) == cost  # noqa: S301 - our own bytes
-    assert hash(cost) == hash(sb.LayerSumCost(flops_per_token=5.0, attention=cost.attention))
-    assert cost.flops_per_pair == 3.0
-    assert cost(4) == 4 * 5 + 10 + 2 * 9
-    assert sb.LayerSumCost(flops_per_token=2.0)([3, 5]).tolist() == [6.0, 10.0], "no attention at all"
-
-
 # -- configurations ----------------------------------------------------------------------------------------------------
 
 MEASURED = json.loads((Path(__file__).parent / "model_shapes.json").read_text())
@@ -116,17 +106,6 @@ def test_the_page_names_what_is_known() -> None:
     page = (Path(__file__).parents[2] / "bench" / "results" / "model_shapes.md").read_text()
     rows = [line.split("|")[2] for line in page.splitlines() if line.startswith("| ")][1:]
     assert {name for row in rows for name in re.findall("`(.*?)`", row)} == set(FAMILIES)
-
-
-def test_an_object_is_read_like_a_dict_and_its_text_part_alone() -> None:
-    class Config:
-        model_type = "llama"
-        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, vocab_size = 64, 2, 4, 128, 100
-
-    fields = {name: value for name, value in vars(Config).items() if not name.startswith("_")}
-    cost = sb.TransformerCost.from_hf_config(fields)
-    assert sb.TransformerCost.from_hf_config(Config()) == cost
-    assert sb.TransformerCost.from_hf_config({"model_type": "seen", "text_config": Config()}) == cost
 
 
 def test_kernels_that_skip_nothing_compute_every_pair_of_a_window_too() -> None:

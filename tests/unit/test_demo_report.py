@@ -64,16 +64,6 @@ def test_everything_that_is_not_exactly_once_is_named(said, rank_1, problem):
     assert "EXACTLY ONCE FAILED\nbalanced: " in shown(run, run)
 
 
-def test_of_nothing_nothing_is_measured_and_many_ids_are_cut_short():
-    with sb.blocking(sb.BalancerConfig(dp_size=1, batch_size=1)) as balancer:
-        nothing = balancer.statistics()
-    many = [make_rollout(f"r{n}", 10, 1, "g", 32) for n in range(9)]
-    run = summarize("window", nothing, [], 0.0, [RankRun([], 7)], many)
-    assert run["problems"] == ["9 rollouts not trained on, or with other tokens: r0, r1, r2, r3, r4, ..."]
-    assert run["idle_fraction"] is None
-    assert "?" in shown(run, run)
-
-
 def shown(usual, balanced):
     console = Console(file=io.StringIO(), width=140)
     console.print(comparison(usual, balanced))

@@ -41,11 +41,3 @@ def test_padding_copies_add_nothing_and_are_not_reported():
     torch.testing.assert_close(padded, plain, rtol=1e-12, atol=0)
     assert done.trained == [(a.rollout_id, checksum(a))]
     assert done.micro_batches == 2
-
-
-def test_the_optimizer_steps_on_the_shared_gradient():
-    trained, untouched = build_model(OPTIONS), build_model(OPTIONS)
-    steps = train([rank_batch(0, ROLLOUTS)] * 30, trained, lambda g: None)
-    assert not torch.equal(trained.head.weight, untouched.head.weight)
-    assert steps[-1].loss < steps[0].loss
-    assert all(done.compute_s >= 0 for done in steps)

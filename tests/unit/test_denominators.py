@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.plans import Plan
-from stream_balancer.host.seals import seal_of, sizes_of_plan
+from stream_balancer.host.seals import seal_of
 from stream_balancer.net.messages import Seal, Sizes
 from stream_balancer.testing import make_rollouts
 from stream_balancer.types import Batch
@@ -41,13 +41,3 @@ def test_what_is_left_is_what_is_counted(data: st.DataObject, lengths: list[int]
         executions=max(len(left), 1),
     )
     assert seal == sealed(batch, *reversed(gone)), "in whichever order it was said"
-
-
-def test_where_nothing_is_gone_it_is_what_was_planned() -> None:
-    batch = a_batch([10, 20, 30], 2)
-    assert sealed(batch).sizes == sizes_of_plan(Plan((), [batch], 0, 0.0)) == Sizes(3, 60, 57, 3)
-
-
-def test_nothing_is_divided_by_zero() -> None:
-    batch = a_batch([10, 20], 2)
-    assert sealed(batch, *(r.rollout_id for r in batch.rollouts)).sizes == Sizes(1, 1, 1, 1)

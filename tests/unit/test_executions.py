@@ -14,7 +14,6 @@ from codec_help import carried
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariants import verify
-from scripted import same_rollout
 from torch import Tensor
 
 import stream_balancer as sb
@@ -62,9 +61,7 @@ def some_executions(groups: int = 4, seed: int = 0) -> list[list[sb.Rollout]]:
 
 def core_of(**knobs: object) -> BalancerCore:
     return BalancerCore(
-        sb.BalancerConfig(
-            **{"dp_size": 3, "batch_size": 24, "groups": {"size": 2}, "loss_mask_column": "loss_mask", **knobs}
-        )  # type: ignore[arg-type]
+        sb.BalancerConfig(**{"dp_size": 3, "batch_size": 24, "groups": {"size": 2}, "loss_mask_column": "loss_mask", **knobs})  # type: ignore[arg-type]
     )
 
 
@@ -206,12 +203,6 @@ def test_gradient_equals_that_of_one_padded_batch(divide: Divide) -> None:
         assert (gradient_of_ranks(way, divide) - whole).abs().max() <= 1e-6 * whole.abs().max(), name
 
 
-def test_the_divisors_are_different_ones() -> None:
-    executions = some_executions()
-    found = torch.stack([gradient_of_one_batch(executions, divide) for divide in DIVISORS])
-    assert torch.pdist(found).min() > 1e-3
-
-
 def test_rollouts_without_executions_are_one_each_and_padding_none() -> None:
     core = BalancerCore(sb.BalancerConfig(dp_size=3, batch_size=3))
     core.add_all([make_rollout(3, "a")], 0.0)
@@ -227,35 +218,7 @@ def test_rollouts_without_executions_are_one_each_and_padding_none() -> None:
     assert by_hand.nested().execution_weights.tolist() == [1.0, 1.0]
 
 
-def test_every_field_of_an_execution_travels() -> None:
-    batch = planned(some_executions())
-    again = over_the_wire(batch)
-    assert all(same_rollout(a, b) for a, b in zip(batch.rollouts, again.rollouts, strict=True))
-    for a, b in zip(batch.ranks, again.ranks, strict=True):
-        assert a.global_num_executions == b.global_num_executions
-        for one, other in zip(a.micro_batches, b.micro_batches, strict=True):
-            assert one.execution_sizes is not None
-            assert list(one.execution_sizes) == list(other.execution_sizes or ())
-    assert "execution_id='e0'" in repr(sample(3, "g", "e0"))
-    with pytest.raises(sb.RolloutError, match="execution_id"):
-        sb.Rollout(tokens={"input_ids": [1]}, execution_id="")
-
-
 # -- groups of executions ----------------------------------------------------------------------------------------------
-
-
-def test_a_group_is_so_many_executions_however_many_rollouts_they_became() -> None:
-    core = core_of(dp_size=1, batch_size=8, window=8)
-    core.add_all([sample(3, "g", "e0", seed=n) for n in range(3)], 0.0)
-    core.force_flush()
-    assert core.poll(0.0) is None
-    assert core.state.buffer.groups.incomplete() == {"g": 1}
-    verify(core)
-    core.add_all([sample(3, "g", "e1", seed=n) for n in range(3, 5)], 0.0)
-    verify(core)
-    batch = core.poll(0.0)
-    assert batch is not None
-    assert (batch.num_rollouts, batch.num_executions, batch.incomplete_groups) == (5, 2, ())
 
 
 def test_an_execution_comes_in_one_put() -> None:
@@ -291,19 +254,6 @@ def test_an_execution_that_is_lost_is_lacking_once() -> None:
     again = core.poll(0.0)
     assert again is not None
     assert (again.num_rollouts, again.num_executions) == (2, 1)
-
-
-def test_open_groups_of_executions_survive_a_checkpoint() -> None:
-    core = core_of(dp_size=1, batch_size=8, window=8, deadline_s=1.0, groups=sb.Groups(size=4))
-    core.add_all([sample(3, "g", "e0", seed=n) for n in range(3)], 0.0)
-    left = core.poll(1.0)
-    assert left is not None
-    core.add_all([sample(3, "g", "e1", seed=n) for n in range(3, 5)], 1.0)
-    other = core_of(dp_size=1, batch_size=8, window=8, groups=sb.Groups(size=4))
-    other.restore(read_state_dict(state_dict(core.snapshot(1.0))), 1.0)
-    verify(other)
-    assert other.state.buffer.groups.incomplete() == {"g": 2}
-    assert other.state.buffer.groups.departed() == {"g": 1}
 
 
 @settings(max_examples=60, deadline=None)
@@ -351,43 +301,11 @@ def test_what_is_left_of_an_execution_is_agreed_upon() -> None:
     assert seal.resized == (ResizedExecution("g", "partly", 2, 10),)
 
 
-def test_an_execution_of_an_open_group_that_was_lost_in_flight_may_come_again() -> None:
-    core = core_of(dp_size=1, batch_size=8, window=8, deadline_s=1.0)
-    first = [sample(3, "g", "e0", seed=n) for n in range(2)]
-    core.add_all(first, 0.0)
-    batch = core.poll(1.0)
-    assert batch is not None
-    assert batch.incomplete_groups == ("g",)
-    core.mark_missing(batch.step, [r.rollout_id for r in first])
-    core.acknowledge(batch.step)
-    core.add_all([sample(3, "g", "e1", seed=5)], 2.0)
-    assert core.state.buffer.groups.incomplete() == {"g": 1}
-    core.add_all(first, 2.0)
-    assert core.state.buffer.groups.incomplete() == {}
-    verify(core)
-
-
-def test_an_execution_lost_beside_others_that_wait_may_come_again() -> None:
-    core = core_of(dp_size=1, batch_size=8, window=8, deadline_s=1.0, groups=sb.Groups(size=4))
-    first = [sample(3, "g", "e0", seed=n) for n in range(2)]
-    core.add_all(first, 0.0)
-    batch = core.poll(1.0)
-    assert batch is not None
-    core.add_all([sample(3, "g", "e1", seed=5)], 1.5)
-    core.mark_missing(batch.step, [r.rollout_id for r in first])
-    core.acknowledge(batch.step)
-    core.add_all(first, 1.5)
-    assert core.state.buffer.groups.incomplete() == {"g": 2}
-    verify(core)
-
-
 def test_the_work_of_a_dispatch_follows_its_rollouts_not_ranks_times_rollouts() -> None:
     """Executions were once counted for each rank anew, which at 512 ranks is most of a dispatch."""
 
     def calls_per_rollout(ranks: int) -> float:
-        core = core_of(
-            dp_size=ranks, batch_size=2 * ranks, window=2 * ranks, loss_mask_column=None, groups=sb.Groups(size=None)
-        )
+        core = core_of(dp_size=ranks, batch_size=2 * ranks, window=2 * ranks, loss_mask_column=None, groups=sb.Groups(size=None))
         for number in range(2 * ranks):
             core.add(make_rollout(8, f"r{number}"), 0.0)
         count = 0

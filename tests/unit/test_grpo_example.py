@@ -15,7 +15,7 @@ import stream_balancer as sb
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "grpo"))
 import task
 from model import Decoder
-from rollout import Engine, Sample, generate_groups, group_advantages
+from rollout import Engine, Sample, generate_groups
 from torch.nn.utils import parameters_to_vector
 
 TEMPERATURE = 0.7
@@ -48,28 +48,6 @@ def test_right_answers_earn_everything_and_hanging_up_forfeits_the_rest():
     assert early.reply(0) == [3]  # wrong, and the conversation goes on
     assert early.reply(task.STOP) == []
     assert early.reward == 0.25
-
-
-def test_a_policy_that_never_hangs_up_is_stopped_by_the_user():
-    conversation = task.Conversation(1, [1])
-    assert conversation.opening() == [1, 1]
-    assert conversation.reply(1) == [task.DOT]
-    assert conversation.reply(1) == []
-    assert conversation.reward == 0.5
-
-
-def test_no_conversation_is_longer_than_the_cache():
-    rng = random.Random(0)
-    longest = 0
-    for _ in range(2000):
-        user = task.new_user(rng.randrange(10), rng)
-        longest = max(longest, 1 + 2 * len(right_answers(user)))
-    assert longest == task.MAX_TOKENS
-
-
-def test_advantages_compare_siblings():
-    assert group_advantages([0.5, 0.5, 0.5]) == [0.0, 0.0, 0.0]
-    assert group_advantages([0.0, 1.0]) == pytest.approx([-1.0, 1.0], abs=0.01)
 
 
 async def sample_all(engine: Engine, samples: list[Sample]) -> None:

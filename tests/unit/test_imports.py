@@ -139,10 +139,6 @@ def test_nothing_unpickles() -> None:
     assert [m for m in EVERY if tops(m) & {"pickle", "cloudpickle", "marshal", "shelve", "dill"}] == []
 
 
-def test_there_is_no_module_of_utilities() -> None:
-    assert [m for m in EVERY if m.rpartition(".")[2].startswith("util")] == []
-
-
 INTEGRATIONS = [m for m in EVERY if folder_of(m) == "integrations"]
 SHARED = ("integrations.partitions", "integrations._plans", "integrations._rows")
 """What several adapters stand on; neither knows any trainer."""

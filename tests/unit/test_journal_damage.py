@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sqlite3
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -192,17 +191,6 @@ def test_damage_is_told(closed: Path, tmp_path: Path, caplog: pytest.LogCaptureF
     assert [message.split("rows are lost: ")[1] for message in errors] == sentences
 
 
-def test_damage_is_told_once(written: Path, tmp_path: Path) -> None:
-    """The same object opens what it has set right."""
-    journal = Journal(damaged(written, tmp_path / "j", "journal.db-wal", 20 * FRAME_BYTES, "flip"))
-    for is_damaged in (True, False):
-        snapshot, recovered = journal.open()
-        assert bool(recovered.damage) == is_damaged
-        assert (recovered.torn_bytes > 0) == is_damaged
-        assert snapshot.waiting
-        anyio.run(journal.aclose)
-
-
 def test_a_row_that_is_missing_is_noticed(closed: Path, tmp_path: Path) -> None:
     """As when a page of the table was replaced by an older one: the index still has it."""
     shutil.copytree(closed, tmp_path / "j")
@@ -257,19 +245,6 @@ def test_what_is_no_database_is_refused_and_left_as_it_is(tmp_path: Path) -> Non
     with pytest.raises(sb.JournalError, match=r"cannot be read .* Nothing in it was changed"):
         reopened(tmp_path)
     assert (tmp_path / "journal.db").read_bytes() == b"notes" * 1000
-
-
-def test_a_journal_that_was_not_begun_is_as_good_as_none(tmp_path: Path) -> None:
-    (tmp_path / "journal.db").touch()
-    snapshot, recovered = reopened(tmp_path)
-    assert not recovered.found
-    assert not snapshot.waiting
-
-
-def test_a_database_may_be_large(closed: Path, tmp_path: Path) -> None:
-    shutil.copytree(closed, tmp_path / "j")
-    os.truncate(tmp_path / "j" / "journal.db", 2**32)
-    assert held_in(reopened(tmp_path / "j")[0]) == EVERY
 
 
 def test_every_commit_is_synced(tmp_path: Path) -> None:
@@ -361,35 +336,7 @@ def test_the_same_process_is_refused_too_and_the_lock_outlives_the_attempt(tmp_p
     first.close()
 
 
-def test_a_failed_opening_releases_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "journal.db").mkdir()
-    journal = Journal(tmp_path)
-    with pytest.raises(sb.JournalError, match="unable to open"):
-        journal.open()
-    (tmp_path / "journal.db").rmdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, "begin", lambda self, damaged: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            journal.open()
-    again = Journal(tmp_path)
-    again.open()
-    anyio.run(again.aclose)
-
-
-def test_an_unopened_journal_closes(tmp_path: Path) -> None:
-    anyio.run(Journal(tmp_path).aclose)
-
-
 @pytest.mark.parametrize("max_bytes", [0, 2**20 - 1])
 def test_a_journal_too_small_to_turn_around_in_is_refused(tmp_path: Path, max_bytes: int) -> None:
     with pytest.raises(sb.ConfigError, match="max_bytes of a journal must be >= 1048576"):
         Journal(tmp_path, max_bytes=max_bytes)
-
-
-def test_threads_end(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with sb.StreamBalancer(CONFIG, journal=tmp_path):
-            assert any(thread.name.startswith("sb-journal") for thread in threading.enumerate())
-
-    anyio.run(run)
-    assert not any(thread.name.startswith("sb-journal") for thread in threading.enumerate())

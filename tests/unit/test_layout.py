@@ -97,34 +97,6 @@ def test_nested(lengths: list[int]) -> None:
     assert nested.offsets.diff().tolist() == lengths
 
 
-def test_own_position_ids_win() -> None:
-    rollout = sb.Rollout(tokens={"input_ids": [1, 2], "position_ids": [7, 8]})
-    mb = sb.MicroBatch.of([rollout])
-    assert mb.packed().position_ids.tolist() == [7, 8]
-    assert mb.padded().position_ids.tolist() == [[7, 8]]
-
-
-def test_mapping_names_columns_and_scalars() -> None:
-    packed = micro_batch([1, 2]).packed()
-    assert set(packed) == {"input_ids", "h", "loss_mask", "advantage"}
-    assert len(packed) == 4
-    with pytest.raises(KeyError, match="no column or scalar 'rewards'; columns: "):
-        packed["rewards"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"padding_side": "top"}, "padding_side must be"),
-        ({"multiple_of": 0}, "multiple_of must be"),
-        ({"pad_values": {"ids": 1}}, r"pad_values names \['ids'\]"),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        micro_batch([1]).padded(**arguments)  # type: ignore[arg-type]
-
-
 def test_tensordict_says_what_to_install_or_works() -> None:
     try:
         import tensordict  # noqa: F401
@@ -155,12 +127,6 @@ def test_a_scalar_does_not_turn_a_float32_loss_into_float64(layout: str) -> None
     assert (torch.ones(2, requires_grad=True) * scalars["reward"]).sum().dtype is torch.float32
     assert scalars["reward"].tolist() == torch.tensor([0.1, 0.2]).tolist()
     assert scalars["won"].tolist() == [1.0, 0.0]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_scalars_may_be_asked_for_in_another_dtype(layout: str) -> None:
-    assert numbers(layout, scalar_dtype=torch.float64)["reward"].tolist() == [0.1, 0.2]
-    assert numbers(layout, scalar_dtype=torch.int64)["seed"].tolist() == [2**53 + 1, 2**53 + 2]
 
 
 def spread_out(layout: str, name_or_values: str | torch.Tensor, rollouts: list[sb.Rollout]) -> list[list[float]]:
@@ -227,3 +193,11 @@ def test_what_is_spread_lies_where_the_tokens_do(layout: str) -> None:
         [(1, 1), (1, 1)],
     )
     assert getattr(tensors, layout)(flat).per_token("advantage").device.type == "meta"
+
+
+def test_a_column_of_ones_own_called_targets_is_not_lost_in_the_shift() -> None:
+    ids = torch.arange(3)
+    held = sb.MicroBatch.of([sb.Rollout(tokens={"input_ids": ids, "targets": ids + 7})])
+    assert held.packed()["targets"].tolist() == [7, 8, 9]
+    with pytest.raises(ValueError, match=r"shift=True.*'targets'"):
+        held.packed(shift=True)

@@ -92,13 +92,6 @@ def test_what_comes_in_goes_out(traces_dir: Path, name: str, deadline_s: float |
     drill(few(load_trace(path_of(traces_dir, name)), FEW), deadline_s=deadline_s)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("deadline_s", [None, 60.0])
-def test_what_comes_in_goes_out_in_full(traces_dir: Path, name: str, deadline_s: float | None) -> None:
-    drill(load_trace(path_of(traces_dir, name)), deadline_s=deadline_s)
-
-
 def paced(trace: Trace, *, max_staleness: int) -> None:
     """Generation asks before it begins, training makes a version a batch: nothing is ever too old to be dispatched."""
     config = sb.BalancerConfig(dp_size=8, batch_size=64, staleness=sb.Staleness(max_versions=max_staleness))
@@ -145,10 +138,3 @@ def paced(trace: Trace, *, max_staleness: int) -> None:
 @pytest.mark.parametrize("max_staleness", [1, 4])
 def test_with_slots_nothing_is_thrown_away(traces_dir: Path, name: str, max_staleness: int) -> None:
     paced(few(load_trace(path_of(traces_dir, name)), FEW), max_staleness=max_staleness)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("max_staleness", [1, 4])
-def test_with_slots_nothing_is_thrown_away_in_full(traces_dir: Path, name: str, max_staleness: int) -> None:
-    paced(load_trace(path_of(traces_dir, name)), max_staleness=max_staleness)

@@ -7,7 +7,6 @@ import math
 import re
 import urllib.error
 import urllib.request
-from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -114,59 +113,6 @@ def test_a_scrape_tells_what_statistics_tell(backend: str) -> None:
     assert samples[("stream_balancer_waiting_length_tokens", "max")] == statistics.waiting_lengths[-1]
     counters = {"stream_balancer_" + metric.name + "_total" for metric in METRICS if metric.kind == "counter"}
     assert counters <= {name for name, *_ in samples}
-
-
-@BACKENDS
-def test_an_exporter_ends_while_a_scrape_is_under_way(backend: str) -> None:
-    async def main() -> None:
-        balancer = await used_balancer()
-        async with balancer, anyio.create_task_group() as tasks, prometheus.exporter(balancer, port=0) as port:
-
-            async def scrape() -> None:
-                with suppress(urllib.error.URLError, ConnectionError):  # it came too late
-                    await anyio.to_thread.run_sync(fetch, port)
-
-            for _ in range(8):
-                tasks.start_soon(scrape)
-            await anyio.to_thread.run_sync(fetch, port)
-
-    anyio.run(main, backend=backend)
-
-
-def test_an_exporter_listens_on_loopback_unless_told_otherwise() -> None:
-    import inspect
-
-    assert inspect.signature(prometheus.exporter).parameters["host"].default == "127.0.0.1"
-
-
-def test_a_taken_port_is_an_oserror() -> None:
-    async def main() -> None:
-        async with sb.StreamBalancer(CONFIG) as balancer, prometheus.exporter(balancer, port=0) as port:
-            with pytest.raises(OSError, match="in use"):
-                async with prometheus.exporter(balancer, port=port):
-                    raise AssertionError("two exporters on one port")
-
-    anyio.run(main)
-
-
-@BACKENDS
-def test_what_the_block_raises_comes_out_as_it_is(backend: str) -> None:
-    async def main() -> None:
-        async with sb.StreamBalancer(CONFIG) as balancer, prometheus.exporter(balancer, port=0):
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        anyio.run(main, backend=backend)
-
-
-def test_a_blocking_balancer_goes_into_any_registry() -> None:
-    from prometheus_client import CollectorRegistry, generate_latest
-
-    with sb.blocking(CONFIG) as balancer:
-        registry = CollectorRegistry()
-        registry.register(prometheus.StatisticsCollector(balancer.statistics))
-        balancer.put(make_rollout(3, version=0))
-        assert b"stream_balancer_waiting_rollouts 1.0" in generate_latest(registry)
 
 
 def test_the_dashboard_asks_only_for_what_is_exported() -> None:

@@ -80,10 +80,7 @@ def steps(draw: st.DrawFn) -> tuple[sb.BalancerConfig, list[Rollout]]:
         "dp_size": dp_size,
         "step_size": {"mini_batches": mini_batches},
         "batch_size": dp_size * mini_batches * (group_size or 1) * draw(st.integers(1, 3)),
-        "groups": {
-            "size": group_size,
-            "keep": draw(st.sampled_from(["same_batch", "same_rank"])) if group_size else "same_batch",
-        },
+        "groups": {"size": group_size, "keep": draw(st.sampled_from(["same_batch", "same_rank"])) if group_size else "same_batch"},
         "policy": draw(st.sampled_from(["window", "window", "fifo", "round_robin"])),
         "counts": draw(st.sampled_from(["free", "free", "equal"])),
         "speeds": draw(st.sampled_from([None, None, tuple(1.0 + rank / 2 for rank in range(dp_size))])),
@@ -121,9 +118,7 @@ def test_what_holds_for_every_step(given: tuple[sb.BalancerConfig, list[Rollout]
     assert 1 <= len(pieces) <= config.step_size.mini_batches
     if config.groups.size is None:
         indivisible = len({execution_of(r) for r in batch.rollouts if not r.is_padding})
-        assert len(pieces) == max(
-            min(config.step_size.mini_batches, batch.num_rollouts // config.dp_size, indivisible), 1
-        )
+        assert len(pieces) == max(min(config.step_size.mini_batches, batch.num_rollouts // config.dp_size, indivisible), 1)
         if indivisible == batch.num_rollouts:
             assert max(len(real(parts)) for parts in pieces) - min(len(real(parts)) for parts in pieces) <= 1
     assert [mb for one in batch.ranks for part in one.mini_batches for mb in part.micro_batches] == [
@@ -202,16 +197,6 @@ def test_outliers_are_gathered_so_that_the_other_mini_batches_need_not_wait(mini
     assert idle[False] < idle[True] / 4, idle
 
 
-def test_those_that_need_no_gathering_are_spread_evenly() -> None:
-    knobs = PlanKnobs(num_ranks=2, batch_size=128, max_skips=16, mini_batches=4)
-    step_of, plan = chosen(np.random.default_rng(5), knobs)
-    cut = in_mini_batches(plan_batch, step_of, knobs, plan, step=0, in_order=False)
-    means = [np.mean(step_of.costs[np.concatenate([*one.ranks[0], *one.ranks[1]])]) for one in cut.mini_batches]
-    assert cut.imbalance < 0.02
-    by_cost = [np.mean(quarter) for quarter in np.split(np.sort(step_of.costs), 4)]
-    assert np.std(means) < np.std(by_cost) / 3
-
-
 def test_the_mini_batch_with_the_outliers_is_another_one_in_every_step() -> None:
     knobs = PlanKnobs(num_ranks=2, batch_size=8, max_skips=16, mini_batches=2)
     step_of = Waiting.of(np.array([100.0, 100.0, *[1.0] * 6]))
@@ -233,12 +218,6 @@ def a_batch(lengths: list[int], **knobs: Any) -> sb.Batch:
     return batch
 
 
-def test_a_step_in_one_piece_is_its_own_mini_batch() -> None:
-    rank_batch = a_batch([1, 2, 3, 4]).ranks[0]
-    assert rank_batch.mini_batches == (rank_batch,)
-    assert list(rank_batch.epochs(2)) == [rank_batch, rank_batch]
-
-
 def test_every_epoch_has_every_mini_batch_and_begins_with_another() -> None:
     batch = a_batch([9, 8, 7, 6, 5, 4, 3, 2], step_size=sb.StepSize(mini_batches=4))
     orders = []
@@ -251,12 +230,6 @@ def test_every_epoch_has_every_mini_batch_and_begins_with_another() -> None:
     assert [epoch[0] for epoch in orders[0]] == [0, 1, 2, 3, 0]
     with pytest.raises(ValueError, match=r"epochs\(\) takes a number of epochs >= 1, not 0"):
         batch.ranks[0].epochs(0)
-
-
-def test_a_mini_batch_cannot_be_acknowledged() -> None:
-    part = a_batch([1, 2, 3, 4], step_size=sb.StepSize(mini_batches=2)).ranks[0].mini_batches[0]
-    with pytest.raises(ValueError, match=r"A mini-batch is acknowledged with its whole step"):
-        part.ack()
 
 
 def test_what_is_gone_with_its_producer_is_taken_from_the_mini_batch_that_had_it() -> None:

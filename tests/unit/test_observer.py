@@ -121,26 +121,6 @@ def test_what_is_evicted_follows_its_cause() -> None:
     ]
 
 
-def test_other_knobs_an_abandoned_group_and_a_restored_balancer() -> None:
-    core, recording = observed(
-        batch_size=4, window=4, capacity=8, groups=sb.Groups(size=2), staleness=sb.Staleness(max_versions=3)
-    )
-    core.add(rollout("a", group="g"), 0.0)
-    core.abandon_group("g")
-    core.set_version(0)
-    core.add(rollout("b", group="h", version=0), 0.0)
-    core.set_version(2)
-    core.reconfigure(core.config.replace(window=6))
-    recording.taken()
-    other, recording = observed(
-        batch_size=4, window=4, capacity=8, groups=sb.Groups(size=2), staleness=sb.Staleness(max_versions=1)
-    )
-    other.restore(core.snapshot(0.0), 0.0)
-    other.reconfigure(other.config.replace(window=6))
-    assert recording.taken() == [("restored", 0), ("evicted", "b", "stale"), ("reconfigured", 4)]
-    assert len(other.observers) == 1
-
-
 def test_the_state_is_complete_when_an_observer_is_notified() -> None:
     core, _ = observed()
 
@@ -179,51 +159,3 @@ def test_an_observer_that_raises_is_logged_and_nothing_is_lost(caplog: pytest.Lo
     kinds = ["version_set", "accepted", "planned", "dispatched", "acknowledged", "accepted", "version_set", "evicted"]
     assert [event[0] for event in recording.taken()] == kinds
     assert [r.getMessage().rsplit(" ", 1)[1].strip("'") for r in caplog.records] == kinds
-
-
-def test_an_object_with_fewer_methods_is_an_observer_too() -> None:
-    seen = []
-
-    class Old:
-        def dispatched(self, batch: sb.Batch) -> None:
-            seen.append(batch.step)
-
-    core, _ = observed()
-    core.observers.append(Old())  # type: ignore[arg-type]
-    core.add_all([rollout("a"), rollout("b")], 0.0)
-    core.poll(0.0)
-    core.acknowledge(0)
-    assert seen == [0]
-
-
-def test_observers_come_and_go_while_events_are_emitted() -> None:
-    core, first = observed()
-    core.add(rollout("a"), 0.0)
-    core.observers.append(late := Recording())
-    core.observers.remove(first)
-    core.add(rollout("b"), 0.0)
-    assert first.taken() == [("accepted", ["a"], 0.0)]
-    assert late.taken() == [("accepted", ["b"], 0.0)]
-
-    class Leaves(Observer):
-        def dispatched(self, batch: sb.Batch) -> None:
-            core.observers.remove(self)
-
-    core.observers.insert(0, Leaves())
-    core.poll(0.0)
-    assert late.taken()[-1] == ("dispatched", 0)
-    assert core.observers == [late]
-
-
-def test_what_is_planned_still_waits() -> None:
-    core, _ = observed()
-    waiting = []
-
-    class Plans(Observer):
-        def planned(self, columns: Any, knobs: Any, reason: str) -> None:
-            waiting.append((len(core.state.buffer), core.in_flight()))
-
-    core.observers.append(Plans())
-    core.add_all([rollout("a"), rollout("b")], 0.0)
-    core.poll(0.0)
-    assert waiting == [(2, ())]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stream_balancer.planning import OversizeError, Plan, PlanKnobs, Waiting, partition, plan_batch
@@ -19,7 +19,6 @@ from stream_balancer.planning.plan import part_cost
 from stream_balancer.planning.rank_speeds import FixedCosts
 from stream_balancer.planning.shareable import Shareable, part_tokens
 from stream_balancer.planning.shared_layout import _rotated
-from stream_balancer.planning.shared_locksteps import _Bin, _on_ranks
 
 SIZES = (1, 2, 4, 8)
 
@@ -139,52 +138,6 @@ def test_nobody_waits_within_a_step_to_the_last_digit(step: tuple[Floats, Ints, 
     assert plan.loads.sum() - plan.sharing_cost == pytest.approx(costs.sum())
 
 
-@given(steps(), st.integers(0, 10_000))
-def test_whoever_is_shared_nobody_waits_if_ranks_run_by_descending_degree(
-    step: tuple[Floats, Ints, PlanKnobs], seed: int
-) -> None:
-    """Any degrees on any blocks, not only those that the planner takes."""
-    costs, _, knobs = step
-    rng = np.random.default_rng(seed)
-    degrees = rng.choice(np.array(knobs.degrees), costs.size)
-    ranks: list[list[tuple[int, int]]] = [[] for _ in range(knobs.num_ranks)]
-    for one in np.lexsort((rng.random(costs.size), -degrees)).tolist():
-        block = int(rng.integers(knobs.num_ranks // degrees[one]))
-        for rank in range(block * degrees[one], (block + 1) * degrees[one]):
-            ranks[rank].append((one, int(degrees[one])))
-    plan = replace(
-        planned(costs, np.ones(costs.size, dtype=np.int64), replace(knobs, cp_sizes=(1,))),
-        ranks=[[np.array([one]) for one, _ in of_rank] for of_rank in ranks],
-        degrees=[[degree for _, degree in of_rank] for of_rank in ranks],
-    )
-    check_degrees(plan)
-    parts = parts_of(plan, costs, knobs.cp_overhead)
-    assert gang(plan, parts) == [sum(of_rank) for of_rank in parts]
-
-
-def test_a_wrong_order_is_refused_and_waits() -> None:
-    costs, lengths = np.array([800.0, 300.0, 100.0, 200.0, 200.0]), np.array([800, 300, 100, 200, 200])
-    plan = planned(costs, lengths, knobs_of(4, 5, cp_overhead=0.0, cp_min_tokens=1, cp_sizes=(1, 2, 4)))
-    assert plan.finish == 400.0
-    ranks, degrees = [list(its) for its in plan.ranks], [list(its) for its in plan.degrees]
-    # the 800 on two ranks; one of them runs a rollout of its own first
-    one = next(rank for rank, its in enumerate(degrees) if its[0] == 2)
-    ranks[one].append(np.array([], dtype=np.int64))
-    alone = next(rank for rank, its in enumerate(ranks) if degrees[rank] == [1])
-    ranks[one], degrees[one] = [ranks[alone][0], ranks[one][0]], [1, 2]
-    ranks[alone], degrees[alone] = [], []
-    wrong = replace(plan, ranks=ranks, degrees=degrees)
-    with pytest.raises(ValueError, match="at unlike places"):
-        check_degrees(wrong)
-    other = next(rank for rank in range(one // 2 * 2, one // 2 * 2 + 2) if rank != one)
-    done = gang(wrong, parts_of(wrong, costs, 0.0))
-    assert done[other] > sum(parts_of(wrong, costs, 0.0)[other])
-    ranks[other], degrees[other] = [np.array([], dtype=np.int64), *ranks[other]], [1, *degrees[other]]
-    with pytest.raises(ValueError, match="descending degree"):
-        check_degrees(wrong)
-    check_degrees(wrong, locksteps=True)
-
-
 # --- never worse, and near the bound ---------------------------------------------------------------------------------
 
 
@@ -207,34 +160,6 @@ def test_never_later_than_without_sharing(
         assert [[one.tolist() for one in its] for its in plan.ranks] == [
             [one.tolist() for one in its] for its in whole.ranks
         ]
-
-
-def test_a_layout_that_needs_more_micro_batches_than_it_saves_work_is_not_taken() -> None:
-    lengths = np.array([26, 61, 76, 38, 46, 99, 80, 98])
-    knobs = knobs_of(
-        3,
-        8,
-        cp_min_tokens=1,
-        cp_overhead=0.05,
-        max_tokens_per_micro_batch=99,
-        fixed_costs=FixedCosts(step=0.0, micro_batch=1000.0),
-    )
-    whole = planned(lengths**2.0, lengths, replace(knobs, cp_sizes=(1,)))
-    assert planned(lengths**2.0, lengths, knobs).finish <= whole.finish
-
-
-@given(steps())
-def test_a_placement_knows_what_lies_on_each_rank(step: tuple[Floats, Ints, PlanKnobs]) -> None:
-    costs, lengths, knobs = step
-    rollouts = Shareable.of(costs, lengths, knobs)
-    found = place(rollouts, np.inf)
-    if found is None:
-        return
-    loads = np.zeros(knobs.num_ranks)
-    for one, (row, block) in enumerate(zip(found.rows.tolist(), found.blocks.tolist(), strict=True)):
-        size = int(rollouts.sizes[row])
-        loads[block * size : (block + 1) * size] += rollouts.parts[row, one]
-    assert found.loads == pytest.approx(loads)
 
 
 @pytest.mark.parametrize("sigma", [0.7, 2.0])
@@ -270,21 +195,6 @@ def test_no_plan_beats_the_bound(seed: int, overhead: float) -> None:
     assert found.lower_bound == step.bound()
 
 
-@given(steps())
-def test_the_bound_is_the_least_finish_that_its_conditions_allow(step: tuple[Floats, Ints, PlanKnobs]) -> None:
-    costs, lengths, knobs = step
-    rollouts = Shareable.of(costs, lengths, knobs)
-    bound = rollouts.bound()
-
-    def possible(finish: float) -> bool:
-        rows, each = rollouts.fitting(finish), np.arange(costs.size)
-        parts = rollouts.parts[rows, each]
-        return bool(parts.max() <= finish) and (parts * rollouts.sizes[rows]).sum() <= finish * knobs.num_ranks
-
-    assert possible(bound * (1 + 1e-9) + 1e-300)
-    assert bound == 0.0 or not possible(bound * (1 - 1e-9))
-
-
 @pytest.mark.parametrize(("num_ranks", "batch_size"), [(8, 32), (32, 128), (64, 1024), (12, 60)])
 def test_plans_come_near_the_bound_where_there_are_four_rollouts_a_rank(num_ranks: int, batch_size: int) -> None:
     finish = bound = 0.0
@@ -301,21 +211,6 @@ def test_an_outlier_is_shared_by_no_more_ranks_than_its_pieces_are_worth() -> No
     for least, most in ((4000, 1), (2001, 1), (2000, 2), (1000, 4), (500, 8)):
         plan = planned(costs, lengths, knobs_of(8, 20, cp_min_tokens=least))
         assert max(max(its) for its in degrees_of(plan)) == most
-
-
-def test_degrees_above_the_number_of_ranks_are_not_used() -> None:
-    costs, lengths = np.array([9000.0, 10.0, 10.0]), np.array([9000, 10, 10])
-    plan = planned(costs, lengths, knobs_of(3, 3, cp_sizes=(1, 2, 4), cp_min_tokens=1))
-    assert {degree for its in plan.degrees for degree in its} == {1, 2}
-    assert planned(costs[:1], lengths[:1], knobs_of(1, 1)).degrees == []
-
-
-def test_the_same_rollouts_give_the_same_plan() -> None:
-    costs, lengths = heavy_tail(32, 3, 2.0)
-    first, second = (planned(costs, lengths, knobs_of(8, 32), 5) for _ in range(2))
-    assert first.degrees
-    assert first.degrees == second.degrees
-    assert str(first.ranks) == str(second.ranks)
 
 
 def test_first_in_first_out_shares_too_and_round_robin_does_not() -> None:
@@ -365,16 +260,6 @@ def test_what_no_degree_can_hold_is_refused() -> None:
     assert sorted(max(its) for its in planned(costs, lengths, knobs).degrees)[-1] == 2
 
 
-def test_what_must_be_shared_is_shared_also_where_the_others_need_many_more_locksteps_than_their_tokens() -> None:
-    lengths = np.array([150] + [60] * 24)  # no two of 60 fit into 100
-    plan = planned(
-        lengths * 1.0, lengths, knobs_of(2, 25, sync="micro_batch", max_tokens_per_micro_batch=100, cp_sizes=(1, 2))
-    )
-    check_degrees(plan, locksteps=True)
-    assert sorted(its.count(2) for its in plan.degrees) == [1, 1]
-    assert [len(its) for its in plan.ranks] == [13, 13]
-
-
 def test_ranks_with_equal_numbers_of_micro_batches_need_no_padding_where_they_have_rollouts_enough() -> None:
     costs, lengths = heavy_tail(64, 5, 1.8)
     plan = planned(costs, lengths, knobs_of(8, 64, max_tokens_per_micro_batch=60_000))
@@ -395,30 +280,6 @@ def test_locksteps_with_an_outlier_are_shorter_where_it_is_shared(cap: int | Non
         plan = planned(lengths**2.0, lengths, knobs)
         shorter += plan.finish < 0.9 * whole.finish
     assert shorter >= 3
-
-
-@example(3, [[0], [1]])
-@given(st.integers(1, 9), st.lists(st.lists(st.integers(0, 3), max_size=9), max_size=6))
-def test_a_shared_micro_batch_of_any_locksteps_has_one_place_on_all_its_ranks(
-    num_ranks: int, rows: list[list[int]]
-) -> None:
-    locksteps, count = [], 0
-    for row in rows:
-        bins: list[_Bin] = []
-        for exponent in row:
-            if sum(one.degree for one in bins) + 2**exponent <= num_ranks:
-                bins.append(_Bin(float(exponent * 7 % 5), 2**exponent, [count]))
-                count += 1
-        if bins:
-            locksteps.append(bins)
-    ranks = _on_ranks(locksteps, num_ranks)
-    plan = replace(
-        planned(np.ones(1), np.ones(1, dtype=np.int64), knobs_of(num_ranks, num_ranks)),
-        ranks=[[np.array(items) for items, _ in its] for its in ranks],
-        degrees=[[degree for _, degree in its] for its in ranks],
-    )
-    check_degrees(plan, locksteps=True)
-    assert {items[0] for its in ranks for items, _ in its} == set(range(count))
 
 
 def test_ranks_change_places_without_leaving_their_blocks() -> None:

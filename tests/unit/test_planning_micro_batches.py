@@ -111,11 +111,6 @@ def test_equal_counts_and_labels_and_speeds(lengths, num_ranks, cap, sync_and_co
     assert all(ranks) or n < num_ranks
 
 
-def test_the_example_that_exceeds_the_cap_elsewhere():
-    ranks = form_micro_batches([6000, 6000, 6000], [1.0, 1.0, 1.0], 1, max_tokens=10000)
-    assert [one.size for one in ranks[0]] == [1, 1, 1]
-
-
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
 def test_a_rollout_above_the_cap_is_refused_or_sits_alone(sync):
     with pytest.raises(OversizeError, match="oversize='alone'"):
@@ -155,14 +150,6 @@ def test_locksteps_are_searched_from_two_starts(seed, percent):
     ranks = form_micro_batches(lengths, costs, 8, max_tokens=32768, sync="micro_batch")
     bound = lockstep_bound(costs, lengths, 8, 32768)
     assert 1 - bound / step_time(costs, ranks) < percent / 100
-
-
-def test_a_lockstep_more_that_saves_nothing_is_not_taken():
-    lengths, costs = heavy(12, 64)
-    ranks = form_micro_batches(lengths, costs, 8, max_tokens=32768, sync="micro_batch")
-    least = -(-lengths.sum() // (8 * 32768))
-    assert check(lengths, ranks, 8, 32768) == least
-    assert step_time(costs, ranks) > 1.02 * lockstep_bound(costs, lengths, 8, 32768)  # by the bound it might
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -229,45 +216,6 @@ def test_never_later_than_the_least_number_first_nor_before_the_bound(
         assert finish <= finish_of(costs, equal, overhead, "equal") * (1 + 1e-9)
 
 
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(12, 20))
-def test_the_bound_on_bins_is_one(lengths, cap):
-    def least(left, room):
-        """By trying everything."""
-        if not left:
-            return len(room)
-        size, *rest = left
-        ways = [least(rest, [*room, cap - size])]
-        for one in {r for r in room if r >= size}:
-            others = list(room)
-            others.remove(one)
-            ways.append(least(rest, [*others, one - size]))
-        return min(ways)
-
-    packer = Packer(np.array(lengths), np.ones(len(lengths)), cap, padded=False)
-    optimum = least(sorted(lengths, reverse=True), [])
-    assert -(-sum(lengths) // cap) <= packer.least_bins_of_all() <= optimum
-    assert optimum == len(packer.fewest(list(range(len(lengths)))))
-
-
-@pytest.mark.parametrize(("overhead", "numbers"), [(0.0, {2}), (5.0, {2}), (20.0, {1})])
-def test_one_more_micro_batch_is_taken_where_it_saves_more_than_it_costs(overhead, numbers):
-    lengths, costs = np.array([10, 5, 5]), np.array([2.0, 10.0, 10.0])  # in one each: 2 and 20; in two: 12 and 10
-    ranks = form_micro_batches(lengths, costs, 2, max_tokens=10, overhead=overhead)
-    assert {max(map(len, ranks))} == numbers
-
-
-def test_few_rollouts_are_packed_into_fewer_bins_than_by_size():
-    packer = Packer(np.array([2, 3, 5, 7, 3, 2]), np.ones(6), 11, padded=False)
-    assert sorted(sum(packer.token_list[i] for i in one) for one in packer.fewest(list(range(6)))) == [11, 11]
-
-
-def test_free_numbers_start_from_the_best_equal_ones():
-    lengths = np.array([2, 2, 11, 11, 9, 13, 16, 8, 2, 1, 12, 9, 3])
-    costs = np.array([13.0, 26, 28, 3, 16, 15, 6, 22, 16, 26, 16, 19, 6])
-    ranks = form_micro_batches(lengths, costs, 2, max_tokens=16, overhead=10.0, micro_batch_counts="free")
-    assert finish_of(costs, ranks, 10.0, "free") <= 146.0  # 151 from the balanced shares alone
-
-
 @given(st.lists(st.integers(1, 100), min_size=12, max_size=24), st.sampled_from([3.0, 30.0, 300.0]))
 def test_loads_count_the_overhead_and_swaps_with_the_window_never_make_it_worse(lengths, overhead):
     costs = np.array(lengths, dtype=float)
@@ -320,17 +268,6 @@ def test_idle_time_is_near_the_bound(lengths_like, size, percent):
     for name, (finish, bound) in idle.items():
         worst = 0.025 if name == "free" and percent else 0.01
         assert work[name] / bound - work[name] / finish <= worst
-
-
-def test_micro_batches_of_one_index_are_alike():
-    mean = highest = 0.0
-    for seed in range(6):
-        lengths, costs = heavy(seed, 256)
-        ranks = form_micro_batches(lengths, costs, 8, max_tokens=65536, sync="micro_batch")
-        loads = np.array([[costs[one].sum() for one in share] for share in ranks])
-        mean += loads.sum() / 8
-        highest += loads.max(axis=0).sum()
-    assert 1 - mean / highest <= 0.035
 
 
 def test_padded_neighbours_share_a_micro_batch():

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
 from stream_balancer.planning.plan import work_in
-from stream_balancer.planning.prefixes import _Layout, pack_siblings, place_siblings, prefix_bound
+from stream_balancer.planning.prefixes import prefix_bound
 from stream_balancer.planning.selection import Units
-from stream_balancer.planning.siblings import Siblings
 
 
 def cost(tokens):
@@ -148,43 +147,6 @@ def test_no_layout_at_all_is_done_before_the_bound(waiting, ranks):
     assert best <= plan(waiting, knobs_of(waiting, ranks)).finish * (1 + 1e-9) <= 1.5 * best
 
 
-@given(steps(), st.integers(2, 6), st.integers(0, 7))
-def test_exchanges_end_with_the_loads_that_they_count_with(waiting, ranks, step):
-    siblings = waiting.sets()
-    dense = (np.arange(waiting.costs.size) * (step + 1) + step) % ranks
-    layout = _Layout(siblings, ranks, dense)
-    before = layout.finish
-    layout.improve(prefix_bound(siblings, ranks))
-    np.testing.assert_allclose(layout.finish, siblings.loads(layout.rank_of, ranks).max())
-    assert layout.finish <= before
-    placed = place_siblings(siblings, ranks, dense, rotation=step)
-    assert siblings.loads(placed, ranks).max() <= siblings.loads(dense, ranks).max()
-
-
-def test_the_bound_knows_that_the_heaviest_rollout_needs_its_prefix():
-    waiting = columns([500] * 4, [1000, 1, 1, 1], [0, 0, 0, 1])
-    assert prefix_bound(waiting.sets(), 4) == waiting.costs[0] == optimum(waiting, 4)
-
-
-def test_the_plan_without_sharing_is_taken_where_whole_parts_need_more_micro_batches():
-    waiting = columns([50, 50, 500, 500, 500], [1000, 300, 1000, 10, 10], [0, 0, 1, 1, 2])
-    overhead = PlanKnobs(1, 1, 1).fixed_costs._replace(micro_batch=1e6)
-    knobs = knobs_of(waiting, 2, max_tokens_per_micro_batch=1100, fixed_costs=overhead, oversize="alone")
-    found, dense = plan(waiting, knobs), plan(without_sharing(waiting), knobs)
-    check(found, waiting, knobs)
-    assert max(map(len, found.ranks)) == max(map(len, dense.ranks)) == 2
-    assert found.finish <= dense.finish
-
-
-@pytest.mark.parametrize(("even", "number"), [(True, 2), (False, 1)])
-def test_a_rank_fills_as_many_micro_batches_as_the_others_where_counts_are_equal(even, number):
-    waiting = columns([100] * 2 + [10] * 6, [800] * 2 + [200] * 6, [0, 1, 2, 2, 3, 3, 4, 4])
-    ranks = pack_siblings(waiting.sets(), np.array([0, 0, 1, 1, 1, 1, 1, 1]), 2, 1500, even=even)
-    assert [len(one) for one in ranks[0]] == [1, 1]
-    assert len(ranks[1]) == number
-    assert {tuple(pair) for one in ranks[1] for pair in np.reshape(one, (-1, 2)).tolist()} == {(2, 3), (4, 5), (6, 7)}
-
-
 @pytest.mark.parametrize(("counts", "numbers"), [("equal", [2, 2]), ("free", [1, 2])])
 def test_as_many_micro_batches_on_every_rank_where_the_knobs_say_so(counts, numbers):
     # work of the groups 10 + 3 and 7 + 6; the first two fit one micro-batch, the others need two
@@ -198,13 +160,6 @@ def test_as_many_micro_batches_on_every_rank_where_the_knobs_say_so(counts, numb
     assert sorted(map(len, found.ranks)) == numbers
 
 
-def test_parts_of_a_group_lie_side_by_side_where_they_come_together_again():
-    # five siblings are above the cap, so the group is cut; then one micro-batch holds some of both parts, and of others
-    waiting = columns([1, 1, 1, 1, 1, 5, 5], [1000, 30, 300, 3, 1000, 300, 300], [1, 1, 1, 1, 1, 0, 0])
-    knobs = knobs_of(waiting, 2, max_tokens_per_micro_batch=1600, micro_batch_counts="free", oversize="alone")
-    check(plan(waiting, knobs), waiting, knobs)
-
-
 def test_a_group_is_split_only_where_that_makes_the_last_rank_earlier():
     # two groups of long prompts: whole, one on each rank
     waiting = columns([500] * 4, [10, 20, 30, 40], [0, 0, 1, 1])
@@ -214,50 +169,6 @@ def test_a_group_is_split_only_where_that_makes_the_last_rank_earlier():
     waiting = columns([50] * 5, [1000, 900, 10, 10, 10], [0, 0, -1, -1, -1])
     ranks = plan(waiting, knobs_of(waiting, 2)).ranks
     assert {tuple(np.intersect1d(np.concatenate(share), [0, 1])) for share in ranks} == {(0,), (1,)}
-
-
-def test_a_group_longer_than_the_cap_is_cut_before_it_is_placed():
-    group, tokens = np.zeros(5, dtype=np.int64), np.array([400, 300, 300, 200, 100])
-    siblings = Siblings(tokens * 1.0, group, np.array([100.0]), tokens, np.array([100]))
-    parts = siblings.cut_to(800)  # 400 + 300 and 300 + 200 + 100, each with the prompt of 100
-    assert parts.set_of.tolist() == [0, 0, 1, 1, 1]
-    assert parts.prefixes.tolist() == [100.0, 100.0]
-    assert parts.prefix_tokens.tolist() == [100, 100]
-    assert siblings.cut_to(1400) is siblings
-
-
-@given(steps(), st.integers(1, 1500))
-def test_parts_of_a_cut_hold_all_siblings_and_no_more_than_the_cap(waiting, cap):
-    siblings = waiting.sets()
-    parts = siblings.cut_to(cap)
-    for part in range(parts.prefixes.size):
-        members = np.flatnonzero(parts.set_of == part)
-        assert members.size
-        assert np.unique(siblings.set_of[members]).size == 1
-        whole = siblings.set_of[members[0]]
-        assert parts.prefixes[part] == siblings.prefixes[whole]
-        assert parts.prefix_tokens[part] == siblings.prefix_tokens[whole]
-        assert members.size == 1 or parts.tokens[members].sum() + parts.prefix_tokens[part] <= cap
-
-
-def finest_cut(waiting, rows):
-    """The peak of a group, in the plainest words."""
-    added = sorted((waiting.costs[rows] - waiting.prefix_costs[rows]).tolist(), reverse=True)
-    prefix = float(waiting.prefix_costs[rows[0]])
-    number = max(k for k in range(1, len(rows) + 1) if k == 1 or k * prefix <= 0.05 * (sum(added) + prefix) + prefix)
-    parts = [0.0] * number
-    for one in added:
-        parts[parts.index(min(parts))] += one
-    return max(parts) + prefix
-
-
-@given(steps())
-def test_a_group_weighs_in_the_choice_what_it_costs_with_its_prefix_once(waiting):
-    units = Units.of(waiting, knobs_of(waiting, 2, groups="same_batch"))
-    for unit in range(units.sizes.size):
-        rows = np.flatnonzero(units.labels(np.arange(waiting.costs.size)) == unit)
-        assert units.costs[unit] == pytest.approx(micro_batch_cost(waiting, rows))
-        assert units.peaks[unit] == pytest.approx(finest_cut(waiting, rows))
 
 
 def test_siblings_that_stay_may_go_one_by_one():
@@ -286,15 +197,3 @@ def test_the_heaviest_share_is_not_on_the_same_rank_in_every_step():
     plans = [plan(waiting, knobs_of(waiting, 4), step) for step in range(4)]
     assert {int(one.loads.argmax()) for one in plans} == {0, 1, 2, 3}
     assert {one.finish for one in plans} == {micro_batch_cost(waiting, [0, 1])}
-
-
-def test_ranks_of_a_good_start_are_kept():
-    siblings = Siblings(np.ones(4), np.arange(4), np.zeros(4), np.ones(4, dtype=np.int64), np.zeros(4, dtype=np.int64))
-    dense = np.array([1, 0, 1, 0])
-    assert place_siblings(siblings, 2, dense).tolist() == dense.tolist()
-
-
-def test_who_has_no_siblings_shares_nothing():
-    siblings = replace(columns([5, 5, 5], [1, 2, 3], [0, 0, 0]), groups=np.array([-1, -1, 4])).sets()
-    assert siblings.set_of.tolist() == [1, 2, 0]
-    assert siblings.prefixes.tolist() == [cost(5), 0.0, 0.0]

@@ -201,24 +201,6 @@ def test_a_group_above_the_budget_goes_whole():
     assert plan.incomplete_groups == ()
 
 
-def test_a_budget_holds_whatever_lengths_wait():
-    """Steps of many short rollouts and of few long ones, and nearly alike in tokens."""
-    rng = np.random.default_rng(5)
-    knobs = PlanKnobs(num_ranks=4, batch_size=4, batch_tokens=4_000, max_skips=8)
-    lengths, skips, steps = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), []
-    for step in range(60):
-        while lengths.sum() < 8_000:
-            lengths = np.append(lengths, int(rng.lognormal(4.0, 0.8)) + 1)
-            skips = np.append(skips, 0)
-        columns = waiting(lengths**2, lengths=lengths, skips=skips)
-        chosen = picked(plan_batch(columns, knobs, num_rollouts=lengths.size, step=step))
-        steps.append((chosen.size, int(lengths[chosen].sum())))
-        lengths, skips = np.delete(lengths, chosen), np.delete(skips, chosen) + 1
-    numbers, tokens = np.array(steps).T
-    assert numbers.min() < 0.8 * numbers.max()
-    assert tokens.std() / tokens.mean() < 0.05
-
-
 @given(st.data())
 def test_every_stratum_gets_its_share_of_every_step(data):
     """However long its rollouts are: the share of the step, or all that wait of it; and the skip guarantee holds."""
@@ -278,13 +260,6 @@ def test_a_share_takes_the_oldest_and_outlasts_the_swaps():
     assert {2, 7} <= set(picked(plan_batch(columns, knobs, num_rollouts=8, step=0)))
 
 
-def test_what_goes_in_any_case_counts_in_its_stratums_share():
-    columns = waiting([9.0] * 8, strata=[-1] * 6 + [0, 0])
-    columns.due[7] = True
-    knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8, stratum_shares=(0.25,))
-    assert picked(plan_batch(columns, knobs, num_rollouts=8, step=0)).tolist() == [0, 1, 2, 7]
-
-
 @given(st.data())
 def test_exactly_batch_size_and_the_due_go_now(data):
     costs = data.draw(st.lists(heavy_tails, min_size=1, max_size=24))
@@ -316,19 +291,6 @@ def test_exactly_batch_size_and_the_due_go_now(data):
         assert set(urgent) <= set(chosen)
     again = picked(plan_batch(columns, knobs, num_rollouts=number, step=3))
     assert (again == chosen).all()
-
-
-def test_more_due_than_fit_the_oldest_go():
-    columns = waiting(np.arange(1.0, 11.0), due=[True] * 10)
-    plan = plan_batch(columns, PlanKnobs(num_ranks=2, batch_size=4, max_skips=5), num_rollouts=4, step=0)
-    assert picked(plan).tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_first_in_first_out_where_it_balances(seed):
-    costs = np.random.default_rng(seed).uniform(900, 1100, 256)
-    plan = plan_batch(waiting(costs), PlanKnobs(num_ranks=8, batch_size=128, max_skips=4), num_rollouts=128, step=0)
-    assert picked(plan).tolist() == list(range(128))
 
 
 def test_outliers_wait_and_then_go_together():
@@ -375,27 +337,6 @@ def test_one_heavy_rollout_more_than_ranks_waits(cap):
     assert plan.imbalance < 0.01
 
 
-def test_more_musts_than_ranks_go_all_the_same():
-    costs = [100.0] * 5 + [10.0] * 27
-    due = [True] * 5 + [False] * 27
-    knobs = PlanKnobs(num_ranks=4, batch_size=16, max_skips=8)
-    plan = plan_batch(waiting(costs, due=due), knobs, num_rollouts=16, step=0)
-    assert picked(plan)[:5].tolist() == [0, 1, 2, 3, 4]
-
-
-def test_an_incomplete_group_waits_unless_due():
-    groups = [0, 0, 1, 1, 1, 2, 2, 2]
-    complete = [False, False, True, True, True, True, True, True]
-    knobs = PlanKnobs(num_ranks=2, batch_size=6, max_skips=5, groups="same_batch", group_size=3)
-    plan = plan_batch(waiting(np.ones(8), groups=groups, complete=complete), knobs, num_rollouts=6, step=0)
-    assert picked(plan).tolist() == [2, 3, 4, 5, 6, 7]
-    assert plan.incomplete_groups == ()
-    due = [True] + [False] * 7
-    plan = plan_batch(waiting(np.ones(8), groups=groups, complete=complete, due=due), knobs, num_rollouts=6, step=0)
-    assert picked(plan).tolist() == [0, 1, 2, 3, 4]
-    assert plan.incomplete_groups == (0,)
-
-
 def test_single_rollouts_fill_up_beside_groups():
     groups = [-1, 5, 5, 5, -1, 6, 6, 6, -1]
     knobs = PlanKnobs(num_ranks=2, batch_size=8, max_skips=5, groups="same_batch", group_size=3)
@@ -415,13 +356,6 @@ def test_fewer_rollouts_than_ranks_leave_the_last_ranks_empty():
     assert sorted(len(share) for share in plan.ranks) == [0, 0, 1, 1]
     nothing = plan_batch(waiting([]), PlanKnobs(num_ranks=4, batch_size=8, max_skips=5), num_rollouts=0, step=0)
     assert [share for share in nothing.ranks if share] == []
-
-
-def test_imbalance_is_split():
-    columns = waiting([1000.0, 1.0, 1.0, 1.0])
-    plan = plan_batch(columns, PlanKnobs(num_ranks=2, batch_size=4, max_skips=0), num_rollouts=4, step=0)
-    assert plan.unavoidable_imbalance == pytest.approx(1000 / 501.5 - 1)
-    assert plan.avoidable_imbalance == 0.0
 
 
 def test_what_a_group_on_one_rank_weighs_is_unavoidable():

@@ -11,7 +11,7 @@ import pytest
 
 import stream_balancer as sb
 from stream_balancer.tools.length_models import LengthModel
-from stream_balancer.tools.plot import page, ticks, write_plot
+from stream_balancer.tools.plot import page, write_plot
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +38,6 @@ def test_every_setting_is_a_dot_and_the_chosen_one_is_red(report: sb.TuneReport)
 
 def test_a_name_is_text(report: sb.TuneReport) -> None:
     assert "<script>" not in page(replace(report, trace_name="<script>alert(1)</script>"))
-
-
-@pytest.mark.parametrize(("most", "values"), [(2.1, 9), (0.03, 7), (1.0, 9), (47.0, 5), (0.999, 10)])
-def test_ticks_are_round_and_few(most: float, values: int) -> None:
-    found = ticks(most)
-    assert found[0] == 0.0
-    assert found[-1] <= most < found[-1] + found[1]
-    assert len(found) == values
-
-
-def test_html_is_written(report: sb.TuneReport, tmp_path: Path) -> None:
-    write_plot(report, tmp_path / "front.html")
-    assert (tmp_path / "front.html").read_text() == page(report)
 
 
 def test_another_suffix_or_folder_is_refused(report: sb.TuneReport, tmp_path: Path) -> None:

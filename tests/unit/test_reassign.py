@@ -117,21 +117,6 @@ def test_the_gradient_is_the_same_without_the_ranks_that_are_lost(more: dict[str
     assert core.in_flight() == (batch,)
 
 
-def test_what_was_let_in_goes_though_a_later_cap_would_refuse_it() -> None:
-    config = sb.BalancerConfig(dp_size=3, batch_size=6, window=6, micro_batches=sb.MicroBatches(max_tokens=100))
-    core = BalancerCore(config)
-    core.add_all([make_rollout(90, f"r{n}") for n in range(6)], 0.0)
-    batch = core.poll(0.0)
-    assert batch is not None
-    core.reconfigure(config.replace(micro_batches={"max_tokens": 50}, dp_size=2))
-    parts = reassign(core, batch, list(batch.ranks[0].rollouts), [1, 2])
-    assert [len(one.rollouts) for part in parts.values() for one in part.micro_batches] == [1, 1]
-    core.nack(batch.step)
-    again = core.poll(0.0)
-    assert again is not None
-    assert [len(one.rollouts) for share in again.ranks for one in share.micro_batches] == [1] * 6
-
-
 def test_seconds_that_ranks_of_the_former_plan_reported_do_not_count() -> None:
     config = sb.BalancerConfig(dp_size=3, batch_size=6, window=6)
     core = learning_core(config)

@@ -128,14 +128,6 @@ def held(*rollouts: sb.Rollout, arrived_at: float = 0.0, step: int = 0) -> Recor
     return records
 
 
-def test_a_second_put_of_an_id_does_not_hide_the_first() -> None:
-    records = held(make_rollout(3, "a"))
-    records.hold(1, as_array(write_rollouts(1, [Held(make_rollout(5, "a"), 0.0, 2)])), "row")
-    snapshot = records.snapshot(0.0)
-    assert [(r.rollout_id, r.num_tokens) for r in snapshot.waiting] == [("a", 3)]
-    assert snapshot.skips.tolist() == [2]
-
-
 def test_a_plan_whose_rollout_is_lost_is_not_kept() -> None:
     records = held(make_rollout(3, "a"), make_rollout(3, "b"))
     records.add(plan(0, ["a"], ["lost"]))
@@ -144,13 +136,6 @@ def test_a_plan_whose_rollout_is_lost_is_not_kept() -> None:
     assert snapshot.set_aside == ("step 0: its plan names rollouts that are lost",)
     assert records.damage.keys() == {"plan 0"}
     assert snapshot.next_step == 1
-
-
-def test_steps_go_on_though_the_state_is_lost() -> None:
-    records = held(make_rollout(3, "a"))
-    records.add(Done(0, ["x"], 7))
-    records.add(plan(5, ["a"]))
-    assert records.snapshot(0.0).next_step == 7
 
 
 def test_ages_survive() -> None:
@@ -198,10 +183,11 @@ class AtOnce:
     """Writes what is enqueued at once, in place of the journal's thread."""
 
     def __init__(self, journal: Journal) -> None:
-        self._store = journal._store
+        self._store, self.commits = journal._store, 0
         self._store.db.execute("pragma synchronous=off")
 
     def enqueue(self, item: Writing) -> None:
+        self.commits += 1
         self._store.commit(item.all_statements())
 
 
@@ -216,13 +202,19 @@ class Run:
         self.journal, self.core = Journal(self.folder), BalancerCore(self.config)
         snapshot, recovered = self.journal.open()
         assert not recovered.damage
-        self.journal._writer = AtOnce(self.journal)  # type: ignore[assignment]
+        self.writer = AtOnce(self.journal)
+        self.journal._writer = self.writer  # type: ignore[assignment]
         observer = JournalObserver(self.journal, self.core)
         observer._follow(self.journal.records)
         observer._restoring = snapshot
         self.core.observers.append(observer)
         self.core.restore(snapshot, 0.0)
         return snapshot
+
+    def rows(self, kind: str) -> int:
+        """Facts of a kind that the journal holds."""
+        ((count,),) = self.journal._store.db.execute("select count(*) from facts where key like ?", (f"{kind} %",))
+        return int(count)
 
     def ids(self) -> list[str]:
         return [r.rollout_id for r in self.core.snapshot(0.0).waiting]
@@ -279,10 +271,10 @@ class Run:
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
     chance = Random(seed)
-    size, remember_ids = chance.choice([(None, 0), (None, 5), (4, 1000)])
+    group_size, remember_ids = chance.choice([(None, 0), (None, 5), (4, 3), (4, 1000)])
     config = sb.BalancerConfig(
-        dp_size=2, batch_size=4, window=4, capacity=1000, max_skips=None, remember_ids=remember_ids,
-        staleness=sb.Staleness(max_versions=3), groups=sb.Groups(size=size),
+        dp_size=2, batch_size=4, window=4, capacity=1000, staleness=sb.Staleness(max_versions=3), max_skips=None,
+        groups=sb.Groups(size=group_size), remember_ids=remember_ids,
     )  # fmt: skip
     run = Run(tmp_path, config, chance)
     for _ in range(4):
@@ -290,6 +282,8 @@ def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
             run.happen()
         verify(run.core)
         before = run.core.snapshot(0.0)
+        assert run.rows("done") <= config.remember_ids
+        assert run.rows("group") <= config.remember_ids + len(before.group_sizes)
         run.journal._store.close()
         after = run.open()
         assert [r.rollout_id for r in after.waiting] == [r.rollout_id for r in before.waiting]
@@ -303,4 +297,19 @@ def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
         for name in ("accepted", "acknowledged", "evicted"):
             assert after.counts[name] == before.counts[name], name
         verify(run.core)
+    run.journal._store.close()
+
+
+def test_what_one_call_evicts_is_written_together(tmp_path: Path) -> None:
+    """With one row of how things stand, which has all groups that are open."""
+    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=400, staleness=sb.Staleness(max_versions=0, on_stale="evict"))
+    run = Run(tmp_path, config, Random(0))
+    for number in range(300):
+        run.put(f"r{number}", None, 0)
+    before = run.writer.commits
+    run.core.set_version(1)
+    assert run.core.state.counts.evicted["stale"] == 300
+    assert run.writer.commits - before == 2, "the version, and all that is too old for it"
+    run.journal._store.close()
+    assert run.open().counts["evicted"]["stale"] == 300
     run.journal._store.close()

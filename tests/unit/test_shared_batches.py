@@ -20,7 +20,6 @@ from stream_balancer.core import batching
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.host.plan_rows import batch_of, plan_of
-from stream_balancer.host.records import read_fact, write_fact
 from stream_balancer.planning import Plan, PlanKnobs, Waiting
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import Batch, MicroBatch, Rollout, SharedRollout
@@ -145,34 +144,6 @@ def test_a_batch_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         core.add(make_rollout(3, "r0"), now=3.0)
 
 
-def test_a_nacked_step_comes_again_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = core_of(LENGTHS)
-    by_hand(monkeypatch, RANKS, DEGREES)
-    batch = polled(core)
-    core.nack(0)
-    verify(core)
-    assert core.statistics(2.0).redelivering == len(LENGTHS)
-    assert polled(core) is batch
-    core.acknowledge(0)
-
-
-def test_per_rollout_means_come_out_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = core_of(LENGTHS)
-    rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
-    by_hand(monkeypatch, RANKS, DEGREES)
-    batch = polled(core)
-    trained = [r.tokens["logprobs"][1:][r.tokens["loss_mask"][1:]] for r in rollouts.values()]
-    expected = sum(float(logprobs.double().mean()) for logprobs in trained)
-    total = 0.0
-    for one in batch.ranks:
-        got = carried(*one.micro_batches)
-        for mb in got.micro_batches:
-            packed = mb.packed()
-            weight = packed.per_token(packed.execution_weights / packed.execution_loss_tokens)
-            total += float((packed["logprobs"].double() * packed["loss_mask"] * weight).sum())
-    assert total == pytest.approx(expected)
-
-
 def test_executions_are_sized_by_whole_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = sb.BalancerConfig(
         dp_size=2, batch_size=3, window=3, context_parallel=sb.ContextParallel(sizes=(1, 2), min_tokens=1)
@@ -225,18 +196,6 @@ def test_a_checkpoint_has_a_step_in_flight_as_it_was(monkeypatch: pytest.MonkeyP
     check_whole(again, rollouts)
     assert other.acknowledge(0).num_rollouts == len(LENGTHS)
     verify(other)
-
-
-def test_the_journal_has_each_rollout_once_and_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = core_of(LENGTHS)
-    rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
-    by_hand(monkeypatch, RANKS, DEGREES)
-    batch = polled(core)
-    plan = read_fact(plan_of(batch).key, write_fact(plan_of(batch)))
-    assert isinstance(plan, type(plan_of(batch)))
-    again = batch_of(plan, rollouts)
-    same_batch(batch, again)
-    check_whole(again, rollouts)
 
 
 @pytest.mark.parametrize("dp_size", [2, 1, 6, 3])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 
-import stream_balancer as sb
 from stream_balancer.integrations import _rows
 from stream_balancer.integrations.areal import trajectories_from
 from stream_balancer.integrations.torch_data import _as_dict
@@ -22,7 +21,6 @@ from stream_balancer.types.shared import (
     part_of,
     rows_behind,
     rows_of,
-    whole_rollouts,
 )
 
 DEGREES = (2, 4, 8, 3)
@@ -111,34 +109,6 @@ def test_joined_they_are_the_whole(lengths: list[int], degree: int, mask: bool) 
         assert sum(int(one["loss_mask"][rows].count_nonzero()) for one in layouts) == whole.num_loss_tokens
 
 
-@pytest.mark.parametrize("mask", [True, False])
-def test_nothing_beyond_the_end_counts(mask: bool) -> None:
-    wholes = [a_rollout(9, mask=mask), a_rollout(1, "s", mask=mask)]
-    for member in shared(wholes, 4):
-        packed = member.packed()
-        rows = torch.repeat_interleave(torch.tensor([9, 1]), torch.tensor(packed.lengths))
-        beyond = packed.position_ids >= rows
-        assert beyond.any()
-        assert not packed["loss_mask"][beyond].any()
-        assert not packed["input_ids"][beyond].any()
-        assert not packed.per_token("advantage")[beyond].any()
-        assert packed.per_token("advantage")[~beyond].eq(2.0).all()
-
-
-def test_a_loss_divides_by_the_whole() -> None:
-    """Per-rollout means: the parts of each, divided by the loss tokens of the whole, sum up to its mean."""
-    wholes = [a_rollout(40), a_rollout(17, "s")]
-    loss = {whole.rollout_id: torch.rand(whole.num_tokens, dtype=torch.float64) for whole in wholes}
-    expected = sum(float(loss[w.rollout_id][1:][w.tokens["loss_mask"][1:]].mean()) for w in wholes)
-    total = 0.0
-    for member in shared(wholes, 2):
-        packed = member.packed()
-        assert packed.execution_loss_tokens.tolist() == [w.num_loss_tokens for w in wholes]
-        mine = torch.cat([slice_column(loss[w.rollout_id], 2, member.cp_rank)[0] for w in wholes])
-        total += float((mine * packed["loss_mask"] * packed.per_token(1 / packed.execution_loss_tokens)).sum())
-    assert total == pytest.approx(expected)
-
-
 def test_where_the_whole_rollouts_lie() -> None:
     packed = MicroBatch.shared([a_rollout(9), a_rollout(8, "s")], (4, 5), 1).packed()
     assert packed.cu_seqlens.tolist() == [0, 6, 10]
@@ -150,24 +120,10 @@ def test_where_the_whole_rollouts_lie() -> None:
     assert unsplit.whole_cu_seqlens.tolist() == unsplit.whole_cu_seqlens_padded.tolist() == [0, 9, 17]
 
 
-def test_own_position_ids_are_sliced() -> None:
-    own = torch.arange(7) * 3
-    whole = Rollout(tokens={"input_ids": torch.arange(7), "position_ids": own}, rollout_id="r")
-    for member in shared([whole], 2):
-        assert torch.equal(member.packed().position_ids, naive_part(own, 2, member.cp_rank))
-
-
 @pytest.mark.parametrize("layout", ["padded", "nested"])
 def test_layouts_of_rows_are_refused(layout: str) -> None:
     with pytest.raises(ValueError, match=rf"{layout}\(\): 2 ranks share .* Take packed\(\)"):
         getattr(shared([a_rollout(9)], 2)[0], layout)()
-
-
-def test_next_of_an_unknown_column_is_named() -> None:
-    with pytest.raises(KeyError, match="no column 'logits'"):
-        MicroBatch.of([make_rollout(3)]).packed().next("logits")
-    with pytest.raises(KeyError, match="no column 'logits'"):
-        shared([make_rollout(3)], 2)[0].packed().next("logits")
 
 
 def test_a_part_is_the_rollouts_in_all_else() -> None:
@@ -217,16 +173,6 @@ def _without_whole(part: SharedRollout) -> SharedRollout:
         whole_tokens=part.whole_tokens,
         whole_loss_tokens=part.whole_loss_tokens,
     )
-
-
-def test_a_batch_has_each_whole_rollout_once() -> None:
-    long, short = make_rollout(9, "long"), make_rollout(2, "short")
-    ranks = [[MicroBatch.shared([long], (0, 1), place)] for place in range(2)]
-    ranks[1].append(MicroBatch.of([short]))
-    rollouts = [rollout for of_rank in ranks for mb in of_rank for rollout in mb.rollouts]
-    assert list(whole_rollouts(rollouts)) == [long, short]
-    assert sb.MicroBatch.of([short]).cp_group == ()
-    assert repr(ranks[1][0]) == "MicroBatch(num_rollouts=1, num_tokens=6, cp_group=(0, 1), cp_rank=1)"
 
 
 def test_adapters_refuse_chunks() -> None:

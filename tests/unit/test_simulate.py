@@ -19,7 +19,7 @@ from stream_balancer.errors import ConfigError, RolloutError
 from stream_balancer.tools.generation import finish_times
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.simulate import as_policy, simulate
-from stream_balancer.tools.simulation_report import Quantiles, SimulationReport
+from stream_balancer.tools.simulation_report import SimulationReport
 from stream_balancer.tools.trace import Trace, load_trace
 
 
@@ -162,17 +162,6 @@ class TestTimes:
         assert report.whole_idle_fraction == pytest.approx(report.idle_fraction), "all at once"
         assert report.idle_fraction > 0.3
 
-    def test_a_capacity_of_one_window_leaves_no_more_to_choose_from(self) -> None:
-        config = knobs(batch_size=2, window=2, capacity=2)
-        report = simulate(trace_of([50, 50, 100, 1, 1, 100], [*self.LATER]), config, trainer=1.0, warm_up=0)
-        assert report.step_of.tolist() == [0, 0, 1, 1, 2, 2]
-        assert report.idle_fraction > 0.3
-
-    def test_an_instant_trainer_has_no_idle_time_of_its_own(self) -> None:
-        report = simulate(trace_of([1] * 8, arrival=[0.0] * 8), knobs(window=4))
-        assert math.isnan(report.whole_idle_fraction)
-        assert report.to_dict()["whole_idle_fraction"] is None
-
     def test_a_full_buffer_blocks_puts_and_slots(self) -> None:
         """One slot, a token each at 1 token/s, room for four: the slot starts anew only when its put returned."""
         trace = trace_of([1] * 12)
@@ -181,16 +170,6 @@ class TestTimes:
         assert report.blocked_s == pytest.approx((24 - 9) / 12)
         assert report.elapsed_s == 64.0
 
-    def test_matched_keeps_up_exactly_where_nothing_idles(self) -> None:
-        trace = trace_of([10] * 400)
-        report = simulate(trace, knobs(window=4), slots=4, trainer="matched")
-        assert report.idle_fraction == pytest.approx(0.0)
-        assert report.blocked_s == pytest.approx(0.0)
-        step_s = (
-            report.overall.work_s / report.num_batches * report.trainer_busy * report.elapsed_s / report.overall.work_s
-        )
-        assert report.elapsed_s - report.steps.at_s[-1] == pytest.approx(step_s)
-
     def test_without_backpressure_arrivals_are_finish_times(self) -> None:
         trace = generate_trace(300, "lrm", seed=2)
         config = knobs(window=4, policy="fifo")
@@ -198,13 +177,6 @@ class TestTimes:
         order = np.argsort(finish_times(trace, 16, 30.0, seed=5), kind="stable")
         assert report.step_of[order].tolist() == [i // 4 for i in range(300)]
         assert report.elapsed_s == finish_times(trace, 16, 30.0, seed=5).max()
-
-    @pytest.mark.slow
-    def test_delay_in_dispatches_is_what_the_window_costs(self) -> None:
-        """Little's law: with W = 2 B waiting at each dispatch, a rollout is passed over once on average."""
-        report = simulate(generate_trace(2_000), knobs(batch_size=16, window=32), slots=32)
-        assert report.delay_dispatches.mean == pytest.approx(1.0, abs=0.05)
-        assert simulate(generate_trace(2_000), knobs(batch_size=16, policy="fifo")).delay_dispatches.max == 0
 
 
 class TestStrata:
@@ -258,18 +230,10 @@ class TestSegments:
         report = simulate(trace_of([10] * 800), config, slots=40, tokens_per_second=1.0, warm_up=0)
         assert (report.staleness.p10, report.staleness.p90) == (10.0, 10.0)
         evicting = simulate(
-            trace_of([10] * 800),
-            config.replace(staleness={"max_versions": 4}),
-            slots=40,
-            tokens_per_second=1.0,
-            warm_up=0,
+            trace_of([10] * 800), config.replace(staleness={"max_versions": 4}), slots=40, tokens_per_second=1.0, warm_up=0
         )
         assert evicting.evicted > 100
         assert evicting.staleness.max <= 4
-
-    def test_recorded_arrivals_have_no_tail_but_the_drain(self) -> None:
-        report = simulate(trace_of([5] * 42, arrival=[float(i) for i in range(42)]), knobs(window=8))
-        assert report.tail.batches == report.reasons["drain"] == 2
 
     def test_a_run_too_short_for_a_steady_state_says_so(self) -> None:
         trace = trace_of([5, 6, 7])
@@ -280,13 +244,6 @@ class TestSegments:
         assert report.idle_fraction == report.overall.idle_fraction == pytest.approx(1 - 9 / 11)
         assert report.delay_dispatches.mean == 0.0
         assert report.arrived_lengths.mean == 6.0
-
-    def test_warm_up_by_hand(self) -> None:
-        trace = trace_of([5] * 40, arrival=[0.0] * 40)
-        assert simulate(trace, knobs(window=4), warm_up=3).warm_up.batches == 3
-        assert simulate(trace, knobs(window=4), warm_up=99).steady.batches == 0
-        with pytest.raises(ConfigError, match="warm_up must be >= 0 dispatches, not -1"):
-            simulate(trace, knobs(), warm_up=-1)
 
     def test_idle_by_hand(self) -> None:
         """Two batches of 8+1+1+1 and 2+2+2+2 on two ranks: the slowest have 8 and 4, the means are 5.5 and 4."""
@@ -315,15 +272,6 @@ class TestSegments:
         generation_s = finish_times(trace, slots=4).max()
         assert matched.trainer_busy * matched.elapsed_s == pytest.approx(9 / 8 * generation_s)
 
-    def test_padded_micro_batches_pay_for_the_longest(self) -> None:
-        trace = trace_of([4, 1, 1, 1], arrival=[0.0] * 4)
-        config = BalancerConfig(dp_size=1, batch_size=4, window=4, cost=PaddedCost(), micro_batches={"max_tokens": 16})
-        report = simulate(trace, config, warm_up=0)
-        assert report.steps.mean_load.tolist() == [7.0]
-        assert 7.0 <= report.steps.step_work[0] <= 16.0
-        usual = simulate(trace, as_policy(config.replace(micro_batches={"max_tokens": None}), "round_robin"), warm_up=0)
-        assert usual.steps.step_work.tolist() == [16.0]
-
     @pytest.mark.parametrize(("sync", "work"), [("step", 7.0), ("micro_batch", 12.0)])
     def test_where_ranks_meet(self, sync: str, work: float) -> None:
         """Rank 0 runs 6 then 1, rank 1 runs 1 then 6."""
@@ -343,56 +291,8 @@ class TestSegments:
         assert report.steps.lower_bound.tolist() == report.steps.step_work.tolist() == [38.0]
         assert report.steps.mean_load.tolist() == [23.0]
 
-    def test_meeting_at_every_micro_batch_costs_the_sum_of_the_slowest(self) -> None:
-        trace = generate_trace(2_000, "lognormal", seed=1)
-        cap = {"micro_batches": {"max_tokens": 40_000}, "batch_size": 32}
-        step = simulate(trace, knobs(sync="step", **cap))
-        micro = simulate(trace, knobs(sync="micro_batch", policy="round_robin", **cap))
-        check_report(micro, trace)
-        assert micro.idle_fraction > step.idle_fraction
-
 
 class TestKnobs:
-    def test_staleness_evicts_and_still_counts_everything(self) -> None:
-        trace = trace_of([1] * 60 + [500] * 4)
-        report = simulate(
-            trace,
-            knobs(window=4, staleness={"max_versions": 3}),
-            slots=64,
-            tokens_per_second=1.0,
-            trainer=1.0,
-            warm_up=0,
-        )
-        check_report(report, trace)
-        assert report.evicted > 0
-        assert report.staleness.max <= 3
-
-    def test_groups_leave_together(self) -> None:
-        trace = generate_trace(600, "rg", seed=1)
-        config = knobs(batch_size=12, window=24, groups={"size": 3}, capacity=64)
-        report = simulate(trace, config, slots=16)
-        check_report(report, trace)
-        steps = report.step_of.reshape(-1, 3)
-        assert (steps == steps[:, :1]).all()
-
-    def test_a_group_that_stays_short_is_passed_over_by_nobody(self) -> None:
-        """It could never have gone: it leaves at the drain."""
-        groups = [0, *(1 + i // 2 for i in range(80))]
-        report = simulate(
-            trace_of([1] * 81, [float(i) for i in range(81)], groups), knobs(groups={"size": 2}, max_skips=8)
-        )
-        assert report.reasons["drain"] == 2
-        assert report.step_of[0] >= report.num_batches - 2 > 8
-        assert report.max_skips_seen <= 8
-
-    def test_siblings_pass_those_who_wait_for_room(self) -> None:
-        trace = trace_of([1] * 32, arrival=[0.0] * 32, groups=[i // 4 for i in range(32)])
-        config = knobs(window=4, capacity=4, groups={"size": 4})
-        report = simulate(trace, config, trainer=1.0)
-        check_report(report, trace)
-        assert report.step_of.tolist() == [i // 4 for i in range(32)]
-        assert report.blocked_s > 0
-
     def test_groups_that_fill_the_buffer_do_not_stop_it(self) -> None:
         """Capacity 4 is full of four groups that wait for siblings; two more rollouts wait for room."""
         groups = [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]
@@ -412,16 +312,6 @@ class TestKnobs:
         with pytest.raises(ConfigError, match="trainer must be 'instant', 'matched' or work units per second"):
             simulate(trace_of([1]), knobs(), trainer=trainer)
 
-    def test_bad_slots(self) -> None:
-        with pytest.raises(ConfigError, match="slots must be >= 1, not 0"):
-            simulate(trace_of([1]), knobs(), slots=0)
-
-    def test_as_policy_derives_the_window_anew(self) -> None:
-        config = knobs(window=12, max_skips=20, capacity=24, counts="equal")
-        fifo = as_policy(config, "fifo")
-        assert (fifo.policy, fifo.window, fifo.counts) == ("fifo", 4, "equal")
-        assert as_policy(config, "window") is config
-
     @pytest.mark.slow
     def test_length_bias(self) -> None:
         trace = generate_trace(4_000, "lognormal", seed=0)
@@ -437,18 +327,6 @@ class TestKnobs:
         assert usual.length_bias.delay_per_decile == (0.0,) * 10
         assert usual.length_bias.batch_mean_spread == pytest.approx(1.0, abs=0.2)
         assert usual.length_bias.arrived_quantiles == usual.length_bias.dispatched_quantiles
-
-    def test_report_says_what_ran(self) -> None:
-        report = simulate(generate_trace(50, "tau"), knobs(policy="round_robin"))
-        assert (report.trace_name, report.policy, report.num_rollouts) == ("tau", "round_robin", 50)
-        plain = report.to_dict()
-        assert plain["steady"].keys() == plain["overall"].keys()
-        assert "steps" not in plain
-
-
-def test_quantiles_of_nothing() -> None:
-    assert Quantiles.of(np.zeros(0)).max == 0.0
-    assert Quantiles.of(np.arange(101)).p90 == 90.0
 
 
 def test_fifo_beats_round_robin_and_the_window_beats_fifo() -> None:
@@ -483,21 +361,6 @@ def test_real_traces_reproduce_what_was_measured(traces_dir: Path, name: str) ->
     number = np.arange(220)
     idle = simulate(trace, config).steps.segment((number >= 50) & (number < 200)).idle_fraction
     assert 100 * idle == pytest.approx(MEASURED[name], abs=4.0, rel=0.05)
-
-
-@pytest.mark.slow
-def test_a_run_is_in_its_steady_state_after_the_warm_up(traces_dir: Path) -> None:
-    """The first 30 steps against the rest; with slots that begin empty they idle 4 %, and the rest 10 %."""
-    trace = load_trace(traces_dir / f"{_FIRST}.csv.gz")
-    config = BalancerConfig(dp_size=8, batch_size=32, cost=QuadraticCost(), max_skips=8)
-    work = np.zeros((2, 2))
-    for seed in range(8):
-        report = simulate(trace.resampled(32 * 130, seed, by_group=False), config, seed=seed, tolerance=0.05)
-        first = report.shown_steps.start + 30
-        for part, chosen in enumerate((slice(report.shown_steps.start, first), slice(first, report.shown_steps.stop))):
-            work[part] += report.steps.mean_load[chosen].sum(), report.steps.step_work[chosen].sum()
-    early, late = 100 * (1 - work[:, 0] / work[:, 1])
-    assert early == pytest.approx(late, abs=2.0)
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "fifo", "window"])

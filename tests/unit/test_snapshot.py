@@ -16,7 +16,6 @@ from invariants import verify
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
-from stream_balancer.testing import make_rollouts
 
 
 def rich_rollout(n: int) -> sb.Rollout:
@@ -115,33 +114,6 @@ def test_a_restored_balancer_goes_on_where_the_other_stopped() -> None:
     assert rest.step == flying.step + 1
 
 
-def test_what_was_in_flight_is_planned_again_for_other_ranks() -> None:
-    core = busy_core()
-    fresh = BalancerCore(config(dp_size=3, batch_size=6))
-    fresh.restore(core.snapshot(20.0), 0.0)
-    verify(fresh)
-    stats = fresh.statistics(0.0)
-    assert (stats.waiting, stats.in_flight, stats.accepted, stats.acknowledged) == (5, 4, 13, 4)
-    (flying,), again = core.in_flight(), fresh.poll(0.0)
-    assert again is not None
-    assert (again.step, len(again.ranks)) == (flying.step, 3)
-    assert sorted(r.rollout_id for r in again.rollouts) == sorted(r.rollout_id for r in flying.rollouts)
-
-
-def test_length_figures_count_what_was_restored_as_arrived() -> None:
-    """They are not in the checkpoint, and compare what arrived with what was dispatched."""
-    core = BalancerCore(config())
-    core.add_all([rich_rollout(n) for n in range(4)], 0.0)
-    fresh = BalancerCore(config())
-    fresh.restore(core.snapshot(1.0), 0.0)
-    fresh.end()
-    while fresh.poll(0.0) is not None:
-        pass
-    bias = fresh.statistics(0.0).length_bias
-    assert bias.num_dispatched == 4
-    assert bias.arrived_quantiles == bias.dispatched_quantiles
-
-
 def test_stale_rollouts_of_a_checkpoint_are_evicted_and_counted() -> None:
     core = BalancerCore(config())
     core.set_version(9)
@@ -163,44 +135,6 @@ def test_knobs_that_refuse_a_rollout_say_which_and_change_nothing() -> None:
         fresh.restore(busy_core().snapshot(20.0), 0.0)
     assert fresh.statistics(0.0).accepted == 0
     verify(fresh)
-
-
-def test_only_a_fresh_balancer_loads() -> None:
-    core = busy_core()
-    with pytest.raises(ValueError, match="needs a fresh balancer"):
-        core.restore(core.snapshot(20.0), 20.0)
-
-
-def test_siblings_that_left_before_the_checkpoint_are_remembered() -> None:
-    knobs = config(groups=sb.Groups(size=2), deadline_s=5.0)
-    core = BalancerCore(knobs)
-    first, second = make_rollouts([3, 4], prefix="a", siblings=2)
-    whole = make_rollouts([3, 4], prefix="b", siblings=2)
-    core.add(first, 0.0)
-    for rollout in whole:
-        core.add(sb.Rollout(**{**_fields(rollout), "group_id": "whole"}), 0.0)
-    batch = core.poll(5.0)
-    assert batch is not None
-    assert batch.incomplete_groups == ("g0",)
-    fresh = BalancerCore(knobs)
-    fresh.restore(read_state_dict(state_dict(core.snapshot(6.0))), 0.0)
-    fresh.poll(0.0)
-    fresh.add(second, 0.0)
-    verify(fresh)
-    assert fresh.state.buffer.num_ready == 1, "its sibling has come and gone: it waits for nobody"
-
-
-def _fields(rollout: sb.Rollout) -> dict[str, Any]:
-    names = ("tokens", "scalars", "tensors", "metadata", "rollout_id", "group_id", "version", "cost")
-    return {name: getattr(rollout, name) for name in names}
-
-
-class Stateful:
-    """What a trainer hands to DCP."""
-
-    def __init__(self, balancer: sb.BlockingBalancer) -> None:
-        self.state_dict = balancer.state_dict
-        self.load_state_dict = balancer.load_state_dict
 
 
 @pytest.mark.filterwarnings("ignore")  # DCP's own, without a process group

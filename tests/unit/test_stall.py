@@ -111,11 +111,3 @@ def test_the_ranks_part() -> None:
         "rank 2 has given no credit for 40 s",
     ]
     assert why_ranks_wait([replace(busy, step=None)]) == "rank 2 has given no credit for 40 s"
-
-
-def test_of_many_ranks_a_few_are_named() -> None:
-    ranks = [RankState(rank=r, ready=False, since_s=r, connected=False) for r in range(100)]
-    assert why_ranks_wait(ranks) == (
-        "rank 99 has not connected in 99 s; rank 98 has not connected in 98 s; rank 97 has not connected in 97 s; "
-        "so do 97 more ranks"
-    )

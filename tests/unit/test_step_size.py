@@ -14,7 +14,6 @@ import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.throttle import Throttle
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
-from stream_balancer.learn.auto_window import AutoWindow
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, plan_batch, smallest_max_skips
 from stream_balancer.planning.step_size import surplus_after
 
@@ -105,21 +104,6 @@ def test_an_outliers_step_takes_more_and_later_ones_give_it_back() -> None:
     assert sum(16 - size for size in given_back) == 16
 
 
-def test_steps_that_balance_do_not_vary() -> None:
-    assert sizes(0, 3, [100.0] * 40) == [16, 16, 16]
-
-
-def test_it_takes_no_more_than_pays() -> None:
-    """The other three ranks are as busy with 24 in all; with 32 the outlier would not be one any more."""
-    assert sizes(0, 1, [700.0] + [100.0] * 40) == [24]
-
-
-def test_one_outlier_after_another_takes_no_more_than_the_range() -> None:
-    taken = sizes(0, 8, OUTLIER)
-    assert sum(taken) - 8 * 16 <= 32 - 16
-    assert min(taken) >= 8
-
-
 def test_what_is_due_does_not_wait_for_a_step_that_gives_back() -> None:
     columns = waiting([100.0] * 40, due=np.arange(40) >= 24)
     go = choose_batch(columns, KNOBS, num_rollouts=40, surplus=16)  # 12 would give back; 16 are due
@@ -129,38 +113,11 @@ def test_what_is_due_does_not_wait_for_a_step_that_gives_back() -> None:
     assert choose_batch(columns, KNOBS, num_rollouts=40, surplus=0).sum() == 24  # all of them, since the range allows
 
 
-def test_the_guarantee_counts_on_no_more_than_the_least() -> None:
-    """Of eight that one more step may leave behind, four must go now: the next may take four."""
-    knobs = PlanKnobs(num_ranks=2, batch_size=8, batch_size_range=(4, 16), max_skips=8)
-    columns = waiting([100.0] * 28, skips=np.where(np.arange(28) < 20, 0, 7))
-    go = choose_batch(columns, knobs, num_rollouts=28, surplus=8)
-    assert go[20:].sum() >= 4
-
-
 def test_generation_is_throttled_by_the_least() -> None:
-    knobs = sb.BalancerConfig(
-        dp_size=1,
-        batch_size=2,
-        step_size=sb.StepSize(rollouts=(1, 4)),
-        window=2,
-        staleness=sb.Staleness(max_versions=1),
-    )
+    knobs = sb.BalancerConfig(dp_size=1, batch_size=2, step_size=sb.StepSize(rollouts=(1, 4)), window=2, staleness=sb.Staleness(max_versions=1))
     core = BalancerCore(knobs)
     core.set_version(0)
     assert Throttle().room(core.state) == 2  # two batches before they are too old, of one rollout at the least
-
-
-def test_groups_on_one_rank_are_as_heavy_as_their_sum() -> None:
-    knobs = PlanKnobs(2, 8, 8, batch_size_range=(4, 16), groups="same_rank", group_size=2)
-    costs = [450.0] * 2 + [100.0] * 30
-    go = choose_batch(waiting(costs, groups=np.arange(32) // 2, due=np.arange(32) < 2), knobs, num_rollouts=32)
-    assert go.sum() > 8  # each by itself would balance six others
-
-
-@pytest.mark.parametrize("available", [1, 5, 9])
-def test_fewer_than_a_step_go_all_together(available: int) -> None:
-    go = choose_batch(waiting([100.0] * available), KNOBS, num_rollouts=available, surplus=0)
-    assert go.all()
 
 
 # -- in a balancer -----------------------------------------------------------------------------------------------------
@@ -222,21 +179,10 @@ def test_a_short_step_gives_back_too_and_is_not_made_up_for() -> None:
     assert size_of(core) == 8
 
 
-def test_the_drain_gives_back_too() -> None:
-    core = after_an_outlier()
-    filled(core, [10] * 15)
-    core.end()
-    taken = [size_of(core), size_of(core), size_of(core)]
-    assert taken == [6, 6, 3]
-    assert core.finished
-
-
 def test_knobs_change_live() -> None:
     core = after_an_outlier()
     filled(core, [10] * 15)
-    core.reconfigure(
-        core.config.replace(step_size={"rollouts": (6, 10)})
-    )  # now at most two may have been taken in advance
+    core.reconfigure(core.config.replace(step_size={"rollouts": (6, 10)}))  # now at most two may have been taken in advance
     filled(core, [10])
     assert size_of(core) == 7
     assert surplus_of(core) == 2
@@ -244,24 +190,6 @@ def test_knobs_change_live() -> None:
     filled(core, [10] * 8)
     assert size_of(core) == 8
     assert surplus_of(core) == 0
-
-
-def test_the_automatic_window_foresees_it() -> None:
-    costs = np.where(np.arange(4_000) % 50 == 0, 2_000.0, 100.0)
-    foreseen = {}
-    for steps in (None, (8, 32)):
-        auto = AutoWindow(16, (16, 32), 32)
-        knobs = PlanKnobs(num_ranks=4, batch_size=16, batch_size_range=steps, max_skips=8)
-        for first in range(0, costs.size, 16):
-            auto.observe(waiting(costs[first : first + 16]), knobs)
-        foreseen[steps] = auto.idle_by_window[32]
-        copy = AutoWindow(16, (16, 32), 32)
-        copy.take_over(auto.state())
-        assert [one["surplus"] for one in copy.state()["shadows"]] == [
-            one["surplus"] for one in auto.state()["shadows"]
-        ]
-    assert any(one["surplus"] for one in auto.state()["shadows"])
-    assert foreseen[8, 32] < foreseen[None]
 
 
 @pytest.mark.parametrize(
@@ -276,10 +204,7 @@ def test_the_automatic_window_foresees_it() -> None:
         ({"step_size": {"rollouts": (8, 8)}}, "or leave it out for batch_size rollouts every time"),
         ({"step_size": {"rollouts": (4, 33)}}, r"reaches above capacity \(32\)"),
         ({"step_size": {"rollouts": (1, 16)}}, r"begins below dp_size \(2\) x micro_batches.multiple_of \(1\)"),
-        (
-            {"step_size": {"rollouts": (4, 16)}, "micro_batches": {"multiple_of": 4}},
-            "some micro-batches would be empty",
-        ),
+        ({"step_size": {"rollouts": (4, 16)}, "micro_batches": {"multiple_of": 4}}, "some micro-batches would be empty"),
         ({"step_size": {"rollouts": (4, 16)}, "min_batch_size": 5}, r"min_batch_size \(5\) must be <= the least"),
         ({"step_size": {"rollouts": (4, 15)}, "counts": "equal"}, "must be multiples of 2.* Change 15"),
         ({"step_size": {"rollouts": (3, 15)}, "groups": {"size": 2}}, "must be multiples of 2.* Change 3 and 15"),
@@ -293,10 +218,3 @@ def test_the_automatic_window_foresees_it() -> None:
 def test_ranges_that_cannot_work(knobs: dict[str, Any], says: str) -> None:
     with pytest.raises(sb.ConfigError, match=says):
         config(**{"batch_size": 8, "window": 16, **knobs})
-
-
-def test_a_range_may_be_a_list_and_ends_may_be_the_mean() -> None:
-    assert config(batch_size=8, step_size=sb.StepSize(rollouts=[8, 16])).batch_size_range == (8, 16)
-    assert (
-        config(batch_size=8, step_size=sb.StepSize(rollouts=(4, 8)), capacity=128).max_skips == 31
-    )  # 128 leave, 4 at a time

@@ -44,34 +44,6 @@ def test_a_stratum_of_long_rollouts_is_in_every_step_while_it_waits() -> None:
     assert sum(found) >= 20, "an eighth of 160"
 
 
-def lengths_of_stratum(batch: sb.Batch | None, stratum: str) -> list[int]:
-    assert batch is not None
-    return [one.num_tokens for one in batch.rollouts if one.stratum == stratum]
-
-
-def test_an_outlier_waits_for_company_though_its_stratum_has_a_share() -> None:
-    core = core_of(stratum_shares={"agent": 0.25})
-    for length, stratum in [(900, "agent"), *[(50, "math")] * 6, (60, "agent")]:
-        core.add(rollout(length, stratum), 0.0)
-    assert lengths_of_stratum(core.poll(0.0), "agent") == [60]
-    for _ in range(4):
-        core.add(rollout(50, "math"), 1.0)
-    assert lengths_of_stratum(core.poll(1.0), "agent") == [900], "it is all of the stratum that waits"
-
-
-def test_a_share_changes_nothing_where_the_best_step_has_it() -> None:
-    chosen = []
-    for shares in (None, {"agent": 0.25}):
-        core = core_of(stratum_shares=shares)
-        for number, length in enumerate([900, 70, 50, 80, 60, 50, 55, 65]):
-            core.add(rollout(length, "agent" if number in (0, 1, 7) else "math", rollout_id=str(number)), 0.0)
-        batch = core.poll(0.0)
-        assert batch is not None
-        chosen.append(sorted(one.rollout_id for one in batch.rollouts))
-    assert chosen[0] == chosen[1]
-    assert {"1", "7"} & set(chosen[0])
-
-
 def test_statistics_say_who_waits_and_who_went() -> None:
     core = core_of()
     assert core.statistics(0.0).strata == {}
@@ -92,17 +64,6 @@ def test_statistics_say_who_waits_and_who_went() -> None:
     assert said["stratum_waiting_rollouts/math"] == told["math"].waiting
     assert said["stratum_share/code"] == told["code"].share
     assert "stratum_mean_wait_seconds/code" in said
-
-
-def test_shares_are_of_the_last_dispatches() -> None:
-    core = core_of(window=4)
-    for stratum in ["math"] * 4 + ["code"] * 400:
-        core.add(rollout(5, stratum), 0.0)
-        core.poll(0.0)
-    told = core.statistics(0.0).strata
-    assert told["math"].share < 0.05
-    assert told["math"].share + told["code"].share == pytest.approx(1.0)
-    assert told["math"].mean_wait_s == 0.0
 
 
 def test_a_checkpoint_and_a_redelivery_know_the_stratum() -> None:

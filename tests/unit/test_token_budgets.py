@@ -52,13 +52,6 @@ def test_a_window_in_rollouts_takes_as_many_as_the_budget_wants() -> None:
     assert polled(core).num_rollouts == 32, "the whole window has fewer tokens than the budget"
 
 
-def test_every_rank_gets_a_rollout_however_long_they_are() -> None:
-    core = core_of([500] * 3, dp_size=3)
-    batch = polled(core)
-    assert batch.num_rollouts == 3
-    assert batch.num_padding == 0
-
-
 def test_whole_groups_go_and_incomplete_ones_do_not_count() -> None:
     core = core_of([25] * 8, siblings=4, groups=sb.Groups(size=4), step_size=sb.StepSize(tokens=100, window_tokens=150))
     batch = polled(core)
@@ -108,44 +101,6 @@ def test_too_old_rollouts_are_not_counted_before_they_may_leave() -> None:
     assert core.poll(0.0) is None, "those that may leave have 20 tokens"
     core.acknowledge(first.step)
     assert polled(core).num_tokens == 100
-
-
-def test_a_full_step_leaves_before_it_is_too_old() -> None:
-    core = core_of([], staleness=sb.Staleness(max_versions=0), step_size=sb.StepSize(tokens=100, window_tokens=500))
-    core.set_version(0)
-    core.add(make_rollout(30, version=0), 0.0)
-    core.add(make_rollout(30, version=0), 0.0)
-    assert core.poll(0.0) is None, "one for each rank, and too few tokens"
-    core.add(make_rollout(60, version=0), 0.0)
-    assert polled(core).reason == "age"
-
-
-def test_tokens_may_limit_what_waits_under_batch_size_too() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=8, limits=sb.Limits(tokens=100)))
-    for rollout in make_rollouts([60, 60]):
-        core.add(rollout, 0.0)
-    with pytest.raises(sb.WouldBlock):
-        core.add(make_rollout(1), 0.0)
-    assert polled(core).num_rollouts == 2
-
-
-def test_tokens_of_siblings_that_wait_for_others_do_not_make_a_put_wait() -> None:
-    knobs: dict[str, Any] = {
-        "dp_size": 1,
-        "batch_size": 2,
-        "window": 8,
-        "groups": {"size": 2},
-        "limits": {"tokens": 100},
-    }
-    core = BalancerCore(sb.BalancerConfig(**knobs))
-    for number in range(3):
-        core.add(make_rollout(40, f"open{number}", group_id=f"open{number}"), 0.0)
-    for pair in ("a", "b"):  # 120 tokens wait for siblings
-        core.add_all([make_rollout(25, f"{pair}{n}", group_id=pair) for n in (0, 1)], 0.0)
-    with pytest.raises(sb.WouldBlock):  # 100 could leave
-        core.add_all([make_rollout(1, f"c{n}", group_id="c") for n in (0, 1)], 0.0)
-    assert sorted(r.rollout_id for r in polled(core).rollouts) == ["a0", "a1"]
-    core.add_all([make_rollout(1, f"c{n}", group_id="c") for n in (0, 1)], 0.0)
 
 
 def test_no_more_tokens_wait_than_max_skips_is_a_guarantee_for() -> None:

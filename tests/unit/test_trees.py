@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import stream_balancer as sb
-from stream_balancer.tensors import FlatColumns
-from stream_balancer.trees import Tree, tree
+from stream_balancer.trees import Tree
 from stream_balancer.types import MicroBatch, Rollout
 
 
@@ -151,16 +150,6 @@ def test_what_fills_up_to_a_multiple_is_nobodys(micro_batch: MicroBatch, multipl
         micro_batch.tree(multiple_of=0)
 
 
-def test_without_prefixes_nothing_is_copied() -> None:
-    micro_batch = on_a_rank(MicroBatch.of([sibling(None, 0, 5), sibling("g", 3, 2, number=1)]))
-    unique, packed = micro_batch.tree(["input_ids", "pairs"]), micro_batch.packed()
-    for name in unique.columns:
-        assert unique[name].data_ptr() == packed[name].data_ptr()
-    assert unique.index.tolist() == list(range(10))
-    assert unique.spans.tolist() == [[0, 5, -1], [5, 10, -1]]
-    assert unique.spans.dtype == unique.reach.dtype == torch.int32
-
-
 def test_siblings_share_the_least_and_who_declares_nothing_shares_nothing() -> None:
     made = [sibling("g", 6, 2, declared=declared, number=declared) for declared in (6, 0, 4)]
     unique = MicroBatch.of(made).tree()
@@ -196,21 +185,3 @@ def test_prefixes_that_differ_are_refused_by_name(place: int, carry: Any) -> Non
     assert MicroBatch.of([good, bad]).tree(["pairs"]).num_tokens == 11, "what the model does not read may differ"
     with pytest.raises(KeyError, match="no column"):
         micro_batch.tree(["mask"])
-
-
-def test_where_ranks_share_a_rollout_nobody_shares_its_prefix() -> None:
-    part = MicroBatch.shared([sibling("g", 20, 2)], (0, 1), 0)
-    with pytest.raises(ValueError, match=r"tree\(\): ranks \(0, 1\) share these rollouts"):
-        part.tree()
-
-
-def test_tokens_that_lie_elsewhere_have_a_tree_without_values() -> None:
-    flat = FlatColumns(
-        {"input_ids": torch.empty(13, dtype=torch.int64, device="meta")},
-        (6, 7),
-        {},
-        torch.ones(2),
-        prefixes=[("g", 5), ("g", 5)],
-    )
-    assert tree(flat)["input_ids"].shape == (8,)
-    assert repr(tree(flat)) == "Tree(num_tokens=8, nodes=3, dense_tokens=13)"

@@ -114,10 +114,6 @@ def test_the_smallest_setting_within_the_bounds_that_idles_hardly_more_than_the_
     assert recommend(*outcomes, **how) is best
 
 
-def test_the_front_of_settings_in_time_goes_by_all_idle_time() -> None:
-    assert pareto_front([replace(one, age=1.0) for one in (SMALLER, FEW_WAIT, FULLER)])[0].capacity == 24
-
-
 class TestSettings:
     def settings(self, config: sb.BalancerConfig, *, in_time: bool = False, **chosen: Any) -> list[sb.BalancerConfig]:
         base = config.replace(window=None, max_skips=None, capacity=None)
@@ -131,32 +127,6 @@ class TestSettings:
         assert found[0].window == 32
         assert [c.window for c in found] == sorted(c.window for c in found)
         assert {c.deadline_s for c in found if c.window == 64} == {None, 40.0, 80.0}
-
-    def test_each_window_with_each_capacity_where_the_trainer_takes_time(self) -> None:
-        found = self.settings(sb.BalancerConfig(dp_size=8, batch_size=32), in_time=True)
-        grid = [(c.window, c.capacity, c.max_skips) for c in found if c.deadline_s is None]
-        pairs = [(window, capacity) for window in (32, 48, 64) for capacity in (64, 96, 128, 192)]
-        assert grid == [(*pair, skips) for pair in pairs for skips in (8, 16, 32)]
-        assert len(found) == 42
-        timed = [(c.window, c.capacity) for c in found if c.deadline_s is not None]
-        assert timed == [(32, 64)] * 2 + [(48, 96)] * 2 + [(64, 128)] * 2
-
-    def test_no_window_that_a_capacity_could_not_fill(self) -> None:
-        found = self.settings(SMALL, in_time=True, windows=[4, 8, 12], capacities=[8, 6], max_skips=[9])
-        assert [(c.window, c.capacity) for c in found if c.deadline_s is None] == [(4, 6), (4, 8), (8, 8)]
-        budget = sb.BalancerConfig(dp_size=2, step_size=sb.StepSize(tokens=1_000))
-        found = self.settings(budget, in_time=True, windows=[1_500], max_skips=[9], deadlines_s=[None])
-        assert [(c.step_size.window_tokens, c.limits.tokens) for c in found] == [
-            (1_500, capacity) for capacity in (2_000, 3_000, 4_000, 6_000)
-        ]
-
-    def test_whole_groups(self) -> None:
-        found = self.settings(sb.BalancerConfig(dp_size=2, batch_size=12, groups=sb.Groups(size=6)))
-        assert {c.window % 6 for c in found} == {0}
-
-    def test_what_a_window_needs_where_that_is_more(self) -> None:
-        found = self.settings(sb.BalancerConfig(dp_size=8, batch_size=32), windows=[224])
-        assert [c.max_skips for c in found if c.deadline_s is None] == [18, 32]
 
     def test_what_was_asked_for_in_every_combination_that_works(self) -> None:
         found = self.settings(SMALL, windows=[16, 4], max_skips=[2, 9], deadlines_s=[None, 5.0])
@@ -184,14 +154,6 @@ class TestSweep:
         assert again.idle_fraction == chosen.idle_fraction, "a figure of the sweep is the simulation's"
         assert chosen.rank_work.shape == (48, 2)
 
-    def test_windows_of_a_budget_are_in_tokens(self) -> None:
-        trace = sb.generate_trace(120, HEAVY, seed=1)
-        config = sb.BalancerConfig(dp_size=2, step_size=sb.StepSize(tokens=2_000))
-        report = sb.tune(trace, config, windows=[2_000, 4_000], max_skips=[12], deadlines_s=[None], slots=16)
-        assert [o.knobs["window_tokens"] for o in report.outcomes] == [2_000, 4_000]
-        assert report.recommended_config.window_tokens == report.recommended.window
-        assert "window_tokens=" in report.reason
-
     def test_no_window_where_every_batch_balances(self) -> None:
         trace = sb.generate_trace(1600, LengthModel(mu=5.0, sigma_between=0.0, sigma_within=0.1))
         config = SMALL.replace(batch_size=16, cost=sb.QuadraticCost())
@@ -202,22 +164,11 @@ class TestSweep:
         assert "x dp_size x the longest rollout; first in, first out is already at its bound" in report.reason
         assert report.reason.endswith("use window=batch_size.")
 
-    def test_a_short_trace_is_repeated(self) -> None:
-        trace = sb.generate_trace(50, HEAVY)
-        report = sb.tune(trace, SMALL, windows=[4, 8], max_skips=[12], deadlines_s=[None])
-        assert (report.times, report.num_rollouts) == (4, 200)
-
     def test_the_age_bound_is_kept(self) -> None:
         trace = sb.generate_trace(400, HEAVY, seed=1)
         report = sb.tune(trace, SMALL, max_added_age=0.5, **{**FEW, "windows": [4, 6, 12]})
         assert report.recommended.window == 6
         assert "would take window=12" in report.reason
-
-    def test_json_ready(self) -> None:
-        report = sb.tune(sb.generate_trace(400, HEAVY), SMALL, **{**FEW, "windows": [4]})
-        found = json.loads(json.dumps(report.to_dict()))
-        assert found["recommended"]["window"] == 4
-        assert found["front"] == [{"window": 4, "capacity": 8, "max_skips": 12, "deadline_s": None}]
 
     @pytest.mark.slow
     def test_a_trainer_that_takes_time_is_given_two_numbers(self) -> None:
@@ -269,9 +220,6 @@ class TestSweep:
 
 
 class TestErrorOfIdle:
-    def test_of_steps_that_are_all_alike_is_nothing(self) -> None:
-        assert _error_of_idle(np.full(100, 3.0), np.full(100, 4.0)) == pytest.approx(0.0, abs=1e-12)
-
     def test_is_about_the_spread_of_repeated_runs(self) -> None:
         rng = np.random.default_rng(0)
 

@@ -33,15 +33,6 @@ def test_columns_may_be_tensors_arrays_or_lists() -> None:
     assert rollout.nbytes == 3 * 8 + 3 * 4 + 3 * 8
 
 
-def test_tensors_are_not_copied() -> None:
-    ids = torch.arange(7)
-    assert sb.Rollout(tokens={"input_ids": ids}).tokens["input_ids"].data_ptr() == ids.data_ptr()
-
-
-def test_ids_are_made_up_when_missing() -> None:
-    assert sb.Rollout(tokens={"input_ids": IDS}).rollout_id != sb.Rollout(tokens={"input_ids": IDS}).rollout_id
-
-
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -86,18 +77,6 @@ def test_a_bad_rollout_says_what_and_why(fields: dict[str, object], says: str) -
         sb.Rollout(**{"tokens": {"input_ids": IDS}, **fields})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES)
-def test_every_supported_dtype_is_taken(dtype: torch.dtype) -> None:
-    rollout = sb.Rollout(tokens={"input_ids": IDS, "x": torch.ones(5, 2).to(dtype)})
-    assert rollout.tokens["x"].dtype == dtype
-
-
-def test_a_version_range_counts_from_its_oldest() -> None:
-    assert sb.Rollout(tokens={"input_ids": IDS}, version=(3, 5)).min_version == 3
-    assert sb.Rollout(tokens={"input_ids": IDS}, version=4).min_version == 4
-    assert sb.Rollout(tokens={"input_ids": IDS}).min_version is None
-
-
 @pytest.mark.parametrize(
     ("versions", "version"),
     [
@@ -134,24 +113,6 @@ def test_versions_per_token_say_how_old_a_rollout_is(versions: list[int], versio
 def test_versions_per_token_that_contradict_are_refused(column: torch.Tensor, version: Any, says: str) -> None:
     with pytest.raises(sb.RolloutError, match=f"rollout 'r1': {says}"):
         sb.Rollout(tokens={"input_ids": IDS, "versions": column}, version=version, rollout_id="r1")
-
-
-def test_a_version_may_be_given_where_no_token_has_one() -> None:
-    rollout = sb.Rollout(tokens={"input_ids": IDS, "versions": torch.full((5,), -1)}, version=(3, 4))
-    assert rollout.version == (3, 4)
-
-
-def test_a_padding_copy_has_no_weight_anywhere() -> None:
-    real = sb.Rollout(tokens={"input_ids": IDS, "loss_mask": torch.ones(5)}, rollout_id="r")
-    copy = real.padding_copy("p")
-    assert copy.is_padding
-    assert copy.num_loss_tokens == 0
-    assert real.tokens["loss_mask"].sum() == 5
-    bare = sb.Rollout(tokens={"input_ids": IDS}).padding_copy("q")
-    for rollout in (copy, bare):
-        packed = sb.MicroBatch.of([rollout]).packed()
-        assert packed["loss_mask"].tolist() == [0]
-        assert packed.rollout_weights.tolist() == [0.0]
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)

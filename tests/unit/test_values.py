@@ -76,13 +76,6 @@ def test_what_has_an_obvious_meaning_becomes_the_plain_value(field: str, value: 
         assert all_of(way(rollout)) == all_of(rollout), way
 
 
-def test_versions_per_token_come_through_every_way() -> None:
-    rollout = made(tokens={"input_ids": IDS, "versions": torch.tensor([-1, 4, 5])})
-    assert rollout.version == (4, 5)
-    for way in WAYS:
-        assert all_of(way(rollout)) == all_of(rollout), way
-
-
 def test_tensors_of_every_kind_become_plain_ones() -> None:
     tensors = {
         "negative": torch.imag(torch.ones(3, dtype=torch.complex64).conj()),
@@ -184,14 +177,6 @@ def test_two_names_that_become_one_are_refused() -> None:
         made(metadata={Unlike("a"): 1, "a": 2})
     with pytest.raises(RolloutError, match="two entries with one name"):
         made(scalars={Unlike("a"): 1, "a": 2})
-
-
-def test_metadata_that_is_changed_later_does_not_change_the_rollout() -> None:
-    metadata: dict[str, Any] = {"a": [1]}
-    rollout = made(metadata=metadata)
-    metadata["a"].append(object())
-    metadata["b"] = object()
-    assert rollout.metadata == {"a": [1]}
 
 
 def test_limits_are_inclusive() -> None:

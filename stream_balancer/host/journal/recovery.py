@@ -97,12 +97,14 @@ class JournalObserver(Observer):
         void = drop(f"plan {batch.step}", f"acked {batch.step}")
         self.journal.change(remove(ids), void, *self._file([name for name in ids if name in past]), put(self._state))
 
-    def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
-        """A rollout was given up; one that is lost may be put again."""
-        state, name = self._state, rollout.rollout_id
-        state.evicted[reason] = state.evicted.get(reason, 0) + 1
+    def gave_up(self, evicted: Sequence[tuple[Rollout, EvictReason]]) -> None:
+        """Rollouts are held no more; lost ones may be put again."""
+        state = self._state
+        for _, reason in evicted:
+            state.evicted[reason] = state.evicted.get(reason, 0) + 1
         state.departed = self._core.state.buffer.groups.departed()
-        self.journal.change(remove([name]), *self._file([name] if reason != "lost" else []), put(state))
+        done = [rollout.rollout_id for rollout, reason in evicted if reason != "lost"]
+        self.journal.change(remove([rollout.rollout_id for rollout, _ in evicted]), *self._file(done), put(state))
 
     def group_declared(self, group_id: str, declared: Declared | None) -> None:
         self.journal.declare(group_id, declared)

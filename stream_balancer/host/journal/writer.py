@@ -232,7 +232,10 @@ class Writer:
         except DiskFullError:
             self._note_full(True)
         except Exception as error:  # noqa: BLE001 - as in _run
+            # puts that max_bytes held back are in no transaction that would wake them
+            kept = self._kept
             self._break(error, ())
+            self._settle(kept)
 
     def _note_full(self, full: bool) -> None:
         if full and not self._full:

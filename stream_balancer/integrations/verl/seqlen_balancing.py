@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stream_balancer import planning
-from stream_balancer.integrations._plans import fewest
+from stream_balancer.integrations._plans import UnplannableError, fewest
 from stream_balancer.integrations.partitions import get_seqlen_balanced_partitions
 
 __all__ = ["get_seqlen_balanced_partitions", "rearrange_micro_batches"]
@@ -54,17 +54,16 @@ def rearrange_micro_batches(
         found on the rank that needs most.
 
     Raises:
-        AssertionError: a row is wider than `max_token_len`, or B is no multiple of `force_group_size`.
-        ValueError: more micro-batches are needed than there are groups. All ranks of `dp_group` raise together: none is
-            left waiting in a collective.
+        UnplannableError: a ValueError, and an AssertionError as verl's. B is no multiple of `force_group_size`, a row is
+            wider than `max_token_len`, or more micro-batches are needed than there are groups; of the last two all
+            ranks of `dp_group` raise together: none is left waiting in a collective.
     """
     from verl.utils import tensordict_utils
     from verl.utils.seqlen_balancing import calculate_workload
 
     lengths, widest = _lengths(batch)
-    assert len(lengths) % force_group_size == 0, (
-        f"Batch size {len(lengths)} must be divisible by force_group_size {force_group_size}"
-    )
+    if len(lengths) % force_group_size:
+        raise UnplannableError(f"Batch size {len(lengths)} must be divisible by force_group_size {force_group_size}")
     tokens = _numbers(lengths).astype(np.int64).reshape(-1, force_group_size).sum(axis=1)
     work = _numbers(calculate_workload(lengths.long())).reshape(-1, force_group_size).sum(axis=1)
     every = num_batches_divided_by or 1
@@ -123,17 +122,19 @@ def _agree(needs: _Needs, group: dist.ProcessGroup) -> _Needs:
 
 
 def _check(needs: _Needs, agreed: _Needs, number: int, max_token_len: int) -> None:
-    """Raise on every rank if one rank cannot do it; AssertionError as verl does where this rank's rows are too wide."""
-    assert max_token_len >= needs.widest, (
-        f"max_token_len must be greater than the sequence length. Got {max_token_len=} and max_seq_len={needs.widest}"
-    )
+    """Raise on every rank if one rank cannot do it."""
+    if needs.widest > max_token_len:
+        raise UnplannableError(
+            f"max_token_len must be greater than the sequence length. Got {max_token_len=} and max_seq_len="
+            f"{needs.widest}"
+        )
     if agreed.widest > max_token_len:
-        raise ValueError(
+        raise UnplannableError(
             f"another rank has rows of {agreed.widest} tokens, wider than {max_token_len=}. Raise max_token_len, or "
             "truncate there"
         )
     if number > agreed.groups:
-        raise ValueError(
+        raise UnplannableError(
             "Cannot satisfy max_token_len while keeping forced groups atomic and using the same micro-batch count "
             f"across DP ranks: {number} micro-batches are needed, but a rank has only {agreed.groups} groups. Raise "
             "max_token_len, or lower min_num_micro_batch or num_batches_divided_by"

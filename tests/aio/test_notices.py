@@ -1,0 +1,102 @@
+"""What would go wrong in silence is in the log, once: bounds that nobody checks, batches that nobody acknowledges,
+groups that are incomplete at the end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import helpers
+import pytest
+
+import stream_balancer as sb
+from stream_balancer.testing import make_rollout
+
+config = partial(helpers.config, batch_size=4, window=4, capacity=100)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name == "stream_balancer.balancer"]
+
+
+async def train(balancer: sb.StreamBalancer, versions: Sequence[int | None], *, sets: bool = True) -> None:
+    """Two steps; ``versions`` of each four rollouts."""
+    batches = balancer.batches()
+    for step in range(2):
+        for number, version in enumerate(versions):
+            await balancer.put(make_rollout(3, f"{step}.{number}", version=version))
+        await anext(batches)
+        if sets:
+            balancer.set_version(step + 1)
+    balancer.end()
+    assert [batch async for batch in batches] == []
+
+
+@pytest.mark.parametrize(
+    ("versions", "sets", "warnings", "unchecked"),
+    [
+        ([0, 0, 0, 0], True, [], 4),
+        (
+            [0, None, 0, None],
+            True,
+            ["staleness.max_versions=5 is not checked for rollouts without .* 2 of step 0, .* '0.[13]'"],
+            6,
+        ),
+        ([0, 0, 0, 0], False, [r"staleness.max_versions=5 is not checked: 2 steps .* set_version\(\) was never called"], 8),
+    ],
+)
+async def test_a_bound_on_staleness_that_nobody_checks(
+    caplog: pytest.LogCaptureFixture, versions: Any, sets: bool, warnings: list[str], unchecked: int
+) -> None:
+    async with sb.StreamBalancer(config(staleness=sb.Staleness(max_versions=5))) as balancer:
+        await train(balancer, versions, sets=sets)
+        statistics = balancer.statistics()
+    assert len(said(caplog)) == len(warnings)
+    assert all(re.match(warning, line) for warning, line in zip(warnings, said(caplog), strict=True))
+    assert statistics.unchecked_rollouts == unchecked
+    assert f"staleness: not checked for {unchecked} rollouts" in str(statistics)
+
+
+async def test_versions_need_not_be_without_a_bound(caplog: pytest.LogCaptureFixture) -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        await train(balancer, [None] * 4, sets=False)
+        assert balancer.statistics().unchecked_rollouts == 0
+        assert "not checked" not in str(balancer.statistics())
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize("acknowledges", [False, True])
+async def test_batches_that_nobody_acknowledged_are_counted_at_the_end(
+    caplog: pytest.LogCaptureFixture, acknowledges: bool
+) -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        for number in range(12):
+            await balancer.put(make_rollout(3, f"r{number}"))
+        balancer.end()
+        async for batch in balancer.batches(auto_ack=False):
+            if acknowledges or batch.step == 0:
+                balancer.acknowledge(batch.step)
+    lines = [re.match(r"closed with 2 batches .*steps \[1, 2\].*acknowledge\(step\)", line) for line in said(caplog)]
+    assert [bool(line) for line in lines] == ([] if acknowledges else [True])
+
+
+async def test_who_leaves_before_the_end_is_not_asked_for_acknowledgements(caplog: pytest.LogCaptureFixture) -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        for number in range(6):
+            await balancer.put(make_rollout(3, f"r{number}"))
+        await anext(balancer.batches())
+    assert said(caplog) == []
+
+
+async def test_groups_that_are_incomplete_at_the_end_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    async with sb.StreamBalancer(config(groups=sb.Groups(size=2))) as balancer:
+        for number in range(7):
+            await balancer.put(make_rollout(3, f"r{number}", group_id=f"g{number % 4}"))
+        await balancer.put(make_rollout(3, "r7", group_id="g7"))
+        balancer.end()
+        balancer.end()
+        assert sum([len(batch.incomplete_groups) async for batch in balancer.batches()]) == 2
+    [line] = said(caplog)
+    assert line.startswith("end(): 2 groups lack siblings and leave incomplete: 'g3' (1 of 2), 'g7' (1 of 2)")
