@@ -230,8 +230,8 @@ COMBINATIONS: Rows = (
     (
         lambda c: (least := _rollouts_of_strata(c)) > least_batch_size(c) and least,
         "stratum_shares {c.stratum_shares} do not fit into a step of batch_size ({c.batch_size}) rollouts, or the "
-        "least of step_size.rollouts: each takes at least one rollout, or group, of every step, {it} together. Leave some "
-        "out, or raise batch_size",
+        "least of step_size.rollouts: each takes at least one rollout, or group, of every step, {it} together. Leave "
+        "some out, or raise batch_size",
     ),
     (
         lambda c: c.micro_batches.counts == "free" and c.sync == "micro_batch",

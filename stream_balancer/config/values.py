@@ -31,7 +31,7 @@ from msgspec import Meta
 from stream_balancer.errors import ConfigError
 from stream_balancer.field_docs import described, texts_below_fields
 
-__all__ = ["Count", "Group", "Knob", "Values", "checked", "in_words", "knob_at"]
+__all__ = ["Count", "Group", "Knob", "Values", "in_words", "knob_at"]
 
 Given = TypeVar("Given", contravariant=True)
 Read = TypeVar("Read", covariant=True)
@@ -115,7 +115,7 @@ class Values(type):
             values = msgspec.convert(given, cls._checked)
         except msgspec.ValidationError:
             for name, value in given.items():
-                checked(f"{cls._at}{name}", value, cls._kinds[name])
+                check(f"{cls._at}{name}", value, cls._kinds[name])
             missing = cls._checked.__required_keys__ - given.keys()
             raise ConfigError(f"{', '.join(missing)} is missing: it has no default") from None
         return super().__call__(**values)
@@ -157,10 +157,10 @@ def knob_at(cls: Values, path: str) -> tuple[Any, str, Any]:
     return owner._kinds[name], texts_below_fields(owner)[name], vars(owner)["__dataclass_fields__"][name].default
 
 
-def checked(name: str, value: Any, kind: Any, *, strict: bool = True) -> Any:
-    """The value as the kind has it. Raises :class:`ConfigError`."""
+def check(name: str, value: Any, kind: Any) -> None:
+    """Raise :class:`ConfigError` for a value of another kind."""
     try:
-        return msgspec.convert(value, kind, strict=strict)
+        msgspec.convert(value, kind)
     except msgspec.ValidationError:
         raise ConfigError(f"{name} must be {in_words(kind)}, not {value!r}") from None
 

@@ -101,10 +101,18 @@ def check_open(config: BalancerConfig) -> None:
     """Raise ConfigError for knobs that a step in rows cannot respect."""
     refused: Sequence[tuple[str, bool, str]] = (
         ("window", config.window != config.batch_size, "rows leave as they form, so nothing waits to be chosen from"),
-        ("step_size.tokens", config.step_size.tokens is not None, "how many rollouts a step has must be known when it begins"),
+        (
+            "step_size.tokens",
+            config.step_size.tokens is not None,
+            "how many rollouts a step has must be known when it begins",
+        ),
         ("step_size.rollouts", config.step_size.rollouts is not None, "a step has batch_size rollouts"),
         ("window='auto'", bool(config.auto_windows), "rows leave as they form"),
-        ("step_size.mini_batches", config.step_size.mini_batches > 1, "an optimizer step in the middle would move the policy"),
+        (
+            "step_size.mini_batches",
+            config.step_size.mini_batches > 1,
+            "an optimizer step in the middle would move the policy",
+        ),
         ("groups.keep='same_rank'", config.groups.keep == "same_rank", "a row has too few groups for that"),
         ("stratum_shares", bool(config.stratum_shares), "a step has its oldest rollouts, whatever they are"),
     )

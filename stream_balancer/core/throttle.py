@@ -44,8 +44,8 @@ def check_reserve(config: BalancerConfig, count: int) -> None:
         knob = "deadline_s" if config.deadline_s is not None else "limits.bytes"
         raise ConfigError(
             f"reserve() cannot keep staleness.max_versions ({staleness}) with {knob}: that sends short batches, and "
-            f"every batch makes a new version while rollouts are still being generated. Leave {knob} out, or do without "
-            "reserve()"
+            f"every batch makes a new version while rollouts are still being generated. Leave {knob} out, or do "
+            "without reserve()"
         )
     if config.window > limit:
         raise ConfigError(

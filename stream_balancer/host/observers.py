@@ -68,8 +68,8 @@ class Notices(Learner):
             self._num_unversioned_steps += 1
             if self._num_unversioned_steps > 1:
                 self._warn_once(
-                    "staleness.max_versions=%d is not checked: 2 steps were trained, and set_version() was never called. "
-                    "Call it when the policy's weights change, or leave staleness.max_versions out",
+                    "staleness.max_versions=%d is not checked: 2 steps were trained, and set_version() was never "
+                    "called. Call it when the policy's weights change, or leave staleness.max_versions out",
                     most,
                 )
 

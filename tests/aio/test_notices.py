@@ -44,7 +44,12 @@ async def train(balancer: sb.StreamBalancer, versions: Sequence[int | None], *, 
             ["staleness.max_versions=5 is not checked for rollouts without .* 2 of step 0, .* '0.[13]'"],
             6,
         ),
-        ([0, 0, 0, 0], False, [r"staleness.max_versions=5 is not checked: 2 steps .* set_version\(\) was never called"], 8),
+        (
+            [0, 0, 0, 0],
+            False,
+            [r"staleness.max_versions=5 is not checked: 2 steps .* set_version\(\) was never called"],
+            8,
+        ),
     ],
 )
 async def test_a_bound_on_staleness_that_nobody_checks(

@@ -101,7 +101,10 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("knobs", "said"),
         [
-            ({"staleness": {"max_versions": 0}}, "nothing to choose from: .* staleness.max_versions \\(0\\) leave no window above batch_size"),
+            (
+                {"staleness": {"max_versions": 0}},
+                "nothing to choose from: .* staleness.max_versions \\(0\\) leave no window above batch_size",
+            ),
             ({"capacity": 33}, "nothing to choose from: capacity \\(33\\)"),
             ({"capacity": 20}, "nothing to choose from: capacity \\(20\\)"),
             ({"sync": "micro_batch"}, "window='auto' does not work with sync='micro_batch'"),

@@ -179,7 +179,9 @@ def test_an_interrupted_put_was_not_accepted(backend: Any, siblings: int) -> Non
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_interrupted_reservation_keeps_no_place(backend: Any) -> None:
-    with sb.blocking(config(staleness=sb.Staleness(max_versions=0), batch_size=2, window=2), backend=backend) as balancer:
+    with sb.blocking(
+        config(staleness=sb.Staleness(max_versions=0), batch_size=2, window=2), backend=backend
+    ) as balancer:
         balancer.set_version(0)
         with balancer.reserve(2):
             interrupted(balancer.reserve().__enter__, lambda: balancer.statistics().blocked_reserves > 0)

@@ -202,7 +202,11 @@ def test_a_closed_group_of_which_all_is_lost_is_forgotten_and_an_expected_one_st
 
 def test_a_sibling_too_stale_to_be_let_in_is_not_waited_for() -> None:
     """As one that grows too stale while it waits is not."""
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4), staleness=sb.Staleness(max_versions=1)))
+    core = BalancerCore(
+        sb.BalancerConfig(
+            dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4), staleness=sb.Staleness(max_versions=1)
+        )
+    )
     core.set_version(5)
     core.add_all([make_rollout(3, f"r{n}", group_id="g0", version=5) for n in range(3)], 0.0)
     core.add(make_rollout(3, "old", group_id="g0", version=1), 0.0)

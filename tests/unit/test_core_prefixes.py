@@ -43,9 +43,7 @@ TWO_GROUPS = [rollout(100, answer, group) for answer, group in ((10, "a"), (20, 
 """In arrival order; each group is 100 of prompt, and 40 or 60."""
 
 
-@pytest.mark.parametrize(
-    "groups", [{}, {"size": 2}, {"size": 2, "keep": "same_rank"}, {"size": 2, "keep": "free"}]
-)
+@pytest.mark.parametrize("groups", [{}, {"size": 2}, {"size": 2, "keep": "same_rank"}, {"size": 2, "keep": "free"}])
 def test_siblings_of_a_micro_batch_pay_their_prefix_once(groups: dict[str, Any]) -> None:
     batch = batch_of(core_of(groups), *TWO_GROUPS)
     assert groups_of(batch) == [["a", "a"], ["b", "b"]]

@@ -61,7 +61,9 @@ def some_executions(groups: int = 4, seed: int = 0) -> list[list[sb.Rollout]]:
 
 def core_of(**knobs: object) -> BalancerCore:
     return BalancerCore(
-        sb.BalancerConfig(**{"dp_size": 3, "batch_size": 24, "groups": {"size": 2}, "loss_mask_column": "loss_mask", **knobs})  # type: ignore[arg-type]
+        sb.BalancerConfig(
+            **{"dp_size": 3, "batch_size": 24, "groups": {"size": 2}, "loss_mask_column": "loss_mask", **knobs}
+        )  # type: ignore[arg-type]
     )
 
 
@@ -305,7 +307,9 @@ def test_the_work_of_a_dispatch_follows_its_rollouts_not_ranks_times_rollouts() 
     """Executions were once counted for each rank anew, which at 512 ranks is most of a dispatch."""
 
     def calls_per_rollout(ranks: int) -> float:
-        core = core_of(dp_size=ranks, batch_size=2 * ranks, window=2 * ranks, loss_mask_column=None, groups=sb.Groups(size=None))
+        core = core_of(
+            dp_size=ranks, batch_size=2 * ranks, window=2 * ranks, loss_mask_column=None, groups=sb.Groups(size=None)
+        )
         for number in range(2 * ranks):
             core.add(make_rollout(8, f"r{number}"), 0.0)
         count = 0

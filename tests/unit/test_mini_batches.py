@@ -80,7 +80,10 @@ def steps(draw: st.DrawFn) -> tuple[sb.BalancerConfig, list[Rollout]]:
         "dp_size": dp_size,
         "step_size": {"mini_batches": mini_batches},
         "batch_size": dp_size * mini_batches * (group_size or 1) * draw(st.integers(1, 3)),
-        "groups": {"size": group_size, "keep": draw(st.sampled_from(["same_batch", "same_rank"])) if group_size else "same_batch"},
+        "groups": {
+            "size": group_size,
+            "keep": draw(st.sampled_from(["same_batch", "same_rank"])) if group_size else "same_batch",
+        },
         "policy": draw(st.sampled_from(["window", "window", "fifo", "round_robin"])),
         "counts": draw(st.sampled_from(["free", "free", "equal"])),
         "speeds": draw(st.sampled_from([None, None, tuple(1.0 + rank / 2 for rank in range(dp_size))])),
@@ -118,7 +121,9 @@ def test_what_holds_for_every_step(given: tuple[sb.BalancerConfig, list[Rollout]
     assert 1 <= len(pieces) <= config.step_size.mini_batches
     if config.groups.size is None:
         indivisible = len({execution_of(r) for r in batch.rollouts if not r.is_padding})
-        assert len(pieces) == max(min(config.step_size.mini_batches, batch.num_rollouts // config.dp_size, indivisible), 1)
+        assert len(pieces) == max(
+            min(config.step_size.mini_batches, batch.num_rollouts // config.dp_size, indivisible), 1
+        )
         if indivisible == batch.num_rollouts:
             assert max(len(real(parts)) for parts in pieces) - min(len(real(parts)) for parts in pieces) <= 1
     assert [mb for one in batch.ranks for part in one.mini_batches for mb in part.micro_batches] == [

@@ -231,7 +231,9 @@ def test_who_would_begin_waits_like_a_put_where_more_would_wait_than_max_skips_i
     ],
 )
 def test_knobs_that_could_not_keep_the_bound_are_refused(knobs: dict[str, object], says: str) -> None:
-    config = sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 8, "staleness": {"max_versions": 2}, **knobs})  # type: ignore[arg-type]
+    config = sb.BalancerConfig(
+        **{"dp_size": 2, "batch_size": 4, "window": 8, "staleness": {"max_versions": 2}, **knobs}
+    )  # type: ignore[arg-type]
     with pytest.raises(sb.ConfigError, match=says):
         check_reserve(config, 1)
 

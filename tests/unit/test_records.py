@@ -302,7 +302,9 @@ def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
 
 def test_what_one_call_evicts_is_written_together(tmp_path: Path) -> None:
     """With one row of how things stand, which has all groups that are open."""
-    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=400, staleness=sb.Staleness(max_versions=0, on_stale="evict"))
+    config = sb.BalancerConfig(
+        dp_size=2, batch_size=4, window=400, staleness=sb.Staleness(max_versions=0, on_stale="evict")
+    )
     run = Run(tmp_path, config, Random(0))
     for number in range(300):
         run.put(f"r{number}", None, 0)

@@ -230,7 +230,11 @@ class TestSegments:
         report = simulate(trace_of([10] * 800), config, slots=40, tokens_per_second=1.0, warm_up=0)
         assert (report.staleness.p10, report.staleness.p90) == (10.0, 10.0)
         evicting = simulate(
-            trace_of([10] * 800), config.replace(staleness={"max_versions": 4}), slots=40, tokens_per_second=1.0, warm_up=0
+            trace_of([10] * 800),
+            config.replace(staleness={"max_versions": 4}),
+            slots=40,
+            tokens_per_second=1.0,
+            warm_up=0,
         )
         assert evicting.evicted > 100
         assert evicting.staleness.max <= 4

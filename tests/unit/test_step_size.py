@@ -114,7 +114,13 @@ def test_what_is_due_does_not_wait_for_a_step_that_gives_back() -> None:
 
 
 def test_generation_is_throttled_by_the_least() -> None:
-    knobs = sb.BalancerConfig(dp_size=1, batch_size=2, step_size=sb.StepSize(rollouts=(1, 4)), window=2, staleness=sb.Staleness(max_versions=1))
+    knobs = sb.BalancerConfig(
+        dp_size=1,
+        batch_size=2,
+        step_size=sb.StepSize(rollouts=(1, 4)),
+        window=2,
+        staleness=sb.Staleness(max_versions=1),
+    )
     core = BalancerCore(knobs)
     core.set_version(0)
     assert Throttle().room(core.state) == 2  # two batches before they are too old, of one rollout at the least
@@ -182,7 +188,9 @@ def test_a_short_step_gives_back_too_and_is_not_made_up_for() -> None:
 def test_knobs_change_live() -> None:
     core = after_an_outlier()
     filled(core, [10] * 15)
-    core.reconfigure(core.config.replace(step_size={"rollouts": (6, 10)}))  # now at most two may have been taken in advance
+    core.reconfigure(
+        core.config.replace(step_size={"rollouts": (6, 10)})
+    )  # now at most two may have been taken in advance
     filled(core, [10])
     assert size_of(core) == 7
     assert surplus_of(core) == 2
@@ -204,7 +212,10 @@ def test_knobs_change_live() -> None:
         ({"step_size": {"rollouts": (8, 8)}}, "or leave it out for batch_size rollouts every time"),
         ({"step_size": {"rollouts": (4, 33)}}, r"reaches above capacity \(32\)"),
         ({"step_size": {"rollouts": (1, 16)}}, r"begins below dp_size \(2\) x micro_batches.multiple_of \(1\)"),
-        ({"step_size": {"rollouts": (4, 16)}, "micro_batches": {"multiple_of": 4}}, "some micro-batches would be empty"),
+        (
+            {"step_size": {"rollouts": (4, 16)}, "micro_batches": {"multiple_of": 4}},
+            "some micro-batches would be empty",
+        ),
         ({"step_size": {"rollouts": (4, 16)}, "min_batch_size": 5}, r"min_batch_size \(5\) must be <= the least"),
         ({"step_size": {"rollouts": (4, 15)}, "counts": "equal"}, "must be multiples of 2.* Change 15"),
         ({"step_size": {"rollouts": (3, 15)}, "groups": {"size": 2}}, "must be multiples of 2.* Change 3 and 15"),
