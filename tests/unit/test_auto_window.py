@@ -110,7 +110,7 @@ class TestConfig:
             ({"sync": "micro_batch"}, "window='auto' does not work with sync='micro_batch'"),
             ({"cost": sb.PaddedCost()}, "window='auto' does not work with a padded cost"),
             ({"policy": "fifo"}, "window='auto' needs policy='window'"),
-            ({"window": "automatic"}, 'window must be an int >= 1 or "auto", not .automatic.'),
+            ({"window": "automatic"}, "window must be an int >= 1 or 'auto' or None, not 'automatic'"),
         ],
     )
     def test_what_cannot_work_is_refused(self, knobs: dict[str, Any], said: str) -> None:
