@@ -372,7 +372,7 @@ class StreamBalancer(OfOneProcess):
         self._notices.closed()
         self._lifetime.closed = True
         self.parts.wakeups.close()
-        self.parts.versions.close()
+        self.parts.versions.wake()
         with anyio.CancelScope(shield=True):
             if self._journal is not None:
                 if self.parts.core.finished and not self.parts.core.in_flight():

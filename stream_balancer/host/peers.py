@@ -18,7 +18,7 @@ from stream_balancer.host.reports import Reports
 from stream_balancer.host.sending import InFlight
 from stream_balancer.net.answers import Asked
 from stream_balancer.net.errors import Ended
-from stream_balancer.net.messages import Join, Notify, Report
+from stream_balancer.net.messages import Join, Report
 from stream_balancer.net.service import Method, Peer, Service
 from stream_balancer.wire.payload import Memory
 
@@ -39,13 +39,12 @@ class Peers:
         self._here, self._service, self._roles, self._changed, self._joined = here, service, roles, changed, joined
         self._reports = Reports(here)
         self._producers = Producers(here.balancer, service, direct=True)
-        self._version: int | None = None
 
     async def attend(self) -> None:
         """Until cancelled."""
         balancer, methods = self._here.balancer, {**self._producers.methods}
         methods |= {"set_version": partial(_set_version, balancer), "end": partial(_end, balancer, methods["end"])}
-        with self._producers.following_versions(), balancer.parts.versions.subscribed(self._push_version):
+        with self._producers.following_versions():
             await self._service.attend(methods, admit=self._admit, on_peer=self._on_peer)
 
     def leave(self) -> None:
@@ -80,8 +79,7 @@ class Peers:
             return
         peer.max_report_bytes = _COLUMN_BYTES if role else 0
         self._here.handed.note(Came(role, member.id.number, member.incarnation, False, sorted(member.fenced)))
-        if self._version is not None:
-            peer.send(Notify(self._version))
+        self._producers.tell_version(peer)
         if not role:
             self._reports.joined(member)
         self._joined()
@@ -105,12 +103,6 @@ class Peers:
         peer.close(text)
         self._here.ranks.lose(member, seat, member.lost(cause, text, step))
         self._changed()
-
-    def _push_version(self, version: int) -> None:
-        self._version = version
-        for member in self._here.ranks.members.values():
-            for peer in member.peers.values():
-                peer.send(Notify(version))
 
 
 def _set_version(balancer: StreamBalancer, peer: Peer, asked: Asked) -> None:

@@ -132,18 +132,22 @@ class Producers:
         self._adopt(peer, self._coming.pop(peer.session))
         peer.keep_s = self._keep_s if _read(_About, peer.join.about).rejoin else 0.0
         self._parts.producers.joined(peer.session, peer.name)
-        if self._parts.versions.current is not None:
-            peer.send(Notify(self._parts.versions.current))
+        self.tell_version(peer)
         if self._balancer.ended:
             self._say_end(peer)
 
     def following_versions(self) -> AbstractContextManager[None]:
-        """Within it every version is passed on."""
+        """Within it every version is passed on to all peers, ranks too."""
         return self._parts.versions.subscribed(self._pass_on)
 
-    def _pass_on(self, version: int) -> None:
-        for peer in self._peers():
-            peer.send(Notify(version))
+    def _pass_on(self) -> None:
+        for peer in self._service.peers.values():
+            self.tell_version(peer)
+
+    def tell_version(self, peer: Peer) -> None:
+        """The version now, if there is one."""
+        if self._parts.versions.current is not None:
+            peer.send(Notify(self._parts.versions.current))
 
     def leave(self) -> None:
         """End of attending: if the balancer has ended, producers are told."""

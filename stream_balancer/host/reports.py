@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -52,24 +51,36 @@ class Reports:
 
     def __init__(self, here: InFlight) -> None:
         self._here = here
-        self._facts: dict[str, Callable[[Member, int, Report, Memory | None], None]] = {
-            "taken": self._taken,
-            "done": self._done,
-            "fetched": self._fetched,
-            "released": self._released,
-            "at_barrier": self._at_barrier,
-            "finished": self._finished,
-            "acknowledged": self._acknowledged,
-        }
 
     def take_in(self, member: Member, seat: int, report: Report, memory: Memory | None) -> None:
         """Raises WireError for what the rank cannot mean."""
-        fact = self._facts.get(report.fact)
-        if fact is None or (memory is not None and report.fact != "done"):
-            raise WireError(f"{member.name} reports {report.fact!r}, which nobody knows")
+        if memory is not None and report.fact != "done":
+            raise WireError(f"{member.name} reports {report.fact!r} with columns")
         if report.fact not in _OF_WEIGHTS and not self._was_given(member, report.step):
             raise WireError(f"{member.name} reports {report.fact!r} of step {report.step}, which it was not given")
-        fact(member, seat, report, memory)
+        of_share = member.id, seat, report.step, report.attempt
+        match report.fact:
+            case "taken":
+                self._here.ledger.taken(*of_share)
+            case "done":
+                self._take_columns(member, report, memory)
+                self._here.ledger.done(*of_share, report.items)
+            case "fetched":
+                missing: dict[str, str] = _read(report, dict[str, str])
+                if missing and (items := self._items(member, report)):
+                    self._miss(member, report.step, missing, items)
+                self._here.ledger.fetched(*of_share, report.items, missing)
+            case "released":
+                self._check_released(member, seat, report)
+                self._here.ledger.released(*of_share, report.items)
+            case "at_barrier":
+                self._here.ledger.at_barrier(*of_share, _read(report, int | None) or 0)
+            case "finished":
+                self._finished(member, seat, report)
+            case "acknowledged":
+                self._here.ledger.acknowledged(member.id, seat, report.step)
+            case _:
+                raise WireError(f"{member.name} reports {report.fact!r}, which nobody knows")
 
     def _was_given(self, member: Member, step: int) -> bool:
         """By this controller, or by one before it."""
@@ -87,10 +98,7 @@ class Reports:
             return []
         return [share.items[id_] for id_ in report.items if id_ in share.items]
 
-    def _taken(self, member: Member, seat: int, report: Report, _: object) -> None:
-        self._here.ledger.taken(member.id, seat, report.step, report.attempt)
-
-    def _done(self, member: Member, seat: int, report: Report, memory: Memory | None) -> None:
+    def _take_columns(self, member: Member, report: Report, memory: Memory | None) -> None:
         if member.id.role:
             if len(report.items) != 1:
                 raise WireError(f"{member.name} gives columns of {len(report.items)} micro-batches at once")
@@ -98,30 +106,14 @@ class Reports:
                 self._here.columns.add(report.step, member.id.role, item.payload, report.about, memory)
         elif memory is not None:
             raise WireError(f"{member.name} gives columns, and has no role")
-        self._here.ledger.done(member.id, seat, report.step, report.attempt, report.items)
 
-    def _released(self, member: Member, seat: int, report: Report, _: object) -> None:
+    def _check_released(self, member: Member, seat: int, report: Report) -> None:
         step = self._here.ledger.steps.get(report.step)
         share = None if step is None else step.shares.get(member.id)
         if share is not None and share.answers >> seat & 1 and not share.recalled.keys() >= {*report.items}:
             raise WireError(f"{member.name} gives back micro-batches of step {report.step} that it was not asked for")
-        self._here.ledger.released(member.id, seat, report.step, report.attempt, report.items)
-
-    def _at_barrier(self, member: Member, seat: int, report: Report, _: object) -> None:
-        seal: int | None = _read(report, int | None)
-        self._here.ledger.at_barrier(member.id, seat, report.step, report.attempt, seal or 0)
-
-    def _acknowledged(self, member: Member, seat: int, report: Report, _: object) -> None:
-        self._here.ledger.acknowledged(member.id, seat, report.step)
 
     # payloads
-
-    def _fetched(self, member: Member, seat: int, report: Report, _: object) -> None:
-        missing: dict[str, str] = _read(report, dict[str, str])
-        items = self._items(member, report)
-        if missing and items:
-            self._miss(member, report.step, missing, items)
-        self._here.ledger.fetched(member.id, seat, report.step, report.attempt, report.items, missing)
 
     def _miss(self, member: Member, step: int, missing: dict[str, str], items: list[Item]) -> None:
         """Rollouts take part as padding copies of weight 0: logged here, counted with the step's acknowledgement."""
@@ -146,7 +138,7 @@ class Reports:
 
     # times
 
-    def _finished(self, member: Member, seat: int, report: Report, _: object) -> None:
+    def _finished(self, member: Member, seat: int, report: Report) -> None:
         times: Times | None = _read(report, Times | None)
         if times is not None and not all(0.0 <= one < math.inf for one in times if one is not None):
             raise WireError(f"{member.name} reports impossible durations: {times}")

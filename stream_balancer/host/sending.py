@@ -147,7 +147,8 @@ class Sender:
             meets=self._here.ledger.meets and not one.role,
             mini_batches=() if rank_batch is None else tuple(MiniBatchHead(*it) for it in rank_batch.mini_batch_sizes),
             rank=None if place == one.number else place,
-            open=not plan.is_complete,
+            # what is masked is known when all are through, so no sizes come before: a loop must not wait for them
+            open=not plan.is_complete or (plan.is_remote and self._here.ledger.meets),
         )
 
     def _sizes(self, plan: Plan, order: Send) -> Sizes | None:
@@ -217,12 +218,12 @@ class Sender:
         here.ledger.replanned(order.step, [item.id for item in order.items], items)
 
     def _mask(self, order: Mask) -> None:
-        self._here.handed.mask(order.step, self._here.plans[order.step].uid, order.gone)
+        self._here.handed.add(order.step, self._here.plans[order.step].uid, gone=order.gone)
 
     def _rank_ack(self, order: RankAck) -> None:
         plan = self._here.plans.get(order.step)
         if plan is not None:
-            self._here.handed.acknowledge(order.step, plan.uid, order.rank.number)
+            self._here.handed.add(order.step, plan.uid, ranks=[order.rank.number])
 
     def _ack(self, order: Ack) -> None:
         here = self._here

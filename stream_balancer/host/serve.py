@@ -358,7 +358,7 @@ class _Server(Observer):
         self._ranks.remove(lost)
         self._here.handed.note(Came(*lost.id, lost.incarnation, True, sorted(lost.fenced)))
         for step in () if lost.id.role else steps:
-            self._here.handed.lose(step, self._here.plans[step].uid, lost.id.number)
+            self._here.handed.add(step, self._here.plans[step].uid, lost=[lost.id.number])
         # Before others are sent its work: after a crash, both would have it.
         await self._here.handed.flush()
         logger.warning(

@@ -27,8 +27,7 @@ class Versions(Observer):
     def __init__(self, core: BalancerCore, lifetime: Lifetime) -> None:
         self._core, self._lifetime = core, lifetime
         self._changed = anyio.Event()
-        self._callbacks: dict[int, Callable[[int], object]] = {}
-        self._num_subscribed = 0
+        self._callbacks: list[Callable[[], object]] = []
 
     @property
     def current(self) -> int | None:
@@ -45,35 +44,26 @@ class Versions(Observer):
         return current
 
     @contextmanager
-    def subscribed(self, callback: Callable[[int], object]) -> Iterator[None]:
-        """Within the block ``callback(version)`` is called for the present version, if there is one, and for every
-        later one."""
-        self._num_subscribed += 1
-        number = self._num_subscribed
-        self._callbacks[number] = callback
+    def subscribed(self, callback: Callable[[], object]) -> Iterator[None]:
+        """Within the block ``callback()`` is called if there is a version, and for every later one."""
+        self._callbacks.append(callback)
         if self.current is not None:
-            callback(self.current)
+            callback()
         try:
             yield
         finally:
-            del self._callbacks[number]
+            self._callbacks.remove(callback)
 
     def version_set(self, version: int) -> None:
-        self._notify()
+        self.wake()
+        for callback in [*self._callbacks]:
+            callback()
 
     def restored(self, snapshot: Snapshot) -> None:
-        self._notify()
-
-    def close(self) -> None:
-        """Waiters raise ClosedResourceError."""
-        self._wake()
-
-    def _notify(self) -> None:
-        self._wake()
         if self.current is not None:
-            for callback in [*self._callbacks.values()]:
-                callback(self.current)
+            self.version_set(self.current)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Waiters look again; they raise ClosedResourceError once the balancer is closed."""
         self._changed.set()
         self._changed = anyio.Event()

@@ -34,20 +34,13 @@ class Handed:
         before = self.of_plan(step, uid)
         self._put(replace(before, planned_for=[*ranks], rows=[[*row] for row in rows]))
 
-    def lose(self, step: int, uid: int, rank: int) -> None:
-        """A rank was given up: its part of the step is for others."""
-        before = self.of_plan(step, uid)
-        self._put(replace(before, lost=sorted({*before.lost, rank})))
-
-    def acknowledge(self, step: int, uid: int, rank: int) -> None:
-        """A rank needs its part of the step no more. ``uid``: of the plan."""
-        before = self.of_plan(step, uid)
-        self._put(replace(before, ranks=sorted({*before.ranks, rank})))
-
-    def mask(self, step: int, uid: int, gone: Collection[str]) -> None:
-        """Rollouts that all ranks train the step without."""
-        before = self.of_plan(step, uid)
-        self._put(replace(before, gone=sorted({*before.gone, *gone})))
+    def add(
+        self, step: int, uid: int, *, ranks: Iterable[int] = (), gone: Iterable[str] = (), lost: Iterable[int] = ()
+    ) -> None:
+        """More ``ranks`` that have acknowledged the step, rollouts that are masked in it, ranks that were given up."""
+        there = self.of_plan(step, uid)
+        ranks, gone, lost = sorted({*there.ranks, *ranks}), sorted({*there.gone, *gone}), sorted({*there.lost, *lost})
+        self._put(replace(there, ranks=ranks, gone=gone, lost=lost))
 
     def note(self, came: Came) -> None:
         """A rank has come under a new incarnation, or was given up."""
