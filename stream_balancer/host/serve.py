@@ -330,10 +330,7 @@ class _Server(Observer):
         while True:
             facts = self._facts
             while orders := self._here.ledger.orders():
-                self._sender.carry_out(orders)
-                if self._sender.waits_for_disk:
-                    await self._here.handed.flush()
-                    self._sender.send_behind_disk()
+                await self._sender.carry_out(orders)
             lost = self._ranks.next_to_give_up
             if lost.give_up_at <= anyio.current_time():
                 await self._give_up(lost)
