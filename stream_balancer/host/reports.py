@@ -167,19 +167,19 @@ class Reports:
         place, planned = plan.place_of(member.id), plan.rank_batch(member.id)
         if place is None or planned is None:
             return
-        begun_at = plan.begun_at.get(member.id, anyio.current_time())
-        self._here.balancer.record_step(
-            StepTiming(
-                step,
-                place,
-                times.seconds if times.compute_s is None else times.compute_s,
-                own=times.compute_s is not None,
-                waited_s=times.waited_s,
-                ready_s=plan.ready_s.get(member.id, 0.0),
-                roles_s=begun_at - plan.planned_at if self._here.columns.names else 0.0,
-                worked_on=plan.worked_on(member.id, self._here.ledger.items_of(step, member.id)),
-            )
+        now = anyio.current_time()
+        begun_at = plan.begun_at.get(member.id, now)
+        timing = StepTiming(
+            step,
+            place,
+            times.seconds if times.compute_s is None else times.compute_s,
+            own=times.compute_s is not None,
+            waited_s=times.waited_s,
+            ready_s=plan.ready_s.get(member.id, 0.0),
+            roles_s=begun_at - plan.planned_at if self._here.columns.names else 0.0,
+            worked_on=plan.worked_on(member.id, self._here.ledger.items_of(step, member.id)),
         )
+        self._here.balancer.parts.core.record_step(timing, now)
 
 
 def _read(report: Report, kind: Any) -> Any:
