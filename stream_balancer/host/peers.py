@@ -44,11 +44,13 @@ class Peers:
         """Until cancelled."""
         balancer, methods = self._here.balancer, {**self._producers.methods}
         methods |= {"set_version": partial(_set_version, balancer), "end": partial(_end, balancer, methods["end"])}
+        # versions come in the order in which they are set, also those of calls that are answered meanwhile
         with self._producers.following_versions():
             await self._service.attend(methods, admit=self._admit, on_peer=self._on_peer)
 
     def leave(self) -> None:
         """End of attending: ranks see a loss, and may come to the next ``serve``."""
+        # producers stay: their puts go on, and the next serve() answers what is left
         for peer in [peer for peer in self._service.peers.values() if peer.kind == "rank"]:
             forget(peer)
             peer.abort()
@@ -70,6 +72,7 @@ class Peers:
         peer.on_report = partial(self._on_report, member, seat, peer)
         peer.on_end = partial(self._on_end, member, seat)
         role = member.id.role
+        # after attach(): its number must be known, so that who waits for it is told why
         if role and role not in self._roles:
             text = (
                 f"{member.name} is asked for nothing: serve() has the roles {list(self._roles)}. Name it in "
@@ -77,6 +80,7 @@ class Peers:
             )
             self._break(member, seat, peer, text, "nobody asks for its columns")
             return
+        # only a role sends columns; from others not a byte is taken into memory
         peer.max_report_bytes = _COLUMN_BYTES if role else 0
         self._here.handed.note(Came(role, member.id.number, member.incarnation, False, sorted(member.fenced)))
         self._producers.tell_version(peer)
@@ -88,6 +92,7 @@ class Peers:
     def _on_report(self, member: Member, seat: int, peer: Peer, report: Report, memory: Memory | None) -> None:
         try:
             self._reports.take_in(member, seat, report, memory)
+        # the fault of one rank is its loss, not the end of serve()
         except WireError as error:
             self._break(member, seat, peer, f"{error}. Restart it", "broke the protocol", report.step)
         member.note_readiness(ready=self._here.ledger.room(member.id) > 0)

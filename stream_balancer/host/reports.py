@@ -58,6 +58,7 @@ class Reports:
             raise WireError(f"{member.name} reports {report.fact!r} with columns")
         if report.fact not in _OF_WEIGHTS and not self._was_given(member, report.step):
             raise WireError(f"{member.name} reports {report.fact!r} of step {report.step}, which it was not given")
+        # the attempt tells what was on its way when the step began again from what belongs to it
         of_share = member.id, seat, report.step, report.attempt
         match report.fact:
             case "taken":
@@ -96,6 +97,7 @@ class Reports:
         share = None if step is None else step.shares.get(member.id)
         if share is None or share.attempt != report.attempt:
             return []
+        # those that were taken away meanwhile are another rank's to report
         return [share.items[id_] for id_ in report.items if id_ in share.items]
 
     def _take_columns(self, member: Member, report: Report, memory: Memory | None) -> None:
@@ -110,6 +112,7 @@ class Reports:
     def _check_released(self, member: Member, seat: int, report: Report) -> None:
         step = self._here.ledger.steps.get(report.step)
         share = None if step is None else step.shares.get(member.id)
+        # it may give back what it was asked for, and no more: else it could throw work away
         if share is not None and share.answers >> seat & 1 and not share.recalled.keys() >= {*report.items}:
             raise WireError(f"{member.name} gives back micro-batches of step {report.step} that it was not asked for")
 
@@ -118,6 +121,7 @@ class Reports:
     def _miss(self, member: Member, step: int, missing: dict[str, str], items: list[Item]) -> None:
         """Rollouts take part as padding copies of weight 0: logged here, counted with the step's acknowledgement."""
         there = {one.rollout_id: one for one in chain.from_iterable(item.payload.rollouts for item in items)}
+        # or a rank could mask what others train on
         if not there.keys() >= missing.keys():
             raise WireError(f"{member.name} misses rollouts of step {step} that it was not given")
         named = [(there[name], cause) for name, cause in missing.items() if not there[name].is_padding]
@@ -140,12 +144,15 @@ class Reports:
 
     def _finished(self, member: Member, seat: int, report: Report) -> None:
         times: Times | None = _read(report, Times | None)
+        # one NaN would spoil the learned costs of all ranks
         if times is not None and not all(0.0 <= one < math.inf for one in times if one is not None):
             raise WireError(f"{member.name} reports impossible durations: {times}")
         here, plan = self._here, self._here.plans.get(report.step)
         here.ledger.finished(member.id, seat, report.step, report.attempt)
+        # reports of a former connection may come late, and weights do not go back
         member.next_step = max(report.step + 1, member.next_step or 0)
         if plan is not None and not member.id.role:
+            # once for all seats of a rank: they work at the same time
             if times is not None and member.id not in plan.finished:
                 self._record(member, plan, report.step, times)
             self._through(member, plan, report.step)

@@ -147,6 +147,7 @@ class Sender:
             sizes=self._sizes(plan, order),
         )
         self._tell(order, work, encoded.payload)
+        # for the error of its loss: what it may have begun with
         member.last_step = max(order.step, member.last_step or 0)
         if order.items:
             plan.begun_at.setdefault(order.rank, anyio.current_time())
@@ -157,8 +158,10 @@ class Sender:
             return Encoded(Work.__struct_defaults__[3], NOTHING)
         key = step, tuple(item.id for item in items)
         encoded = self._encoded.get(key)
+        # all seats of a rank get the same bytes, and ranks that share items the same items
         if encoded is None:
             columns = self._here.columns
+            # a role is sent what the balancer has; the trainer gets what roles have added
             its = [item.payload if item.role else columns.joined(step, item.payload) for item in items]
             encoded = self._encoded[key] = encode(its, max_bytes=max_bytes, narrow=narrow)
         return encoded
@@ -176,6 +179,7 @@ class Sender:
         )
 
     def _sizes(self, plan: Plan, order: Send) -> Sizes | None:
+        # what is not known yet comes with the seal
         if not plan.is_complete or (plan.is_remote and not order.rank.role):
             return None
         share = self._here.ledger.steps[order.step].shares[order.rank]
@@ -227,8 +231,10 @@ class Sender:
 
     def _ack(self, order: Ack) -> None:
         here = self._here
+        # before the balancer is told, which may wake who plans the next step
         del here.plans[order.step]
         here.columns.drop(order.step)
+        # with the acknowledgement, which counts them as lost
         here.balancer.parts.core.mark_missing(order.step, order.gone)
         with suppress(ValueError):  # the user was first: acknowledge_through() at a checkpoint
             here.balancer.acknowledge(order.step)

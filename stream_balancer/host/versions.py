@@ -38,6 +38,7 @@ class Versions(Observer):
         """See :meth:`StreamBalancer.version_after`."""
         self._lifetime.enter("version_after")
         await anyio.lowlevel.checkpoint()
+        # in a loop: a checkpoint that is loaded wakes all, perhaps with no newer version
         while (current := self.current) is None or (version is not None and current <= version):
             self._lifetime.check_open("version_after")
             await self._changed.wait()
@@ -56,6 +57,7 @@ class Versions(Observer):
 
     def version_set(self, version: int) -> None:
         self.wake()
+        # a copy: a callback may end a subscription
         for callback in [*self._callbacks]:
             callback()
 

@@ -45,12 +45,14 @@ class Handed:
     def note(self, came: Came) -> None:
         """A rank has come under a new incarnation, or was given up."""
         who = came.role, came.rank
+        # a feed that joins again after each broken link must not cost a transaction each time
         if self.came.get(who) != came:
             self.came[who] = came
             self.write(came)
 
     def end(self) -> None:
         """Ranks that were given up may be anew, under whichever incarnation: who serves next numbers them."""
+        # noting changes the dict
         for came in [one for one in self.came.values() if one.is_fenced or one.is_ended]:
             self.note(replace(came, is_fenced=False, is_ended=False))
 
@@ -61,6 +63,7 @@ class Handed:
     def of_plan(self, step: int, uid: int) -> Acked:
         """Reports on this plan of the step."""
         there = self.acked.get(step)
+        # another plan of that number: what was said of the old one says nothing of this
         return Acked(step, uid) if there is None or there.uid != uid else there
 
     def _put(self, acked: Acked) -> None:
