@@ -10,8 +10,9 @@
         trainer.train()
 
 Each optimizer step divides by the numbers that TRL divides by, and trains on the same rollouts (of a generation for
-several steps, on those that balance); which rank runs them, and with which neighbours, is ours. The hooks are ``training_step`` (it runs a rank batch's micro-batches),
-``_prepare_inputs`` (they are prepared already) and ``compute_loss`` (their weight in the step).
+several steps, on those that balance); which rank runs them, and with which neighbours, is ours. The hooks are
+``training_step`` (it runs a rank batch's micro-batches), ``_prepare_inputs`` (they are prepared already) and
+``compute_loss`` (their weight in the step).
 """
 
 from __future__ import annotations
