@@ -40,9 +40,24 @@ class Packer:
         return max(1, -(-held // self.cap))
 
     def least_bins_of_all(self) -> int:
-        """The same for all rollouts: no two of more than half the cap share a bin. O(n)."""
-        sizes = np.array(self.token_list, dtype=np.int64)
-        return max(1, -(-int(sizes.sum()) // self.cap), int(np.count_nonzero(2 * sizes > self.cap)))
+        """The same for all rollouts, and sharper: Martello and Toth's L2. O(n log n).
+
+        For every size s up to half the cap: a rollout above ``cap - s`` leaves no room for one of s or more; each of
+        the others above half the cap needs a bin of its own; and what the rollouts from s to half the cap have too much
+        for the room in these needs more.
+        """
+        sizes = np.sort(np.array(self.token_list, dtype=np.int64))
+        sums = np.concatenate(([0], np.cumsum(sizes)))  # [n+1]
+        half = int(np.searchsorted(sizes, self.cap // 2, side="right"))
+        least = np.concatenate(([0], sizes[:half]))  # every s that makes a difference
+        small = np.searchsorted(sizes, least)
+        # [sizes s] how many are at most cap - s: those from half the cap to there have a bin each, with room left
+        filled = np.searchsorted(sizes, self.cap - least, side="right")
+        room = (filled - half) * self.cap - (sums[filled] - sums[half])
+        # [sizes s] tokens of the rollouts from s to half the cap that find no room in these bins
+        beyond = np.maximum(sums[half] - sums[small] - room, 0)
+        bound: int = (sizes.size - half - (-beyond // self.cap)).max()
+        return max(1, int(bound))
 
     def pack(self, share: Ints, number: int) -> Bins | None:
         """`number` bins, all of them used if there are rollouts enough; None if no way was found."""
