@@ -1,4 +1,4 @@
-"""Single files of other projects, at pinned commits, imported without the packages around them.
+"""Single files of other projects, at pinned commits or of pinned releases, imported without the packages around them.
 
 For projects that are in no registry, or whose package cannot be imported without a GPU: bench/peers-files.txt. A file
 is fetched when it is first needed, and only used if its SHA-256 is the pinned one. What it imports of its project and
@@ -10,9 +10,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
@@ -36,6 +39,11 @@ class Pin(NamedTuple):
     @property
     def file(self) -> Path:
         return CACHE / self.repository.replace("/", "+") / self.path
+
+    @property
+    def in_registry(self) -> bool:
+        """A package of PyPI, whose commit is its version."""
+        return "/" not in self.repository
 
     @property
     def url(self) -> str:
@@ -90,6 +98,8 @@ def _have(pin: Pin) -> None:
 
 
 def _fetched(pin: Pin) -> bytes:
+    if pin.in_registry:
+        return _of_its_wheel(pin)
     if _unreachable:  # a machine without this way out is asked once, not for half a minute each time
         raise OSError(_unreachable[0])
     try:
@@ -100,6 +110,19 @@ def _fetched(pin: Pin) -> bytes:
     except OSError as reason:
         _unreachable.append(str(reason))
         raise
+
+
+def _of_its_wheel(pin: Pin) -> bytes:
+    """One file, without installing what its package depends on."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--dest", folder]
+        command = [sys.executable, "-m", "pip", "download", *options, f"{pin.repository}=={pin.commit}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise OSError(done.stderr.strip().rpartition("\n")[2])
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as files:
+            return files.read(pin.path)
 
 
 _unreachable: list[str] = []

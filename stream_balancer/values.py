@@ -29,10 +29,10 @@ __all__ = [
     "SUPPORTED_DTYPES",
     "Version",
     "by_name",
-    "check_tokens",
     "join",
     "num_nonzero",
     "plain_bool",
+    "plain_columns",
     "plain_cost",
     "plain_metadata",
     "plain_name",
@@ -76,8 +76,8 @@ PADDING_PREFIX = "padding-"
 """How the ids of padding copies begin; no rollout's own may."""
 
 _DTYPES = frozenset(SUPPORTED_DTYPES)
-_INTEGERS = _DTYPES - {torch.bool} - {dtype for dtype in _DTYPES if dtype.is_floating_point}
-_STRIDED = torch.strided
+_FLOATS = frozenset(dtype for dtype in _DTYPES if dtype.is_floating_point)
+_INTEGERS = _DTYPES - _FLOATS - {torch.bool}
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _AS_THEY_ARE = frozenset({float, bool, type(None)})
 
@@ -131,32 +131,36 @@ def plain_tensor(value: object, *, elsewhere: bool = False) -> Tensor:
     """A dense tensor whose memory can be read, without a copy where possible. ``elsewhere``: its memory is not here."""
     if type(value) is not Tensor:
         value = _base_tensor(value)
-    if value.dtype not in _DTYPES:
+    kind = value.dtype
+    if kind not in _DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
-        raise RolloutError(f"has dtype {value.dtype}, which cannot travel. Use one of {names}")
-    if value.layout is not _STRIDED or value.is_nested:
-        kind = "nested" if value.is_nested else value.layout
-        raise RolloutError(f"is a {kind} tensor; only dense (strided) tensors can travel. Call .to_dense()")
-    if value.ndim > MAX_DIMENSIONS:
-        raise RolloutError(f"has {value.ndim} dimensions; at most {MAX_DIMENSIONS} can travel")
+        raise RolloutError(f"has dtype {kind}, which cannot travel. Use one of {names}")
     if value.requires_grad:
         value = value.detach()
-    if value.is_neg():  # the imaginary part of a conjugate, say: torch would negate it when it is read
+    # each question costs as much as a function call, for every column of every put: so few are asked
+    try:
+        shape, address = value.shape, value.data_ptr()
+    except RuntimeError:
+        raise RolloutError(_why_unreadable(value)) from None
+    if len(shape) > MAX_DIMENSIONS:
+        raise RolloutError(f"has {len(shape)} dimensions; at most {MAX_DIMENSIONS} can travel")
+    if (shape[0] if len(shape) == 1 else math.prod(n or 1 for n in shape)) > MAX_ELEMENTS:
+        raise RolloutError(f"has shape {list(shape)}; at most 2**48 elements can travel")
+    if not address and not elsewhere and (value.is_meta or 0 not in shape):
+        raise RolloutError(_why_unreadable(value))
+    if kind in _FLOATS and value.is_neg():  # the imaginary part of a conjugate, say: torch negates it when it is read
         value = value.resolve_neg()
-    count = value.numel()
-    if count > MAX_ELEMENTS or (not count and math.prod(max(n, 1) for n in value.shape) > MAX_ELEMENTS):
-        raise RolloutError(f"has shape {list(value.shape)}; at most 2**48 elements can travel")
-    if not elsewhere:
-        try:
-            there = value.data_ptr() if count else not value.is_meta
-        except RuntimeError:
-            there = False
-        if not there:
-            raise RolloutError(
-                "has no memory behind it (a meta or fake tensor, one made under a torch transform, or its storage was "
-                "freed). Give a tensor with values"
-            )
     return value
+
+
+def _why_unreadable(value: Tensor) -> str:
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else value.layout
+        return f"is a {kind} tensor; only dense (strided) tensors can travel. Call .to_dense()"
+    return (
+        "has no memory behind it (a meta or fake tensor, one made under a torch transform, or its storage was freed). "
+        "Give a tensor with values"
+    )
 
 
 def _base_tensor(value: object) -> Tensor:
@@ -174,38 +178,42 @@ def _base_tensor(value: object) -> Tensor:
         raise RolloutError(f"cannot become a tensor: {error}") from None
 
 
-def check_tokens(tokens: Mapping[str, Tensor], is_padding: bool = False) -> int:
-    """``input_ids`` is there, and every column is as long. -> that length, in tokens."""
+def plain_columns(
+    given: object, plain: Callable[[object], Tensor], is_padding: bool = False
+) -> tuple[dict[str, Tensor], int]:
+    """Token columns, each made ``plain``, and how many tokens each of them has. ``input_ids`` is one of them."""
+    tokens = by_name(given, plain)
     ids = tokens.get("input_ids")
     if ids is None:
-        raise RolloutError("tokens must be a mapping with a column 'input_ids' (per-token ids, [L])")
-    if ids.ndim != 1 or ids.dtype not in _INTEGERS:
-        row = " Use ids[0] of a batch of one, and a rollout for each row of a larger one" if ids.ndim == 2 else ""
-        raise RolloutError(f"input_ids must be integers [L], not {ids.dtype} {list(ids.shape)}.{row}")
-    length = ids.shape[0]
+        raise RolloutError("must be a mapping with a column 'input_ids' (per-token ids, [L])")
+    shape = ids.shape
+    if len(shape) != 1 or ids.dtype not in _INTEGERS:
+        row = " Use ids[0] of a batch of one, and a rollout for each row of a larger one" if len(shape) == 2 else ""
+        raise RolloutError(f": input_ids must be integers [L], not {ids.dtype} {list(shape)}.{row}")
+    length = shape[0]
     if length == 0:
-        raise RolloutError("no tokens. Drop empty rollouts before put")
-    for key, column in tokens.items():
-        shape = column.shape
-        if not shape or shape[0] != length:
+        raise RolloutError(": no tokens. Drop empty rollouts before put")
+    for name, column in tokens.items():
+        # most columns are [L] as the ids are: one comparison in C
+        if column is not ids and column.shape != shape and column.shape[:1] != shape:
             raise RolloutError(
-                f"column {key!r} has shape {list(shape)}, but input_ids has {length} tokens. "
+                f": column {name!r} has shape {list(column.shape)}, but input_ids has {length} tokens. "
                 f"Per-token columns are [L, ...]; put anything else into tensors= or scalars="
             )
     if len(tokens) > MAX_COLUMNS:
-        raise RolloutError(f"{len(tokens)} token columns; at most {MAX_COLUMNS} can travel. Stack some into [L, n]")
+        raise RolloutError(f": {len(tokens)} token columns; at most {MAX_COLUMNS} can travel. Stack some into [L, n]")
     mask = tokens.get("loss_mask")
     if mask is not None and mask.ndim != 1:
-        raise RolloutError(f"loss_mask must be [L], not {list(mask.shape)}")
+        raise RolloutError(f": loss_mask must be [L], not {list(mask.shape)}")
     if mask is not None and mask.dtype in _FLOAT8:  # torch cannot count them
-        raise RolloutError(f"loss_mask has dtype {mask.dtype}; make it bool")
+        raise RolloutError(f": loss_mask has dtype {mask.dtype}; make it bool")
     attended = tokens.get("attention_mask")
     if attended is not None and not (is_padding or attended.is_meta or attended.ndim > 1) and not attended.all():
         raise RolloutError(
-            "attention_mask has zeros: padding is no part of a rollout, and would be trained on. Put the tokens "
+            ": attention_mask has zeros: padding is no part of a rollout, and would be trained on. Put the tokens "
             "without it: tokens={name: column[attention_mask.bool()] for name, column in tokens.items()}"
         )
-    return length
+    return tokens, length
 
 
 def num_nonzero(mask: Tensor, first: int = 0) -> int:

@@ -66,7 +66,7 @@ class Crew:
 
     async def train_step(self, rank: int, step: Step) -> None:
         gradient: Counter[tuple[str, int]] = Counter()
-        for _ in range(5):
+        for _ in range(20):
             self.dies(rank, step.step, "work")
             async for micro_batch in step:
                 await self.work(rank, step.step, micro_batch)

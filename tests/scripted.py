@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer.core.step_times import StepTiming
 from stream_balancer.types import SUPPORTED_DTYPES, Batch, Denominators, MicroBatch, RankBatch, Rollout
 
 
@@ -30,14 +29,7 @@ class ScriptedBalancer(sb.StreamBalancer):
             self.end()
         self.acknowledged: list[int] = []
         """Steps, in the order they were acknowledged."""
-        self.step_seconds: list[tuple[int, int, float]] = []
-        """(step, rank, seconds)."""
         self.observers.append(_Acknowledged(self.acknowledged))
-
-    def record_step(self, timing: StepTiming) -> None:
-        """A rank took so long for a step."""
-        self.step_seconds.append(timing[:3])
-        super().record_step(timing)
 
 
 class _Acknowledged(sb.Observer):

@@ -111,7 +111,7 @@ class Known:
             return False
         if self.is_whole or role:
             return self.is_whole or not remote
-        return self.head.open or (self.head.meets and bool(remote))
+        return self.head.open
 
 
 class Port:

@@ -171,6 +171,8 @@ class Groups:
             self._update(group, arrived=number - group.arrived)
             if group.declared and group.arrived >= group.size:
                 self._close(group_id, group.size)
+            # those that waited may have been too old to wait again
+            self._forget_if_done(group_id, group)
 
     def resized(self, size: int | None) -> Groups:
         """The same declarations with another group size; only while nothing waits."""

@@ -8,13 +8,11 @@
        |  waiting put, which wakes the next         `--> the trainer, or serve() to the ranks
 
 What a user calls is here, and nothing else: every method asks one of the parts, which are made and connected in
-``__init__``. It is long because its docstrings are the reference of these calls. The core decides; ``puts``,
-``reservations`` and ``batches`` are "decide, or wait and be woken"; ``wakeups`` knows whom a change wakes. Two rules
-keep rollouts safe on asyncio and trio alike, under native ``task.cancel()`` and ``asyncio.timeout`` too: nothing is
-ever handed to a waiting task (it is woken, and takes for itself), and nothing is awaited after the taking.
+``__init__``. The core decides; ``puts``, ``reservations`` and ``batches`` are "decide, or wait and be woken";
+``wakeups`` knows whom a change wakes. Two rules keep rollouts safe under every kind of cancellation: nothing is ever
+handed to a waiting task (it is woken, and takes for itself), and nothing is awaited after the taking.
 
-All methods belong to the event loop's thread; for threads and plain loops there is
-:func:`stream_balancer.blocking`.
+All methods belong to the event loop's thread; for threads and plain loops there is :func:`stream_balancer.blocking`.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import anyio
@@ -84,7 +81,7 @@ class StreamBalancer(OfOneProcess):
     ``async with StreamBalancer(config) as balancer`` closes it at the end; it needs no task of its own.
 
     ``on_evict(rollout, reason)`` is called, in the loop's thread, for every rollout that is given up. What it raises
-    is logged and goes no further: the put or set_version() that evicted has happened.
+    is logged.
 
     ``accept(rollouts)`` decides what is worth training on, before it takes a place: called with a rollout by itself, or
     with all siblings of a group (of ``put_group``, or once the last of ``groups.size`` comes). What it turns down is
@@ -123,15 +120,10 @@ class StreamBalancer(OfOneProcess):
         wakeups = Wakeups(core, throttle, StallReporter(report_after_s, partial(_why_stalled, self), _log))
         puts = Puts(core, lifetime, wakeups, accept=accept, journal=journal)
         self.parts = Parts(
-            core=core,
-            puts=puts,
-            reservations=Reservations(core, lifetime, wakeups, throttle, puts),
-            consumer=Consumer(core, lifetime, wakeups, journal),
-            wakeups=wakeups,
-            versions=Versions(core, lifetime),
-            producers=ProducerRegistry(self.end, num_producers),
-        )
-        """Parts of the balancer, for the rest of this package. No promise for users."""
+            core, puts, Reservations(core, lifetime, wakeups, throttle, puts),
+            Consumer(core, lifetime, wakeups, journal), wakeups, Versions(core, lifetime),
+            ProducerRegistry(self.end, num_producers),
+        )  # fmt: skip
         self._lifetime = lifetime
         self._idle = learn.attach(core)
         self._journal = None if journal is None else JournalObserver(journal, core)
@@ -139,8 +131,7 @@ class StreamBalancer(OfOneProcess):
             self.parts.producers.write = journal.put
         self._recorder: Recorder | None = None
         self.observers: list[Observer] = core.observers
-        """Observers of what happens (:class:`Observer`), notified in this order in the event loop's thread. Append
-        yours."""
+        """Observers of what happens (:class:`Observer`), notified in this order in the loop's thread. Append yours."""
         self._notices = Notices(core)
         self.observers += [self._notices, self.parts.versions]
         if self._journal is not None:
@@ -190,16 +181,14 @@ class StreamBalancer(OfOneProcess):
     async def expect_group(self, group_id: str, size: int) -> None:
         """A group has ``size`` rollouts, not ``groups.size``: it may leave once so many have come, and takes no more.
 
-        Before its first rollout or while some of it wait. With a journal it returns once that is on the disk. Raises
-        ValueError if another size was declared before, if more have come already, for a size above ``batch_size``, and
-        where groups play no part.
+        Raises ValueError if another size was declared before, if more have come already, for a size above
+        ``batch_size``, and where groups play no part.
         """
         await self.parts.puts.put([], GroupSize(group_id, size))
 
     async def close_group(self, group_id: str) -> None:
-        """All siblings of a group have come: it leaves as a short group, and takes no more. What
-        ``put_group(..., complete=True)`` does with the last rollouts, for who has none: a supervisor that sees a worker
-        die. :meth:`abandon_group` throws the group away instead.
+        """All siblings of a group have come, say a supervisor that sees a worker die: it leaves as a short group, and
+        takes no more. :meth:`abandon_group` throws it away instead.
 
         May be repeated. Raises ValueError where groups play no part.
         """
@@ -237,12 +226,11 @@ class StreamBalancer(OfOneProcess):
         Either way, who asks is through with the last one: under ``staleness.max_versions`` that is what counts.
 
         ``open=True``: a step begins before it is complete. It comes in rows, micro-batches for all ranks: one as soon
-        as it is asked for and a rollout waits for every rank, and the last one when a batch would leave. All of them
-        have one ``step``, and ``batch.is_last`` is False but in the last. Only that one knows what to divide by: add up
-        the gradients of sums, and divide in the end. It counts as the step, for :meth:`acknowledge` and the like, and
-        :meth:`in_flight` has the whole step then. Who makes a new iterator in the middle of a step gets all of it
-        again, from the first row on; so does who comes after a crash, since the gradients are lost, too. Raises
-        ConfigError where rows cannot respect a knob: ``window`` must be ``batch_size``. See docs/elastic.md.
+        as it is asked for and a rollout waits for every rank, and the last one when a batch would leave. All have one
+        ``step``, and ``batch.is_last`` is False but in the last, which alone knows what to divide by, and counts as the
+        step for :meth:`acknowledge` and the like. A new iterator in the middle of a step, or after a crash, begins with
+        its first row. Raises ConfigError where rows cannot respect a knob: ``window`` must be ``batch_size``. See
+        docs/elastic.md.
 
         One trainer iterates at a time. A new iterator takes over from an old one, whose next use raises
         :class:`AlreadyInUseError`; while a task is waiting in the old one, this call raises it instead.
@@ -276,26 +264,17 @@ class StreamBalancer(OfOneProcess):
         return self.parts.core.in_flight()
 
     def record_step_seconds(
-        self,
-        step: int,
-        rank: int,
-        seconds: float,
-        *,
-        own: bool = True,
-        waited_s: float | None = None,
+        self, step: int, rank: int, seconds: float, *, own: bool = True, waited_s: float | None = None,
         ready_s: float = 0.0,
-    ) -> None:
-        """The seconds that a rank computed in a step; ``serve()`` does it for ranks that iterate a
-        ``RankFeed``.
+    ) -> None:  # fmt: skip
+        """The seconds that a rank computed in a step; ``serve()`` does it for ranks that iterate a ``RankFeed``.
 
         Before the step is acknowledged. ``own``: the rank did not wait for others in them; only such seconds teach a
         ``CalibratedCost``. ``waited_s``: how long it waited for its rank batch before; None = as long as the balancer
-        waited for rollouts. ``ready_s``: how long it had been ready for more when the last rank was.
+        waited for rollouts. ``ready_s``: how long it had been ready for more when the last rank was. Raises ValueError
+        for a rank that the step has not, and for seconds that cannot be.
         """
-        self.record_step(StepTiming(step, rank, seconds, own, waited_s, ready_s))
-
-    def record_step(self, timing: StepTiming) -> None:
-        """The same as one value: what ``serve()`` calls."""
+        timing = StepTiming(step, rank, seconds, own, waited_s, ready_s)
         self.parts.core.record_step(timing, self._lifetime.now("record_step_seconds"))
 
     def straggler(self) -> Straggler | None:
@@ -310,15 +289,8 @@ class StreamBalancer(OfOneProcess):
         return self.parts.versions.current
 
     async def version_after(self, version: int | None) -> int:
-        """Wait for a policy version later than ``version`` (None: for any), and return the newest::
-
-            version = None
-            while True:
-                version = await balancer.version_after(version)
-                engine.load(version, weights_of(version))
-
-        At once where there is one: no version is missed between two calls but those that newer ones have replaced.
-        Raises ClosedResourceError once :meth:`aclose` was called.
+        """Wait for a policy version later than ``version`` (None: for any), and return the newest; at once where there
+        is one. Raises ClosedResourceError once :meth:`aclose` was called.
         """
         return await self.parts.versions.after(version)
 
@@ -336,8 +308,8 @@ class StreamBalancer(OfOneProcess):
         """Give a group up, of which a sibling will never come: what waits of it is evicted ("abandoned"), now, and what
         still comes of it when it comes (its put returns as usual). How many were evicted now.
 
-        To train on the rest of it instead, call :meth:`close_group`, or set ``deadline_s``. To sample the prompt again,
-        give the new siblings another ``group_id``. Raises ValueError where groups play no part.
+        To train on the rest of it instead, call :meth:`close_group`. To sample the prompt again, give the new siblings
+        another ``group_id``. Raises ValueError where groups play no part.
         """
         self._lifetime.check_thread("abandon_group")
         number = self.parts.core.abandon_group(group_id)
@@ -347,9 +319,8 @@ class StreamBalancer(OfOneProcess):
     def reconfigure(self, /, **changes: Any) -> None:
         """Change knobs live: ``reconfigure(window=768, deadline_s=10.0)``. Knobs never given are derived anew.
 
-        Another ``dp_size`` holds from the next batch on; give ``speeds`` with it if you gave them before. Batches that
-        were given out stay as they are; one that is to be given again is planned again: same step, same rollouts. What
-        ranks do under ``serve()``: docs/elastic.md.
+        Another ``dp_size`` holds from the next batch on; give ``speeds`` with it if you gave them before. A batch that
+        is to be given again is planned again: same step, same rollouts. What ranks do: docs/elastic.md.
 
         Raises :class:`ConfigError`, changing nothing, for a value or combination that cannot work.
         """
@@ -372,7 +343,7 @@ class StreamBalancer(OfOneProcess):
         self._notices.closed()
         self._lifetime.closed = True
         self.parts.wakeups.close()
-        self.parts.versions.close()
+        self.parts.versions.wake()
         with anyio.CancelScope(shield=True):
             if self._journal is not None:
                 if self.parts.core.finished and not self.parts.core.in_flight():
@@ -390,16 +361,13 @@ class StreamBalancer(OfOneProcess):
             self.parts.producers.follow(self._journal.journal.records.ended)
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """All that is held at this instant, sharing the rollouts: O(n) pointers, so puts and dispatches go on at once.
-        ``stream_balancer.host.checkpoint.state_dict`` flattens it, in any thread."""
+        """All that is held at this instant, sharing the rollouts. O(n) pointers."""
         return self.parts.core.snapshot(self._lifetime.now("snapshot"))
 
     async def async_state_dict(self) -> dict[str, Any]:
@@ -417,12 +385,11 @@ class StreamBalancer(OfOneProcess):
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Continue from a :meth:`state_dict`, under this balancer's own knobs; load before the first put.
 
-        Batches that were in flight come out of ``batches()`` again, first, with the same step and the same plan; those
-        for another ``dp_size`` are planned again, with the same rollouts. Raises ValueError (RolloutError for a waiting
-        rollout that these knobs refuse, saying which and why); nothing has changed then.
+        Batches that were in flight come again, first, with the same step and plan; those for another ``dp_size`` are
+        planned again, with the same rollouts. Raises ValueError (RolloutError for a waiting rollout that these knobs
+        refuse, saying which and why); nothing has changed then.
 
-        What is damaged does not spoil the rest. Returns what was set aside, one sentence each, which are logged too;
-        empty if all is well.
+        What is damaged does not spoil the rest: it is logged, and returned, one sentence each; empty if all is well.
 
         A journal is newer than any checkpoint: with one that held something this raises ValueError too.
         """
@@ -437,12 +404,11 @@ class StreamBalancer(OfOneProcess):
     # -- record --------------------------------------------------------------------------------------------------------
 
     def record(self, path: str | os.PathLike[str]) -> Recorder:
-        """Write every rollout accepted from now on (lengths, group, seconds) to a trace file, csv or csv.gz, until the
-        balancer is closed. ``load_trace`` reads it; see docs/tuning.md.
+        """Write every rollout accepted from now on (lengths, group, seconds) to a new trace file, csv or csv.gz, until
+        the balancer is closed. ``load_trace`` reads it; see docs/tuning.md.
 
-        Never blocks and never fails a put: what goes wrong with the disk is logged, and kept in the returned object's
-        ``error``. A file that is there is not overwritten. Raises :class:`ConfigError` for another suffix,
-        AlreadyInUseError while it records elsewhere, ClosedResourceError when closed.
+        Never fails a put: what goes wrong with the disk is logged, and kept in the returned object's ``error``. Raises
+        :class:`ConfigError` for another suffix, AlreadyInUseError while it records elsewhere.
         """
         self._lifetime.check_thread("record")
         self._lifetime.check_open("record")
@@ -464,8 +430,8 @@ class StreamBalancer(OfOneProcess):
 
     def rank_states(self) -> list[RankState]:
         """Knowledge of ``serve()`` about each rank; empty while it does not run."""
-        rank_states = self.parts.consumer.rank_states
-        return [] if rank_states is None else rank_states()
+        read = self.parts.consumer.rank_states
+        return [] if read is None else read()
 
     def why_no_batch(self) -> str:
         """Reason for which dispatching waits now, in a sentence: ``"37 rollouts wait (window 64), the oldest for

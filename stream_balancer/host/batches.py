@@ -78,7 +78,9 @@ class Consumer:
         await anyio.lowlevel.checkpoint()
         while True:
             self._check(iterator)
+            # reservers that wait may be all that could fill the window: then what there is must leave
             self._wakeups.flush_if_stuck()
+            # a row before anything else: its step is under way, and nothing may leave between two rows of it
             again, self._undelivered = self._undelivered, None
             batch = again or self._core.poll(anyio.current_time(), asked_at)
             if batch is not None:
@@ -86,6 +88,7 @@ class Consumer:
                 # the batch.
                 self._wakeups.batch_left()
                 if self._journal is not None and batch.is_last:
+                    # a row before the last is in no journal: after a crash its step begins anew
                     await self._finish_plan(self._journal, batch)
                 # The disk was awaited above, and reconfigure(dp_size=...) may have come meanwhile.
                 whole = self._core.state.in_flight.get(batch.step)
@@ -143,6 +146,7 @@ class Consumer:
 
     def give_again(self, batch: Batch) -> None:
         """A batch that was not taken: the next iteration gives it, unless it was acknowledged meanwhile."""
+        # acknowledged meanwhile, or planned again: then there is nothing to give
         held, is_open = self._core.state.in_flight.get(batch.step), self._core.state.open_step is not None
         if held is batch:
             self._core.redeliver(batch)
@@ -180,6 +184,7 @@ class Consumer:
         if self.rank_states is not None or dist is None or not dist.is_available() or not dist.is_initialized():
             return
         rank, dp_size = dist.get_rank(), self._core.config.dp_size
+        # rank 0 is often the controller of all, and a dp_size above the world is that of other processes
         if rank > 0 and 1 < dp_size <= dist.get_world_size():
             _log.warning(
                 "rank %d iterates batches() of a balancer of its own, which plans for %d ranks. If every rank does, "
@@ -215,6 +220,7 @@ class Batches:
         batch = await self._consumer.next_batch(self)
         if batch is None:
             raise StopAsyncIteration
+        # serve() acknowledges by what its ranks say; and of rows only the last one is a step
         if not self._ahead and batch.is_last:
             self._last_step = batch.step
         return batch

@@ -315,7 +315,7 @@ else:
     BlockingBatches = facade("BlockingBatches", Batches, without=("give_back",))
     BlockingBalancer = facade(
         "BlockingBalancer", StreamBalancer, base=OwnLoop, timed=("reserve",),
-        without=("aclose", "async_state_dict", "parts", "record_step"),
+        without=("aclose", "async_state_dict", "parts"),
     )  # fmt: skip
 blocking = BlockingBalancer
 """Name for programs: ``with sb.blocking(config) as balancer``."""

@@ -31,6 +31,7 @@ def state_dict(snapshot: Snapshot) -> dict[str, Any]:
 
     A rollout that cannot be written (it was changed after it was made) is left out, and named in the log.
     """
+    # times are kept as ages: the next process has another clock
     records = Records.of(snapshot, 0.0)
     facts = msgspec.msgpack.encode([(fact.key, write_fact(fact)) for fact in records.facts()])
     return {
@@ -66,6 +67,7 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
         first = number * _ROLLOUTS_TOGETHER
         records.hold(number, row.numpy(), f"rollouts {first} to {first + _ROLLOUTS_TOGETHER - 1} cannot be read")
     snapshot = records.snapshot(0.0, state.get("calibration"), _mapped(state.get("auto_window"), Tensor, Tensor.numpy))
+    # an error each, since rollouts that were accepted are gone
     for sentence in snapshot.set_aside:
         _log.error("checkpoint: set aside: %s", sentence)
     return snapshot

@@ -36,6 +36,7 @@ class Columns:
 
     def add(self, step: int, role: str, micro_batch: MicroBatch, header: Raw, memory: Memory | None) -> None:
         """A rank has computed these, perhaps again. Raises WireError for others than were asked for."""
+        # checked against the item that it was sent: a rank cannot say how long its columns are
         [columns] = decode_columns(header, memory, [micro_batch.num_tokens])
         if sorted(columns) != self.names[role]:
             raise WireError(f"role {role!r} is to give the columns {self.names[role]}, not {sorted(columns)}")
@@ -52,6 +53,7 @@ class Columns:
         if given is None:
             return micro_batch
         its = [_with_columns(rollout, given) for rollout in micro_batch.rollouts]
+        # made anew, and not changed: other ranks, and a redelivery, may be sent the one without columns
         made = MicroBatch.of(its, micro_batch.lengths, micro_batch.execution_sizes)
         return replace(made, cp_group=micro_batch.cp_group, cp_rank=micro_batch.cp_rank)
 
@@ -78,6 +80,7 @@ def _with_columns(rollout: Rollout, given: Mapping[tuple[str, int], dict[str, Te
     whole = rollout.whole if isinstance(rollout, SharedRollout) else rollout
     assert whole is not None
     name, parts = whole.rollout_id, list[dict[str, Tensor]]()
+    # a role keeps the parts of the first plan, though the trainer's may have been laid out anew
     while (part := given.get((name, len(parts)))) is not None:
         parts.append(part)
     if rollout.is_padding and (not parts or any(len(one) != rollout.num_tokens for one in parts[0].values())):

@@ -51,6 +51,7 @@ class Lifetime:
     def now(self, method: str) -> float:
         """Seconds on the event loop's clock, for a plain method. Raises RuntimeError in another thread, and where no
         event loop runs."""
+        # one comparison for the many calls in the right thread; the check that names the fault is only for the others
         if self._thread != threading.get_ident():
             self.check_thread(method)
         try:

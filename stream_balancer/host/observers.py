@@ -49,6 +49,7 @@ class Notices(Learner):
         most = self._core.config.staleness.max_versions
         if most is None:
             return
+        # looked at when they leave, not at each put, which costs nothing then
         unknown = [r for r in batch.rollouts if r.version is None and not r.is_padding]
         self._num_unchecked += len(unknown) if self._core.state.staleness.version is not None else batch.num_rollouts
         if unknown:
@@ -66,6 +67,7 @@ class Notices(Learner):
         most = self._core.config.staleness.max_versions
         if most is not None and self._core.state.staleness.version is None:
             self._num_unversioned_steps += 1
+            # a trainer that acknowledges first sets the first version after its first acknowledgement
             if self._num_unversioned_steps > 1:
                 self._warn_once(
                     "staleness.max_versions=%d is not checked: 2 steps were trained, and set_version() was never "

@@ -29,6 +29,7 @@ def check_knobs(config: BalancerConfig, care: Care) -> None:
         (config.step_size.mini_batches > 1, f"step_size.mini_batches={config.step_size.mini_batches}"),
         "ranks meet several times in a step, and what changes hands in between cannot join the meetings that are over",
     )
+    # the constructor of the balancer cannot check these: options of serve() are not known there
     for (is_wanted, option), (is_set, knob), why in (
         (replan, *often),
         (late, *often),

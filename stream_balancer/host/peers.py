@@ -18,7 +18,7 @@ from stream_balancer.host.reports import Reports
 from stream_balancer.host.sending import InFlight
 from stream_balancer.net.answers import Asked
 from stream_balancer.net.errors import Ended
-from stream_balancer.net.messages import Join, Notify, Report
+from stream_balancer.net.messages import Join, Report
 from stream_balancer.net.service import Method, Peer, Service
 from stream_balancer.wire.payload import Memory
 
@@ -39,17 +39,18 @@ class Peers:
         self._here, self._service, self._roles, self._changed, self._joined = here, service, roles, changed, joined
         self._reports = Reports(here)
         self._producers = Producers(here.balancer, service, direct=True)
-        self._version: int | None = None
 
     async def attend(self) -> None:
         """Until cancelled."""
         balancer, methods = self._here.balancer, {**self._producers.methods}
         methods |= {"set_version": partial(_set_version, balancer), "end": partial(_end, balancer, methods["end"])}
-        with self._producers.following_versions(), balancer.parts.versions.subscribed(self._push_version):
+        # versions come in the order in which they are set, also those of calls that are answered meanwhile
+        with self._producers.following_versions():
             await self._service.attend(methods, admit=self._admit, on_peer=self._on_peer)
 
     def leave(self) -> None:
         """End of attending: ranks see a loss, and may come to the next ``serve``."""
+        # producers stay: their puts go on, and the next serve() answers what is left
         for peer in [peer for peer in self._service.peers.values() if peer.kind == "rank"]:
             forget(peer)
             peer.abort()
@@ -71,6 +72,7 @@ class Peers:
         peer.on_report = partial(self._on_report, member, seat, peer)
         peer.on_end = partial(self._on_end, member, seat)
         role = member.id.role
+        # after attach(): its number must be known, so that who waits for it is told why
         if role and role not in self._roles:
             text = (
                 f"{member.name} is asked for nothing: serve() has the roles {list(self._roles)}. Name it in "
@@ -78,10 +80,10 @@ class Peers:
             )
             self._break(member, seat, peer, text, "nobody asks for its columns")
             return
+        # only a role sends columns; from others not a byte is taken into memory
         peer.max_report_bytes = _COLUMN_BYTES if role else 0
         self._here.handed.note(Came(role, member.id.number, member.incarnation, False, sorted(member.fenced)))
-        if self._version is not None:
-            peer.send(Notify(self._version))
+        self._producers.tell_version(peer)
         if not role:
             self._reports.joined(member)
         self._joined()
@@ -90,6 +92,7 @@ class Peers:
     def _on_report(self, member: Member, seat: int, peer: Peer, report: Report, memory: Memory | None) -> None:
         try:
             self._reports.take_in(member, seat, report, memory)
+        # the fault of one rank is its loss, not the end of serve()
         except WireError as error:
             self._break(member, seat, peer, f"{error}. Restart it", "broke the protocol", report.step)
         member.note_readiness(ready=self._here.ledger.room(member.id) > 0)
@@ -105,12 +108,6 @@ class Peers:
         peer.close(text)
         self._here.ranks.lose(member, seat, member.lost(cause, text, step))
         self._changed()
-
-    def _push_version(self, version: int) -> None:
-        self._version = version
-        for member in self._here.ranks.members.values():
-            for peer in member.peers.values():
-                peer.send(Notify(version))
 
 
 def _set_version(balancer: StreamBalancer, peer: Peer, asked: Asked) -> None:

@@ -49,6 +49,7 @@ def plan_of(batch: Batch) -> Plan:
 
 def _mini_batches(rank_batch: RankBatch) -> list[tuple[float, list[tuple[int, list[str]]]]]:
     micro_batches = iter(rank_batch.micro_batches)
+    # one mini-batch is written like several: what is read is one format
     sizes = [size[:2] for size in rank_batch.mini_batch_sizes] or [(len(rank_batch.micro_batches), rank_batch.load)]
     return [
         (
@@ -62,6 +63,7 @@ def _mini_batches(rank_batch: RankBatch) -> list[tuple[float, list[tuple[int, li
 def batch_of(plan: Plan, rollouts: Mapping[str, Rollout]) -> Batch:
     """The batch again, from its rollouts. Raises KeyError for one that is missing."""
     names = [name for rank in plan.ranks for _, its in rank for _, names in its for name in names]
+    # in the order of the plan, each once: which is copied for padding depends on it
     real = [rollouts[name] for name in dict.fromkeys(names) if name not in plan.padding]
     found = {rollout.rollout_id: rollout for rollout in real}
     for name in plan.padding:

@@ -70,6 +70,7 @@ class Plan:
         """Rank batches that a rank has trained on in the end; None if those that were planned for it."""
         planned = self.rank_batch(one)
         mine = tuple(item.payload for item in items)
+        # of an open step nobody has planned the whole for it
         if planned is None or len(self.batches) > 1 or mine == planned.micro_batches:
             return None
         return (replace(planned, micro_batches=mine),)
@@ -82,6 +83,7 @@ class Plan:
 
 def uid_of(batch: Batch, ranks: Sequence[RankId], salt: int = 0) -> int:
     """The same for the same plan, also in another process. ``salt``: of an open step, which no restart goes on with."""
+    # not the order of a set, not hash(): both differ from process to process
     cut = [[[r.rollout_id for r in mb.rollouts] for mb in rank_batch.micro_batches] for rank_batch in batch.ranks]
     text = repr((batch.step, [one.number for one in ranks], cut, salt))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
@@ -98,6 +100,7 @@ def items_of(
     of_roles: dict[str, list[int]] = {}
     for number, (role, ranks) in enumerate(roles.items(), 1):
         for id_, (place, _, mb) in enumerate(cut, first + number * len(cut)):
+            # a role may have lost ranks: those that are left do their places, too
             owner = ranks[place % len(ranks)] if ranks else None
             made.append(_item(id_, owner, mb, role=role))
             for rollout in mb.rollouts:
@@ -123,6 +126,7 @@ def cut_again(whole: Batch, rows: Sequence[Sequence[int]]) -> list[Batch]:
         replace(
             whole,
             ranks=tuple(replace(one, micro_batches=its) for one, its in zip(whole.ranks, row, strict=True)),
+            # counted once: new copies are numbered behind all of them
             num_padding=0 if number else whole.num_padding,
         )
         for number, row in enumerate(cut)
@@ -137,6 +141,7 @@ def _group(
         _, index, mb = cut[(item.id - first) % len(cut)]
         if lockstep and not item.role:
             item.group = names.setdefault(index, item.id)
+        # in plain runs every rank gets its own part again by itself, so no group is needed
         elif mb.cp_group and (share or item.remote):
             item.group = names.setdefault((item.role, mb.cp_group, mb.rollouts[0].rollout_id), item.id)
     _agree(made)
@@ -173,7 +178,9 @@ def laid_out_anew(
             Item(one.id, over[place % len(over)], one.pieces, one.role, remote=one.remote, payload=one.payload)
             for place, one in enumerate(old)
         ]
+    # whole again: other ranks than those that shared a rollout cannot compute its parts
     wholes = [one for item in old for one in map(_whole, item.payload.rollouts) if not one.is_padding]
+    # each once, though several of its parts may be among the items
     rollouts = list({one.rollout_id: one for one in wholes}.values())
     if not rollouts:
         return []

@@ -38,6 +38,7 @@ class ProducerRegistry:
     def follow(self, ended: Ended) -> None:
         """Go on from what a journal says."""
         self._ended = set(ended.sessions)
+        # the journal knows that all is said: nobody comes to say it again
         if ended.all:
             self._end()
 
@@ -66,6 +67,7 @@ class ProducerRegistry:
         """A producer puts no more."""
         self._ended.add(session)
         self._end_if_last()
+        # with the end itself: a restart in between must not wait for producers that have gone for good
         self.write(Ended(sorted(self._ended), self._is_last()))
 
     def why_not_ended(self, *, any_rollouts: bool) -> str:

@@ -122,6 +122,7 @@ class Producers:
 
     def admit(self, join: Join) -> tuple[list[int], list[int]]:
         """Let a producer in. -> numbers of slots that it had, and has no more; and keys of payloads that are needed."""
+        # before it is in: the answer to its join names the slots that it has lost
         producer = self._coming[join.session] = self._known(join.session)
         about = _read(_About, join.about)
         keys = [] if about.owner is None else self._leases_of(producer, about.owner, join.session)
@@ -130,20 +131,25 @@ class Producers:
     def on_peer(self, peer: Peer) -> None:
         """A producer has come in, perhaps again."""
         self._adopt(peer, self._coming.pop(peer.session))
+        # who will not join again is gone at once, with its slots
         peer.keep_s = self._keep_s if _read(_About, peer.join.about).rejoin else 0.0
         self._parts.producers.joined(peer.session, peer.name)
-        if self._parts.versions.current is not None:
-            peer.send(Notify(self._parts.versions.current))
+        self.tell_version(peer)
         if self._balancer.ended:
             self._say_end(peer)
 
     def following_versions(self) -> AbstractContextManager[None]:
-        """Within it every version is passed on."""
+        """Within it every version is passed on to all peers, ranks too."""
         return self._parts.versions.subscribed(self._pass_on)
 
-    def _pass_on(self, version: int) -> None:
-        for peer in self._peers():
-            peer.send(Notify(version))
+    def _pass_on(self) -> None:
+        for peer in self._service.peers.values():
+            self.tell_version(peer)
+
+    def tell_version(self, peer: Peer) -> None:
+        """The version now, if there is one."""
+        if self._parts.versions.current is not None:
+            peer.send(Notify(self._parts.versions.current))
 
     def leave(self) -> None:
         """End of attending: if the balancer has ended, producers are told."""
@@ -174,10 +180,12 @@ class Producers:
     def _give_back(self, peer: Peer, producer: _Producer, end: Ended) -> None:
         """The connection is over: others may begin in its place."""
         slots, producer.slots = producer.slots, {}
+        # it may come again and ask for them, until then others may begin
         producer.given_back |= {number: slot.left for number, slot in slots.items()}
         for slot in slots.values():
             slot.release()
         left = sum(producer.given_back.values())
+        # who closes knows what it did not put
         if left and end.kind != "closed":
             _log.warning(
                 "producer %s was lost with %d rollouts that it had reserved and not put: others may begin in their "
@@ -270,6 +278,7 @@ class Producers:
             pending = self._parts.puts.begin(rollouts, size)
         except BaseException:
             if slot is not None:
+                # what was not accepted may be put again in the same slot
                 slot.done(len(rollouts), accepted=False)
             raise
         if pending.stage != "done":
@@ -295,6 +304,7 @@ class Producers:
         finally:
             producer.num_waiting -= 1
             if not producer.num_waiting:
+                # replaced, not cleared: who waits for this end must see it, though another put begins at once
                 producer.settled.set()
                 producer.settled = anyio.Event()
 
@@ -322,6 +332,7 @@ class Producers:
 
     def _reserve(self, peer: Peer, asked: Asked) -> Any:
         number, count = _read(_Reserve, asked.args)
+        # here, in the order of calls: an error is the reply, and nothing was reserved
         check_reserve(self._balancer.config, count)
         begun = self._parts.reservations.begin(count)
         if isinstance(begun, Slot):
@@ -338,6 +349,7 @@ class Producers:
         return self._admitted(peer, number, slot)
 
     def _admitted(self, peer: Peer, number: int, slot: Slot) -> int:
+        # it may have gone while it waited for its turn
         if self._service.peers.get(peer.session) is peer:
             _producer(peer).slots[number] = slot
         else:  # what it gave back as it went has woken its own reserver, before that was withdrawn
@@ -356,6 +368,7 @@ class Producers:
         """Once all that was asked before has its reply."""
         producer = _producer(peer)
         for reserving in producer.reserving:
+            # it puts no more: what it waits to reserve would only keep others from beginning
             self._service.cancel(reserving)
         while producer.num_waiting:
             await producer.settled.wait()

@@ -71,6 +71,7 @@ class Puts:
     def put_nowait(self, rollout: Rollout) -> None:
         """Accept it now, or raise; see :meth:`StreamBalancer.put_nowait`."""
         # No checkpoint, unlike put(): it must be callable from a callback of the loop, where nothing can be awaited.
+        # an object all the same: every put goes one way, and this one never gets into a queue
         PendingPut(self, [rollout]).begin(self.lifetime.now("put_nowait"), may_wait=False)
 
     def evict_lost(self, lost: Callable[[Rollout], bool]) -> list[str]:
@@ -117,6 +118,7 @@ class PendingPut(Waiter):
         # One rollout alone cannot disagree with its group, and most puts are one rollout.
         if len(self._rollouts) > 1 or not (self._rollouts or self._size):
             check_group(self._rollouts)
+        # before accept= is asked: it may look at the masks
         self._rollouts = puts.core.state.admission.with_loss_masks(self._rollouts)
         if puts.accept is not None:
             self._filter(puts.accept, now, may_wait)
@@ -143,6 +145,7 @@ class PendingPut(Waiter):
         core = self._puts.core
         core.check(self._rollouts, self._size)  # a bad rollout is refused, whatever accept= would say
         question = core.state.admission.completed_by(self._rollouts, self._size)
+        # None: siblings are still to come, and whoever brings the last of them asks for all
         answer = True if question is None else call_accept(accept, question)
         if isinstance(answer, bool):
             self._filtered(answer, now, may_wait)
@@ -150,6 +153,7 @@ class PendingPut(Waiter):
             self.stage, self._asked, self._answer = "filtering", _ids(question or ()), answer
         else:
             if inspect.iscoroutine(answer):
+                # the filter was asked in vain, and is asked again by the next put
                 answer.close()  # or Python warns of a coroutine that was never awaited
             raise WouldBlock("put_nowait() cannot wait for an accept= that is async: use put()")
 
@@ -170,6 +174,7 @@ class PendingPut(Waiter):
         elif keep:
             self._take_or_queue(now, may_wait)
         else:
+            # needs no room, so it is never queued: who is turned down must not wait for a place
             self._puts.core.filter_out(self._rollouts, now, self._size)
             self._puts.wakeups.changed()  # siblings that waited have made room
             self.stage = "done"
@@ -204,6 +209,7 @@ class PendingPut(Waiter):
             if self.stage == "waiting":
                 await self._wait_for_room()
         except BaseException:
+            # on the disk and not accepted: a restart must not bring it back
             journal.retract(written)
             self._retract_size(journal)
             raise

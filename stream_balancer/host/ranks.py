@@ -130,6 +130,7 @@ class Ranks:
             self._restore(one)
         for role in self._roles:
             numbers = {*range(dp_size), *(one.rank for one in came if one.role == role and not one.is_ended)}
+            # numbers of ranks that were given up stay free until somebody comes with one
             there = sorted(numbers.difference(one.number for one in ledger.fenced if one.role == role))
             self._want(role, set(there[:dp_size] or range(dp_size)))
         self.num_places = max(dp_size, self.numbers[-1] + 1)
@@ -178,6 +179,7 @@ class Ranks:
 
     def remove(self, member: Member) -> None:
         """The rank was given up, with those of its processes that are still there."""
+        # their processes may live behind a broken network, with gradients that others do again
         member.fenced |= member.sessions
         member.sessions.clear()
         for peer in member.peers.values():
@@ -224,10 +226,12 @@ class Ranks:
             self._check_weights(about)
         # a new process is another incarnation than one that was given up, whatever its number
         incarnation = max(about.incarnation, self._ledger.fenced.get(about.id, -1) + 1)
+        # kept until attach(): between the two the service shakes hands with the process
         self._came[join.session] = msgspec.structs.replace(about, incarnation=incarnation)
 
     def _check_free(self, member: Member, about: About, session: bytes) -> None:
         there = member.peers.get(about.seat)
+        # the same session again is the same process, whose connection broke
         is_other = there is not None and there.session != session and member.incarnation == about.incarnation
         if is_other or member.incarnation > about.incarnation:
             raise refused_error(
@@ -273,6 +277,7 @@ class Ranks:
         one = about.id
         member = self.members.setdefault(one, Member(one))
         member.sessions.add(peer.session)
+        # all its processes start again together: what older ones still send does not count
         if about.incarnation > member.incarnation:
             for old in member.peers.values():
                 forget(old)
@@ -284,9 +289,11 @@ class Ranks:
         member.next_step = about.next_step
         member.left = member.ended = False
         member.since = anyio.current_time()
+        # one process that is back is not its rank: the clock runs until all are
         if len(member.peers) == member.seats:
             member.error, member.give_up_at = None, math.inf
         peer.keep_s, peer.data["member"] = _KEEP_S, member
+        # who comes to a place that a lost rank has left takes part from the next plan on
         is_free = one.role in self._roles and one.number < self.num_places and not self._ledger.ended
         if is_free and not self._is_wanted(member):
             self._want(one.role, {*self._ledger.wanted[one.role], one.number})
@@ -313,7 +320,9 @@ class Ranks:
         if left and member.ended and not self._ledger.owes(member.id, seat):
             member.left = not member.peers
         else:
+            # the first cause is the one to name: others follow from it
             member.error = member.error or error
+            # the earliest time counts: a second process that is lost must not prolong the wait for the first
             wait_s = self._rejoin_timeout_s if self._is_wanted(member) else 0.0
             member.give_up_at = min(member.give_up_at, anyio.current_time() + wait_s)
         self._forget_if_done(member)
@@ -327,6 +336,7 @@ class Ranks:
 
     def is_finished(self, member: Member) -> bool:
         """Nothing is left to deliver to it, and it need not be told of the end any more."""
+        # told of the end and gone, or lost: an error with a connection means that it has come back in part
         is_gone = member.left or (member.error is not None and not member.peers)
         return is_gone and not self._ledger.unacknowledged(member.id)
 

@@ -98,6 +98,7 @@ class Recorder(Observer):
 
     def _write_all(self) -> None:
         try:
+            # an earlier recording is worth more than this one
             with open(self.path, "xb") as file:
                 self._write(file, [HEADER])
                 while (rows := self._queue.get()) is not None and self.error is None:
@@ -114,6 +115,7 @@ class Recorder(Observer):
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows(rows)
         data = text.getvalue().encode()
+        # a whole member each time: what was written before a crash can be read
         file.write(gzip.compress(data) if self.path.endswith(".gz") else data)
         file.flush()
 

@@ -156,6 +156,7 @@ def write_fact(fact: Fact) -> bytes:
 
 def read_fact(key: str, written: bytes) -> Fact:
     """The fact of a row. Raises WireError for damaged bytes."""
+    # the key is in the checksum: a row that lies under another one's key is damage, too
     if written[: _CRC.size] != _CRC.pack(_checksum(key, written[_CRC.size :])):
         raise WireError("its bytes were damaged")
     try:
@@ -197,6 +198,7 @@ def write_rollouts(number: int, held: Sequence[Held], *, sealed: bool = True) ->
     naming it, for one that was changed after it was made. O(bytes)."""
     encoded = codec.encode_rollouts([one.rollout for one in held])
     head = _encoder.encode(_Head([one.arrived_at for one in held], [one.step for one in held], encoded.header))
+    # columns begin at a multiple, as the codec writes them, so that views of them are aligned
     start = _PREFIX.size + len(head)
     gap = bytes(-start % _ALIGNMENT)
     row = bytearray(b"".join([bytes(_PREFIX.size), head, gap, *encoded.payload.pieces]))
@@ -215,6 +217,7 @@ def read_rollouts(number: int, row: Memory, owners: codec.Owners | None = None) 
     start = _PREFIX.size + head_bytes
     if crc != _checksum(f"rollouts {number}", inside[_CRC.size : start]):
         raise WireError("its bytes were damaged")
+    # 0: not sealed, where who keeps the bytes has a checksum
     if crc_of_columns and crc_of_columns != zlib.crc32(inside[start:]):
         raise WireError("the bytes of its columns were damaged")
     try:
@@ -253,6 +256,7 @@ class Records:
     def of(cls, snapshot: Snapshot, now: float) -> Self:
         """Records of a snapshot; ``now`` in the seconds of :attr:`Held.arrived_at`. O(rollouts)."""
         departed = Counter(snapshot.group_arrivals)
+        # arrived less waiting: these have left, and their siblings must know
         departed.subtract(_groups_of(snapshot.waiting))
         past, step = snapshot.past_ids, snapshot.next_step
         closed = {name: group_of(name, Declared(size, closed=True)) for name, size in snapshot.closed_groups.items()}

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -52,24 +51,37 @@ class Reports:
 
     def __init__(self, here: InFlight) -> None:
         self._here = here
-        self._facts: dict[str, Callable[[Member, int, Report, Memory | None], None]] = {
-            "taken": self._taken,
-            "done": self._done,
-            "fetched": self._fetched,
-            "released": self._released,
-            "at_barrier": self._at_barrier,
-            "finished": self._finished,
-            "acknowledged": self._acknowledged,
-        }
 
     def take_in(self, member: Member, seat: int, report: Report, memory: Memory | None) -> None:
         """Raises WireError for what the rank cannot mean."""
-        fact = self._facts.get(report.fact)
-        if fact is None or (memory is not None and report.fact != "done"):
-            raise WireError(f"{member.name} reports {report.fact!r}, which nobody knows")
+        if memory is not None and report.fact != "done":
+            raise WireError(f"{member.name} reports {report.fact!r} with columns")
         if report.fact not in _OF_WEIGHTS and not self._was_given(member, report.step):
             raise WireError(f"{member.name} reports {report.fact!r} of step {report.step}, which it was not given")
-        fact(member, seat, report, memory)
+        # the attempt tells what was on its way when the step began again from what belongs to it
+        of_share = member.id, seat, report.step, report.attempt
+        match report.fact:
+            case "taken":
+                self._here.ledger.taken(*of_share)
+            case "done":
+                self._take_columns(member, report, memory)
+                self._here.ledger.done(*of_share, report.items)
+            case "fetched":
+                missing: dict[str, str] = _read(report, dict[str, str])
+                if missing and (items := self._items(member, report)):
+                    self._miss(member, report.step, missing, items)
+                self._here.ledger.fetched(*of_share, report.items, missing)
+            case "released":
+                self._check_released(member, seat, report)
+                self._here.ledger.released(*of_share, report.items)
+            case "at_barrier":
+                self._here.ledger.at_barrier(*of_share, _read(report, int | None) or 0)
+            case "finished":
+                self._finished(member, seat, report)
+            case "acknowledged":
+                self._here.ledger.acknowledged(member.id, seat, report.step)
+            case _:
+                raise WireError(f"{member.name} reports {report.fact!r}, which nobody knows")
 
     def _was_given(self, member: Member, step: int) -> bool:
         """By this controller, or by one before it."""
@@ -85,12 +97,10 @@ class Reports:
         share = None if step is None else step.shares.get(member.id)
         if share is None or share.attempt != report.attempt:
             return []
+        # those that were taken away meanwhile are another rank's to report
         return [share.items[id_] for id_ in report.items if id_ in share.items]
 
-    def _taken(self, member: Member, seat: int, report: Report, _: object) -> None:
-        self._here.ledger.taken(member.id, seat, report.step, report.attempt)
-
-    def _done(self, member: Member, seat: int, report: Report, memory: Memory | None) -> None:
+    def _take_columns(self, member: Member, report: Report, memory: Memory | None) -> None:
         if member.id.role:
             if len(report.items) != 1:
                 raise WireError(f"{member.name} gives columns of {len(report.items)} micro-batches at once")
@@ -98,34 +108,20 @@ class Reports:
                 self._here.columns.add(report.step, member.id.role, item.payload, report.about, memory)
         elif memory is not None:
             raise WireError(f"{member.name} gives columns, and has no role")
-        self._here.ledger.done(member.id, seat, report.step, report.attempt, report.items)
 
-    def _released(self, member: Member, seat: int, report: Report, _: object) -> None:
+    def _check_released(self, member: Member, seat: int, report: Report) -> None:
         step = self._here.ledger.steps.get(report.step)
         share = None if step is None else step.shares.get(member.id)
+        # it may give back what it was asked for, and no more: else it could throw work away
         if share is not None and share.answers >> seat & 1 and not share.recalled.keys() >= {*report.items}:
             raise WireError(f"{member.name} gives back micro-batches of step {report.step} that it was not asked for")
-        self._here.ledger.released(member.id, seat, report.step, report.attempt, report.items)
-
-    def _at_barrier(self, member: Member, seat: int, report: Report, _: object) -> None:
-        seal: int | None = _read(report, int | None)
-        self._here.ledger.at_barrier(member.id, seat, report.step, report.attempt, seal or 0)
-
-    def _acknowledged(self, member: Member, seat: int, report: Report, _: object) -> None:
-        self._here.ledger.acknowledged(member.id, seat, report.step)
 
     # payloads
-
-    def _fetched(self, member: Member, seat: int, report: Report, _: object) -> None:
-        missing: dict[str, str] = _read(report, dict[str, str])
-        items = self._items(member, report)
-        if missing and items:
-            self._miss(member, report.step, missing, items)
-        self._here.ledger.fetched(member.id, seat, report.step, report.attempt, report.items, missing)
 
     def _miss(self, member: Member, step: int, missing: dict[str, str], items: list[Item]) -> None:
         """Rollouts take part as padding copies of weight 0: logged here, counted with the step's acknowledgement."""
         there = {one.rollout_id: one for one in chain.from_iterable(item.payload.rollouts for item in items)}
+        # or a rank could mask what others train on
         if not there.keys() >= missing.keys():
             raise WireError(f"{member.name} misses rollouts of step {step} that it was not given")
         named = [(there[name], cause) for name, cause in missing.items() if not there[name].is_padding]
@@ -146,14 +142,17 @@ class Reports:
 
     # times
 
-    def _finished(self, member: Member, seat: int, report: Report, _: object) -> None:
+    def _finished(self, member: Member, seat: int, report: Report) -> None:
         times: Times | None = _read(report, Times | None)
+        # one NaN would spoil the learned costs of all ranks
         if times is not None and not all(0.0 <= one < math.inf for one in times if one is not None):
             raise WireError(f"{member.name} reports impossible durations: {times}")
         here, plan = self._here, self._here.plans.get(report.step)
         here.ledger.finished(member.id, seat, report.step, report.attempt)
+        # reports of a former connection may come late, and weights do not go back
         member.next_step = max(report.step + 1, member.next_step or 0)
         if plan is not None and not member.id.role:
+            # once for all seats of a rank: they work at the same time
             if times is not None and member.id not in plan.finished:
                 self._record(member, plan, report.step, times)
             self._through(member, plan, report.step)
@@ -175,19 +174,19 @@ class Reports:
         place, planned = plan.place_of(member.id), plan.rank_batch(member.id)
         if place is None or planned is None:
             return
-        begun_at = plan.begun_at.get(member.id, anyio.current_time())
-        self._here.balancer.record_step(
-            StepTiming(
-                step,
-                place,
-                times.seconds if times.compute_s is None else times.compute_s,
-                own=times.compute_s is not None,
-                waited_s=times.waited_s,
-                ready_s=plan.ready_s.get(member.id, 0.0),
-                roles_s=begun_at - plan.planned_at if self._here.columns.names else 0.0,
-                worked_on=plan.worked_on(member.id, self._here.ledger.items_of(step, member.id)),
-            )
+        now = anyio.current_time()
+        begun_at = plan.begun_at.get(member.id, now)
+        timing = StepTiming(
+            step,
+            place,
+            times.seconds if times.compute_s is None else times.compute_s,
+            own=times.compute_s is not None,
+            waited_s=times.waited_s,
+            ready_s=plan.ready_s.get(member.id, 0.0),
+            roles_s=begun_at - plan.planned_at if self._here.columns.names else 0.0,
+            worked_on=plan.worked_on(member.id, self._here.ledger.items_of(step, member.id)),
         )
+        self._here.balancer.parts.core.record_step(timing, now)
 
 
 def _read(report: Report, kind: Any) -> Any:

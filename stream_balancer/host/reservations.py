@@ -77,9 +77,11 @@ class Reservations:
     def _try_admit(self, count: int, began: int | None = None) -> Slot | None:
         if self._lifetime.closed or self._core.ended:
             raise ClosedResourceError("reserve() after end() or aclose(): the balancer takes no more rollouts")
+        # who resumes was admitted under the knobs of that time
         if began is None:
             check_reserve(self._core.config, count)  # the knobs may have changed while it waited
         now = self._core.state.staleness.version or 0
+        # never newer than now: a restarted controller may know an older version than the producer
         version = now if began is None else min(began, now)
         if self._throttle.room(self._core.state, version) < count:
             self._wakeups.wake_consumer()

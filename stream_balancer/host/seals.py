@@ -32,10 +32,12 @@ def seal_of(plan: Plan, number: int, ranks: Sequence[int], gone: Collection[str]
         (Sizes(*(of_ranks[0].denominators or ())), frozenset(r.rollout_id for part in of_ranks for r in part.rollouts))
         for of_ranks in zip(*parts, strict=True)
     ]
+    # nearly always: only then does every denominator follow from the plan
     if not gone:
         return Seal(step, number, tuple(ranks), sizes, tuple(planned for planned, _ in pieces))
     everything = list(plan.rollouts)
     lost = [rollout for rollout in everything if rollout.rollout_id in gone]
+    # an execution may be lost in part: what is left of it is divided by what is left
     was, left = sizes_of(lost), sizes_of(one for one in everything if one.rollout_id not in gone) if lost else {}
     return Seal(
         step=step,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +62,7 @@ class InFlight:
 
 
 class Sender:
-    """Carries out orders, in the event loop. Never waits."""
+    """Carries out orders, in the event loop."""
 
     def __init__(self, here: InFlight, *, lockstep: bool, speeds: Mapping[int, float]) -> None:
         """``lockstep``: ranks meet at every micro-batch.
@@ -71,29 +71,53 @@ class Sender:
         self._encoded: dict[tuple[int, tuple[int, ...]], Encoded] = {}
         self._behind_disk: list[tuple[SendSeal | End, Peer, Message]] = []
         self._slow: tuple[int, int] | None = None  # rank and step of the straggler that was logged
-        self._actions: dict[type, Callable[[Any], None]] = {
-            Send: self._send, Go: self._go, Recall: self._recall, SendSeal: self._seal, Rewind: self._rewind,
-            Drop: self._drop, Behind: self._behind, Refuse: self._refuse, End: self._end, Replan: self._replan,
-            Mask: self._mask, RankAck: self._rank_ack, Ack: self._ack,
-        }  # fmt: skip
 
-    def carry_out(self, orders: Iterable[Order]) -> None:
-        """All of them. Raises what :func:`encode` does, for work that no rank can be sent."""
+    async def carry_out(self, orders: Iterable[Order]) -> None:
+        """All of them. Raises what :func:`encode` does, for work that no rank can be sent; waits for the disk where a
+        message must not leave before what was noted with it is there."""
         for order in orders:
-            self._actions[type(order)](order)
+            self._carry_out(order)
         self._encoded.clear()
-
-    @property
-    def waits_for_disk(self) -> bool:
-        """Some messages must not leave before what was noted with them is on the disk."""
-        return bool(self._behind_disk)
-
-    def send_behind_disk(self) -> None:
-        """Messages whose notes are on the disk now, to those who are still there."""
         behind, self._behind_disk = self._behind_disk, []
+        if behind:
+            await self._here.handed.flush()
         for order, peer, message in behind:
+            # it may be another process by now, to which the ledger gives orders of its own
             if self._here.ranks[order.rank].peers.get(order.seat) is peer:
                 peer.send(message)
+
+    def _carry_out(self, order: Order) -> None:
+        match order:
+            case Send():
+                self._send(order)
+            case Go():
+                self._tell(order, messages.Go(order.step, tuple(sorted(order.items)), tuple(sorted(order.gone))))
+            case Recall():
+                self._tell(order, messages.Recall(order.step, order.attempt, order.items, order.idle))
+            case SendSeal():
+                self._seal(order)
+            case Rewind():
+                self._tell(order, messages.Rewind(order.step, order.attempt))
+            case Drop():
+                self._drop(order)
+            case Behind():
+                others = {one.number: there for one, there in order.others.items()}
+                why = different_weights(order.rank.number, order.weights, others)
+                self._turn_away(order, "its weights are behind", why)
+            case Refuse():
+                why = f"{self._here.ranks[order.rank].name} was given up. Start it again"
+                self._turn_away(order, "it was given up", why)
+            case End():
+                self._end(order)
+            case Replan():
+                self._replan(order)
+            case Mask():
+                self._here.handed.add(order.step, self._here.plans[order.step].uid, gone=order.gone)
+            case RankAck():
+                if (plan := self._here.plans.get(order.step)) is not None:
+                    self._here.handed.add(order.step, plan.uid, ranks=[order.rank.number])
+            case Ack():
+                self._ack(order)
 
     def _tell_behind_disk(self, order: SendSeal | End, message: Message) -> None:
         peer = self._here.ranks[order.rank].peers.get(order.seat)
@@ -123,6 +147,7 @@ class Sender:
             sizes=self._sizes(plan, order),
         )
         self._tell(order, work, encoded.payload)
+        # for the error of its loss: what it may have begun with
         member.last_step = max(order.step, member.last_step or 0)
         if order.items:
             plan.begun_at.setdefault(order.rank, anyio.current_time())
@@ -133,8 +158,10 @@ class Sender:
             return Encoded(Work.__struct_defaults__[3], NOTHING)
         key = step, tuple(item.id for item in items)
         encoded = self._encoded.get(key)
+        # all seats of a rank get the same bytes, and ranks that share items the same items
         if encoded is None:
             columns = self._here.columns
+            # a role is sent what the balancer has; the trainer gets what roles have added
             its = [item.payload if item.role else columns.joined(step, item.payload) for item in items]
             encoded = self._encoded[key] = encode(its, max_bytes=max_bytes, narrow=narrow)
         return encoded
@@ -147,10 +174,12 @@ class Sender:
             meets=self._here.ledger.meets and not one.role,
             mini_batches=() if rank_batch is None else tuple(MiniBatchHead(*it) for it in rank_batch.mini_batch_sizes),
             rank=None if place == one.number else place,
-            open=not plan.is_complete,
+            # what is masked is known when all are through, so no sizes come before: a loop must not wait for them
+            open=not plan.is_complete or (plan.is_remote and self._here.ledger.meets),
         )
 
     def _sizes(self, plan: Plan, order: Send) -> Sizes | None:
+        # what is not known yet comes with the seal
         if not plan.is_complete or (plan.is_remote and not order.rank.role):
             return None
         share = self._here.ledger.steps[order.step].shares[order.rank]
@@ -165,15 +194,6 @@ class Sender:
         # What is masked must be known to the next controller, if some of the ranks have met by then.
         (self._tell_behind_disk if seal.gone else self._tell)(order, message)
 
-    def _go(self, order: Go) -> None:
-        self._tell(order, messages.Go(order.step, tuple(sorted(order.items)), tuple(sorted(order.gone))))
-
-    def _recall(self, order: Recall) -> None:
-        self._tell(order, messages.Recall(order.step, order.attempt, order.items, order.idle))
-
-    def _rewind(self, order: Rewind) -> None:
-        self._tell(order, messages.Rewind(order.step, order.attempt))
-
     def _drop(self, order: Drop) -> None:
         who, step = self._here.ranks[order.rank].name, order.step
         text = (
@@ -183,13 +203,6 @@ class Sender:
             else f"what {who} has of step {step} does not count any more: it was planned anew"
         )
         self._tell(order, messages.Drop(step, order.met, text))
-
-    def _behind(self, order: Behind) -> None:
-        others = {one.number: there for one, there in order.others.items()}
-        self._turn_away(order, "its weights are behind", different_weights(order.rank.number, order.weights, others))
-
-    def _refuse(self, order: Refuse) -> None:
-        self._turn_away(order, "it was given up", f"{self._here.ranks[order.rank].name} was given up. Start it again")
 
     def _turn_away(self, order: Behind | Refuse, cause: str, text: str) -> None:
         member = self._here.ranks[order.rank]
@@ -216,18 +229,12 @@ class Sender:
         )  # fmt: skip
         here.ledger.replanned(order.step, [item.id for item in order.items], items)
 
-    def _mask(self, order: Mask) -> None:
-        self._here.handed.mask(order.step, self._here.plans[order.step].uid, order.gone)
-
-    def _rank_ack(self, order: RankAck) -> None:
-        plan = self._here.plans.get(order.step)
-        if plan is not None:
-            self._here.handed.acknowledge(order.step, plan.uid, order.rank.number)
-
     def _ack(self, order: Ack) -> None:
         here = self._here
+        # before the balancer is told, which may wake who plans the next step
         del here.plans[order.step]
         here.columns.drop(order.step)
+        # with the acknowledgement, which counts them as lost
         here.balancer.parts.core.mark_missing(order.step, order.gone)
         with suppress(ValueError):  # the user was first: acknowledge_through() at a checkpoint
             here.balancer.acknowledge(order.step)

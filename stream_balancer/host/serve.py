@@ -143,6 +143,7 @@ class _Server(Observer):
         self._service = service_of(transport)
         handed = self._consumer.handed
         ledger = Ledger(meets=self._shares, moves=care.move_late, generation=_new_generation())
+        # ranks may live longer than this run, and than the controller: what is known of them is passed on
         came = [*handed.came.values()]
         self._ranks = Ranks(ledger, care.roles, transport.dp_size, care.rejoin_timeout_s, self._next_step, came)
         self._here = InFlight(balancer, ledger, self._ranks, Columns(care.roles), handed)
@@ -155,11 +156,13 @@ class _Server(Observer):
     async def run(self) -> None:
         for batch in self._balancer.in_flight():
             self._balancer.nack(batch.step)  # batches() gives all of them again, in the order of their steps
+        # from here on nack() is refused, and why_no_batch() knows of the ranks
         self._consumer.rank_states = self._ranks.states
         self._balancer.observers.append(self)
         try:
             async with anyio.create_task_group() as tasks:
                 scope = tasks.cancel_scope
+                # nobody sets this event: the reporter waits as long as serve runs
                 tasks.start_soon(self._reporter.wait, anyio.Event())
                 # Planning is no task of its own: its end is the end of the others.
                 await self._or_fail(partial(self._plan, tasks), scope)
@@ -167,6 +170,7 @@ class _Server(Observer):
         finally:
             self._consumer.rank_states = None
             self._balancer.observers.remove(self)
+            # before the next serve(): its ranks must dial again, and say anew what they have
             self._peers.leave()
             self._here.handed.end()
         if self._failure is not None:
@@ -228,6 +232,7 @@ class _Server(Observer):
     def _fits(self, batch: Batch) -> bool:
         """True for a batch for as many ranks as there are."""
         members = self._here.ledger.members(TRAIN)
+        # ranks may have come or gone while the batch was planned and written
         return len(batch.ranks) == len(members) and self._all_take_part(members)
 
     def _all_take_part(self, members: Sequence[RankId]) -> bool:
@@ -246,18 +251,22 @@ class _Server(Observer):
                 there = handed.acked.get(batch.step)
                 numbers = (there and there.planned_for) or range(len(batch.ranks))
                 self._restore_step(batch, [RankId(TRAIN, number) for number in numbers])
+        # what is said of steps that are over must not be taken for later ones of the same number
         handed.keep(self._here.plans)
+        # steps below are done: whoever still has one is told to drop it
         ledger.last_acked = min(self._here.plans, default=self._next_step()) - 1
         self._expect()
 
     def _restore_step(self, batch: Batch, ranks: Sequence[RankId]) -> None:
         plan, there = self._planned(batch, ranks), self._here.handed.acked.get(batch.step)
         rows = cut_again(batch, [] if there is None else there.rows)
+        # its salt is lost with the process that planned it, so the uid cannot be made again from the plan
         if there is not None and len(rows) > 1:
             plan.uid = there.uid  # of an open step, which is complete by now
         known = self._here.handed.of_plan(batch.step, plan.uid)
         items = [item for row in rows for item in self._items(plan, row)]
         acked = [RankId(TRAIN, rank) for rank in known.ranks]
+        # others were given their parts before the crash: they must not be waited for
         left = [one for one in plan.ranks if one.number not in known.lost]
         self._here.ledger.restore(batch.step, plan.uid, items, left, acked=acked, gone=known.gone)
 
@@ -267,12 +276,15 @@ class _Server(Observer):
             return
         ledger = self._here.ledger
         came = {RankId(came.role, came.rank) for came in self._here.handed.came.values()}
+        # only who would meet in a step to come, or has a part in one under way
         awaited = came.intersection(chain.from_iterable(map(ledger.members, ledger.wanted)))
         self._ranks.expect(awaited.union(*(step.participants for step in ledger.steps.values())))
 
     def _planned(self, batch: Batch, ranks: Sequence[RankId], all_ready_at: float | None = None) -> Plan:
         now = anyio.current_time()
+        # a restored step waited for no rank
         ready_at = now if all_ready_at is None else all_ready_at
+        # one rollout stands for all: every rollout of a balancer has the same columns
         self._here.columns.check_new(batch.ranks[0].micro_batches[0].rollouts[0])
         plan = self._here.plans[batch.step] = Plan(
             ranks=tuple(ranks),
@@ -330,10 +342,8 @@ class _Server(Observer):
         while True:
             facts = self._facts
             while orders := self._here.ledger.orders():
-                self._sender.carry_out(orders)
-                if self._sender.waits_for_disk:
-                    await self._here.handed.flush()
-                    self._sender.send_behind_disk()
+                await self._sender.carry_out(orders)
+            # after the orders: what the lost rank said last may have been all that was missing
             lost = self._ranks.next_to_give_up
             if lost.give_up_at <= anyio.current_time():
                 await self._give_up(lost)
@@ -352,13 +362,15 @@ class _Server(Observer):
         if shares:
             text = f"{error}. It computed rollouts together with other ranks of its role, which cannot do its part"
             error = RankLostError(text, rank=error.rank, step=error.step, cause=error.cause)
+        # the last one of its kind, and who holds parts of what others hold, cannot be replaced
         if not self._care.replan or not others or shares:
             raise error
+        # first the ledger: orders made from here on name it no more
         ledger.gave_up(lost.id)
         self._ranks.remove(lost)
         self._here.handed.note(Came(*lost.id, lost.incarnation, True, sorted(lost.fenced)))
         for step in () if lost.id.role else steps:
-            self._here.handed.lose(step, self._here.plans[step].uid, lost.id.number)
+            self._here.handed.add(step, self._here.plans[step].uid, lost=[lost.id.number])
         # Before others are sent its work: after a crash, both would have it.
         await self._here.handed.flush()
         logger.warning(
@@ -369,6 +381,7 @@ class _Server(Observer):
     def _follow_the_ranks(self) -> None:
         """The balancer plans for those that are left, and for one that has come back; not in the midst of a step."""
         numbers = self._ranks.numbers
+        # the rows of one step are for the same ranks, as a gradient is
         is_open = any(not plan.is_complete for plan in self._here.plans.values())
         if is_open or len(numbers) == self._balancer.config.dp_size:
             return
@@ -380,6 +393,7 @@ class _Server(Observer):
     def reconfigured(self, before: BalancerConfig) -> None:
         """There are more ranks from now on, or fewer."""
         dp_size = self._balancer.config.dp_size
+        # the second is our own doing: the balancer follows the ranks, not the other way round
         if dp_size in (before.dp_size, len(self._ranks.numbers)):
             return
         self._ranks.resize(dp_size)
@@ -392,6 +406,7 @@ class _Server(Observer):
 
     def acknowledged(self, batch: Batch) -> None:
         """By the user, if the ledger has it yet."""
+        # an acknowledgement that the ledger itself has ordered comes back here
         if batch.step in self._here.ledger.steps:
             self._here.ledger.acknowledged_by_user(batch.step)
             self._wake()
@@ -405,6 +420,7 @@ class _Server(Observer):
 
     def _wake(self) -> None:
         """There are new facts."""
+        # replaced, not cleared: who waits on the old event is woken, who comes later waits for the next fact
         self._facts.set()
         self._facts = anyio.Event()
 

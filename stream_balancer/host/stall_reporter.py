@@ -37,6 +37,7 @@ class StallReporter:
             self.moved()  # nobody missed anything before
         self._waiting += 1
         try:
+            # in a loop: moved() shifts what is due, and a wake-up for an old time says nothing
             while not event.is_set() and anyio.current_time() < deadline:
                 with anyio.CancelScope(deadline=min(deadline, self._began + self._due_s)):
                     await event.wait()
@@ -46,6 +47,7 @@ class StallReporter:
             self._waiting -= 1
 
     def _report(self) -> None:
+        # not at equal times: a night without rollouts is ten lines, not five hundred
         self._due_s *= 2
         line = self._why(anyio.current_time() - self._began)
         if line:

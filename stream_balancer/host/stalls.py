@@ -11,6 +11,7 @@ __all__ = ["why_stalled"]
 def why_stalled(here: InFlight, seconds: float) -> str:
     """After so many seconds without a step."""
     if here.ledger.ended:
+        # who owes an acknowledgement keeps the others: it is named alone
         left = here.ranks.unfinished
         names = ", ".join(one.name for one in [m for m in left if here.ledger.unacknowledged(m.id)] or left)
         return f"all batches were sent {seconds:.0f} s ago; not yet done with them: {names}"
@@ -26,6 +27,7 @@ def _why_steps_wait(here: InFlight) -> list[str]:
     """Ranks that the oldest step waits for."""
     if not here.ledger.steps:
         return []
+    # later steps wait for this one
     step = here.ledger.steps[min(here.ledger.steps)]
     missed = [item for item in step.items.values() if item.role and not item.has_columns]
     owing = sorted({item.owner for item in missed if item.owner is not None})

@@ -88,8 +88,10 @@ class TorchTransport:
         secret = token_bytes(token)
         in_store = None
         if store is not None and not secret:
+            # without a secret whoever reaches the port could come in: those who read the store are trusted
             in_store = secrets.token_hex(16)
             secret = in_store.encode()
+        # send/recv leaves sockets to what is small, but a store is needed to form its groups; TLS covers sockets alone
         if movers is None:
             movers = () if tls else (("torch_dist",) if store is not None else ()) + ("shared_memory",)
         self.service = Service(
@@ -146,6 +148,7 @@ class TorchTransport:
         """Refuse further ranks and close every connection. Idempotent."""
         self.service.close("the controller has closed its transport")
         if self._directory is not None:
+            # else the store would send ranks to a port that is closed
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._directory.remove, self._entry, limiter=anyio.CapacityLimiter(1))
         await anyio.lowlevel.checkpoint()
@@ -170,6 +173,7 @@ def _advertised(host: str, advertise: str | None) -> str:
 def _is_loopback(host: str) -> bool:
     """Only this machine can reach ``host``."""
     try:
+        # names, too: localhost, and what a hosts file makes of others
         found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (socket.gaierror, UnicodeError) as error:
         raise ValueError(f"cannot listen on {host!r}, which is no name or address of this machine: {error}") from None
@@ -179,6 +183,7 @@ def _is_loopback(host: str) -> bool:
 def _own_address(peer: str) -> str:
     """The address of this machine that ``peer`` would see. No packet is sent."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # the routing table chooses: a machine may have several addresses, and its own name may be loopback
         probe.connect((peer, 9))
         return str(probe.getsockname()[0])
     return "127.0.0.1"

@@ -27,8 +27,7 @@ class Versions(Observer):
     def __init__(self, core: BalancerCore, lifetime: Lifetime) -> None:
         self._core, self._lifetime = core, lifetime
         self._changed = anyio.Event()
-        self._callbacks: dict[int, Callable[[int], object]] = {}
-        self._num_subscribed = 0
+        self._callbacks: list[Callable[[], object]] = []
 
     @property
     def current(self) -> int | None:
@@ -39,41 +38,34 @@ class Versions(Observer):
         """See :meth:`StreamBalancer.version_after`."""
         self._lifetime.enter("version_after")
         await anyio.lowlevel.checkpoint()
+        # in a loop: a checkpoint that is loaded wakes all, perhaps with no newer version
         while (current := self.current) is None or (version is not None and current <= version):
             self._lifetime.check_open("version_after")
             await self._changed.wait()
         return current
 
     @contextmanager
-    def subscribed(self, callback: Callable[[int], object]) -> Iterator[None]:
-        """Within the block ``callback(version)`` is called for the present version, if there is one, and for every
-        later one."""
-        self._num_subscribed += 1
-        number = self._num_subscribed
-        self._callbacks[number] = callback
+    def subscribed(self, callback: Callable[[], object]) -> Iterator[None]:
+        """Within the block ``callback()`` is called if there is a version, and for every later one."""
+        self._callbacks.append(callback)
         if self.current is not None:
-            callback(self.current)
+            callback()
         try:
             yield
         finally:
-            del self._callbacks[number]
+            self._callbacks.remove(callback)
 
     def version_set(self, version: int) -> None:
-        self._notify()
+        self.wake()
+        # a copy: a callback may end a subscription
+        for callback in [*self._callbacks]:
+            callback()
 
     def restored(self, snapshot: Snapshot) -> None:
-        self._notify()
-
-    def close(self) -> None:
-        """Waiters raise ClosedResourceError."""
-        self._wake()
-
-    def _notify(self) -> None:
-        self._wake()
         if self.current is not None:
-            for callback in [*self._callbacks.values()]:
-                callback(self.current)
+            self.version_set(self.current)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Waiters look again; they raise ClosedResourceError once the balancer is closed."""
         self._changed.set()
         self._changed = anyio.Event()

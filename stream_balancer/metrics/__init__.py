@@ -139,7 +139,9 @@ def values(metric: Metric, source: Statistics | Sequence[RankState]) -> Iterator
         found = None if found is None else getattr(found, name)
     for label, value in _parts(metric.label, found):
         number = getattr(value, of_each[1:]) if of_each else value
+        # causes of one rank: their sum is what the label "rank" stands for
         number = sum(number.values()) if isinstance(number, Mapping) else number
+        # absent, not 0: a dashboard would average it
         if number is not None and not math.isnan(number):
             yield label, float(number)
 
@@ -152,6 +154,7 @@ def _parts(label: str | None, found: Any) -> Iterable[tuple[str | None, Any]]:
         return zip(_PARTS[label], parts, strict=False)
     if isinstance(found, Mapping):
         return ((str(name), part) for name, part in found.items())
+    # ranks of other roles have the same numbers, and would hide the trainer's
     numbered = enumerate(found)
     return ((str(getattr(part, "rank", place)), part) for place, part in numbered if not getattr(part, "role", ""))
 

@@ -55,9 +55,11 @@ class BatchTracer(sb.Observer):
 
     def dispatched(self, batch: sb.Batch) -> None:
         """Begins the trace, in the past: when the oldest rollout was put."""
+        # given again, by nack() or to other ranks: one trace all the same
         if batch.step in self._open:
             self._open[batch.step][0].add_event("given again")
             return
+        # the wall clock, as traces of other services
         now_ns = time.time_ns()
         put_ns = now_ns - round(batch.oldest_wait_s * 1e9)
         whole = self._tracer.start_span(

@@ -76,6 +76,7 @@ async def exporter(balancer: sb.StreamBalancer, *, port: int, host: str = "127.0
     await portal.__aenter__()
     try:
         registry = CollectorRegistry()
+        # in the loop: statistics() reads its clock, and no put may come in between
         calls = [partial(portal.call, read) for read in (balancer.statistics, balancer.rank_states)]
         registry.register(StatisticsCollector(*calls))
         server, thread = start_http_server(port, addr=host, registry=registry)

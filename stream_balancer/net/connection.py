@@ -149,8 +149,9 @@ class Connection:
         if self.over or not self._resumes:
             return
         self.paused = self._resumes = False
-        unread, self._unread = self._unread, b""
         try:
+            self._deliver_held()
+            unread, self._unread = self._unread, b""
             self._feed(memoryview(unread))
             self._watch()
             self._read_tls()
@@ -229,13 +230,10 @@ class Connection:
 
     def _begin_sending(self, message: Message, payload: Payload, sent: Callable[[], object] | None) -> None:
         if payload.total:
-            pieces = list(filter(None, map(_bytes_of, payload.pieces)))
-            announced, found = sum(payload.runs[1::2]), sum(map(len, pieces))
-            if found != announced:
-                raise ValueError(f"{found} bytes behind a message that announces {announced}")
-            if announced >= MOVER_BYTES and self._begin_moving(message, payload, sent):
+            if payload.size >= MOVER_BYTES and self._begin_moving(message, payload, sent):
                 return
-            if len(pieces) > 1 and found <= _JOIN_BYTES:
+            pieces = payload.views()
+            if len(pieces) > 1 and payload.size <= _JOIN_BYTES:
                 pieces = [memoryview(b"".join(pieces))]  # a dozen iovecs cost more than their bytes
             self._outgoing.append((memoryview(frame(message, payload.total, payload.runs)), None))
             self._outgoing.extend(zip(pieces, repeat(None)))
@@ -409,11 +407,14 @@ class Connection:
     def _on_moved(self, held: _Held, memory: Memory) -> None:
         held.memory, held.ready = memory, True
         try:
-            while self._held and self._held[0].ready and not self.over:
-                one = self._held.popleft()
-                self._deliver(one.message, one.memory)
+            self._deliver_held()
         except Exception as error:  # noqa: BLE001 - the handler's: the connection ends
             self.fail(error)
+
+    def _deliver_held(self) -> None:
+        while self._held and self._held[0].ready and not self.over and not self.paused:
+            one = self._held.popleft()
+            self._deliver(one.message, one.memory)
 
     def _deliver(self, message: Message, memory: Memory | None) -> None:
         if isinstance(message, Close):
@@ -440,8 +441,3 @@ class Connection:
         else:
             now = self._num_sent
             self._deadline = self.io.after(CLOSE_S, lambda: self._leave(now))
-
-
-def _bytes_of(piece: Any) -> memoryview:
-    view = memoryview(piece)
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")

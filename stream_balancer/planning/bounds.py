@@ -23,9 +23,8 @@ def lower_bound(costs: ArrayLike, num_ranks: int, counts: Counts = "free", speed
     """A finish time that no partition of `costs` can beat. O(n log n).
 
     The largest of: the mean load; for every i the i+1 smallest of the i*num_ranks+1 largest rollouts (pigeonhole
-    principle); with speeds, the j largest rollouts over the j fastest ranks. Equal counts: the same i+1, and the j
-    largest, together with the smallest ones that must lie beside them; with speeds, the smallest ones on the slowest
-    rank. Integral costs make it integral.
+    principle), under equal counts with the smallest ones that must lie beside them; with speeds, the j largest
+    rollouts over the j fastest ranks. Integral costs make it integral.
 
     Raises:
         ValueError: as for `partition`.
@@ -54,16 +53,12 @@ def lower_bound_of(work: Floats, num_ranks: int, counts: Counts, rate: Floats | 
     prefix = running_sums(descending)
     total = float(descending.sum())
     if rate is None:
-        bound = max(total / num_ranks, float(prefix[1]), pigeonhole_bound(prefix, num_ranks))
-        if counts == "equal" and n >= num_ranks:
-            bound = max(bound, _equal_counts_bound(prefix, num_ranks))
+        bound = max(total / num_ranks, _pigeonhole_bound(prefix, num_ranks, counts))
     else:
         # [ranks] the j fastest together
         fastest = np.cumsum(np.sort(rate)[::-1])
         j = np.arange(1, min(n, num_ranks) + 1)
         bound = max(total / float(fastest[-1]), float((prefix[j] / fastest[j - 1]).max()))
-        if counts == "equal" and n >= num_ranks:
-            bound = max(bound, _equal_counts_bound_with_speeds(prefix, rate))
     return _below_any_finish(bound, work, rate)
 
 
@@ -75,54 +70,25 @@ def _below_any_finish(bound: float, work: Floats, rate: Floats | None) -> float:
     return bound * (1.0 - 4e-16 * work.size)  # sums of n floats are off by at most n units in the last place
 
 
-def _equal_counts_bound_with_speeds(prefix: Floats, rate: Floats) -> float:
-    """The slowest rank has q rollouts at least, and whoever has the heaviest has q - 1 others."""
-    # rollouts that every rank has at least
-    q = (prefix.size - 1) // rate.size
-    smallest = prefix[-1] - prefix[::-1]
-    return max(float(smallest[q] / rate.min()), float((prefix[1] + smallest[q - 1]) / rate.max()))
-
-
 def running_sums(costs: Floats) -> Floats:
     """[n] -> [n+1]: entry j is the sum of the first j. O(n)."""
     return np.concatenate(([0.0], np.cumsum(costs)))
 
 
-def pigeonhole_bound(prefix: Floats, num_ranks: int, beside: Floats | None = None) -> float:
-    """Bound by pigeonholes: of the i * num_ranks + 1 largest rollouts, i + 1 share a rank, so no step is shorter than
-    the lightest i + 1.
+def _pigeonhole_bound(prefix: Floats, num_ranks: int, counts: Counts) -> float:
+    """Of the i * num_ranks + 1 largest rollouts, i + 1 share a rank, so no step is shorter than the lightest i + 1 of
+    them; the heaviest alone is i = 0. With equal counts every rank has q rollouts at least, and the others beside these
+    weigh no less than the smallest of all. O(n / num_ranks).
 
-    `prefix`: `running_sums` of the costs, largest first. `beside`: [q] the least that lies beside 1, 2, ... rollouts on
-    their rank; None: nothing. O(n / num_ranks).
-    """
-    # [i] for every whole number of ranks: entries of `prefix` that bracket the lightest i + 1 of the i * num_ranks + 1
-    # largest
-    i = np.arange(1, (prefix.size - 2) // num_ranks + 1)
-    together = prefix[i * num_ranks + 1] - prefix[i * num_ranks - i]
-    if beside is not None:
-        together += beside[np.minimum(i, beside.size - 1)]
-    return float(together.max(initial=0.0))
-
-
-def _equal_counts_bound(prefix: Floats, num_ranks: int) -> float:
-    """Equal counts: every rank has q rollouts at least, so whoever holds some has others too, which weigh no less than
-    the smallest.
-
-    The j largest sit on m <= j ranks, with m*q - j others at least. Those m ranks together carry
-    `top(j) + smallest(m*q - j)`, so one of them carries an m-th of it; which m is unknown, so the least over m counts.
-    Any j gives a valid bound; all up to 32 and then a geometric sample are tried. O(n / num_ranks + num_ranks).
+    ``prefix``: `running_sums` of the costs, largest first.
     """
     n = prefix.size - 1
-    q = n // num_ranks
-    smallest = prefix[-1] - prefix[::-1]  # smallest[s]: the s smallest together
-    best = pigeonhole_bound(prefix, num_ranks, beside=smallest[q - 1 :: -1])
-    tries = sorted({*range(1, min(num_ranks, 32) + 1), *(min(num_ranks, int(1.3**e)) for e in range(13, 30))})
-    ranks = np.arange(1, num_ranks + 1)
-    for j in tries:
-        m = ranks[-(-j // (q + 1)) - 1 : j]  # fewer ranks than this cannot hold j rollouts
-        carried = (prefix[j] + smallest[np.maximum(m * q - j, 0)]) / m
-        best = max(best, float(carried.min()))
-    return best
+    i = np.arange((n - 1) // num_ranks + 1)
+    # entries of `prefix` that bracket the lightest i + 1 of the i * num_ranks + 1 largest
+    together = prefix[i * num_ranks + 1] - prefix[i * num_ranks - i]
+    if counts == "equal":
+        together += prefix[-1] - prefix[n - np.maximum(n // num_ranks - 1 - i, 0)]
+    return float(together.max())
 
 
 def lockstep_bound(

@@ -5,8 +5,7 @@ takes as long as its last cell. Ranks that meet once a step have one row; ranks 
 row for every index.
 
     late with early   one row: the last cell with the first, the next with the next, all pairs at once
-    last with others  the last cell of every row with those that have most time to spare, then with all
-    regrouped         many rows: the longest cells into one row, the next into the next
+    last with others  the last cell of every row with all others
 
 What an exchange must not break (tokens, counts) is a limit; whether a cell of several micro-batches can be packed is
 asked of the best few. Layouts stand below one another in one table, so many starts descend side by side. Pure and
@@ -46,9 +45,6 @@ _TABLE = 40_000
 _NEAREST, _NEAREST_THAT_MAY = 2, 12
 """Else the answers to each choice that are compared: those that come nearest to the ideal; more where some may not be
 given."""
-
-_NEAR = 12
-"""The last cell of several rows is compared with so many first; only if that fails with all."""
 
 _SMALL = 64
 """Up to so many rollouts in several rows two are exchanged for two."""
@@ -309,12 +305,9 @@ class Cells:
 
     def improve(self, target: float, budget: int) -> None:
         """Exchange until a layout is at the target, nothing helps, or the budget is spent."""
-        everybody = self._rows * self._num_ranks
-        pairings = 0 if self._rows > 1 or self._pack is not None else _PAIRINGS
-        tries = ((everybody, 1), (everybody, 2))
-        if not pairings:
-            size = 1 if self._pack is None and self._none > _SMALL else 2
-            tries = ((_NEAR, size), (everybody, size))
+        pairings, sizes = _PAIRINGS, [1, 2]
+        if self._rows > 1 or self._pack is not None:
+            pairings, sizes = 0, [1 if self._pack is None and self._none > _SMALL else 2]
         stage = turn = 0
         moved = False  # since the stages began anew
         while budget > 0 and float(self.times.min()) > target:
@@ -322,17 +315,17 @@ class Cells:
                 a, b = self._late_with_early(stage, target)
                 size = 2 if turn > _SINGLE_ROUNDS or stage else 1
             else:
-                near, size = tries[stage - pairings]
-                a, b = self._last_with_others(near)
+                a, b = self._last_with_others()
+                size = sizes[stage - pairings]
             done, spent = self.exchange(a, b, size, turn, last=stage >= pairings)
             budget -= spent
             turn += 1
             if done:
                 moved = stage >= pairings
                 stage = stage if moved else 0
-            elif stage + 1 < pairings + len(tries):
+            elif stage + 1 < pairings + len(sizes):
                 stage += 1
-            elif self._regrouped() or moved:
+            elif moved:
                 stage, moved = 0, False
             else:
                 break
@@ -347,30 +340,15 @@ class Cells:
         above = self.finish[late] > target
         return late[above], early[above]
 
-    def _last_with_others(self, near: int) -> tuple[Ints, Ints]:
-        """Pairs of cells: the last of every row with so many of the layout that have most time to spare."""
+    def _last_with_others(self) -> tuple[Ints, Ints]:
+        """Pairs of cells: the last of every row with every other of the layout."""
         size, rows = self._rows * self._num_ranks, self._rows
         finish = self.finish.reshape(-1, rows, self._num_ranks)
         base = np.arange(len(finish))[:, None] * size
         last = base + np.arange(rows) * self._num_ranks + finish.argmax(axis=2)  # [layouts, rows]
-        others = base + np.arange(size)
-        if near < size:
-            late = (finish - finish.max(axis=2)[:, :, None]).reshape(-1, size)
-            others = base + np.argsort(late, axis=1, kind="stable")[:, :near]
-        a = np.repeat(last.ravel(), others.shape[1])
-        b = np.repeat(others[:, None], rows, axis=1).ravel()
+        a = np.repeat(last.ravel(), size)
+        b = np.repeat((base + np.arange(size))[:, None], rows, axis=1).ravel()
         return a[a != b], b[a != b]
-
-    def _regrouped(self) -> bool:
-        """The longest cells into one row, the next into the next: no other rows of the same cells take less. -> they
-        took longer before."""
-        if self._rows == 1 or self._speed is not None:
-            return False
-        before, size = self.times, self._rows * self._num_ranks
-        order = np.argsort(-self._load.reshape(-1, size), axis=1, kind="stable")
-        self.slots = self.slots[(order + np.arange(len(order))[:, None] * size).ravel()]
-        self._weigh(np.arange(self._load.size))
-        return bool((self.times < before * (1.0 - _LEAST_GAIN)).any())
 
 
 def _column(values: Any) -> Any:

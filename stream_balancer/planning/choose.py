@@ -53,7 +53,7 @@ def choose(
         >>> pool = [900, 100, 120, 80, 4000, 110, 950, 90]
         >>> positions = choose(pool, dp_size=2, batch_size=4)
         >>> [pool[position] for position in positions]
-        [100, 80, 110, 90]
+        [120, 80, 110, 90]
     """
     tokens = _whole_numbers("lengths", lengths)
     work = checked_costs(tokens if costs is None else costs)

@@ -1,9 +1,8 @@
 """Which rollouts are shared, by how many ranks, and by which: ranks that meet once a step.
 
-    unsplit layout --> every rollout gets a degree: the least at which its part is no longer than a level near the bound
-                   --> largest degree first, heaviest first, each onto the block that would be done first
-                   --> rollouts of one rank are moved and exchanged between the rank that is done last and the others
-                   --> the best of all these, or the unsplit layout if none is better
+    unsplit layout --> heaviest first, each at the least degree at which it is done by a finish near the bound
+                   --> rollouts that nobody shares are moved and exchanged between the ranks (cells.py)
+                   --> the best of some such finishes, or the unsplit layout if none is better
 
 Every rank runs its micro-batches by descending degree, and a block its own in one order. Then nobody waits within the
 step, so a rank is done after the sum of its parts: bench/results/planning_proofs.md. Pure and deterministic; a work
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .cells import Cells
+
 if TYPE_CHECKING:
     from .arrays import Floats, Ints
     from .shareable import Shareable
@@ -25,21 +26,14 @@ if TYPE_CHECKING:
 _TOLERANCE = 0.002
 """How far (relatively) above the bound a search may stop."""
 
-_LEVELS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 1.05, 1.15, 1.3, 1.6)
-"""Longest parts that are tried, as multiples of the bound. Shorter ones than the bound: what is short is placed more
-evenly, though sharing costs more."""
-
 _ROOMS = (1.0, 1.02, 1.05, 1.1, 1.2)
 """Finishes that are tried, as multiples of the bound: each rollout is shared by as few ranks as have room up to it."""
 
 _EACH_RANK = 4
 """For so many rollouts a rank a degree is chosen by the room that is left; all others stay whole."""
 
-_BUDGET = 1_500_000
-"""Elementary operations that the placements of a plan may spend."""
-
-_EACH, _ROUND_WORK = 200, 4_000
-"""Work of placing a rollout, and a round of exchanges beside what it compares, cost in the same unit."""
+_BUDGET = 100_000
+"""Elementary operations that the exchanges of a placement may spend."""
 
 _LESS = 1e-9
 """A gain within rounding is no gain."""
@@ -75,56 +69,16 @@ def place(step: Shareable, finish: float) -> Placement | None:
         >>> found.rows, found.blocks, found.loads  # the 800 on ranks 0 and 1, 400 each
         (array([1, 0, 0, 0, 0]), array([0, 2, 2, 3, 3]), array([400., 400., 400., 400.]))
     """
-    return _Search(step, finish).run()
-
-
-class _Search:
-    """The best placement so far, what was tried, and what may still be spent."""
-
-    def __init__(self, step: Shareable, finish: float) -> None:
-        self._step, self._finish = step, finish
-        self._bound = step.bound()
-        self._budget = _BUDGET
-        self._best: Placement | None = None
-
-    def run(self) -> Placement | None:
-        """Levels first, then finishes."""
-        tried: set[bytes] = set()
-        for level in _LEVELS:
-            rows = self._step.fitting(self._bound * level * (1.0 + _LESS))
-            # nobody shared: that is the unsplit layout
-            if not self._done and rows.any() and (key := rows.tobytes()) not in tried:
-                tried.add(key)
-                self._improve(_largest_degree_first(self._step, rows))
-        for room in _ROOMS:
-            if not self._done:
-                self._improve(_heaviest_first(self._step, self._bound * room))
-        return self._best
-
-    @property
-    def _done(self) -> bool:
-        return self._finish <= self._bound * (1.0 + _TOLERANCE) or self._budget <= 0
-
-    def _improve(self, found: Placement) -> None:
-        self._budget -= _EACH * found.rows.size
-        self._budget -= _exchanged(self._step, found, self._bound * (1.0 + _TOLERANCE), self._budget)
-        if found.finish < self._finish * (1.0 - _LESS):
-            self._best, self._finish = found, found.finish
-
-
-def _largest_degree_first(step: Shareable, rows: Ints) -> Placement:
-    """Largest degree first, heaviest first, each onto the block that would be done first (LPT by levels). At a degree
-    all ranks of a block are equally loaded, for what they hold is shared by all of them. O(n log num_ranks)."""
-    loads = np.zeros(step.num_ranks)
-    blocks = np.zeros(rows.size, dtype=np.int64)
-    parts = step.parts[rows, np.arange(rows.size)]
-    for row in range(step.sizes.size - 1, -1, -1):
-        chosen = np.flatnonzero(rows == row)
-        if not chosen.size:
-            continue
-        chosen = chosen[np.argsort(-parts[chosen], kind="stable")]
-        blocks[chosen] = _onto_least(loads, int(step.sizes[row]), parts[chosen])
-    return Placement(rows, blocks, loads)
+    bound = step.bound()
+    best, enough = None, bound * (1.0 + _TOLERANCE)
+    for room in _ROOMS:
+        if finish <= enough:
+            break
+        # a sum of floats that equals the bound must fit
+        found = _exchanged(step, _heaviest_first(step, bound * room * (1.0 + _LESS)), enough)
+        if found.finish < finish * (1.0 - _LESS):
+            best, finish = found, found.finish
+    return best
 
 
 def _heaviest_first(step: Shareable, level: float) -> Placement:
@@ -150,54 +104,26 @@ def _heaviest_first(step: Shareable, level: float) -> Placement:
                 break
         size, block = sizes[rows[one]], int(blocks[one])
         loads[block * size : (block + 1) * size] += parts[one][rows[one]]
-    rest = by_cost[first:]
-    blocks[rest] = _onto_least(loads, 1, step.parts[0, rest])
+    heap = [(load, rank) for rank, load in enumerate(loads.tolist())]
+    heapq.heapify(heap)
+    for one in by_cost[first:].tolist():
+        load, blocks[one] = heap[0]
+        heapq.heapreplace(heap, (load + parts[one][0], heap[0][1]))
+    for load, rank in heap:
+        loads[rank] = load
     return Placement(rows, blocks, loads)
 
 
-def _onto_least(loads: Floats, size: int, parts: Floats) -> list[int]:
-    """[m] the block of each part in turn: the one of ``size`` ranks that would be done first; adds them to ``loads``.
-    All ranks of a block are equally loaded."""
-    num_blocks = loads.size // size
-    heap = [(load, block) for block, load in enumerate(loads[: num_blocks * size : size].tolist())]
-    heapq.heapify(heap)
-    blocks = []
-    for part in parts.tolist():
-        load, block = heap[0]
-        blocks.append(block)
-        heapq.heapreplace(heap, (load + part, block))
-    for load, block in heap:
-        loads[block * size : (block + 1) * size] = load
-    return blocks
-
-
-def _exchanged(step: Shareable, found: Placement, target: float, budget: int) -> int:
-    """Move and exchange rollouts that nobody shares between the last rank and all others, in place, until the target,
-    or nothing helps. -> work spent."""
+def _exchanged(step: Shareable, found: Placement, target: float) -> Placement:
+    """The placement with rollouts that nobody shares moved and exchanged between ranks, until the target, or nothing
+    helps."""
     own = np.flatnonzero(found.rows == 0)
-    parts, loads, num_ranks = step.parts[0, own], found.loads, step.num_ranks
-    ranks = np.concatenate((found.blocks[own], np.arange(num_ranks)))  # nothing, on every rank: a move
-    costs = np.concatenate((parts, np.zeros(num_ranks)))
-    spent = 0
-    while spent < budget:
-        last = int(loads.argmax())
-        finish = float(loads[last])
-        mine = np.flatnonzero(ranks[: own.size] == last)
-        if finish <= target or not mine.size:
-            break
-        others = np.flatnonzero(ranks != last)
-        spent += mine.size * others.size + _ROUND_WORK
-        shift = costs[mine][:, None] - costs[others]  # [mine, others] what leaves the last rank
-        later = np.maximum(finish - shift, loads[ranks[others]] + shift)
-        gives, takes = divmod(int(later.argmin()), others.size)
-        if later[gives, takes] >= finish * (1.0 - _LESS):
-            break
-        give, take, moved = mine[gives], others[takes], float(shift[gives, takes])
-        other = int(ranks[take])
-        loads[last] -= moved
-        loads[other] += moved
-        ranks[give] = other
-        if take < own.size:
-            ranks[take] = last
-    found.blocks[own] = ranks[: own.size]
-    return spent
+    if not own.size:
+        return found
+    parts, ranks = step.parts[0, own], found.blocks[own]
+    shared = found.loads - np.bincount(ranks, weights=parts, minlength=step.num_ranks)
+    cells = Cells.of(ranks, parts, step.num_ranks, base=shared)
+    cells.improve(target, _BUDGET)
+    blocks = found.blocks.copy()
+    blocks[own] = cells.cell_of()
+    return Placement(found.rows, blocks, cells.finish)

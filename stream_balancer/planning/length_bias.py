@@ -72,7 +72,8 @@ class LengthBias:
         self._arrived = np.zeros(_NUM_BUCKETS)
         self._dispatched = np.zeros(_NUM_BUCKETS)
         self._delays = np.zeros(_NUM_BUCKETS)
-        self._moments = _Moments()
+        # [3, 3] sums of products of (1, length, delay): whole numbers, so exact up to 2^53
+        self._moments = np.zeros((3, 3))
         self._num_batches = 0
         self._batch_sum = 0.0
         self._batch_squares = 0.0
@@ -98,7 +99,8 @@ class LengthBias:
         bucket = _bucket(length)
         self._dispatched += np.bincount(bucket, minlength=_NUM_BUCKETS)
         self._delays += np.bincount(bucket, weights=delay, minlength=_NUM_BUCKETS)
-        self._moments.add(length, delay)
+        columns = np.stack((np.ones(length.size), length, delay))
+        self._moments += columns @ columns.T
         mean = float(length.mean())
         self._num_batches += 1
         self._batch_sum += mean
@@ -107,20 +109,21 @@ class LengthBias:
 
     def summary(self) -> LengthBiasSummary:
         """The figures so far."""
-        moments = self._moments
+        count, _, delay = self._moments[0].tolist()
+        spread = self._moments - np.outer(self._moments[0], self._moments[0]) / max(count, 1.0)
+        scale = math.sqrt(max(spread[1, 1] * spread[2, 2], 0.0))
         return LengthBiasSummary(
-            num_dispatched=moments.count,
+            num_dispatched=int(count),
             num_batches=self._num_batches,
-            mean_delay=moments.mean_y if moments.count else math.nan,
+            mean_delay=delay / count if count else math.nan,
             delay_per_decile=_delay_per_decile(self._dispatched, self._delays),
-            length_delay_correlation=moments.correlation(),
+            length_delay_correlation=float(spread[1, 2]) / scale if scale else math.nan,
             arrived_quantiles=_quantiles(self._arrived),
             dispatched_quantiles=_quantiles(self._dispatched),
-            batch_mean_spread=self._batch_mean_spread(),
+            batch_mean_spread=self._batch_mean_spread(float(spread[1, 1]) / max(count, 1.0)),
         )
 
-    def _batch_mean_spread(self) -> float:
-        variance_of_one = self._moments.variance_x()
+    def _batch_mean_spread(self, variance_of_one: float) -> float:
         if self._num_batches < 2 or not variance_of_one > 0.0:
             return math.nan
         mean = self._batch_sum / self._num_batches
@@ -128,34 +131,6 @@ class LengthBias:
         variance *= self._num_batches / (self._num_batches - 1)
         independent = variance_of_one * self._batch_sizes / self._num_batches
         return math.sqrt(variance / independent)
-
-
-class _Moments:
-    """Running means, variances and covariance of pairs, merged batch by batch (Chan, Golub and LeVeque 1983)."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean_x = self.mean_y = 0.0
-        self._xx = self._yy = self._xy = 0.0
-
-    def add(self, x: Floats, y: Floats) -> None:
-        n, mean_x, mean_y = x.size, float(x.mean()), float(y.mean())
-        total = self.count + n
-        dx, dy = mean_x - self.mean_x, mean_y - self.mean_y
-        weight = self.count * n / total
-        self._xx += float(((x - mean_x) ** 2).sum()) + dx * dx * weight
-        self._yy += float(((y - mean_y) ** 2).sum()) + dy * dy * weight
-        self._xy += float(((x - mean_x) * (y - mean_y)).sum()) + dx * dy * weight
-        self.mean_x += dx * n / total
-        self.mean_y += dy * n / total
-        self.count = total
-
-    def variance_x(self) -> float:
-        return self._xx / self.count if self.count else math.nan
-
-    def correlation(self) -> float:
-        scale = math.sqrt(self._xx * self._yy)
-        return self._xy / scale if scale > 0.0 else math.nan
 
 
 def _bucket(lengths: Floats) -> NDArray[np.int64]:

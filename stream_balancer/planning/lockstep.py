@@ -31,7 +31,7 @@ def assign_lockstep(
     """[num_ranks * number] bins -> [rank][micro-batch]; bins of one lockstep are alike."""
     if not packer.padded and len(bins) == num_ranks * number and number > 1 and num_ranks > 1:
         bins = _searched(packer, bins, num_ranks, number)
-    bins = _by_cost(packer, bins)
+    bins = sorted(bins, key=packer.cost, reverse=True)
     ranks: list[Bins] = [[] for _ in range(num_ranks)]
     fastest_first = None if speeds is None else np.argsort(-np.asarray(speeds, dtype=np.float64), kind="stable")
     for index, start in enumerate(range(0, len(bins), num_ranks)):
@@ -55,12 +55,10 @@ def step_time(packer: Packer, ranks: list[Bins], speeds: ArrayLike | None) -> fl
 
 
 def _searched(packer: Packer, bins: Bins, num_ranks: int, number: int) -> Bins:
-    """Alike within each lockstep, from the better of two starts, or from `bins` where there is no other."""
-    starts = [_level_by_level(packer, num_ranks, number, fullest_first=fullest) for fullest in (False, True)]
-    found = [start for start in starts if start is not None] or [_by_cost(packer, bins)]
-    best = min(found, key=lambda start: _time_of_bins(packer, start, num_ranks))
+    """Alike within each lockstep, from a start of its own, or from `bins` where none is found."""
+    start = _level_by_level(packer, num_ranks, number) or sorted(bins, key=packer.cost, reverse=True)
     cell_of = np.empty(packer.tokens.size, dtype=np.int64)
-    for cell, one in enumerate(best):
+    for cell, one in enumerate(start):
         cell_of[one] = cell
     tokens = np.array(packer.token_list, dtype=np.int64)
     limits = Limit(np.ones_like(tokens), 1, tokens.size), Limit(tokens, 0, packer.cap)
@@ -70,21 +68,12 @@ def _searched(packer: Packer, bins: Bins, num_ranks: int, number: int) -> Bins:
     return [one.tolist() for one in split_by_label(cells.cell_of(), num_ranks * number)]
 
 
-def _by_cost(packer: Packer, bins: Bins) -> Bins:
-    return sorted(bins, key=packer.cost, reverse=True)
-
-
-def _time_of_bins(packer: Packer, bins: Bins, num_ranks: int) -> float:
-    """Sum over locksteps of the costliest bin: what the step takes if ranks meet at every micro-batch."""
-    return sum(packer.cost(one) for one in _by_cost(packer, bins)[::num_ranks])
-
-
-def _level_by_level(packer: Packer, num_ranks: int, number: int, *, fullest_first: bool) -> Bins | None:
+def _level_by_level(packer: Packer, num_ranks: int, number: int) -> Bins | None:
     """Lockstep after lockstep: as long as its heaviest rollout or its fair share of what is left, filled up to that.
 
     One with an outlier takes as long as the outlier whatever else is in it, so it takes all it can. Costliest first,
-    each to the bin that is furthest from that level, or to the fullest one that has room. None if what is left does not
-    fit the last one. O(n * num_ranks * number), vectorised.
+    each to the fullest bin that has room: what is left must fit the locksteps to come, and the exchanges even the work
+    out. None if what is left does not fit the last one. O(n * num_ranks * number), vectorised.
     """
     tokens, work = packer.token_list, packer.work_list
     left = np.argsort(-packer.work, kind="stable").tolist()
@@ -100,7 +89,7 @@ def _level_by_level(packer: Packer, num_ranks: int, number: int, *, fullest_firs
         for i in left:
             fits = (room >= tokens[i]) & (free >= work[i]) if spare > 0 else np.zeros(1, dtype=np.bool_)
             if fits.any():
-                one = int(np.where(fits, -room if fullest_first else free, -np.inf).argmax())
+                one = int(np.where(fits, -room, -np.inf).argmax())
                 room[one] -= tokens[i]
                 free[one] -= work[i]
                 bins[one].append(i)

@@ -121,10 +121,10 @@ def form_micro_batches(
     packer = Packer(tokens, work, max_tokens, padded)
     if keep_together is not None:
         shares = partition_together(work, keep_together, num_ranks, counts, speeds, rotation=rotation)
-        ranks = _packed_shares(packer, shares, multiple_of, micro_batch_counts)
+        ranks = packed_shares(packer, shares, multiple_of, micro_batch_counts)
     elif counts == "equal":
         shares = partition(work, num_ranks, counts, speeds, rotation=rotation)
-        ranks = _packed_shares(packer, shares, multiple_of, micro_batch_counts)
+        ranks = packed_shares(packer, shares, multiple_of, micro_batch_counts)
     elif sync == "step" and not padded:
         ranks = least_finish(
             packer,
@@ -187,10 +187,10 @@ def _round_up(number: int, multiple_of: int) -> int:
     return -(-number // multiple_of) * multiple_of
 
 
-def _packed_shares(packer: Packer, shares: list[Ints], multiple_of: int, counts: Counts) -> list[Bins]:
+def packed_shares(packer: Packer, shares: list[Ints], multiple_of: int, counts: Counts) -> list[Bins]:
     """Every rank packs its own share: all into the same number of bins, or each into as few as it needs."""
     if counts == "free":
-        return [packed for share in shares for packed in _packed_shares(packer, [share], multiple_of, "equal")]
+        return [packed for share in shares for packed in packed_shares(packer, [share], multiple_of, "equal")]
     # The same number for all ranks from the start: the rank that needs most decides.
     number = _round_up(max(packer.least_bins(share) for share in shares), multiple_of)
     while True:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .bounds import pigeonhole_bound, running_sums
+from .bounds import running_sums
 from .cost_order import CostOrder
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ def choose(units: Candidates) -> Bools:
         >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])  # oldest first
         >>> nothing, outlier = np.zeros(8, dtype=np.bool_), costs == 2400.0
         >>> units = Candidates(costs, costs, must=nothing, remaining=np.full(8, 8), num_more=4, ranks=2.0)
-        >>> np.flatnonzero(choose(units))  # the outlier stays, and so does the 500 that will fill its step
-        array([1, 3, 4, 5])
+        >>> np.flatnonzero(choose(units))  # the oldest below the outlier, which stays
+        array([0, 1, 3, 4])
         >>> units = Candidates(costs, costs, must=outlier, remaining=np.full(8, 8), num_more=3, ranks=2.0)
         >>> np.flatnonzero(choose(units))  # it must go: 500 + 450 + 420 lie on the other rank
         array([0, 2, 4, 6])
@@ -94,7 +94,7 @@ def choose(units: Candidates) -> Bools:
     go[np.flatnonzero(~must)[:num_more]] = True
     fair = units.fair_share(go)
     by_part = CostOrder(units.parts) if units.order is None else units.order
-    if by_part.heaviest + units.filler <= fair and _crowding(units.parts[go], units.ranks) <= fair:
+    if by_part.heaviest + units.filler <= fair:
         return go  # most steps end here: a window must not reorder what balances anyway
     # [others] units, ascending by part: so the first num_more are the lightest step there is, which says whether any
     # step beside what must go can balance
@@ -176,7 +176,7 @@ def _oldest_balanced(units: Candidates, reserve: _Reserve, must_peak: float) -> 
 def _highest_level(units: Candidates, pool: Ints, must_peak: float) -> tuple[Ints | None, bool]:
     """-> (those of the pool, oldest first, that go beside `must`, or None; whether a longer pool might have some)."""
     costs, parts, num_more = units.costs, units.parts, units.num_more
-    must_work, must_parts = float(costs[units.must].sum()), parts[units.must]
+    must_work = float(costs[units.must].sum())
     for _ in range(_FIXPOINT_ROUNDS):
         if pool.size < num_more:
             return None, True
@@ -187,35 +187,16 @@ def _highest_level(units: Candidates, pool: Ints, must_peak: float) -> tuple[Int
         if must_peak > level:
             return None, False
         if float(parts[taken].max()) + units.filler <= level:
-            if _crowding(np.concatenate((must_parts, parts[taken])), units.ranks) <= level:
-                return taken, False
-            pool = _thinned(units, must_parts, pool, level)
+            return taken, False
         pool = pool[parts[pool] + units.filler <= level]
     return None, False
-
-
-def _crowding(parts: Floats, ranks: float) -> float:
-    """No step with these parts is shorter than this, since some of the heaviest share a rank. O(n log n)."""
-    return pigeonhole_bound(running_sums(-np.sort(-parts)), max(round(ranks), 1))
-
-
-def _thinned(units: Candidates, must_parts: Floats, pool: Ints, level: float) -> Ints:
-    """The pool without the newest of those too many: at most i * ranks parts above an (i+1)-th of the level fit."""
-    num_ranks = max(round(units.ranks), 1)
-    for i in range(1, (units.num_more + must_parts.size - 1) // num_ranks + 1):
-        heavy = level / (i + 1)
-        in_pool = np.flatnonzero(units.parts[pool] > heavy)
-        room = max(i * num_ranks - int(np.count_nonzero(must_parts > heavy)), 0)
-        pool = np.delete(pool, in_pool[room:])
-    return pool
 
 
 class _Forecast:
     """Forecast of the work in the heaviest units of a later step: of what stays, and of what is still to arrive.
 
     Arrivals are foreseen to be like the newest units (those never passed over), `patience` dispatches of them,
-    discounted. What stays without being reserved is counted less the longer the wait, for first in, first out takes it
-    before.
+    discounted. What stays without being reserved is not counted: first in, first out takes it before.
     """
 
     def __init__(self, units: Candidates, patience: int) -> None:
@@ -224,8 +205,6 @@ class _Forecast:
         self._heaviest_first = order.ascending()[::-1]
         self._size = units.num_more + int(np.count_nonzero(units.must))
         self._new = units.remaining == units.remaining.max()
-        # what is not reserved is likely to leave by its age before: the longer the wait, the less of it counts
-        self._kept_weight = 1.0 / patience
         self._arrival_weight = _SUPPLY * patience * units.num_more / int(np.count_nonzero(self._new))
 
     def __call__(self, go: Bools, reserve: _Reserve) -> float:
@@ -233,9 +212,8 @@ class _Forecast:
         while True:
             heaviest = self._heaviest_first[:seen]
             # how many of each there will be: of what stays, and of what is to arrive and is like it
-            weight = np.where(reserve.holds(units.parts[heaviest], heaviest), 1.0, self._kept_weight)
-            weight[go[heaviest]] = 0.0
-            weight += self._arrival_weight * self._new[heaviest]
+            stays = reserve.holds(units.parts[heaviest], heaviest) & ~go[heaviest]
+            weight = stays + self._arrival_weight * self._new[heaviest]
             # [heaviest] how many units there will be from the heaviest down to each
             total = np.cumsum(weight)
             if total[-1] >= self._size or heaviest.size < seen:

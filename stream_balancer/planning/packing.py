@@ -15,12 +15,6 @@ if TYPE_CHECKING:
 
 Bins: TypeAlias = list[list[int]]
 
-_DEPTH_FIRST_UP_TO = 14
-"""Rollouts that are packed depth first where nothing simpler succeeds."""
-
-_DEPTH_FIRST_NODES = 200
-"""Places tried before it gives up."""
-
 
 class Packer:
     """Rollouts into a given number of bins, never over the cap; a rollout over the cap sits alone."""
@@ -71,13 +65,10 @@ class Packer:
             return [[i] for i in share.tolist()]
         if self.padded:
             return self._pack_neighbours(share, number)
-        # By work first: that balances. Only if it finds no room, by tokens: that packs tighter, and a bin more on every
-        # rank costs more than unlike bins.
+        # by work first: that balances. Only if it finds no room, by tokens: that packs tighter, and a bin more on every
+        # rank costs more than unlike bins
         by_work = share[np.lexsort((-self.tokens[share], -self.work[share]))].tolist()
-        bins = self._pack_lightest(by_work, number, self.work_list)
-        if bins is None:
-            by_tokens = share[np.lexsort((-self.work[share], -self.tokens[share]))].tolist()
-            bins = self._pack_lightest(by_tokens, number, self.token_list) or self.tight(by_tokens, number)
+        bins = self._pack_lightest(by_work, number) or self.tight(by_work, number)
         return None if bins is None else self._fill_empty(bins + [[] for _ in range(number - len(bins))])
 
     def fewest(self, items: list[int]) -> Bins:
@@ -86,13 +77,12 @@ class Packer:
         assert bins is not None  # only a limit can make it fail
         share = np.array(items, dtype=np.int64)
         for number in range(self.least_bins(share), len(bins)):
-            fewer = self.pack(share, number) or self._depth_first(items, number)
-            if fewer is not None:
+            if (fewer := self.pack(share, number)) is not None:
                 return fewer
         return bins
 
     def tight(self, items: list[int], number: int | None = None) -> Bins | None:
-        """Best-fit decreasing; if that takes more than `number` bins, depth first. None if no way was found."""
+        """Best-fit decreasing; None if that takes more than `number` bins."""
         tokens, cap = self.token_list, self.cap
         if number is not None and sum(tokens[i] for i in items) > number * cap:
             return None
@@ -110,38 +100,7 @@ class Packer:
             else:
                 room[best] -= size
                 bins[best].append(i)
-        return bins if number is None or len(bins) <= number else self._depth_first(items, number)
-
-    def _depth_first(self, items: list[int], number: int) -> Bins | None:
-        """Few rollouts into `number` bins, largest first, each into every distinct room in turn; gives up early."""
-        if len(items) > _DEPTH_FIRST_UP_TO:
-            return None
-        order = sorted(items, key=self.token_list.__getitem__, reverse=True)
-        room = [self.cap] * number
-        bins: Bins = [[] for _ in range(number)]
-        left = _DEPTH_FIRST_NODES
-
-        def place(at: int) -> bool:
-            nonlocal left
-            if at == len(order):
-                return True
-            left -= 1
-            size, tried = self.token_list[order[at]], set()
-            for one in range(number):
-                if room[one] < size or room[one] in tried:
-                    continue
-                tried.add(room[one])
-                room[one] -= size
-                bins[one].append(order[at])
-                if place(at + 1):
-                    return True
-                bins[one].pop()
-                room[one] += size
-                if left <= 0:
-                    return False
-            return False
-
-        return [one for one in bins if one] if place(0) else None
+        return bins if number is None or len(bins) <= number else None
 
     def spread(self, bins: Bins, number: int) -> Bins:
         """Content of these bins, evened out over `number` of them; one rollout in each if there are not more."""
@@ -151,10 +110,11 @@ class Packer:
             return evened
         return self._fill_empty([list(one) for one in bins] + [[] for _ in range(number - len(bins))])
 
-    def _pack_lightest(self, order: list[int], number: int, weight: list[float] | list[int]) -> Bins | None:
+    def _pack_lightest(self, order: list[int], number: int) -> Bins | None:
         """Rollouts, each to the lightest bin that has room (LPT with a second, hard dimension). O(n log n), rarely
         more."""
-        tie_breaker = (sum(weight[i] for i in order) or 1.0) * 1e-9 / len(order)
+        work = self.work_list
+        tie_breaker = (sum(work[i] for i in order) or 1.0) * 1e-9 / len(order)
         heap: list[tuple[float, int]] = [(0.0, one) for one in range(number)]
         room = [self.cap] * number
         bins: Bins = [[] for _ in range(number)]
@@ -166,7 +126,7 @@ class Packer:
             if not heap:
                 return None
             load, one = heap[0]
-            heapq.heapreplace(heap, (load + weight[i] + tie_breaker, one))
+            heapq.heapreplace(heap, (load + work[i] + tie_breaker, one))
             room[one] -= size
             bins[one].append(i)
             for entry in full:

@@ -29,11 +29,11 @@ TOLERANCE = 1e-4
 _BUDGET, _BUDGET_EACH = 30_000, 400
 """Elementary operations that a search may spend: so many, and so many more for every rollout."""
 
-_SMALL, _SMALL_BUDGET = 48, 45_000
+_SMALL, _SMALL_BUDGET = 48, 20_000
 """Up to so many rollouts one descent often ends in a poor partition, and many are affordable side by side: so many
 operations more."""
 
-_COPIES_WORK = 6_000
+_COPIES_WORK = 3_000
 """Places in all the copies that descend side by side, times ranks."""
 
 

@@ -72,9 +72,9 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
         >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])  # oldest first
         >>> waiting = Waiting.of(costs)
         >>> knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8)
-        >>> plan = plan_batch(waiting, knobs, num_rollouts=4, step=0)  # the 2400 waits, and so do fillers for its step
+        >>> plan = plan_batch(waiting, knobs, num_rollouts=4, step=0)  # the 2400 waits; 420 goes for 450
         >>> plan.ranks, plan.loads  # [rank][micro_batch] -> positions, [rank]
-        ([[array([3, 4])], [array([1, 5])]], array([750., 750.]))
+        ([[array([0, 3])], [array([1, 6])]], array([800., 820.]))
         >>> waiting.skips[2] = 8  # now it must go: a step as long as it is, filled up with the oldest
         >>> plan = plan_batch(waiting, knobs, num_rollouts=4, step=0)
         >>> plan.ranks, plan.loads
@@ -86,16 +86,21 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     usual = usual_size(waiting, knobs, num_rollouts, surplus)
     at_first = _with_rates(waiting, knobs, np.arange(min(usual, waiting.costs.size)))
     fixed, go = select_step(waiting, units, at_first, num_rollouts, surplus)
-    knobs = _with_rates(waiting, knobs, np.flatnonzero(units.of_rollouts(go)))
+    picked = np.flatnonzero(units.of_rollouts(go))
+    knobs = _with_rates(waiting, knobs, picked)
+    if len(knobs.degrees) > 1:
+        # Who goes, and who is exchanged with the window, is decided as if nobody could be shared: a choice that counts
+        # on it keeps fewer fillers for the outliers.
+        shares = _swapped(waiting, replace(knobs, oversize="alone"), units, fixed, go, step)
+        layout = shared_layout(waiting, knobs, shares, _order(knobs), step)
+        return finished(waiting, knobs, layout.ranks, layout.bound, layout.degrees)
     if waiting.prefix_costs is not None:
-        return _finish(waiting, knobs, units, _with_prefixes(waiting, knobs, units, go, step))
-    if len(knobs.degrees) == 1:
+        shares = _with_prefixes(waiting, knobs, units, go, step)
+    else:
         shares = _swapped(waiting, knobs, units, fixed, go, step)
-        return _finish(waiting, knobs, units, shares)
-    # Who goes, and who is exchanged with the window, is decided as if nobody could be shared: a choice that counts on
-    # it keeps fewer fillers for the outliers.
-    shares = _swapped(waiting, replace(knobs, oversize="alone"), units, fixed, go, step)
-    return _finish(waiting, knobs, units, *shared_layout(waiting, knobs, shares, _order(knobs), step))
+        picked = np.concatenate([picked[:0], *(one for share in shares for one in share)])
+    whole = np.unique(units.labels(picked), return_inverse=True)[1] if knobs.groups == "same_rank" else None
+    return finished(waiting, knobs, shares, earliest_finish(waiting, knobs, picked, whole))
 
 
 def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
@@ -118,7 +123,7 @@ def choose_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, surpl
         >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])
         >>> knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8)
         >>> np.flatnonzero(choose_batch(Waiting.of(costs), knobs, num_rollouts=4))
-        array([1, 3, 4, 5])
+        array([0, 1, 3, 4])
     """
     units = Units.of(waiting, knobs)
     _, go = select_step(waiting, units, knobs, num_rollouts, surplus)
@@ -291,26 +296,18 @@ def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints, whole: Int
     )
 
 
-def _finish(
+def finished(
     waiting: Waiting,
     knobs: PlanKnobs,
-    units: Units,
     shares: list[list[Ints]],
+    bound: float,
     degrees: Sequence[list[int]] = (),
-    bound: float | None = None,
 ) -> Plan:
-    """The plan with its figures; ``bound``: None where nobody may be shared."""
-    everything = [one for share in shares for one in share]
-    picked = np.concatenate(everything) if everything else np.empty(0, dtype=np.int64)
-    if degrees:
-        picked = np.unique(picked)
+    """The plan with its figures; ``bound``: no plan of these rollouts is done before."""
+    picked = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(one for share in shares for one in share)]))
     work = work_of(waiting, knobs, shares, degrees)
     loads = work + micro_batch_overheads(knobs, shares)
-    rate = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
-    if bound is None:
-        whole = None if knobs.groups != "same_rank" else np.unique(units.labels(picked), return_inverse=True)[1]
-        bound = earliest_finish(waiting, knobs, picked, whole)
-    mean = float(loads.sum() / rate.sum())
+    mean = float(loads.sum()) / (knobs.num_ranks if knobs.speeds is None else float(knobs.speeds.sum()))
     finish = finish_of(waiting, knobs, shares, degrees)
     # labels of groups that leave before all their siblings have come
     flagged = waiting.groups[picked][~waiting.group_complete[picked]]

@@ -4,7 +4,7 @@ A group on one rank pays its prefix once, but is a lump; spread over the ranks i
 
     partition of whole costs ---> counted with sharing: on every rank at most what it was
     groups whole, and cut where a rank would pass 1, 1.02, 1.05, 1.1 times the bound
-                             ---> parts, single siblings and halves of parts exchanged with the rank that is done last
+                             ---> parts and single siblings exchanged with the rank that is done last
     the best of them all     ---> under a cap, every part whole into a micro-batch
 
 The plan without sharing is always among those compared, so none is worse. Pure and deterministic.
@@ -13,7 +13,6 @@ The plan without sharing is always among those compared, so none is worse. Pure 
 from __future__ import annotations
 
 import math
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -35,17 +34,11 @@ _NEAR = 0.005
 _LEVELS = (math.inf, 1.0, 1.02, 1.05, 1.1)
 """Up to which work a rank takes whole groups in the starts that are tried, in bounds."""
 
-_WORTH = 1.1
-"""The dense partition is a start if it is done at most this much later than what was found without it."""
-
 _ROUNDS = 80
 """Exchanges of a descent, at most."""
 
 _WITH = 12
 """Ranks that the one that is done last is compared with: those that are done first."""
-
-_HALVED_FROM = 4
-"""Siblings of a part whose half is exchanged, too."""
 
 
 def with_shared_prefixes(
@@ -93,7 +86,7 @@ def prefix_bound(siblings: Siblings, num_ranks: int, whole: Ints | None = None) 
 def place_siblings(siblings: Siblings, num_ranks: int, dense: Ints, *, rotation: int = 0) -> Ints:
     """[n] the rank of each, never later than with the ranks ``dense`` ([n]), of a partition of the whole costs.
 
-    Complexity: O(n ranks) for each of six starts at most, and a fixed number of exchanges, each O(n + S) times what a
+    Complexity: O(n ranks) for each of five starts at most, and a fixed number of exchanges, each O(n + S) times what a
     rank holds.
 
     Examples:
@@ -106,13 +99,10 @@ def place_siblings(siblings: Siblings, num_ranks: int, dense: Ints, *, rotation:
     bound = prefix_bound(siblings, num_ranks)
     enough = bound * (1.0 + _NEAR)
     best, least = dense, float(siblings.loads(dense, num_ranks).max(initial=0.0))
-    of_dense = least
-    starts = (_whole_sets(siblings, num_ranks, level * bound, rotation) for level in _LEVELS)
-    for start in chain(starts, [dense]):
-        # exchanges that gather what is spread all over are many, and end above a start that has it together
-        if least <= enough or (start is dense and of_dense > least * _WORTH):
+    for level in _LEVELS:
+        if least <= enough:
             break
-        layout = _Layout(siblings, num_ranks, start)
+        layout = _Layout(siblings, num_ranks, _whole_sets(siblings, num_ranks, level * bound, rotation))
         layout.improve(enough)
         if layout.finish < least:
             best, least = layout.rank_of, layout.finish
@@ -148,13 +138,12 @@ def _whole_sets(siblings: Siblings, num_ranks: int, level: float, rotation: int)
 
 
 class _Pieces(NamedTuple):
-    """Pieces that a rank could give away at once: parts (all that it has of a set), single siblings, every second
-    sibling."""
+    """Pieces that a rank could give away at once: parts (all that it has of a set), and single siblings."""
 
     held: Ints
     """All that it has, set by set, the heaviest sibling first."""
     slices: Ints
-    """[pieces, 3] where each piece lies in it: start, stop, step."""
+    """[pieces, 2] where each piece lies in it: start, stop."""
     sets: Ints
     """[pieces] whose siblings they are."""
     added: Floats
@@ -170,24 +159,20 @@ class _Pieces(NamedTuple):
         ends = np.append(first, held.size)[1:]
         sizes = ends - first
         one = np.flatnonzero(np.repeat(sizes > 1, sizes))  # of a part of one it is the part
-        half = np.flatnonzero(sizes >= _HALVED_FROM)
         sums = np.add.reduceat(work, first) if held.size else work
-        halves = [float(work[start:end:2].sum()) for start, end in zip(first[half], ends[half], strict=True)]
-        start = np.concatenate((first, one, first[half]))
-        stop = np.concatenate((ends, one + 1, ends[half]))
-        step = np.repeat([1, 2], [first.size + one.size, half.size])
+        start = np.concatenate((first, one))
         return _Pieces(
             held,
-            np.stack((start, stop, step), axis=1),
+            np.stack((start, np.concatenate((ends, one + 1))), axis=1),
             sets[start],
-            np.concatenate((sums, work[one], halves)),
-            np.concatenate((siblings.prefixes[sets[first]], np.zeros(one.size + half.size))),
+            np.concatenate((sums, work[one])),
+            np.concatenate((siblings.prefixes[sets[first]], np.zeros(one.size))),
         )
 
     def rollouts(self, piece: int) -> Ints:
         """Rollouts of one piece."""
-        start, stop, step = self.slices[piece].tolist()
-        return self.held[start:stop:step]
+        start, stop = self.slices[piece].tolist()
+        return self.held[start:stop]
 
 
 class _Layout:

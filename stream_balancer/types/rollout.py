@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, ClassVar, Literal, NoReturn, Self, TypeAlias
 
 import torch
@@ -22,10 +21,10 @@ from stream_balancer.values import (
     PADDING_PREFIX,
     Version,
     by_name,
-    check_tokens,
     join,
     num_nonzero,
     plain_bool,
+    plain_columns,
     plain_cost,
     plain_metadata,
     plain_name,
@@ -57,16 +56,15 @@ class _Nothing(dict[str, Any]):
         raise TypeError("a Rollout is frozen: give scalars, tensors and metadata when you make it")
 
     __setitem__ = setdefault = update = __ior__ = _refuse
+    __hash__ = object.__hash__  # type: ignore[assignment]  # a dataclass takes no default that has none
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[()]]:
         return dict, ()
 
 
 _NOTHING = _Nothing()
-
-
-def _nothing() -> Mapping[str, Any]:
-    return _NOTHING
+_put = object.__setattr__
+"""As a frozen dataclass's own ``__init__`` sets its fields."""
 
 
 @documented
@@ -86,11 +84,11 @@ class Rollout:
     present, marks the tokens that are trained on (non-zero = trained; the first one never is, since nothing predicts
     it); ``BalancerConfig(loss_mask_column=...)`` where it has another name. ``versions`` ``[L]``, if present, is the
     policy version that sampled each token, in integers; negative where no policy did (prompts, answers of tools)."""
-    scalars: Mapping[str, float | int] = field(default_factory=_nothing)
+    scalars: Mapping[str, float | int] = _NOTHING
     """Numbers by name: advantage, reward."""
-    tensors: Mapping[str, Tensor] = field(default_factory=_nothing)
+    tensors: Mapping[str, Tensor] = _NOTHING
     """Tensors of any shape that are not per-token: pixel values, image grids."""
-    metadata: Mapping[str, Any] = field(default_factory=_nothing)
+    metadata: Mapping[str, Any] = _NOTHING
     """JSON-like: str, int (64 bit), float, bool, None, bytes, and lists and str-keyed dicts of these, at most 64 deep.
     Tuples become lists. A str called ``stratum`` names the environment or data set; see ``stratum_shares``."""
     rollout_id: str = field(default_factory=_new_id)
@@ -122,57 +120,56 @@ class Rollout:
     column; 0 for a padding copy."""
 
     def __post_init__(self) -> None:
-        put = partial(object.__setattr__, self)
         what = "rollout_id"  # the field that an error below is about; a message is formatted only if there is one
         try:
-            put(what, plain_name(self.rollout_id))
+            # most rollouts leave most fields out, and most values are plain: a put should not pay for the others
+            if (name := plain_name(self.rollout_id)) is not self.rollout_id:
+                _put(self, what, name)
             what = "tokens"
-            tokens = by_name(self.tokens, self._plain_tensor)
-            put(what, tokens)
-            what = ""
-            num_tokens = check_tokens(tokens, self.is_padding is True)
-            put("num_tokens", num_tokens)
-            # most rollouts leave most of these out, and a put should not pay for checking nothing
+            tokens, num_tokens = plain_columns(self.tokens, self._plain_tensor, self.is_padding is True)
+            _put(self, what, tokens)
+            _put(self, "num_tokens", num_tokens)
             if self.tensors is not _NOTHING:
                 what = "tensors"
-                put(what, by_name(self.tensors, self._plain_tensor) or _NOTHING)
+                _put(self, what, by_name(self.tensors, self._plain_tensor) or _NOTHING)
             if self.scalars is not _NOTHING:
                 what = "scalars"
-                put(what, by_name(self.scalars, plain_number) or _NOTHING)
+                _put(self, what, by_name(self.scalars, plain_number) or _NOTHING)
                 if not tokens.keys().isdisjoint(self.scalars):
                     what = str(sorted(tokens.keys() & self.scalars.keys()))
                     raise RolloutError("are both token columns and scalars; rename one")
             if self.metadata is not _NOTHING:
                 what = "metadata"
-                put(what, plain_metadata(self.metadata) or _NOTHING)
+                _put(self, what, plain_metadata(self.metadata) or _NOTHING)
             if self.group_id is not None:
                 what = "group_id"
-                put(what, plain_name(self.group_id))
+                _put(self, what, plain_name(self.group_id))
             if self.execution_id is not None:
                 what = "execution_id"
-                put(what, plain_name(self.execution_id))
+                _put(self, what, plain_name(self.execution_id))
             if self.version is not None:
                 what = "version"
-                put(what, plain_version(self.version))
+                _put(self, what, plain_version(self.version))
             if self.cost is not None:
                 what = "cost"
-                put(what, plain_cost(self.cost))
+                _put(self, what, plain_cost(self.cost))
             if self.is_padding is not False:
                 what = "is_padding"
-                put(what, plain_bool(self.is_padding))
+                _put(self, what, plain_bool(self.is_padding))
             if "versions" in tokens and not self.is_padding:
                 what = "versions"
-                put("version", self._version_of_tokens(tokens["versions"]))
+                _put(self, "version", self._version_of_tokens(tokens["versions"]))
             if self.prefix or type(self.prefix) is not int:
                 what = "prefix"
-                put(what, plain_prefix(self.prefix, num_tokens, self.group_id))
+                _put(self, what, plain_prefix(self.prefix, num_tokens, self.group_id))
             if not self.is_padding and self.rollout_id.startswith(PADDING_PREFIX):
                 what = "rollout_id"
                 raise RolloutError(f"must not begin with {PADDING_PREFIX!r}: so the balancer names its padding copies")
         except RolloutError as error:
             whose = "" if what == "rollout_id" else f"rollout {self.rollout_id!r}: "
             raise RolloutError(f"{whose}{join(what, error)}") from None
-        put("num_loss_tokens", self._count_loss_tokens())  # once, here: every step's denominators are sums of these
+        # once, here: every step's denominators are sums of these
+        _put(self, "num_loss_tokens", self._count_loss_tokens())
 
     _plain_tensor: ClassVar[Callable[..., Tensor]] = staticmethod(plain_tensor)
 
@@ -217,8 +214,7 @@ class Rollout:
         """A rollout of all its fields, which were checked where it was made, and are read from a header that was."""
         rollout = cls.__new__(cls)
         for name, value in fields.items():
-            # The dataclass is frozen; this is how its own __init__ does it. An empty dict would weigh too much.
-            object.__setattr__(rollout, name, _NOTHING if value == {} else value)
+            _put(rollout, name, _NOTHING if value == {} else value)  # an empty dict would weigh too much
         return rollout
 
     def with_loss_mask(self, column: str) -> Rollout:
@@ -230,7 +226,7 @@ class Rollout:
         """The same with these columns ``[L]`` too, which are known to fit: nothing is checked again. Shares the
         tensors."""
         same = copy(self)
-        object.__setattr__(same, "tokens", {**self.tokens, **columns})
+        _put(same, "tokens", {**self.tokens, **columns})
         return same
 
     def padding_copy(self, rollout_id: str) -> Rollout:

@@ -38,7 +38,7 @@ from stream_balancer.wire.header import (
     lay_out,
     runs_of,
 )  # fmt: skip
-from stream_balancer.wire.payload import NOTHING, Payload
+from stream_balancer.wire.payload import NOTHING, Later, Payload
 from stream_balancer.wire.remote import Handle, RemoteRollout, remote_of
 
 __all__ = ["Encoded", "bytes_of", "encode", "encode_columns", "encode_rollouts", "payload_of"]
@@ -87,8 +87,10 @@ def encode(micro_batches: Sequence[MicroBatch], *, max_bytes: int = MAX_BYTES, n
         raise ValueError(
             f"{tokens} tokens do not fit: {error}. Raise max_batch_bytes of RankFeed, or lower batch_size"
         ) from None
-    payload = Payload(layout.total_bytes, runs_of(header, layout), _pieces(header, layout, rollouts))
-    return Encoded(_pack(header, rollouts), payload)
+    packed = _pack(header, rollouts)
+    # a view of each tensor costs as much as all else here, and movers have threads of their own
+    pieces = Later(lambda: _pieces(header, layout, rollouts))
+    return Encoded(packed, Payload(layout.total_bytes, runs_of(header, layout), pieces))
 
 
 def encode_rollouts(rollouts: Sequence[Rollout], *, handles: Sequence[Handle] | None = None) -> Encoded:

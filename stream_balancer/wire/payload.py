@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-__all__ = ["NOTHING", "Memory", "Payload"]
+__all__ = ["NOTHING", "Later", "Memory", "Payload"]
 
 Memory: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 """``[size]`` uint8."""
+
+
+class Later(Sequence[Any]):
+    """Pieces that are collected when they are first asked for: by the thread that sends, not by the loop that plans."""
+
+    def __init__(self, collect: Callable[[], Sequence[Any]]) -> None:
+        self._collect = collect
+
+    @cached_property
+    def _found(self) -> Sequence[Any]:
+        return self._collect()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._found[index]
 
 
 class Payload(NamedTuple):
@@ -23,6 +41,19 @@ class Payload(NamedTuple):
     pieces: Sequence[Any] = ()
     """Bytes of the pieces, in order; they must not change until they were sent."""
 
+    @property
+    def size(self) -> int:
+        """Bytes that come now."""
+        return sum(self.runs[1::2])
+
+    def views(self) -> list[memoryview]:
+        """Bytes of the pieces, without empty ones. Raises ValueError if they are more or fewer than the runs take."""
+        views = list(filter(None, map(_bytes_of, self.pieces)))
+        found = sum(map(len, views))
+        if found != self.size:
+            raise ValueError(f"{found} bytes behind a message that announces {self.size}")
+        return views
+
     @classmethod
     def of(cls, *pieces: Any) -> Payload:
         """All of it, in order."""
@@ -31,3 +62,8 @@ class Payload(NamedTuple):
 
 
 NOTHING = Payload()
+
+
+def _bytes_of(piece: Any) -> memoryview:
+    view = memoryview(piece)
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import anyio
@@ -11,6 +12,18 @@ from helpers import give
 import stream_balancer as sb
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.testing import MemoryNetwork, make_rollout
+from stream_balancer.types import Batch
+
+
+class Timings(sb.Observer):
+    """What ranks have reported."""
+
+    def __init__(self) -> None:
+        self.all: list[StepTiming] = []
+
+    def timed(self, batch: Batch, timings: Sequence[StepTiming], now: float) -> None:
+        """An event of the balancer."""
+        self.all += timings
 
 
 async def test_a_trainers_wait_is_split_into_no_data_and_window() -> None:
@@ -34,16 +47,10 @@ async def test_a_trainers_wait_is_split_into_no_data_and_window() -> None:
 
 
 async def test_serve_hands_on_how_long_each_rank_had_been_ready() -> None:
-    told: list[tuple[int, float]] = []
-
-    class Listening(sb.StreamBalancer):
-        def record_step(self, timing: StepTiming) -> None:
-            told.append((timing.rank, timing.ready_s))
-            super().record_step(timing)
-
     transport = MemoryNetwork(dp_size=2)
     config = sb.BalancerConfig(dp_size=2, batch_size=2, window=2)
-    async with Listening(config) as balancer, anyio.create_task_group() as tasks:
+    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
+        balancer.observers.append(told := Timings())
         tasks.start_soon(sb.serve, balancer, transport)
         await anyio.sleep(0.001)
         early = sb.RankFeed(transport.connect(0, depth=1))
@@ -54,17 +61,10 @@ async def test_serve_hands_on_how_long_each_rank_had_been_ready() -> None:
         balancer.end()
         for feed in (early, late):
             tasks.start_soon(_train, feed)
-    assert dict(told) == {0: pytest.approx(7.0, abs=0.01), 1: pytest.approx(0.0, abs=0.01)}
+    assert [one.ready_s for one in told.all] == pytest.approx([7.0, 0.0], abs=0.01)
 
 
 async def test_serve_hands_on_how_long_a_step_was_with_other_roles() -> None:
-    told: list[tuple[int, float]] = []
-
-    class Listening(sb.StreamBalancer):
-        def record_step(self, timing: StepTiming) -> None:
-            told.append((timing.step, timing.roles_s))
-            super().record_step(timing)
-
     async def compute(feed: sb.RankFeed) -> None:
         async for batch in feed:
             await anyio.sleep(5.0 + batch.step)
@@ -72,7 +72,8 @@ async def test_serve_hands_on_how_long_a_step_was_with_other_roles() -> None:
 
     transport = MemoryNetwork(dp_size=2)
     config = sb.BalancerConfig(dp_size=2, batch_size=2, window=2)
-    async with Listening(config) as balancer, anyio.create_task_group() as tasks:
+    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
+        balancer.observers.append(told := Timings())
         for length in (3, 4, 5, 6):
             await balancer.put(make_rollout(length))
         balancer.end()
@@ -80,8 +81,7 @@ async def test_serve_hands_on_how_long_a_step_was_with_other_roles() -> None:
         for rank in range(2):
             tasks.start_soon(_train, sb.RankFeed(transport.connect(rank, depth=1)))
             tasks.start_soon(compute, sb.RankFeed(transport.connect(rank, depth=1, role="ref")))
-    assert len(told) == 4
-    assert {step: round(seconds, 2) for step, seconds in told} == {0: 5.0, 1: 6.0}
+    assert [(one.step, round(one.roles_s, 2)) for one in told.all] == [(0, 5.0), (0, 5.0), (1, 6.0), (1, 6.0)]
 
 
 async def test_serve_names_a_slow_rank_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import anyio
@@ -166,3 +167,14 @@ async def test_a_group_of_what_is_no_rollout_is_refused_by_name(complete: bool) 
     async with sb.StreamBalancer(sb.BalancerConfig(dp_size=1, batch_size=4, groups=sb.Groups(size=2))) as balancer:
         with pytest.raises(TypeError, match=r"put_group\(\) takes Rollouts, not dict"):
             await balancer.put_group([{}], complete=complete)  # type: ignore[list-item]
+
+
+async def test_a_group_that_is_too_old_by_the_time_it_is_restored_is_done() -> None:
+    async with sb.StreamBalancer(config(staleness=sb.Staleness(max_versions=2))) as before:
+        before.set_version(2)
+        await before.put_group([replace(one, version=0) for one in siblings(4)])
+        state = before.state_dict()
+    async with sb.StreamBalancer(config(staleness=sb.Staleness(max_versions=1))) as after:
+        after.load_state_dict(state)
+        assert after.statistics().evicted["stale"] == 4
+        assert not after.snapshot().group_arrivals

@@ -357,3 +357,13 @@ async def test_the_controller_is_lost_while_others_take_over(tmp_path: Path, sec
 async def test_what_replanning_is_not_for_is_refused() -> None:
     with pytest.raises(ValueError, match="must be 'raise' or 'replan'"):
         await serve(sb.StreamBalancer(knobs(1)), MemoryNetwork(dp_size=1), on_rank_loss="wait")  # type: ignore[arg-type]
+
+
+async def test_a_rank_with_padding_only_begins_a_step_that_is_divided_last() -> None:
+    """What others fetch may be gone: so the sizes come once all are through, this rank among them."""
+    network = MemoryNetwork(dp_size=2)
+    crew, kept = Crew(network), Kept(network)
+    crew.connect = partial(kept.port, network)
+    async with sb.StreamBalancer(knobs(2)) as balancer:
+        await crew.run(balancer, [kept.remote(make_rollout(5, "alone"))], on_rank_loss="replan")
+        crew.check(balancer, 1)

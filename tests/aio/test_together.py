@@ -1,7 +1,7 @@
 """Features of a step in pairs and triples, at random moments, through a real balancer, ``serve`` and feeds.
 
 Each rollout is trained on once or masked everywhere, all ranks divide by the same, nothing is lost, nothing stalls, no
-thread stays."""
+thread stays. "changes": workers put in every way, under random knobs, and ask for whatever may be asked meanwhile."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from crew import WHENS, Crew
 from in_loop import Disk, journals_in_loop
 from invariants import verify
 from kept import Kept
+from workers import Workers, in_every_way, one_by_one
 
 import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork, make_rollout
@@ -29,7 +30,7 @@ from stream_balancer.types import MicroBatch, Rollout
 
 FEATURES = (
     "open", "groups", "roles", "replan", "late", "resize", "direct", "journal", "seats", "shared", "prefixes",
-    "mini_batches",
+    "mini_batches", "changes",
 )  # fmt: skip
 KNOBS: dict[str, dict[str, Any]] = {
     "groups": {"groups": {"size": 3, "keep": "same_batch"}},
@@ -104,9 +105,55 @@ class Team:
         self.kept = Kept(self.network) if "direct" in features else None
         self.lanes = [Lane(self, seat) for seat in range(self.num_seats)]
         self.rollouts = [self._rollout(number) for number in range(NUM_STEPS * BATCH)]
-        self.gone = set(chance.sample(range(len(self.rollouts)), 3)) if self.kept is not None else set()
-        self.evicted: list[str] = []
+        gone = chance.sample(self.rollouts, 3) if self.kept is not None else []
+        self.gone = {one.rollout_id for one in gone}
+        self.evicted: list[tuple[str, str]] = []
+        self.num_evicted_before = 0
+        """By a controller that died: who comes after it may not know."""
         self.is_over = False
+        self.config = self._config()
+        wild = "changes" in features
+        grouped = self.config.groups.size if self.config.groups.keep != "free" else None
+        jobs = in_every_way(chance, self.rollouts, grouped) if wild else one_by_one(self.rollouts)
+        self.workers = Workers(chance, jobs, self._remote, wild)
+
+    def _config(self) -> sb.BalancerConfig:
+        knobs: dict[str, Any] = {"dp_size": SIZE, "batch_size": BATCH, "window": BATCH, "capacity": 500}
+        if "changes" in self.features:
+            knobs |= self._drawn_knobs()
+        for feature in sorted(self.features):
+            for name, value in KNOBS.get(feature, {}).items():
+                knobs[name] = {**knobs.get(name, {}), **value}
+        try:
+            return sb.BalancerConfig(**knobs)
+        except sb.ConfigError:
+            assert "changes" in self.features
+            return self._config()  # other ones
+
+    def _drawn_knobs(self) -> dict[str, Any]:
+        pick, size = self.chance.choice, self.chance.choice([12, 12, 24])
+        groups: dict[str, Any] = {"size": pick([1, 2, 3, 4]), "keep": pick(["same_batch", "same_rank", "free"])}
+        if self.features & {"open", "late"} and groups["keep"] == "same_rank":
+            groups["keep"] = "same_batch"
+        return {
+            "batch_size": size,
+            "window": size if "open" in self.features else pick([size, 2 * size]),
+            "capacity": pick([2 * size, 4 * size, 500]),
+            "deadline_s": pick([None, None, 20.0]),
+            "staleness": {"max_versions": pick([None, None, 1, 4]), "on_stale": pick(["evict", "send"])},
+            "counts": pick(["free", "equal"]),
+            "cost": pick([sb.TokenCost(), sb.QuadraticCost()]),
+            "micro_batches": {"counts": pick(["equal", "free"]), "max_tokens": pick([None, 60])},
+            "groups": groups if self._has_groups else {},
+        }
+
+    def _remote(self, rollout: Rollout) -> Rollout:
+        """What the controller is given of it."""
+        if self.kept is None:
+            return rollout
+        if rollout.rollout_id in self.gone:
+            self.kept.gone.add(len(self.kept.payloads))
+        return self.kept.remote(rollout)
 
     def _rollout(self, number: int) -> Rollout:
         length = 55 if number % 6 == 5 else 6 + 7 * number % 25
@@ -124,12 +171,11 @@ class Team:
         return self.network.connect(rank, **join) if self.kept is None else self.kept.port(self.network, rank, **join)
 
     def balancer(self) -> sb.StreamBalancer:
-        journal = {"journal": self.folder / "journal"} if "journal" in self.features else {}
-        knobs: dict[str, Any] = {"dp_size": self.dp_size, "batch_size": BATCH, "window": BATCH, "capacity": 500}
-        for feature in sorted(self.features):
-            knobs |= KNOBS.get(feature, {})
-        config = sb.BalancerConfig(**knobs)
-        return sb.StreamBalancer(config, on_evict=lambda one, _: self.evicted.append(one.rollout_id), **journal)
+        more: dict[str, Any] = {"journal": self.folder / "journal"} if "journal" in self.features else {}
+        if "changes" in self.features:
+            more["accept"] = self.workers.accept
+        config = self.config.replace(dp_size=self.dp_size)
+        return sb.StreamBalancer(config, on_evict=lambda one, why: self.evicted.append((one.rollout_id, why)), **more)
 
     def options(self) -> dict[str, Any]:
         return {
@@ -169,11 +215,10 @@ class Team:
             return balancer
         self.disk.is_dead = False
         self.network.resize(self.dp_size)
+        self.num_evicted_before = len(self.evicted)
         async with self.balancer() as balancer, anyio.create_task_group() as tasks:
-            known = balancer.statistics().accepted
             tasks.start_soon(self._deliver, balancer)
-            for rollout in self.rollouts[known:]:
-                await balancer.put(rollout if self.kept is None else self.kept.remote(rollout))
+            await self.workers.work(balancer)
             balancer.end()
         return balancer
 
@@ -203,11 +248,7 @@ class Team:
         self.is_over = True
 
     async def _put(self, balancer: sb.StreamBalancer) -> None:
-        for number, rollout in enumerate(self.rollouts):
-            await anyio.sleep(0.1)
-            await balancer.put(rollout if self.kept is None else self.kept.remote(rollout))
-            if self.kept is not None:
-                self.kept.gone = {one for one in self.gone if one <= number}
+        await self.workers.work(balancer)
         if "resize" in self.features:
             await anyio.sleep(30.0)
         balancer.end()
@@ -231,16 +272,27 @@ class Team:
     def check(self, balancer: sb.StreamBalancer) -> None:
         statistics = balancer.statistics()
         assert statistics.in_flight == statistics.waiting == 0
-        assert statistics.acknowledged + len(self.evicted) == len(self.rollouts)
-        assert set(self.evicted) <= {f"r{number}" for number in self.gone}
+        assert statistics.accepted == statistics.acknowledged + sum(statistics.evicted.values())
+        before, after = self.evicted[: self.num_evicted_before], self.evicted[self.num_evicted_before :]
+        assert {name for name, why in self.evicted if why == "lost"} <= self.gone
+        assert "changes" in self.features or {why for _, why in self.evicted} <= {"lost"}
+        assert max(Counter(name for name, _ in after).values(), default=1) == 1
+        gone = {name for name, _ in after}
+        workers = self.workers
+        assert not workers.jobs
+        assert workers.accepted | workers.given_up | workers.doubtful == {one.rollout_id for one in self.rollouts}
         for lane in self.lanes:
             total: Counter[tuple[str, int]] = sum(lane.met.values(), Counter())
-            assert set(total.values()) == {1}, "once"
-            assert {name for name, _ in total} | set(self.evicted) == {one.rollout_id for one in self.rollouts}
-            assert not {name for name, _ in total} & set(self.evicted), "masked everywhere"
+            assert set(total.values()) <= {1}, "once"
+            trained = {name for name, _ in total}
+            assert not trained & gone, "masked everywhere"
+            assert not (trained | gone) & workers.given_up, "not accepted"
+            assert "journal" in self.features or not trained & workers.unwanted
+            assert workers.accepted <= trained | gone | {name for name, _ in before}
+            assert trained | gone <= workers.accepted | workers.doubtful
             for step, gradient in lane.met.items():
                 (size,) = {(end.rollouts, end.tokens) for end in lane.ends[step]}
-                assert size[0] == len({name for name, _ in gradient})
+                assert size[0] == max(len({name for name, _ in gradient}), 1)  # all gone: nothing is divided by 0
             assert not lane.errors
         assert len({tuple(sorted(lane.trained)) for lane in self.lanes}) == 1, "all seats train on the same"
         verify(balancer.parts.core)
@@ -276,22 +328,37 @@ def _no_blocking_calls() -> None:
     """Journals write in the loop."""
 
 
+async def play(features: frozenset[str], seed: int, folder: Path) -> list[str]:
+    """Run it, and look at what became of all. -> why it was refused."""
+    refused = list[str]()
+    with journals_in_loop() as disk:
+        team = Team(features, seed, folder, disk)
+        try:
+            balancer = await team.run()
+        except* (sb.ConfigError, sb.RolloutError) as error:
+            refused.append(str(_first(error)))
+    if not refused:
+        team.check(balancer)
+    return refused
+
+
 @pytest.mark.parametrize(
     ("features", "seed"), chosen(), ids=lambda value: str(value) if isinstance(value, int) else "+".join(sorted(value))
 )
 async def test_together(features: frozenset[str], seed: int, tmp_path: Path) -> None:
-    threads, refused = set(threading.enumerate()), list[str]()
-    try:
-        with journals_in_loop() as disk:
-            team = Team(features, seed, tmp_path, disk)
-            balancer = await team.run()
-    except* (sb.ConfigError, sb.RolloutError) as error:
-        refused.append(str(_first(error)))
+    threads = set(threading.enumerate())
+    refused = await play(features, seed, tmp_path)
     whys = [why for pair, why in REFUSED.items() if pair <= features]
     assert len(refused) == bool(whys)
-    if refused:
-        assert any(why in refused[0] for why in whys)
-        return
-    team.check(balancer)
+    assert all(any(why in one for why in whys) for one in refused)
     left = {thread.name for thread in set(threading.enumerate()) - threads}
     assert not {name for name in left if "worker thread" not in name.lower() and not name.startswith("Trio thread")}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(0, 5000, 250))
+@pytest.mark.parametrize("features", ["open+groups+changes", "groups+changes+roles+replan+late+direct+journal"])
+async def test_changes_in_the_midst_of_steps_in_5_000_schedules(features: str, first: int, tmp_path: Path) -> None:
+    for seed in range(first, first + 250):
+        more = {"open"} if seed % 2 else set()
+        assert not await play(frozenset({*features.split("+"), *more}), seed, tmp_path / str(seed)), seed

@@ -89,7 +89,7 @@ async def _stop() -> None:
             ranks = [Rank(transport.address, rank, 2, step_s=0.05) for rank in range(2)]
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(sb.serve, balancer, transport)
-                while not balancer.step_seconds:
+                while not balancer.acknowledged:
                     await anyio.sleep(0.005)
                 ranks[1].kill(signal.SIGSTOP)
                 try:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterable
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -48,13 +50,17 @@ APART = (
 
 
 def together() -> list[Any]:
-    """Three features each, in a random order. All but the first ten are run by ``make soak``."""
+    """Three features each, in a random order in which every feature comes as soon and as often as the others. All but
+    the first ten are run by ``make soak``."""
     triples = [one for one in combinations(FEATURES, 3) if not any(apart <= set(one) for apart in APART)]
     random.Random(0).shuffle(triples)
-    return [
-        pytest.param(frozenset(one), id="+".join(one), marks=[pytest.mark.soak] if number >= 10 else [])
-        for number, one in enumerate(triples)
-    ]
+    found, seen = list[Any](), Counter[str]()
+    while triples:
+        triples.remove(one := min(triples, key=lambda one: sum(seen[feature] for feature in one)))
+        seen.update(one)
+        marks = [pytest.mark.soak] if len(found) >= 10 else []
+        found.append(pytest.param(frozenset(one), id="+".join(one), marks=marks))
+    return found
 
 
 def pieces(step: Any, features: frozenset[str]) -> Iterable[tuple[Any, float | None]]:
@@ -74,6 +80,8 @@ def run_rank(address: str, port: int, rank: int, features: frozenset[str], dies:
         for micro_batches, loss_tokens in pieces(step, features):
             gradient = Gradient(tree="prefixes" in features)
             for micro_batch in micro_batches:
+                if "late" in features and rank == 0:
+                    time.sleep(0.1)  # the others are idle meanwhile
                 gradient.add(micro_batch)
             made.append((gradient, loss_tokens))
         if (end := step.finish()) is None:
@@ -89,7 +97,8 @@ def rollouts(features: frozenset[str]) -> list[sb.Rollout]:
     made, grouped = [], bool(features & {"groups", "prefixes"})
     for number in range(STEPS * BATCH):
         group = number // 4 if grouped else number
-        length = 8 + random.Random(number).randrange(60)
+        is_long = "shared" in features and number % BATCH == 0
+        length = 140 if is_long else 8 + random.Random(number).randrange(60)
         ids = torch.cat([torch.arange(group, group + 6), torch.arange(number, number + length)]) % 64
         one = make_rollout(len(ids), f"r{number}", group_id=f"g{group}" if grouped else None)
         mask = (torch.arange(len(ids)) % 7 != 0).float()
@@ -98,40 +107,73 @@ def rollouts(features: frozenset[str]) -> list[sb.Rollout]:
     return made
 
 
-async def drill(features: frozenset[str]) -> tuple[list[sb.Rollout], list[list[Any]], sb.Statistics]:
+class Planned(sb.Observer):
+    """Features that were seen in what the balancer took in and planned; which rank was to train what."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self.rank_of: dict[str, set[int]] = {}
+
+    def accepted(self, rollouts: Sequence[sb.Rollout], now: float) -> None:
+        self.seen.update("direct" for one in rollouts if one.tokens["input_ids"].is_meta)
+        self.seen.update("groups" for one in rollouts if one.group_id)
+        self.seen.update("prefixes" for one in rollouts if one.prefix)
+
+    def dispatched(self, batch: sb.Batch) -> None:
+        for one in batch.ranks:
+            self.seen.update("mini_batches" for _ in one.mini_batch_sizes)
+            self.seen.update("shared" for mb in one.micro_batches if mb.cp_group)
+            if len(one.micro_batches) > 1:
+                self.seen |= {"cap", "lockstep"}
+            for rollout in one.rollouts:
+                self.rank_of.setdefault(rollout.rollout_id, set()).add(one.rank)
+
+
+async def drill(features: frozenset[str]) -> tuple[list[sb.Rollout], list[list[Any]], sb.Statistics, Planned]:
     knobs: dict[str, Any] = {"dp_size": RANKS, "batch_size": BATCH, "window": BATCH}
     options: dict[str, Any] = {}
     for feature in sorted(features):
         knobs |= KNOBS.get(feature, {})
         options |= SERVED.get(feature, {})
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    todo = rollouts(features)
+    todo, planned = rollouts(features), Planned()
     with anyio.fail_after(GUARD_S):
         async with (
             sb.StreamBalancer(sb.BalancerConfig(**knobs)) as balancer,
             sb.TorchTransport.listen(dp_size=RANKS, movers=MOVERS["cap" in features]) as transport,
             anyio.create_task_group() as tasks,
         ):
+            balancer.observers.append(planned)
             ranks = [
                 forked(run_rank, transport.address, store.port, rank, features, "replan" in features and rank == 1)
                 for rank in range(RANKS)
             ]
             tasks.start_soon(partial(sb.serve, **options), balancer, transport)
             async with sb.connect(transport.address, hand_over="direct" if "direct" in features else "balancer") as by:
-                async with anyio.create_task_group() as puts:
-                    for one in todo:
-                        puts.start_soon(by.put, one)
+                for some in (todo[: BATCH // 2], todo[BATCH // 2 :]):
+                    async with anyio.create_task_group() as puts:
+                        for one in some:
+                            puts.start_soon(by.put, one)
+                    if "open" in features and not planned.seen & {"open"}:  # half a step is there
+                        while all(state.step is None for state in balancer.rank_states()):
+                            await anyio.sleep(0.01)
+                        planned.seen.add("open")
                 await by.end()
                 balancer.end()
                 said = [await anyio.to_thread.run_sync(all_said, *rank) for rank in ranks]
-        return todo, said, balancer.statistics()
+        return todo, said, balancer.statistics(), planned
 
 
 @pytest.mark.parametrize("features", together())
 def test_gradients_of_features_together(features: frozenset[str]) -> None:
-    todo, said, statistics = anyio.run(drill, features)
+    todo, said, statistics, planned = anyio.run(drill, features)
     assert (statistics.acknowledged, statistics.in_flight, statistics.waiting) == (len(todo), 0, 0)
     assert sum(bool(words) for words in said) == RANKS
+    if any(
+        rank not in planned.rank_of[name] for rank, words in enumerate(said) for *_, ids, _ in words for name in ids
+    ):
+        planned.seen |= {"late", "replan"}
+    assert features <= planned.seen
     steps: dict[tuple[int, int], list[tuple[list[str], list[float]]]] = {}
     for words in said:
         for step, part, ids, total in words:

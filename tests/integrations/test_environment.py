@@ -40,6 +40,28 @@ def test_warnings_of_others_are_quiet_and_ours_are_errors() -> None:
         warnings.warn_explicit("ours", UserWarning, "ours.py", 1, module="stream_balancer.integrations.verl")
 
 
+@pytest.mark.parametrize(("ci", "project", "green"), [("", "a/b", 1), ("1", "a/b", 0), ("1", "THUDM/slime", 1)])
+def test_what_cannot_be_had_is_counted_and_fails_in_ci_unless_listed(
+    tmp_path: Path, ci: str, project: str, green: int
+) -> None:
+    reason = f"pinned files of {project} are neither here nor can they be fetched: no network"
+    tmp_path.joinpath("test_one.py").write_text(
+        f"import pytest\ndef test_one(): pytest.skip({reason!r})\ndef test_other(): pass\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "conftest", "-c", "/dev/null", "--rootdir", tmp_path, tmp_path],
+        env={"PYTHONPATH": str(Path(__file__).parent), "STREAM_BALANCER_REQUIRE_PEERS": "1", "CI": ci},
+        capture_output=True,
+        text=True,
+        timeout=GUARD_S,
+        check=False,
+    )
+    assert done.returncode == (not green), done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert ("1 passed, 1 not run for want of pinned files" if green else "1 failed, 1 passed") in last
+    assert not green or f"1 of {project}; by hand: " in done.stdout
+
+
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv of util-linux is not installed")
 def test_what_a_test_starts_ends_when_the_test_is_killed() -> None:
     code = (

@@ -112,6 +112,27 @@ def thd_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, size: int, pl
     return within + starts[sequence] * size + half * shift
 
 
+def test_megatrons_release_cuts_the_same(
+    member: tuple[int, int], ours: Any, rollouts: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    their_own_tests.checkout("megatron-core")
+    utils = their_own_tests.peer_files.load("megatron-core", "megatron.core.utils")
+    kernel = SimpleNamespace(thd_get_partitioned_indices=thd_partitioned_indices)
+    monkeypatch.setattr(utils, "tex", kernel, raising=False)
+    monkeypatch.setattr(utils, "is_te_min_version", lambda _: True)
+    size, place = member
+    batch = {
+        "tokens": padded_whole(rollouts, size, "input_ids")[None],
+        "loss_mask": padded_whole(rollouts, size, "loss_mask")[None],
+    }
+    padded = ours.whole_cu_seqlens_padded
+    longest = padded.diff().max()[None]
+    cut, parameters = utils.get_thd_batch_on_this_cp_rank(batch, ours.whole_cu_seqlens, padded, longest, size, place)
+    assert cut["tokens"][0].equal(ours["input_ids"])
+    assert cut["loss_mask"][0].equal(ours["loss_mask"])
+    assert parameters.qkv_format == "thd"
+
+
 def test_megatron_cuts_the_same(
     member: tuple[int, int], ours: Any, rollouts: list[Rollout], monkeypatch: pytest.MonkeyPatch
 ) -> None:

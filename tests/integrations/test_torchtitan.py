@@ -1,4 +1,4 @@
-"""Our rows in torchtitan's Batcher: its pinned file, with its grid of micro-batches and ranks."""
+"""Our rows in torchtitan's Batcher, with its grid of micro-batches and ranks: of its release, and its pinned file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from stream_balancer.integrations.torchtitan import patch
 SEQ_LEN, RANKS = 8192, 8
 
 
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    their_own_tests.checkout("pytorch/torchtitan")
-    module = their_own_tests.peer_files.load("pytorch/torchtitan", "torchtitan.experiments.rl.components.batcher")
+@pytest.fixture(params=["torchtitan", "pytorch/torchtitan"])
+def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    their_own_tests.checkout(request.param)
+    module = their_own_tests.peer_files.load(request.param, "torchtitan.experiments.rl.components.batcher")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module
 

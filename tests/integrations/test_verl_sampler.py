@@ -54,7 +54,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     return own
 
 
-def buffer_of(threshold: int | None = None, strategy: str = "drop", **kwargs: Any) -> Any:
+def buffer_of(threshold: int = 1000, strategy: str = "drop", **kwargs: Any) -> Any:
     return getattr(sampler, NAME)(
         trainer_mode="separate_async",
         trainer_config={},

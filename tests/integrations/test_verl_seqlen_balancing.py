@@ -117,8 +117,10 @@ def test_micro_batches_as_verl_returns_them(
     own = outcome(ours.rearrange_micro_batches, batch, cap, **knobs)
     verls = outcome(theirs.rearrange_micro_batches, batch, cap, **knobs)
     if isinstance(own, type):
-        assert issubclass(own, ValueError)  # verl's errors are ValueErrors in 0.9.1, AssertionErrors on its main
-        assert issubclass(own, verls)
+        assert issubclass(own, ValueError)
+        # verl's main asserts, or exceeds the cap, where 0.9.1 has a ValueError
+        over = not isinstance(verls, type) and max(sum(lengths[i] for i in one) for one in verls[1]) > cap
+        assert over or issubclass(own, verls)
         return
     micro_batches, positions = own
     assert all(type(one) is list and all(type(i) is int for i in one) for one in positions)

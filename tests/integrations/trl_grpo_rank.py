@@ -7,17 +7,19 @@ import copy
 import json
 import os
 import sys
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 from trl import GRPOConfig, GRPOTrainer
-from trl_tiny import COMMON, Gradients, apart, length_reward, prompts, saved_model, tokenizer
+from trl_tiny import COMMON, PAD, Gradients, apart, length_reward, prompts, saved_model, tokenizer
 from two_ranks import leave
 
-from stream_balancer.integrations.trl import BalancedGRPO
+from stream_balancer.integrations.trl import BalancedGRPO, inputs_from
 
-CAP = 300
+CAP, ROWS, ACCUMULATION = 300, 4, 3
 
 
 class Replaying(GRPOTrainer):
@@ -43,15 +45,38 @@ class Replaying(GRPOTrainer):
 
 
 class Balanced(BalancedGRPO, Replaying):
-    pass
+    """Keeps what each optimizer step trained on here."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.taken: list[list[Any]] = []
+
+    def _weighted(self, share: Any, calls: int) -> Any:
+        self.taken.append([rollout for rollout in share.rollouts if not rollout.is_padding])
+        return super()._weighted(share, calls)
+
+
+class Given(Replaying):
+    """TRL's own step on the rollouts that a balanced one took, four rows a call, in any order."""
+
+    steps: ClassVar[list[list[Any]]] = []
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        scored = super()._prepare_inputs(inputs)  # generates where TRL generates
+        step, call = divmod(self._step, ACCUMULATION)
+        place = ROWS * (call * dist.get_world_size() + dist.get_rank())
+        micro_batch = SimpleNamespace(rollouts=self.steps[step][place : place + ROWS])
+        share = SimpleNamespace(micro_batches=[micro_batch], global_num_loss_tokens=0)
+        (rows,) = inputs_from(share, pad_token_id=PAD)
+        return rows | {"num_items_in_batch": scored["num_items_in_batch"]}
 
 
 def run(kind: type[Replaying], model: str, folder: Path, steps: int, **options: Any) -> tuple[Gradients, Any]:
     gradients = Gradients()
     args = GRPOConfig(
         output_dir=str(folder),
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=3,
+        per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=ACCUMULATION,
         num_generations=4,
         max_completion_length=64,
         max_steps=steps,
@@ -73,7 +98,7 @@ def run(kind: type[Replaying], model: str, folder: Path, steps: int, **options: 
     return gradients, trainer
 
 
-def everybodys(sizes: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def everybodys(sizes: list[Any]) -> list[list[Any]]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, sizes)
     return gathered
@@ -90,9 +115,15 @@ def main(folder: Path, steps: int, loss_types: list[str]) -> None:
         found["gradients_apart"][loss_type] = apart(ours.steps, wanted.steps)
         assert len(trainer._metrics["train"]["step_time"]) == len(theirs._metrics["train"]["step_time"])
     found["theirs"], found["ours"] = everybodys(theirs.sizes), everybodys(trainer.sizes)
-    Replaying.scored = []
-    _, trainer = run(Balanced, model, folder, 2, steps_per_generation=6)
-    found["generations_for_two_steps"], found["their_micro_batches"] = trainer.generated, everybodys(trainer.sizes)
+    found["gradients_apart_in_a_generation"] = {}
+    for loss_type in loss_types[:2]:
+        Replaying.scored = []
+        options = {"steps_per_generation": 2 * ACCUMULATION, "loss_type": loss_type}
+        ours, trainer = run(Balanced, model, folder, 4, **options)
+        Given.steps = [[*chain(*of_ranks)] for of_ranks in zip(*everybodys(trainer.taken), strict=True)]
+        wanted, _ = run(Given, model, folder, 4, **options)
+        found["gradients_apart_in_a_generation"][loss_type] = apart(ours.steps, wanted.steps)
+        found["generations_for_four_steps"] = trainer.generated
     if dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
     leave()

@@ -73,12 +73,14 @@ def test_a_paused_connection_takes_nothing_until_it_is_resumed(network: Network,
     else:
         there.heard.on_receive = lambda _: there.connection.pause()
     for number in range(20):
-        here.send(call(number), payload_of(number, 300_000 if number % 3 else 100, 2))
+        here.send(call(number), payload_of(number, 100 if number % 3 == 1 else 300_000, 2))
     came = 0 if when == "admit" else 1
-    wait_until(lambda: len(there.heard.admitted) == 1 and len(there.heard.messages) == came)
+    wait_until(lambda: there.connection.paused)
+    admitted = len(there.heard.admitted)
+    assert admitted == 1 or (mover, when) == ("torch_dist", "receive"), "others are announced while one is on its way"
     here.send(Cancel(0), Payload())
     threading.Event().wait(0.05)
-    assert len(there.heard.admitted) == 1
+    assert len(there.heard.admitted) == admitted
     assert len(there.heard.messages) == came
     there.heard.on_admit = lambda: None
     there.heard.on_receive = lambda _: None

@@ -6,9 +6,6 @@ needs. The tests compare the two.
 
 from __future__ import annotations
 
-import numpy as np
-
-from stream_balancer.planning.bounds import pigeonhole_bound, running_sums
 from stream_balancer.planning.outliers import Candidates
 
 
@@ -24,7 +21,7 @@ def chosen(units: Candidates) -> set[int]:
         return {*must}
     oldest = {*must, *others[: units.num_more]}
     fair = _fair(units, oldest)
-    if max(peak) <= fair and _crowding(units, oldest) <= fair:
+    if max(peak) <= fair:
         return oldest
     others.sort(key=lambda i: (peak[i], i))
     lightest = {*must, *others[: units.num_more]}
@@ -48,10 +45,6 @@ def _fair(units: Candidates, go: set[int]) -> float:
     return 1.02 * float(units.costs[sorted(go)].sum()) / units.ranks
 
 
-def _crowding(units: Candidates, go: set[int]) -> float:
-    return pigeonhole_bound(running_sums(-np.sort(-units.parts[sorted(go)])), max(round(units.ranks), 1))
-
-
 def _oldest_balanced(units: Candidates, must: list[int], pool: list[int], must_peak: float) -> set[int] | None:
     for _ in range(24):
         if len(pool) < units.num_more:
@@ -61,13 +54,7 @@ def _oldest_balanced(units: Candidates, must: list[int], pool: list[int], must_p
         if must_peak > level:
             return None
         if max(units.parts[taken]) + units.filler <= level:
-            if _crowding(units, {*must, *taken}) <= level:
-                return {*must, *taken}
-            ranks = max(round(units.ranks), 1)
-            for i in range(1, (len(must) + units.num_more - 1) // ranks + 1):
-                heavy = [j for j in pool if units.parts[j] > level / (i + 1)]
-                room = max(i * ranks - sum(units.parts[j] > level / (i + 1) for j in must), 0)
-                pool = [j for j in pool if j not in heavy[room:]]
+            return {*must, *taken}
         pool = [j for j in pool if units.parts[j] + units.filler <= level]
     return None
 
@@ -75,9 +62,7 @@ def _oldest_balanced(units: Candidates, must: list[int], pool: list[int], must_p
 def _forecast(units: Candidates, go: set[int], reserve: set[int], patience: int) -> float:
     """Work of the heaviest of a later step: of what stays, and of what is still to arrive and is like the newest."""
     new = [i for i in range(units.costs.size) if units.remaining[i] == units.remaining.max()]
-    stays = [
-        (float(units.costs[i]), 1.0 if i in reserve else 1.0 / patience) for i in range(units.costs.size) if i not in go
-    ]
+    stays = [(float(units.costs[i]), 1.0) for i in reserve if i not in go]
     arrives = [(float(units.costs[i]), 0.7 * patience * units.num_more / len(new)) for i in new]
     room, work = float(units.num_more + int(units.must.sum())), 0.0
     for cost, number in sorted(stays + arrives, reverse=True):

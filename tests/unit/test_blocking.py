@@ -271,7 +271,6 @@ ASYNC_ONLY = {  # for the event loop
     "aclose": "close",
     "async_state_dict": "state_dict",
     "parts": "balancer",
-    "record_step": "record_step_seconds",
 }
 
 

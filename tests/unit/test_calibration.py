@@ -72,16 +72,13 @@ def train_with_sharing(core: BalancerCore, machine: Machine, steps: int, overhea
 
 @pytest.mark.parametrize("overhead", [0.0, 0.05, 0.4])
 def test_what_sharing_costs_is_learned_and_planned_with(overhead: float) -> None:
-    core, machine = (
-        learning_core(config(**SHARED)),
-        Machine(3, c=0.001, noise=0.01),
-    )
+    core, machine = learning_core(config(**SHARED)), Machine(0, c=0.001, noise=0.01)
     assert train_with_sharing(core, machine, 90, overhead) >= 10
     assert core.state.pricing.knobs.cp_overhead == pytest.approx(overhead, abs=0.04)
     fit = core.statistics(0.0).cost_fit
     assert fit is not None
     assert fit.cp_overhead == pytest.approx(overhead, abs=0.04)
-    assert fit.seconds_per_token_pair / fit.seconds_per_token == pytest.approx(5e-4, rel=0.2), "as without sharing"
+    assert fit.seconds_per_token_pair / fit.seconds_per_token == pytest.approx(5e-4, rel=0.15), "as without sharing"
     again = learning_core(config(**SHARED))
     again.restore(core.snapshot(0.0), 0.0)
     assert again.state.pricing.knobs.cp_overhead == fit.cp_overhead

@@ -18,6 +18,7 @@ from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import SUPPORTED_DTYPES, ExecutionSize, MicroBatch, Rollout
 from stream_balancer.wire import codec
+from stream_balancer.wire import encode as encoding
 
 
 def some() -> list[list[Rollout]]:
@@ -99,6 +100,17 @@ def test_packed_copies_no_token_and_is_aligned() -> None:
 def test_small_columns_are_sent_together() -> None:
     pieces = codec.encode([MicroBatch.of([make_rollout(50, str(i)) for i in range(64)])]).payload.pieces
     assert len(pieces) < 2 * 4
+
+
+def test_the_loop_that_plans_collects_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sends them does, once for all processes of a rank."""
+    seen: list[torch.Tensor] = []
+    collect = encoding.bytes_of
+    monkeypatch.setattr(encoding, "bytes_of", lambda one: (seen.append(one), collect(one))[1])
+    payload = codec.encode([MicroBatch.of([make_rollout(9000, str(i)) for i in range(4)])]).payload
+    assert not seen
+    assert payload.views() == payload.views()
+    assert len(seen) == 2 * 4 + 1, "each once, and what is gathered"
 
 
 def test_int64_travels_narrowed_only_when_asked_and_where_it_fits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from typing import Any
@@ -86,6 +87,11 @@ def finish_of(
     return float((work / speeds + overhead * (numbers if free else numbers.max())).max())
 
 
+def each_once(shares: Sequence[np.ndarray], tokens: np.ndarray, cap: float) -> None:
+    assert sorted(np.concatenate(shares).tolist()) == list(range(tokens.size))
+    assert max(int(tokens[one].sum()) for one in shares) <= cap
+
+
 SPEEDS = np.array([1.0, 0.8, 1.3])
 
 
@@ -96,6 +102,7 @@ def test_partitions(equal: bool, unlike: bool) -> None:
         costs, num_ranks = case[1], case[2]
         speeds = SPEEDS[:num_ranks] if unlike else np.ones(num_ranks)
         shares = partition(costs, num_ranks, "equal" if equal else "free", speeds if unlike else None)
+        each_once(shares, case[0], np.inf)
         best = best_finish(case, speeds, equal=equal, capped=False, overhead=0.0, free=False)
         found = max(float(costs[share].sum()) / speed for share, speed in zip(shares, speeds, strict=True))
         assert best * (1 - 1e-9) <= found <= best * (1 + 2e-4)
@@ -114,6 +121,7 @@ def test_token_caps(unlike: bool, free: bool, overhead: float, mean: float, wors
         each = overhead * float(costs.mean())
         knobs: dict[str, Any] = {"overhead": each, "micro_batch_counts": "free" if free else "equal"}
         ranks = form_micro_batches(tokens, costs, num_ranks, max_tokens=cap, speeds=speeds if unlike else None, **knobs)
+        each_once([one for share in ranks for one in share], tokens, cap)
         later = each * num_ranks / float(speeds.sum())
         best = best_finish(case, speeds, equal=False, capped=True, overhead=later, free=free)
         above.append(finish_of(ranks, costs, speeds, later, free) / best - 1)
@@ -127,6 +135,7 @@ def test_locksteps() -> None:
     for case in cases():
         tokens, costs, num_ranks, cap = case
         ranks = form_micro_batches(tokens, costs, num_ranks, max_tokens=cap, sync="micro_batch")
+        each_once([one for share in ranks for one in share], tokens, cap)
         took = np.zeros((max(map(len, ranks)), num_ranks))
         for rank, share in enumerate(ranks):
             took[: len(share), rank] = [costs[one].sum() for one in share]

@@ -326,17 +326,6 @@ def test_an_outlier_goes_with_another_once_it_is_urgent(skips: int, goes: bool) 
     assert (1 in picked(plan)) == goes
 
 
-@pytest.mark.parametrize("cap", [None, 400])
-def test_one_heavy_rollout_more_than_ranks_waits(cap):
-    """Five alike on four ranks: none is an outlier by itself, yet one rank would take two of them."""
-    costs = [100.0] * 5 + [10.0] * 27
-    knobs = PlanKnobs(num_ranks=4, batch_size=16, max_skips=8, max_tokens_per_micro_batch=cap)
-    plan = plan_batch(waiting(costs), knobs, num_rollouts=16, step=0)
-    assert picked(plan)[:4].tolist() == [0, 1, 2, 3]
-    assert picked(plan)[4] > 4
-    assert plan.imbalance < 0.01
-
-
 def test_single_rollouts_fill_up_beside_groups():
     groups = [-1, 5, 5, 5, -1, 6, 6, 6, -1]
     knobs = PlanKnobs(num_ranks=2, batch_size=8, max_skips=5, groups="same_batch", group_size=3)

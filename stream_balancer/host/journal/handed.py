@@ -34,30 +34,25 @@ class Handed:
         before = self.of_plan(step, uid)
         self._put(replace(before, planned_for=[*ranks], rows=[[*row] for row in rows]))
 
-    def lose(self, step: int, uid: int, rank: int) -> None:
-        """A rank was given up: its part of the step is for others."""
-        before = self.of_plan(step, uid)
-        self._put(replace(before, lost=sorted({*before.lost, rank})))
-
-    def acknowledge(self, step: int, uid: int, rank: int) -> None:
-        """A rank needs its part of the step no more. ``uid``: of the plan."""
-        before = self.of_plan(step, uid)
-        self._put(replace(before, ranks=sorted({*before.ranks, rank})))
-
-    def mask(self, step: int, uid: int, gone: Collection[str]) -> None:
-        """Rollouts that all ranks train the step without."""
-        before = self.of_plan(step, uid)
-        self._put(replace(before, gone=sorted({*before.gone, *gone})))
+    def add(
+        self, step: int, uid: int, *, ranks: Iterable[int] = (), gone: Iterable[str] = (), lost: Iterable[int] = ()
+    ) -> None:
+        """More ``ranks`` that have acknowledged the step, rollouts that are masked in it, ranks that were given up."""
+        there = self.of_plan(step, uid)
+        ranks, gone, lost = sorted({*there.ranks, *ranks}), sorted({*there.gone, *gone}), sorted({*there.lost, *lost})
+        self._put(replace(there, ranks=ranks, gone=gone, lost=lost))
 
     def note(self, came: Came) -> None:
         """A rank has come under a new incarnation, or was given up."""
         who = came.role, came.rank
+        # a feed that joins again after each broken link must not cost a transaction each time
         if self.came.get(who) != came:
             self.came[who] = came
             self.write(came)
 
     def end(self) -> None:
         """Ranks that were given up may be anew, under whichever incarnation: who serves next numbers them."""
+        # noting changes the dict
         for came in [one for one in self.came.values() if one.is_fenced or one.is_ended]:
             self.note(replace(came, is_fenced=False, is_ended=False))
 
@@ -68,6 +63,7 @@ class Handed:
     def of_plan(self, step: int, uid: int) -> Acked:
         """Reports on this plan of the step."""
         there = self.acked.get(step)
+        # another plan of that number: what was said of the old one says nothing of this
         return Acked(step, uid) if there is None or there.uid != uid else there
 
     def _put(self, acked: Acked) -> None:

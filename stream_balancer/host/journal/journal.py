@@ -97,6 +97,7 @@ class Journal:
         Raises AlreadyInUseError if another process has it, JournalError if its disk is full or it cannot be read,
         WireError for another version's. O(bytes).
         """
+        # not the loop's clock: this runs in another thread
         began = time.monotonic()
         store = self._store
         try:
@@ -136,7 +137,9 @@ class Journal:
             if indexed == name:
                 records.hold(number, row, f"row {number}: rollout {name!r}")
             else:
+                # a damaged key would put one rollout in the place of another without a word
                 records.damage[number] = f"row {number}: rollout {indexed!r} in the index, {name!r} in the row"
+            # a number that is taken out may be given again
             if number not in records.damage:
                 self._next_number = number + 1
         # As when a page of the table was replaced by an older one.
@@ -176,6 +179,7 @@ class Journal:
     async def aclose(self) -> None:
         """Write what is enqueued, and release the lock. Puts that are not being written yet get ClosedResourceError.
         Idempotent; also where :meth:`start` was not called."""
+        # in this order: no new puts, what is being written, and then the thread
         if self._writer is not None and not self._writer.closed:
             self._writer.refuse()
             with suppress(JournalError):
@@ -198,7 +202,9 @@ class Journal:
         """
         if rollouts:
             self._check_fits(rollouts)
+        # by the wall clock: only that means something to the next process
         item = self._numbered([Held(rollout, time.time(), step) for rollout in rollouts])
+        # all else describes what has happened, and is kept until there is room
         item.may_be_refused = True
         if size is not None:
             # In the same transaction as the rollouts: after a crash a group has both or neither.
@@ -229,6 +235,7 @@ class Journal:
 
     def _check_fits(self, rollouts: Sequence[Rollout]) -> None:
         size, most = sum(r.nbytes for r in rollouts), self._max_bytes
+        # the folder holds a put twice for a moment, in log and database, beside what is left for facts
         if most is not None and size > most // 4:
             raise RolloutError(
                 f"rollout {rollouts[0].rollout_id!r} (with its siblings {size} bytes) is too large for a journal of "
@@ -262,6 +269,7 @@ class Journal:
     def adopt(self, records: Records) -> None:
         """Take over a checkpoint that was loaded. On the disk by the time the next put returns."""
         self.change(put(*records.facts()))
+        # one row each, as puts have: a rollout that is done takes its row with it
         for held in records.held.values():
             item = self._numbered([held])
             item.settled = None

@@ -53,11 +53,13 @@ class JournalObserver(Observer):
             self._core.force_flush()
             wake_consumer()
 
+        # else the thread would go on with a journal that nobody closes
         with anyio.CancelScope(shield=True):
             snapshot, recovered = await anyio.to_thread.run_sync(self.journal.open)
             self._follow(self.journal.records)
             self._restoring = snapshot
             try:
+                # before restore(): what that evicts is written
                 self.journal.start(flush)
                 self._core.restore(snapshot, anyio.current_time())
             except BaseException:
@@ -86,6 +88,7 @@ class JournalObserver(Observer):
         """A batch is about to be handed out: its plan, to be delivered again as it is."""
         state = self._state
         state.next_step = max(state.next_step, batch.step + 1)
+        # at dispatches only: totals of what puts change would cost a row at each put
         state.counts = self._core.state.counts.totals()
         state.departed = self._core.state.buffer.groups.departed()
         self.journal.change(put(plan_of(batch), state))
@@ -94,6 +97,7 @@ class JournalObserver(Observer):
         # Rollouts that no rank could get are not among the past ids: they may be put again.
         ids, past = [r.rollout_id for r in batch.rollouts if not r.is_padding], self._core.state.ids.past
         self._state.acknowledged = self._core.state.counts.acknowledged
+        # with the rollouts, in one transaction: a plan without them would be damage
         void = drop(f"plan {batch.step}", f"acked {batch.step}")
         self.journal.change(remove(ids), void, *self._file([name for name in ids if name in past]), put(self._state))
 
@@ -115,6 +119,7 @@ class JournalObserver(Observer):
 
     def restored(self, snapshot: Snapshot) -> None:
         """A checkpoint is taken over."""
+        # what came out of the journal is in it already
         if snapshot is not self._restoring:
             records = Records.of(snapshot, time.time())
             self._follow(records)
@@ -128,6 +133,7 @@ class JournalObserver(Observer):
         done.append(Done(done[-1].number + 1 if done else 0, list(ids), self._state.next_step))
         yield put(done[-1])
         self._num_done += len(ids)
+        # whole rows, so that a few more ids are known than must be
         while self._num_done - len(done[0].ids) >= remember_ids:
             self._num_done -= len(done[0].ids)
             yield drop(done.popleft().key)

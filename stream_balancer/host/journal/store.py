@@ -127,6 +127,7 @@ class Store:
             db.execute(f"pragma {pragma}").fetchall()
         self._check_log(log_bytes)
         size = max(self._path.stat().st_size + log_bytes, 2**20)
+        # a damaged length would have SQLite ask for a gigabyte
         db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(size, _MAX_VALUE_BYTES))
         application, version = self._number("pragma application_id"), self._number("pragma user_version")
         if (application, version) == (0, 0) and not _schema_of(db):
@@ -135,8 +136,10 @@ class Store:
             raise WireError(f"{self._path} is not a stream_balancer's journal. Use another path")
         elif version != FORMAT:
             raise _of_another_version(f"{self._path} was written in format {version}, and this version reads {FORMAT}")
+        # a view or trigger in a database from elsewhere would run with our statements
         elif _schema_of(db) != [*_SCHEMA]:
             raise sqlite3.DatabaseError("its tables are not those of a journal")
+        # pages that point nowhere end the whole reading: which rows are lost could not be said
         elif (found := db.execute("pragma quick_check(1)").fetchone()) != ("ok",):
             raise sqlite3.DatabaseError(found[0])
 
@@ -150,6 +153,7 @@ class Store:
         self.checkpoint()
         fd = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
         with suppress(OSError):  # some file systems cannot, and need not
+            # the name of the database is in the folder, which has to reach the disk, too
             os.fsync(fd)
         os.close(fd)
 
@@ -159,6 +163,7 @@ class Store:
         if db is not None:
             with suppress(sqlite3.Error):
                 db.close()
+        # last: until here nobody else may open the database
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
@@ -215,9 +220,11 @@ class Store:
         with self._raised_as_full(self._path.stat().st_size):
             if damaged or self.lost_commits:
                 kept = next(path for n in count(1) if not (path := self.folder / f"damaged-{n}.db").exists())
+                # before anything changes: somebody may want to look for the rest by hand
                 shutil.copyfile(self._path, kept)
                 if self.log_bytes:
                     shutil.copyfile(self._log_path, f"{kept}-wal")
+                # an index that disagrees with its table would name damage again at every start
                 self.db.execute("reindex")
                 self.commit(damaged)
         self.checkpoint()
@@ -278,9 +285,11 @@ class Store:
         hold nothing."""
         pages, log_bytes = self._number("pragma page_count") * PAGE_BYTES, self.log_bytes
         grows = max(num_bytes - self.free_bytes, 0) + _RESERVED_BYTES
+        # write() above it raises in the middle of a commit, and what SQLite makes of that says nothing of a limit
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         if limit != resource.RLIM_INFINITY and max(pages + grows, log_bytes + num_bytes + _RESERVED_BYTES) > limit:
             raise self._full(errno.EFBIG)
+        # f_bavail, not f_bfree: the rest is for root
         disk = os.statvfs(self.folder)
         if disk.f_bavail * disk.f_frsize < num_bytes + max(pages - self._path.stat().st_size, 0) + grows:
             raise self._full(errno.ENOSPC)
@@ -298,6 +307,7 @@ class Store:
                 number = self._refused(num_bytes) or (errno.ENOSPC if code == sqlite3.SQLITE_FULL else None)
             else:
                 raise
+            # an error of the device: nobody knows what was written
             if number not in _FULL:
                 raise
             raise self._full(number) from None
@@ -314,6 +324,7 @@ class Store:
         probe = self.folder / "probe"
         try:
             with probe.open("wb") as file:
+                # asked of another file: the database's own must not grow by it
                 os.posix_fallocate(
                     file.fileno(), max(self.log_bytes, self._path.stat().st_size), num_bytes + PAGE_BYTES
                 )
@@ -335,6 +346,7 @@ def _lock(folder: Path) -> int:
     try:
         # not lockf(): such a lock goes when its process closes any descriptor of the file, after copying the folder
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # the name of a holder that died is still in it
         os.ftruncate(fd, 0)
         os.write(fd, f"{os.getpid()}\n".encode())
     except OSError as error:

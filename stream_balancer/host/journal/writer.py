@@ -73,6 +73,7 @@ class Writer:
 
     def __init__(self, store: Store, max_bytes: int | None, on_blocked: Callable[[], object]) -> None:
         self._store, self._path, self._max_bytes = store, store.folder, max_bytes
+        # small parts of the bound: one transaction is in log and database at once
         self._commit_bytes = COMMIT_BYTES if max_bytes is None else min(COMMIT_BYTES, max_bytes // 8)
         self._log_bytes = LOG_BYTES if max_bytes is None else min(LOG_BYTES, max_bytes // 8)
         self._queued = threading.Condition()
@@ -126,6 +127,7 @@ class Writer:
     # -- in the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        # to the end of the queue, also when it is closing: somebody waits for each of them
         while (items := self._take()) is not None:
             try:
                 self._write(items)
@@ -142,10 +144,12 @@ class Writer:
             while not self._queue and not self._closing:
                 if not self._queued.wait(RETRY_S if self._kept else None):
                     break  # try again what there was no room for
+            # what there was no room for is given up: after a restart it happens again
             if self._closing and not self._queue:
                 return None
             items, self._kept = self._kept, []
             size = 0
+            # a bound on a transaction, so that the first of many puts does not wait for all of them
             while self._queue and size < self._commit_bytes:
                 items.append(self._queue.popleft())
                 size += items[-1].nbytes
@@ -193,15 +197,18 @@ class Writer:
             if item.may_be_refused:
                 if self._refusing:
                     item.error = ClosedResourceError("the journal was closed before this put was written")
+                # its put is over: written, it would be retracted at once
                 if item.withdrawn or item.error is not None:
                     continue
                 size += item.nbytes
+                # nor those behind it: a small put must not overtake a large one for ever
                 if blocked or not self._is_below_max(size):
                     blocked = True
                     self._kept.append(item)
                     continue
             admitted.append(item)
         if blocked:
+            # a batch must leave then, since only acknowledgements make room
             self._in_loop(self._on_blocked)
         if blocked and not self._blocked:
             _log.warning(
@@ -217,6 +224,7 @@ class Writer:
         if self._max_bytes is None:
             return True
         most = self._max_bytes * 3 // 4 - 2 * num_bytes
+        # the log may hold what the database has let go of: only then is it known how large both are
         if self._store.total_bytes > most:
             with suppress(DiskFullError):
                 self._store.checkpoint(vacuum_pages=2**30)
@@ -246,6 +254,7 @@ class Writer:
 
     def _break(self, error: Exception, items: Sequence[Writing]) -> None:
         if self._broken is None:
+            # of whatever kind it is: those who put see an error of the disk
             number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
             self._broken = JournalError(
                 number,

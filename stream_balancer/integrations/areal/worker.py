@@ -5,8 +5,8 @@
     scheduling_spec:
       - cmd: python -m stream_balancer.integrations.areal.worker   # python -m areal.infra.rpc.rpc_server otherwise
 
-AReaL starts its workers as processes of their own and sends them their config. A worker that was not patched refuses a
-``MicroBatchSpec`` with that name, and goes on with a dict in its place.
+AReaL starts its workers as processes of their own and sends them their config. A worker that was not patched goes on
+with a dict in the place of a ``MicroBatchSpec`` with that name (AReaL 1.0), or fails at its first batch (2.0).
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@
     with trainer.balanced(micro_batches=sb.MicroBatches(max_tokens=32_768)):
         trainer.train()
 
-Each optimizer step trains on the same rollouts as TRL's own, and divides by the same numbers; only which rank runs
-them, and with which neighbours, is ours. The hooks are ``training_step`` (it runs a rank batch's micro-batches),
-``_prepare_inputs`` (they are prepared already) and ``compute_loss`` (their weight in the step).
+Each optimizer step divides by the numbers that TRL divides by, and trains on the same rollouts (of a generation for
+several steps, on those that balance); which rank runs them, and with which neighbours, is ours. The hooks are
+``training_step`` (it runs a rank batch's micro-batches), ``_prepare_inputs`` (they are prepared already) and
+``compute_loss`` (their weight in the step).
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
     _link: _Link | None = None
     _inputs: list[dict[str, Any]]
     _calls = 0  # of training_step, since the optimizer stepped
+    _generated_tokens = 0  # loss tokens of all ranks' last generation
 
     @contextmanager
     def balanced(self, **knobs: Any) -> Iterator[None]:
@@ -88,7 +90,9 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
             raise RuntimeError("train inside the block: with trainer.balanced(...): trainer.train()")
         step, calls = self._step, self.current_gradient_accumulation_steps
         if step % self.args.steps_per_generation == 0:
-            for rollout in self._rollouts(self._generate_and_score_completions(inputs)):
+            scored = self._generate_and_score_completions(inputs)
+            self._generated_tokens = int(scored["num_items_in_batch"])
+            for rollout in self._rollouts(scored):
                 self._link.put(rollout)
         if self._calls == 0:
             self._inputs = self._weighted(self._link.next(), calls)
@@ -139,6 +143,17 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
             raise ValueError(
                 f"loss_type={self.loss_type!r} is not known here, so the weight of a micro-batch is not: use one of "
                 f"{sorted(_MEANS_OVER_TOKENS + _MEANS_OVER_ROWS)}"
+            )
+        by_micro_batch = {
+            "top_entropy_quantile": self.top_entropy_quantile < 1.0,
+            "entropy_coef": self.entropy_coef != 0.0,
+            "use_adaptive_entropy": self.use_adaptive_entropy,
+            "router_aux_loss_coef": self.aux_loss_enabled,
+        }
+        if asked := [name for name, is_set in by_micro_batch.items() if is_set]:
+            raise ValueError(
+                f"{', '.join(asked)} makes the loss depend on which rollouts share a micro-batch, and the balancer's "
+                "are not TRL's. Leave it out"
             )
         if self.num_iterations != 1:
             raise ValueError(f"a rank batch is trained on once: num_iterations must be 1, not {self.num_iterations}")
@@ -195,14 +210,15 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
         TRL divides that mean by the gradient accumulation, and DDP and FSDP the gradients by the ranks.
         """
         by_tokens = self.loss_type in _MEANS_OVER_TOKENS
-        whole = share.global_num_loss_tokens if by_tokens else share.global_num_rollouts
-        ranks = self.accelerator.num_processes
+        ranks, per_generation = self.accelerator.num_processes, self.args.steps_per_generation
+        # a step of several that share a generation: TRL divides by the mean of their tokens, not by its own
+        whole = self._generated_tokens * calls / per_generation if by_tokens else share.global_num_rollouts
         inputs = inputs_from(share, pad_token_id=self._tokenizer.pad_token_id)
         for one in inputs:
             tokens = (one["completion_mask"] * one.get("tool_mask", 1)).sum()
             part = int(tokens) if by_tokens else len(one["completion_mask"])
             one[_WEIGHT] = calls * ranks * part / max(whole, 1)
-            one["num_items_in_batch"] = tokens * ranks * self.args.steps_per_generation
+            one["num_items_in_batch"] = tokens * ranks * per_generation
         return inputs
 
     # --- TRL's own bookkeeping ----------------------------------------------------------------------------------------

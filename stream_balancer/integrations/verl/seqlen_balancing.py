@@ -54,8 +54,8 @@ def rearrange_micro_batches(
         found on the rank that needs most.
 
     Raises:
-        UnplannableError: a ValueError, and an AssertionError as verl's. B is no multiple of `force_group_size`, a row is
-            wider than `max_token_len`, or more micro-batches are needed than there are groups; of the last two all
+        UnplannableError: a ValueError, and an AssertionError as verl's. B is no multiple of `force_group_size`, a row
+            is wider than `max_token_len`, or more micro-batches are needed than there are groups; of the last two all
             ranks of `dp_group` raise together: none is left waiting in a collective.
     """
     from verl.utils import tensordict_utils

@@ -217,7 +217,7 @@ def _copy(payload: Payload, memory: Memory) -> None:
     """The pieces into their runs."""
     runs = zip(payload.runs[::2], payload.runs[1::2], strict=True)
     at = stop = 0
-    for piece in payload.pieces:
+    for piece in payload.views():
         source = np.frombuffer(piece, dtype=np.uint8)
         while source.size:
             if at == stop:

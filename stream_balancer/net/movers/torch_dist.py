@@ -166,7 +166,7 @@ class TorchDist:
     ) -> bool:  # fmt: skip
         """Where it lies in one piece it is sent from there, uncut: a cut costs a round trip."""
         whole = len(payload.pieces) == 1
-        staged_bytes = 0 if whole else sum(payload.runs[1::2])
+        staged_bytes = 0 if whole else payload.size
         if self._group is None or self._staged_bytes + staged_bytes > _MOST_STAGED_BYTES:
             return False
         self._staged_bytes += staged_bytes
@@ -181,7 +181,7 @@ class TorchDist:
         """In the thread that packs: a piece is packed while the one before is sent."""
         import torch
 
-        sources = deque(np.frombuffer(piece, dtype=np.uint8) for piece in one.payload.pieces)
+        sources = deque(np.frombuffer(piece, dtype=np.uint8) for piece in one.payload.views())
         for _, size in _pieces(one.payload.runs, chunk):
             part = self._next_part(sources, size, one)
             # By its address: torch warns of memory that must not be written to, which it does not do.
