@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.step_times import StepTiming
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.learn import attach, auto_window
-from stream_balancer.learn.auto_window import AutoWindow
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, plan_batch
 
 IDS = torch.zeros(1, dtype=torch.uint8)
@@ -158,16 +156,6 @@ class TestShadows:
         for window, idles in foreseen.items():
             assert np.mean(idles) == pytest.approx(np.mean(fixed[window]), rel=0.2, abs=error), window
 
-    def test_groups_are_chosen_whole(self) -> None:
-        knobs = PlanKnobs(2, 8, 9, groups="same_batch", group_size=4)
-        auto = AutoWindow(8, (8, 16), 8)
-        rng = np.random.default_rng(0)
-        for _ in range(80):
-            auto.observe(replace(Waiting.of(np.exp(rng.normal(0.0, 1.0, 8))), groups=np.repeat([1, 0], 4)), knobs)
-            for shadow in auto.state()["shadows"]:
-                assert set(np.unique(shadow["groups"], return_counts=True)[1].tolist()) <= {4}
-        assert set(auto.idle_by_window) == {8, 16}
-
 
 class TestChoice:
     def test_even_lengths_need_no_window(self) -> None:
@@ -206,33 +194,6 @@ class TestChoice:
         assert idle <= best_idle + 0.015
         assert age <= best_age
 
-    def test_what_waits_in_the_shadows_costs_what_a_calibrated_cost_has_learned(self) -> None:
-        core = core_of(dp_size=1, batch_size=4, cost=sb.CalibratedCost(sb.QuadraticCost(linear=1.0, quadratic=1.0)))
-        seen: list[float] = []
-
-        def shadow_costs() -> float:
-            state = core.snapshot(0.0).auto_window
-            assert state is not None
-            return float(sum(shadow["costs"].sum() for shadow in state["shadows"]))
-
-        class Before(sb.Observer):
-            def repriced(self, factor: float) -> None:
-                seen.append(factor * shadow_costs())
-
-        class After(sb.Observer):
-            def repriced(self, factor: float) -> None:
-                seen.append(shadow_costs())
-
-        core.observers[:] = [Before(), *core.observers, After()]
-        for number, length in enumerate(lognormal(200, 0.9, seed=3).tolist()):
-            core.add(sb.Rollout(tokens={"input_ids": IDS.expand(length)}, rollout_id=str(number)), 0.0)
-            while (batch := core.poll(0.0)) is not None:
-                core.record_step(StepTiming(batch.step, 0, 1e-6 * batch.num_tokens), 0.0)  # no work per token pair
-                core.acknowledge(batch.step)
-        assert len(seen) > 2
-        assert seen[0::2] == pytest.approx(seen[1::2])
-        assert min(seen) > 0
-
 
 class TestState:
     @pytest.mark.parametrize("at", [700, 2500, 2700])
@@ -250,16 +211,6 @@ class TestState:
         assert run(restored, lengths[at:], at) == run(core, lengths[at:], at)
         assert restored.statistics(0.0).idle_by_window == core.statistics(0.0).idle_by_window
 
-    def test_other_knobs_take_only_the_window(self) -> None:
-        core = core_of()
-        run(core, lognormal(32 * 120, 0.1, seed=0))
-        assert core.config.window == 32
-        other = core_of(capacity=80)
-        other.restore(core.snapshot(0.0), 0.0)
-        assert other.config.auto_windows == (32, 40, 48, 64)
-        assert other.config.window == 32
-        assert other.statistics(0.0).idle_by_window == {}
-
     def test_knobs_that_change_live(self) -> None:
         core = core_of()
         run(core, lognormal(32 * 120, 0.1, seed=0))
@@ -274,18 +225,3 @@ class TestState:
         assert (core.config.window, core.statistics(0.0).idle_by_window) == (50, {})
         core.reconfigure(core.config.replace(window="auto"))
         assert core.config.window == 48
-
-
-async def test_a_live_balancer_keeps_in_its_checkpoint_what_it_learned() -> None:
-    async with sb.StreamBalancer(config(dp_size=1, batch_size=4)) as balancer:
-        batches = balancer.batches()
-        for number in range(300):
-            await balancer.put(sb.Rollout(tokens={"input_ids": IDS.expand(9)}, rollout_id=str(number)))
-            if balancer.statistics().waiting >= balancer.config.window:
-                await anext(batches)
-        learned = balancer.statistics().idle_by_window
-        assert set(learned) == {4, 5, 6, 8, 12}
-        async with sb.StreamBalancer(config(dp_size=1, batch_size=4)) as restored:
-            restored.load_state_dict(balancer.state_dict())
-            assert restored.config == balancer.config
-            assert restored.statistics().idle_by_window == learned

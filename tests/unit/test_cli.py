@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -56,41 +55,6 @@ class TestHelp:
         assert "replay" in text
         assert "tune" in text
 
-    def test_replay_says_of_each_stratum_who_waits(self, tmp_path: Path) -> None:
-        trace = tmp_path / "strata.csv"
-        lengths = random.Random(0).choices([100, 200, 3000], [8, 8, 1], k=600)
-        rows = [f"{n},0,{tokens},{'agent' if tokens > 1000 else 'maths'}" for n, tokens in enumerate(lengths)]
-        trace.write_text("\n".join(["group_id,prompt_tokens,output_tokens,stratum", *rows]))
-        told = run("replay", trace, "--dp-size", 4, "--batch-size", 8, "--slots", 16).stdout
-        agent, maths = (
-            [part for part in line.split() if "%" in part] for line in told.splitlines() if " without" in line
-        )
-        assert all(float(agent[n][:-1]) < float(maths[n][:-1]) for n in (0, 2, 4)), told  # shares
-        assert all(float(agent[n][:-1]) > float(maths[n][:-1]) == 0.0 for n in (1, 3, 5)), told
-        assert "steps without" not in run("replay", "generate:rg:400").stdout
-
-    def test_replay_help_names_its_options(self) -> None:
-        text = run("replay", "--help").stdout
-        for option in ("--dp-size", "--batch-size", "--window", "--deadline-s", "--max-skips", "--json", "--cost"):
-            assert option in text
-        assert "Rollouts per dispatch" in text, "what BalancerConfig says"
-
-    def test_replay_says_what_shared_prompts_save(self, tmp_path: Path) -> None:
-        trace = tmp_path / "prompts.csv"
-        answers = random.Random(0).choices([10, 20, 30], k=400)
-        trace.write_text(HEADER + "\n".join(f"p{n // 4},100,{answer}" for n, answer in enumerate(answers)))
-        how = ("replay", trace, "--dp-size", 2, "--batch-size", 16, "--groups.size", 4, "--slots", 16)
-        name = "nothing shared and no idle"
-        (line,) = (line for line in run(*how, "--groups.share-prefixes").stdout.splitlines() if name in line)
-        *_, once = (float(part) for part in line.replace("│", " ").split()[-3:])
-        assert once == pytest.approx((100 / 4 + 20) / 120, rel=0.05)  # a quarter of the prompts, all of the answers
-        assert name not in run(*how).stdout
-
-    def test_unknown_option(self) -> None:
-        result = run("replay", "generate:rg:50", "--windows", 9)
-        assert result.exit_code == 2
-        assert "No such option" in result.stderr
-
     def test_module_runs(self) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "stream_balancer", "--version"], capture_output=True, text=True, check=False
@@ -99,12 +63,6 @@ class TestHelp:
 
 
 class TestReplay:
-    def test_a_batch_size_that_varies(self, trace: Path) -> None:
-        result = run("replay", trace, "--dp-size", 4, "--batch-size", 8, *RANGE, "4:16")
-        assert result.exit_code == 0, result.stderr
-        assert "4 ranks, 8 (4 to 16) rollouts a dispatch" in result.stdout
-        assert "rollouts of a step, least / mean / most" in result.stdout
-
     def test_table_of_three_policies(self, trace: Path) -> None:
         result = run("replay", trace, "--dp-size", 4, "--batch-size", 16, "--slots", 8)
         assert result.exit_code == 0, result.output
@@ -206,38 +164,6 @@ class TestReplay:
         monkeypatch.setattr(stream_balancer.tools.shown, "EVERY_S", 0.0)
         assert "window: 400 of 400" in run("replay", trace, "--dp-size", 4, "--batch-size", 16).stderr
 
-    def test_generated_traces(self) -> None:
-        found = json.loads(run("replay", "generate:tau:500", "--json").stdout)
-        assert (found["trace"]["name"], found["trace"]["rollouts"]) == ("tau", 500)
-
-    def test_rollouts_and_scale(self, trace: Path) -> None:
-        found = json.loads(run("replay", trace, "--rollouts", 700, "--scale", 2, "--json").stdout)
-        assert found["trace"]["rollouts"] == 700
-        assert found["trace"]["longest"] > 600
-
-    def test_trainer_that_takes_time(self, trace: Path) -> None:
-        result = run("replay", trace, "--trainer", "matched")
-        assert "end to end, s" in result.stdout
-        assert "trainer busy" in result.stdout
-        assert run("replay", trace, "--trainer", "10.5").exit_code == 0
-
-    def test_rollouts_that_several_ranks_share(self, trace: Path) -> None:
-        options = ("replay", trace, "--cost", "quadratic", "--batch-size", 16, "--json")
-        plain = json.loads(run(*options).stdout)
-        shared = json.loads(
-            run(
-                *options, *CP, "1,2,4,8", "--context-parallel.overhead", 0.05, "--context-parallel.min-tokens", 32
-            ).stdout
-        )
-        knobs = shared["knobs"]
-        assert [knobs[f"context_parallel.{name}"] for name in ("sizes", "overhead", "min_tokens")] == [
-            [1, 2, 4, 8],
-            0.05,
-            32,
-        ]
-        idle = [found["policies"]["fifo"]["idle_fraction"] for found in (plain, shared)]
-        assert idle[1] < 0.7 * idle[0]
-
     def test_every_knob_is_passed_on(self, trace: Path) -> None:
         result = run(
             "replay", trace, "--sync", "micro_batch", "--micro-batches.max-tokens", 4000, "--groups.size", 4,
@@ -258,16 +184,6 @@ class TestReplay:
             assert result.exit_code == 0, result.output
             idle.add(json.loads(result.stdout)["policies"]["round_robin"]["idle_fraction"])
         assert len(idle) >= 4
-
-    @pytest.mark.slow
-    def test_it_says_when_a_window_does_not_pay(self) -> None:
-        told = run("replay", "generate:tau:2000", "--batch-size", 128).stdout
-        assert "a window earns nothing here" in " ".join(told.split())
-        worth = run("replay", "generate:lrm:4000", "--cost", "quadratic").stdout
-        assert "more steps of mean" in worth
-
-    def test_it_says_when_a_run_is_too_short(self) -> None:
-        assert "Too short a run for a steady state" in run("replay", "generate:rg:40").stdout
 
 
 class TestMistakes:
@@ -349,11 +265,6 @@ class TestDemo:
         assert seen[1] == type(options)()
         assert logging.getLogger("stream_balancer").level == logging.NOTSET  # as it was
 
-    def test_exit_code_is_the_demo_s(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        main = pytest.importorskip("stream_balancer_demo.main")
-        monkeypatch.setattr(main, "run_demo", lambda options: 1)
-        assert run("demo").exit_code == 1
-
     @pytest.mark.parametrize(
         ("options", "said"),
         [
@@ -372,17 +283,6 @@ class TestDemo:
     def test_a_size_that_cannot_be(self, options: tuple[object, ...], said: str) -> None:
         pytest.importorskip("stream_balancer_demo.main")
         assert said in refused("demo", *options)
-
-    def test_bad_options(self) -> None:
-        pytest.importorskip("stream_balancer_demo.main")
-        assert "ranks must be >= 1, not 0" in refused("demo", "--ranks", 0)
-        assert "batch_size (2) must be >= dp_size (4)" in refused("demo", "--batch-size", 2)
-        assert "deadline_s must be a finite number of seconds > 0" in refused("demo", "--deadline-s", 0)
-        assert "window (19) must be >= batch_size (20)" in refused("demo", "--window", 19)
-
-    def test_a_bad_trace(self, tmp_path: Path) -> None:
-        pytest.importorskip("stream_balancer_demo.main")
-        assert "absent.csv: cannot be read" in refused("demo", "--trace", tmp_path / "absent.csv")
 
 
 @pytest.mark.usefixtures("short_sweeps")
@@ -432,12 +332,6 @@ class TestTune:
             assert word in result.stdout
         assert "the wait for rollouts included" in " ".join(result.stdout.split())
         assert refused("tune", trace, "--capacities", "8").startswith("capacities need a trainer that takes time")
-
-    @pytest.mark.slow
-    def test_short_runs_are_said_to_be_repeated(self, tmp_path: Path) -> None:
-        path = tmp_path / "few.csv"
-        path.write_text(HEADER + "\n".join(f"p{i},0,{1 + i * i % 50}" for i in range(50)))
-        assert "the trace 4 times over" in run("tune", path, *self.OPTIONS).stdout
 
     @pytest.mark.parametrize(
         ("options", "said"),

@@ -7,7 +7,7 @@ from evictions import Evictions
 from invariants import verify
 
 import stream_balancer as sb
-from stream_balancer.core.groups import Declared, GroupSize
+from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.testing import make_rollout, make_rollouts
@@ -36,18 +36,6 @@ def test_a_sibling_lost_in_flight_may_come_again_by_itself() -> None:
     assert core.state.buffer.groups.departed() == {}
 
 
-def test_siblings_still_to_come_keep_no_whole_group_out() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=8, window=8, capacity=16, groups=sb.Groups(size=2)))
-    for number in range(8):  # each lacks a sibling, which takes no place before it comes
-        core.add(make_rollout(5, f"open{number}", group_id=f"open{number}"), 0.0)
-    for number in range(4):
-        assert core.poll(0.0) is None
-        core.add_all([make_rollout(5, f"w{number}-{n}", group_id=f"w{number}") for n in (0, 1)], 0.0)
-    batch = core.poll(0.0)
-    assert batch is not None
-    assert (batch.reason, batch.num_rollouts, batch.incomplete_groups) == ("window", 8, ())
-
-
 def test_an_abandoned_group_is_evicted_and_so_is_what_comes_of_it() -> None:
     core = core_of()
     evictions = Evictions(core)
@@ -71,19 +59,6 @@ async def test_abandoning_makes_room_and_calls_on_evict() -> None:
         assert balancer.abandon_group("g0") == 1
         await balancer.put_group(list(make_rollouts([3, 4], prefix="s", siblings=2)))
         assert gone == [("r0", "abandoned"), ("s0", "abandoned"), ("s1", "abandoned")]
-
-
-def test_the_loss_of_a_group_that_was_done_takes_nothing_from_the_next_of_its_name() -> None:
-    """A rollout that came beyond the size begins the group anew, while those that left may still be lost."""
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=2, groups=sb.Groups(size=2)))
-    core.add_all(list(make_rollouts([3, 4], siblings=2)), 0.0)
-    batch = core.poll(0.0)
-    assert batch is not None
-    core.add(make_rollout(5, "r2", group_id="g0"), 0.0)
-    core.mark_missing(batch.step, {"r0", "r1"})
-    core.acknowledge(batch.step)
-    assert core.state.buffer.groups.incomplete() == {"g0": 1}
-    verify(core)
 
 
 # -- groups of another size --------------------------------------------------------------------------------------------
@@ -200,50 +175,12 @@ def test_a_closed_group_of_which_all_is_lost_is_forgotten_and_an_expected_one_st
         verify(core)
 
 
-def test_a_sibling_too_stale_to_be_let_in_is_not_waited_for() -> None:
-    """As one that grows too stale while it waits is not."""
-    core = BalancerCore(
-        sb.BalancerConfig(
-            dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4), staleness=sb.Staleness(max_versions=1)
-        )
-    )
-    core.set_version(5)
-    core.add_all([make_rollout(3, f"r{n}", group_id="g0", version=5) for n in range(3)], 0.0)
-    core.add(make_rollout(3, "old", group_id="g0", version=1), 0.0)
-    assert core.statistics(0.0).evicted["stale"] == 1
-    assert sent(core) == (3, ())
-    verify(core)
-
-
 def test_so_many_closed_groups_are_remembered() -> None:
     core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4), remember_ids=2))
     for name in "abc":
         core.add_all([make_rollout(3, name, group_id=name)], 0.0, GroupSize(name, None))
     assert core.state.buffer.groups.closed() == {"b": 1, "c": 1}
     verify(core)
-
-
-class Declarations(sb.Observer):
-    def __init__(self) -> None:
-        self.all: list[tuple[str, Declared | None]] = []
-
-    def group_declared(self, group_id: str, declared: Declared | None) -> None:
-        self.all.append((group_id, declared))
-
-
-def test_observers_are_notified_of_what_is_declared() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4), remember_ids=1))
-    seen = Declarations()
-    core.observers.append(seen)
-    core.add_all([], 0.0, GroupSize("g0", 2))
-    core.add_all(siblings(2), 0.0)
-    core.abandon_group("g1")
-    assert seen.all == [
-        ("g0", Declared(2, closed=False)),
-        ("g0", Declared(2, closed=True)),
-        ("g1", Declared(None, closed=True)),
-        ("g0", Declared(2, closed=False)),  # it waits still: what is forgotten is only that it was closed
-    ]
 
 
 def restored(core: BalancerCore, **knobs: int) -> BalancerCore:

@@ -133,24 +133,6 @@ def test_memory_returns_to_the_pool_only_when_its_copy_is_done(streams: FakeStre
     del later, last
 
 
-def test_only_what_travelled_is_copied(streams: FakeStreams) -> None:
-    """Columns that travel narrowed are widened on the device."""
-    encoded = encode(micro_batches_of(0), narrow=True)
-    memory = received(encoded)
-    assert memory is not None
-    travelled = sum(len(piece) for piece in encoded.payload.pieces)
-    upload = Upload(Uploader(torch.device("cpu"), streams))
-    copied: list[int] = []
-
-    def on_device(here: Tensor, num_bytes: int) -> Tensor:
-        copied.append(num_bytes)
-        return upload.copy(here, num_bytes)
-
-    decoded = decode(encoded.header, memory, on_device=on_device)
-    assert decoded.micro_batches
-    assert copied == [travelled] < [memory.size]
-
-
 def test_an_upload_that_never_lands_holds_no_memory_of_later_ones(streams: FakeStreams, uploader: Uploader) -> None:
     """The payloads of a step that was taken away are never fetched."""
     made: list[int] = []
@@ -167,38 +149,6 @@ def test_an_upload_that_never_lands_holds_no_memory_of_later_ones(streams: FakeS
         gc.collect()
     assert len(made) <= 2
     del never
-
-
-class TimingEvent:
-    """A point on a clock that the test moves."""
-
-    now_ms = 0.0
-
-    def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
-        assert enable_timing
-        self.at: float | None = None
-        self.over = False
-
-    def record(self) -> None:
-        self.at = TimingEvent.now_ms
-
-    def synchronize(self) -> None:
-        self.over = True
-
-    def elapsed_time(self, end: TimingEvent) -> float:
-        assert end.over, "read before the work is over"
-        assert self.at is not None
-        assert end.at is not None
-        return end.at - self.at
-
-
-def test_an_accelerators_own_clock_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "Event", TimingEvent)
-    stopwatch = Stopwatch(torch.device("cuda", 0))
-    with stopwatch:
-        TimingEvent.now_ms += 1500.0
-    TimingEvent.now_ms += 9000.0
-    assert stopwatch.seconds() == 1.5
 
 
 def test_the_host_is_at_most_one_micro_batch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import FrameType
 
 import pytest
 import torch
@@ -236,28 +234,6 @@ def test_an_execution_comes_in_one_put() -> None:
     verify(core)
 
 
-def test_an_execution_that_is_lost_is_lacking_once() -> None:
-    core = core_of(dp_size=1, batch_size=8, window=8)
-    first = [sample(3, "g", "e0", seed=n) for n in range(3)]
-    core.add_all(first, 0.0)
-    core.add_all([sample(3, "g", "e1", seed=n) for n in range(3, 5)], 0.0)
-    core.evict_lost(lambda rollout: rollout.execution_id == "e0")
-    verify(core)
-    assert core.state.buffer.groups.incomplete() == {"g": 1}
-    core.add_all(first, 0.0)
-    core.force_flush()
-    batch = core.poll(0.0)
-    assert batch is not None
-    core.mark_missing(batch.step, [r.rollout_id for r in first[:2]])
-    core.acknowledge(batch.step)
-    verify(core)
-    core.add_all(first[:2], 0.0)  # generated anew, by themselves
-    core.force_flush()
-    again = core.poll(0.0)
-    assert again is not None
-    assert (again.num_rollouts, again.num_executions) == (2, 1)
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_executions_leave_whole_whatever_they_became(data: st.DataObject) -> None:
@@ -301,31 +277,3 @@ def test_what_is_left_of_an_execution_is_agreed_upon() -> None:
     seal = seal_of(Plan((), [batch], 0, 0.0), 1, [0, 1], gone)
     assert (seal.sizes.rollouts, seal.sizes.executions) == (3, 2)
     assert seal.resized == (ResizedExecution("g", "partly", 2, 10),)
-
-
-def test_the_work_of_a_dispatch_follows_its_rollouts_not_ranks_times_rollouts() -> None:
-    """Executions were once counted for each rank anew, which at 512 ranks is most of a dispatch."""
-
-    def calls_per_rollout(ranks: int) -> float:
-        core = core_of(
-            dp_size=ranks, batch_size=2 * ranks, window=2 * ranks, loss_mask_column=None, groups=sb.Groups(size=None)
-        )
-        for number in range(2 * ranks):
-            core.add(make_rollout(8, f"r{number}"), 0.0)
-        count = 0
-
-        def called(frame: FrameType, event: str, arg: object) -> None:
-            nonlocal count
-            count += event in ("call", "c_call")  # a generator that goes on is a call, too
-
-        before = sys.getprofile()
-        sys.setprofile(called)
-        try:
-            batch = core.poll(0.0)
-        finally:
-            sys.setprofile(before)
-        assert batch is not None
-        assert batch.ranks[-1].global_num_executions == 2 * ranks
-        return count / (2 * ranks)
-
-    assert calls_per_rollout(512) < 2 * calls_per_rollout(32)

@@ -191,21 +191,6 @@ def test_damage_is_told(closed: Path, tmp_path: Path, caplog: pytest.LogCaptureF
     assert [message.split("rows are lost: ")[1] for message in errors] == sentences
 
 
-def test_a_row_that_is_missing_is_noticed(closed: Path, tmp_path: Path) -> None:
-    """As when a page of the table was replaced by an older one: the index still has it."""
-    shutil.copytree(closed, tmp_path / "j")
-    with closing(sqlite3.connect(tmp_path / "j" / "journal.db")) as db, db:
-        db.execute("pragma writable_schema=on")
-        ((sql,),) = db.execute("select sql from sqlite_master where name = 'ids'").fetchall()
-        db.execute("update sqlite_master set sql = sql || ' where id = null' where name = 'ids'")
-        db.execute("pragma writable_schema=reset")
-        db.execute("delete from rollouts where id = 'r50'")
-        db.execute("pragma writable_schema=on")
-        db.execute("update sqlite_master set sql = ? where name = 'ids'", (sql,))
-    _, recovered = reopened(tmp_path / "j")
-    assert any("rollout 'r50' cannot be reached" in sentence for sentence in recovered.damage)
-
-
 # -- what is not a journal ---------------------------------------------------------------------------------------------
 
 
@@ -231,30 +216,11 @@ def test_another_database_is_refused_by_name(
     assert str(tmp_path / "j" / "journal.db") in str(told.value)
 
 
-def test_segments_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "00000003.journal").touch()
-    with pytest.raises(sb.WireError, match=r"has 00000003\.journal, .* use another path"):
-        reopened(tmp_path)
-    (tmp_path / "00000003.journal").unlink()
-    (tmp_path / "notes.journal").touch()  # not one of those
-    assert not reopened(tmp_path)[1].found
-
-
 def test_what_is_no_database_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "journal.db").write_bytes(b"notes" * 1000)
     with pytest.raises(sb.JournalError, match=r"cannot be read .* Nothing in it was changed"):
         reopened(tmp_path)
     assert (tmp_path / "journal.db").read_bytes() == b"notes" * 1000
-
-
-def test_every_commit_is_synced(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    store.open()
-    pragmas = ["synchronous", "journal_mode", "locking_mode", "trusted_schema", "cell_size_check", "wal_autocheckpoint"]
-    assert [value for name in pragmas for (value,) in store.db.execute(f"pragma {name}")] == [
-        2, "wal", "exclusive", 0, 1, 0
-    ]  # fmt: skip
-    store.close()
 
 
 # -- one owner ---------------------------------------------------------------------------------------------------------
@@ -309,11 +275,6 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path, hol
     holder.kill()
     holder.wait()
     assert facts_of(tmp_path) == 1
-
-
-@pytest.mark.parametrize("holder", ["copy"], indirect=True)
-def test_a_copy_made_by_the_owner_is_a_journal(tmp_path: Path, holder: Python) -> None:
-    assert facts_of(tmp_path / "journal-copy") == 1
 
 
 @pytest.mark.parametrize("holder", ["fork"], indirect=True)

@@ -6,8 +6,6 @@ the long ones.
 
 from __future__ import annotations
 
-import heapq
-import math
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +14,7 @@ import torch
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.throttle import Throttle
-from stream_balancer.tools.generation import finish_times, issue_order
+from stream_balancer.tools.generation import finish_times
 from stream_balancer.tools.trace import Trace, load_trace
 
 SLOTS = 256
@@ -90,51 +87,3 @@ def few(trace: Trace, count: int) -> Trace:
 @pytest.mark.parametrize("deadline_s", [None, 60.0])
 def test_what_comes_in_goes_out(traces_dir: Path, name: str, deadline_s: float | None) -> None:
     drill(few(load_trace(path_of(traces_dir, name)), FEW), deadline_s=deadline_s)
-
-
-def paced(trace: Trace, *, max_staleness: int) -> None:
-    """Generation asks before it begins, training makes a version a batch: nothing is ever too old to be dispatched."""
-    config = sb.BalancerConfig(dp_size=8, batch_size=64, staleness=sb.Staleness(max_versions=max_staleness))
-    core, throttle = BalancerCore(config), Throttle()
-    core.set_version(0)
-    to_do = iter(issue_order(trace, 0).tolist())
-    row = next(to_do, None)
-    running: list[tuple[float, int, int, int]] = []  # (when it is finished, row, slot, version)
-    trained_at, trained, now = math.inf, 0, 0.0
-    arrived: list[int] = []
-    dispatched: list[int] = []
-    while True:
-        while row is not None and len(running) < SLOTS and throttle.room(core.state) > 0:
-            version = core.state.staleness.version or 0
-            heapq.heappush(running, (now + trace.output_tokens[row] / 30.0, row, throttle.admit(version, 1), version))
-            row = next(to_do, None)
-        if row is None and not running:
-            core.end()
-        elif throttle.room(core.state) <= 0 and throttle.is_stuck(core.state):
-            core.force_flush()
-        if trained_at == math.inf and (batch := core.poll(now)) is not None:
-            dispatched += [r.num_tokens for r in batch.rollouts if not r.is_padding]
-            trained_at = now + batch.num_tokens / 20_000
-        elif min(trained_at, running[0][0] if running else math.inf) == math.inf:
-            break
-        elif running and running[0][0] <= trained_at:
-            now, done, slot, version = heapq.heappop(running)
-            length = int(trace.lengths[done])
-            core.add(
-                sb.Rollout(tokens={"input_ids": TOKENS.expand(length)}, rollout_id=f"r{done}", version=version), now
-            )
-            arrived.append(length)
-            throttle.settle(slot, 1)
-        else:
-            now, trained_at, trained = trained_at, math.inf, trained + 1
-            core.set_version(trained)
-            core.acknowledge(core.in_flight()[0].step)
-    assert core.finished
-    assert core.statistics(now).evicted["stale"] == 0
-    assert sorted(dispatched) == sorted(arrived) == sorted(trace.lengths.tolist())
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("max_staleness", [1, 4])
-def test_with_slots_nothing_is_thrown_away(traces_dir: Path, name: str, max_staleness: int) -> None:
-    paced(few(load_trace(path_of(traces_dir, name)), FEW), max_staleness=max_staleness)

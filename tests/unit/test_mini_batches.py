@@ -28,9 +28,6 @@ from test_executions import (
 import stream_balancer as sb
 from stream_balancer.core.executions import denominators_of, execution_of
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.host.plans import Plan
-from stream_balancer.host.seals import seal_of
-from stream_balancer.net.messages import Sizes
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.mini_batches import in_mini_batches
 from stream_balancer.testing import make_rollout
@@ -235,16 +232,6 @@ def test_every_epoch_has_every_mini_batch_and_begins_with_another() -> None:
     assert [epoch[0] for epoch in orders[0]] == [0, 1, 2, 3, 0]
     with pytest.raises(ValueError, match=r"epochs\(\) takes a number of epochs >= 1, not 0"):
         batch.ranks[0].epochs(0)
-
-
-def test_what_is_gone_with_its_producer_is_taken_from_the_mini_batch_that_had_it() -> None:
-    batch = a_batch([10, 20, 30, 40], step_size=sb.StepSize(mini_batches=2))
-    gone = batch.ranks[0].mini_batches[1].rollouts[0]
-    seal = seal_of(Plan((), [batch], 0, 0.0), 1, [0, 1], [gone.rollout_id])
-    assert seal.sizes.tokens == 100 - gone.num_tokens
-    planned = [size[2:] for size in batch.ranks[0].mini_batch_sizes]
-    tokens = planned[1][1] - gone.num_tokens
-    assert seal.mini_batches == (Sizes(*planned[0]), Sizes(1, tokens, tokens - 1, 1))
 
 
 @pytest.mark.parametrize("dp_size", [1, 3])

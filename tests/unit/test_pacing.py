@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from invariants import verify
 
 import stream_balancer as sb
-from stream_balancer.config.figures import most_waiting
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.throttle import Throttle, check_reserve
 
@@ -196,30 +195,6 @@ def test_the_longest_of_all_is_never_thrown_away() -> None:
         world.acknowledge()
     world.check()
     assert not world.blocked
-
-
-def test_siblings_that_wait_for_others_take_no_place_under_capacity() -> None:
-    """As for a put: else groups that lack a sibling could hold up for ever those who would begin others."""
-    config = sb.BalancerConfig(dp_size=1, batch_size=4, window=4, capacity=8, groups=sb.Groups(size=4))
-    core, throttle = BalancerCore(config), Throttle()
-    for group in "abc":
-        core.add_all([sb.Rollout(tokens={"input_ids": IDS[:3]}, group_id=group) for _ in range(3)], 0.0)
-    assert throttle.room(core.state) == 8
-    throttle.admit(0, 4)
-    assert throttle.room(core.state) == 4
-    core.add(sb.Rollout(tokens={"input_ids": IDS[:3]}, group_id="a"), 0.0)  # its group may leave
-    assert throttle.room(core.state) == 0
-
-
-def test_who_would_begin_waits_like_a_put_where_more_would_wait_than_max_skips_is_a_guarantee_for() -> None:
-    config = sb.BalancerConfig(dp_size=1, batch_size=4, window=4, capacity=8, groups=sb.Groups(size=4), max_skips=8)
-    assert most_waiting(config) == 9
-    core, throttle = BalancerCore(config), Throttle()
-    core.add_all([sb.Rollout(tokens={"input_ids": IDS[:3]}, group_id="a") for _ in range(4)], 0.0)
-    core.add_all([sb.Rollout(tokens={"input_ids": IDS[:3]}, group_id="b") for _ in range(3)], 0.0)
-    assert throttle.room(core.state) == 1, "7 wait and 1 is awaited"
-    with pytest.raises(sb.WouldBlock):
-        core.add(sb.Rollout(tokens={"input_ids": IDS[:3]}, group_id="c"), 0.0)
 
 
 @pytest.mark.parametrize(

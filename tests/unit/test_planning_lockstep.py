@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.planning import PlanKnobs, Waiting, form_micro_batches, plan_batch
+from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.bounds import lockstep_bound
 from stream_balancer.planning.cost_order import CostOrder
 from stream_balancer.planning.lockstep_choice import CappedStep, choose_lockstep
@@ -129,14 +129,6 @@ def test_a_window_is_never_worse_than_first_in_first_out(sigma, longest, room, b
     assert window <= first + 0.1
 
 
-def test_outliers_go_as_many_as_ranks_and_tokens_vary_little():
-    lengths = tails(43, 128 * 30, sigma=0.9, longest=24576)
-    figures = run(lengths, capped(8, 128, 24576), 256, 28, warm_up=8)
-    before = run(lengths, capped(8, 128, 24576, 0), 128, 28, warm_up=8)
-    assert idle(figures) <= 0.5 * idle(before)
-    assert figures[:, 2].std() / figures[:, 2].mean() <= 0.2
-
-
 @pytest.mark.parametrize(("sigma", "longest"), [(0.6, 6_000), (0.9, 4_000)])
 def test_rollouts_cut_at_the_longest_length_go_in_locksteps_of_their_own(sigma, longest):
     lengths = tails(44, 128 * 30, sigma, longest)  # an eighth, and a third, are cut
@@ -165,37 +157,6 @@ def test_a_lone_outlier_waits_for_company():
     assert chosen(step_of([100] + [20] * 23)) == list(range(1, 13))
     assert chosen(step_of([100] + [20] * 20 + [100] + [20] * 2))[:2] == [1, 2]  # no need to go yet
     assert 0 in chosen(step_of([100] + [20] * 23, must=[0]))
-
-
-def test_an_outlier_that_must_go_takes_its_like_along():
-    together = chosen(step_of([20, 100, *[20] * 19, 95, 20, 60], must=[1]))
-    assert {1, 21} <= set(together)
-    completed = chosen(step_of([20, 100, *[20] * 19, 60, 20, 20], must=[1]))  # or else the longest of the others
-    assert {1, 21} <= set(completed)
-
-
-def test_groups_and_those_that_miss_siblings_are_chosen_by_sums():
-    lengths = np.array([100, 20, 20, 20] * 6)
-    groups = np.where(np.arange(24) % 4 < 2, np.arange(24) // 4, -1)
-    none = np.zeros(24, dtype=np.bool_)
-    complete = groups != 5
-    knobs = capped(2, 10, 100, groups="same_batch", group_size=2)
-    waiting = Waiting(lengths**2.0, lengths, np.zeros(24, dtype=np.int64), none, groups, complete)
-    plan = plan_batch(waiting, knobs, num_rollouts=10, step=0)
-    going = np.concatenate([one for share in plan.ranks for one in share])
-    assert going.size == 10
-    assert complete[going].all()
-    assert set(groups[going]).isdisjoint(set(groups[np.setdiff1d(np.arange(24), going)]) - {-1})
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_one_micro_batch_a_rank_is_as_even_as_without_a_cap(seed):
-    lengths = tails(seed, 64, longest=8192)
-    costs = lengths * (lengths + 24576.0)
-    cap = int(lengths.sum() / 8 * 1.3)
-    ranks = form_micro_batches(lengths, costs, 8, max_tokens=cap, sync="micro_batch")
-    assert {len(share) for share in ranks} == {1}
-    assert step_time(costs, ranks) <= lockstep_bound(costs, lengths, 8, cap) * 1.002
 
 
 @pytest.mark.parametrize("policy", ["window", "fifo", "round_robin"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,17 +9,12 @@ from hypothesis import strategies as st
 
 from stream_balancer.planning import (
     OversizeError,
-    PlanKnobs,
-    Waiting,
     form_micro_batches,
     lower_bound,
     partition,
-    plan_batch,
-    planner,
 )
 from stream_balancer.planning.capped import least_finish_bound
 from stream_balancer.planning.packing import Packer
-from stream_balancer.planning.rank_speeds import FixedCosts
 
 lengths_of_any_kind = st.lists(
     st.one_of(st.integers(1, 100), st.just(100), st.just(1), st.integers(48, 52)), min_size=1, max_size=40
@@ -206,28 +199,6 @@ def test_never_later_than_the_least_number_first_nor_before_the_bound(
         assert finish <= finish_of(costs, equal, overhead, "equal") * (1 + 1e-9)
 
 
-@given(st.lists(st.integers(1, 100), min_size=12, max_size=24), st.sampled_from([3.0, 30.0, 300.0]))
-def test_loads_count_the_overhead_and_swaps_with_the_window_never_make_it_worse(lengths, overhead):
-    costs = np.array(lengths, dtype=float)
-    waiting = Waiting.of(costs)
-    knobs = PlanKnobs(
-        num_ranks=3,
-        batch_size=9,
-        max_skips=8,
-        max_tokens_per_micro_batch=100,
-        micro_batch_counts="free",
-        fixed_costs=FixedCosts(micro_batch=overhead),
-    )
-    plan = plan_batch(waiting, knobs, num_rollouts=9, step=0)
-    work = np.array([sum(costs[one].sum() for one in share) for share in plan.ranks])
-    assert plan.loads == pytest.approx(work + overhead * np.array([len(share) for share in plan.ranks]))
-    assert plan.lower_bound <= plan.loads.max() * (1 + 1e-9)
-    with mock.patch.object(planner, "swap_with_waiting", lambda costs, shares, *_: shares):
-        unswapped = plan_batch(waiting, knobs, num_rollouts=9, step=0)
-    work_before = sum(float(costs[one].sum()) for share in unswapped.ranks for one in share)
-    assert work.sum() / plan.loads.max() >= work_before / unswapped.loads.max() * (1 - 1e-9)
-
-
 # (lengths are lognormal round the median, with sigma, up to the longest; 4 rollouts a rank, cap = longest)
 LONG_ALIGN, SWE_SMITH = (14_000, 0.55, 65_536), (30_000, 0.7, 131_072)
 
@@ -258,13 +229,6 @@ def test_idle_time_is_near_the_bound(lengths_like, size, percent):
     for name, (finish, bound) in idle.items():
         worst = 0.025 if name == "free" and percent else 0.01
         assert work[name] / bound - work[name] / finish <= worst
-
-
-def test_padded_neighbours_share_a_micro_batch():
-    lengths = np.array([10, 1000] * 8)
-    ranks = form_micro_batches(lengths, lengths, 2, max_tokens=4000, padded=True, sync="micro_batch")
-    waste = sum(one.size * lengths[one].max() - lengths[one].sum() for share in ranks for one in share)
-    assert waste <= 990 * 3
 
 
 def test_pipeline_order_has_the_smaller_ones_at_both_ends():

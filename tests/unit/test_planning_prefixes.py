@@ -14,7 +14,6 @@ from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
 from stream_balancer.planning.plan import work_in
 from stream_balancer.planning.prefixes import prefix_bound
-from stream_balancer.planning.selection import Units
 
 
 def cost(tokens):
@@ -147,19 +146,6 @@ def test_no_layout_at_all_is_done_before_the_bound(waiting, ranks):
     assert best <= plan(waiting, knobs_of(waiting, ranks)).finish * (1 + 1e-9) <= 1.5 * best
 
 
-@pytest.mark.parametrize(("counts", "numbers"), [("equal", [2, 2]), ("free", [1, 2])])
-def test_as_many_micro_batches_on_every_rank_where_the_knobs_say_so(counts, numbers):
-    # work of the groups 10 + 3 and 7 + 6; the first two fit one micro-batch, the others need two
-    waiting = columns([500] * 8, [50, 50, 50, 50, 100, 100, 100, 100], [0, 0, 1, 1, 2, 2, 3, 3])
-    costs, prefixes = np.array([6.0, 6, 2, 2, 4.5, 4.5, 4, 4]), np.array([2.0, 2, 1, 1, 2, 2, 2, 2])
-    waiting = replace(waiting, costs=costs, prefix_costs=prefixes)
-    knobs = knobs_of(waiting, 2, max_tokens_per_micro_batch=1300, micro_batch_counts=counts)
-    found = plan(waiting, knobs)
-    check(found, waiting, knobs)
-    assert found.finish == 13.0
-    assert sorted(map(len, found.ranks)) == numbers
-
-
 def test_a_group_is_split_only_where_that_makes_the_last_rank_earlier():
     # two groups of long prompts: whole, one on each rank
     waiting = columns([500] * 4, [10, 20, 30, 40], [0, 0, 1, 1])
@@ -169,15 +155,6 @@ def test_a_group_is_split_only_where_that_makes_the_last_rank_earlier():
     waiting = columns([50] * 5, [1000, 900, 10, 10, 10], [0, 0, -1, -1, -1])
     ranks = plan(waiting, knobs_of(waiting, 2)).ranks
     assert {tuple(np.intersect1d(np.concatenate(share), [0, 1])) for share in ranks} == {(0,), (1,)}
-
-
-def test_siblings_that_stay_may_go_one_by_one():
-    """groups="free": each rollout is chosen by what it costs alone."""
-    waiting = columns([500, 500, 500], [10, 20, 30], [0, 0, 0])
-    units = Units.of(waiting, knobs_of(waiting, 2, groups="free"))
-    assert units.costs.tolist() == waiting.costs.tolist()
-    labels = replace(waiting, groups=np.full(3, -1), siblings=np.zeros(3, dtype=np.int64))
-    assert plan(labels, knobs_of(labels, 2, groups="free")).finish == plan(waiting, knobs_of(waiting, 2)).finish
 
 
 def test_the_usual_policies_are_counted_with_sharing_too():
@@ -190,10 +167,3 @@ def test_the_usual_policies_are_counted_with_sharing_too():
     np.testing.assert_allclose(in_turn.loads, [micro_batch_cost(waiting, one[0]) for one in in_turn.ranks])
     assert fifo.finish < in_turn.finish
     assert fifo.lower_bound == in_turn.lower_bound
-
-
-def test_the_heaviest_share_is_not_on_the_same_rank_in_every_step():
-    waiting = columns([500] * 8, [90, 80, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2, 3, 3])
-    plans = [plan(waiting, knobs_of(waiting, 4), step) for step in range(4)]
-    assert {int(one.loads.argmax()) for one in plans} == {0, 1, 2, 3}
-    assert {one.finish for one in plans} == {micro_batch_cost(waiting, [0, 1])}

@@ -192,15 +192,6 @@ def test_a_step_has_the_number_whose_tokens_are_nearest_to_the_budget(lengths, b
     assert abs(10 * number - min(max(budget, 30), 240)) <= 5
 
 
-def test_a_group_above_the_budget_goes_whole():
-    columns = waiting([30.0] * 12, groups=[0] * 8 + [1] * 4)
-    knobs = PlanKnobs(num_ranks=2, batch_size=4, batch_tokens=60, max_skips=8, groups="same_batch", group_size=4)
-    assert picked(plan_batch(columns, knobs, num_rollouts=12, step=0)).tolist() in ([*range(8)], [*range(8, 12)])
-    plan = plan_batch(waiting([30.0] * 8, groups=[0] * 8), knobs, num_rollouts=8, step=0)
-    assert picked(plan).size == 8
-    assert plan.incomplete_groups == ()
-
-
 @given(st.data())
 def test_every_stratum_gets_its_share_of_every_step(data):
     """However long its rollouts are: the share of the step, or all that wait of it; and the skip guarantee holds."""
@@ -247,17 +238,6 @@ def test_every_stratum_gets_its_share_of_every_step(data):
         left[chosen] = False
         skips, costs, groups, strata = skips[left] + 1, costs[left], groups[left], strata[left]
         assert in_tokens or (skips <= max_skips).all()
-
-
-def test_a_share_takes_the_oldest_and_outlasts_the_swaps():
-    costs = [500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 2380.0]
-    columns = waiting(costs, strata=[-1, -1, 0, -1, -1, -1, -1, 0])
-    knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8)
-    assert not {2, 7} & set(picked(plan_batch(columns, knobs, num_rollouts=8, step=0)))
-    knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8, stratum_shares=(0.25,))
-    assert 2 in picked(plan_batch(columns, knobs, num_rollouts=8, step=0))
-    knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8, stratum_shares=(0.5,))
-    assert {2, 7} <= set(picked(plan_batch(columns, knobs, num_rollouts=8, step=0)))
 
 
 @given(st.data())
@@ -326,13 +306,6 @@ def test_an_outlier_goes_with_another_once_it_is_urgent(skips: int, goes: bool) 
     assert (1 in picked(plan)) == goes
 
 
-def test_single_rollouts_fill_up_beside_groups():
-    groups = [-1, 5, 5, 5, -1, 6, 6, 6, -1]
-    knobs = PlanKnobs(num_ranks=2, batch_size=8, max_skips=5, groups="same_batch", group_size=3)
-    plan = plan_batch(waiting(np.ones(9), groups=groups), knobs, num_rollouts=8, step=0)
-    assert picked(plan).size == 8
-
-
 def test_a_group_larger_than_a_batch_goes_in_pieces_and_is_flagged():
     knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=5, groups="same_batch")
     plan = plan_batch(waiting(np.ones(10), groups=[7] * 10), knobs, num_rollouts=4, step=0)
@@ -345,15 +318,6 @@ def test_fewer_rollouts_than_ranks_leave_the_last_ranks_empty():
     assert sorted(len(share) for share in plan.ranks) == [0, 0, 1, 1]
     nothing = plan_batch(waiting([]), PlanKnobs(num_ranks=4, batch_size=8, max_skips=5), num_rollouts=0, step=0)
     assert [share for share in nothing.ranks if share] == []
-
-
-def test_what_a_group_on_one_rank_weighs_is_unavoidable():
-    columns = waiting([9.0, 9.0, 9.0, 1.0, 1.0, 1.0], groups=[0, 0, 0, 1, 1, 1])
-    plan = plan_batch(
-        columns, PlanKnobs(num_ranks=2, batch_size=6, max_skips=0, groups="same_rank"), num_rollouts=6, step=0
-    )
-    assert plan.lower_bound == 27.0
-    assert (plan.avoidable_imbalance, plan.unavoidable_imbalance) == (0.0, pytest.approx(0.8))
 
 
 @pytest.mark.parametrize(

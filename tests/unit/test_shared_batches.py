@@ -19,7 +19,6 @@ import stream_balancer as sb
 from stream_balancer.core import batching
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
-from stream_balancer.host.plan_rows import batch_of, plan_of
 from stream_balancer.planning import Plan, PlanKnobs, Waiting
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import Batch, MicroBatch, Rollout, SharedRollout
@@ -144,30 +143,6 @@ def test_a_batch_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         core.add(make_rollout(3, "r0"), now=3.0)
 
 
-def test_executions_are_sized_by_whole_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = sb.BalancerConfig(
-        dp_size=2, batch_size=3, window=3, context_parallel=sb.ContextParallel(sizes=(1, 2), min_tokens=1)
-    )
-    core = BalancerCore(config)
-    for number, length in enumerate((90, 10, 20)):
-        rollout = replace(make_rollout(length, f"r{number}"), group_id="g", execution_id="e" if number < 2 else "f")
-        core.add(rollout, now=0.0)
-    by_hand(monkeypatch, [[[0], [1]], [[0], [2]]], [[2, 1], [2, 1]])
-    batch = polled(core)
-    assert batch.num_executions == 2
-    for one in batch.ranks:
-        got = carried(*one.micro_batches)
-        packed = got.micro_batches[0].packed()
-        assert packed.execution_weights.tolist() == [0.5]
-        assert packed.execution_loss_tokens.tolist() == [98]
-    again = batch_of(
-        plan_of(batch), {f"r{n}": r for n, r in enumerate(sorted(batch.rollouts, key=lambda r: r.rollout_id))}
-    )
-    assert [[mb.execution_sizes for mb in one.micro_batches] for one in again.ranks] == [
-        [mb.execution_sizes for mb in one.micro_batches] for one in batch.ranks
-    ]
-
-
 def same_batch(one: Batch, other: Batch) -> None:
     assert names(one) == names(other)
     assert one.loads == other.loads
@@ -255,13 +230,6 @@ def _joins_to(members: list[MicroBatch], whole: Rollout) -> None:
         following = join_column([one.next(name)[rows] for one in layouts], whole.num_tokens)
         assert torch.equal(following[:-1], column[1:])
         assert not following[-1].any()
-
-
-def test_the_planner_shares_a_rollout_above_the_fair_share() -> None:
-    """Else the property above says nothing."""
-    batch = polled(core_of([4000, *[100] * 12]))
-    assert batch.has_shared
-    assert "r0" in {r.rollout_id for one in batch.ranks for mb in one.micro_batches if mb.cp_group for r in mb.rollouts}
 
 
 def test_what_others_take_over_is_not_shared_anew() -> None:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from stream_balancer.config import BalancerConfig
 from stream_balancer.cost import PaddedCost, QuadraticCost, TokenCost
 from stream_balancer.errors import ConfigError, RolloutError
-from stream_balancer.tools.generation import finish_times
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.simulate import as_policy, simulate
 from stream_balancer.tools.simulation_report import SimulationReport
@@ -170,14 +169,6 @@ class TestTimes:
         assert report.blocked_s == pytest.approx((24 - 9) / 12)
         assert report.elapsed_s == 64.0
 
-    def test_without_backpressure_arrivals_are_finish_times(self) -> None:
-        trace = generate_trace(300, "lrm", seed=2)
-        config = knobs(window=4, policy="fifo")
-        report = simulate(trace, config, slots=16, seed=5)
-        order = np.argsort(finish_times(trace, 16, 30.0, seed=5), kind="stable")
-        assert report.step_of[order].tolist() == [i // 4 for i in range(300)]
-        assert report.elapsed_s == finish_times(trace, 16, 30.0, seed=5).max()
-
 
 class TestStrata:
     def test_a_share_keeps_a_long_environment_in_every_step(self) -> None:
@@ -191,22 +182,6 @@ class TestStrata:
         assert shared.steps_without < 0.1 < usual.steps_without
         assert shared.delay_dispatches.mean < usual.delay_dispatches.mean
         assert simulate(trace_of([5] * 40), knobs()).strata == {}
-
-
-class TestTokenBudgets:
-    def test_steps_of_alike_tokens_and_mean_delay_of_a_batch(self) -> None:
-        trace = generate_trace(2_400, "tau", seed=2)
-        tokens = round(16 * trace.num_tokens / len(trace))
-        report = simulate(trace, knobs(batch_size=None, step_size={"tokens": tokens}), slots=64)
-        check_report(report, trace)
-        usual = simulate(trace, knobs(batch_size=16), slots=64)
-        assert report.figures.token_variation < 0.05 < 0.1 < usual.figures.token_variation
-        assert report.steady.tokens / report.steady.batches == pytest.approx(tokens, rel=0.02)
-        assert report.delay_dispatches.mean == pytest.approx(1.0, abs=0.1), "Little's law, in tokens"
-        assert report.max_skips_seen <= report.config.max_skips
-        fifo = simulate(trace, as_policy(report.config, "fifo"), slots=64)
-        assert fifo.figures.token_variation < 0.05
-        assert fifo.delay_dispatches.max <= 1
 
 
 class TestSegments:
@@ -261,21 +236,6 @@ class TestSegments:
         assert dealt.idle_fraction == pytest.approx(1 - 5 / 8)
         assert dealt.figures.avoidable_idle == pytest.approx(1 - 5 / 8)
 
-    def test_ranks_of_different_speed(self) -> None:
-        trace = trace_of([3, 3, 3, 3] * 20)
-        report = simulate(trace, knobs(speeds=(1.0, 0.5), counts="free"), slots=4)
-        check_report(report, trace)
-        assert report.steps.step_work.min() >= 12 / 1.5 - 1e-9
-        assert report.steps.step_work[:-1].tolist() == pytest.approx([9.0] * (report.num_batches - 1))
-        assert report.steps.mean_load[:-1].tolist() == pytest.approx([7.5] * (report.num_batches - 1)), (
-            "9 and 3 at half"
-        )
-        micro = simulate(trace, report.config.replace(sync="micro_batch", micro_batches={"max_tokens": 99}), slots=4)
-        assert micro.steps.step_work[:-1].min() >= 9.0 - 1e-9, "the other way to the same figures"
-        matched = simulate(trace, report.config, slots=4, trainer="matched")
-        generation_s = finish_times(trace, slots=4).max()
-        assert matched.trainer_busy * matched.elapsed_s == pytest.approx(9 / 8 * generation_s)
-
     @pytest.mark.parametrize(("sync", "work"), [("step", 7.0), ("micro_batch", 12.0)])
     def test_where_ranks_meet(self, sync: str, work: float) -> None:
         """Rank 0 runs 6 then 1, rank 1 runs 1 then 6."""
@@ -285,28 +245,8 @@ class TestSegments:
         assert report.steps.step_work.tolist() == [work]
         assert report.steps.mean_load.tolist() == [7.0]
 
-    def test_what_a_lone_outlier_wastes_in_its_lockstep_is_unavoidable(self) -> None:
-        """36 beside 6 at most, for a micro-batch holds 6 tokens; then the other 4 on two ranks."""
-        trace = trace_of([6] + [1] * 10, arrival=[0.0] * 11)
-        config = knobs(
-            sync="micro_batch", micro_batches={"max_tokens": 6}, batch_size=11, cost=QuadraticCost(0.0, 1.0), window=11
-        )
-        report = simulate(trace, config, warm_up=0)
-        assert report.steps.lower_bound.tolist() == report.steps.step_work.tolist() == [38.0]
-        assert report.steps.mean_load.tolist() == [23.0]
-
 
 class TestKnobs:
-    def test_groups_that_fill_the_buffer_do_not_stop_it(self) -> None:
-        """Capacity 4 is full of four groups that wait for siblings; two more rollouts wait for room."""
-        groups = [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]
-        trace = trace_of([1] * 12, arrival=[0.0] * 6 + [1.0] * 6, groups=groups)
-        config = knobs(window=4, capacity=4, groups={"size": 2})
-        check_report(simulate(trace, config), trace)
-        lonely = trace_of([1] * 6, arrival=[0.0] * 6, groups=[0, 1, 2, 3, 4, 5])
-        check_report(simulate(lonely, config), lonely)
-        check_report(simulate(lonely, config.replace(deadline_s=5.0)), lonely)
-
     def test_a_rollout_above_the_cap_is_refused_by_name(self) -> None:
         with pytest.raises(RolloutError, match=r"rollout '1' has 9 tokens, above micro_batches\.max_tokens"):
             simulate(trace_of([5, 9], arrival=[0.0, 1.0]), knobs(micro_batches={"max_tokens": 8}))
@@ -315,22 +255,6 @@ class TestKnobs:
     def test_bad_trainers(self, trainer: Any) -> None:
         with pytest.raises(ConfigError, match="trainer must be 'instant', 'matched' or work units per second"):
             simulate(trace_of([1]), knobs(), trainer=trainer)
-
-    @pytest.mark.slow
-    def test_length_bias(self) -> None:
-        trace = generate_trace(4_000, "lognormal", seed=0)
-        config = BalancerConfig(dp_size=8, batch_size=32, cost=QuadraticCost())
-        report = simulate(trace, config, slots=32)
-        bias = report.length_bias
-        assert bias.num_batches == report.steady.batches
-        assert bias.mean_delay == pytest.approx(1.0, abs=0.05)
-        assert 0.0 < bias.length_delay_correlation < 0.6
-        assert bias.delay_per_decile[0] < bias.delay_per_decile[-1]
-        usual = simulate(trace, as_policy(config, "fifo"), slots=32)
-        assert usual.to_dict()["length_bias"]["length_delay_correlation"] is None
-        assert usual.length_bias.delay_per_decile == (0.0,) * 10
-        assert usual.length_bias.batch_mean_spread == pytest.approx(1.0, abs=0.2)
-        assert usual.length_bias.arrived_quantiles == usual.length_bias.dispatched_quantiles
 
 
 def test_fifo_beats_round_robin_and_the_window_beats_fifo() -> None:

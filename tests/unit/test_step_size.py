@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.throttle import Throttle
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, plan_batch, smallest_max_skips
 from stream_balancer.planning.step_size import surplus_after
@@ -104,28 +103,6 @@ def test_an_outliers_step_takes_more_and_later_ones_give_it_back() -> None:
     assert sum(16 - size for size in given_back) == 16
 
 
-def test_what_is_due_does_not_wait_for_a_step_that_gives_back() -> None:
-    columns = waiting([100.0] * 40, due=np.arange(40) >= 24)
-    go = choose_batch(columns, KNOBS, num_rollouts=40, surplus=16)  # 12 would give back; 16 are due
-    assert np.flatnonzero(go).tolist() == list(range(24, 40))
-    assert choose_batch(columns, KNOBS, num_rollouts=40, surplus=0).sum() == 16
-    columns = waiting([100.0] * 40, due=np.arange(40) >= 16)
-    assert choose_batch(columns, KNOBS, num_rollouts=40, surplus=0).sum() == 24  # all of them, since the range allows
-
-
-def test_generation_is_throttled_by_the_least() -> None:
-    knobs = sb.BalancerConfig(
-        dp_size=1,
-        batch_size=2,
-        step_size=sb.StepSize(rollouts=(1, 4)),
-        window=2,
-        staleness=sb.Staleness(max_versions=1),
-    )
-    core = BalancerCore(knobs)
-    core.set_version(0)
-    assert Throttle().room(core.state) == 2  # two batches before they are too old, of one rollout at the least
-
-
 # -- in a balancer -----------------------------------------------------------------------------------------------------
 
 
@@ -183,21 +160,6 @@ def test_a_short_step_gives_back_too_and_is_not_made_up_for() -> None:
     assert surplus_of(core) == 0
     filled(core, [10] * 16)
     assert size_of(core) == 8
-
-
-def test_knobs_change_live() -> None:
-    core = after_an_outlier()
-    filled(core, [10] * 15)
-    core.reconfigure(
-        core.config.replace(step_size={"rollouts": (6, 10)})
-    )  # now at most two may have been taken in advance
-    filled(core, [10])
-    assert size_of(core) == 7
-    assert surplus_of(core) == 2
-    core.reconfigure(core.config.replace(step_size={"rollouts": None}))
-    filled(core, [10] * 8)
-    assert size_of(core) == 8
-    assert surplus_of(core) == 0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 from dataclasses import replace
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 import stream_balancer as sb
 from stream_balancer.tools.length_models import LengthModel
 from stream_balancer.tools.tune import AGE_SLACK, _Asked, _recommend, _settings
-from stream_balancer.tools.tune_report import Outcome, _error_of_idle, _time_of_steps, pareto_front
+from stream_balancer.tools.tune_report import Outcome, pareto_front
 
 SMALL = sb.BalancerConfig(dp_size=2, batch_size=4)
 HEAVY = LengthModel(mu=5.0, sigma_between=0.0, sigma_within=1.4, cap=20_000)
@@ -128,11 +127,6 @@ class TestSettings:
         assert [c.window for c in found] == sorted(c.window for c in found)
         assert {c.deadline_s for c in found if c.window == 64} == {None, 40.0, 80.0}
 
-    def test_what_was_asked_for_in_every_combination_that_works(self) -> None:
-        found = self.settings(SMALL, windows=[16, 4], max_skips=[2, 9], deadlines_s=[None, 5.0])
-        knobs = [(c.window, c.max_skips, c.deadline_s) for c in found]
-        assert knobs == [(4, 2, None), (4, 2, 5.0), (4, 9, None), (4, 9, 5.0), (16, 9, None), (16, 9, 5.0)]
-
 
 class TestSweep:
     @pytest.mark.slow
@@ -164,35 +158,6 @@ class TestSweep:
         assert "x dp_size x the longest rollout; first in, first out is already at its bound" in report.reason
         assert report.reason.endswith("use window=batch_size.")
 
-    def test_the_age_bound_is_kept(self) -> None:
-        trace = sb.generate_trace(400, HEAVY, seed=1)
-        report = sb.tune(trace, SMALL, max_added_age=0.5, **{**FEW, "windows": [4, 6, 12]})
-        assert report.recommended.window == 6
-        assert "would take window=12" in report.reason
-
-    @pytest.mark.slow
-    def test_a_trainer_that_takes_time_is_given_two_numbers(self) -> None:
-        trace = sb.generate_trace(240, HEAVY, seed=1)
-        how: dict[str, Any] = {"slots": 16, "trainer": "matched"}
-        few: dict[str, Any] = {"windows": [4, 8], "max_skips": [12], "deadlines_s": [None]}
-        report = sb.tune(trace, SMALL, capacities=[8, 16], **few, **how)
-        assert [(o.window, o.capacity) for o in report.outcomes] == [(4, 8), (4, 16), (8, 8), (8, 16)]
-        chosen = report.recommended
-        assert report.pays
-        assert chosen.capacity > 8, "more to choose from saves idle time"
-        assert f"window={chosen.window}, capacity={chosen.capacity} idles" in report.reason
-        assert "the wait for rollouts included, where" in report.reason
-        config = report.recommended_config
-        assert (config.window, config.capacity, config.max_skips) == (chosen.window, chosen.capacity, 12)
-        again = sb.simulate(trace, config, tolerance=0.05, **how)
-        assert again.whole_idle_fraction == chosen.whole_idle_fraction == chosen.compared_idle
-        assert chosen.compared_idle >= chosen.idle_fraction
-        # what the standard error is taken of comes to the same figure
-        time, shown = _time_of_steps(again), again.shown_steps
-        assert 1 - again.steps.mean_load[shown].sum() / time.sum() == pytest.approx(again.whole_idle_fraction)
-        assert (time >= again.steps.step_work[shown] * (1 - 1e-9)).all()
-        assert json.loads(json.dumps(report.to_dict()))["recommended"]["capacity"] == chosen.capacity
-
     @pytest.mark.slow
     def test_the_number_of_processes_changes_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(multiprocessing, "get_context", lambda method: PROCESSES)  # they have loaded torch
@@ -217,19 +182,6 @@ class TestSweep:
     def test_what_makes_no_sense_is_refused(self, wrong: dict[str, Any], said: str) -> None:
         with pytest.raises(sb.ConfigError, match=said):
             sb.tune(sb.generate_trace(10, "rg"), SMALL, **wrong)
-
-
-class TestErrorOfIdle:
-    def test_is_about_the_spread_of_repeated_runs(self) -> None:
-        rng = np.random.default_rng(0)
-
-        def one() -> tuple[float, float]:
-            mean = rng.lognormal(0.0, 0.3, 400)
-            slowest = mean * (1.0 + rng.exponential(0.2, 400))
-            return 1.0 - mean.sum() / slowest.sum(), _error_of_idle(mean, slowest)
-
-        runs = np.array([one() for _ in range(200)])
-        assert runs[:, 1].mean() == pytest.approx(runs[:, 0].std(), rel=0.15)
 
 
 class TestRepeated:
