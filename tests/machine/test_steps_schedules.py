@@ -119,6 +119,18 @@ def test_what_one_seat_gives_back_and_another_has_begun_stays() -> None:
     assert play.released("1.1", 0, 1, [3]) == ["replan [3] over 0", "send 1.0 [2]"]
 
 
+def test_nobody_meets_while_a_seat_has_not_answered_a_recall() -> None:
+    """One seat has trained what the other, which now waits, has given back."""
+    play = Play("0 1", seats=2, moves=True)
+    play.plan("0@0 1@1 2@1 3@1")
+    play.train("0.0", [0])
+    play.train("0.1", [0])
+    assert play.train("1.1", [1, 2, 3]) == []
+    assert play.released("1.0", 0, 1, [2, 3]) == []
+    assert play.train("1.0", [1]) == []
+    assert play.released("1.1", 0, 1, []) == ["send 1.0 [2 3]"]
+
+
 def test_idle_ranks_get_what_was_released_and_nothing_shared_is_asked_for() -> None:
     play = Play("0 1 2 3", moves=True)
     play.plan("0@0 1@1 2@2 3@2/8 4@2 5@2 6@3/8")
