@@ -111,3 +111,16 @@ def test_no_bound_survives_replace_and_restore() -> None:
     again = core_of(max_skips=None)
     again.restore(core.snapshot(0.0), 0.0)
     verify(again)
+
+
+def test_a_put_waits_while_its_bytes_do_not_fit() -> None:
+    core = core_of(limits=sb.Limits(bytes=1000))
+
+    def put(num_tokens: int) -> None:
+        core.add(sb.Rollout(tokens={"input_ids": [0] * num_tokens}), 0.0)
+
+    put(60)
+    put(60)  # of eight bytes each
+    with pytest.raises(sb.WouldBlock):
+        put(6)
+    put(5)
