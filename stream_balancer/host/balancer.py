@@ -207,8 +207,8 @@ class StreamBalancer(OfOneProcess):
 
         Waits, first come first served, until so many more may begin and yet none of them will be older than
         ``staleness.max_versions`` when it is dispatched: instead of throwing long rollouts away, begin fewer. Holds if
-        every rollout comes this way, and ``set_version`` is called at most once per batch, before the next is asked for.
-        See docs/staleness.md for the rule. Leaving the block gives back what was not put.
+        every rollout comes this way, and ``set_version`` is called at most once per batch, before the next is asked
+        for. See docs/staleness.md for the rule. Leaving the block gives back what was not put.
 
         Without ``staleness`` the limit is ``capacity``. Raises :class:`ConfigError` for knobs under which the bound
         could not hold or the window not fill, ValueError for a ``count`` that could never be admitted; entering raises
