@@ -244,9 +244,16 @@ class _Server(Observer):
         ranks are replaced, they go on with the ranks that they were planned for: some may have met in them."""
         ledger, handed = self._here.ledger, self._here.handed
         while self._core.state.in_flight.redelivers:
-            batch = self._core.give_as_planned() if self._care.replan else None
+            before = self._core.state.in_flight.next_redelivery()
+            # What ranks were given is noted unless they were the first ones, and so is who of these was given up since:
+            # a plan of which nothing is noted, where they are others, no rank has seen.
+            is_first = [one.number for one in ledger.members(TRAIN)] == [*range(len(ledger.members(TRAIN)))]
+            may_be_given = is_first or (before is not None and before.step in handed.acked)
+            batch = self._core.give_as_planned() if self._care.replan and may_be_given else None
             if batch is None:
-                self._restore_step(await anext(batches), ledger.members(TRAIN))
+                batch = await anext(batches)
+                remade = before is None or len(batch.ranks) != len(before.ranks)
+                self._restore_step(batch, ledger.members(TRAIN), remade=remade)
             else:
                 there = handed.acked.get(batch.step)
                 numbers = (there and there.planned_for) or range(len(batch.ranks))
@@ -257,7 +264,7 @@ class _Server(Observer):
         ledger.last_acked = min(self._here.plans, default=self._next_step()) - 1
         self._expect()
 
-    def _restore_step(self, batch: Batch, ranks: Sequence[RankId]) -> None:
+    def _restore_step(self, batch: Batch, ranks: Sequence[RankId], *, remade: bool = False) -> None:
         plan, there = self._planned(batch, ranks), self._here.handed.acked.get(batch.step)
         rows = cut_again(batch, [] if there is None else there.rows)
         # its salt is lost with the process that planned it, so the uid cannot be made again from the plan
@@ -268,7 +275,7 @@ class _Server(Observer):
         acked = [RankId(TRAIN, rank) for rank in known.ranks]
         # others were given their parts before the crash: they must not be waited for
         left = [one for one in plan.ranks if one.number not in known.lost]
-        self._here.ledger.restore(batch.step, plan.uid, items, left, acked=acked, gone=known.gone)
+        self._here.ledger.restore(batch.step, plan.uid, items, left, acked=acked, gone=known.gone, remade=remade)
 
     def _expect(self) -> None:
         """Ranks that were there before the controller was started again are lost, if they do not come back."""

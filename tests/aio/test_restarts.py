@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -131,6 +132,35 @@ async def test_a_rank_is_given_up_on_the_disk_before_others_get_its_work(tmp_pat
     assert begun[-1] >= 10.0 + 7.0
 
 
+async def test_a_plan_that_no_rank_was_given_is_for_the_ranks_that_there_are(tmp_path: Path, disk: Disk) -> None:
+    """It is on the disk, and that it is for ranks 1 and 2, not 0 and 1, is not yet."""
+    network = MemoryNetwork(dp_size=3)
+    crew = Crew(network, {0: (0, "work")})
+    crew.rejoin = True
+    life = Life(tmp_path, disk, network, on_rank_loss="replan", rejoin_timeout_s=5.0)
+    async with anyio.create_task_group() as ranks:
+        for rank in range(3):
+            ranks.start_soon(crew.train, rank)
+        async with life.balancer() as balancer, anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(sb.serve, **life.options), balancer, network)
+            for number in range(SIZE):
+                await balancer.put(make_rollout(8, f"r{number}"))
+            await anyio.sleep(50.0)
+            assert (balancer.config.dp_size, balancer.in_flight()) == (2, ())
+            for number in range(SIZE, 2 * SIZE):
+                await balancer.put(make_rollout(8, f"r{number}"))
+            disk.delay_s = 3.0  # of the plan, then of the ranks it is for
+            await anyio.sleep(4.0)
+            assert [batch.step for batch in balancer.in_flight()] == [1]
+            disk.die()
+            tasks.cancel_scope.cancel()
+        disk.is_dead, disk.delay_s = False, 0.0
+        balancer = await life.to_the_end()
+    crew.check(balancer, 2 * SIZE)
+    assert crew.present == {0: (1, 2), 1: (1, 2)}
+    assert not crew.errors
+
+
 async def test_a_rank_comes_back_while_a_plan_without_it_is_being_written(tmp_path: Path, disk: Disk) -> None:
     """The next controller takes nothing that was said of that plan for the one that followed it."""
     network = MemoryNetwork(dp_size=2)
@@ -178,6 +208,50 @@ async def two_seats_a_rank(
             await balancer.put(make_rollout(8, f"r{number}"))
         balancer.end()
         yield balancer, tasks
+
+
+@pytest.mark.parametrize("sooner", [0, 2])
+async def test_a_step_that_ranks_have_trained_before_there_were_more_is_not_trained_again(
+    tmp_path: Path, disk: Disk, sooner: int
+) -> None:
+    """It was planned for those that were there, and the next controller would plan it for more."""
+    network, trained = MemoryNetwork(dp_size=2), Counter[str]()
+    life = Life(tmp_path, disk, network)
+
+    async def train(rank: int) -> None:
+        async for batch in sb.RankFeed(network.connect(rank, rejoin=True)):
+            await anyio.sleep(5.0)
+            trained.update(one.rollout_id for one in batch.rollouts if not one.is_padding)
+
+    async with anyio.create_task_group() as ranks:
+        for rank in range(2):
+            ranks.start_soon(train, rank)
+        async with life.balancer() as balancer, anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(sb.serve, report_after_s=1e9), balancer, network)
+            for number in range(SIZE):
+                await balancer.put(make_rollout(8, f"r{number}"))
+            await anyio.sleep(1.0)
+            balancer.reconfigure(dp_size=3)
+            disk.delay_s = 3.0  # what the ranks acknowledge is not on the disk when it dies
+            await anyio.sleep(5.0)
+            disk.die()
+            tasks.cancel_scope.cancel()
+        disk.delay_s = 0.0
+        assert len(trained) == SIZE
+
+        async def join() -> None:
+            await anyio.sleep(sooner)
+            await train(2)
+
+        ranks.start_soon(join)
+        async with life.balancer() as balancer, anyio.create_task_group() as tasks:
+            assert balancer.config.dp_size == 3
+            tasks.start_soon(partial(sb.serve, report_after_s=1e9), balancer, network)
+            for number in range(SIZE, 2 * SIZE):
+                await balancer.put(make_rollout(8, f"r{number}"))
+            balancer.end()
+    assert trained == Counter(f"r{number}" for number in range(2 * SIZE))
+    assert balancer.statistics().acknowledged == 2 * SIZE
 
 
 async def test_a_rank_of_which_one_process_is_lost_is_given_up_and_the_others_are_told() -> None:

@@ -29,6 +29,9 @@ def look_at_step(book: Book, step: Step) -> None:
         return
     if step.settling:
         return
+    if step.met and not book.meets:  # under the plan of before: those who met in it were all ranks of that time
+        acknowledge(book, step)
+        return
     if step.met or step.is_kept:
         if not step.is_met:
             step.is_met = True

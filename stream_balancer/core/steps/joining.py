@@ -46,7 +46,7 @@ class Joining(Book):
         for number, held in has.items():
             self._drop_unknown(one, seat, number, held)
         for step in self.steps.values():
-            if self.meets and not one.role:
+            if (self.meets or not step.is_settled) and not one.role:
                 (step.met.add if rank.furthest > step.number else step.met.discard)(one)
             if (share := step.shares.get(one)) is not None:
                 held_step = has.get(step.number)
@@ -94,10 +94,15 @@ class Joining(Book):
         *,
         acked: Collection[RankId] = (),
         gone: Iterable[str] = (),
+        remade: bool = False,
     ) -> None:
         """A step as the journal has it, in a ledger that was started again: its whole plan, who has acknowledged it,
-        and what was masked. Ranks will say who has it. Call after :meth:`resized` and :meth:`restore_rank`."""
-        step = self.steps[number] = Step(number, uid, is_complete=True, is_settled=not self.meets, gone=set(gone))
+        and what was masked. Ranks will say who has it. ``remade``: it was planned anew for other ranks. Call after
+        :meth:`resized` and :meth:`restore_rank`."""
+        # Where plain loops have the plan that they had, each goes on by itself. Under another plan a rank might train
+        # what others have in their weights: all say that first.
+        is_settled = not (self.meets or remade)
+        step = self.steps[number] = Step(number, uid, is_complete=True, is_settled=is_settled, gone=set(gone))
         step.participants.update(participants)
         step.settling.update(step.participants.difference(acked))
         for one in step.participants:
