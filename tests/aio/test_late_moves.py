@@ -104,19 +104,10 @@ async def test_others_take_over_what_a_slow_rank_has_not_begun() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_nothing_is_slower_where_no_rank_is_slow(seed: int) -> None:
-    chance = random.Random(seed)
-    lengths = [chance.randint(1, CAP) for _ in range(64)]
-    planned, _ = await step_seconds(lengths, {}, move_late=False)
-    moved, _ = await step_seconds(lengths, {})
-    assert moved <= 1.01 * planned
-
-
-@pytest.mark.parametrize("seed", range(5))
 async def test_it_is_never_slower_whoever_is_slow(seed: int) -> None:
     chance = random.Random(seed)
     lengths = [chance.randint(1, CAP) for _ in range(64)]
-    slow = {rank: chance.choice([1.0, 1.5, 3.0]) for rank in range(4)}
+    slow = {rank: chance.choice([1.0, 1.5, 3.0]) for rank in range(4)} if seed else {}
     planned, _ = await step_seconds(lengths, slow, move_late=False)
     moved, _ = await step_seconds(lengths, slow)
     assert moved <= 1.01 * planned
@@ -135,7 +126,7 @@ async def test_a_rank_that_begins_late_is_helped_too() -> None:
         assert crew.met_at[0] - began_at == pytest.approx(10.4, rel=0.01)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(8))
 async def test_whoever_is_slow_and_whoever_is_lost_each_rollout_is_in_the_gradient_once(seed: int) -> None:
     chance = random.Random(seed)
     size = chance.randint(2, 5)

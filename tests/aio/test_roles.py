@@ -276,14 +276,17 @@ async def test_columns_that_do_not_fit_are_refused_where_they_are_given(
         tasks.cancel_scope.cancel()
 
 
-async def test_other_columns_than_were_asked_for_are_refused_at_both_ends() -> None:
-    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1)
+@pytest.mark.parametrize("last", [False, True])
+async def test_other_columns_than_were_asked_for_are_refused_at_both_ends(last: bool) -> None:
+    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1, window=8 if last else 16)
     async with run.balancer:
         feed, _ = run.feed(0, role="ref"), run.feed(0)
-        await run.put(range(1, 17))
+        await run.put(range(1, 9 if last else 17))
 
         async def compute() -> None:
             batch = await anext(feed)
+            if last:
+                run.balancer.end()
             give(batch, {"logprobs": [micro_batch.packed()["input_ids"] for micro_batch in batch.micro_batches]})
             with pytest.raises(
                 sb.RankLostError, match=r"is to give the columns \['ref_logprobs'\], not \['logprobs'\]"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -17,7 +15,7 @@ from kept import Kept
 
 import stream_balancer as sb
 from stream_balancer.host.serve import serve
-from stream_balancer.testing import BACKENDS, make_rollout, virtual_time_backend
+from stream_balancer.testing import make_rollout
 from stream_balancer.testing.network import MemoryNetwork
 from stream_balancer.types import Rollout, SharedRollout
 
@@ -55,17 +53,11 @@ async def test_what_a_lost_rank_owed_is_done_by_the_others_in_the_same_step(
         assert balancer.config.dp_size == 3
         assert not crew.errors
         assert any(isinstance(one, SharedRollout) for one in crew.seen.values()) == ("context_parallel" in plan)
+        if not plan or plan is CAPPED:  # where nothing is shared nobody begins again
+            assert crew.rewound == crew.dropped == []
+            assert len(crew.trained) == (60 if when == "work" else len({*crew.trained}))
         if plan is LOCKSTEP and when != "met":
             assert {rank for rank, number in crew.rewound if number == step} == {0, 2, 3}
-
-
-async def test_nobody_begins_again_where_nothing_is_shared() -> None:
-    async with sb.StreamBalancer(knobs(3)) as balancer:
-        crew = Crew(MemoryNetwork(dp_size=3), {1: (1, "work")})
-        await crew.run(balancer, some(60), on_rank_loss="replan")
-        crew.check(balancer, 60)
-        assert crew.rewound == crew.dropped == []
-        assert len(crew.trained) == 60
 
 
 async def test_who_took_over_is_lost_too_and_the_last_one_does_it_all() -> None:
@@ -182,50 +174,6 @@ async def test_a_process_that_was_given_up_must_not_come_back_and_a_new_one_may(
         assert crew.present[max(crew.present)] == (0, 1)
 
 
-async def test_others_take_over_what_a_slow_rank_has_not_begun() -> None:
-    async with sb.StreamBalancer(
-        knobs(4, batch_size=32, micro_batches=sb.MicroBatches(max_tokens=1000, counts="free"))
-    ) as balancer:
-        crew = Crew(MemoryNetwork(dp_size=4))
-        crew.seconds = lambda rank, step: 10.0 if rank == 1 else 1.0
-        await crew.run(balancer, some(128), move_late=True)
-        crew.check(balancer, 128)
-        work = [len([one for one in crew.trained if one[0] == rank]) for rank in range(4)]
-        assert work[1] < min(work[0], work[2], work[3])
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("plan", [FREE, LOCKSTEP, {**SHARED, **FREE}], ids=str)
-async def test_whoever_is_lost_or_slow_and_whenever(seed: int, plan: dict[str, Any]) -> None:
-    chance = random.Random(seed)
-    async with sb.StreamBalancer(knobs(4, **plan)) as balancer:
-        die = {rank: (chance.randrange(4), chance.choice(WHENS)) for rank in chance.sample(range(4), 3)}
-        crew = Crew(MemoryNetwork(dp_size=4), die)
-        crew.seconds = lambda rank, step: chance.choice([0.0, 1.0, 5.0])
-        await crew.run(balancer, some(60), on_rank_loss="replan", move_late=seed % 2 == 0 and "sync" not in plan)
-        crew.check(balancer, 60)
-
-
-@pytest.mark.parametrize("when", WHENS)
-@pytest.mark.parametrize("plan", [FREE, LOCKSTEP, {**SHARED, **FREE}], ids=str)
-async def test_payloads_that_lie_with_producers_change_hands_too(when: str, plan: dict[str, Any]) -> None:
-    """Some of them are gone: masked on all ranks, whoever takes them over."""
-    async with sb.StreamBalancer(knobs(3, **plan)) as balancer:
-        network = MemoryNetwork(dp_size=3)
-        crew, kept = Crew(network, {1: (1, when)}), Kept(network)
-        crew.connect = partial(kept.port, network)
-        kept.gone = {2, 14, 30}
-        rollouts = some(48)
-        await crew.run(
-            balancer, [kept.remote(one) for one in rollouts], on_rank_loss="replan", move_late=plan is not LOCKSTEP
-        )
-        trained = {name for gradient in crew.met.values() for name, _ in gradient}
-        assert trained == {one.rollout_id for n, one in enumerate(rollouts) if n not in kept.gone}
-        assert balancer.statistics().evicted["lost"] == 3
-        for step, gradient in crew.met.items():
-            assert {end.rollouts for end in crew.ends[step]} == {len({name for name, _ in gradient})}
-
-
 @pytest.mark.parametrize("options", [{"on_rank_loss": "replan"}, {"move_late": True}])
 async def test_mini_batches_stay_as_they_are(options: dict[str, Any]) -> None:
     async with sb.StreamBalancer(knobs(2, step_size=sb.StepSize(mini_batches=2))) as balancer:
@@ -317,41 +265,6 @@ async def test_ranks_are_lost_come_back_or_are_no_more_at_random_moments(seed: i
             await anyio.sleep(300.0)
             balancer.end()
         crew.check(balancer, 96)
-
-
-@pytest.mark.parametrize("anyio_backend", [virtual_time_backend(name, grace_s=0.01) for name in BACKENDS], ids=BACKENDS)
-@pytest.mark.parametrize("seconds", [0.0, 1.05, 1.3, 1.7, 2.2])
-async def test_the_controller_is_lost_while_others_take_over(tmp_path: Path, seconds: float) -> None:
-    """Its journal knows the step whole, or not at all: the next one gives it again as it was planned. The clock waits
-    a moment for the journal's thread."""
-    crew = Crew(MemoryNetwork(dp_size=4), {1: (1, "work")})
-    async with sb.StreamBalancer(knobs(4), journal=tmp_path / "j") as balancer:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, on_rank_loss="replan"), balancer, crew.network)
-            for rank in range(4):
-                tasks.start_soon(crew.train, rank)
-            for one in some(36):
-                await balancer.put(one)
-            with anyio.fail_after(60):
-                while crew.die:  # noqa: ASYNC110
-                    await anyio.sleep(0.05)
-            await anyio.sleep(seconds)
-            tasks.cancel_scope.cancel()
-        done = balancer.statistics().acknowledged
-    trained = [step for step in crew.met if step < done // 12]
-    before: Counter[tuple[str, int]] = sum((crew.met[step] for step in trained), Counter())
-    again = Crew(MemoryNetwork(dp_size=3))
-    async with sb.StreamBalancer(knobs(3), journal=tmp_path / "j") as balancer:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, on_rank_loss="replan"), balancer, again.network)
-            for rank in range(3):
-                tasks.start_soon(partial(again.train, rank, incarnation=1))
-            balancer.end()
-        after: Counter[tuple[str, int]] = sum(again.met.values(), Counter())
-        assert len(before) == done
-        assert before + after == Counter((f"r{n}", 0) for n in range(36))
-        assert balancer.statistics().acknowledged == 36
-        assert sorted([*trained, *again.met]) == [0, 1, 2], "the same steps"
 
 
 async def test_what_replanning_is_not_for_is_refused() -> None:

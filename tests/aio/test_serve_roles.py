@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 import torch
 from crew import WHENS, Crew
-from helpers import until
 
 import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork, make_rollout
@@ -95,17 +92,6 @@ async def test_a_slow_rank_is_helped_once_the_columns_are_there() -> None:
         assert work[1] < min(work[0], work[2], work[3])
 
 
-async def test_the_trainer_begins_with_its_first_columns() -> None:
-    async with sb.StreamBalancer(knobs(1, micro_batches=sb.MicroBatches(max_tokens=40))) as balancer:
-        crew = Roled(MemoryNetwork(dp_size=1))
-        crew.role_s, began_at = 10.0, []
-        crew.seconds = lambda rank, step: began_at.append(anyio.current_time()) or 0.0  # type: ignore[func-returns-value]
-        await crew.run(balancer, some(24), *crew.computing(0), roles=ROLES)
-        crew.check(balancer, 24)
-        gaps = [later - sooner for sooner, later in itertools.pairwise(began_at)]
-        assert gaps[-2:] == pytest.approx([10.0, 10.0]), "over micro-batches since the first"
-
-
 @pytest.mark.parametrize("policy", ["raise", "replan"])
 async def test_a_lost_rank_of_a_role_is_waited_for_or_given_up(policy: Any) -> None:
     async with sb.StreamBalancer(knobs(2, micro_batches=sb.MicroBatches(max_tokens=40))) as balancer:
@@ -123,102 +109,3 @@ async def test_a_lost_rank_of_a_role_is_waited_for_or_given_up(policy: Any) -> N
         await crew.run(balancer, some(60), *crew.computing(0, 1), again, **options)
         crew.check(balancer, 60)
         assert set(crew.computed.values()) == {1}
-
-
-async def test_more_ranks_and_fewer_with_a_role() -> None:
-    async with sb.StreamBalancer(knobs(2)) as balancer:
-        crew = Roled(MemoryNetwork(dp_size=2))
-
-        async def change() -> None:
-            await anyio.sleep(5)
-            balancer.reconfigure(dp_size=3)
-            await anyio.sleep(1)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(partial(crew.train, 2, dp_size=3))
-                tasks.start_soon(partial(crew.compute, 2, dp_size=3))
-                await anyio.sleep(30)
-                balancer.reconfigure(dp_size=1)
-
-        await crew.run(balancer, some(480), *crew.computing(0, 1), change, roles=ROLES)
-        crew.check(balancer, 480)
-        assert {(0, 1), (0, 1, 2), (0,)} == set(crew.present.values())
-
-
-async def test_a_role_whose_link_breaks_computes_anew_what_it_had_not_given() -> None:
-    async with sb.StreamBalancer(knobs(2, micro_batches=sb.MicroBatches(max_tokens=40))) as balancer:
-        crew = Roled(MemoryNetwork(dp_size=2))
-        peers: list[Any] = []
-        connect = crew.network.connect
-
-        def remember(rank: int, **join: Any) -> Any:
-            peers.append(connect(rank, **join))
-            return peers[-1]
-
-        crew.network.connect = remember  # type: ignore[method-assign]
-
-        async def breaks() -> None:
-            for _ in range(6):
-                await anyio.sleep(3.3)
-                for peer in peers:
-                    peer.cut()
-
-        crew.rejoin = True
-        compute = [partial(crew.compute, rank, rejoin=True) for rank in range(2)]
-        await crew.run(balancer, some(60), *compute, breaks, roles=ROLES, rejoin_timeout_s=math.inf)
-        crew.check(balancer, 60)
-        assert set(crew.computed) == {f"r{n}" for n in range(60)}
-
-
-async def test_wrong_columns_on_the_last_step_are_told() -> None:
-    async with sb.StreamBalancer(knobs(1)) as balancer:
-        crew = Roled(MemoryNetwork(dp_size=1))
-        told: list[str] = []
-
-        async def wrong() -> None:
-            with pytest.raises(sb.RankLostError, match=r"is to give the columns \['ref_logprobs'\], not \['values'\]"):  # noqa: PT012 - whichever of these notices
-                async for step in sb.RankFeed(crew.network.connect(0, role="ref")):
-                    async for micro_batch in step:
-                        balancer.end()
-                        await anyio.sleep(1)
-                        micro_batch.give(values=micro_batch.packed()["input_ids"])
-            told.append("the rank")
-
-        with pytest.raises(BaseExceptionGroup) as caught:
-            await crew.run(balancer, some(12), wrong, roles=ROLES)
-        assert caught.group_contains(sb.RankLostError, match=r"not \['values'\]")
-        assert told == ["the rank"]
-
-
-async def test_open_steps_with_a_role(tmp_path: Path) -> None:
-    async with sb.StreamBalancer(knobs(2)) as balancer:
-        crew = Roled(MemoryNetwork(dp_size=2), {1: (2, "work")})
-        await crew.run(balancer, some(60), *crew.computing(0, 1), roles=ROLES, open=True, on_rank_loss="replan")
-        crew.check(balancer, 60)
-        assert set(crew.computed.values()) == {1}
-
-
-@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
-async def test_another_controller_has_the_columns_computed_again(tmp_path: Path) -> None:
-    """The first one is cancelled in the middle; feeds with rejoin=True go on with the next, at the same place. Real
-    time: the journal has a thread."""
-    network = MemoryNetwork(dp_size=2)
-    crew = Roled(network)
-    crew.rejoin, crew.seconds, crew.role_s = True, lambda rank, step: 0.02, 0.01
-    async with anyio.create_task_group() as tasks:
-        for rank in range(2):
-            tasks.start_soon(crew.train, rank)
-            tasks.start_soon(partial(crew.compute, rank, rejoin=True))
-        async with sb.StreamBalancer(knobs(2), journal=tmp_path / "j") as balancer, anyio.create_task_group() as first:
-            first.start_soon(partial(sb.serve, roles=ROLES, rejoin_timeout_s=math.inf), balancer, network)
-            for rollout in some(60):
-                await balancer.put(rollout)
-            await until(lambda: 2 in crew.met)
-            first.cancel_scope.cancel()
-        done = balancer.statistics().acknowledged
-        async with sb.StreamBalancer(knobs(2), journal=tmp_path / "j") as balancer, anyio.create_task_group() as next_:
-            assert balancer.recovered.steps
-            next_.start_soon(partial(sb.serve, roles=ROLES, rejoin_timeout_s=math.inf), balancer, network)
-            balancer.end()
-        assert balancer.statistics().acknowledged == 60
-    assert done < 60
-    assert sorted(name for _, _, name in crew.trained) == sorted(f"r{n}" for n in range(60) for _ in range(1))

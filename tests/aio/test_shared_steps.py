@@ -3,10 +3,7 @@ elsewhere, with columns of other models, through a crash."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -15,13 +12,11 @@ import test_roles
 import torch
 from crew import Crew
 from helpers import kill
-from invariants import verify
 from kept import Kept
 from scripted import same_rollout
-from test_journal import crash, ids_of
 
 import stream_balancer as sb
-from stream_balancer.testing import MemoryNetwork, make_rollout, make_rollouts
+from stream_balancer.testing import MemoryNetwork, make_rollouts
 from stream_balancer.types import MicroBatch, RankBatch, Rollout, SharedRollout
 from stream_balancer.types.shared import join_column
 
@@ -55,15 +50,8 @@ class Run:
     def feed(self, rank: int, **join: Any) -> sb.RankFeed:
         return sb.RankFeed(self.kept.port(self.transport, rank, **join))
 
-    async def train(self, rank: int, *, dies_at: int | None = None) -> None:
-        feed = self.feed(rank)
-        async for batch in feed:
-            if batch.step == dies_at:
-                kill(feed)
-                await anyio.sleep(5)
-                async for again in self.feed(rank, incarnation=1):
-                    self.seen[rank][again.step] = again
-                return
+    async def train(self, rank: int) -> None:
+        async for batch in self.feed(rank):
             self.seen[rank][batch.step] = batch
 
     async def put(self, steps: int = 1, *, remote: bool = False) -> None:
@@ -76,7 +64,7 @@ class Run:
         with anyio.fail_after(3600):  # virtual
             await sb.serve(self.balancer, self.transport, **options)
 
-    def check(self, gone: frozenset[str] = frozenset()) -> None:
+    def check(self) -> None:
         """Every rollout was trained on once; of the shared ones all parts, which join to it."""
         parts: dict[str, dict[int, MicroBatch]] = {}
         alone = []
@@ -89,7 +77,7 @@ class Run:
                         elif not rollout.is_padding:
                             alone.append(rollout.rollout_id)
                             assert same_rollout(rollout, self.rollouts[rollout.rollout_id])
-        assert sorted([*alone, *parts]) == sorted(self.rollouts.keys() - gone)
+        assert sorted([*alone, *parts]) == sorted(self.rollouts)
         assert parts, "nothing was shared: the test says nothing"
         for name, members in parts.items():
             (group,) = {mb.cp_group for mb in members.values()}
@@ -101,21 +89,6 @@ class Run:
                 assert join_column([one[column] for one in layouts], len(values)).equal(values)
                 following = join_column([one.next(column) for one in layouts], len(values))
                 assert following.equal(torch.cat([values[1:], values.new_zeros(1)]))
-
-
-async def test_a_rank_that_is_killed_within_a_step_gets_its_parts_again() -> None:
-    run = Run()
-    async with run.balancer as balancer, anyio.create_task_group() as tasks:
-        for rank in range(4):
-            tasks.start_soon(partial(run.train, rank, dies_at=1 if rank == 2 else None))
-        tasks.start_soon(partial(run.serve, rejoin_timeout_s=60))
-        await run.put(steps=3)
-        balancer.end()
-    run.check()
-    assert run.balancer.in_flight() == ()
-    statistics = run.balancer.statistics()
-    assert (statistics.acknowledged, statistics.in_flight) == (3 * len(LENGTHS), 0)
-    verify(run.balancer.parts.core)
 
 
 async def test_a_part_that_is_gone_once_the_others_have_begun_is_an_error() -> None:
@@ -171,56 +144,19 @@ async def test_other_ranks_share_anew(dp_size: int) -> None:
     run.check()
 
 
-async def test_an_elastic_run_shares_among_those_that_there_are() -> None:
-    run = Run(dp_size=4)
-    async with run.balancer as balancer, anyio.create_task_group() as tasks:
-        for rank in range(4):
-            tasks.start_soon(run.train, rank)
-        tasks.start_soon(run.serve)
-        await run.put()
-        await anyio.sleep(1)  # virtual: they have it
-        assert all(run.seen[rank] for rank in range(4))
-        balancer.reconfigure(dp_size=2, min_batch_size=2)
-        for rollout in make_rollouts(LENGTHS, prefix="later-"):
-            run.rollouts[rollout.rollout_id] = rollout
-            await balancer.put(rollout)
-        balancer.end()
-    run.check()
-    assert {len(mb.cp_group) for rank in (0, 1) for mb in run.seen[rank][1].micro_batches} == {0, 2}
-    assert all(list(run.seen[rank]) == [0] for rank in (2, 3))
-
-
-@pytest.mark.parametrize("gone", [False, True])
-async def test_parts_of_payloads_that_lie_with_producers(gone: bool) -> None:
+async def test_only_the_parts_of_a_payload_are_fetched() -> None:
     run = Run()
-    lost = "0-0"
     async with run.balancer as balancer, anyio.create_task_group() as tasks:
         await run.put(remote=True)
         balancer.end()
-        if gone:
-            run.kept.gone = {0}
         for rank in range(4):
             tasks.start_soon(run.train, rank)
         await run.serve()
-        statistics = balancer.statistics()
-    if not gone:
-        run.check()
-        whole = sum(r.nbytes for r in run.rollouts.values())
-        row = sum(column[0].nbytes for column in run.rollouts[lost].tokens.values())
-        degree = next(len(mb.cp_group) for mb in run.seen[0][0].micro_batches if mb.cp_group)
-        assert run.kept.num_bytes <= whole + row * 4 * degree, "more than the parts, their halos and a chunk's rest"
-        return
-    with pytest.raises(AssertionError, match="nothing was shared"):
-        run.check(frozenset({lost}))
-    batches = [one[0] for one in run.seen.values()]
-    left = sum(length for length in LENGTHS[1:])
-    assert {(one.global_num_rollouts, one.global_num_tokens) for one in batches} == {(len(LENGTHS) - 1, left)}
-    shared = [mb for one in batches for mb in one.micro_batches if mb.cp_group]
-    assert len(shared) == len(shared[0].cp_group), "all members still meet"
-    for mb in shared:
-        assert not mb.packed()["loss_mask"].any()
-        assert not mb.packed().rollout_weights.any()
-    assert (statistics.evicted["lost"], statistics.acknowledged) == (1, len(LENGTHS) - 1)
+    run.check()
+    whole = sum(r.nbytes for r in run.rollouts.values())
+    row = sum(column[0].nbytes for column in run.rollouts["0-0"].tokens.values())
+    degree = next(len(mb.cp_group) for mb in run.seen[0][0].micro_batches if mb.cp_group)
+    assert run.kept.num_bytes <= whole + row * 4 * degree, "more than the parts, their halos and a chunk's rest"
 
 
 async def test_a_part_that_only_one_member_cannot_get_is_nobodys() -> None:
@@ -242,7 +178,11 @@ async def test_a_part_that_only_one_member_cannot_get_is_nobodys() -> None:
     shared = [mb for one in run.seen.values() for mb in one[0].micro_batches if mb.cp_group]
     assert shared
     assert all(not mb.packed()["loss_mask"].any() and not mb.packed()["input_ids"].any() for mb in shared)
-    assert {one[0].global_num_rollouts for one in run.seen.values()} == {len(LENGTHS) - 1}
+    assert not any(mb.packed().rollout_weights.any() for mb in shared)
+    batches = [one[0] for one in run.seen.values()]
+    left = len(LENGTHS) - 1, sum(LENGTHS[1:])
+    assert {(one.global_num_rollouts, one.global_num_tokens) for one in batches} == {left}
+    assert run.balancer.statistics().evicted["lost"] == 1
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -288,36 +228,3 @@ async def test_knobs_that_come_later_share_rollouts_that_a_lost_rank_takes_a_par
     crew.check(balancer, len(LENGTHS))
     assert any(isinstance(one, SharedRollout) for one in crew.seen.values())
     assert {rank for rank, _ in crew.rewound} == {0, 2, 3}
-
-
-@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
-async def test_a_crash_with_a_shared_step_in_flight(tmp_path: Path) -> None:
-    """Real time: the journal has a thread."""
-    rollouts = [replace(one) for one in make_rollouts(LENGTHS)]
-    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
-        for rollout in rollouts:
-            await balancer.put(rollout)
-        given = await anext(balancer.batches(auto_ack=False))
-        assert given.has_shared
-        await balancer.put(make_rollout(4, "waits"))
-        after = await crash(balancer)
-    async with sb.StreamBalancer(config(), journal=after) as balancer:
-        verify(balancer.parts.core)
-        statistics = balancer.statistics()
-        assert (statistics.waiting, statistics.in_flight, statistics.accepted) == (1, len(LENGTHS), len(LENGTHS) + 1)
-        again = await anext(balancer.batches(auto_ack=False))
-        assert ids_of(again) == ids_of(given)
-        for mine, theirs in zip(given.ranks, again.ranks, strict=True):
-            assert [(mb.cp_group, mb.cp_rank) for mb in mine.micro_batches] == [
-                (mb.cp_group, mb.cp_rank) for mb in theirs.micro_batches
-            ]
-            assert all(same_rollout(a, b) for a, b in zip(mine.rollouts, theirs.rollouts, strict=True))
-        balancer.acknowledge(0)
-        verify(balancer.parts.core)
-        twice = await crash(balancer)
-    async with sb.StreamBalancer(config(), journal=twice) as balancer:
-        statistics = balancer.statistics()
-        assert (statistics.waiting, statistics.in_flight, statistics.acknowledged) == (1, 0, len(LENGTHS))
-        with pytest.raises(sb.DuplicateRolloutError):
-            await balancer.put(rollouts[0])
-    assert math.isfinite(statistics.oldest_wait_s)
