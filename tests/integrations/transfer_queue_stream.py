@@ -1,7 +1,7 @@
 """A recorded stream through TransferQueue's own processes: ``python transfer_queue_stream.py TRACE SAMPLER...``.
 
-Two clients put row by row, a controller with the sampler and two storage units hold them, two ranks read in lockstep.
-Prints what each sampler did as a line of JSON.
+Two clients put four rows at a time, a controller with the sampler and two storage units hold them, two ranks read in
+lockstep. Prints what each sampler did as a line of JSON.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ class Client:
         self.queue = transfer_queue.get_client()
 
     def put(self, partition: str, lengths: dict[int, int]) -> None:
-        for name, length in lengths.items():
-            row = torch.nested.as_nested_tensor([torch.full((length,), name)], layout=torch.jagged)
-            fields = TensorDict({"input_ids": row}, batch_size=1)
-            transfer_queue.kv_batch_put([f"{name}"], partition, fields, [{"total_lengths": length}])
+        every = [*lengths.items()]
+        for some in (every[at : at + 4] for at in range(0, len(every), 4)):
+            rows = [torch.full((length,), name) for name, length in some]
+            ids = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+            fields, tags = TensorDict({"input_ids": ids}, len(some)), [{"total_lengths": length} for _, length in some]
+            transfer_queue.kv_batch_put([f"{name}" for name, _ in some], partition, fields, tags)
 
     def read(self, partition: str, rank: int, step: int, *, end: bool) -> list[list[tuple[int, int, float]]] | None:
         """Micro-batches of (row, tokens, weight), read from the storage units; None where there is nothing yet."""
