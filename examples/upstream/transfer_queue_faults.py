@@ -62,7 +62,12 @@ def use(sampler: BaseSampler) -> None:
 def a_row_is_ready_before_its_length_is_there() -> str:
     open("/tmp/rows_without_length", "w").close()
     use(Watching())
-    putting = threading.Thread(target=lambda: [put("early", range(n, n + 4)) for n in range(0, 200, 4)])
+
+    def put_all() -> None:
+        for first in range(0, 200, 4):
+            put("early", range(first, first + 4))
+
+    putting = threading.Thread(target=put_all)
     putting.start()
     while putting.is_alive():
         get("early", 1)
