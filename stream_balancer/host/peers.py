@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from stream_balancer.errors import WireError
-from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.producers import Producers
 from stream_balancer.host.ranks import Member, forget
 from stream_balancer.host.records import Came
 from stream_balancer.host.reports import Reports
 from stream_balancer.host.sending import InFlight
-from stream_balancer.net.answers import Asked
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.messages import Join, Report
-from stream_balancer.net.service import Method, Peer, Service
+from stream_balancer.net.service import Peer, Service
 from stream_balancer.wire.payload import Memory
 
 __all__ = ["Peers"]
 
-logger = logging.getLogger("stream_balancer.dispatch")
 _COLUMN_BYTES = 2**32  # of one micro-batch; what comes is then checked against its tokens
 
 
@@ -42,11 +36,9 @@ class Peers:
 
     async def attend(self) -> None:
         """Until cancelled."""
-        balancer, methods = self._here.balancer, {**self._producers.methods}
-        methods |= {"set_version": partial(_set_version, balancer), "end": partial(_end, balancer, methods["end"])}
         # versions come in the order in which they are set, also those of calls that are answered meanwhile
         with self._producers.following_versions():
-            await self._service.attend(methods, admit=self._admit, on_peer=self._on_peer)
+            await self._service.attend(self._producers.methods, admit=self._admit, on_peer=self._on_peer)
 
     def leave(self) -> None:
         """End of attending: ranks see a loss, and may come to the next ``serve``."""
@@ -108,24 +100,3 @@ class Peers:
         peer.close(text)
         self._here.ranks.lose(member, seat, member.lost(cause, text, step))
         self._changed()
-
-
-def _set_version(balancer: StreamBalancer, peer: Peer, asked: Asked) -> None:
-    try:
-        [version] = msgspec.msgpack.decode(asked.args, type=tuple[int])
-    except msgspec.DecodeError as error:
-        raise WireError(f"no version: {error}") from None
-    if balancer.version is None or version >= balancer.version:
-        balancer.set_version(version)
-    else:  # where all ranks set the same, one may be late
-        logger.warning("%s set version %d, which is %d by now: passed over", _who(peer), version, balancer.version)
-
-
-def _end(balancer: StreamBalancer, of_producer: Method, peer: Peer, asked: Asked) -> Any:
-    """A rank ends the balancer; a producer ends for itself."""
-    return balancer.end() if peer.kind == "rank" else of_producer(peer, asked)
-
-
-def _who(peer: Peer) -> str:
-    member = peer.data.get("member")
-    return member.name if isinstance(member, Member) else peer.name

@@ -1,4 +1,5 @@
-"""Requests of producers in other processes to a balancer: methods of a :class:`~stream_balancer.net.service.Service`.
+"""Requests of other processes to a balancer, of producers most of all: methods of a
+:class:`~stream_balancer.net.service.Service`.
 
 What has room goes in at once; the rest waits in the balancer's own first-come-first-served queue, one task each, so
 backpressure is the reply that has not come yet. So do reservers. Every policy version is passed on as it is set.
@@ -57,7 +58,7 @@ _Declared = tuple[_Name, _Name, _Count | None]
 _Reserve = tuple[_Count, _Count]
 _READ: dict[Any, Any] = {
     kind: msgspec.msgpack.Decoder(kind).decode
-    for kind in (_About, _Group, _InSlot, _Declared, _Reserve, _Count, _Version | None, Owner)
+    for kind in (_About, _Group, _InSlot, _Declared, _Reserve, _Count, _Version | None, tuple[_Version], Owner)
 }
 
 
@@ -112,6 +113,7 @@ class Producers:
             "put": self._put, "put_group": self._put_group, "put_in": self._put_in, "put_nowait": self._put_nowait,
             "declare": self._declare, "reserve": self._reserve, "release": self._release, "keep": self._keep,
             "version_after": self._version_after, "end": self._end, "statistics": self._statistics,
+            "set_version": self._set_version,
         }  # fmt: skip
 
         self._coming: dict[bytes, _Producer] = {}
@@ -364,7 +366,19 @@ class Producers:
     def _version_after(self, peer: Peer, asked: Asked) -> Any:
         return self._balancer.version_after(_read(_Version | None, asked.args))
 
-    async def _end(self, peer: Peer, asked: Asked) -> None:
+    def _set_version(self, peer: Peer, asked: Asked) -> None:
+        [version] = _read(tuple[_Version], asked.args)
+        current = self._balancer.version
+        if current is None or version >= current:
+            self._balancer.set_version(version)
+        else:  # where all ranks set the same, one may be late
+            _log.warning("%s set version %d, which is %d by now: passed over", peer.name, version, current)
+
+    def _end(self, peer: Peer, asked: Asked) -> Any:
+        """A rank ends the balancer; a producer ends for itself."""
+        return self._balancer.end() if peer.kind == "rank" else self._end_producer(peer)
+
+    async def _end_producer(self, peer: Peer) -> None:
         """Once all that was asked before has its reply."""
         producer = _producer(peer)
         for reserving in producer.reserving:

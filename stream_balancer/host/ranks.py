@@ -7,7 +7,7 @@ and deadlines. Belongs to the event loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Literal
 
 import anyio
@@ -292,7 +292,7 @@ class Ranks:
         # one process that is back is not its rank: the clock runs until all are
         if len(member.peers) == member.seats:
             member.error, member.give_up_at = None, math.inf
-        peer.keep_s, peer.data["member"] = _KEEP_S, member
+        peer.keep_s, peer.name = _KEEP_S, member.name
         # who comes to a place that a lost rank has left takes part from the next plan on
         is_free = one.role in self._roles and one.number < self.num_places and not self._ledger.ended
         if is_free and not self._is_wanted(member):
@@ -354,28 +354,23 @@ class Ranks:
         """The lost rank whose time is over first."""
         return min(self.members.values(), key=lambda member: member.give_up_at)
 
-    def states(self, roles: bool = False) -> list[RankState]:
-        """For the report of a stall: the trainer's ranks, or those of roles."""
-        now = anyio.current_time()
+    def states(self, roles: Collection[str] = (TRAIN,)) -> list[RankState]:
+        """Of the ranks that take part, by role and number; of these roles."""
+        now, steps_of = anyio.current_time(), self._ledger.unacknowledged
         return [
             RankState(
-                rank=member.id.number,
-                ready=self._ledger.room(member.id) > 0,
+                rank=one.number,
+                ready=self._ledger.room(one) > 0,
                 since_s=now - member.since,
                 connected=len(member.peers) == member.seats,
                 lost=None if member.error is None else member.error.cause,
-                queue=len(steps),
-                step=steps[0] if steps else None,
-                role=member.id.role,
+                queue=len(steps_of(one)),
+                step=next(iter(steps_of(one)), None),
+                role=one.role,
             )
-            for member, steps in self._with_steps()
-            if bool(member.id.role) == roles
+            for one, member in sorted(self.members.items())
+            if one.role in roles and self._is_wanted(member)
         ]
-
-    def _with_steps(self) -> Iterator[tuple[Member, list[int]]]:
-        for one, member in sorted(self.members.items()):
-            if self._is_wanted(member):
-                yield member, self._ledger.unacknowledged(one)
 
 
 def forget(peer: Peer) -> None:

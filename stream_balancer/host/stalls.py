@@ -16,7 +16,7 @@ def why_stalled(here: InFlight, seconds: float) -> str:
         names = ", ".join(one.name for one in [m for m in left if here.ledger.unacknowledged(m.id)] or left)
         return f"all batches were sent {seconds:.0f} s ago; not yet done with them: {names}"
     reasons = [
-        why_ranks_wait([*here.ranks.states(), *here.ranks.states(roles=True)]),
+        why_ranks_wait(here.ranks.states([*here.ledger.wanted])),
         *_why_steps_wait(here),
         here.balancer.why_no_batch(),
     ]
