@@ -154,7 +154,7 @@ def _blocking(owner: str, found: Any, timed: bool) -> Any:
     waits = inspect.iscoroutinefunction(found)
 
     def blocking(self: Facade, /, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        return self._runner.do(lambda: found(self._target, *args, **kwargs), timeout_s)
+        return self._runner.do(functools.partial(found, self._target, *args, **kwargs), timeout_s)
 
     def plain(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
         later = kwargs.pop("timeout_s", None) if timed else None

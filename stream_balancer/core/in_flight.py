@@ -77,7 +77,8 @@ class InFlight:
         self.training_ages = TrainingAges()
         """How old rollouts were when their training began."""
         self._flights: dict[int, _Flight] = {}  # by step, and in the order of steps, since steps only grow
-        self._again: set[int] = set()  # steps to be delivered again: older than anything new
+        self.again: set[int] = set()
+        """Steps to be delivered again: older than anything new."""
 
     # -- dispatch and redelivery ---------------------------------------------------------------------------------------
 
@@ -88,11 +89,11 @@ class InFlight:
 
     def next_redelivery(self) -> Batch | None:
         """The oldest batch to be delivered again; :meth:`redelivered` must follow."""
-        return self._flights[min(self._again)].batch if self._again else None
+        return self._flights[min(self.again)].batch if self.again else None
 
     def redelivered(self, batch: Batch) -> None:
         """The batch, or its plan for other ranks, is as if dispatched now."""
-        self._again.remove(batch.step)
+        self.again.remove(batch.step)
         flight = self._flights[batch.step]
         if len(flight.batch.ranks) != len(batch.ranks):
             flight.timings = {}  # ranks of the old plan had other rollouts than those that carry this step now
@@ -102,7 +103,7 @@ class InFlight:
         """A batch that reached nobody is delivered again."""
         flight = self._flights[batch.step]
         flight.begun = flight.trained = False
-        self._again.add(batch.step)
+        self.again.add(batch.step)
 
     def nack(self, step: int) -> int:
         """A batch was not trained on: it is delivered again, older steps first. -> its rollouts, 0 if it was to be
@@ -112,7 +113,7 @@ class InFlight:
                 f"step {step} cannot be given again: it was never dispatched, or is already acknowledged. "
                 f"In flight: {sorted(self._flights) or 'nothing'}"
             )
-        if step in self._again:
+        if step in self.again:
             return 0  # asked for twice, by a rank and by the user: it comes again once
         self.redeliver(self._flights[step].batch)
         return self._flights[step].batch.num_rollouts
@@ -121,7 +122,7 @@ class InFlight:
         """Another balancer's batches in flight, all to be delivered again."""
         self._flights = {batch.step: _Flight(batch) for batch in batches}
         # how far ranks had come with them, nobody here knows
-        self._again = set(self._flights)
+        self.again = set(self._flights)
         self.next_step = next_step
 
     # -- training and acknowledgement ----------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ class InFlight:
         flight)."""
         for step, flight in self._flights.items():
             # A batch that nobody has is not trained on, however old it is.
-            if not flight.trained and step not in self._again:
+            if not flight.trained and step not in self.again:
                 if not flight.begun:
                     flight.begun = True
                     self.training_ages.record(flight.batch, version)
@@ -178,7 +179,7 @@ class InFlight:
                 f"step {step} is not in flight: it was never dispatched, or is already acknowledged. "
                 f"In flight: {sorted(self._flights) or 'nothing'}"
             )
-        self._again.discard(step)  # a checkpoint held it after all
+        self.again.discard(step)  # a checkpoint held it after all
         return flight.batch, flight.missing
 
     # -- questions -----------------------------------------------------------------------------------------------------
@@ -189,14 +190,9 @@ class InFlight:
         return sum(not flight.trained for flight in self._flights.values())  # those to be delivered again are ahead
 
     @property
-    def redelivers(self) -> bool:
-        """True if a batch is to be delivered again."""
-        return bool(self._again)
-
-    @property
     def num_redelivering(self) -> int:
         """Rollouts in batches to be delivered again."""
-        return sum(self._flights[step].batch.num_rollouts for step in self._again)
+        return sum(self._flights[step].batch.num_rollouts for step in self.again)
 
     def get(self, step: int) -> Batch | None:
         """The batch of a step that is not acknowledged."""
@@ -209,7 +205,7 @@ class InFlight:
 
     def delivered(self) -> tuple[Batch, ...]:
         """Batches that somebody has: not those to be delivered again. Oldest first."""
-        return tuple(batch for batch in self.batches() if batch.step not in self._again)
+        return tuple(batch for batch in self.batches() if batch.step not in self.again)
 
     def steps_through(self, step: int) -> list[int]:
         """Steps in flight up to and including this one, ascending."""

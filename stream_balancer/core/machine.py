@@ -141,7 +141,7 @@ class BalancerCore:
     @property
     def finished(self) -> bool:
         """Ended, and nothing waits any more. Batches may still be in flight."""
-        return self.ended and not len(self.state.buffer) and not self.state.in_flight.redelivers
+        return self.ended and not len(self.state.buffer) and not self.state.in_flight.again
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
@@ -149,7 +149,8 @@ class BalancerCore:
         """When ``poll`` will give a batch if nothing else happens: ``-inf`` = now, ``inf`` = never. See
         :meth:`Triggers.next_wakeup`."""
         opened, at = self.state.open_step, self.state.triggers.next_wakeup()
-        if self._gives_again or (opened is not None and at > -math.inf and ready_rows(self.state, opened).size):
+        again = self.state.in_flight.again and self._gives_again
+        if again or (opened is not None and at > -math.inf and ready_rows(self.state, opened).size):
             return -math.inf
         return at
 
@@ -198,7 +199,7 @@ class BalancerCore:
     def _gives_again(self) -> bool:
         """A batch in flight leaves again next. Not between two rows of a step: gradients would be added up of both."""
         opened = self.state.open_step
-        return self.state.in_flight.redelivers and not (opened is not None and opened.num_taken)
+        return bool(self.state.in_flight.again) and not (opened is not None and opened.num_taken)
 
     def open_steps(self, wanted: bool) -> None:
         """Steps begin before they are complete from now on, or do not: ``poll`` gives their rows. A step that is under

@@ -33,7 +33,6 @@ class Sendable(NamedTuple):
     waiting: int
     ready: int
     """Number of these that are not held back by an incomplete group either."""
-    oldest_arrival: float
 
 
 class Triggers:
@@ -72,26 +71,26 @@ class Triggers:
 
         Never a time at which there has just been no reason, so waiting until then does not spin.
         """
-        waiting, ready, oldest = self.sendable()
+        waiting, ready = self.sendable()
         if not waiting:
             return math.inf
-        if self.ended or self._window_is_full(ready) or self._full_batch_is_due(ready):
+        if self.ended or self._window_is_full(ready) or (self._staleness.num_due and self._full_batch_is_due(ready)):
             return -math.inf
         # Only a put can help then, and a put wakes whoever waits.
         if self.config.deadline_s is None or waiting < self.config.min_batch_size:
             return math.inf
-        return max(oldest + self.config.deadline_s, self._not_before)
+        return max(self._oldest_arrival() + self.config.deadline_s, self._not_before)
 
     def reason(self, now: float, due: NDArray[np.bool_]) -> tuple[Reason | None, int]:
         """Why a batch leaves now, and how many rollouts could go with it; None if none does. O(n)."""
-        (_, ready, oldest), available = self.sendable(), int(np.count_nonzero(self.available(due)))
+        ready, available = self.sendable().ready, int(np.count_nonzero(self.available(due)))
         if self.ended:
             return ("drain", available) if available else (None, 0)
         if self._window_is_full(ready) and available:
             return "window", available
         deadline = self.config.deadline_s
         if (
-            deadline is not None and now >= oldest + deadline
+            deadline is not None and now >= self._oldest_arrival() + deadline
         ):  # =, not >: who was woken exactly then would be sent to sleep until then, again and again
             if available >= self.config.min_batch_size:
                 return "deadline", available
@@ -156,11 +155,17 @@ class Triggers:
         """Waiting rollouts that are not held back for their age. O(1) where none is held back; else O(n) once after
         every change."""
         if self._sendable is None:
-            buffer, held_back = self._buffer, self._staleness.num_held_back
-            self._sendable = Sendable(buffer.num_waiting, buffer.num_ready, buffer.oldest_arrival)
-            if held_back:
+            buffer = self._buffer
+            self._sendable = Sendable(buffer.num_waiting, buffer.num_waiting - buffer.groups.num_incomplete)
+            if self._staleness.num_held_back:
                 free = ~self._staleness.held_back()
-                oldest = buffer.arrived_at[free][:1].tolist() or [math.inf]
                 ready = int(np.count_nonzero(buffer.complete & free))
-                self._sendable = Sendable(int(np.count_nonzero(free)), ready, oldest[0])
+                self._sendable = Sendable(int(np.count_nonzero(free)), ready)
         return self._sendable
+
+    def _oldest_arrival(self) -> float:
+        """Arrival of the oldest of these, in seconds; inf if there is none. O(1), and O(n) while some are held back."""
+        if not self._staleness.num_held_back:
+            return self._buffer.oldest_arrival
+        arrivals = self._buffer.arrived_at[~self._staleness.held_back()]
+        return float(arrivals[0]) if arrivals.size else math.inf

@@ -225,7 +225,7 @@ class PendingPut(Waiter):
     def _take_or_queue(self, now: float, may_wait: bool) -> None:
         core, queue = self._puts.core, self._puts.wakeups.puts
         # those who wait go first; but a sibling needs no room, and may be what a full buffer waits for
-        if queue and self._rollouts and not core.state.admission.is_sibling(self._rollouts[0]):
+        if queue.waiters and self._rollouts and not core.state.admission.is_sibling(self._rollouts[0]):
             core.check(self._rollouts, self._size)  # a bad rollout is refused now, not after a long wait
         elif self._take(now):
             return

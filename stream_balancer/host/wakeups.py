@@ -54,24 +54,25 @@ class WaitQueue:
     """Waiting tasks, longest waiting first. Siblings of a waiting group need no room, so they are woken out of turn."""
 
     def __init__(self, reporter: StallReporter) -> None:
-        self._waiters: OrderedDict[int, Waiter] = OrderedDict()
+        self.waiters: OrderedDict[int, Waiter] = OrderedDict()
+        """By identity; for puts, which ask whether there is one."""
         self._of_group: dict[str, list[Waiter]] = {}
         self._reporter = reporter
 
     def __len__(self) -> int:
-        return len(self._waiters)
+        return len(self.waiters)
 
     @property
     def first(self) -> Waiter | None:
         """The one that has waited longest."""
-        for waiter in self._waiters.values():
+        for waiter in self.waiters.values():
             return waiter
         return None
 
     def join(self, waiter: Waiter) -> None:
         """Take the last place. :meth:`wait` must follow."""
         waiter.wake = anyio.Event()
-        self._waiters[id(waiter)] = waiter
+        self.waiters[id(waiter)] = waiter
         if waiter.group_id is not None:
             self._of_group.setdefault(waiter.group_id, []).append(waiter)
 
@@ -97,7 +98,7 @@ class WaitQueue:
 
     def _leave(self, waiter: Waiter) -> None:
         """O(waiting siblings)."""
-        del self._waiters[id(waiter)]
+        del self.waiters[id(waiter)]
         if waiter.group_id is not None:
             siblings = self._of_group[waiter.group_id]
             siblings.remove(waiter)
@@ -106,12 +107,12 @@ class WaitQueue:
 
     def wake_first(self) -> None:
         """The one that has waited longest may try again. O(1)."""
-        if self._waiters:
-            next(iter(self._waiters.values())).wake.set()
+        if self.waiters:
+            next(iter(self.waiters.values())).wake.set()
 
     def wake_all(self) -> None:
         """The wait is over for all. O(n)."""
-        for waiter in self._waiters.values():
+        for waiter in self.waiters.values():
             waiter.wake.set()
 
     def wake_siblings(self, group_id: str) -> None:
@@ -166,9 +167,13 @@ class Wakeups:
 
     def wake_consumer(self) -> None:
         """A batch may be able to leave earlier than the consumer knows."""
-        self.flush_if_stuck()
+        core = self._core
+        if self.reserves.waiters or core.state.triggers.stuck:
+            self.flush_if_stuck()
         # most of the puts between two batches change nothing for it: no task switch for them
-        if self._consumer is not None and (self._core.next_wakeup() < self._consumer_wakes_at or self._core.finished):
+        if self._consumer is not None and (
+            core.next_wakeup() < self._consumer_wakes_at or (core.state.triggers.ended and core.finished)
+        ):
             self._consumer.set()
 
     def _wake_reserver(self) -> None:

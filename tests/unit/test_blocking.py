@@ -133,15 +133,22 @@ def test_after_the_block_it_is_closed(backend: Any) -> None:
 def interrupted(wait: Callable[[], object], until: Callable[[], bool]) -> None:
     """A real Ctrl-C once the main thread waits; see tests/dist/interrupts.py for other moments."""
 
+    entered = threading.Event()
+
     def interrupt() -> None:
+        entered.wait()
         while not until():
             pass
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
+    def wait_now() -> None:
+        entered.set()
+        wait()
+
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        wait()
+        wait_now()
     thread.join()
 
 
@@ -149,12 +156,15 @@ def interrupted(wait: Callable[[], object], until: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_interrupted_for_is_begun_again(backend: Any, anew: bool) -> None:
     with sb.blocking(config(), backend=backend) as balancer:
-        batches = balancer.batches()
-        interrupted(lambda: next(batches), lambda: "nobody" not in balancer.why_no_batch())
+        made: list[Any] = []
+        interrupted(
+            lambda: next(made.append(balancer.batches()) or made[0]),  # type: ignore[func-returns-value]
+            lambda: bool(made) and "nobody" not in balancer.why_no_batch(),
+        )
         for rollout in make_rollouts([2] * 8):
             balancer.put(rollout)
         balancer.end()
-        steps = [(batch.step, batch.num_rollouts) for batch in (balancer.batches() if anew else batches)]
+        steps = [(batch.step, batch.num_rollouts) for batch in (balancer.batches() if anew else made[0])]
         assert steps == [(0, 4), (1, 4)]
 
 
