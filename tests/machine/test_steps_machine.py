@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from steps_config import Config, random_config
-from steps_deliberate import FAULTS
-from steps_invariants import InvariantError
 from steps_world import World
 
 configs = st.builds(
@@ -52,19 +48,3 @@ def test_every_invariant_holds(first: int) -> None:
 def test_every_invariant_holds_in_100_000_schedules(first: int) -> None:
     for seed in range(first, first + 10_000):
         World(random_config(seed)).run()
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_deliberate_fault_is_caught_by_the_invariant_that_it_breaks(name: str) -> None:
-    invariant, features, put = FAULTS[name]
-    with pytest.MonkeyPatch.context() as patch:
-        put(patch)
-        assert any(_broken(replace(random_config(seed), **features)) == invariant for seed in range(500))
-
-
-def _broken(config: Config) -> str | None:
-    try:
-        World(config).run(limit=5000)
-    except InvariantError as error:
-        return error.invariant
-    return None

@@ -9,9 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from stream_balancer.integrations import _rows
 from stream_balancer.integrations.areal import trajectories_from
-from stream_balancer.integrations.torch_data import _as_dict
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import MicroBatch, Rollout, SharedRollout
 from stream_balancer.types.shared import (
@@ -177,8 +175,5 @@ def _without_whole(part: SharedRollout) -> SharedRollout:
 
 def test_adapters_refuse_chunks() -> None:
     (part,) = shared([a_rollout(9)], 2)[0].rollouts
-    for convert in (trajectories_from, _rows.with_prompt, _rows.unshared):
-        with pytest.raises(ValueError, match="'r' is shared by 2 ranks"):
-            convert([part])
-    with pytest.raises(ValueError, match="Give layout= a function"):
-        _as_dict(shared([a_rollout(9)], 2)[0].packed())
+    with pytest.raises(ValueError, match="'r' is shared by 2 ranks"):
+        trajectories_from([part])

@@ -21,6 +21,11 @@ HEADER = "group_id,prompt_tokens,output_tokens"
 Write = Callable[..., Path]
 
 
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     def write_file(text: str | bytes, name: str = "lengths.csv") -> Path:
@@ -125,23 +130,21 @@ class TestLoad:
         with pytest.raises(TraceError, match="damaged or cut short"):
             load_trace(path)
 
-    @given(st.text(max_size=200))
-    def test_any_text_loads_or_is_refused_by_name(self, text: str) -> None:
-        from stream_balancer.tools.trace import _parse
-
+    @given(st.text(st.characters(codec="utf-8"), max_size=200))
+    def test_any_text_loads_or_is_refused_by_name(self, folder: Path, text: str) -> None:
         for body in (text, f"{HEADER}\n{text}"):
+            (path := folder / "f.csv").write_text(body, newline="")
             found: Trace | TraceError
             try:
-                found = _parse("f.csv", body)
+                found = load_trace(path)
             except TraceError as error:
                 found = error
-            assert (found.lengths >= 1).all() if isinstance(found, Trace) else str(found).startswith("f.csv")
+            assert (found.lengths >= 1).all() if isinstance(found, Trace) else str(found).startswith(str(path))
 
     @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2**31 - 1), st.integers(1, 2**31 - 1)), min_size=1))
-    def test_round_trip(self, rows: list[tuple[int, int, int]]) -> None:
-        from stream_balancer.tools.trace import _parse
-
-        trace = _parse("f.csv", "\n".join([HEADER, *(",".join(map(str, row)) for row in rows)]))
+    def test_round_trip(self, folder: Path, rows: list[tuple[int, int, int]]) -> None:
+        (path := folder / "f.csv").write_text("\n".join([HEADER, *(",".join(map(str, row)) for row in rows)]))
+        trace = load_trace(path)
         assert list(zip(trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)) == [
             (prompt, output) for _, prompt, output in rows
         ]
