@@ -8,24 +8,22 @@ raised. Values by themselves are checked by :mod:`~stream_balancer.config.values
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from stream_balancer.config.figures import least_batch_size, least_max_skips, most_rollouts
+from stream_balancer.config.knobs import Knobs
 from stream_balancer.cost import CalibratedCost, CostModel
 from stream_balancer.errors import ConfigError
 from stream_balancer.planning.plan import step_multiple
 
-if TYPE_CHECKING:
-    from stream_balancer.config.config import BalancerConfig
-
-    Rows: TypeAlias = tuple[tuple[Callable[[BalancerConfig], object], str], ...]
-
 __all__ = ["AUTO_WINDOW", "COMBINATIONS", "GIVEN", "VARYING", "check_cost", "refuse"]
 
+Rows: TypeAlias = tuple[tuple[Callable[[Knobs], object], str], ...]
 
-def refuse(rows: Rows, c: BalancerConfig) -> None:
+
+def refuse(rows: Rows, c: Knobs) -> None:
     """Raise ConfigError for the first row that holds."""
     for holds, text in rows:
         if it := holds(c):
@@ -45,7 +43,7 @@ def check_cost(cost: CostModel) -> None:
         raise ConfigError(f"cost({[1, 1000]}) must give two finite numbers >= 0, not {probe.tolist()!r}")
 
 
-def _no_sums(c: BalancerConfig) -> str:
+def _no_sums(c: Knobs) -> str:
     """Knobs with which a step is not as long as the heaviest rank's sum."""
     return _those(
         {
@@ -316,21 +314,21 @@ def _above(one: int | None, other: int | None) -> bool:
     return one is not None and other is not None and one > other
 
 
-def _multiple(c: BalancerConfig) -> int:
+def _multiple(c: Knobs) -> int:
     return step_multiple(c.dp_size, c.counts, c.groups.keep, c.groups.size)
 
 
-def _rollouts_of_strata(c: BalancerConfig) -> int:
+def _rollouts_of_strata(c: Knobs) -> int:
     whole, step = c.groups.kept or 1, least_batch_size(c)
     return sum(max(int(share * step) // whole, 1) * whole for share in (c.stratum_shares or {}).values())
 
 
-def _least_of_mini_batch(c: BalancerConfig) -> int:
+def _least_of_mini_batch(c: Knobs) -> int:
     of_a_rank = c.groups.size or 1 if c.groups.keep == "same_rank" else 1
     return c.dp_size * max(c.micro_batches.multiple_of, of_a_rank)
 
 
-def _not_shared(c: BalancerConfig) -> str:
+def _not_shared(c: Knobs) -> str:
     """Knobs that do not go together with rollouts that ranks share."""
     return _those(
         {
@@ -346,7 +344,7 @@ def _not_shared(c: BalancerConfig) -> str:
     )
 
 
-def _not_with_prefixes(c: BalancerConfig) -> str:
+def _not_with_prefixes(c: Knobs) -> str:
     """Knobs that do not go together with prefixes that siblings share."""
     return _those(
         {

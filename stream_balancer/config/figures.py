@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from stream_balancer.config.knobs import Knobs
 from stream_balancer.planning import smallest_max_skips
 from stream_balancer.planning.selection import most_for_max_skips
-
-if TYPE_CHECKING:
-    from stream_balancer.config.config import BalancerConfig
 
 __all__ = [
     "USUAL_MAX_SKIPS",
@@ -24,17 +20,17 @@ USUAL_MAX_SKIPS = 16
 """The value of "auto" unless more are needed; measured in bench/results/planning_measured.md."""
 
 
-def least_batch_size(c: BalancerConfig) -> int:
+def least_batch_size(c: Knobs) -> int:
     """Rollouts that every full batch has at least."""
     return c.batch_size if c.step_size.rollouts is None else c.step_size.rollouts[0]
 
 
-def most_rollouts(c: BalancerConfig) -> int:
+def most_rollouts(c: Knobs) -> int:
     """Rollouts that a batch has at most, where nothing is due."""
     return c.batch_size if c.step_size.rollouts is None else c.step_size.rollouts[1]
 
 
-def least_max_skips(c: BalancerConfig, window: int | None = None, capacity: int | None = None) -> int:
+def least_max_skips(c: Knobs, window: int | None = None, capacity: int | None = None) -> int:
     """Smallest ``max_skips`` that works with the window and the capacity of the config, or with others, in rollouts.
 
     Below ``3 * (window / batch_size - 1)`` every rollout would always be due and the window could choose nothing;
@@ -53,7 +49,7 @@ def least_max_skips(c: BalancerConfig, window: int | None = None, capacity: int 
     return max(smallest_max_skips(window, c.batch_size, capacity, c.groups.kept or 1, least_batch_size(c)), 1)
 
 
-def most_waiting(c: BalancerConfig) -> int:
+def most_waiting(c: Knobs) -> int:
     """Rollouts that may wait at once, together with the siblings that their groups lack: ``capacity``, or where
     siblings leave together as many as ``max_skips`` (None: as 16) is a guarantee for."""
     if c.groups.kept is None or c.step_size.tokens is not None:
@@ -62,7 +58,7 @@ def most_waiting(c: BalancerConfig) -> int:
     return max(c.capacity, most_for_max_skips(skips, least_batch_size(c), c.groups.kept))
 
 
-def most_waiting_tokens(c: BalancerConfig) -> int | None:
+def most_waiting_tokens(c: Knobs) -> int | None:
     """Tokens from which on nothing more is let in but siblings of what waits: ``limits.tokens``, or where siblings
     leave together as many as ``max_skips`` (None: as 16) is a guarantee for; None = no such limit."""
     if c.limits.tokens is None or c.groups.kept is None:
@@ -72,7 +68,7 @@ def most_waiting_tokens(c: BalancerConfig) -> int | None:
     return max(c.limits.tokens, (c.max_skips or USUAL_MAX_SKIPS) * c.step_size.tokens)
 
 
-def longest_rollout(c: BalancerConfig) -> int | None:
+def longest_rollout(c: Knobs) -> int | None:
     """Tokens that a rollout may have to stay within ``micro_batches.max_tokens``, shared by as many ranks as may (two
     equal chunks a rank); None = no cap."""
     cap = c.micro_batches.max_tokens
