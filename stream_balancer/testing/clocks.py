@@ -11,7 +11,7 @@ deadline of 30 s fires at 30.0. In a ``conftest.py``::
 
 Cautions. Compare deadlines with ``>=``: the clock lands exactly on them, and a ``>`` would wait for ever. The clock
 does not know what threads and sockets are busy with: while the loop has timers and nothing ready, it jumps; so keep
-threads and sockets out of such tests, or pass a ``grace_s``. Both clocks start at 0.0. Nothing here waits for real
+threads and sockets out of such tests. Both clocks start at 0.0. Nothing here waits for real
 time: a test that hangs, hangs, so keep pytest-timeout as a guard.
 """
 
@@ -22,7 +22,6 @@ import math
 import selectors
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import sniffio
@@ -46,16 +45,11 @@ class AutojumpEventLoop(asyncio.SelectorEventLoop):
     ``autojump_threshold``.
     """
 
-    def __init__(self, grace_s: float = 0.0) -> None:
-        """:param grace_s: real seconds to wait for a file descriptor or another thread before each jump."""
+    def __init__(self) -> None:
         self._now = 0.0
-        self._grace_s = grace_s
         self.num_passes = 0
         """Times the loop asked for events: once per pass over its ready callbacks. See :func:`count_wakeups`."""
         super().__init__(_JumpingSelector(self))
-        if not (math.isfinite(grace_s) and grace_s >= 0):
-            self.close()  # a loop that was made must be closed
-            raise ValueError(f"grace_s must be a finite number >= 0, not {grace_s!r}")
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
@@ -85,23 +79,22 @@ class _JumpingSelector(selectors.DefaultSelector):
         loop.num_passes += 1
         if timeout is None or timeout <= 0:
             return super().select(timeout)
-        ready = super().select(loop._grace_s)
+        ready = super().select(0)
         if not ready:
             loop._jump(timeout)
         return ready
 
 
-def virtual_time_backend(name: str, *, grace_s: float = 0.0) -> tuple[str, dict[str, Any]]:
+def virtual_time_backend(name: str) -> tuple[str, dict[str, Any]]:
     """Value for an ``anyio_backend`` fixture, or for ``anyio.run(..., backend=..., backend_options=...)``, with
     virtual time.
 
     :param name: ``"asyncio"`` or ``"trio"``.
-    :param grace_s: real seconds a loop waits for other threads or file descriptors before each jump.
     """
     if name == "asyncio":
-        return name, {"loop_factory": partial(AutojumpEventLoop, grace_s)}
+        return name, {"loop_factory": AutojumpEventLoop}
     if name == "trio":
-        return name, {"clock": trio.testing.MockClock(autojump_threshold=grace_s)}
+        return name, {"clock": trio.testing.MockClock(autojump_threshold=0)}
     raise ValueError(f"no event loop is called {name!r}; use one of {', '.join(BACKENDS)}")
 
 

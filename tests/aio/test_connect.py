@@ -94,19 +94,6 @@ async def test_a_cancelled_put_was_not_accepted(how: How, passes: int, held: boo
         assert balancer.statistics().blocked_puts == 0
 
 
-async def test_a_put_cancelled_while_it_waits_for_room_leaves_no_trace() -> None:
-    async with attended() as (balancer, transport, _):
-        producer = sb.connect(transport.connect_producer())
-        for rollout in make_rollouts([3] * 4):
-            await producer.put(rollout)
-        with anyio.move_on_after(1.0) as scope:
-            await producer.put(make_rollout(2, "v"))
-        assert scope.cancelled_caught
-        assert balancer.statistics().blocked_puts == 0
-        await anext(balancer.batches())
-        await producer.put(make_rollout(2, "v"))  # it was never taken, so it is no duplicate
-
-
 async def test_a_killed_producer_s_parked_put_is_withdrawn() -> None:
     async with attended() as (balancer, transport, tasks):
         outlet, other = transport.connect_producer(), sb.connect(transport.connect_producer())

@@ -471,6 +471,27 @@ async def test_producers_that_have_ended_are_counted_on(tmp_path: Path) -> None:
         await balancer.put(make_rollout(3, "new"))
 
 
+async def test_an_end_that_came_as_the_last_producer_left_is_remembered(tmp_path: Path) -> None:
+    folder = tmp_path / "j"
+    async with (
+        sb.StreamBalancer(config(), journal=folder) as balancer,
+        MemoryNetwork(dp_size=2) as transport,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(attend, balancer, transport)
+        first, second = [sb.connect(transport.connect_producer()) for _ in range(2)]
+        await first.put(make_rollout(3, "a"))
+        await second.put(make_rollout(3, "b"))
+        await first.end()
+        assert not balancer.ended
+        await second.aclose()
+        await until(lambda: balancer.ended)
+        after = await crash(balancer)
+        tasks.cancel_scope.cancel()
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        assert balancer.ended
+
+
 async def test_producers_of_a_job_that_is_started_again_are_waited_for(tmp_path: Path) -> None:
     """One had ended before, and all come again, as new processes: it does not count twice."""
     for life in range(2):

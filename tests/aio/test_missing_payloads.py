@@ -184,23 +184,6 @@ async def test_a_step_is_final_once_and_for_all() -> None:
     assert run.evicted == [(mine[0], "lost")]
 
 
-async def test_a_rank_that_is_lost_before_the_step_is_final_fetches_anew() -> None:
-    run = Run()
-    async with run.balancer as balancer, anyio.create_task_group() as tasks:
-        rollouts = await run.put([10, 20, 30, 40])
-        tasks.start_soon(lambda: sb.serve(balancer, run.transport, rejoin_timeout_s=60.0))
-        first = run.feed(1)
-        run.kept.gone = {0, 1, 2, 3}
-        await anyio.sleep(1.0)  # rank 0 is not there yet, so nothing was dispatched
-        assert run.kept.num_reads == 0
-        tasks.start_soon(run.train, run.feed(0), 0)
-        kill(first)
-        run.kept.gone = {0}
-        await run.train(run.feed(1, incarnation=1), 1)
-    assert {denominators(batch) for batches in run.seen for batch in batches} == {(3, 90, 87)}
-    assert run.evicted == [(rollouts[0].rollout_id, "lost")]
-
-
 async def test_a_step_that_is_given_up_holds_nobody_up() -> None:
     """The rank that was to answer does not come back for it; the others must not wait for ever."""
     run = Run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from crew import Crew
 from helpers import config, settle, waiting
 
 import stream_balancer as sb
@@ -209,22 +209,6 @@ async def test_a_row_of_a_step_that_is_acknowledged_meanwhile_is_not_given_again
         assert (await anext(rows)).step == 1
 
 
-async def test_a_crash_in_the_middle_of_a_step_gives_all_of_it_again(tmp_path: Path) -> None:
-    async with sb.StreamBalancer(rows_of_six(), journal=tmp_path / "j") as balancer:
-        rows = balancer.batches(open=True)
-        await put(balancer, *range(4))
-        first = await anext(rows)
-        state = balancer.state_dict()
-    async with sb.StreamBalancer(rows_of_six(), journal=tmp_path / "j") as balancer:
-        rows = balancer.batches(open=True)
-        assert ids(await anext(rows)) == ids(first)
-    fresh = sb.StreamBalancer(rows_of_six())
-    async with fresh:
-        fresh.load_state_dict(state)
-        rows = fresh.batches(open=True)
-        assert ids(await anext(rows)) == ids(first)
-
-
 @pytest.mark.parametrize(
     ("knobs", "why"),
     [
@@ -302,30 +286,6 @@ async def test_every_rank_begins_with_what_has_come_and_the_step_is_acknowledged
     assert balancer.statistics().acknowledged == 18
 
 
-async def test_a_rank_killed_in_the_middle_of_a_step_gets_it_from_its_beginning() -> None:
-    got: list[Any] = []
-    again: list[Any] = []
-    async with sb.StreamBalancer(rows_of_six()) as balancer, anyio.create_task_group() as tasks:
-        transport = MemoryNetwork(dp_size=2)
-        tasks.start_soon(partial(sb.serve, balancer, transport, open=True, rejoin_timeout_s=math.inf))
-        tasks.start_soon(train, sb.RankFeed(transport.connect(0, depth=1)), got)
-        killed = sb.RankFeed(transport.connect(1, depth=1))
-        await put(balancer, 0, 1)
-        rows = aiter(await anext(killed))
-        first = ids_of(await anext(rows))
-        await put(balancer, 2, 3)
-        second = ids_of(await anext(rows))
-        killed.close()
-        await settle()
-        tasks.start_soon(train, sb.RankFeed(transport.connect(1, depth=1)), again)
-        await put(balancer, 4, 5)
-        balancer.end()
-    [(step, names)] = again
-    assert step == 0
-    assert names[:2] == [*first, *second]
-    assert balancer.statistics().acknowledged == 6
-
-
 async def test_a_loop_over_micro_batches_gets_the_whole_step() -> None:
     async with sb.StreamBalancer(rows_of_six()) as balancer, anyio.create_task_group() as tasks:
         transport = MemoryNetwork(dp_size=2)
@@ -384,3 +344,28 @@ async def test_gradients_of_rows_are_those_of_the_whole_step() -> None:
         return float(weight.grad)
 
     assert await gradient(open=True) == pytest.approx(await gradient(open=False), rel=1e-12)
+
+
+async def test_ranks_become_others_while_the_first_row_of_a_step_waits_for_one_that_has_not_come() -> None:
+    async with sb.StreamBalancer(config(batch_size=12, window=12)) as balancer, anyio.create_task_group() as tasks:
+        crew, rollouts = Crew(MemoryNetwork(dp_size=2)), [make_rollout(1 + 7 * n % 30, f"r{n}") for n in range(36)]
+        tasks.start_soon(partial(sb.serve, balancer, crew.network, open=True, on_rank_loss="replan"))
+        for rank in range(2):
+            tasks.start_soon(crew.train, rank)
+        for one in rollouts[:12]:
+            await balancer.put(one)
+        await anyio.sleep(50.0)
+        balancer.reconfigure(dp_size=3)  # rank 2 has not come
+        for one in rollouts[12:16]:
+            await balancer.put(one)
+        await anyio.sleep(50.0)
+        crew.kill(0)
+        await anyio.sleep(50.0)
+        assert balancer.config.dp_size == 2
+        tasks.start_soon(crew.train, 2)
+        for one in rollouts[16:]:
+            await anyio.sleep(1.0)
+            await balancer.put(one)
+        balancer.end()
+    crew.check(balancer, 36)
+    assert crew.present == {0: (0, 1), 1: (1, 2), 2: (1, 2)}

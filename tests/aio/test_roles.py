@@ -129,28 +129,6 @@ async def test_denominators_and_plan_are_those_of_the_batch() -> None:
     assert plan(late) == plan(plain)
 
 
-async def test_a_rank_of_a_role_that_dies_gets_its_step_again_and_nobody_computes_twice() -> None:
-    run = Run()
-    async with run.balancer, anyio.create_task_group() as tasks:
-
-        async def dying() -> None:
-            await run.compute("ref", 1, dies_at=2)
-            await anyio.sleep(5)
-            assert {batch.step for batch in run.trained if batch.rank == 1} == {0, 1}, "step 2 waits for its columns"
-            await run.compute("ref", 1, incarnation=1)
-
-        tasks.start_soon(dying)
-        tasks.start_soon(run.compute, "ref", 0)
-        for rank in run.ranks:
-            tasks.start_soon(run.train, rank)
-            tasks.start_soon(run.compute, "value", rank)
-        tasks.start_soon(partial(run.serve, rejoin_timeout_s=60))
-        await run.put(range(1, 41))
-        run.balancer.end()
-    run.check()
-    assert len(run.computed) == len(set(run.computed)) == 2 * 2 * 5
-
-
 async def test_a_rank_of_the_trainer_that_dies_gets_the_columns_again_without_computing_them_again() -> None:
     run = Run()
     async with run.balancer, anyio.create_task_group() as tasks:

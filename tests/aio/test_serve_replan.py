@@ -267,11 +267,6 @@ async def test_ranks_are_lost_come_back_or_are_no_more_at_random_moments(seed: i
         crew.check(balancer, 96)
 
 
-async def test_what_replanning_is_not_for_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be 'raise' or 'replan'"):
-        await serve(sb.StreamBalancer(knobs(1)), MemoryNetwork(dp_size=1), on_rank_loss="wait")  # type: ignore[arg-type]
-
-
 async def test_a_rank_with_padding_only_begins_a_step_that_is_divided_last() -> None:
     """What others fetch may be gone: so the sizes come once all are through, this rank among them."""
     network = MemoryNetwork(dp_size=2)
