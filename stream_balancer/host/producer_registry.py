@@ -30,6 +30,7 @@ class ProducerRegistry:
         self._names: dict[bytes, str] = {}  # of those that are connected, by session
         self._left: dict[bytes, str] = {}  # of the last ones that are gone, and have not ended
         self._ended: set[bytes] = set()  # also of controllers before this one, by the journal
+        self._is_over = False  # said once: the journal may be another run's by the time that the last ones leave
         self.attended = False
         """Producers in other processes can connect."""
         self.write: Callable[[Ended], object] = lambda _: None
@@ -37,9 +38,8 @@ class ProducerRegistry:
 
     def follow(self, ended: Ended) -> None:
         """Go on from what a journal says."""
-        self._ended = set(ended.sessions)
-        # the journal knows that all is said: nobody comes to say it again
-        if ended.all:
+        self._ended, self._is_over = set(ended.sessions), ended.all
+        if self._is_over:  # nobody comes to say it again
             self._end()
 
     def forget(self) -> None:
@@ -60,15 +60,13 @@ class ProducerRegistry:
             self._left[session] = name
             for oldest in [*self._left][:-_MOST_NAMED]:
                 del self._left[oldest]
-        if not lost or self._num_producers is not None:
-            self._end_if_last()
+        if (not lost or self._num_producers is not None) and self._is_last() and not self._is_over:
+            self._note()
 
     def ended(self, session: bytes) -> None:
         """A producer puts no more."""
         self._ended.add(session)
-        self._end_if_last()
-        # with the end itself: a restart in between must not wait for producers that have gone for good
-        self.write(Ended(sorted(self._ended), self._is_last()))
+        self._note()
 
     def why_not_ended(self, *, any_rollouts: bool) -> str:
         """Which producers the end waits for, or the first rollouts do; empty where none is missing."""
@@ -86,9 +84,12 @@ class ProducerRegistry:
         others = f"connected and not ended: {', '.join(there[:_MOST_NAMED])}" if there else "no other one is connected"
         return "; ".join(filter(None, [ended, others, left, f"{missing} have not connected" if missing else ""]))
 
-    def _end_if_last(self) -> None:
-        if self._is_last():
+    def _note(self) -> None:
+        self._is_over = self._is_last()
+        if self._is_over:
             self._end()
+        # with the end itself: a restart in between must not wait for producers that have gone for good
+        self.write(Ended(sorted(self._ended), self._is_over))
 
     def _is_last(self) -> bool:
         # One that had ended may have been started again, and end twice: so whoever is connected is waited for.
