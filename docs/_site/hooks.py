@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import os
 import re
-from itertools import pairwise
+from dataclasses import MISSING
+from inspect import signature
 from pathlib import Path, PurePosixPath
 from posixpath import normpath
 from typing import Any
@@ -17,6 +18,9 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from stream_balancer.config import BalancerConfig
+from stream_balancer.config.values import Values, in_words, knob_at
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
@@ -72,46 +76,30 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def knobs() -> str:
-    """The knobs of BalancerConfig, from its source: name, type, default, what it does."""
-    tree = ast.parse((ROOT / "stream_balancer" / "config" / "knobs.py").read_text())
-    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Knobs").body
-    choices = {
-        n.target.id: ast.unparse(n.value)
-        for n in tree.body
-        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name) and n.value is not None
-    }
+    """The knobs of BalancerConfig, and of its groups: name, what each may be, default, what it does."""
     lines = [
         "# Knobs",
         "",
-        "Every field of `sb.BalancerConfig`, made from its source. All are keyword arguments; a value or a combination "
+        "Every field of `sb.BalancerConfig`. All are keyword arguments; a dotted one is that of a group: `groups.size` "
+        'is `groups=sb.Groups(size=...)`, or `groups={"size": ...}`. A value or a combination '
         "that cannot work is refused with a `ConfigError` (a ValueError) that says what to do. "
         "`balancer.reconfigure(...)` changes them live; another `dp_size` holds "
         "[from the next batch on](elastic.md#more-ranks-or-fewer).",
         "",
     ]
-    for field, doc in pairwise(body):
-        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-            continue
-        if field.target.id.startswith("_"):
-            continue
-        text = doc.value.value if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) else None
-        if not isinstance(text, str):
-            raise ValueError(f"BalancerConfig.{field.target.id} has no docstring")
-        kind = ast.unparse(field.annotation)
-        kind = choices.get(kind, kind).removeprefix("Literal[").removesuffix("]")
-        lines += [f"## {field.target.id}", "", f"`{kind}`, {_default(field.value)}", "", _plain(text), ""]
+    for knob in signature(BalancerConfig).parameters.values():
+        group = () if not isinstance(type(knob.default), Values) else signature(type(knob.default)).parameters
+        for path in [f"{knob.name}.{name}" for name in group] or [knob.name]:
+            kind, text, default = knob_at(BalancerConfig, path)
+            words = "a cost model, or its name" if kind is Any else in_words(kind)
+            lines += [f"## {path}", "", f"{words[0].upper()}{words[1:]}; {_default(default)}.", "", _plain(text), ""]
     return "\n".join(lines)
 
 
-def _default(value: ast.expr | None) -> str:
-    if value is None:
+def _default(value: object) -> str:
+    if value is MISSING:
         return "required"
-    text = ast.unparse(value)
-    if text == "DERIVED":
-        return "derived from other knobs unless given"
-    if text == "AUTO":
-        return 'default `"auto"`'
-    return f"default `{text.removeprefix('field(default_factory=').removesuffix(')')}`".replace("Cost`", "Cost()`")
+    return "default None, or what follows from other knobs" if value is None else f"default `{value!r}`"
 
 
 def _plain(text: str) -> str:
