@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +14,9 @@ import stream_balancer as sb
 from stream_balancer.tools.length_models import LengthModel
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
-import peer_files
 import scheduler_runs
 import schedulers
-from scheduler_list import SCHEDULERS, Plan, Scheduler, Step
+from scheduler_list import SCHEDULERS, Scheduler, Step
 
 FIFO, WINDOW = [one for one in SCHEDULERS if one.name.startswith("stream_balancer")][:2]
 
@@ -105,80 +102,4 @@ def test_a_plan_that_is_none_is_refused(layout: Any, says: str) -> None:
         scheduler_runs.planned(run, wrong, wrong.load(), "step", 1.0)
 
 
-def test_one_that_cannot_be_imported_is_reported_and_a_slow_one_is_left_out_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def absent() -> Plan:
-        raise ImportError("no module called there")
-
-    def slow() -> Plan:
-        def plan(step: Step) -> Any:
-            monkeypatch.setattr(schedulers, "SLOW_MS", -1.0)
-            return [[list(range(step.lengths.size))], [[]]]
-
-        return plan
-
-    monkeypatch.setattr(schedulers, "SCHEDULERS", [Scheduler("gone", "", absent), Scheduler("slow", "", slow)])
-    plans, missing = schedulers.available("")
-    assert list(missing.values()) == ["ImportError: no module called there"]
-    too_slow: dict[Scheduler, str] = {}
-    run = scheduler_runs.Run.of(stream(), batch_size=4, ranks=2, steps=1)
-    rows, left_out = schedulers.compare(run, plans, 1.0, too_slow)
-    assert len(rows) == 2
-    assert not left_out
-    rows, left_out = schedulers.compare(run, plans, 1.0, too_slow)
-    assert not rows
-    assert left_out["slow"].startswith("not run: a plan took")
-    assert left_out["slow"].endswith("for 4 rollouts on 2 ranks")
-    assert schedulers.table(rows, left_out).splitlines()[2:] == [f"{'slow':<40} {left_out['slow']}"]
-    assert "4 rollouts on 2 ranks" in schedulers.chart(run, rows)
-
-
 # --- others' files ----------------------------------------------------------------------------------------------------
-
-SOURCE = """
-import json
-from proj_xyz import missing
-from proj_xyz.missing.deeper import Base, refused
-
-class Planner(Base.Inner):
-    json = json
-
-    def plan(self) -> list[missing.Type]:
-        return [1]
-
-    def fails(self):
-        return refused(1)
-"""
-
-
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with one pinned file, which is there already."""
-    monkeypatch.setattr(peer_files, "PINS", tmp_path / "pins")
-    monkeypatch.setattr(peer_files, "CACHE", tmp_path)
-    file = tmp_path / "some+proj" / "src" / "proj_xyz" / "planner.py"
-    file.parent.mkdir(parents=True)
-    file.write_text(SOURCE)
-    sha256 = hashlib.sha256(SOURCE.encode()).hexdigest()
-    peer_files.PINS.write_text(f"# a comment\n\nsome/proj 0123456789abcdef src/proj_xyz/planner.py {sha256}\n")
-    return file
-
-
-def test_a_file_is_fetched_once_and_kept_only_if_it_is_the_pinned_one(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def urlopen(url: str, timeout: float) -> io.BytesIO:
-        asked.append(url)
-        return io.BytesIO(SOURCE.encode() if len(asked) > 1 else b"something else")
-
-    monkeypatch.setattr(peer_files.urllib.request, "urlopen", urlopen)
-    project.unlink()
-    with pytest.raises(ValueError, match="not the pinned"):
-        peer_files.load("some/proj", "proj_xyz.planner", root="src")
-    assert not project.exists()
-    for _ in range(2):
-        peer_files.load("some/proj", "proj_xyz.planner", root="src")
-    assert asked == ["https://raw.githubusercontent.com/some/proj/0123456789abcdef/src/proj_xyz/planner.py"] * 2

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import tracemalloc
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -112,18 +110,3 @@ def test_book_keeping_is_small_and_linear() -> None:
             sizes.append(tracemalloc.get_traced_memory()[0] / (number + 1))
     tracemalloc.stop()
     assert max(sizes) < 256  # bytes for each waiting rollout; its columns alone are 72
-
-
-def test_rollouts_without_scalars_share_one_empty_mapping_that_nobody_can_fill() -> None:
-    one, other = rollout(3, "a"), rollout(4, "b")
-    assert one.scalars is one.tensors is one.metadata is other.metadata
-    assert one.metadata == {}
-    for change in (
-        lambda: one.metadata.__setitem__("key", 1),  # type: ignore[attr-defined]
-        lambda: one.metadata.update({"key": 1}),  # type: ignore[attr-defined]
-        lambda: one.metadata.setdefault("key", 1),  # type: ignore[attr-defined]
-    ):
-        with pytest.raises(TypeError, match="a Rollout is frozen"):
-            change()
-    assert type(pickle.loads(pickle.dumps(one.metadata))) is dict  # noqa: S301  # our own bytes
-    assert (one.metadata | {"key": 1}) == {"key": 1}

@@ -18,7 +18,7 @@ from test_shared_rollouts import a_rollout
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.errors import RolloutError, WireError
+from stream_balancer.errors import WireError
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import MicroBatch, Rollout, SharedRollout
 from stream_balancer.wire import codec
@@ -63,11 +63,6 @@ def codec_order(one: Rollout, other: Rollout) -> Rollout:
     return replace(one, tokens={name: one.tokens[name] for name in other.tokens})
 
 
-def test_a_mask_by_another_name_must_be_known_where_the_tokens_are() -> None:
-    with pytest.raises(RolloutError, match="loss_mask_column='hidden'"):
-        remote(rollout(1), A, 1).with_loss_mask("hidden")
-
-
 def test_a_kept_payload_needs_leave_and_a_key_of_its_own() -> None:
     encoded = codec.encode_rollouts([rollout(1), rollout(2)], handles=[codec.Handle(A, 1), codec.Handle(A, 1)])
     with pytest.raises(WireError, match="may not"):
@@ -96,18 +91,6 @@ def test_the_owner_hears_of_what_is_needed_no_more() -> None:
 
 
 # --- on its way to a rank --------------------------------------------------------------------------------------------
-
-
-def test_only_what_lies_here_is_sent() -> None:
-    local = [make_rollout(1000, str(n)) for n in range(4)]
-    whole = codec.encode([MicroBatch.of(local)]).payload
-    part = codec.encode([MicroBatch.of([*local[:3], remote(local[3], A, 3)])], narrow=True).payload
-    assert part.total == whole.total
-    assert sum(part.runs[1::2]) == sum(map(len, part.pieces))
-    assert 0 <= sum(part.runs[1::2]) - 3 * local[0].nbytes < 64 * len(local[0].tokens), "and what lies between columns"
-    none = codec.encode([MicroBatch.of([remote(one, A, n) for n, one in enumerate(local)])]).payload
-    assert none.total == whole.total
-    assert sum(none.runs[1::2]) < 64 * len(local[0].tokens)
 
 
 @given(

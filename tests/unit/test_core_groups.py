@@ -163,18 +163,6 @@ def test_what_is_lost_of_a_closed_group_may_come_again_or_is_given_up_by_closing
     verify(core)
 
 
-def test_a_closed_group_of_which_all_is_lost_is_forgotten_and_an_expected_one_still_expected() -> None:
-    for size, after in ((CLOSE, 4), (GroupSize("g0", 3), 3)):
-        core = core_of()
-        core.add_all(siblings(3), 0.0, size)
-        core.evict_lost(lambda rollout: True)  # the producer that held all of it is gone
-        verify(core)
-        core.add_all(siblings(3), 0.0)
-        assert core.state.buffer.groups.size_of("g0") == after
-        assert sent(core) == ((3, ()) if after == 3 else None)
-        verify(core)
-
-
 def test_so_many_closed_groups_are_remembered() -> None:
     core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4), remember_ids=2))
     for name in "abc":

@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "grpo"))
 import task
 from model import Decoder
 from rollout import Engine, Sample, generate_groups
-from torch.nn.utils import parameters_to_vector
 
 TEMPERATURE = 0.7
 
@@ -76,23 +75,6 @@ async def test_sampled_logprobs_are_those_the_trainer_computes():
     sampled = torch.tensor([p for s in samples for p in s.logprobs])[1:]
     torch.testing.assert_close(sampled[mask], expected[mask], rtol=1e-4, atol=1e-4)
     assert (sampled[~mask] == 0).all()
-
-
-async def test_weights_may_change_within_a_rollout_and_its_versions_say_so():
-    engine, model = new_engine(slots=1)
-    new = torch.zeros_like(parameters_to_vector(model.parameters()))
-    sample = Sample(task.Conversation(3, list(range(9)) * 5))
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(engine.generate, sample)
-        await anyio.wait_all_tasks_blocked()
-        engine.load(7, new)
-        tasks.start_soon(engine.run)
-        await sample.over.wait()
-        tasks.cancel_scope.cancel()
-    assert sample.versions == (0, 7)
-    said = [p for p, m in zip(sample.logprobs, sample.loss_mask, strict=True) if m]
-    uniform = torch.zeros(task.VOCAB_SIZE).log_softmax(0)[0].item()
-    assert said == pytest.approx([uniform] * len(said))
 
 
 async def test_workers_put_whole_groups_with_what_training_needs():

@@ -104,13 +104,6 @@ async def test_gradient_equals_that_of_one_padded_batch(policy, dp_size):
         assert relative_difference(gradient_of_shares(batch), whole) <= 1e-10
 
 
-async def test_padding_copies_weigh_nothing():
-    (batch,) = await plan(make_rollouts(2), dp_size=3, batch_size=3)
-    assert batch.num_padding == 1
-    whole = gradient_of_padded_batch([r for r in batch.rollouts if not r.is_padding])
-    assert relative_difference(gradient_of_shares(batch), whole) <= 1e-10
-
-
 @pytest.mark.parametrize("micro_batch_counts", ["equal", "free"])
 async def test_ranks_with_one_outlier_and_many_micro_batches_elsewhere(micro_batch_counts):
     rollouts = sorted(make_rollouts(48), key=lambda r: r.num_tokens)[-12:]
@@ -122,10 +115,3 @@ async def test_ranks_with_one_outlier_and_many_micro_batches_elsewhere(micro_bat
     assert (batch.num_padding > 0) == (micro_batch_counts == "equal") == (len(set(numbers)) == 1)
     whole = gradient_of_padded_batch([r for r in batch.rollouts if not r.is_padding])
     assert relative_difference(gradient_of_shares(batch), whole) <= 1e-10
-
-
-async def test_the_mean_of_the_ranks_means_would_be_another_gradient():
-    (batch,) = await plan(make_rollouts(32), dp_size=2, batch_size=32, policy="round_robin")
-    parts = [gradient_of_padded_batch(list(share.rollouts)) for share in batch.ranks]
-    whole = gradient_of_padded_batch(list(batch.rollouts))
-    assert relative_difference((parts[0] + parts[1]) / 2, whole) > 1e-2

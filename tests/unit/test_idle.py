@@ -206,17 +206,6 @@ def test_a_slow_rank_is_named_with_how_slow_and_since_when() -> None:
     assert straggler.since_s == pytest.approx(5.0 + 60.0 * (39 - straggler.since_step))
 
 
-def test_a_rank_that_is_as_slow_as_its_speed_says_is_none_and_a_slower_one_is() -> None:
-    speeds = (1.0, 1.0, 0.5, 1.0)
-    trainer = Trainer(speeds=speeds)
-    trainer.steps(20, {2: 2.0})
-    assert trainer.straggler is None
-    trainer.steps(20, {2: 2.0, 3: 1.3})
-    straggler = trainer.core.statistics(trainer.now).straggler
-    assert straggler is not None
-    assert straggler.rank == 3
-
-
 def test_a_slow_rank_is_named_although_a_calibrated_plan_gives_it_less() -> None:
     trainer = Trainer(cost=sb.CalibratedCost(sb.TokenCost()))
     trainer.steps(40)

@@ -159,30 +159,6 @@ def test_what_is_spread_is_zero_on_padding_copies(layout: str, value: float) -> 
     assert spread_out(layout, "advantage", [real, copied.padding_copy("p")]) == [[1.0, 1.0], [0.0]]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_dtype_and_gradient_of_what_is_spread(layout: str) -> None:
-    rollouts = [sb.Rollout(tokens={"input_ids": range(n)}, scalars={"seed": 2**53 + n}) for n in (2, 1)]
-    exact = getattr(sb.MicroBatch.of(rollouts), layout)(scalar_dtype=torch.int64)
-    assert exact.per_token("seed").dtype is torch.int64
-    assert exact.per_token(torch.tensor([True, False])).dtype is torch.bool
-    values = torch.tensor([1.0, 2.0], requires_grad=True)
-    spread = getattr(sb.MicroBatch.of(rollouts), layout)().per_token(values)
-    (spread.values() if layout == "nested" else spread).sum().backward()
-    assert values.grad is not None
-    assert values.grad.tolist() == [2.0, 1.0]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_cannot_be_spread_is_named(layout: str) -> None:
-    laid_out = getattr(micro_batch([1, 2]), layout)()
-    with pytest.raises(ValueError, match=r"'h' is per token already; read it as \['h'\]"):
-        laid_out.per_token("h")
-    with pytest.raises(KeyError, match="no column or scalar 'reward'; columns: "):
-        laid_out.per_token("reward")
-    with pytest.raises(ValueError, match=r"one number for each of the 2 rollouts, \[2\], not \[3\]"):
-        laid_out.per_token(torch.ones(3))
-
-
 @pytest.mark.parametrize("layout", ["packed", "nested"])  # meta tensors cannot be padded: no mask to choose by
 def test_what_is_spread_lies_where_the_tokens_do(layout: str) -> None:
     flat = FlatColumns(

@@ -121,24 +121,6 @@ def test_what_is_evicted_follows_its_cause() -> None:
     ]
 
 
-def test_the_state_is_complete_when_an_observer_is_notified() -> None:
-    core, _ = observed()
-
-    class Calls(Observer):
-        def accepted(self, rollouts: Any, now: float) -> None:
-            verify(core)
-            if core.next_wakeup() < now:
-                core.poll(now)
-
-        def dispatched(self, batch: sb.Batch) -> None:
-            verify(core)
-            core.acknowledge(batch.step)
-
-    core.observers.append(Calls())
-    core.add_all([rollout("a"), rollout("b")], 0.0)
-    assert core.statistics(0.0).acknowledged == 2
-
-
 def test_an_observer_that_raises_is_logged_and_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Observer):
         def _fail(self, *values: object) -> None:

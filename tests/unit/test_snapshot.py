@@ -189,23 +189,6 @@ def test_damaged_facts_are_named_and_rollouts_come_back(at: int) -> None:
     verify(restored)
 
 
-def test_a_rollout_that_was_changed_does_not_keep_the_others_from_being_saved(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    core = busy_core()
-    snapshot = core.snapshot(20.0)
-    waits, flies = snapshot.waiting[1], snapshot.in_flight[0].rollouts[0]
-    waits.metadata["changed"] = object()  # type: ignore[index]
-    flies.scalars["changed"] = 10**400  # type: ignore[index]
-    state = through_torch_save(state_dict(snapshot))
-    for rollout in (waits, flies):
-        assert f"rollout {rollout.rollout_id!r} was changed after it was made" in caplog.text
-    restored = BalancerCore(config())
-    restored.restore(read_state_dict(state), 20.0)
-    verify(restored)
-    assert (restored.statistics(20.0).waiting, restored.statistics(20.0).in_flight) == (4 + 3, 0)
-
-
 def test_other_dicts_are_refused() -> None:
     with pytest.raises(ValueError, match="format is None, expected 6"):
         read_state_dict({})

@@ -83,29 +83,6 @@ def test_a_checkpoint_and_a_redelivery_know_the_stratum() -> None:
     assert "agent" in {one.stratum for one in batch.rollouts}
 
 
-def test_shares_may_change_and_name_what_has_not_come_yet() -> None:
-    core = core_of(max_skips=None, stratum_shares={"code": 0.25, "never": 0.25})
-    strata_of_steps(core, 5)
-    core.reconfigure(core.config.replace(stratum_shares={"agent": 0.25}))
-    strata_of_steps(core, 20)
-    assert core.statistics(0.0).strata["agent"].waiting <= 1
-    core.reconfigure(core.config.replace(policy="fifo", window=None, capacity=None, max_skips="auto"))
-    strata_of_steps(core, 3)
-
-
-def test_a_group_is_of_its_oldest_members_stratum() -> None:
-    core = core_of(groups=sb.Groups(size=2), stratum_shares={"agent": 0.25}, max_skips=None)
-    core.add(rollout(5, "agent", group_id="half"), 0.0)
-    for number in range(4):
-        stratum = "agent" if number == 3 else "math"
-        core.add_all([rollout(900 if number == 3 else 50, stratum, group_id=f"{number}") for _ in range(2)], 0.0)
-    batch = core.poll(0.0)
-    assert batch is not None
-    assert [one.group_id for one in batch.rollouts].count("3") == 2
-    assert batch.incomplete_groups == ()
-    assert "half" not in {one.group_id for one in batch.rollouts}
-
-
 def test_what_is_held_back_for_its_age_lacks_in_no_share() -> None:
     core = core_of(staleness=sb.Staleness(max_versions=0), stratum_shares={"agent": 0.25})
     core.set_version(0)
