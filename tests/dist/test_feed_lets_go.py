@@ -163,7 +163,7 @@ def test_descriptors_and_threads_go_at_once(how: str, movers: list[str]) -> None
                 stop()
                 with pytest.raises(RankLostError):
                     held += list(feed)
-            deadline = time.monotonic() + 10.0
+            deadline = time.monotonic() + GUARD_S
             while not _no_more_than(before) and time.monotonic() < deadline:
                 time.sleep(0.005)  # the controller's end, which is in this process, too
             fds, threads = _open_here()
