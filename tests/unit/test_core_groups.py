@@ -61,6 +61,19 @@ async def test_abandoning_makes_room_and_calls_on_evict() -> None:
         assert gone == [("r0", "abandoned"), ("s0", "abandoned"), ("s1", "abandoned")]
 
 
+def test_the_loss_of_a_group_that_was_done_takes_nothing_from_the_next_of_its_name() -> None:
+    """A rollout that came beyond the size begins the group anew, while those that left may still be lost."""
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=2, groups=sb.Groups(size=2)))
+    core.add_all(list(make_rollouts([3, 4], siblings=2)), 0.0)
+    batch = core.poll(0.0)
+    assert batch is not None
+    core.add(make_rollout(5, "r2", group_id="g0"), 0.0)
+    core.mark_missing(batch.step, {"r0", "r1"})
+    core.acknowledge(batch.step)
+    assert core.state.buffer.groups.incomplete() == {"g0": 1}
+    verify(core)
+
+
 # -- groups of another size --------------------------------------------------------------------------------------------
 
 CLOSE = GroupSize("g0", None)

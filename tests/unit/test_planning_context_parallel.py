@@ -244,6 +244,16 @@ def test_what_no_degree_can_hold_is_refused() -> None:
 # --- ranks that meet at every micro-batch ----------------------------------------------------------------------------
 
 
+def test_what_must_be_shared_is_shared_also_where_the_others_need_many_more_locksteps_than_their_tokens() -> None:
+    lengths = np.array([150] + [60] * 24)  # no two of 60 fit into 100
+    plan = planned(
+        lengths * 1.0, lengths, knobs_of(2, 25, sync="micro_batch", max_tokens_per_micro_batch=100, cp_sizes=(1, 2))
+    )
+    check_degrees(plan, locksteps=True)
+    assert sorted(its.count(2) for its in plan.degrees) == [1, 1]
+    assert [len(its) for its in plan.ranks] == [13, 13]
+
+
 def test_ranks_change_places_without_leaving_their_blocks() -> None:
     costs, lengths = heavy_tail(32, 3, 2.0)
     seen = set()
