@@ -31,6 +31,7 @@ DEFAULTS = {"dp_size": 8, "batch_size": 32}
 DEFAULT_GENERATED = 20_000  # rollouts of generate:NAME without a number: hundreds of dispatches, a second or two
 GENERATE = "generate:"
 USER_ERROR = 2  # typer's own code for bad usage
+KNOBS = texts_below_fields(BalancerConfig)
 METAVARS = {
     "step_size.rollouts": "LEAST:MOST",
     "cost": "MODEL",
@@ -55,7 +56,7 @@ def as_command(options: type[Any]) -> Callable[..., None]:
     types, texts = get_type_hints(options, include_extras=True), texts_below_fields(options)
     signature = inspect.signature(options)
     own = [
-        one.replace(annotation=_option(types[one.name], one.name, help=texts.get(one.name, "")))
+        one.replace(annotation=_option(types[one.name], one.name, help=_help(one.name, texts)))
         for one in signature.parameters.values()
         if one.name != "knobs"
     ]
@@ -69,6 +70,11 @@ def _option(kind: Any, name: str, **how: Any) -> Any:
         return kind
     flag = [f"--{name.replace('_', '-')}"] if kind in (bool, bool | None) else []  # else there would be --no-json
     return Annotated[kind, typer.Option(*flag, **how)]
+
+
+def _help(name: str, texts: Mapping[str, str]) -> str:
+    """What BalancerConfig says of a knob, and the text of the command."""
+    return f"{first_sentence(KNOBS.get(name, ''))} {texts.get(name, '')}".strip()
 
 
 def _knob(path: str) -> inspect.Parameter:

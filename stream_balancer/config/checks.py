@@ -301,10 +301,10 @@ VARYING: Rows = (
         "that gives back what others took beyond batch_size has so few. Lower min_batch_size, or raise the least",
     ),
     (
-        lambda c: any(n % _multiple(c) for n in (c.batch_size, least_batch_size(c), most_rollouts(c))) and _multiple(c),
-        "step_size.rollouts {c.step_size.rollouts} and batch_size ({c.batch_size}) must be multiples of {it} with "
+        lambda c: (odd := _no_multiples(c)) and (_multiple(c), " and ".join(map(str, odd))),
+        "step_size.rollouts {c.step_size.rollouts} and batch_size ({c.batch_size}) must be multiples of {it[0]} with "
         "counts={c.counts!r}, dp_size {c.dp_size} and groups.size {c.groups.size}: whole groups leave, and as many on "
-        "every rank where counts are equal. Change them",
+        "every rank where counts are equal. Change {it[1]}",
     ),
 )
 """Knobs with a number of rollouts per step that varies."""
@@ -316,6 +316,10 @@ def _above(one: int | None, other: int | None) -> bool:
 
 def _multiple(c: Knobs) -> int:
     return step_multiple(c.dp_size, c.counts, c.groups.keep, c.groups.size)
+
+
+def _no_multiples(c: Knobs) -> list[int]:
+    return [number for number in (least_batch_size(c), c.batch_size, most_rollouts(c)) if number % _multiple(c)]
 
 
 def _rollouts_of_strata(c: Knobs) -> int:

@@ -200,7 +200,7 @@ def test_the_longest_of_all_is_never_thrown_away() -> None:
 @pytest.mark.parametrize(
     ("knobs", "says"),
     [
-        ({"deadline_s": 5.0}, "with deadline_s.*Set deadline_s=None"),
+        ({"deadline_s": 5.0}, "with deadline_s.*Leave deadline_s out"),
         ({"limits": {"bytes": 10**9}}, "with limits.bytes"),
         ({"window": 16}, "a window of 16 would never fill. Lower window to 12"),
     ],

@@ -181,7 +181,10 @@ def test_a_short_step_gives_back_too_and_is_not_made_up_for() -> None:
         ({"step_size": {"rollouts": (4, 16)}, "min_batch_size": 5}, r"min_batch_size \(5\) must be <= the least"),
         ({"step_size": {"rollouts": (4, 15)}, "counts": "equal"}, "must be multiples of 2.* Change 15"),
         ({"step_size": {"rollouts": (3, 15)}, "groups": {"size": 2}}, "must be multiples of 2.* Change 3 and 15"),
-        ({"step_size": {"rollouts": (2, 16)}, "groups": {"size": 2, "keep": "same_rank"}}, "begins with 1 groups of 2"),
+        (
+            {"step_size": {"rollouts": (2, 16)}, "groups": {"size": 2, "keep": "same_rank"}},
+            "or the least of step_size.rollouts, holds fewer than 2 groups of 2",
+        ),
         ({"step_size": {"rollouts": (4, 16)}, "sync": "micro_batch"}, "does not work with sync='micro_batch'"),
         ({"step_size": {"rollouts": (4, 16)}, "cost": sb.PaddedCost()}, "does not work with a padded cost"),
         ({"step_size": {"rollouts": (4, 16)}, "policy": "fifo", "window": None}, "needs policy='window'"),
