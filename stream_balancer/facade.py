@@ -62,11 +62,13 @@ def run(function: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | None 
     """The result of an async function of ours. Raises TimeoutError after ``timeout_s``, RuntimeError in an event loop's
     thread."""
     refuse_in_event_loop("this", "There, await the method of the same name")
+    # a coroutine may call another blocking method: its deadline is restored afterwards
     outer, coroutine = vars(blocking_deadline).copy(), None
     blocking_deadline.timeout_s = timeout_s
     blocking_deadline.at = None if timeout_s is None else time.monotonic() + timeout_s
     try:
         coroutine = function()
+        # one step is enough: where it would wait, the wait blocks this thread instead
         coroutine.send(None)
     except StopIteration as done:
         return cast("T", done.value)
@@ -151,6 +153,7 @@ def _blocking(owner: str, found: Any, timed: bool) -> Any:
     if isinstance(found, property):
         get: Any = found.fget
         return property(functools.wraps(get)(lambda self: get(self._target)))
+    # decided when the class is made, not at each call
     waits = inspect.iscoroutinefunction(found)
 
     def blocking(self: Facade, /, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:

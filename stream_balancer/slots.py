@@ -109,6 +109,7 @@ class Slot:
                     f"{len(dated)} rollouts for a slot with {self._left} places left. Reserve as many as are put: "
                     "reserve(n)"
                 )
+            # taken before the put is awaited: two puts at once must not use one place
             self._left -= len(dated)
             self._under_way += len(dated)
         return dated
@@ -120,6 +121,7 @@ class Slot:
             kept = self._open and not accepted
             if kept:
                 self._left += count
+        # outside the lock: settling may wake tasks, which ask this slot
         if not kept:
             self._home.settle(self, count)
 

@@ -105,6 +105,7 @@ class Admission:
         if not isinstance(rollout, Rollout):
             raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
         ids, tokens, most_bytes = self._ids, rollout.num_tokens, self.config.limits.bytes
+        # first: a retry is a duplicate, whatever else is wrong with it by now
         if rollout.rollout_id in ids.held or rollout.rollout_id in ids.past:
             raise DuplicateRolloutError(ids.why_known(rollout.rollout_id))
         if (
@@ -193,6 +194,7 @@ class Admission:
                 f"which waits and has {longest.num_tokens} tokens: no batch could take it. Use a cap >= "
                 f"{longest.num_tokens} until it has left, or set micro_batches.oversize='alone'"
             )
+        # a cost model is any function of a user: only asking it shows what it says of these
         price = Pricing(config, tolerance=0.0)
         try:
             for rollout in self._buffer.rollouts():
@@ -214,6 +216,7 @@ class Admission:
             wanted = size.size or 0
         if arrived + num_executions(rollouts) < wanted:
             return None
+        # those of a row of an open step are being trained on, and are not asked about again
         return [*buffer.rollouts(buffer.siblings(group_id)), *rollouts] or None
 
 

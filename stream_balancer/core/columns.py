@@ -59,6 +59,7 @@ class Columns:
             return
         behind = int(gone[-1]) + 1
         stay = np.flatnonzero(keep[:behind]) + self._start
+        # the few older rows move up, since most that leave are near the front
         for array in self.arrays:
             array[self._start + gone.size : self._start + behind] = array[stay]
         self._start += gone.size
@@ -66,6 +67,7 @@ class Columns:
     def _make_room(self) -> int:
         """Back to the front, in twice the space unless half of it is free there. -> the first row behind the last."""
         rows = len(self)
+        # else removals have freed half of it in front, and moving back is room enough
         if 2 * rows > self._space:
             self._space *= 2
         before, self.arrays = self.arrays, tuple(np.full(self._space, value) for value in self._values)

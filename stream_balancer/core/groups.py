@@ -108,6 +108,7 @@ class Groups:
     def join(self, group_id: str, execution_id: str | None = None) -> int:
         """A rollout waits from now on. -> its group's label. O(1)."""
         group = self._groups.get(group_id) or self._new(group_id)
+        # a rollout of an execution that has come before is no new sibling
         self._update(group, arrived=int(execution_id not in group.executions), waiting=1)
         if execution_id is not None:
             group.executions[execution_id] = group.executions.get(execution_id, 0) + 1
@@ -312,6 +313,7 @@ class Groups:
 
     def _update(self, group: _Group, *, arrived: int = 0, waiting: int = 0, size: int | None = None) -> None:
         """So many more have come, and wait; what the groups lack follows, as sums kept in O(1)."""
+        # taken off as it was, and added as it is: a sum over all groups would be O(groups) a put
         self.num_awaited -= group.lacks
         self.num_incomplete -= group.waiting if group.lacks else 0
         group.arrived += arrived
@@ -337,6 +339,7 @@ class Groups:
     def _close(self, group_id: str, size: int | None) -> None:
         """The group takes no more. So many such groups are known."""
         self._closed[group_id] = size
+        # said again, it is the youngest: the oldest are forgotten first
         self._closed.move_to_end(group_id)
         self.changed.append(group_id)
         while len(self._closed) > max(self.remember, 1):

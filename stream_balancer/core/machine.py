@@ -318,9 +318,6 @@ class BalancerCore:
     def learn(self, learned: Learned) -> None:
         """Plan with what seconds have taught from now on. O(n log n)."""
         self.state.pricing.learn(learned)
-        self._reprice()
-
-    def _reprice(self) -> None:
         factor = self.state.pricing.reprice(self.state.buffer)
         if factor != 1.0:
             self._publish("repriced", factor)

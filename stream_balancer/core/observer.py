@@ -114,6 +114,7 @@ class Observers(list[Observer]):
 
     def emit(self, event: str, *values: object) -> None:
         """Notify every observer that has written this event. O(those)."""
+        # users append to the list as they like, so it is compared: O(observers), a few at most
         if self != self._known:
             self._known = list(self)
             self._handlers = {name: _handlers_of(name, self) for name in EVENTS}

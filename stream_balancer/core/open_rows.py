@@ -37,6 +37,7 @@ def make_row(state: State, opened: OpenStep, rows: NDArray[np.int64], reason: Re
         all_of_them = plan_of_all(state, state.buffer.rollouts(rows), state.in_flight.next_step, state.pricing.knobs)
         plan = opened.spread(in_rows(all_of_them, rows))
     row = make_batch(state, plan, rows_of(plan) if rows.size else rows, reason, now, opened)
+    # what to divide by is known with the last row
     return replace(row, ranks=tuple(replace(one, denominators=None) for one in row.ranks))
 
 

@@ -70,6 +70,7 @@ class Pricing:
         """Other knobs; what was learned is kept while cost, speeds and ranks are the same. :meth:`reprice` must
         follow."""
         before, self._config = self._config, config
+        # seconds were learned as a factor on this cost, for these ranks
         if (config.cost, config.speeds, config.dp_size) != (before.cost, before.speeds, before.dp_size):
             self._learned = None
         self._use()

@@ -66,6 +66,7 @@ class Staleness:
         """A rollout waits from now on. O(1)."""
         oldest, version = self._oldest_trainable(), rollout.min_version
         if oldest is not None and version is not None:
+            # counted one by one as they come: a recount at every put would be O(n)
             self.num_due += version <= oldest
             self.num_held_back += self.config.staleness.on_stale == "evict" and version < oldest
 
@@ -97,6 +98,7 @@ class Staleness:
         oldest = self._oldest_trainable()
         if not self.num_held_back or oldest is None:
             return np.zeros(len(self._buffer), dtype=bool)
+        # unknown versions are larger than any, so they are never held back
         held = self._buffer.versions < oldest
         labels = self._buffer.labels
         grouped = labels[held & (labels >= 0)]  # groups leave whole, so a sibling holds the others back

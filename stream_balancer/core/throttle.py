@@ -69,6 +69,7 @@ class Throttle:
         config, held = state.config, self.running + len(state.buffer)
         if config.staleness.max_versions is None:
             return state.admission.num_places() - self.running
+        # before the first version is set, what begins counts as of version 0
         version = state.staleness.version or 0
         running = min((version for version, _ in self._slots.values()), default=version)
         running = running if began is None else min(began, running)
@@ -81,6 +82,7 @@ class Throttle:
         """True if the window cannot fill while nothing more may begin: not with what is running, though a full batch is
         ready; or nothing is running, and anything is ready. Then a force flush is due. O(1)."""
         ready, config = state.triggers.sendable().ready, state.config
+        # nothing is being generated: no put will fill the window
         if self.running == 0:
             return ready > 0
         return ready >= config.batch_size and self.running + len(state.buffer) < config.window

@@ -122,6 +122,7 @@ class OneRank:
                     denominators=Denominators(size.rollouts, size.tokens, size.loss_tokens, size.executions),
                 )
             )
+        # a step in one piece is its only mini-batch
         return tuple(made) or (self,)
 
     def epochs(self, num_epochs: int) -> Iterator[OneRank]:
@@ -144,6 +145,7 @@ class OneRank:
             raise ValueError(f"epochs() takes a number of epochs >= 1, not {num_epochs!r}")
         mini_batches = self.mini_batches
         number = len(mini_batches)
+        # turned, not shuffled: ranks meet in each optimizer step, and must have the same order without a word
         return (mini_batches[(epoch + place) % number] for epoch in range(num_epochs) for place in range(number))
 
     @property

@@ -20,6 +20,7 @@ class Book:
         self.fenced: dict[RankId, int] = {}
         """The last incarnation of each rank that was given up. The journal keeps it."""
         self.ended = False
+        # dicts for their order, which makes orders the same in every run
         self.steps_touched: dict[int, None] = {}
         self.ranks_touched: dict[RankId, None] = {}
         self.out: list[Order] = []
@@ -69,6 +70,7 @@ class Book:
         if one.number not in self.wanted.get(one.role, ()):
             return False
         rank = self.ranks.get(one)
+        # a rank that never came yet is waited for; one that was given up is not
         if rank is None or rank.is_given_up:
             return rank is None and one not in self.fenced
         return rank.incarnation > self.fenced.get(one, -2)
@@ -85,6 +87,7 @@ class Book:
             return
         share = self.share(step, item.owner)
         share.items[item.id] = share.unsent[item.id] = item
+        # with one more item it has something left to do
         step.at_barrier.discard(item.owner)
         self.ranks_touched[item.owner] = None
 
@@ -95,6 +98,7 @@ class Book:
     def note_fetched(self, step: Step, item: Item, bit: int, full: int) -> None:
         """A seat has the payloads of the item, but for those that are gone."""
         item.fetched |= bit
+        # once, with the last seat: whoever shares the item may begin only when all have it
         if item.remote and item.fetched == full and not item.is_fetched:
             item.is_fetched = True
             step.num_unfetched -= 1

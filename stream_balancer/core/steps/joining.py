@@ -32,12 +32,14 @@ class Joining(Book):
         """A process has come, or come again, and says what it has; its ``weights`` have all steps before that one.
         None: those that its next step needs. O(its items, steps in flight and ranks)."""
         rank, bit = self.rank(one), 1 << seat
+        # others have its work, and may be in a meeting without it
         if incarnation <= self.fenced.get(one, -1):
             self.out.append(Refuse(one, seat))
             return
         if rank.is_given_up or rank.full != (1 << seats) - 1 or rank.incarnation != incarnation:
             self._supersede(rank, (1 << seats) - 1)
         rank.incarnation, rank.depth, rank.is_given_up, rank.is_warned = incarnation, depth, False, False
+        # what it had said before it came again may be of weights that are gone
         rank.weights_of.pop(seat, None)
         if weights is not None:
             rank.weights_of[seat] = weights
@@ -55,6 +57,7 @@ class Joining(Book):
                 if rank.is_here:
                     step.settling.discard(one)
             self.touch(step)
+        # one more that is here may be the last that a step waited for
         self.touch_all_ranks()
 
     def lost(self, one: RankId, seat: int) -> None:
@@ -73,6 +76,7 @@ class Joining(Book):
             step.settling.discard(one)
             step.met.discard(one)
             for item in () if share is None else share.items.values():
+                # columns of a role are here, whoever has computed them
                 if not item.has_columns:
                     step.torn.update(() if item.group is None else (item.group,))
                     self.disown(step, item)
@@ -124,6 +128,7 @@ class Joining(Book):
         """A Recall is answered by a seat, or by its coming again. Once all have: what all gave back has no owner; what
         one has begun stays, and is sent again to those who gave it back."""
         step, rank = share.step, share.rank
+        # until the last seat has answered nobody knows which items all have given back
         if share.answers:
             return
         step.recalls.discard(rank.id)
@@ -158,12 +163,14 @@ class Joining(Book):
 
     def _supersede(self, rank: Rank, full: int) -> None:
         """The processes that were the rank are no more, and what they held with them. Acknowledged is acknowledged."""
+        # read before the seats are counted anew: what was acknowledged was so by the old ones
         shares = [step.shares[rank.id] for step in self.steps.values() if rank.id in step.shares]
         was_acked = [share.is_acked for share in shares]
         rank.full, rank.links, rank.weights_of, rank.acked_of, rank.stale = full, 0, {}, {}, {}
         for share, acked in zip(shares, was_acked, strict=True):
             step = share.step
             share.acked = full if acked else 0
+            # in weights that a process can come back to: nothing of it is sent again
             if acked and not rank.id.role:
                 continue
             share.opened = share.taken = share.waiting = share.sealed = share.back = share.finished = 0
@@ -179,6 +186,7 @@ class Joining(Book):
 
     def _says(self, share: Share, bit: int, held: HeldStep | None, weights: int) -> None:
         step, rank = share.step, share.rank
+        # a late word on what is in saved weights changes nothing
         if share.is_acked and not rank.id.role:
             return
         is_past = weights > step.number and not rank.id.role
@@ -199,6 +207,7 @@ class Joining(Book):
                 _forget(step, share, item, bit)
             else:
                 there = current.items[item.id]
+                # a process that has come again begins anew with what it holds
                 item.is_begun = False
                 item.sent |= bit
                 item.done = _flag(item.done, bit, there.done)
@@ -213,6 +222,7 @@ class Joining(Book):
         share.taken = _flag(share.taken, bit, is_past or (held is not None and held.taken))
         share.finished = _flag(share.finished, bit, is_past)
         share.waiting = _flag(share.waiting, bit, current is not None and current.waiting)
+        # it may have missed what it was told: each item is told again
         share.go = {}
         if rank.id.role:
             share.sealed &= ~bit
@@ -246,6 +256,7 @@ def _forget(step: Step, share: Share, item: Item, seats: int) -> None:
     item.is_begun = False
     if item.has_columns:
         return
+    # the others of its group may be waiting for it in a collective: none of it goes on
     if item.sent & seats and item.group is not None:
         step.torn.add(item.group)
     step.unfetch(item)

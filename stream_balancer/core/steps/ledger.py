@@ -121,11 +121,14 @@ class Ledger(Joining):
         step, ids, items = self.steps.get(number), list(old), list(new)
         if step is None:
             return False
+        # also where it is out of date: what still has no owner must be asked for again
         step.asked.clear()
         self.touch(step)
+        # a rank may have come back, or another been lost, while the planner worked
         is_current = all(id_ in step.ownerless for id_ in ids)
         if not is_current or not all(self.may_own(step, item, item.owner) for item in items):
             return False
+        # only now: an answer that is refused takes no item away
         for id_ in ids:
             step.remove(step.ownerless.pop(id_))
         self.appended(number, items)
@@ -163,6 +166,7 @@ class Ledger(Joining):
                 item.has_columns = True
                 step.left_of_role[one.role] -= 1
                 self.touch(step, everybody=step.left_of_role[one.role] == 0)
+                # whoever trains with these columns may begin now
                 self.ranks_touched.update((it.owner, None) for it in step.waiters.pop(item.id, ()) if it.owner)
 
     def fetched(
@@ -186,6 +190,7 @@ class Ledger(Joining):
         if share is None or not share.answers >> seat & 1:
             return
         for id_ in items:
+            # the seats of a rank answer one by one: an item is free once all have given it back
             share.recalled[id_] |= 1 << seat
         share.answers &= ~(1 << seat)
         self.gave_back(share)
@@ -211,6 +216,7 @@ class Ledger(Joining):
 
     def finished(self, one: RankId, seat: int, number: int, attempt: int) -> None:
         """The ranks have met, and its weights have the step and all before it. ``attempt`` 0: they are others'."""
+        # also of a step that is over here: the weights count when it joins again
         rank, bit = self.rank(one), 1 << seat
         if not one.role:
             rank.weights_of[seat] = max(rank.weights_of.get(seat, 0), number + 1)
@@ -221,6 +227,7 @@ class Ledger(Joining):
                 share.finished |= bit
             if self.meets and not one.role and (is_through or not attempt):
                 step.met.add(one)
+                # now it is known that they have met: whoever was left behind leaves the step
                 if len(step.met) == 1:
                     self.touch_all_ranks()
             self.touch(step)
@@ -232,6 +239,7 @@ class Ledger(Joining):
         if one.role or not rank.links & bit:
             return
         rank.acked_of[seat] = max(rank.acked_of.get(seat, -1), number)
+        # a step whose ranks were all given up ends once one that has met acknowledges it, or a later one
         for step in self.steps.values():
             if not step.participants:
                 self.touch(step)
@@ -259,7 +267,9 @@ class Ledger(Joining):
     def orders(self) -> list[Order]:
         """All that is to be done now; each is given once. A fact of one rank costs its active steps; the seal of a step
         costs its ranks and items, once."""
+        # what is looked at may touch more
         while self.steps_touched or self.ranks_touched:
+            # in the order of steps, so that orders are the same in every run
             for number in sorted(self.steps_touched):
                 if (step := self.steps.get(number)) is not None:
                     look_at_step(self, step)

@@ -137,6 +137,7 @@ class Share:
 
     def note_waiting(self) -> None:
         at_barrier = self.step.at_barrier
+        # what has not been sent yet is still to be done, whatever the rank has said
         if self.waiting == self.rank.full and not self.unsent:
             at_barrier.add(self.rank.id)
         else:
@@ -201,6 +202,7 @@ class Rank:
         if share.is_acked:
             self.active.pop(number, None)
         elif number not in self.active:
+            # steps come in order but after a restart: sorting each time would cost every step
             in_order = not self.active or next(reversed(self.active)) < number
             self.active[number] = share
             if not in_order:
@@ -268,6 +270,7 @@ class Step:
 
     def remove(self, item: Item) -> None:
         del self.items[item.id]
+        # one whose payloads are there was taken off when it was fetched
         self.num_unfetched -= item.remote and not item.is_fetched
         if item.group is not None:
             self.groups[item.group].pop(item.id)
