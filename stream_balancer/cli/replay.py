@@ -41,9 +41,11 @@ class Replay(Simulated):
     """Dispatches to leave out of the figures. (default: 3 x max skips, at most a quarter)"""
 
     def run(self) -> None:
+        # imported here: `--help` must not wait for torch
         from stream_balancer.tools.shown import Bars
         from stream_balancer.tools.simulate import as_policy, simulate
 
+        # refused here, before a bar is shown
         lengths, config = self.lengths(), self.balancer()
         runs = {policy: as_policy(config, policy) for policy in _NAMES}
         how = self.simulation() | {"warm_up": self.warm_up}
@@ -104,6 +106,7 @@ Row: TypeAlias = tuple[str, Callable[["SimulationReport"], str]]
 def _rows(reports: Reports, nothing_shared: float, *, instant: bool) -> Iterator[Row]:
     """``nothing_shared``: work of a rank if all are alike, and every rollout pays its own prefix."""
     usual, config = reports["round_robin"].overall.work_s, reports["window"].config
+    # of the same stretch for all three, or a warm-up would be compared with a steady state
     steady = _all_steady(reports)
     yield "idle fraction", lambda r: f"{_segment(r, steady).idle_fraction:.2%}"
     yield "  a better assignment might save", lambda r: f"{_segment(r, steady).avoidable_idle:.2%}"

@@ -54,6 +54,7 @@ class Tune(Simulated):
         from stream_balancer.tools.shown import Bars
         from stream_balancer.tools.tune import tune
 
+        # before the sweep: a minute later would be too late to hear of it
         if self.plot is not None:
             check_plot(self.plot)
         lengths, config = self.lengths(), self.balancer()

@@ -136,6 +136,7 @@ def _family_of(fields: _Fields) -> _Family:
     if name not in FAMILIES:
         what = "the configuration has no 'model_type'" if name is None else f"model_type {name!r} is not known"
         raise ValueError(f"{what}; {INSTEAD}")
+    # a sum that takes one size for all layers would be wrong without saying so
     if fields.differ_by_layer:
         raise ValueError(f"per_layer_config gives sizes of single layers, which are not known here; {INSTEAD}")
     for field, known in _MUST_BE.items():
@@ -183,6 +184,7 @@ def _kinds(fields: _Fields, family: _Family) -> list[str]:
         if number is not None and number != len(kinds):
             raise ValueError(f"layer_types has {len(kinds)} entries for num_hidden_layers={number}; {INSTEAD}")
         return kinds
+    # a window in the file is unused where use_sliding_window is False (Qwen2)
     window = fields.get("sliding_window") if fields.get("use_sliding_window") in (None, True) else None
     if family.layers == "listed" or (window and family.layers != "window"):
         raise ValueError(
@@ -223,6 +225,7 @@ def _latent_attention(fields: _Fields, reach: _Reach, kind: str, index: int) -> 
     weights = query_latent * (hidden + heads * key) if query_latent else hidden * heads * key
     weights += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
     pairs = [(reach, heads * (key + value))]
+    # the indexer of sparse attention looks at every pair, however few of them attention then uses
     kinds = fields.get("indexer_types")
     if kind == "indexed_attention" and (kinds is None or kinds[index] == "full"):
         indexer_heads, size, rank = fields.sizes("index_n_heads", "index_head_dim", "q_lora_rank")
@@ -301,6 +304,7 @@ def _experts(fields: _Fields, family: _Family, index: int) -> float:
     if not shared:
         number = fields.get(*_NUM_SHARED)
         shared = (family.shared_experts if number is None else number) * width
+    # HunYuan lists a number for each layer
     top_k = fields.get(*_TOP_K)
     chosen = _size(_TOP_K[0], top_k[index] if isinstance(top_k, list | tuple) else top_k)
     return float(hidden * (family.mlp_matrices * (chosen * width + shared) + fields.size(*_NUM_EXPERTS)))

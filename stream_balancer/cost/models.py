@@ -79,6 +79,7 @@ class QuadraticCost:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"QuadraticCost.{name} must be a finite number >= 0, not {value!r}")
+        # where nothing costs anything every partition is balanced, and one rank may get all
         if self.linear == 0 and self.quadratic == 0:
             raise ValueError("QuadraticCost: linear and quadratic are both 0, so every rollout would cost nothing")
 
@@ -144,6 +145,7 @@ class TransformerCost:
                 raise ValueError(f"TransformerCost.{name} must be an int >= 1{optional}, not {value!r}")
         if self.num_heads % self._kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self._kv_heads})")
+        # a sum over layers, too: calibration reads one form only
         pairs = AttentionPairs(self.flops_per_token_pair, causal=self.causal)
         layer_sum = LayerSumCost(flops_per_token=self.flops_per_token, attention=(pairs,))
         object.__setattr__(self, "layer_sum", layer_sum)
@@ -261,6 +263,7 @@ class CalibratedCost:
     """The prior's weight of a token pair, as :meth:`pairs` counts them."""
 
     def __post_init__(self) -> None:
+        # below one step the last measurement alone would set the speed of a rank
         half_life = self.half_life_steps
         if isinstance(half_life, bool) or not isinstance(half_life, int | float) or not 1 <= half_life < math.inf:
             raise ValueError(f"CalibratedCost.half_life_steps must be a finite number >= 1, not {half_life!r}")
@@ -305,6 +308,7 @@ class CalibratedCost:
 
 def _weights_of(prior: CostModel) -> tuple[float, float]:
     """linear, quadratic of a prior that is ``linear * L + quadratic * L^2``. Raises ValueError for any other."""
+    # per token: of a form a + b * L, two lengths give a and b, and the third says whether it is one
     one, two, three = np.asarray(prior(np.array(_PROBES)), dtype=np.float64) / np.array(_PROBES)
     quadratic = float(two - one) / (_PROBES[1] - _PROBES[0])
     linear = float(one) - quadratic * _PROBES[0]

@@ -39,6 +39,7 @@ def checked_speeds(speeds: ArrayLike | Sequence[float] | None, num_ranks: int) -
     if speeds is None:
         return None
     rate = np.asarray(speeds, dtype=np.float64)
+    # one number for all would broadcast silently, and a rank too many would never be given work
     if rate.shape != (num_ranks,):
         raise ValueError(f"speeds must hold one number per rank ({num_ranks}), not shape {rate.shape}.")
     if not (np.isfinite(rate).all() and (rate > 0.0).all()):
@@ -54,6 +55,7 @@ def split_by_label(labels: Ints, num_ranks: int) -> list[Ints]:
         [array([0, 3]), array([1, 2, 5]), array([4])]
     """
     order = np.argsort(labels, kind="stable").astype(np.int64, copy=False)
+    # a stable sort keeps positions ascending within a label: no second sort for each
     ends = np.cumsum(np.bincount(labels, minlength=num_ranks)).tolist()
     starts = [0, *ends[:-1]]
     return [order[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -68,6 +70,7 @@ def loads_of(costs: Floats, shares: list[list[Ints]]) -> Floats:
         array([1500., 1500.])
     """
     sizes = [sum(map(len, share)) for share in shares]
+    # one bincount over all: a sum for each micro-batch costs more at hundreds of ranks
     picked = np.concatenate([one for share in shares for one in share] or [np.empty(0, dtype=np.int64)])
     rank_of = np.repeat(np.arange(len(shares)), sizes)
     return np.bincount(rank_of, weights=costs[picked], minlength=len(shares)).astype(np.float64)

@@ -29,6 +29,7 @@ def plan_fifo(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: in
     oldest = _oldest(waiting, usual_size(waiting, knobs, num_rollouts, surplus))
     shown = np.zeros(waiting.costs.size, dtype=np.bool_)
     shown[oldest] = True
+    # nobody else is in sight, so nothing can be exchanged: what is left is the partition
     visible = replace(waiting.among(shown), due=np.ones(len(oldest), dtype=np.bool_), strata=None)
     plan = plan_batch(visible, knobs, num_rollouts=len(oldest), step=step)
     # the plan's positions are into what it was shown: back into the whole window
@@ -50,5 +51,6 @@ def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, s
 
 
 def _oldest(waiting: Waiting, num_rollouts: int) -> Ints:
+    # an incomplete group waits for its siblings here, too, or policies would not send the same batches
     ready = np.flatnonzero(waiting.group_complete | waiting.due)
     return ready[:num_rollouts].astype(np.int64)

@@ -57,6 +57,7 @@ def lower_bound_of(work: Floats, num_ranks: int, counts: Counts, rate: Floats | 
     else:
         # [ranks] the j fastest together
         fastest = np.cumsum(np.sort(rate)[::-1])
+        # more than num_ranks of them need not lie on ranks of their own: then the mean says more
         j = np.arange(1, min(n, num_ranks) + 1)
         bound = max(total / float(fastest[-1]), float((prefix[j] / fastest[j - 1]).max()))
     return _below_any_finish(bound, work, rate)

@@ -67,6 +67,7 @@ def least_finish(
         [[[0], [3, 4]], [[1], [2]]]
     """
     task = _task(packer, num_ranks, overhead, multiple_of, speeds)
+    # where the cap does not bind these are the answer, and no layout under a cap can be better balanced
     shares = partition(packer.work, num_ranks, "free", speeds, rotation=rotation)
     balanced = [packer.fewest(share.tolist()) for share in shares]
     best = _of_one_number(task, balanced, speeds, rotation)
@@ -167,6 +168,7 @@ class _Task:
 
 def _task(packer: Packer, num_ranks: int, overhead: float, multiple_of: int, speeds: ArrayLike | None) -> _Task:
     rate = checked_speeds(speeds, num_ranks)
+    # an overhead is work that every rank has, at its own speed: as time it counts for the mean speed
     later = overhead * num_ranks / (num_ranks if rate is None else float(rate.sum()))
     bound = lower_bound(packer.work, num_ranks, "free", speeds)
     return _Task(packer, rate, num_ranks, later, multiple_of, bound, packer.least_bins_of_all())
@@ -176,6 +178,7 @@ def _of_one_number(task: _Task, balanced: list[Bins], speeds: ArrayLike | None, 
     """The same number of micro-batches on every rank: each number from the least that may hold all rollouts, until the
     balanced shares fit, or no more can win."""
     packer, num_ranks = task.packer, task.num_ranks
+    # from this number on the balanced shares fit, and more micro-batches cannot balance better than they do
     need = task.rounded(max(map(len, balanced)))
     number = task.rounded(-(-task.least_bins // num_ranks))
     found: list[_Layout] = []

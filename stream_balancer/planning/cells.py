@@ -185,6 +185,7 @@ class Cells:
         """
         mine, theirs = self._side(a, size, turn), self._side(b, size, turn)
         gives, takes = mine.sums(self._work), theirs.sums(self._work)
+        # a limit that no choice of this round can reach is not looked at: nearly always, and its tables are the dearest
         binding = []
         for limit, held in self._limits:
             out, into, has = mine.sums(limit.amounts), theirs.sums(limit.amounts), held[np.concatenate((a, b))]
@@ -204,6 +205,7 @@ class Cells:
             after[too_much | (np.minimum(has_a, has_b) < limit.least)] = np.inf
         pairs, gave, answer = self._best(after, self.finish[a])
         took = answer if near is None else near[pairs, gave, answer] % takes.shape[1]
+        # counted, not timed: the same input gives the same answer on every machine
         spent = after.size + _ROUND_WORK
         if last:
             best_first = np.argsort(after[pairs, gave, answer] - self.finish[a[pairs]], kind="stable")
@@ -224,6 +226,7 @@ class Cells:
     def _side(self, cells: Ints, size: int, turn: int) -> _Side:
         """Rollouts that these cells could give: of a long one another stretch every round; and nobody."""
         width = self.slots.shape[1] if self._even else max(int(self._held[cells].max()), 1)
+        # the stretch moves with the round, so in the end every rollout of a long cell has taken part
         columns = _columns(width, _COLUMNS[size], turn if width > _COLUMNS[size] else 0, 0 if self._even else size)
         return _Side(cells, self.slots[cells[:, None], columns], columns, _choices(columns.size, size))
 
@@ -263,6 +266,7 @@ class Cells:
     def _best(self, after: Floats, before: Floats) -> tuple[Ints, ...]:
         """(pairs, choices, answers) of exchanges that help: of each pair the best; where they must be packed, the best
         few of all."""
+        # a gain within rounding would be exchanged back and forth
         flat, most = after.reshape(before.size, -1), before * (1.0 - _LEAST_GAIN)
         if self._pack is None:
             best = flat.argmin(axis=1)
@@ -292,6 +296,7 @@ class Cells:
                     continue
             used |= rows
             kept.append(one)
+            # every row has its exchange: none that is left may be done
             if len(used) > self._row_of[-1]:
                 break
         return kept, tried
@@ -320,6 +325,7 @@ class Cells:
             done, spent = self.exchange(a, b, size, turn, last=stage >= pairings)
             budget -= spent
             turn += 1
+            # an exchange changes who is last, so the cheap pairings are tried again before the dear ones
             if done:
                 moved = stage >= pairings
                 stage = stage if moved else 0

@@ -87,6 +87,7 @@ def _heaviest_first(step: Shareable, level: float) -> Placement:
     loads, num_ranks = np.zeros(step.num_ranks), step.num_ranks
     number = step.lengths.size
     rows, blocks = np.zeros(number, dtype=np.int64), np.zeros(number, dtype=np.int64)
+    # a rollout above the token cap has no whole part: it has the least choice, so it chooses first
     whole = np.isfinite(step.parts[0])
     by_cost = np.lexsort((-(step.parts * step.sizes[:, None]).min(axis=0), whole))  # who must be shared, then the rest
     first = max(_EACH_RANK * num_ranks, number - int(np.count_nonzero(whole)))
@@ -104,6 +105,7 @@ def _heaviest_first(step: Shareable, level: float) -> Placement:
                 break
         size, block = sizes[rows[one]], int(blocks[one])
         loads[block * size : (block + 1) * size] += parts[one][rows[one]]
+    # the many light ones, whole: with a heap, for at 512 ranks a search for the least each would be most of the plan
     heap = [(load, rank) for rank, load in enumerate(loads.tolist())]
     heapq.heapify(heap)
     for one in by_cost[first:].tolist():
@@ -121,6 +123,7 @@ def _exchanged(step: Shareable, found: Placement, target: float) -> Placement:
     if not own.size:
         return found
     parts, ranks = step.parts[0, own], found.blocks[own]
+    # what is shared stays where it is: moved, it would move on every rank of its block
     shared = found.loads - np.bincount(ranks, weights=parts, minlength=step.num_ranks)
     cells = Cells.of(ranks, parts, step.num_ranks, base=shared)
     cells.improve(target, _BUDGET)

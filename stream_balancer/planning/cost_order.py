@@ -39,6 +39,7 @@ class CostOrder:
 
     def ascending(self) -> Ints:
         """[n] all positions, lightest first. O(n log n) at the first call."""
+        # most steps ask for the heaviest only, and never sort
         if self._ascending is None:
             self._ascending = np.argsort(self.costs, kind="stable")
         return self._ascending
@@ -55,6 +56,7 @@ def kept(ascending: Ints, keep: Bools) -> Ints:
         >>> kept(np.array([1, 3, 0, 2]), keep=np.array([True, False, True, True]))
         array([2, 0, 1])
     """
+    # the order is sorted already: renumbering it is a gather, where sorting what is left would be O(n log n)
     stay = np.flatnonzero(keep)
     position = np.empty(keep.size, dtype=np.int64)  # [n] among those kept; of those that leave, undefined
     position[stay] = np.arange(stay.size)

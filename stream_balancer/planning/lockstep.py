@@ -55,12 +55,15 @@ def step_time(packer: Packer, ranks: list[Bins], speeds: ArrayLike | None) -> fl
 
 
 def _searched(packer: Packer, bins: Bins, num_ranks: int, number: int) -> Bins:
-    """Alike within each lockstep, from a start of its own, or from `bins` where none is found."""
-    start = _level_by_level(packer, num_ranks, number) or sorted(bins, key=packer.cost, reverse=True)
+    """Alike within each lockstep, from the better of two starts, or from `bins` where there is no other."""
+    starts = [_level_by_level(packer, num_ranks, number, fullest_first=fullest) for fullest in (False, True)]
+    found = [one for one in starts if one is not None] or [sorted(bins, key=packer.cost, reverse=True)]
+    start = min(found, key=lambda one: _time_of(packer, one, num_ranks))
     cell_of = np.empty(packer.tokens.size, dtype=np.int64)
     for cell, one in enumerate(start):
         cell_of[one] = cell
     tokens = np.array(packer.token_list, dtype=np.int64)
+    # at least one rollout each: a micro-batch that is empty would be a padding copy
     limits = Limit(np.ones_like(tokens), 1, tokens.size), Limit(tokens, 0, packer.cap)
     cells = Cells.of(cell_of, packer.work, num_ranks, rows=number, limits=limits)
     bound = lockstep_bound(packer.work, packer.tokens, num_ranks, packer.cap)
@@ -68,17 +71,23 @@ def _searched(packer: Packer, bins: Bins, num_ranks: int, number: int) -> Bins:
     return [one.tolist() for one in split_by_label(cells.cell_of(), num_ranks * number)]
 
 
-def _level_by_level(packer: Packer, num_ranks: int, number: int) -> Bins | None:
+def _time_of(packer: Packer, bins: Bins, num_ranks: int) -> float:
+    """Sum over locksteps of the costliest bin: what the step takes if ranks meet at every micro-batch."""
+    return sum(sorted(map(packer.cost, bins), reverse=True)[::num_ranks])
+
+
+def _level_by_level(packer: Packer, num_ranks: int, number: int, *, fullest_first: bool) -> Bins | None:
     """Lockstep after lockstep: as long as its heaviest rollout or its fair share of what is left, filled up to that.
 
     One with an outlier takes as long as the outlier whatever else is in it, so it takes all it can. Costliest first,
-    each to the fullest bin that has room: what is left must fit the locksteps to come, and the exchanges even the work
-    out. None if what is left does not fit the last one. O(n * num_ranks * number), vectorised.
+    each to the bin that is furthest from that level, or to the fullest one that has room. None if what is left does not
+    fit the last one. O(n * num_ranks * number), vectorised.
     """
     tokens, work = packer.token_list, packer.work_list
     left = np.argsort(-packer.work, kind="stable").tolist()
     result: Bins = []
     for index in range(number - 1):
+        # nobody can make it shorter than its heaviest, or than what is left needs in the mean
         level = max(work[left[0]], sum(work[i] for i in left) / (num_ranks * (number - index)))
         room = np.full(num_ranks, packer.cap, dtype=np.int64)
         # a little more than the level: a sum of floats that equals it must fit
@@ -88,8 +97,9 @@ def _level_by_level(packer: Packer, num_ranks: int, number: int) -> Bins | None:
         spare = len(left) - num_ranks * (number - index - 1)  # those to come need one rollout per bin at least
         for i in left:
             fits = (room >= tokens[i]) & (free >= work[i]) if spare > 0 else np.zeros(1, dtype=np.bool_)
+            # neither suffices: by level tokens may run out, fullest first the work may be unlike
             if fits.any():
-                one = int(np.where(fits, -room, -np.inf).argmax())
+                one = int(np.where(fits, -room if fullest_first else free, -np.inf).argmax())
                 room[one] -= tokens[i]
                 free[one] -= work[i]
                 bins[one].append(i)

@@ -105,6 +105,7 @@ def choose_lockstep(step: CappedStep) -> Bools:
     outlier = costs > level  # [W]
     oldest = step.must.copy()
     oldest[np.flatnonzero(~step.must)[: step.num_rollouts - int(np.count_nonzero(step.must))]] = True
+    # nothing needs company: first in, first out wastes as little as any choice, and delays nobody
     if not outlier.any():
         return oldest
     pool = _Pool(step, level, outlier, oldest)
@@ -136,6 +137,7 @@ def ordinary_level(step: CappedStep) -> float:
         start = min(int(np.searchsorted(tokens, tokens[end] - held)), end - 1)
         full = min(float(step.max_tokens), float(tokens[end]) * share / step.num_ranks)
         density = float(work[end] - work[start]) / float(tokens[end] - tokens[start])
+        # the level only falls, since what is left below it is less dense: so it ends at a fixed point
         if full * density >= level * (1.0 - 1e-9):
             break
         level = full * density
@@ -156,6 +158,7 @@ class _Pool:
         in_pool = must | outlier | oldest
         in_pool[np.flatnonzero(~outlier)[: step.num_rollouts]] = True
         ordinary = step.order.ascending()[: outlier.size - self.num_outliers]
+        # the longest ordinary ones complete a lockstep that lacks outliers
         in_pool[ordinary[-(_MOST_LOCKSTEPS * num_ranks + int(np.count_nonzero(must))) :]] = True
         positions = np.flatnonzero(in_pool)
         costs = step.order.costs[positions]
@@ -265,6 +268,7 @@ def choose_neighbours(
     costs, order = by_cost.costs, by_cost.ascending()
     sorted_costs = costs[order]
     longest_wait = max(1, int(remaining.max()))
+    # relative to the longest wait, so that the reward means the same under any max_skips
     wait = 1.0 - remaining[order] / longest_wait  # [W] 0.0 = new, 1.0 = must go now
     work = np.concatenate(([0.0], np.cumsum(sorted_costs)))  # [W+1]
     ends = np.arange(length, costs.size + 1)  # every run of `length` neighbours, by the place after its last
@@ -291,6 +295,7 @@ def _best_runs(value: Floats, length: int, size: int, number: int) -> Ints:
         with_run = np.full(size + 1, -np.inf)
         with_run[length:] = best[: size + 1 - length] + value
         after = np.maximum.accumulate(with_run)
+        # kept for the way back: which prefixes the best runs end at
         taken.append(with_run == after)  # the best for this prefix ends with a run here
         best = after
     places = []

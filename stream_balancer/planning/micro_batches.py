@@ -158,6 +158,7 @@ def _least_number(
         ranks = one_micro_batch_each(packer, num_ranks, speeds=speeds, rotation=rotation)
         if ranks is not None:
             return ranks
+        # one does not hold them, whatever the sum of the tokens says
         number = 2
     while (bins := packer.pack(everything, num_ranks * number)) is None:
         number += multiple_of
@@ -189,9 +190,10 @@ def _round_up(number: int, multiple_of: int) -> int:
 
 def packed_shares(packer: Packer, shares: list[Ints], multiple_of: int, counts: Counts) -> list[Bins]:
     """Every rank packs its own share: all into the same number of bins, or each into as few as it needs."""
+    # no collective within the step: nobody waits for a rank that needs more
     if counts == "free":
         return [packed for share in shares for packed in packed_shares(packer, [share], multiple_of, "equal")]
-    # The same number for all ranks from the start: the rank that needs most decides.
+    # the same number for all ranks from the start: the rank that needs most decides
     number = _round_up(max(packer.least_bins(share) for share in shares), multiple_of)
     while True:
         packed = [packer.pack(share, number) for share in shares]

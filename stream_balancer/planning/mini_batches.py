@@ -54,6 +54,7 @@ def in_mini_batches(
 
     Complexity: O(n log n) and that of the planner, for each piece.
     """
+    # everybody here goes: what decides who goes must not decide anything again
     own = replace(
         knobs,
         batch_size=step_of.costs.size,
@@ -89,6 +90,7 @@ def _gathered(step_of: Waiting, units: Units, knobs: PlanKnobs, number: int) -> 
     """[mini_batch] -> units of each. The heaviest go together, as few as make a piece in which no rank waits."""
     rest = np.argsort(-units.peaks, kind="stable")  # heaviest first
     pieces = []
+    # the last piece is what is left
     for left in range(number, 1, -1):
         size = -(-rest.size // left)
         least, best = np.inf, rest[:size]
@@ -102,6 +104,7 @@ def _gathered(step_of: Waiting, units: Units, knobs: PlanKnobs, number: int) -> 
             waits = lower_bound(costs, knobs.num_ranks, knobs.counts, knobs.speeds) - mean
             if waits < least:
                 least, best = waits, piece
+            # the fewest outliers that fill a piece: more would take them from the pieces to come
             if least <= _EVEN * mean:
                 break
         pieces.append(best)

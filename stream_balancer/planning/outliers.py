@@ -92,6 +92,7 @@ def choose(units: Candidates) -> Bools:
     if num_more == 0:
         return go
     go[np.flatnonzero(~must)[:num_more]] = True
+    # all that follows is measured against the step that first in, first out would send
     fair = units.fair_share(go)
     by_part = CostOrder(units.parts) if units.order is None else units.order
     if by_part.heaviest + units.filler <= fair:
@@ -129,6 +130,7 @@ def _without_outliers(units: Candidates, others: Ints, peak: float, must_peak: f
     Without that reserve the fillers leave first, and every outlier later goes alone: measured, 18 % idle instead of
     12 % on the heaviest recorded tail.
     """
+    # the outlier that must go first sets the day that fillers are kept for
     outliers = units.parts + units.filler > fair
     patience = max(1, int(units.remaining[outliers].min())) if outliers.any() else 1
     needed = units.ranks * peak
@@ -261,6 +263,7 @@ def _outlier_batch(units: Candidates, others: Ints, must_peak: float) -> Bools:
     level = _best_level(units, others, must_peak)
     open_to = ~must & (parts + units.filler <= level)
     taken = np.flatnonzero(open_to)[:num_more]
+    # the oldest first: the step is long in any case, so it may serve age before it serves balance
     go = must.copy()
     go[taken] = True
     # work that a step of this length could hold besides

@@ -104,6 +104,7 @@ class Packer:
 
     def spread(self, bins: Bins, number: int) -> Bins:
         """Content of these bins, evened out over `number` of them; one rollout in each if there are not more."""
+        # alike micro-batches need less memory at the peak, and where ranks meet at each they wait less
         items = [i for one in bins for i in one]
         evened = self.pack(np.array(items, dtype=np.int64), number)
         if evened is not None:
@@ -174,6 +175,7 @@ class Packer:
         for number, target in enumerate(bins):
             if target:
                 continue
+            # what costs most shortens the step most when it is split
             _, heaviest = heapq.heappop(heap)
             source = sorted(bins[heaviest], key=self.work_list.__getitem__)
             half = len(source) // 2

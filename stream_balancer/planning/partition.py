@@ -29,11 +29,11 @@ TOLERANCE = 1e-4
 _BUDGET, _BUDGET_EACH = 30_000, 400
 """Elementary operations that a search may spend: so many, and so many more for every rollout."""
 
-_SMALL, _SMALL_BUDGET = 48, 20_000
+_SMALL, _SMALL_BUDGET = 48, 45_000
 """Up to so many rollouts one descent often ends in a poor partition, and many are affordable side by side: so many
 operations more."""
 
-_COPIES_WORK = 3_000
+_COPIES_WORK = 6_000
 """Places in all the copies that descend side by side, times ranks."""
 
 
@@ -159,6 +159,7 @@ def _search(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, t
     """The same, whatever they weigh."""
     if num_ranks == 1 or work.size == 0:
         return np.zeros(work.size, dtype=np.int64)
+    # the heaviest to the fastest is the best there is: nothing to search
     if work.size <= num_ranks:
         return _one_each(work, rate)
     # Not Karmarkar-Karp: with equal counts every rank keeps one of each num_ranks neighbours in sorted order, so the
@@ -191,6 +192,7 @@ def _shuffled(slots: Ints, num_ranks: int) -> Ints:
     stay as they are. The generator is seeded: the same input gives the same answer."""
     copies = _COPIES_WORK // (slots.size * num_ranks)
     shuffle = np.random.default_rng(0).random((max(copies, 1), *slots.shape)).argsort(axis=1)
+    # the first stays as it is: shuffling never makes the answer worse
     shuffle[0] = np.arange(num_ranks)[:, None]
     return np.take_along_axis(np.broadcast_to(slots, shuffle.shape), shuffle, axis=1).reshape(-1, slots.shape[1])
 
@@ -210,6 +212,7 @@ def _largest_first(work: Floats, num_ranks: int, counts: Counts) -> Ints:
     """
     n = work.size
     order = np.argsort(-work, kind="stable")
+    # far below any cost, far above the rounding of the sums
     tie_breaker = (float(work.sum()) or 1.0) * 1e-9 / n
     sorted_work = (work[order] + tie_breaker).tolist()
     heap = [(load, rank) for rank, load in enumerate(sorted_work[:num_ranks])]

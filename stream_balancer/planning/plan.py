@@ -165,6 +165,7 @@ def work_in(waiting: Waiting, ranks: list[list[Ints]]) -> list[Floats]:
     """[rank][micro_batch] work of each, a prefix counted once in it. O(n); with prefixes O(n log n)."""
     if waiting.prefix_costs is None:
         return [np.array([waiting.costs[one].sum() for one in share]) for share in ranks]
+    # siblings are counted micro-batch by micro-batch, in one call: only within one is a prefix shared
     ones = [one for share in ranks for one in share]
     place = np.repeat(np.arange(len(ones)), [one.size for one in ones])
     work = waiting.sets(np.concatenate([*ones, np.empty(0, dtype=np.int64)])).loads(place, len(ones))
@@ -190,6 +191,7 @@ def micro_batch_overheads(knobs: PlanKnobs, ranks: list[list[Ints]]) -> Floats:
     given: those have the fixed costs in them."""
     if knobs.speeds is not None or not (has_micro_batches(knobs) or len(knobs.degrees) > 1):
         return np.zeros(knobs.num_ranks)
+    # a rank with nothing to run runs a padding copy
     numbers = np.array([max(len(one), 1) for one in ranks])
     if knobs.micro_batch_counts == "equal":
         numbers[:] = numbers.max()
@@ -219,6 +221,7 @@ def finish_of(waiting: Waiting, knobs: PlanKnobs, ranks: list[list[Ints]], degre
         took[: work.size, rank] = part_cost(work, of_rank, knobs.cp_overhead) if degrees else work
     rate = np.ones(knobs.num_ranks) if knobs.speeds is None else knobs.speeds
     took, overheads = took / rate, micro_batch_overheads(knobs, ranks)  # with speeds these are 0
+    # ranks that meet at every micro-batch wait for the costliest of each index; else only for the last at the end
     if knobs.sync == "micro_batch":
         return float(took.max(axis=1).sum() + overheads.max())
     return float((took.sum(axis=0) + overheads).max())

@@ -107,6 +107,7 @@ def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
     """Knobs whose speeds are how the work of these rollouts should be split, with fixed costs taken into account."""
     if knobs.speeds is None or not any(knobs.fixed_costs) or not picked.size:
         return knobs
+    # how many micro-batches a rank runs is not known before it is planned: as many as its tokens need
     cap = knobs.max_tokens_per_micro_batch
     number = 1 if cap is None else -(-int(waiting.lengths[picked].sum()) // (cap * knobs.num_ranks))
     number = -(-number // knobs.micro_batch_multiple) * knobs.micro_batch_multiple
@@ -187,6 +188,7 @@ def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go:
     order = CostOrder(waiting.costs) if waiting.order is None else waiting.order
     cap = knobs.max_tokens_per_micro_batch
     swapped = swap_with_waiting(waiting.costs, shares, fixed, order, knobs.speeds, waiting.lengths, cap)
+    # the same object: no swap helped, and what follows would only say so again
     if swapped is shares:
         return shares
     swapped = [in_order(share, lambda one: float(waiting.costs[one].sum()), _order(knobs)) for share in swapped]

@@ -125,6 +125,7 @@ def _whole_sets(siblings: Siblings, num_ranks: int, level: float, rotation: int)
             rank_of[members] = rank
             load[rank] += totals[one]
             continue
+        # too heavy to lie on one rank: its siblings one by one, together as long as that stays below the level
         prefix = np.full(num_ranks, siblings.prefixes[one])  # what the first sibling on a rank adds
         for member in members[np.argsort(-siblings.added[members], kind="stable")].tolist():
             after = load + siblings.added[member] + prefix
@@ -200,6 +201,7 @@ class _Layout:
 
     def _exchange(self, last: int) -> bool:
         """The best exchange of a piece of the last rank for one of another rank, or for nothing; False: none helps."""
+        # those that are done first have most room for what it gives
         others = [rank for rank in np.argsort(self._loads, kind="stable")[:_WITH].tolist() if rank != last]
         give = self._pieces_of(last)
         theirs = [self._pieces_of(rank) for rank in others]
@@ -220,6 +222,7 @@ class _Layout:
         mine += self._loads[last] - shift
         other += self._loads[rank] + shift
         latest = np.maximum(mine, other)
+        # of equal ones what costs less work in all: that leaves room for the exchanges to come
         best = int((latest + 1e-6 * (mine + other)).argmin())
         gives, takes = divmod(best, rank.size)
         if not latest[gives, takes] < self._loads[last] * (1.0 - 1e-9):

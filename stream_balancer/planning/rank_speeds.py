@@ -47,9 +47,11 @@ def work_rates(speeds: Floats, fixed_costs: FixedCosts, work: float, num_micro_b
         array([1.05, 0.45])
     """
     fixed = fixed_costs.step + fixed_costs.micro_batch * num_micro_batches
+    # nothing to correct, and nothing to divide by
     if fixed == 0.0 or work <= 0.0:
         return speeds
     fixed = min(fixed / work, _MOST_FIXED)  # in units of the work from here on: neither overflows beside the other
     finish = (1.0 + speeds.size * fixed) / float(speeds.sum())
+    # scaled back to the sum of the speeds: only the ratios may change, or finishes would be in another unit
     rates: Floats = np.maximum(speeds * finish - fixed, _LEAST_RATE / speeds.size)
     return rates * (float(speeds.sum()) / float(rates.sum()))

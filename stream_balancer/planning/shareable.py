@@ -52,6 +52,7 @@ class Shareable:
         sizes = np.array(knobs.degrees, dtype=np.int64)
         degrees = sizes[:, None]
         may = degrees * knobs.cp_min_tokens <= lengths
+        # whole on one rank is always allowed, however short it is
         may[0] = True
         cap = knobs.max_tokens_per_micro_batch
         if cap is not None:
@@ -98,6 +99,7 @@ class Shareable:
         work = self.parts * self.sizes[:, None]
         for row in range(1, len(work)):  # a part that is no less than one of fewer ranks is never taken
             work[row] = np.where(self.parts[row] < reached[row - 1], work[row], work[row - 1])
+        # no finish is below the heaviest part at its largest degree
         first = float(reached[-1].max())
         allowed = np.isfinite(reached[:-1])
         thresholds, saved = reached[:-1][allowed], work[1:][allowed] - work[:-1][allowed]

@@ -72,6 +72,7 @@ def shared_layout(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], 
     ranks = [[picked[np.array(sorted(one), dtype=np.int64)] for one, _ in of_rank] for of_rank in found]
     degrees = [[degree for _, degree in of_rank] for of_rank in found]
     ranks, degrees = _rotated(ranks, degrees, step)
+    # counted as the step will run it: overheads and order may eat what the placement saved
     if finish_of(waiting, knobs, ranks, degrees) >= unsplit:
         return Layout(shares, [], bound)
     return Layout(ranks, degrees, bound)
@@ -82,6 +83,7 @@ def _in_any_order(
 ) -> list[list[tuple[list[int], int]]] | None:
     """[rank][micro_batch] (rollouts, degree) of ranks that meet once a step; None if no better placement is found."""
     overhead, multiple = knobs.fixed_costs.micro_batch, knobs.micro_batch_multiple
+    # the least that the overheads add: a placement within it may still win
     least = -(-packer.least_bins(np.arange(packer.tokens.size)) // knobs.num_ranks)
     found = place(rollouts, unsplit - overhead * least)
     if found is None:
@@ -116,6 +118,7 @@ def _rotated(ranks: list[list[Ints]], degrees: list[list[int]], step: int) -> tu
         [[3], [2], [1], [0]]
     """
     number, largest = len(ranks), max(degree for of_rank in degrees for degree in of_rank)
+    # some ranks are in no block of the largest size: to exchange blocks would tear one
     if number % largest:
         return ranks, degrees
     within, among = step % largest, step // largest * largest

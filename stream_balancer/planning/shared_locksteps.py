@@ -65,6 +65,7 @@ def in_locksteps(
         for bins in found:
             locksteps = [_by_itself(step, packer, one) for one in _in_rows(bins, step.num_ranks)]
             took = sum(max(one.took for one in bins) for bins in locksteps) + overhead * run
+            # a lockstep more gathers the parameters once more, on all ranks, even where nobody has said what that costs
             more = best is not None and len(locksteps) > len(best)
             if took < least * (1.0 - _WORTH if more else 1.0):
                 best, least = locksteps, took
@@ -85,6 +86,7 @@ def _packed(step: Shareable, packer: Packer, items: Ints, places: int) -> list[l
     bound = step.among(items).bound(places)
     for level in _LEVELS:
         rows = step.fitting(bound * level * (1.0 + 1e-9))[items]
+        # near levels often share the same rollouts: packed once
         if (key := rows.tobytes()) in tried:
             continue
         tried.add(key)
@@ -130,6 +132,7 @@ def _on_ranks(locksteps: Locksteps, num_ranks: int) -> list[list[tuple[list[int]
     others is laid out by descending degree, so that the members of a block have as many before it and none is missing
     in between."""
     ranks: list[list[tuple[list[int], int]]] = [[] for _ in range(num_ranks)]
+    # a collective of a lockstep needs all ranks: one that lacks some must not come between two that do not
     full = [bins for bins in locksteps if sum(one.degree for one in bins) == num_ranks]
     for bins in sorted(full, key=lambda some: -max(one.took for one in some)):
         first = 0

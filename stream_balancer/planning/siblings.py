@@ -73,6 +73,7 @@ class Siblings:
     def apart(self) -> tuple[Floats, Ints]:
         """([n + S] work, tokens) of what every plan lays out at least: the rollouts without their prefixes, and every
         prefix as one more of them, wherever one of its siblings lies. So their bounds are bounds of the plan."""
+        # one without tokens would be a rollout of no work, and count as a place to fill
         real = self.prefix_tokens > 0
         work = np.concatenate((self.added, self.prefixes[real]))
         return work, np.concatenate((self.tokens, self.prefix_tokens[real]))
@@ -110,6 +111,7 @@ class Siblings:
     def cut_to(self, max_tokens: int) -> Siblings:
         """Sets whose unique tokens are more than this, cut into parts that are not, each with the prefix: the longest
         sibling first, into the fullest part that has room. One that is longer by itself is a part. O(n log n)."""
+        # before ranks are found: cut afterwards, siblings are torn apart where it costs most
         held = np.bincount(self.set_of, weights=self.tokens, minlength=self.prefixes.size) + self.prefix_tokens
         too_long = np.flatnonzero(held > max_tokens)
         if not too_long.size:

@@ -68,6 +68,7 @@ def select_step(
     # all together never take more beyond batch_size than one step may
     multiple = knobs.step_multiple
     most = min(_bounds(knobs)[1] - surplus, num_available) // multiple * multiple
+    # nothing may be added: the surplus of earlier steps has taken it, or no more wait
     if most <= usual:
         return select(waiting, units, knobs, usual)
     return _least_idle(waiting, units, knobs, usual, most)
@@ -92,6 +93,7 @@ def _nearest(
         tokens = int(units.amounts[choice[1]].sum())
         missed = abs(tokens - budget) if tokens else math.inf  # too few for any whole group
         choices.append((missed, choice))
+        # tokens nearly always grow with the number, so half of the range is never looked at
         if tokens < budget:
             least = number + 1
         else:

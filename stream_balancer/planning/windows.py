@@ -21,5 +21,6 @@ def window_choices(batch_size: int, unit: int, limit: int) -> tuple[int, ...]:
         >>> window_choices(24, 8, 47)
         (24, 32, 40)
     """
+    # rounded up: rounded down, the narrowest window could not hold a batch
     wide = {-(-round(width * batch_size) // unit) * unit for width in WIDTHS}
     return tuple(sorted(window for window in wide if window <= limit))

@@ -137,6 +137,7 @@ class Generation:
         """The row that finishes next, whose slot stays taken; None if it has finished before: its slot takes the next
         prompt."""
         now, _, row = heapq.heappop(self._running)
+        # it was in flight at second 0, and its row has come up again in the order
         if self._finished[row]:
             self.release(now, step)
             return None
@@ -172,6 +173,7 @@ def _in_mid_run(duration: list[float], order: list[int], slots: int, seed: int) 
     trace is generated once, so that what is in flight is what the order has left there.
     """
     random = np.random.default_rng((seed, slots))
+    # the inspection paradox: whoever looks at a moment finds long rollouts more often than they are issued
     weights = np.array(duration)
     total = weights.sum()
     rows = random.choice(weights.size, slots, p=weights / total if total > 0 else None)

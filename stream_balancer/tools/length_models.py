@@ -110,7 +110,9 @@ def generate_trace(num_rollouts: int, model: LengthModel | str = "lognormal", *,
     groups = np.arange(num_rollouts) // model.siblings
     num_groups = int(groups[-1]) + 1
     level = model.mu + rng.normal(0.0, model.sigma_between, num_groups)[groups]
+    # drawn for all at once, cut later: the same seed gives the same draw under any cap
     draw = level + rng.normal(0.0, model.sigma_within, num_rollouts)
+    # siblings share their place in the drift: it is the model that changes, not the prompt
     progress = groups / max(num_groups - 1, 1)
     output = np.maximum(np.rint(np.exp(np.minimum(draw + math.log(model.drift) * progress, 40.0))), model.floor)
     if model.cap is not None:

@@ -20,6 +20,7 @@ def exit_with_parent() -> None:
 
 
 def _exit_with_parent() -> None:
+    # at once: an orderly exit would wait for the other threads, which may wait for the parent
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

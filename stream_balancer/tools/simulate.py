@@ -63,6 +63,7 @@ def rollouts_per_batch(trace: Trace, config: BalancerConfig) -> float:
 def as_policy(config: BalancerConfig, policy: Policy) -> BalancerConfig:
     """The same knobs under another policy, window and ``max_skips`` derived anew where the policy fixes the window, and
     the number of rollouts of a step. Round-robin tears groups."""
+    # the user's own window, as it is: only another policy needs one derived
     if policy == config.policy:
         return config
     groups = "same_batch" if policy == "round_robin" and config.groups.keep == "same_rank" else config.groups.keep
@@ -106,6 +107,7 @@ def simulate(
     rollout_s = seconds_per_rollout(trace, slots, tokens_per_second)
     rate = _work_per_second(trainer, trace, config, rollout_s)
     core = BalancerCore(config, tolerance=tolerance)
+    # window="auto" learns here as it does live
     core.observers.append(WindowLearner(core))
     grouped = config.groups.kept is not None
     generation = Generation(
@@ -140,6 +142,7 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
     """Report of a run that has ended."""
     steps = Steps.of(run.records, run.config.dp_size)
     reason = steps.reason
+    # dispatches are numbered from 0, so a step's number is its row
     number = np.arange(run.step)
     # The steady state ends with the drain, or before, when a slot finds no prompt any more: then fewer are
     # generated at a time.
@@ -226,6 +229,7 @@ def _length_bias(came: Ints, went: Ints, skips: Ints, step_of: Ints) -> LengthBi
     """The running figures of ``planning``, over the lengths that came, and those that went ([m] each) step by step."""
     bias = LengthBias()
     bias.arrived(came)
+    # batch by batch, as the live figures are fed: the spread of batch means needs the batches
     order = np.argsort(step_of, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(step_of[order])) + 1):
         bias.record(went[rows], skips[rows])

@@ -120,6 +120,7 @@ class Steps:
         """Totals over the chosen steps ([S] bool)."""
         total = float(self.step_work[chosen].sum())
         mean, bound = float(self.mean_load[chosen].sum()), float(self.lower_bound[chosen].sum())
+        # sums over steps, not a mean of their fractions: a long step idles longer
         idle = max(1.0 - mean / total, 0.0) if total > 0 else 0.0
         avoidable = min(max(1.0 - bound / total, 0.0), idle) if total > 0 else 0.0
         each: list[int] = self.tokens[chosen].tolist()
@@ -235,6 +236,7 @@ class SimulationReport:
         shown, at_s = self.shown_steps, self.steps.at_s
         if self.num_batches == 0 or math.isinf(self.work_per_second):
             return math.nan
+        # up to the dispatch after the last one shown, so that its wait is counted once
         end_s = float(at_s[shown.stop]) if shown.stop < self.num_batches else self.elapsed_s
         time_s = end_s - float(at_s[shown.start])
         work_s = float(self.steps.mean_load[shown].sum()) / self.work_per_second
@@ -257,4 +259,5 @@ def to_plain(value: Any) -> Any:
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, tuple):
         return [to_plain(item) for item in value]
+    # JSON has no NaN, and most readers refuse it
     return None if isinstance(value, float) and not math.isfinite(value) else value

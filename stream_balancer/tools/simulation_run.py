@@ -148,6 +148,7 @@ class Run(Observer):
         except WouldBlock:
             self.blocked[row] = None
             return False
+        # before siblings are let in, which may call this again
         self.blocked.pop(row, None)
         self.accepted_s[row] = self.now
         self.accepted_step[row] = self.step

@@ -43,6 +43,7 @@ def run_all(
     with ExitStack() as stack:
         done: Iterable[tuple[int, T]] = (one(index, config) for index, config in enumerate(configs))
         if processes > 1:
+            # a fork would copy locks that another thread holds
             spawn = multiprocessing.get_context("spawn")
             pool = ProcessPoolExecutor(min(processes, len(configs)), spawn, exit_with_parent)
             stack.callback(pool.shutdown, cancel_futures=True)

@@ -110,6 +110,7 @@ class Trace:
             return self
         prompt = np.rint(self.prompt_tokens * factor).astype(np.int64)
         lengths = np.maximum(np.rint(self.lengths * factor).astype(np.int64), 1)
+        # rounded by itself a prompt may be a token longer than its rollout
         prompt = np.minimum(prompt, lengths)
         return replace(self, prompt_tokens=prompt, output_tokens=lengths - prompt, name=f"{self.name} x{factor:g}")
 
@@ -139,6 +140,7 @@ class Trace:
         order, starts, sizes = rows_by_group(self.group_ids)
         mean_size = len(self) / sizes.size
         drawn = rng.integers(0, sizes.size, math.ceil(num_rollouts / mean_size))
+        # sizes vary, so the number that was reckoned may fall short
         while int(sizes[drawn].sum()) < num_rollouts:
             drawn = np.concatenate((drawn, rng.integers(0, sizes.size, max(drawn.size // 4, 1))))
         rows = np.concatenate([order[starts[g] : starts[g] + sizes[g]] for g in drawn.tolist()])[:num_rollouts]
@@ -197,6 +199,7 @@ def _read_text(name: str) -> str:
             raw = file.read()
     except OSError as error:
         raise TraceError(f"{name}: cannot be read ({error.strerror or error}). Check the path") from None
+    # by its first bytes, not its name: files are renamed
     packed = raw[:2] == b"\x1f\x8b"
     if name.endswith(".gz") and not packed:
         raise TraceError(f"{name}: is called .gz but is not a gzip file. Rename it to .csv, or compress it with gzip")
@@ -232,6 +235,7 @@ def _parse(name: str, text: str) -> Trace:
     if not found:
         raise TraceError(f"{name}: has column names but no rows. A trace needs one row per rollout")
     columns = _Row(*zip(*found, strict=True))
+    # numbered by first appearance, so that the same file gives the same draws
     labels = {group: label for label, group in enumerate(dict.fromkeys(columns.group))}
     return Trace(
         prompt_tokens=np.array(columns.prompt_tokens),

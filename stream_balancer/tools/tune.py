@@ -107,6 +107,7 @@ def tune(
         "tolerance": PARTITION_TOLERANCE,
     }
     found = run_all(outcome_of, trace, runs, how, processes, progress)
+    # delays are compared with what no window would add
     fifo = found[1]
     outcomes = [replace(outcome, added_age=outcome.age - fifo.age) for outcome in found]
     round_robin, fifo, swept = outcomes[0], outcomes[1], outcomes[2:]
@@ -191,6 +192,7 @@ def _for_both(
     base: BalancerConfig, window: int, capacity: int, batch_s: float, asked: _Asked
 ) -> Iterator[tuple[int | Literal["auto"] | None, float | None]]:
     """``max_skips`` and ``deadline_s`` to try: all combinations of what was asked for, else each around the middle."""
+    # a window that the config refuses has no max_skips to try
     at = _or_refused(base, **size_knobs(window, capacity, in_tokens=base.step_size.tokens is not None))
     if at is None:
         return
@@ -255,6 +257,7 @@ def _why(choice: Outcome, outcomes: Sequence[Outcome], fifo: Outcome, max_added_
         f"the best partition idles {fifo.compared_idle:.1%}, for {choice.added_age:.2f} dispatches of mean queueing "
         "delay"
     )
+    # settings that a deadline cuts short are not offered: their batches are smaller
     full = sorted((o for o in outcomes if o.short_batches <= FEW_SHORT), key=lambda o: o.compared_idle)
     if smaller := [o for o in full if (o.capacity, o.window) < (choice.capacity, choice.window)]:
         said += f"; a smaller one idles {smaller[0].compared_idle:.1%} at best"

@@ -162,6 +162,7 @@ def outcome_of(report: SimulationReport) -> Outcome:
         short = late & (steps.tokens[shown] + report.dispatched_lengths.max < config.step_size.tokens)
     delay = report.delay_dispatches
     count = report.figures.batches
+    # from the middle of the run, where the window is in its steady state
     middle = shown.start + max(count - STEPS_KEPT, 0) // 2
     return Outcome(
         policy=report.policy,
@@ -200,6 +201,7 @@ def _time_of_steps(report: SimulationReport) -> Floats:
 
 def _error_of_idle(mean_load: Floats, step_work: Floats) -> float:
     """Standard error of 1 - sum(mean) / sum(slowest): jackknife over blocks of consecutive dispatches."""
+    # steps side by side are alike, since outliers wait for each other: blocks are nearly independent
     blocks = min(BLOCKS, step_work.size)
     if blocks < 2:
         return 0.0
