@@ -12,8 +12,8 @@ import shutil
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -328,16 +328,6 @@ async def test_a_retried_put_is_accepted_once(tmp_path: Path) -> None:
             await balancer.put(make_rollout(3, "a"))
 
 
-async def test_put_group_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
-    async with sb.StreamBalancer(config(groups=sb.Groups(size=2)), journal=tmp_path / "j") as balancer:
-        await balancer.put_group([make_rollout(3, name, group_id="g") for name in ("a", "b")])
-        with pytest.raises(sb.DuplicateRolloutError):
-            await balancer.put_group([make_rollout(3, name, group_id="h") for name in ("c", "c")])
-        after = await crash(balancer)
-    async with sb.StreamBalancer(config(groups=sb.Groups(size=2)), journal=after) as balancer:
-        assert waiting(balancer) == ["a", "b"]
-
-
 async def test_for_other_ranks_the_plan_is_made_anew(tmp_path: Path) -> None:
     async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
         for rollout in make_rollouts([3] * 4):
@@ -445,16 +435,24 @@ async def test_the_end_is_not_remembered(tmp_path: Path) -> None:
         await balancer.put(make_rollout(3))
 
 
+@asynccontextmanager
+async def attended(folder: Path, **options: int) -> AsyncIterator[tuple[sb.StreamBalancer, MemoryNetwork]]:
+    """A balancer of a journal, which producers connect to."""
+    async with (
+        sb.StreamBalancer(config(), journal=folder, **options) as balancer,
+        MemoryNetwork(dp_size=2) as transport,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(attend, balancer, transport)
+        yield balancer, transport
+        tasks.cancel_scope.cancel()
+
+
 async def test_producers_that_have_ended_are_counted_on(tmp_path: Path) -> None:
     """``end()`` returns once it is on the disk: the producer may be gone when the controller is started again."""
     folder = tmp_path / "j"
     for life in range(3):
-        async with (
-            sb.StreamBalancer(config(), journal=folder, num_producers=2) as balancer,
-            MemoryNetwork(dp_size=2) as transport,
-            anyio.create_task_group() as tasks,
-        ):
-            tasks.start_soon(attend, balancer, transport)
+        async with attended(folder, num_producers=2) as (balancer, transport):
             assert balancer.ended == (life == 2)
             if life < 2:
                 producer = sb.connect(transport.connect_producer())
@@ -464,7 +462,6 @@ async def test_producers_that_have_ended_are_counted_on(tmp_path: Path) -> None:
                 after = await kill(balancer)
             else:  # all had ended, and nothing else is to come: what is left is trained on
                 assert [b.num_rollouts async for b in balancer.batches()] == [2]
-            tasks.cancel_scope.cancel()
         folder = after if life < 2 else folder
     async with sb.StreamBalancer(config(), journal=folder, num_producers=2) as balancer:
         assert not balancer.ended, "that run was finished: this is another one"
@@ -473,12 +470,7 @@ async def test_producers_that_have_ended_are_counted_on(tmp_path: Path) -> None:
 
 async def test_an_end_that_came_as_the_last_producer_left_is_remembered(tmp_path: Path) -> None:
     folder = tmp_path / "j"
-    async with (
-        sb.StreamBalancer(config(), journal=folder) as balancer,
-        MemoryNetwork(dp_size=2) as transport,
-        anyio.create_task_group() as tasks,
-    ):
-        tasks.start_soon(attend, balancer, transport)
+    async with attended(folder) as (balancer, transport):
         first, second = [sb.connect(transport.connect_producer()) for _ in range(2)]
         await first.put(make_rollout(3, "a"))
         await second.put(make_rollout(3, "b"))
@@ -487,7 +479,6 @@ async def test_an_end_that_came_as_the_last_producer_left_is_remembered(tmp_path
         await second.aclose()
         await until(lambda: balancer.ended)
         after = await crash(balancer)
-        tasks.cancel_scope.cancel()
     async with sb.StreamBalancer(config(), journal=after) as balancer:
         assert balancer.ended
 
@@ -495,12 +486,7 @@ async def test_an_end_that_came_as_the_last_producer_left_is_remembered(tmp_path
 async def test_producers_of_a_job_that_is_started_again_are_waited_for(tmp_path: Path) -> None:
     """One had ended before, and all come again, as new processes: it does not count twice."""
     for life in range(2):
-        async with (
-            sb.StreamBalancer(config(), journal=tmp_path, num_producers=2) as balancer,
-            MemoryNetwork(dp_size=2) as transport,
-            anyio.create_task_group() as tasks,
-        ):
-            tasks.start_soon(attend, balancer, transport)
+        async with attended(tmp_path, num_producers=2) as (balancer, transport):
             first, second = [sb.connect(transport.connect_producer()) for _ in range(2)]
             await first.put(make_rollout(3, f"{life}-first"))
             await second.put(make_rollout(3, f"{life}-second"))
@@ -510,7 +496,6 @@ async def test_producers_of_a_job_that_is_started_again_are_waited_for(tmp_path:
             if life == 1:
                 await second.end()
                 assert balancer.ended
-            tasks.cancel_scope.cancel()
 
 
 async def test_a_checkpoint_is_taken_over(tmp_path: Path) -> None:
@@ -534,20 +519,6 @@ async def test_a_checkpoint_is_taken_over(tmp_path: Path) -> None:
         assert ids_of(await anext(balancer.batches())) == ids_of(given[1])
         with pytest.raises(sb.DuplicateRolloutError):
             await balancer.put(make_rollout(3, given[0].rollouts[0].rollout_id))
-
-
-def test_threads_and_plain_loops(tmp_path: Path) -> None:
-    with sb.blocking(config(), journal=tmp_path) as balancer:
-        for rollout in make_rollouts([3] * 6):
-            balancer.put(rollout)
-        first = next(balancer.batches(auto_ack=False))
-        with pytest.raises(sb.AlreadyInUseError), sb.blocking(config(), journal=tmp_path):
-            pass
-    with sb.blocking(config(), journal=tmp_path) as balancer:
-        assert balancer.recovered
-        assert balancer.recovered.steps == (0,)
-        assert ids_of(next(balancer.batches())) == ids_of(first)
-        balancer.acknowledge_through(0)
 
 
 # -- cancelled ---------------------------------------------------------------------------------------------------------
