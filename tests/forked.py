@@ -189,12 +189,9 @@ def started(
 
 def torchrun(size: int, *arguments: object) -> str:
     """``torchrun --nproc-per-node size *arguments``; what all ranks printed."""
-    done = run_python("-c", TORCHRUN, "--nproc-per-node", size, *arguments)
+    done = run_python("-c", "import forked, sys; forked.launch(*sys.argv[1:])", "--nproc-per-node", size, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-TORCHRUN = "import forked, sys; forked.launch(*sys.argv[1:])"
 
 
 def launch(*arguments: str) -> None:

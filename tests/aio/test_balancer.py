@@ -224,27 +224,6 @@ async def test_a_put_waits_while_the_buffer_is_full_and_resumes_after_a_dispatch
             assert done == [10.0]
 
 
-async def test_blocked_puts_are_let_in_in_order_each_once() -> None:
-    count = 200
-    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer:
-        await fill(balancer, 4)
-        order: list[int] = []
-
-        async def blocked(n: int) -> None:
-            await balancer.put(make_rollout(2, f"b{n}"))
-            order.append(n)
-
-        async with anyio.create_task_group() as tasks:
-            for n in range(count):
-                tasks.start_soon(blocked, n)
-                await settle()  # trio starts tasks in any order; park them one by one
-            batches = balancer.batches()
-            while balancer.statistics().blocked_puts:
-                await anext(batches)
-                await settle()
-        assert order == list(range(count))
-
-
 async def test_a_thousand_blocked_puts_are_no_herd() -> None:
     """A dispatch makes four places: five puts look (the last finds no room), however many wait."""
     looks: dict[int, list[int]] = {}

@@ -90,41 +90,6 @@ async def test_a_batch_is_taken_only_when_every_rank_has_room() -> None:
         tasks.cancel_scope.cancel()
 
 
-async def test_cancelled_serve_leaves_everything_in_flight_and_the_next_one_delivers_it() -> None:
-    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, deadline_s=None)
-    async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=2) as transport:
-        for number in range(16):
-            balancer.put_nowait(make_rollout(3, f"r{number}"))
-        feeds = feeds_of(transport)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sb.serve, balancer, transport)
-            lost = [await anext(feed) for feed in feeds]
-            tasks.cancel_scope.cancel()
-        statistics = balancer.statistics()
-        assert statistics.acknowledged == 0
-        assert statistics.in_flight + statistics.waiting == 16
-        for feed in feeds:
-            assert (await anext(feed)).step == 1, "what had arrived is still handed out"
-            with pytest.raises(RankLostError):
-                await anext(feed)
-            await feed.aclose()
-        balancer.end()
-        got: list[list[tuple[int, str]]] = [[], []]
-
-        async def train(rank: int, feed: sb.RankFeed) -> None:
-            async for share in feed:
-                got[rank] += [(share.step, r.rollout_id) for r in share.rollouts]
-
-        async with anyio.create_task_group() as tasks:
-            for rank in range(2):
-                tasks.start_soon(train, rank, sb.RankFeed(transport.connect(rank, incarnation=1)))
-            await sb.serve(balancer, transport)
-        assert sorted(name for rank in got for _, name in rank) == sorted(f"r{number}" for number in range(16))
-        for rank in range(2):
-            assert [name for step, name in got[rank] if step == 0] == [r.rollout_id for r in lost[rank].rollouts]
-        assert balancer.statistics().acknowledged == 16
-
-
 async def test_a_lost_rank_is_waited_for_exactly_so_long() -> None:
     transport = MemoryNetwork(dp_size=1)
     async with Filled(4, 1, hold=True) as filled, anyio.create_task_group() as tasks:
@@ -390,14 +355,3 @@ async def test_nack_while_serve_delivers_is_refused_where_it_is_called() -> None
             with pytest.raises(ValueError, match="next incarnation"):
                 balancer.nack(0)
             assert await all_steps(feeds) == [[0, 1], [0, 1]]
-
-
-@pytest.mark.parametrize("rejoin_timeout_s", [0.0, 10.0])
-async def test_a_rank_that_died_before_serve_began_has_not_come_yet(rejoin_timeout_s: float) -> None:
-    transport = MemoryNetwork(dp_size=1)
-    kill(sb.RankFeed(transport.connect(0)))
-    async with Filled(2, 1) as filled, anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(sb.serve, filled.balancer, transport, rejoin_timeout_s=rejoin_timeout_s))
-        await anyio.sleep(1000)  # as long as any rank that starts late
-        assert await all_steps([sb.RankFeed(transport.connect(0, incarnation=1))]) == [[0, 1]]
-    assert filled.acknowledged_steps == [0, 1]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio
-import msgspec
 import pytest
 from helpers import settle
 from scripted import Filled
@@ -13,9 +10,7 @@ from test_feed_steps import Rig
 
 import stream_balancer as sb
 from stream_balancer.errors import RefusalReason, refused_error
-from stream_balancer.net.messages import Report
 from stream_balancer.testing import MemoryNetwork
-from stream_balancer.wire.payload import NOTHING
 
 pytestmark = pytest.mark.anyio
 
@@ -82,38 +77,3 @@ async def test_without_being_asked_to_a_rank_does_not_wait() -> None:
         await anext(rig.feed)
     await anyio.sleep(100)
     assert rig.peer.joined == 1
-
-
-@pytest.mark.parametrize(
-    ("fact", "about", "says"),
-    [
-        ("finished", [float("nan"), None, None], "impossible durations"),
-        ("finished", [1.0, -1.0, None], "impossible durations"),
-        ("finished", "soon", "cannot be read"),
-        ("fetched", {"another": "gone"}, "misses rollouts of step 0 that it was not given"),
-        ("said", None, "which nobody knows"),
-    ],
-)
-async def test_a_rank_that_breaks_the_protocol_is_lost_and_hears_why(fact: str, about: Any, says: str) -> None:
-    network = MemoryNetwork(dp_size=1)
-    peer = network.connect(0, rejoin=True)
-
-    async def train() -> None:
-        feed = sb.RankFeed(peer)
-        step = await anext(feed)
-        raw = msgspec.Raw(msgspec.msgpack.encode(about))
-        items = tuple(step._known.part.work)
-        feed._port.session.send(Report(fact, step.step, 1, items, raw), NOTHING)
-        with pytest.raises(sb.RankLostError, match=f"the controller has closed the link to rank 0: .*{says}"):
-            async for _ in feed:
-                pass
-        heard.set()
-
-    heard = anyio.Event()
-    async with Filled(3, 1, hold=True) as filled, anyio.create_task_group() as tasks:
-        tasks.start_soon(train)
-        with pytest.raises(sb.RankLostError, match=says), anyio.fail_after(600):
-            await sb.serve(filled.balancer, network, rejoin_timeout_s=60)
-        assert heard.is_set()
-        assert [batch.step for batch in filled.balancer.in_flight()][:1] == [0], "what it had is still held"
-    assert peer.joined == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
@@ -72,8 +71,6 @@ async def _obey(producer: sb.Producer, order: str, args: tuple[Any, ...], tasks:
         while len(ended) < args[0]:
             await anyio.sleep(0.002)
         return list(ended)
-    if order == "cancel":
-        return await _cancelled(producer, *args)
     calls = {
         "group": lambda: producer.put_group([make(*spec) for spec in args[0]]),
         "nowait": lambda: producer.put_nowait(make(*args[0])),
@@ -87,33 +84,6 @@ async def _obey(producer: sb.Producer, order: str, args: tuple[Any, ...], tasks:
     except Exception as error:
         return verdict_of(error)
     return "accepted", ""
-
-
-async def _cancelled(producer: sb.Producer, how: str, spec: Spec, after_s: float) -> str:
-    """A put that is cancelled after a while: what became of it, as its caller sees it."""
-    state = "cancelled"
-
-    async def victim() -> None:
-        nonlocal state
-        await producer.put(make(*spec))
-        state = "accepted"
-
-    if how == "scope":
-        with anyio.move_on_after(after_s):
-            await victim()
-        return state
-    try:
-        if how == "timeout":
-            async with asyncio.timeout(after_s):
-                await victim()
-        else:
-            task = asyncio.ensure_future(victim())
-            await asyncio.sleep(after_s)
-            task.cancel()
-            await asyncio.wait([task])
-    except TimeoutError:
-        pass
-    return state
 
 
 def _main(address: str, backend: str, options: dict[str, Any], pipe: Any) -> None:

@@ -20,12 +20,12 @@ Served = tuple[sb.StreamBalancer, sb.TorchTransport]
 
 
 @asynccontextmanager
-async def served(*, limits: dict[str, int] | None = None, **knobs: Any) -> AsyncIterator[Served]:
+async def served(*, of_transport: dict[str, int] | None = None, **knobs: Any) -> AsyncIterator[Served]:
     """A balancer, and where it is served. Full at four."""
     config = sb.BalancerConfig(**{"dp_size": 1, "batch_size": 4, "window": 4, "capacity": 4, **knobs})
     with anyio.fail_after(GUARD_S):
         async with (
-            sb.TorchTransport.listen(dp_size=1, **(limits or {})) as transport,
+            sb.TorchTransport.listen(dp_size=1, **(of_transport or {})) as transport,
             sb.StreamBalancer(config) as balancer,
             anyio.create_task_group() as tasks,
         ):
@@ -118,31 +118,6 @@ async def test_a_blocking_put_gives_up_in_time_and_was_not_accepted() -> None:
             assert await remote.do("blocking", (3, "late"), None) == ("accepted", "")
 
 
-@pytest.mark.parametrize("how", ["scope", "native", "timeout"])
-async def test_a_cancelled_put_was_not_accepted_or_has_returned(how: str) -> None:
-    chance = random.Random(how)
-    async with served(capacity=6) as (balancer, transport):
-        with RemoteProducer(transport.address) as remote:
-            seen: list[str] = []
-            returned = []
-
-            async def train() -> None:
-                async for batch in balancer.batches():
-                    seen.extend(names(batch.rollouts))
-                    await anyio.sleep(chance.uniform(0, 0.004))
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(train)
-                for n in range(60):
-                    if await remote.do("cancel", how, (3, f"v{n}"), chance.uniform(0, 0.003)) == "accepted":
-                        returned.append(f"v{n}")
-                for n in range(8):
-                    await balancer.put(make(3, f"fill{n}"))
-                balancer.end()
-            assert [name for name in seen if name.startswith("v")] == returned
-            assert balancer.statistics().blocked_puts == 0
-
-
 @pytest.mark.parametrize("hand_over", ["balancer", "direct"])
 async def test_serve_s_return_tells_producers_that_it_is_over(hand_over: str) -> None:
     config = sb.BalancerConfig(dp_size=1, batch_size=4)
@@ -220,19 +195,6 @@ async def test_producers_killed_in_the_middle_leave_nothing_half_done(tokens: in
         assert all(groups.count(group) == 2 for group in groups)
 
 
-async def test_a_retry_after_reconnecting_is_accepted_once_and_says_so() -> None:
-    async with served() as (balancer, transport):
-        with RemoteProducer(transport.address) as first:
-            assert await first.do("put", (3, "a")) == ("accepted", "")
-            first.kill()
-        with RemoteProducer(transport.address) as second:
-            kind, text = await second.do("put", (3, "a"))
-            assert kind == "DuplicateRolloutError"
-            assert "first put was accepted" in text
-            assert waiting(balancer) == ["a"]
-            second.leave()
-
-
 def size_of(rollout: sb.Rollout) -> int:
     return encode_rollouts([rollout]).payload.total
 
@@ -240,7 +202,7 @@ def size_of(rollout: sb.Rollout) -> int:
 async def test_limits_are_told_and_kept() -> None:
     staged_bytes = 3 * size_of(make(1000, "r0"))
     limits = {"staged_bytes": staged_bytes, "max_put_bytes": 4 * staged_bytes}
-    async with served(limits=limits, capacity=64) as (balancer, transport):
+    async with served(of_transport=limits, capacity=64) as (balancer, transport):
         with RemoteProducer(transport.address) as remote:
             kind, text = await remote.do("put", (10**6, "giant"))
             assert kind == "RolloutError"
@@ -256,31 +218,6 @@ async def test_limits_are_told_and_kept() -> None:
 def test_limits_that_let_nothing_through_are_refused(knob: str) -> None:
     with pytest.raises(ValueError, match=knob):
         sb.TorchTransport.listen(dp_size=1, **{knob: 0})
-
-
-async def test_a_group_is_expected_closed_and_abandoned_from_afar() -> None:
-    async with served(groups=sb.Groups(size=4), capacity=16) as (balancer, transport):
-        async with sb.connect(transport.address) as producer:
-            await producer.expect_group("e", 2)
-            await producer.put_group([make(5, "e0", "e")])
-            await producer.put_group([make(5, f"c{i}", "c") for i in range(2)], complete=True)
-            await producer.abandon_group("a")
-            await producer.put(make(5, "a0", "a"))
-            assert balancer.statistics().open_groups == 1
-            with pytest.raises(sb.RolloutError, match="takes 0 more"):
-                await producer.put(make(5, "c2", "c"))
-            with pytest.raises(ValueError, match="declared to have 2 before"):
-                await producer.expect_group("e", 3)
-            await producer.close_group("e")
-            stats = balancer.statistics()
-            assert (stats.open_groups, stats.short_groups, stats.evicted["abandoned"]) == (0, 2, 1)
-            blocking = producer.blocking
-            await anyio.to_thread.run_sync(blocking.expect_group, "b", 1)
-            await anyio.to_thread.run_sync(blocking.put, make(5, "b0", "b"))
-            await anyio.to_thread.run_sync(blocking.close_group, "d")
-            await anyio.to_thread.run_sync(blocking.abandon_group, "f")
-            batch = await anext(balancer.batches())
-            assert sorted(names(batch.rollouts)) == ["b0", "c0", "c1", "e0"]
 
 
 async def test_a_producer_that_dies_with_an_open_group_leaves_it_to_be_closed() -> None:
