@@ -172,6 +172,7 @@ def host(
     settings: dict[str, Any] = {
         "num_cpus": 0,
         "max_concurrency": _MAX_CALLS,
+        # a journal's folder is on this node
         "scheduling_strategy": NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
         **{key: value for key, value in (actor_options or {}).items() if key in _OF_BOTH},
     }
@@ -180,6 +181,7 @@ def host(
         name_of_it = f"stream_balancer-{secrets.token_hex(8)}"
         its_actor = ray.remote(Keeper).options(**settings, name=name_of_it, max_restarts=-1).remote()
         keeper = its_actor, f"{settings.get('namespace') or context.namespace}/{name_of_it}"
+    # without a journal a new actor would know nothing of what the old one had accepted
     of_host = {"name": name, "max_restarts": 0 if journal is None else -1, **(actor_options or {})}
     actor = (
         ray.remote(_Host)
@@ -192,6 +194,7 @@ def host(
             {"staged_bytes": staged_bytes, "max_put_bytes": max_put_bytes},
         )
     )
+    # an actor that cannot start fails here, not at somebody's first put
     ray.get(actor._call.remote("statistics"))
     return RayBalancer(actor, config.dp_size, config.loss_mask_column, keeper)
 
@@ -224,6 +227,7 @@ class RayBalancer:
         self._producer: Producer | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # the connection stays behind: each process makes its own
         return RayBalancer, (self.actor, self.dp_size, self.loss_mask_column, self._keeper)
 
     @property
@@ -279,6 +283,7 @@ class RayBalancer:
 
     def __getattr__(self, name: str) -> Any:
         """Further names of producers: ``expect_group``, ``reserve``, ``put_nowait``, ``version``, ``blocking``, ..."""
+        # not all of them: to ask for the producer connects this process
         if name not in _OF_PRODUCER:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.producer, name)
@@ -290,6 +295,7 @@ class RayBalancer:
         :class:`stream_balancer.RankFeed`."""
         if rank is not None:
             options |= {"rank": rank, "dp_size": self.dp_size}
+        # the actor is in no torch.distributed world, so there is no send/recv to carry payloads
         return sb.RankFeed(self, **{"rejoin": self.restarts, "movers": ("shared_memory",), **options})
 
     # -- control -------------------------------------------------------------------------------------------------------

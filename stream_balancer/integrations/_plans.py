@@ -21,6 +21,7 @@ def in_lockstep(lengths: ArrayLike, work: ArrayLike, num_ranks: int, max_tokens:
     """``[rank][micro_batch]`` positions for ranks that meet at every micro-batch, each of at most ``max_tokens``. None
     where there are too few items for as many micro-batches on every rank."""
     plan = planning.form_micro_batches(lengths, work, num_ranks, max_tokens=max_tokens, sync="micro_batch")
+    # a rank that runs fewer would leave the others waiting in a collective
     if len({len(of_rank) for of_rank in plan}) > 1:
         return None
     return [[micro_batch.tolist() for micro_batch in of_rank] for of_rank in plan]
@@ -37,6 +38,7 @@ def fewest(
             found = planning.partition(weight, number)
             if all(one.size and tokens[one].sum() <= cap for one in found):
                 return [one.tolist() for one in found]
+        # a partition balances work and knows no cap: where it fails, packing may still find a way
         (packed,) = planning.form_micro_batches(np.maximum(tokens, 1), work, 1, max_tokens=cap, multiple_of=number)
         if len(packed) == number and all(tokens[one].sum() <= cap for one in packed):
             return [one.tolist() for one in packed]

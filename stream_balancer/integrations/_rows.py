@@ -86,6 +86,7 @@ class Rows:
     def tensor(self, name: str, entry: Tensor) -> None:
         """An entry ``[n, ...]`` of the batch: columns where it is as wide as the batch, scalars where it is float32
         ``[n]``, else a tensor a row."""
+        # copies: a view would keep the whole batch's memory while its rollout waits
         if entry.ndim >= 2 and entry.shape[1] == self.width:
             self.add("tokens", name, (row[span].clone() for row, span in zip(entry, self.where, strict=True)))
         elif entry.ndim == 1 and entry.dtype is torch.float32:
@@ -102,6 +103,7 @@ class Rows:
         version: Version | None = None,
     ) -> list[sb.Rollout]:
         """The rollouts, called ``name/0``, ``name/1``, ... ``group_size``: so many neighbours are siblings."""
+        # the balancer refuses an id twice, and two batches may come from two processes
         name = name or uuid.uuid4().hex
         if group_ids is None:
             group_ids = [None if group_size is None else f"{name}/{at // group_size}" for at in range(len(self.fields))]

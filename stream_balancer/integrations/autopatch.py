@@ -51,6 +51,7 @@ class _WhenLoaded(MetaPathFinder):
 def install() -> None:
     """Patch the trainers' partition when it is loaded. In every process that partitions, before it imports them: name
     it as ``worker_process_setup_hook`` where you write Ray's runtime environment yourself."""
+    # before the finders that would load it unpatched
     sys.meta_path.insert(0, _WhenLoaded())
 
 
@@ -72,6 +73,7 @@ def main() -> None:
     os.environ["RAY_RUNTIME_ENV_HOOK"] = f"{_HERE}.with_install"  # ray.init asks it
     sys.argv = [program, *arguments]
     if program.endswith(".py"):
+        # as Python does for a file
         sys.path[0] = str(Path(program).parent)
         runpy.run_path(program, run_name="__main__")
     else:

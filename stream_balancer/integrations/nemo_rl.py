@@ -109,6 +109,7 @@ class BalancedSampler:
         chosen = self._choose(metas, ages, min(max_prompt_groups, len(ready)))
         self._selections += 1
         first, *rest = (metas[place] for place in chosen)
+        # the trainer fetches rows by this meta, so only the buffer forgets them
         await buffer.remove([ready[place] for place in chosen], remove_in_dp=False)
         return first.concat(*rest), len(chosen)
 
@@ -143,6 +144,7 @@ class BalancedSampler:
 
     def _wanted(self) -> int:
         """Ready groups to wait for: the window, as long as some are still being generated."""
+        # nothing is on its way, so waiting would never end
         return 1 if all(self._buffer.ready_list) else self._window
 
     def _choose(self, metas: Sequence[Any], ages: Sequence[int], count: int) -> list[int]:
@@ -155,6 +157,7 @@ class BalancedSampler:
             [np.asarray(self._cost(of_group), dtype=np.float64) for of_group in lengths],
             count,
             self._dp_size,
+            # one that was still being generated may be older than all: it is as due as can be
             skips=[min(age, self._lookahead) for age in ages],
             max_skips=self._lookahead,
             step=self._selections,

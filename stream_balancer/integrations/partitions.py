@@ -73,10 +73,12 @@ def replace(module: ModuleType, name: str, new: Callable[..., Any]) -> Callable[
     """
     old = getattr(module, name)
     package = module.__name__.partition(".")[0]
+    # by identity: another project may have a function of this name
     holders = [label for label, function in _loaded(name) if function is old]
     for label in holders:
         setattr(sys.modules[label], name, new)
 
+    # modules imported since then have taken ours by name
     def put_back() -> None:
         for label, function in _loaded(name):
             if function is new and (label in holders or label.partition(".")[0] == package):

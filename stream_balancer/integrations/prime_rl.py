@@ -54,6 +54,7 @@ def patch() -> Callable[[], None]:
             return theirs(rollouts, seq_len, num_train_workers, bin_cost, pad_to_multiple_of)  # type: ignore[no-any-return]
 
         def made(micro_batch: Sequence[int]) -> Any:
+            # one worker and samples that fit one micro-batch: its own plan has no choice left
             (one,) = theirs([rollouts[i] for i in micro_batch], seq_len, 1, bin_cost, pad_to_multiple_of)[0]
             return one
 

@@ -207,6 +207,7 @@ def rank_data_from(batch: sb.Batch) -> list[dict[str, Any]]:
     rollouts = _rows.with_prompt(rollout for share in batch.ranks for rollout in share.rollouts)
     columns = _columns(rollouts)
     whole: dict[str, Any] = {key: columns[key] for key in ("raw_reward", "total_lengths") if key in columns}
+    # slime counts places over all ranks, in rank order
     starts = accumulate((share.num_rollouts for share in batch.ranks), initial=0)
     return [
         {
@@ -231,6 +232,7 @@ def _columns(rollouts: Sequence[sb.Rollout]) -> dict[str, list[Any]]:
     """slime's dict of lists, of all ranks' rollouts one after the other."""
     taken = _rows.together(rollouts, some_tensors=True)
     responses = [_rows.within(rollout, rollout.metadata["response_length"]) for rollout in rollouts]
+    # slime's are whole numbers, and unique within the step only
     numbers: dict[str, int] = {}
     columns: dict[str, list[Any]] = {
         "tokens": taken.tokens.pop("input_ids"),

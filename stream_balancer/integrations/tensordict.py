@@ -74,6 +74,7 @@ def rollouts_from(
     rows = _rows.Rows(where or [slice(None)] * len(lengths), None if where is None else ids.shape[1])
     for row, of_row in zip(rows.fields, fields, strict=True):
         row |= of_row
+    # what tensordict_from wrote of padding copies, not a column
     weights = plain.pop(_WEIGHTS, None)
     for name, entry in plain.items():
         per_token = name not in tensors and _is_per_token(entry, lengths, rows.width)

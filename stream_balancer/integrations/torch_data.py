@@ -59,9 +59,6 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
     * ``global_num_rollouts``, ``global_num_tokens``, ``global_num_loss_tokens``, ``global_num_executions``: divide the
       *sum* of your loss by one of them (times dp_size under DDP and FSDP, which average gradients).
 
-    With ``whole_shares`` a dict is what a rank trains on in one step: the same ints, and ``micro_batches``, a list of
-    the dicts above.
-
     The position is the dataset's: an iterator left early (an epoch's end) loses nothing, the next goes on there. Once
     the rollouts have ended, iterating again yields nothing.
 
@@ -69,12 +66,11 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
     under a loader that looks ahead; ValueError if a column has the name of one of the entries above.
     """
 
-    def __init__(self, feed: sb.RankFeed, *, layout: Layout = sb.MicroBatch.packed, whole_shares: bool = False) -> None:
+    def __init__(self, feed: sb.RankFeed, *, layout: Layout = sb.MicroBatch.packed) -> None:
         """``feed``: the rank's own; ``RankFeed(device=...)`` brings the tensors to an accelerator. ``layout``: see
         :data:`Layout`."""
         self._feed = feed
         self._layout = layout
-        self._whole_shares = whole_shares
         self._share: Any = None
         self._waiting: deque[int] = deque()
         self._ended = False
@@ -85,7 +81,7 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
         A step is acknowledged with its last micro-batch and not before: a crash in between delivers it again, whole.
         From any thread, never blocks, idempotent. Raises ClosedResourceError if the feed was closed before.
         """
-        self._feed.acknowledge_through(item["step"] if item.get("is_last_micro_batch", True) else item["step"] - 1)
+        self._feed.acknowledge_through(item["step"] if item["is_last_micro_batch"] else item["step"] - 1)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if get_worker_info() is not None:
@@ -96,14 +92,8 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
         if self._share is None:
             self._share = self._next_share()
             self._waiting.extend(range(len(self._share.micro_batches)))
-        share = self._share
-        if self._whole_shares:
-            item = _of_the_step(share)
-            item["micro_batches"] = [self._item(share, index) for index in self._waiting]
-            self._waiting.clear()
-        else:
-            item = self._item(share, self._waiting[0])
-            self._waiting.popleft()  # only now: if layout= raised, the next call gives the same micro-batch
+        item = self._item(self._share, self._waiting[0])
+        self._waiting.popleft()  # only now: if layout= raised, the next call gives the same micro-batch
         if not self._waiting:
             self._share = None  # its buffer is used again once the loop has let go of the tensors
         return item
@@ -123,15 +113,11 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
 
     def _item(self, share: Any, index: int) -> dict[str, Any]:
         columns = _as_dict(self._layout(share.micro_batches[index]))
-        ours = _of_the_step(share)
+        ours = {name: getattr(share, name) for name in _SAYS_OF_THE_STEP}
         ours["micro_batch"] = index
         ours["is_last_micro_batch"] = index == len(share.micro_batches) - 1
         _refuse_clash(columns.keys() & ours.keys())
         return columns | ours
-
-
-def _of_the_step(share: Any) -> dict[str, Any]:
-    return {name: getattr(share, name) for name in _SAYS_OF_THE_STEP}
 
 
 _BESIDE = ("rollout_weights", "execution_weights", "execution_loss_tokens")
@@ -172,6 +158,7 @@ def _refuse_looking_ahead(auto_ack: bool) -> None:
     """Refuse to be called by a loader that asks for a batch before the one in hand was trained on: it would
     acknowledge what is not trained yet, and wait for rollouts that may need the step it holds back. O(depth of the
     stack), once a step."""
+    # a loader says nowhere that it looks ahead: who calls shows it
     frame = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

@@ -31,6 +31,7 @@ def patch() -> Callable[[], None]:
     theirs = batcher._assign_training_samples_to_rows
 
     def ours(self: Any, training_samples: list[Any]) -> list[list[Any]]:
+        # its rows hold what it packs, which is less than a sample's tokens
         lengths = [max(self.num_tokens_to_pack(sample), 1) for sample in training_samples]
         plan = in_lockstep(lengths, [float(length) ** 2 for length in lengths], self._dp_degree, self.seq_len)
         if plan is None:

@@ -3,13 +3,12 @@
 ::
 
     sampler = BalancedSampler(dp_size=4, window=2.0, max_tokens_per_micro_batch=32_768)
-    config = OmegaConf.create({"controller": {"sampler": sampler, "polling_mode": True}}, flags={"allow_objects": True})
-    transfer_queue.init(config)
-
+    controller = {"sampler": sampler, "polling_mode": True}
+    transfer_queue.init(OmegaConf.create({"controller": controller}, flags={"allow_objects": True}))
+    ...
     meta = client.get_meta(["input_ids"], batch_size=8, partition_id="train", task_name="update", sampling_config={
         "dp_rank": 3, "batch_index": step, "partition_id": "train", "task_name": "update"})
-    for rows in micro_batches(meta):                            # places in meta, and in client.get_data(meta)
-        ...
+    for rows in micro_batches(meta): ...                        # places in meta, and in client.get_data(meta)
 
 TransferQueue carries the bytes and knows what is ready and consumed; ``planning`` chooses and deals. Rows have their
 number of tokens in a tag: ``kv_batch_put(keys, "train", fields, tags=[{"total_lengths": n} for n in lengths])``.
@@ -77,7 +76,6 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where TransferQueue
         max_skips: int = 16,
         group_key: str | None = None,
         group_size: int | None = None,
-        groups_on_one_rank: bool = False,
         counts: Literal["equal", "free"] = "free",
         max_tokens_per_micro_batch: int | None = None,
         length_key: str = "total_lengths",
@@ -86,19 +84,17 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where TransferQueue
     ) -> None:
         """``window``: rows to wait for, in steps of ``batch_size * dp_size``. ``deadline_s``: a step goes, smaller if
         it must, once a row has waited for so long (looked at when a rank asks). ``group_key``: the tag that names a
-        row's group, of ``group_size`` rows that leave in one step, ``groups_on_one_rank`` or not. ``counts``: "equal"
-        rows on every rank. ``length_key``: the tag with a row's tokens; a row that has none yet waits.
-        ``length_field``: take the length of this jagged field instead. ``cost``: as ``BalancerConfig`` takes it.
+        row's group, of ``group_size`` rows that leave in one step. ``counts``: "equal" rows on every rank.
+        ``length_key``: the tag with a row's tokens; a row that has none yet waits. ``length_field``: take the length
+        of this jagged field instead. ``cost``: as ``BalancerConfig`` takes it.
         """
         super().__init__()
         if dp_size < 1 or window < 1 or max_skips < 0:
-            raise ValueError(
-                f"dp_size ({dp_size}) and window ({window}) must be >= 1, and max_skips ({max_skips}) >= 0"
-            )
+            raise ValueError(f"dp_size ({dp_size}), window ({window}) must be >= 1, max_skips ({max_skips}) >= 0")
         if (group_key is None) != (group_size is None):
             raise ValueError("group_key and group_size go together: which rows are siblings, and how many there are")
         self.dp_size, self.window, self.deadline_s, self.max_skips = dp_size, window, deadline_s, max_skips
-        self.group_key, self.group_size, self.groups_on_one_rank = group_key, group_size, groups_on_one_rank
+        self.group_key, self.group_size = group_key, group_size
         self.counts, self.cap = counts, max_tokens_per_micro_batch
         self.length_key, self.length_field = length_key, length_field
         self._cost: Any = sb.BalancerConfig(dp_size=dp_size, batch_size=dp_size, cost=cost).cost
@@ -133,8 +129,8 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where TransferQueue
     def has_cached_result(
         self, partition_id: str, task_name: str, sampling_config: dict[str, Any] | None = None
     ) -> bool:
-        """True where a rank asks: otherwise the controller answers by itself while fewer than ``batch_size`` rows are
-        ready, and neither deadline nor end is ever looked at."""
+        """True where a rank asks: otherwise the controller itself answers while fewer than ``batch_size`` rows are ready,
+        and neither deadline nor end is ever looked at."""
         return (sampling_config or {}).get("dp_rank") is not None
 
     def clear_cache(self, partition_id: str) -> None:
@@ -183,8 +179,7 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where TransferQueue
             work[chosen],
             self.dp_size,
             max_tokens=self.cap,
-            counts="free" if self.groups_on_one_rank else self.counts,
-            keep_together=labels[chosen] if self.groups_on_one_rank else None,
+            counts=self.counts,
             oversize="alone",  # the row is accepted: here it can no longer be refused
             rotation=pool.steps,
         )
@@ -201,12 +196,10 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where TransferQueue
         if self.length_field is None:
             tags = partition.get_custom_meta(rows)
             found = {row: tags.get(row, {}).get(self.length_key) for row in rows}
-        elif rows:
-            schema = partition.get_field_schema([self.length_field], rows)[self.length_field]
-            shapes = schema.get("per_sample_shapes") or [schema["shape"]] * len(rows)
-            found = {row: shape and shape[0] for row, shape in zip(rows, shapes, strict=True)}
         else:
-            found = {}
+            schema = partition.get_field_schema([self.length_field], rows)[self.length_field] if rows else {}
+            shapes = schema.get("per_sample_shapes") or [schema.get("shape")] * len(rows)
+            found = {row: shape and shape[0] for row, shape in zip(rows, shapes, strict=True)}
         return {row: max(int(length), 1) for row, length in found.items() if length is not None}
 
     def _whole_groups(self, partition: Any, rows: list[int], *, end: bool) -> tuple[list[int], Any]:

@@ -139,12 +139,11 @@ def test_leaving_early_acknowledges_nothing_and_loses_nothing() -> None:
     assert feed_of(dataset).acknowledged == [0, 1, 2]
 
 
-@pytest.mark.parametrize("whole_shares", [False, True])
-def test_a_step_is_acknowledged_with_its_last_micro_batch(whole_shares: bool) -> None:
-    dataset = dataset_of(STEPS, auto_ack=False, whole_shares=whole_shares)
+def test_a_step_is_acknowledged_with_its_last_micro_batch() -> None:
+    dataset = dataset_of(STEPS, auto_ack=False)
     for item in loader(dataset):
         dataset.acknowledge(item)
-        assert feed_of(dataset).acknowledged == list(range(item["step"] + item.get("is_last_micro_batch", True)))
+        assert feed_of(dataset).acknowledged == list(range(item["step"] + item["is_last_micro_batch"]))
 
 
 def test_a_loop_may_acknowledge_for_itself() -> None:
@@ -189,18 +188,6 @@ def test_tensordict_whole_or_by_column() -> None:
     (item,) = loader(dataset_of([[[3, 2]]], layout=sb.MicroBatch.tensordict))
     assert [row.numel() for row in item["input_ids"].unbind()] == [3, 2]
     assert item["advantage"].tolist() == [1.0, 1.0]
-
-
-def test_whole_shares() -> None:
-    dataset = dataset_of(STEPS, whole_shares=True)
-    feed = feed_of(dataset)
-    shares = []
-    for item in loader(dataset):
-        assert feed.acknowledged == list(range(item["step"]))
-        shares.append(item)
-    assert [len(share["micro_batches"]) for share in shares] == [2, 1, 3]
-    assert boundaries([item for share in shares for item in share["micro_batches"]]) == BOUNDARIES
-    assert [share["global_num_tokens"] for share in shares] == [200, 201, 202]
 
 
 def test_a_layout_that_raises_loses_no_micro_batch() -> None:

@@ -80,6 +80,7 @@ def patch() -> Callable[[], None]:
         return allocate if algorithm == ALGORITHM else original(algorithm)
 
     put_name_back = replace(seqpack, "get_allocate_fn", get_allocate_fn)
+    # MicroBatchSpec checks names against it when it is made
     seqpack.PACKING_ALGORITHMS.add(ALGORITHM)
 
     def put_back() -> None:
@@ -150,6 +151,7 @@ def trajectories_from(rollouts: Iterable[sb.Rollout]) -> list[dict[str, Any]]:
     groups: dict[str, list[sb.Rollout]] = {}
     for rollout in _rows.unshared(rollouts):
         alone = rollout.group_id is None or rollout.is_padding
+        # two kinds of names: a rollout may be called as a group is
         groups.setdefault(f"rollout {rollout.rollout_id}" if alone else f"group {rollout.group_id}", []).append(rollout)
     return [_trajectory(sorted(rows, key=_place)) for rows in groups.values()]
 

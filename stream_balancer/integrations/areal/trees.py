@@ -56,6 +56,7 @@ def trie_of(tree: Any, *, tree_id: int = 0) -> TrieNode:
         made = TrieNode(
             tree_id=tree_id,
             start_idx=node.start,
+            # the last token, not the one behind it
             end_idx=node.stop - 1,
             tokens=ids[node.start : node.stop],
             ancestors=[*parent.ancestors, parent] if node.parent >= 0 else [],

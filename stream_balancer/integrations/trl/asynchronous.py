@@ -91,6 +91,7 @@ class RolloutSource:
 
     def stepped(self) -> None:
         """The optimizer stepped, after a whole gradient accumulation: :func:`patch` has the trainer call it."""
+        # what was fetched and belongs to the next accumulation stays unacknowledged
         for _ in range(self._per_optimizer_step):
             if (done := self._fetched.popleft()) is not None:
                 self._balancer.acknowledge(done)
@@ -118,6 +119,7 @@ def patch() -> Callable[[], None]:
     class Collator(home.DataCollatorForRollout):  # type: ignore[misc]
         def torch_call(self, examples: list[Any]) -> dict[str, Any]:
             batch: dict[str, Any] = super().torch_call(examples)
+            # an example is a micro-batch of all ranks, and its loader's batch size one
             (rows,) = examples
             batch["global_n_tokens"] -= sum(getattr(row, "uncounted", 0) for row in rows)
             return batch
@@ -134,6 +136,7 @@ def patch() -> Callable[[], None]:
             control.should_training_stop = True  # an epoch is the whole stream: a second one would have no batch at all
 
     def with_steps(self: Any) -> Any:
+        # training asks for the loader first, so the callback is there before any step
         self.add_callback(Steps(self.rollout_worker))
         return get_train_dataloader(self)
 
@@ -206,6 +209,7 @@ def _sample(rollout: sb.Rollout) -> dict[str, Any]:
         "completion_mask": tokens["loss_mask"],
         "old_log_probs": tokens["old_log_probs"],
         "advantage": float(rollout.scalars["advantage"]),
+        # TRL numbers its groups; other producers may name theirs
         "group_id": int(group) if group.isdecimal() else group,
         "metrics": rollout.metadata.get("metrics", {}),
     }

@@ -49,6 +49,7 @@ def rollouts_from(
     if prompt_length is not None and max(before) > prompt_length:
         raise ValueError(f"a prompt has {max(before)} tokens, and prompt_length is {prompt_length}. Raise it")
     begins = max(wide, prompt_length or 0)  # every prompt ends where its completion begins
+    # padding that counts: the cap then bounds what is really padded
     kept = before if prompt_length is None else [prompt_length] * count
     after = (inputs["completion_mask"] != 0).sum(1).tolist()
     where = [slice(begins - tokens, begins + others) for tokens, others in zip(kept, after, strict=True)]

@@ -103,9 +103,11 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
         loss = torch.zeros((), device=self.accelerator.device)
         for place in range(first, end):
             self._step = step  # TRL counts its calls, not ours
+            # DDP reduces once a call: only its last micro-batch may synchronise
             with self._gradients_to_come(model) if place + 1 < end else nullcontext():
                 loss += super().training_step(model, self._inputs[place], num_items_in_batch)
         self._step = step + 1
+        # TRL notes a time a call, and ran several times in this one
         step_times[noted:] = [sum(step_times[noted:])] if len(step_times) > noted else []
         return loss
 
@@ -133,6 +135,7 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
             "dp_size": ranks,
             "batch_size": of_step,
             "window": of_step,  # TRL generates the next when this step is done: there is nothing more to wait for
+            # the next generation is put while the last step is not acknowledged yet
             "capacity": 2 * max(of_step, self.args.generation_batch_size),
             "sync": "micro_batch",  # TRL's metrics are collectives
             "cost": sb.PaddedCost(),
@@ -174,6 +177,7 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
 
     def _connected(self, stack: ExitStack, config: sb.BalancerConfig) -> _Link:
         """Linked to the balancer until the stack unwinds."""
+        # alone, nobody joins: no port, no store
         if config.dp_size == 1:
             alone = stack.enter_context(sb.blocking(config))
             batches = alone.batches()
@@ -200,6 +204,7 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
         from accelerate.utils import send_to_device
         from trl.trainer.utils import split_pixel_values_by_grid
 
+        # micro-batches mix rows of all ranks, and the cap must bound the widest
         longest = self.accelerator.gather(scored["prompt_mask"].sum(1).max()).max()
         here = send_to_device(split_pixel_values_by_grid(scored), "cpu")
         return rollouts_from(here, prompt_length=int(longest))

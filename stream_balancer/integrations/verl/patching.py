@@ -29,6 +29,7 @@ def patch() -> AbstractContextManager[None]:
     """
     import verl.utils.seqlen_balancing as theirs
 
+    # a second patch would take ours for verl's own, and bring it back at the end
     if not _put_back:
         _put_back.extend(replace(theirs, name, getattr(ours, name)) for name in ours.__all__)
     return _Patched()

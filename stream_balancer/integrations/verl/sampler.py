@@ -101,6 +101,7 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where verl is absen
             return True
         if not self.pending_keys[partition_id] and not self.running_keys[partition_id]:
             return True  # no more can come
+        # verl asks again and again until this is True
         now = time.monotonic()
         self._complete_since = now if self._complete_since is None else self._complete_since
         return now - self._complete_since >= (self.knobs.deadline_s or 0.0)
@@ -108,6 +109,7 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where verl is absen
     def _select_prompt_uids(
         self, partition_id: str, sampleable_keys: set[str], batch_size: int
     ) -> tuple[list[str], dict[str, dict[str, Any]], dict[str, int]]:
+        # verl's own choice says whether a batch is complete, and brings what is known of the rows
         oldest, rows, steps = super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
         if partition_id == "val" or len(oldest) < batch_size:
             return oldest, rows, steps
@@ -143,6 +145,7 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where verl is absen
     def _imbalance(self, costs: Sequence[np.ndarray[Any, Any]]) -> float:
         """Heaviest rank over the mean, minus one, if these groups are split as verl does it."""
         work = np.concatenate(costs)
+        # as verl pads a batch that does not divide
         work = np.concatenate((work, np.zeros(-work.size % self.knobs.dp_size)))
         parts = get_seqlen_balanced_partitions(work, self.knobs.dp_size, equal_size=True)
         mean = float(work.sum()) / self.knobs.dp_size
@@ -153,6 +156,7 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where verl is absen
         if partition_id != "val" and len(batch) and len(batch) % self.knobs.dp_size == 0:
             work = _workload([tag.get("seq_len", 0) for tag in batch.tags])
             parts = get_seqlen_balanced_partitions(work, self.knobs.dp_size, equal_size=True)
+            # verl cuts a batch in equal pieces, rank by rank
             batch.reorder([place for part in parts for place in part])
         return batch
 
@@ -179,6 +183,7 @@ def _workload(lengths: Sequence[int]) -> np.ndarray[Any, Any]:
 def _replay_buffer() -> type[BalancedSelection]:
     from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
+    # a renamed method would never be called, and the choice silently be verl's
     overridden = {name for name, one in vars(BalancedSelection).items() if callable(one) and not name.startswith("__")}
     ours = {"_stale_next", "_imbalance"}
     if missing := sorted(name for name in overridden - ours if not hasattr(ReplayBufferAsync, name)):

@@ -83,6 +83,7 @@ def rearrange_micro_batches(
     if dp_group is not None and same_micro_num_in_dp and dist.is_initialized():
         agreed = _agree(needs, dp_group)
     number = -(-agreed.micro_batches // every) * every
+    # after the collective, so that nobody waits in one for a rank that has raised
     _check(needs, agreed, number, max_token_len)
     assert bins is not None
     if len(bins) != number:
@@ -93,6 +94,7 @@ def rearrange_micro_batches(
             bins.sort(key=len)
             largest = bins.pop()
             bins += [largest[::2], largest[1::2]]
+    # the position breaks ties: ranks that cut alike must order alike
     bins.sort(key=lambda one: (work[one].sum(), one[0]), reverse=True)
     if use_dynamic_bsz_balance:
         bins = bins[::2][::-1] + bins[1::2]
@@ -115,6 +117,7 @@ def _agree(needs: _Needs, group: dist.ProcessGroup) -> _Needs:
 
     device = "cpu" if dist.get_backend(group) == dist.Backend.GLOO else get_device_name()
     numbers = torch.tensor(needs, dtype=torch.int64, device=device)
+    # the least number of groups, by the same maximum: one all_reduce instead of two
     numbers[1].neg_()
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     micro_batches, groups, widest = numbers.tolist()
