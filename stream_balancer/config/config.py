@@ -17,6 +17,7 @@ from stream_balancer.planning.windows import START, window_choices
 
 __all__ = ["BalancerConfig", "at_window"]
 
+# of these None means no bound and no mask; of all others it means that the knob was not given
 _NONE_IS_A_VALUE = ("max_skips", "loss_mask_column")
 
 
@@ -47,6 +48,7 @@ class BalancerConfig(Knobs):
             knobs["cost"] = cost_of(self.cost)
         knobs["_given"] = {k: v for k, v in knobs.items() if v is not None or k in _NONE_IS_A_VALUE}
         check_cost(self.cost)
+        # before anything is derived, which would look as if it were given
         refuse(GIVEN, self)
         self._derive(knobs)
         refuse(COMBINATIONS, self)
@@ -69,12 +71,14 @@ class BalancerConfig(Knobs):
             default("batch_size", self._least_batch_size())
             if knobs["window"] is None and self.step_size.window_tokens is None:
                 knobs["step_size"] = replace(self.step_size, window_tokens=batches_of_window * in_tokens)
+        # the window before the capacity, and both before max_skips, which follow from what stands here by then
         window_tokens = self.step_size.window_tokens
         default("window", self.batch_size if window_tokens is not None else batches_of_window * self.batch_size)
         if window_tokens is not None:
-            if self.limits.tokens is None:
-                knobs["limits"] = replace(self.limits, tokens=2 * window_tokens)
-            default("capacity", max(self.limits.tokens or 0, self.window))  # no limit: every rollout has a token
+            room = self.limits.tokens or 2 * window_tokens
+            knobs["limits"] = replace(self.limits, tokens=room)
+            # every rollout has a token, so this is no limit of its own
+            default("capacity", max(room, self.window))
         default("capacity", 2 * max(self.auto_windows, default=self.window))
         default("min_batch_size", self.dp_size)
         if knobs["max_skips"] == "auto":
@@ -114,6 +118,7 @@ class BalancerConfig(Knobs):
 
 def at_window(config: BalancerConfig, window: int) -> BalancerConfig:
     """The same knobs with another of ``auto_windows`` in force."""
+    # unchecked: all of them were checked when the config was made, and this happens between two batches
     other = copy(config)
     vars(other)["window"] = window
     return other

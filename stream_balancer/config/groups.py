@@ -54,8 +54,8 @@ class Groups(metaclass=Values):
     keep: Keep = "same_batch"
     """Siblings leave in the "same_batch", on the "same_rank" (costs balance), or "free". Only with ``size``."""
     share_prefixes: bool = False
-    """The trainer computes the prefix of siblings (``Rollout.prefix``: their prompt) once for those of a micro-batch,
-    as :meth:`MicroBatch.tree` lays them out. Then it is planned and counted so: a group is split over ranks where that
+    """The trainer computes the prefix of siblings (``Rollout.prefix``: their prompt) once for those of a micro-batch.
+    :meth:`MicroBatch.tree` lays them out. Then it is planned and counted so: a group is split over ranks where that
     is worth another copy of its prefix, and no batch takes longer than it would without sharing. A rollout
     that brings its own ``cost`` has no price for its prefix, and counts as it is. See docs/sharing.md."""
 
@@ -107,18 +107,18 @@ class StepSize(metaclass=Values):
     """Steps of another size than ``batch_size`` rollouts, and steps in several parts."""
 
     tokens: Count | None = None
-    """Tokens per dispatch, instead of ``batch_size``: so many rollouts (or whole groups) go that their tokens come
+    """Tokens per dispatch, instead of ``batch_size``. So many rollouts (or whole groups) go that their tokens come
     nearest to this. More go where ``max_skips`` demands it, or where some rank would get none. See
     docs/planning.md for what it costs."""
     window_tokens: Count | None = None
     """Under ``tokens``, instead of ``window``: dispatch once this many tokens wait. Default ``2 * tokens`` if no
     ``window`` is given."""
     rollouts: Range | None = None
-    """Least and most rollouts per dispatch, ``(16, 64)`` for example: a step that is long because of an outlier takes
+    """Least and most rollouts per dispatch, ``(16, 64)`` for example. A step that is long because of an outlier takes
     more rollouts, so that all ranks have work, and later steps take fewer until the mean is ``batch_size`` again. What
     a loss divides by varies with it: see docs/planning.md. None = ``batch_size`` every time."""
     mini_batches: Count = 1
-    """Mini-batches of a step, each with an optimizer step and denominators of its own (PPO): see
+    """Mini-batches of a step, each with an optimizer step and denominators of its own (PPO). See
     :attr:`RankBatch.mini_batches`. Each has ``batch_size / mini_batches`` rollouts, and as many micro-batches on every
     rank. Samples of an execution stay together in one, and so do groups on the "same_rank"; others are cut. A step of
     too few rollouts for all ranks in so many has fewer."""

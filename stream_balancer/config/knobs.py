@@ -56,7 +56,7 @@ class Knobs(metaclass=Values):
     (Little's law). ``"auto"``: the smallest of :attr:`auto_windows` from which waiting longer would save hardly
     any idle time, fitted to the lengths that come; read back, it is the one in force. See docs/tuning.md."""
     deadline_s: Seconds | None = None
-    """... or how long the oldest may have waited, in seconds. Then a batch may be smaller than ``batch_size``, which
+    """How long the oldest may wait for the window, in seconds. Then a batch may be smaller than ``batch_size``, which
     is why the default is None: wait for the window."""
     max_skips: Knob[Count | Literal["auto"] | None, int | None] = AUTO
     """No rollout is passed over by more dispatches than this; default 16, or what window and capacity need. The strong
@@ -70,8 +70,8 @@ class Knobs(metaclass=Values):
     min_batch_size: Knob[Count | None, int] = DERIVED
     """Smallest batch that a deadline may send; default dp_size, so that every rank has something to run."""
     cost: Knob[Cost, CostModel] = TOKENS
-    """How much work is a length: a cost model, "tokens", "quadratic", "padded", or the path of a config.json. A path
-    is that of a Hugging Face model, for its FLOPs; "quadratic:LINEAR:QUADRATIC" has weights of its own."""
+    """How much work is a length: a model, "tokens", "quadratic[:LINEAR:QUADRATIC]", "padded", or a config.json's path.
+    Of a Hugging Face config.json it is the model's FLOPs."""
     speeds: Speeds | None = None
     """Relative speed of each rank: one of speed 0.5 gets half the work. None = all alike."""
     counts: Counts = "free"
