@@ -21,9 +21,11 @@ from stream_balancer.net.address import current_world
 
 __all__ = ["barrier"]
 
-_Gloo = cast("Any", dist).ProcessGroupGloo  # its options are missing from torch's type stubs
+# its options are missing from torch's type stubs
+_Gloo = cast("Any", dist).ProcessGroupGloo
 _NO_EXPIRY = timedelta(days=3650)
-_numbers: dict[tuple[int, ...], itertools.count[int]] = {}  # how often a group of these ranks has been made
+# how often a group of these ranks has been made
+_numbers: dict[tuple[int, ...], itertools.count[int]] = {}
 _cpu_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -42,10 +44,12 @@ def barrier(group: dist.ProcessGroup | None = None, *, timeout_s: float = 1800.0
         raise ValueError("barrier() needs torch.distributed: call init_process_group first")
     refuse_in_event_loop("barrier()", "There, use `await asyncio.to_thread(sb.barrier)`")
     if torch.accelerator.is_available():
+        # a process that has come here must be through with its device, or the barrier says nothing of it
         torch.accelerator.synchronize()
     try:
         cpu_group = _cpu_group(dist.group.WORLD if group is None else group)
-        cpu_group.monitored_barrier(timedelta(seconds=timeout_s), True)  # True: name all that are missing
+        # True: name all that are missing
+        cpu_group.monitored_barrier(timedelta(seconds=timeout_s), True)
     except RuntimeError as error:
         raise BrokenResourceError(
             f"barrier: not every process came within {timeout_s:g} s, or one of them died: {error}. Look at what the "
@@ -58,9 +62,11 @@ def _cpu_group(whole: Any) -> Any:
     found = _cpu_groups.get(whole)
     if found is None:
         ranks = tuple(dist.get_process_group_ranks(whole))
+        # in the name: a group that is made again must not meet the keys of the one before
         number = next(_numbers.setdefault(ranks, itertools.count()))
         name = f"stream_balancer/barrier/{number}/{'.'.join(map(str, ranks))}"
         options = _Gloo._Options()
+        # monitored_barrier has a timeout of its own; one of the pairs would break them
         options._timeout = _NO_EXPIRY
         options._devices = [_Gloo.create_default_device()]
         store = PrefixStore(name, current_world()[0])

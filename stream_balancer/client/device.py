@@ -40,6 +40,7 @@ class Streams:
     @contextmanager
     def side(self) -> Iterator[None]:
         """Work enqueued inside runs on the side stream."""
+        # set back afterwards: the stream of a thread is the thread's own business
         before = torch.accelerator.current_stream(self._device)
         torch.accelerator.set_stream(self._side)
         try:
@@ -57,6 +58,7 @@ class Streams:
 
     def keep(self, tensor: Tensor) -> None:
         """``tensor`` was made on the side stream and is now used on the caller's: not to be reused before that."""
+        # else torch's allocator gives its memory away once the side stream is through with it
         tensor.record_stream(torch.accelerator.current_stream(self._device))
 
 
@@ -73,6 +75,7 @@ class Upload:
         """For ``decode(on_device=)``: nothing has been waited for."""
         self._here = here
         self._there = torch.empty(here.numel(), dtype=torch.uint8, device=self._uploader.device)
+        # non_blocking: the host goes on, and the event below says when it is over
         self._there[:num_bytes].copy_(here[:num_bytes], non_blocking=True)
         return self._there
 
@@ -83,7 +86,8 @@ class Upload:
             try:
                 make()
             finally:
-                if self._here is not None:  # also if something behind the copy has failed
+                # also if something behind the copy has failed
+                if self._here is not None:
                     self._event = streams.record()
                     self._uploader.reads(self._here, self._event)
                     self._here = None
@@ -104,7 +108,8 @@ class Uploader:
 
     def reads(self, here: Tensor, event: torch.Event) -> None:
         """A copy of this has begun: its memory must not return to the pool before ``event``."""
-        while self._reading and self._reading[0][0].query():  # they are over in the order of their stream
+        # they are over in the order of their stream
+        while self._reading and self._reading[0][0].query():
             self._reading.popleft()
         self._reading.append((event, here))
 
@@ -134,6 +139,7 @@ class Stopwatch:
         """Seconds that the block took; on an accelerator this waits until it is over."""
         if self._events is None:
             return self._seconds
+        # only its own end: work behind it may run on
         self._events[1].synchronize()
         return float(self._events[0].elapsed_time(self._events[1])) / 1e3
 
@@ -153,6 +159,7 @@ class Pace:
         end = torch.Event(self._device)
         end.record()
         self._ends.append(end)
+        # one may still run, so that the device is not idle while the host enqueues the next
         while len(self._ends) > 1:
             self._ends.popleft().synchronize()
 

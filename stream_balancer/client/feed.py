@@ -54,7 +54,8 @@ __all__ = ["RankFeed"]
 
 _log = logging.getLogger("stream_balancer.rank")
 
-DEFAULT_MAX_BATCH_BYTES = 4 * 2**30  # of one message; far above text, below what would take a trainer's host memory
+# of one message; far above text, below what would take a trainer's host memory
+DEFAULT_MAX_BATCH_BYTES = 4 * 2**30
 
 
 class RankFeed(OfOneProcess):
@@ -124,6 +125,8 @@ class RankFeed(OfOneProcess):
         if next_step is not None and next_step < 0:
             raise ValueError(f"next_step must be >= 0, not {next_step}")
         if incarnation is None:
+            # torchelastic counts how often it has started the workers; by it the controller knows a new process from a
+            # late one
             incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._device = torch.device(device)
         uploader = None if self._device.type == "cpu" else Uploader(self._device)
@@ -141,7 +144,8 @@ class RankFeed(OfOneProcess):
             fetcher = Fetcher(lambda owner: TcpDialer(owner.address, token=owner.token.decode()))
             if movers is None:
                 movers = () if tls is not None else ("shared_memory",) if isinstance(source, str) else ("torch_dist",)
-            if uploader is not None:  # an accelerator reads pinned memory by itself, and no other process's
+            # an accelerator reads pinned memory by itself, and no other process's
+            if uploader is not None:
                 movers = [one for one in movers if one != "shared_memory"]
         who = Who(seat.rank, seat.dp_size, role, seat.seat, seat.seats, incarnation, depth, max_batch_bytes)
         self._port = Port(
@@ -217,12 +221,14 @@ class RankFeed(OfOneProcess):
         if self._ended:
             return None
         if self._hand is not None and self._hand.given:
+            # outside the lock: it waits for the device
             self._hand.read_clocks()
             await self._port.wait_for(self._hand.look_complete)
             with self._port.lock:
                 self._hand.conclude(ack=self._auto_ack)
                 self._hand = None
-        if self._hand is None:  # else Ctrl-C came before it was given
+        # one that is in hand was taken, and Ctrl-C came before it was given
+        if self._hand is None:
             await self._port.wait_for(lambda: self._look(early=early))
         return self._hand
 
@@ -238,7 +244,8 @@ class RankFeed(OfOneProcess):
                 "None",
             )
         for number in [number for number in held.parts if number < (held.weights or 0)]:
-            held.has_finished(held.parts[number], ack=self._auto_ack)  # the weights came with it
+            # the weights that were loaded contain it
+            held.has_finished(held.parts[number], ack=self._auto_ack)
         # of a role, a step that is done stays until its columns are used
         waiting = (number for number, part in held.parts.items() if not (port.who.role and part.is_done))
         oldest = port.known.get(min(waiting, default=-1))

@@ -130,15 +130,18 @@ class Held:
 
     def _add(self, order: Send) -> None:
         part = self.parts.get(order.step)
+        # another plan of the same number: what was done of the old one is void
         if part is None or part.uid != order.uid:
             part = self.parts[order.step] = Part(order.step, order.uid, order.attempt)
         part.gone |= order.gone
+        # more to do: this rank is not at the barrier any more
         part.waiting = part.waiting and not order.items
         for item in order.items:
             if item.id in part.work:
                 raise ValueError(
                     f"item {item.id} of step {part.number} was sent twice to {self.rank}, seat {self.seat}"
                 )
+            # who computes alone begins when its own payloads are here; others wait for all
             may_begin = not item.remote or (item.group is None and self.seats == 1)
             part.work[item.id] = Work(item, may_begin=may_begin)
 
@@ -147,10 +150,12 @@ class Held:
         part, ids = self.parts.get(order.step), list[int]()
         if part is not None and part.attempt == order.attempt:
             free = list[int]()
-            for id_, work in reversed(part.work.items()):  # without a gap, so that all seats keep one order
+            # without a gap, so that all seats keep one order
+            for id_, work in reversed(part.work.items()):
                 if work.begun or id_ not in order.items:
                     break
                 free.append(id_)
+            # each of those that are idle, and this one, get the same share
             ids = free[: len(free) - len(free) // (order.idle + 1)]
             for id_ in ids:
                 del part.work[id_]
@@ -174,6 +179,7 @@ class Held:
             part = self.parts[number]
             if self.rank.role and part.is_done:
                 continue
+            # the loop begins with it again, and whatever was rewound has been seen
             part.again = False
             if not part.taken:
                 part.taken = True
@@ -185,6 +191,7 @@ class Held:
         """The next item that can begin now."""
         if part.again or self.parts.get(part.number) is not part:
             return None
+        # in order: seats of one rank must begin the same items, or their collectives would not match
         work = next((work for work in part.work.values() if not work.done), None)
         if work is None or not work.may_begin or (work.item.remote and not work.fetched):
             return None
@@ -220,6 +227,7 @@ class Held:
 
     def ack(self, number: int) -> None:
         """Acknowledge this step and all before it."""
+        # once: a second one would say nothing
         if number >= self.acked:
             self._say("acknowledged", number)
             self.acked = number + 1
@@ -228,10 +236,13 @@ class Held:
 
     def has(self) -> dict[int, HeldStep]:
         """Steps to name when the process joins, instead of all that it has said before, but for acknowledgements."""
+        # what waited there is part of what is said now
         self.out.clear()
-        if self.rank.role:  # nothing in it is dear
+        # nothing in it is dear
+        if self.rank.role:
             self.parts.clear()
             return {}
+        # an acknowledgement is not state of a step, so it is said again
         if self.acked:
             self._say("acknowledged", self.acked - 1)
         return {part.number: _held(part) for part in self.parts.values()}
@@ -241,6 +252,7 @@ class Held:
 
 
 def _rewind(part: Part, attempt: int) -> None:
+    # an old order may come behind the new one after a reconnect
     if attempt > part.attempt:
         part.attempt, part.waiting, part.again, part.work = attempt, False, part.taken, {}
 

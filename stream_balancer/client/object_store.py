@@ -31,8 +31,10 @@ __all__ = ["INLINE_BYTES", "InStore", "Keeper"]
 
 INLINE_BYTES = 2**16
 """Puts below that bring their tokens along: an object of Ray's costs more than they do."""
-_MAX_PLACES = 2**24  # rollouts of a put
-_PUT_FIRST_S = 10.0  # a rank may ask for what a worker's call has not brought yet
+# rollouts of a put
+_MAX_PLACES = 2**24
+# a rank may ask for what a worker's call has not brought yet
+_PUT_FIRST_S = 10.0
 
 _log = logging.getLogger("stream_balancer.ray")
 
@@ -48,6 +50,7 @@ class Keeper:
         """``boxed``: one reference in a list, or Ray would send the object itself."""
         self._kept[owner, number] = boxed[0]
         self._come.set()
+        # a new one: whoever waits looks again after each that comes
         self._come = asyncio.Event()
 
     async def give(self, owner: str, numbers: list[int]) -> list[Any]:
@@ -83,6 +86,7 @@ class InStore(Kept):
         import ray
 
         encoded = encode_rollouts(rollouts)
+        # one array, which lies in the store in one piece
         memory = np.concatenate([np.frombuffer(piece, np.uint8) for piece in encoded.payload.pieces])
         try:
             reference = ray.put((bytes(encoded.header), memory))
@@ -90,6 +94,7 @@ class InStore(Kept):
             raise WouldBlock(f"Ray's object store is full: {error}") from None
         number = next(self._keys)
         keys = range(number * _MAX_PLACES, number * _MAX_PLACES + len(rollouts))
+        # an object holds all rollouts of a put: it may go when the last of them may
         self._kept[number] = set(keys)
         self._keeper.keep.remote(self._name, number, [reference])
         return [Handle(self.owner, key) for key in keys]
@@ -104,7 +109,8 @@ class InStore(Kept):
                 if not left:
                     gone.append(key // _MAX_PLACES)
         if gone:
-            with suppress(Exception):  # Ray was shut down, and the keeper with it
+            # Ray was shut down, and the keeper with it
+            with suppress(Exception):
                 self._keeper.drop.remote(self._name, gone)
             super().drop(gone)
 
@@ -128,6 +134,7 @@ class _FromStore:
             causes = self._fetched(wanted)
             io.do(lambda: done(causes))
 
+        # one for each fetch: they would wait for each other's nodes
         threading.Thread(target=run, name="stream_balancer-ray", daemon=True).start()
 
     def close(self) -> None:
@@ -136,6 +143,7 @@ class _FromStore:
     def _fetched(self, wanted: Sequence[Wanted]) -> dict[int, str]:
         """Fills the places; why some could not be filled."""
         try:
+            # once for each object, however many of its rollouts are wanted
             boxes = self._boxes(list(dict.fromkeys(one.key // _MAX_PLACES for one in wanted)))
         except Exception as error:  # noqa: BLE001 - the step goes on without them
             return {one.rollout: f"Ray does not find it: {_short(error)}" for one in wanted}
@@ -159,6 +167,7 @@ class _FromStore:
         keeper = ray.get_actor(self._keeper, namespace=self._namespace or None)
         boxes = ray.get(keeper.give.remote(self._owner, numbers))
         if refs := [box[0] for box in boxes if box is not None]:
+            # all at once, or each would be fetched from its node after the one before
             ray.wait(refs, num_returns=len(refs))
         return dict(zip(numbers, boxes, strict=True))
 

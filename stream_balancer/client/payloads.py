@@ -107,6 +107,7 @@ class Kept:
         while self._kept:
             signal = Signal()
             self._waiting.append(signal)
+            # again: the last one may have gone before the signal was in the list
             if self._kept:
                 await signal.wait()
 
@@ -121,6 +122,7 @@ class PayloadOwner(Kept):
         """``label``: for errors and logs."""
         super().__init__()
         self._service = Service(listen)
+        # in the I/O thread: the event loop of a producer may be busy generating
         self._service.answer_here({"fetch": self._fetch})
         self.owner = Owner(self._service.address, token, label)
 
@@ -132,6 +134,7 @@ class PayloadOwner(Kept):
 
     def keep(self, rollouts: Sequence[Rollout]) -> list[Handle]:
         """Hold rollouts' tensors until :meth:`drop`. Nothing is copied."""
+        # never used twice: a late drop must not hit another payload
         keys = [next(self._keys) for _ in rollouts]
         self._kept.update(zip(keys, rollouts, strict=True))
         return [Handle(self.owner, key) for key in keys]
@@ -152,7 +155,9 @@ class PayloadOwner(Kept):
             if place >= degree:
                 raise WireError(f"place {place} of {degree} ranks is wanted, which there cannot be")
             rollout = self._kept.get(key)
+            # cut by its owner, who has the whole rollout: a rank is sent its own part only
             views = [] if rollout is None else payload_of(rollout, degree, place)
+            # another rollout under the same key, after a restart: better missing than wrong
             if rollout is None or sum(view.nbytes for view in views) != size:
                 missing.append(number)
             else:
@@ -192,6 +197,7 @@ class Fetcher:
         for one in decoded.holes():
             by_owner.setdefault(one.owner, []).append(one)
         missing: list[Missing] = []
+        # one more, so that done is not called before all were asked
         left = len(by_owner) + 1
 
         def add(its: Sequence[Wanted], causes: Mapping[int, str]) -> None:
@@ -244,6 +250,7 @@ class _Dialled:
             parts = [(one.key, one.degree, one.place, one.num_bytes) for one in share]
             pending = Pending("fetch", parts, reply_bytes=sum(size for *_, size in parts))
             self._open().submit(pending)
+            # after it was handed in: a session that is closed answers at once
             pending.signal.then(partial(take, share, pending))
 
     def close(self) -> None:
@@ -279,6 +286,7 @@ def _shares(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
     share: list[Wanted] = []
     size = 0
     for one in wanted:
+        # one that is larger goes alone
         if share and size + one.num_bytes > _CALL_BYTES:
             yield share
             share, size = [], 0
@@ -298,6 +306,7 @@ def _filled(wanted: Sequence[Wanted], pending: Pending) -> dict[int, str]:
         return {one.rollout: f"its answer cannot be read: {error}" for one in wanted}
     came = [one for number, one in enumerate(wanted) if number not in missing]
     size = 0 if memory is None else memory.size
+    # checked in all before anything is written
     if sum(one.num_bytes for one in came) != size:
         return {one.rollout: f"it sent {size} bytes, other than it has described" for one in wanted}
     at = 0

@@ -73,6 +73,7 @@ class Arrived:
         """For the trainer, without what is ``gone``."""
         if self._upload is not None:
             self._upload.hand_over()
+        # again for each micro-batch: rollouts may have gone since the step arrived
         self.decoded.mask(gone)
         if seal is not None:
             left = {(one.group_id, one.execution_id): (one.samples, one.loss_tokens) for one in seal.resized}
@@ -107,6 +108,7 @@ class Known:
     def may_begin(self, role: str) -> bool:
         """A loop over ``micro_batches`` can have it now, or never can."""
         remote = [one for one in self.part.work.values() if one.item.remote]
+        # what is missing is known once all are answered
         if not all(one.fetched for one in remote):
             return False
         if self.is_whole or role:
@@ -124,6 +126,7 @@ class Port:
         """``next_step``: what the weights contain. ``options``: of the Session."""
         self.who = who
         self.name = rank_name(who.rank, who.role)
+        # reentrant: a look may report, which flushes under the same lock
         self.lock = threading.RLock()
         self.held = Held(
             RankId(who.role, who.rank), who.seat, seats=who.seats, meets=False, weights=next_step, acked=next_step or 0
@@ -148,7 +151,8 @@ class Port:
         self._flushes = False
         self._uploader, self._fetcher = uploader, fetcher
         self._broken: WireError | None = None
-        with self.lock:  # the I/O thread may be quicker than this line
+        # the I/O thread may be quicker than this line
+        with self.lock:
             self.session = Session(
                 dialer, "rank", about=self._about, on_open=self._on_open, admit=self._admit,
                 on_message=self._on_message, on_end=self._on_end, takes_leave=True, **options,
@@ -166,6 +170,7 @@ class Port:
                 raise AlreadyInUseError(
                     "two threads or tasks iterate one RankFeed. Each step goes to one of them: let one iterate"
                 )
+            # one at a time: a second iterator would take every other step
             self._user = me
         began = self.waiting_since = time.monotonic()
         try:
@@ -198,6 +203,7 @@ class Port:
         """The weights contain all steps before this one: they are a checkpoint's, or another rank's. The lock is
         held."""
         self.held.weights = next_step
+        # weights that contain the step it was left behind in are up to date
         if self.left_behind is not None and self.left_behind.step < next_step:
             self.left_behind = None
         if next_step:
@@ -210,6 +216,7 @@ class Port:
         """Leave, so that others do not wait: this rank cannot go on. Returns what is to be raised."""
         error = RankLostError(text, rank=self.who.rank, step=step, cause="others go on without it")
         with self.lock:
+            # the first reason counts: what follows is only its consequence
             self.over = self.over or error
         self.session.close()
         return error
@@ -221,12 +228,14 @@ class Port:
             self.known.clear()
         self._fetcher.close()
         self.session.close()
+        # who waits must look again, and finds that it is closed
         self._news.set()
 
     # in the I/O thread
 
     def _about(self) -> dict[str, Any]:
         with self.lock:
+            # under the lock, as one picture: what comes in between would be said twice or not at all
             says = {"next_step": self.held.weights, "version": self.session.version, "has": self.held.has()}
             return self.who._asdict() | says | {"goes_on": self._was_in}
 
@@ -237,12 +246,14 @@ class Port:
     def _flush(self) -> None:
         with self.lock:
             self._flushes = False
+            # without a connection they wait, and has() says at the next join what they would have
             if self.session.connection is not None:
                 out, self.held.out = self.held.out, []
                 for fact in out:
                     self.session.send(*self._report(*fact))
 
     def _admit(self, message: m.Message, total: int) -> None:
+        # only steps bring bytes to a rank
         if not isinstance(message, m.Work):
             raise self._refusal(f"{total} bytes behind a {type(message).__name__} message")
         if total > self.who.max_batch_bytes:
@@ -262,8 +273,10 @@ class Port:
                 known = self.known.get(message.step) if isinstance(message, m.Work | m.Seal) else None
                 if known is not None and not self.who.role and not known.has_its_mini_batches:
                     number = known.part.number
-                    self.held.parts.pop(number, None)  # nobody trains on a part of it
+                    # nobody trains on a part of it
+                    self.held.parts.pop(number, None)
                     raise WireError(f"the mini-batches of step {number} do not make up its micro-batches")
+                # what Held let go of is forgotten here, too
                 self.known = {number: one for number, one in self.known.items() if number in self.held.parts}
                 self.flush()
         except WireError as error:
@@ -303,10 +316,12 @@ class Port:
         if work.head is not None:
             held.meets = work.head.meets
         before = held.parts.get(work.step)
+        # another plan under the same number begins anew
         opens = before is None or before.uid != work.uid
         try:
             held.take(Send(held.rank, held.seat, work.step, work.uid, work.attempt, items, frozenset(work.gone), opens))
-        except ValueError as error:  # an item twice
+        except ValueError as error:
+            # an item twice
             raise WireError(str(error)) from None
         part = held.parts[work.step]
         known = self.known.get(work.step)
@@ -314,6 +329,7 @@ class Port:
             if work.head is None:
                 raise WireError(f"step {work.step} begins, and nothing is said of it")
             known = self.known[work.step] = Known(part, work.head)
+        # the first Work of a step has it, and the first after a join
         known.head = work.head or known.head
         known.sizes = work.sizes or known.sizes
         if arrived is not None and any(one.remote for one in work.items):
@@ -335,6 +351,7 @@ class Port:
         held = self.held
         if (known := self.known.get(message.step)) is not None:
             known.dropped = message.text or "others have it"
+        # its weights lack a step that the others have: going on would train on the wrong ones
         if message.met and held.meets and not held.rank.role and message.step >= (held.weights or 0):
             self.left_behind = message
         held.take(Drop(held.rank, held.seat, message.step, message.met))
@@ -343,6 +360,7 @@ class Port:
         """Payloads of the item are here, as far as they exist."""
         with self.lock:
             causes = {one.rollout_id: one.cause for one in missing}
+            # first: once it lands, its memory may be on another device
             arrived.decoded.mask(causes)
             arrived.land()
             self._causes.update(causes)
@@ -359,13 +377,15 @@ class Port:
     ) -> tuple[m.Report, Payload]:
         about, payload = None, NOTHING
         if fact == "at_barrier":
-            about, items = items, ()  # the seal that failed
+            # the seal that failed
+            about, items = items, ()
         elif fact == "finished":
             about = self.times.pop(step, None)
         elif fact == "fetched":
             about = {one: self._causes.pop(one, "") for one in more}
         elif more is not None:
-            about, payload = more  # a role's columns
+            # a role's columns
+            about, payload = more
         raw = about if isinstance(about, msgspec.Raw) else msgspec.Raw(msgspec.msgpack.encode(about))
         return m.Report(fact, step, attempt, tuple(items), raw), payload
 
@@ -373,13 +393,15 @@ class Port:
         with self.lock:
             if self.over is None:
                 self.over = self._broken or self._explained(error)
+        # no report would be heard any more, so nothing more is fetched
         self._fetcher.close()
         self._news.set()
 
     def _explained(self, error: Exception) -> Exception:
         if not isinstance(error, BrokenResourceError) or isinstance(error, RefusedError | WireError):
             return error
-        if not isinstance(error, Ended):  # there has never been a connection, or none can be any more
+        # there has never been a connection, or none can be any more
+        if not isinstance(error, Ended):
             return RankLostError(str(error), rank=self.who.rank, cause=str(error))
         cause = error.text or "it closed"
         if error.kind == "closed":

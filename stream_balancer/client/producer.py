@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -143,10 +144,12 @@ class Producer(OfOneProcess):
         """See :func:`connect`. ``payloads``: makes, of this machine's address, where payloads stay."""
         self._loss_mask_column = loss_mask_column
         self._keeps, self._opened = payloads, Signal()
-        self._kept: KeepsPayloads | None = None  # once connected
+        # once connected
+        self._kept: KeepsPayloads | None = None
         self._unanswered: set[int] = set()
         """Keys of puts whose reply is due."""
-        self._guard = threading.Lock()  # between keeping something and counting it as unanswered
+        # between keeping something and counting it as unanswered
+        self._guard = threading.Lock()
         self._slots = RemoteSlots(self._ask, self._put, lambda number: self._session.tell("release", number))
         self._ended_here = self._ended = self._is_full = False
         self._session = Session(
@@ -216,7 +219,8 @@ class Producer(OfOneProcess):
         try:
             await self._ask(Pending("end"))
         except ClosedResourceError:
-            if not self._ended:  # else that was what was asked for
+            # the end of the balancer is what was asked for
+            if not self._ended:
                 raise
 
     async def statistics(self) -> Statistics:
@@ -240,7 +244,8 @@ class Producer(OfOneProcess):
             pending.signal.wait_in_thread(deadline)
         if not pending.signal.is_set():
             self._session.cancel(pending)
-            with suppress(TimeoutError):  # what was not sent is taken back at once
+            # what was not sent is taken back at once
+            with suppress(TimeoutError):
                 pending.signal.wait_in_thread(time.monotonic() + _TAKEN_BACK_S)
         if not pending.signal.is_set():
             raise TimeoutError(
@@ -296,7 +301,8 @@ class Producer(OfOneProcess):
 
     async def _put(self, method: str, head: object, rollouts: Sequence[Rollout]) -> None:
         if self._keeps is not None:
-            await self._opened.wait()  # before that it is not known where they stay
+            # before that it is not known where they stay
+            await self._opened.wait()
         while True:
             try:
                 if self._kept is not None and self._kept.blocks:
@@ -304,7 +310,8 @@ class Producer(OfOneProcess):
                 else:
                     pending = self._encoded(method, head, rollouts)
                 break
-            except WouldBlock as full:  # an object store tells nobody when it has room again
+            except WouldBlock as full:
+                # an object store tells nobody when it has room again
                 await self._pause(str(full))
         await self._ask(pending)
 
@@ -320,29 +327,27 @@ class Producer(OfOneProcess):
             raise ClosedResourceError("put() on a closed producer: close() was called, or its 'with' block was left")
 
     async def _encoded_in_thread(self, method: str, head: object, rollouts: Sequence[Rollout]) -> Pending:
-        found: list[Pending | BaseException] = []
-        done = Signal()
+        found, done = Future[Pending](), Signal()
 
         def encode() -> None:
             try:
-                found.append(self._encoded(method, head, rollouts))
+                found.set_result(self._encoded(method, head, rollouts))
             except BaseException as error:  # noqa: BLE001 - for who waits
-                found.append(error)
+                found.set_exception(error)
             done.set()
 
-        def never_submitted(pending: Pending | BaseException) -> None:
-            if isinstance(pending, Pending):  # nobody else lets go of what it keeps
-                pending.resolve(Cancelled())
+        def let_go() -> None:
+            if found.exception() is None:
+                found.result().resolve(Cancelled())
 
         self._session.io.work(encode)
         try:
             await done.wait()
         except BaseException:
-            done.then(lambda: never_submitted(found[0]))
+            # it is never submitted, so no reply comes that would let go of what it keeps
+            done.then(let_go)
             raise
-        if isinstance(found[0], BaseException):
-            raise found[0]
-        return found[0]
+        return found.result()
 
     def _encoded(self, method: str, head: object, rollouts: Sequence[Rollout]) -> Pending:
         """In the caller's task or thread, unless that blocks: a bad rollout raises at its own line. What stays here is
@@ -390,7 +395,8 @@ class Producer(OfOneProcess):
         """The value of the reply."""
         try:
             return (await self._session.reply_to(pending)).value
-        except TimeoutError:  # of a blocking call
+        except TimeoutError:
+            # of a blocking call
             call, reason = _IN_VAIN.get(pending.method, ("put() was not accepted", "the balancer is full"))
             if problem := self._session.problem:
                 reason = f"not connected: {problem}"
@@ -401,7 +407,8 @@ class Producer(OfOneProcess):
     def _on_open(self, welcome: Welcome) -> None:
         lost, needed = _welcome_of(welcome.about) or ([], [])
         if self._kept is not None:
-            with self._guard:  # a put that is kept and not counted yet would be dropped
+            # a put that is kept and not counted yet would be dropped
+            with self._guard:
                 self._kept.retain({*needed} | self._unanswered)
         elif self._keeps is not None:
             connection = self._session.connection
@@ -425,13 +432,15 @@ class Producer(OfOneProcess):
         if message.end:
             self._ended = True
             self._session.finish(lambda _: ClosedResourceError(_ENDED))
-        if self._ended and not self._kept:  # ranks may still fetch what is kept
+        # ranks may still fetch what is kept
+        if self._ended and not self._kept:
             self._session.close()
 
     def _on_end(self, _: Exception) -> None:
         self._opened.set()
         if self._kept is not None:
-            self._kept.close()  # who needed them is gone
+            # who needed them is gone
+            self._kept.close()
 
 
 if TYPE_CHECKING:

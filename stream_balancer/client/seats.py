@@ -30,6 +30,7 @@ def seat_in(mesh: Any, dp_dim: str | Sequence[str]) -> Seat:
     at: list[int] | None = mesh.get_coordinate()
     if at is None:
         raise ValueError("this process is not part of the mesh: only its members iterate a RankFeed over it")
+    # along the data's dimensions ranks differ; along all others they get the same
     places = [(name in along, here, mesh.size(dim)) for dim, (name, here) in enumerate(zip(names, at, strict=True))]
     rank, dp_size = _flatten([(here, size) for is_data, here, size in places if is_data])
     seat, seats = _flatten([(here, size) for is_data, here, size in places if not is_data])

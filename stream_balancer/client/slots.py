@@ -31,6 +31,7 @@ class RemoteSlots:
 
     async def admit(self, count: int) -> Slot:
         """See :class:`~stream_balancer.slots.Admits`."""
+        # given here, so that a lost reply can be asked for again by it
         number = next(self._numbers)
         reserve = Pending("reserve", (number, count), undo=lambda: self._release(number))
         version = _int_of(await self._ask(reserve))
@@ -43,6 +44,7 @@ class RemoteSlots:
 
     def settle(self, slot: Slot, count: int) -> None:
         """See :class:`~stream_balancer.slots.Admits`. The balancer counts what was put by itself."""
+        # the balancer has counted each put by itself: it needs to hear of the end only
         if slot.is_over:
             self._open.pop(slot.number, None)
             self._release(slot.number)

@@ -68,10 +68,13 @@ class Step(OneRank):
         self, port: Port, known: Known, acknowledge: Callable[[int], None], waited_s: float, pace: Pace
     ) -> None:
         self._port, self._known, self._acknowledge, self._pace = port, known, acknowledge, pace
-        self._hand: Work | None = None  # the item that the loop works on
+        # the item that the loop works on
+        self._hand: Work | None = None
+        # the same object each time: a loop that begins again must not lay out everything twice
         self._made: dict[int, MicroBatch] = {}
         self._whole: tuple[MicroBatch, ...] | None = None
         self._end: End | None = None
+        # time that the trainer waited inside the step is taken off: it is not its own work
         self._taken_at, self._waited_s, self._waited_before = time.monotonic(), waited_s, port.waited_s
         self._computed: list[Callable[[], float]] = []
         self._compute_s: float | None = None
@@ -98,6 +101,7 @@ class Step(OneRank):
 
     async def __anext__(self) -> MicroBatch:
         """As ``next()``, without blocking the event loop. If cancelled, none was begun."""
+        # each item is a place to be cancelled at, also where nothing is waited for
         await anyio.lowlevel.checkpoint()
         found = await self._port.wait_for(self._look_next, self._keep_pace)
         if not found:
@@ -185,7 +189,8 @@ class Step(OneRank):
         if not planned or self.denominators is None:
             return ()
         sizes = [structs.astuple(one) for one in planned]
-        if seal is not None and seal.mini_batches:  # some payloads are gone
+        # some payloads are gone
+        if seal is not None and seal.mini_batches:
             sizes = [(*one[:2], *structs.astuple(left)) for one, left in zip(sizes, seal.mini_batches, strict=True)]
         return tuple(MiniBatchSize(*one) for one in sizes)
 
@@ -208,7 +213,8 @@ class Step(OneRank):
 
     def _keep_pace(self) -> None:
         """Wait for the device, without the lock: the I/O thread must go on receiving meanwhile."""
-        if self._port.held.meets:  # what is begun cannot be given to others
+        # what is begun cannot be given to others
+        if self._port.held.meets:
             if self._hand is not None:
                 self._pace.keep()
             with self._port.lock:
@@ -261,13 +267,16 @@ class Step(OneRank):
         return (made,)
 
     def _look_end(self) -> tuple[End, ...] | None:
+        # from now on the feed gives steps before they are complete: this loop ends them itself
         self._port.by_item = True
+        # after an interrupt: the same end, not another wait
         if self._end is not None:
             return (self._end,)
         self._check_open()
         if not self.is_mine or self._port.who.role:
             return ()
         self._put_down()
+        # a gradient without them would be divided by too much
         if left := sum(not work.begun for work in self._known.part.work.values()):
             raise ValueError(
                 f"step.finish(): {left} micro-batches of step {self.step} are left for this rank; some may have been "
@@ -279,11 +288,13 @@ class Step(OneRank):
         if self.is_mine and not self._is_whole:
             return None
         part = self._known.part
+        # by number, which is the planned order: rows of an open step may arrive in another
         work = [one for _, one in sorted(part.work.items()) if not (one.done and self._port.who.role)]
         if any(one.item.remote and not one.fetched for one in work):
             return None
         self._whole = tuple(map(self._of, work))
         for one in work:
+            # they stay with this rank: the loop has them all in hand
             one.begun = True
         return self._whole
 
@@ -317,6 +328,7 @@ class Step(OneRank):
         held, part, role = self._port.held, self._known.part, self._port.who.role
         for work in part.work.values():
             if work.begun and not work.done and (work is self._hand or self._whole is not None):
+                # its columns are what others wait for, so going on is not enough
                 if role:
                     raise self._owes()
                 held.has_done(part, work)
@@ -326,6 +338,7 @@ class Step(OneRank):
         """The micro-batch of an item, the same each time."""
         made, seal = self._made.get(work.item.id), self._known.seal
         if made is None:
+            # ranks that share it have gone on with the missing rollouts, so no mask here could agree with theirs
             if work.item.group is not None and seal is not None and (lost := work.missing.difference(seal.gone)):
                 raise self._torn(lost)
             arrived, index = work.item.payload
@@ -356,7 +369,8 @@ class Step(OneRank):
             left = [work for work in part.work.values() if not work.done]
             if any(work.begun for work in left) or (left and not self._made):
                 raise self._owes()
-            return  # what came meanwhile is given as the same step again
+            # what came meanwhile is given as the same step again
+            return
         if held.meets and self._end is None:
             raise ConfigError(
                 f"step {self.step} may change until its ranks meet, as on_rank_loss='replan' and move_late=True want "
@@ -392,10 +406,12 @@ class Step(OneRank):
 
     def _give(self, work: Work, columns: Mapping[str, Tensor]) -> None:
         port, part = self._port, self._known.part
+        # outside the lock: copies of a device's columns take long
         encoded = encode_columns([_flat(columns, self._made[work.item.id].num_tokens)])
         with port.lock:
             if port.closed:
                 raise ClosedResourceError(f"micro_batch.give(): the feed is closed, and step {self.step} comes again")
+            # given twice, or rewound meanwhile: the first one counts
             if self.is_mine and not work.done:
                 port.held.has_done(part, work, encoded)
                 port.flush()
@@ -410,4 +426,5 @@ def _flat(columns: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
             raise ValueError(f"{name!r} has shape {list(column.shape)}, not {[num_tokens]}: a number for each token")
         if column.dtype not in SUPPORTED_DTYPES:
             raise ValueError(f"{name!r} has dtype {column.dtype}, which cannot travel")
+    # a copy: the trainer may go on writing into its own
     return {name: column.detach().to("cpu", copy=True).contiguous() for name, column in columns.items()}

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["Directory", "Entry", "Lookup", "TcpDialer", "Where", "current_world", "token_bytes"]
 
 TOKEN_VARIABLE = "STREAM_BALANCER_TOKEN"
-_LEAST_TOKEN_BYTES = 16  # what is shorter can be guessed
-_STORE_TIMEOUT = timedelta(seconds=5)  # nobody waits in a store, so every answer comes at once
+# what is shorter can be guessed
+_LEAST_TOKEN_BYTES = 16
+# nobody waits in a store, so every answer comes at once
+_STORE_TIMEOUT = timedelta(seconds=5)
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -72,6 +74,7 @@ class Directory:
             from torch._C._distributed_c10d import PrefixStore
 
             self._own = PrefixStore(self._name, cast("Any", self._shared).clone())
+            # a store that hangs must not hold the thread that looks
             self._own.set_timeout(_STORE_TIMEOUT)
         return self._own
 
@@ -91,6 +94,7 @@ class Directory:
     def remove(self, entry: Entry) -> None:
         """Unless another controller has come meanwhile. Does nothing if the store is gone."""
         with suppress(RuntimeError, WireError):
+            # a controller that was started again has written its own address meanwhile
             if self.read() == entry:
                 self._store.delete_key(self._KEY)
 
@@ -119,7 +123,8 @@ class TcpDialer:
             self._lookup = where
         elif hasattr(where, "clone"):
             self._lookup = Directory(where, name)
-        else:  # here, or it would be an AttributeError in a thread, long after the mistake
+        else:
+            # here, or it would be an AttributeError in a thread, long after the mistake
             raise TypeError(
                 f"{where!r} says nothing of a controller: expected its address 'tcp://host:port', the store of "
                 "torch.distributed that it is in, or a RayBalancer"
@@ -143,6 +148,7 @@ class TcpDialer:
             entry = lookup.read()
             if entry is None:
                 raise ConnectionError("no controller has said yet where it is")
+            # one in the store was made for whoever reads the store; it wins
             token = self._token if entry.token is None else entry.token.encode()
             self._dial(entry.address, token, join, welcomed, failed)
         except RuntimeError as error:
@@ -167,6 +173,7 @@ def _why(address: str, error: BaseException) -> BaseException:
         return error
     if isinstance(error, socket.gaierror):
         host = split_address(address)[0]
+        # the name server, not the name: a cluster's may come up after its nodes
         if error.errno == socket.EAI_AGAIN:
             return ConnectionError(f"no name server answers for {host!r}")
         return ConfigError(f"there is no host {host!r}: {error}. Check the address {address}")

@@ -43,7 +43,8 @@ class Budget:
 
     def resume(self, peer: Peer, *, has_more: bool) -> None:
         """Something of this session is not staged any more."""
-        everybody = self.used <= self.most_bytes * 3 // 4  # not at each reply
+        # a little below the bound, or each reply would wake all and the next call pause them again
+        everybody = self.used <= self.most_bytes * 3 // 4
         for one in list(self.paused) if everybody else () if has_more else (peer,):
             self.forget(one)
 
@@ -74,8 +75,10 @@ class Asked:
     def reply(self, value: Any = None, error: str = "") -> None:
         """The one reply. From any thread."""
         value, payload = value if isinstance(value, Bytes) else (value, NOTHING)
+        # encoded in the thread that answers: what cannot be written raises where the method was called
         raw = NIL if value is None else value if isinstance(value, msgspec.Raw) else msgspec.Raw(_encode(value))
         self.memory = None
+        # alone and small, sending it here saves a thread switch; many together go in one turn of the I/O thread
         small = len(self._peer.open) == 1 and payload.total <= SMALL
         self._peer.io.do(partial(self._peer.answer, self, Reply(self.number, raw, error), payload), here=small)
 
@@ -160,6 +163,7 @@ class Peer:
     def let_in(self, connection: Connection, welcome: Welcome) -> None:
         """The decision of who attends."""
         self._live = connection
+        # it ended while it knocked, when this was not its handler yet
         if connection.over:
             self.ended(Ended("lost", "it has left while it knocked"))
             return
@@ -170,6 +174,7 @@ class Peer:
 
     def leave(self) -> None:
         """The session will not come back: what is open has nobody to answer."""
+        # the budget is of all sessions: what this one has staged would be missing for ever
         self._unstage(self._staged, has_more=False)
         self.open, self._done = {}, {}
 
@@ -187,6 +192,7 @@ class Peer:
         limits = self._service.limits
         if not isinstance(message, Call) or total > limits.max_call_bytes:
             raise WireError(f"{total} bytes behind a {type(message).__name__} message")
+        # calls whose bytes are still being received count, or many at once would slip through
         staged = self._staged + self._coming
         # What comes again after a lost connection is counted already, and is not kept.
         if message.number >= self._next and staged and staged + total > limits.staged_bytes:
@@ -200,11 +206,14 @@ class Peer:
             return
         number, service = message.number, self._service
         self._coming -= 0 if memory is None else memory.size
+        # a caller that numbers as it likes could have a call run twice, or forget a reply that it needs
         if not self._heard <= number <= self._next or not self._seen <= message.seen <= number:
             raise WireError(f"call {number} came when {self._next} was next")
+        # the caller has these replies: no repetition can ask for them again
         for old in range(self._seen, message.seen):
             self._done.pop(old, None)
         self._seen, self._heard = message.seen, number + 1
+        # sent again after a loss: answered from memory, not done twice
         if number in self._done:
             self._send(*self._done[number])
         elif number == self._next:
@@ -214,6 +223,7 @@ class Peer:
             asked = self.open[number] = Asked(self, message, memory)
             self._staged += asked.nbytes
             service.budget.used += asked.nbytes
+            # after it was taken: one call a session always is, so a full budget stops nobody for good
             if service.budget.used > service.budget.most_bytes:
                 service.budget.pause(self, self._live)
             service.do(self, service.begin, self, asked)
@@ -233,6 +243,7 @@ class Peer:
 
     def ended(self, end: Ended) -> None:
         """The connection is over. Calls go on: their replies are remembered."""
+        # replies from here on are remembered, and go out on the next connection
         connection, self._live = self._live, None
         self._service.budget.forget(self)
         self._service.do(self, self._service.lost, self, connection, end)
@@ -242,12 +253,14 @@ class Peer:
 
     def answer(self, asked: Asked, reply: Reply, payload: Payload) -> None:
         """The one reply to a call."""
+        # the session left meanwhile, or it was answered twice
         if self.open.get(asked.number) is not asked:
             return
         del self.open[asked.number]
         self._unstage(asked.nbytes, has_more=bool(self.open))
         if self.keep_s > 0:
             self._done[asked.number] = reply, payload
+        # else the caller has not repeated it on this connection yet, and gets the reply when it does
         if asked.number < self._heard:
             self._send(reply, payload)
 

@@ -72,6 +72,7 @@ class Pending:
         """
         self.method, self.payload, self.accepted_if, self.undo = method, payload, accepted_if, undo
         self.name, self.reply_bytes = name or f"{method}()", reply_bytes
+        # in the caller's thread, at its own line: the I/O thread has nobody to raise to
         self.args = args if isinstance(args, msgspec.Raw) else msgspec.Raw(_encode(args))
         self.nbytes = CALL_BYTES + payload.total
         self.number: int | None = None
@@ -89,9 +90,11 @@ class Pending:
 
     def resolve(self, error: Exception | None, answer: Answered | None = None) -> None:
         """The reply; the first one counts."""
+        # a reply and the loss of the connection may come in either order
         if self.signal.is_set():
             return
         self.error, self.answer, self.payload = error, answer or self.answer, NOTHING
+        # accepted, and the caller is gone: what it was given (a slot) would stay taken
         if self.abandoned and error is None and self.undo is not None:
             self.undo()
         self.signal.set()
@@ -162,6 +165,7 @@ class Caller(ABC):
 
     def submit(self, pending: Pending) -> None:
         """Have it sent when there is room. Never blocks."""
+        # a queue of its own, appended in the caller's thread: calls keep the order in which they were made
         self._news.append(pending)
         self.io.do(self._send, here=not self._sent and pending.payload.total <= SMALL)
 
@@ -192,7 +196,8 @@ class Caller(ABC):
         if not hasattr(blocking_deadline, "at"):
             if pending.error is None:
                 _cancel_again()
-        elif not isinstance(interruption, TimeoutError):  # Ctrl-C
+        elif not isinstance(interruption, TimeoutError):
+            # Ctrl-C is raised where it was pressed, even if the call was accepted
             self.io.do(pending.abandon)
             raise interruption
 
@@ -208,18 +213,22 @@ class Caller(ABC):
                 self._waiting[pending] = None
         connection, limits = self.connection, self._limits
         while self._waiting and connection is not None and len(self._sent) < limits.max_calls:
+            # strictly in order: a small call must not overtake a large one that waits for room
             pending = next(iter(self._waiting))
             if pending.payload.total > limits.max_call_bytes:
                 del self._waiting[pending]
                 pending.resolve(_too_large(pending, limits))
                 continue
+            # one that is larger than the window travels alone, or it could never be sent
             if self._staged and self._staged + pending.nbytes > limits.staged_bytes:
                 break
             del self._waiting[pending]
+            # a number is kept over reconnects: the answerer knows by it what it has answered
             if pending.number is None:
                 pending.number, self._next = self._next, self._next + 1
             self._sent[pending.number] = pending
             self._staged += pending.nbytes
+            # the oldest without a reply: all below are answered, and may be forgotten there
             seen = next(iter(self._sent))
             connection.send(Call(pending.number, seen, pending.method, pending.args), pending.payload)
             if pending.cancelled:
@@ -237,12 +246,14 @@ class Caller(ABC):
 
     def _send_again(self, welcome: Welcome) -> None:
         """Connected: what has no reply is sent again, in its old order and under its old numbers."""
-        if not welcome.known:  # nothing is remembered there, so numbers begin anew
+        # nothing is remembered there, so numbers begin anew
+        if not welcome.known:
             self._next = 0
         for pending in self._sent.values():
             pending.sent_before = True
             if not welcome.known:
                 pending.number = None
+        # behind each other in the old order, in front of what was never sent
         self._waiting = dict.fromkeys([*self._sent.values(), *self._waiting])
         self._sent, self._staged, self._limits = {}, 0, welcome
         self._send()
@@ -275,6 +286,7 @@ class Caller(ABC):
             self._on_idle()
 
     def _error_of(self, reply: Reply, pending: Pending) -> Exception | None:
+        # the first time was accepted, and its reply was lost with the connection
         if pending.sent_before and reply.error == pending.accepted_if:
             return None
         if reply.error == "Cancelled":
@@ -298,6 +310,7 @@ class Caller(ABC):
         for number in self._sent:
             assert self.connection is not None
             self.connection.send(Cancel(number))
+        # nothing is to be answered any more: the way is free to close
         if not self._sent:
             self._on_idle()
 
@@ -336,7 +349,8 @@ def _cancel_again() -> None:
         return
 
     def again() -> None:
-        if task.cancelling() >= requests and not task.done():  # else a timeout block was left in time
+        # fewer requests: a timeout block was left in time
+        if task.cancelling() >= requests and not task.done():
             task.uncancel()
             task.cancel()
 

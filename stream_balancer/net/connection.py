@@ -58,9 +58,6 @@ _TURN_BYTES = 4 * 2**20
 _GATHER, _VIEW = 512, itemgetter(0)
 
 
-_Out = tuple[Message, Payload, Callable[[], object] | None]
-
-
 @dataclass(slots=True)
 class _Held:
     """A message whose bytes, or those of one before it, are still on their way."""
@@ -92,7 +89,7 @@ class Connection:
         self.movers: dict[int, Mover] = {}
         """Movers that both ends have agreed on, the one that is preferred first."""
         self.over = self.paused = self._resumes = False
-        self._items: deque[_Out] = deque()
+        self._items: deque[tuple[Message, Payload, Callable[[], object] | None]] = deque()
         self._held: deque[_Held] = deque()
         self._outgoing: deque[tuple[memoryview, Callable[[], object] | None]] = deque()
         self._num_sent = 0
@@ -108,6 +105,7 @@ class Connection:
     def send(self, message: Message, payload: Payload = NOTHING, sent: Callable[[], object] | None = None) -> None:
         """Send it after everything before it; large payloads go by the mover that is ready, else by the socket.
         ``sent`` is called in the I/O thread when nobody needs the pieces any more; not if the connection ends first."""
+        # appended before the job is handed in: the order of calls is the order of sending, whoever pumps
         self._items.append((message, payload, sent))
         self.io.do(self._pump)
 
@@ -125,6 +123,7 @@ class Connection:
     def begin(self) -> None:
         """Begin the handshake."""
         self._watch()
+        # a stranger who says nothing must not hold a descriptor for ever
         self._deadline = self.io.after(HANDSHAKE_S, lambda: self.fail(Ended("lost", "no handshake in time")))
         if self.handshake.joins:
             self._send_now(self.handshake.hello())
@@ -174,15 +173,18 @@ class Connection:
         end = Ended.of(error)
         if end is not error:
             end.__cause__ = error
-        error.with_traceback(None)  # its frames would keep memory alive for as long as somebody keeps the end
+        # its frames would keep memory alive for as long as somebody keeps the end
+        error.with_traceback(None)
         self._end(end)
 
     def _release(self, error: BaseException) -> None:
         if isinstance(error, (WireError, RefusedError)) and not self._close_sent:
             reason = error.reason if isinstance(error, RefusedError) else "protocol"
+            # behind what is half sent: a frame in the midst of another could not be read
             self._outgoing.append((memoryview(frame(Refused(reason, str(error)[:1000]))), None))
             with suppress(OSError, ValueError, WireError):
                 self._sock.sendmsg([*map(_VIEW, islice(self._outgoing, _GATHER))])
+                # the peer reads the refusal before it sees the end
                 self._sock.shutdown(socket.SHUT_WR)
         if self._events:
             with suppress(KeyError, ValueError, OSError):
@@ -194,6 +196,7 @@ class Connection:
         """Wait for the events that matter: without TLS's handshake a socket that may be written to is of no use."""
         writes = bool(self._outgoing) and (self._tls is None or self._tls.shaken)
         events = (0 if self.paused else selectors.EVENT_READ) | (selectors.EVENT_WRITE if writes else 0)
+        # a system call, which most turns do not need
         if events != self._events and not self.over:
             before, self._events = self._events, events
             self.io.watch(self._sock, before, events, self._ready)
@@ -204,7 +207,8 @@ class Connection:
                 self._flush()
             if mask & selectors.EVENT_READ and not self.over and not self.paused:
                 self._read()
-            if self._tls is not None:  # which may have had to read something before it could write
+            # which may have had to read something before it could write
+            if self._tls is not None:
                 self._flush()
         except Exception as error:  # noqa: BLE001 - the network's, the peer's, or the handler's: this one is over
             self.fail(error)
@@ -234,7 +238,8 @@ class Connection:
                 return
             pieces = payload.views()
             if len(pieces) > 1 and payload.size <= _JOIN_BYTES:
-                pieces = [memoryview(b"".join(pieces))]  # a dozen iovecs cost more than their bytes
+                # a dozen iovecs cost more than their bytes
+                pieces = [memoryview(b"".join(pieces))]
             self._outgoing.append((memoryview(frame(message, payload.total, payload.runs)), None))
             self._outgoing.extend(zip(pieces, repeat(None)))
         else:
@@ -256,6 +261,7 @@ class Connection:
                 self._waits_for_mover = False
                 self.io.do(self._pump)
 
+        # before the mover is asked: it may call go() at once
         self._waits_for_mover = True
         if self.movers[number].send(payload, sent, go):
             return True
@@ -265,6 +271,7 @@ class Connection:
     def _flush(self) -> None:
         if self.over:
             return
+        # one large payload must not keep the other connections of this thread waiting
         left = _TURN_BYTES
         try:
             while self._outgoing and left > 0:
@@ -326,7 +333,8 @@ class Connection:
             yield body
             envelope = read_envelope(body, crc)
             yield from self._on_envelope(envelope)
-            del envelope  # waiting for the next must not keep its memory alive
+            # waiting for the next must not keep its memory alive
+            del envelope
 
     def _feed(self, data: memoryview) -> None:
         """Bytes from below that are not where they belong yet."""
@@ -361,15 +369,19 @@ class Connection:
         self._close_seen = isinstance(message, Close)
         memory = None
         if envelope.total:
-            self.handler.admit(message, envelope.total)  # before anything is allocated
+            self.handler.admit(message, envelope.total)
             while self.paused:
                 yield memoryview(b"")
             if envelope.via != SOCKET:
-                self._receive_moved(envelope)
+                if not envelope.runs:
+                    raise WireError("a mover that brings nothing")
+                self._held.append(held := _Held(message, None, ready=False))
+                self._mover(envelope.via).receive(envelope, partial(self._on_moved, held))
                 return
             memory = self.pool.take(envelope.total)
             for offset, size in zip(envelope.runs[::2], envelope.runs[1::2], strict=True):
                 yield memory.data[offset : offset + size]
+        # behind a message whose bytes are still on their way, whichever way its own came
         if self._held:
             self._held.append(_Held(message, memory, ready=True))
         elif self._close_seen:
@@ -383,7 +395,8 @@ class Connection:
             self.welcomed(self, message)
             return
         answer = self.handshake.hear(message)
-        if self.handshake.proven:  # a controller that does not serve yet may let it wait for long
+        # a controller that does not serve yet may let it wait for long
+        if self.handshake.proven:
             self._deadline()
         if answer is not None:
             self._send_now(answer)
@@ -395,14 +408,6 @@ class Connection:
         if mover is None:
             raise WireError(f"mover {number} was not agreed on")
         return mover
-
-    def _receive_moved(self, envelope: Envelope) -> None:
-        mover = self._mover(envelope.via)
-        if not envelope.runs:
-            raise WireError("a mover that brings nothing")
-        held = _Held(envelope.message, None, ready=False)
-        self._held.append(held)
-        mover.receive(envelope, lambda memory: self._on_moved(held, memory))
 
     def _on_moved(self, held: _Held, memory: Memory) -> None:
         held.memory, held.ready = memory, True
@@ -419,6 +424,7 @@ class Connection:
     def _deliver(self, message: Message, memory: Memory | None) -> None:
         if isinstance(message, Close):
             self._end(Ended("closed", message.reason))
+            # the answer: who closes waits for it, and so knows that everything has arrived
             self.close()
         elif self.handler is not None:
             self.handler.receive(message, memory)
@@ -436,6 +442,7 @@ class Connection:
         if self.over:
             return
         self.io.leaving.add(self)
+        # as long as bytes leave, the peer is alive and still takes what was sent before
         if self._num_sent == num_sent:
             self.fail(Ended("lost", "no answer to close"))
         else:

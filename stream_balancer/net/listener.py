@@ -15,6 +15,7 @@ from functools import partial
 from stream_balancer.errors import WireError, refused_error
 from stream_balancer.net.connection import HANDSHAKE_S, Connection
 from stream_balancer.net.errors import Ended
+from stream_balancer.net.handler import Handler
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.loops import Io
 from stream_balancer.net.messages import Join, Message, Welcome
@@ -45,6 +46,7 @@ class Listener:
         self.io = io or Io.current()
         self._token, self._arrived, self._tls, self._pool = token, arrived, tls, pool or Pool()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # a long backlog: all ranks and producers of a cluster come in the same second
         self._sock = socket.create_server((host, port), family=family, backlog=MAX_STRANGERS)
         self._sock.setblocking(False)
         self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{self._sock.getsockname()[1]}"
@@ -52,6 +54,7 @@ class Listener:
         self._knocking: list[Connection] = []
         self._warnings_left = _MOST_WARNINGS
         self._closed = False
+        # the selector belongs to the I/O thread
         self.io.do(self._listen)
 
     def close(self) -> None:
@@ -72,27 +75,33 @@ class Listener:
         for stranger in list(self._strangers):
             stranger.fail(Ended("lost", "nobody listens any more"))
         for connection in self._knocking:
+            # who is in stays: its session is the service's
             if connection.welcome is None:
                 connection.fail(refused_error("closed", CLOSED))
 
     def _on_peer(self, _: int) -> None:
         try:
+            # one at a time: the connections that are there get their turn in between
             sock, address = self._sock.accept()
         except OSError as error:
-            if error.errno in _FULL:  # the next one is there at once: without a rest this thread does nothing else
+            # the next one is there at once: without a rest this thread does nothing else
+            if error.errno in _FULL:
                 _log.warning("nobody can be let in for %g s: %s. Raise the limit of open files", _FULL_S, error)
                 self.io.selector.unregister(self._sock)
                 self.io.after(_FULL_S, self._listen)
             return
         try:
             connection = _over_tcp(self.io, sock, self._pool, Handshake(self._token), self._tls, None)
-        except OSError:  # it is gone already
+        except OSError:
+            # it is gone already
             sock.close()
             return
         connection.arrived = self._on_proven
-        connection.handler = _Stranger(lambda end: self._on_stranger_gone(connection, address, end))
-        if len(self._strangers) >= MAX_STRANGERS:  # the oldest: who means well has long been through with it
+        connection.handler = _Shaking(lambda end: self._on_stranger_gone(connection, address, end))
+        # the oldest: who means well has long been through with it
+        if len(self._strangers) >= MAX_STRANGERS:
             next(iter(self._strangers)).fail(Ended("lost", "too many who have proven nothing"))
+        # not known to the service before it has proven itself: what strangers cost is bounded here
         self._strangers[connection] = None
         connection.begin()
 
@@ -103,6 +112,7 @@ class Listener:
 
     def _on_proven(self, connection: Connection, join: Join) -> None:
         self._strangers.pop(connection, None)
+        # pruned when another one comes, so no timer is needed to forget them
         self._knocking = [one for one in self._knocking if one.welcome is None and not one.over]
         self._knocking.append(connection)
         self._arrived(connection, join)
@@ -110,6 +120,7 @@ class Listener:
     def _warn(self, who: str, why: str) -> None:
         if self._warnings_left:
             self._warnings_left -= 1
+            # one line comes back for each that was written, a while after the one before it
             self.io.after(_WARNING_S * (_MOST_WARNINGS - self._warnings_left), self._forget_warning)
             _log.warning("somebody who connected from %s was sent away: %s", who, why)
 
@@ -128,7 +139,8 @@ def dial(
     host, port = split_address(address)
     there = io or Io.current()
 
-    def connect() -> None:  # in a thread: names are looked up here, and that may take long
+    def connect() -> None:
+        # in a thread: names are looked up here, and that may take long
         try:
             sock = socket.create_connection((host, port), timeout=HANDSHAKE_S)
         except OSError as error:
@@ -139,14 +151,16 @@ def dial(
     def begin(sock: socket.socket) -> None:
         try:
             connection = _over_tcp(there, sock, pool or Pool(), Handshake(token, join), tls, host)
-        except OSError as error:  # it is gone already
+        except OSError as error:
+            # it is gone already
             sock.close()
             failed(error)
             return
-        connection.handler = Dialling(address, connection, failed)
+        connection.handler = dialling(address, connection, failed)
         connection.welcomed = welcomed
         connection.begin()
 
+    # daemon: a name server that does not answer must not keep the process from ending
     threading.Thread(target=connect, name="stream_balancer-dial", daemon=True).start()
 
 
@@ -155,11 +169,13 @@ def _over_tcp(
 ) -> Connection:
     """``host``: the acceptor's, whose certificate the joiner checks. Raises OSError if the peer is gone already."""
     sock.setblocking(False)
+    # messages are gathered here already; Nagle would hold the last one back for a round trip
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    # compared by address: what goes over loopback need not be narrowed, and may be mapped
     local = sock.getsockname()[0]
     is_local = sock.getpeername()[0] == local
     over = sock if tls is None else TlsSocket(sock, tls, host)
@@ -179,34 +195,29 @@ def split_address(address: str) -> tuple[str, int]:
 class _Shaking:
     """Handler of a connection in its handshake: it gets no messages."""
 
-    def admit(self, message: Message, total: int) -> None: ...
-    def receive(self, message: Message, memory: Memory | None) -> None: ...
-
-
-class _Stranger(_Shaking):
-    """At the accepting end."""
-
     def __init__(self, gone: Callable[[Ended], object]) -> None:
         self._gone = gone
 
+    def admit(self, message: Message, total: int) -> None: ...
+    def receive(self, message: Message, memory: Memory | None) -> None: ...
     def ended(self, end: Ended) -> None:
         self._gone(end)
 
 
-class Dialling(_Shaking):
-    """At the joining end, until it is welcomed."""
+def dialling(address: str, connection: Connection, failed: Callable[[BaseException], object]) -> Handler:
+    """Handler at the joining end, until it is welcomed: who dials hears of the end what is most likely wrong."""
 
-    def __init__(self, address: str, connection: Connection, failed: Callable[[BaseException], object]) -> None:
-        self._address, self._connection, self._failed = address, connection, failed
-
-    def ended(self, end: Ended) -> None:
-        """Told to who dials, with what is most likely wrong."""
+    def gone(end: Ended) -> None:
+        # what listens there speaks something else: no later try can do better
         if isinstance(end.__cause__, WireError):
-            text = f"{self._address} does not answer as a controller of this version does: {end}. Check the address"
-            self._failed(WireError(text))
+            text = f"{address} does not answer as a controller of this version does: {end}. Check the address"
+            failed(WireError(text))
         elif end.kind == "refused":
-            self._failed(end.to_raise())
-        elif self._connection.handshake.proven:
-            self._failed(ConnectionAbortedError(f"the controller went away before it had let anybody in: {end.text}"))
+            failed(end.to_raise())
+        # it is a controller and knows the token: it was closed while this end waited to be let in
+        elif connection.handshake.proven:
+            failed(ConnectionAbortedError(f"the controller went away before it had let anybody in: {end.text}"))
         else:
-            self._failed(end)
+            failed(end)
+
+    return _Shaking(gone)

@@ -27,6 +27,7 @@ __all__ = ["Io", "Runs", "Signal", "blocking_deadline", "in_loop"]
 
 _log = logging.getLogger(__name__)
 Job = Callable[[], object]
+# a peer that does not answer must not keep a process from ending
 _LEAVE_S = 1.0
 _turn = threading.local()
 blocking_deadline = threading.local()
@@ -71,6 +72,7 @@ class Io:
         self._jobs: deque[Job] = deque()
         self._timers: list[tuple[float, int, list[Job | None]]] = []
         self._numbers = count()
+        # a pipe in the selector: select() has no other way to be woken from another thread
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -79,12 +81,14 @@ class Io:
         self._lock = threading.Lock()
         self.leaving: set[object] = set()
         self.sockets: dict[int, Job] = {}
+        # joined at the end: a daemon inside torch while the interpreter goes away would abort the process
         self.helpers: list[threading.Thread] = []
         self._work: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="stream_balancer-io", daemon=True)
         self._thread.start()
-        multiprocessing.util.Finalize(None, _stop, exitpriority=0)  # a child of multiprocessing runs no atexit
+        # a child of multiprocessing runs no atexit
+        multiprocessing.util.Finalize(None, _stop, exitpriority=0)
 
     @classmethod
     def current(cls) -> Io:
@@ -97,15 +101,18 @@ class Io:
     def do(self, job: Job, *, here: bool = False) -> None:
         """Run it in the I/O thread, in the order of the calls. From any thread; never blocks. ``here``: it is short,
         and may run in this thread if nothing else is going on."""
+        # before the lock is tried: whoever holds it may run the job in our place
         self._jobs.append(job)
         if here and _uninterrupted() and self._lock.acquire(blocking=False):
             try:
                 self._run_jobs()
-                self._run_jobs()  # what those have added: a message that is to be sent
+                # what those have added: a message that is to be sent
+                self._run_jobs()
             finally:
                 self._lock.release()
             if not self._jobs:
                 return
+        # inside hold() one wake-up at its end serves all
         if not hasattr(_turn, "held"):
             self._wake()
 
@@ -123,18 +130,22 @@ class Io:
         # Ctrl-C may come between the flag and the wake-up: where it may, it always wakes.
         if not self._woken or not _uninterrupted():
             self._woken = True
-            with suppress(OSError):  # full: it will wake
+            # full: it will wake
+            with suppress(OSError):
                 self._writer.send(b"\0")
 
     def _run_jobs(self) -> None:
+        # as many as there are now: jobs that add jobs must not keep the sockets waiting
         for _ in range(len(self._jobs)):
             self._guarded(self._jobs.popleft())
 
     def after(self, seconds: float, job: Job) -> Job:
         """Run it later; what is returned takes that back. In the I/O thread only."""
         cell: list[Job | None] = [job]
+        # the number decides between equal times: cells cannot be compared
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), cell))
-        if threading.current_thread() is not self._thread:  # in a job that runs elsewhere: select() waits too long
+        # in a job that runs elsewhere: select() waits too long
+        if threading.current_thread() is not self._thread:
             self._jobs.append(lambda: None)
             self._wake()
         return lambda: cell.__setitem__(0, None)
@@ -151,6 +162,7 @@ class Io:
     def work(self, job: Job) -> None:
         """Run it in the one thread that packs for movers, in the order of the calls."""
         if self._worker is None:
+            # one for all connections: more would compete for the memory's bandwidth
             self._worker = threading.Thread(target=self._run_work, name="stream_balancer-pack", daemon=True)
             self._worker.start()
         self._work.put(job)
@@ -177,20 +189,25 @@ class Io:
             if self._timers and idle_s is None:
                 idle_s = max(self._timers[0][0] - time.monotonic(), 0.0)
             events = self.selector.select(idle_s)
+            # not while select() waits: short jobs of other threads run meanwhile
             with self._lock:
                 for key, mask in events:
-                    if self.selector.get_map().get(key.fd) is not None:  # a job may have ended it meanwhile
+                    # a job may have ended it meanwhile
+                    if self.selector.get_map().get(key.fd) is not None:
                         self._guarded(key.data, mask)
-                self._woken = False  # before the jobs are looked at: who appends later wakes again
+                # before the jobs are looked at: who appends later wakes again
+                self._woken = False
                 self._run_jobs()
                 while self._timers and self._timers[0][0] <= time.monotonic():
                     job = heapq.heappop(self._timers)[2][0]
                     if job is not None:
                         self._guarded(job)
+            # a list of last turn's events would keep closed connections alive until the next one
             del events
             while wakes:
                 wakes.popitem()[0]._wake()
             self._stopped = self._stopping and not self.leaving and not self._jobs
+        # whoever still waits for a reply hears of the end, since nobody is left to answer
         for end in list(self.sockets.values()):
             self._guarded(end)
 
@@ -222,6 +239,7 @@ def _forget_in_child() -> None:
     if io is None:
         return
     io._lock = threading.Lock()
+    # for good: no job of the child may run here and touch the parent's connections
     io._lock.acquire()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (*io.sockets, io._reader.fileno(), io._writer.fileno(), *io._selector_fd):
@@ -252,13 +270,15 @@ class Signal:
 
     def set(self) -> None:
         """Wake all who wait. Idempotent."""
-        self._set = True  # first: who appends too late to be found below sees the flag
+        # first: who appends too late to be found below sees the flag
+        self._set = True
         with suppress(IndexError):
             while True:
                 self._waiters.pop()()
 
     def then(self, job: Job) -> None:
         """Call the job when this is set: now, or in the thread that sets it."""
+        # before the flag is looked at: who sets it later finds the job, who set it before is seen below
         self._waiters.append(job)
         if self._set:
             self.set()
@@ -285,7 +305,8 @@ class Signal:
             return self._set
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + seconds) as scope:
             while not self._set and not scope.cancel_called:
-                with suppress(anyio.get_cancelled_exc_class()):  # asyncio's task.cancel() goes through shields
+                # asyncio's task.cancel() goes through shields
+                with suppress(anyio.get_cancelled_exc_class()):
                     await self.wait()
         return self._set
 
@@ -296,6 +317,7 @@ class Signal:
         lock = threading.Lock()
         lock.acquire()
         self.then(lock.release)
+        # a lock refuses longer waits than TIMEOUT_MAX
         left = -1.0 if deadline is None else min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
         if not lock.acquire(timeout=left) and not self._set:
             raise TimeoutError
@@ -306,7 +328,8 @@ def in_loop() -> Callable[[Job], None]:
     try:
         loop: Any = asyncio.get_running_loop()
     except RuntimeError:
-        import trio  # here: trio is optional for who does not use it
+        # here: trio is optional for who does not use it
+        import trio
 
         loop = trio.lowlevel.current_trio_token()
     caller = _CALLERS.get(loop)
@@ -317,6 +340,7 @@ def in_loop() -> Callable[[Job], None]:
 
 class _LoopCaller:
     def __init__(self, loop: Any) -> None:
+        # weak: the callers are kept by loop, and would keep it
         self._loop = weakref.ref(loop)
         self._wake_name = "call_soon_threadsafe" if isinstance(loop, asyncio.AbstractEventLoop) else "run_sync_soon"
         self._jobs: deque[Job] = deque()
@@ -336,7 +360,8 @@ class _LoopCaller:
         loop = self._loop()
         try:
             getattr(loop, self._wake_name)(self._run)
-        except (RuntimeError, AttributeError):  # it has ended
+        except (RuntimeError, AttributeError):
+            # it has ended
             self._jobs.clear()
             self._woken = False
 

@@ -36,9 +36,11 @@ class LoopIo:
         if loop is not None:
             loop.call_soon(job)
         else:
-            import trio  # here: trio is optional for who does not use it
+            # here: trio is optional for who does not use it
+            import trio
 
-            with suppress(RuntimeError):  # the loop has ended, as asyncio's does in silence
+            # the loop has ended, as asyncio's does in silence
+            with suppress(RuntimeError):
                 trio.lowlevel.current_trio_token().run_sync_soon(job)
 
     def after(self, seconds: float, job: Job) -> Job:
@@ -123,7 +125,9 @@ class Wire:
 
     def _deliver(self) -> None:
         self._queued = False
+        # what is sent in answer comes in the next turn, as over a network
         for _ in range(len(self._queue)):
+            # a job of this turn may hold or cut the wire
             if self._queue and not self._held:
                 self._queue.popleft()()
         self._schedule()
@@ -146,6 +150,7 @@ class _Socket:
         return id(self)
 
     def sendmsg(self, views: Iterable[memoryview]) -> int:
+        # copied, as a kernel does: the sender may use its memory again
         data = b"".join(views)
         self._wire.carry(lambda: self.peer._arrive(data))
         return len(data)

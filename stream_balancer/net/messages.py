@@ -30,6 +30,7 @@ __all__ = [
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 2**26
+# lists of a message are bounded, so that decoding one cannot take memory without end
 MAX_ENTRIES = 2**18
 SOCKET = 0
 """``via`` of bytes that follow their message."""
@@ -289,6 +290,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     where: Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)] = ()
 
 
+# little-endian on every machine, and fixed: read before anything else is known
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"sbn\x01"
 HEADER_BYTES = _HEADER.size
@@ -298,6 +300,7 @@ _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Envelope
 def frame(message: Message, total: int = 0, runs: Sequence[int] = (), via: int = 0, where: Sequence[int] = ()) -> bytes:
     """Header and envelope."""
     body = _encoder.encode((message, total, runs, via, where))
+    # said here, where the caller is known: the receiver would end the connection
     if len(body) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a {type(message).__name__} message of {len(body)} bytes; at most {MAX_MESSAGE_BYTES}")
     return _HEADER.pack(_MAGIC, len(body), zlib.crc32(body)) + body
@@ -305,9 +308,11 @@ def frame(message: Message, total: int = 0, runs: Sequence[int] = (), via: int =
 
 def read_header(raw: memoryview | bytes, most: int = MAX_MESSAGE_BYTES) -> tuple[int, int]:
     """Bytes of the envelope, and their checksum."""
+    # the magic first: whatever else listens or knocks is told apart by it
     magic, size, crc = _HEADER.unpack(raw)
     if magic != _MAGIC:
         raise WireError("not a message of this protocol")
+    # before the body is allocated
     if not 0 < size <= most:
         raise WireError(f"a message of {size} bytes; at most {most} are taken")
     return size, crc
@@ -315,12 +320,15 @@ def read_header(raw: memoryview | bytes, most: int = MAX_MESSAGE_BYTES) -> tuple
 
 def read_envelope(body: memoryview | bytes, crc: int) -> Envelope:
     """The message, and where its bytes are. Raises WireError for anything else."""
+    # a fault of a program or of memory, not of a thief: the handshake has proven who sends
     if zlib.crc32(body) != crc:
         raise WireError("the checksum of a message is wrong")
     try:
         envelope = _decoder.decode(body)
+    # nested lists that are deep enough overflow the decoder's stack
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise WireError(f"a message cannot be read: {error}") from None
+    # nearly all payloads are one run, which needs no loop
     if envelope.runs and envelope.runs != (0, envelope.total):
         check_runs(envelope.total, envelope.runs)
     return envelope
@@ -332,6 +340,7 @@ def check_runs(total: int, runs: Sequence[int]) -> None:
         raise WireError("half a run")
     at = 0
     for offset, size in zip(runs[::2], runs[1::2], strict=True):
+        # ascending and apart, so that no byte is written twice and none beyond the memory
         if offset < at or size < 1 or offset + size > total:
             raise WireError(f"a run of {size} bytes at {offset} of {total}")
         at = offset + size

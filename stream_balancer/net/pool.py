@@ -20,6 +20,7 @@ _SMALL = 2**17
 
 def aligned(size: int) -> Memory:
     """Fresh memory that begins at a cache line."""
+    # a cache line more than is needed, to be able to begin at one
     raw = np.empty(size + 63, dtype=np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size]
@@ -30,12 +31,14 @@ def lease(buffer: Memory, size: int, died: Callable[[], object]) -> Memory:
     inside a garbage collection: it must take no lock."""
     # A slice would not do: numpy makes views of a slice views of the whole, and the slice dies before them.
     view = np.frombuffer(buffer.data[:size], dtype=np.uint8)
+    # at exit nothing is to be given back, and the order of ends is not known
     weakref.finalize(view, died).atexit = False
     return view
 
 
 def room_for(size: int) -> int:
     """Bytes of the buffer for ``size`` bytes: a few classes share buffers, in steps of an eighth."""
+    # at most an eighth too large; batches of similar sizes find each other's buffers
     step = 1 << max(size.bit_length() - 4, 12)
     return -(-size // step) * step
 
@@ -58,6 +61,7 @@ class Shelf(Generic[T]):
 
     def take(self, size: int) -> T | None:
         """The newest of exactly that size: it is warm. O(things)."""
+        # from the end: the newest is still in the cache
         for index in range(len(self._things) - 1, -1, -1):
             if self._things[index].size == size:
                 self.num_bytes -= size
@@ -81,13 +85,16 @@ class Pool:
     def __init__(self, keep_bytes: int = 2**28, allocate: Callable[[int], Memory] = aligned) -> None:
         self._allocate = allocate
         self._idle: Shelf[Memory] = Shelf(keep_bytes)
+        # a deque, since it may be appended to inside a garbage collection, where no lock may be taken
         self._returned: deque[Memory] = deque()
 
     def take(self, size: int) -> Memory:
         """Contents undefined. In the I/O thread only."""
+        # no lease: a weak reference costs more than malloc here
         if size <= _SMALL:
             return self._allocate(size)
-        while self._returned:  # they come back in whichever thread drops the last view
+        # they come back in whichever thread drops the last view
+        while self._returned:
             buffer = self._returned.popleft()
             self._idle.put(buffer)
         room = room_for(size)

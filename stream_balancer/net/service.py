@@ -117,10 +117,12 @@ class Service:
         self._methods, self._admit, self._on_peer = methods, admit, on_peer
         try:
             async with anyio.create_task_group() as self._tasks:
-                self._tasks.start_soon(self._work_off)  # by itself: whoever waits here is not woken for each call
+                # by itself: whoever waits here is not woken for each call
+                self._tasks.start_soon(self._work_off)
         finally:
             self._tasks, self._wake = None, lambda: None
             left, self._begun = self._begun, {}
+            # calls that were begun and not answered come first for the next who attends, in their order
             self._jobs.extendleft((peer, self.begin, (peer, asked)) for asked, (peer, _) in reversed(left.items()))
 
     async def _work_off(self) -> None:
@@ -128,9 +130,11 @@ class Service:
         while True:
             event = anyio.Event()
             self._wake = partial(loop, event.set)
-            self._woken = False  # before the jobs are looked at: who adds one later wakes again
+            # before the jobs are looked at: who adds one later wakes again
+            self._woken = False
             while self._jobs:
                 self.io.hold(self._some)
+                # one call that waits ends the group: its task must begin before the next call is looked at
                 if self._waits:
                     self._waits = False
                     for _ in range(_TURNS if self._jobs else 0):
@@ -140,6 +144,7 @@ class Service:
     def answer_here(self, methods: Mapping[str, Method]) -> None:
         """Answer calls in the I/O thread, for good: with methods that neither wait nor take long."""
         self._methods = methods
+        # no loop to wake: jobs run where they come from, in the I/O thread
         self._wake = self._drain
         self.io.do(self._drain)
 
@@ -164,6 +169,7 @@ class Service:
 
     def do(self, peer: Peer | None, job: Callable[..., object], *args: object) -> None:
         """Run it where peers are attended to."""
+        # before the flag is looked at, as the loop clears it before it looks at the jobs
         self._jobs.append((peer, job, args))
         if not self._woken:
             self._woken = True
@@ -176,6 +182,7 @@ class Service:
 
     def _decide(self, connection: Connection, join: Join) -> None:
         peer = self.peers.get(join.session)
+        # who lost its connection may come back before the kernel here notices
         if peer is not None and peer.connection is not None:
             self._supersede(peer, peer.connection)
             peer = self.peers.get(join.session)
@@ -184,6 +191,7 @@ class Service:
         except (RefusedError, WireError) as error:
             self.io.do(partial(connection.fail, error))
             return
+        # a session of another kind is another peer, whatever number it made up
         known = peer is not None and peer.kind == join.kind
         if peer is None or not known:
             peer = self.peers[join.session] = Peer(self, join)
@@ -192,6 +200,7 @@ class Service:
             self.limits, known=known, movers=tuple(name for name in self._movers if name in join.movers),
             about=msgspec.Raw(msgspec.msgpack.encode(about)),
         )  # fmt: skip
+        # before on_peer: what the host sends there must come behind the welcome
         self.io.do(partial(peer.let_in, connection, welcome))
         self._on_peer(peer)
 
@@ -204,12 +213,15 @@ class Service:
     def lost(self, peer: Peer, connection: Connection | None, end: Ended) -> None:
         """A connection is over."""
         if peer.connection is not connection or connection is None:
-            return  # it has joined again
+            # it has joined again
+            return
         peer.connection = None
+        # the timer below belongs to this loss: after another one it must do nothing
         peer.losses += 1
         if end.kind == "refused":
             _log.warning("the connection to %s %s was closed: %s", peer.kind, peer.name, end.text)
         peer.on_end(end)
+        # who closed on purpose does not come back
         if end.kind == "lost" and peer.keep_s > 0:
             gone = partial(self.do, peer, self._gone, peer, end, peer.losses)
             self.io.do(lambda: self.io.after(peer.keep_s, gone))
@@ -237,9 +249,11 @@ class Service:
         if asked.cancelled:
             asked.reply("", "Cancelled")
             return
+        # its session was given up while the call waited in line
         if self.peers.get(peer.session) is not peer:
             return
         method = self._methods.get(asked.method)
+        # not a reply: another version, or no producer of ours, is at the other end
         if method is None:
             raise WireError(f"a call of {asked.method!r}, which is not among {', '.join(self._methods)}")
         try:
@@ -256,6 +270,7 @@ class Service:
 
     def _start(self, peer: Peer, asked: Asked, coroutine: Coroutine[Any, Any, Any]) -> None:
         assert self._tasks is not None
+        # one for each call: a Cancel takes back its own and nothing else
         scope = anyio.CancelScope()
         self._begun[asked] = peer, scope
         self._waits = True

@@ -31,9 +31,12 @@ from stream_balancer.wire.payload import NOTHING, Memory, Payload
 __all__ = ["Dialer", "Session", "own_name"]
 
 _log = logging.getLogger("stream_balancer.net")
-_AGAIN_S, _MOST_AGAIN_S = 0.02, 1.0  # after the first try, which is made at once
-_RESTED_S = 0.1  # a connection that lasts so long is built again at once, too
-_WARN_AFTER_S, _WARN_AGAIN_S = 5.0, 60.0  # controllers often start last; imports of torch take seconds
+# after the first try, which is made at once
+_AGAIN_S, _MOST_AGAIN_S = 0.02, 1.0
+# a connection that lasts so long is built again at once, too
+_RESTED_S = 0.1
+# controllers often start last; imports of torch take seconds
+_WARN_AFTER_S, _WARN_AGAIN_S = 5.0, 60.0
 
 
 class Dialer(Protocol):
@@ -84,6 +87,7 @@ class Session(Caller):
         self.problem: str | None = "it has just begun to connect"
         """Why there is no connection yet; None once there was one."""
         self.dialer, self._about, self._rejoin, self._timeout_s = dialer, about, rejoin, connect_timeout_s
+        # the session number stays for all connections: by it the other end finds what it remembers
         self._join = Join(b"", kind, self.name, secrets.token_bytes(16), tuple(movers))
         self._on_open, self._admit, self._on_message, self._on_end = on_open, admit, on_message, on_end
         self._is_closing, self._takes_leave = False, takes_leave and rejoin
@@ -162,13 +166,17 @@ class Session(Caller):
         if not self._may_dial:
             connection.close()
             return
-        if not self._is_closing:  # else one of them ends the wait
+        # while it leaves, one of the timers ends the wait
+        if not self._is_closing:
             self._stop_timers()
         self.connection, connection.handler, self.problem = connection, self, None
+        # only a connection that lasts resets the delay: a peer that lets in and drops would be dialled in a loop
         self._after(_RESTED_S, lambda: self._rest(connection))
         movers.attach(connection, [name for name in welcome.movers if name in self._join.movers])
+        # torch's pairs may have broken with this one: the next connection goes without
         again = movers.available(self._join.movers, again=True)
         self._join = msgspec.structs.replace(self._join, movers=again)
+        # before calls are sent again: what the handler sets up there, they may need
         self._on_open(welcome)
         if self._is_closing:
             connection.close()
@@ -184,6 +192,7 @@ class Session(Caller):
         if final or (isinstance(error, BrokenResourceError) and not isinstance(error, Ended)):
             self._fail(error)
             return
+        # it says why there has never been a connection, and stays None once there was one
         if self.problem is not None:
             self.problem = str(error)
         self._again()
@@ -204,8 +213,10 @@ class Session(Caller):
 
     def _fail(self, error: BaseException) -> None:
         """For good."""
+        # the first end counts: a refusal is followed by the loss of its connection
         if self._left.is_set():
             return
+        # the error behind it says more, with the exception's own type
         if isinstance(error, Ended) and error.kind == "refused":
             error = error.__cause__ or error.to_raise()
         if isinstance(error, RefusedError):
@@ -234,13 +245,15 @@ class Session(Caller):
             return
         self._is_closing = True
         self._stop_timers()
+        # a controller that hangs must not keep a process from ending
         self._after(self.linger_s, self._hang_up)
         self._take_all_back(self._closed_here)
 
     def _on_idle(self) -> None:
         if self.connection is not None:
             self.connection.close()
-        elif not self._takes_leave or self.problem is not None:  # or it was never there
+        elif not self._takes_leave or self.problem is not None:
+            # nothing is to be said any more, or nobody was ever there
             self._hang_up()
         else:
             self._resolve_all(self._lost_for("the connection was closed here"))
@@ -269,6 +282,7 @@ class Session(Caller):
     def ended(self, end: Ended) -> None:
         """The connection is over."""
         self.connection = None
+        # refusals and closes are decisions of the other end, and dialling again would not change them
         if end.kind == "lost" and self._rejoin and self._may_dial:
             _log.warning("%s %s waits for the controller to be there again: %s", self.kind, self.name, end.text)
             self._after(_WARN_AGAIN_S, self._warn)

@@ -18,6 +18,7 @@ class TlsSocket:
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, host: str | None) -> None:
         """``host``: of the acceptor, at the joining end; its certificate must be of that name."""
+        # the handshake runs with the first bytes: here it would block the I/O thread
         self._sock = context.wrap_socket(
             sock, server_side=host is None, server_hostname=host, do_handshake_on_connect=False
         )
@@ -44,10 +45,13 @@ class TlsSocket:
             self._shake()
             for view in views:
                 at = 0
-                while at < len(view):  # a record at a time
+                # a record at a time
+                while at < len(view):
+                    # an SSL socket has no sendmsg; a record takes 16 KiB at most
                     count = self._sock.send(view[at:])
                     at, done = at + count, done + count
         except _WAITS:
+            # what was taken before is sent, and counts
             if not done:
                 raise BlockingIOError from None
         return done
@@ -56,9 +60,11 @@ class TlsSocket:
         """Into the first of them."""
         try:
             self._shake()
+            # not into the second: a record that is cut in two is kept by TLS until it is asked for
             return (self._sock.recv_into(views[0]),)
         except _WAITS:
             raise BlockingIOError from None
+        # a peer that is killed says no goodbye, and is over all the same
         except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
             return (0,)
 

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeAlias
 
 from stream_balancer.errors import refused_error
 from stream_balancer.net.connection import Connection
-from stream_balancer.net.listener import CLOSED, Dialling
+from stream_balancer.net.listener import CLOSED, dialling
 from stream_balancer.net.memory import LoopIo, Wire, pair
 from stream_balancer.net.messages import Join, Welcome
 from stream_balancer.net.pool import Pool
@@ -88,7 +88,7 @@ class MemoryNetwork:
         listener = self._listeners.get(peer.address)
         if listener is not None:
             wire = pair(join, listener.arrived, welcomed, io=self.io, pool=self.pool)
-            wire.ends[1].handler = Dialling(peer.address, wire.ends[1], failed)
+            wire.ends[1].handler = dialling(peer.address, wire.ends[1], failed)
             peer._begin(wire)
         elif peer.address != self.address:
             failed(ConnectionRefusedError(f"nobody listens at {peer.address}"))

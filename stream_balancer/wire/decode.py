@@ -84,9 +84,11 @@ class Decoded:
         size = 0 if memory is None else memory.size
         self._header, self._on_device = header, on_device
         self._layout = lay_out(header, size)
+        # exactly as many: more would be memory that a peer has had allocated for nothing
         if memory is None or self._layout.total_bytes != size:
             raise WireError(f"a header describes {self._layout.total_bytes} bytes, but {size} came")
         self._memory = memory
+        # decoded when asked for: a rank that trains on packed columns never does
         self._read_names: Names | None = None
         self._padding, self._masked = set(header.padding), set[int]()
         self._buffer = torch.from_numpy(memory)
@@ -149,9 +151,11 @@ class Decoded:
             if name in gone and index not in self._masked:
                 self._masked.add(index)
                 self._padding.add(index)
+                # the header is this object's own, read from bytes that nobody else has
                 header.loss_tokens[index] = 0
                 if header.prefixes:
-                    header.prefixes[index] = 0  # zeros are nobody's prompt
+                    # zeros are nobody's prompt
+                    header.prefixes[index] = 0
                 if self._is_finished:
                     self._zero(index)
 
@@ -174,7 +178,9 @@ class Decoded:
         self._is_finished = True
         if self._on_device is not None:
             self._buffer = self._on_device(self._buffer, self._layout.wire_bytes)
+            # they were of the host's memory
             self._views = {}
+        # on the device, if there is one: half as many bytes cross to it
         for block in self._layout.blocks:
             for number, at in block.restored.items():
                 shape = (block.rows, *self._header.columns[number].shape)
@@ -196,6 +202,7 @@ class Decoded:
         count = prod(shape)
         if not count:
             return torch.empty(tuple(shape), dtype=dtype, device=self._buffer.device)
+        # one view of each dtype is kept, and columns are slices of it
         every = self._views.get(dtype)
         if every is None:
             every = self._views[dtype] = self._buffer.view(dtype)
@@ -252,6 +259,7 @@ class Decoded:
         scalars = header.scalars[first:stop]
         # Scalars that only some rollouts have make no column.
         names = [name for name in scalars[0] if all(name in row for row in scalars)] if scalars else []
+        # a padding copy has its original's tokens, and must not count
         weights = [0.0 if index in self._padding else 1.0 for index in range(first, stop)]
         prefixes = header.prefixes[first:stop]
         return layouts.FlatColumns(
@@ -357,10 +365,12 @@ def decode_rollouts(
 
 def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | Owners | None) -> list[Rollout]:
     has_bytes = memory is not None and memory.size > 0
+    # a producer that did not say it keeps payloads could name another's
     if leases is None or has_bytes or len(header.holes) != len(header.lengths):
         raise WireError("a put keeps payloads, and may not")
     if len({(hole.owner, hole.key) for hole in header.holes}) < len(header.holes):
         raise WireError("a payload is named twice")
+    # for its checks alone: no rank may get a header that it has to refuse
     lay_out(header, MAX_BYTES)
     names, padding = read_names(header), set(header.padding)
     found: list[Rollout] = []
@@ -403,6 +413,7 @@ def decode_columns(
         raise WireError(f"the header of columns cannot be read: {error}") from None
     if len({column.name for column in given.columns}) != len(given.columns) or any(c.shape for c in given.columns):
         raise WireError("a column comes twice, or has more than one number for each token")
+    # a role of another version may have cut the micro-batch in another way
     if given.lengths != list(num_tokens):
         raise WireError(f"columns of {given.lengths} tokens came for micro-batches of {list(num_tokens)}")
     sizes = [align(sum(num_tokens) * SUPPORTED_DTYPES[column.dtype].itemsize) for column in given.columns]

@@ -76,6 +76,7 @@ def encode(micro_batches: Sequence[MicroBatch], *, max_bytes: int = MAX_BYTES, n
     handles = {place: one.handle for place, one in enumerate(map(remote_of, rollouts)) if one is not None}
     if handles:
         _make_holes(header, handles)
+        # columns of a role are here even where the payload is not, and travel now
         here = {name for name, column in columns_of(rollouts[min(handles)]).items() if not column.is_meta}
         header.late = [number for number, column in enumerate(header.columns) if column.name in here]
     elif narrow:
@@ -83,6 +84,7 @@ def encode(micro_batches: Sequence[MicroBatch], *, max_bytes: int = MAX_BYTES, n
     try:
         layout = lay_out(header, max_bytes)
     except WireError as error:
+        # said in the user's words: layouts know bytes only
         tokens = sum(micro_batch.num_tokens for micro_batch in micro_batches)
         raise ValueError(
             f"{tokens} tokens do not fit: {error}. Raise max_batch_bytes of RankFeed, or lower batch_size"
@@ -101,7 +103,8 @@ def encode_rollouts(rollouts: Sequence[Rollout], *, handles: Sequence[Handle] | 
     """
     header = _header(rollouts, [len(rollouts)])
     if handles is None and isinstance(rollouts[0], RemoteRollout):
-        handles = [one.handle for one in rollouts if isinstance(one, RemoteRollout)]  # written down where they are not
+        # written down where they are not
+        handles = [one.handle for one in rollouts if isinstance(one, RemoteRollout)]
     if handles is not None:
         _make_holes(header, dict(enumerate(handles)))
         return Encoded(_pack(header, rollouts), NOTHING)
@@ -115,6 +118,7 @@ def encode_rollouts(rollouts: Sequence[Rollout], *, handles: Sequence[Handle] | 
 def encode_columns(items: Sequence[Mapping[str, Tensor]]) -> Encoded:
     """Columns ``[T]`` of some micro-batches, the same names and dtypes in each. Raises ValueError for others."""
     first = items[0]
+    # checked here: a role's columns were never a Rollout, whose constructor looks
     if odd := [f"{name!r} has dtype {one.dtype}" for name, one in first.items() if one.dtype not in DTYPE_INDEX]:
         raise ValueError(f"{odd[0]}, which cannot travel")
     lengths = [len(next(iter(item.values()))) for item in items]
@@ -230,6 +234,7 @@ def _fits(column: Column, rollouts: Sequence[Rollout]) -> bool:
         return False
     parts = [columns_of(rollout)[column.name] for rollout in rollouts]
     parts += [one.behind[column.name] for one in rollouts if isinstance(one, SharedRollout) and one.whole is None]
+    # one pass over each part for both ends
     ends = [torch.aminmax(part) for part in parts if part.numel()]
     return all(int(low) >= -(2**31) and int(high) < 2**31 for low, high in ends)
 
@@ -242,13 +247,16 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_refuse_others)
 
 
 def _pack(header: Header, rollouts: Sequence[Rollout]) -> msgspec.Raw:
+    # by attrgetter and zip, which loop in C
     names = Names(*map(list, zip(*map(_NAMED, rollouts), strict=True)))
     if not any(names.metadata):
         names.metadata = []
     for field in ("group_ids", "execution_ids", "versions", "costs"):
+        # lists that say nothing do not travel
         if getattr(names, field).count(None) == len(rollouts):
             setattr(names, field, [])
     try:
+        # bytes within bytes: a rank that trains on columns never decodes them
         header.names = msgspec.Raw(_ENCODER.encode(names))
         return msgspec.Raw(_ENCODER.encode(header))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

@@ -212,6 +212,7 @@ def _size(column: Column) -> int:
 
 
 def _check_lists(header: Header) -> None:
+    # every list is checked here once, so that nobody behind this looks at a length again
     lengths, loss_tokens = header.lengths, header.loss_tokens
     count = len(lengths)
     for its in (loss_tokens, header.scalars, header.tensors, header.prefixes, header.execution_sizes):
@@ -237,10 +238,12 @@ def _check_others(header: Header) -> None:
 
 
 def _check_parts(header: Header) -> None:
+    # ascending and distinct: each is then found by one pass, and none counts twice
     if not _ascends([one.block for one in header.shared], len(header.blocks)):
         raise WireError("the list of shared blocks is wrong")
     for one in header.shared:
         members = one.cp_group
+        # the rows of each rollout that are here are computed from these numbers
         if len(members) < 2 or len(set(members)) != len(members) or one.cp_rank >= len(members):
             raise WireError(f"a block is shared by ranks {list(members[:8])}, which is impossible")
     columns, narrowed = header.columns, header.narrowed
@@ -251,6 +254,7 @@ def _check_parts(header: Header) -> None:
         raise WireError("the list of what does not come along is wrong")
     if any(one.owner >= len(header.owners) for one in header.holes):
         raise WireError("a rollout lies with an owner that is not named")
+    # an owner sends its tensors as they lie, at their own width
     if (header.holes and narrowed) or (header.late and not header.holes):
         raise WireError("what lies elsewhere is not narrowed, and only beside it columns are late")
 
@@ -321,6 +325,7 @@ def lay_out(header: Header, max_bytes: int) -> Layout:
     """Raises WireError where more than ``max_bytes`` would be needed. O(columns x blocks + rollouts)."""
     widths = list(_widths(header.columns))
     narrowed = header.narrowed
+    # as they travel; the room for widened ones is behind everything else
     for number in narrowed:
         widths[number] //= 2
     shared = {one.block: one for one in header.shared} if header.shared else {}
@@ -335,7 +340,9 @@ def lay_out(header: Header, max_bytes: int) -> Layout:
         columns = []
         for width in widths:
             columns.append(at)
+            # align() written out: this line runs for each column of each block
             at += -(-rows * width // ALIGNMENT) * ALIGNMENT or ALIGNMENT
+            # inside the loop: sizes of a stranger must not be summed to the end first
             if at > max_bytes:
                 raise _too_much(max_bytes)
         tensors = []
@@ -363,6 +370,7 @@ def runs_of(header: Header, layout: Layout) -> tuple[int, ...]:
     """Bytes that come along, as (offset, size, offset, size, ...): all but holes."""
     runs: list[int] = []
     at = 0
+    # late columns of a hole lie between its spans, and come along
     absent = sorted(span for hole in header.holes for span in spans_of(header, layout, hole.rollout))
     for start, size in [*absent, (layout.wire_bytes, 0)]:
         if start > at:
@@ -379,6 +387,7 @@ def spans_of(header: Header, layout: Layout, rollout: int) -> list[tuple[int, in
     row, end = block.starts[place : place + 2]
     behind = block.starts[-1] + 2 * place
     spans = []
+    # by name: the owner's rollout may have its columns in another order
     for _, number in sorted((column.name, number) for number, column in enumerate(header.columns)):
         if number not in header.late:
             start, width = block.columns[number], layout.widths[number]
@@ -388,4 +397,5 @@ def spans_of(header: Header, layout: Layout, rollout: int) -> list[tuple[int, in
     if block.tensors:
         own = zip(header.tensors[rollout], block.tensors[place], strict=True)
         spans += [(at, _size(tensor)) for tensor, at in sorted(own, key=lambda its: its[0].name)]
+    # empty ones are left out at both ends
     return [(at, size) for at, size in spans if size]

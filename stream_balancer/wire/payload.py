@@ -39,7 +39,7 @@ class Payload(NamedTuple):
     runs: tuple[int, ...] = ()
     """Parts that come now: offset, size, offset, size, ..."""
     pieces: Sequence[Any] = ()
-    """Bytes of the pieces, in order; they must not change until they were sent."""
+    """``[n]`` bytes each, in order, none empty; they must not change until they were sent."""
 
     @property
     def size(self) -> int:
@@ -47,9 +47,10 @@ class Payload(NamedTuple):
         return sum(self.runs[1::2])
 
     def views(self) -> list[memoryview]:
-        """Bytes of the pieces, without empty ones. Raises ValueError if they are more or fewer than the runs take."""
-        views = list(filter(None, map(_bytes_of, self.pieces)))
+        """Bytes of the pieces. Raises ValueError if they are more or fewer than the runs take."""
+        views = [memoryview(piece) for piece in self.pieces]
         found = sum(map(len, views))
+        # a rollout that was changed meanwhile would shift all that follows on this connection
         if found != self.size:
             raise ValueError(f"{found} bytes behind a message that announces {self.size}")
         return views
@@ -57,13 +58,9 @@ class Payload(NamedTuple):
     @classmethod
     def of(cls, *pieces: Any) -> Payload:
         """All of it, in order."""
-        total = sum(memoryview(piece).nbytes for piece in pieces)
-        return cls(total, (0, total) if total else (), pieces)
+        views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
+        total = sum(map(len, views))
+        return cls(total, (0, total) if total else (), views)
 
 
 NOTHING = Payload()
-
-
-def _bytes_of(piece: Any) -> memoryview:
-    view = memoryview(piece)
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")

@@ -27,7 +27,8 @@ from stream_balancer.wire.header import Owner
 
 __all__ = ["Handle", "Leases", "Owner", "Owners", "RemoteRollout", "remote_of"]
 
-_MAX_KEYS = 2**16  # of one message
+# of one message
+_MAX_KEYS = 2**16
 
 
 class Handle(NamedTuple):
@@ -86,6 +87,7 @@ class Leases:
         """``tell`` is called with keys that are needed no more; ``soon`` runs a function later, from any thread and
         without waiting: a last reference may die inside a garbage collection. None: the owner is not there yet."""
         self._tell, self._soon = tell, soon
+        # weak: a lease lives as long as a rollout that refers to the payload, and nothing else keeps it
         self._held: weakref.WeakValueDictionary[int, _Lease] = weakref.WeakValueDictionary()
         self._dropped: deque[int] = deque()
         self._is_queued = False
@@ -99,6 +101,7 @@ class Leases:
     ) -> list[int]:
         """The owner is there, perhaps again. -> keys of what is needed of it."""
         self._tell, self._soon = tell, soon
+        # what the owner keeps is in the answer; what it does not know need not be dropped
         self._dropped.clear()
         return sorted(self._held)
 
@@ -107,6 +110,7 @@ class Leases:
         lease = self._held.get(key)
         if lease is None:
             lease = self._held[key] = _Lease()
+            # at exit the owner sees the connection end, and needs no list
             weakref.finalize(lease, self._on_released, key).atexit = False
         return lease
 
@@ -115,6 +119,7 @@ class Leases:
         return key in self._held
 
     def _on_released(self, key: int) -> None:
+        # no lock: this may run inside a garbage collection
         self._dropped.append(key)
         if self._soon is not None and not self._is_queued:
             self._is_queued = True

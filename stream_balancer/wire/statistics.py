@@ -18,6 +18,7 @@ MAX_STATISTICS_BYTES = 2**20
 def encode_statistics(statistics: Statistics) -> bytes:
     """As msgpack. Raises ValueError for more than ``MAX_STATISTICS_BYTES``."""
     raw = _encoder.encode(statistics)
+    # it goes into one message, between those that ranks wait for
     if len(raw) > MAX_STATISTICS_BYTES:
         raise ValueError(
             f"statistics() of {len(statistics.rank_busy_seconds)} ranks and {len(statistics.strata)} strata take "

@@ -32,6 +32,7 @@ __all__ = ["attach", "available"]
 def available(wanted: Sequence[str], *, again: bool = False) -> tuple[str, ...]:
     """Movers of ``wanted`` that this system has. Raises ValueError for one that there is not. ``again``: a rank that
     was there before goes by the socket, because torch's pairs are built once and may have broken."""
+    # a misspelt one would go by the socket for ever, and nobody would notice
     unknown = [name for name in wanted if name not in NUMBERS]
     if unknown:
         raise ValueError(f"no mover is called {unknown[0]!r}; there are {', '.join(NUMBERS)}")
@@ -40,6 +41,7 @@ def available(wanted: Sequence[str], *, again: bool = False) -> tuple[str, ...]:
 
 def attach(connection: Connection, names: Sequence[str]) -> None:
     """Set up what both ends have agreed on. In the I/O thread, when the handshake is over, at both ends."""
+    # in the acceptor's order of preference, the same at both ends
     connection.movers = {NUMBERS[name]: _make(name, connection) for name in names}
     for mover in connection.movers.values():
         mover.begin()

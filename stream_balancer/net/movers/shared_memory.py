@@ -53,10 +53,12 @@ class _File:
     """An anonymous file, as long as it is open."""
 
     def __init__(self, size: int) -> None:
+        # anonymous: nothing is left of it after a kill
         self.fd = os.memfd_create("stream_balancer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.close = weakref.finalize(self, os.close, self.fd)
         """Idempotent. Mappings stay."""
         os.ftruncate(self.fd, size)
+        # a file that shrinks under a mapping kills the reader by SIGBUS
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
@@ -64,6 +66,7 @@ class _Buffer:
     def __init__(self, number: int, size: int) -> None:
         self.number, self.size, self.file = number, size, _File(size)
         self.memory = _mapped(self.file.fd, size)
+        # with the inode: a number of a descriptor is used again, and the reader must not map another file
         self.where = (number, self.file.fd, os.fstat(self.file.fd).st_ino, size)
 
 
@@ -89,6 +92,7 @@ class SharedMemory:
         except OSError as error:
             warn("shared_memory", error)
             return
+        # random, so that a file of another machine's process under the same numbers is told apart
         os.pwrite(self._probe_file.fd, nonce, 0)
         self._note("probe", os.getpid(), self._probe_file.fd, nonce)
 
@@ -96,6 +100,7 @@ class SharedMemory:
         """The connection is over: nothing of it stays open, but for what is still looked at."""
         self.ready = False
         self._idle = Shelf(0)
+        # mappings live on as long as views of them do
         self._lent, self._mapped, self._probe_file = {}, {}, None
 
     def _note(self, *what: Any) -> None:
@@ -111,6 +116,7 @@ class SharedMemory:
                     self.ready, self._probe_file = yes, None
                 case ["free", *numbers]:
                     for number in numbers:
+                        # KeyError for one that was not lent: a peer may not free what it has not got
                         self._take_back(self._lent.pop(number))
                 case ["forget", int(number)]:
                     self._mapped.pop(number, None)
@@ -126,12 +132,15 @@ class SharedMemory:
     ) -> bool:  # fmt: skip
         """Copied in the thread that packs: large copies let go of the interpreter's lock."""
         room = room_for(payload.total)
+        # warm pages: fresh ones cost as much in faults as the copy itself
         idle = self._idle.take(room)
         try:
             buffer = idle or self._new(room)
-        except (OSError, RuntimeError) as error:  # too many open files, or no memory
+        except (OSError, RuntimeError) as error:
+            # too many open files, or no memory
             warn("shared_memory", error)
             return False
+        # before the copy: it is kept alive by this until the reader frees it
         self._lent[buffer.number] = buffer
         io = self._connection.io
 
@@ -149,7 +158,8 @@ class SharedMemory:
         return _Buffer(self._num_buffers, size)
 
     def _take_back(self, buffer: _Buffer) -> None:
-        buffer.file.close()  # the reader has mapped it
+        # the reader has mapped it
+        buffer.file.close()
         for gone in self._idle.put(buffer):
             self._note("forget", gone.number)
 
@@ -171,6 +181,7 @@ class SharedMemory:
             raise WireError("shared memory was used before it was agreed on")
         number, fd, inode, size = envelope.where
         if number not in self._mapped:
+            # mappings of a process are limited, and a trainer that keeps all its batches would use them up
             if len(self._mapped) >= _MAX_MAPPED:
                 raise WireError("too many batches are held: keep copies, or let them go")
             self._mapped[number] = self._map(fd, inode, size)
@@ -191,17 +202,20 @@ class SharedMemory:
                 return _mapped(found, size)
             finally:
                 os.close(found)
-        except (FileNotFoundError, ProcessLookupError, PermissionError) as error:  # the latter: of a dead process
+        except (FileNotFoundError, ProcessLookupError, PermissionError) as error:
+            # the latter: of a dead process
             raise ConnectionResetError(f"the peer is gone: {error}") from None
         except (OSError, OverflowError, RuntimeError) as error:
             raise WireError(f"a shared buffer cannot be mapped: {error}") from None
 
     def _on_free(self, number: int) -> None:
+        # neither takes a lock: a last view may die inside a garbage collection, in any thread
         self._freed.append(number)
         self._connection.io.do(self._tell_free)
 
     def _tell_free(self) -> None:
         if self._freed and not self._connection.over:
+            # all that died since the last turn go in one message
             self._note("free", *(self._freed.popleft() for _ in range(len(self._freed))))
 
 
@@ -219,6 +233,7 @@ def _copy(payload: Payload, memory: Memory) -> None:
     at = stop = 0
     for piece in payload.views():
         source = np.frombuffer(piece, dtype=np.uint8)
+        # a piece may lie across two runs, and a run may take several pieces
         while source.size:
             if at == stop:
                 at, size = next(runs)

@@ -84,9 +84,11 @@ class TorchDist:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.ready = False
+        # ranks of the group of two: the acceptor is 0
         self._me = 1 if connection.handshake.joins else 0
         self._store: Any = None
         self._group: Any = None
+        # None in it ends the wait: the connection is over
         self._addresses: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
         self._waits = False
@@ -103,6 +105,7 @@ class TorchDist:
     def _start(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)
         helpers = self._connection.io.helpers
+        # each connection brings some: those that have ended must not pile up
         helpers[:] = [one for one in helpers if one.is_alive()]
         helpers.append(thread)
         thread.start()
@@ -111,7 +114,8 @@ class TorchDist:
 
     def _build(self) -> None:
         try:
-            self._store = _exchange(self)  # a group keeps the C++ half of its store only
+            # a group keeps the C++ half of its store only
+            self._store = _exchange(self)
             group = _group_of_two(self._store, self._me, self._connection.local)
             self._prove(group)
         except Exception as error:  # noqa: BLE001 - then it is not used
@@ -128,8 +132,10 @@ class TorchDist:
         import torch
 
         mine, theirs = (self._proof(side) for side in (self._me, 1 - self._me))
+        # a bytearray, because torch warns of memory that it may not write to
         out = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         got = torch.zeros(len(theirs), dtype=torch.uint8)
+        # the receive is posted first: both ends send, and neither waits for the other
         works = [group.recv([got], 1 - self._me, _TAG), group.send([out], 1 - self._me, _TAG)]
         for work in works:
             work.wait(timedelta(seconds=_PROOF_S))
@@ -137,6 +143,7 @@ class TorchDist:
             raise WireError("somebody else has connected to the pair")
 
     def _proof(self, side: int) -> bytes:
+        # over both addresses, so that it proves this pair and no other
         text = b"|".join((b"pair", bytes([side]), self._store.found[0], self._store.found[1]))
         return hmac.digest(self._connection.handshake.token, text, "sha256")
 
@@ -171,8 +178,10 @@ class TorchDist:
             return False
         self._staged_bytes += staged_bytes
         one = _Sent(payload, staged_bytes, [], [], sent)
+        # the order of sending is the order in which the other end says seen
         self._on_their_way.append(one)
         chunk = payload.total if whole else _CHUNK
+        # the message leaves first: the other end posts its receives while the first piece is packed
         go((chunk,))
         pack(self._connection, lambda: self._post(one, chunk))
         return True
@@ -187,6 +196,7 @@ class TorchDist:
             # By its address: torch warns of memory that must not be written to, which it does not do.
             tensor = torch.frombuffer((ctypes.c_uint8 * size).from_address(part.ctypes.data), dtype=torch.uint8)
             one.works.append(self._group.send([tensor], 1 - self._me, _TAG))
+        # the tail that the receiver waits for
         one.works.append(self._group.send([torch.zeros(1, dtype=torch.uint8)], 1 - self._me, _TAG))
 
     def _next_part(self, sources: deque[Memory], size: int, one: _Sent) -> Memory:
@@ -209,7 +219,8 @@ class TorchDist:
         return staging[:size]
 
     def _staging(self) -> Memory:
-        with suppress(IndexError):  # the I/O thread gives them back
+        # the I/O thread gives them back
+        with suppress(IndexError):
             return self._idle.pop()
         return np.empty(_CHUNK, dtype=np.uint8)
 
@@ -219,6 +230,7 @@ class TorchDist:
         """Post what is to come, and wait for its tail elsewhere. Raises WireError for what makes no sense."""
         import torch
 
+        # pieces that are too small would have a peer post a receive for each byte
         if self._group is None or len(envelope.where) != 1 or envelope.where[0] < min(_CHUNK, envelope.total):
             raise WireError("the pair was used before it was ready, or in pieces that are too small")
         memory = self._connection.pool.take(envelope.total)
@@ -235,16 +247,19 @@ class TorchDist:
         if not self._waits:
             self._waits = True
             self._start(self._wait, "stream_balancer-gloo")
+        # in order, since gloo matches by order within a tag
         self._arrivals.put(_Arrival(works, tail, memory, ready))
 
     def _wait(self) -> None:
         while (one := self._arrivals.get()) is not None:
             try:
-                for work in reversed(one.works):  # the tail first
+                # the tail first
+                for work in reversed(one.works):
                     work.wait(_FOR_EVER)
             except RuntimeError as error:
                 self._broken(error)
-                self._abandoned = one  # gloo may still know this memory
+                # gloo may still know this memory
+                self._abandoned = one
                 return
             note(self._connection, "torch_dist", b"S")
             self._connection.io.do(_deliver(one))
@@ -275,6 +290,7 @@ def _poison(group: Any, peer: int) -> None:
     import torch
 
     with suppress(RuntimeError):
+        # on a tag that nobody sends on, so it is sure to expire
         group.recv([torch.zeros(1)], peer, _SPARE_TAG).wait(timedelta(milliseconds=1))
 
 
@@ -290,6 +306,7 @@ def _group_of_two(store: Any, me: int, host: str) -> Any:
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     options._timeout, options._threads = timedelta(seconds=_BUILD_S), 1
+    # one device for each address of this machine: each has a thread
     device = _devices.get(host) or _devices.setdefault(host, kind.create_device(hostname=host))
     options._devices = [device]
     return kind(store, me, 2, options)
