@@ -77,9 +77,9 @@ def running_sums(costs: Floats) -> Floats:
 
 
 def _pigeonhole_bound(prefix: Floats, num_ranks: int, counts: Counts) -> float:
-    """Of the i * num_ranks + 1 largest rollouts, i + 1 share a rank, so no step is shorter than the lightest i + 1 of
-    them; the heaviest alone is i = 0. With equal counts every rank has q rollouts at least, and the others beside these
-    weigh no less than the smallest of all. O(n / num_ranks).
+    """Pigeonholes: of the i * num_ranks + 1 largest rollouts, i + 1 share a rank, so no step is shorter than the
+    lightest i + 1 of them; the heaviest alone is i = 0. With equal counts every rank has q rollouts at least, and the
+    others beside these weigh no less than the smallest of all. O(n / num_ranks).
 
     ``prefix``: `running_sums` of the costs, largest first.
     """

@@ -143,10 +143,12 @@ class _Asked:
 
 
 def _check(max_added_age: float, tolerance: float, asked: _Asked) -> None:
-    if not (math.isfinite(max_added_age) and max_added_age >= 0):
-        raise ConfigError(f"max_added_age must be a finite number of dispatches >= 0, not {max_added_age!r}")
-    if not 0 <= tolerance < 1:
-        raise ConfigError(f"tolerance must be an idle fraction in 0..1, not {tolerance!r}")
+    for name, value, below, words in (
+        ("max_added_age", max_added_age, math.inf, "a finite number of dispatches >= 0"),
+        ("tolerance", tolerance, 1.0, "an idle fraction in 0..1"),
+    ):
+        if not 0 <= value < below:
+            raise ConfigError(f"{name} must be {words}, not {value!r}")
     if asked.capacities and not asked.in_time:
         raise ConfigError(
             "capacities need a trainer that takes time: an instant one finds exactly the window, whatever the "
