@@ -91,8 +91,7 @@ names = st.one_of(
     st.sampled_from([np.str_("n"), Text("t"), Colour.RED, "", "x" * 513, "\ud800", "a\0b", b"b", 7, None, ("t",)]),
 )
 ints = st.one_of(
-    st.integers(),
-    st.sampled_from([2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**62, -(2**62), 2**64, 10**400]),
+    st.integers(), st.sampled_from([2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**62, -(2**62), 2**64, 10**400])
 )
 leaves = st.one_of(
     st.none(),

@@ -437,9 +437,7 @@ class CoreMachine(RuleBasedStateMachine):
         held = max(self.core.statistics(self.now).waiting, window, *(c.step_size.rollouts or ()))
         # max_skips is a promise to those who already wait: it may grow here, not shrink
         skips = max(c.max_skips, 3 * held, 12)
-        self.core.reconfigure(
-            c.replace(window=window, capacity=held, deadline_s=deadline, max_skips=skips),
-        )
+        self.core.reconfigure(c.replace(window=window, capacity=held, deadline_s=deadline, max_skips=skips))
 
     @rule(dp_size=st.sampled_from([2, 1, 3]))
     def resize(self, dp_size: int) -> None:

@@ -5,7 +5,7 @@ import torch
 from stream_balancer_demo.model import build_model
 from stream_balancer_demo.options import DemoOptions
 from stream_balancer_demo.rank import train
-from stream_balancer_demo.rollouts import checksum, make_rollout
+from stream_balancer_demo.rollouts import make_rollout
 
 from stream_balancer.types import Denominators
 
@@ -32,12 +32,3 @@ def test_uneven_rank_batches_sum_to_the_gradient_of_the_whole_batch():
     whole, done_whole = gradient_of(rank_batch(0, [d, c, b, a]))
     torch.testing.assert_close(first + second, whole, rtol=1e-10, atol=1e-14)
     assert abs(done_first.loss + done_second.loss - done_whole.loss) < 1e-12
-
-
-def test_padding_copies_add_nothing_and_are_not_reported():
-    a, b, *_ = ROLLOUTS
-    plain, _ = gradient_of(rank_batch(0, [a]))
-    padded, done = gradient_of(rank_batch(0, [a], [b.padding_copy("pad")]))
-    torch.testing.assert_close(padded, plain, rtol=1e-12, atol=0)
-    assert done.trained == [(a.rollout_id, checksum(a))]
-    assert done.micro_batches == 2

@@ -12,14 +12,7 @@ from hypothesis import given
 from stream_balancer.integrations.areal import trajectories_from
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import MicroBatch, Rollout, SharedRollout
-from stream_balancer.types.shared import (
-    chunk_tokens,
-    join_column,
-    join_rollout,
-    part_of,
-    rows_behind,
-    rows_of,
-)
+from stream_balancer.types.shared import chunk_tokens, join_column, join_rollout, part_of, rows_behind, rows_of
 
 DEGREES = (2, 4, 8, 3)
 LENGTHS = (1, 2, 3, 7, 8, 9, 64, 129)
@@ -76,9 +69,7 @@ def test_each_member_holds_its_two_chunks(num_tokens: int, degree: int) -> None:
 
 
 @given(
-    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3),
-    degree=st.sampled_from(DEGREES),
-    mask=st.booleans(),
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3), degree=st.sampled_from(DEGREES), mask=st.booleans()
 )
 def test_joined_they_are_the_whole(lengths: list[int], degree: int, mask: bool) -> None:
     wholes = [a_rollout(length, f"r{i}", mask=mask) for i, length in enumerate(lengths)]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import stream_balancer as sb
 from stream_balancer.tools.length_models import LengthModel
-from stream_balancer.tools.tune import AGE_SLACK, _Asked, _recommend, _settings
+from stream_balancer.tools.tune import AGE_SLACK, _recommend
 from stream_balancer.tools.tune_report import Outcome, pareto_front
 
 SMALL = sb.BalancerConfig(dp_size=2, batch_size=4)
@@ -111,21 +111,6 @@ def test_the_smallest_setting_within_the_bounds_that_idles_hardly_more_than_the_
     outcomes: list[Outcome], how: dict[str, Any], best: Outcome
 ) -> None:
     assert recommend(*outcomes, **how) is best
-
-
-class TestSettings:
-    def settings(self, config: sb.BalancerConfig, *, in_time: bool = False, **chosen: Any) -> list[sb.BalancerConfig]:
-        base = config.replace(window=None, max_skips=None, capacity=None)
-        return _settings(base, 10.0, _Asked(in_time, **chosen))
-
-    def test_each_window_with_three_bounds_on_skips_and_two_deadlines(self) -> None:
-        found = self.settings(sb.BalancerConfig(dp_size=8, batch_size=32))
-        assert len({(c.window, c.max_skips, c.deadline_s) for c in found}) == len(found) == 21
-        grid = [(c.window, c.max_skips) for c in found if c.deadline_s is None]
-        assert grid[1:] == [(window, skips) for window in (40, 48, 64, 96) for skips in (8, 16, 32)]
-        assert found[0].window == 32
-        assert [c.window for c in found] == sorted(c.window for c in found)
-        assert {c.deadline_s for c in found if c.window == 64} == {None, 40.0, 80.0}
 
 
 class TestSweep:
