@@ -25,7 +25,7 @@ from kept import Kept
 from workers import Workers, in_every_way, one_by_one
 
 import stream_balancer as sb
-from stream_balancer.testing import MemoryNetwork, make_rollout
+from stream_balancer.testing import BACKENDS, MemoryNetwork, make_rollout
 from stream_balancer.types import MicroBatch, Rollout
 
 FEATURES = (
@@ -317,11 +317,17 @@ FOUND = {
 """Features and seeds of faults that were found here."""
 
 
-def chosen() -> list[tuple[frozenset[str], int]]:
+def chosen() -> list[Any]:
+    """Pairs, some triples, and what was found. Pairs and triples on one loop each; on the other in `make test-all`."""
     triples = random.Random(0).sample(list(combinations(FEATURES, 3)), 60)
-    every = [*map(frozenset, combinations(FEATURES, 2)), *map(frozenset, triples)]
+    every = [(frozenset(one), 0) for one in (*combinations(FEATURES, 2), *triples)]
     found = [(frozenset(features.split("+")), seed) for features, seeds in FOUND.items() for seed in seeds]
-    return [*((one, 0) for one in every), *found]
+    return [
+        pytest.param(backend, features, seed, id=f"{backend}-{'+'.join(sorted(features))}-{seed}", marks=marks)
+        for number, (features, seed) in enumerate([*every, *found])
+        for turn, backend in enumerate(BACKENDS)
+        for marks in [[pytest.mark.slow] if number < len(every) and (number + turn) % 2 else []]
+    ]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -343,9 +349,7 @@ async def play(features: frozenset[str], seed: int, folder: Path) -> list[str]:
     return refused
 
 
-@pytest.mark.parametrize(
-    ("features", "seed"), chosen(), ids=lambda value: str(value) if isinstance(value, int) else "+".join(sorted(value))
-)
+@pytest.mark.parametrize(("anyio_backend", "features", "seed"), chosen(), indirect=["anyio_backend"])
 async def test_together(features: frozenset[str], seed: int, tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     refused = await play(features, seed, tmp_path)
