@@ -84,7 +84,7 @@ class _Call(Generic[T]):
             self._end()
 
     def outcome(self) -> T:
-        """What it returned. Raises what it raised."""
+        """Result of the function. Raises what it raised."""
         if self._error is not None:
             raise self._error
         return cast("T", self._result)

@@ -243,7 +243,7 @@ class _Server(Observer):
         """Steps that were in flight before, or in the journal, go on if their plan fits the ranks there are. Where lost
         ranks are replaced, they go on with the ranks that they were planned for: some may have met in them."""
         ledger, handed = self._here.ledger, self._here.handed
-        while self._core.state.in_flight.redelivers:
+        while self._core.state.in_flight.again:
             before = self._core.state.in_flight.next_redelivery()
             # What ranks were given is noted unless they were the first ones, and so is who of these was given up since:
             # a plan of which nothing is noted, where they are others, no rank has seen.
