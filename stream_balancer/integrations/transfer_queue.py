@@ -129,8 +129,8 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where TransferQueue
     def has_cached_result(
         self, partition_id: str, task_name: str, sampling_config: dict[str, Any] | None = None
     ) -> bool:
-        """True where a rank asks: otherwise the controller itself answers while fewer than ``batch_size`` rows are ready,
-        and neither deadline nor end is ever looked at."""
+        """True where a rank asks: otherwise the controller answers by itself while few rows are ready, and neither
+        deadline nor end is ever looked at."""
         return (sampling_config or {}).get("dp_rank") is not None
 
     def clear_cache(self, partition_id: str) -> None:
@@ -138,7 +138,7 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where TransferQueue
         self._pools = {of: pool for of, pool in self._pools.items() if of[0] != partition_id}
 
     def save_checkpoint(self) -> dict[str, Any]:
-        """What waits, how often it was passed over, and the shares that were given."""
+        """Rows that wait, how often each was passed over, and the shares that were given."""
         return {"pools": self._pools}
 
     def load_checkpoint(self, state: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 STAGES = ROOT / "tests" / "snippets"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 # they need the trainers' packages: tests/integrations calls what they show
-ELSEWHERE = {"adapters", "trainers", "trl", "verl"}
+ELSEWHERE = {"adapters", "scale", "trainers", "trl", "verl"}
 _BLOCK = re.compile(r"(?:<!-- from (\S+) -->\n)?```python\n(.*?)```", re.S)
 _PLACE = re.compile(r"^( *)pass  # the snippet(?:: (.*?) -> (.*?))?$", re.M)
 
