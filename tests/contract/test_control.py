@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
-from networks import Network, kill, open_network
+from networks import Network, kill, open_network, until
 
 import stream_balancer as sb
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RolloutError
@@ -234,7 +234,8 @@ async def test_reserved_rollouts_are_never_too_old(kind: str) -> None:
             async with anyio.create_task_group() as workers:
                 for number in range(15):
                     workers.start_soon(work, producers[number // 5], number)
-                await anyio.sleep(0.02)
+                # once it is connected, or there would be nothing to kill
+                await until(lambda: any(int(name.partition(".")[0]) < 5 for name in put))
                 kill(producers[0])
             for producer in producers[1:]:
                 await producer.end()
