@@ -158,6 +158,14 @@ class TestReplay:
         (path := tmp_path / "knobs.yaml").write_text("{}")
         assert "pip install 'stream-balancer[yaml]'" in refused("replay", "generate:rg:50", "--config", path)
 
+    def test_a_trainer_that_takes_time_and_a_run_that_is_too_short(self, trace: Path) -> None:
+        told = run("replay", trace, "--trainer", "matched").stdout
+        assert "end to end, s" in told
+        assert "trainer busy" in told
+        told = run("replay", "generate:rg:40").stdout
+        assert "trainer busy" not in told
+        assert "Too short a run for a steady state" in told
+
     def test_costs(self, tmp_path: Path) -> None:
         model = tmp_path / "config.json"
         sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 128}

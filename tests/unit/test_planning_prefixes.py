@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
 from stream_balancer.planning.plan import work_in
-from stream_balancer.planning.prefixes import prefix_bound
+from stream_balancer.planning.prefixes import _Layout, prefix_bound
 
 
 def cost(tokens):
@@ -144,6 +144,17 @@ def test_no_layout_at_all_is_done_before_the_bound(waiting, ranks):
     best = optimum(waiting, ranks)
     assert prefix_bound(waiting.sets(), ranks) <= best * (1 + 1e-9)
     assert best <= plan(waiting, knobs_of(waiting, ranks)).finish * (1 + 1e-9) <= 1.5 * best
+
+
+@given(steps(), st.integers(2, 6), st.integers(0, 7))
+def test_exchanges_end_with_the_loads_that_they_count_with(waiting, ranks, step):
+    siblings = waiting.sets()
+    dense = (np.arange(waiting.costs.size) * (step + 1) + step) % ranks
+    layout = _Layout(siblings, ranks, dense)
+    before = layout.finish
+    layout.improve(prefix_bound(siblings, ranks))
+    np.testing.assert_allclose(layout.finish, siblings.loads(layout.rank_of, ranks).max())
+    assert layout.finish <= before
 
 
 def test_a_group_is_split_only_where_that_makes_the_last_rank_earlier():
