@@ -73,7 +73,7 @@ def _option(kind: Any, name: str, **how: Any) -> Any:
 
 
 def _help(name: str, texts: Mapping[str, str]) -> str:
-    """What BalancerConfig says of a knob, and the text of the command."""
+    """Sentence of BalancerConfig about a knob, and the text of the command."""
     return f"{first_sentence(KNOBS.get(name, ''))} {texts.get(name, '')}".strip()
 
 
@@ -209,22 +209,21 @@ class Simulated:
         }
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Any:
     readers = {".json": msgspec.json, ".toml": msgspec.toml, ".yaml": msgspec.yaml, ".yml": msgspec.yaml}
-    if path.suffix.lower() not in readers:
-        raise ConfigError(f"--config {path}: the name must end in one of {', '.join(readers)}")
     try:
-        knobs = readers[path.suffix.lower()].decode(path.read_text(encoding="utf-8"))
+        knobs: Any = readers[path.suffix.lower()].decode(path.read_text(encoding="utf-8"))
+        why = None if isinstance(knobs, dict) else f"must hold a mapping from knobs to values, not {knobs!r}"
+    except KeyError:
+        why = f"the name must end in one of {', '.join(readers)}"
     except ImportError:
-        raise ConfigError(
-            f"--config {path}: PyYAML is missing. `pip install 'stream-balancer[yaml]'`, or write .json or .toml"
-        ) from None
+        why = "PyYAML is missing. `pip install 'stream-balancer[yaml]'`, or write .json or .toml"
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--config {path}: must be UTF-8: {error}") from None
+        why = f"must be UTF-8: {error}"
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(knobs, dict):
-        raise ConfigError(f"--config {path}: must hold a mapping from knobs to values, not {knobs!r}")
+        why = " ".join(str(error).split())
+    if why is not None:
+        raise ConfigError(f"--config {path}: {why}")
     return knobs
 
 

@@ -40,6 +40,7 @@ class Admission:
         self.config = config
         self._most_tokens = longest_rollout(config) if config.micro_batches.oversize == "refuse" else None
         self._needs_group = config.groups.kept is not None
+        self._limits = config.limits
         self._most_waiting = most_waiting(config)
         self._most_waiting_tokens = most_waiting_tokens(config)
         # columns of rollouts that need not be looked at for their mask: those that are held have it under this name
@@ -104,7 +105,7 @@ class Admission:
         """Cost of the rollout. Every put comes here."""
         if not isinstance(rollout, Rollout):
             raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
-        ids, tokens, most_bytes = self._ids, rollout.num_tokens, self.config.limits.bytes
+        ids, tokens, most_bytes = self._ids, rollout.num_tokens, self._limits.bytes
         # first: a retry is a duplicate, whatever else is wrong with it by now
         if rollout.rollout_id in ids.held or rollout.rollout_id in ids.past:
             raise DuplicateRolloutError(ids.why_known(rollout.rollout_id))
@@ -156,9 +157,10 @@ class Admission:
                 wanted = max(wanted, buffer.groups.size_of(rollouts[0].group_id))
         if wanted > self.num_places():
             return False
-        if config.limits.tokens is not None and self._has_all_tokens(config.limits.tokens):
+        limits = self._limits
+        if limits.tokens is not None and self._has_all_tokens(limits.tokens):
             return False
-        limit = config.limits.bytes  # of memory, so what waits for siblings counts
+        limit = limits.bytes  # of memory, so what waits for siblings counts
         return limit is None or buffer.num_bytes + sum(r.nbytes for r in rollouts) <= limit
 
     def num_places(self) -> int:

@@ -120,7 +120,9 @@ class Staleness:
         return self.version - self.config.staleness.max_versions
 
     def _oldest_kept(self) -> int | None:
-        return None if self.config.staleness.on_stale == "send" else self._oldest_fresh()
+        oldest = self._oldest_fresh()
+        # in this order: every put asks, and most runs have no bound
+        return None if oldest is None or self.config.staleness.on_stale == "send" else oldest
 
     def _oldest_trainable(self) -> int | None:
         oldest = self._oldest_fresh()
