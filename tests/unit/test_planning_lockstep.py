@@ -163,7 +163,7 @@ def test_a_lone_outlier_waits_for_company():
 @pytest.mark.parametrize("cost", [sb.QuadraticCost(), sb.PaddedCost()])
 def test_a_batchs_imbalance_is_that_of_its_micro_batches(policy, cost):
     """Ranks of equal sums still wait for each other, micro-batch by micro-batch."""
-    knobs = {"sync": "micro_batch", "max_tokens_per_micro_batch": 100, "policy": policy, "cost": cost}
+    knobs = {"sync": "micro_batch", "micro_batches": sb.MicroBatches(max_tokens=100), "policy": policy, "cost": cost}
     core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=16, window=16, **knobs))
     for number, length in enumerate([90, 70, 60, 10, 20, 30, 40, 50, 55, 45, 35, 25, 15, 5, 65, 12]):
         core.add(make_rollout(length, f"r{number}"), 0.0)
