@@ -35,6 +35,8 @@ INLINE_BYTES = 2**16
 _MAX_PLACES = 2**24
 # a rank may ask for what a worker's call has not brought yet
 _PUT_FIRST_S = 10.0
+# a call to an actor costs it half a millisecond of CPU: references of puts within so long go in one
+_GATHER_S = 0.02
 
 _log = logging.getLogger("stream_balancer.ray")
 
@@ -46,9 +48,9 @@ class Keeper:
         self._kept: dict[tuple[str, int], Any] = {}
         self._come = asyncio.Event()
 
-    async def keep(self, owner: str, number: int, boxed: list[Any]) -> None:
-        """``boxed``: one reference in a list, or Ray would send the object itself."""
-        self._kept[owner, number] = boxed[0]
+    async def keep(self, owner: str, boxed: dict[int, list[Any]]) -> None:
+        """``boxed``: references by number, each in a list, or Ray would send the objects themselves."""
+        self._kept |= {(owner, number): box[0] for number, box in boxed.items()}
         self._come.set()
         # a new one: whoever waits looks again after each that comes
         self._come = asyncio.Event()
@@ -79,6 +81,8 @@ class InStore(Kept):
     def __init__(self, keeper: Any, keeper_name: str, label: str) -> None:
         super().__init__()
         self._keeper, self._name = keeper, secrets.token_hex(8)
+        self._news: dict[int, list[Any]] = {}
+        self._lock = threading.Lock()
         self.owner = Owner(f"ray://{keeper_name}/{self._name}", b"", label)
 
     def keep(self, rollouts: Sequence[Rollout]) -> list[Handle]:
@@ -96,8 +100,22 @@ class InStore(Kept):
         keys = range(number * _MAX_PLACES, number * _MAX_PLACES + len(rollouts))
         # an object holds all rollouts of a put: it may go when the last of them may
         self._kept[number] = set(keys)
-        self._keeper.keep.remote(self._name, number, [reference])
+        with self._lock:
+            self._news[number] = [reference]
+            first = len(self._news) == 1
+        if first:
+            io = Io.current()
+            io.do(lambda: io.after(_GATHER_S, self._tell))
         return [Handle(self.owner, key) for key in keys]
+
+    def _tell(self) -> None:
+        """The keeper, of what was put since it was told."""
+        with self._lock:
+            news, self._news = self._news, {}
+        if news:
+            # Ray was shut down, and the keeper with it
+            with suppress(Exception):
+                self._keeper.keep.remote(self._name, news)
 
     def drop(self, keys: Iterable[int]) -> None:
         """Payloads are not needed any more; the object goes with the last of them."""
@@ -109,6 +127,8 @@ class InStore(Kept):
                 if not left:
                     gone.append(key // _MAX_PLACES)
         if gone:
+            # a keeper that heard of them afterwards would hold them for ever
+            self._tell()
             # Ray was shut down, and the keeper with it
             with suppress(Exception):
                 self._keeper.drop.remote(self._name, gone)
