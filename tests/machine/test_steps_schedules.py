@@ -177,6 +177,15 @@ def test_a_step_that_was_changed_is_begun_again_after_a_restart() -> None:
     assert play.join("1") == ["rewind 0 attempt 2", "send 0 [0 1]", "send 1 [2]"]
 
 
+def test_what_was_masked_before_a_restart_is_masked_when_it_is_sent_again() -> None:
+    play = Play("0", restarted=True)
+    play.restore("0@0* 1@0", "0", gone=["r0"])
+    play.ledger.joined(RankId("", 0), 0, 0, {})
+    (send,) = play.ledger.orders()
+    assert isinstance(send, Send)
+    assert send.gone == {"r0"}
+
+
 def test_a_newer_seal_makes_the_one_before_it_void() -> None:
     play = Play(restarted=True)
     play.restore("0@0 1@1", "0 1")
