@@ -82,7 +82,8 @@ class Mode:
                 "window": None,
                 "step_size": {"tokens": tokens, "window_tokens": round(self.width * tokens)},
             }
-        return as_policy(sb.BalancerConfig(**knobs | dict(self.knobs)), self.policy)
+        # replace(): of a group only what these name changes
+        return as_policy(sb.BalancerConfig(**knobs).replace(**self.knobs), self.policy)
 
 
 def locksteps(batch: int, ranks: int, bars: Mapping[str, float]) -> tuple[Mode, ...]:
