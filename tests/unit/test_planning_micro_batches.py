@@ -7,12 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_balancer.planning import (
-    OversizeError,
-    form_micro_batches,
-    lower_bound,
-    partition,
-)
+from stream_balancer.planning import OversizeError, form_micro_batches, lower_bound, partition
 from stream_balancer.planning.bounds import lockstep_bound
 from stream_balancer.planning.capped import least_finish_bound
 from stream_balancer.planning.packing import Packer
