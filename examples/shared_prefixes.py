@@ -68,9 +68,8 @@ def train(share: bool) -> float:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model, seconds = Decoder(vocab_size=VOCABULARY), 0.0
-    config = sb.BalancerConfig(
-        dp_size=4, batch_size=36, groups=sb.Groups(size=SIBLINGS, share_prefixes=share), cost=COST
-    )
+    groups = sb.Groups(size=SIBLINGS, share_prefixes=share)
+    config = sb.BalancerConfig(dp_size=4, batch_size=36, groups=groups, cost=COST)
     with sb.blocking(config) as balancer:
         for rollout in rollouts(declare=share):
             balancer.put(rollout)

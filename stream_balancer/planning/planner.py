@@ -33,6 +33,7 @@ from .plan import Plan, PlanKnobs, Waiting, finish_of, has_micro_batches, micro_
 from .prefixes import prefix_bound, with_shared_prefixes
 from .rank_speeds import work_rates
 from .selection import Units
+from .shareable import Shareable
 from .shared_layout import shared_layout
 from .step_size import select_step, usual_size
 from .swaps import EVEN, swap_with_waiting, swaps_of_groups
@@ -275,6 +276,8 @@ def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints, whole: Int
     """No plan of the rollouts ``picked`` is done before this; ``whole``: [n] numbers of those that go to one rank
     together. O(n log n)."""
     costs, lengths = waiting.costs[picked], waiting.lengths[picked]
+    if len(knobs.degrees) > 1:
+        return Shareable.of(costs, lengths, knobs).bound()
     if waiting.prefix_costs is None:
         indivisible = costs if whole is None else np.bincount(whole, weights=costs)
         bound = lower_bound(indivisible, knobs.num_ranks, knobs.counts, knobs.speeds)

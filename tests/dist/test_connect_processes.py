@@ -34,7 +34,8 @@ async def test_an_unclosed_producer_ends_with_its_process() -> None:
                 assert await ended(Python("-c", SCRIPT, transport.address)) == (0, "done\n", "")
                 tasks.cancel_scope.cancel()
             unattended = Python("-c", SCRIPT, transport.address)
-            await until(lambda: bool(transport.service._knocking))  # nobody attends: the put waits
+            knocking = lambda: transport.service._listening._knocking  # noqa: E731
+            await until(lambda: any(one.welcome is None for one in knocking()))  # nobody attends: the put waits
         assert await ended(unattended) == (0, "lost\n", "")
 
 
