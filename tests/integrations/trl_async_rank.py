@@ -117,7 +117,7 @@ def main(folder: Path) -> None:
         1,
         {
             'args = AsyncGRPOConfig(output_dir="out", max_steps=1000, token_budget=0)\n': "",
-            'batch_size=256, sync="micro_batch", micro_batches.max_tokens=32_768': "batch_size=8, window=8, "
+            'batch_size=256, sync="micro_batch", micro_batches=cut': "batch_size=8, window=8, "
             'capacity=64, policy="fifo"',
             "sb.blocking(": "blocking(",
             '"Qwen/Qwen3-0.6B"': repr(model),
