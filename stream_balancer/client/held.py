@@ -23,21 +23,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stream_balancer.core.steps import (
-    Drop,
-    End,
-    Go,
-    HeldItem,
-    HeldStep,
-    Item,
+from stream_balancer.core.steps.orders import (
     Order,
-    RankId,
-    Recall,
-    Rewind,
-    Seal,
-    Send,
+    SendDrop,
+    SendEnd,
+    SendGo,
+    SendRecall,
+    SendRewind,
     SendSeal,
+    SendWork,
 )
+from stream_balancer.core.steps.state import HeldItem, HeldStep, Item, RankId, StepSeal
 
 __all__ = ["Held", "Part", "Work"]
 
@@ -70,7 +66,7 @@ class Part:
     taken: bool = False
     waiting: bool = False
     """Has said that nothing is left to do."""
-    seal: Seal | None = None
+    seal: StepSeal | None = None
     came_back: int = 0
     """Number of the seal whose meeting has failed."""
     again: bool = False
@@ -106,13 +102,13 @@ class Held:
     # -- from the controller -------------------------------------------------------------------------------------------
 
     def take(self, order: Order) -> None:
-        if isinstance(order, Send):
+        if isinstance(order, SendWork):
             self._add(order)
-        elif isinstance(order, End):
+        elif isinstance(order, SendEnd):
             self.ended = True
-        elif isinstance(order, Drop):
+        elif isinstance(order, SendDrop):
             self.parts.pop(order.step, None)
-        elif isinstance(order, Recall):
+        elif isinstance(order, SendRecall):
             self._release(order)
         elif isinstance(order, SendSeal):
             if (part := self.parts.get(order.seal.step)) is not None:
@@ -120,15 +116,15 @@ class Held:
                 part.gone |= order.seal.gone
                 if self.rank.role:
                     del self.parts[part.number]
-        elif isinstance(order, Go | Rewind) and (part := self.parts.get(order.step)) is not None:
-            if isinstance(order, Rewind):
+        elif isinstance(order, SendGo | SendRewind) and (part := self.parts.get(order.step)) is not None:
+            if isinstance(order, SendRewind):
                 _rewind(part, order.attempt)
                 return
             part.gone |= order.gone
             for work in [part.work[id_] for id_ in order.items if id_ in part.work]:
                 work.may_begin = True
 
-    def _add(self, order: Send) -> None:
+    def _add(self, order: SendWork) -> None:
         part = self.parts.get(order.step)
         # another plan of the same number: what was done of the old one is void
         if part is None or part.uid != order.uid:
@@ -145,7 +141,7 @@ class Held:
             may_begin = not item.remote or (item.group is None and self.seats == 1)
             part.work[item.id] = Work(item, may_begin=may_begin)
 
-    def _release(self, order: Recall) -> None:
+    def _release(self, order: SendRecall) -> None:
         """Give back the last ones; keep as many as each idle rank gets, rounded down."""
         part, ids = self.parts.get(order.step), list[int]()
         if part is not None and part.attempt == order.attempt:
@@ -202,7 +198,7 @@ class Held:
         args = (part.number, part.attempt, (work.item.id,))
         self._say("done", *args, columns) if self.rank.role else self._say("done", *args)
 
-    def reach_end(self, part: Part) -> Seal | None:
+    def reach_end(self, part: Part) -> StepSeal | None:
         """The seal, once it is here. Says once that nothing is left to do."""
         if not self.meets or (part.seal is not None and part.seal.number > part.came_back):
             return part.seal

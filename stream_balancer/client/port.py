@@ -21,7 +21,8 @@ import msgspec
 from stream_balancer.client.device import Upload, Uploader
 from stream_balancer.client.held import Held, Part
 from stream_balancer.client.payloads import Fetcher, Missing
-from stream_balancer.core.steps import Drop, End, Go, Item, RankId, Recall, Rewind, Seal, Send, SendSeal
+from stream_balancer.core.steps.orders import SendDrop, SendEnd, SendGo, SendRecall, SendRewind, SendSeal, SendWork
+from stream_balancer.core.steps.state import Item, RankId, StepSeal
 from stream_balancer.errors import (
     AlreadyInUseError,
     BrokenResourceError,
@@ -292,18 +293,18 @@ class Port:
             if (known := self.known.get(message.step)) is not None and not one.role:
                 known.seal = message
             ranks = tuple(RankId("", number) for number in message.ranks)
-            held.take(SendSeal(one, seat, Seal(message.step, message.number, ranks, frozenset(message.gone))))
+            held.take(SendSeal(one, seat, StepSeal(message.step, message.number, ranks, frozenset(message.gone))))
         elif isinstance(message, m.Go):
-            held.take(Go(one, seat, message.step, frozenset(message.items), frozenset(message.gone)))
+            held.take(SendGo(one, seat, message.step, frozenset(message.items), frozenset(message.gone)))
         elif isinstance(message, m.Recall):
-            held.take(Recall(one, seat, message.step, message.attempt, message.items, message.idle))
+            held.take(SendRecall(one, seat, message.step, message.attempt, message.items, message.idle))
         elif isinstance(message, m.Rewind):
-            held.take(Rewind(one, seat, message.step, message.attempt))
+            held.take(SendRewind(one, seat, message.step, message.attempt))
         elif isinstance(message, m.Drop):
             self._take_drop(message)
         elif isinstance(message, m.Notify):
             if message.end:
-                held.take(End(one, seat))
+                held.take(SendEnd(one, seat))
         else:
             raise WireError(f"a {type(message).__name__} message for a rank")
 
@@ -319,7 +320,9 @@ class Port:
         # another plan under the same number begins anew
         opens = before is None or before.uid != work.uid
         try:
-            held.take(Send(held.rank, held.seat, work.step, work.uid, work.attempt, items, frozenset(work.gone), opens))
+            held.take(
+                SendWork(held.rank, held.seat, work.step, work.uid, work.attempt, items, frozenset(work.gone), opens)
+            )
         except ValueError as error:
             # an item twice
             raise WireError(str(error)) from None
@@ -354,7 +357,7 @@ class Port:
         # its weights lack a step that the others have: going on would train on the wrong ones
         if message.met and held.meets and not held.rank.role and message.step >= (held.weights or 0):
             self.left_behind = message
-        held.take(Drop(held.rank, held.seat, message.step, message.met))
+        held.take(SendDrop(held.rank, held.seat, message.step, message.met))
 
     def _on_fetched(self, work: m.Work, arrived: Arrived, missing: Sequence[Missing]) -> None:
         """Payloads of the item are here, as far as they exist."""
@@ -364,7 +367,7 @@ class Port:
             arrived.decoded.mask(causes)
             arrived.land()
             self._causes.update(causes)
-            ids, stop = arrived.decoded.names.ids, 0
+            ids, stop = arrived.decoded.ids, 0
             for item, number in zip(work.items, arrived.decoded.num_rollouts, strict=True):
                 start, stop = stop, stop + number
                 if item.remote:

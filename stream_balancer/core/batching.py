@@ -4,6 +4,7 @@ padding copies. Pure: reads the state, changes nothing. When a batch leaves is d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.executions import ExecutionKey, denominators_of, execution_of, sizes_in, sizes_of
 from stream_balancer.core.open_step import OpenStep
-from stream_balancer.core.state import State
+from stream_balancer.core.state import BalancerState
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
 from stream_balancer.planning.mini_batches import Planner, in_mini_batches, joined
@@ -42,7 +42,7 @@ __all__ = [
 _PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round_robin": plan_round_robin}
 
 
-def make_plan(state: State, due: NDArray[np.bool_], num_rollouts: int) -> tuple[Waiting, Plan]:
+def make_plan(state: BalancerState, due: NDArray[np.bool_], num_rollouts: int) -> tuple[Waiting, Plan]:
     """Input of the planner, and its plan, in rows of the buffer. ``due`` [n] must go; ``num_rollouts`` could; what
     is held back for its age is not shown. O(n), plus the planner's time."""
     planner = partial(
@@ -76,7 +76,7 @@ def in_rows(plan: Plan, rows: NDArray[np.int64]) -> Plan:
     )
 
 
-def _cut(state: State, plan: Plan) -> Plan:
+def _cut(state: BalancerState, plan: Plan) -> Plan:
     """The plan in mini-batches."""
     goes = np.zeros(len(state.buffer), dtype=np.bool_)
     goes[rows_of(plan)] = True
@@ -84,9 +84,13 @@ def _cut(state: State, plan: Plan) -> Plan:
     if not rows.size:
         return plan
     policy, step_of = state.config.policy, state.buffer.waiting(goes).among(goes)
+    rollouts = state.buffer.rollouts(rows)
     if state.pricing.knobs.groups != "same_rank":
-        step_of = replace(step_of, groups=_executions(state.buffer, rows))
-    step_of = replace(step_of, group_complete=step_of.due)  # all of these go
+        most = rows.size // state.config.step_size.mini_batches if state.config.groups.share_prefixes else 0
+        step_of = replace(step_of, groups=_kept_together(rollouts, most))
+    # all of these go: nobody is due, nor in any stratum
+    step_of = replace(step_of, due=~step_of.due, group_complete=step_of.due, skips=0 * step_of.skips, strata=None)
+    step_of = state.pricing.with_prefixes(step_of, rollouts)
     cut = in_mini_batches(
         _PLANNERS[policy],
         step_of,
@@ -98,18 +102,26 @@ def _cut(state: State, plan: Plan) -> Plan:
     return in_rows(cut, rows)
 
 
-def _executions(buffer: Buffer, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[n] a label for the samples of one execution, which divide by what is in their mini-batch; -1 for the others."""
-    numbers: dict[ExecutionKey, int] = {}
-    labels = [
-        -1 if one.execution_id is None else numbers.setdefault(execution_of(one), len(numbers))
-        for one in buffer.rollouts(rows)
-    ]
+def _kept_together(rollouts: Sequence[Rollout], most: int) -> NDArray[np.int64]:
+    """[n] a label for the samples of one execution, which divide by what is in their mini-batch, and for the siblings
+    of a group of at most so many; -1 for the others."""
+    sizes = Counter(one.group_id for one in rollouts)
+    numbers: dict[object, int] = {}
+    labels = []
+    for one in rollouts:
+        whole = one.group_id is not None and sizes[one.group_id] <= most
+        key = (one.group_id,) if whole else execution_of(one)
+        labels.append(-1 if not whole and one.execution_id is None else numbers.setdefault(key, len(numbers)))
     return np.array(labels, dtype=np.int64)
 
 
 def make_batch(
-    state: State, plan: Plan, rows: NDArray[np.int64], reason: Reason, now: float, opened: OpenStep | None = None
+    state: BalancerState,
+    plan: Plan,
+    rows: NDArray[np.int64],
+    reason: Reason,
+    now: float,
+    opened: OpenStep | None = None,
 ) -> Batch:
     """The batch of the next step, or a row of the step that is ``opened``, from a plan and its rows; its rollouts are
     still in the buffer. O(rollouts in it)."""
@@ -129,7 +141,7 @@ def make_batch(
     )
 
 
-def plan_again(state: State, batch: Batch) -> Batch:
+def plan_again(state: BalancerState, batch: Batch) -> Batch:
     """A batch that was planned for another number of ranks, for those that there are now: the same step, rollouts and
     denominators. As fast as a plan of so many."""
     pieces = [
@@ -154,7 +166,7 @@ def plan_again(state: State, batch: Batch) -> Batch:
 
 
 def lay_out(
-    state: State,
+    state: BalancerState,
     rollouts: Sequence[Rollout],
     of_step: Iterable[Rollout],
     *,
@@ -180,7 +192,7 @@ def lay_out(
     return micro_batches
 
 
-def plan_of_all(state: State, rollouts: Sequence[Rollout], step: int, knobs: PlanKnobs) -> Plan:
+def plan_of_all(state: BalancerState, rollouts: Sequence[Rollout], step: int, knobs: PlanKnobs) -> Plan:
     """On which rank and in which micro-batch each of these goes: nobody is chosen."""
     number = len(rollouts)
     # what was let in goes, though other knobs would refuse it now

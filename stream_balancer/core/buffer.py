@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sortedcontainers import SortedList
 
-from stream_balancer.core.columns import Columns
-from stream_balancer.core.groups import Groups
+from stream_balancer.core.columns import RowTable
+from stream_balancer.core.groups import SiblingGroups
 from stream_balancer.core.strata import Strata
 from stream_balancer.planning import Waiting
 from stream_balancer.planning.cost_order import CostOrder, kept
@@ -80,7 +80,7 @@ class Buffer:
     _numbers: NDArray[np.int64]
 
     def __init__(self, group_size: int | None, remember_groups: int = 100_000) -> None:
-        self.groups = Groups(group_size, remember_groups)
+        self.groups = SiblingGroups(group_size, remember_groups)
         """Groups of the rollouts."""
         self.strata = Strata()
         """Strata of the rollouts."""
@@ -92,7 +92,7 @@ class Buffer:
         """Bytes of their tensors."""
         self.num_waiting = 0
         """The number that ``len()`` gives, for puts."""
-        self._columns = Columns(*_COLUMNS.values())
+        self._columns = RowTable(*_COLUMNS.values())
         self._rollouts: dict[int, Rollout] = {}  # by arrival number, so in the order of rows
         self._keys: SortedList[int] = SortedList()
         self._ascending: NDArray[np.int64] | None = None  # of the oldest rows, as many as it has; None: not known

@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Columns"]
+__all__ = ["RowTable"]
 
 _FIRST_ROWS = 64
 
 
-class Columns:
+class RowTable:
     """Columns of one length. Rows come at the end, and leave from anywhere, mostly from near the front.
 
     So it is the few older rows that move when some leave, up to the rest, and not the many newer ones.
 
     Examples:
-        >>> columns = Columns(0, 0.0)
+        >>> columns = RowTable(0, 0.0)
         >>> for number in (10, 20, 30, 40):
         ...     row = columns.new_row()
         ...     columns.arrays[0][row], columns.arrays[1][row] = number, number / 4

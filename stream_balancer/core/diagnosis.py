@@ -1,6 +1,6 @@
 """Why nothing is dispatched, in a sentence an operator can act on. Pure: time and state are arguments.
 
-Not here: when that is logged (``host.stall_reporter``), and how a stopped peer is distinguished from a slow one
+Not here: when that is logged (``host.wakeups``), and how a stopped peer is distinguished from a slow one
 (``transport``).
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.core.state import State
+from stream_balancer.core.state import BalancerState
 from stream_balancer.errors import rank_name
 from stream_balancer.statistics import Statistics
 
@@ -51,7 +51,7 @@ class RankState:
 
 
 def why_no_batch(
-    state: State, statistics: Statistics, *, taker: Taker = "asking", ready: bool = False, ended: bool = False
+    state: BalancerState, statistics: Statistics, *, taker: Taker = "asking", ready: bool = False, ended: bool = False
 ) -> str:
     """Reason for which the balancer waits: ``"37 rollouts wait (window 64), the oldest for 812 s; no deadline_s is
     set"``.
@@ -104,7 +104,7 @@ def _why_not_ready(config: BalancerConfig, statistics: Statistics) -> list[str]:
     return reasons
 
 
-def incomplete_groups(state: State) -> str:
+def incomplete_groups(state: BalancerState) -> str:
     """Groups of which some rollouts wait for siblings, by name, with how many have come; ``""`` for none."""
     groups = state.buffer.groups
     incomplete = list(groups.incomplete().items())

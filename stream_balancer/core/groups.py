@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from stream_balancer.errors import RolloutError
 
-__all__ = ["Declared", "GroupSize", "Groups", "closed"]
+__all__ = ["Declared", "GroupSize", "SiblingGroups", "closed"]
 
 _FIRST_LABELS = 64
 
@@ -83,7 +83,7 @@ def _num_waiting(group: _Group) -> int:
     return group.waiting - sum(count - 1 for count in group.executions.values() if count)
 
 
-class Groups:
+class SiblingGroups:
     """The groups that are not done, and the last ``remember`` that take no more. ``size``: siblings that a group must
     have before it may leave, unless another number is declared for it; None where groups play no part."""
 
@@ -175,10 +175,10 @@ class Groups:
             # those that waited may have been too old to wait again
             self._forget_if_done(group_id, group)
 
-    def resized(self, size: int | None) -> Groups:
+    def resized(self, size: int | None) -> SiblingGroups:
         """The same declarations with another group size; only while nothing waits."""
         assert not any(group.waiting for group in self._groups.values())
-        other = Groups(size, self.remember)
+        other = SiblingGroups(size, self.remember)
         other.restore_closed(self.closed())
         other.restore({}, self.open_sizes())
         return other

@@ -21,7 +21,7 @@ from stream_balancer.core.counters import TrainingAges
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.types import Batch
 
-__all__ = ["InFlight", "RolloutIds"]
+__all__ = ["BatchesInFlight", "RolloutIds"]
 
 
 class RolloutIds:
@@ -68,7 +68,7 @@ class _Flight:
     """By rank, as far as they have reported."""
 
 
-class InFlight:
+class BatchesInFlight:
     """Batches in flight, oldest first, and which of them the trainer is through with."""
 
     def __init__(self) -> None:

@@ -8,9 +8,9 @@ the same object::
                              |                       `--nack(step)--> poll gives it again, same plan
                              `--set_version, abandon_group, evict_lost, filter_out--> evicted
 
-The data lie in the parts of :class:`~stream_balancer.core.state.State`, which anybody may read (``core.state.buffer``).
-Each method here checks first and raises with everything as it was, then changes the parts, and last notifies the
-observers. A poll that gives no batch has no side effects.
+The data lie in the parts of :class:`~stream_balancer.core.state.BalancerState`, which anybody may read
+(``core.state.buffer``). Each method here checks first and raises with everything as it was, then changes the parts, and
+last notifies the observers. A poll that gives no batch has no side effects.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from stream_balancer.core.open_rows import make_row, make_whole, ready_rows
 from stream_balancer.core.open_step import OpenStep, check_open
 from stream_balancer.core.pricing import Learned
 from stream_balancer.core.snapshot import Snapshot, restored_state, take_snapshot
-from stream_balancer.core.state import State
+from stream_balancer.core.state import BalancerState
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.errors import ClosedResourceError, ConfigError, RolloutError, WouldBlock
 from stream_balancer.planning.partition import TOLERANCE
@@ -51,7 +51,7 @@ class BalancerCore:
         """``tolerance``: how near to the lower bound partitions are sought; simulations may do with less."""
         self.observers = Observers()
         """Observers of every event, in this order; see :mod:`stream_balancer.core.observer`."""
-        self.state = State(config, tolerance)
+        self.state = BalancerState(config, tolerance)
         """The state now; to be read only."""
 
     @property

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from stream_balancer.core.counters import idle, token_variation, unavoidable
-from stream_balancer.core.state import State
+from stream_balancer.core.state import BalancerState
 from stream_balancer.statistics import Statistics
 
 __all__ = ["statistics"]
 
 
-def statistics(state: State, now: float, others: Mapping[str, Any]) -> Statistics:
+def statistics(state: BalancerState, now: float, others: Mapping[str, Any]) -> Statistics:
     """The figures of this moment; ``others`` as who knows them gives them. O(batches in flight)."""
     counts, buffer, in_flight = state.counts, state.buffer, state.in_flight
     return Statistics(
@@ -49,7 +49,7 @@ def statistics(state: State, now: float, others: Mapping[str, Any]) -> Statistic
     )
 
 
-def _oldest_open_group_s(state: State, now: float) -> float:
+def _oldest_open_group_s(state: BalancerState, now: float) -> float:
     if not state.buffer.groups.num_awaited:
         return 0.0
     return max(now - float(state.buffer.arrived_at[~state.buffer.complete].min()), 0.0)

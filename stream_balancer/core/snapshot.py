@@ -1,7 +1,7 @@
 """All that a balancer holds, at one instant: what checkpoints and the journal write down. Pure.
 
-A value, and how it is made from a :class:`~stream_balancer.core.state.State` and back. ``host.records`` turns one into
-rows; no format is known here.
+A value, and how it is made from a :class:`~stream_balancer.core.state.BalancerState` and back. ``host.records`` turns
+one into rows; no format is known here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.core.state import State
+from stream_balancer.core.state import BalancerState
 from stream_balancer.field_docs import documented
 from stream_balancer.types import Batch, Rollout
 
@@ -56,7 +56,7 @@ class Snapshot:
     """Parts that could not be read, a sentence each; the rollouts it speaks of are not in here."""
 
 
-def take_snapshot(state: State, now: float, learned: Mapping[str, Any]) -> Snapshot:
+def take_snapshot(state: BalancerState, now: float, learned: Mapping[str, Any]) -> Snapshot:
     """All that is held now, and what learners know. O(n) pointers."""
     buffer, in_flight = state.buffer, state.in_flight
     return Snapshot(
@@ -75,11 +75,11 @@ def take_snapshot(state: State, now: float, learned: Mapping[str, Any]) -> Snaps
     )
 
 
-def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot, now: float) -> State:
+def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot, now: float) -> BalancerState:
     """A snapshot's state under these knobs. Batches in flight are to be delivered again, and what waits and is too old
     by now is evicted. Raises RolloutError if a waiting rollout does not fit the knobs. O(n).
     """
-    state = State(config, tolerance)
+    state = BalancerState(config, tolerance)
     state.staleness.version = snapshot.version
     state.ids.finish(snapshot.past_ids, config.remember_ids)  # first: what is evicted below joins them
     state.counts.take_over(snapshot.counts)

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
-from stream_balancer.core.in_flight import InFlight
+from stream_balancer.core.in_flight import BatchesInFlight
 from stream_balancer.errors import RolloutError
 from stream_balancer.types import Rollout
 from stream_balancer.values import plain_policy_version
 
-__all__ = ["Staleness", "next_version"]
+__all__ = ["RolloutAges", "next_version"]
 
 
 def next_version(current: int | None, version: object) -> int:
@@ -36,10 +36,10 @@ def next_version(current: int | None, version: object) -> int:
     return plain
 
 
-class Staleness:
+class RolloutAges:
     """The policy version, and the ages of what waits; counted anew by :meth:`recount` after every change."""
 
-    def __init__(self, config: BalancerConfig, buffer: Buffer, in_flight: InFlight) -> None:
+    def __init__(self, config: BalancerConfig, buffer: Buffer, in_flight: BatchesInFlight) -> None:
         self.config = config
         self.version: int | None = None
         """Policy version last set."""

@@ -23,19 +23,19 @@ from stream_balancer.core.admission import Admission
 from stream_balancer.core.buffer import NO_VERSION, Buffer
 from stream_balancer.core.counters import Counts
 from stream_balancer.core.groups import GroupSize
-from stream_balancer.core.in_flight import InFlight, RolloutIds
+from stream_balancer.core.in_flight import BatchesInFlight, RolloutIds
 from stream_balancer.core.open_step import OpenStep
 from stream_balancer.core.pricing import Pricing
-from stream_balancer.core.staleness import Staleness
+from stream_balancer.core.staleness import RolloutAges
 from stream_balancer.core.triggers import Triggers
 from stream_balancer.planning.length_bias import LengthBias
 from stream_balancer.planning.step_size import surplus_after
 from stream_balancer.types import Batch, EvictReason, Rollout
 
-__all__ = ["State"]
+__all__ = ["BalancerState"]
 
 
-class State:
+class BalancerState:
     """All that a balancer knows, without its observers."""
 
     def __init__(self, config: BalancerConfig, tolerance: float) -> None:
@@ -43,9 +43,9 @@ class State:
         self.tolerance = tolerance
         self.buffer = Buffer(config.groups.kept, config.remember_ids)
         self.ids = RolloutIds()
-        self.in_flight = InFlight()
+        self.in_flight = BatchesInFlight()
         self.pricing = Pricing(config, tolerance)
-        self.staleness = Staleness(config, self.buffer, self.in_flight)
+        self.staleness = RolloutAges(config, self.buffer, self.in_flight)
         self.triggers = Triggers(config, self.buffer, self.staleness)
         self.admission = Admission(config, self.buffer, self.ids, self.pricing)
         self.counts = Counts()

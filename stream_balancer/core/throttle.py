@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.config.figures import least_batch_size
-from stream_balancer.core.state import State
+from stream_balancer.core.state import BalancerState
 from stream_balancer.errors import ConfigError
 
 __all__ = ["Throttle", "check_reserve"]
@@ -63,7 +63,7 @@ class Throttle:
         self.running = 0
         """Rollouts to come, over all slots."""
 
-    def room(self, state: State, began: int | None = None) -> int:
+    def room(self, state: BalancerState, began: int | None = None) -> int:
         """How many more rollouts may begin now, over what a balancer holds; or have begun at version ``began`` already.
         O(n) under ``staleness.max_versions``."""
         config, held = state.config, self.running + len(state.buffer)
@@ -78,7 +78,7 @@ class Throttle:
         batches = oldest + config.staleness.max_versions + 1 - version - state.in_flight.steps_ahead
         return batches * least_batch_size(config) - held
 
-    def is_stuck(self, state: State) -> bool:
+    def is_stuck(self, state: BalancerState) -> bool:
         """True if the window cannot fill while nothing more may begin: not with what is running, though a full batch is
         ready; or nothing is running, and anything is ready. Then a force flush is due. O(1)."""
         ready, config = state.triggers.sendable().ready, state.config

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
-from stream_balancer.core.staleness import Staleness
+from stream_balancer.core.staleness import RolloutAges
 from stream_balancer.types import Reason
 
 __all__ = ["Sendable", "Triggers"]
@@ -38,7 +38,7 @@ class Sendable(NamedTuple):
 class Triggers:
     """The four reasons for a batch to leave, over what waits now."""
 
-    def __init__(self, config: BalancerConfig, buffer: Buffer, staleness: Staleness) -> None:
+    def __init__(self, config: BalancerConfig, buffer: Buffer, staleness: RolloutAges) -> None:
         self.config = config
         self.ended = False
         """No more rollouts will come: drain."""

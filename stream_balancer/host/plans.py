@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from stream_balancer.core.batching import lay_out
-from stream_balancer.core.state import State
-from stream_balancer.core.steps import TRAIN, Item, Ledger, Piece, RankId
-from stream_balancer.core.steps import Replan as ReplanOrder
+from stream_balancer.core.state import BalancerState
+from stream_balancer.core.steps.ledger import Ledger
+from stream_balancer.core.steps.orders import Replan as ReplanOrder
+from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId
 from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout, SharedRollout
 from stream_balancer.wire.remote import remote_of
 
@@ -168,7 +169,7 @@ def _needs(mb: MicroBatch, of_roles: Mapping[str, Sequence[int]]) -> tuple[int, 
 
 
 def laid_out_anew(
-    plan: Plan, order: ReplanOrder, ledger: Ledger, state: State, speeds: Mapping[int, float], *, lockstep: bool
+    plan: Plan, order: ReplanOrder, ledger: Ledger, state: BalancerState, speeds: Mapping[int, float], *, lockstep: bool
 ) -> list[Item]:
     """Items without an owner, over other ranks. The trainer's are planned anew; a role's keep their ids, since others
     wait for them. As fast as a plan of so many rollouts."""

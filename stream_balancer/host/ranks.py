@@ -14,7 +14,8 @@ import anyio
 import msgspec
 
 from stream_balancer.core.diagnosis import RankState
-from stream_balancer.core.steps import TRAIN, HeldStep, Ledger, RankId
+from stream_balancer.core.steps.ledger import Ledger
+from stream_balancer.core.steps.state import TRAIN, HeldStep, RankId
 from stream_balancer.errors import RankLostError, WireError, rank_name, refused_error
 from stream_balancer.host.records import Came
 from stream_balancer.net.errors import Ended

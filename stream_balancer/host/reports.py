@@ -22,7 +22,7 @@ import anyio
 import msgspec
 
 from stream_balancer.core.step_times import StepTiming
-from stream_balancer.core.steps import Item
+from stream_balancer.core.steps.state import Item
 from stream_balancer.errors import WireError
 from stream_balancer.host.plans import Plan
 from stream_balancer.host.ranks import Member

@@ -10,25 +10,24 @@ from typing import Any
 
 import anyio
 
-from stream_balancer.core.steps import (
+from stream_balancer.core.steps.ledger import Ledger
+from stream_balancer.core.steps.orders import (
     Ack,
     Behind,
-    Drop,
-    End,
-    Go,
-    Item,
-    Ledger,
     Mask,
     Order,
     RankAck,
-    RankId,
-    Recall,
     Refuse,
     Replan,
-    Rewind,
-    Send,
+    SendDrop,
+    SendEnd,
+    SendGo,
+    SendRecall,
+    SendRewind,
     SendSeal,
+    SendWork,
 )
+from stream_balancer.core.steps.state import Item, RankId
 from stream_balancer.errors import refused_error
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.columns import Columns
@@ -69,7 +68,7 @@ class Sender:
         ``speeds``: by the rank's number; none, if they were not given."""
         self._here, self._lockstep, self._speeds = here, lockstep, speeds
         self._encoded: dict[tuple[int, tuple[int, ...]], Encoded] = {}
-        self._behind_disk: list[tuple[SendSeal | End, Peer, Message]] = []
+        self._behind_disk: list[tuple[SendSeal | SendEnd, Peer, Message]] = []
         self._slow: tuple[int, int] | None = None  # rank and step of the straggler that was logged
 
     async def carry_out(self, orders: Iterable[Order]) -> None:
@@ -88,17 +87,17 @@ class Sender:
 
     def _carry_out(self, order: Order) -> None:
         match order:
-            case Send():
+            case SendWork():
                 self._send(order)
-            case Go():
+            case SendGo():
                 self._tell(order, messages.Go(order.step, tuple(sorted(order.items)), tuple(sorted(order.gone))))
-            case Recall():
+            case SendRecall():
                 self._tell(order, messages.Recall(order.step, order.attempt, order.items, order.idle))
             case SendSeal():
                 self._seal(order)
-            case Rewind():
+            case SendRewind():
                 self._tell(order, messages.Rewind(order.step, order.attempt))
-            case Drop():
+            case SendDrop():
                 self._drop(order)
             case Behind():
                 others = {one.number: there for one, there in order.others.items()}
@@ -107,7 +106,7 @@ class Sender:
             case Refuse():
                 why = f"{self._here.ranks[order.rank].name} was given up. Start it again"
                 self._turn_away(order, "it was given up", why)
-            case End():
+            case SendEnd():
                 self._end(order)
             case Replan():
                 self._replan(order)
@@ -119,7 +118,7 @@ class Sender:
             case Ack():
                 self._ack(order)
 
-    def _tell_behind_disk(self, order: SendSeal | End, message: Message) -> None:
+    def _tell_behind_disk(self, order: SendSeal | SendEnd, message: Message) -> None:
         peer = self._here.ranks[order.rank].peers.get(order.seat)
         if peer is not None:
             self._behind_disk.append((order, peer, message))
@@ -131,7 +130,7 @@ class Sender:
 
     # to ranks
 
-    def _send(self, order: Send) -> None:
+    def _send(self, order: SendWork) -> None:
         plan, member = self._here.plans[order.step], self._here.ranks[order.rank]
         # A network is slower than to convert what it carries; memory and loopback are not.
         is_local = all(peer.connection is None or peer.connection.is_local for peer in member.peers.values())
@@ -178,7 +177,7 @@ class Sender:
             open=not plan.is_complete or (plan.is_remote and self._here.ledger.meets),
         )
 
-    def _sizes(self, plan: Plan, order: Send) -> Sizes | None:
+    def _sizes(self, plan: Plan, order: SendWork) -> Sizes | None:
         # what is not known yet comes with the seal
         if not plan.is_complete or (plan.is_remote and not order.rank.role):
             return None
@@ -194,7 +193,7 @@ class Sender:
         # What is masked must be known to the next controller, if some of the ranks have met by then.
         (self._tell_behind_disk if seal.gone else self._tell)(order, message)
 
-    def _drop(self, order: Drop) -> None:
+    def _drop(self, order: SendDrop) -> None:
         who, step = self._here.ranks[order.rank].name, order.step
         text = (
             f"step {step} is in the weights of the other ranks, which have met without {who}. Take another rank's "
@@ -212,7 +211,7 @@ class Sender:
             peer.fail(refused_error("value", text))
             self._here.ranks.lose(member, order.seat, member.lost(cause))
 
-    def _end(self, order: End) -> None:
+    def _end(self, order: SendEnd) -> None:
         member = self._here.ranks[order.rank]
         member.ended = True
         # It may be gone for good as soon as it knows: the next controller must not wait for it.

@@ -37,7 +37,8 @@ import anyio
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.observer import Observer
-from stream_balancer.core.steps import TRAIN, Ledger, RankId
+from stream_balancer.core.steps.ledger import Ledger
+from stream_balancer.core.steps.state import TRAIN, RankId
 from stream_balancer.errors import RankLostError
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.columns import Columns, check_roles
@@ -47,9 +48,9 @@ from stream_balancer.host.plans import Plan, cut_again, items_of, uid_of
 from stream_balancer.host.ranks import Member, Ranks
 from stream_balancer.host.records import Came
 from stream_balancer.host.sending import InFlight, Sender
-from stream_balancer.host.stall_reporter import StallReporter
 from stream_balancer.host.stalls import why_stalled
 from stream_balancer.host.transport import TorchTransport, Transport, service_of
+from stream_balancer.host.wakeups import StallReporter
 from stream_balancer.net.listener import split_address
 from stream_balancer.types import Batch
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from steps_invariants import check
 
 from stream_balancer.client.held import Part
-from stream_balancer.core.steps import Ack, Order, Piece, RankId, Send
+from stream_balancer.core.steps.orders import Ack, Order, SendWork
+from stream_balancer.core.steps.state import Piece, RankId
 
 if TYPE_CHECKING:
     from steps_process import Meeting, Process
@@ -70,7 +71,7 @@ def check_not_met(world: World, process: Process, number: int) -> None:
 
 def check_certain(world: World, number: int, order: Order) -> None:
     """No living process may be in the meeting of the step."""
-    is_new = isinstance(order, Send) and not order.items
+    is_new = isinstance(order, SendWork) and not order.items
     if not world.config.meets or is_new:
         return
     uid = world.plans[number][0]

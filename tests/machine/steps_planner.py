@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 from steps_config import Config
 
-from stream_balancer.core.steps import Item, Ledger, Piece, RankId, Replan
+from stream_balancer.core.steps.ledger import Ledger
+from stream_balancer.core.steps.orders import Replan
+from stream_balancer.core.steps.state import Item, Piece, RankId
 
 Cut = tuple[RankId, tuple[Piece, ...], int | None]
 """Owner, pieces, group."""

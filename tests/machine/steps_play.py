@@ -10,7 +10,9 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from stream_balancer.core.steps import TRAIN, HeldItem, HeldStep, Item, Ledger, Order, Piece, RankId, Seal
+from stream_balancer.core.steps.ledger import Ledger
+from stream_balancer.core.steps.orders import Order
+from stream_balancer.core.steps.state import TRAIN, HeldItem, HeldStep, Item, Piece, RankId, StepSeal
 
 _ITEM = re.compile(r"(?P<id>\d+)@(?P<owner>\w+)(?:/(?P<group>\d+))?(?:<(?P<needs>[\d,]+))?(?P<remote>\*)?")
 
@@ -80,9 +82,9 @@ class Play:
 
     def _text(self, order: Order) -> str:
         kind, fields = type(order).__name__, order._asdict()
-        seal: Seal | None = fields.pop("seal", None)
+        seal: StepSeal | None = fields.pop("seal", None)
         step = seal.step if seal else fields.get("step", 0)
-        words = [{"SendSeal": "seal"}.get(kind, kind.lower())]
+        words = ["send" if kind == "SendWork" else kind.removeprefix("Send").lower()]
         if "rank" in fields:
             seat = f".{order.seat}" if self.seats > 1 and "seat" in fields else ""
             words.append(f"{fields['rank'].role}{fields['rank'].number}{seat}")
@@ -93,7 +95,7 @@ class Play:
             words.append("[" + " ".join(str(getattr(item, "id", item)) for item in fields["items"]) + "]")
         if "over" in fields:
             words.append("over " + " ".join(f"{one.role}{one.number}" for one in fields["over"]))
-        if kind == "Rewind":
+        if kind == "SendRewind":
             words.append(f"attempt {fields['attempt']}")
         words += ["met"] * bool(fields.get("met"))
         return " ".join(words)

@@ -11,7 +11,8 @@ import steps_checks as checks
 from steps_invariants import InvariantError, check
 
 from stream_balancer.client.held import Held, Part, Work
-from stream_balancer.core.steps import Behind, Drop, Order, Piece, RankId, Refuse, Seal, Send
+from stream_balancer.core.steps.orders import Behind, Order, Refuse, SendDrop, SendWork
+from stream_balancer.core.steps.state import Piece, RankId, StepSeal
 
 if TYPE_CHECKING:
     from steps_world import World
@@ -26,7 +27,7 @@ class Meeting:
 
     number: int
     uid: int
-    seal: Seal
+    seal: StepSeal
     members: dict[Place, int]
     """Incarnations."""
     inside: set[Place] = field(default_factory=set)
@@ -45,7 +46,7 @@ class Process:
         self.down: deque[Order] = deque()
         self.to_fetch: list[tuple[int, int, int]] = []
         """Step, its uid, and item."""
-        self.dropped: list[Drop] = []
+        self.dropped: list[SendDrop] = []
         self.is_behind = False
         self.weights: dict[int, int] = {}
         """Step to meeting."""
@@ -105,9 +106,9 @@ class Process:
         if isinstance(order, Behind):
             self.is_behind = True
             return
-        if isinstance(order, Drop):
+        if isinstance(order, SendDrop):
             self.dropped.append(order)
-        if isinstance(order, Send):
+        if isinstance(order, SendWork):
             self.to_fetch += [(order.step, order.uid, item.id) for item in order.items if item.remote]
         try:
             self.held.take(order)
@@ -222,7 +223,7 @@ class Process:
 
     # -- the meeting ---------------------------------------------------------------------------------------------------
 
-    def enter(self, part: Part, seal: Seal) -> None:
+    def enter(self, part: Part, seal: StepSeal) -> None:
         if not self.world.config.meets:
             self.world.trained[part.number, self.rank] = seal, [piece for _, piece in self.gradient]
             self.finish_step(part)

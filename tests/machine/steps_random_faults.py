@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from steps_process import Act
 
-from stream_balancer.core.steps import TRAIN, RankId
+from stream_balancer.core.steps.state import TRAIN, RankId
 
 if TYPE_CHECKING:
     from steps_world import World

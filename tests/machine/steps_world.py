@@ -21,22 +21,9 @@ from steps_process import Act, Meeting, Place, Process
 from steps_random_faults import faults_of, give_up
 
 from stream_balancer.client.held import Part, Work
-from stream_balancer.core.steps import (
-    TRAIN,
-    Ack,
-    Go,
-    Item,
-    Ledger,
-    Mask,
-    Piece,
-    RankAck,
-    RankId,
-    Replan,
-    Rewind,
-    Seal,
-    Send,
-    SendSeal,
-)
+from stream_balancer.core.steps.ledger import Ledger
+from stream_balancer.core.steps.orders import Ack, Mask, RankAck, Replan, SendGo, SendRewind, SendSeal, SendWork
+from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId, StepSeal
 
 Plan = tuple[int, list[Item], list[RankId]]
 """uid, items and participants."""
@@ -78,8 +65,8 @@ class World:
         """The same of plain loops, by process."""
         self.meetings: list[Meeting] = []
         self.meeting_of: dict[tuple[int, int, int], Meeting] = {}
-        self.seals: dict[tuple[int, int, int], Seal] = {}
-        self.trained: dict[tuple[int, RankId], tuple[Seal, list[Piece]]] = {}
+        self.seals: dict[tuple[int, int, int], StepSeal] = {}
+        self.trained: dict[tuple[int, RankId], tuple[StepSeal, list[Piece]]] = {}
         """By plain loops."""
         self.num_collectives = 0
         self.some_acked: set[int] = set()
@@ -166,12 +153,12 @@ class World:
                 self.send(order)
 
     def send(self, order: Any) -> None:
-        if isinstance(order, Send):
+        if isinstance(order, SendWork):
             for item in order.items:
                 is_ready = all((order.step, needed) in self.columns for needed in item.needs)
                 check(is_ready, "columns", "{} before its columns", order)
             order = order._replace(items=tuple(map(copy_of, order.items)))
-        if isinstance(order, Send | Rewind) and not order.rank.role:
+        if isinstance(order, SendWork | SendRewind) and not order.rank.role:
             checks.check_certain(self, order.step, order)
         if isinstance(order, SendSeal) and not order.rank.role:
             seal = order.seal
@@ -179,7 +166,7 @@ class World:
             check(known == seal, "seal", "one number, two seals: {} {}", known, seal)
         process = self.processes.get((order.rank, order.seat))
         if process is not None and process.linked:
-            is_work = isinstance(order, Send | SendSeal | Go)
+            is_work = isinstance(order, SendWork | SendSeal | SendGo)
             check(process.counts or not is_work, "fence", "{} for {}, which was given up", order, process.place)
             process.down.append(order)
 
@@ -278,7 +265,7 @@ class World:
 
     # -- meetings ------------------------------------------------------------------------------------------------------
 
-    def meeting(self, part: Part, seal: Seal) -> Meeting:
+    def meeting(self, part: Part, seal: StepSeal) -> Meeting:
         key = (part.number, part.uid, seal.number)
         if key not in self.meeting_of:
             places = [process.place for rank in seal.ranks for process in self.processes_of(rank)]

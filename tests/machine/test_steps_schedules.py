@@ -5,7 +5,8 @@ from __future__ import annotations
 from steps_play import Play, held, items_of
 
 from stream_balancer.client.held import Held
-from stream_balancer.core.steps import Item, Piece, RankId, Seal, Send
+from stream_balancer.core.steps.orders import SendWork
+from stream_balancer.core.steps.state import Item, Piece, RankId, StepSeal
 
 
 def test_a_rank_that_dies_after_one_of_its_items() -> None:
@@ -182,7 +183,7 @@ def test_what_was_masked_before_a_restart_is_masked_when_it_is_sent_again() -> N
     play.restore("0@0* 1@0", "0", gone=["r0"])
     play.ledger.joined(RankId("", 0), 0, 0, {})
     (send,) = play.ledger.orders()
-    assert isinstance(send, Send)
+    assert isinstance(send, SendWork)
     assert send.gone == {"r0"}
 
 
@@ -190,8 +191,8 @@ def test_a_newer_seal_makes_the_one_before_it_void() -> None:
     play = Play(restarted=True)
     play.restore("0@0 1@1", "0 1")
     ranks = RankId("", 0), RankId("", 1)
-    play.join("0", has={0: held("0+", waiting=True, came_back=1, seal=Seal(0, 1, ranks))})
-    assert play.join("1", has={0: held("1+", seal=Seal(0, 2, ranks))}) == ["seal 0 #2 of 0 1"]
+    play.join("0", has={0: held("0+", waiting=True, came_back=1, seal=StepSeal(0, 1, ranks))})
+    assert play.join("1", has={0: held("1+", seal=StepSeal(0, 2, ranks))}) == ["seal 0 #2 of 0 1"]
 
 
 def test_who_has_acknowledged_before_a_restart_is_not_waited_for() -> None:
@@ -216,7 +217,7 @@ def test_a_second_answer_to_a_fetch_is_ignored() -> None:
     one = RankId("", 0)
     process = Held(one)
     item = Item(0, one, (Piece("r0"),), remote=True)
-    process.take(Send(one, 0, 0, 0, 1, (item,), frozenset(), opens=True))
+    process.take(SendWork(one, 0, 0, 0, 1, (item,), frozenset(), opens=True))
     process.fetched(0, 7, 0, ["r0"])  # of another plan
     process.fetched(0, 0, 0, [])
     process.fetched(0, 0, 0, ["r0"])

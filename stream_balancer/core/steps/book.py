@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stream_balancer.core.steps.orders import Order
-from stream_balancer.core.steps.state import TRAIN, Item, Rank, RankId, Share, Step
+from stream_balancer.core.steps.state import TRAIN, Item, Rank, RankId, Share, StepState
 
 __all__ = ["Book"]
 
@@ -13,7 +13,7 @@ class Book:
 
     def __init__(self, *, meets: bool = True, moves: bool = False, generation: int = 0) -> None:
         self.meets, self.moves, self.generation = meets, moves, generation
-        self.steps: dict[int, Step] = {}
+        self.steps: dict[int, StepState] = {}
         self.ranks: dict[RankId, Rank] = {}
         self.wanted: dict[str, set[int]] = {TRAIN: set()}
         self.last_acked = -1
@@ -32,7 +32,7 @@ class Book:
         self._last_id += 1
         return self._last_id
 
-    def touch(self, step: Step, *, everybody: bool = False) -> None:
+    def touch(self, step: StepState, *, everybody: bool = False) -> None:
         self.steps_touched[step.number] = None
         if everybody:
             self.ranks_touched.update(dict.fromkeys(step.shares))
@@ -46,7 +46,7 @@ class Book:
             rank = self.ranks[one] = Rank(one)
         return rank
 
-    def share(self, step: Step, one: RankId) -> Share:
+    def share(self, step: StepState, one: RankId) -> Share:
         share = step.shares.get(one)
         if share is None:
             share = step.shares[one] = Share(self.rank(one), step)
@@ -75,10 +75,10 @@ class Book:
             return rank is None and one not in self.fenced
         return rank.incarnation > self.fenced.get(one, -2)
 
-    def may_own(self, step: Step, item: Item, owner: RankId | None) -> bool:
+    def may_own(self, step: StepState, item: Item, owner: RankId | None) -> bool:
         return owner is not None and (self.is_member(owner) if item.role else owner in step.participants)
 
-    def own(self, step: Step, item: Item, owner: RankId | None) -> None:
+    def own(self, step: StepState, item: Item, owner: RankId | None) -> None:
         """Give the item, which no process has, to a rank; to none if that rank is not there."""
         item.owner = owner if self.may_own(step, item, owner) else None
         if item.owner is None:
@@ -91,11 +91,11 @@ class Book:
         step.at_barrier.discard(item.owner)
         self.ranks_touched[item.owner] = None
 
-    def disown(self, step: Step, item: Item) -> None:
+    def disown(self, step: StepState, item: Item) -> None:
         step.reset(item)
         self.own(step, item, None)
 
-    def note_fetched(self, step: Step, item: Item, bit: int, full: int) -> None:
+    def note_fetched(self, step: StepState, item: Item, bit: int, full: int) -> None:
         """A seat has the payloads of the item, but for those that are gone."""
         item.fetched |= bit
         # once, with the last seat: whoever shares the item may begin only when all have it

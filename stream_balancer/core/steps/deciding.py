@@ -6,22 +6,22 @@ from stream_balancer.core.steps.book import Book
 from stream_balancer.core.steps.orders import (
     Ack,
     Behind,
-    Drop,
-    End,
-    Go,
     Mask,
-    Recall,
     Replan,
-    Rewind,
-    Send,
+    SendDrop,
+    SendEnd,
+    SendGo,
+    SendRecall,
+    SendRewind,
     SendSeal,
+    SendWork,
 )
-from stream_balancer.core.steps.state import TRAIN, Item, Rank, RankId, Seal, Share, Step, in_order, seats_of
+from stream_balancer.core.steps.state import TRAIN, Item, Rank, RankId, Share, StepSeal, StepState, in_order, seats_of
 
 __all__ = ["acknowledge", "drop", "look_at_rank", "look_at_step"]
 
 
-def look_at_step(book: Book, step: Step) -> None:
+def look_at_step(book: Book, step: StepState) -> None:
     """A step is, in this order: acknowledged by all; restored, and not all have said what they have; met, so whoever is
     left behind leaves it; perhaps met; or not met, and everything may change."""
     if step.acks == len(step.participants) and (step.is_kept or (step.participants and step.is_complete)):
@@ -45,7 +45,7 @@ def look_at_step(book: Book, step: Step) -> None:
         _change(book, step)
 
 
-def _change(book: Book, step: Step) -> None:
+def _change(book: Book, step: StepState) -> None:
     """The ranks have not met, and are not about to."""
     if step.is_met:
         _forget_meeting(book, step)
@@ -67,7 +67,7 @@ def _change(book: Book, step: Step) -> None:
         _seal(book, step)
 
 
-def _forget_meeting(book: Book, step: Step) -> None:
+def _forget_meeting(book: Book, step: StepState) -> None:
     """All whose weights had the step are gone: what the ranks that left it owed is to be done again."""
     step.is_met = False
     for item in list(step.items.values()):
@@ -76,7 +76,7 @@ def _forget_meeting(book: Book, step: Step) -> None:
             book.disown(step, item)
 
 
-def _settle(book: Book, step: Step) -> None:
+def _settle(book: Book, step: StepState) -> None:
     """After a restart all ranks have said what they have, and they have not met. Whoever has what was planned keeps it,
     if all who have something do; else all begin again. Columns were lost with the controller."""
     step.is_settled = True
@@ -97,7 +97,7 @@ def _settle(book: Book, step: Step) -> None:
 # -- work that changes hands -------------------------------------------------------------------------------------------
 
 
-def _rewind(book: Book, step: Step) -> None:
+def _rewind(book: Book, step: StepState) -> None:
     """A part of something shared was lost with its process. Other parts are in gradients, perhaps by half, and nothing
     can be taken out of a gradient: whoever shares with it begins again, and whoever shares with those."""
     todo, again, ranks = list(step.torn), dict[int, None](), set[Share]()
@@ -118,7 +118,7 @@ def _rewind(book: Book, step: Step) -> None:
         _begin_again(book, share)
 
 
-def _renew(book: Book, step: Step, group: int) -> None:
+def _renew(book: Book, step: StepState, group: int) -> None:
     """Another number for a group: nobody waits in a collective for a rank that has not begun again. Without owners, if
     one part has none: then it is cut anew."""
     name, parts = book.new_id(), list(step.groups.pop(group).values())
@@ -145,11 +145,11 @@ def _begin_again(book: Book, share: Share) -> None:
     for item in share.items.values():
         step.reset(item)
         share.unsent[item.id] = item
-    book.out += [Rewind(rank.id, seat, step.number, share.attempt) for seat in seats_of(rank.links & share.opened)]
+    book.out += [SendRewind(rank.id, seat, step.number, share.attempt) for seat in seats_of(rank.links & share.opened)]
     book.ranks_touched[rank.id] = None
 
 
-def _replan(book: Book, step: Step) -> None:
+def _replan(book: Book, step: StepState) -> None:
     if not step.ownerless or step.recalls:
         return
     idle = _idle(book, step)
@@ -163,7 +163,7 @@ def _replan(book: Book, step: Step) -> None:
             book.out.append(Replan(step.number, items, over))
 
 
-def _recall(book: Book, step: Step) -> None:
+def _recall(book: Book, step: StepState) -> None:
     """Once half of the ranks have nothing left to do, ask the others for what they have not begun."""
     if not step.at_barrier or 2 * len(step.at_barrier) < len(step.participants) or step.ownerless or step.recalls:
         return
@@ -179,7 +179,7 @@ def _recall(book: Book, step: Step) -> None:
             _ask_back(book, share, len(idle))
 
 
-def _idle(book: Book, step: Step) -> list[RankId]:
+def _idle(book: Book, step: StepState) -> list[RankId]:
     return [one for one in sorted(step.at_barrier) if book.ranks[one].is_here]
 
 
@@ -192,7 +192,7 @@ def _ask_back(book: Book, share: Share, num_idle: int) -> None:
     step.recalls.add(rank.id)
     for seat in seats_of(rank.full):
         ids = tuple(item.id for item in may if item.sent >> seat & 1)
-        book.out.append(Recall(rank.id, seat, step.number, share.attempt, ids, num_idle))
+        book.out.append(SendRecall(rank.id, seat, step.number, share.attempt, ids, num_idle))
 
 
 def _free(share: Share) -> list[Item]:
@@ -209,7 +209,7 @@ def _free(share: Share) -> list[Item]:
 # -- the meeting -------------------------------------------------------------------------------------------------------
 
 
-def _may_seal(book: Book, step: Step) -> bool:
+def _may_seal(book: Book, step: StepState) -> bool:
     if not step.is_complete or step.ownerless or step.num_unfetched or step.seal is not None or not step.participants:
         return False
     if not book.meets:
@@ -218,9 +218,9 @@ def _may_seal(book: Book, step: Step) -> bool:
     return is_waited_for and all(book.ranks[one].is_here for one in step.participants)
 
 
-def _seal(book: Book, step: Step) -> None:
+def _seal(book: Book, step: StepState) -> None:
     step.seals = max(step.seals + 1, book.generation * 1000)
-    step.seal = Seal(step.number, step.seals, tuple(sorted(step.participants)), frozenset(step.gone))
+    step.seal = StepSeal(step.number, step.seals, tuple(sorted(step.participants)), frozenset(step.gone))
     if step.gone:
         book.out.append(Mask(step.number, step.seal.gone))
     for one in step.participants:
@@ -230,7 +230,7 @@ def _seal(book: Book, step: Step) -> None:
         book.ranks_touched[one] = None
 
 
-def acknowledge(book: Book, step: Step) -> None:
+def acknowledge(book: Book, step: StepState) -> None:
     del book.steps[step.number]
     book.last_acked = max(book.last_acked, step.number)
     for share in step.shares.values():
@@ -247,7 +247,7 @@ def acknowledge(book: Book, step: Step) -> None:
 
 
 def drop(book: Book, share: Share, seats: int, *, met: bool) -> None:
-    book.out += [Drop(share.rank.id, seat, share.step.number, met) for seat in seats_of(seats)]
+    book.out += [SendDrop(share.rank.id, seat, share.step.number, met) for seat in seats_of(seats)]
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def look_at_rank(book: Book, rank: Rank) -> None:
         elif not _lacks_weights(book, rank, share.step):
             _look_at_share(book, share)
     if rank.ended != rank.full and _is_through(book, rank):
-        book.out += [End(rank.id, seat) for seat in seats_of(rank.full & ~rank.ended)]
+        book.out += [SendEnd(rank.id, seat) for seat in seats_of(rank.full & ~rank.ended)]
         rank.ended = rank.full
 
 
@@ -294,7 +294,7 @@ def _look_at_role(book: Book, share: Share) -> None:
     _send(book, share)
     if step.is_complete and not step.left_of_role[rank.id.role]:
         if share.opened:
-            _send_seal(book, share, Seal(step.number, 1, (), frozenset(step.gone)))
+            _send_seal(book, share, StepSeal(step.number, 1, (), frozenset(step.gone)))
         rank.active.pop(step.number, None)
 
 
@@ -321,7 +321,7 @@ def _look_at_share(book: Book, share: Share) -> None:
         _send_seal(book, share, step.seal)
 
 
-def _lacks_weights(book: Book, rank: Rank, step: Step) -> bool:
+def _lacks_weights(book: Book, rank: Rank, step: StepState) -> bool:
     """Steps before this one are not in its weights, and it will not train on them: then others must lack them, too."""
     weights = rank.weights
     if weights is None or not book.meets:
@@ -361,7 +361,7 @@ def _send(book: Book, share: Share) -> None:
             share.waiting &= ~(1 << seat)
         if items or opens:
             gone = step.gone_of(items)
-            book.out.append(Send(rank.id, seat, step.number, step.uid, share.attempt, items, gone, opens))
+            book.out.append(SendWork(rank.id, seat, step.number, step.uid, share.attempt, items, gone, opens))
     for item in ready:
         item.sent = rank.full
         if not item.place:
@@ -408,11 +408,11 @@ def _go(book: Book, share: Share) -> None:
         parts = step.parts(item)
         if all(part.owner is not None and part.is_fetched for part in parts):
             go = frozenset([item.id]), step.gone_of(parts)
-            book.out += [Go(rank.id, seat, step.number, *go) for seat in seats_of(rank.full & ~told)]
+            book.out += [SendGo(rank.id, seat, step.number, *go) for seat in seats_of(rank.full & ~told)]
             share.go[item.id] = rank.full
 
 
-def _send_seal(book: Book, share: Share, seal: Seal) -> None:
+def _send_seal(book: Book, share: Share, seal: StepSeal) -> None:
     rank, step = share.rank, share.step
     for seat in seats_of(rank.full & ~share.sealed):
         book.out.append(SendSeal(rank.id, seat, seal))

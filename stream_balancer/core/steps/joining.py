@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from stream_balancer.core.steps.book import Book
-from stream_balancer.core.steps.orders import Drop, Refuse, Rewind
-from stream_balancer.core.steps.state import HeldStep, Item, Rank, RankId, Share, Step
+from stream_balancer.core.steps.orders import Refuse, SendDrop, SendRewind
+from stream_balancer.core.steps.state import HeldStep, Item, Rank, RankId, Share, StepState
 
 __all__ = ["Joining"]
 
@@ -106,7 +106,7 @@ class Joining(Book):
         # Where plain loops have the plan that they had, each goes on by itself. Under another plan a rank might train
         # what others have in their weights: all say that first.
         is_settled = not (self.meets or remade)
-        step = self.steps[number] = Step(number, uid, is_complete=True, is_settled=is_settled, gone=set(gone))
+        step = self.steps[number] = StepState(number, uid, is_complete=True, is_settled=is_settled, gone=set(gone))
         step.participants.update(participants)
         step.settling.update(step.participants.difference(acked))
         for one in step.participants:
@@ -154,9 +154,9 @@ class Joining(Book):
         step = self.steps.get(number)
         if step is not None and step.uid == held.uid:
             if one not in step.shares:
-                self.out.append(Drop(one, seat, number, bool(step.met) or step.is_kept))
+                self.out.append(SendDrop(one, seat, number, bool(step.met) or step.is_kept))
             return
-        self.out.append(Drop(one, seat, number, step is None and number <= self.last_acked))
+        self.out.append(SendDrop(one, seat, number, step is None and number <= self.last_acked))
         self.rank(one).stale[number] = max(held.attempt, self.rank(one).stale.get(number, 0))
         if step is not None and one in step.shares:
             self.renumber(step.shares[one])
@@ -197,7 +197,7 @@ class Joining(Book):
             if not step.is_settled:
                 step.is_changed |= held.attempt != 1 or list(held.items) != sorted(share.items)
             elif held.attempt != share.attempt and not is_past:
-                self.out.append(Rewind(rank.id, bit.bit_length() - 1, step.number, share.attempt))
+                self.out.append(SendRewind(rank.id, bit.bit_length() - 1, step.number, share.attempt))
         current = held if held is not None and held.attempt == share.attempt else None
         for item in share.items.values():
             if is_past:
@@ -251,7 +251,7 @@ class Joining(Book):
         (step.holders.add if may_meet else step.holders.discard)(share.rank.id)
 
 
-def _forget(step: Step, share: Share, item: Item, seats: int) -> None:
+def _forget(step: StepState, share: Share, item: Item, seats: int) -> None:
     """Take the item off these seats."""
     item.is_begun = False
     if item.has_columns:

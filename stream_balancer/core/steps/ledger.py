@@ -12,7 +12,7 @@ ranks, one step of four micro-batches; rank 1 dies after its first one, which wa
 >>> owners = {0: zero, 1: zero, 2: one, 3: one}
 >>> ledger.planned(0, [Item(id, owner, (Piece(f"r{id}"),)) for id, owner in owners.items()])
 >>> [(type(order).__name__, order.rank.number, [item.id for item in order.items]) for order in ledger.orders()]
-[('Send', 0, [0, 1]), ('Send', 1, [2, 3])]
+[('SendWork', 0, [0, 1]), ('SendWork', 1, [2, 3])]
 >>> ledger.done(zero, 0, 0, 1, [0, 1])
 >>> ledger.at_barrier(zero, 0, 0, 1)
 >>> ledger.done(one, 0, 0, 1, [2])
@@ -27,7 +27,7 @@ ranks, one step of four micro-batches; rank 1 dies after its first one, which wa
 >>> ledger.replanned(0, [2, 3], news)
 True
 >>> [(type(order).__name__, len(order.items)) for order in ledger.orders()]
-[('Send', 2)]
+[('SendWork', 2)]
 >>> ledger.done(zero, 0, 0, 1, [item.id for item in news])
 >>> ledger.at_barrier(zero, 0, 0, 1)
 >>> [[one.number for one in order.seal.ranks] for order in ledger.orders()]
@@ -40,7 +40,7 @@ True
 A trainer's item that is done lies in the gradient of one process, and dies with it; a role's is kept: its columns are
 here. A rank that holds a seal may be in the collective at this moment. Until every holder has said "finished" or "it
 failed, I am back", or is known to be dead, nobody here knows whether the weights have the step
-(:attr:`Step.is_uncertain`).
+(:attr:`StepState.is_uncertain`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from collections.abc import Iterable
 from stream_balancer.core.steps.deciding import acknowledge, drop, look_at_rank, look_at_step
 from stream_balancer.core.steps.joining import Joining
 from stream_balancer.core.steps.orders import Order, RankAck
-from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId, Share, Step, in_order
+from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId, Share, StepState, in_order
 
 __all__ = ["TRAIN", "Item", "Ledger", "Piece", "RankId"]
 
@@ -97,7 +97,7 @@ class Ledger(Joining):
 
     def planned(self, number: int, items: Iterable[Item], *, complete: bool = True, uid: int = 0) -> None:
         """A new step. ``uid`` tells two plans of one number apart: a checksum of the plan."""
-        step = self.steps[number] = Step(number, uid)
+        step = self.steps[number] = StepState(number, uid)
         step.participants.update(self.members(TRAIN))
         for one in step.participants:
             self.share(step, one)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
-from stream_balancer.core.steps.state import Item, RankId, Seal
+from stream_balancer.core.steps.state import Item, RankId, StepSeal
 
 __all__ = [
-    "Ack", "Behind", "Drop", "End", "Go", "Mask", "Order", "RankAck", "Recall", "Refuse", "Replan", "Rewind", "Send",
-    "SendSeal",
+    "Ack", "Behind", "Mask", "Order", "RankAck", "Refuse", "Replan", "SendDrop", "SendEnd", "SendGo", "SendRecall",
+    "SendRewind", "SendSeal", "SendWork",
 ]  # fmt: skip
 
 
-class Send(NamedTuple):
+class SendWork(NamedTuple):
     """Give these items to the process, in this order, behind what it has of the step."""
 
     rank: RankId
@@ -28,7 +28,7 @@ class Send(NamedTuple):
     """The process has nothing of this step yet."""
 
 
-class Go(NamedTuple):
+class SendGo(NamedTuple):
     """Let these remote items begin: all who compute them have their payloads, or mask them."""
 
     rank: RankId
@@ -38,7 +38,7 @@ class Go(NamedTuple):
     gone: frozenset[str]
 
 
-class Recall(NamedTuple):
+class SendRecall(NamedTuple):
     """Ask for these items back. The answer is :meth:`Ledger.released`, with those that the process will not begin."""
 
     rank: RankId
@@ -55,10 +55,10 @@ class SendSeal(NamedTuple):
 
     rank: RankId
     seat: int
-    seal: Seal
+    seal: StepSeal
 
 
-class Rewind(NamedTuple):
+class SendRewind(NamedTuple):
     """Throw away the gradient of the step and all micro-batches of it: they are sent again."""
 
     rank: RankId
@@ -67,7 +67,7 @@ class Rewind(NamedTuple):
     attempt: int
 
 
-class Drop(NamedTuple):
+class SendDrop(NamedTuple):
     """Take the step away from the process. ``met``: other ranks have it in their weights; take those."""
 
     rank: RankId
@@ -98,7 +98,7 @@ class Refuse(NamedTuple):
     seat: int
 
 
-class End(NamedTuple):
+class SendEnd(NamedTuple):
     """Tell the process that there are no more steps for it."""
 
     rank: RankId
@@ -134,4 +134,7 @@ class Ack(NamedTuple):
     gone: frozenset[str]
 
 
-Order: TypeAlias = Send | Go | Recall | SendSeal | Rewind | Drop | Behind | Refuse | End | Replan | Mask | RankAck | Ack
+Order: TypeAlias = (
+    SendWork | SendGo | SendRecall | SendSeal | SendRewind | SendDrop | SendEnd
+    | Behind | Refuse | Replan | Mask | RankAck | Ack
+)  # fmt: skip

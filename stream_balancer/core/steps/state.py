@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 __all__ = [
-    "TRAIN", "HeldItem", "HeldStep", "Item", "Piece", "Rank", "RankId", "Seal", "Share", "Step", "in_order", "seats_of",
+    "TRAIN", "HeldItem", "HeldStep", "Item", "Piece", "Rank", "RankId", "Share", "StepSeal", "StepState", "in_order",
+    "seats_of",
 ]  # fmt: skip
 
 TRAIN = ""
@@ -30,7 +31,7 @@ class Piece(NamedTuple):
     part: int = 0
 
 
-class Seal(NamedTuple):
+class StepSeal(NamedTuple):
     """The last word before ranks meet: who meets, and without which rollouts. Two of one number are equal."""
 
     step: int
@@ -59,7 +60,7 @@ class HeldStep(NamedTuple):
     waiting: bool
     came_back: int
     """Number of the seal whose meeting has failed; 0: none."""
-    seal: Seal | None
+    seal: StepSeal | None
     gone: frozenset[str] = frozenset()
     """Rollouts that the process masks."""
 
@@ -101,7 +102,7 @@ class Share:
     """A rank's part of a step."""
 
     rank: Rank
-    step: Step
+    step: StepState
     items: dict[int, Item] = field(default_factory=dict)
     unsent: dict[int, Item] = field(default_factory=dict)
     """Not sent to all seats."""
@@ -210,7 +211,7 @@ class Rank:
 
 
 @dataclass(eq=False, slots=True)
-class Step:
+class StepState:
     number: int
     uid: int
     """Tells two plans of one number apart."""
@@ -235,7 +236,7 @@ class Step:
     recalls: set[RankId] = field(default_factory=set)
     unasked: set[RankId] = field(default_factory=set)
     """Ranks that may have something to spare."""
-    seal: Seal | None = None
+    seal: StepSeal | None = None
     seals: int = 0
     """Number of the last seal."""
     holders: set[RankId] = field(default_factory=set)
