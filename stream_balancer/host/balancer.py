@@ -50,9 +50,8 @@ from stream_balancer.host.producer_registry import ProducerRegistry
 from stream_balancer.host.puts import Puts
 from stream_balancer.host.recorder import Recorder
 from stream_balancer.host.reservations import Reservations
-from stream_balancer.host.stall_reporter import StallReporter
 from stream_balancer.host.versions import Versions
-from stream_balancer.host.wakeups import Wakeups
+from stream_balancer.host.wakeups import StallReporter, Wakeups
 from stream_balancer.slots import Reservation, check_group
 from stream_balancer.statistics import Statistics, Straggler
 from stream_balancer.types import Batch, EvictReason, Rollout
@@ -248,7 +247,9 @@ class StreamBalancer(OfOneProcess):
         For exactly-once training call it when a checkpoint is saved, and after a restart, before the first batch, with
         the step of the checkpoint that was loaded. May be repeated; steps that are not in flight are passed over.
         """
-        self.parts.consumer.acknowledge_through(step)
+        self._lifetime.check_thread("acknowledge_through")
+        for number in self.parts.core.state.in_flight.steps_through(step):
+            self.parts.consumer.acknowledge(number)
 
     def nack(self, step: int) -> None:
         """A batch was not trained on after all (the step failed): ``batches()`` gives it again, next, with the same
@@ -342,7 +343,7 @@ class StreamBalancer(OfOneProcess):
         self._lifetime.check_thread("aclose")
         self._notices.closed()
         self._lifetime.closed = True
-        self.parts.wakeups.close()
+        self.parts.wakeups.end()
         self.parts.versions.wake()
         with anyio.CancelScope(shield=True):
             if self._journal is not None:

