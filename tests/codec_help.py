@@ -42,10 +42,10 @@ def received(encoded: Encoded) -> Memory | None:
     return memory
 
 
-def carried(*micro_batches: MicroBatch | Sequence[Rollout], narrow: bool = False) -> Decoded:
+def carried(*micro_batches: MicroBatch | Sequence[Rollout]) -> Decoded:
     """As they arrive at a rank."""
     cut = [one if isinstance(one, MicroBatch) else MicroBatch.of(list(one)) for one in micro_batches]
-    encoded = encode(cut, narrow=narrow)
+    encoded = encode(cut)
     return decode(encoded.header, received(encoded))
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    I/O thread    bytes arrive in pinned memory --> copy and widening on a side stream --> event
+    I/O thread    bytes arrive in pinned memory --> copy on a side stream --> event
     trainer       takes a micro-batch: its stream waits for the event, the host does not
     pinned bytes  return to the pool once their event is over: a copy may still read them when they are handed out
 
@@ -71,12 +71,11 @@ class Upload:
         self._there: Tensor | None = None
         self._event: torch.Event | None = None
 
-    def copy(self, here: Tensor, num_bytes: int) -> Tensor:
+    def copy(self, here: Tensor) -> Tensor:
         """For ``decode(on_device=)``: nothing has been waited for."""
         self._here = here
-        self._there = torch.empty(here.numel(), dtype=torch.uint8, device=self._uploader.device)
         # non_blocking: the host goes on, and the event below says when it is over
-        self._there[:num_bytes].copy_(here[:num_bytes], non_blocking=True)
+        self._there = here.to(self._uploader.device, non_blocking=True, copy=True)
         return self._there
 
     def begin(self, make: Callable[[], object]) -> None:

@@ -32,7 +32,6 @@ from stream_balancer.errors import ClosedResourceError, ConfigError, RankLostErr
 from stream_balancer.facade import refuse_in_event_loop, run
 from stream_balancer.types import MicroBatch
 from stream_balancer.types.batch import Denominators, MiniBatchSize, OneRank
-from stream_balancer.values import SUPPORTED_DTYPES
 from stream_balancer.wire.codec import encode_columns
 
 if TYPE_CHECKING:
@@ -406,8 +405,10 @@ class Step(OneRank):
 
     def _give(self, work: Work, columns: Mapping[str, Tensor]) -> None:
         port, part = self._port, self._known.part
+        if not 0 < len(columns) <= _MOST_COLUMNS:
+            raise ValueError(f"a role gives 1 to {_MOST_COLUMNS} columns, not {len(columns)}")
         # outside the lock: copies of a device's columns take long
-        encoded = encode_columns([_flat(columns, self._made[work.item.id].num_tokens)])
+        encoded = encode_columns(columns, self._made[work.item.id].num_tokens)
         with port.lock:
             if port.closed:
                 raise ClosedResourceError(f"micro_batch.give(): the feed is closed, and step {self.step} comes again")
@@ -415,16 +416,3 @@ class Step(OneRank):
             if self.is_mine and not work.done:
                 port.held.has_done(part, work, encoded)
                 port.flush()
-
-
-def _flat(columns: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
-    """Copies on the CPU. Raises ValueError, naming the column, for what does not fit."""
-    if not 0 < len(columns) <= _MOST_COLUMNS:
-        raise ValueError(f"a role gives 1 to {_MOST_COLUMNS} columns, not {len(columns)}")
-    for name, column in columns.items():
-        if tuple(column.shape) != (num_tokens,):
-            raise ValueError(f"{name!r} has shape {list(column.shape)}, not {[num_tokens]}: a number for each token")
-        if column.dtype not in SUPPORTED_DTYPES:
-            raise ValueError(f"{name!r} has dtype {column.dtype}, which cannot travel")
-    # a copy: the trainer may go on writing into its own
-    return {name: column.detach().to("cpu", copy=True).contiguous() for name, column in columns.items()}

@@ -37,7 +37,7 @@ class Columns:
     def add(self, step: int, role: str, micro_batch: MicroBatch, header: Raw, memory: Memory | None) -> None:
         """A rank has computed these, perhaps again. Raises WireError for others than were asked for."""
         # checked against the item that it was sent: a rank cannot say how long its columns are
-        [columns] = decode_columns(header, memory, [micro_batch.num_tokens])
+        columns = decode_columns(header, memory, micro_batch.num_tokens)
         if sorted(columns) != self.names[role]:
             raise WireError(f"role {role!r} is to give the columns {self.names[role]}, not {sorted(columns)}")
         given = self._given.setdefault(step, {})

@@ -132,9 +132,7 @@ class Sender:
 
     def _send(self, order: SendWork) -> None:
         plan, member = self._here.plans[order.step], self._here.ranks[order.rank]
-        # A network is slower than to convert what it carries; memory and loopback are not.
-        is_local = all(peer.connection is None or peer.connection.is_local for peer in member.peers.values())
-        encoded = self._encode(order.step, order.items, member.max_bytes, narrow=not is_local)
+        encoded = self._encode(order.step, order.items, member.max_bytes)
         work = Work(
             step=order.step,
             uid=order.uid,
@@ -151,7 +149,7 @@ class Sender:
         if order.items:
             plan.begun_at.setdefault(order.rank, anyio.current_time())
 
-    def _encode(self, step: int, items: tuple[Item, ...], max_bytes: int, *, narrow: bool) -> Encoded:
+    def _encode(self, step: int, items: tuple[Item, ...], max_bytes: int) -> Encoded:
         """The same for all processes of a rank. Copies no token."""
         if not items:
             return Encoded(Work.__struct_defaults__[3], NOTHING)
@@ -162,7 +160,7 @@ class Sender:
             columns = self._here.columns
             # a role is sent what the balancer has; the trainer gets what roles have added
             its = [item.payload if item.role else columns.joined(step, item.payload) for item in items]
-            encoded = self._encoded[key] = encode(its, max_bytes=max_bytes, narrow=narrow)
+            encoded = self._encoded[key] = encode(its, max_bytes=max_bytes)
         return encoded
 
     def _head(self, plan: Plan, one: RankId) -> StepHead:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeAlias, overload
 
@@ -24,20 +24,17 @@ from stream_balancer import tensors as layouts
 from stream_balancer.errors import WireError
 from stream_balancer.shared_columns import SharedColumns
 from stream_balancer.types import ExecutionSize, MicroBatch, Rollout, SharedRollout
-from stream_balancer.values import SUPPORTED_DTYPES
 from stream_balancer.wire.header import (
     MAX_BYTES,
+    PER_ROLLOUT,
     Block,
-    Column,
-    GivenColumns,
     Header,
     Hole,
-    Names,
     Owner,
     align,
     lay_out,
+    read_given,
     read_header,
-    read_names,
     spans_of,
 )  # fmt: skip
 from stream_balancer.wire.payload import Memory
@@ -45,9 +42,8 @@ from stream_balancer.wire.remote import Handle, Leases, Owners, RemoteRollout
 
 __all__ = ["Decoded", "Wanted", "decode", "decode_columns", "decode_rollouts"]
 
-
-OnDevice: TypeAlias = Callable[[Tensor, int], Tensor]
-"""As large as what is given, somewhere else, with so many of its bytes: room for widened columns says nothing."""
+OnDevice: TypeAlias = Callable[[Tensor], Tensor]
+"""The same bytes, somewhere else."""
 
 
 class Wanted(NamedTuple):
@@ -88,8 +84,6 @@ class Decoded:
         if memory is None or self._layout.total_bytes != size:
             raise WireError(f"a header describes {self._layout.total_bytes} bytes, but {size} came")
         self._memory = memory
-        # decoded when asked for: a rank that trains on packed columns never does
-        self._read_names: Names | None = None
         self._padding, self._masked = set(header.padding), set[int]()
         self._buffer = torch.from_numpy(memory)
         self._views: dict[torch.dtype, Tensor] = {}
@@ -99,11 +93,9 @@ class Decoded:
         return len(self._header.lengths)
 
     @property
-    def names(self) -> Names:
-        """Ids and the like, read when first asked for. Raises WireError where they make no sense."""
-        if self._read_names is None:
-            self._read_names = read_names(self._header)
-        return self._read_names
+    def ids(self) -> Sequence[str]:
+        """Names of all rollouts."""
+        return self._header.ids
 
     @property
     def num_rollouts(self) -> tuple[int, ...]:
@@ -133,7 +125,7 @@ class Decoded:
         shared = self._layout.block_of(hole.rollout).shared
         return Wanted(
             hole.rollout,
-            self.names.ids[hole.rollout],
+            self.ids[hole.rollout],
             self._header.owners[hole.owner],
             hole.key,
             1 if shared is None else len(shared.cp_group),
@@ -147,7 +139,7 @@ class Decoded:
         if not rollout_ids:
             return
         gone, header = set(rollout_ids), self._header
-        for index, name in enumerate(self.names.ids):
+        for index, name in enumerate(header.ids):
             if name in gone and index not in self._masked:
                 self._masked.add(index)
                 self._padding.add(index)
@@ -156,17 +148,19 @@ class Decoded:
                 if header.prefixes:
                     # zeros are nobody's prompt
                     header.prefixes[index] = 0
-                if self._is_finished:
-                    self._zero(index)
+                # on the device, once it is there
+                for its in (*self._columns_of(index), self._tensors_of(index)):
+                    for tensor in its.values():
+                        tensor.zero_()
 
     def resize(self, executions: Mapping[tuple[str | None, str], tuple[int, int]]) -> None:
         """Sizes that are left of some executions in the step, by group and name: rollouts and loss tokens.
         Micro-batches made before do not know."""
-        names, sizes = self.names, self._header.execution_sizes
-        if not executions or not sizes or not names.execution_ids:
+        header, sizes = self._header, self._header.execution_sizes
+        if not executions or not sizes or not header.execution_ids:
             return
-        groups = names.group_ids or [None] * len(self)
-        for index, whose in enumerate(zip(groups, names.execution_ids, strict=True)):
+        groups = header.group_ids or [None] * len(self)
+        for index, whose in enumerate(zip(groups, header.execution_ids, strict=True)):
             sizes[index] = executions.get(whose, sizes[index])  # type: ignore[arg-type]
 
     # views
@@ -176,27 +170,14 @@ class Decoded:
         if self._is_finished:
             return
         self._is_finished = True
-        if self._on_device is not None:
-            self._buffer = self._on_device(self._buffer, self._layout.wire_bytes)
-            # they were of the host's memory
-            self._views = {}
-        # on the device, if there is one: half as many bytes cross to it
-        for block in self._layout.blocks:
-            for number, at in block.restored.items():
-                shape = (block.rows, *self._header.columns[number].shape)
-                self._view(at, torch.int64, shape).copy_(self._view(block.columns[number], torch.int32, shape))
-        for index in self._masked:
-            self._zero(index)
         for index in {hole.rollout for hole in self._header.holes} & self._padding:
             # A padding copy has the payload of its original, and no loss.
             for columns in self._columns_of(index):
                 if "loss_mask" in columns:
                     columns["loss_mask"].zero_()
-
-    def _zero(self, index: int) -> None:
-        for its in (*self._columns_of(index), self._tensors_of(index)):
-            for tensor in its.values():
-                tensor.zero_()
+        if self._on_device is not None:
+            # views so far are of the host's memory
+            self._buffer, self._views = self._on_device(self._buffer), {}
 
     def _view(self, at: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         count = prod(shape)
@@ -214,11 +195,8 @@ class Decoded:
         """Rows of all columns in this range."""
         found, widths = {}, self._layout.widths
         for number, column in enumerate(self._header.columns):
-            at, width = block.columns[number], widths[number]
-            if number in block.restored:
-                at, width = block.restored[number], 2 * width
-            shape = (stop - first, *column.shape)
-            found[column.name] = self._view(at + first * width, SUPPORTED_DTYPES[column.dtype], shape)
+            at = block.columns[number] + first * widths[number]
+            found[column.name] = self._view(at, column.dtype, (stop - first, *column.shape))
         return found
 
     def _columns_of(self, index: int) -> list[dict[str, Tensor]]:
@@ -234,7 +212,7 @@ class Decoded:
         if not block.tensors:
             return {}
         own = zip(self._header.tensors[index], block.tensors[index - block.first], strict=True)
-        return {one.name: self._view(at, SUPPORTED_DTYPES[one.dtype], one.shape) for one, at in own}
+        return {one.name: self._view(at, one.dtype, one.shape) for one, at in own}
 
     def micro_batch(self, number: int) -> MicroBatch:
         """The micro-batch of one block."""
@@ -268,7 +246,7 @@ class Decoded:
             scalars={name: [row[name] for row in scalars] for name in names},
             weights=torch.tensor(weights, dtype=torch.float32, device=self._buffer.device),
             executions=self._execution_sizes(block) or [(1, tokens) for tokens in header.loss_tokens[first:stop]],
-            prefixes=list(zip(self.names.group_ids[first:stop], prefixes, strict=True)) if prefixes else None,
+            prefixes=list(zip(header.group_ids[first:stop], prefixes, strict=True)) if prefixes else None,
             shared=None
             if block.shared is None
             else SharedColumns(
@@ -283,7 +261,7 @@ class Decoded:
         """A whole rollout, or the part of one that is here. O(columns)."""
         header, block = self._header, self._layout.block_of(index)
         length, loss_tokens, shared = header.lengths[index], header.loss_tokens[index], block.shared
-        fields = _plain_fields(header, self.names, index) | {"is_padding": index in self._padding}
+        fields = _plain_fields(header, index) | {"is_padding": index in self._padding}
         if header.tensors:
             fields["tensors"] = self._tensors_of(index)
         if shared is None:
@@ -329,19 +307,13 @@ class _Rollouts(Sequence[Rollout]):
         return f"<{len(self)} rollouts>"
 
 
-def _plain_fields(header: Header, names: Names, index: int) -> dict[str, Any]:
+def _plain_fields(header: Header, index: int) -> dict[str, Any]:
     """All but columns, tensors and ``is_padding``."""
-    return {
-        "scalars": header.scalars[index] if header.scalars else {},
-        "tensors": {},
-        "metadata": names.metadata[index] if names.metadata else {},
-        "rollout_id": names.ids[index],
-        "group_id": names.group_ids[index] if names.group_ids else None,
-        "execution_id": names.execution_ids[index] if names.execution_ids else None,
-        "version": names.versions[index] if names.versions else None,
-        "cost": names.costs[index] if names.costs else None,
-        "prefix": header.prefixes[index] if header.prefixes else 0,
-    }
+    fields: dict[str, Any] = {"rollout_id": header.ids[index], "tensors": {}}
+    for field, (name, nothing) in PER_ROLLOUT.items():
+        its = getattr(header, name)
+        fields[field] = its[index] if its else nothing
+    return fields
 
 
 # --- puts ------------------------------------------------------------------------------------------------------------
@@ -355,7 +327,7 @@ def decode_rollouts(
     :func:`~stream_balancer.wire.encode.encode_rollouts` would not have made."""
     read = read_header(header)
     # A padding copy is no mistake of the wire: the balancer says that only it makes those.
-    if len(read.blocks) != 1 or read.shared or read.narrowed or read.late or read.execution_sizes:
+    if len(read.blocks) != 1 or read.shared or read.late or read.execution_sizes:
         raise WireError("a put holds whole rollouts, and nothing that only a step has")
     if read.holes:
         return _kept_rollouts(read, memory, leases)
@@ -372,16 +344,16 @@ def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | Owner
         raise WireError("a payload is named twice")
     # for its checks alone: no rank may get a header that it has to refuse
     lay_out(header, MAX_BYTES)
-    names, padding = read_names(header), set(header.padding)
+    padding = set(header.padding)
     found: list[Rollout] = []
     for index, hole in enumerate(header.holes):
         length, loss_tokens = header.lengths[index], header.loss_tokens[index]
         tensors = header.tensors[index] if header.tensors else ()
         found.append(
             RemoteRollout.unchecked(
-                **_plain_fields(header, names, index)
-                | {"tensors": {one.name: _elsewhere(one, one.shape) for one in tensors}},
-                tokens={one.name: _elsewhere(one, (length, *one.shape)) for one in header.columns},
+                **_plain_fields(header, index)
+                | {"tensors": {one.name: _elsewhere(one.dtype, one.shape) for one in tensors}},
+                tokens={one.name: _elsewhere(one.dtype, (length, *one.shape)) for one in header.columns},
                 is_padding=index in padding,
                 num_tokens=length,
                 num_loss_tokens=loss_tokens,
@@ -393,38 +365,25 @@ def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | Owner
     return found
 
 
-def _elsewhere(column: Column, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=SUPPORTED_DTYPES[column.dtype], device="meta")
+def _elsewhere(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 # --- columns of roles ------------------------------------------------------------------------------------------------
 
-_GIVEN = msgspec.msgpack.Decoder(GivenColumns)
 
-
-def decode_columns(
-    header: msgspec.Raw | bytes, memory: Memory | None, num_tokens: Sequence[int]
-) -> list[dict[str, Tensor]]:
-    """Columns that a role has computed: of each micro-batch, ``num_tokens`` long, by name. Views of ``memory``. Raises
-    WireError where they do not fit."""
-    try:
-        given = _GIVEN.decode(header)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise WireError(f"the header of columns cannot be read: {error}") from None
-    if len({column.name for column in given.columns}) != len(given.columns) or any(c.shape for c in given.columns):
-        raise WireError("a column comes twice, or has more than one number for each token")
+def decode_columns(header: msgspec.Raw | bytes, memory: Memory | None, num_tokens: int) -> dict[str, Tensor]:
+    """Columns that a role has computed of a micro-batch of so many tokens. Views of ``memory``. Raises WireError where
+    they do not fit."""
+    given = read_given(header)
     # a role of another version may have cut the micro-batch in another way
-    if given.lengths != list(num_tokens):
-        raise WireError(f"columns of {given.lengths} tokens came for micro-batches of {list(num_tokens)}")
-    sizes = [align(sum(num_tokens) * SUPPORTED_DTYPES[column.dtype].itemsize) for column in given.columns]
-    if memory is None or memory.size != sum(sizes):
-        raise WireError(f"columns of {sum(sizes)} bytes are described, but others came")
-    found: list[dict[str, Tensor]] = [{} for _ in num_tokens]
-    at = 0
-    for column, size in zip(given.columns, sizes, strict=True):
-        dtype = SUPPORTED_DTYPES[column.dtype]
-        every = torch.from_numpy(memory[at : at + size]).view(dtype)[: sum(num_tokens)]
-        at += size
-        for its, part in zip(found, torch.split(every, list(num_tokens)), strict=True):
-            its[column.name] = part
-    return found
+    if given.num_tokens != num_tokens:
+        raise WireError(f"columns of {given.num_tokens} tokens came for a micro-batch of {num_tokens}")
+    sizes = [num_tokens * column.dtype.itemsize for column in given.columns]
+    starts = [0, *accumulate(map(align, sizes))]
+    if memory is None or memory.size != starts[-1]:
+        raise WireError(f"columns of {starts[-1]} bytes are described, but others came")
+    return {
+        column.name: torch.from_numpy(memory[at : at + size]).view(column.dtype)
+        for column, at, size in zip(given.columns, starts, sizes, strict=False)
+    }

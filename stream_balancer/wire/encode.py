@@ -4,7 +4,7 @@
 
     encode(micro_batches)            a block each: work for a rank, a part of a checkpoint
     encode_rollouts(rollouts)        one block: a put, a row of a journal
-    encode_columns(items)            columns that a role has computed
+    encode_columns(columns)          what a role has computed of a micro-batch
     payload_of(rollout)              what an owner sends of one rollout, to fill a hole
 """
 
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, NoReturn
 
 import msgspec
 import torch
@@ -22,17 +21,16 @@ from torch import Tensor
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import ExecutionSize, MicroBatch, Rollout, SharedRollout
 from stream_balancer.types.shared import columns_of, loss_tokens_of, part_of, rows_behind, rows_of, tokens_of
-from stream_balancer.values import SUPPORTED_DTYPES
 from stream_balancer.wire.header import (
     ALIGNMENT,
     DTYPE_INDEX,
     MAX_BYTES,
+    PER_ROLLOUT,
     Column,
     GivenColumns,
     Header,
     Hole,
     Layout,
-    Names,
     Shared,
     align,
     lay_out,
@@ -43,12 +41,9 @@ from stream_balancer.wire.remote import Handle, RemoteRollout, remote_of
 
 __all__ = ["Encoded", "bytes_of", "encode", "encode_columns", "encode_rollouts", "payload_of"]
 
-V = TypeVar("V")
 _ZEROS = memoryview(bytes(ALIGNMENT))
 _GATHERED_BYTES = 2**14
 """Below that, on average, a copy costs less than a view."""
-_BESIDE_TOKENS = attrgetter("scalars", "tensors", "prefix", "is_padding")
-_NAMED = attrgetter("rollout_id", "group_id", "execution_id", "version", "cost", "metadata")
 
 
 class Encoded(NamedTuple):
@@ -58,9 +53,8 @@ class Encoded(NamedTuple):
     payload: Payload
 
 
-def encode(micro_batches: Sequence[MicroBatch], *, max_bytes: int = MAX_BYTES, narrow: bool = False) -> Encoded:
-    """Micro-batches for a rank. ``narrow``: int64 columns whose values fit travel as int32, unless some rollout lies
-    elsewhere.
+def encode(micro_batches: Sequence[MicroBatch], *, max_bytes: int = MAX_BYTES) -> Encoded:
+    """Micro-batches for a rank.
 
     Raises RolloutError, naming the rollout, if the rollouts do not share one set of columns, and ValueError if more
     than ``max_bytes`` would be needed. O(columns x rollouts).
@@ -79,8 +73,6 @@ def encode(micro_batches: Sequence[MicroBatch], *, max_bytes: int = MAX_BYTES, n
         # columns of a role are here even where the payload is not, and travel now
         here = {name for name, column in columns_of(rollouts[min(handles)]).items() if not column.is_meta}
         header.late = [number for number, column in enumerate(header.columns) if column.name in here]
-    elif narrow:
-        header.narrowed = [number for number, one in enumerate(header.columns) if _fits(one, rollouts)]
     try:
         layout = lay_out(header, max_bytes)
     except WireError as error:
@@ -89,10 +81,9 @@ def encode(micro_batches: Sequence[MicroBatch], *, max_bytes: int = MAX_BYTES, n
         raise ValueError(
             f"{tokens} tokens do not fit: {error}. Raise max_batch_bytes of RankFeed, or lower batch_size"
         ) from None
-    packed = _pack(header, rollouts)
     # a view of each tensor costs as much as all else here, and movers have threads of their own
     pieces = Later(lambda: _pieces(header, layout, rollouts))
-    return Encoded(packed, Payload(layout.total_bytes, runs_of(header, layout), pieces))
+    return Encoded(_written(header), Payload(layout.total_bytes, runs_of(header, layout), pieces))
 
 
 def encode_rollouts(rollouts: Sequence[Rollout], *, handles: Sequence[Handle] | None = None) -> Encoded:
@@ -107,32 +98,27 @@ def encode_rollouts(rollouts: Sequence[Rollout], *, handles: Sequence[Handle] | 
         handles = [one.handle for one in rollouts if isinstance(one, RemoteRollout)]
     if handles is not None:
         _make_holes(header, dict(enumerate(handles)))
-        return Encoded(_pack(header, rollouts), NOTHING)
+        return Encoded(_written(header), NOTHING)
     layout = lay_out(header, MAX_BYTES)
-    return Encoded(
-        _pack(header, rollouts),
-        Payload(layout.total_bytes, (0, layout.wire_bytes), _pieces(header, layout, rollouts)),
-    )
+    total = layout.total_bytes
+    return Encoded(_written(header), Payload(total, (0, total), _pieces(header, layout, rollouts)))
 
 
-def encode_columns(items: Sequence[Mapping[str, Tensor]]) -> Encoded:
-    """Columns ``[T]`` of some micro-batches, the same names and dtypes in each. Raises ValueError for others."""
-    first = items[0]
-    # checked here: a role's columns were never a Rollout, whose constructor looks
-    if odd := [f"{name!r} has dtype {one.dtype}" for name, one in first.items() if one.dtype not in DTYPE_INDEX]:
-        raise ValueError(f"{odd[0]}, which cannot travel")
-    lengths = [len(next(iter(item.values()))) for item in items]
-    header = GivenColumns([Column(name, DTYPE_INDEX[one.dtype], ()) for name, one in first.items()], lengths)
-    given: list[memoryview] = []
-    total = 0
-    for name, like in first.items():
-        its = [item[name] for item in items if name in item]
-        if any(one.dtype != like.dtype for one in its) or [one.shape for one in its] != [(n,) for n in lengths]:
-            raise ValueError(f"column {name!r} must have a number for each token of each micro-batch, in one dtype")
-        size = sum(lengths) * like.dtype.itemsize
-        _add(given, its, size)
-        total += align(size)
-    return Encoded(msgspec.Raw(_ENCODER.encode(header)), Payload(total, (0, total), given))
+def encode_columns(columns: Mapping[str, Tensor], num_tokens: int) -> Encoded:
+    """Columns ``[T]`` that a role has computed of a micro-batch, copied. Raises ValueError if one does not fit."""
+    described, pieces = [], list[memoryview]()
+    # checked here: these were never a Rollout, whose constructor looks
+    for name, column in columns.items():
+        if tuple(column.shape) != (num_tokens,):
+            raise ValueError(f"{name!r} has shape {list(column.shape)}, not {[num_tokens]}: a number for each token")
+        if column.dtype not in DTYPE_INDEX:
+            raise ValueError(f"{name!r} has dtype {column.dtype}, which cannot travel")
+        described.append(Column(name, DTYPE_INDEX[column.dtype], ()))
+        # the trainer may go on writing into its own
+        _add(pieces, [column.detach().to("cpu", copy=True)], column.nbytes)
+    total = sum(map(len, pieces))
+    header = _ENCODER.encode(GivenColumns(described, num_tokens))
+    return Encoded(msgspec.Raw(header), Payload(total, (0, total), pieces))
 
 
 def payload_of(rollout: Rollout, degree: int = 1, place: int = 0) -> list[memoryview]:
@@ -165,52 +151,56 @@ _NOT_NUMPYS = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 def _header(rollouts: Sequence[Rollout], blocks: list[int]) -> Header:
     if not rollouts:
         raise ValueError("no rollouts to encode")
-    scalars, tensors, prefixes, padding = zip(*map(_BESIDE_TOKENS, rollouts), strict=True)
-    return Header(
+    # by map and list.count, which loop in C
+    header = Header(
         _columns(rollouts),
         blocks,
         list(map(tokens_of, rollouts)),
         list(map(loss_tokens_of, rollouts)),
-        msgspec.Raw(),
-        list(scalars) if any(scalars) else [],
-        list(map(_described, tensors)) if any(tensors) else [],
-        list(prefixes) if any(prefixes) else [],
-        [place for place, is_padding in enumerate(padding) if is_padding] if any(padding) else [],
+        [one.rollout_id for one in rollouts],
+        padding=[place for place, one in enumerate(rollouts) if one.is_padding],
     )
+    for field, (name, nothing) in PER_ROLLOUT.items():
+        values = [getattr(one, field) for one in rollouts]
+        # lists that say nothing do not travel
+        if values.count(nothing) < len(values):
+            setattr(header, name, values)
+    if any(one.tensors for one in rollouts):
+        header.tensors = [
+            [Column(name, DTYPE_INDEX[own.dtype], tuple(own.shape)) for name, own in one.tensors.items()]
+            for one in rollouts
+        ]
+    return header
 
 
 def _columns(rollouts: Sequence[Rollout]) -> tuple[Column, ...]:
     first = rollouts[0]
-    columns: list[Column] = []
-    likes: list[tuple[str, torch.dtype, int, tuple[int, ...]]] = []
-    for name, like in columns_of(first).items():
-        # Slices of shapes cost more than all else here, and most columns have one number a token.
-        shape = () if like.ndim == 1 else tuple(like.shape[1:])
-        columns.append(Column(name, DTYPE_INDEX[like.dtype], shape))
-        likes.append((name, like.dtype, like.ndim, shape))
+    # slices of shapes cost more than all else here, and most columns have one number a token
+    likes = [
+        (name, like.dtype, like.ndim, () if like.ndim == 1 else tuple(like.shape[1:]))
+        for name, like in columns_of(first).items()
+    ]
     for rollout in rollouts[1:]:
         its = columns_of(rollout)
-        if len(its) != len(likes):
-            raise _differ(rollout, first, f"has columns {sorted(its)}", f"{sorted(columns_of(first))}")
         for name, dtype, ndim, shape in likes:
             own = its.get(name)
-            if own is None:
-                raise _differ(rollout, first, f"has no column {name!r}", "that one does")
-            if own.dtype is not dtype or own.ndim != ndim or (ndim > 1 and own.shape[1:] != shape):
-                mine, other = f"{own.dtype} {list(own.shape)}", f"{dtype} {list(columns_of(first)[name].shape)}"
-                raise _differ(rollout, first, f"has column {name!r} as {mine}", other)
-    return tuple(columns)
+            if own is None or own.dtype is not dtype or own.ndim != ndim or (ndim > 1 and own.shape[1:] != shape):
+                raise _differ(rollout, first, name)
+        if len(its) != len(likes):
+            raise _differ(rollout, first, *(its.keys() - columns_of(first).keys()))
+    return tuple([Column(name, DTYPE_INDEX[dtype], shape) for name, dtype, _, shape in likes])
 
 
-def _differ(rollout: Rollout, first: Rollout, mine: str, other: str) -> RolloutError:
-    return RolloutError(
-        f"rollout {rollout.rollout_id!r} {mine}, but rollout {first.rollout_id!r} of the same batch: {other}. "
-        "Give every rollout the same columns, with the same dtype and trailing shape"
+def _differ(rollout: Rollout, first: Rollout, *names: str) -> RolloutError:
+    mine, other = (
+        ", ".join(f"{its[name].dtype} {list(its[name].shape)}" if name in its else "nothing" for name in names)
+        for its in map(columns_of, (rollout, first))
     )
-
-
-def _described(tensors: Mapping[str, Tensor]) -> list[Column]:
-    return [Column(name, DTYPE_INDEX[own.dtype], tuple(own.shape)) for name, own in tensors.items()]
+    return RolloutError(
+        f"rollout {rollout.rollout_id!r} has {mine} as {', '.join(map(repr, names))}, but rollout "
+        f"{first.rollout_id!r} of the same batch has {other}. Give every rollout the same columns, with the same dtype "
+        "and trailing shape"
+    )
 
 
 def _execution_sizes(micro_batches: Sequence[MicroBatch]) -> list[tuple[int, int]]:
@@ -229,16 +219,6 @@ def _make_holes(header: Header, handles: Mapping[int, Handle]) -> None:
     header.holes = [Hole(place, numbers[owner], key) for place, (owner, key) in handles.items()]
 
 
-def _fits(column: Column, rollouts: Sequence[Rollout]) -> bool:
-    if SUPPORTED_DTYPES[column.dtype] is not torch.int64:
-        return False
-    parts = [columns_of(rollout)[column.name] for rollout in rollouts]
-    parts += [one.behind[column.name] for one in rollouts if isinstance(one, SharedRollout) and one.whole is None]
-    # one pass over each part for both ends
-    ends = [torch.aminmax(part) for part in parts if part.numel()]
-    return all(int(low) >= -(2**31) and int(high) < 2**31 for low, high in ends)
-
-
 def _refuse_others(value: object) -> NoReturn:
     raise TypeError(f"it holds a {type(value).__name__}")
 
@@ -246,34 +226,15 @@ def _refuse_others(value: object) -> NoReturn:
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_refuse_others)
 
 
-def _pack(header: Header, rollouts: Sequence[Rollout]) -> msgspec.Raw:
-    # by attrgetter and zip, which loop in C
-    names = Names(*map(list, zip(*map(_NAMED, rollouts), strict=True)))
-    if not any(names.metadata):
-        names.metadata = []
-    for field in ("group_ids", "execution_ids", "versions", "costs"):
-        # lists that say nothing do not travel
-        if getattr(names, field).count(None) == len(rollouts):
-            setattr(names, field, [])
+def _written(header: Header) -> msgspec.Raw:
     try:
-        # bytes within bytes: a rank that trains on columns never decodes them
-        header.names = msgspec.Raw(_ENCODER.encode(names))
         return msgspec.Raw(_ENCODER.encode(header))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise _changed(rollouts, error) from None
-
-
-def _changed(rollouts: Sequence[Rollout], error: Exception) -> RolloutError:
-    """Every field could be written when the rollout was made."""
-    for rollout in rollouts:
-        try:
-            _ENCODER.encode((rollout.rollout_id, rollout.scalars, rollout.metadata))
-        except Exception as its_own:  # noqa: BLE001 - it becomes the message
-            return RolloutError(
-                f"rollout {rollout.rollout_id!r} was changed after it was made, and cannot be written any more: "
-                f"{its_own}. Make a new Rollout instead"
-            )
-    return RolloutError(f"a rollout cannot be written: {error}")
+        # every field could be written when the rollout was made
+        raise RolloutError(
+            f"one of {header.ids[:3]} was changed after it was made, and cannot be written any more: {error}. Make a "
+            "new Rollout instead"
+        ) from None
 
 
 # --- the payload -----------------------------------------------------------------------------------------------------
@@ -281,27 +242,24 @@ def _changed(rollouts: Sequence[Rollout], error: Exception) -> RolloutError:
 
 def _pieces(header: Header, layout: Layout, rollouts: Sequence[Rollout]) -> list[memoryview]:
     """The bytes of all runs, in order, with zeros between columns."""
-    holes = {hole.rollout for hole in header.holes} if header.holes else ()
+    holes = {hole.rollout for hole in header.holes}
     found: list[memoryview] = []
     for block in layout.blocks:
         its = rollouts[block.first : block.stop]
         here = [one for place, one in enumerate(its, block.first) if place not in holes] if holes else its
         for number, column in enumerate(header.columns):
             whose, name = its if number in header.late else here, column.name
-            parts = [one.tokens[name] for one in whose] if block.shared is None else _rows(whose, name)
-            if number in header.narrowed:
-                parts = [part.to(torch.int32) for part in parts]
+            if block.shared is None:
+                parts = [one.tokens[name] for one in whose]
+            else:
+                # parts that hold their columns themselves, or views of the whole's
+                parts = [rows for one in whose for rows in rows_of(one, name)]
+                parts += [rows for one in whose if isinstance(one, SharedRollout) for rows in rows_behind(one, name)]
             _add(found, parts, block.rows * layout.widths[number])
         for place, one in enumerate(its, block.first) if block.tensors else ():
             for tensor in one.tensors.values():
                 _add(found, [] if place in holes else [tensor], tensor.nbytes)
     return found
-
-
-def _rows(rollouts: Sequence[Rollout], name: str) -> list[Tensor]:
-    """Rows of a shared block."""
-    own = [rows for rollout in rollouts for rows in rows_of(rollout, name)]
-    return own + [rows for one in rollouts if isinstance(one, SharedRollout) for rows in rows_behind(one, name)]
 
 
 def _add(found: list[memoryview], parts: list[Tensor], size: int) -> None:

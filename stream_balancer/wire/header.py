@@ -1,13 +1,12 @@
 """The header of rollouts on the wire and on disk: its msgpack structs, every check of a stranger's header, and where
 the bytes of its rollouts lie. Pure.
 
-A header says which columns there are, how many rollouts each block holds, and of each rollout its length, scalars and
-tensors. Offsets are never in it: both ends compute them. Names (ids, groups, metadata, ...) are kept as bytes until
-someone asks for them: a rank that trains on packed columns never does.
+A header says which columns there are, how many rollouts each block holds, and of each rollout its length, names,
+scalars and tensors. Offsets are never in it: both ends compute them.
 
 ::
 
-    memory   block 0: column a | column b | ... | tensors of its rollouts || block 1: ... || room for widened columns
+    memory   block 0: column a | column b | ... | tensors of its rollouts || block 1: ...
 
 A column of a block holds the rows of the block's rollouts, one after the other, so a packed micro-batch is one view per
 column. In a shared block these are each rollout's two chunks, and then the two rows behind the chunks of each. Every
@@ -41,8 +40,8 @@ from stream_balancer.values import (
 )  # fmt: skip
 
 __all__ = [
-    "ALIGNMENT", "DTYPE_INDEX", "MAX_BYTES", "Block", "Column", "GivenColumns", "Header", "Hole", "Layout", "Names",
-    "Owner", "Shared", "align", "lay_out", "read_header", "read_names", "runs_of", "spans_of",
+    "ALIGNMENT", "DTYPE_INDEX", "MAX_BYTES", "PER_ROLLOUT", "Block", "Column", "GivenColumns", "Header", "Hole",
+    "Layout", "Owner", "Shared", "align", "lay_out", "read_given", "read_header", "runs_of", "spans_of",
 ]  # fmt: skip
 
 DTYPE_INDEX = {dtype: index for index, dtype in enumerate(SUPPORTED_DTYPES)}
@@ -68,10 +67,22 @@ class Column(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Name, type and shape of a column, or of a tensor that belongs to one rollout."""
 
     name: Name
-    dtype: Annotated[int, msgspec.Meta(ge=0, lt=len(SUPPORTED_DTYPES))]
-    """Index into SUPPORTED_DTYPES."""
+    index: Annotated[int, msgspec.Meta(ge=0, lt=len(SUPPORTED_DTYPES))]
+    """Of its dtype, in SUPPORTED_DTYPES."""
     shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     """Shape of one row of a column; of the whole tensor otherwise."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return SUPPORTED_DTYPES[self.index]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one row of a column, or of a tensor. Raises WireError for a shape that no tensor has."""
+        # A size of 0 must not hide another one that is absurd: torch refuses it even where there is no element.
+        if prod(max(size, 1) for size in self.shape) > MAX_ELEMENTS:
+            raise WireError(f"{self.name!r} has an impossible shape: {self.shape}")
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class Owner(msgspec.Struct, array_like=True, frozen=True):
@@ -103,19 +114,8 @@ class Shared(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Place of this one among them."""
 
 
-class Names(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Names of rollouts, and other fields that no layout needs. A list is empty where no rollout has one."""
-
-    ids: list[Name]
-    group_ids: list[Name | None] = []
-    execution_ids: list[Name | None] = []
-    versions: list[Version | Versions | None] = []
-    costs: list[Cost | None] = []
-    metadata: list[Mapping[str, Any]] = []
-
-
 class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Lists are per rollout unless said otherwise."""
+    """Lists are per rollout unless said otherwise; those with a default are empty where no rollout says anything."""
 
     columns: Annotated[tuple[Column, ...], msgspec.Meta(min_length=1, max_length=MAX_COLUMNS)]
     """Per column; every rollout has all of them."""
@@ -125,22 +125,22 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Tokens of the whole rollout, also where only a part of it is here."""
     loss_tokens: list[Count]
     """As ``lengths``."""
-    names: msgspec.Raw
-    """:class:`Names`."""
+    ids: list[Name]
+    group_ids: list[Name | None] = []
+    execution_ids: list[Name | None] = []
+    versions: list[Version | Versions | None] = []
+    costs: list[Cost | None] = []
+    metadata: list[Mapping[str, Any]] = []
     scalars: list[Mapping[Name, Number]] = []
-    """Empty where no rollout has any."""
-    tensors: list[Annotated[list[Column], msgspec.Meta(max_length=MAX_COLUMNS)]] = []
-    """Empty where no rollout has any."""
     prefixes: list[Count] = []
-    """Leading tokens shared with siblings. Empty where no rollout shares any."""
+    """Leading tokens shared with siblings."""
+    tensors: list[Annotated[list[Column], msgspec.Meta(max_length=MAX_COLUMNS)]] = []
+    execution_sizes: list[tuple[Positive, Count]] = []
+    """(rollouts, loss tokens) that the execution of each has in the step."""
     padding: list[Count] = []
     """Indices of padding copies, ascending."""
-    execution_sizes: list[tuple[Positive, Count]] = []
-    """(rollouts, loss tokens) that the execution of each has in the step; empty where each is one by itself."""
     shared: list[Shared] = []
     """Per shared block, ascending."""
-    narrowed: list[Count] = []
-    """Indices of int64 columns that travel as int32, ascending."""
     late: list[Count] = []
     """Indices of columns that come along even of holes, ascending."""
     holes: list[Hole] = []
@@ -149,43 +149,71 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Per owner."""
 
 
-_DECODER = msgspec.msgpack.Decoder(Header)
-_NAMES = msgspec.msgpack.Decoder(Names)
+PER_ROLLOUT: dict[str, tuple[str, Any]] = {
+    "group_id": ("group_ids", None),
+    "execution_id": ("execution_ids", None),
+    "version": ("versions", None),
+    "cost": ("costs", None),
+    "metadata": ("metadata", {}),
+    "scalars": ("scalars", {}),
+    "prefix": ("prefixes", 0),
+}
+"""Fields of a rollout that travel as they are: the header's list, and the value that says nothing."""
+_LISTS = attrgetter(*(name for name, _ in PER_ROLLOUT.values()), "tensors", "execution_sizes")
+
+
+class GivenColumns(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Columns that a role has computed of one micro-batch."""
+
+    columns: Annotated[list[Column], msgspec.Meta(min_length=1, max_length=64)]
+    num_tokens: Positive
+
+
+_HEADER = msgspec.msgpack.Decoder(Header)
+_GIVEN = msgspec.msgpack.Decoder(GivenColumns)
 
 
 def read_header(raw: msgspec.Raw | bytes) -> Header:
-    """A header whose sizes and indices are possible. Raises WireError."""
+    """A header that is possible, so that nobody behind this looks at a length, an index or a name again. Raises
+    WireError."""
     try:
-        header = _DECODER.decode(raw)
+        header = _HEADER.decode(raw)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise WireError(f"the header of rollouts cannot be read: {error}") from None
     _widths(header.columns)
-    _check_lists(header)
-    if header.scalars or header.tensors:
-        _check_others(header)
-    if header.shared or header.narrowed or header.late or header.holes:
+    lengths, loss_tokens, count = header.lengths, header.loss_tokens, len(header.lengths)
+    others = _LISTS(header)
+    if len(loss_tokens) != count or len(header.ids) != count or any(its and len(its) != count for its in others):
+        raise WireError("the header of rollouts has lists of different lengths")
+    if sum(header.blocks) != count:
+        raise WireError(f"the blocks must hold all {count} rollouts")
+    if not all(map(le, loss_tokens, lengths)):
+        raise WireError("a rollout has an impossible number of loss tokens")
+    if header.prefixes:
+        _check_prefixes(header)
+    if not _ascends(header.padding, count) or any(loss_tokens[index] for index in header.padding):
+        raise WireError("the list of padding copies is wrong")
+    if not header.padding and any(name.startswith(PADDING_PREFIX) for name in header.ids):
+        raise WireError(f"an id begins with {PADDING_PREFIX!r}: so the balancer names its padding copies")
+    names = {column.name for column in header.columns}
+    if not all(map(names.isdisjoint, header.scalars)):
+        raise WireError("a name is both a column and a scalar")
+    if any(len({tensor.name for tensor in tensors}) != len(tensors) for tensors in header.tensors):
+        raise WireError("a rollout has two tensors of one name")
+    if header.shared or header.late or header.holes:
         _check_parts(header)
     return header
 
 
-def read_names(header: Header) -> Names:
-    """The names in a header. Raises WireError."""
+def read_given(raw: msgspec.Raw | bytes) -> GivenColumns:
+    """A header of columns that fit tokens. Raises WireError."""
     try:
-        names = _NAMES.decode(header.names)
+        given = _GIVEN.decode(raw)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise WireError(f"the names of rollouts cannot be read: {error}") from None
-    count = len(header.lengths)
-    for its in (names.ids, names.group_ids, names.execution_ids, names.versions, names.costs, names.metadata):
-        if len(its) != count and (its or its is names.ids):
-            raise WireError("the names of rollouts have lists of different lengths")
-    if header.prefixes:
-        groups = names.group_ids or [None] * count
-        if any(prefix and group is None for prefix, group in zip(header.prefixes, groups, strict=True)):
-            raise WireError("a rollout shares tokens with no group")
-    for name in () if header.padding else names.ids:
-        if name.startswith(PADDING_PREFIX):
-            raise WireError(f"{name!r} begins with {PADDING_PREFIX!r}: so the balancer names its padding copies")
-    return names
+        raise WireError(f"the header of columns cannot be read: {error}") from None
+    if len({column.name for column in given.columns}) != len(given.columns) or any(c.shape for c in given.columns):
+        raise WireError("a column comes twice, or has more than one number for each token")
+    return given
 
 
 @lru_cache(64)
@@ -198,43 +226,17 @@ def _widths(columns: tuple[Column, ...]) -> tuple[int, ...]:
     for column in columns:
         if column.shape and column.name in ("input_ids", "loss_mask"):
             raise WireError(f"{column.name} must have one number per token")
-        if column.name == "input_ids" and SUPPORTED_DTYPES[column.dtype] not in _INTEGERS:
+        if column.name == "input_ids" and column.dtype not in _INTEGERS:
             raise WireError("input_ids must be integers")
-    return tuple(map(_size, columns))
+    return tuple(column.num_bytes for column in columns)
 
 
-def _size(column: Column) -> int:
-    """Bytes of one row of a column, or of a tensor. Raises WireError for a shape that no tensor has."""
-    # A size of 0 must not hide another one that is absurd: torch refuses it even where there is no element.
-    if prod(max(size, 1) for size in column.shape) > MAX_ELEMENTS:
-        raise WireError(f"{column.name!r} has an impossible shape: {column.shape}")
-    return prod(column.shape) * SUPPORTED_DTYPES[column.dtype].itemsize
-
-
-def _check_lists(header: Header) -> None:
-    # every list is checked here once, so that nobody behind this looks at a length again
-    lengths, loss_tokens = header.lengths, header.loss_tokens
-    count = len(lengths)
-    for its in (loss_tokens, header.scalars, header.tensors, header.prefixes, header.execution_sizes):
-        if len(its) != count and (its or its is loss_tokens):
-            raise WireError("the header of rollouts has lists of different lengths")
-    if sum(header.blocks) != count:
-        raise WireError(f"the blocks must hold all {count} rollouts")
-    if not all(map(le, loss_tokens, lengths)):
-        raise WireError("a rollout has an impossible number of loss tokens")
-    if not all(map(lt, header.prefixes, lengths)):
+def _check_prefixes(header: Header) -> None:
+    if not all(map(lt, header.prefixes, header.lengths)):
         raise WireError("a rollout shares more tokens than it has")
-    padding = header.padding
-    if padding and (not _ascends(padding, count) or any(loss_tokens[index] for index in padding)):
-        raise WireError("the list of padding copies is wrong")
-
-
-def _check_others(header: Header) -> None:
-    names = {column.name for column in header.columns}
-    if not all(names.isdisjoint(scalars) for scalars in header.scalars):
-        raise WireError("a name is both a column and a scalar")
-    if any(len({tensor.name for tensor in tensors}) != len(tensors) for tensors in header.tensors):
-        raise WireError("a rollout has two tensors of one name")
+    groups = header.group_ids or [None] * len(header.lengths)
+    if any(prefix and group is None for prefix, group in zip(header.prefixes, groups, strict=True)):
+        raise WireError("a rollout shares tokens with no group")
 
 
 def _check_parts(header: Header) -> None:
@@ -246,20 +248,13 @@ def _check_parts(header: Header) -> None:
         # the rows of each rollout that are here are computed from these numbers
         if len(members) < 2 or len(set(members)) != len(members) or one.cp_rank >= len(members):
             raise WireError(f"a block is shared by ranks {list(members[:8])}, which is impossible")
-    columns, narrowed = header.columns, header.narrowed
-    if not _ascends(narrowed, len(columns)) or {columns[number].dtype for number in narrowed} - {_INT64}:
-        raise WireError("only int64 columns may travel narrowed")
     absent = [one.rollout for one in header.holes]
-    if not _ascends(header.late, len(columns)) or not _ascends(absent, len(header.lengths)):
+    if not _ascends(header.late, len(header.columns)) or not _ascends(absent, len(header.lengths)):
         raise WireError("the list of what does not come along is wrong")
     if any(one.owner >= len(header.owners) for one in header.holes):
         raise WireError("a rollout lies with an owner that is not named")
-    # an owner sends its tensors as they lie, at their own width
-    if (header.holes and narrowed) or (header.late and not header.holes):
-        raise WireError("what lies elsewhere is not narrowed, and only beside it columns are late")
-
-
-_INT64 = DTYPE_INDEX[torch.int64]
+    if header.late and not header.holes:
+        raise WireError("columns are late, and all others come along, too")
 
 
 def _ascends(numbers: Collection[int], end: int) -> bool:
@@ -269,14 +264,6 @@ def _ascends(numbers: Collection[int], end: int) -> bool:
             return False
         last = number
     return last < end
-
-
-class GivenColumns(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Columns that a role has computed of some micro-batches."""
-
-    columns: Annotated[list[Column], msgspec.Meta(min_length=1, max_length=64)]
-    lengths: Annotated[list[Positive], msgspec.Meta(min_length=1)]
-    """Tokens of each micro-batch."""
 
 
 # --- where the bytes lie ---------------------------------------------------------------------------------------------
@@ -295,8 +282,6 @@ class Block(NamedTuple):
     shared: Shared | None
     columns: list[int]
     """Offset of each column."""
-    restored: dict[int, int]
-    """Offsets of narrowed columns once they are widened."""
     tensors: list[list[int]]
     """[n] offsets of each rollout's own tensors; empty where no rollout has any."""
 
@@ -305,11 +290,9 @@ class Layout(NamedTuple):
     """Where everything lies."""
 
     blocks: list[Block]
-    widths: list[int]
-    """Bytes of a row of each column, as it travels."""
-    wire_bytes: int
+    widths: tuple[int, ...]
+    """Bytes of a row of each column."""
     total_bytes: int
-    """With the room for widened columns."""
 
     def block_of(self, rollout: int) -> Block:
         """The block that it is in. O(log(blocks))."""
@@ -323,12 +306,8 @@ def align(size: int) -> int:
 
 def lay_out(header: Header, max_bytes: int) -> Layout:
     """Raises WireError where more than ``max_bytes`` would be needed. O(columns x blocks + rollouts)."""
-    widths = list(_widths(header.columns))
-    narrowed = header.narrowed
-    # as they travel; the room for widened ones is behind everything else
-    for number in narrowed:
-        widths[number] //= 2
-    shared = {one.block: one for one in header.shared} if header.shared else {}
+    widths = _widths(header.columns)
+    shared = {one.block: one for one in header.shared}
     at = 0
     blocks: list[Block] = []
     for number, (first, stop) in enumerate(pairwise(accumulate(header.blocks, initial=0))):
@@ -337,33 +316,18 @@ def lay_out(header: Header, max_bytes: int) -> Layout:
             lengths = [2 * chunk_tokens(length, len(one.cp_group)) for length in lengths]
         starts = list(accumulate(lengths, initial=0))
         rows = starts[-1] + (0 if one is None else 2 * (stop - first))
-        columns = []
-        for width in widths:
-            columns.append(at)
-            # align() written out: this line runs for each column of each block
-            at += -(-rows * width // ALIGNMENT) * ALIGNMENT or ALIGNMENT
-            # inside the loop: sizes of a stranger must not be summed to the end first
-            if at > max_bytes:
-                raise _too_much(max_bytes)
+        # align() written out: this line runs for each column of each block
+        ends = accumulate((-(-rows * width // ALIGNMENT) * ALIGNMENT or ALIGNMENT for width in widths), initial=at)
+        *columns, at = ends
         tensors = []
         for own in header.tensors[first:stop]:
-            tensors.append(list(accumulate(map(align, map(_size, own)), initial=at)))
-            at = tensors[-1].pop()
-            if at > max_bytes:
-                raise _too_much(max_bytes)
-        blocks.append(Block(first, stop, starts, rows, one, columns, {}, tensors))
-    wire_bytes = at
-    for block in blocks if narrowed else ():
-        for number in narrowed:
-            block.restored[number] = at
-            at += align(2 * block.rows * widths[number])
-    if at > max_bytes:
-        raise _too_much(max_bytes)
-    return Layout(blocks, widths, wire_bytes, at)
-
-
-def _too_much(max_bytes: int) -> WireError:
-    return WireError(f"more than {max_bytes} bytes would be needed")
+            *its, at = accumulate((align(one.num_bytes) for one in own), initial=at)
+            tensors.append(its)
+        # for each block: sizes of a stranger must not be summed to the end first
+        if at > max_bytes:
+            raise WireError(f"more than {max_bytes} bytes would be needed")
+        blocks.append(Block(first, stop, starts, rows, one, columns, tensors))
+    return Layout(blocks, widths, at)
 
 
 def runs_of(header: Header, layout: Layout) -> tuple[int, ...]:
@@ -372,7 +336,7 @@ def runs_of(header: Header, layout: Layout) -> tuple[int, ...]:
     at = 0
     # late columns of a hole lie between its spans, and come along
     absent = sorted(span for hole in header.holes for span in spans_of(header, layout, hole.rollout))
-    for start, size in [*absent, (layout.wire_bytes, 0)]:
+    for start, size in [*absent, (layout.total_bytes, 0)]:
         if start > at:
             runs += (at, start - at)
         at = start + size
@@ -396,6 +360,6 @@ def spans_of(header: Header, layout: Layout, rollout: int) -> list[tuple[int, in
                 spans.append((start + behind * width, 2 * width))
     if block.tensors:
         own = zip(header.tensors[rollout], block.tensors[place], strict=True)
-        spans += [(at, _size(tensor)) for tensor, at in sorted(own, key=lambda its: its[0].name)]
+        spans += [(at, tensor.num_bytes) for tensor, at in sorted(own, key=lambda its: its[0].name)]
     # empty ones are left out at both ends
     return [(at, size) for at, size in spans if size]

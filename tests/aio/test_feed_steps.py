@@ -341,7 +341,7 @@ async def test_a_role_gives_columns_item_by_item() -> None:
         micro_batch.give(ref_logprobs=torch.ones(11))
     await settle()
     [*_, report] = rig.controller.reports
-    [given] = decode_columns(report.about, rig.controller.columns[-1], [11])
+    given = decode_columns(report.about, rig.controller.columns[-1], 11)
     assert torch.equal(given["ref_logprobs"], torch.ones(11))
     rig.controller.tell(m.Seal(0, 1, (), m.Sizes(0, 0, 0, 0)))
     assert batch.global_num_tokens == 100

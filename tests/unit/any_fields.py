@@ -247,7 +247,7 @@ def delivered(rollout: Rollout) -> Rollout:
     batch = core.poll(0.0)
     assert batch is not None
     verify(core)
-    return carried(*batch.ranks[0].micro_batches, narrow=True).rollouts[0]
+    return carried(*batch.ranks[0].micro_batches).rollouts[0]
 
 
 def put_elsewhere(rollout: Rollout) -> Rollout:

@@ -22,7 +22,7 @@ from stream_balancer.errors import WireError
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import MicroBatch, Rollout, SharedRollout
 from stream_balancer.wire import codec
-from stream_balancer.wire.header import Names
+from stream_balancer.wire.header import Header
 
 
 def same_layout(one: MicroBatch, other: MicroBatch) -> None:
@@ -173,10 +173,9 @@ def test_what_is_gone_is_masked() -> None:
     first.tree()
 
 
-@pytest.mark.parametrize("narrow", [True, False])
-def test_what_turns_out_to_be_gone_later_is_masked_in_new_micro_batches(narrow: bool) -> None:
+def test_what_turns_out_to_be_gone_later_is_masked_in_new_micro_batches() -> None:
     local = [Rollout(tokens={"input_ids": torch.arange(1, 9)}, rollout_id=str(n)) for n in range(3)]
-    got = carried(local, narrow=narrow)
+    got = carried(local)
     assert not any(one.is_padding for one in got.micro_batches[0].rollouts)
     got.mask(["1"])
     (after,) = got.micro_batches
@@ -188,33 +187,21 @@ def test_what_turns_out_to_be_gone_later_is_masked_in_new_micro_batches(narrow: 
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("narrow", [True, False])
 @pytest.mark.parametrize("degree", [2, 4])
-def test_parts_arrive_as_they_were_cut(degree: int, narrow: bool) -> None:
+def test_parts_arrive_as_they_were_cut(degree: int) -> None:
     wholes = [a_rollout(33), a_rollout(1, "s"), a_rollout(64, "t")]
     group = tuple(range(degree))
     for place in range(degree):
         sent = [MicroBatch.shared(wholes, group, place), MicroBatch.of([a_rollout(5 + place, "own")])]
-        got = carried(*sent, narrow=narrow).micro_batches
+        got = carried(*sent).micro_batches
         for ours, theirs in zip(sent, got, strict=True):
             same_layout(theirs, ours)
             assert all(same_rollout(a, b) for a, b in zip(ours.rollouts, theirs.rollouts, strict=True))
         part = got[0].rollouts[0]
         assert isinstance(part, SharedRollout)
         assert (part.whole, part.whole_tokens, part.whole_loss_tokens) == (None, 33, wholes[0].num_loss_tokens)
-        again = carried(*got, narrow=narrow)  # from bytes alone, as from the controller's tensors
+        again = carried(*got)  # from bytes alone, as from the controller's tensors
         same_layout(again.micro_batches[0], got[0])
-
-
-def test_a_large_value_behind_a_chunk_is_not_narrowed() -> None:
-    """Of the first member it is the only one, and what it has received has no whole."""
-    ids = torch.arange(8)
-    ids[2] = 2**40
-    got = carried(MicroBatch.shared([Rollout(tokens={"input_ids": ids}, rollout_id="r")], (0, 1), 0), narrow=True)
-    for one in (got, carried(*got.micro_batches, narrow=True)):
-        packed = one.micro_batches[0].packed()
-        assert packed["input_ids"].tolist() == [0, 1, 6, 7]
-        assert packed.next("input_ids").tolist() == [1, 2**40, 7, 0]
 
 
 @pytest.mark.parametrize("degree", [2, 4, 8])
@@ -243,8 +230,7 @@ def test_a_put_is_whole() -> None:
 )  # fmt: skip
 def test_a_rollout_that_may_be_none_is_refused(change: dict[str, Any]) -> None:
     encoded = codec.encode_rollouts([rollout(1), rollout(2)])
-    fields = msgspec.msgpack.decode(encoded.header)
-    names = msgspec.convert(fields[4], Names)
-    raw = msgspec.msgpack.encode([*fields[:4], msgspec.structs.replace(names, **change), *fields[5:]])
-    with pytest.raises(WireError, match=r"names of rollouts|padding copies"):
+    header = msgspec.msgpack.decode(encoded.header, type=Header)
+    raw = msgspec.msgpack.encode(msgspec.structs.replace(header, **change))
+    with pytest.raises(WireError, match=r"header of rollouts|padding copies"):
         codec.decode_rollouts(raw, received(encoded))

@@ -39,8 +39,8 @@ def work() -> Encoded:
     return codec.encode([MicroBatch.shared([*shared, away[0]], (0, 1), 1), MicroBatch.of([away[1]])])
 
 
-def narrowed() -> Encoded:
-    return codec.encode([MicroBatch.shared(some()[:2], (3, 1, 5), 2), MicroBatch.of(some()[2:])], narrow=True)
+def parts() -> Encoded:
+    return codec.encode([MicroBatch.shared(some()[:2], (3, 1, 5), 2), MicroBatch.of(some()[2:])])
 
 
 def a_put() -> Encoded:
@@ -52,9 +52,7 @@ def a_kept_put() -> Encoded:
 
 
 def columns() -> Encoded:
-    return codec.encode_columns(
-        [{"a": torch.rand(3), "b": torch.arange(3)}, {"a": torch.rand(9), "b": torch.arange(9)}]
-    )
+    return codec.encode_columns({"a": torch.rand(9), "b": torch.arange(9)}, 9)
 
 
 def train_on(header: bytes, memory: Memory | None) -> None:
@@ -64,7 +62,7 @@ def train_on(header: bytes, memory: Memory | None) -> None:
         for place in one.places:
             place[:] = bytes(len(place))
     use(got)
-    got.mask([got.names.ids[0]])
+    got.mask([got.ids[0]])
     use(got)
 
 
@@ -94,13 +92,12 @@ def take_put(header: bytes, memory: Memory | None) -> None:
 
 
 def take_columns(header: bytes, memory: Memory | None) -> None:
-    for its in codec.decode_columns(header, memory, [3, 9]):
-        assert all(len(column.clone()) in (3, 9) for column in its.values())
+    assert all(len(column.clone()) == 9 for column in codec.decode_columns(header, memory, 9).values())
 
 
 Target = tuple[Callable[[], Encoded], Callable[[bytes, "Memory | None"], None]]
 TARGETS: list[Target] = [
-    (work, train_on), (narrowed, train_on), (a_put, take_put), (a_kept_put, take_put), (columns, take_columns),
+    (work, train_on), (parts, train_on), (a_put, take_put), (a_kept_put, take_put), (columns, take_columns),
 ]  # fmt: skip
 
 _ODD: list[Any] = [
@@ -177,7 +174,7 @@ def test_deep_nesting_is_no_way_in(depth: int) -> None:
         with pytest.raises(WireError, match="cannot be read"):
             read(b"\x91" * depth, np.zeros(64, dtype=np.uint8))
     fields = msgspec.msgpack.decode(a_put().header)
-    header = msgspec.msgpack.encode([*fields[:4], msgspec.Raw(b"\x91" * depth + b"\xc0"), *fields[5:]])
+    header = msgspec.msgpack.encode([*fields[:9], msgspec.Raw(b"\x91" * depth + b"\xc0"), *fields[10:]])
     with pytest.raises(WireError, match="cannot be read"):
         take_put(header, received(a_put()))
 
@@ -215,9 +212,6 @@ def _changed(encoded: Encoded, **changes: Any) -> bytes:
         ({"shared": [(1, (0, 1), 0)]}, "shared blocks"),
         ({"shared": [(0, (0, 1), 0), (0, (0, 1), 0)]}, "shared blocks"),
         ({"shared": [(0, tuple(range(9)), 0)]}, "bytes"),
-        ({"narrowed": [1]}, "narrowed"),
-        ({"narrowed": [7]}, "narrowed"),
-        ({"narrowed": [0]}, "bytes"),
         ({"late": [0]}, "late"),
         ({"holes": [(0, 0, 3)]}, "not named"),
         ({"holes": [(4, 0, 3)], "owners": [A]}, "does not come along"),
@@ -231,27 +225,17 @@ def _changed(encoded: Encoded, **changes: Any) -> bytes:
         ({"columns": [("input_ids", 5, ()), ("x", 5, (0, 2**40, 2**40))]}, "impossible shape"),
         ({"columns": [("input_ids", 5, ()), ("x", 5, (1,) * 99)]}, "cannot be read"),
         ({"tensors": [[("a", 0, ()), ("a", 0, ())], [], [], []]}, "two tensors"),
+        ({"ids": ["a"]}, "different lengths"),
+        ({"ids": [1, 2, 3, 4]}, "cannot be read"),
+        ({"versions": [1]}, "different lengths"),
+        ({"metadata": [[]] * 4}, "cannot be read"),
+        ({"group_ids": [None] * 4}, "no group"),
     ],
 )  # fmt: skip
 def test_impossible_headers_are_refused(changes: dict[str, Any], says: str) -> None:
     encoded = codec.encode([MicroBatch.of(some())])
     with pytest.raises(WireError, match=says):
         codec.decode(_changed(encoded, **changes), received(encoded))
-
-
-@pytest.mark.parametrize("changes", [{"ids": ["a"]}, {"ids": [1, 2, 3, 4]}, {"versions": [1]}, {"metadata": [[]] * 4}])
-def test_impossible_names_are_refused_when_they_are_asked_for(changes: dict[str, Any]) -> None:
-    from stream_balancer.wire.header import Header, Names
-
-    encoded = codec.encode([MicroBatch.of([rollout(n) for n in range(4)])])
-    names = msgspec.msgpack.decode(msgspec.msgpack.decode(encoded.header, type=Header).names, type=Names)
-    for name, value in changes.items():
-        setattr(names, name, value)
-    raw = msgspec.Raw(msgspec.msgpack.encode(names))
-    got = codec.decode(_changed(encoded, names=raw), received(encoded))
-    got.micro_batches[0].packed()
-    with pytest.raises(WireError, match="names of rollouts"):
-        got.rollouts[0]
 
 
 def test_no_pickle_anywhere_in_the_package() -> None:

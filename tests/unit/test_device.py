@@ -73,7 +73,7 @@ class Work:
     """What a port does with the bytes of a message."""
 
     def __init__(self, step: int, uploader: Uploader, pool: Pool) -> None:
-        encoded = encode(micro_batches_of(step), narrow=True)
+        encoded = encode(micro_batches_of(step))
         came = received(encoded)
         assert came is not None
         memory = pool.take(came.size)
