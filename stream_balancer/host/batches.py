@@ -11,6 +11,8 @@ with the first row of a step.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -27,6 +29,8 @@ from stream_balancer.host.wakeups import Wakeups
 from stream_balancer.types import Batch
 
 __all__ = ["Batches", "Consumer"]
+
+_log = logging.getLogger("stream_balancer.balancer")
 
 RankStates: TypeAlias = Callable[[], list[RankState]]
 
@@ -50,6 +54,8 @@ class Consumer:
             raise AlreadyInUseError(
                 "batches() was called while another task is waiting for this balancer's next batch. " + _ONE_TRAINER
             )
+        if self.rank_states is None:
+            _warn_where_every_rank_balances(self._core.config.dp_size)
         self._core.open_steps(open)
         row, self._undelivered = self._undelivered, None
         if row is not None:
@@ -154,6 +160,23 @@ class Consumer:
             )
         if self._wakeups.consumer_waits:
             raise AlreadyInUseError("another task is already waiting for this balancer's next batch. " + _ONE_TRAINER)
+
+
+def _warn_where_every_rank_balances(dp_size: int) -> None:
+    """A balancer of its own on each rank balances that rank's rollouts alone, and nobody trains on the rest."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return
+    # rank 0 is often the controller of all, and a dp_size above the world is that of other processes
+    if dist.get_rank() > 0 and 1 < dp_size <= dist.get_world_size():
+        _log.warning(
+            "rank %d iterates batches() of a balancer of its own, which plans for %d ranks. If every rank does, each "
+            "trains on a part of its own rollouts, and nobody on the others. One balancer serves all ranks: "
+            "sb.serve(balancer, sb.TorchTransport.in_world()) on one, `for batch in sb.RankFeed()` on each, and "
+            "sb.connect() to put from each",
+            dist.get_rank(),
+            dp_size,
+        )
 
 
 _ONE_TRAINER = "One trainer iterates a balancer; to feed several ranks use serve() and RankFeed, or take batch.ranks[k]"
