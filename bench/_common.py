@@ -38,7 +38,7 @@ async def keep_putting(balancer: sb.StreamBalancer, num_tokens: int, count: int 
     """Rollouts of 8 bytes a token, which share their column: so many, and then the end; None: until cancelled, or the
     balancer has ended."""
     ids = torch.zeros(num_tokens, dtype=torch.int64)
-    with suppress(sb.ClosedResourceError):
+    with suppress(sb.errors.ClosedResourceError):
         for number in itertools.count() if count is None else range(count):
             await balancer.put(sb.Rollout(tokens={"input_ids": ids}, rollout_id=f"r{number}"))
         balancer.end()

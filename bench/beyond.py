@@ -31,7 +31,7 @@ from window import Mode, drawn, of_usual_size
 import stream_balancer as sb
 from stream_balancer.tools.generation import finish_times
 
-COST = sb.QuadraticCost()
+COST = sb.cost.QuadraticCost()
 FIRST_SEED = 17_000
 """Nothing was tuned on it."""
 

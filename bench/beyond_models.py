@@ -272,7 +272,7 @@ def one_process(its_model: Decoder, sharing: bool) -> Train:
     """Ranks one after another, in CPU seconds."""
     loss_of = tree_loss_sum if sharing else loss_sum
 
-    def seconds(micro_batch: sb.MicroBatch) -> float:
+    def seconds(micro_batch: sb.types.MicroBatch) -> float:
         began = time.thread_time()
         (loss_of(its_model, micro_batch) / 1e4).backward()  # type: ignore[no-untyped-call]
         took = time.thread_time() - began

@@ -29,7 +29,7 @@ def make_rollouts(count: int, seed: int) -> list[sb.Rollout]:
 
 async def throughput(rollouts: list[sb.Rollout], waiting: int) -> float:
     """Rollouts per second from put to dispatch, with about ``waiting`` of them in the window all the time."""
-    config = sb.BalancerConfig(dp_size=DP_SIZE, batch_size=BATCH_SIZE, window=waiting, cost=sb.QuadraticCost())
+    config = sb.BalancerConfig(dp_size=DP_SIZE, batch_size=BATCH_SIZE, window=waiting, cost=sb.cost.QuadraticCost())
     async with sb.StreamBalancer(config) as balancer:
         fill, rest = rollouts[: waiting - 1], rollouts[waiting - 1 :]
         for rollout in fill:
@@ -95,7 +95,7 @@ async def deadline_lateness_s(deadline_s: float = 0.05) -> float:
 
 async def window_latency_s() -> float:
     """Real seconds from the put that fills the window (256 of 512 go to 8 ranks) to the trainer holding the batch."""
-    config = sb.BalancerConfig(dp_size=8, batch_size=256, cost=sb.QuadraticCost())
+    config = sb.BalancerConfig(dp_size=8, batch_size=256, cost=sb.cost.QuadraticCost())
     rollouts = make_rollouts(config.window, 3)
     taken: list[float] = []
     async with sb.StreamBalancer(config) as balancer:

@@ -69,7 +69,7 @@ class Open:
     def __call__(self, comes: Floats, work: Floats, free_s: float) -> float:
         size = len(comes)
         config = sb.BalancerConfig(
-            dp_size=RANKS, batch_size=size, window=size, sync=self.sync, cost=sb.TokenCost(), remember_ids=0
+            dp_size=RANKS, batch_size=size, window=size, sync=self.sync, cost=sb.cost.TokenCost(), remember_ids=0
         )
         core = BalancerCore(config, tolerance=1e-3)
         core.open_steps(True)
@@ -117,7 +117,7 @@ class Stream:
             order = np.concatenate([issue_order(trace, 100 * seed + time) for time in range(times)])[:needed]
         else:
             order = np.roll(np.arange(len(trace)), -3000 * seed)[: min(needed, len(trace)) // batch_size * batch_size]
-        work = np.asarray(sb.QuadraticCost()(trace.lengths[order]), dtype=np.float64)
+        work = np.asarray(sb.cost.QuadraticCost()(trace.lengths[order]), dtype=np.float64)
         return cls(trace.output_tokens[order] / TOKENS_PER_SECOND, work, trace.group_ids[order], batch_size)
 
     @property

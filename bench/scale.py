@@ -42,7 +42,7 @@ def make_rollouts(count: int, seed: int = 0) -> Iterator[sb.Rollout]:
 
 
 def config_of(num_ranks: int, batch_size: int, waiting: int) -> sb.BalancerConfig:
-    return sb.BalancerConfig(dp_size=num_ranks, batch_size=batch_size, window=waiting, cost=sb.QuadraticCost())
+    return sb.BalancerConfig(dp_size=num_ranks, batch_size=batch_size, window=waiting, cost=sb.cost.QuadraticCost())
 
 
 def dispatch_times(num_ranks: int, batch_size: int, waiting: int, dispatches: int) -> dict[str, float]:

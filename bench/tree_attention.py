@@ -26,7 +26,7 @@ __all__ = ["tree_loss_sum"]
 Nodes = tuple[Node, ...]
 
 
-def tree_loss_sum(model: Decoder, micro_batch: sb.MicroBatch) -> Tensor:
+def tree_loss_sum(model: Decoder, micro_batch: sb.types.MicroBatch) -> Tensor:
     """As the demo's ``loss_sum``, on each shared prefix once."""
     packed, unique = micro_batch.packed(), micro_batch.tree()
     x = model.embedding(unique["input_ids"])

@@ -34,13 +34,13 @@ from stream_balancer.tools.generation import seconds_per_rollout
 from stream_balancer.tools.tune import AGE_SLACK, FEW_SHORT, PARTITION_TOLERANCE
 from stream_balancer.tools.tune_report import TuneReport
 
-CONFIG = sb.BalancerConfig(dp_size=8, batch_size=32, cost=sb.QuadraticCost())
+CONFIG = sb.BalancerConfig(dp_size=8, batch_size=32, cost=sb.cost.QuadraticCost())
 
 
 def sweep(rows: Rows, processes: int) -> None:
     """How long 20,000 rollouts take."""
     rows.text("a sweep of 20,000 rollouts")
-    for name, cost in (("quadratic", sb.QuadraticCost()), ("tokens", sb.TokenCost())):
+    for name, cost in (("quadratic", sb.cost.QuadraticCost()), ("tokens", sb.cost.TokenCost())):
         trace = sb.generate_trace(20_000, "lrm")
         start = time.perf_counter()
         report = sb.tune(trace, CONFIG.replace(cost=cost), processes=processes)
@@ -109,8 +109,12 @@ def trace_of(lengths: Ints) -> sb.Trace:
 
 
 def auto(rows: Rows, seeds: int, steps: int) -> None:
-    for batch, ranks, cost in ((32, 8, sb.QuadraticCost()), (64, 8, sb.QuadraticCost()), (64, 16, sb.TokenCost())):
-        name = f"{batch}/{ranks} {'tok' if isinstance(cost, sb.TokenCost) else 'flops'}"
+    for batch, ranks, cost in (
+        (32, 8, sb.cost.QuadraticCost()),
+        (64, 8, sb.cost.QuadraticCost()),
+        (64, 16, sb.cost.TokenCost()),
+    ):
+        name = f"{batch}/{ranks} {'tok' if isinstance(cost, sb.cost.TokenCost) else 'flops'}"
         rows.text(f"window='auto', {name}, {steps} dispatches of a drifting stream")
         gaps, ages, best_ages, idles, best_idles = [], [], [], [], []
         for seed in range(seeds):

@@ -66,7 +66,7 @@ class Mode:
     bars: Mapping[str, float] = field(default_factory=dict)
     """The most that it may idle, by how the name of a trace begins."""
 
-    def config(self, trace: sb.Trace, cost: sb.CostModel) -> sb.BalancerConfig:
+    def config(self, trace: sb.Trace, cost: sb.cost.CostModel) -> sb.BalancerConfig:
         size = int(np.bincount(trace.group_ids).max()) if self.whole_groups else 1
         batch = self.batch // size * size
         window = round(self.width * batch / size) * size
@@ -171,11 +171,11 @@ def measure(rows: Rows, label: str, runs: Sequence[sb.SimulationReport], bar: fl
     )
 
 
-def run(make: Make, seeds: int, mode: Mode, cost: sb.CostModel) -> list[sb.SimulationReport]:
+def run(make: Make, seeds: int, mode: Mode, cost: sb.cost.CostModel) -> list[sb.SimulationReport]:
     return [one(make(seed), mode, cost, seed) for seed in range(seeds)]
 
 
-def one(stream: sb.Trace, mode: Mode, cost: sb.CostModel, seed: int) -> sb.SimulationReport:
+def one(stream: sb.Trace, mode: Mode, cost: sb.cost.CostModel, seed: int) -> sb.SimulationReport:
     config = mode.config(stream, cost)
     if len(mode.group_sizes) < 2:
         return sb.simulate(stream, config, slots=mode.slots, seed=seed)
@@ -188,7 +188,7 @@ def one(stream: sb.Trace, mode: Mode, cost: sb.CostModel, seed: int) -> sb.Simul
     return report_of(simulated, None)
 
 
-def baselines(rows: Rows, name: str, make: Make, seeds: int, mode: Mode, cost: sb.CostModel) -> None:
+def baselines(rows: Rows, name: str, make: Make, seeds: int, mode: Mode, cost: sb.cost.CostModel) -> None:
     """The same stream without a window: first in, first out."""
     measure(rows, f"{name}: round-robin", run(make, seeds, replace(mode, policy="round_robin"), cost))
     measure(rows, f"{name}: fifo + this partition", run(make, seeds, replace(mode, policy="fifo"), cost))
@@ -196,7 +196,7 @@ def baselines(rows: Rows, name: str, make: Make, seeds: int, mode: Mode, cost: s
         rows.add(f"{name}: fifo + verl equal: idle", _idle_of(verl, make, seeds, mode, cost), "%")
 
 
-def _idle_of(partition: Partitioner, make: Make, seeds: int, mode: Mode, cost: sb.CostModel) -> float:
+def _idle_of(partition: Partitioner, make: Make, seeds: int, mode: Mode, cost: sb.cost.CostModel) -> float:
     mean = slowest = 0.0
     for seed in range(seeds):
         trace = make(seed)
@@ -235,7 +235,7 @@ def synthetic(rows: Rows, seeds: int, steps: int, only: str) -> None:
         if only not in name:
             continue
         rows.text(name)
-        cost: sb.CostModel = sb.TokenCost() if kind == "tok" else sb.QuadraticCost()
+        cost: sb.cost.CostModel = sb.cost.TokenCost() if kind == "tok" else sb.cost.QuadraticCost()
 
         def make(seed: int, batch: int = batch) -> sb.Trace:
             return independent(lognormal(batch * (steps + 64), seed))
@@ -258,7 +258,7 @@ def synthetic(rows: Rows, seeds: int, steps: int, only: str) -> None:
 
 
 def real(rows: Rows, folder: str | None, seeds: int, steps: int, only: str, only_mode: str) -> None:
-    cost = sb.QuadraticCost()
+    cost = sb.cost.QuadraticCost()
     recorded = [one for trace in traces(trace_folder(folder)) for one in (trace, *truncated(trace))]
     for trace in recorded:
         if only not in trace.name:
@@ -346,7 +346,9 @@ def lockstep_from_the_window(rows: Rows, seeds: int, steps: int) -> None:
     for width, skips in ((1, 8), (2, 8), (2, 16), (4, 16)):
         knobs = {"max_skips": skips, "sync": "micro_batch", "micro_batches": {"multiple_of": 8}}
         mode = Mode(f"W{width} D{skips}", width, knobs, 64, 8)
-        found = run(lambda seed: independent(lognormal(64 * (steps + 64), seed)), min(seeds, 5), mode, sb.TokenCost())
+        found = run(
+            lambda seed: independent(lognormal(64 * (steps + 64), seed)), min(seeds, 5), mode, sb.cost.TokenCost()
+        )
         measure(rows, f"locksteps of one rollout, ln tok 64/8 {mode.name}", found)
 
 
@@ -363,7 +365,7 @@ def capped_and_slowed(rows: Rows, seeds: int, steps: int) -> None:
         (64, 32, 32768, None, slowed, False),
     ):
         kind = ("flops" if quadratic else "tok") + (" slowed" if cap is None else f" cap {cap}")
-        cost: sb.CostModel = sb.QuadraticCost() if quadratic else sb.TokenCost()
+        cost: sb.cost.CostModel = sb.cost.QuadraticCost() if quadratic else sb.cost.TokenCost()
 
         def make(seed: int, batch: int = batch, longest: int = longest) -> sb.Trace:
             return independent(np.minimum(lognormal(batch * (steps + 64), seed), longest))

@@ -10,7 +10,9 @@ import torch
 
 import stream_balancer as sb
 
-config = sb.BalancerConfig(dp_size=2, batch_size=16, window=32, cost=sb.QuadraticCost(linear=1000.0, quadratic=1.0))
+config = sb.BalancerConfig(
+    dp_size=2, batch_size=16, window=32, cost=sb.cost.QuadraticCost(linear=1000.0, quadratic=1.0)
+)
 
 
 async def worker(name: str, balancer: sb.StreamBalancer) -> None:

@@ -50,9 +50,9 @@ def work(number: int) -> None:
             try:
                 with producer.reserve(SIBLINGS) as slot:  # begins only what can still be young enough
                     slot.put_group(generate(prompt, slot.version))
-            except sb.DuplicateRolloutError:
+            except sb.errors.DuplicateRolloutError:
                 pass  # it was accepted just before this worker was killed
-            except sb.BrokenResourceError:
+            except sb.errors.BrokenResourceError:
                 continue  # the slot was lost with the controller: sample the prompt again
             prompt += WORKERS
             replace(progress, partial(Path.write_text, data=str(prompt)))
@@ -118,7 +118,7 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY))
 
 
-def loss_sum(model: torch.nn.Module, micro_batch: sb.MicroBatch) -> torch.Tensor:
+def loss_sum(model: torch.nn.Module, micro_batch: sb.types.MicroBatch) -> torch.Tensor:
     """Over the trained tokens: to be divided by the step's ``global_num_loss_tokens``."""
     packed = micro_batch.packed(shift=True)
     losses = torch.nn.functional.cross_entropy(model(packed["input_ids"]), packed["targets"], reduction="none")

@@ -17,7 +17,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stream_balancer import cost as cost
+    from stream_balancer import errors as errors
     from stream_balancer import planning as planning
+    from stream_balancer import types as types
     from stream_balancer.client.barrier import barrier as barrier
     from stream_balancer.client.feed import RankFeed as RankFeed
     from stream_balancer.client.producer import BlockingProducer as BlockingProducer
@@ -32,28 +35,6 @@ if TYPE_CHECKING:
     from stream_balancer.config import Staleness as Staleness
     from stream_balancer.config import StepSize as StepSize
     from stream_balancer.core.observer import Observer as Observer
-    from stream_balancer.cost import AttentionPairs as AttentionPairs
-    from stream_balancer.cost import CalibratedCost as CalibratedCost
-    from stream_balancer.cost import CostModel as CostModel
-    from stream_balancer.cost import LayerSumCost as LayerSumCost
-    from stream_balancer.cost import PaddedCost as PaddedCost
-    from stream_balancer.cost import QuadraticCost as QuadraticCost
-    from stream_balancer.cost import TokenCost as TokenCost
-    from stream_balancer.cost import TransformerCost as TransformerCost
-    from stream_balancer.errors import AlreadyInUseError as AlreadyInUseError
-    from stream_balancer.errors import BrokenResourceError as BrokenResourceError
-    from stream_balancer.errors import BusyResourceError as BusyResourceError
-    from stream_balancer.errors import ClosedResourceError as ClosedResourceError
-    from stream_balancer.errors import ConfigError as ConfigError
-    from stream_balancer.errors import DuplicateRolloutError as DuplicateRolloutError
-    from stream_balancer.errors import EndOfStream as EndOfStream
-    from stream_balancer.errors import JournalError as JournalError
-    from stream_balancer.errors import RankLostError as RankLostError
-    from stream_balancer.errors import RefusedError as RefusedError
-    from stream_balancer.errors import RolloutError as RolloutError
-    from stream_balancer.errors import TraceError as TraceError
-    from stream_balancer.errors import WireError as WireError
-    from stream_balancer.errors import WouldBlock as WouldBlock
     from stream_balancer.host.balancer import StreamBalancer as StreamBalancer
     from stream_balancer.host.batches import Batches as Batches
     from stream_balancer.host.blocking import BlockingBalancer as BlockingBalancer
@@ -71,42 +52,45 @@ if TYPE_CHECKING:
     from stream_balancer.tools.tune import tune as tune
     from stream_balancer.tools.tune_report import TuneReport as TuneReport
     from stream_balancer.types import Batch as Batch
-    from stream_balancer.types import MicroBatch as MicroBatch
-    from stream_balancer.types import RankBatch as RankBatch
     from stream_balancer.types import Rollout as Rollout
 
 __version__ = "0.1.0"
 
 _NAMES_OF = {
-    "host.balancer": "StreamBalancer",
-    "host.batches": "Batches",
-    "host.blocking": "BlockingBalancer blocking",
-    "config": "BalancerConfig ContextParallel Groups Limits MicroBatches Staleness StepSize",
-    "client.producer": "BlockingProducer Producer connect",
-    "cost": "AttentionPairs CalibratedCost CostModel LayerSumCost PaddedCost QuadraticCost TokenCost TransformerCost",
-    "host.serve": "serve",
-    "core.observer": "Observer",
-    "errors": "AlreadyInUseError BrokenResourceError BusyResourceError ClosedResourceError ConfigError "
-    "DuplicateRolloutError EndOfStream JournalError RankLostError RefusedError RolloutError TraceError "
-    "WireError WouldBlock",
-    "client.feed": "RankFeed",
-    "client.step": "Step",
-    "host.journal": "Journal Recovered",
-    "tools.simulate": "simulate",
-    "tools.simulation_report": "SimulationReport",
-    "tools.length_models": "generate_trace",
-    "tools.trace": "Trace load_trace",
     "client.barrier": "barrier",
+    "client.feed": "RankFeed",
+    "client.producer": "connect",
+    "config": "BalancerConfig ContextParallel Groups Limits MicroBatches Staleness StepSize",
+    "core.observer": "Observer",
+    "host.balancer": "StreamBalancer",
+    "host.blocking": "blocking",
+    "host.serve": "serve",
     "host.transport": "TorchTransport",
+    "tools.simulate": "simulate",
+    "tools.trace": "load_trace",
     "tools.tune": "tune",
-    "tools.tune_report": "TuneReport",
-    "statistics": "Statistics",
-    "types": "Batch MicroBatch RankBatch Rollout",
+    "types": "Batch Rollout",
 }
-_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
-_MODULES = {"planning", *(module.partition(".")[0] for module in _NAMES_OF)} - _MODULE_OF.keys()
+_MODULES = ("cost", "errors", "planning", "types")
+# What these return or take, for annotations; `dir` does not list them.
+_MORE_NAMES_OF = {
+    "client.producer": "BlockingProducer Producer",
+    "client.step": "Step",
+    "host.batches": "Batches",
+    "host.blocking": "BlockingBalancer",
+    "host.journal": "Journal Recovered",
+    "statistics": "Statistics",
+    "tools.length_models": "generate_trace",
+    "tools.simulation_report": "SimulationReport",
+    "tools.trace": "Trace",
+    "tools.tune_report": "TuneReport",
+}
 
-__all__ = sorted([*_MODULE_OF, "planning"])
+__all__ = sorted([*_MODULES, *" ".join(_NAMES_OF.values()).split()])
+
+_MODULE_OF = {
+    name: module for table in (_NAMES_OF, _MORE_NAMES_OF) for module, names in table.items() for name in names.split()
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -119,4 +103,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -121,10 +121,12 @@ class _Host(sb.Observer):
         if method == "lost_rollouts":
             return list(self._lost.values())
         if self._failure is not None:
-            raise sb.BrokenResourceError(f"the balancer stopped: {self._failure}")
+            raise sb.errors.BrokenResourceError(f"the balancer stopped: {self._failure}")
         if method == "entry":
             if self._serving is not None and self._serving.done():
-                raise sb.ClosedResourceError("the balancer has ended: it takes no more rollouts, and gives no batches")
+                raise sb.errors.ClosedResourceError(
+                    "the balancer has ended: it takes no more rollouts, and gives no batches"
+                )
             host, port = split_address(self._transport.address)
             return host, port, self._token
         if method == "about":

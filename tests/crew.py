@@ -61,7 +61,7 @@ class Crew:
             self.ended.append(rank)
         except KilledError:
             self.kill(rank)
-        except (sb.RankLostError, sb.RefusedError) as error:
+        except (sb.errors.RankLostError, sb.errors.RefusedError) as error:
             self.errors.append(error)
 
     async def train_step(self, rank: int, step: Step) -> None:

@@ -233,6 +233,6 @@ class Filled(sb.Observer):
         """An event of the balancer."""
         self.acknowledged_steps.append(batch.step)
 
-    def share(self, step: int, rank: int) -> sb.RankBatch:
+    def share(self, step: int, rank: int) -> sb.types.RankBatch:
         """What a rank was to be given."""
         return self.plans[step].ranks[rank]

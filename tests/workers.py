@@ -141,10 +141,10 @@ class Workers:
             with anyio.move_on_after(patience):
                 await (balancer.put(remote[0]) if is_one else balancer.put_group(remote, complete=complete))
                 is_in = True
-        except sb.DuplicateRolloutError:
+        except sb.errors.DuplicateRolloutError:
             assert again, "it was not accepted"
             is_in = True
-        except sb.RolloutError:
+        except sb.errors.RolloutError:
             assert again, "its group takes it"
             self.doubtful |= names
         except LookupError:
@@ -159,10 +159,10 @@ class Workers:
             await anyio.sleep(self.chance.uniform(0.5, 5.0))
             size = self.chance.choice([12, 24])
             changes: list[dict[str, Any]] = [
-                {"deadline_s": 10.0}, {"cost": sb.QuadraticCost()}, {"cost": sb.TokenCost()}, {"capacity": 100},
-                {"batch_size": size, "window": size}, {"max_skips": 9}, {},
+                {"deadline_s": 10.0}, {"cost": sb.cost.QuadraticCost()}, {"cost": sb.cost.TokenCost()},
+                {"capacity": 100}, {"batch_size": size, "window": size}, {"max_skips": 9}, {},
             ]  # fmt: skip
-            with suppress(sb.ConfigError):
+            with suppress(sb.errors.ConfigError):
                 balancer.reconfigure(**self.chance.choice(changes))
             if (
                 balancer.config.groups.size is not None

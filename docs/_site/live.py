@@ -24,7 +24,7 @@ SLOW_RANK, SLOWDOWN = 5, 1.4
 @asynccontextmanager
 async def training(*, step_s: float, slow_after_steps: int) -> AsyncIterator[sb.StreamBalancer]:
     """The run's balancer; the run ends with the block. A step takes about ``step_s``."""
-    cost = sb.CalibratedCost(sb.QuadraticCost(linear=20_000.0, quadratic=1.0))
+    cost = sb.cost.CalibratedCost(sb.cost.QuadraticCost(linear=20_000.0, quadratic=1.0))
     config = sb.BalancerConfig(dp_size=RANKS, batch_size=BATCH, cost=cost)
     lengths = itertools.cycle(sb.generate_trace(8_000, "lrm", seed=3).lengths.tolist())
     work = cost([4_000])[0] * BATCH / RANKS  # of a rank in a step, about

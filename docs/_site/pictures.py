@@ -46,7 +46,7 @@ RANKS, BATCH, STEPS = 8, 32, 6
 
 async def loads(policy: str, rollouts: Sequence[sb.Rollout]) -> list[list[float]]:
     """[step][rank] work of the first steps after a warm-up."""
-    config = sb.BalancerConfig(dp_size=RANKS, batch_size=BATCH, cost=sb.QuadraticCost(), policy=policy)  # type: ignore[arg-type]
+    config = sb.BalancerConfig(dp_size=RANKS, batch_size=BATCH, cost=sb.cost.QuadraticCost(), policy=policy)  # type: ignore[arg-type]
     found: list[list[float]] = []
     async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
 

@@ -49,7 +49,7 @@ def new_balancer(options: Options, report: Report) -> sb.StreamBalancer:
         groups=sb.Groups(size=options.group_size),
         staleness=sb.Staleness(max_versions=8),
         micro_batches=sb.MicroBatches(max_tokens=1024),
-        cost=sb.TransformerCost(
+        cost=sb.cost.TransformerCost(
             hidden_size=HIDDEN_SIZE,
             num_layers=NUM_LAYERS,
             num_heads=NUM_HEADS,

@@ -96,7 +96,7 @@ def build_model(options: DemoOptions, dtype: torch.dtype = torch.float32) -> Dec
     return model.to(dtype)
 
 
-def loss_sum(model: Decoder, micro_batch: sb.MicroBatch) -> Tensor:
+def loss_sum(model: Decoder, micro_batch: sb.types.MicroBatch) -> Tensor:
     """Sum over trained tokens of their negative log-likelihood: to be divided by the *step's*
     ``global_num_loss_tokens``.
     """
@@ -106,13 +106,13 @@ def loss_sum(model: Decoder, micro_batch: sb.MicroBatch) -> Tensor:
     return functional.cross_entropy(logits, targets.long(), reduction="sum", ignore_index=-100)
 
 
-def training_cost(options: DemoOptions) -> sb.TransformerCost:
+def training_cost(options: DemoOptions) -> sb.cost.TransformerCost:
     """Work of a rollout for this model, in FLOPs.
 
     It predicts a CPU's seconds as well as a curve fitted to measured ones: over packs of 1 to 11 rollouts both were off
     by 3 % (mean, weighted by seconds), ``TokenCost`` by 14 %.
     """
-    return sb.TransformerCost(
+    return sb.cost.TransformerCost(
         hidden_size=options.hidden_size,
         num_layers=options.num_layers,
         num_heads=options.num_heads,

@@ -14,7 +14,7 @@ from stream_balancer.cost.flops import ATTENTION_PASSES, MATMUL_PASSES, Attentio
 
 __all__ = ["FAMILIES", "layer_sum_of"]
 
-INSTEAD = "give the cost model by hand: sb.LayerSumCost, or sb.TransformerCost for a plain decoder"
+INSTEAD = "give the cost model by hand: sb.cost.LayerSumCost, or sb.cost.TransformerCost for a plain decoder"
 
 
 class _Reach(NamedTuple):

@@ -54,7 +54,7 @@ def build_dp_schedule(
     each rank packs its own under ``max_tokens_per_gpu * cp_size``; a sample longer than that is alone in its
     micro-batch.
 
-    ``cost``: work of lengths (``sb.TransformerCost...``); tokens by default. Arguments and answer are otherwise
+    ``cost``: work of lengths (``sb.cost.TransformerCost...``); tokens by default. Arguments and answer are otherwise
     slime's: ``(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)``, trailing rollouts that fill no
     step dropped, samples of one rollout in one step. With miles' ``allow_partial_train_step`` trailing rollouts are a
     smaller step of their own, if they have a sample for every rank.

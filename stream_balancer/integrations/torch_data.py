@@ -30,9 +30,9 @@ import stream_balancer as sb
 
 __all__ = ["Layout", "RolloutDataset"]
 
-Layout = Callable[[sb.MicroBatch], Mapping[str, Any]]
-"""How a micro-batch becomes named tensors: ``sb.MicroBatch.packed``, ``sb.MicroBatch.nested``,
-``functools.partial(sb.MicroBatch.padded, padding_side="left")``, or your own."""
+Layout = Callable[[sb.types.MicroBatch], Mapping[str, Any]]
+"""How a micro-batch becomes named tensors: ``sb.types.MicroBatch.packed``, ``sb.types.MicroBatch.nested``,
+``functools.partial(sb.types.MicroBatch.padded, padding_side="left")``, or your own."""
 
 _SAYS_OF_THE_STEP = (
     "step",
@@ -66,7 +66,7 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
     under a loader that looks ahead; ValueError if a column has the name of one of the entries above.
     """
 
-    def __init__(self, feed: sb.RankFeed, *, layout: Layout = sb.MicroBatch.packed) -> None:
+    def __init__(self, feed: sb.RankFeed, *, layout: Layout = sb.types.MicroBatch.packed) -> None:
         """``feed``: the rank's own; ``RankFeed(device=...)`` brings the tensors to an accelerator. ``layout``: see
         :data:`Layout`."""
         self._feed = feed

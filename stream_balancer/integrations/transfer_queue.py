@@ -80,7 +80,7 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where TransferQueue
         max_tokens_per_micro_batch: int | None = None,
         length_key: str = "total_lengths",
         length_field: str | None = None,
-        cost: str | sb.CostModel = "tokens",
+        cost: str | sb.cost.CostModel = "tokens",
     ) -> None:
         """``window``: rows to wait for, in steps of ``batch_size * dp_size``. ``deadline_s``: a step goes, smaller if
         it must, once a row has waited for so long (looked at when a rank asks). ``group_key``: the tag that names a

@@ -46,7 +46,7 @@ async def test_what_is_turned_down_is_counted_and_told() -> None:
         assert waiting(balancer) == ["long"]
         assert gone == [("short", "filtered"), ("shorter", "filtered")]
         assert (stats.accepted, stats.evicted["filtered"]) == (3, 2)
-        with pytest.raises(sb.DuplicateRolloutError, match="is done"):
+        with pytest.raises(sb.errors.DuplicateRolloutError, match="is done"):
             await balancer.put(make_rollout(2, "short"))
 
 
@@ -177,7 +177,7 @@ async def test_put_nowait_cannot_wait_for_a_verdict() -> None:
         return answers[-1]
 
     async with sb.StreamBalancer(config(), accept=accept) as balancer:
-        with pytest.raises(sb.WouldBlock, match="use put"):
+        with pytest.raises(sb.errors.WouldBlock, match="use put"):
             balancer.put_nowait(make_rollout(3))
     assert inspect.getcoroutinestate(answers[0]) == inspect.CORO_CLOSED
 
@@ -187,7 +187,7 @@ async def test_a_bad_rollout_is_refused_not_judged() -> None:
     async with sb.StreamBalancer(
         config(micro_batches=sb.MicroBatches(max_tokens=10)), accept=lambda rollouts: not asked.append(rollouts)
     ) as balancer:
-        with pytest.raises(sb.RolloutError, match="11 tokens"):
+        with pytest.raises(sb.errors.RolloutError, match="11 tokens"):
             await balancer.put(make_rollout(11))
         assert asked == []
 
@@ -204,7 +204,7 @@ async def test_nothing_was_accepted_if_it_stops_during_the_verdict(how: str) -> 
         try:
             await balancer.put(make_rollout(3))
             outcome.append("accepted")
-        except sb.ClosedResourceError:
+        except sb.errors.ClosedResourceError:
             outcome.append("closed")
 
     async with sb.StreamBalancer(config(), accept=accept) as balancer:

@@ -206,7 +206,7 @@ async def test_puts_below_the_window_do_not_wake_the_trainer() -> None:
 async def test_a_put_waits_while_the_buffer_is_full_and_resumes_after_a_dispatch() -> None:
     async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer:
         await fill(balancer, 4)
-        with pytest.raises(sb.WouldBlock):
+        with pytest.raises(sb.errors.WouldBlock):
             balancer.put_nowait(make_rollout(2))
         done: list[float] = []
 
@@ -273,7 +273,7 @@ async def test_a_newcomer_does_not_overtake_blocked_puts() -> None:
             await settle()
             batch = balancer.parts.core.poll(anyio.current_time())  # room, but the blocked put has not run yet
             assert batch is not None
-            with pytest.raises(sb.WouldBlock):
+            with pytest.raises(sb.errors.WouldBlock):
                 balancer.put_nowait(make_rollout(2, "newcomer"))
             tasks.start_soon(balancer.put, make_rollout(2, "second"))
             await settle()
@@ -296,7 +296,7 @@ async def test_capacity_bytes_holds_puts_back_and_lets_the_window_go() -> None:
                 batch = await anext(balancer.batches())
                 assert (batch.reason, batch.num_rollouts) == ("window", 4)
         assert balancer.statistics().waiting == 2
-        with pytest.raises(sb.RolloutError, match=r"808 bytes of tensors, above limits.bytes \(400\)"):
+        with pytest.raises(sb.errors.RolloutError, match=r"808 bytes of tensors, above limits.bytes \(400\)"):
             await balancer.put(make_rollout(101, minimal=True))
 
 
@@ -368,7 +368,7 @@ async def test_put_group_is_all_or_nothing() -> None:
             ([], "at least one"),
             ([make_rollout(3, f"x{n}", group_id="h") for n in range(17)], "above capacity"),
         ]:
-            with pytest.raises(sb.RolloutError, match=says):
+            with pytest.raises(sb.errors.RolloutError, match=says):
                 await balancer.put_group(bad)
             assert balancer.statistics().waiting == 2
 
@@ -424,13 +424,13 @@ async def test_put_after_end_and_after_close() -> None:
     async with sb.StreamBalancer(config()) as balancer:
         balancer.end()
         balancer.end()
-        with pytest.raises(sb.ClosedResourceError, match=r"put\(\) after end\(\)"):
+        with pytest.raises(sb.errors.ClosedResourceError, match=r"put\(\) after end\(\)"):
             await balancer.put(make_rollout(3))
-        with pytest.raises(sb.ClosedResourceError, match=r"put\(\) after end\(\)"):
+        with pytest.raises(sb.errors.ClosedResourceError, match=r"put\(\) after end\(\)"):
             balancer.put_nowait(make_rollout(3))
-    with pytest.raises(sb.ClosedResourceError, match="closed balancer"):
+    with pytest.raises(sb.errors.ClosedResourceError, match="closed balancer"):
         await balancer.put(make_rollout(3))
-    with pytest.raises(sb.ClosedResourceError, match="closed"):
+    with pytest.raises(sb.errors.ClosedResourceError, match="closed"):
         await anext(balancer.batches())
 
 
@@ -441,7 +441,7 @@ async def test_ending_tells_those_who_wait(how: str) -> None:
         told: list[str] = []
 
         async def blocked() -> None:
-            with pytest.raises(sb.ClosedResourceError):
+            with pytest.raises(sb.errors.ClosedResourceError):
                 await balancer.put(make_rollout(2, "blocked"))
             told.append("put")
 
@@ -465,14 +465,14 @@ async def test_two_trainers_are_told() -> None:
         second = balancer.batches()
         await fill(balancer, 8)
         assert (await anext(second)).num_rollouts == 4
-        with pytest.raises(sb.AlreadyInUseError, match="took over"):
+        with pytest.raises(sb.errors.AlreadyInUseError, match="took over"):
             await anext(first)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(anext, second)
             await settle()
-            with pytest.raises(sb.AlreadyInUseError, match="another task is waiting"):
+            with pytest.raises(sb.errors.AlreadyInUseError, match="another task is waiting"):
                 balancer.batches()
-            with pytest.raises(sb.AlreadyInUseError, match="already waiting"):
+            with pytest.raises(sb.errors.AlreadyInUseError, match="already waiting"):
                 await anext(second)
             tasks.cancel_scope.cancel()
 
@@ -493,13 +493,13 @@ async def test_without_auto_ack_batches_stay_in_flight() -> None:
         batches = balancer.batches(auto_ack=False)
         one, two = await anext(batches), await anext(batches)
         assert [b.step for b in balancer.in_flight()] == [0, 1]
-        with pytest.raises(sb.DuplicateRolloutError):
+        with pytest.raises(sb.errors.DuplicateRolloutError):
             await balancer.put(make_rollout(2, next(iter(ids(one)))))
         balancer.acknowledge(one.step)
         balancer.acknowledge(two.step)
         with pytest.raises(ValueError, match=r"step 1 is not in flight.*In flight: nothing"):
             balancer.acknowledge(two.step)
-        with pytest.raises(sb.DuplicateRolloutError, match="accepted before and is done"):
+        with pytest.raises(sb.errors.DuplicateRolloutError, match="accepted before and is done"):
             await balancer.put(make_rollout(2, next(iter(ids(one)))))
         balancer.reconfigure(remember_ids=0)
         await anext(batches)
@@ -523,7 +523,7 @@ class BrokenCost:
 async def test_a_group_with_one_bad_cost_is_refused_whole() -> None:
     async with sb.StreamBalancer(config(cost=BrokenCost())) as balancer:
         group = [make_rollout(length, f"r{length}", group_id="g") for length in (12, 13, 14)]
-        with pytest.raises(sb.RolloutError, match="the cost model gave nan for rollout 'r13'"):
+        with pytest.raises(sb.errors.RolloutError, match="the cost model gave nan for rollout 'r13'"):
             await balancer.put_group(group)
         assert balancer.statistics().accepted == 0
 
@@ -531,16 +531,21 @@ async def test_a_group_with_one_bad_cost_is_refused_whole() -> None:
 @pytest.mark.parametrize(
     ("knobs", "rollout", "error", "says"),
     [
-        ({}, make_rollout(3, "f0-0"), sb.DuplicateRolloutError, "already held"),
+        ({}, make_rollout(3, "f0-0"), sb.errors.DuplicateRolloutError, "already held"),
         (
             {},
             make_rollout(3, minimal=True),
-            sb.RolloutError,
+            sb.errors.RolloutError,
             r"has token columns \{input_ids: int64\[L\]\}, but the first",
         ),
-        ({"micro_batches": {"max_tokens": 10}}, make_rollout(11), sb.RolloutError, "above micro_batches.max_tokens"),
-        ({"cost": BrokenCost()}, make_rollout(13), sb.RolloutError, "the cost model gave nan"),
-        ({}, make_rollout(3).padding_copy("p"), sb.RolloutError, "padding copy"),
+        (
+            {"micro_batches": {"max_tokens": 10}},
+            make_rollout(11),
+            sb.errors.RolloutError,
+            "above micro_batches.max_tokens",
+        ),
+        ({"cost": BrokenCost()}, make_rollout(13), sb.errors.RolloutError, "the cost model gave nan"),
+        ({}, make_rollout(3).padding_copy("p"), sb.errors.RolloutError, "padding copy"),
         ({}, {"input_ids": [1, 2]}, TypeError, r"takes a Rollout, not dict"),
     ],
 )
@@ -564,7 +569,7 @@ async def test_a_group_with_a_bad_sibling_is_refused_at_once_even_when_others_wa
         await fill(balancer, 4)
         tasks.start_soon(balancer.put, make_rollout(3, "waits"))
         await settle()
-        with pytest.raises(sb.DuplicateRolloutError, match="f0-0"):
+        with pytest.raises(sb.errors.DuplicateRolloutError, match="f0-0"):
             await balancer.put_group([make_rollout(3, "new", group_id="g"), make_rollout(3, "f0-0", group_id="g")])
         tasks.cancel_scope.cancel()
 
@@ -573,7 +578,7 @@ async def test_scalars_must_agree() -> None:
     async with sb.StreamBalancer(config()) as balancer:
         await balancer.put(sb.Rollout(tokens={"input_ids": [1]}, scalars={"reward": 1.0}))
         with pytest.raises(
-            sb.RolloutError, match=r"has scalars \['advantage'\], but the first rollout had \['reward'\]"
+            sb.errors.RolloutError, match=r"has scalars \['advantage'\], but the first rollout had \['reward'\]"
         ):
             await balancer.put(sb.Rollout(tokens={"input_ids": [1]}, scalars={"advantage": 1.0}))
 
@@ -626,7 +631,7 @@ async def test_more_capacity_lets_blocked_puts_in() -> None:
 async def test_a_new_cost_model_reprices_what_waits() -> None:
     async with sb.StreamBalancer(config()) as balancer:
         await fill(balancer, 8)
-        balancer.reconfigure(cost=sb.QuadraticCost(linear=0.0, quadratic=1.0))
+        balancer.reconfigure(cost=sb.cost.QuadraticCost(linear=0.0, quadratic=1.0))
         batch = await anext(balancer.batches())
         assert sum(batch.loads) == pytest.approx(sum(r.num_tokens**2 for r in batch.rollouts))
 
@@ -644,7 +649,7 @@ async def test_bad_knobs_change_nothing(changes: dict[str, Any], says: str) -> N
     async with sb.StreamBalancer(config()) as balancer:
         await fill(balancer, 3)
         before = balancer.config, balancer.statistics()
-        with pytest.raises(sb.ConfigError, match=says):
+        with pytest.raises(sb.errors.ConfigError, match=says):
             balancer.reconfigure(**changes)
         assert (balancer.config, balancer.statistics()) == before
 
@@ -652,9 +657,9 @@ async def test_bad_knobs_change_nothing(changes: dict[str, Any], says: str) -> N
 async def test_reconfigured_costs_must_be_finite_too() -> None:
     async with sb.StreamBalancer(config()) as balancer:
         await balancer.put(make_rollout(13, "r"))
-        with pytest.raises(sb.ConfigError, match="the cost model gave nan"):
+        with pytest.raises(sb.errors.ConfigError, match="the cost model gave nan"):
             balancer.reconfigure(cost=BrokenCost())
-        assert balancer.config.cost == sb.TokenCost()
+        assert balancer.config.cost == sb.cost.TokenCost()
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ async def test_a_cancelled_put_was_not_accepted(how: How, passes: int) -> None:
         # the place is not lost: four more fit
         for n in range(4 - len(waiting)):
             balancer.put_nowait(make_rollout(2, f"more{n}"))
-        with pytest.raises(sb.WouldBlock):
+        with pytest.raises(sb.errors.WouldBlock):
             balancer.put_nowait(make_rollout(2, "too many"))
 
 
@@ -133,7 +133,7 @@ async def test_a_cancelled_put_passes_its_turn_on(how: How, passes: int) -> None
             with anyio.fail_after(1000):
                 outcome = await cancelled_after(passes, how, victim, others)
         except BaseExceptionGroup as group:  # end() told the last of them
-            _, rest = group.split(sb.ClosedResourceError)
+            _, rest = group.split(sb.errors.ClosedResourceError)
             assert rest is None
             assert len(let_in) == 3
         else:

@@ -36,9 +36,9 @@ async def test_put_waits_while_the_balancer_is_full_and_errors_keep_their_words(
         for rollout in make_rollouts([3] * 4):
             await producer.put(rollout)
         assert balancer.statistics().accepted == 4
-        with pytest.raises(sb.DuplicateRolloutError) as there:
+        with pytest.raises(sb.errors.DuplicateRolloutError) as there:
             await producer.put(make_rollout(3, "r0"))
-        with pytest.raises(sb.DuplicateRolloutError) as here:
+        with pytest.raises(sb.errors.DuplicateRolloutError) as here:
             balancer.put_nowait(make_rollout(3, "r0"))
         assert str(there.value) == str(here.value)
         done = anyio.Event()
@@ -54,7 +54,7 @@ async def test_put_waits_while_the_balancer_is_full_and_errors_keep_their_words(
         await settle()
         assert done.is_set()
         balancer.end()
-        with pytest.raises(sb.ClosedResourceError, match=r"after end\(\)"):
+        with pytest.raises(sb.errors.ClosedResourceError, match=r"after end\(\)"):
             await producer.put(make_rollout(3, "y"))
 
 
@@ -102,7 +102,7 @@ async def test_a_killed_producer_s_parked_put_is_withdrawn() -> None:
             await other.put(rollout)
 
         async def pending() -> None:
-            with pytest.raises(sb.BrokenResourceError, match="DuplicateRolloutError"):
+            with pytest.raises(sb.errors.BrokenResourceError, match="DuplicateRolloutError"):
                 await producer.put(make_rollout(2, "parked"))
 
         tasks.start_soon(pending)

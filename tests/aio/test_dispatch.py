@@ -217,7 +217,7 @@ async def test_no_report_where_none_is_wanted(caplog: pytest.LogCaptureFixture) 
 
 
 async def test_seconds_the_trainer_timed_reach_the_cost_model() -> None:
-    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=4, cost=sb.CalibratedCost())
+    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=4, cost=sb.cost.CalibratedCost())
     transport = MemoryNetwork(dp_size=2)
 
     async def rank(feed: sb.RankFeed, slowness: float) -> None:
@@ -241,7 +241,9 @@ async def test_seconds_the_trainer_timed_reach_the_cost_model() -> None:
 
 
 async def test_without_timing_the_cost_model_stays_at_its_prior() -> None:
-    config = sb.BalancerConfig(dp_size=1, batch_size=1, window=1, capacity=8, max_skips=8, cost=sb.CalibratedCost())
+    config = sb.BalancerConfig(
+        dp_size=1, batch_size=1, window=1, capacity=8, max_skips=8, cost=sb.cost.CalibratedCost()
+    )
     transport = MemoryNetwork(dp_size=1)
     async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
         tasks.start_soon(sb.serve, balancer, transport)

@@ -110,7 +110,7 @@ async def test_a_rank_that_is_no_more_may_be_one_again() -> None:
 
 async def test_speeds_must_be_given_anew() -> None:
     async with sb.StreamBalancer(knobs(2, speeds=(1.0, 0.5))) as balancer:
-        with pytest.raises(sb.ConfigError, match="speeds must be 3 finite numbers"):
+        with pytest.raises(sb.errors.ConfigError, match="speeds must be 3 finite numbers"):
             balancer.reconfigure(dp_size=3)
         balancer.reconfigure(dp_size=3, speeds=(1.0, 0.5, 0.5))
         await put(balancer, "a", 12)
@@ -141,12 +141,12 @@ async def test_a_lost_rank_that_is_no_more_is_not_waited_for(resized_first: bool
     async with sb.StreamBalancer(knobs(2)) as balancer, MemoryNetwork(dp_size=2) as transport:
         feeds = [sb.RankFeed(transport.connect(rank)) for rank in range(2)]
         await put(balancer, "a", 12)
-        failures: list[sb.RankLostError] = []
+        failures: list[sb.errors.RankLostError] = []
 
         async def serve_alone() -> None:
             try:
                 await sb.serve(balancer, transport, rejoin_timeout_s=math.inf)
-            except sb.RankLostError as error:
+            except sb.errors.RankLostError as error:
                 failures.append(error)
 
         async with anyio.create_task_group() as tasks:
@@ -160,7 +160,7 @@ async def test_a_lost_rank_that_is_no_more_is_not_waited_for(resized_first: bool
             balancer.reconfigure(dp_size=1)
         assert [error.rank for error in failures] == [1]
         assert balancer.statistics().in_flight == 12
-        with pytest.raises(sb.RankLostError):
+        with pytest.raises(sb.errors.RankLostError):
             await anext(feeds[0])
         trainers = Trainers(transport)
         async with anyio.create_task_group() as tasks:
@@ -181,7 +181,7 @@ async def test_whatever_the_order_of_changes_every_rollout_is_trained_on_once(se
             """As a launcher keeps it: whenever its place is wanted, a rank is there."""
             while not balancer.ended or balancer.statistics().waiting:
                 if rank < transport.dp_size:
-                    with suppress(sb.RefusedError):  # their number has changed while it was on its way
+                    with suppress(sb.errors.RefusedError):  # their number has changed while it was on its way
                         async for share in sb.RankFeed(transport.connect(rank, depth=chance.randint(1, 3))):
                             await anyio.sleep(chance.choice([0.0, 0.5, 3.0]))
                             trained.update(r.rollout_id for r in share.rollouts if not r.is_padding)

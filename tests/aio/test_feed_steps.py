@@ -254,7 +254,7 @@ async def test_a_rank_without_others_weights_leaves(rig: Rig) -> None:
     await settle()
     assert [one async for one in step] == []
     for _ in range(2):
-        with pytest.raises(sb.RankLostError, match=r"rank 0: others have it.*next_step"):
+        with pytest.raises(sb.errors.RankLostError, match=r"rank 0: others have it.*next_step"):
             await anext(rig.feed)
     await settle()
     assert rig.controller.ends[0].kind == "closed"
@@ -264,9 +264,9 @@ async def test_a_plain_loop_where_steps_may_change_is_told_what_to_do(rig: Rig) 
     rig.controller.work(0, meets=True)
     batch = await anext(rig.feed)
     assert len(batch.micro_batches) == 2
-    with pytest.raises(sb.ConfigError, match=r"end = step\.finish"):
+    with pytest.raises(sb.errors.ConfigError, match=r"end = step\.finish"):
         await anext(rig.feed)
-    with pytest.raises(sb.ConfigError, match=r"end = step\.finish"):
+    with pytest.raises(sb.errors.ConfigError, match=r"end = step\.finish"):
         batch.ack()
 
 
@@ -308,7 +308,7 @@ async def test_mini_batches_that_are_not_all_of_a_step_are_refused(rig: Rig, cou
     encoded = encode(make_batch(0, 1, micro_batches=2).ranks[0].micro_batches)
     items = (m.WorkItem(0), m.WorkItem(1))
     rig.controller.tell(m.Work(0, 7, 1, items, head, (), encoded.header, SIZES), encoded.payload)
-    with pytest.raises(sb.WireError, match="the mini-batches of step 0 do not make up its micro-batches"):
+    with pytest.raises(sb.errors.WireError, match="the mini-batches of step 0 do not make up its micro-batches"):
         await anext(rig.feed)
 
 
@@ -428,10 +428,10 @@ async def test_a_lost_controller_is_told_after_what_had_come(rig: Rig) -> None:
     rig.peer.cut()
     await settle()
     assert [(await anext(rig.feed)).step for _ in range(2)] == [0, 1]
-    with pytest.raises(sb.RankLostError, match="rank 0 lost its controller"):
+    with pytest.raises(sb.errors.RankLostError, match="rank 0 lost its controller"):
         await anext(rig.feed)
     await rig.feed.aclose()
-    with pytest.raises(sb.ClosedResourceError):
+    with pytest.raises(sb.errors.ClosedResourceError):
         await anext(rig.feed)
 
 
@@ -439,7 +439,7 @@ async def test_a_refusal_is_raised_as_what_it_is() -> None:
     network = MemoryNetwork(dp_size=1)
     network.listen(lambda connection, _: connection.fail(sb.errors.refused_error("busy", "there is another")))
     feed = RankFeed(network.connect(0))
-    with pytest.raises(sb.AlreadyInUseError, match="there is another") as raised:
+    with pytest.raises(sb.errors.AlreadyInUseError, match="there is another") as raised:
         await anext(feed)
     assert raised.value.reason == "busy"  # type: ignore[attr-defined]
 
@@ -448,7 +448,7 @@ async def test_too_large_a_batch_is_refused_before_memory_is_taken() -> None:
     rig = Rig(max_batch_bytes=100)
     await settle()
     rig.controller.whole(0)
-    with pytest.raises(sb.WireError, match=r"more than max_batch_bytes \(100\)\. Raise max_batch_bytes"):
+    with pytest.raises(sb.errors.WireError, match=r"more than max_batch_bytes \(100\)\. Raise max_batch_bytes"):
         await anext(rig.feed)
     await settle()
     assert rig.controller.ends[0].kind == "refused"
@@ -458,7 +458,7 @@ async def test_two_tasks_cannot_iterate_one_feed(rig: Rig) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(anext, rig.feed)
         await settle()
-        with pytest.raises(sb.AlreadyInUseError, match="two threads or tasks"):
+        with pytest.raises(sb.errors.AlreadyInUseError, match="two threads or tasks"):
             await anext(rig.feed)
         assert rig.feed.waiting_s > 0
         tasks.cancel_scope.cancel()
@@ -494,9 +494,9 @@ async def test_after_close_nothing_is_given_and_nothing_acknowledged() -> None:
     await rig.feed.aclose()
     await rig.feed.aclose()
     for action in (batch.ack, partial(rig.feed.set_version, 3), rig.feed.end):
-        with pytest.raises(sb.ClosedResourceError):
+        with pytest.raises(sb.errors.ClosedResourceError):
             action()
-    with pytest.raises(sb.ClosedResourceError):
+    with pytest.raises(sb.errors.ClosedResourceError):
         await anext(rig.feed)
 
 

@@ -173,7 +173,7 @@ async def test_a_journal_may_be_opened_again(tmp_path: Path) -> None:
     journal = sb.Journal(tmp_path)
     for number in range(3):
         async with sb.StreamBalancer(config(), journal=journal) as balancer:
-            with pytest.raises(sb.AlreadyInUseError):
+            with pytest.raises(sb.errors.AlreadyInUseError):
                 async with sb.StreamBalancer(config(), journal=journal):
                     pass
             assert len(waiting(balancer)) == number
@@ -182,13 +182,13 @@ async def test_a_journal_may_be_opened_again(tmp_path: Path) -> None:
 
 async def test_put_nowait_is_refused(tmp_path: Path) -> None:
     async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
-        with pytest.raises(sb.WouldBlock, match="cannot wait for the journal's disk"):
+        with pytest.raises(sb.errors.WouldBlock, match="cannot wait for the journal's disk"):
             balancer.put_nowait(make_rollout(3))
 
 
 async def test_a_balancer_that_was_not_entered_says_so(tmp_path: Path) -> None:
     balancer = sb.StreamBalancer(config(), journal=tmp_path)
-    with pytest.raises(sb.ClosedResourceError, match="use `async with`"):
+    with pytest.raises(sb.errors.ClosedResourceError, match="use `async with`"):
         await balancer.put(make_rollout(3))
 
 
@@ -208,10 +208,10 @@ async def test_producers_elsewhere(tmp_path: Path, disk: Disk) -> None:
             await disk.reached()
             assert not waiting(balancer)
         await until(lambda: len(waiting(balancer)) == 20)
-        with pytest.raises(sb.DuplicateRolloutError):
+        with pytest.raises(sb.errors.DuplicateRolloutError):
             await producer.put(make_rollout(3, "r0"))
         disk.error = sqlite3.SQLITE_FULL
-        with pytest.raises(sb.JournalError, match="is full"):
+        with pytest.raises(sb.errors.JournalError, match="is full"):
             await producer.put(make_rollout(3, "x"))
         disk.error = None
         tasks.cancel_scope.cancel()
@@ -260,9 +260,9 @@ async def test_the_same_steps_come_again(tmp_path: Path) -> None:
         for batch in given[1:]:
             assert ids_of(await anext(again)) == ids_of(batch)
         for done in ("0-0", "0-3"):
-            with pytest.raises(sb.DuplicateRolloutError, match="accepted before and is done"):
+            with pytest.raises(sb.errors.DuplicateRolloutError, match="accepted before and is done"):
                 await balancer.put(make_rollout(3, done))
-        with pytest.raises(sb.DuplicateRolloutError, match="already held"):
+        with pytest.raises(sb.errors.DuplicateRolloutError, match="already held"):
             await balancer.put(make_rollout(3, "1-0"))
         balancer.end()
         drained = await anext(again)
@@ -314,7 +314,7 @@ async def test_a_retried_put_is_accepted_once(tmp_path: Path) -> None:
             try:
                 await balancer.put(make_rollout(3, "a"))
                 verdicts["accepted"] += 1
-            except sb.DuplicateRolloutError:
+            except sb.errors.DuplicateRolloutError:
                 verdicts["refused"] += 1
 
         async with anyio.create_task_group() as tasks:
@@ -324,7 +324,7 @@ async def test_a_retried_put_is_accepted_once(tmp_path: Path) -> None:
         after = await crash(balancer)
     async with sb.StreamBalancer(config(), journal=after) as balancer:
         assert waiting(balancer) == ["a"]
-        with pytest.raises(sb.DuplicateRolloutError):
+        with pytest.raises(sb.errors.DuplicateRolloutError):
             await balancer.put(make_rollout(3, "a"))
 
 
@@ -365,7 +365,7 @@ async def test_a_plan_that_is_on_its_way_to_the_disk_is_made_again_for_other_ran
 async def test_a_rollout_that_new_knobs_refuse_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
     async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
         await balancer.put(make_rollout(30, "long"))
-    with pytest.raises(sb.RolloutError, match="'long' has 30 tokens"):
+    with pytest.raises(sb.errors.RolloutError, match="'long' has 30 tokens"):
         async with sb.StreamBalancer(config(micro_batches=sb.MicroBatches(max_tokens=20)), journal=tmp_path):
             pass
     async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
@@ -517,7 +517,7 @@ async def test_a_checkpoint_is_taken_over(tmp_path: Path) -> None:
         now = balancer.statistics()
         assert (now.waiting, now.in_flight, now.accepted) == (stats.waiting, stats.in_flight, stats.accepted)
         assert ids_of(await anext(balancer.batches())) == ids_of(given[1])
-        with pytest.raises(sb.DuplicateRolloutError):
+        with pytest.raises(sb.errors.DuplicateRolloutError):
             await balancer.put(make_rollout(3, given[0].rollouts[0].rollout_id))
 
 
@@ -595,7 +595,7 @@ async def test_a_put_that_end_or_aclose_overtakes_was_not_accepted(tmp_path: Pat
 
             async def put(name: str, balancer: sb.StreamBalancer = balancer) -> None:
                 nonlocal refused
-                with pytest.raises(sb.ClosedResourceError):
+                with pytest.raises(sb.errors.ClosedResourceError):
                     await balancer.put(make_rollout(3, name))
                 refused += 1
 
@@ -630,7 +630,7 @@ async def test_a_full_disk_refuses_puts_and_recovers(
         disk.error = sqlite3.SQLITE_FULL
         for attempt in range(3):
             with pytest.raises(
-                sb.JournalError, match=r"is full .* was not accepted. Make room and put it again"
+                sb.errors.JournalError, match=r"is full .* was not accepted. Make room and put it again"
             ) as told:
                 await balancer.put(make_rollout(3, f"refused{attempt}"))
             assert told.value.errno == errno.ENOSPC
@@ -675,7 +675,7 @@ async def test_a_real_limit_of_the_operating_system(tmp_path: Path, monkeypatch:
             for number in numbers:
                 try:
                     await balancer.put(make_rollout(5_000, f"r{number}"))
-                except sb.JournalError as error:
+                except sb.errors.JournalError as error:
                     full = error
                     break
                 accepted.append(f"r{number}")
@@ -711,7 +711,7 @@ async def test_a_limit_below_what_is_there_breaks_nothing(tmp_path: Path, monkey
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
         try:
             for size in (20_000, 3):
-                with pytest.raises(sb.JournalError, match="is full") as told:
+                with pytest.raises(sb.errors.JournalError, match="is full") as told:
                     await balancer.put(make_rollout(size, "refused"))
                 assert told.value.errno == errno.EFBIG
         finally:
@@ -728,13 +728,15 @@ async def test_a_failed_sync_ends_all_promises(tmp_path: Path, disk: Disk, caplo
         for rollout in make_rollouts([3] * 4):
             await balancer.put(rollout)
         disk.error = sqlite3.SQLITE_IOERR_FSYNC
-        with pytest.raises(sb.JournalError, match=r"cannot be written any more .* Start the balancer again") as told:
+        with pytest.raises(
+            sb.errors.JournalError, match=r"cannot be written any more .* Start the balancer again"
+        ) as told:
             await balancer.put(make_rollout(3, "x"))
         assert told.value.errno == errno.EIO
         disk.error = None
-        with pytest.raises(sb.JournalError):
+        with pytest.raises(sb.errors.JournalError):
             await balancer.put(make_rollout(3, "y"))
-        with pytest.raises(sb.JournalError):
+        with pytest.raises(sb.errors.JournalError):
             await anext(balancer.batches())
         assert sorted(waiting(balancer)) == []
         assert balancer.statistics().in_flight == 4  # kept, for whoever can write again
@@ -745,7 +747,7 @@ async def test_a_failed_sync_ends_all_promises(tmp_path: Path, disk: Disk, caplo
 
 async def test_no_room_to_start(tmp_path: Path, disk: Disk) -> None:
     disk.error = sqlite3.SQLITE_FULL
-    with pytest.raises(sb.JournalError, match="no room to start"):
+    with pytest.raises(sb.errors.JournalError, match="no room to start"):
         async with sb.StreamBalancer(config(), journal=tmp_path):
             pass
     disk.error = None
@@ -817,7 +819,7 @@ async def test_max_bytes_holds_puts_back_until_acknowledgements_come(
         assert accepted == stuck < 200
         with anyio.move_on_after(0.02):
             await balancer.put(make_rollout(500, "cancelled"))
-        with pytest.raises(sb.RolloutError, match="too large for a journal of max_bytes"):
+        with pytest.raises(sb.errors.RolloutError, match="too large for a journal of max_bytes"):
             await balancer.put(make_rollout(50_000))
         with anyio.fail_after(GUARD_S):
             async for batch in balancer.batches():
@@ -853,7 +855,7 @@ async def test_a_put_that_max_bytes_holds_back_is_told_that_the_disk_failed(
     journal, knobs = sb.Journal(tmp_path / "j", max_bytes=2**20), config(window=1000, capacity=1000)
     async with sb.StreamBalancer(knobs, journal=journal) as balancer, anyio.create_task_group() as tasks:
         tasks.start_soon(break_the_disk)
-        with pytest.raises(sb.JournalError, match="cannot be written any more"):
+        with pytest.raises(sb.errors.JournalError, match="cannot be written any more"):
             await put_all()
 
 
@@ -882,7 +884,7 @@ async def test_groups_of_another_size_survive(tmp_path: Path) -> None:
         async with sb.StreamBalancer(knobs, journal=after) as balancer:
             assert balancer.parts.core.state.buffer.groups.closed() == {"e": 2, "c": 2, "a": None}
             for name in ("e", "c"):
-                with pytest.raises(sb.RolloutError, match="takes 0 more"):
+                with pytest.raises(sb.errors.RolloutError, match="takes 0 more"):
                     await balancer.put(make_rollout(3, group_id=name))
             await balancer.put(make_rollout(3, group_id="a"))
             assert not waiting(balancer)

@@ -49,7 +49,7 @@ class LateCrew(Crew):
         await anyio.sleep(self.absent_s.get(rank, 0.0))
         await super().train_step(rank, step)
 
-    async def work(self, rank: int, step: int, micro_batch: sb.MicroBatch) -> None:
+    async def work(self, rank: int, step: int, micro_batch: sb.types.MicroBatch) -> None:
         self.begun[step, rank] += 1
         took_s = micro_batch.num_tokens * TOKEN_S * self.slow.get(rank, 1.0)
         await anyio.sleep(took_s)
@@ -161,7 +161,7 @@ async def test_whoever_is_slow_and_whoever_is_lost_each_rollout_is_in_the_gradie
 
 async def test_seconds_are_learned_from_what_each_rank_did() -> None:
     """A slow rank is learned as one, though it never does all of its share; the next steps give it less."""
-    config = knobs(4, cost=sb.CalibratedCost(), batch_size=64, window=64)
+    config = knobs(4, cost=sb.cost.CalibratedCost(), batch_size=64, window=64)
     async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=4) as transport:
         crew = LateCrew(transport, {1: 1.5})
         chance = random.Random(0)
@@ -197,5 +197,5 @@ async def test_a_straggler_is_found_by_what_it_did() -> None:
     ids=str,
 )
 async def test_where_nothing_can_be_moved_it_is_refused(more: dict[str, Any], named: str) -> None:
-    with pytest.raises(sb.ConfigError, match=f"move_late=True with .*{named}"):
+    with pytest.raises(sb.errors.ConfigError, match=f"move_late=True with .*{named}"):
         await sb.serve(sb.StreamBalancer(knobs(2, **more)), MemoryNetwork(dp_size=2), move_late=True)

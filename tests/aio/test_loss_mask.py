@@ -65,7 +65,7 @@ async def test_a_producer_elsewhere_need_not_know() -> None:
         async with sb.connect(transport.connect_producer()) as producer:
             for number in range(4):
                 await producer.put(rollout(f"r{number}", response_mask=[0, 1, 1]))
-            with pytest.raises(sb.RolloutError, match="no column 'response_mask', which loss_mask_column names"):
+            with pytest.raises(sb.errors.RolloutError, match="no column 'response_mask', which loss_mask_column names"):
                 await producer.put(rollout("bad"))
         check(await anext(balancer.batches()))
         tasks.cancel_scope.cancel()
@@ -105,9 +105,9 @@ def test_it_comes_back_from_a_journal_and_a_checkpoint(tmp_path: Path) -> None:
 async def test_what_is_not_sure_is_refused(knob: str | None, columns: list[str], why: str) -> None:
     async with sb.StreamBalancer(config(loss_mask_column=knob)) as balancer:
         bad = rollout("bad", **{name: [0, 1, 1] for name in columns})
-        with pytest.raises(sb.RolloutError, match=why):
+        with pytest.raises(sb.errors.RolloutError, match=why):
             balancer.put_nowait(bad)
-        with pytest.raises(sb.RolloutError, match=why):
+        with pytest.raises(sb.errors.RolloutError, match=why):
             await balancer.put(bad)
         assert balancer.statistics().accepted == 0
 
@@ -131,7 +131,7 @@ async def test_what_is_sure_is_taken(knob: str | None, columns: list[str]) -> No
 
 @pytest.mark.parametrize("name", ["", "input_ids", "labels", 7])
 def test_what_is_no_mask_is_refused_as_a_knob(name: Any) -> None:
-    with pytest.raises(sb.ConfigError, match="loss_mask_column must be"):
+    with pytest.raises(sb.errors.ConfigError, match="loss_mask_column must be"):
         config(loss_mask_column=name)
 
 

@@ -79,13 +79,13 @@ async def test_every_producer_tells_what_the_balancer_is_told() -> None:
                 await here
             assert (type(one.value), str(one.value)) == (type(other.value), str(other.value))
         await producer.put_group(siblings(1, "third"))
-        with pytest.raises(sb.RolloutError, match="takes 0 more"):
+        with pytest.raises(sb.errors.RolloutError, match="takes 0 more"):
             await producer.put(make_rollout(3, group_id="g"))
         await producer.abandon_group("h")
         await producer.put(make_rollout(3, "unwanted", group_id="h"))
         stats = balancer.statistics()
         assert (stats.waiting, stats.evicted["abandoned"], stats.short_groups) == (3, 1, 0)
-        with pytest.raises(sb.RolloutError, match="must be a non-empty str"):
+        with pytest.raises(sb.errors.RolloutError, match="must be a non-empty str"):
             await producer.close_group(7)  # type: ignore[arg-type]
 
 
@@ -102,7 +102,7 @@ async def test_a_put_that_waits_for_room_is_refused_once_its_group_is_closed() -
         await balancer.put_group([make_rollout(3, f"full{n}", group_id="full") for n in range(4)])
 
         async def late() -> None:
-            with pytest.raises(sb.RolloutError, match="takes 0 more"):
+            with pytest.raises(sb.errors.RolloutError, match="takes 0 more"):
                 await balancer.put_group(siblings(4))
 
         tasks.start_soon(late)

@@ -18,7 +18,7 @@ from stream_balancer.host.batches import Batches
 from stream_balancer.testing import MemoryNetwork, make_rollout
 from stream_balancer.types import Batch, RankBatch
 
-rows_of_six = partial(config, batch_size=6, window=6, cost=sb.TokenCost())
+rows_of_six = partial(config, batch_size=6, window=6, cost=sb.cost.TokenCost())
 LENGTHS = (9, 1, 5, 2, 4, 3)
 
 
@@ -239,7 +239,7 @@ async def test_executions_need_groups() -> None:
     async with sb.StreamBalancer(rows_of_six()) as balancer:
         one = sb.Rollout(tokens={"input_ids": [0]}, group_id="g", execution_id="e")
         balancer.batches(open=True)
-        with pytest.raises(sb.RolloutError, match=r"execution_id needs groups\.size"):
+        with pytest.raises(sb.errors.RolloutError, match=r"execution_id needs groups\.size"):
             await balancer.put(one)
         balancer.batches()
         await balancer.put(one)
@@ -311,7 +311,7 @@ async def drain(feed: sb.RankFeed) -> None:
     assert [step async for step in feed] == []
 
 
-def ids_of(*micro_batches: sb.MicroBatch) -> list[str]:
+def ids_of(*micro_batches: sb.types.MicroBatch) -> list[str]:
     return [rollout.rollout_id for one in micro_batches for rollout in one.rollouts if not rollout.is_padding]
 
 

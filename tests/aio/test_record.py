@@ -54,9 +54,9 @@ async def test_only_what_is_accepted_arrives(tmp_path: Path) -> None:
         await balancer.put(make_rollout(9))  # turned down
         for rollout in make_rollouts([1, 2, 3, 4]):
             await balancer.put(rollout)
-        with pytest.raises(sb.WouldBlock):
+        with pytest.raises(sb.errors.WouldBlock):
             balancer.put_nowait(make_rollout(5))
-        with pytest.raises(sb.DuplicateRolloutError):
+        with pytest.raises(sb.errors.DuplicateRolloutError):
             await balancer.put(make_rollout(6, "r0"))
         with anyio.move_on_after(1.0):
             await balancer.put(make_rollout(7))  # waits for room, and gives up
@@ -74,17 +74,17 @@ async def test_recording_begins_when_it_is_asked_for(tmp_path: Path) -> None:
     async with sb.StreamBalancer(config()) as balancer:
         await balancer.put(make_rollout(1))
         balancer.record(tmp_path / "t.csv")
-        with pytest.raises(sb.AlreadyInUseError, match="arrivals go to"):
+        with pytest.raises(sb.errors.AlreadyInUseError, match="arrivals go to"):
             balancer.record(tmp_path / "u.csv")
         await balancer.put(make_rollout(2))
     assert (await read(tmp_path / "t.csv")).lengths.tolist() == [2]
-    with pytest.raises(sb.ClosedResourceError):
+    with pytest.raises(sb.errors.ClosedResourceError):
         balancer.record(tmp_path / "u.csv")
 
 
 async def test_another_suffix_is_refused(tmp_path: Path) -> None:
     async with sb.StreamBalancer(config()) as balancer:
-        with pytest.raises(sb.ConfigError, match=r"something\.csv or something\.csv\.gz"):
+        with pytest.raises(sb.errors.ConfigError, match=r"something\.csv or something\.csv\.gz"):
             balancer.record(tmp_path / "trace.json")
         balancer.record(tmp_path / "trace.csv")
 

@@ -37,7 +37,7 @@ async def test_a_controller_without_its_journal_is_not_joined() -> None:
     assert got == [0, 1, 2]
     async with Filled(1, 1, hold=True) as second, anyio.create_task_group() as tasks:
         tasks.start_soon(serve, second, scope := anyio.CancelScope())
-        with pytest.raises(sb.RefusedError, match="without its journal"), anyio.fail_after(60):
+        with pytest.raises(sb.errors.RefusedError, match="without its journal"), anyio.fail_after(60):
             await train()
         scope.cancel()
     assert got == [0, 1, 2]
@@ -49,7 +49,7 @@ async def test_who_is_refused_does_not_come_again(reason: RefusalReason) -> None
     await settle()
     assert rig.controller.connection is not None
     rig.controller.connection.fail(refused_error(reason, "not you"))
-    with pytest.raises(sb.RefusedError, match="not you") as raised:
+    with pytest.raises(sb.errors.RefusedError, match="not you") as raised:
         await anext(rig.feed)
     assert raised.value.reason == reason
     await anyio.sleep(100)
@@ -73,7 +73,7 @@ async def test_without_being_asked_to_a_rank_does_not_wait() -> None:
     rig = Rig()
     await settle()
     rig.peer.cut()
-    with pytest.raises(sb.RankLostError, match="open a new RankFeed"):
+    with pytest.raises(sb.errors.RankLostError, match="open a new RankFeed"):
         await anext(rig.feed)
     await anyio.sleep(100)
     assert rig.peer.joined == 1

@@ -79,7 +79,7 @@ async def test_a_slot_in_whose_place_others_have_begun_is_given_back_by_name(cap
                 wire.cut("the network broke", seen_by=[1])
                 await settle()
                 assert "a slot for 4 rollouts was given back: 4 rollouts begun at version 0: others" in caplog.text
-                with pytest.raises(sb.BrokenResourceError, match="its slot was given back"):
+                with pytest.raises(sb.errors.BrokenResourceError, match="its slot was given back"):
                     await slot.put(make_rollout(3, "b"))
         await settle()
         assert harness.balancer.statistics().reserved == 0
@@ -157,7 +157,7 @@ async def test_a_lost_producer_s_own_reserver_is_not_admitted_to_what_it_gave_ba
         producer = harness.producer()
 
         async def wait() -> None:
-            with pytest.raises(sb.BrokenResourceError):
+            with pytest.raises(sb.errors.BrokenResourceError):
                 async with producer.reserve(8):
                     pass
 
@@ -176,7 +176,7 @@ async def test_a_slot_whose_reply_comes_too_late_is_released() -> None:
         producer = harness.producer()
         wire = wire_of(producer)
         wire.hold()
-        with anyio.move_on_after(1), pytest.raises(sb.BrokenResourceError, match="has not answered"):
+        with anyio.move_on_after(1), pytest.raises(sb.errors.BrokenResourceError, match="has not answered"):
             async with producer.reserve(3):
                 pass
         wire.release()
@@ -216,7 +216,7 @@ async def test_a_slot_that_is_open_when_the_balancer_ends_is_given_back() -> Non
             assert [batch async for batch in feed] == []
             await settle()
             assert balancer.statistics().reserved == 0
-            with pytest.raises(sb.ClosedResourceError, match="takes no more rollouts"):
+            with pytest.raises(sb.errors.ClosedResourceError, match="takes no more rollouts"):
                 await slot.put(make_rollout(3, "a"))
 
 
@@ -371,7 +371,7 @@ async def test_a_feed_that_is_closed_sets_and_asks_nothing() -> None:
         feed = harness.feed()
         await feed.aclose()
         for call in (lambda: feed.set_version(1), feed.end):
-            with pytest.raises(sb.ClosedResourceError, match="on a feed that is closed"):
+            with pytest.raises(sb.errors.ClosedResourceError, match="on a feed that is closed"):
                 call()
-        with pytest.raises(sb.ClosedResourceError):
+        with pytest.raises(sb.errors.ClosedResourceError):
             await feed.async_statistics()

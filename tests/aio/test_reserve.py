@@ -138,7 +138,7 @@ async def test_leaving_gives_back_what_was_not_put() -> None:
         assert balancer.statistics().reserved == 2
         await reservation.__aexit__(LookupError, LookupError("generation failed"), None)
         assert balancer.statistics().reserved == 0
-        with pytest.raises(sb.ClosedResourceError, match="place is given back"):
+        with pytest.raises(sb.errors.ClosedResourceError, match="place is given back"):
             await slot.put(make_rollout(3, "two"))
         assert balancer.statistics().waiting == 1
 
@@ -151,7 +151,7 @@ async def test_a_slot_dates_its_rollouts() -> None:
             assert slot.version == 5
             await slot.put(sb.Rollout(tokens={"input_ids": [1]}, rollout_id="plain"))
             await slot.put(sb.Rollout(tokens={"input_ids": [1]}, rollout_id="newer", version=(5, 6)))
-            with pytest.raises(sb.RolloutError, match="began at version 4, before its slot"):
+            with pytest.raises(sb.errors.RolloutError, match="began at version 4, before its slot"):
                 await slot.put(sb.Rollout(tokens={"input_ids": [1]}, rollout_id="older", version=4))
             await slot.put(sb.Rollout(tokens={"input_ids": [1]}, rollout_id="last", version=6))  # the place was kept
             with pytest.raises(ValueError, match="0 places left"):
@@ -186,7 +186,7 @@ async def test_ending_tells_reservers(how: str) -> None:
             told: list[int] = []
 
             async def work(number: int) -> None:
-                with pytest.raises(sb.ClosedResourceError):
+                with pytest.raises(sb.errors.ClosedResourceError):
                     async with balancer.reserve():
                         raise AssertionError
                 told.append(number)
@@ -200,13 +200,13 @@ async def test_ending_tells_reservers(how: str) -> None:
                 else:
                     await balancer.aclose()
             assert sorted(told) == [0, 1, 2]
-        with pytest.raises(sb.ClosedResourceError):
+        with pytest.raises(sb.errors.ClosedResourceError):
             await balancer.reserve().__aenter__()
 
 
 async def test_knobs_that_cannot_keep_the_bound_are_told_at_once() -> None:
     async with sb.StreamBalancer(config(deadline_s=5.0)) as balancer:
-        with pytest.raises(sb.ConfigError, match="deadline_s"):
+        with pytest.raises(sb.errors.ConfigError, match="deadline_s"):
             balancer.reserve()
 
 
@@ -234,7 +234,7 @@ async def test_a_put_that_waits_while_its_slot_is_left_keeps_its_place(cancelled
         await settle()
         stats = balancer.statistics()
         assert (stats.reserved, stats.waiting, stats.accepted) == ((0, 4, 4) if cancelled else (0, 1, 5))
-        with pytest.raises(sb.ClosedResourceError, match="whose 'with' block was left"):
+        with pytest.raises(sb.errors.ClosedResourceError, match="whose 'with' block was left"):
             await slot.put(make_rollout(3))
 
 

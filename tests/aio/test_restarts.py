@@ -294,7 +294,7 @@ async def test_a_role_that_shares_rollouts_says_why_it_cannot_go_on_without_a_ra
             peers[-1].cut()
 
         tasks.start_soon(cut)
-        with pytest.raises(sb.RankLostError, match="together with other ranks of its role"):
+        with pytest.raises(sb.errors.RankLostError, match="together with other ranks of its role"):
             await sb.serve(balancer, network, on_rank_loss="replan", roles={"ref": ["ref"]})
         for feed in feeds:
             feed.close()

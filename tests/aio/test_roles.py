@@ -162,7 +162,7 @@ async def test_a_lost_rank_of_a_role_ends_serve_by_name_when_nobody_waits_for_it
             tasks.start_soon(partial(run.compute, "ref", 1, dies_at=0))
             waiting = run.feed(0, role="ref")
             await run.put(range(1, 17))
-            with pytest.raises(sb.RankLostError, match="rank 1 of role 'ref'") as raised:
+            with pytest.raises(sb.errors.RankLostError, match="rank 1 of role 'ref'") as raised:
                 await run.serve()
         assert raised.value.rank == 1
         assert [batch.step for batch in run.balancer.in_flight()] == [0]
@@ -267,13 +267,13 @@ async def test_other_columns_than_were_asked_for_are_refused_at_both_ends(last: 
                 run.balancer.end()
             give(batch, {"logprobs": [micro_batch.packed()["input_ids"] for micro_batch in batch.micro_batches]})
             with pytest.raises(
-                sb.RankLostError, match=r"is to give the columns \['ref_logprobs'\], not \['logprobs'\]"
+                sb.errors.RankLostError, match=r"is to give the columns \['ref_logprobs'\], not \['logprobs'\]"
             ):
                 await anext(feed)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(compute)
-            with pytest.raises(sb.RankLostError, match=r"not \['logprobs'\]"):
+            with pytest.raises(sb.errors.RankLostError, match=r"not \['logprobs'\]"):
                 await run.serve()
 
 
@@ -350,7 +350,7 @@ async def test_a_role_that_is_not_asked_for_anything_learns_so() -> None:
     run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1)
     async with run.balancer, anyio.create_task_group() as tasks:
         tasks.start_soon(run.serve)
-        with pytest.raises(sb.RankLostError, match=r"rank 0 of role 'critic' .* has the roles \['ref'\]"):
+        with pytest.raises(sb.errors.RankLostError, match=r"rank 0 of role 'critic' .* has the roles \['ref'\]"):
             await anext(run.feed(0, role="critic"))
         with pytest.raises(ValueError, match=r"rank 0 of role 'ref' announces dp_size=3.*the trainer's plan"):
             await anext(run.feed(0, role="ref", dp_size=3))

@@ -31,7 +31,7 @@ async def test_a_rank_whose_weights_are_ahead_of_the_controller_is_refused() -> 
     async with sb.StreamBalancer(knobs(1)) as balancer, anyio.create_task_group() as tasks:
         network = MemoryNetwork(dp_size=1)
         tasks.start_soon(sb.serve, balancer, network)
-        with pytest.raises(sb.RefusedError, match="started again without its journal") as raised:
+        with pytest.raises(sb.errors.RefusedError, match="started again without its journal") as raised:
             await anext(sb.RankFeed(network.connect(0), next_step=7))
         assert raised.value.reason == "value"
         tasks.cancel_scope.cancel()
@@ -53,7 +53,7 @@ async def test_ranks_that_say_different_weights_are_refused_with_the_lowest_comm
         first = sb.RankFeed(network.connect(0, incarnation=1), next_step=4)
         assert (await anext(first)).step == 4
         with pytest.raises(
-            sb.RefusedError, match="of rank 1 contain all steps before 2, and rank 0's all before 4"
+            sb.errors.RefusedError, match="of rank 1 contain all steps before 2, and rank 0's all before 4"
         ) as e:
             await anext(sb.RankFeed(network.connect(1, incarnation=1), next_step=2))
         assert "those before step 2" in str(e.value)
@@ -67,11 +67,11 @@ async def test_a_second_feed_for_a_rank_is_busy() -> None:
         tasks.start_soon(sb.serve, balancer, network)
         first = sb.RankFeed(network.connect(0))
         await settle()
-        with pytest.raises(sb.AlreadyInUseError, match=r"rank 0 is already connected \(incarnation 0\)"):
+        with pytest.raises(sb.errors.AlreadyInUseError, match=r"rank 0 is already connected \(incarnation 0\)"):
             await anext(sb.RankFeed(network.connect(0)))
         second = sb.RankFeed(network.connect(0, incarnation=1))
         await settle()
-        with pytest.raises(sb.RankLostError, match="superseded by incarnation 1"):
+        with pytest.raises(sb.errors.RankLostError, match="superseded by incarnation 1"):
             await anext(first)
         await put(balancer, 4)
         assert (await anext(second)).step == 0
@@ -93,7 +93,7 @@ async def test_who_does_not_say_who_it_is_does_not_come_in(about: Any) -> None:
         Session(network.dialer(), "rank", about=about, on_end=ends.append)
         await settle()
         await settle()
-        assert [isinstance(end, sb.RefusedError) for end in ends] == [True]
+        assert [isinstance(end, sb.errors.RefusedError) for end in ends] == [True]
         crew = Crew(network)
         tasks.start_soon(crew.train, 0)
         await put(balancer, 8)

@@ -100,7 +100,7 @@ async def test_the_last_rank_is_raised_and_the_next_serve_goes_on() -> None:
         crew = Crew(MemoryNetwork(dp_size=2), {0: (1, "work"), 1: (1, "meeting")})
         with pytest.raises(BaseExceptionGroup) as caught:
             await crew.run(balancer, some(60), on_rank_loss="replan")
-        assert caught.group_contains(sb.RankLostError)
+        assert caught.group_contains(sb.errors.RankLostError)
         again = Crew(crew.network)
         again.met, again.ends = crew.met, crew.ends
         crew.network.resize(balancer.config.dp_size)
@@ -163,7 +163,7 @@ async def test_a_process_that_was_given_up_must_not_come_back_and_a_new_one_may(
             peer.cut(seen_by=[1])
             await anyio.sleep(50)
             [error] = crew.errors
-            assert isinstance(error, sb.RefusedError)
+            assert isinstance(error, sb.errors.RefusedError)
             assert "rank 1 was given up, and others have its work" in str(error)
             await crew.train(1)
 
@@ -177,7 +177,7 @@ async def test_a_process_that_was_given_up_must_not_come_back_and_a_new_one_may(
 @pytest.mark.parametrize("options", [{"on_rank_loss": "replan"}, {"move_late": True}])
 async def test_mini_batches_stay_as_they_are(options: dict[str, Any]) -> None:
     async with sb.StreamBalancer(knobs(2, step_size=sb.StepSize(mini_batches=2))) as balancer:
-        with pytest.raises(sb.ConfigError, match=r"step_size\.mini_batches=2: ranks meet several times"):
+        with pytest.raises(sb.errors.ConfigError, match=r"step_size\.mini_batches=2: ranks meet several times"):
             await serve(balancer, MemoryNetwork(dp_size=2), **options)
 
 

@@ -50,7 +50,7 @@ class Roled(Crew):
                         return
                     self.computed.update(one.rollout_id for one in micro_batch.rollouts if not one.is_padding)
                     micro_batch.give(ref_logprobs=-micro_batch.packed()["input_ids"].float() / 7)
-        except (sb.RankLostError, sb.RefusedError) as error:
+        except (sb.errors.RankLostError, sb.errors.RefusedError) as error:
             self.errors.append(error)
 
     def add(self, rank: int, step: int, micro_batch: MicroBatch, gradient: Counter[tuple[str, int]]) -> None:

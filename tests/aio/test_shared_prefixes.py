@@ -15,7 +15,7 @@ from stream_balancer.testing import MemoryNetwork
 from stream_balancer.types import RankBatch, Rollout
 
 pytestmark = pytest.mark.anyio
-COST = sb.QuadraticCost(linear=50.0, quadratic=1.0)
+COST = sb.cost.QuadraticCost(linear=50.0, quadratic=1.0)
 SIBLINGS = 3
 
 

@@ -106,7 +106,9 @@ async def test_a_part_that_is_gone_once_the_others_have_begun_is_an_error() -> N
         await anyio.sleep(1)
         run.kept.gone = {0}
         again = await anext(run.feed(2, incarnation=1))
-        with pytest.raises(sb.RankLostError, match=r"\['0-0'\] are gone with their producer, and the ranks that share"):
+        with pytest.raises(
+            sb.errors.RankLostError, match=r"\['0-0'\] are gone with their producer, and the ranks that share"
+        ):
             _ = again.micro_batches
         tasks.cancel_scope.cancel()
 

@@ -124,7 +124,7 @@ class Team:
                 knobs[name] = {**knobs.get(name, {}), **value}
         try:
             return sb.BalancerConfig(**knobs)
-        except sb.ConfigError:
+        except sb.errors.ConfigError:
             if "changes" not in self.features:
                 raise
             return self._config()  # other ones
@@ -141,7 +141,7 @@ class Team:
             "deadline_s": pick([None, None, 20.0]),
             "staleness": {"max_versions": pick([None, None, 1, 4]), "on_stale": pick(["evict", "send"])},
             "counts": pick(["free", "equal"]),
-            "cost": pick([sb.TokenCost(), sb.QuadraticCost()]),
+            "cost": pick([sb.cost.TokenCost(), sb.cost.QuadraticCost()]),
             "micro_batches": {"counts": pick(["equal", "free"]), "max_tokens": pick([None, 60])},
             "groups": groups if self._has_groups else {},
         }
@@ -256,7 +256,7 @@ class Team:
         await anyio.sleep(self.chance.uniform(0.5, 15.0))
         more = "replan" not in self.features and self.chance.choice([True, False])
         while True:  # not in the midst of an open step
-            with suppress(sb.ConfigError):
+            with suppress(sb.errors.ConfigError):
                 dp_size = balancer.config.dp_size + (1 if more else -1)
                 balancer.reconfigure(dp_size=dp_size)
                 break
@@ -342,7 +342,7 @@ async def play(features: frozenset[str], seed: int, folder: Path) -> list[str]:
         try:
             team = Team(features, seed, folder, disk)
             balancer = await team.run()
-        except* (sb.ConfigError, sb.RolloutError) as error:
+        except* (sb.errors.ConfigError, sb.errors.RolloutError) as error:
             refused.append(str(_first(error)))
     if not refused:
         team.check(balancer)

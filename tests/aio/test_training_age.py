@@ -25,7 +25,7 @@ class World:
         self.version: int | None = None
         """The trainer's, where it sets it from a rank."""
         self.evicted = 0
-        self.trained: list[sb.RankBatch] = []
+        self.trained: list[sb.types.RankBatch] = []
 
     async def run(self, *, depth: int, num_rollouts: int, accumulate: int = 1, direct: bool = False) -> sb.Statistics:
         """``accumulate``: batches an optimizer step, which is what acknowledges and makes a version."""
@@ -60,9 +60,9 @@ class World:
     async def train(self, balancer: sb.StreamBalancer, feeds: list[sb.RankFeed], accumulate: int) -> None:
         step = 0
         while True:
-            last: list[sb.RankBatch] = []
+            last: list[sb.types.RankBatch] = []
 
-            async def ask(feed: sb.RankFeed, into: list[sb.RankBatch] = last) -> None:
+            async def ask(feed: sb.RankFeed, into: list[sb.types.RankBatch] = last) -> None:
                 if (share := await anext(feed, None)) is not None:
                     into.append(share)
 

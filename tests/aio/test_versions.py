@@ -43,7 +43,7 @@ async def test_who_waits_for_a_version_learns_that_the_balancer_was_closed() -> 
     raised: list[Exception] = []
 
     async def wait(balancer: sb.StreamBalancer) -> None:
-        with pytest.raises(sb.ClosedResourceError, match="version_after") as error:
+        with pytest.raises(sb.errors.ClosedResourceError, match="version_after") as error:
             await balancer.version_after(1)
         raised.append(error.value)
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def opened(browser: Browser, tmp_path_factory: pytest.TempPathFactory, short_sweeps: None) -> Visit:
-    config = sb.BalancerConfig(dp_size=8, batch_size=32, cost=sb.QuadraticCost())
+    config = sb.BalancerConfig(dp_size=8, batch_size=32, cost=sb.cost.QuadraticCost())
     report = sb.tune(sb.generate_trace(200, "lrm"), config, windows=[32, 64], max_skips=[8, 16, 32], deadlines_s=[None])
     path: Path = tmp_path_factory.mktemp("tune") / "front.html"
     write_plot(report, path)

@@ -22,12 +22,12 @@ async def test_leaving_with_something_unacknowledged_is_a_loss(kind: str) -> Non
             steps = await drain(feed)
             steps[1].ack()
             await feed.aclose()
-            with pytest.raises(sb.ClosedResourceError):
+            with pytest.raises(sb.errors.ClosedResourceError):
                 steps[2].ack()
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(train)
-            with pytest.raises(sb.RankLostError, match="step 2"):
+            with pytest.raises(sb.errors.RankLostError, match="step 2"):
                 await sb.serve(filled.balancer, network.transport)
         assert filled.acknowledged_steps == [0, 1]
 
@@ -37,7 +37,7 @@ async def test_the_end_is_told_after_what_was_sent(kind: str) -> None:
         tasks.start_soon(sb.serve, filled.balancer, network.transport)
         feed = network.feed()
         assert [step.step for step in await drain(feed)] == [0, 1]
-        with suppress(StopAsyncIteration), pytest.raises(sb.ClosedResourceError):
+        with suppress(StopAsyncIteration), pytest.raises(sb.errors.ClosedResourceError):
             await anext(feed)
 
 
@@ -50,12 +50,12 @@ async def test_a_rank_that_leaves_early_is_named(kind: str) -> None:
             await anext(feed)
             await feed.aclose()
             await feed.aclose()
-            with pytest.raises(sb.ClosedResourceError):
+            with pytest.raises(sb.errors.ClosedResourceError):
                 await anext(feed)
 
         tasks.start_soon(leaves)
         network.feed(0)
-        with pytest.raises(sb.RankLostError) as caught:
+        with pytest.raises(sb.errors.RankLostError) as caught:
             await sb.serve(filled.balancer, network.transport)
         assert caught.value.rank == 1
 
@@ -72,7 +72,7 @@ async def test_a_rank_that_stays_away_is_an_error(kind: str) -> None:
             kill(feed)
 
         tasks.start_soon(dies)
-        with pytest.raises(sb.RankLostError) as caught:
+        with pytest.raises(sb.errors.RankLostError) as caught:
             await sb.serve(filled.balancer, network.transport)
         assert caught.value.rank == 0
         assert caught.value.cause
@@ -106,7 +106,7 @@ async def test_a_lost_controller_is_noticed(kind: str) -> None:
             assert (await anext(feed)).step == 0
             tasks.cancel_scope.cancel()
         await network.transport.aclose()
-        with pytest.raises(sb.RankLostError) as caught:
+        with pytest.raises(sb.errors.RankLostError) as caught:
             await anext(feed)
         assert caught.value.rank == 0
 
@@ -117,19 +117,19 @@ async def test_strangers_are_refused(kind: str) -> None:
         tasks.start_soon(partial(sb.serve, rejoin_timeout_s=1000), filled.balancer, network.transport)
         feed, other = network.feed(0), network.feed(1)
         assert (await anext(feed)).step == 0
-        with pytest.raises(sb.AlreadyInUseError, match="rank 0") as busy:
+        with pytest.raises(sb.errors.AlreadyInUseError, match="rank 0") as busy:
             await anext(network.feed(0))
-        assert isinstance(busy.value, sb.RefusedError)
+        assert isinstance(busy.value, sb.errors.RefusedError)
         assert busy.value.reason == "busy"
         for rank, dp_size in ((1, 3), (2, 4)):
             with pytest.raises(ValueError, match=f"dp_size={dp_size}.*dp_size=2") as refused:
                 await anext(network.feed(rank, dp_size=dp_size))
-            assert isinstance(refused.value, sb.RefusedError)
+            assert isinstance(refused.value, sb.errors.RefusedError)
             assert refused.value.reason == "value"
         assert (await anext(other)).step == 0
         newer = network.feed(0, incarnation=1)
         assert (await anext(newer)).step == 0
-        with pytest.raises(sb.RankLostError):
+        with pytest.raises(sb.errors.RankLostError):
             await drain(feed)
         tasks.cancel_scope.cancel()
 
@@ -147,7 +147,7 @@ async def test_cancelling_loses_nothing(kind: str) -> None:
             assert (await anext(feed)).step == 1
             await until(lambda: filled.acknowledged_steps == [0])
             tasks.cancel_scope.cancel()
-        with suppress(sb.RankLostError):
+        with suppress(sb.errors.RankLostError):
             await drain(feed)  # what had arrived before
         await feed.aclose()
         assert filled.acknowledged_steps == [0]
@@ -177,7 +177,7 @@ async def test_closing_is_idempotent_and_wakes(kind: str) -> None:
             tasks.start_soon(partial(sb.serve, rejoin_timeout_s=1000), filled.balancer, network.transport)
             tasks.start_soon(wait)
             await anyio.sleep(0.1)
-            with pytest.raises(sb.AlreadyInUseError):
+            with pytest.raises(sb.errors.AlreadyInUseError):
                 await anext(feed)
             await feed.aclose()
             await feed.aclose()
@@ -185,4 +185,4 @@ async def test_closing_is_idempotent_and_wakes(kind: str) -> None:
             tasks.cancel_scope.cancel()
         await network.transport.aclose()
         await network.transport.aclose()
-        assert outcome == [sb.ClosedResourceError]
+        assert outcome == [sb.errors.ClosedResourceError]

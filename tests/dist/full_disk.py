@@ -29,7 +29,7 @@ async def fill(balancer: sb.StreamBalancer, first: int) -> tuple[list[str], int]
     while True:
         try:
             await balancer.put(rollout(first))
-        except sb.JournalError:
+        except sb.errors.JournalError:
             return accepted, first + 1
         accepted.append(f"r{first}")
         first += 1

@@ -22,7 +22,7 @@ class Gradient:
         self.head = torch.nn.Linear(8, 64)
         self.ids: list[str] = []
 
-    def add(self, micro_batch: sb.MicroBatch) -> None:
+    def add(self, micro_batch: sb.types.MicroBatch) -> None:
         """A sum, which is divided once all is known."""
         packed = micro_batch.packed()
         ids = packed["input_ids"] % 64

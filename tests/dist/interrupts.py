@@ -82,7 +82,7 @@ def put_all(put: Callable[[sb.Rollout], object], rollouts: list[sb.Rollout]) -> 
 
     def attempt() -> bool:
         while left:
-            with suppress(sb.DuplicateRolloutError):  # an interrupted put was accepted all the same
+            with suppress(sb.errors.DuplicateRolloutError):  # an interrupted put was accepted all the same
                 put(left[-1])
             del left[-1]
         return True
@@ -163,7 +163,7 @@ def leave(rng: random.Random, storm: Callable[[], None], calm: Callable[[], None
     balancer.close()
     try:
         balancer.put(some_rollouts("s", 1)[0])
-    except sb.ClosedResourceError:
+    except sb.errors.ClosedResourceError:
         return
     raise AssertionError("put() after the block was accepted")
 
@@ -171,7 +171,7 @@ def leave(rng: random.Random, storm: Callable[[], None], calm: Callable[[], None
 def feed(rng: random.Random, storm: Callable[[], None], calm: Callable[[], None], backend: Any) -> None:
     """The main thread iterates a rank's feed."""
     rollouts = some_rollouts("r", ROLLOUTS)
-    seen: list[sb.RankBatch] = []
+    seen: list[sb.types.RankBatch] = []
     config = CONFIG.replace(dp_size=1, capacity=2 * ROLLOUTS)
     transport = sb.TorchTransport.listen(dp_size=1)
     with sb.blocking(config, backend=backend) as balancer:

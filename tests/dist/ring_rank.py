@@ -16,7 +16,8 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as of_torch
 from torch.nn import functional
 
-from stream_balancer import MicroBatch, Rollout
+from stream_balancer import Rollout
+from stream_balancer.types import MicroBatch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "context_parallel"))
 from ring import Ring, ring_attention

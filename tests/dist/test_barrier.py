@@ -63,7 +63,7 @@ def someone_missing(rank: int) -> str:
         return ""
     try:
         sb.barrier(timeout_s=0.3)
-    except sb.BrokenResourceError as error:
+    except sb.errors.BrokenResourceError as error:
         return str(error)
     return "nothing was raised"
 

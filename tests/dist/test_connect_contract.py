@@ -68,7 +68,7 @@ async def test_every_refusal_is_the_balancer_s_own() -> None:
             for group in ([], [(5, "x")], [(5, "x", "g"), (5, "y", "h")]):
                 kind, text = await remote.do("group", group)
                 assert kind == "RolloutError"
-                with pytest.raises(sb.RolloutError) as there:
+                with pytest.raises(sb.errors.RolloutError) as there:
                     await balancer.put_group([make(*spec) for spec in group])
                 assert text == str(there.value)
             twins = await remote.do("group", [(5, "t", "g"), (5, "t", "g")])

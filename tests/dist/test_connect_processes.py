@@ -17,7 +17,7 @@ producer = sb.connect(sys.argv[1]).blocking
 try:
     producer.put(make_rollout(5))
     print("done", flush=True)
-except sb.BrokenResourceError:
+except sb.errors.BrokenResourceError:
     print("lost", flush=True)
 """
 

@@ -107,7 +107,7 @@ async def test_a_producer_that_waits_to_join_again_can_be_closed() -> None:
 
             async def put() -> None:
                 waiting.set()
-                with pytest.raises(sb.ClosedResourceError):
+                with pytest.raises(sb.errors.ClosedResourceError):
                     await producer.put(make_rollout(3, "b"))
 
             tasks.start_soon(put)

@@ -94,7 +94,7 @@ def run_worker(address: str, number: int, delay_s: float, pipe: Any) -> None:
 
     def generate(producer: Any, thread: int) -> None:
         chance, turn = random.Random(f"{number}/{thread}"), 0
-        with suppress(sb.ClosedResourceError):
+        with suppress(sb.errors.ClosedResourceError):
             while True:
                 with producer.reserve() as slot:
                     time.sleep(min(delay_s * chance.paretovariate(1.2), 50 * delay_s))

@@ -112,7 +112,7 @@ async def _controller(folder: Path, least: int) -> None:
                 os.write(begun, f"{number}\n".encode())
                 try:
                     await balancer.put(make_rollout(length(number), str(number)))
-                except sb.DuplicateRolloutError:
+                except sb.errors.DuplicateRolloutError:
                     os.write(retried, b".")  # the life before was cut off between accepting and telling
                 os.write(accepted, f"{number}\n".encode())
 
@@ -150,7 +150,12 @@ def _train(folder: Path, rank: int, life: int) -> None:
                 batch.ack()
             feed.close()
             return
-        except (sb.BrokenResourceError, sb.ClosedResourceError, sb.BusyResourceError, RuntimeError):
+        except (
+            sb.errors.BrokenResourceError,
+            sb.errors.ClosedResourceError,
+            sb.errors.BusyResourceError,
+            RuntimeError,
+        ):
             feed.close()
 
 
@@ -290,7 +295,7 @@ async def _trainer_and_workers(folder: Path, least: int, retry: bool) -> None:
             for number in todo:
                 try:
                     await balancer.put(make_rollout(length(number), str(number)))
-                except sb.DuplicateRolloutError:
+                except sb.errors.DuplicateRolloutError:
                     continue
                 os.write(said, f"a {number}\n".encode())
                 await anyio.lowlevel.checkpoint()

@@ -205,7 +205,7 @@ async def test_payloads_are_held_until_acknowledged_and_then_dropped() -> None:
             balancer.end()
             async for batch in feed:
                 assert names(batch.rollouts) == ["last"]
-        with pytest.raises(sb.ClosedResourceError):
+        with pytest.raises(sb.errors.ClosedResourceError):
             await producer.put(make(3, "late"))
 
 
@@ -216,7 +216,7 @@ async def test_a_mask_of_another_name_is_counted_where_it_is() -> None:
 
     async with served(1, batch_size=4, window=4, loss_mask_column="response_mask") as (balancer, transport):
         async with sb.connect(transport.address, hand_over="direct") as producer:
-            with pytest.raises(sb.RolloutError, match="loss_mask_column='response_mask'"):
+            with pytest.raises(sb.errors.RolloutError, match="loss_mask_column='response_mask'"):
                 await producer.put(one("not told"))
         async with (
             sb.connect(transport.address, hand_over="direct", loss_mask_column="response_mask") as producer,
@@ -241,7 +241,7 @@ async def test_without_serve_nobody_could_fetch_so_it_is_refused() -> None:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(attend, balancer, transport)
                 async with sb.connect(transport.address, hand_over="direct") as producer:
-                    with pytest.raises(sb.RolloutError, match="serve"):
+                    with pytest.raises(sb.errors.RolloutError, match="serve"):
                         await producer.put(make(3, "a"))
                 tasks.cancel_scope.cancel()
 

@@ -103,7 +103,7 @@ def check(statistics: sb.Statistics, said: list[list[Any]], lost: set[int]) -> l
         trained += ids
         reference = Gradient()
         of_step = [make_rollout(1 + 7 * int(name[1:]) % 50, name) for name in ids]
-        reference.add(sb.MicroBatch.of(of_step))
+        reference.add(sb.types.MicroBatch.of(of_step))
         whole = reference.flat() / sum(rollout.num_loss_tokens for rollout in of_step)
         assert all(torch.allclose(torch.tensor(one[2]), whole, atol=1e-6) for one in heard)
     assert sorted(trained) == sorted(f"r{n}" for n in range(ROLLOUTS))

@@ -32,7 +32,7 @@ async def _controller(folder: Path, port: int) -> None:
         for number in range(NUM_ROLLOUTS):
             try:
                 await balancer.put(make_rollout(10 + number, str(number)))
-            except sb.DuplicateRolloutError:
+            except sb.errors.DuplicateRolloutError:
                 continue  # accepted by the one before
         balancer.end()
 

@@ -185,7 +185,7 @@ def test_gradients_of_features_together(features: frozenset[str]) -> None:
         assert len(ids) == len(set(ids)) or "shared" in features
         trained += set(ids)
         reference = Gradient()
-        reference.add(sb.MicroBatch.of([by_id[name] for name in sorted(set(ids))]))
+        reference.add(sb.types.MicroBatch.of([by_id[name] for name in sorted(set(ids))]))
         whole = reference.flat() / sum(by_id[name].num_loss_tokens for name in set(ids))
         for _, total in heard:
             torch.testing.assert_close(torch.tensor(total), whole, atol=1e-6, rtol=0.0)

@@ -57,7 +57,7 @@ async def controller() -> AsyncIterator[sb.TorchTransport]:
 @pytest.mark.parametrize("joins", [iterates, puts])
 async def test_another_token(joins: Callable[..., None]) -> None:
     async with controller() as transport:
-        with pytest.raises(sb.RefusedError, match="same one") as refused:
+        with pytest.raises(sb.errors.RefusedError, match="same one") as refused:
             await anyio.to_thread.run_sync(partial(joins, transport.address, token=TOKEN + "!"))
     assert (refused.value.reason, isinstance(refused.value, ValueError)) == ("authentication", True)
 
@@ -69,7 +69,9 @@ async def test_another_version_of_the_library(joins: Callable[..., None], monkey
         handshake.Handshake, "hello", lambda self: msgspec.structs.replace(hello(self), protocol=PROTOCOL + 1)
     )
     async with controller() as transport:
-        with pytest.raises(sb.RefusedError, match="Install the same version of stream_balancer everywhere") as refused:
+        with pytest.raises(
+            sb.errors.RefusedError, match="Install the same version of stream_balancer everywhere"
+        ) as refused:
             await anyio.to_thread.run_sync(partial(joins, transport.address))
     assert (refused.value.reason, isinstance(refused.value, ValueError)) == ("protocol", True)
 
@@ -78,7 +80,7 @@ async def test_another_version_of_the_library(joins: Callable[..., None], monkey
 async def test_a_controller_that_closes_before_it_has_served(joins: Callable[..., None]) -> None:
     """Who waited to be let in hears it."""
     transport = sb.TorchTransport.listen(dp_size=1, token=TOKEN)
-    with anyio.fail_after(GUARD_S), pytest.raises(sb.RefusedError, match="closed its transport") as refused:
+    with anyio.fail_after(GUARD_S), pytest.raises(sb.errors.RefusedError, match="closed its transport") as refused:
         async with anyio.create_task_group() as tasks:
             waiting = transport.service._jobs
 
@@ -90,18 +92,18 @@ async def test_a_controller_that_closes_before_it_has_served(joins: Callable[...
             tasks.start_soon(close_it)
             try:
                 await anyio.to_thread.run_sync(partial(joins, transport.address))
-            except sb.RefusedError as error:
+            except sb.errors.RefusedError as error:
                 tasks.cancel_scope.cancel()
                 failure = error
         raise failure
-    assert (refused.value.reason, isinstance(refused.value, sb.BrokenResourceError)) == ("closed", True)
+    assert (refused.value.reason, isinstance(refused.value, sb.errors.BrokenResourceError)) == ("closed", True)
 
 
 async def test_a_controller_that_is_closed_in_this_event_loop() -> None:
     network = MemoryNetwork(dp_size=1)
     await network.aclose()
     async with sb.RankFeed(network.connect(0)) as feed:
-        with pytest.raises(sb.RefusedError, match="closed its transport"):
+        with pytest.raises(sb.errors.RefusedError, match="closed its transport"):
             await anext(feed)
 
 

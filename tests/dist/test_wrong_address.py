@@ -90,7 +90,7 @@ def test_a_source_of_another_kind_is_an_error_at_once(tries: Tries) -> None:
 @pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(100)])
 def test_something_else_that_answers_is_an_error(tries: Tries, says: bytes) -> None:
     with foreign_server(says) as address:
-        with pytest.raises(sb.WireError, match=f"{address} does not answer as a controller .*Check the address"):
+        with pytest.raises(sb.errors.WireError, match=f"{address} does not answer as a controller .*Check the address"):
             tries(address)
 
 
@@ -101,7 +101,7 @@ def test_something_else_that_does_not_answer_is_an_error_in_the_end(
 ) -> None:
     monkeypatch.setattr(_connection, "HANDSHAKE_S", 0.05)
     monkeypatch.setattr(sys.modules[__name__], "GUARD_S", 1.0)  # a busy machine takes a moment to try
-    error = sb.RankLostError if tries is opens_a_feed else sb.BrokenResourceError
+    error = sb.errors.RankLostError if tries is opens_a_feed else sb.errors.BrokenResourceError
     with pytest.raises(error, match=r"accepts the connection, but .*Either something else listens there"):
         if kind == "store":
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -119,7 +119,7 @@ def test_nobody_there_is_a_warning_and_then_an_error(
     caplog.set_level(logging.WARNING, "stream_balancer.net")
     address = nobody_there()
     refused = f"nobody answers at {address}: Connection refused"
-    kind = sb.RankLostError if tries is opens_a_feed else sb.BrokenResourceError
+    kind = sb.errors.RankLostError if tries is opens_a_feed else sb.errors.BrokenResourceError
     with pytest.raises(kind, match=f"not connected within connect_timeout_s=1.0: {refused}"):
         if tries is opens_a_feed:
             next(sb.RankFeed(address, rank=0, dp_size=1, connect_timeout_s=1.0))

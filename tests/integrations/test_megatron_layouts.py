@@ -17,7 +17,8 @@ import their_own_tests
 import torch
 from torch import Tensor
 
-from stream_balancer import MicroBatch, Rollout
+from stream_balancer import Rollout
+from stream_balancer.types import MicroBatch
 
 verl = pytest.importorskip("verl")
 areal = pytest.importorskip("areal")

@@ -217,7 +217,7 @@ def configuration(model_type: str, fields: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_layer_sum_is_what_the_model_computes(name: str) -> None:
     config = configuration(*SHAPES[name])
-    cost, true = sb.TransformerCost.from_hf_config(config), forward_flops(config)
+    cost, true = sb.cost.TransformerCost.from_hf_config(config), forward_flops(config)
     recurrent = FAMILIES[config.model_type].recurrent is not None
     assert cost.flops_per_token / 3 == pytest.approx(
         true.per_token, rel=RECURRENT_ERROR if recurrent else OTHER_ERROR
@@ -238,20 +238,20 @@ def test_what_is_not_measured_is_refused_by_name(model_type: str) -> None:
     config = AutoConfig.for_model(model_type)
     text = getattr(config, "text_config", None)
     if text is not None and text.model_type in FAMILIES:
-        assert sb.TransformerCost.from_hf_config(config) == sb.TransformerCost.from_hf_config(text)
+        assert sb.cost.TransformerCost.from_hf_config(config) == sb.cost.TransformerCost.from_hf_config(text)
     else:
         with pytest.raises(ValueError, match="is not known"):
-            sb.TransformerCost.from_hf_config(config)
+            sb.cost.TransformerCost.from_hf_config(config)
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_a_configuration_saved_as_json_is_read_alike_or_refused(model_type: str) -> None:
     config = configuration(model_type, next(fields for name, fields in SHAPES.values() if name == model_type))
     try:
-        saved = sb.TransformerCost.from_hf_config(config.to_dict())
+        saved = sb.cost.TransformerCost.from_hf_config(config.to_dict())
     except ValueError:
         return
-    assert saved == sb.TransformerCost.from_hf_config(config)
+    assert saved == sb.cost.TransformerCost.from_hf_config(config)
 
 
 class Watched:
@@ -272,7 +272,7 @@ def measured(name: str) -> dict[str, Any]:
     """What the unit tests keep of a shape: the fields that are read, and forward FLOPs."""
     config = configuration(*SHAPES[name])
     watched, true = Watched(config), forward_flops(config)
-    sb.TransformerCost.from_hf_config(watched)
+    sb.cost.TransformerCost.from_hf_config(watched)
     attention = {str(length): true.of_attention(length) for length in LENGTHS}
     return {"config": watched.fields, "per_token": true.per_token, "attention": attention}
 

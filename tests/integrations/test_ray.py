@@ -421,10 +421,10 @@ async def test_an_actor_without_a_journal_is_lost_for_good() -> None:
         [(kind, text)] = outcome
         assert kind == "BrokenResourceError"
         assert "late" in text
-        with pytest.raises(sb.BrokenResourceError):
+        with pytest.raises(sb.errors.BrokenResourceError):
             await balancer.put(make_rollout(5, "later"))
         async with balancer.feed(rank=0) as feed:
-            with pytest.raises(sb.RankLostError):
+            with pytest.raises(sb.errors.RankLostError):
                 await anext(feed)
 
 
@@ -436,7 +436,7 @@ async def test_the_actor_is_steered_from_anywhere(tmp_path: Path) -> None:
         await balancer.put(make_rollout(5, "old", version=3))
         assert "1 rollouts wait (window 4)" in await balancer.why_no_batch()
         await balancer.reconfigure(window=8, capacity=16)
-        with pytest.raises(sb.ConfigError):
+        with pytest.raises(sb.errors.ConfigError):
             await balancer.reconfigure(window=1)
         await balancer.acknowledge_through(7)
         state = await balancer.state_dict()
@@ -457,9 +457,9 @@ async def test_a_rank_that_stays_away_stops_the_balancer_if_asked_to() -> None:
         feed = balancer.feed(rank=0)
         await anext(feed)
         feed._port.session.connection.abort()  # type: ignore[attr-defined, union-attr]
-        with pytest.raises(sb.BrokenResourceError):
+        with pytest.raises(sb.errors.BrokenResourceError):
             await until(lambda: _blocked(balancer, -1))
-        with pytest.raises(sb.BrokenResourceError):
+        with pytest.raises(sb.errors.BrokenResourceError):
             await balancer.put(make_rollout(5, "late"))
         await feed.aclose()
 

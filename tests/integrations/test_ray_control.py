@@ -47,7 +47,7 @@ async def test_accept_runs_in_the_actor_and_the_last_of_so_many_producers_ends_i
         trained = [r.rollout_id async for batch in balancer.feed(rank=0) for r in batch.rollouts]
         await balancer.producer.aclose()
         late = pickle.loads(pickle.dumps(balancer))  # noqa: S301 - as Ray does with a handle that is an argument
-        with pytest.raises(sb.ClosedResourceError):
+        with pytest.raises(sb.errors.ClosedResourceError):
             await late.put(make_rollout(3, "late"))
     assert sorted(trained) == ["r1.0", "r2.0"]
     ray.kill(balancer.actor)

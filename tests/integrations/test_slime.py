@@ -102,7 +102,7 @@ def test_patch_leaves_fixed_micro_batches_to_slime_and_can_be_undone(monkeypatch
     utils.dp_schedule = home  # type: ignore[attr-defined]
     for module in (package, utils, home, user):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    put_back = slime.patch(cost=sb.QuadraticCost())
+    put_back = slime.patch(cost=sb.cost.QuadraticCost())
     call = {"global_batch_size": 4, "rollout_indices": [0, 1, 2, 3]}
     fixed = user.build_dp_schedule(args_of(use_dynamic_batch_size=False), parallel(2), [1] * 4, **call)
     assert fixed == "slime's"

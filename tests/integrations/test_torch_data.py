@@ -160,7 +160,7 @@ def test_a_loop_may_acknowledge_for_itself() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded(side: str) -> None:
-    layout = functools.partial(sb.MicroBatch.padded, padding_side=side, pad_values={"input_ids": -1})
+    layout = functools.partial(sb.types.MicroBatch.padded, padding_side=side, pad_values={"input_ids": -1})
     for item, mb in zip(
         loader(dataset_of(STEPS, layout=layout)),
         [mb for share in shares_of(STEPS) for mb in share.micro_batches],
@@ -174,7 +174,7 @@ def test_padded(side: str) -> None:
 
 
 def test_nested() -> None:
-    items = list(loader(dataset_of(STEPS, layout=sb.MicroBatch.nested)))
+    items = list(loader(dataset_of(STEPS, layout=sb.types.MicroBatch.nested)))
     assert [[row.numel() for row in item["logprobs"].unbind()] for item in items] == [
         lengths for micro_batches in STEPS for lengths in micro_batches
     ]
@@ -185,7 +185,7 @@ def test_tensordict_whole_or_by_column() -> None:
     dataset = dataset_of([[[3, 2]]], layout=lambda mb: {"rollouts": mb.tensordict()})
     (item,) = loader(dataset, collate_fn=lambda item: item)  # torch's own takes a TensorDict apart
     assert item["rollouts"].batch_size == torch.Size([2])
-    (item,) = loader(dataset_of([[[3, 2]]], layout=sb.MicroBatch.tensordict))
+    (item,) = loader(dataset_of([[[3, 2]]], layout=sb.types.MicroBatch.tensordict))
     assert [row.numel() for row in item["input_ids"].unbind()] == [3, 2]
     assert item["advantage"].tolist() == [1.0, 1.0]
 
@@ -193,7 +193,7 @@ def test_tensordict_whole_or_by_column() -> None:
 def test_a_layout_that_raises_loses_no_micro_batch() -> None:
     fails = [True]
 
-    def layout(mb: sb.MicroBatch) -> sb.MicroBatch | Any:
+    def layout(mb: sb.types.MicroBatch) -> sb.types.MicroBatch | Any:
         if fails.pop() if fails else False:
             raise KeyError("once")
         return mb.packed()
@@ -208,7 +208,7 @@ def test_a_layout_that_raises_loses_no_micro_batch() -> None:
 def test_a_column_of_the_datasets_own_name_is_refused(name: str) -> None:
     share = shares_of([[[1]]])[0]
     rollout = sb.Rollout(tokens={"input_ids": [1]}, scalars={name: 1.0})
-    object.__setattr__(share, "micro_batches", (sb.MicroBatch.of([rollout]),))
+    object.__setattr__(share, "micro_batches", (sb.types.MicroBatch.of([rollout]),))
     with pytest.raises(ValueError, match=f"columns or scalars named \\['{name}'\\], which RolloutDataset gives"):
         next(iter(RolloutDataset(any_feed(share))))
 
@@ -216,7 +216,7 @@ def test_a_column_of_the_datasets_own_name_is_refused(name: str) -> None:
 def test_own_position_ids_are_the_rollouts() -> None:
     share = shares_of([[[1]]])[0]
     rollout = sb.Rollout(tokens={"input_ids": [1, 2], "position_ids": [7, 8]})
-    object.__setattr__(share, "micro_batches", (sb.MicroBatch.of([rollout]),))
+    object.__setattr__(share, "micro_batches", (sb.types.MicroBatch.of([rollout]),))
     (item,) = loader(RolloutDataset(any_feed(share)))
     assert item["position_ids"].tolist() == [7, 8]
 

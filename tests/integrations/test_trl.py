@@ -298,12 +298,12 @@ def test_what_cannot_be_balanced_is_refused_by_name(tmp_path: Path) -> None:
     unknown.loss_type = "newest"
     with pytest.raises(ValueError, match="loss_type='newest' is not known"), unknown.balanced():
         pass
-    unpadded = grpo(tmp_path).balanced(cost=sb.TokenCost(), micro_batches=sb.MicroBatches(max_tokens=60))
+    unpadded = grpo(tmp_path).balanced(cost=sb.cost.TokenCost(), micro_batches=sb.MicroBatches(max_tokens=60))
     with pytest.raises(ValueError, match="does not count padding"), unpadded:
         pass
     with (
         pytest.raises(ValueError, match=r"leave micro_batches\.counts"),
-        grpo(tmp_path).balanced(micro_batches=sb.MicroBatches(counts="free"), sync="step", cost=sb.TokenCost()),
+        grpo(tmp_path).balanced(micro_batches=sb.MicroBatches(counts="free"), sync="step", cost=sb.cost.TokenCost()),
     ):
         pass
 

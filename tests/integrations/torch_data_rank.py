@@ -78,7 +78,7 @@ def plain(everything: list[sb.Rollout]) -> list[Tensor]:
     optimizer = Noting(model.parameters())
     for step in range(STEPS):
         of_step = everything[step * PER_STEP : (step + 1) * PER_STEP]
-        mine = sb.MicroBatch.of(of_step[dist.get_rank() :: RANKS]).packed()
+        mine = sb.types.MicroBatch.of(of_step[dist.get_rank() :: RANKS]).packed()
         item = {**mine, "cu_seqlens": mine.cu_seqlens, "step": step}
         (loss_sum(model, item) * RANKS / sum(rollout.num_loss_tokens for rollout in of_step)).backward()
         optimizer.step()

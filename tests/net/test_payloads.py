@@ -307,7 +307,9 @@ def test_where_payloads_cannot_be_kept_puts_say_so(controller: Service) -> None:
     controller.answer_here({"keep": lambda *_: None})
     with sb.connect(controller.address, hand_over="direct", host="192.0.2.1") as producer:  # no machine has it
         for _ in range(2):
-            with pytest.raises(sb.ConfigError, match=r"payloads cannot be kept here.*Give connect\(host=\) an address"):
+            with pytest.raises(
+                sb.errors.ConfigError, match=r"payloads cannot be kept here.*Give connect\(host=\) an address"
+            ):
                 producer.put(LOCAL[0], timeout_s=GUARD_S)
 
 

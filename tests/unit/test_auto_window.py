@@ -23,7 +23,9 @@ IDS = torch.zeros(1, dtype=torch.uint8)
 
 
 def config(**knobs: Any) -> sb.BalancerConfig:
-    return sb.BalancerConfig(**{"dp_size": 8, "batch_size": 32, "cost": sb.QuadraticCost(), "window": "auto", **knobs})
+    return sb.BalancerConfig(
+        **{"dp_size": 8, "batch_size": 32, "cost": sb.cost.QuadraticCost(), "window": "auto", **knobs}
+    )
 
 
 def core_of(**knobs: Any) -> BalancerCore:
@@ -106,13 +108,13 @@ class TestConfig:
             ({"capacity": 33}, "nothing to choose from: capacity \\(33\\)"),
             ({"capacity": 20}, "nothing to choose from: capacity \\(20\\)"),
             ({"sync": "micro_batch"}, "window='auto' does not work with sync='micro_batch'"),
-            ({"cost": sb.PaddedCost()}, "window='auto' does not work with a padded cost"),
+            ({"cost": sb.cost.PaddedCost()}, "window='auto' does not work with a padded cost"),
             ({"policy": "fifo"}, "window='auto' needs policy='window'"),
             ({"window": "automatic"}, "window must be an int >= 1 or 'auto' or None, not 'automatic'"),
         ],
     )
     def test_what_cannot_work_is_refused(self, knobs: dict[str, Any], said: str) -> None:
-        with pytest.raises(sb.ConfigError, match=said):
+        with pytest.raises(sb.errors.ConfigError, match=said):
             config(**knobs)
 
 
@@ -219,7 +221,7 @@ class TestState:
         core.reconfigure(core.config.replace(deadline_s=1000.0))
         assert core.config.window == 32, "what was learned stays"
         assert core.statistics(0.0).idle_by_window == foreseen
-        core.reconfigure(core.config.replace(cost=sb.TokenCost()))
+        core.reconfigure(core.config.replace(cost=sb.cost.TokenCost()))
         assert core.config.window == 32
         assert core.statistics(0.0).idle_by_window == {}, "other costs: it learns anew, from where it is"
         core.reconfigure(core.config.replace(window=50))

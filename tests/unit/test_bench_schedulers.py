@@ -46,7 +46,7 @@ def test_steps_are_those_of_a_simulated_run(policy: Any, sync: Any) -> None:
         max_skips=16,
         policy=policy,
         sync=sync,
-        cost=sb.QuadraticCost(),
+        cost=sb.cost.QuadraticCost(),
         micro_batches=sb.MicroBatches(max_tokens=run.max_tokens),
     )
     trace = source.trace.resampled(run.lengths.size, scheduler_runs.FIRST_SEED, by_group=False)

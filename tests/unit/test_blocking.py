@@ -47,9 +47,9 @@ def test_errors_cross_the_threads(backend: Any) -> None:
     with sb.blocking(config(window=4, capacity=4), backend=backend) as balancer:
         for rollout in make_rollouts([2] * 4):
             balancer.put_nowait(rollout)
-        with pytest.raises(sb.WouldBlock):
+        with pytest.raises(sb.errors.WouldBlock):
             balancer.put_nowait(make_rollout(2))
-        with pytest.raises(sb.DuplicateRolloutError):
+        with pytest.raises(sb.errors.DuplicateRolloutError):
             balancer.put(make_rollout(2, "r0"))
         balancer.reconfigure(capacity=8)
         balancer.put_group([make_rollout(2, "a", group_id="g"), make_rollout(2, "b", group_id="g")])
@@ -58,7 +58,7 @@ def test_errors_cross_the_threads(backend: Any) -> None:
         batch = next(iter(balancer.batches(auto_ack=False)))
         balancer.acknowledge(batch.step)
         balancer.end()
-        with pytest.raises(sb.ClosedResourceError):
+        with pytest.raises(sb.errors.ClosedResourceError):
             balancer.put(make_rollout(2))
 
 
@@ -71,7 +71,7 @@ def test_closing_frees_a_thread_that_waits() -> None:
         def blocked() -> None:
             try:
                 balancer.put(make_rollout(2, "blocked"))
-            except sb.ClosedResourceError as error:
+            except sb.errors.ClosedResourceError as error:
                 told.append(type(error))
 
         thread = threading.Thread(target=blocked, daemon=True)
@@ -80,7 +80,7 @@ def test_closing_frees_a_thread_that_waits() -> None:
             pass
         balancer.close()
         thread.join()
-    assert told == [sb.ClosedResourceError]
+    assert told == [sb.errors.ClosedResourceError]
 
 
 def test_background_errors_come_out_at_the_end() -> None:
@@ -107,7 +107,7 @@ def test_background_work_can_be_cancelled() -> None:
         with pytest.raises(CancelledError):
             background.result()
         assert not left_alone.done()
-    with pytest.raises(sb.ClosedResourceError):
+    with pytest.raises(sb.errors.ClosedResourceError):
         left_alone.result()
 
 
@@ -124,7 +124,7 @@ def test_after_the_block_it_is_closed(backend: Any) -> None:
         balancer.end,
         lambda: balancer.start(anyio.sleep_forever).result(),
     ):
-        with pytest.raises(sb.ClosedResourceError, match="closed"):
+        with pytest.raises(sb.errors.ClosedResourceError, match="closed"):
             use()
     with pytest.raises(RuntimeError, match="entered once"):
         balancer.__enter__()
@@ -185,7 +185,7 @@ def test_an_interrupted_put_was_not_accepted(backend: Any, siblings: int) -> Non
         batches = balancer.batches()
         assert next(batches).num_rollouts == 4
         put()
-        with pytest.raises(sb.DuplicateRolloutError):
+        with pytest.raises(sb.errors.DuplicateRolloutError):
             put()
         balancer.end()
         assert sorted(r.rollout_id for r in next(batches).rollouts if not r.is_padding) == [r.rollout_id for r in late]
@@ -254,9 +254,9 @@ def test_one_thread_iterates() -> None:
         while not told:
             try:
                 balancer.batches()
-            except sb.AlreadyInUseError:
+            except sb.errors.AlreadyInUseError:
                 told = True
-            told = told or (waiting.done() and isinstance(waiting.exception(), sb.AlreadyInUseError))
+            told = told or (waiting.done() and isinstance(waiting.exception(), sb.errors.AlreadyInUseError))
         balancer.end()
 
 
@@ -277,7 +277,7 @@ def test_places_are_reserved_by_threads(backend: Any) -> None:
         batch = next(balancer.batches())
         assert {r.version for r in batch.rollouts} == {5}
         balancer.end()
-        with pytest.raises(sb.ClosedResourceError), balancer.reserve():
+        with pytest.raises(sb.errors.ClosedResourceError), balancer.reserve():
             pass
 
 

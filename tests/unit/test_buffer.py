@@ -75,7 +75,7 @@ def test_rows_and_order_hold_whenever_somebody_looks(moves: list[tuple[str, Any,
 
 
 def dispatch_all(num_rollouts: int) -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=4, batch_size=16, cost=sb.QuadraticCost()))
+    core = BalancerCore(sb.BalancerConfig(dp_size=4, batch_size=16, cost=sb.cost.QuadraticCost()))
     for number in range(num_rollouts):
         core.add(rollout(1 + number % 60, str(number)), float(number))
         batch = core.poll(float(number))
@@ -84,7 +84,7 @@ def dispatch_all(num_rollouts: int) -> None:
 
 
 def num_alive() -> int:
-    return sum(type(one) in (sb.Rollout, sb.Batch, sb.RankBatch, sb.MicroBatch) for one in gc.get_objects())
+    return sum(type(one) in (sb.Rollout, sb.Batch, sb.types.RankBatch, sb.types.MicroBatch) for one in gc.get_objects())
 
 
 def test_nothing_waits_for_pythons_cycle_collector() -> None:

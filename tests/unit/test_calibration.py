@@ -82,7 +82,7 @@ def test_what_sharing_costs_is_learned_and_planned_with(overhead: float) -> None
     assert again.state.pricing.knobs.cp_overhead == fit.cp_overhead
 
 
-def lengths_of(share: sb.RankBatch) -> list[np.ndarray]:
+def lengths_of(share: sb.types.RankBatch) -> list[np.ndarray]:
     return [np.array([r.num_tokens for r in mb.rollouts], dtype=np.float64) for mb in share.micro_batches]
 
 
@@ -118,7 +118,7 @@ def config(**knobs: object) -> sb.BalancerConfig:
         "dp_size": 8,
         "batch_size": 32,
         "micro_batches": {"max_tokens": 8000},
-        "cost": sb.CalibratedCost(sb.QuadraticCost()),
+        "cost": sb.cost.CalibratedCost(sb.cost.QuadraticCost()),
     }
     return sb.BalancerConfig(**{**chosen, **knobs})  # type: ignore[arg-type]
 
@@ -160,7 +160,7 @@ def test_a_rank_that_becomes_slow_and_recovers_is_followed() -> None:
 
 
 def test_a_wrong_prior_is_left_behind() -> None:
-    core, machine = learning_core(config(cost=sb.CalibratedCost(sb.TokenCost()))), Machine(6, b=2e-8)
+    core, machine = learning_core(config(cost=sb.cost.CalibratedCost(sb.cost.TokenCost()))), Machine(6, b=2e-8)
     ratios = train(core, machine, 50)
     assert np.mean(ratios[20:]) < np.mean(ratios[:3])
     assert np.mean(ratios[20:]) < 1.05
@@ -180,7 +180,7 @@ def test_seconds_that_include_waiting_teach_nothing() -> None:
 
 
 def test_impossible_seconds_and_unknown_steps_teach_nothing() -> None:
-    learned = Calibration(sb.CalibratedCost(), 2)
+    learned = Calibration(sb.cost.CalibratedCost(), 2)
     shares = [[np.array([5, 6])], [np.array([7])]]
     for step, seconds in enumerate([[0.0, 1.0], [-1.0, 1.0], [float("nan"), 1.0], [float("inf"), 1.0]]):
         learned.expect(step, shares)
@@ -200,7 +200,7 @@ def test_rollouts_that_bring_their_own_cost_are_left_alone() -> None:
         for rank in range(2):
             core.record_step(StepTiming(batch.step, rank, 1.0 + rank), 0.0)
         core.acknowledge(batch.step)
-    assert core.statistics(0.0).cost_fit == Calibration(sb.CalibratedCost(), 2).fit()
+    assert core.statistics(0.0).cost_fit == Calibration(sb.cost.CalibratedCost(), 2).fit()
 
 
 def test_a_checkpoint_continues_where_it_was() -> None:
@@ -243,18 +243,18 @@ def test_another_model_by_reconfigure_and_back() -> None:
     core.reconfigure(core.config.replace(deadline_s=5.0))
     assert core.statistics(0.0).cost_fit == learned, "another knob changed"
     assert core.state.pricing.knobs.speeds is not None
-    core.reconfigure(core.config.replace(cost=sb.TokenCost()))
+    core.reconfigure(core.config.replace(cost=sb.cost.TokenCost()))
     assert core.statistics(0.0).cost_fit is None
     assert core.state.pricing.knobs.speeds is None
     train(core, machine, 2)
-    core.reconfigure(core.config.replace(cost=sb.CalibratedCost()))
+    core.reconfigure(core.config.replace(cost=sb.cost.CalibratedCost()))
     fit = core.statistics(0.0).cost_fit
     assert fit is not None
     assert fit.steps == 0
 
 
 def test_padded_micro_batches_are_priced_as_padded() -> None:
-    learned = Calibration(sb.CalibratedCost(sb.PaddedCost()), 2)
+    learned = Calibration(sb.cost.CalibratedCost(sb.cost.PaddedCost()), 2)
     random = np.random.default_rng(1)
     for step in range(60):
         shares = [[random.integers(1, 100, random.integers(1, 5))] for _ in range(2)]
@@ -283,7 +283,7 @@ class _Constant(_Cubic):
     [
         ({"prior": _Cubic()}, "not of the form|does not grow"),
         ({"prior": _Constant()}, "not of the form|does not grow"),
-        ({"prior": sb.CalibratedCost()}, "does not learn itself"),
+        ({"prior": sb.cost.CalibratedCost()}, "does not learn itself"),
         ({"prior": 3}, "must be a cost model"),
         ({"half_life_steps": 0}, "half_life_steps"),
         ({"half_life_steps": float("nan")}, "half_life_steps"),
@@ -292,11 +292,11 @@ class _Constant(_Cubic):
 )
 def test_priors_that_cannot_be_fitted_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        sb.CalibratedCost(**arguments)  # type: ignore[arg-type]
+        sb.cost.CalibratedCost(**arguments)  # type: ignore[arg-type]
 
 
-WINDOWED = sb.LayerSumCost(
-    flops_per_token=1e10, attention=(sb.AttentionPairs(1e6), sb.AttentionPairs(5e6, window=1024))
+WINDOWED = sb.cost.LayerSumCost(
+    flops_per_token=1e10, attention=(sb.cost.AttentionPairs(1e6), sb.cost.AttentionPairs(5e6, window=1024))
 )
 
 
@@ -304,24 +304,24 @@ WINDOWED = sb.LayerSumCost(
     "prior",
     [
         WINDOWED,
-        sb.LayerSumCost(flops_per_token=1.0, attention=(sb.AttentionPairs(2.0, chunk=100),)),
-        sb.LayerSumCost(flops_per_token=1.0, attention=(sb.AttentionPairs(2.0, causal=False),)),
-        sb.LayerSumCost(flops_per_token=3.0),
-        sb.TransformerCost(hidden_size=8, num_layers=1, num_heads=2, intermediate_size=16, vocab_size=10),
+        sb.cost.LayerSumCost(flops_per_token=1.0, attention=(sb.cost.AttentionPairs(2.0, chunk=100),)),
+        sb.cost.LayerSumCost(flops_per_token=1.0, attention=(sb.cost.AttentionPairs(2.0, causal=False),)),
+        sb.cost.LayerSumCost(flops_per_token=3.0),
+        sb.cost.TransformerCost(hidden_size=8, num_layers=1, num_heads=2, intermediate_size=16, vocab_size=10),
     ],
 )
-def test_a_layer_sum_is_taken_apart_into_tokens_and_pairs(prior: sb.CostModel) -> None:
-    model = sb.CalibratedCost(prior)
+def test_a_layer_sum_is_taken_apart_into_tokens_and_pairs(prior: sb.cost.CostModel) -> None:
+    model = sb.cost.CalibratedCost(prior)
     lengths = np.array([1.0, 17.0, 999.0, 30000.0])
     assert model.linear * lengths + model.quadratic * model.pairs(lengths) == pytest.approx(prior(lengths), rel=1e-12)
 
 
 def test_pairs_within_a_window_are_learned() -> None:
     """Kernels compute attention at a third of the rate of matmuls: no other sum of tokens and L^2 fits."""
-    true = sb.LayerSumCost(
-        flops_per_token=1e10, attention=(sb.AttentionPairs(3e6), sb.AttentionPairs(15e6, window=1024))
+    true = sb.cost.LayerSumCost(
+        flops_per_token=1e10, attention=(sb.cost.AttentionPairs(3e6), sb.cost.AttentionPairs(15e6, window=1024))
     )
-    learned = Calibration(sb.CalibratedCost(WINDOWED), 4)
+    learned = Calibration(sb.cost.CalibratedCost(WINDOWED), 4)
     random = np.random.default_rng(0)
     for step in range(60):
         shares = [[random.integers(100, 20000, 4)] for _ in range(4)]
@@ -358,7 +358,10 @@ def test_fixed_costs_are_told_apart() -> None:
 
 @pytest.mark.parametrize("numbers", [(2, 2), (2, 3)])
 def test_a_micro_batchs_overhead_is_learned_where_their_numbers_differ(numbers: tuple[int, int]) -> None:
-    learned, machine = Calibration(sb.CalibratedCost(sb.QuadraticCost(2000.0, 1.0)), 2), Machine(12, c=0.02, d=0.03)
+    learned, machine = (
+        Calibration(sb.cost.CalibratedCost(sb.cost.QuadraticCost(2000.0, 1.0)), 2),
+        Machine(12, c=0.02, d=0.03),
+    )
     for step in range(60):
         shares = [[machine.random.integers(100, 4000, 3) for _ in range(machine.random.choice(numbers))] for _ in "ab"]
         learned.expect(step, shares)
@@ -383,7 +386,7 @@ def test_what_is_learned_of_micro_batches_is_planned_with_unless_it_is_given(giv
 
 def test_clocks_that_no_trainer_has_end_nothing() -> None:
     """Twelve orders of magnitude between two ranks leave digits for one of them only: the sums become singular."""
-    learned = Calibration(sb.CalibratedCost(sb.TokenCost(), half_life_steps=2), 2)
+    learned = Calibration(sb.cost.CalibratedCost(sb.cost.TokenCost(), half_life_steps=2), 2)
     one = np.array([1, 1])
     for step, seconds in enumerate([[1e-6, 1e-6], [1e-6, 1e-6], [1e-6, 1e6], [1e6, 1e-6]] * 5):
         learned.expect(step, [[one], [one]])

@@ -150,7 +150,7 @@ BAD_VALUES: list[tuple[str, str, list[object]]] = [
 )
 def test_a_bad_value_names_the_knob(name: str, says: str, value: object) -> None:
     group, _, knob = name.rpartition(".")
-    with pytest.raises(sb.ConfigError, match=f"{name}.*{says}"):
+    with pytest.raises(sb.errors.ConfigError, match=f"{name}.*{says}"):
         config(**{group: {knob: value}} if group else {knob: value})
 
 
@@ -215,8 +215,8 @@ SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
         *[
             ({**PREFIXES, **knobs}, f"share_prefixes does not work with {says}")
             for knobs, says in (
-                ({"cost": sb.PaddedCost()}, "a padded cost"),
-                ({"cost": sb.CalibratedCost()}, "CalibratedCost"),
+                ({"cost": sb.cost.PaddedCost()}, "a padded cost"),
+                ({"cost": sb.cost.CalibratedCost()}, "CalibratedCost"),
                 ({"sync": "micro_batch"}, "sync='micro_batch'"),
                 ({"counts": "equal"}, "counts='equal'"),
                 (SLOW, "speeds"),
@@ -229,7 +229,7 @@ SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
             for knobs, says in (
                 ({"counts": "equal"}, "counts='equal'"),
                 ({"groups": SAME_RANK}, "groups.keep='same_rank'"),
-                ({"cost": sb.PaddedCost()}, "a padded cost"),
+                ({"cost": sb.cost.PaddedCost()}, "a padded cost"),
                 (PREFIXES, "groups.share_prefixes"),
                 (SLOW, "speeds"),
                 (MINI, "step_size.mini_batches > 1"),
@@ -248,7 +248,7 @@ SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
     ],
 )
 def test_combinations_that_cannot_work(knobs: dict[str, Any], says: str) -> None:
-    with pytest.raises(sb.ConfigError, match=says):
+    with pytest.raises(sb.errors.ConfigError, match=says):
         config(**knobs)
 
 
@@ -276,7 +276,7 @@ def test_what_may_seem_odd_and_works() -> None:
     ],
 )
 def test_an_unknown_knob_says_which_one_was_meant(make: Any, knobs: dict[str, Any], says: str) -> None:
-    with pytest.raises(sb.ConfigError, match=says):
+    with pytest.raises(sb.errors.ConfigError, match=says):
         make(**knobs)
 
 
@@ -290,12 +290,12 @@ def test_an_unknown_knob_says_which_one_was_meant(make: Any, knobs: dict[str, An
     ],
 )
 def test_plain_data_that_is_none(knobs: Any, says: str) -> None:
-    with pytest.raises(sb.ConfigError, match=says):
+    with pytest.raises(sb.errors.ConfigError, match=says):
         sb.BalancerConfig.from_dict(knobs)
 
 
 def test_a_missing_knob_is_an_error_of_the_config() -> None:
-    with pytest.raises(sb.ConfigError, match="dp_size is missing"):
+    with pytest.raises(sb.errors.ConfigError, match="dp_size is missing"):
         sb.BalancerConfig(batch_size=4)  # type: ignore[call-arg]
 
 
@@ -306,7 +306,7 @@ def test_a_config_from_plain_data() -> None:
     """
     made = sb.BalancerConfig.from_dict(yaml.safe_load(text))
     assert made == sb.BalancerConfig(
-        dp_size=2, batch_size=8, max_skips=None, cost=sb.QuadraticCost(2, 1), speeds=(1, 0.5),
+        dp_size=2, batch_size=8, max_skips=None, cost=sb.cost.QuadraticCost(2, 1), speeds=(1, 0.5),
         micro_batches=sb.MicroBatches(max_tokens=64, counts="free"),
     )  # fmt: skip
-    assert sb.BalancerConfig(dp_size=2, batch_size=8, cost="padded").cost == sb.PaddedCost()
+    assert sb.BalancerConfig(dp_size=2, batch_size=8, cost="padded").cost == sb.cost.PaddedCost()

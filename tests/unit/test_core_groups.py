@@ -47,7 +47,7 @@ def test_an_abandoned_group_is_evicted_and_so_is_what_comes_of_it() -> None:
     assert {(rollout.group_id, reason) for rollout, reason in evictions.all} == {("g0", "abandoned")}
     stats = core.statistics(0.0)
     assert (stats.accepted, stats.waiting, stats.evicted["abandoned"]) == (8, 0, 8)
-    with pytest.raises(sb.DuplicateRolloutError, match="is done"):
+    with pytest.raises(sb.errors.DuplicateRolloutError, match="is done"):
         core.add(make_rollout(6, "late", group_id="g0"), 0.0)
 
 
@@ -97,9 +97,9 @@ def test_a_group_that_is_put_complete_leaves_as_it_is() -> None:
     assert sent(core) == (3, ())
     verify(core)
     for late in (1, 4):  # it has left, and the name is not free
-        with pytest.raises(sb.RolloutError, match=r"group 'g0' takes 0 more executions, not .: 3 have come"):
+        with pytest.raises(sb.errors.RolloutError, match=r"group 'g0' takes 0 more executions, not .: 3 have come"):
             core.add_all(siblings(late, "late"), 0.0)
-    with pytest.raises(sb.DuplicateRolloutError):  # a retry is one, whatever its group
+    with pytest.raises(sb.errors.DuplicateRolloutError):  # a retry is one, whatever its group
         core.add_all(siblings(2, "s"), 0.0, CLOSE)
 
 
@@ -128,7 +128,7 @@ def test_an_expected_size_counts_whenever_it_is_told(before: int) -> None:
         core.add(rollout, 0.0)
         assert core.state.buffer.groups.incomplete() == ({"g0": number} if number < 5 else {})
         verify(core)
-    with pytest.raises(sb.RolloutError, match="takes 0 more"):
+    with pytest.raises(sb.errors.RolloutError, match="takes 0 more"):
         core.add_all(siblings(1, "more"), 0.0)
     assert sent(core) == (5, ())
     core.add_all([], 0.0, GroupSize("g0", 5))  # repeated by who does not know
@@ -149,7 +149,7 @@ def test_sizes_that_cannot_be_are_refused_and_change_nothing() -> None:
     core.add_all([], 0.0, GroupSize("g0", 4))
     with pytest.raises(ValueError, match="declared to have 4 before"):
         core.add_all([], 0.0, GroupSize("g0", 3))
-    with pytest.raises(sb.RolloutError, match="takes 1 more executions, not 2: 3 have come"):
+    with pytest.raises(sb.errors.RolloutError, match="takes 1 more executions, not 2: 3 have come"):
         core.add_all(siblings(2, "s"), 0.0)
     core.add_all([], 0.0, CLOSE)
     with pytest.raises(ValueError, match="declared to have 3 before"):
@@ -204,7 +204,7 @@ def test_sizes_closed_and_abandoned_groups_are_in_checkpoints() -> None:
     for _ in range(2):
         core = restored(core)
         for name, number in (("closed", 2), ("left", 1), ("expected", 2), ("later", 3)):
-            with pytest.raises(sb.RolloutError, match=f"group '{name}' takes"):
+            with pytest.raises(sb.errors.RolloutError, match=f"group '{name}' takes"):
                 core.add_all([make_rollout(3, f"more{n}", group_id=name) for n in range(number)], 0.0)
         assert core.state.buffer.groups.incomplete() == {"closed": 1, "expected": 2}
     core.add(make_rollout(3, "late", group_id="abandoned"), 0.0)

@@ -24,17 +24,17 @@ def test_a_rollout_above_the_cap_comes_in_if_ranks_may_share_it() -> None:
         batch_size=4,
         context_parallel=sb.ContextParallel(sizes=(1, 2, 4, 8)),
         micro_batches=sb.MicroBatches(max_tokens=51),
-        cost=sb.QuadraticCost(),
+        cost=sb.cost.QuadraticCost(),
     )
     assert longest_rollout(config) == 200, "four ranks with two chunks of 25 tokens each"
     assert longest_rollout(config.replace(context_parallel={"sizes": (1,)})) == 51
     assert longest_rollout(config.replace(micro_batches={"max_tokens": None})) is None
     core = BalancerCore(config)
     core.add(make_rollout(200), 0.0)
-    with pytest.raises(sb.RolloutError, match=r"201 tokens, above .*tokens \(51\) on each of 4 ranks"):
+    with pytest.raises(sb.errors.RolloutError, match=r"201 tokens, above .*tokens \(51\) on each of 4 ranks"):
         core.add(make_rollout(201), 0.0)
     with pytest.raises(
-        sb.ConfigError, match=r"\(51\) on each of 2 ranks with micro_batches.oversize='refuse' is below rollout"
+        sb.errors.ConfigError, match=r"\(51\) on each of 2 ranks with micro_batches.oversize='refuse' is below rollout"
     ):
         core.reconfigure(config.replace(context_parallel={"sizes": (1, 2)}))
 
@@ -47,13 +47,14 @@ def test_a_token_cap_below_a_waiting_rollout_is_refused(before: dict[str, Any]) 
     core.add_all(list(make_rollouts([3, 70, 5, 6])), 0.0)
     config = core.config
     with pytest.raises(
-        sb.ConfigError, match=r"\(50\).*has 70 tokens.*cap >= 70 until it has left, or set micro_batches.oversize="
+        sb.errors.ConfigError,
+        match=r"\(50\).*has 70 tokens.*cap >= 70 until it has left, or set micro_batches.oversize=",
     ):
         core.reconfigure(config.replace(micro_batches={"max_tokens": 50, "oversize": "refuse"}))
     assert core.config is config
     core.reconfigure(config.replace(micro_batches={"max_tokens": 70, "oversize": "refuse"}))
     core.reconfigure(config.replace(micro_batches={"max_tokens": 50, "oversize": "alone"}))
-    with pytest.raises(sb.ConfigError, match="has 70 tokens"):  # what waits is oversize already
+    with pytest.raises(sb.errors.ConfigError, match="has 70 tokens"):  # what waits is oversize already
         core.reconfigure(core.config.replace(micro_batches={"oversize": "refuse"}))
     while (batch := core.poll(0.0)) is not None:
         core.acknowledge(batch.step)
@@ -76,7 +77,9 @@ def test_a_knob_changed_between_the_halves_of_a_group_does_not_forget_the_first(
 
 def test_a_grouped_balancer_refuses_a_rollout_without_a_group() -> None:
     core = core_of(batch_size=8, window=8, groups=sb.Groups(size=8))
-    with pytest.raises(sb.RolloutError, match=r"groups.size=8, but rollout 'r' has no group_id.*the same group_id, or"):
+    with pytest.raises(
+        sb.errors.RolloutError, match=r"groups.size=8, but rollout 'r' has no group_id.*the same group_id, or"
+    ):
         core.add(make_rollout(5, "r"), 0.0)
     assert core.statistics(0.0).accepted == 0
     core = core_of(batch_size=8, window=8, groups=sb.Groups(size=8, keep="free"))  # there groups play no part
@@ -121,6 +124,6 @@ def test_a_put_waits_while_its_bytes_do_not_fit() -> None:
 
     put(60)
     put(60)  # of eight bytes each
-    with pytest.raises(sb.WouldBlock):
+    with pytest.raises(sb.errors.WouldBlock):
         put(6)
     put(5)

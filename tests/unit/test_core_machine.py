@@ -36,11 +36,11 @@ from stream_balancer.planning import PlanKnobs, Waiting
 IDS = torch.zeros(64, dtype=torch.int64)
 LENGTHS = st.integers(1, 64)
 COSTS = [
-    sb.TokenCost(),
-    sb.QuadraticCost(),
-    sb.PaddedCost(),
-    sb.CalibratedCost(sb.TokenCost(), half_life_steps=2),
-    sb.CalibratedCost(sb.PaddedCost()),
+    sb.cost.TokenCost(),
+    sb.cost.QuadraticCost(),
+    sb.cost.PaddedCost(),
+    sb.cost.CalibratedCost(sb.cost.TokenCost(), half_life_steps=2),
+    sb.cost.CalibratedCost(sb.cost.PaddedCost()),
 ]
 
 
@@ -84,10 +84,10 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
     if "range" in kind:
         more = draw(st.sampled_from([(1, 1), (0, 2), (2, 0), (2, 2)]))
         steps = (max(batch_size - more[0] * unit, unit), batch_size + more[1] * unit)
-        with contextlib.suppress(sb.ConfigError):  # padded, rows, or above the capacity
+        with contextlib.suppress(sb.errors.ConfigError):  # padded, rows, or above the capacity
             config = config.replace(step_size={"rollouts": steps})
     if "auto" in kind:
-        with contextlib.suppress(sb.ConfigError):  # padded, rows, or nothing to choose from
+        with contextlib.suppress(sb.errors.ConfigError):  # padded, rows, or nothing to choose from
             return config.replace(window="auto")
     if kind == "tokens":
         budget = draw(st.integers(1, 150))
@@ -158,11 +158,11 @@ class CoreMachine(RuleBasedStateMachine):
         before = self.core.statistics(self.now)
         try:
             self.core.add(rollout, self.now)
-        except sb.WouldBlock:
+        except sb.errors.WouldBlock:
             assert self.core.statistics(self.now) == before
             # A put is held back only while a batch can leave to make room for it, now or after those in flight.
             assert self.core.next_wakeup() == -math.inf or self.too_old_now()
-        except sb.RolloutError:
+        except sb.errors.RolloutError:
             assert rollout.nbytes > (self.core.config.limits.bytes or math.inf)
             assert self.core.statistics(self.now) == before
         else:
@@ -202,7 +202,7 @@ class CoreMachine(RuleBasedStateMachine):
         arrived, new = groups.num_arrived(name), groups.label_of(name) is None
         try:
             self.core.add_all(rollouts, self.now)
-        except (sb.WouldBlock, sb.RolloutError):
+        except (sb.errors.WouldBlock, sb.errors.RolloutError):
             assert self.core.statistics(self.now) == before
             return
         self.accepted |= {rollout.rollout_id: rollout for rollout in rollouts}
@@ -223,7 +223,7 @@ class CoreMachine(RuleBasedStateMachine):
         if not held or self.ended:
             return
         again = sb.Rollout(tokens={"input_ids": IDS[:3]}, rollout_id=data.draw(st.sampled_from(held)))
-        with pytest.raises(sb.DuplicateRolloutError):
+        with pytest.raises(sb.errors.DuplicateRolloutError):
             self.core.add(again, self.now)
 
     @rule(seconds=st.sampled_from([0.0, 0.4, 1.0, 5.0]))
@@ -350,7 +350,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert {r.rollout_id for r in asked} <= self.evicted
         assert after.accepted == before.accepted + 1
         assert after.waiting == before.waiting - (len(asked) - 1)
-        with pytest.raises(sb.DuplicateRolloutError, match="is done"):
+        with pytest.raises(sb.errors.DuplicateRolloutError, match="is done"):
             self.core.add(rollout, self.now)
 
     @rule(group=st.integers(0, 3))
@@ -387,7 +387,7 @@ class CoreMachine(RuleBasedStateMachine):
         before, knew, arrived = self.core.statistics(self.now), groups.declared(name), groups.num_arrived(name)
         try:
             self.core.add_all(rollouts, self.now, GroupSize(name, size))
-        except (sb.WouldBlock, ValueError):  # a RolloutError is one
+        except (sb.errors.WouldBlock, ValueError):  # a RolloutError is one
             assert self.core.statistics(self.now) == before
             assert groups.declared(name) == knew
             return
@@ -401,7 +401,7 @@ class CoreMachine(RuleBasedStateMachine):
         if declared.closed:
             assert name not in groups.incomplete()
         if declared.closed and declared.size is not None and not groups.incomplete().get(name) and not self.ended:
-            with pytest.raises(sb.RolloutError, match="takes 0 more"):
+            with pytest.raises(sb.errors.RolloutError, match="takes 0 more"):
                 self.core.add(sb.Rollout(tokens={"input_ids": IDS[:3]}, group_id=name), self.now)
 
     @precondition(lambda self: not self.ended)
@@ -443,7 +443,7 @@ class CoreMachine(RuleBasedStateMachine):
     def resize(self, dp_size: int) -> None:
         """There are other ranks from the next plan on, whatever is in flight."""
         flying, before = self.core.in_flight(), self.core.statistics(self.now)
-        with contextlib.suppress(sb.ConfigError):  # too few rollouts for so many ranks, or half a group for one
+        with contextlib.suppress(sb.errors.ConfigError):  # too few rollouts for so many ranks, or half a group for one
             self.core.reconfigure(self.core.config.replace(dp_size=dp_size, max_skips=self.core.config.max_skips))
             assert self.core.config.dp_size == dp_size
         after = self.core.statistics(self.now)
@@ -511,7 +511,7 @@ class CoreMachine(RuleBasedStateMachine):
     def end(self) -> None:
         self.core.end()
         self.ended = True
-        with pytest.raises(sb.ClosedResourceError, match="after end"):
+        with pytest.raises(sb.errors.ClosedResourceError, match="after end"):
             self.core.add(sb.Rollout(tokens={"input_ids": IDS[:3]}), self.now)
 
     def teardown(self) -> None:

@@ -113,7 +113,7 @@ class Trainer:
 def test_rows_add_up_to_steps_and_every_rollout_is_in_one(
     knobs: dict[str, object], calls: list[tuple[str, int]]
 ) -> None:
-    core = BalancerCore(sb.BalancerConfig(cost=sb.QuadraticCost(), **knobs))
+    core = BalancerCore(sb.BalancerConfig(cost=sb.cost.QuadraticCost(), **knobs))
     core.open_steps(True)
     trainer, put, of_group = Trainer(core), 0, "groups" in knobs
     for call, value in calls:
@@ -217,10 +217,10 @@ def test_a_group_that_is_trained_on_can_be_abandoned() -> None:
 def test_an_execution_without_groups_is_refused_at_its_put() -> None:
     core = opened(groups=sb.Groups(size=None))
     one = sb.Rollout(tokens={"input_ids": [0]}, execution_id="e")
-    with pytest.raises(sb.RolloutError, match=r"execution_id needs groups\.size"):
+    with pytest.raises(sb.errors.RolloutError, match=r"execution_id needs groups\.size"):
         core.add(one, 0.0)
     core.open_steps(False)
     core.add(one, 0.0)
-    with pytest.raises(sb.ConfigError, match=r"execution_id needs groups\.size"):
+    with pytest.raises(sb.errors.ConfigError, match=r"execution_id needs groups\.size"):
         core.open_steps(True)
     assert core.statistics(0.0).waiting == 1

@@ -23,7 +23,7 @@ def rollout(prompt: int, answer: int, group: str | None = None, **more: Any) -> 
 
 
 def core_of(groups: Mapping[str, Any] = MappingProxyType({}), **knobs: Any) -> BalancerCore:
-    usual = {"dp_size": 2, "batch_size": 4, "window": 4, "cost": sb.TokenCost()}
+    usual = {"dp_size": 2, "batch_size": 4, "window": 4, "cost": sb.cost.TokenCost()}
     return BalancerCore(sb.BalancerConfig(**usual | knobs, groups={"share_prefixes": True, **groups}))
 
 
@@ -58,7 +58,7 @@ def test_of_siblings_that_disagree_the_least_prefix_counts() -> None:
     assert batch.loads == (110.0 + 130.0 - 60.0 + 150.0,)
 
 
-class Bent(sb.CostModel):
+class Bent(sb.cost.CostModel):
     """Long rollouts cost less than their prompts, and prompts of 7 tokens have no price."""
 
     padded = False

@@ -27,10 +27,10 @@ LLAMA_7B = {
     "vocab_size": 32000,
 }
 MODELS: list[CostModel] = [
-    sb.TokenCost(),
-    sb.QuadraticCost(),
-    sb.PaddedCost(),
-    sb.TransformerCost.from_hf_config(LLAMA_7B),
+    sb.cost.TokenCost(),
+    sb.cost.QuadraticCost(),
+    sb.cost.PaddedCost(),
+    sb.cost.TransformerCost.from_hf_config(LLAMA_7B),
 ]
 
 
@@ -44,8 +44,8 @@ def test_costs_are_finite_and_grow_with_length(model: CostModel) -> None:
 
 
 def test_token_and_quadratic() -> None:
-    assert sb.TokenCost()([3, 5]).tolist() == [3.0, 5.0]
-    assert sb.QuadraticCost(linear=2.0, quadratic=3.0)([1, 10]).tolist() == [5.0, 320.0]
+    assert sb.cost.TokenCost()([3, 5]).tolist() == [3.0, 5.0]
+    assert sb.cost.QuadraticCost(linear=2.0, quadratic=3.0)([1, 10]).tolist() == [5.0, 320.0]
 
 
 SIZES: dict[str, int] = {
@@ -58,12 +58,12 @@ SIZES: dict[str, int] = {
 
 
 def test_transformer_flops_match_six_times_the_parameters() -> None:
-    model = sb.TransformerCost(**SIZES)
+    model = sb.cost.TransformerCost(**SIZES)
     parameters = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000  # matrices a token goes through
     assert model.flops_per_token == pytest.approx(6 * parameters)
     assert model.flops_per_token_pair == pytest.approx(14 * 32 * 4096)  # QK and AV, forward, and backward 2.5 times
     assert model([2])[0] == pytest.approx(2 * model.flops_per_token + 3 * model.flops_per_token_pair)
-    assert model.layer_sum == sb.TransformerCost.from_hf_config(LLAMA_7B)
+    assert model.layer_sum == sb.cost.TransformerCost.from_hf_config(LLAMA_7B)
 
 
 def allowed(window: int | None, chunk: int | None, length: int) -> int:
@@ -80,9 +80,9 @@ def allowed(window: int | None, chunk: int | None, length: int) -> int:
 @given(st.integers(1, 40), st.sampled_from(["whole", "window", "chunk"]), st.lists(st.integers(0, 90), max_size=4))
 def test_the_pairs_are_those_that_the_mask_allows(size: int, reach: str, lengths: list[int]) -> None:
     limits = {} if reach == "whole" else {reach: size}
-    part = sb.AttentionPairs(2.0, **limits)
+    part = sb.cost.AttentionPairs(2.0, **limits)
     assert part(lengths).tolist() == [2.0 * allowed(part.window, part.chunk, length) for length in lengths]
-    full = sb.AttentionPairs(2.0, **limits, causal=False)
+    full = sb.cost.AttentionPairs(2.0, **limits, causal=False)
     assert full(lengths).tolist() == [2.0 * length**2 for length in lengths]
 
 
@@ -95,7 +95,7 @@ MEASURED = json.loads((Path(__file__).parent / "model_shapes.json").read_text())
 def test_the_layer_sum_is_what_the_real_model_computes(name: str) -> None:
     """Counted by tests/integrations/test_model_shapes.py, which says how; here no transformers is needed."""
     shape = MEASURED[name]
-    cost = sb.TransformerCost.from_hf_config(shape["config"])
+    cost = sb.cost.TransformerCost.from_hf_config(shape["config"])
     is_recurrent = FAMILIES[shape["config"]["model_type"]].recurrent is not None
     assert cost.flops_per_token / 3 == pytest.approx(shape["per_token"], rel=0.005 if is_recurrent else 1e-3)
     for length, flops in shape["attention"].items():
@@ -110,15 +110,15 @@ def test_the_page_names_what_is_known() -> None:
 
 def test_kernels_that_skip_nothing_compute_every_pair_of_a_window_too() -> None:
     gemma = MEASURED["Gemma-3-12B"]["config"]
-    (part,) = sb.TransformerCost.from_hf_config(gemma, causal=False).attention
-    assert part.flops == sb.TransformerCost.from_hf_config(gemma).flops_per_pair
+    (part,) = sb.cost.TransformerCost.from_hf_config(gemma, causal=False).attention
+    assert part.flops == sb.cost.TransformerCost.from_hf_config(gemma).flops_per_pair
     assert part(1000) == part.flops * 1000**2
 
 
 def refused(config: dict[str, Any], **changes: Any) -> Callable[[], object]:
     """Without what is changed to None."""
     changed = {name: value for name, value in {**config, **changes}.items() if value is not None}
-    return lambda: sb.TransformerCost.from_hf_config(changed)
+    return lambda: sb.cost.TransformerCost.from_hf_config(changed)
 
 
 def shape(name: str) -> dict[str, Any]:
@@ -129,16 +129,16 @@ def shape(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: sb.QuadraticCost(linear=-1.0), "QuadraticCost.linear must be"),
-        (lambda: sb.QuadraticCost(quadratic=math.nan), "QuadraticCost.quadratic must be"),
-        (lambda: sb.QuadraticCost(linear=0, quadratic=0), "would cost nothing"),
-        (lambda: sb.AttentionPairs(-1.0), "AttentionPairs.flops must be"),
-        (lambda: sb.AttentionPairs(1.0, window=0), "AttentionPairs.window must be"),
-        (lambda: sb.AttentionPairs(1.0, chunk=True), "AttentionPairs.chunk must be"),
-        (lambda: sb.AttentionPairs(1.0, window=3, chunk=4), "exclude each other"),
-        (lambda: sb.LayerSumCost(flops_per_token=math.inf), "LayerSumCost.flops_per_token must be"),
-        (lambda: sb.LayerSumCost(flops_per_token=0.0), "would cost nothing"),
-        (refused(LLAMA_7B, model_type=None), "has no 'model_type'; give the cost model by hand: sb.LayerSumCost"),
+        (lambda: sb.cost.QuadraticCost(linear=-1.0), "QuadraticCost.linear must be"),
+        (lambda: sb.cost.QuadraticCost(quadratic=math.nan), "QuadraticCost.quadratic must be"),
+        (lambda: sb.cost.QuadraticCost(linear=0, quadratic=0), "would cost nothing"),
+        (lambda: sb.cost.AttentionPairs(-1.0), "AttentionPairs.flops must be"),
+        (lambda: sb.cost.AttentionPairs(1.0, window=0), "AttentionPairs.window must be"),
+        (lambda: sb.cost.AttentionPairs(1.0, chunk=True), "AttentionPairs.chunk must be"),
+        (lambda: sb.cost.AttentionPairs(1.0, window=3, chunk=4), "exclude each other"),
+        (lambda: sb.cost.LayerSumCost(flops_per_token=math.inf), "LayerSumCost.flops_per_token must be"),
+        (lambda: sb.cost.LayerSumCost(flops_per_token=0.0), "would cost nothing"),
+        (refused(LLAMA_7B, model_type=None), "has no 'model_type'; give the cost model by hand: sb.cost.LayerSumCost"),
         (refused(LLAMA_7B, model_type="rwkv"), "model_type 'rwkv' is not known"),
         (refused(LLAMA_7B, num_attention_heads=None), "has no 'num_attention_heads'"),
         (refused(LLAMA_7B, vocab_size="many"), "'vocab_size' must be an int >= 1, not 'many'"),
@@ -162,11 +162,13 @@ def shape(name: str) -> dict[str, Any]:
         (refused(shape("Kimi-Linear-48B"), mlp_layer_types=["dense", "new"] * 4), r"mlp_layer_types\[1\] is 'new'"),
         (refused(shape("Nemotron-3-Nano-30B-A3B"), moe_latent_size=1024), "moe_latent_size=1024"),
         (
-            lambda: sb.TransformerCost(hidden_size=8, num_layers=0, num_heads=1, intermediate_size=1, vocab_size=1),
+            lambda: sb.cost.TransformerCost(
+                hidden_size=8, num_layers=0, num_heads=1, intermediate_size=1, vocab_size=1
+            ),
             "num_layers must be",
         ),
         (
-            lambda: sb.TransformerCost(
+            lambda: sb.cost.TransformerCost(
                 hidden_size=8, num_layers=1, num_heads=3, num_kv_heads=2, intermediate_size=1, vocab_size=1
             ),
             "multiple of num_kv_heads",

@@ -18,7 +18,7 @@ MUST_HAVE = [
     *(getattr(sb, name) for name in sb.__all__ if name.endswith("Cost")),
     *(getattr(tensors, name) for name in ("packed", "padded", "nested")),
     trees.tree,
-    sb.MicroBatch,
+    sb.types.MicroBatch,
 ]
 
 

@@ -84,26 +84,26 @@ def token_losses(weights: Tensor, ids: Tensor, advantages: Tensor) -> Tensor:
     return advantages * (weights[ids] ** 2 + torch.sin(weights[ids]))
 
 
-Divide = Callable[[Packed, Tensor, sb.RankBatch], Tensor]
+Divide = Callable[[Packed, Tensor, sb.types.RankBatch], Tensor]
 
 
-def by_tokens(packed: Packed, sums: Tensor, batch: sb.RankBatch) -> Tensor:
+def by_tokens(packed: Packed, sums: Tensor, batch: sb.types.RankBatch) -> Tensor:
     return sums.sum() / batch.global_num_loss_tokens
 
 
-def by_rollouts(packed: Packed, sums: Tensor, batch: sb.RankBatch) -> Tensor:
+def by_rollouts(packed: Packed, sums: Tensor, batch: sb.types.RankBatch) -> Tensor:
     return (sums * packed.rollout_weights).sum() / batch.global_num_rollouts
 
 
-def by_executions(packed: Packed, sums: Tensor, batch: sb.RankBatch) -> Tensor:
+def by_executions(packed: Packed, sums: Tensor, batch: sb.types.RankBatch) -> Tensor:
     return sums.sum() / batch.global_num_executions
 
 
-def by_samples_of_executions(packed: Packed, sums: Tensor, batch: sb.RankBatch) -> Tensor:
+def by_samples_of_executions(packed: Packed, sums: Tensor, batch: sb.types.RankBatch) -> Tensor:
     return (sums * packed.execution_weights).sum() / batch.global_num_executions
 
 
-def by_tokens_of_executions(packed: Packed, sums: Tensor, batch: sb.RankBatch) -> Tensor:
+def by_tokens_of_executions(packed: Packed, sums: Tensor, batch: sb.types.RankBatch) -> Tensor:
     return (sums / packed.execution_loss_tokens).sum() / batch.global_num_executions
 
 
@@ -127,7 +127,7 @@ def gradient_of_one_batch(executions: Sequence[Sequence[sb.Rollout]], divide: Di
     """The textbook, with everything in one padded batch, and Python's own idea of who belongs together."""
     weights = torch.linspace(-1, 1, VOCAB_SIZE, dtype=torch.float64, requires_grad=True)
     rollouts = [rollout for its in executions for rollout in its]
-    rows = sb.MicroBatch.of(rollouts).padded(scalar_dtype=torch.float64)
+    rows = sb.types.MicroBatch.of(rollouts).padded(scalar_dtype=torch.float64)
     losses = token_losses(weights, rows["input_ids"], rows["advantage"][:, None]) * rows["loss_mask"]
     sums, tokens = losses.sum(1), rows["loss_mask"].sum(1)
     of_execution = torch.tensor([number for number, its in enumerate(executions) for _ in its])
@@ -213,7 +213,7 @@ def test_rollouts_without_executions_are_one_each_and_padding_none() -> None:
     assert (batch.num_executions, batch.num_padding) == (2, 1)
     weights = [mb.packed().execution_weights.tolist() for share in batch.ranks for mb in share.micro_batches]
     assert sorted(weights) == [[0.0], [1.0], [1.0]]
-    by_hand = sb.MicroBatch.of([sample(4, None, None, trained=0), sample(5, None, None, trained=2)])
+    by_hand = sb.types.MicroBatch.of([sample(4, None, None, trained=0), sample(5, None, None, trained=2)])
     assert by_hand.padded().execution_loss_tokens.tolist() == [1, 1]
     assert by_hand.nested().execution_weights.tolist() == [1.0, 1.0]
 
@@ -224,12 +224,12 @@ def test_rollouts_without_executions_are_one_each_and_padding_none() -> None:
 def test_an_execution_comes_in_one_put() -> None:
     core = core_of(dp_size=1, batch_size=8, window=8)
     core.add_all([sample(3, "g", "e0", seed=n) for n in range(2)], 0.0)
-    with pytest.raises(sb.RolloutError, match="execution 'e0' of group 'g' has come already"):
+    with pytest.raises(sb.errors.RolloutError, match="execution 'e0' of group 'g' has come already"):
         core.add(sample(3, "g", "e0", seed=9), 0.0)
     core.add(sample(3, "h", "e0", seed=9), 0.0)  # another group's
     core.add_all([], 0.0, GroupSize("g", 3))
     core.add_all([sample(3, "g", f"e{n}", seed=10 + n) for n in (1, 1, 2, 2)][::2], 0.0)
-    with pytest.raises(sb.RolloutError, match="takes 0 more"):
+    with pytest.raises(sb.errors.RolloutError, match="takes 0 more"):
         core.add(sample(3, "g", "e3", seed=20), 0.0)
     verify(core)
 

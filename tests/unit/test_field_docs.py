@@ -17,8 +17,8 @@ from stream_balancer.statistics import CostFit, Straggler
 from stream_balancer.types import SharedRollout
 
 CLASSES = [
-    sb.MicroBatches, sb.Rollout, sb.MicroBatch, sb.RankBatch, sb.Batch, sb.Statistics, Snapshot, Straggler, CostFit,
-    Recovered, SharedRollout,
+    sb.MicroBatches, sb.Rollout, sb.types.MicroBatch, sb.types.RankBatch, sb.Batch, sb.Statistics, Snapshot,
+    Straggler, CostFit, Recovered, SharedRollout,
 ]  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def gradient_of_shares(batch: sb.Batch) -> torch.Tensor:
 def gradient_of_padded_batch(rollouts: list[sb.Rollout]) -> torch.Tensor:
     """The textbook: rows padded to the longest, GRPO's loss under a mask, one mean over all trained tokens."""
     model = new_model()
-    rows = sb.MicroBatch.of(rollouts).padded()
+    rows = sb.types.MicroBatch.of(rollouts).padded()
     ids = rows["input_ids"]
     count, longest = ids.shape
     positions = torch.arange(longest).repeat(count)
@@ -93,7 +93,7 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     ["window", pytest.param("fifo", marks=pytest.mark.slow), pytest.param("round_robin", marks=pytest.mark.slow)],
 )
 async def test_gradient_equals_that_of_one_padded_batch(policy, dp_size):
-    uneven = sb.QuadraticCost(linear=1.0, quadratic=1.0)  # ranks of equal work hold different numbers of tokens
+    uneven = sb.cost.QuadraticCost(linear=1.0, quadratic=1.0)  # ranks of equal work hold different numbers of tokens
     knobs = {"batch_size": 32, "micro_batches": {"max_tokens": 125}, "policy": policy, "cost": uneven}
     batches = await plan(make_rollouts(64), dp_size=dp_size, **knobs)
     assert len(batches) == 2
@@ -108,7 +108,7 @@ async def test_gradient_equals_that_of_one_padded_batch(policy, dp_size):
 async def test_ranks_with_one_outlier_and_many_micro_batches_elsewhere(micro_batch_counts):
     rollouts = sorted(make_rollouts(48), key=lambda r: r.num_tokens)[-12:]
     longest = rollouts[-1].num_tokens
-    cost = sb.QuadraticCost(linear=1.0, quadratic=1.0)
+    cost = sb.cost.QuadraticCost(linear=1.0, quadratic=1.0)
     knobs = {"batch_size": 12, "micro_batches": {"max_tokens": longest, "counts": micro_batch_counts}}
     (batch,) = await plan(rollouts, dp_size=4, cost=cost, **knobs)
     numbers = [len(share.micro_batches) for share in batch.ranks]

@@ -101,7 +101,7 @@ def test_a_rank_waits_for_rollouts_then_for_other_ranks_then_for_its_share_to_co
 
 
 def test_steps_that_a_rank_never_reports_cost_no_memory() -> None:
-    core = core_with(CONFIG.replace(window=2, deadline_s=None, remember_ids=1, cost=sb.CalibratedCost()), [])
+    core = core_with(CONFIG.replace(window=2, deadline_s=None, remember_ids=1, cost=sb.cost.CalibratedCost()), [])
 
     def after(steps: int) -> int:
         """Bytes that are held then."""
@@ -207,7 +207,7 @@ def test_a_slow_rank_is_named_with_how_slow_and_since_when() -> None:
 
 
 def test_a_slow_rank_is_named_although_a_calibrated_plan_gives_it_less() -> None:
-    trainer = Trainer(cost=sb.CalibratedCost(sb.TokenCost()))
+    trainer = Trainer(cost=sb.cost.CalibratedCost(sb.cost.TokenCost()))
     trainer.steps(40)
     trainer.steps(60, {1: 1.4})
     statistics = trainer.core.statistics(trainer.now)

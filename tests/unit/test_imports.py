@@ -161,7 +161,7 @@ def test_an_adapter_imports_its_trainer_only_when_used(module: str) -> None:
 
 @pytest.mark.parametrize("module", INTEGRATIONS)
 def test_an_adapter_uses_public_names_only(module: str) -> None:
-    public = {NAME: set(sb.__all__), f"{NAME}.planning": set(sb.planning.__all__)}
+    public = {NAME: {*sb.__all__, *sb._MODULE_OF}, f"{NAME}.planning": set(sb.planning.__all__)}
     of_alias = {"sb": public[NAME], "planning": public[f"{NAME}.planning"]}
     for node in ast.walk(ast.parse(Path(modules()[module]).read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(NAME):

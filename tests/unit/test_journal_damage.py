@@ -100,7 +100,7 @@ def check_database(closed: Path, folder: Path, offset: int) -> int | None:
     before = (folder / "journal.db").read_bytes()
     try:
         snapshot, recovered = reopened(folder)
-    except (sb.JournalError, sb.WireError) as error:
+    except (sb.errors.JournalError, sb.errors.WireError) as error:
         refusal = str(error)
     else:
         refusal = ""
@@ -197,12 +197,20 @@ def test_damage_is_told(closed: Path, tmp_path: Path, caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("sql", "kind", "message"),
     [
-        ("pragma user_version=1", sb.WireError, f"in format 1, and this version reads {FORMAT}. Let the version that"),
-        ("pragma application_id=7", sb.WireError, "is not a stream_balancer's journal"),
-        ("create trigger t after insert on rollouts begin delete from facts; end", sb.JournalError, "its tables"),
-        ("create view v as select * from facts", sb.JournalError, "its tables"),
-        ("drop index ids", sb.JournalError, "its tables"),
-        ("alter table facts add column more", sb.JournalError, "its tables"),
+        (
+            "pragma user_version=1",
+            sb.errors.WireError,
+            f"in format 1, and this version reads {FORMAT}. Let the version that",
+        ),
+        ("pragma application_id=7", sb.errors.WireError, "is not a stream_balancer's journal"),
+        (
+            "create trigger t after insert on rollouts begin delete from facts; end",
+            sb.errors.JournalError,
+            "its tables",
+        ),
+        ("create view v as select * from facts", sb.errors.JournalError, "its tables"),
+        ("drop index ids", sb.errors.JournalError, "its tables"),
+        ("alter table facts add column more", sb.errors.JournalError, "its tables"),
     ],
 )
 def test_another_database_is_refused_by_name(
@@ -218,7 +226,7 @@ def test_another_database_is_refused_by_name(
 
 def test_what_is_no_database_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "journal.db").write_bytes(b"notes" * 1000)
-    with pytest.raises(sb.JournalError, match=r"cannot be read .* Nothing in it was changed"):
+    with pytest.raises(sb.errors.JournalError, match=r"cannot be read .* Nothing in it was changed"):
         reopened(tmp_path)
     assert (tmp_path / "journal.db").read_bytes() == b"notes" * 1000
 
@@ -269,7 +277,7 @@ def facts_of(folder: Path) -> int:
 def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path, holder: Python) -> None:
     """Also once the first has opened and closed every file in the folder, as a copy does, or a child has ended."""
     tmp_path /= "journal"
-    with pytest.raises(sb.AlreadyInUseError, match=f"{tmp_path} is in use by process {holder.pid}"):
+    with pytest.raises(sb.errors.AlreadyInUseError, match=f"{tmp_path} is in use by process {holder.pid}"):
         Store(tmp_path).open()
     assert (tmp_path / "journal.db-wal").stat().st_size
     holder.kill()
@@ -287,7 +295,7 @@ def test_a_child_forked_by_a_dead_controller_does_not_keep_the_lock(tmp_path: Pa
 def test_the_same_process_is_refused_too_and_the_lock_outlives_the_attempt(tmp_path: Path) -> None:
     first = Store(tmp_path)
     first.open()
-    with pytest.raises(sb.AlreadyInUseError, match=f"in use by process {os.getpid()} \\(this one\\)"):
+    with pytest.raises(sb.errors.AlreadyInUseError, match=f"in use by process {os.getpid()} \\(this one\\)"):
         Store(tmp_path / "." / "x" / "..").open()
     code = "import sys; from pathlib import Path; from stream_balancer.host.journal.store import Store; "
     code += "Store(Path(sys.argv[1])).open()"
@@ -299,5 +307,5 @@ def test_the_same_process_is_refused_too_and_the_lock_outlives_the_attempt(tmp_p
 
 @pytest.mark.parametrize("max_bytes", [0, 2**20 - 1])
 def test_a_journal_too_small_to_turn_around_in_is_refused(tmp_path: Path, max_bytes: int) -> None:
-    with pytest.raises(sb.ConfigError, match="max_bytes of a journal must be >= 1048576"):
+    with pytest.raises(sb.errors.ConfigError, match="max_bytes of a journal must be >= 1048576"):
         Journal(tmp_path, max_bytes=max_bytes)

@@ -91,7 +91,7 @@ def steps(draw: st.DrawFn) -> tuple[sb.BalancerConfig, list[Rollout]]:
         knobs["sync"] = draw(st.sampled_from(["step", "micro_batch"]))
         counts = draw(st.sampled_from(["equal", "free"])) if knobs["sync"] == "step" else "equal"
         knobs["micro_batches"] = {"max_tokens": 100, "counts": counts}
-        knobs["cost"] = draw(st.sampled_from([sb.TokenCost(), sb.PaddedCost()]))
+        knobs["cost"] = draw(st.sampled_from([sb.cost.TokenCost(), sb.cost.PaddedCost()]))
     config = sb.BalancerConfig(**knobs)
     rng = random.Random(draw(st.integers(0, 2**32)))
     rollouts = []

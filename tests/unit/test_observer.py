@@ -89,9 +89,9 @@ def test_a_call_that_fails_emits_nothing() -> None:
     core, recording = observed(capacity=2)
     core.add_all([rollout("a"), rollout("b")], 0.0)
     recording.taken()
-    with pytest.raises(sb.WouldBlock):
+    with pytest.raises(sb.errors.WouldBlock):
         core.add(rollout("c"), 0.0)
-    with pytest.raises(sb.DuplicateRolloutError):
+    with pytest.raises(sb.errors.DuplicateRolloutError):
         core.add(rollout("a"), 0.0)
     with pytest.raises(ValueError, match="not in flight"):
         core.acknowledge(7)

@@ -41,7 +41,7 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
         capacity=window + batch * draw(st.integers(0, 2)),
         staleness=sb.Staleness(max_versions=staleness),
         counts=draw(st.sampled_from(["free", "equal"])),
-        cost=sb.QuadraticCost(),
+        cost=sb.cost.QuadraticCost(),
     )
 
 
@@ -88,7 +88,7 @@ class World:
             number, rollouts = self.parked[0]
             try:
                 self.core.add_all(rollouts, 0.0)
-            except sb.WouldBlock:
+            except sb.errors.WouldBlock:
                 return
             self.throttle.settle(number, len(rollouts))
             del self.parked[0]
@@ -209,7 +209,7 @@ def test_knobs_that_could_not_keep_the_bound_are_refused(knobs: dict[str, object
     config = sb.BalancerConfig(
         **{"dp_size": 2, "batch_size": 4, "window": 8, "staleness": {"max_versions": 2}, **knobs}
     )  # type: ignore[arg-type]
-    with pytest.raises(sb.ConfigError, match=says):
+    with pytest.raises(sb.errors.ConfigError, match=says):
         check_reserve(config, 1)
 
 

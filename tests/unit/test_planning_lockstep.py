@@ -160,7 +160,7 @@ def test_a_lone_outlier_waits_for_company():
 
 
 @pytest.mark.parametrize("policy", ["window", "fifo", "round_robin"])
-@pytest.mark.parametrize("cost", [sb.QuadraticCost(), sb.PaddedCost()])
+@pytest.mark.parametrize("cost", [sb.cost.QuadraticCost(), sb.cost.PaddedCost()])
 def test_a_batchs_imbalance_is_that_of_its_micro_batches(policy, cost):
     """Ranks of equal sums still wait for each other, micro-batch by micro-batch."""
     knobs = {"sync": "micro_batch", "micro_batches": sb.MicroBatches(max_tokens=100), "policy": policy, "cost": cost}

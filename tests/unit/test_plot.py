@@ -41,7 +41,7 @@ def test_a_name_is_text(report: sb.TuneReport) -> None:
 
 
 def test_another_suffix_or_folder_is_refused(report: sb.TuneReport, tmp_path: Path) -> None:
-    with pytest.raises(sb.ConfigError, match=r"something\.html, not 'front\.png'"):
+    with pytest.raises(sb.errors.ConfigError, match=r"something\.html, not 'front\.png'"):
         write_plot(report, tmp_path / "front.png")
-    with pytest.raises(sb.ConfigError, match="there is no folder"):
+    with pytest.raises(sb.errors.ConfigError, match="there is no folder"):
         write_plot(report, tmp_path / "nowhere" / "front.html")

@@ -23,7 +23,7 @@ VOCABULARY = 50
 
 def reassign(
     core: BalancerCore, batch: sb.Batch, rollouts: list[sb.Rollout], ranks: list[int]
-) -> dict[int, sb.RankBatch]:
+) -> dict[int, sb.types.RankBatch]:
     """By rank what it takes over of these rollouts, with the denominators of the step."""
     speeds = core.config.speeds and [core.config.speeds[rank] for rank in ranks]
     parts = lay_out(core.state, rollouts, batch.rollouts, step=batch.step, num_ranks=len(ranks), speeds=speeds)
@@ -62,7 +62,7 @@ class Model(nn.Module):
         return out
 
 
-def gradient_of(shares: list[sb.RankBatch]) -> Tensor:
+def gradient_of(shares: list[sb.types.RankBatch]) -> Tensor:
     """[parameters] summed over the ranks, of a loss that divides by tokens, by executions and by rollouts."""
     torch.manual_seed(0)
     model = Model()

@@ -65,9 +65,9 @@ def test_facts_come_back_and_every_byte_is_checked(fact: Fact) -> None:
     assert read_fact(fact.key, row) == fact
     others = [row[:at] + bytes([row[at] ^ 0x40]) + row[at + 1 :] for at in range(len(row))]
     for damaged in [*others, *(row[:at] for at in range(len(row)))]:
-        with pytest.raises(sb.WireError, match="damaged"):
+        with pytest.raises(sb.errors.WireError, match="damaged"):
             read_fact(fact.key, damaged)
-    with pytest.raises(sb.WireError, match="damaged"):
+    with pytest.raises(sb.errors.WireError, match="damaged"):
         read_fact("another key", row)
 
 
@@ -83,9 +83,9 @@ def test_rollouts_come_back_and_every_byte_is_checked() -> None:
             assert column.dtype == other.tokens[name].dtype
     others = [row[:at] + bytes([row[at] ^ 0x40]) + row[at + 1 :] for at in range(len(row))]
     for damaged in [*others, *(row[:at] for at in range(len(row)))]:
-        with pytest.raises(sb.WireError, match="damaged"):
+        with pytest.raises(sb.errors.WireError, match="damaged"):
             read_rollouts(7, as_array(damaged))
-    with pytest.raises(sb.WireError, match="damaged"):
+    with pytest.raises(sb.errors.WireError, match="damaged"):
         read_rollouts(8, as_array(row))
 
 

@@ -139,7 +139,7 @@ def test_a_batch_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     verify(core)
     statistics = core.statistics(2.0)
     assert (statistics.acknowledged, statistics.waiting, statistics.in_flight) == (len(LENGTHS), 0, 0)
-    with pytest.raises(sb.DuplicateRolloutError):
+    with pytest.raises(sb.errors.DuplicateRolloutError):
         core.add(make_rollout(3, "r0"), now=3.0)
 
 

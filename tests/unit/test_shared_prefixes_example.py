@@ -31,7 +31,7 @@ def by_mask(tree: Tree) -> Attend:
     return attend
 
 
-def dense_loss_sum(model: Decoder, micro_batch: sb.MicroBatch) -> Tensor:
+def dense_loss_sum(model: Decoder, micro_batch: sb.types.MicroBatch) -> Tensor:
     """What a trainer computes that knows of no prefix, rollout by rollout."""
     total = torch.zeros(())
     for rollout in micro_batch.rollouts:
@@ -43,7 +43,7 @@ def dense_loss_sum(model: Decoder, micro_batch: sb.MicroBatch) -> Tensor:
     return total
 
 
-def micro_batch(trained: str) -> sb.MicroBatch:
+def micro_batch(trained: str) -> sb.types.MicroBatch:
     """Two groups of three, one of them with a sibling that shares less and one that shares nothing, and one alone."""
     rollouts, dice = [], torch.Generator().manual_seed(0)
     for number, (group, prompt, declared) in enumerate(
@@ -60,7 +60,7 @@ def micro_batch(trained: str) -> sb.MicroBatch:
                 prefix=declared,
             )
         )
-    return sb.MicroBatch.of([*rollouts, rollouts[0].padding_copy("padding-0")])
+    return sb.types.MicroBatch.of([*rollouts, rollouts[0].padding_copy("padding-0")])
 
 
 def gradients(model: Decoder, loss: Tensor) -> Tensor:

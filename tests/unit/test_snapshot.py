@@ -105,7 +105,7 @@ def test_a_restored_balancer_goes_on_where_the_other_stopped() -> None:
     assert again is not None
     assert again.step == flying.step
     assert fresh.next_wakeup() == core.next_wakeup() + 980.0  # the oldest has waited as long as before
-    with pytest.raises(sb.DuplicateRolloutError, match="is done"):
+    with pytest.raises(sb.errors.DuplicateRolloutError, match="is done"):
         fresh.add(rich_rollout(0), 1000.0)
     fresh.acknowledge(again.step)
     fresh.end()
@@ -125,13 +125,15 @@ def test_stale_rollouts_of_a_checkpoint_are_evicted_and_counted() -> None:
     verify(fresh)
     assert fresh.statistics(0.0).evicted["stale"] == 4
     assert [r.rollout_id for r, _ in evictions.all] == ["r0", "r1", "r2", "r3"]
-    with pytest.raises(sb.DuplicateRolloutError, match="is done"):  # a producer that retries must not put it twice
+    with pytest.raises(
+        sb.errors.DuplicateRolloutError, match="is done"
+    ):  # a producer that retries must not put it twice
         fresh.add(rich_rollout(0), 1.0)
 
 
 def test_knobs_that_refuse_a_rollout_say_which_and_change_nothing() -> None:
     fresh = BalancerCore(config(micro_batches=sb.MicroBatches(max_tokens=8)))
-    with pytest.raises(sb.RolloutError, match=r"has \d+ tokens, above micro_batches.max_tokens \(8\)"):
+    with pytest.raises(sb.errors.RolloutError, match=r"has \d+ tokens, above micro_batches.max_tokens \(8\)"):
         fresh.restore(busy_core().snapshot(20.0), 0.0)
     assert fresh.statistics(0.0).accepted == 0
     verify(fresh)

@@ -186,11 +186,11 @@ def test_a_short_step_gives_back_too_and_is_not_made_up_for() -> None:
             "or the least of step_size.rollouts, holds fewer than 2 groups of 2",
         ),
         ({"step_size": {"rollouts": (4, 16)}, "sync": "micro_batch"}, "does not work with sync='micro_batch'"),
-        ({"step_size": {"rollouts": (4, 16)}, "cost": sb.PaddedCost()}, "does not work with a padded cost"),
+        ({"step_size": {"rollouts": (4, 16)}, "cost": sb.cost.PaddedCost()}, "does not work with a padded cost"),
         ({"step_size": {"rollouts": (4, 16)}, "policy": "fifo", "window": None}, "needs policy='window'"),
         ({"step_size": {"rollouts": (4, 16)}, "max_skips": 6, "capacity": 32}, "Use max_skips >= 7"),
     ],
 )
 def test_ranges_that_cannot_work(knobs: dict[str, Any], says: str) -> None:
-    with pytest.raises(sb.ConfigError, match=says):
+    with pytest.raises(sb.errors.ConfigError, match=says):
         config(**{"batch_size": 8, "window": 16, **knobs})

@@ -20,7 +20,7 @@ def rollout(num_tokens: int, stratum: Any = None, **more: Any) -> sb.Rollout:
 
 
 def core_of(**knobs: Any) -> BalancerCore:
-    return BalancerCore(sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "cost": sb.QuadraticCost(), **knobs}))
+    return BalancerCore(sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "cost": sb.cost.QuadraticCost(), **knobs}))
 
 
 def strata_of_steps(core: BalancerCore, steps: int) -> list[int]:
@@ -99,7 +99,7 @@ def test_what_is_held_back_for_its_age_lacks_in_no_share() -> None:
 
 @pytest.mark.parametrize("stratum", [7, ["math"], {"name": "math"}])
 def test_a_stratum_that_is_no_str_is_refused(stratum: Any) -> None:
-    with pytest.raises(sb.RolloutError, match="that must be a str"):
+    with pytest.raises(sb.errors.RolloutError, match="that must be a str"):
         core_of().add(rollout(5, stratum), 0.0)
 
 
@@ -108,6 +108,6 @@ def test_prompts_are_no_strata() -> None:
     for number in range(1_000):
         core.add(rollout(1, f"{number}"), 0.0)
         core.poll(0.0)
-    with pytest.raises(sb.RolloutError, match="at most 1000 environments"):
+    with pytest.raises(sb.errors.RolloutError, match="at most 1000 environments"):
         core.add(rollout(1, "one more"), 0.0)
     core.add(rollout(1, "7"), 0.0)

@@ -76,13 +76,13 @@ def test_a_deadline_sends_less_and_the_drain_the_rest() -> None:
 
 def test_puts_wait_once_the_tokens_are_there_and_the_window_is_full_then() -> None:
     core = core_of([40] * 5, limits=sb.Limits(tokens=200))
-    with pytest.raises(sb.WouldBlock):
+    with pytest.raises(sb.errors.WouldBlock):
         core.add(make_rollout(1), 0.0)
     assert polled(core).reason == "window"
     core.add(make_rollout(1), 0.0)
     core = core_of([10] * 9, window=20, limits=sb.Limits(tokens=100))
     core.add(make_rollout(300), 0.0)  # 90 wait: the last put may pass the limit
-    with pytest.raises(sb.WouldBlock):
+    with pytest.raises(sb.errors.WouldBlock):
         core.add(make_rollout(1), 0.0)
     assert polled(core).num_rollouts >= 2, "20 rollouts will never wait"
 
@@ -110,7 +110,7 @@ def test_no_more_tokens_wait_than_max_skips_is_a_guarantee_for() -> None:
     core.add_all([make_rollout(50, f"a{n}", group_id="a") for n in (0, 1)], 0.0)
     for number in range(10):
         core.add(make_rollout(70, f"open{number}", group_id=f"open{number}"), 0.0)
-    with pytest.raises(sb.WouldBlock):
+    with pytest.raises(sb.errors.WouldBlock):
         core.add(make_rollout(1, "one more", group_id="more"), 0.0)
     core.add(make_rollout(70, "sibling", group_id="open0"), 0.0)  # its place was kept
 
@@ -127,5 +127,5 @@ def test_knobs_may_change_from_rollouts_to_tokens_and_back() -> None:
 
 
 def test_places_cannot_be_reserved() -> None:
-    with pytest.raises(sb.ConfigError, match=r"not known in rollouts under step_size\.tokens"):
+    with pytest.raises(sb.errors.ConfigError, match=r"not known in rollouts under step_size\.tokens"):
         check_reserve(sb.BalancerConfig(dp_size=1, step_size=sb.StepSize(tokens=100)), 1)

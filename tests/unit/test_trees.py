@@ -167,7 +167,7 @@ def test_own_positions_are_those_of_the_unique_tokens() -> None:
     assert unique.position_ids.equal(positions[[0, 1, 2, 3, 4, 3, 4]])
     assert MicroBatch.of(made).tree(["position_ids"]).columns.keys() == {"position_ids"}
     other = replace(made[1], tokens={**made[1].tokens, "position_ids": positions + 1})
-    with pytest.raises(sb.RolloutError, match="differ in 'position_ids' at token 0"):
+    with pytest.raises(sb.errors.RolloutError, match="differ in 'position_ids' at token 0"):
         MicroBatch.of([made[0], other]).tree()
 
 
@@ -178,7 +178,8 @@ def test_prefixes_that_differ_are_refused_by_name(place: int, carry: Any) -> Non
     bad.tokens["input_ids"][place] += 1
     micro_batch = carry(MicroBatch.of([good, lone, bad]))
     with pytest.raises(
-        sb.RolloutError, match=f"rollout 'r3' and its sibling rollout 'r1' .* differ in 'input_ids' at token {place}"
+        sb.errors.RolloutError,
+        match=f"rollout 'r3' and its sibling rollout 'r1' .* differ in 'input_ids' at token {place}",
     ):
         micro_batch.tree()
     assert micro_batch.tree(check=False).num_tokens == 14

@@ -135,7 +135,7 @@ class TestSweep:
 
     def test_no_window_where_every_batch_balances(self) -> None:
         trace = sb.generate_trace(1600, LengthModel(mu=5.0, sigma_between=0.0, sigma_within=0.1))
-        config = SMALL.replace(batch_size=16, cost=sb.QuadraticCost())
+        config = SMALL.replace(batch_size=16, cost=sb.cost.QuadraticCost())
         report = sb.tune(trace, config, windows=[16, 32], max_skips=[8], deadlines_s=[None])
         assert not report.pays
         assert report.recommended.window == 16
@@ -165,7 +165,7 @@ class TestSweep:
         ],
     )
     def test_what_makes_no_sense_is_refused(self, wrong: dict[str, Any], said: str) -> None:
-        with pytest.raises(sb.ConfigError, match=said):
+        with pytest.raises(sb.errors.ConfigError, match=said):
             sb.tune(sb.generate_trace(10, "rg"), SMALL, **wrong)
 
 
@@ -178,5 +178,5 @@ class TestRepeated:
         assert twice.num_groups == 2 * trace.num_groups
         assert twice.arrival_s is not None
         assert twice.arrival_s.tolist() == [1.0, 2.0, 3.0, 3.0, 5.0, 6.0, 7.0, 8.0, 9.0, 9.0, 11.0, 12.0]
-        with pytest.raises(sb.TraceError, match="at least once"):
+        with pytest.raises(sb.errors.TraceError, match="at least once"):
             trace.repeated(0)

@@ -73,7 +73,7 @@ def test_columns_may_be_tensors_arrays_or_lists() -> None:
     ],
 )
 def test_a_bad_rollout_says_what_and_why(fields: dict[str, object], says: str) -> None:
-    with pytest.raises(sb.RolloutError, match=says):
+    with pytest.raises(sb.errors.RolloutError, match=says):
         sb.Rollout(**{"tokens": {"input_ids": IDS}, **fields})  # type: ignore[arg-type]
 
 
@@ -111,7 +111,7 @@ def test_versions_per_token_say_how_old_a_rollout_is(versions: list[int], versio
     ],
 )
 def test_versions_per_token_that_contradict_are_refused(column: torch.Tensor, version: Any, says: str) -> None:
-    with pytest.raises(sb.RolloutError, match=f"rollout 'r1': {says}"):
+    with pytest.raises(sb.errors.RolloutError, match=f"rollout 'r1': {says}"):
         sb.Rollout(tokens={"input_ids": IDS, "versions": column}, version=version, rollout_id="r1")
 
 
@@ -156,4 +156,4 @@ def test_a_prefix_is_of_a_rollout_and_not_of_its_padding_copy(tensors: dict[str,
 def test_reprs_are_short_and_telling() -> None:
     rollout = sb.Rollout(tokens={"input_ids": IDS}, rollout_id="r1", group_id="g", version=3)
     assert repr(rollout) == "Rollout('r1', num_tokens=5, columns=['input_ids'], group_id='g', version=3)"
-    assert repr(sb.MicroBatch.of([rollout])) == "MicroBatch(num_rollouts=1, num_tokens=5)"
+    assert repr(sb.types.MicroBatch.of([rollout])) == "MicroBatch(num_rollouts=1, num_tokens=5)"

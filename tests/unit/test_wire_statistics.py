@@ -34,7 +34,7 @@ def statistics_of(**knobs: object) -> Statistics:
 
 
 def test_statistics_arrive_as_they_were_taken() -> None:
-    for cost in (sb.TokenCost(), sb.CalibratedCost(sb.TokenCost())):
+    for cost in (sb.cost.TokenCost(), sb.cost.CalibratedCost(sb.cost.TokenCost())):
         statistics = statistics_of(cost=cost)
         assert statistics.in_flight
         assert repr(decode_statistics(encode_statistics(statistics))) == repr(statistics)  # nan is unlike itself

@@ -41,7 +41,7 @@ def rollouts_from(
 
     ``prompt_length``: pad every prompt to so many tokens, which then count. The loss pads prompts and completions
     apart, to the longest of each, so that a micro-batch is up to twice as large as its rollouts x the longest; with all
-    prompts of one length under ``sb.PaddedCost()`` the balancer's cap bounds what is really padded.
+    prompts of one length under ``sb.cost.PaddedCost()`` the balancer's cap bounds what is really padded.
     :func:`inputs_from` takes the padding off again. Raises ValueError for a longer prompt.
     """
     prompts, (count, long) = inputs["prompt_mask"] != 0, inputs["completion_mask"].shape
@@ -95,7 +95,7 @@ def inputs_from(share: Any, *, pad_token_id: int) -> list[dict[str, Any]]:
     return [_inputs(mb, pad_token_id) | {"num_items_in_batch": items} for mb in share.micro_batches]
 
 
-def _inputs(micro_batch: sb.MicroBatch, pad_token_id: int) -> dict[str, Any]:
+def _inputs(micro_batch: sb.types.MicroBatch, pad_token_id: int) -> dict[str, Any]:
     rollouts = _rows.with_prompt(micro_batch.rollouts)
     taken, noted = _rows.together(rollouts), rollouts[0].metadata
     parts = [_parts(rollout) for rollout in rollouts]

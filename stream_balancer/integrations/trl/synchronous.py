@@ -138,7 +138,7 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
             # the next generation is put while the last step is not acknowledged yet
             "capacity": 2 * max(of_step, self.args.generation_batch_size),
             "sync": "micro_batch",  # TRL's metrics are collectives
-            "cost": sb.PaddedCost(),
+            "cost": sb.cost.PaddedCost(),
         }
 
     def _check(self, config: sb.BalancerConfig) -> None:
