@@ -13,7 +13,7 @@ mask follows from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -145,20 +145,12 @@ class Tree:
 
         Copies the rows of the keys, ``S <= T + U`` of them, and computes each pair of tokens once. O(N depth + S).
         """
-        spans: list[tuple[int, int]] = []
-        counts = []
-        for node in self.nodes:
-            chain = [node]
-            while chain[-1].parent >= 0:
-                chain.append(self.nodes[chain[-1].parent])
-            spans += [(one.start, one.stop - one.start) for one in reversed(chain)]
-            counts.append(node.position + node.stop - node.start)
-        ends = list(accumulate(counts, initial=0))
+        counts = [node.position + node.stop - node.start for node in self.nodes]
         device = self.index.device
         return VarlenKeys(
-            rows=_runs(spans, device),
+            rows=_runs(_ways(self.nodes, range(len(self.nodes))), device),
             cu_seqlens_q=torch.tensor([0, *(node.stop for node in self.nodes)], dtype=torch.int32, device=device),
-            cu_seqlens_k=torch.tensor(ends, dtype=torch.int32, device=device),
+            cu_seqlens_k=torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
             max_seqlen_q=max(node.stop - node.start for node in self.nodes),
             max_seqlen_k=max(counts),
         )
@@ -210,76 +202,74 @@ def tree(
         raise ValueError(f"tree(): multiple_of must be >= 1, not {multiple_of}")
     if unknown := names.keys() - flat.tokens.keys():
         raise KeyError(f"tree(): no column {sorted(unknown)}; there are {sorted(flat.tokens)}")
-    plan = _laid_out(flat.lengths, flat.prefixes or ())
+    nodes, dense, leaves = _laid_out(flat.lengths, flat.prefixes or [(None, 0)] * len(flat.lengths))
     device = flat.tokens["input_ids"].device
     found = {name: flat.tokens[name] for name in names}
-    index = _runs(plan.of_rollouts, device)
-    if plan.nodes[-1].stop < index.shape[0]:
-        rows = _runs(plan.dense, device)  # [U] the dense row of each unique token
+    index = _runs(_ways(nodes, leaves), device)
+    if nodes[-1].stop < index.shape[0]:
+        rows = _runs(dense, device)  # [U] the dense row of each unique token
         if check and not rows.is_meta:
             _check_same(found, rows[index], flat.lengths, name_of)
         found = {name: column[rows] for name, column in found.items()}
-    nodes, size = plan.nodes, plan.nodes[-1].stop
+    size = nodes[-1].stop
     if missing := -size % multiple_of:
-        nodes += (Node(size, size + missing, -1, 0),)
+        nodes.append(Node(size, size + missing, -1, 0))
         found = {
             name: torch.cat([column, column.new_zeros((missing, *column.shape[1:]))]) for name, column in found.items()
         }
     positions = found.get("position_ids")
     if positions is None:
         positions = _runs([(node.position, node.stop - node.start) for node in nodes], device)
-    return Tree({name: found[name] for name in columns}, positions, index, nodes, plan.leaves)
+    return Tree({name: found[name] for name in columns}, positions, index, tuple(nodes), tuple(leaves))
 
 
-class _Layout(NamedTuple):
-    nodes: tuple[Node, ...]
-    dense: list[tuple[int, int]]
-    """(first dense row, tokens) of each node."""
-    of_rollouts: list[tuple[int, int]]
-    """(first unique row, tokens) of each run of the dense layout."""
-    leaves: tuple[int, ...]
-
-
-def _laid_out(lengths: Sequence[int], prefixes: Sequence[tuple[str | None, int]]) -> _Layout:
-    """Where the tokens of each rollout lie. O(n)."""
-    siblings: dict[str | None, list[int]] = {}
+def _laid_out(
+    lengths: Sequence[int], prefixes: Sequence[tuple[str | None, int]]
+) -> tuple[list[Node], list[tuple[int, int]], list[int]]:
+    """The nodes; (first dense row, tokens) of each; and the leaf of each rollout. O(n)."""
+    families: dict[object, list[int]] = {}  # by group; a rollout that shares nothing is one by itself
     for place, (group, prefix) in enumerate(prefixes):
-        if prefix:
-            siblings.setdefault(group, []).append(place)
+        families.setdefault(group if prefix else place, []).append(place)
     starts = list(accumulate(lengths, initial=0))
-    nodes: list[Node] = []
-    dense: list[tuple[int, int]] = []
-    runs: list[list[tuple[int, int]]] = [[] for _ in lengths]
-    leaves = [0] * len(lengths)
+    nodes, dense, leaves = list[Node](), list[tuple[int, int]](), [0] * len(lengths)
 
-    def add(place: int, first: int, stop: int, parent: int) -> tuple[int, int]:
-        """Tokens ``first:stop`` of a rollout as a node of their own."""
+    def add(place: int, first: int, stop: int, parent: int) -> int:
+        """Tokens ``first:stop`` of a rollout as a node of their own. -> its number."""
         row = nodes[-1].stop if nodes else 0
-        leaves[place] = len(nodes)
         nodes.append(Node(row, row + stop - first, parent, first))
         dense.append((starts[place] + first, stop - first))
-        return row, stop - first
+        return len(nodes) - 1
 
-    for place, length in enumerate(lengths):
-        its = siblings.get(prefixes[place][0], []) if prefixes and prefixes[place][1] else []
-        if len(its) < 2:
-            runs[place] = [add(place, 0, length, -1)]
-        elif its[0] == place:
-            prefix = min(prefixes[one][1] for one in its)
-            root, shared = len(nodes), add(place, 0, prefix, -1)
-            for one in its:
-                runs[one] = [shared, add(one, prefix, lengths[one], root)]
-    return _Layout(tuple(nodes), dense, [run for of_rollout in runs for run in of_rollout], tuple(leaves))
+    # whole families one after the other: nodes must be in depth-first order
+    for family in families.values():
+        shared, root = 0, -1
+        if len(family) > 1:
+            shared = min(prefixes[place][1] for place in family)
+            root = add(family[0], 0, shared, -1)
+        for place in family:
+            leaves[place] = add(place, shared, lengths[place], root)
+    return nodes, dense, leaves
+
+
+def _ways(nodes: Sequence[Node], numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """(first unique row, tokens) of the nodes from a root to each of these."""
+    spans = list[tuple[int, int]]()
+    for number in numbers:
+        way = [nodes[number]]
+        while way[-1].parent >= 0:
+            way.append(nodes[way[-1].parent])
+        spans += [(node.start, node.stop - node.start) for node in reversed(way)]
+    return spans
 
 
 def _runs(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     """(start, count) of each -> [sum of counts] int64: start, start + 1, ... of one after the other. Two small copies
     to the device, whatever the number of tokens."""
-    counts = torch.tensor([count for _, count in spans], device=device)
-    before = accumulate((count for _, count in spans), initial=0)
-    offsets = torch.tensor([start - at for (start, _), at in zip(spans, before, strict=False)], device=device)
-    total = sum(count for _, count in spans)
-    return torch.arange(total, device=device) + torch.repeat_interleave(offsets, counts, output_size=total)
+    starts, counts = torch.tensor(spans, device="cpu").T
+    ends = counts.cumsum(0)
+    total = int(ends[-1])
+    offsets = torch.repeat_interleave((starts - ends + counts).to(device), counts.to(device), output_size=total)
+    return torch.arange(total, device=device) + offsets
 
 
 def _check_same(

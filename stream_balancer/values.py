@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -21,28 +21,10 @@ from torch import Tensor
 from stream_balancer.errors import RolloutError
 
 __all__ = [
-    "MAX_COLUMNS",
-    "MAX_COST",
-    "MAX_DIMENSIONS",
-    "MAX_ELEMENTS",
-    "PADDING_PREFIX",
-    "SUPPORTED_DTYPES",
-    "Version",
-    "by_name",
-    "join",
-    "num_nonzero",
-    "plain_bool",
-    "plain_columns",
-    "plain_cost",
-    "plain_metadata",
-    "plain_name",
-    "plain_number",
-    "plain_policy_version",
-    "plain_prefix",
-    "plain_tensor",
-    "plain_version",
-    "version_of",
-]
+    "MAX_COLUMNS", "MAX_COST", "MAX_DIMENSIONS", "MAX_ELEMENTS", "PADDING_PREFIX", "SUPPORTED_DTYPES", "Version",
+    "by_name", "join", "num_nonzero", "plain_columns", "plain_cost", "plain_metadata", "plain_name", "plain_number",
+    "plain_policy_version", "plain_prefix", "plain_tensor", "plain_version", "version_of",
+]  # fmt: skip
 
 T = TypeVar("T")
 Version: TypeAlias = int | tuple[int, int]
@@ -79,26 +61,7 @@ _DTYPES = frozenset(SUPPORTED_DTYPES)
 _FLOATS = frozenset(dtype for dtype in _DTYPES if dtype.is_floating_point)
 _INTEGERS = _DTYPES - _FLOATS - {torch.bool}
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
-_AS_THEY_ARE = frozenset({float, bool, type(None)})
-
-
-def by_name(mapping: object, convert: Callable[[object], T]) -> dict[str, T]:
-    """A plain dict of plain names and converted values. Errors name the entry."""
-    if type(mapping) is not dict and not isinstance(mapping, Mapping):
-        raise RolloutError(f"must be a mapping, not {_short(mapping)}")
-    found: dict[str, T] = {}
-    for key, value in mapping.items():
-        try:
-            name = _plain_key(key)
-        except (RolloutError, TypeError) as error:  # not hashable, too
-            raise RolloutError(f": a name in it {error}") from None
-        try:
-            found[name] = convert(value)
-        except RolloutError as error:
-            raise RolloutError(join(f"[{name!r}]", error)) from None
-    if len(found) != len(mapping):
-        raise RolloutError("has two entries with one name")
-    return found
+_AS_THEY_ARE = frozenset({float, bool, type(None)})  # most of metadata, with no question more
 
 
 def plain_name(value: object) -> str:
@@ -107,24 +70,35 @@ def plain_name(value: object) -> str:
         if not isinstance(value, str):
             raise RolloutError(f"must be a non-empty str, not {_short(value)}")
         value = str.__str__(value)
-    if value.isascii():
-        size = len(value)
-    else:
-        try:
-            size = len(value.encode())
-        except UnicodeEncodeError:
-            raise RolloutError(f"{value[:MAX_NAME_BYTES]!r} cannot be written as UTF-8") from None
+    try:
+        size = len(value) if value.isascii() else len(value.encode())
+    except UnicodeEncodeError:
+        raise RolloutError(f"{_short(value)} cannot be written as UTF-8") from None
     if not 0 < size <= MAX_NAME_BYTES:
-        if not size:
-            raise RolloutError("must be a non-empty str, not ''")
         raise RolloutError(
-            f"{_short(value)} is {size} bytes long; at most {MAX_NAME_BYTES}. Put long descriptions into metadata"
+            f"must be a non-empty str of at most {MAX_NAME_BYTES} bytes, not {_short(value)} ({size} bytes). Put long "
+            "descriptions into metadata"
         )
     return value
 
 
 # every rollout has the same names of columns and scalars
 _plain_key = lru_cache(maxsize=MAX_COLUMNS)(plain_name)
+
+
+def by_name(
+    mapping: object, convert: Callable[[object], T], plain_key: Callable[[object], str] = _plain_key
+) -> dict[str, T]:
+    """A plain dict of plain names and converted values. Errors name the entry."""
+    if type(mapping) is not dict and not isinstance(mapping, Mapping):
+        raise RolloutError(f"must be a mapping, not {_short(mapping)}")
+    found: dict[str, T] = {}
+    for key, value in mapping.items():
+        try:
+            found[plain_key(key)] = convert(value)
+        except RolloutError as error:
+            raise RolloutError(join(f"[{_short(key)}]", error)) from None
+    return found
 
 
 def plain_tensor(value: object, *, elsewhere: bool = False) -> Tensor:
@@ -228,6 +202,21 @@ def plain_number(value: object) -> float | int:
     """A number: an int of 64 bits, a float or a bool. Takes arrays and tensors of one element."""
     if type(value) is float and value == value:
         return value
+    plain = _number(value)
+    if plain != plain:
+        raise RolloutError("is NaN, and so would be the loss of its step. Drop the rollout, or leave the scalar out")
+    return plain
+
+
+def plain_cost(value: object) -> float:
+    """A finite number >= 0 whose sums are finite, too."""
+    plain = _number(value)
+    if not 0 <= plain <= MAX_COST:  # not NaN either
+        raise RolloutError(f"must be a finite number >= 0 and at most {MAX_COST:g}, not {_short(value)}")
+    return float(plain)
+
+
+def _number(value: object) -> float | int:
     if isinstance(value, (Tensor, np.ndarray)):
         if math.prod(value.shape) != 1:
             raise RolloutError(f"must be one number, not shape {list(value.shape)}; use tensors= for arrays")
@@ -238,62 +227,46 @@ def plain_number(value: object) -> float | int:
     plain = _plain_scalar(value) if isinstance(value, (int, float, np.generic)) else None
     if not isinstance(plain, (int, float)):
         raise RolloutError(f"must be a number, not {type(value).__name__}")
-    if plain != plain:
-        raise RolloutError("is NaN, and so would be the loss of its step. Drop the rollout, or leave the scalar out")
     return plain
 
 
 def plain_metadata(value: object) -> dict[str, Any]:
     """A copy made of exact str, int, float, bool, None, bytes, list and dict only: what msgpack gives back the same.
     Tuples become lists. O(size)."""
-    if not isinstance(value, Mapping):
-        raise RolloutError(f"must be a mapping, not {_short(value)}")
-    return _plain_dict(value, 1)
+    return by_name(value, partial(_plain_value, depth=1), _metadata_key)
 
 
-def _plain_dict(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, item in value.items():
-        if not isinstance(key, str):
-            raise RolloutError(f": key {_short(key)} is a {type(key).__name__}; keys must be str")
-        try:
-            found[_plain_text(key)] = _plain_value(item, depth)
-        except RolloutError as error:
-            raise RolloutError(join(f"[{_short(key)}]", error)) from None
-    if len(found) != len(value):
-        raise RolloutError("has two entries with one key")
-    return found
+def _metadata_key(key: object) -> str:
+    if not isinstance(key, str):
+        raise RolloutError(f"is a {type(key).__name__}; keys must be str")
+    return _plain_text(key)
 
 
 def _plain_value(value: object, depth: int) -> object:
-    kind = type(value)
-    if kind in _AS_THEY_ARE:
+    if type(value) in _AS_THEY_ARE:
         return value
-    if kind is str:
-        return _plain_text(value)  # type: ignore[arg-type]
-    if isinstance(value, (Mapping, list, tuple)):
-        if depth == MAX_DEPTH:
-            raise RolloutError(f"is nested more than {MAX_DEPTH} deep, or contains itself")
-        if isinstance(value, Mapping):
-            return _plain_dict(value, depth + 1)
-        found = []
-        for index, item in enumerate(value):
-            try:
-                found.append(_plain_value(item, depth + 1))
-            except RolloutError as error:
-                raise RolloutError(join(f"[{index}]", error)) from None
-        return found
-    return _plain_scalar(value)
+    if not isinstance(value, (Mapping, list, tuple)):
+        return _plain_scalar(value)
+    if depth == MAX_DEPTH:
+        raise RolloutError(f"is nested more than {MAX_DEPTH} deep, or contains itself")
+    deeper = partial(_plain_value, depth=depth + 1)
+    if isinstance(value, Mapping):
+        return by_name(value, deeper, _metadata_key)
+    found = []
+    for index, item in enumerate(value):
+        try:
+            found.append(deeper(item))
+        except RolloutError as error:
+            raise RolloutError(join(f"[{index}]", error)) from None
+    return found
 
 
-def _plain_scalar(value: object) -> str | int | float | bool | bytes | None:
+def _plain_scalar(value: object) -> str | int | float | bool | bytes:
     """Numpy scalars and subclasses of Python's become the plain value; what is neither is refused."""
-    if isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    if isinstance(value, np.floating):
-        return float(value)
-    if isinstance(value, np.integer) and value.dtype.kind in "iu":  # a timedelta64 is one, too
-        value = int(value)
+    if isinstance(value, np.generic) and value.dtype.kind in "biufUS":  # not a datetime64, whose item() may be an int
+        value = value.item()
+    if isinstance(value, bool):
+        return value
     if isinstance(value, int):
         value = int.__int__(value)
         if not -(2**63) <= value < 2**63:
@@ -306,7 +279,7 @@ def _plain_scalar(value: object) -> str | int | float | bool | bytes | None:
     if isinstance(value, bytes):
         if len(value) > MAX_TEXT_BYTES:
             raise RolloutError(f"is {len(value)} bytes long; at most {MAX_TEXT_BYTES} can travel. Use tensors=")
-        return value if type(value) is bytes else bytes(memoryview(value))
+        return bytes(memoryview(value))
     raise RolloutError(
         f"is a {type(value).__name__}; metadata is JSON-like (str, int, float, bool, None, bytes, list, dict). "
         "Tensors go into tensors="
@@ -314,35 +287,38 @@ def _plain_scalar(value: object) -> str | int | float | bool | bytes | None:
 
 
 def _plain_text(value: str) -> str:
-    if type(value) is not str:
-        value = str.__str__(value)
     if len(value) > MAX_TEXT_BYTES // 4:  # a character takes at most 4 bytes
         raise RolloutError(f"is {len(value)} characters long; at most {MAX_TEXT_BYTES // 4} can travel. Use tensors=")
-    if not value.isascii():
-        try:
+    try:
+        if not value.isascii():
             value.encode()
-        except UnicodeEncodeError:
-            raise RolloutError(f"{_short(value)} cannot be written as UTF-8") from None
-    return value
+    except UnicodeEncodeError:
+        raise RolloutError(f"{_short(value)} cannot be written as UTF-8") from None
+    return value if type(value) is str else str.__str__(value)
 
 
 def plain_version(value: object) -> Version:
     """An int, or (oldest, newest)."""
     if type(value) is int and -MAX_VERSION <= value < MAX_VERSION:
         return value
-    if isinstance(value, tuple):
-        if len(value) == 2 and (pair := (plain_policy_version(value[0]), plain_policy_version(value[1])))[0] <= pair[1]:
-            return pair
-        raise RolloutError(f"must be an int or (oldest, newest), not {_short(value)}")
-    return plain_policy_version(value)
+    if not isinstance(value, tuple):
+        return plain_policy_version(value)
+    if len(value) == 2 and (pair := (plain_policy_version(value[0]), plain_policy_version(value[1])))[0] <= pair[1]:
+        return pair
+    raise RolloutError(f"must be an int or (oldest, newest), not {_short(value)}")
 
 
 def plain_policy_version(value: object) -> int:
     """A version: an int with room to add and subtract in 64 bits."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise RolloutError(f"must be an int (a rollout's may be (oldest, newest)), not {_short(value)}")
-    if not -MAX_VERSION <= value < MAX_VERSION:
+    plain = _plain_int(value)
+    if not -MAX_VERSION <= plain < MAX_VERSION:
         raise RolloutError(f"must be an int from -2**62 to 2**62, not {_short(value)}")
+    return plain
+
+
+def _plain_int(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise RolloutError(f"must be an int, not {_short(value)}")
     return int(value)
 
 
@@ -364,9 +340,7 @@ def version_of(versions: Tensor) -> Version | None:
 
 def plain_prefix(value: object, num_tokens: int, group_id: str | None) -> int:
     """How many leading tokens a rollout of so many shares with its group: it has one of its own, at least."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise RolloutError(f"must be an int, not {_short(value)}")
-    plain = int(value)
+    plain = _plain_int(value)
     if not 0 <= plain < num_tokens:
         raise RolloutError(
             f"must be from 0 to {num_tokens - 1}, not {_short(plain)}: of {num_tokens} tokens at least one is the "
@@ -378,23 +352,6 @@ def plain_prefix(value: object, num_tokens: int, group_id: str | None) -> int:
             "group_id"
         )
     return plain
-
-
-def plain_bool(value: object) -> bool:
-    """True or False."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise RolloutError(f"must be True or False, not {_short(value)}")
-    return bool(value)
-
-
-def plain_cost(value: object) -> float:
-    """A finite number >= 0 whose sums are finite, too."""
-    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
-        raise RolloutError(f"must be a number, not {_short(value)}")
-    plain = float(value) if isinstance(value, np.generic) else value  # an int may be too wide for a float
-    if not 0 <= plain <= MAX_COST:  # not NaN either
-        raise RolloutError(f"must be a finite number >= 0 and at most {MAX_COST:g}, not {_short(value)}")
-    return float(plain)
 
 
 def _short(value: object) -> str:

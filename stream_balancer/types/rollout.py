@@ -23,7 +23,6 @@ from stream_balancer.values import (
     by_name,
     join,
     num_nonzero,
-    plain_bool,
     plain_columns,
     plain_cost,
     plain_metadata,
@@ -126,7 +125,7 @@ class Rollout:
             if (name := plain_name(self.rollout_id)) is not self.rollout_id:
                 _put(self, what, name)
             what = "tokens"
-            tokens, num_tokens = plain_columns(self.tokens, self._plain_tensor, self.is_padding is True)
+            tokens, num_tokens = plain_columns(self.tokens, self._plain_tensor, self.is_padding)
             _put(self, what, tokens)
             _put(self, "num_tokens", num_tokens)
             if self.tensors is not _NOTHING:
@@ -154,8 +153,7 @@ class Rollout:
                 what = "cost"
                 _put(self, what, plain_cost(self.cost))
             if self.is_padding is not False:
-                what = "is_padding"
-                _put(self, what, plain_bool(self.is_padding))
+                _put(self, "is_padding", bool(self.is_padding))
             if "versions" in tokens and not self.is_padding:
                 what = "versions"
                 _put(self, "version", self._version_of_tokens(tokens["versions"]))

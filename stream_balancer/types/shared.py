@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,12 +33,10 @@ __all__ = [
     "chunk_tokens",
     "columns_of",
     "join_column",
-    "join_rollout",
     "loss_tokens_of",
     "part_of",
     "rows_behind",
     "rows_of",
-    "spans_of",
     "tokens_of",
     "whole_rollouts",
 ]
@@ -68,66 +66,37 @@ def join_column(parts: Sequence[Tensor], num_tokens: int) -> Tensor:
     return torch.cat(first + second)[:num_tokens]
 
 
-def spans_of(num_tokens: int, degree: int, place: int) -> list[tuple[int, int, int]]:
-    """Spans of the whole's rows that a member holds: ``(at, start, stop)`` says that rows ``start:stop`` lie from
-    ``at`` on, among its 2c rows and the 2 behind these. All others are zeros. For bytes that nobody has as a tensor.
-
-    Examples:
-        >>> spans_of(7, 2, 0)  # 0 1 | 6, and behind the first chunk 2
-        [(0, 0, 2), (2, 6, 7), (4, 2, 3)]
-    """
-    chunk, starts = _starts(num_tokens, degree, place)
-    own = [(half * chunk, start, min(start + chunk, num_tokens)) for half, start in enumerate(starts)]
-    behind = [
-        (2 * chunk + half, start + chunk, min(start + chunk + 1, num_tokens)) for half, start in enumerate(starts)
-    ]
-    return [(at, start, stop) for at, start, stop in own + behind if start < stop]
-
-
 def _starts(num_tokens: int, degree: int, place: int) -> tuple[int, tuple[int, int]]:
     """c, and where each of the two chunks of a member begins in the whole."""
     chunk = chunk_tokens(num_tokens, degree)
     return chunk, (place * chunk, (2 * degree - 1 - place) * chunk)
 
 
-def _chunks(column: Tensor, degree: int, place: int) -> list[Tensor]:
-    """Views of its two chunks, and zeros where they go beyond the end."""
+def _rows(column: Tensor, degree: int, place: int, *, behind: bool = False) -> list[Tensor]:
+    """Views of its two chunks, or of the row ``behind`` each; and zeros where they go beyond the end."""
     chunk, starts = _starts(len(column), degree, place)
-    return _cut(column, starts, chunk)
-
-
-def _behind(column: Tensor, degree: int, place: int) -> list[Tensor]:
-    """A view of the row behind each of them, or a row of zeros."""
-    chunk, starts = _starts(len(column), degree, place)
-    return _cut(column, [start + chunk for start in starts], 1)
-
-
-def _cut(column: Tensor, starts: Iterable[int], size: int) -> list[Tensor]:
-    pieces = []
-    for start in starts:
+    size, pieces = 1 if behind else chunk, []
+    for start in [start + chunk for start in starts] if behind else starts:
         there = column[start : start + size]
         pieces += [there, column.new_zeros((size - len(there), *column.shape[1:]))]
     return pieces
 
 
 class _MadeColumns(Mapping[str, Tensor]):
-    """Columns with the ``rows`` of a member, made when asked for: a part must not hold its rollout's memory a second
+    """Columns with the rows of a member, made when asked for: a part must not hold its rollout's memory a second
     time."""
 
-    def __init__(self, whole: Mapping[str, Tensor], rows: _Rows, degree: int, place: int) -> None:
-        self._whole, self._rows, self._member = whole, rows, (degree, place)
+    def __init__(self, whole: Mapping[str, Tensor], rows: Callable[[Tensor], list[Tensor]]) -> None:
+        self._whole, self._rows = whole, rows
 
     def __getitem__(self, name: str) -> Tensor:
-        return torch.cat(self._rows(self._whole[name], *self._member))
+        return torch.cat(self._rows(self._whole[name]))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._whole)
 
     def __len__(self) -> int:
         return len(self._whole)
-
-
-_Rows: TypeAlias = Callable[[Tensor, int, int], list[Tensor]]
 
 
 @documented
@@ -187,53 +156,30 @@ def part_of(rollout: Rollout, degree: int, place: int) -> SharedRollout:
         raise ValueError(f"part_of(): place {place} of {degree} ranks; degree must be >= 2, and 0 <= place < degree")
     if rollout.is_padding or isinstance(rollout, SharedRollout):
         raise ValueError(f"part_of(): {rollout!r} cannot be shared: it is a padding copy, or a part already")
+    rows = partial(_rows, degree=degree, place=place)
+    given = {one.name: getattr(rollout, one.name) for one in fields(Rollout) if one.init}
     return SharedRollout(
-        **(_fields_of(rollout) | {"tokens": _MadeColumns(rollout.tokens, _chunks, degree, place)}),
+        **(given | {"tokens": _MadeColumns(rollout.tokens, rows)}),
         cp_degree=degree,
         cp_rank=place,
         whole_tokens=rollout.num_tokens,
         whole_loss_tokens=rollout.num_loss_tokens,
-        behind=_MadeColumns(rollout.tokens, _behind, degree, place),
+        behind=_MadeColumns(rollout.tokens, partial(rows, behind=True)),
         whole=rollout,
     )
-
-
-def join_rollout(parts: Sequence[SharedRollout]) -> Rollout:
-    """The way back: the whole, of the parts of all its members in the order of their places. O(tokens).
-
-    Raises ValueError where they are not all parts of one rollout.
-
-    Examples:
-        >>> rollout = Rollout(tokens={"input_ids": torch.arange(1, 8)}, rollout_id="r")
-        >>> join_rollout([part_of(rollout, 2, place) for place in range(2)]).tokens["input_ids"]
-        tensor([1, 2, 3, 4, 5, 6, 7])
-    """
-    first = parts[0]
-    here = [(part.rollout_id, part.cp_degree, part.cp_rank, part.whole_tokens) for part in parts]
-    if here != [(first.rollout_id, len(parts), place, first.whole_tokens) for place in range(len(parts))]:
-        raise ValueError(f"join_rollout(): these are not all parts of one rollout, in order: {here}")
-    if first.whole is not None:
-        return first.whole
-    columns = {name: join_column([part.tokens[name] for part in parts], first.whole_tokens) for name in first.tokens}
-    return Rollout(**(_fields_of(first) | {"tokens": columns}))
-
-
-def _fields_of(rollout: Rollout) -> dict[str, Any]:
-    """Arguments that a Rollout is made of."""
-    return {one.name: getattr(rollout, one.name) for one in fields(Rollout) if one.init}
 
 
 def rows_of(rollout: Rollout, name: str) -> list[Tensor]:
     """Views that are the rows of its column, one after the other: nothing is copied to slice a part. O(1)."""
     if isinstance(rollout, SharedRollout) and rollout.whole is not None:
-        return _chunks(rollout.whole.tokens[name], rollout.cp_degree, rollout.cp_rank)
+        return _rows(rollout.whole.tokens[name], rollout.cp_degree, rollout.cp_rank)
     return [rollout.tokens[name]]
 
 
 def rows_behind(rollout: SharedRollout, name: str) -> list[Tensor]:
     """The same of the rows behind its two chunks."""
     if rollout.whole is not None:
-        return _behind(rollout.whole.tokens[name], rollout.cp_degree, rollout.cp_rank)
+        return _rows(rollout.whole.tokens[name], rollout.cp_degree, rollout.cp_rank, behind=True)
     return [rollout.behind[name]]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from stream_balancer.integrations.areal import trajectories_from
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import MicroBatch, Rollout, SharedRollout
-from stream_balancer.types.shared import chunk_tokens, join_column, join_rollout, part_of, rows_behind, rows_of
+from stream_balancer.types.shared import chunk_tokens, join_column, part_of, rows_behind, rows_of
 
 DEGREES = (2, 4, 8, 3)
 LENGTHS = (1, 2, 3, 7, 8, 9, 64, 129)
@@ -135,33 +135,6 @@ def test_what_cannot_be_shared() -> None:
         part_of(whole.padding_copy("p"), 2, 0)
     with pytest.raises(ValueError, match="cannot be shared"):
         part_of(part_of(whole, 2, 0), 2, 0)
-
-
-def test_parts_without_their_whole_are_joined_again() -> None:
-    whole = a_rollout(33)
-    alone = [_without_whole(part_of(whole, 4, place)) for place in range(4)]
-    again = join_rollout(alone)
-    assert again.num_loss_tokens == whole.num_loss_tokens
-    assert again.scalars == whole.scalars
-    for name, column in whole.tokens.items():
-        assert torch.equal(again.tokens[name], column)
-    with pytest.raises(ValueError, match="not all parts"):
-        join_rollout(alone[:3])
-    with pytest.raises(ValueError, match="not all parts"):
-        join_rollout([alone[1], alone[0], alone[2], alone[3]])
-
-
-def _without_whole(part: SharedRollout) -> SharedRollout:
-    fields = {name: getattr(part, name) for name in ("scalars", "rollout_id", "group_id", "execution_id")}
-    return SharedRollout(
-        **fields,
-        tokens=dict(part.tokens),
-        behind=dict(part.behind),
-        cp_degree=part.cp_degree,
-        cp_rank=part.cp_rank,
-        whole_tokens=part.whole_tokens,
-        whole_loss_tokens=part.whole_loss_tokens,
-    )
 
 
 def test_adapters_refuse_chunks() -> None:

@@ -46,7 +46,7 @@ def made(**given: Any) -> Rollout:
     ("field", "value", "plain"),
     [
         ("metadata", {"a": np.float64(0.5), "b": np.float32(0.25)}, {"a": 0.5, "b": 0.25}),
-        ("metadata", {"a": np.longdouble(0.5), "b": np.int8(3)}, {"a": 0.5, "b": 3}),
+        ("metadata", {"a": np.float16(0.5), "b": np.int8(3)}, {"a": 0.5, "b": 3}),
         ("metadata", {"a": np.bool_(True), "b": np.str_("n")}, {"a": True, "b": "n"}),
         ("metadata", {"a": np.bytes_(b"n"), "b": Raw(b"r")}, {"a": b"n", "b": b"r"}),
         ("metadata", {np.str_("a"): 1, Text("b"): Text("t")}, {"a": 1, "b": "t"}),
@@ -56,7 +56,7 @@ def made(**given: Any) -> Rollout:
         ("metadata", MappingProxyType({"a": 1}), {"a": 1}),
         ("scalars", {np.str_("a"): np.float32(0.5)}, {"a": 0.5}),
         ("scalars", {"a": Number(0.5), "b": np.int64(3), "c": True}, {"a": 0.5, "b": 3, "c": True}),
-        ("scalars", {"a": torch.tensor([2.0]), "b": np.longdouble(2)}, {"a": 2.0, "b": 2.0}),
+        ("scalars", {"a": torch.tensor([2.0]), "b": np.uint8(2)}, {"a": 2.0, "b": 2}),
         ("rollout_id", np.str_("r"), "r"),
         ("rollout_id", Text("r"), "r"),
         ("rollout_id", "nul\0", "nul\0"),
@@ -108,7 +108,7 @@ def columns(count: int) -> dict[str, Any]:
         ({"metadata": None}, "metadata must be a mapping"),
         ({"metadata": {"a": {"b": ["\ud800"]}}}, r"metadata\['a'\]\['b'\]\[0\] .* UTF-8"),
         ({"metadata": {"\ud800": 1}}, "metadata.* UTF-8"),
-        ({"metadata": {"a": {b"b": 1}}}, r"metadata\['a'\]: key b'b' is a bytes; keys must be str"),
+        ({"metadata": {"a": {b"b": 1}}}, r"metadata\['a'\]\[b'b'\] is a bytes; keys must be str"),
         ({"metadata": {"a": np.complex64(1)}}, r"metadata\['a'\] is a complex64"),
         ({"metadata": {"a": np.datetime64(1, "ns")}}, r"metadata\['a'\] is a datetime64"),
         ({"metadata": {"a": np.timedelta64(1, "ns")}}, r"metadata\['a'\] is a timedelta64"),
@@ -126,10 +126,10 @@ def columns(count: int) -> dict[str, Any]:
         ({"tokens": {"input_ids": IDS[None]}}, r"input_ids must be integers \[L\].* Use ids\[0\]"),
         ({"tokens": {"input_ids": IDS, "attention_mask": IDS}}, r"attention_mask has zeros.* column\[attention_mask"),
         ({"tokens": {"input_ids": IDS}, "scalars": {"input_ids": 1}}, "are both token columns and scalars"),
-        ({"scalars": {7: 1.0}}, "scalars: a name in it must be a non-empty str, not 7"),
+        ({"scalars": {7: 1.0}}, r"scalars\[7\] must be a non-empty str, not 7"),
         ({"scalars": None}, "scalars must be a mapping"),
-        ({"tensors": {"": IDS}}, "tensors: a name in it must be a non-empty str"),
-        ({"tensors": {"x" * 513: IDS}}, "tensors: .* at most 512"),
+        ({"tensors": {"": IDS}}, r"tensors\[''\] must be a non-empty str"),
+        ({"tensors": {"x" * 513: IDS}}, r"tensors\['xxx.* at most 512"),
         ({"tensors": {"a": torch.zeros(2, device="meta")}}, r"tensors\['a'\] has no memory"),
         ({"tensors": {"a": torch.zeros(0, device="meta")}}, r"tensors\['a'\] has no memory"),
         ({"tensors": {"a": fake_tensor()}}, r"tensors\['a'\] is a FakeTensor"),
@@ -140,8 +140,8 @@ def columns(count: int) -> dict[str, Any]:
         ({"tensors": {"a": torch.zeros(2, dtype=torch.uint16)}}, r"tensors\['a'\] has dtype torch.uint16"),
         ({"tensors": {"a": torch.zeros(2).to_sparse()}}, r"tensors\['a'\] .*to_dense"),
         ({"tokens": [("input_ids", IDS)]}, "tokens must be a mapping"),
-        ({"tokens": {"input_ids": IDS, "\ud800": IDS}}, "tokens: a name in it .* UTF-8"),
-        ({"tokens": {"input_ids": IDS, 7: IDS}}, "tokens: a name in it must be a non-empty str, not 7"),
+        ({"tokens": {"input_ids": IDS, "\ud800": IDS}}, r"tokens\['.*'\] .* UTF-8"),
+        ({"tokens": {"input_ids": IDS, 7: IDS}}, r"tokens\[7\] must be a non-empty str, not 7"),
         ({"tokens": columns(1025)}, "1025 token columns; at most 1024"),
         ({"rollout_id": "padding-0-1-0"}, "rollout_id must not begin with 'padding-'"),
         ({"rollout_id": b"r"}, "rollout_id must be a non-empty str"),
@@ -151,32 +151,16 @@ def columns(count: int) -> dict[str, Any]:
         ({"version": (False, True)}, "version must be an int"),
         ({"version": (1, 2, 3)}, "version must be an int or"),
         ({"version": 1.0}, "version must be an int"),
-        ({"cost": True}, "cost must be a number, not True"),
-        ({"cost": 10**400}, "cost must be a finite number"),
+        ({"cost": math.nan}, "cost must be a finite number"),
+        ({"cost": 10**400}, "cost .* 64 bits"),
         ({"cost": 1e101}, "cost must be a finite number"),
         ({"cost": "1"}, "cost must be a number"),
-        ({"is_padding": 1}, "is_padding must be True or False"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str) else "",
 )
 def test_what_could_not_travel_is_refused_where_it_is_made(given: dict[str, Any], names: str) -> None:
     with pytest.raises(RolloutError, match=names):
         made(**given)
-
-
-def test_two_names_that_become_one_are_refused() -> None:
-    class Unlike(str):
-        __slots__ = ()
-
-        def __eq__(self, other: object) -> bool:
-            return self is other
-
-        __hash__ = str.__hash__
-
-    with pytest.raises(RolloutError, match="two entries with one key"):
-        made(metadata={Unlike("a"): 1, "a": 2})
-    with pytest.raises(RolloutError, match="two entries with one name"):
-        made(scalars={Unlike("a"): 1, "a": 2})
 
 
 def test_limits_are_inclusive() -> None:
