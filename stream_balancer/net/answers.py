@@ -135,12 +135,12 @@ class Peer:
 
     # from any thread
 
-    def send(self, message: Message, payload: Payload = NOTHING, sent: Callable[[], object] | None = None) -> None:
+    def send(self, message: Message, payload: Payload = NOTHING) -> None:
         """A message; dropped while there is no connection."""
         connection = self.connection
         if connection is not None:
             # handed over as replies are: it must not overtake one that was made before
-            self.io.do(partial(connection.send, message, payload, sent))
+            self.io.do(partial(connection.send, message, payload))
 
     def close(self, reason: str = "") -> None:
         """On purpose: what was sent before arrives."""

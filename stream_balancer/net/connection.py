@@ -14,15 +14,12 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from itertools import islice, repeat
-from operator import itemgetter
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol
 
 from stream_balancer.errors import RefusedError, WireError
 from stream_balancer.net.errors import Ended
-from stream_balancer.net.handler import Handler, Mover, Nobody
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.loops import Job, Runs
 from stream_balancer.net.messages import (
@@ -40,11 +37,12 @@ from stream_balancer.net.messages import (
     read_envelope,
     read_header,
 )  # fmt: skip
+from stream_balancer.net.movers.common import Mover
 from stream_balancer.net.pool import Memory, Pool
 from stream_balancer.net.tls import TlsSocket
 from stream_balancer.wire.payload import NOTHING, Payload
 
-__all__ = ["HANDSHAKE_S", "Connection"]
+__all__ = ["HANDSHAKE_S", "Connection", "Handler"]
 
 _log = logging.getLogger(__name__)
 # A rank's Join names its steps and their items, a producer's its slots. Memory of what has not come is not touched.
@@ -55,27 +53,36 @@ MOVER_BYTES = 2**17
 HANDSHAKE_S, CLOSE_S = 10.0, 5.0
 _TURN_BYTES = 4 * 2**20
 """Read from one socket, or sent, before the others get their turn."""
-_GATHER, _VIEW = 512, itemgetter(0)
+_GATHER = 512
 
 
-@dataclass(slots=True)
+class Handler(Protocol):
+    """Gets the messages. Called in the I/O thread; raises WireError for what may not come now."""
+
+    def admit(self, message: Message, total: int) -> None:
+        """``total`` bytes are about to be allocated for this message."""
+
+    def receive(self, message: Message, memory: Memory | None) -> None:
+        """Called in the order of sending, whichever way the bytes came."""
+
+    def ended(self, end: Ended) -> None:
+        """The end: once, and nothing after it. ``end.__cause__`` is the error behind it, if there is one."""
+
+
 class _Held:
     """A message whose bytes, or those of one before it, are still on their way."""
 
-    message: Message
-    memory: Memory | None
-    ready: bool
+    def __init__(self, message: Message, memory: Memory | None, *, ready: bool) -> None:
+        self.message, self.memory, self.ready = message, memory, ready
 
 
 class Connection:
     """An end of a connection. Bytes are received where they belong; only what comes ahead of its place is copied."""
 
-    def __init__(
-        self, io: Runs, sock: Any, pool: Pool, handshake: Handshake, *, local: str = "", is_local: bool = True
-    ) -> None:
-        """``sock``: a socket, one with TLS, or one in memory. ``local``: this machine's address on the way to the peer.
-        ``is_local``: the other end is on this machine."""
-        self.io, self.pool, self.handshake, self.local, self.is_local = io, pool, handshake, local, is_local
+    def __init__(self, io: Runs, sock: Any, pool: Pool, handshake: Handshake, *, local: str = "") -> None:
+        """``sock``: a socket, one with TLS, or one in memory. ``local``: this machine's address on the way to the
+        peer."""
+        self.io, self.pool, self.handshake, self.local = io, pool, handshake, local
         self._sock, self._tls = sock, sock if isinstance(sock, TlsSocket) else None
         self._fd, self._events = sock.fileno(), 0
         io.sockets[self._fd] = lambda: self.fail(Ended("closed", "the process has ended"))
@@ -89,12 +96,11 @@ class Connection:
         self.movers: dict[int, Mover] = {}
         """Movers that both ends have agreed on, the one that is preferred first."""
         self.over = self.paused = self._resumes = False
-        self._items: deque[tuple[Message, Payload, Callable[[], object] | None]] = deque()
+        self._items: deque[tuple[Message, Payload]] = deque()
         self._held: deque[_Held] = deque()
-        self._outgoing: deque[tuple[memoryview, Callable[[], object] | None]] = deque()
+        self._outgoing: deque[memoryview | bytes] = deque()
         self._num_sent = 0
-        self._waits_for_mover = False
-        self._close_sent = self._close_seen = False
+        self._waits_for_mover = self._close_sent = self._close_seen = False
         self._deadline: Job = lambda: None
         self._parser = self._parse()
         self._space = next(self._parser)
@@ -102,11 +108,10 @@ class Connection:
 
     # from any thread
 
-    def send(self, message: Message, payload: Payload = NOTHING, sent: Callable[[], object] | None = None) -> None:
-        """Send it after everything before it; large payloads go by the mover that is ready, else by the socket.
-        ``sent`` is called in the I/O thread when nobody needs the pieces any more; not if the connection ends first."""
+    def send(self, message: Message, payload: Payload = NOTHING) -> None:
+        """Send it after everything before it; large payloads go by the mover that is ready, else by the socket."""
         # appended before the job is handed in: the order of calls is the order of sending, whoever pumps
-        self._items.append((message, payload, sent))
+        self._items.append((message, payload))
         self.io.do(self._pump)
 
     def close(self, reason: str = "") -> None:
@@ -181,9 +186,9 @@ class Connection:
         if isinstance(error, (WireError, RefusedError)) and not self._close_sent:
             reason = error.reason if isinstance(error, RefusedError) else "protocol"
             # behind what is half sent: a frame in the midst of another could not be read
-            self._outgoing.append((memoryview(frame(Refused(reason, str(error)[:1000]))), None))
+            self._outgoing.append(frame(Refused(reason, str(error)[:1000])))
             with suppress(OSError, ValueError, WireError):
-                self._sock.sendmsg([*map(_VIEW, islice(self._outgoing, _GATHER))])
+                self._sock.sendmsg([*islice(self._outgoing, _GATHER)])
                 # the peer reads the refusal before it sees the end
                 self._sock.shutdown(socket.SHUT_WR)
         if self._events:
@@ -216,54 +221,51 @@ class Connection:
     # sending
 
     def _send_now(self, message: Message) -> None:
-        self._outgoing.append((memoryview(frame(message)), None))
+        self._outgoing.append(frame(message))
         self._flush()
 
     def _pump(self) -> None:
+        """Frame what is to be sent, up to what must wait for a mover, and send."""
         if self.over:
             self._items.clear()
         if not self._items and not self._outgoing:
             return
         try:
             while self._items and not self._waits_for_mover and not self._close_sent:
-                self._begin_sending(*self._items.popleft())
+                message, payload = self._items.popleft()
+                if payload.total:
+                    self._add(message, payload)
+                else:
+                    self._outgoing.append(frame(message))
+                    self._close_sent = isinstance(message, Close)
             self._flush()
         except Exception as error:  # noqa: BLE001 - a message that cannot be sent: what comes after it must not be
             _log.exception("a message could not be sent, and its connection ends")
             self.fail(error)
 
-    def _begin_sending(self, message: Message, payload: Payload, sent: Callable[[], object] | None) -> None:
-        if payload.total:
-            if payload.size >= MOVER_BYTES and self._begin_moving(message, payload, sent):
-                return
-            pieces = payload.views()
-            if len(pieces) > 1 and payload.size <= _JOIN_BYTES:
-                # a dozen iovecs cost more than their bytes
-                pieces = [memoryview(b"".join(pieces))]
-            self._outgoing.append((memoryview(frame(message, payload.total, payload.runs)), None))
-            self._outgoing.extend(zip(pieces, repeat(None)))
-        else:
-            self._outgoing.append((memoryview(frame(message)), None))
-            self._close_sent = isinstance(message, Close)
-        if sent is not None:
-            self._outgoing.append((memoryview(b""), sent))
+    def _add(self, message: Message, payload: Payload) -> None:
+        if payload.size >= MOVER_BYTES and self._begin_moving(message, payload):
+            return
+        pieces = payload.views()
+        if len(pieces) > 1 and payload.size <= _JOIN_BYTES:
+            # a dozen iovecs cost more than their bytes
+            pieces = [memoryview(b"".join(pieces))]
+        self._outgoing.append(frame(message, payload.total, payload.runs))
+        self._outgoing.extend(pieces)
 
-    def _begin_moving(self, message: Message, payload: Payload, sent: Callable[[], object] | None) -> bool:
+    def _begin_moving(self, message: Message, payload: Payload) -> bool:
         """By the first mover that is ready, if one is and takes it now. Messages behind it wait until it may leave."""
-        number = next((number for number, mover in self.movers.items() if mover.ready), SOCKET)
-        if number == SOCKET:
-            return False
+        mover = next((mover for mover in self.movers.values() if mover.ready), None)
 
         def go(where: Sequence[int]) -> None:
-            if not self.over:
-                raw = frame(message, payload.total, payload.runs, number, where)
-                self._outgoing.append((memoryview(raw), None))
+            if mover is not None and not self.over:
+                self._outgoing.append(frame(message, payload.total, payload.runs, mover.number, where))
                 self._waits_for_mover = False
                 self.io.do(self._pump)
 
         # before the mover is asked: it may call go() at once
         self._waits_for_mover = True
-        if self.movers[number].send(payload, sent, go):
+        if mover is not None and mover.send(payload, go):
             return True
         self._waits_for_mover = False
         return False
@@ -275,17 +277,13 @@ class Connection:
         left = _TURN_BYTES
         try:
             while self._outgoing and left > 0:
-                count = self._sock.sendmsg([*map(_VIEW, islice(self._outgoing, _GATHER))])
+                count = self._sock.sendmsg([*islice(self._outgoing, _GATHER)])
                 self._num_sent += count
                 left -= count
-                while self._outgoing and count >= len(self._outgoing[0][0]):
-                    view, sent = self._outgoing.popleft()
-                    count -= len(view)
-                    if sent is not None:
-                        sent()
+                while self._outgoing and count >= len(self._outgoing[0]):
+                    count -= len(self._outgoing.popleft())
                 if count:
-                    view, sent = self._outgoing[0]
-                    self._outgoing[0] = view[count:], sent
+                    self._outgoing[0] = memoryview(self._outgoing[0])[count:]
         except BlockingIOError:
             pass
         except OSError as error:
@@ -323,19 +321,6 @@ class Connection:
         if self._tls is not None and not self.over and not self.paused:
             self.io.do(lambda: self._ready(selectors.EVENT_READ))
 
-    def _parse(self) -> Iterator[memoryview]:
-        """Yields what is to be filled next; nothing if the connection was paused in the middle of a message."""
-        header = memoryview(bytearray(HEADER_BYTES))
-        while True:
-            yield header
-            size, crc = read_header(header, MAX_MESSAGE_BYTES if self.handshake.proven else _BEFORE_PROOF_BYTES)
-            body = memoryview(bytearray(size))
-            yield body
-            envelope = read_envelope(body, crc)
-            yield from self._on_envelope(envelope)
-            # waiting for the next must not keep its memory alive
-            del envelope
-
     def _feed(self, data: memoryview) -> None:
         """Bytes from below that are not where they belong yet."""
         while not self.over:
@@ -351,45 +336,47 @@ class Connection:
             self._space[:count] = data[:count]
             self._space, data = self._space[count:], data[count:]
 
-    def _on_envelope(self, envelope: Envelope) -> Iterator[memoryview]:
-        message = envelope.message
-        if isinstance(message, Refused):
-            raise Ended("refused", message.text, message.reason)
-        if self.welcome is None:
-            if envelope.total:
-                raise WireError("bytes in the handshake")
-            self._shake(message)
-            return
-        if isinstance(message, MoverNote):
-            self._mover(message.mover).note(message.body)
-            return
-        assert self.handler is not None
-        if self._close_seen:
-            raise WireError("it goes on after it has closed")
-        self._close_seen = isinstance(message, Close)
-        memory = None
-        if envelope.total:
-            self.handler.admit(message, envelope.total)
-            while self.paused:
-                yield memoryview(b"")
-            if envelope.via != SOCKET:
-                if not envelope.runs:
-                    raise WireError("a mover that brings nothing")
-                self._held.append(held := _Held(message, None, ready=False))
-                self._mover(envelope.via).receive(envelope, partial(self._on_moved, held))
-                return
-            memory = self.pool.take(envelope.total)
-            for offset, size in zip(envelope.runs[::2], envelope.runs[1::2], strict=True):
-                yield memory.data[offset : offset + size]
-        # behind a message whose bytes are still on their way, whichever way its own came
-        if self._held:
-            self._held.append(_Held(message, memory, ready=True))
-        elif self._close_seen:
-            self._deliver(message, memory)
-        else:
-            self.handler.receive(message, memory)
+    def _parse(self) -> Iterator[memoryview]:
+        """Yields what is to be filled next; nothing if the connection was paused in the middle of a message."""
+        header = memoryview(bytearray(HEADER_BYTES))
+        while True:
+            yield header
+            size, crc = read_header(header, MAX_MESSAGE_BYTES if self.handshake.proven else _BEFORE_PROOF_BYTES)
+            body = memoryview(bytearray(size))
+            yield body
+            envelope = read_envelope(body, crc)
+            message = envelope.message
+            if isinstance(message, Refused):
+                raise Ended("refused", message.text, message.reason)
+            if self.welcome is None:
+                self._shake(envelope)
+            elif isinstance(message, MoverNote):
+                self._mover(message.mover).note(message.body)
+            elif self._close_seen:
+                raise WireError("it goes on after it has closed")
+            elif not envelope.total:
+                self._close_seen = isinstance(message, Close)
+                self._take(message, None)
+            else:
+                assert self.handler is not None
+                self.handler.admit(message, envelope.total)
+                while self.paused:
+                    yield memoryview(b"")
+                if envelope.via != SOCKET:
+                    self._begin_receiving(envelope)
+                else:
+                    memory = self.pool.take(envelope.total)
+                    for offset, size in zip(envelope.runs[::2], envelope.runs[1::2], strict=True):
+                        yield memory.data[offset : offset + size]
+                    self._take(message, memory)
+                    # waiting for the next must not keep its memory alive
+                    del memory
+            del envelope, message
 
-    def _shake(self, message: Message) -> None:
+    def _shake(self, envelope: Envelope) -> None:
+        message = envelope.message
+        if envelope.total:
+            raise WireError("bytes in the handshake")
         if isinstance(message, Welcome) and self.handshake.joins and self.handshake.proven:
             self.welcome = message
             self.welcomed(self, message)
@@ -409,12 +396,27 @@ class Connection:
             raise WireError(f"mover {number} was not agreed on")
         return mover
 
-    def _on_moved(self, held: _Held, memory: Memory) -> None:
-        held.memory, held.ready = memory, True
-        try:
-            self._deliver_held()
-        except Exception as error:  # noqa: BLE001 - the handler's: the connection ends
-            self.fail(error)
+    def _begin_receiving(self, envelope: Envelope) -> None:
+        if not envelope.runs:
+            raise WireError("a mover that brings nothing")
+        held = _Held(envelope.message, None, ready=False)
+
+        def ready(memory: Memory) -> None:
+            held.memory, held.ready = memory, True
+            try:
+                self._deliver_held()
+            except Exception as error:  # noqa: BLE001 - the handler's: the connection ends
+                self.fail(error)
+
+        self._held.append(held)
+        self._mover(envelope.via).receive(envelope, ready)
+
+    def _take(self, message: Message, memory: Memory | None) -> None:
+        """All of it is here; but it waits for those before it, whichever way their bytes come."""
+        if self._held:
+            self._held.append(_Held(message, memory, ready=True))
+        else:
+            self._deliver(message, memory)
 
     def _deliver_held(self) -> None:
         while self._held and self._held[0].ready and not self.over and not self.paused:
@@ -433,7 +435,7 @@ class Connection:
 
     def _end(self, end: Ended) -> None:
         """The handler hears it once."""
-        handler, self.handler = self.handler, Nobody()
+        handler, self.handler = self.handler, None
         if handler is not None:
             handler.ended(end)
 
@@ -446,5 +448,4 @@ class Connection:
         if self._num_sent == num_sent:
             self.fail(Ended("lost", "no answer to close"))
         else:
-            now = self._num_sent
-            self._deadline = self.io.after(CLOSE_S, lambda: self._leave(now))
+            self._deadline = self.io.after(CLOSE_S, partial(self._leave, self._num_sent))

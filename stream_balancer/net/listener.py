@@ -13,9 +13,8 @@ from contextlib import suppress
 from functools import partial
 
 from stream_balancer.errors import WireError, refused_error
-from stream_balancer.net.connection import HANDSHAKE_S, Connection
+from stream_balancer.net.connection import HANDSHAKE_S, Connection, Handler
 from stream_balancer.net.errors import Ended
-from stream_balancer.net.handler import Handler
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.loops import Io
 from stream_balancer.net.messages import Join, Message, Welcome
@@ -175,11 +174,9 @@ def _over_tcp(
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    # compared by address: what goes over loopback need not be narrowed, and may be mapped
     local = sock.getsockname()[0]
-    is_local = sock.getpeername()[0] == local
     over = sock if tls is None else TlsSocket(sock, tls, host)
-    return Connection(io, over, pool, handshake, local=local, is_local=is_local)
+    return Connection(io, over, pool, handshake, local=local)
 
 
 def split_address(address: str) -> tuple[str, int]:

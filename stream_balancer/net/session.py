@@ -99,11 +99,11 @@ class Session(Caller):
 
     # from any thread or task
 
-    def send(self, message: Message, payload: Payload = NOTHING, sent: Callable[[], object] | None = None) -> None:
+    def send(self, message: Message, payload: Payload = NOTHING) -> None:
         """A message; dropped while there is no connection."""
         connection = self.connection
         if connection is not None:
-            connection.send(message, payload, sent)
+            connection.send(message, payload)
 
     def begin(self) -> None:
         """Begin to connect."""

@@ -91,8 +91,8 @@ class End:
     def __init__(self, connection: Connection, heard: Heard) -> None:
         self.connection, self.heard = connection, heard
 
-    def send(self, message: Message, payload: Payload, sent: Callable[[], object] | None = None) -> None:
-        self.connection.send(message, payload, sent)
+    def send(self, message: Message, payload: Payload) -> None:
+        self.connection.send(message, payload)
 
     def wait_for_mover(self) -> None:
         """Until bulk bytes go its way."""

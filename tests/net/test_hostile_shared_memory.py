@@ -16,11 +16,11 @@ import pytest
 from stream_balancer.errors import WireError
 from stream_balancer.net.connection import Connection
 from stream_balancer.net.messages import Close, Envelope, Message, MoverNote
-from stream_balancer.net.movers.shared_memory import SharedMemory, available
+from stream_balancer.net.movers.shared_memory import SharedMemory
 from stream_balancer.net.pool import Memory
 from stream_balancer.wire.payload import Payload
 
-pytestmark = pytest.mark.skipif(not available(), reason="needs memfd")
+pytestmark = pytest.mark.skipif(not SharedMemory.available(), reason="needs memfd")
 SIZE = 1000
 
 
@@ -58,7 +58,7 @@ class Ends:
 
     def written(self) -> tuple[int, ...]:
         where: list[Any] = []
-        assert self.writer.send(Payload.of(bytes(range(100)) * (SIZE // 100)), None, where.append)
+        assert self.writer.send(Payload.of(bytes(range(100)) * (SIZE // 100)), where.append)
         return tuple(where[0])
 
     def read(self, where: tuple[int, ...], total: int = SIZE) -> Memory:

@@ -1,45 +1,80 @@
-"""Common parts of the movers."""
+"""What all movers have: their connection, notes to the other end, and the thread that packs."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from stream_balancer.net.messages import MoverNote
 
 if TYPE_CHECKING:
     from stream_balancer.net.connection import Connection
+    from stream_balancer.net.messages import Envelope
+    from stream_balancer.wire.payload import Memory, Payload
 
-__all__ = ["NUMBERS", "note", "pack", "warn"]
+__all__ = ["Mover"]
 
 _log = logging.getLogger(__name__)
-NUMBERS = {"shared_memory": 1, "torch_dist": 2}
-"""``via`` of each."""
 _warned: set[str] = set()
 
 
-def note(connection: Connection, name: str, body: bytes) -> None:
-    """Tell the other end."""
-    connection.send(MoverNote(NUMBERS[name], body))
+class Mover(ABC):
+    """A way for bytes, one end of it; see :mod:`stream_balancer.net.movers`. Called in the I/O thread."""
 
+    name: ClassVar[str]
+    number: ClassVar[int]
+    """``via`` of its messages."""
 
-def pack(connection: Connection, job: Callable[[], object]) -> None:
-    """Run it in the thread that packs. What it raises ends the connection."""
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.ready = False
 
-    def guarded() -> None:
-        try:
-            job()
-        except Exception as error:  # noqa: BLE001 - the peer waits for what will not come
-            connection.io.do(partial(connection.fail, error))
+    @staticmethod
+    @abstractmethod
+    def available() -> bool:
+        """True if this system has what it needs."""
 
-    connection.io.work(guarded)
+    @abstractmethod
+    def begin(self) -> None:
+        """Set it up with the other end."""
 
+    @abstractmethod
+    def send(self, payload: Payload, go: Callable[[Sequence[int]], None]) -> bool:
+        """``go(where)`` lets the message leave; those behind it wait for that. False: not now, use the socket."""
 
-def warn(name: str, why: object) -> None:
-    """Bytes go by the socket instead. Said once for each mover: a controller has many peers."""
-    level = logging.DEBUG if name in _warned else logging.WARNING
-    _warned.add(name)
-    text = str(why).split("\n", 1)[0]
-    _log.log(level, "bytes go by the socket instead of %s: %s. Further ones are not logged", name, text)
+    @abstractmethod
+    def receive(self, envelope: Envelope, ready: Callable[[Memory], None]) -> None:
+        """``ready(memory)``, once all runs are there; messages behind it wait for that. Raises WireError."""
+
+    @abstractmethod
+    def note(self, body: bytes) -> None:
+        """The other end's mover says something. Raises WireError for what makes no sense."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """The connection is over."""
+
+    def _tell(self, body: bytes) -> None:
+        """A note to the other end."""
+        self._connection.send(MoverNote(self.number, body))
+
+    def _pack(self, job: Callable[[], object]) -> None:
+        """Run it in the thread that packs. What it raises ends the connection."""
+
+        def guarded() -> None:
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001 - the peer waits for what will not come
+                self._connection.io.do(partial(self._connection.fail, error))
+
+        self._connection.io.work(guarded)
+
+    def _warn(self, why: object) -> None:
+        """Bytes go by the socket instead. Said once for each mover: a controller has many peers."""
+        level = logging.DEBUG if self.name in _warned else logging.WARNING
+        _warned.add(self.name)
+        text = str(why).split("\n", 1)[0]
+        _log.log(level, "bytes go by the socket instead of %s: %s. Further ones are not logged", self.name, text)

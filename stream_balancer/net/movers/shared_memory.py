@@ -22,13 +22,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from stream_balancer.errors import WireError
-from stream_balancer.net.movers.common import note, pack, warn
+from stream_balancer.net.movers.common import Mover
 from stream_balancer.net.pool import Memory, Shelf, lease, room_for
 
 if TYPE_CHECKING:
@@ -36,17 +37,12 @@ if TYPE_CHECKING:
     from stream_balancer.net.messages import Envelope
     from stream_balancer.wire.payload import Payload
 
-__all__ = ["SharedMemory", "available"]
+__all__ = ["SharedMemory"]
 
 _KEEP_BYTES = 2**28
 """Idle buffers of one connection that are kept."""
 _MAX_MAPPED = 1024
 _NONCE_BYTES = 16
-
-
-def available() -> bool:
-    """Linux has the files that this needs."""
-    return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 class _File:
@@ -70,19 +66,24 @@ class _Buffer:
         self.where = (number, self.file.fd, os.fstat(self.file.fd).st_ino, size)
 
 
-class SharedMemory:
+class SharedMemory(Mover):
     """An end of the mover."""
 
+    name, number = "shared_memory", 1
+
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.ready = False
+        super().__init__(connection)
         self._probe_file: _File | None = None
-        self._num_buffers = 0
+        self._numbers = count()
         self._idle: Shelf[_Buffer] = Shelf(_KEEP_BYTES)
         self._lent: dict[int, _Buffer] = {}
         self._peer: int | None = None
         self._mapped: dict[int, Memory] = {}
         self._freed: deque[int] = deque()
+
+    @staticmethod
+    def available() -> bool:
+        return sys.platform == "linux" and hasattr(os, "memfd_create")
 
     def begin(self) -> None:
         """Ask whether the other end can open a file of this process."""
@@ -90,7 +91,7 @@ class SharedMemory:
         try:
             self._probe_file = _File(_NONCE_BYTES)
         except OSError as error:
-            warn("shared_memory", error)
+            self._warn(error)
             return
         # random, so that a file of another machine's process under the same numbers is told apart
         os.pwrite(self._probe_file.fd, nonce, 0)
@@ -104,10 +105,9 @@ class SharedMemory:
         self._lent, self._mapped, self._probe_file = {}, {}, None
 
     def _note(self, *what: Any) -> None:
-        note(self._connection, "shared_memory", msgspec.msgpack.encode(what))
+        self._tell(msgspec.msgpack.encode(what))
 
     def note(self, body: bytes) -> None:
-        """Raises WireError for one that makes no sense."""
         try:
             match msgspec.msgpack.decode(body):
                 case ["probe", int(pid), int(fd), bytes(nonce)]:
@@ -127,35 +127,26 @@ class SharedMemory:
 
     # writing
 
-    def send(
-        self, payload: Payload, sent: Callable[[], object] | None, go: Callable[[Sequence[int]], None]
-    ) -> bool:  # fmt: skip
+    def send(self, payload: Payload, go: Callable[[Sequence[int]], None]) -> bool:
         """Copied in the thread that packs: large copies let go of the interpreter's lock."""
         room = room_for(payload.total)
         # warm pages: fresh ones cost as much in faults as the copy itself
         idle = self._idle.take(room)
         try:
-            buffer = idle or self._new(room)
+            buffer = idle or _Buffer(next(self._numbers), room)
         except (OSError, RuntimeError) as error:
             # too many open files, or no memory
-            warn("shared_memory", error)
+            self._warn(error)
             return False
         # before the copy: it is kept alive by this until the reader frees it
         self._lent[buffer.number] = buffer
-        io = self._connection.io
 
         def copy() -> None:
             _copy(payload, buffer.memory)
-            if sent is not None:
-                io.do(sent)
-            io.do(lambda: go(buffer.where))
+            self._connection.io.do(lambda: go(buffer.where))
 
-        pack(self._connection, copy)
+        self._pack(copy)
         return True
-
-    def _new(self, size: int) -> _Buffer:
-        self._num_buffers += 1
-        return _Buffer(self._num_buffers, size)
 
     def _take_back(self, buffer: _Buffer) -> None:
         # the reader has mapped it
@@ -176,7 +167,7 @@ class SharedMemory:
         return self._peer is not None
 
     def receive(self, envelope: Envelope, ready: Callable[[Memory], None]) -> None:
-        """Maps what is new. Raises WireError for what makes no sense."""
+        """Maps what is new."""
         if self._peer is None or len(envelope.where) != 4:
             raise WireError("shared memory was used before it was agreed on")
         number, fd, inode, size = envelope.where
@@ -229,15 +220,15 @@ def _mapped(fd: int, size: int) -> Memory:
 
 def _copy(payload: Payload, memory: Memory) -> None:
     """The pieces into their runs."""
-    runs = zip(payload.runs[::2], payload.runs[1::2], strict=True)
-    at = stop = 0
-    for piece in payload.views():
-        source = np.frombuffer(piece, dtype=np.uint8)
-        # a piece may lie across two runs, and a run may take several pieces
-        while source.size:
-            if at == stop:
-                at, size = next(runs)
-                stop = at + size
-            count = min(stop - at, source.size)
-            memory[at : at + count] = source[:count]
-            at, source = at + count, source[count:]
+    pieces = deque(payload.views())
+    for at, size in zip(payload.runs[::2], payload.runs[1::2], strict=True):
+        stop = at + size
+        while at < stop:
+            piece = pieces.popleft()
+            # numpy lets go of the interpreter's lock, as memoryviews do not
+            part = np.frombuffer(piece[: stop - at], dtype=np.uint8)
+            memory[at : at + part.size] = part
+            at += part.size
+            # it goes on in the next run
+            if part.size < len(piece):
+                pieces.appendleft(piece[part.size :])

@@ -3,9 +3,9 @@
 Three facts about gloo shape this:
 
 * A receive shorter than its send aborts the process. So sizes come first, on the authenticated connection, and both
-  ends cut runs into the same pieces.
+  ends send and receive run by run.
 * A transfer that is cut in the middle never wakes. A receive that has no bytes yet is woken at once by the peer's
-  death. So a one-byte tail follows every payload, and only the tail is waited for; pieces are looked at once it is
+  death. So a one-byte tail follows every payload, and only the tail is waited for; runs are looked at once it is
   here.
 * A wait that expires breaks the pair. So no wait expires, and to break the pair on purpose one is made to.
 
@@ -14,7 +14,7 @@ Three facts about gloo shape this:
     either    note address            gloo's own address, over the connection: the store of the group
               proof -> <- proof       the first message on the pair, each way, is an HMAC over both addresses
     either    note ready              the other may send by this way from now on
-    receiver  note seen n             the sender may let go of n payloads
+    receiver  note seen               the sender may let go of its oldest payload
 """
 
 from __future__ import annotations
@@ -24,82 +24,68 @@ import hmac
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from stream_balancer.errors import WireError
-from stream_balancer.net.movers.common import note, pack, warn
+from stream_balancer.net.movers.common import Mover
 
 if TYPE_CHECKING:
     from stream_balancer.net.connection import Connection
     from stream_balancer.net.messages import Envelope
-    from stream_balancer.net.pool import Memory
-    from stream_balancer.wire.payload import Payload
+    from stream_balancer.wire.payload import Memory, Payload
 
-__all__ = ["TorchDist", "available"]
+__all__ = ["TorchDist"]
 
-_CHUNK = 8 * 2**20
 _MOST_STAGED_BYTES = 2**28
-"""Copies of one connection. A payload that would be beyond it goes by the socket, from where it lies."""
-_KEEP_CHUNKS = 8
+"""On their way, of one connection. A payload that would be beyond it goes by the socket, from where it lies."""
 _FOR_EVER = timedelta(days=3650)
 _TAG, _SPARE_TAG = 1, 7
 _BUILD_S, _PROOF_S = 2.0, 10.0
 _devices: dict[str, Any] = {}
 
 
-def available() -> bool:
-    """Gloo is there."""
-    try:
-        import torch.distributed as dist
-    except ImportError:
-        return False
-    return dist.is_available() and dist.is_gloo_available()
+class _Transfer(NamedTuple):
+    """Objects that must live until all bytes are there: gloo's own operations keep nothing."""
 
-
-class _Sent(NamedTuple):
-    """Objects that must live until the other end has them: gloo's own operations keep nothing."""
-
-    payload: Payload
-    staged_bytes: int
-    staging: list[Memory]
-    works: list[Any]
-    sent: Callable[[], object] | None
-
-
-class _Arrival(NamedTuple):
-    works: list[Any]
-    tail: Any
     memory: Memory
-    ready: Callable[[Memory], None]
+    works: list[Any]
+    tensors: list[Any]
 
 
-class TorchDist:
+class TorchDist(Mover):
     """An end of the mover. Threads: one of gloo's for all pairs of the process, and one here where bytes arrive."""
 
+    name, number = "torch_dist", 2
+
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.ready = False
+        super().__init__(connection)
         # ranks of the group of two: the acceptor is 0
         self._me = 1 if connection.handshake.joins else 0
         self._store: Any = None
         self._group: Any = None
         # None in it ends the wait: the connection is over
         self._addresses: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
-        self._waits = False
-        self._on_their_way: deque[_Sent] = deque()
-        self._staged_bytes = 0
-        self._abandoned: _Arrival | None = None
-        self._idle: list[Memory] = []
-        self._closed = False
+        self._arrivals: queue.SimpleQueue[tuple[_Transfer, Callable[[Memory], None]] | None] = queue.SimpleQueue()
+        self._waits = self._closed = False
+        self._on_their_way: deque[_Transfer] = deque()
+        self._abandoned: object = None
+
+    @staticmethod
+    def available() -> bool:
+        try:
+            import torch.distributed as dist
+        except ImportError:
+            return False
+        return dist.is_available() and dist.is_gloo_available()
 
     def begin(self) -> None:
-        """Build the pair. Gloo's constructor blocks until both ends are there."""
+        # gloo's constructor blocks until both ends are there
         self._start(self._build, "stream_balancer-pair")
 
     def _start(self, target: Callable[[], None], name: str) -> None:
@@ -120,12 +106,12 @@ class TorchDist:
             self._prove(group)
         except Exception as error:  # noqa: BLE001 - then it is not used
             if not self._closed:
-                warn("torch_dist", error)
+                self._warn(error)
             return
         self._group = group
         if self._closed:
-            _poison(group, 1 - self._me)
-        note(self._connection, "torch_dist", b"R")
+            self._poison()
+        self._tell(b"R")
 
     def _prove(self, group: Any) -> None:
         """Proof that the peer at gloo's port is the one at the other end of the connection."""
@@ -148,99 +134,61 @@ class TorchDist:
         return hmac.digest(self._connection.handshake.token, text, "sha256")
 
     def note(self, body: bytes) -> None:
-        """Raises WireError for one that makes no sense."""
-        kind, rest = body[:1], body[1:]
-        if kind == b"A":
-            self._addresses.put(rest)
-        elif kind == b"R" and not rest:
+        if body[:1] == b"A":
+            self._addresses.put(body[1:])
+        elif body == b"R":
             self.ready = True
-        elif kind == b"S" and not rest and self._on_their_way:
-            self._seen(self._on_their_way.popleft())
+        elif body == b"S" and self._on_their_way:
+            self._on_their_way.popleft()
         else:
             raise WireError("a note that makes no sense for torch_dist")
 
-    def _seen(self, one: _Sent) -> None:
-        self._staged_bytes -= one.staged_bytes
-        self._idle += one.staging
-        del self._idle[_KEEP_CHUNKS:]
-        if one.sent is not None:
-            one.sent()
-
     # sending
 
-    def send(
-        self, payload: Payload, sent: Callable[[], object] | None, go: Callable[[Sequence[int]], None]
-    ) -> bool:  # fmt: skip
-        """Where it lies in one piece it is sent from there, uncut: a cut costs a round trip."""
-        whole = len(payload.pieces) == 1
-        staged_bytes = 0 if whole else payload.size
-        if self._group is None or self._staged_bytes + staged_bytes > _MOST_STAGED_BYTES:
+    def send(self, payload: Payload, go: Callable[[Sequence[int]], None]) -> bool:
+        staged = sum(one.memory.size for one in self._on_their_way)
+        if self._group is None or staged + payload.size > _MOST_STAGED_BYTES:
             return False
-        self._staged_bytes += staged_bytes
-        one = _Sent(payload, staged_bytes, [], [], sent)
+        # taken here, as the pool belongs to the I/O thread, and not touched where nothing must be packed
+        one = _Transfer(self._connection.pool.take(payload.size), [], [])
         # the order of sending is the order in which the other end says seen
         self._on_their_way.append(one)
-        chunk = payload.total if whole else _CHUNK
-        # the message leaves first: the other end posts its receives while the first piece is packed
-        go((chunk,))
-        pack(self._connection, lambda: self._post(one, chunk))
+        # the message leaves first: the other end posts its receives while this one packs
+        go(())
+        self._pack(partial(self._post, payload, one))
         return True
 
-    def _post(self, one: _Sent, chunk: int) -> None:
-        """In the thread that packs: a piece is packed while the one before is sent."""
+    def _post(self, payload: Payload, one: _Transfer) -> None:
+        """In the thread that packs. What lies in one piece is sent from there."""
         import torch
 
-        sources = deque(np.frombuffer(piece, dtype=np.uint8) for piece in one.payload.views())
-        for _, size in _pieces(one.payload.runs, chunk):
-            part = self._next_part(sources, size, one)
-            # By its address: torch warns of memory that must not be written to, which it does not do.
-            tensor = torch.frombuffer((ctypes.c_uint8 * size).from_address(part.ctypes.data), dtype=torch.uint8)
+        parts = [np.frombuffer(piece, dtype=np.uint8) for piece in payload.views()]
+        # a send for each run, not for each piece: each costs a round trip
+        source = parts[0] if len(parts) == 1 else np.concatenate(parts, out=one.memory)
+        at = source.ctypes.data
+        for size in payload.runs[1::2]:
+            # by its address: torch warns of memory that must not be written to, which it does not do
+            tensor = torch.frombuffer((ctypes.c_uint8 * size).from_address(at), dtype=torch.uint8)
+            one.tensors.append((tensor, source))
             one.works.append(self._group.send([tensor], 1 - self._me, _TAG))
+            at += size
         # the tail that the receiver waits for
         one.works.append(self._group.send([torch.zeros(1, dtype=torch.uint8)], 1 - self._me, _TAG))
-
-    def _next_part(self, sources: deque[Memory], size: int, one: _Sent) -> Memory:
-        """The next so many bytes, in one piece."""
-        while not sources[0].size:
-            sources.popleft()
-        if sources[0].size >= size:
-            part, sources[0] = sources[0][:size], sources[0][size:]
-            return part
-        staging = self._staging()
-        one.staging.append(staging)
-        at = 0
-        while at < size:
-            count = min(size - at, sources[0].size)
-            staging[at : at + count] = sources[0][:count]
-            sources[0] = sources[0][count:]
-            at += count
-            if not sources[0].size:
-                sources.popleft()
-        return staging[:size]
-
-    def _staging(self) -> Memory:
-        # the I/O thread gives them back
-        with suppress(IndexError):
-            return self._idle.pop()
-        return np.empty(_CHUNK, dtype=np.uint8)
 
     # receiving
 
     def receive(self, envelope: Envelope, ready: Callable[[Memory], None]) -> None:
-        """Post what is to come, and wait for its tail elsewhere. Raises WireError for what makes no sense."""
+        """Post what is to come, and wait for its tail elsewhere."""
         import torch
 
-        # pieces that are too small would have a peer post a receive for each byte
-        if self._group is None or len(envelope.where) != 1 or envelope.where[0] < min(_CHUNK, envelope.total):
-            raise WireError("the pair was used before it was ready, or in pieces that are too small")
-        memory = self._connection.pool.take(envelope.total)
-        whole, tail = torch.from_numpy(memory), torch.zeros(1, dtype=torch.uint8)
+        if self._group is None:
+            raise WireError("the pair was used before it was ready")
+        one = _Transfer(self._connection.pool.take(envelope.total), [], [])
+        whole, runs = torch.from_numpy(one.memory), envelope.runs
+        one.tensors.extend(whole[at : at + size] for at, size in zip(runs[::2], runs[1::2], strict=True))
+        one.tensors.append(torch.zeros(1, dtype=torch.uint8))
         try:
-            works = [
-                self._group.recv([whole[offset : offset + size]], 1 - self._me, _TAG)
-                for offset, size in _pieces(envelope.runs, envelope.where[0])
-            ]
-            works.append(self._group.recv([tail], 1 - self._me, _TAG))
+            one.works.extend(self._group.recv([tensor], 1 - self._me, _TAG) for tensor in one.tensors)
         except RuntimeError as error:
             self._broken(error)
             return
@@ -248,10 +196,11 @@ class TorchDist:
             self._waits = True
             self._start(self._wait, "stream_balancer-gloo")
         # in order, since gloo matches by order within a tag
-        self._arrivals.put(_Arrival(works, tail, memory, ready))
+        self._arrivals.put((one, ready))
 
     def _wait(self) -> None:
-        while (one := self._arrivals.get()) is not None:
+        while (arrival := self._arrivals.get()) is not None:
+            one, ready = arrival
             try:
                 # the tail first
                 for work in reversed(one.works):
@@ -261,43 +210,32 @@ class TorchDist:
                 # gloo may still know this memory
                 self._abandoned = one
                 return
-            note(self._connection, "torch_dist", b"S")
-            self._connection.io.do(_deliver(one))
-            del one, work
+            self._tell(b"S")
+            self._connection.io.do(partial(ready, one.memory))
+            # waiting for the next must not keep its memory alive
+            del arrival, one, ready, work
 
     # the end
 
     def _broken(self, error: Exception) -> None:
         failure = ConnectionResetError(f"gloo: {str(error).split(chr(10), 1)[0][:200]}")
-        self._connection.io.do(lambda: self._connection.fail(failure))
+        self._connection.io.do(partial(self._connection.fail, failure))
 
     def close(self) -> None:
         """Wakes whoever waits in gloo."""
         self._closed, self.ready = True, False
         self._addresses.put(None)
         self._arrivals.put(None)
-        group = self._group
-        if group is not None:
-            self._connection.io.work(lambda: _poison(group, 1 - self._me))
+        if self._group is not None:
+            self._connection.io.work(self._poison)
 
+    def _poison(self) -> None:
+        """A wait that expires breaks the pair."""
+        import torch
 
-def _deliver(one: _Arrival) -> Callable[[], None]:
-    return lambda: one.ready(one.memory)
-
-
-def _poison(group: Any, peer: int) -> None:
-    """A wait that expires breaks the pair."""
-    import torch
-
-    with suppress(RuntimeError):
-        # on a tag that nobody sends on, so it is sure to expire
-        group.recv([torch.zeros(1)], peer, _SPARE_TAG).wait(timedelta(milliseconds=1))
-
-
-def _pieces(runs: Sequence[int], chunk: int) -> Iterator[tuple[int, int]]:
-    for offset, size in zip(runs[::2], runs[1::2], strict=True):
-        for at in range(offset, offset + size, chunk):
-            yield at, min(chunk, offset + size - at)
+        with suppress(RuntimeError):
+            # on a tag that nobody sends on, so it is sure to expire
+            self._group.recv([torch.zeros(1)], 1 - self._me, _SPARE_TAG).wait(timedelta(milliseconds=1))
 
 
 def _group_of_two(store: Any, me: int, host: str) -> Any:
@@ -323,7 +261,7 @@ def _exchange(mover: TorchDist) -> Any:
 
         def set(self, key: str, value: Any) -> None:
             self.found[mover._me] = bytes(value)
-            note(mover._connection, "torch_dist", b"A" + bytes(value))
+            mover._tell(b"A" + bytes(value))
 
         def wait(self, keys: list[str], timeout: timedelta = _FOR_EVER) -> None:
             for key in keys:
