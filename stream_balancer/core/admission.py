@@ -29,7 +29,7 @@ class Admission:
     def __init__(self, config: BalancerConfig, buffer: Buffer, ids: RolloutIds, pricing: Pricing) -> None:
         self._buffer = buffer
         self._ids = ids
-        self._pricing = pricing
+        self.pricing = pricing
         self.schema: Schema | None = None
         """The first rollout's; None before it."""
         self.use(config)
@@ -120,7 +120,7 @@ class Admission:
             _check_stratum(rollout, self._buffer.strata)
         if self.schema is not None and not _has_schema(rollout, self.schema):
             raise RolloutError(_why_no_batch(rollout, self.schema))
-        return self._pricing.cost_of(rollout)
+        return self.pricing.cost_of(rollout)
 
     def _check_together(self, rollouts: Sequence[Rollout]) -> None:
         if len({r.rollout_id for r in rollouts}) < len(rollouts):
@@ -196,13 +196,6 @@ class Admission:
                 f"which waits and has {longest.num_tokens} tokens: no batch could take it. Use a cap >= "
                 f"{longest.num_tokens} until it has left, or set micro_batches.oversize='alone'"
             )
-        # a cost model is any function of a user: only asking it shows what it says of these
-        price = Pricing(config, tolerance=0.0)
-        try:
-            for rollout in self._buffer.rollouts():
-                price.cost_of(rollout)
-        except RolloutError as error:
-            raise ConfigError(f"this cost does not fit a rollout that waits: {error}") from None
 
     def completed_by(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> list[Rollout] | None:
         """Rollouts that ``accept=`` is asked about: these rollouts and the waiting siblings whose group they, and the

@@ -175,14 +175,6 @@ class SiblingGroups:
             # those that waited may have been too old to wait again
             self._forget_if_done(group_id, group)
 
-    def resized(self, size: int | None) -> SiblingGroups:
-        """The same declarations with another group size; only while nothing waits."""
-        assert not any(group.waiting for group in self._groups.values())
-        other = SiblingGroups(size, self.remember)
-        other.restore_closed(self.closed())
-        other.restore({}, self.open_sizes())
-        return other
-
     def restore_closed(self, closed: Mapping[str, int | None]) -> None:
         """Take over :meth:`closed` of a snapshot, before its rollouts join: what waits of a closed group is complete,
         what waits of an abandoned one is not wanted. O(groups)."""

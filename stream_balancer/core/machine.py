@@ -317,8 +317,7 @@ class BalancerCore:
 
     def learn(self, learned: Learned) -> None:
         """Plan with what seconds have taught from now on. O(n log n)."""
-        self.state.pricing.learn(learned)
-        factor = self.state.pricing.reprice(self.state.buffer)
+        factor = self.state.reprice(self.state.pricing.under(self.config, learned))
         if factor != 1.0:
             self._publish("repriced", factor)
 
@@ -394,20 +393,16 @@ class BalancerCore:
                     "dp_size cannot change in the middle of a step of batches(open=True): ranks have gradients of it. "
                     "Change it after the step's last row"
                 )
-        regroups = config.groups.kept != before.groups.kept
-        if regroups and len(state.buffer):
-            raise ConfigError(
-                f"groups.size cannot change while {len(state.buffer)} rollouts wait: their groups are being counted. "
-                "Change it before the first put"
-            )
-        state.admission.check_waiting(config)  # the last check: nothing has changed yet
-        if regroups:
-            state.buffer.groups = state.buffer.groups.resized(config.groups.kept)
+        if config.groups.kept != before.groups.kept:
+            raise ConfigError("groups.size cannot change: groups are counted by it. Make another balancer with it")
+        state.admission.check_waiting(config)
+        try:  # the last check: nothing has changed yet
+            factor = state.reprice(state.pricing.under(config))
+        except RolloutError as error:
+            raise ConfigError(f"this cost does not fit a rollout that waits: {error}") from None
         state.use(config)
         if state.open_step is not None and config.dp_size != before.dp_size:
             state.open_step = OpenStep(config)
-        state.pricing.reconfigure(config)
-        factor = state.pricing.reprice(state.buffer)
         state.evict_too_old()  # staleness.max_versions may be smaller now
         state.changed()
         self._publish("reconfigured", before)

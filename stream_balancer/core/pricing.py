@@ -41,52 +41,42 @@ class Learned(NamedTuple):
 
 
 class Pricing:
-    """The cost model in force, and the knobs of the planner that follow from it."""
+    """The cost model, and the knobs of the planner that follow from it. Made anew for other knobs, and for what was
+    learned."""
 
-    def __init__(self, config: BalancerConfig, tolerance: float) -> None:
+    def __init__(self, config: BalancerConfig, tolerance: float, learned: Learned | None = None) -> None:
         """``tolerance``: how near to the lower bound the planner seeks partitions."""
         self._tolerance = tolerance
         self._config = config
-        self._learned: Learned | None = None
+        self._learned = learned
         self.has_own_costs = False
         """Some rollout that has come brought its own cost."""
-        self._use()
-
-    def _use(self) -> None:
-        config, learned = self._config, self._learned
         self.model: CostFunction = config.cost if learned is None else learned.model
-        """[n] lengths -> [n] costs, as of now."""
+        """[n] lengths -> [n] costs."""
         self.cost_of_length = lru_cache(_MOST_LENGTHS)(partial(_one_cost, self.model))
         """Tokens -> cost. Lengths repeat, and a model that is asked for one of them takes a third of a put."""
-        self.knobs = _plan_knobs(config, learned, self._tolerance)
+        self.knobs = _plan_knobs(config, learned, tolerance)
         """Knobs that the planner is given."""
 
-    def learn(self, learned: Learned) -> None:
-        """Plan with these from now on. :meth:`reprice` must follow."""
-        self._learned = learned
-        self._use()
-
-    def reconfigure(self, config: BalancerConfig) -> None:
-        """Other knobs; what was learned is kept while cost, speeds and ranks are the same. :meth:`reprice` must
-        follow."""
-        before, self._config = self._config, config
+    def under(self, config: BalancerConfig, learned: Learned | None = None) -> Pricing:
+        """The same under other knobs, or by what was ``learned`` now."""
+        before = self._config
         # seconds were learned as a factor on this cost, for these ranks
-        if (config.cost, config.speeds, config.dp_size) != (before.cost, before.speeds, before.dp_size):
-            self._learned = None
-        self._use()
+        if (config.cost, config.speeds, config.dp_size) == (before.cost, before.speeds, before.dp_size):
+            learned = learned or self._learned
+        other = Pricing(config, self._tolerance, learned)
+        other.has_own_costs = self.has_own_costs
+        return other
 
-    def reprice(self, buffer: Buffer) -> float:
-        """Price what waits by what the model says now. -> its cost over what it was. O(n); O(n) calls of the model
-        where rollouts bring their own cost."""
-        if self.has_own_costs and len(buffer):
-            costs = np.array([self.cost_of(rollout) for rollout in buffer.rollouts()], dtype=np.float64)
-        else:
-            costs = np.asarray(self.model(buffer.lengths), dtype=np.float64)
-        before = float(buffer.costs.sum())  # 0 where nothing waits, or all of it is free
-        # observers keep costs of their own, and scale them by this
-        factor = float(costs.sum()) / before if before > 0 else 1.0
-        buffer.reprice(costs)
-        return factor
+    def costs_of(self, buffer: Buffer) -> Floats:
+        """[n] costs of what waits. Raises RolloutError like :meth:`cost_of`. O(n); O(n) calls of the model where
+        rollouts bring their own cost."""
+        if self.has_own_costs:
+            return np.array([self.cost_of(rollout) for rollout in buffer.rollouts()], dtype=np.float64)
+        costs = np.asarray(self.model(buffer.lengths), dtype=np.float64)
+        for rollout in buffer.rollouts(np.flatnonzero(~((costs >= 0) & (costs <= MAX_COST)))):
+            self.cost_of(rollout)
+        return costs
 
     def cost_of(self, rollout: Rollout) -> float:
         """The rollout's own cost, else the model's. Raises RolloutError for one that is no number from 0 to 1e100."""

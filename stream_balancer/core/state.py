@@ -57,10 +57,19 @@ class BalancerState:
         self._arrivals_seen = 0  # of the rollouts ever added to the buffer, how many the length figures have
 
     def use(self, config: BalancerConfig) -> None:
-        """Other knobs are in force for every part but :attr:`pricing`, which must be repriced."""
+        """Other knobs are in force for every part but :attr:`pricing`; see :meth:`reprice`."""
         self.config = self.staleness.config = self.triggers.config = config
         self.admission.use(config)
         self.buffer.groups.remember = config.remember_ids
+
+    def reprice(self, pricing: Pricing) -> float:
+        """Other prices are in force. -> the cost of what waits over what it was. Raises RolloutError, and changes
+        nothing, for one whose cost is none by them. O(n log n)."""
+        costs, before = pricing.costs_of(self.buffer), float(self.buffer.costs.sum())
+        self.pricing = self.admission.pricing = pricing
+        self.buffer.reprice(costs)
+        # observers keep costs of their own, and scale them by this; 0 where nothing waits, or all of it is free
+        return float(costs.sum()) / before if before > 0 else 1.0
 
     def hold(self, rollout: Rollout, cost: float, now: float, skips: int = 0) -> None:
         """A rollout waits from now on; or it is evicted at once, as too old or as one of an abandoned group. O(1),

@@ -642,7 +642,7 @@ async def test_a_new_cost_model_reprices_what_waits() -> None:
         ({"window": 0}, "window must be"),
         ({"windw": 8}, "no such knob"),
         ({"dp_size": 5}, r"must be >= dp_size \(5\)"),
-        ({"groups": {"size": 2}}, "groups.size cannot change while 3 rollouts wait"),
+        ({"groups": {"size": 2}}, "groups.size cannot change: groups are counted by it"),
     ],
 )
 async def test_bad_knobs_change_nothing(changes: dict[str, Any], says: str) -> None:
