@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,18 @@ def traces(folder: Path | None) -> Iterator[Trace]:
 
 
 # --- peers -----------------------------------------------------------------------------------------------------------
+
+
+def part(trace: Trace, rows: slice) -> Trace:
+    """The trace of some consecutive rollouts."""
+    columns = ("prompt_tokens", "output_tokens", "group_ids", "arrival_s", "strata")
+    kept = {name: column[rows] for name in columns if (column := getattr(trace, name)) is not None}
+    return replace(trace, **kept)
+
+
+def alone(trace: Trace) -> Trace:
+    """The same rollouts, none of them another's sibling, without recorded arrivals: drawn one by one by resampled()."""
+    return replace(trace, group_ids=np.arange(len(trace)), arrival_s=None)
 
 
 def peers() -> dict[str, Partitioner]:

@@ -14,7 +14,7 @@ from functools import cache
 
 import numpy as np
 from micro_batches import CostsOf, Layout
-from peers import Floats, Ints
+from peers import Floats, Ints, alone
 from scheduler_list import Plan, Scheduler, Step
 
 import stream_balancer as sb
@@ -46,7 +46,7 @@ class Stream:
 
     def arrivals(self, count: int, slots: int, seed: int) -> tuple[Ints, Ints]:
         """[count] lengths and groups in the order in which rollouts finish, in mid-run."""
-        drawn = self.trace.resampled(count, seed, by_group=self.whole_groups)
+        drawn = (self.trace if self.whole_groups else alone(self.trace)).resampled(count, seed)
         finish = finish_times(drawn, slots, seed=seed, whole_groups=self.whole_groups)
         if self.whole_groups:
             last = np.zeros(int(drawn.group_ids.max()) + 1)

@@ -23,7 +23,7 @@ import torch
 from _common import Rows, arguments
 from micro_batches import verl_layout
 from numpy.typing import NDArray
-from peers import Floats, peers
+from peers import Floats, part, peers
 from stream_balancer_demo.model import Decoder, build_model, loss_sum, training_cost
 from stream_balancer_demo.options import DemoOptions
 
@@ -61,7 +61,7 @@ def stream(options: argparse.Namespace) -> list[Rollout]:
     """Rollouts in the order in which they finish."""
     count = (options.steps + 5) * options.batch
     trace = load_trace(options.trace) if options.trace else generate_trace(count, "lrm", seed=options.seed)
-    trace = trace.resampled(count, options.seed) if len(trace) < count else trace.head(count)
+    trace = trace.resampled(count, options.seed) if len(trace) < count else part(trace, slice(count))
     trace = trace.scaled(options.max_length / int(trace.lengths.max()))
     lengths = trace.lengths
     order = np.argsort(finish_times(trace, SLOTS, seed=options.seed), kind="stable")

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 from _common import Rows, arguments
-from peers import Floats, Ints, trace_folder
+from peers import Floats, Ints, alone, part, trace_folder
 
 import stream_balancer as sb
 from stream_balancer.learn.auto_window import AutoWindow
@@ -50,16 +50,6 @@ def sweep(rows: Rows, processes: int) -> None:
 # --- a recommendation on lengths it has not seen ---------------------------------------------------------------------
 
 
-def part(trace: sb.Trace, rows: slice) -> sb.Trace:
-    return replace(
-        trace,
-        prompt_tokens=trace.prompt_tokens[rows],
-        output_tokens=trace.output_tokens[rows],
-        group_ids=trace.group_ids[rows],
-        arrival_s=None if trace.arrival_s is None else trace.arrival_s[rows],
-    )
-
-
 def halves(rows: Rows, folder: Path, processes: int) -> None:
     rows.text("recommended from the first half, run on the second")
     for path in sorted(folder.glob("*.csv.gz")):
@@ -72,12 +62,12 @@ def halves(rows: Rows, folder: Path, processes: int) -> None:
         afresh = sb.simulate(unseen.repeated(second.times), first.recommended_config, tolerance=PARTITION_TOLERANCE)
         got = afresh.idle_fraction
         best = _best_within(second, first.max_added_age)
-        name = f"{trace.name}: window {chosen.window}, max_skips {chosen.max_skips}, deadline {chosen.deadline_s}"
-        rows.add(f"{name}: idle on the first half", 100 * chosen.idle_fraction, "%")
+        name = f"{trace.name}: {chosen.knobs}"
+        rows.add(f"{name}: idle on the first half", 100 * chosen.report.idle_fraction, "%")
         rows.add(f"{name}: idle on the second half", 100 * got, "%")
         rows.add(f"{name}: best there", 100 * best, "%")
         rows.add(f"{name}: gap", 100 * (got - best), "points", 1.0)
-        rows.add(f"{name}: arrival order there", 100 * second.fifo.idle_fraction, "%")
+        rows.add(f"{name}: arrival order there", 100 * second.fifo.report.idle_fraction, "%")
 
 
 def _best_within(report: TuneReport, max_added_age: float) -> float:
@@ -180,7 +170,7 @@ def _in_time(
 ) -> sb.SimulationReport:
     """One run over rollouts drawn one by one."""
     size = CONFIG.batch_size
-    drawn = replace(trace, arrival_s=None).resampled(KEPT_BATCHES * size, seed, by_group=False)
+    drawn = alone(trace).resampled(KEPT_BATCHES * size, seed)
     config = CONFIG.replace(window=round(window * size), capacity=round(capacity * size), max_skips=skips)
     seconds = seconds_per_rollout(drawn, KEPT_SLOTS, 30.0) * speed
     balanced = float(np.asarray(config.cost(drawn.lengths)).mean()) / config.dp_size

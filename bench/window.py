@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from _common import Rows, arguments
-from peers import Floats, Partitioner, lognormal, peers, trace_folder, traces
+from peers import Floats, Partitioner, alone, lognormal, peers, trace_folder, traces
 
 import stream_balancer as sb
 from stream_balancer.config import Policy
@@ -301,7 +301,7 @@ def drawn(trace: sb.Trace, mode: Mode, steps: int) -> Make:
         count = count // size * size
 
     def make(seed: int) -> sb.Trace:
-        found = trace.resampled(count, seed, by_group=mode.whole_groups or mode.by_prompt)
+        found = (trace if mode.whole_groups or mode.by_prompt else alone(trace)).resampled(count, seed)
         if not mode.stratum:
             return found
         of_it = np.random.default_rng(seed).random(count) < mode.stratum

@@ -98,8 +98,8 @@ def _print(report: TuneReport, cost: str, plot: Path | None) -> None:
         f"{batch_text(config)} a dispatch, cost {cost}; {len(report.outcomes)} settings, those on the front:",
         _table(report),
         f"[bold]{report.reason}[/bold]",
-        f"Recommended: {chosen.knobs_of_size}, max_skips={chosen.max_skips}, deadline "
-        f"{deadline_text(chosen.deadline_s)}",
+        f"Recommended: {chosen.knobs_of_size}, max_skips={chosen.report.config.max_skips}, deadline "
+        f"{deadline_text(chosen.report.config.deadline_s)}",
         *([] if plot is None else [f"Picture: {plot}"]),
         sep="\n",
     )
@@ -111,30 +111,24 @@ def _table(report: TuneReport) -> Table:
     in_time = report.fifo.in_time
     window, idle = ("window / capacity", "whole idle") if in_time else ("window", "idle")
     headings = ["", window, "max_skips", "deadline", idle, "+-", "added age", "p99/max", "tokens +-", "wait p99, s"]
-    front = sorted({*report.front, report.recommended}, key=lambda o: o.age)
-    rows = [
-        (name, "-", "-", "-", o) for name, o in (("round-robin", report.round_robin), ("arrival order", report.fifo))
-    ]
-    rows += [
-        (
-            "recommended" if o is report.recommended else "",
-            f"{o.window} / {o.capacity}" if in_time else str(o.window),
-            str(o.max_skips),
-            deadline_text(o.deadline_s),
-            o,
-        )
-        for o in front
-    ]
-    return table([*headings, "short"], ([*knobs, *_figures(o)] for *knobs, o in rows), bold=["recommended"])
+    usual = {"round-robin": report.round_robin, "arrival order": report.fifo}
+    rows = [[name, "-", "-", "-", *_figures(o)] for name, o in usual.items()]
+    for o in sorted({*report.front, report.recommended}, key=lambda o: o.added_age):
+        config = o.report.config
+        name = "recommended" if o is report.recommended else ""
+        sizes = f"{o.window} / {o.capacity}" if in_time else str(o.window)
+        rows.append([name, sizes, str(config.max_skips), deadline_text(config.deadline_s), *_figures(o)])
+    return table([*headings, "short"], rows, bold=["recommended"])
 
 
 def _figures(o: Outcome) -> list[str]:
+    run = o.report
     return [
         f"{o.compared_idle:.2%}",
         f"{o.idle_error:.2%}",
         f"{o.added_age:.2f}",
-        f"{o.age_p99:.0f}/{o.age_max:.0f}",
-        f"{o.token_variation:.0%}",
-        f"{o.wait_p99_s:,.0f}",
+        f"{run.delay_dispatches.p99:.0f}/{run.delay_dispatches.max:.0f}",
+        f"{run.figures.token_variation:.0%}",
+        f"{run.delay_s.p99:,.0f}",
         f"{o.short_batches:.0%}" if o.short_batches else "",
     ]

@@ -1,9 +1,8 @@
 """The picture of a sweep: one HTML page of SVG, no script, nothing fetched, so it may be mailed and kept.
 
-It shows idle time against queueing delay with the front, delay by length decile, and every rank's work in some
-consecutive steps, before and after. Only drawing here; the figures come from a ``TuneReport``. A chart is a list of SVG
-elements in a box of 640 x 360 units. Every number is formatted here and nothing but names comes from outside; those are
-escaped.
+It shows idle time against queueing delay with the front, and delay by length decile. Only drawing here; the figures
+come from a ``TuneReport``. A chart is a list of SVG elements in a box of 640 x 360 units. Every number is formatted
+here and nothing but names comes from outside; those are escaped.
 """
 
 from __future__ import annotations
@@ -68,10 +67,6 @@ def page(report: TuneReport) -> str:
         f"<figure>{_front(report)}</figure>",
         "<h2>Delay by length</h2>",
         f"<figure>{_deciles(chosen)}</figure>",
-        "<h2>Every rank's work, step by step</h2>",
-        "<p>One row per rank, one column per step; the fainter, the longer it waits for the slowest.</p>",
-        f"<figure>{_heat('round-robin', report.round_robin)}</figure>",
-        f"<figure>{_heat('recommended', chosen)}</figure>",
     ]
     title = escape(f"stream-balancer tune {report.trace_name}")
     return (
@@ -106,16 +101,17 @@ def _front(report: TuneReport) -> str:
 
 
 def _describe(o: Outcome) -> str:
-    deadline = "none" if o.deadline_s is None else f"{o.deadline_s:g} s"
+    config = o.report.config
+    deadline = "none" if config.deadline_s is None else f"{config.deadline_s:g} s"
     return (
-        f"{o.knobs_of_size}, max_skips {o.max_skips}, deadline {deadline}: idle {o.compared_idle:.2%}, "
+        f"{o.knobs_of_size}, max_skips {config.max_skips}, deadline {deadline}: idle {o.compared_idle:.2%}, "
         f"{o.added_age:.2f} dispatches"
     )
 
 
 def _deciles(outcome: Outcome) -> str:
-    delays = [0.0 if math.isnan(value) else value for value in outcome.delay_per_decile]
-    most = max(0.1, *delays) * 1.1 if delays else 0.1
+    delays = [0.0 if math.isnan(delay) else delay for delay in outcome.report.length_bias.delay_per_decile]
+    most = max(0.1, *delays) * 1.1
     x = _scale(0.0, 10.0, LEFT, WIDTH - RIGHT)
     y = _scale(0.0, most, HEIGHT - BOTTOM, TOP)
     parts = _axes(x, y, 0.0, most, "length decile, shortest to longest", "mean dispatches waited", percent=False)
@@ -129,29 +125,7 @@ def _deciles(outcome: Outcome) -> str:
     return _svg(parts)
 
 
-def _heat(name: str, outcome: Outcome) -> str:
-    """[rank, step] busy fraction as squares."""
-    work = outcome.rank_work
-    if not work.size:
-        return ""
-    steps, ranks = work.shape
-    busy = work / work.max(axis=1, keepdims=True).clip(min=1e-300)
-    wide, tall = (WIDTH - LEFT - RIGHT) / steps, min(160.0 / ranks, 20.0)
-    parts = [_text(LEFT, 12, f"{name}: {outcome.compared_idle:.1%} idle in the long run")]
-    parts += [
-        f'<rect x="{LEFT + step * wide:.1f}" y="{20 + rank * tall:.1f}" width="{wide:.1f}" height="{tall:.1f}" '
-        f'fill="{BLUE}" fill-opacity="{busy[step, rank]:.2f}"/>'
-        for step in range(steps)
-        for rank in range(ranks)
-    ]
-    parts.append(_text(LEFT - 6, 20 + tall, "rank 0", anchor="end"))
-    parts.append(_text(LEFT - 6, 20 + ranks * tall, str(ranks - 1), anchor="end"))
-    return _svg(parts, height=24 + ranks * tall)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pieces
-# ---------------------------------------------------------------------------------------------------------------------
+# --- pieces -----------------------------------------------------------------------------------------------------------
 
 Scale = Callable[[float], float]
 
@@ -195,8 +169,8 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _svg(parts: Sequence[str], height: float = HEIGHT) -> str:
+def _svg(parts: Sequence[str]) -> str:
     return (
-        f'<svg viewBox="0 0 {WIDTH:g} {height:g}" xmlns="http://www.w3.org/2000/svg" role="img" '
+        f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" xmlns="http://www.w3.org/2000/svg" role="img" '
         f'font-family="system-ui, sans-serif" font-size="12" fill="#52606d">{"".join(parts)}</svg>'
     )

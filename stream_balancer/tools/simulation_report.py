@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,7 +16,7 @@ from stream_balancer.core.counters import token_variation
 from stream_balancer.planning import LengthBiasSummary
 from stream_balancer.planning.arrays import Floats, Ints
 
-__all__ = ["Quantiles", "Segment", "SimulationReport", "Steps", "StratumReport", "to_plain"]
+__all__ = ["Quantiles", "Segment", "SimulationReport", "Steps", "StratumReport"]
 
 LEAST_STEADY = 8  # dispatches; fewer are no steady state
 
@@ -243,21 +244,9 @@ class SimulationReport:
         return max(1.0 - work_s / time_s, 0.0) if time_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: every figure, without the columns (``steps``, ``step_of``) and without the config."""
+        """JSON-ready: every figure, without the columns (``steps``, ``step_of``) and without the config; None for what
+        is no number in JSON."""
         names = [f.name for f in fields(self) if f.name not in ("config", "steps", "step_of")]
-        return {name: to_plain(getattr(self, name)) for name in (*names, *_PROPERTIES)}
-
-
-_PROPERTIES = ("figures", "num_batches", "is_steady", "idle_fraction", "whole_idle_fraction")
-
-
-def to_plain(value: Any) -> Any:
-    """As JSON has it: records as dicts, tuples as lists; None for what is no number in JSON."""
-    if is_dataclass(value):
-        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: to_plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [to_plain(item) for item in value]
-    # JSON has no NaN, and most readers refuse it
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        names += ["figures", "num_batches", "is_steady", "idle_fraction", "whole_idle_fraction"]
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode({name: getattr(self, name) for name in names}))
+        return plain

@@ -20,8 +20,9 @@ import math
 import os
 import zlib
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,9 +31,6 @@ from stream_balancer.planning.arrays import Floats, Ints
 
 __all__ = ["MAX_TOKENS", "Trace", "load_trace", "rows_by_group"]
 
-REQUIRED_COLUMNS = ("group_id", "prompt_tokens", "output_tokens")
-ARRIVAL_COLUMN = "arrival_seconds"
-STRATUM_COLUMN = "stratum"
 MAX_TOKENS = 2**31 - 1  # cu_seqlens is int32; a larger number in a file is a mistake, not a rollout
 
 
@@ -114,32 +112,16 @@ class Trace:
         prompt = np.minimum(prompt, lengths)
         return replace(self, prompt_tokens=prompt, output_tokens=lengths - prompt, name=f"{self.name} x{factor:g}")
 
-    def head(self, num_rollouts: int) -> Trace:
-        """The first ``num_rollouts`` rows, or all if there are fewer."""
-        if num_rollouts < 1:
-            raise TraceError(f"{self.name}: at least 1 rollout must remain, not {num_rollouts}")
-        if num_rollouts >= len(self):
-            return self
-        arrival_s = None if self.arrival_s is None else self.arrival_s[:num_rollouts]
-        return self._take(np.arange(num_rollouts), self.group_ids[:num_rollouts], arrival_s)
-
-    def resampled(self, num_rollouts: int, seed: int, *, by_group: bool = True) -> Trace:
+    def resampled(self, num_rollouts: int, seed: int) -> Trace:
         """A trace of ``num_rollouts`` drawn with replacement, without recorded arrivals; for runs longer than the file.
 
-        :param by_group: draw whole groups, siblings together and each time under a new label (the last may be cut
-        short);
-            False draws single rollouts, each its own group.
-        :param seed: for the draw.
+        Whole groups are drawn, siblings together and each time under a new label; the last may be cut short.
         """
         if num_rollouts < 1:
             raise TraceError(f"{self.name}: at least 1 rollout must be drawn, not {num_rollouts}")
         rng = np.random.default_rng(seed)
-        if not by_group:
-            rows = rng.integers(0, len(self), num_rollouts)
-            return self._take(rows, np.arange(num_rollouts))
         order, starts, sizes = rows_by_group(self.group_ids)
-        mean_size = len(self) / sizes.size
-        drawn = rng.integers(0, sizes.size, math.ceil(num_rollouts / mean_size))
+        drawn = rng.integers(0, sizes.size, math.ceil(num_rollouts * sizes.size / len(self)))
         # sizes vary, so the number that was reckoned may fall short
         while int(sizes[drawn].sum()) < num_rollouts:
             drawn = np.concatenate((drawn, rng.integers(0, sizes.size, max(drawn.size // 4, 1))))
@@ -179,9 +161,7 @@ class Trace:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
-# ---------------------------------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def load_trace(path: str | os.PathLike[str]) -> Trace:
@@ -217,82 +197,71 @@ def _read_text(name: str) -> str:
         ) from None
 
 
+class _Row(msgspec.Struct):
+    """A line of a file. Whole numbers may be written as "12.0": so do tables of columns that once shared one with
+    NaN."""
+
+    group_id: str
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+    output_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+    arrival_seconds: float = math.nan
+    stratum: str = ""
+
+
 def _parse(name: str, text: str) -> Trace:
     reader = csv.reader(io.StringIO(text, newline=""))
-    found: list[_Row] = []
+    rows: list[_Row] = []
     try:
-        rows = (row for row in reader if row)
-        header = [column.strip() for column in next(rows, ())]
+        header = [column.strip() for column in next(filter(None, reader), ())]
         _check_header(header)
-        for row in rows:
-            if len(row) != len(header):
-                raise ValueError(f"{len(row)} fields, but the first line names {len(header)} columns")
-            found.append(_row(dict(zip(header, row, strict=True)), found[-1].arrival_s if found else -math.inf))
+        for fields in filter(None, reader):
+            if len(fields) != len(header):
+                raise ValueError(f"{len(fields)} fields, but the first line names {len(header)} columns")
+            rows.append(_row(dict(zip(header, fields, strict=True)), rows[-1].arrival_seconds if rows else -math.inf))
     except csv.Error as error:
         raise TraceError(f"{name}, line {reader.line_num}: is not CSV ({error})") from None
     except ValueError as error:
         raise TraceError(f"{name}, line {reader.line_num}: {error}") from None
-    if not found:
+    if not rows:
         raise TraceError(f"{name}: has column names but no rows. A trace needs one row per rollout")
-    columns = _Row(*zip(*found, strict=True))
     # numbered by first appearance, so that the same file gives the same draws
-    labels = {group: label for label, group in enumerate(dict.fromkeys(columns.group))}
+    labels = {group: label for label, group in enumerate(dict.fromkeys(row.group_id for row in rows))}
+    strata = [row.stratum for row in rows]
     return Trace(
-        prompt_tokens=np.array(columns.prompt_tokens),
-        output_tokens=np.array(columns.output_tokens),
-        group_ids=np.array([labels[group] for group in columns.group]),
-        arrival_s=np.array(columns.arrival_s) if ARRIVAL_COLUMN in header else None,
-        strata=np.array(columns.stratum, dtype=np.object_) if any(columns.stratum) else None,
+        prompt_tokens=np.array([row.prompt_tokens for row in rows]),
+        output_tokens=np.array([row.output_tokens for row in rows]),
+        group_ids=np.array([labels[row.group_id] for row in rows]),
+        arrival_s=np.array([row.arrival_seconds for row in rows]) if "arrival_seconds" in header else None,
+        strata=np.array(strata, dtype=np.object_) if any(strata) else None,
         name=os.path.basename(name).removesuffix(".gz").removesuffix(".csv"),
     )
 
 
-class _Row(NamedTuple):
-    group: Any
-    prompt_tokens: Any
-    output_tokens: Any
-    arrival_s: Any
-    stratum: Any
-
-
 def _check_header(header: list[str]) -> None:
-    if not header:
-        raise ValueError(f"the file is empty. Its first line names the columns: {','.join(REQUIRED_COLUMNS)}")
-    if missing := [column for column in REQUIRED_COLUMNS if column not in header]:
-        hint = " (the row's number will do where rollouts have no siblings)" if missing == ["group_id"] else ""
+    required = "group_id", "prompt_tokens", "output_tokens"
+    if missing := [column for column in required if column not in header]:
         raise ValueError(
-            f"no column {', '.join(missing)}; the file has {', '.join(header)}. The first line must name "
-            f"{', '.join(REQUIRED_COLUMNS)}, in any order; add what is missing{hint}"
+            f"no column {', '.join(missing)}; the file has {', '.join(header) or 'nothing'}. The first line must name "
+            f"{', '.join(required)}, in any order (as group_id the row's number will do where there are no siblings)"
         )
-    for column in (*REQUIRED_COLUMNS, ARRIVAL_COLUMN, STRATUM_COLUMN):
-        if header.count(column) > 1:
-            raise ValueError(f"two columns are called {column}. Rename one")
+    if twice := [column for column in _Row.__struct_fields__ if header.count(column) > 1]:
+        raise ValueError(f"two columns are called {twice[0]}. Rename one")
 
 
-def _row(texts: dict[str, str], previous_s: float) -> _Row:
-    """Parsed row. Raises ValueError for what is no row of a trace."""
-    prompt, output = (_number(column, texts[column], whole=True) for column in REQUIRED_COLUMNS[1:])
-    if prompt + output == 0:
-        raise ValueError("a rollout without tokens (prompt_tokens + output_tokens is 0). Drop the row")
-    arrival_s = _number(ARRIVAL_COLUMN, texts[ARRIVAL_COLUMN]) if ARRIVAL_COLUMN in texts else -math.inf
-    if arrival_s < previous_s:
-        raise ValueError(
-            f"{ARRIVAL_COLUMN} goes back from {previous_s:g} to {arrival_s:g}. Sort the rows by {ARRIVAL_COLUMN}, or "
-            "drop that column to simulate the arrivals"
-        )
-    return _Row(texts["group_id"], int(prompt), int(output), arrival_s, texts.get(STRATUM_COLUMN, ""))
-
-
-def _number(column: str, text: str, *, whole: bool = False) -> float:
-    """Whole numbers may be written as "12.0": so do tables of columns that once shared one with NaN."""
-    kind = f"a whole number of tokens from 0 to {MAX_TOKENS}" if whole else "a finite number"
+def _row(fields: dict[str, str], previous_s: float) -> _Row:
+    """Parsed line. Raises ValueError for what is no row of a trace."""
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or (whole and not (value.is_integer() and 0 <= value <= MAX_TOKENS)):
-        raise ValueError(f"{column} is {text!r}, not {kind}. Drop the row or repair it")
-    return value
+        row = msgspec.convert(fields, _Row, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{error}: {fields}. Drop the row or repair it") from None
+    if row.prompt_tokens + row.output_tokens == 0:
+        raise ValueError("a rollout without tokens (prompt_tokens + output_tokens is 0). Drop the row")
+    if "arrival_seconds" in fields and not previous_s <= row.arrival_seconds < math.inf:
+        raise ValueError(
+            f"arrival_seconds is {row.arrival_seconds:g} after {previous_s:g}. Sort the rows by it, or drop that "
+            "column to simulate the arrivals"
+        )
+    return row
 
 
 def rows_by_group(group_ids: Ints) -> tuple[Ints, Ints, Ints]:

@@ -3,24 +3,23 @@ over ``capacity`` too, and what it recommends.
 
 Every setting is a run of ``simulate``, hence of the very core a balancer runs. This module decides which settings are
 tried, which of them are on the front of idle time against queueing delay, and which one to take. The rule is in
-docs/tuning.md. Nothing is drawn or printed here, and how the runs are spread over processes is left to ``sweep``.
+docs/tuning.md. Nothing is drawn or printed here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
-
-import numpy as np
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.config.figures import least_max_skips
 from stream_balancer.errors import ConfigError
 from stream_balancer.tools.generation import seconds_per_rollout
-from stream_balancer.tools.simulate import WINDOW_UNGIVEN, TrainerSpeed, as_policy, rollouts_per_batch
-from stream_balancer.tools.sweep import Progress, run_all
+from stream_balancer.tools.processes import Progress, run_all
+from stream_balancer.tools.simulate import WINDOW_UNGIVEN, TrainerSpeed, as_policy, rollouts_per_batch, simulate
 from stream_balancer.tools.trace import Trace
 from stream_balancer.tools.tune_report import Outcome, TuneReport, outcome_of, pareto_front, size_knobs
 
@@ -35,7 +34,7 @@ ROOMS = (2, 3, 4, 6)
 PATIENCE = (8, 16, 32)
 """``max_skips`` that are tried, or the least that works with the window and the capacity where that is more."""
 DEADLINES = (2.0, 4.0)
-"""``deadline_s`` that are tried besides none, in times the window takes to fill."""
+"""``deadline_s`` that are tried besides none where arrivals were recorded, in times the window takes to fill."""
 AT_BOUND = 0.002
 """Unavoidable idle fraction of arrival order up to which a window has nothing to win."""
 LEAST_BATCHES = 400
@@ -74,9 +73,9 @@ def tune(
     :param config: the knobs that are not swept; what is derived from the window follows it.
     :param max_added_age: the most mean dispatches of waiting to recommend, above those without a window.
     :param tolerance: idle fraction that is not worth a larger window, a looser ``max_skips`` or a longer deadline.
-    :param windows: rollouts, or tokens under ``step_size``; None = 1 to 3 batches. Then, for each, ``capacities``,
-        ``max_skips`` (None in it: no bound) and ``deadlines_s`` (None in it: no deadline) in every combination that the
-        config allows.
+    :param windows: rollouts, or tokens under ``step_size.tokens``; None = 1 to 3 batches. Then, for each,
+        ``capacities``, ``max_skips`` (None in it: no bound) and ``deadlines_s`` (None in it: no deadline) in every
+        combination that the config allows.
     :param capacities: rollouts or tokens, as ``windows``; None = 2 to 6 batches where the trainer takes time, else two
         windows.
     :param slots: and ``tokens_per_second``, ``trainer``, ``seed``: as in :func:`~stream_balancer.tools.simulate`. With
@@ -87,8 +86,8 @@ def tune(
 
     Raises ConfigError for bounds or settings that make no sense, and what ``simulate`` raises.
     """
-    asked = _Asked(trainer != "instant", windows, capacities, max_skips, deadlines_s)
-    _check(max_added_age, tolerance, asked)
+    asked = _Asked(trainer != "instant", trace.arrival_s is not None, windows, capacities, max_skips, deadlines_s)
+    _check(max_added_age, tolerance, processes, asked)
     base = config.replace(policy="window", deadline_s=None, **WINDOW_UNGIVEN)
     times = math.ceil(LEAST_BATCHES * rollouts_per_batch(trace, config) / len(trace))
     trace = trace.repeated(times)
@@ -98,20 +97,19 @@ def tune(
         raise ConfigError(
             "no combination of these windows, capacities, max_skips and deadlines_s works with the other knobs"
         )
-    runs = [as_policy(base, "round_robin"), as_policy(base, "fifo"), *settings]
-    how = {
-        "slots": slots,
-        "tokens_per_second": tokens_per_second,
-        "trainer": trainer,
-        "seed": seed,
-        "tolerance": PARTITION_TOLERANCE,
-    }
-    found = run_all(outcome_of, trace, runs, how, processes, progress)
+    run = partial(
+        simulate,
+        trace,
+        slots=slots,
+        tokens_per_second=tokens_per_second,
+        trainer=trainer,
+        seed=seed,
+        tolerance=PARTITION_TOLERANCE,
+    )
+    reports = run_all(run, [as_policy(base, "round_robin"), as_policy(base, "fifo"), *settings], processes, progress)
     # delays are compared with what no window would add
-    fifo = found[1]
-    outcomes = [replace(outcome, added_age=outcome.age - fifo.age) for outcome in found]
-    round_robin, fifo, swept = outcomes[0], outcomes[1], outcomes[2:]
-    choice = _recommend(swept, fifo, max_added_age, tolerance, prefer_deadline=trace.arrival_s is not None)
+    round_robin, fifo, *swept = [outcome_of(report, reports[1]) for report in reports]
+    choice = _recommend(swept, fifo, max_added_age, tolerance)
     pays = choice.window > _one_batch(base) or fifo.compared_idle - choice.compared_idle > tolerance
     return TuneReport(
         trace_name=trace.name,
@@ -126,8 +124,11 @@ def tune(
         front=pareto_front(swept),
         recommended=choice,
         pays=pays,
-        reason=_why(choice, swept, fifo, max_added_age) if pays else _why_not(trace, base, swept, fifo, max_added_age),
+        reason=_why(choice, fifo) if pays else _why_not(base, swept, fifo, max_added_age),
     )
+
+
+# --- which settings ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +137,21 @@ class _Asked:
 
     in_time: bool
     """The trainer takes time."""
-    windows: Sequence[int] | None = None
-    capacities: Sequence[int] | None = None
-    max_skips: Sequence[int | None] | None = None
-    deadlines_s: Sequence[float | None] | None = None
+    recorded: bool
+    """Arrivals were recorded."""
+    windows: Sequence[int] | None
+    capacities: Sequence[int] | None
+    max_skips: Sequence[int | None] | None
+    deadlines_s: Sequence[float | None] | None
 
 
-def _check(max_added_age: float, tolerance: float, asked: _Asked) -> None:
-    for name, value, below, words in (
-        ("max_added_age", max_added_age, math.inf, "a finite number of dispatches >= 0"),
-        ("tolerance", tolerance, 1.0, "an idle fraction in 0..1"),
+def _check(max_added_age: float, tolerance: float, processes: int, asked: _Asked) -> None:
+    for name, value, least, below, words in (
+        ("max_added_age", max_added_age, 0, math.inf, "a finite number of dispatches >= 0"),
+        ("tolerance", tolerance, 0, 1.0, "an idle fraction in 0..1"),
+        ("processes", processes, 1, math.inf, "an int >= 1"),
     ):
-        if not 0 <= value < below:
+        if not least <= value < below:
             raise ConfigError(f"{name} must be {words}, not {value!r}")
     if asked.capacities and not asked.in_time:
         raise ConfigError(
@@ -156,18 +160,15 @@ def _check(max_added_age: float, tolerance: float, asked: _Asked) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which settings
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def _settings(base: BalancerConfig, batch_s: float, asked: _Asked) -> list[BalancerConfig]:
     """Settings, each once, smallest window first, without those that the config refuses."""
     found: dict[tuple[Any, ...], BalancerConfig] = {}
+    one_batch = _one_batch(base)
     for window in sorted(set(asked.windows or _windows(base, asked))):
-        for capacity in sorted(set(asked.capacities or _capacities(base, window, asked))):
-            for skips, deadline_s in _for_both(base, window, capacity, batch_s, asked):
-                sizes = size_knobs(window, capacity, in_tokens=base.step_size.tokens is not None)
+        usual = [room * one_batch for room in ROOMS] if asked.in_time else [2 * window]
+        for capacity in sorted(set(asked.capacities or usual)):
+            sizes = size_knobs(window, capacity, in_tokens=base.step_size.tokens is not None)
+            for skips, deadline_s in _bounds(_or_refused(base, **sizes), window / one_batch, batch_s, asked):
                 setting = _or_refused(base, **sizes, max_skips=skips, deadline_s=deadline_s)
                 if setting is not None:
                     found.setdefault((window, capacity, setting.max_skips, setting.deadline_s), setting)
@@ -175,40 +176,31 @@ def _settings(base: BalancerConfig, batch_s: float, asked: _Asked) -> list[Balan
 
 
 def _one_batch(base: BalancerConfig) -> int:
-    """No window at all, in that unit."""
+    """No window at all, in rollouts or in tokens, as windows are swept."""
     return base.batch_size if base.step_size.tokens is None else base.step_size.tokens
 
 
 def _windows(base: BalancerConfig, asked: _Asked) -> list[int]:
-    widths = WIDTHS_IN_TIME if asked.in_time else WIDTHS
     size = 1 if base.step_size.tokens is not None else base.groups.kept or 1
-    wide = [math.ceil(width * _one_batch(base) / size) * size for width in widths]
-    return [_one_batch(base), *wide]
+    widths = WIDTHS_IN_TIME if asked.in_time else WIDTHS
+    return [_one_batch(base), *(math.ceil(width * _one_batch(base) / size) * size for width in widths)]
 
 
-def _capacities(base: BalancerConfig, window: int, asked: _Asked) -> list[int]:
-    return [room * _one_batch(base) for room in ROOMS] if asked.in_time else [2 * window]
-
-
-def _for_both(
-    base: BalancerConfig, window: int, capacity: int, batch_s: float, asked: _Asked
+def _bounds(
+    at: BalancerConfig | None, width: float, batch_s: float, asked: _Asked
 ) -> Iterator[tuple[int | Literal["auto"] | None, float | None]]:
-    """``max_skips`` and ``deadline_s`` to try: all combinations of what was asked for, else each around the middle."""
+    """``max_skips`` and ``deadline_s`` to try with a window so many batches wide: all combinations of what was asked
+    for, else each around the middle."""
     # a window that the config refuses has no max_skips to try
-    at = _or_refused(base, **size_knobs(window, capacity, in_tokens=base.step_size.tokens is not None))
     if at is None:
         return
-    skips: Sequence[int | None] = asked.max_skips or sorted({max(skips, least_max_skips(at)) for skips in PATIENCE})
-    if asked.deadlines_s:
-        yield from ((most, deadline_s) for most in skips for deadline_s in asked.deadlines_s)
-        return
-    if window == _one_batch(base) and not asked.in_time and not asked.max_skips:
-        yield "auto", None  # nothing is ever passed over
-        return
-    yield from ((most, None) for most in skips)
-    fills_s = batch_s * window / _one_batch(base)
-    if fills_s > 0 and capacity == 2 * window:
-        yield from ((skips[len(skips) // 2], float(f"{times * fills_s:.2g}")) for times in DEADLINES)
+    skips: Sequence[Any] = asked.max_skips or sorted({max(skips, least_max_skips(at)) for skips in PATIENCE})
+    if width == 1 and not asked.in_time and not asked.max_skips:
+        skips = ["auto"]  # nothing is ever passed over
+    yield from ((most, deadline_s) for most in skips for deadline_s in asked.deadlines_s or [None])
+    # seconds that were made up are nobody's deadline, and an instant trainer never waits for a single batch
+    if asked.deadlines_s is None and asked.recorded and batch_s > 0 and width > 1:
+        yield from ((skips[len(skips) // 2], float(f"{times * width * batch_s:.2g}")) for times in DEADLINES)
 
 
 def _or_refused(base: BalancerConfig, **knobs: Any) -> BalancerConfig | None:
@@ -218,9 +210,7 @@ def _or_refused(base: BalancerConfig, **knobs: Any) -> BalancerConfig | None:
         return None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which one to take
-# ---------------------------------------------------------------------------------------------------------------------
+# --- which one to take ------------------------------------------------------------------------------------------------
 
 
 def _eligible(outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) -> list[Outcome]:
@@ -229,64 +219,44 @@ def _eligible(outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) 
     found = [
         o
         for o in outcomes
-        if o.added_age <= max_added_age + AGE_SLACK and o.short_batches <= FEW_SHORT and o.evicted <= fifo.evicted
+        if o.added_age <= max_added_age + AGE_SLACK
+        and o.short_batches <= FEW_SHORT
+        and o.report.evicted <= fifo.report.evicted
     ]
     return found or [outcomes[0]]
 
 
-def _recommend(
-    outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float, tolerance: float, *, prefer_deadline: bool
-) -> Outcome:
+def _recommend(outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float, tolerance: float) -> Outcome:
     """Recommended setting, of those that idle hardly more than the best one: the smallest capacity, then the smallest
-    window, then the smallest ``max_skips``, then the shortest deadline, or none where arrivals were not recorded:
-    seconds that were made up are nobody's deadline."""
+    window, then the smallest ``max_skips``, then the shortest deadline."""
     eligible = _eligible(outcomes, fifo, max_added_age)
     enough = min(o.compared_idle for o in eligible) + tolerance
-    none = math.inf if prefer_deadline else 0.0
 
     def size(o: Outcome) -> tuple[float, ...]:
-        skips, deadline_s = o.max_skips, o.deadline_s
-        loosest = (math.inf if skips is None else skips, none if deadline_s is None else deadline_s)
+        loosest = (math.inf if bound is None else bound for bound in (o.knobs["max_skips"], o.knobs["deadline_s"]))
         return (o.capacity, o.window, *loosest)
 
     return min((o for o in eligible if o.compared_idle <= enough), key=size)
 
 
-def _why(choice: Outcome, outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) -> str:
-    said = (
+def _why(choice: Outcome, fifo: Outcome) -> str:
+    return (
         f"{choice.knobs_of_size} idles {choice.compared_idle:.1%} of rank time"
         f"{', the wait for rollouts included,' if choice.in_time else ''} where arrival order with "
         f"the best partition idles {fifo.compared_idle:.1%}, for {choice.added_age:.2f} dispatches of mean queueing "
-        "delay"
+        "delay."
     )
-    # settings that a deadline cuts short are not offered: their batches are smaller
-    full = sorted((o for o in outcomes if o.short_batches <= FEW_SHORT), key=lambda o: o.compared_idle)
-    if smaller := [o for o in full if (o.capacity, o.window) < (choice.capacity, choice.window)]:
-        said += f"; a smaller one idles {smaller[0].compared_idle:.1%} at best"
-    longer = full[0] if full else choice
-    if longer.added_age > max_added_age + AGE_SLACK and longer.compared_idle < choice.compared_idle:
-        said += f"; {longer.compared_idle:.1%} would take {longer.knobs_of_size} and {longer.added_age:.2f} dispatches"
-    return said + "."
 
 
-def _why_not(
-    trace: Trace, config: BalancerConfig, outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float
-) -> str:
+def _why_not(config: BalancerConfig, outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) -> str:
     best = min(_eligible(outcomes, fifo, max_added_age), key=lambda o: o.compared_idle)
     saved = max(fifo.compared_idle - best.compared_idle, 0.0)
     noise = 2 * max(fifo.idle_error, best.idle_error)
-    costs = np.asarray(config.cost(trace.lengths), dtype=np.float64)
-    fair = float(costs.mean()) * rollouts_per_batch(trace, config) / config.dp_size
     said = (
         f"A window does not pay: arrival order with the best partition idles {fifo.compared_idle:.1%}, and the best "
         f"window within the bounds saves {saved:.1%} of rank time (noise {noise:.1%})"
     )
-    if fair >= float(costs.max()) and config.sync == "step":
-        said += f", because a mean batch is {fair / float(costs.max()):.1f} x dp_size x the longest rollout"
-    if fifo.unavoidable_idle <= AT_BOUND:
+    if fifo.report.figures.unavoidable_idle <= AT_BOUND:
         said += "; first in, first out is already at its bound: a window earns nothing here"
-    return (
-        said
-        + "; use "
-        + ("window=batch_size." if config.step_size.tokens is None else "step_size.window_tokens=step_size.tokens.")
-    )
+    in_tokens = config.step_size.tokens is not None
+    return f"{said}; use {'step_size.window_tokens=step_size.tokens' if in_tokens else 'window=batch_size'}."

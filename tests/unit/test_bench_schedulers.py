@@ -49,7 +49,7 @@ def test_steps_are_those_of_a_simulated_run(policy: Any, sync: Any) -> None:
         cost=sb.cost.QuadraticCost(),
         micro_batches=sb.MicroBatches(max_tokens=run.max_tokens),
     )
-    trace = source.trace.resampled(run.lengths.size, scheduler_runs.FIRST_SEED, by_group=False)
+    trace = scheduler_runs.alone(source.trace).resampled(run.lengths.size, scheduler_runs.FIRST_SEED)
     report = sb.simulate(trace, config, slots=64, seed=scheduler_runs.FIRST_SEED)
     unit = float(config.cost(run.lengths[:1])[0] / run.costs_of(run.lengths[:1])[0])
     first = scheduler_runs.WARM_UP

@@ -185,7 +185,7 @@ class TestMistakes:
     def test_a_bad_line(self, tmp_path: Path) -> None:
         path = tmp_path / "bad.csv"
         path.write_text(HEADER + "1,2,3\n1,2,x\n")
-        assert "bad.csv, line 3: output_tokens is 'x'" in refused("replay", path)
+        assert "bad.csv, line 3: Expected `int`, got `str` - at `$.output_tokens`" in refused("replay", path)
 
     def test_names_of_length_models(self) -> None:
         assert "no length model is called 'help'; use one of rg, lrm" in refused("replay", "generate:help")

@@ -23,9 +23,6 @@ def trace_of(output: list[int], arrival: list[float] | None = None, groups: list
     )
 
 
-"""Half of all generation time is four rollouts'."""
-
-
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(0, 99))
 def test_groups_are_issued_whole_in_some_order(groups: list[int], seed: int) -> None:
     trace = trace_of([1] * len(groups), groups=groups)

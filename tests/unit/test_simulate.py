@@ -194,7 +194,7 @@ class TestSegments:
         assert report.figures.token_variation == pytest.approx(tokens.std() / tokens.mean())
         assert report.warm_up.batches == 3 * 8
         assert 2 <= report.tail.batches <= 4
-        short = simulate(trace.head(800), report.config, slots=64)
+        short = simulate(generate_trace(800, "lrm", seed=0), report.config, slots=64)
         assert short.warm_up.batches == (short.warm_up.batches + short.steady.batches) // 4
         assert simulate(trace_of([5] * 1_200), knobs(max_skips=None)).warm_up.batches == 50
 
@@ -278,7 +278,8 @@ _FIRST = "rg_qwen3b_rl_g3"
 
 @pytest.mark.parametrize("name", [_FIRST, *(pytest.param(n, marks=pytest.mark.slow) for n in MEASURED if n != _FIRST)])
 def test_real_traces_reproduce_what_was_measured(traces_dir: Path, name: str) -> None:
-    trace = load_trace(traces_dir / f"{name}.csv.gz").resampled(32 * 220, seed=1, by_group=False)
+    recorded = load_trace(traces_dir / f"{name}.csv.gz")
+    trace = replace(recorded, group_ids=np.arange(len(recorded))).resampled(32 * 220, seed=1)
     config = BalancerConfig(dp_size=8, batch_size=32, cost=QuadraticCost(), policy="fifo")
     number = np.arange(220)
     idle = simulate(trace, config).steps.segment((number >= 50) & (number < 200)).idle_fraction
