@@ -12,8 +12,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-__all__ = ["SharedColumns"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SharedColumns:

@@ -15,8 +15,6 @@ from typing import Protocol
 from stream_balancer.errors import ClosedResourceError, RolloutError
 from stream_balancer.types import Rollout
 
-__all__ = ["Admits", "Reservation", "Slot", "check_group"]
-
 
 class Admits(Protocol):
     """Admits rollouts before they are generated: a balancer, or a producer that asks one."""

@@ -13,8 +13,6 @@ from stream_balancer.field_docs import documented
 from stream_balancer.planning.length_bias import LengthBiasSummary
 from stream_balancer.types import EvictReason, Reason
 
-__all__ = ["CostFit", "IdleCause", "Statistics", "Straggler", "StratumStatistics", "TrainingAge"]
-
 IdleCause: TypeAlias = Literal[
     "no_data", "window", "deadline", "imbalance_avoidable", "imbalance_unavoidable", "roles", "transport"
 ]

@@ -23,8 +23,6 @@ from stream_balancer.shared_columns import SharedColumns
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["FlatColumns", "Nested", "Packed", "Padded", "nested", "packed", "padded", "tensordict"]
-
 PaddingSide = Literal["left", "right"]
 
 

@@ -28,8 +28,6 @@ from stream_balancer.tensors import FlatColumns
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["Node", "Tree", "VarlenKeys", "tree"]
-
 
 class Node(NamedTuple):
     """A run of unique tokens."""

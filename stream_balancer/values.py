@@ -20,12 +20,6 @@ from torch import Tensor
 
 from stream_balancer.errors import RolloutError
 
-__all__ = [
-    "MAX_COLUMNS", "MAX_COST", "MAX_DIMENSIONS", "MAX_ELEMENTS", "PADDING_PREFIX", "SUPPORTED_DTYPES", "Version",
-    "by_name", "join", "num_nonzero", "plain_columns", "plain_cost", "plain_metadata", "plain_name", "plain_number",
-    "plain_policy_version", "plain_prefix", "plain_tensor", "plain_version", "version_of",
-]  # fmt: skip
-
 T = TypeVar("T")
 Version: TypeAlias = int | tuple[int, int]
 """Policy version a rollout was sampled with; ``(oldest, newest)`` if the weights changed while it was generated."""

@@ -9,8 +9,6 @@ from typing import Any
 
 from stream_balancer.types import Rollout
 
-__all__ = ["Accept", "call_accept", "decision_of"]
-
 Accept = Callable[[Sequence[Rollout]], bool | Awaitable[bool]]
 """The user's answer, keep these or not: a rollout by itself, or all siblings of a group."""
 

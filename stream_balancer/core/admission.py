@@ -17,8 +17,6 @@ from stream_balancer.errors import ConfigError, DuplicateRolloutError, RolloutEr
 from stream_balancer.types import Rollout
 from stream_balancer.values import plain_name
 
-__all__ = ["Admission", "schema_of"]
-
 Schema = tuple[dict[str, tuple[object, tuple[int, ...]]], frozenset[str]]
 """Token columns with dtype and trailing shape, and names of scalars: alike for all rollouts of a balancer."""
 

@@ -11,13 +11,13 @@ from functools import partial
 from itertools import chain, compress
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.executions import ExecutionKey, denominators_of, execution_of, sizes_in, sizes_of
 from stream_balancer.core.open_step import OpenStep
 from stream_balancer.core.state import BalancerState
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
+from stream_balancer.planning.arrays import Bools, Ints
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
 from stream_balancer.planning.mini_batches import Planner, in_mini_batches, joined
 from stream_balancer.types import (
@@ -33,16 +33,10 @@ from stream_balancer.types import (
 from stream_balancer.types.shared import block_of, whole_rollouts
 from stream_balancer.values import PADDING_PREFIX
 
-__all__ = [
-    "in_rows", "lay_out", "make_batch", "make_plan", "micro_batch_of", "plan_again", "plan_of_all",
-    "rank_batches", "rows_of",
-]  # fmt: skip
-
-
 _PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round_robin": plan_round_robin}
 
 
-def make_plan(state: BalancerState, due: NDArray[np.bool_], num_rollouts: int) -> tuple[Waiting, Plan]:
+def make_plan(state: BalancerState, due: Bools, num_rollouts: int) -> tuple[Waiting, Plan]:
     """Input of the planner, and its plan, in rows of the buffer. ``due`` [n] must go; ``num_rollouts`` could; what
     is held back for its age is not shown. O(n), plus the planner's time."""
     planner = partial(
@@ -67,7 +61,7 @@ def make_plan(state: BalancerState, due: NDArray[np.bool_], num_rollouts: int) -
     return waiting, plan if knobs.mini_batches == 1 else _cut(state, plan)
 
 
-def in_rows(plan: Plan, rows: NDArray[np.int64]) -> Plan:
+def in_rows(plan: Plan, rows: Ints) -> Plan:
     """A plan of rows among some, in rows of all."""
     return replace(
         plan,
@@ -102,7 +96,7 @@ def _cut(state: BalancerState, plan: Plan) -> Plan:
     return in_rows(cut, rows)
 
 
-def _kept_together(rollouts: Sequence[Rollout], most: int) -> NDArray[np.int64]:
+def _kept_together(rollouts: Sequence[Rollout], most: int) -> Ints:
     """[n] a label for the samples of one execution, which divide by what is in their mini-batch, and for the siblings
     of a group of at most so many; -1 for the others."""
     sizes = Counter(one.group_id for one in rollouts)
@@ -118,7 +112,7 @@ def _kept_together(rollouts: Sequence[Rollout], most: int) -> NDArray[np.int64]:
 def make_batch(
     state: BalancerState,
     plan: Plan,
-    rows: NDArray[np.int64],
+    rows: Ints,
     reason: Reason,
     now: float,
     opened: OpenStep | None = None,
@@ -266,7 +260,7 @@ def rank_batches(
     )
 
 
-def rows_of(plan: Plan) -> NDArray[np.int64]:
+def rows_of(plan: Plan) -> Ints:
     """Rows of the plan's rollouts, mini-batch by mini-batch, rank by rank, micro-batch by micro-batch; of one that
     several ranks share only the first time."""
     rows = np.concatenate([rows for one in plan.pieces for micro_batches in one.ranks for rows in micro_batches])
@@ -285,7 +279,7 @@ def _micro_batches(
 ) -> list[list[MicroBatch]]:
     """[rank][micro_batch] of the rollouts, by their rows. O(n)."""
 
-    def micro_batch(rank: int, rows: NDArray[np.int64], degree: int) -> MicroBatch:
+    def micro_batch(rank: int, rows: Ints, degree: int) -> MicroBatch:
         its = [chosen[row] for row in rows.tolist()]
         return micro_batch_of(its, rank, degree, sizes_in(executions, its))
 

@@ -23,10 +23,9 @@ from stream_balancer.core.columns import RowTable
 from stream_balancer.core.groups import SiblingGroups
 from stream_balancer.core.strata import Strata
 from stream_balancer.planning import Waiting
+from stream_balancer.planning.arrays import Bools, Floats, Ints
 from stream_balancer.planning.cost_order import CostOrder, kept
 from stream_balancer.types import Rollout
-
-__all__ = ["NO_VERSION", "Buffer"]
 
 NO_VERSION = 2**63 - 1  # a rollout of unknown version is never stale
 _COLUMNS = {
@@ -53,31 +52,31 @@ class _ByCost(CostOrder):
     def heaviest(self) -> float:
         return self._buffer.heaviest
 
-    def ascending(self) -> NDArray[np.int64]:
+    def ascending(self) -> Ints:
         return self._buffer.by_cost()
 
 
 class Buffer:
     """Waiting rollouts. ``len()`` of them; row 0 is the oldest. Columns are views, valid until the next change."""
 
-    costs: NDArray[np.float64]
+    costs: Floats
     """[n] work of each rollout."""
-    lengths: NDArray[np.int64]
+    lengths: Ints
     """[n] tokens of each."""
-    skips: NDArray[np.int64]
+    skips: Ints
     """[n] dispatches that passed each over."""
-    arrived_at: NDArray[np.float64]
+    arrived_at: Floats
     """[n] arrival times in seconds, oldest first."""
-    versions: NDArray[np.int64]
+    versions: Ints
     """[n] oldest policy version of each; ``NO_VERSION`` where unknown."""
-    labels: NDArray[np.int64]
+    labels: Ints
     """[n] group label of each, -1 = none."""
-    stratum_numbers: NDArray[np.int64]
+    stratum_numbers: Ints
     """[n] number of each one's stratum, -1 = none."""
-    taken: NDArray[np.bool_]
+    taken: Bools
     """[n] True for rollouts of rows of an open step: they are being trained on, and wait for its last row."""
-    _sizes: NDArray[np.int64]
-    _numbers: NDArray[np.int64]
+    _sizes: Ints
+    _numbers: Ints
 
     def __init__(self, group_size: int | None, remember_groups: int = 100_000) -> None:
         self.groups = SiblingGroups(group_size, remember_groups)
@@ -95,7 +94,7 @@ class Buffer:
         self._columns = RowTable(*_COLUMNS.values())
         self._rollouts: dict[int, Rollout] = {}  # by arrival number, so in the order of rows
         self._keys: SortedList[int] = SortedList()
-        self._ascending: NDArray[np.int64] | None = None  # of the oldest rows, as many as it has; None: not known
+        self._ascending: Ints | None = None  # of the oldest rows, as many as it has; None: not known
 
     def __len__(self) -> int:
         return self.num_waiting
@@ -132,7 +131,7 @@ class Buffer:
         self.num_tokens += num_tokens
         self.num_bytes += num_bytes
 
-    def remove(self, rows: NDArray[np.int64], *, never_came: bool = False) -> list[Rollout]:
+    def remove(self, rows: Ints, *, never_came: bool = False) -> list[Rollout]:
         """Take k rows out; the others keep their order. ``never_came``: their groups lack them again. O(k log n), and
         a few vector operations of O(n)."""
         if not rows.size:
@@ -162,13 +161,13 @@ class Buffer:
         self.num_waiting -= rows.size
         return removed
 
-    def pass_over(self, could_go: NDArray[np.bool_]) -> None:
+    def pass_over(self, could_go: Bools) -> None:
         """A dispatch leaves these ([n] bool) behind: count it, but not for incomplete groups, which could not go.
         O(n)."""
         # [n] a bool adds 0 or 1
         self.skips[:] += self.complete & could_go
 
-    def reprice(self, costs: NDArray[np.float64]) -> None:
+    def reprice(self, costs: Floats) -> None:
         """Replace the costs of all rows (a new cost model). O(n log n)."""
         self.costs[:] = costs + 0.0
         self._keys = SortedList(self._keys_of(np.arange(self.num_waiting)))
@@ -176,7 +175,7 @@ class Buffer:
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
-    def waiting(self, due: NDArray[np.bool_]) -> Waiting:
+    def waiting(self, due: Bools) -> Waiting:
         """The planner's view: columns by arrival, valid until the next change. O(n)."""
         return Waiting(
             costs=self.costs,
@@ -197,7 +196,7 @@ class Buffer:
         cost: float = struct.unpack("<d", struct.pack("<q", self._keys[-1] >> _ARRIVAL_BITS))[0]
         return cost
 
-    def by_cost(self) -> NDArray[np.int64]:
+    def by_cost(self) -> Ints:
         """[n] all rows, lightest first; of equal costs the older first. O(n): what came since the last call is merged
         in; O(n log n) at the first call, and at the first after new prices."""
         if self._ascending is None:
@@ -210,14 +209,14 @@ class Buffer:
             self._ascending = np.insert(self._ascending, places, young)
         return self._ascending
 
-    def rollouts(self, rows: NDArray[np.int64] | None = None) -> list[Rollout]:
+    def rollouts(self, rows: Ints | None = None) -> list[Rollout]:
         """The rollouts of some rows, or of all, oldest first."""
         if rows is None:
             return list(self._rollouts.values())
         return [self._rollouts[number] for number in self._numbers[rows].tolist()]
 
     @property
-    def complete(self) -> NDArray[np.bool_]:
+    def complete(self) -> Bools:
         """[n] False for rollouts that wait for siblings. O(n)."""
         return self.groups.complete(self.labels)
 
@@ -241,13 +240,13 @@ class Buffer:
         in_order, last = np.sort(self.lengths), self.num_waiting - 1
         return tuple(int(in_order[round(f * last)]) for f in fractions) if self.num_waiting else ()
 
-    def siblings(self, group_id: str) -> NDArray[np.int64]:
+    def siblings(self, group_id: str) -> Ints:
         """Rows of the rollouts of a group that wait here, and are not being trained on. O(n)."""
         label = self.groups.label_of(group_id)
         return (
             np.flatnonzero((self.labels == label) & ~self.taken) if label is not None else np.empty(0, dtype=np.int64)
         )
 
-    def _keys_of(self, rows: NDArray[np.int64]) -> list[int]:
+    def _keys_of(self, rows: Ints) -> list[int]:
         bits, numbers = self.costs[rows].view(np.int64).tolist(), self._numbers[rows].tolist()
         return [bit << _ARRIVAL_BITS | number for bit, number in zip(bits, numbers, strict=True)]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["RowTable"]
+from stream_balancer.planning.arrays import Bools
 
 _FIRST_ROWS = 64
 
@@ -52,7 +52,7 @@ class RowTable:
         self._end = row + 1
         return row
 
-    def remove(self, keep: NDArray[np.bool_]) -> None:
+    def remove(self, keep: Bools) -> None:
         """All rows leave but those to keep ([n]); these keep their order. O(rows up to the last one that leaves)."""
         gone = np.flatnonzero(~keep)
         if not gone.size:

@@ -10,8 +10,6 @@ from typing import Any, get_args
 from stream_balancer.statistics import TrainingAge
 from stream_balancer.types import Batch, EvictReason, Reason
 
-__all__ = ["Counts", "TrainingAges", "idle", "token_variation", "unavoidable"]
-
 _OLDEST = 1_000  # versions; what is older counts as this old
 
 

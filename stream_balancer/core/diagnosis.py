@@ -15,8 +15,6 @@ from stream_balancer.core.state import BalancerState
 from stream_balancer.errors import rank_name
 from stream_balancer.statistics import Statistics
 
-__all__ = ["RankState", "Taker", "incomplete_groups", "why_no_batch", "why_ranks_wait"]
-
 _MOST_NAMED = 3  # ranks, groups: of a thousand that wait for one cause, a line in the log names a few
 
 Taker: TypeAlias = Literal["asking", "busy", "serve", "nobody"]

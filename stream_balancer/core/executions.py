@@ -9,8 +9,6 @@ from typing import TypeAlias
 
 from stream_balancer.types import Denominators, ExecutionSize, Rollout
 
-__all__ = ["ExecutionKey", "denominators_of", "execution_of", "num_executions", "sizes_in", "sizes_of"]
-
 ExecutionKey: TypeAlias = str | tuple[str | None, str]
 """A rollout that is one by itself; or group and ``execution_id``, which is unique within its group."""
 

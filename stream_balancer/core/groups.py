@@ -22,11 +22,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.errors import RolloutError
-
-__all__ = ["Declared", "GroupSize", "SiblingGroups", "closed"]
+from stream_balancer.planning.arrays import Bools, Ints
 
 _FIRST_LABELS = 64
 
@@ -242,11 +240,11 @@ class SiblingGroups:
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
-    def complete(self, labels: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def complete(self, labels: Ints) -> Bools:
         """[n] labels -> [n] False where siblings are still to come. O(n)."""
         if not self.num_incomplete:
             return np.ones(labels.size, dtype=bool)
-        complete: NDArray[np.bool_] = (labels < 0) | (self._lacking_by_label[labels] <= 0)
+        complete: Bools = (labels < 0) | (self._lacking_by_label[labels] <= 0)
         return complete
 
     def has_waiting(self, group_id: str | None) -> bool:

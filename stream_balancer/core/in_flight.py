@@ -21,8 +21,6 @@ from stream_balancer.core.counters import TrainingAges
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.types import Batch
 
-__all__ = ["BatchesInFlight", "RolloutIds"]
-
 
 class RolloutIds:
     """The ids of rollouts that are held (they wait or are in flight), and of the last ones that are done."""

@@ -22,7 +22,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig, at_window
 from stream_balancer.core import report
@@ -37,11 +36,10 @@ from stream_balancer.core.snapshot import Snapshot, restored_state, take_snapsho
 from stream_balancer.core.state import BalancerState
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.errors import ClosedResourceError, ConfigError, RolloutError, WouldBlock
+from stream_balancer.planning.arrays import Ints
 from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.statistics import Statistics
 from stream_balancer.types import Batch, Rollout
-
-__all__ = ["BalancerCore"]
 
 
 class BalancerCore:
@@ -185,7 +183,7 @@ class BalancerCore:
         self._publish("dispatched", batch)
         return batch
 
-    def _dispatch(self, batch: Batch, rows: NDArray[np.int64], asked_at: float, now: float) -> None:
+    def _dispatch(self, batch: Batch, rows: Ints, asked_at: float, now: float) -> None:
         """Rows of the buffer leave, for which somebody has waited since ``asked_at``."""
         buffer = self.state.buffer
         # The arrival from which on a batch of the least size could have left: what ranks waited before that is for want

@@ -30,8 +30,6 @@ from stream_balancer.core.step_times import StepTiming
 from stream_balancer.planning import PlanKnobs, Waiting
 from stream_balancer.types import Batch, EvictReason, Reason, Rollout
 
-__all__ = ["EVENTS", "Learner", "Observer", "Observers"]
-
 _log = logging.getLogger("stream_balancer.balancer")
 
 

@@ -7,20 +7,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.batching import in_rows, make_batch, plan_of_all, rank_batches, rows_of
 from stream_balancer.core.open_step import OpenStep, least_rollouts
 from stream_balancer.core.state import BalancerState
 from stream_balancer.planning import Plan
+from stream_balancer.planning.arrays import Ints
 from stream_balancer.planning.planner import earliest_finish
 from stream_balancer.types import Batch, Reason
 
-__all__ = ["make_row", "make_whole", "ready_rows"]
 
-
-def ready_rows(state: BalancerState, opened: OpenStep) -> NDArray[np.int64]:
+def ready_rows(state: BalancerState, opened: OpenStep) -> Ints:
     """Rows of the buffer that leave before the step is complete; empty while too few wait. O(n log n), and O(1) where
     none has come that could make a row."""
     if state.triggers.sendable().ready - opened.num_taken < least_rollouts(state.config):
@@ -29,7 +27,7 @@ def ready_rows(state: BalancerState, opened: OpenStep) -> NDArray[np.int64]:
     return opened.choose(state.config, state.buffer, may, complete=False)
 
 
-def make_row(state: BalancerState, opened: OpenStep, rows: NDArray[np.int64], reason: Reason, now: float) -> Batch:
+def make_row(state: BalancerState, opened: OpenStep, rows: Ints, reason: Reason, now: float) -> Batch:
     """The next row of the step that is under way; its rollouts are still in the buffer, and ``rows`` of it. Every rank
     has the same number of micro-batches as in a batch. As fast as a plan of so many."""
     plan = _no_plan(state.config)
@@ -46,7 +44,7 @@ def _no_plan(config: BalancerConfig) -> Plan:
     return Plan([[] for _ in range(config.dp_size)], np.zeros(config.dp_size), None, 0.0, 0.0, (), 0.0, 0.0)
 
 
-def make_whole(state: BalancerState, opened: OpenStep, last: Batch, now: float) -> tuple[Batch, NDArray[np.int64]]:
+def make_whole(state: BalancerState, opened: OpenStep, last: Batch, now: float) -> tuple[Batch, Ints]:
     """The step whose last row leaves, as one batch, and its rows of the buffer. O(n)."""
     buffer, loads, knobs = state.buffer, opened.loads.tolist(), replace(state.pricing.knobs, counts="free")
     rows = np.flatnonzero(buffer.taken)

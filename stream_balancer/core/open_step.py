@@ -25,8 +25,6 @@ from stream_balancer.planning import Plan
 from stream_balancer.planning.arrays import Bools, Floats, Ints
 from stream_balancer.types import Batch, MicroBatch
 
-__all__ = ["OpenStep", "check_open"]
-
 
 class OpenStep:
     """Rollouts that have left of the step under way; nothing, between two steps."""

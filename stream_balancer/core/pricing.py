@@ -20,8 +20,6 @@ from stream_balancer.planning.rank_speeds import NO_FIXED_COSTS, FixedCosts
 from stream_balancer.types import Batch, RankBatch, Rollout
 from stream_balancer.values import MAX_COST
 
-__all__ = ["CostFunction", "Learned", "Pricing"]
-
 CostFunction = Callable[[Ints], Floats]
 
 _MOST_LENGTHS = 16_384

@@ -9,8 +9,6 @@ from stream_balancer.core.counters import idle, token_variation, unavoidable
 from stream_balancer.core.state import BalancerState
 from stream_balancer.statistics import Statistics
 
-__all__ = ["statistics"]
-
 
 def statistics(state: BalancerState, now: float, others: Mapping[str, Any]) -> Statistics:
     """The figures of this moment; ``others`` as who knows them gives them. O(batches in flight)."""

@@ -13,16 +13,14 @@ docs/staleness.md has the rule, bench/results/staleness.md its proof.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.in_flight import BatchesInFlight
 from stream_balancer.errors import RolloutError
+from stream_balancer.planning.arrays import Bools, Ints
 from stream_balancer.types import Rollout
 from stream_balancer.values import plain_policy_version
-
-__all__ = ["RolloutAges", "next_version"]
 
 
 def next_version(current: int | None, version: object) -> int:
@@ -83,17 +81,17 @@ class RolloutAges:
             if self.config.staleness.on_stale == "evict":
                 self.num_held_back = int(np.count_nonzero(versions < oldest))
 
-    def too_old(self) -> NDArray[np.int64]:
+    def too_old(self) -> Ints:
         """Rows of rollouts that cannot be trained on in time any more, whatever the trainer does. O(n)."""
         oldest = self._oldest_kept()
         return np.empty(0, dtype=np.int64) if oldest is None else np.flatnonzero(self._buffer.versions < oldest)
 
-    def due(self) -> NDArray[np.bool_]:
+    def due(self) -> Bools:
         """[n] True for rollouts that must leave with the next batch, or are held back already. O(n)."""
         oldest = self._oldest_trainable()
         return np.zeros(len(self._buffer), dtype=bool) if oldest is None else self._buffer.versions <= oldest
 
-    def held_back(self) -> NDArray[np.bool_]:
+    def held_back(self) -> Bools:
         """[n] True for rollouts that would be too old when trained on if they left now, and their siblings. O(n)."""
         oldest = self._oldest_trainable()
         if not self.num_held_back or oldest is None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.admission import Admission
@@ -28,11 +27,10 @@ from stream_balancer.core.open_step import OpenStep
 from stream_balancer.core.pricing import Pricing
 from stream_balancer.core.staleness import RolloutAges
 from stream_balancer.core.triggers import Triggers
+from stream_balancer.planning.arrays import Ints
 from stream_balancer.planning.length_bias import LengthBias
 from stream_balancer.planning.step_size import surplus_after
 from stream_balancer.types import Batch, EvictReason, Rollout
-
-__all__ = ["BalancerState"]
 
 
 class BalancerState:
@@ -106,7 +104,7 @@ class BalancerState:
             self.counts.short_groups += 1
         self.changed()
 
-    def remove(self, rows: NDArray[np.int64], *, never_came: bool = False) -> list[Rollout]:
+    def remove(self, rows: Ints, *, never_came: bool = False) -> list[Rollout]:
         """Rollouts that wait no longer; ``never_came``: their groups lack them again. :meth:`changed` must follow.
         O(n)."""
         self.see_arrivals()
@@ -119,7 +117,7 @@ class BalancerState:
         self.length_bias.arrived(buffer.lengths[len(buffer) - came :])
         self._arrivals_seen += came
 
-    def dispatch(self, batch: Batch, rows: NDArray[np.int64]) -> None:
+    def dispatch(self, batch: Batch, rows: Ints) -> None:
         """A batch leaves: these rows of the buffer, in the plan's order. O(n)."""
         buffer = self.buffer
         # What came and what goes are counted by the same rows, before any of them moves: else a rollout that leaves at
@@ -155,7 +153,7 @@ class BalancerState:
             self.evict(self.remove(rows), "stale")
             self.changed()
 
-    def take(self, row: Batch, rows: NDArray[np.int64]) -> None:
+    def take(self, row: Batch, rows: Ints) -> None:
         """A row of the open step leaves; ``rows`` of the buffer, which it goes on waiting in. O(n)."""
         assert self.open_step is not None
         self.open_step.add(row)

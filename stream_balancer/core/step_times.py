@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from stream_balancer.types import RankBatch
 
-__all__ = ["StepTiming"]
-
 
 class StepTiming(NamedTuple):
     """Report of one rank on one step."""

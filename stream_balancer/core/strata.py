@@ -7,11 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.statistics import StratumStatistics
-
-__all__ = ["MOST_STRATA", "Strata"]
 
 MEMORY = 50
 """Dispatches after which one counts a third in the shares."""
@@ -41,7 +39,7 @@ class Strata:
         """[strata] these shares by number; 0.0 for those without. O(strata)."""
         return tuple(shares.get(stratum, 0.0) for stratum in self._numbers)
 
-    def dispatched(self, numbers: NDArray[np.int64]) -> None:
+    def dispatched(self, numbers: Ints) -> None:
         """Rollouts of these strata ([n], -1 for none) have left in one batch. O(n)."""
         if not self._numbers:
             return
@@ -50,9 +48,7 @@ class Strata:
         went[: self._went.size] += keep * self._went
         self._went, self._all_went = went, keep * self._all_went + numbers.size
 
-    def figures(
-        self, numbers: NDArray[np.int64], arrived_at: NDArray[np.float64], now: float
-    ) -> dict[str, StratumStatistics]:
+    def figures(self, numbers: Ints, arrived_at: Floats, now: float) -> dict[str, StratumStatistics]:
         """Figures of each stratum, given those that wait ([n]). O(n), and O(1) where there are none."""
         if not self._numbers:
             return {}

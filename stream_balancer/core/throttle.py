@@ -13,8 +13,6 @@ from stream_balancer.config.figures import least_batch_size
 from stream_balancer.core.state import BalancerState
 from stream_balancer.errors import ConfigError
 
-__all__ = ["Throttle", "check_reserve"]
-
 _LIMIT = "(staleness.max_versions + 1) * batch_size, or the least of batch_size_range"
 
 

@@ -17,14 +17,12 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.staleness import RolloutAges
+from stream_balancer.planning.arrays import Bools
 from stream_balancer.types import Reason
-
-__all__ = ["Sendable", "Triggers"]
 
 
 class Sendable(NamedTuple):
@@ -81,7 +79,7 @@ class Triggers:
             return math.inf
         return max(self._oldest_arrival() + self.config.deadline_s, self._not_before)
 
-    def reason(self, now: float, due: NDArray[np.bool_]) -> tuple[Reason | None, int]:
+    def reason(self, now: float, due: Bools) -> tuple[Reason | None, int]:
         """Why a batch leaves now, and how many rollouts could go with it; None if none does. O(n)."""
         ready, available = self.sendable().ready, int(np.count_nonzero(self.available(due)))
         if self.ended:
@@ -124,14 +122,14 @@ class Triggers:
             return buffer.num_tokens >= least
         return int(buffer.lengths[buffer.complete & ~self._staleness.held_back()].sum()) >= least
 
-    def _next_group_deadline(self, due: NDArray[np.bool_], deadline_s: float) -> float:
+    def _next_group_deadline(self, due: Bools, deadline_s: float) -> float:
         """When the next incomplete group will have waited long enough; inf if only a put can help."""
         arrivals = self._buffer.arrived_at[~self._buffer.complete & ~due]
         return float(arrivals.min()) + deadline_s if arrivals.size else math.inf
 
     # -- which ---------------------------------------------------------------------------------------------------------
 
-    def due(self, now: float) -> NDArray[np.bool_]:
+    def due(self, now: float) -> Bools:
         """[n] rollouts that must go with the next batch: past the deadline, too old after it, or waiting for siblings
         that will not come any more. The rest of a drain may still be chosen for balance: all of it leaves in the end.
         O(n)."""
@@ -142,7 +140,7 @@ class Triggers:
             due |= self._buffer.arrived_at + self.config.deadline_s <= now
         return due
 
-    def available(self, due: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def available(self, due: Bools) -> Bools:
         """[n] which rollouts may go: complete groups, and incomplete ones that have a due sibling; none held back for
         age. O(n)."""
         may = self._buffer.complete

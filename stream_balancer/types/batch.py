@@ -12,8 +12,6 @@ from stream_balancer.types.micro_batch import MicroBatch
 from stream_balancer.types.rollout import Rollout
 from stream_balancer.types.shared import whole_rollouts
 
-__all__ = ["Batch", "Denominators", "MiniBatchSize", "OneRank", "RankBatch", "Reason"]
-
 Reason: TypeAlias = Literal["window", "deadline", "age", "drain"]
 """Why a batch left: the window filled, the oldest rollout had waited ``deadline_s``, rollouts were about to go stale,
 or ``end()`` drained what was left."""

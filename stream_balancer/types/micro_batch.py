@@ -20,8 +20,6 @@ from stream_balancer.types.shared import SharedRollout, loss_tokens_of, part_of,
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["ExecutionSize", "MicroBatch"]
-
 
 class ExecutionSize(NamedTuple):
     """How much of an execution a step holds, over all ranks."""

@@ -34,8 +34,6 @@ from stream_balancer.values import (
     version_of,
 )
 
-__all__ = ["EvictReason", "Rollout", "cheapest_to_copy"]
-
 EvictReason: TypeAlias = Literal["stale", "lost", "filtered", "abandoned"]
 """Why a rollout was given up instead of dispatched: it was too old, the producer that held its tokens is gone,
 ``accept=`` turned it down, or :meth:`StreamBalancer.abandon_group` gave its group up."""

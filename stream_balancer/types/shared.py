@@ -27,20 +27,6 @@ from stream_balancer.field_docs import documented
 from stream_balancer.types.rollout import Rollout
 from stream_balancer.values import num_nonzero
 
-__all__ = [
-    "SharedRollout",
-    "block_of",
-    "chunk_tokens",
-    "columns_of",
-    "join_column",
-    "loss_tokens_of",
-    "part_of",
-    "rows_behind",
-    "rows_of",
-    "tokens_of",
-    "whole_rollouts",
-]
-
 
 def chunk_tokens(num_tokens: int, degree: int) -> int:
     """c: tokens of each chunk of a rollout that so many ranks share; each of them holds two.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from stream_balancer.core.steps.orders import Order
 from stream_balancer.core.steps.state import TRAIN, Item, Rank, RankId, Share, StepState
 
-__all__ = ["Book"]
-
 
 class Book:
     """Every step that is planned and not acknowledged, every rank, and what facts have touched."""

@@ -18,8 +18,6 @@ from stream_balancer.core.steps.orders import (
 )
 from stream_balancer.core.steps.state import TRAIN, Item, Rank, RankId, Share, StepSeal, StepState, in_order, seats_of
 
-__all__ = ["acknowledge", "drop", "look_at_rank", "look_at_step"]
-
 
 def look_at_step(book: Book, step: StepState) -> None:
     """A step is, in this order: acknowledged by all; restored, and not all have said what they have; met, so whoever is

@@ -12,8 +12,6 @@ from stream_balancer.core.steps.book import Book
 from stream_balancer.core.steps.orders import Refuse, SendDrop, SendRewind
 from stream_balancer.core.steps.state import HeldStep, Item, Rank, RankId, Share, StepState
 
-__all__ = ["Joining"]
-
 
 class Joining(Book):
     """Facts about processes that come and go."""

@@ -50,9 +50,7 @@ from collections.abc import Iterable
 from stream_balancer.core.steps.deciding import acknowledge, drop, look_at_rank, look_at_step
 from stream_balancer.core.steps.joining import Joining
 from stream_balancer.core.steps.orders import Order, RankAck
-from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId, Share, StepState, in_order
-
-__all__ = ["TRAIN", "Item", "Ledger", "Piece", "RankId"]
+from stream_balancer.core.steps.state import TRAIN, Item, RankId, Share, StepState, in_order
 
 
 class Ledger(Joining):

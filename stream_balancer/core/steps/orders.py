@@ -7,11 +7,6 @@ from typing import NamedTuple, TypeAlias
 
 from stream_balancer.core.steps.state import Item, RankId, StepSeal
 
-__all__ = [
-    "Ack", "Behind", "Mask", "Order", "RankAck", "Refuse", "Replan", "SendDrop", "SendEnd", "SendGo", "SendRecall",
-    "SendRewind", "SendSeal", "SendWork",
-]  # fmt: skip
-
 
 class SendWork(NamedTuple):
     """Give these items to the process, in this order, behind what it has of the step."""

@@ -10,11 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = [
-    "TRAIN", "HeldItem", "HeldStep", "Item", "Piece", "Rank", "RankId", "Share", "StepSeal", "StepState", "in_order",
-    "seats_of",
-]  # fmt: skip
-
 TRAIN = ""
 """Role of the trainer. Other roles compute columns for it."""
 
@@ -170,6 +165,11 @@ class Rank:
     ended: int = 0
     active: dict[int, Share] = field(default_factory=dict)
     """By step, ascending: what it has not acknowledged."""
+
+    @property
+    def seats(self) -> int:
+        """Number of its processes."""
+        return self.full.bit_length()
 
     @property
     def is_here(self) -> bool:
