@@ -235,8 +235,8 @@ class RankFeed(OfOneProcess):
     def _look(self, *, early: bool) -> bool | None:
         """True if there is a step in hand, or no more will come. The port's lock is held."""
         port, held = self._port, self._port.held
-        if port.left_behind is not None:
-            step, text = port.left_behind.step, port.left_behind.text
+        if held.left_behind is not None:
+            step, text = held.left_behind.step, held.left_behind.text
             raise port.give_up(
                 step,
                 f"rank {self.rank}: {text or f'the others have met without it in step {step}'}. It would have gone on "
@@ -246,16 +246,11 @@ class RankFeed(OfOneProcess):
         for number in [number for number in held.parts if number < (held.weights or 0)]:
             # the weights that were loaded contain it
             held.has_finished(held.parts[number], ack=self._auto_ack)
-        # of a role, a step that is done stays until its columns are used
-        waiting = (number for number, part in held.parts.items() if not (port.who.role and part.is_done))
-        oldest = port.known.get(min(waiting, default=-1))
-        if oldest is not None:
-            waited_s = 0.0 if port.waiting_since is None else time.monotonic() - port.waiting_since
-            part = held.next_step() if early or oldest.may_begin(port.who.role) else None
-            if part is not None:
-                self._hand = Step(port, port.known[part.number], self.acknowledge_through, waited_s, Pace(self._device))
-                self._warn_of_weights(part.number)
-                return True
+        oldest = held.oldest
+        if oldest is not None and (early or held.is_complete(oldest)) and (part := held.next_step()) is not None:
+            self._hand = Step(port, part, self.acknowledge_through, self.waiting_s, Pace(self._device))
+            self._warn_of_weights(part.number)
+            return True
         if held.ended and all(part.is_done for part in held.parts.values()):
             self._ended = True
             return True
@@ -321,7 +316,8 @@ class RankFeed(OfOneProcess):
                     f"load_state_dict(): the weights lack step {next_step}, which this feed was through with. Open a "
                     f"new feed for them: RankFeed(..., next_step={next_step})"
                 )
-            port.load(next_step, ack=self._auto_ack)
+            port.held.load(next_step, ack=self._auto_ack)
+            port.flush()
 
     # the balancer, from here
 

@@ -13,36 +13,40 @@ The loop is the same for every feature of the library and for none of them::
         all_reduce(gradients, among=end.ranks)       # if that fails: meeting_failed, then the loop over the step again
         optimizer.step_divided_by(end.tokens)        # has_finished
 
-The connection gives orders to :meth:`Held.take` and sends what stands in ``out``; :meth:`Held.has` is what the process
-says when it joins.
+The connection gives what the controller says to :meth:`Held.take` and reports what stands in ``out``; :meth:`Held.has`
+is what the process says when it joins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from stream_balancer.core.steps.orders import (
-    Order,
-    SendDrop,
-    SendEnd,
-    SendGo,
-    SendRecall,
-    SendRewind,
-    SendSeal,
-    SendWork,
-)
-from stream_balancer.core.steps.state import HeldItem, HeldStep, Item, RankId, StepSeal
+from stream_balancer.core.steps.state import TRAIN, HeldItem, HeldStep, RankId, StepSeal
+from stream_balancer.errors import WireError
+from stream_balancer.net import messages as m
 
-__all__ = ["Held", "Part", "Work"]
+__all__ = ["Fact", "Held", "HeldWork", "Part"]
+
+
+class Fact(NamedTuple):
+    """A report to the controller; see :class:`~stream_balancer.net.messages.Report`."""
+
+    name: str
+    step: int
+    attempt: int = 1
+    items: tuple[int, ...] = ()
+    about: Any = None
 
 
 @dataclass(eq=False, slots=True)
-class Work:
+class HeldWork:
     """An item of this process."""
 
-    item: Item
+    item: m.WorkItem
+    payload: Any
+    """Whatever it is made of; the host's."""
     begun: bool = False
     """Given to the trainer's code, which sets it: the item stays with this rank."""
     done: bool = False
@@ -50,6 +54,8 @@ class Work:
     missing: frozenset[str] = frozenset()
     may_begin: bool = False
     """All who compute it together have its payloads, or mask them."""
+    made: Any = None
+    """The trainer's micro-batch, the same each time: a loop that begins again must not lay out everything twice."""
 
 
 @dataclass(eq=False, slots=True)
@@ -59,133 +65,186 @@ class Part:
     number: int
     uid: int
     attempt: int
-    work: dict[int, Work] = field(default_factory=dict)
+    head: m.StepHead
+    work: dict[int, HeldWork] = field(default_factory=dict)
     """In the order of training."""
     gone: set[str] = field(default_factory=set)
     """Rollouts that are masked."""
     taken: bool = False
     waiting: bool = False
     """Has said that nothing is left to do."""
-    seal: StepSeal | None = None
+    sizes: m.Sizes | None = None
+    """Sizes of the step as it was planned, once all of it is here."""
+    seal: m.Seal | None = None
     came_back: int = 0
     """Number of the seal whose meeting has failed."""
     again: bool = False
     """Rewound since the loop began with it."""
+    dropped: str | None = None
+    """Why it was taken away."""
 
     @property
     def is_done(self) -> bool:
         return all(work.done for work in self.work.values())
+
+    @property
+    def is_whole(self) -> bool:
+        """All of it is here, as far as it was planned."""
+        return self.sizes is not None or self.seal is not None
+
+    @property
+    def is_remote(self) -> bool:
+        return any(work.item.remote for work in self.work.values())
+
+    @property
+    def is_fetched(self) -> bool:
+        """What is missing is known: all owners have answered."""
+        return all(work.fetched or not work.item.remote for work in self.work.values())
 
 
 class Held:
     """The steps of one process."""
 
     def __init__(
-        self,
-        rank: RankId,
-        seat: int = 0,
-        *,
-        seats: int = 1,
-        meets: bool = True,
-        weights: int | None = None,
-        acked: int = 0,
+        self, role: str = TRAIN, *, seats: int = 1, meets: bool = False, weights: int | None = None, acked: int = 0
     ) -> None:
-        """``meets``: the ranks meet through the feed, as the controller says. ``weights`` have all steps before that
-        one (None: that is not known), and those before ``acked`` are acknowledged."""
-        self.rank, self.seat, self.seats, self.meets = rank, seat, seats, meets
+        """``meets``: the ranks meet through the feed; the controller says so with each step. ``weights`` have all steps
+        before that one (None: that is not known), and those before ``acked`` are acknowledged."""
+        self.role, self.seats, self.meets = role, seats, meets
         self.parts: dict[int, Part] = {}
         self.weights, self.acked = weights, acked
+        self.left_behind: m.Drop | None = None
+        """The others have a step in their weights that these lack."""
         self.ended = False
-        self.out: list[tuple[Any, ...]] = []
-        """Facts for the controller: name and arguments, in order."""
+        self.out: list[Fact] = []
+        """In order."""
 
     # -- from the controller -------------------------------------------------------------------------------------------
 
-    def take(self, order: Order) -> None:
-        if isinstance(order, SendWork):
-            self._add(order)
-        elif isinstance(order, SendEnd):
-            self.ended = True
-        elif isinstance(order, SendDrop):
-            self.parts.pop(order.step, None)
-        elif isinstance(order, SendRecall):
-            self._release(order)
-        elif isinstance(order, SendSeal):
-            if (part := self.parts.get(order.seal.step)) is not None:
-                part.seal, part.waiting = order.seal, False
-                part.gone |= order.seal.gone
-                if self.rank.role:
-                    del self.parts[part.number]
-        elif isinstance(order, SendGo | SendRewind) and (part := self.parts.get(order.step)) is not None:
-            if isinstance(order, SendRewind):
-                _rewind(part, order.attempt)
-                return
-            part.gone |= order.gone
-            for work in [part.work[id_] for id_ in order.items if id_ in part.work]:
-                work.may_begin = True
+    def take(self, message: m.Message, payloads: Any = None) -> None:
+        """``payloads``: of Work, one for each item. Raises WireError for what no controller says."""
+        if isinstance(message, m.Work):
+            self._add(message, payloads)
+        elif isinstance(message, m.Notify):
+            self.ended = self.ended or message.end
+        elif isinstance(message, m.Drop):
+            self._drop(message)
+        elif isinstance(message, m.Recall):
+            self._release(message)
+        elif not isinstance(message, m.Seal | m.Go | m.Rewind):
+            raise WireError(f"a {type(message).__name__} message for a rank")
+        elif (part := self.parts.get(message.step)) is None:
+            # of a step that is over here
+            return
+        elif isinstance(message, m.Rewind):
+            # an old one may come behind the new one after a reconnect
+            if message.attempt > part.attempt:
+                part.attempt, part.waiting, part.again, part.work = message.attempt, False, part.taken, {}
+        elif isinstance(message, m.Go):
+            part.gone.update(message.gone)
+            for id_ in part.work.keys() & message.items:
+                part.work[id_].may_begin = True
+        elif self.role:
+            # its columns are there
+            del self.parts[part.number]
+        else:
+            part.seal, part.waiting = message, False
+            part.gone.update(message.gone)
+            self._check_mini_batches(part)
 
-    def _add(self, order: SendWork) -> None:
-        part = self.parts.get(order.step)
+    def _add(self, work: m.Work, payloads: Any) -> None:
+        part = self.parts.get(work.step)
         # another plan of the same number: what was done of the old one is void
-        if part is None or part.uid != order.uid:
-            part = self.parts[order.step] = Part(order.step, order.uid, order.attempt)
-        part.gone |= order.gone
+        if part is None or part.uid != work.uid:
+            if work.head is None:
+                raise WireError(f"step {work.step} begins, and nothing is said of it")
+            part = self.parts[work.step] = Part(work.step, work.uid, work.attempt, work.head)
+        # the first Work of a step has it, and the first after a join
+        if work.head is not None:
+            part.head, self.meets = work.head, work.head.meets
+        part.sizes = work.sizes or part.sizes
+        part.gone.update(work.gone)
         # more to do: this rank is not at the barrier any more
-        part.waiting = part.waiting and not order.items
-        for item in order.items:
+        part.waiting = part.waiting and not work.items
+        for item, payload in zip(work.items, payloads or (None,) * len(work.items), strict=True):
             if item.id in part.work:
-                raise ValueError(
-                    f"item {item.id} of step {part.number} was sent twice to {self.rank}, seat {self.seat}"
-                )
+                raise WireError(f"item {item.id} of step {part.number} was sent twice")
             # who computes alone begins when its own payloads are here; others wait for all
             may_begin = not item.remote or (item.group is None and self.seats == 1)
-            part.work[item.id] = Work(item, may_begin=may_begin)
+            part.work[item.id] = HeldWork(item, payload, may_begin=may_begin)
+        self._check_mini_batches(part)
 
-    def _release(self, order: SendRecall) -> None:
+    def _check_mini_batches(self, part: Part) -> None:
+        """Their sizes must cover all micro-batches, as far as these are known: nobody trains on a part of a step."""
+        planned, left = part.head.mini_batches, part.seal.mini_batches if part.seal is not None else ()
+        counts = [one.micro_batches for one in planned]
+        is_all = not planned or not part.is_whole or (all(counts) and sum(counts) == len(part.work))
+        if not self.role and not (is_all and len(left) in (0, len(planned))):
+            del self.parts[part.number]
+            raise WireError(f"the mini-batches of step {part.number} do not make up its micro-batches")
+
+    def _drop(self, drop: m.Drop) -> None:
+        part = self.parts.pop(drop.step, None)
+        if part is not None:
+            part.dropped = drop.text or "others have it"
+        # its weights lack a step that the others have: going on would train on the wrong ones
+        if drop.met and self.meets and not self.role and drop.step >= (self.weights or 0):
+            self.left_behind = drop
+
+    def _release(self, recall: m.Recall) -> None:
         """Give back the last ones; keep as many as each idle rank gets, rounded down."""
-        part, ids = self.parts.get(order.step), list[int]()
-        if part is not None and part.attempt == order.attempt:
+        part, ids = self.parts.get(recall.step), list[int]()
+        if part is not None and part.attempt == recall.attempt:
             free = list[int]()
             # without a gap, so that all seats keep one order
             for id_, work in reversed(part.work.items()):
-                if work.begun or id_ not in order.items:
+                if work.begun or id_ not in recall.items:
                     break
                 free.append(id_)
             # each of those that are idle, and this one, get the same share
-            ids = free[: len(free) - len(free) // (order.idle + 1)]
+            ids = free[: len(free) - len(free) // (recall.idle + 1)]
             for id_ in ids:
                 del part.work[id_]
-        self._say("released", order.step, order.attempt, tuple(ids))
+        self._say("released", recall.step, recall.attempt, tuple(ids))
 
-    def fetched(self, number: int, uid: int, id_: int, missing: Iterable[str]) -> None:
-        """The payloads of an item are here, but for those of the ``missing`` rollouts. Ignored are a second answer, and
-        one for another plan of that number."""
+    def fetched(self, number: int, uid: int, id_: int, missing: Mapping[str, str]) -> None:
+        """The payloads of an item are here, but for those of the ``missing`` rollouts, with why. Ignored are a second
+        answer, and one for another plan of that number."""
         part = self.parts.get(number)
         work = part.work.get(id_) if part is not None and part.uid == uid else None
         if part is not None and work is not None and not work.fetched:
             work.fetched, work.missing = True, frozenset(missing)
             part.gone |= work.missing
-            self._say("fetched", number, part.attempt, (id_,), work.missing)
+            self._say("fetched", number, part.attempt, (id_,), missing)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def next_step(self) -> Part | None:
         """The oldest step that is not through. None: nothing yet, or the end. Of an open one, more may come."""
-        for number in sorted(self.parts):
-            part = self.parts[number]
-            if self.rank.role and part.is_done:
-                continue
+        part = self.oldest
+        if part is not None:
             # the loop begins with it again, and whatever was rewound has been seen
             part.again = False
             if not part.taken:
                 part.taken = True
-                self._say("taken", number, part.attempt)
-            return part
-        return None
+                self._say("taken", part.number, part.attempt)
+        return part
 
-    def next_work(self, part: Part) -> Work | None:
+    @property
+    def oldest(self) -> Part | None:
+        """The step that is next. Of a role, one that is done stays until its columns are used."""
+        left = (number for number, part in self.parts.items() if not (self.role and part.is_done))
+        return self.parts.get(min(left, default=-1))
+
+    def is_complete(self, part: Part) -> bool:
+        """A loop over ``micro_batches`` can have it now, or never can."""
+        if not part.is_fetched:
+            return False
+        return part.is_whole or (not part.is_remote if self.role else part.head.open)
+
+    def next_work(self, part: Part) -> HeldWork | None:
         """The next item that can begin now."""
-        if part.again or self.parts.get(part.number) is not part:
+        if not self.is_current(part):
             return None
         # in order: seats of one rank must begin the same items, or their collectives would not match
         work = next((work for work in part.work.values() if not work.done), None)
@@ -193,18 +252,22 @@ class Held:
             return None
         return work
 
-    def has_done(self, part: Part, work: Work, columns: Any = None) -> None:
-        work.done = True
-        args = (part.number, part.attempt, (work.item.id,))
-        self._say("done", *args, columns) if self.rank.role else self._say("done", *args)
+    def is_current(self, part: Part) -> bool:
+        """The step was not taken away, rewound or finished since the loop began with it."""
+        return not part.again and self.parts.get(part.number) is part
 
-    def reach_end(self, part: Part) -> StepSeal | None:
+    def has_done(self, part: Part, work: HeldWork, columns: Any = None) -> None:
+        """``columns``: of a role."""
+        work.done = True
+        self._say("done", part.number, part.attempt, (work.item.id,), columns)
+
+    def reach_end(self, part: Part) -> m.Seal | None:
         """The seal, once it is here. Says once that nothing is left to do."""
         if not self.meets or (part.seal is not None and part.seal.number > part.came_back):
             return part.seal
         if not part.waiting and part.is_done:
             part.waiting = True
-            self._say("at_barrier", part.number, part.attempt, part.came_back)
+            self._say("at_barrier", part.number, part.attempt, about=part.came_back)
         return None
 
     def meeting_failed(self, part: Part) -> None:
@@ -212,11 +275,11 @@ class Held:
         part.came_back = part.seal.number if part.seal else part.came_back
         part.waiting = False
 
-    def has_finished(self, part: Part, *, ack: bool) -> None:
-        """The weights have the step."""
+    def has_finished(self, part: Part, *, ack: bool, times: Any = None) -> None:
+        """The weights have the step. ``times``: what the rank measured."""
         # The part goes last: an interrupt before that has all of it said again, which changes nothing.
         self.weights = max(self.weights or 0, part.number + 1)
-        self._say("finished", part.number, part.attempt)
+        self._say("finished", part.number, part.attempt, about=times)
         if ack:
             self.ack(part.number)
         self.parts.pop(part.number, None)
@@ -228,6 +291,17 @@ class Held:
             self._say("acknowledged", number)
             self.acked = number + 1
 
+    def load(self, weights: int, *, ack: bool) -> None:
+        """The weights contain all steps before this one: they are a checkpoint's, or another rank's."""
+        self.weights = weights
+        # weights that contain the step it was left behind in are up to date
+        if self.left_behind is not None and self.left_behind.step < weights:
+            self.left_behind = None
+        if weights:
+            self._say("finished", weights - 1, 0)
+            if ack:
+                self.ack(weights - 1)
+
     # -- joining -------------------------------------------------------------------------------------------------------
 
     def has(self) -> dict[int, HeldStep]:
@@ -235,7 +309,7 @@ class Held:
         # what waited there is part of what is said now
         self.out.clear()
         # nothing in it is dear
-        if self.rank.role:
+        if self.role:
             self.parts.clear()
             return {}
         # an acknowledgement is not state of a step, so it is said again
@@ -243,17 +317,14 @@ class Held:
             self._say("acknowledged", self.acked - 1)
         return {part.number: _held(part) for part in self.parts.values()}
 
-    def _say(self, fact: str, *args: Any) -> None:
-        self.out.append((fact, *args))
-
-
-def _rewind(part: Part, attempt: int) -> None:
-    # an old order may come behind the new one after a reconnect
-    if attempt > part.attempt:
-        part.attempt, part.waiting, part.again, part.work = attempt, False, part.taken, {}
+    def _say(self, name: str, step: int, attempt: int = 1, items: tuple[int, ...] = (), about: Any = None) -> None:
+        self.out.append(Fact(name, step, attempt, items, about))
 
 
 def _held(part: Part) -> HeldStep:
     items = {id_: HeldItem(work.done, work.fetched, work.missing) for id_, work in part.work.items()}
-    gone = frozenset(part.gone)
-    return HeldStep(part.uid, part.attempt, items, part.taken, part.waiting, part.came_back, part.seal, gone)
+    gone, seal = frozenset(part.gone), None
+    if part.seal is not None:
+        ranks = tuple(RankId(TRAIN, number) for number in part.seal.ranks)
+        seal = StepSeal(part.number, part.seal.number, ranks, frozenset(part.seal.gone))
+    return HeldStep(part.uid, part.attempt, items, part.taken, part.waiting, part.came_back, seal, gone)

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from stream_balancer.client.device import Upload, Uploader
-from stream_balancer.client.held import Held, Part
+from stream_balancer.client.held import Held
 from stream_balancer.client.payloads import Fetcher, Missing
-from stream_balancer.core.steps.orders import SendDrop, SendEnd, SendGo, SendRecall, SendRewind, SendSeal, SendWork
-from stream_balancer.core.steps.state import Item, RankId, StepSeal
 from stream_balancer.errors import (
     AlreadyInUseError,
     BrokenResourceError,
@@ -38,10 +37,10 @@ from stream_balancer.net.errors import Ended
 from stream_balancer.net.loops import Signal, blocking_deadline
 from stream_balancer.net.session import Dialer, Session
 from stream_balancer.types import MicroBatch
-from stream_balancer.wire.codec import Decoded, decode
-from stream_balancer.wire.payload import NOTHING, Memory, Payload
+from stream_balancer.wire.codec import Decoded, Encoded, decode
+from stream_balancer.wire.payload import NOTHING, Memory
 
-__all__ = ["Arrived", "Known", "Port", "Who"]
+__all__ = ["Arrived", "Port", "Who"]
 
 T = TypeVar("T")
 
@@ -82,41 +81,6 @@ class Arrived:
         return self.decoded.micro_batch(index)
 
 
-class Known:
-    """Content of the messages about a step, beside its items."""
-
-    def __init__(self, part: Part, head: m.StepHead) -> None:
-        self.part, self.head = part, head
-        self.sizes: m.Sizes | None = None
-        """Sizes of the step as it was planned, once all of it is here."""
-        self.seal: m.Seal | None = None
-        self.dropped: str | None = None
-        """Why it was taken away."""
-
-    @property
-    def is_whole(self) -> bool:
-        """All of it is here, as far as it was planned."""
-        return self.sizes is not None or self.seal is not None
-
-    @property
-    def has_its_mini_batches(self) -> bool:
-        """The sizes of mini-batches cover all its micro-batches, as far as that is known."""
-        planned = self.head.mini_batches if self.is_whole else ()
-        counts = [one.micro_batches for one in planned]
-        is_all = not planned or (all(counts) and sum(counts) == len(self.part.work))
-        return is_all and (self.seal is None or len(self.seal.mini_batches) in (0, len(planned)))
-
-    def may_begin(self, role: str) -> bool:
-        """A loop over ``micro_batches`` can have it now, or never can."""
-        remote = [one for one in self.part.work.values() if one.item.remote]
-        # what is missing is known once all are answered
-        if not all(one.fetched for one in remote):
-            return False
-        if self.is_whole or role:
-            return self.is_whole or not remote
-        return self.head.open
-
-
 class Port:
     """Safe from any thread; the lock is held around every use of :attr:`held`."""
 
@@ -129,23 +93,15 @@ class Port:
         self.name = rank_name(who.rank, who.role)
         # reentrant: a look may report, which flushes under the same lock
         self.lock = threading.RLock()
-        self.held = Held(
-            RankId(who.role, who.rank), who.seat, seats=who.seats, meets=False, weights=next_step, acked=next_step or 0
-        )
+        self.held = Held(who.role, seats=who.seats, weights=next_step, acked=next_step or 0)
         self._was_in = False
-        self.known: dict[int, Known] = {}
-        self.times: dict[int, tuple[float, float | None, float]] = {}
-        """Times of finished steps: seconds, seconds timed by the trainer, seconds waited."""
         self.closed = False
         self.over: Exception | None = None
         """Why nothing comes any more."""
-        self.left_behind: m.Drop | None = None
-        """The others have a step in their weights that these lack."""
         self.by_item = False
         """The loop ends its steps with finish(): it is given them before they are complete."""
         self.waiting_since: float | None = None
         self.waited_s = 0.0
-        self._causes: dict[str, str] = {}
         self._news = Signal()
         self._user: object = None
         """The thread or task that waits."""
@@ -200,19 +156,6 @@ class Port:
             self.session.io.do(self._flush)
             self._flushes = True
 
-    def load(self, next_step: int, *, ack: bool) -> None:
-        """The weights contain all steps before this one: they are a checkpoint's, or another rank's. The lock is
-        held."""
-        self.held.weights = next_step
-        # weights that contain the step it was left behind in are up to date
-        if self.left_behind is not None and self.left_behind.step < next_step:
-            self.left_behind = None
-        if next_step:
-            self.held.out.append(("finished", next_step - 1, 0))
-            if ack:
-                self.held.ack(next_step - 1)
-        self.flush()
-
     def give_up(self, step: int, text: str) -> RankLostError:
         """Leave, so that others do not wait: this rank cannot go on. Returns what is to be raised."""
         error = RankLostError(text, rank=self.who.rank, step=step, cause="others go on without it")
@@ -226,7 +169,6 @@ class Port:
         """Leave: nothing is given any more. Never blocks."""
         with self.lock:
             self.closed = True
-            self.known.clear()
         self._fetcher.close()
         self.session.close()
         # who waits must look again, and finds that it is closed
@@ -250,8 +192,10 @@ class Port:
             # without a connection they wait, and has() says at the next join what they would have
             if self.session.connection is not None:
                 out, self.held.out = self.held.out, []
-                for fact in out:
-                    self.session.send(*self._report(*fact))
+                for name, step, attempt, items, about in out:
+                    # a role's columns are written already
+                    raw, payload = about if isinstance(about, Encoded) else (_raw(about), NOTHING)
+                    self.session.send(m.Report(name, step, attempt, items, raw), payload)
 
     def _admit(self, message: m.Message, total: int) -> None:
         # only steps bring bytes to a rank
@@ -270,127 +214,45 @@ class Port:
     def _on_message(self, message: m.Message, memory: Memory | None) -> None:
         try:
             with self.lock:
-                self._take(message, memory)
-                known = self.known.get(message.step) if isinstance(message, m.Work | m.Seal) else None
-                if known is not None and not self.who.role and not known.has_its_mini_batches:
-                    number = known.part.number
-                    # nobody trains on a part of it
-                    self.held.parts.pop(number, None)
-                    raise WireError(f"the mini-batches of step {number} do not make up its micro-batches")
-                # what Held let go of is forgotten here, too
-                self.known = {number: one for number, one in self.known.items() if number in self.held.parts}
+                if isinstance(message, m.Work):
+                    self._take_work(message, memory)
+                else:
+                    self.held.take(message)
                 self.flush()
         except WireError as error:
             self._broken = error
             raise
         self._news.set()
 
-    def _take(self, message: m.Message, memory: Memory | None) -> None:
-        held, one, seat = self.held, self.held.rank, self.held.seat
-        if isinstance(message, m.Work):
-            self._take_work(message, memory)
-        elif isinstance(message, m.Seal):
-            if (known := self.known.get(message.step)) is not None and not one.role:
-                known.seal = message
-            ranks = tuple(RankId("", number) for number in message.ranks)
-            held.take(SendSeal(one, seat, StepSeal(message.step, message.number, ranks, frozenset(message.gone))))
-        elif isinstance(message, m.Go):
-            held.take(SendGo(one, seat, message.step, frozenset(message.items), frozenset(message.gone)))
-        elif isinstance(message, m.Recall):
-            held.take(SendRecall(one, seat, message.step, message.attempt, message.items, message.idle))
-        elif isinstance(message, m.Rewind):
-            held.take(SendRewind(one, seat, message.step, message.attempt))
-        elif isinstance(message, m.Drop):
-            self._take_drop(message)
-        elif isinstance(message, m.Notify):
-            if message.end:
-                held.take(SendEnd(one, seat))
-        else:
-            raise WireError(f"a {type(message).__name__} message for a rank")
-
     def _take_work(self, work: m.Work, memory: Memory | None) -> None:
-        held, arrived = self.held, self._arrived(work, memory)
-        items = tuple(
-            Item(one.id, held.rank, (), group=one.group, remote=one.remote, payload=(arrived, index))
-            for index, one in enumerate(work.items)
-        )
-        if work.head is not None:
-            held.meets = work.head.meets
-        before = held.parts.get(work.step)
-        # another plan under the same number begins anew
-        opens = before is None or before.uid != work.uid
-        try:
-            held.take(
-                SendWork(held.rank, held.seat, work.step, work.uid, work.attempt, items, frozenset(work.gone), opens)
-            )
-        except ValueError as error:
-            # an item twice
-            raise WireError(str(error)) from None
-        part = held.parts[work.step]
-        known = self.known.get(work.step)
-        if known is None or known.part is not part:
-            if work.head is None:
-                raise WireError(f"step {work.step} begins, and nothing is said of it")
-            known = self.known[work.step] = Known(part, work.head)
-        # the first Work of a step has it, and the first after a join
-        known.head = work.head or known.head
-        known.sizes = work.sizes or known.sizes
-        if arrived is not None and any(one.remote for one in work.items):
-            self._fetcher.fetch(arrived.decoded, lambda missing: self._on_fetched(work, arrived, missing))
-        elif arrived is not None:
-            arrived.land()
-
-    def _arrived(self, work: m.Work, memory: Memory | None) -> Arrived | None:
         if not work.items:
-            return None
+            self.held.take(work)
+            return
         upload = None if self._uploader is None else Upload(self._uploader)
         arrived = Arrived(decode(work.header, memory, on_device=None if upload is None else upload.copy), upload)
         if len(arrived.decoded.num_rollouts) != len(work.items):
             raise WireError(f"step {work.step}: its {len(work.items)} items are not those that came")
         arrived.decoded.mask(work.gone)
-        return arrived
+        self.held.take(work, [(arrived, place) for place in range(len(work.items))])
+        if any(one.remote for one in work.items):
+            self._fetcher.fetch(arrived.decoded, lambda missing: self._on_fetched(work, arrived, missing))
+        else:
+            arrived.land()
 
-    def _take_drop(self, message: m.Drop) -> None:
-        held = self.held
-        if (known := self.known.get(message.step)) is not None:
-            known.dropped = message.text or "others have it"
-        # its weights lack a step that the others have: going on would train on the wrong ones
-        if message.met and held.meets and not held.rank.role and message.step >= (held.weights or 0):
-            self.left_behind = message
-        held.take(SendDrop(held.rank, held.seat, message.step, message.met))
-
-    def _on_fetched(self, work: m.Work, arrived: Arrived, missing: Sequence[Missing]) -> None:
-        """Payloads of the item are here, as far as they exist."""
+    def _on_fetched(self, work: m.Work, arrived: Arrived, missing: Collection[Missing]) -> None:
+        """Payloads of the items are here, as far as they exist."""
         with self.lock:
             causes = {one.rollout_id: one.cause for one in missing}
             # first: once it lands, its memory may be on another device
             arrived.decoded.mask(causes)
             arrived.land()
-            self._causes.update(causes)
-            ids, stop = arrived.decoded.ids, 0
+            ids = iter(arrived.decoded.ids)
             for item, number in zip(work.items, arrived.decoded.num_rollouts, strict=True):
-                start, stop = stop, stop + number
+                its = {one: causes[one] for one in islice(ids, number) if one in causes}
                 if item.remote:
-                    self.held.fetched(work.step, work.uid, item.id, [one for one in ids[start:stop] if one in causes])
+                    self.held.fetched(work.step, work.uid, item.id, its)
             self.flush()
         self._news.set()
-
-    def _report(
-        self, fact: str, step: int, attempt: int = 1, items: Any = (), more: Any = None
-    ) -> tuple[m.Report, Payload]:
-        about, payload = None, NOTHING
-        if fact == "at_barrier":
-            # the seal that failed
-            about, items = items, ()
-        elif fact == "finished":
-            about = self.times.pop(step, None)
-        elif fact == "fetched":
-            about = {one: self._causes.pop(one, "") for one in more}
-        elif more is not None:
-            # a role's columns
-            about, payload = more
-        raw = about if isinstance(about, msgspec.Raw) else msgspec.Raw(msgspec.msgpack.encode(about))
-        return m.Report(fact, step, attempt, tuple(items), raw), payload
 
     def _on_end(self, error: Exception) -> None:
         with self.lock:
@@ -418,3 +280,7 @@ class Port:
         lost = RankLostError(text, rank=self.who.rank, step=step, cause=cause)
         lost.__cause__ = error
         return lost
+
+
+def _raw(about: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(about))

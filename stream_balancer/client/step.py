@@ -35,8 +35,8 @@ from stream_balancer.types.batch import Denominators, MiniBatchSize, OneRank
 from stream_balancer.wire.codec import encode_columns
 
 if TYPE_CHECKING:
-    from stream_balancer.client.held import Work
-    from stream_balancer.client.port import Known, Port
+    from stream_balancer.client.held import HeldWork, Part
+    from stream_balancer.client.port import Port
 
 __all__ = ["End", "Step"]
 
@@ -63,14 +63,11 @@ class Step(OneRank):
     complete. Whoever asks for ``micro_batches`` keeps all of them: none is given to ranks that are faster.
     """
 
-    def __init__(
-        self, port: Port, known: Known, acknowledge: Callable[[int], None], waited_s: float, pace: Pace
-    ) -> None:
-        self._port, self._known, self._acknowledge, self._pace = port, known, acknowledge, pace
+    def __init__(self, port: Port, part: Part, acknowledge: Callable[[int], None], waited_s: float, pace: Pace) -> None:
+        self._port, self._held, self._part = port, port.held, part
+        self._acknowledge, self._pace = acknowledge, pace
         # the item that the loop works on
-        self._hand: Work | None = None
-        # the same object each time: a loop that begins again must not lay out everything twice
-        self._made: dict[int, MicroBatch] = {}
+        self._hand: HeldWork | None = None
         self._whole: tuple[MicroBatch, ...] | None = None
         self._end: End | None = None
         # time that the trainer waited inside the step is taken off: it is not its own work
@@ -131,7 +128,7 @@ class Step(OneRank):
     @property
     def dropped(self) -> str | None:
         """Why the step was taken away from this rank; None while it was not."""
-        return self._known.dropped
+        return self._part.dropped
 
     def ack(self) -> None:
         """Acknowledge this step and every earlier one of its feed: committed, and not to be delivered again.
@@ -147,23 +144,23 @@ class Step(OneRank):
     @property
     def step(self) -> int:
         """Step number, from 0, the same on every rank."""
-        return self._known.part.number
+        return self._part.number
 
     @property
     def rank(self) -> int:
         """DP rank that trains on it: its number in the step."""
-        place = self._known.head.rank
+        place = self._part.head.rank
         return self._port.who.rank if place is None else place
 
     @property
     def dp_size(self) -> int:
         """DP ranks in the step."""
-        return self._known.head.dp_size
+        return self._part.head.dp_size
 
     @property
     def load(self) -> float:
         """Predicted work as planned; see :attr:`RankBatch.load`."""
-        return self._known.head.load
+        return self._part.head.load
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
@@ -176,15 +173,15 @@ class Step(OneRank):
     @property
     def denominators(self) -> Denominators | None:
         """Denominators of the step over all ranks, once it is complete. None for a role, of a step that is open."""
-        if not self._port.who.role:
+        if not self._held.role:
             self._at_once(self._look_sizes, "reading what a step is divided by", "`end = await step.async_finish()`")
-        sizes = self._known.seal.sizes if self._known.seal is not None else self._known.sizes
+        sizes = self._part.sizes if self._part.seal is None else self._part.seal.sizes
         return None if sizes is None else Denominators(*structs.astuple(sizes))
 
     @property
     def mini_batch_sizes(self) -> tuple[MiniBatchSize, ...]:
         """Sizes of its mini-batches; empty where the step is in one piece."""
-        planned, seal = self._known.head.mini_batches, self._known.seal
+        planned, seal = self._part.head.mini_batches, self._part.seal
         if not planned or self.denominators is None:
             return ()
         sizes = [structs.astuple(one) for one in planned]
@@ -194,7 +191,7 @@ class Step(OneRank):
         return tuple(MiniBatchSize(*one) for one in sizes)
 
     def __repr__(self) -> str:
-        return f"Step(step={self.step}, rank={self.rank}/{self.dp_size}, micro_batches={len(self._known.part.work)})"
+        return f"Step(step={self.step}, rank={self.rank}/{self.dp_size}, micro_batches={len(self._part.work)})"
 
     # what is looked at, with the port's lock held: None for "wait", an empty tuple for "over"
 
@@ -213,11 +210,11 @@ class Step(OneRank):
     def _keep_pace(self) -> None:
         """Wait for the device, without the lock: the I/O thread must go on receiving meanwhile."""
         # what is begun cannot be given to others
-        if self._port.held.meets:
+        if self._held.meets:
             if self._hand is not None:
                 self._pace.keep()
             with self._port.lock:
-                is_left = any(not work.begun for work in self._known.part.work.values())
+                is_left = any(not work.begun for work in self._part.work.values())
             # idle is who has nothing left to compute, not who has nothing left to enqueue
             if not is_left:
                 self._pace.finish()
@@ -225,15 +222,14 @@ class Step(OneRank):
     @property
     def is_mine(self) -> bool:
         """The step was not taken away, rewound or finished. The lock is held."""
-        part = self._known.part
-        return not part.again and self._port.held.parts.get(part.number) is part
+        return self._held.is_current(self._part)
 
     @property
     def _is_whole(self) -> bool:
-        if self._port.who.role or self._known.is_whole:
+        part = self._part
+        if self._held.role or part.is_whole:
             return True
-        part, held = self._known.part, self._port.held
-        if held.meets and self.is_mine and any(work.item.remote for work in part.work.values()):
+        if self._held.meets and part.is_remote and self.is_mine:
             raise ConfigError(
                 f"step {self.step} may change, and some payloads are with their producers: what is left of it is known "
                 "when its ranks meet. Iterate `for micro_batch in step`, and divide by `end = step.finish()`"
@@ -242,22 +238,20 @@ class Step(OneRank):
 
     def _begin_again(self) -> None:
         """``for`` over a step that had ended: the ranks that it named could not meet."""
-        port, part = self._port, self._known.part
-        with port.lock:
-            if self._known.dropped is not None:
+        with self._port.lock:
+            if self._end is not None and self._held.meets and self.is_mine:
+                self._held.meeting_failed(self._part)
+                self._port.flush()
                 self._end = None
-            elif self._end is not None and port.held.meets and self.is_mine:
+            elif self._part.dropped is not None:
                 self._end = None
-                port.held.meeting_failed(part)
-                port.flush()
 
     def _look_next(self) -> tuple[MicroBatch, ...] | None:
-        held, part = self._port.held, self._known.part
         self._check_open()
         if not self.is_mine:
             return ()
         self._put_down()
-        work = held.next_work(part)
+        work = self._held.next_work(self._part)
         if work is None:
             return () if self._has_ended() else None
         made = self._of(work)
@@ -272,11 +266,11 @@ class Step(OneRank):
         if self._end is not None:
             return (self._end,)
         self._check_open()
-        if not self.is_mine or self._port.who.role:
+        if not self.is_mine or self._held.role:
             return ()
         self._put_down()
         # a gradient without them would be divided by too much
-        if left := sum(not work.begun for work in self._known.part.work.values()):
+        if left := sum(not work.begun for work in self._part.work.values()):
             raise ValueError(
                 f"step.finish(): {left} micro-batches of step {self.step} are left for this rank; some may have been "
                 "another's, which was lost. Iterate `for micro_batch in step` until it ends, then finish()"
@@ -284,13 +278,10 @@ class Step(OneRank):
         return None if not self._has_ended() or self._end is None else (self._end,)
 
     def _look_whole(self) -> tuple[MicroBatch, ...] | None:
-        if self.is_mine and not self._is_whole:
+        if (self.is_mine and not self._is_whole) or not self._part.is_fetched:
             return None
-        part = self._known.part
         # by number, which is the planned order: rows of an open step may arrive in another
-        work = [one for _, one in sorted(part.work.items()) if not (one.done and self._port.who.role)]
-        if any(one.item.remote and not one.fetched for one in work):
-            return None
+        work = [one for _, one in sorted(self._part.work.items()) if not (one.done and self._held.role)]
         self._whole = tuple(map(self._of, work))
         for one in work:
             # they stay with this rank: the loop has them all in hand
@@ -298,25 +289,20 @@ class Step(OneRank):
         return self._whole
 
     def _look_sizes(self) -> bool | None:
-        return True if self._is_whole or not self.is_mine else None
+        return self._is_whole or not self.is_mine or None
 
     def look_complete(self) -> bool | None:
         """Nothing more of it comes: it can be finished. The lock is held."""
-        held = self._port.held
-        return True if not self.is_mine or held.meets or held.rank.role or self._known.is_whole else None
+        return not self.is_mine or self._held.meets or bool(self._held.role) or self._part.is_whole or None
 
     def _has_ended(self) -> bool:
         """Nothing is left to do, on any rank that this one must meet."""
-        part = self._known.part
-        if not part.is_done:
-            return False
-        if self._port.who.role:
-            return True
-        if self._port.held.reach_end(part) is None or self._known.seal is None:
-            return False
-        seal = self._known.seal
-        self._end = End(seal.ranks, *structs.astuple(seal.sizes))
-        return True
+        if not self._part.is_done or self._held.role:
+            return self._part.is_done
+        seal = self._held.reach_end(self._part)
+        if seal is not None:
+            self._end = End(seal.ranks, *structs.astuple(seal.sizes))
+        return seal is not None
 
     def _check_open(self) -> None:
         if self._port.closed:
@@ -324,27 +310,25 @@ class Step(OneRank):
 
     def _put_down(self) -> None:
         """The loop is through with what it has."""
-        held, part, role = self._port.held, self._known.part, self._port.who.role
-        for work in part.work.values():
+        for work in self._part.work.values():
             if work.begun and not work.done and (work is self._hand or self._whole is not None):
                 # its columns are what others wait for, so going on is not enough
-                if role:
+                if self._held.role:
                     raise self._owes()
-                held.has_done(part, work)
+                self._held.has_done(self._part, work)
         self._hand = None
 
-    def _of(self, work: Work) -> MicroBatch:
+    def _of(self, work: HeldWork) -> MicroBatch:
         """The micro-batch of an item, the same each time."""
-        made, seal = self._made.get(work.item.id), self._known.seal
-        if made is None:
+        if work.made is None:
+            part, seal = self._part, self._part.seal
             # ranks that share it have gone on with the missing rollouts, so no mask here could agree with theirs
             if work.item.group is not None and seal is not None and (lost := work.missing.difference(seal.gone)):
                 raise self._torn(lost)
-            arrived, index = work.item.payload
-            made = arrived.micro_batch(index, {*self._known.part.gone, *(() if seal is None else seal.gone)}, seal)
-            if self._port.who.role:
-                made = replace(made, on_give=partial(self._give, work))
-            self._made[work.item.id] = made
+            arrived, index = work.payload
+            made: MicroBatch = arrived.micro_batch(index, part.gone, seal)
+            work.made = replace(made, on_give=partial(self._give, work)) if self._held.role else made
+        made = work.made
         return made
 
     def _torn(self, lost: Collection[str]) -> RankLostError:
@@ -361,16 +345,15 @@ class Step(OneRank):
     def conclude(self, *, ack: bool) -> None:
         """The loop has gone on: the step is in the weights. The lock is held. Raises ConfigError if others may have
         changed it meanwhile, ValueError if a role owes columns."""
-        held, part = self._port.held, self._known.part
         if not self.is_mine:
             return
-        if self._port.who.role:
-            left = [work for work in part.work.values() if not work.done]
-            if any(work.begun for work in left) or (left and not self._made):
-                raise self._owes()
+        if self._held.role:
+            left = [work for work in self._part.work.values() if not work.done]
             # what came meanwhile is given as the same step again
+            if any(work.begun for work in left) or len(left) == len(self._part.work) > 0:
+                raise self._owes()
             return
-        if held.meets and self._end is None:
+        if self._held.meets and self._end is None:
             raise ConfigError(
                 f"step {self.step} may change until its ranks meet, as on_rank_loss='replan' and move_late=True want "
                 "it, and this loop did not ask. Before they meet, call `end = step.finish()`, after `for micro_batch "
@@ -378,8 +361,8 @@ class Step(OneRank):
             )
         waited_s = self._port.waited_s - self._waited_before
         seconds = max(time.monotonic() - self._taken_at - waited_s, 0.0)
-        self._port.times[self.step] = (seconds, self._compute_s, self._waited_s + waited_s)
-        held.has_finished(part, ack=ack)
+        times = (seconds, self._compute_s, self._waited_s + waited_s)
+        self._held.has_finished(self._part, ack=ack, times=times)
 
     def computed(self, read: Callable[[], float]) -> None:
         """The trainer timed a part of its work."""
@@ -393,26 +376,26 @@ class Step(OneRank):
     @property
     def is_given(self) -> bool:
         """All of it was given to the trainer. The lock is held."""
-        return not self.is_mine or (self._is_whole and all(work.begun for work in self._known.part.work.values()))
+        return not self.is_mine or (self._is_whole and all(work.begun for work in self._part.work.values()))
 
     # columns of a role
 
     def _owes(self) -> ValueError:
         return ValueError(
-            f"role {self._port.who.role!r} owes the columns of step {self.step}: call micro_batch.give(...) for "
+            f"role {self._held.role!r} owes the columns of step {self.step}: call micro_batch.give(...) for "
             "each of its micro-batches before asking for the next"
         )
 
-    def _give(self, work: Work, columns: Mapping[str, Tensor]) -> None:
-        port, part = self._port, self._known.part
+    def _give(self, work: HeldWork, columns: Mapping[str, Tensor]) -> None:
+        port = self._port
         if not 0 < len(columns) <= _MOST_COLUMNS:
             raise ValueError(f"a role gives 1 to {_MOST_COLUMNS} columns, not {len(columns)}")
         # outside the lock: copies of a device's columns take long
-        encoded = encode_columns(columns, self._made[work.item.id].num_tokens)
+        encoded = encode_columns(columns, work.made.num_tokens)
         with port.lock:
             if port.closed:
                 raise ClosedResourceError(f"micro_batch.give(): the feed is closed, and step {self.step} comes again")
             # given twice, or rewound meanwhile: the first one counts
             if self.is_mine and not work.done:
-                port.held.has_done(part, work, encoded)
+                self._held.has_done(self._part, work, encoded)
                 port.flush()

@@ -6,7 +6,7 @@ from stream_balancer.testing.network import MemoryNetwork
 from stream_balancer.tools.length_models import PRESETS, generate_trace
 from stream_balancer.tools.trace import Trace
 
-from .clocks import BACKENDS, AutojumpEventLoop, Wakeups, count_wakeups, virtual_time_backend
+from .clocks import BACKENDS, AutojumpEventLoop, WakeupCount, count_wakeups, virtual_time_backend
 from .rollouts import make_rollout, make_rollouts, token_checksum
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "AutojumpEventLoop",
     "MemoryNetwork",
     "Trace",
-    "Wakeups",
+    "WakeupCount",
     "count_wakeups",
     "generate_trace",
     "make_rollout",

@@ -28,7 +28,7 @@ import sniffio
 import trio
 import trio.testing
 
-__all__ = ["BACKENDS", "AutojumpEventLoop", "Wakeups", "count_wakeups", "virtual_time_backend"]
+__all__ = ["BACKENDS", "AutojumpEventLoop", "WakeupCount", "count_wakeups", "virtual_time_backend"]
 
 Backend: TypeAlias = Literal["asyncio", "trio"]
 
@@ -98,7 +98,7 @@ def virtual_time_backend(name: str) -> tuple[str, dict[str, Any]]:
     raise ValueError(f"no event loop is called {name!r}; use one of {', '.join(BACKENDS)}")
 
 
-class Wakeups:
+class WakeupCount:
     """Wake-ups that :func:`count_wakeups` counted; read it during or after the block."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Wakeups:
 
 
 class _PassCounter(trio.abc.Instrument):
-    def __init__(self, wakeups: Wakeups) -> None:
+    def __init__(self, wakeups: WakeupCount) -> None:
         self._wakeups = wakeups
 
     def after_io_wait(self, timeout: float) -> None:
@@ -127,7 +127,7 @@ class _PassCounter(trio.abc.Instrument):
 
 
 @contextmanager
-def count_wakeups() -> Iterator[Wakeups]:
+def count_wakeups() -> Iterator[WakeupCount]:
     """Count the passes of the running event loop, to assert that nothing polls::
 
         with count_wakeups() as wakeups:
@@ -137,7 +137,7 @@ def count_wakeups() -> Iterator[Wakeups]:
     A loop that polls every 10 ms would have made a million. Works on trio, and on an :class:`AutojumpEventLoop`; raises
     RuntimeError on any other asyncio loop.
     """
-    wakeups = Wakeups()
+    wakeups = WakeupCount()
     if sniffio.current_async_library() == "trio":
         counter = _PassCounter(wakeups)
         trio.lowlevel.add_instrument(counter)

@@ -35,7 +35,7 @@ def run_rank(address: str, port: int, rank: int, dp_size: int, dies_at: dict[int
     feed = sb.RankFeed(address, rank=rank, dp_size=dp_size)
     for step in feed:
         gradient, resumed_at, number = Gradient(), 0.0, 0
-        own = len(step._known.part.work)
+        own = len(step._part.work)
         die(pipe, dies_at, step.step, "work")
         for number, micro_batch in enumerate(step):
             if late and rank == SLOW and number == 0:

@@ -10,9 +10,21 @@ from typing import TYPE_CHECKING, Any
 import steps_checks as checks
 from steps_invariants import InvariantError, check
 
-from stream_balancer.client.held import Held, Part, Work
-from stream_balancer.core.steps.orders import Behind, Order, Refuse, SendDrop, SendWork
+from stream_balancer.client.held import Fact, Held, HeldWork, Part
+from stream_balancer.core.steps.orders import (
+    Behind,
+    Order,
+    Refuse,
+    SendDrop,
+    SendGo,
+    SendRecall,
+    SendRewind,
+    SendSeal,
+    SendWork,
+)
 from stream_balancer.core.steps.state import Piece, RankId, StepSeal
+from stream_balancer.errors import WireError
+from stream_balancer.net import messages as m
 
 if TYPE_CHECKING:
     from steps_world import World
@@ -39,7 +51,7 @@ class Process:
         self.world, self.rank, self.seat, self.incarnation = world, rank, seat, incarnation
         self.place: Place = (rank, seat)
         config = world.config
-        self.held = Held(rank, seat, seats=world.seats_of(rank), meets=config.meets)
+        self.held = Held(rank.role, seats=world.seats_of(rank), meets=config.meets)
         self.is_trainer = not rank.role
         self.alive, self.linked = True, False
         self.up: deque[tuple[Any, ...]] = deque()
@@ -51,7 +63,7 @@ class Process:
         self.weights: dict[int, int] = {}
         """Step to meeting."""
         self.part: Part | None = None
-        self.work: Work | None = None
+        self.work: HeldWork | None = None
         self.gradient: list[tuple[int, Piece]] = []
         """With the number of the collective that computed it."""
         self.order: list[int] = []
@@ -95,7 +107,7 @@ class Process:
 
     def flush(self) -> None:
         if self.linked:
-            self.up.extend(self.held.out)
+            self.up.extend(map(as_heard, self.held.out))
         self.held.out.clear()
 
     def receive(self) -> None:
@@ -111,8 +123,8 @@ class Process:
         if isinstance(order, SendWork):
             self.to_fetch += [(order.step, order.uid, item.id) for item in order.items if item.remote]
         try:
-            self.held.take(order)
-        except ValueError as error:
+            self.held.take(as_sent(order, meets=self.world.config.meets), getattr(order, "items", ()))
+        except WireError as error:
             raise InvariantError("credits", str(error)) from None
         self.flush()
         self.check_credits()
@@ -173,7 +185,7 @@ class Process:
             seal = self.held.reach_end(part)
             self.flush()
             if seal is not None:
-                yield lambda: self.enter(part, seal)
+                yield lambda: self.enter(part, self.world.seals[part.number, part.uid, seal.number])
 
     # -- in a step -----------------------------------------------------------------------------------------------------
 
@@ -187,7 +199,7 @@ class Process:
         self.part = self.work = self.meeting = None
         self.gradient, self.order = [], []
 
-    def begin_work(self, part: Part, work: Work) -> None:
+    def begin_work(self, part: Part, work: HeldWork) -> None:
         if self.is_trainer and self.counts:
             checks.check_not_met(self.world, self, part.number)
         for one in part.work.values() if self.world.config.commits else (work,):
@@ -206,7 +218,7 @@ class Process:
         self.order.append(work.item.id)
         if self.is_trainer:
             masked = work.missing | part.gone
-            self.gradient += [(collective, piece) for piece in work.item.pieces if piece.rollout not in masked]
+            self.gradient += [(collective, piece) for piece in work.payload.pieces if piece.rollout not in masked]
             self.held.has_done(part, work)
         else:
             self.held.has_done(part, work, "columns")
@@ -217,8 +229,8 @@ class Process:
         part = self.held.parts.get(number)
         work = None if part is None else part.work.get(id_)
         if work is not None:
-            rollouts = {piece.rollout for piece in work.item.pieces}
-            self.held.fetched(number, uid, id_, rollouts & self.world.lost_rollouts)
+            rollouts = {piece.rollout for piece in work.payload.pieces}
+            self.held.fetched(number, uid, id_, dict.fromkeys(rollouts & self.world.lost_rollouts, "lost"))
             self.flush()
 
     # -- the meeting ---------------------------------------------------------------------------------------------------
@@ -310,7 +322,7 @@ class Process:
         if self.world.rng.random() < 0.5:
             self.unlink()
         else:
-            self.held.out += [("finished", newest - 1, 0), ("acknowledged", self.held.acked - 1)]
+            self.held.out += [Fact("finished", newest - 1, 0), Fact("acknowledged", self.held.acked - 1)]
             self.flush()
 
     def give_in(self) -> None:
@@ -332,3 +344,35 @@ class Process:
             self.world.kill(self.rank)
             if self.world.ended or self.rank.number not in self.world.wanted[self.rank.role]:
                 self.world.left.add(self.rank)  # else there are more ranks again: the launcher starts another process
+
+
+# -- what travels ------------------------------------------------------------------------------------------------------
+
+_SAID = {"acknowledged": 2, "taken": 3, "finished": 3, "released": 4, "done": 4, "fetched": 5}
+
+
+def as_heard(fact: Fact) -> tuple[Any, ...]:
+    """Arguments of the ledger's method."""
+    return (*fact[:3], fact.about) if fact.name == "at_barrier" else fact[: _SAID[fact.name]]
+
+
+def as_sent(order: Order, *, meets: bool) -> m.Message:
+    """As the host tells a rank."""
+    match order:
+        case SendWork():
+            items = tuple(m.WorkItem(item.id, item.group, item.remote) for item in order.items)
+            head = m.StepHead(1, 0.0, meets) if order.opens else None
+            return m.Work(order.step, order.uid, order.attempt, items, head, tuple(order.gone))
+        case SendGo():
+            return m.Go(order.step, tuple(order.items), tuple(order.gone))
+        case SendRecall():
+            return m.Recall(order.step, order.attempt, order.items, order.idle)
+        case SendSeal():
+            ranks = tuple(one.number for one in order.seal.ranks)
+            return m.Seal(order.seal.step, order.seal.number, ranks, m.Sizes(0, 0, 0, 0), gone=tuple(order.seal.gone))
+        case SendRewind():
+            return m.Rewind(order.step, order.attempt)
+        case SendDrop():
+            return m.Drop(order.step, order.met)
+        case _:
+            return m.Notify(end=True)

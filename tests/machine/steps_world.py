@@ -20,7 +20,7 @@ from steps_planner import Planner
 from steps_process import Act, Meeting, Place, Process
 from steps_random_faults import faults_of, give_up
 
-from stream_balancer.client.held import Part, Work
+from stream_balancer.client.held import HeldWork, Part
 from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.orders import Ack, Mask, RankAck, Replan, SendGo, SendRewind, SendSeal, SendWork
 from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId, StepSeal
@@ -242,7 +242,7 @@ class World:
         if number > self.checkpoint[1]:
             self.checkpoint = dict(weights), number
 
-    def partners(self, process: Process, work: Work) -> list[Process]:
+    def partners(self, process: Process, work: HeldWork) -> list[Process]:
         """All who compute the item in one collective, once all have reached it."""
         group, part = work.item.group, process.part
         if group is None or not process.is_trainer:

@@ -6,7 +6,8 @@ from steps_play import Play, held, items_of
 
 from stream_balancer.client.held import Held
 from stream_balancer.core.steps.orders import SendWork
-from stream_balancer.core.steps.state import Item, Piece, RankId, StepSeal
+from stream_balancer.core.steps.state import RankId, StepSeal
+from stream_balancer.net import messages as m
 
 
 def test_a_rank_that_dies_after_one_of_its_items() -> None:
@@ -214,14 +215,12 @@ def test_a_fenced_rank_is_no_member_before_it_comes_again() -> None:
 
 
 def test_a_second_answer_to_a_fetch_is_ignored() -> None:
-    one = RankId("", 0)
-    process = Held(one)
-    item = Item(0, one, (Piece("r0"),), remote=True)
-    process.take(SendWork(one, 0, 0, 0, 1, (item,), frozenset(), opens=True))
-    process.fetched(0, 7, 0, ["r0"])  # of another plan
-    process.fetched(0, 0, 0, [])
-    process.fetched(0, 0, 0, ["r0"])
-    assert process.out == [("fetched", 0, 1, (0,), frozenset())]
+    process = Held(meets=True)
+    process.take(m.Work(0, 0, 1, (m.WorkItem(0, remote=True),), m.StepHead(1, 0.0, True)))
+    process.fetched(0, 7, 0, {"r0": "lost"})  # of another plan
+    process.fetched(0, 0, 0, {})
+    process.fetched(0, 0, 0, {"r0": "lost"})
+    assert process.out == [("fetched", 0, 1, (0,), {})]
 
 
 def test_another_plan_of_a_number_is_told_apart_though_it_is_made_later() -> None:
