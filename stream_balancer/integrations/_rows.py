@@ -125,25 +125,23 @@ class Together(NamedTuple):
     lengths: list[int]
 
 
-def together(rollouts: Sequence[sb.Rollout], *, some_tensors: bool = False) -> Together:
-    """Raises ValueError if there are no rollouts, or if not all have the same columns, scalars and tensors.
-    ``some_tensors``: None stands where a rollout has not a tensor that another has."""
+def together(rollouts: Sequence[sb.Rollout]) -> Together:
+    """Raises ValueError if there are no rollouts, or if not all have the same columns, scalars and tensors."""
     if not rollouts:
         raise ValueError("there is no rollout to make rows of")
     first = rollouts[0]
     for rollout in rollouts:
         for field in ("tokens", "scalars", "tensors"):
             ours, theirs = sorted(getattr(first, field)), sorted(getattr(rollout, field))
-            if ours != theirs and not (some_tensors and field == "tensors"):
+            if ours != theirs:
                 raise ValueError(
                     f"rollouts {first.rollout_id!r} and {rollout.rollout_id!r} differ in their {field}: {ours} "
                     f"and {theirs}"
                 )
-    names = dict.fromkeys(name for rollout in rollouts for name in rollout.tensors)
     return Together(
         tokens={name: [rollout.tokens[name] for rollout in rollouts] for name in first.tokens},
         scalars={name: [rollout.scalars[name] for rollout in rollouts] for name in first.scalars},
-        tensors={name: [rollout.tensors.get(name) for rollout in rollouts] for name in names},
+        tensors={name: [rollout.tensors[name] for rollout in rollouts] for name in first.tensors},
         lengths=[rollout.num_tokens for rollout in rollouts],
     )
 

@@ -1,4 +1,4 @@
-"""NeMo-RL: a sampler for its single controller, and its BatchedDataDict in and out of rollouts.
+"""NeMo-RL: a sampler for its single controller.
 
 ::
 
@@ -11,37 +11,23 @@
         max_staleness_versions: 2
         window_groups: 48
 
-    for rollout in rollouts_from(train_data, group_size=16, version=3):
-        await balancer.put(rollout)
-    ...
-    data = batch_from(rank_batch)           # a rank's BatchedDataDict, with its micro-batches set
-
 The sampler chooses, from the prompt groups that are ready, those that balance over the ranks; NeMo-RL deals them out.
-With the rollouts in a balancer the plan is all ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
 import numpy as np
-import torch
-from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer.integrations import _rows
 from stream_balancer.integrations._plans import choose_groups
-from stream_balancer.integrations._rows import Version
 
-__all__ = ["BalancedSampler", "batch_from", "rollouts_from"]
+__all__ = ["BalancedSampler"]
 
 _GATE_POLL_S = 0.005  # NeMo-RL offers a version to read, and nothing to wait for
-
-
-# --- the sampler ------------------------------------------------------------------------------------------------------
 
 
 class BalancedSampler:
@@ -67,13 +53,11 @@ class BalancedSampler:
         from whatever is ready once NeMo-RL's own minimum is. More than ``max_staleness_versions`` steps' groups leave
         less to choose: the oldest must go. ``cost``: as ``BalancerConfig`` takes it, in text too."""
         window = 1 if window_groups is None else window_groups
-        for name, value, least in [
-            ("dp_size", dp_size, 1),
-            ("max_staleness_versions", max_staleness_versions, 0),
-            ("window_groups", window, 1),
-        ]:
-            if value < least:
-                raise ValueError(f"{name} must be >= {least}, not {value}")
+        if dp_size < 1 or max_staleness_versions < 0 or window < 1:
+            raise ValueError(
+                f"dp_size ({dp_size}) and window_groups ({window_groups}) must be >= 1, and max_staleness_versions "
+                f"({max_staleness_versions}) >= 0"
+            )
         self._cost: Any = sb.BalancerConfig(dp_size=dp_size, batch_size=dp_size, cost=cost).cost
         self._buffer = buffer
         self._dp_size = dp_size
@@ -162,103 +146,3 @@ class BalancedSampler:
             max_skips=self._lookahead,
             step=self._selections,
         )
-
-
-# --- BatchedDataDict in -----------------------------------------------------------------------------------------------
-
-
-def rollouts_from(
-    batch: Mapping[str, Any],
-    *,
-    group_size: int | None = None,
-    group_ids: Sequence[str] | None = None,
-    version: Version | None = None,
-) -> list[sb.Rollout]:
-    """Rollouts, one per row, of NeMo-RL's train data: ``input_ids [B, S]`` right-padded, ``input_lengths [B]``.
-
-    Other ``[B, S, ...]`` become columns; ``token_mask`` where ``sample_mask`` is not zero is also ``loss_mask``.
-    Float32 ``[B]`` become scalars; PackedTensors and other tensors ``tensors``; lists metadata. ``group_size``: so many
-    neighbours are siblings; or give each row's ``group_ids``.
-
-    Raises ValueError for a PackedTensor that deduplicates.
-    """
-    rows = _rows.Rows([slice(0, length) for length in batch["input_lengths"].tolist()], batch["input_ids"].shape[1])
-    for key, value in batch.items():
-        if key == "input_lengths":
-            continue
-        if isinstance(value, Tensor):
-            rows.tensor(key, value)
-        elif not hasattr(value, "dim_to_pack"):
-            rows.add("metadata", key, value)
-        elif getattr(value, "deduplication_enabled", False):
-            raise ValueError(
-                f"the PackedTensor {key!r} has segments common to several rows; turn its deduplication off"
-            )
-        else:
-            for fields, tensor in zip(rows.fields, value.tensors, strict=True):
-                fields["tensors"] |= {} if tensor is None else {f"packed.{value.dim_to_pack}.{key}": tensor}
-    for fields in rows.fields:
-        if "token_mask" in fields["tokens"]:
-            mask = fields["tokens"]["token_mask"] != 0
-            fields["tokens"]["loss_mask"] = mask & (fields["scalars"].get("sample_mask", 1.0) != 0)
-    return rows.rollouts(group_ids=group_ids, group_size=group_size, version=version)
-
-
-# --- BatchedDataDict out ----------------------------------------------------------------------------------------------
-
-
-def batch_from(
-    share: Any,
-    *,
-    pad_values: Mapping[str, float] | None = None,
-    multiple_of: int = 1,
-    micro_batches: str = "packed",
-) -> Any:
-    """A rank batch as NeMo-RL's BatchedDataDict, right-padded to a ``multiple_of`` tokens with ``pad_values`` (0
-    where they say nothing), and its micro-batches as the iterators ``make_microbatch_iterator_...`` take them:
-    ``"packed"`` for sequence packing, ``"padded"`` for dynamic batching.
-
-    A padding copy has ``sample_mask`` 0. ``input_lengths`` is int64. Needs nemo_rl.
-    """
-    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-
-    if micro_batches not in ("packed", "padded"):
-        raise ValueError(f"micro_batches must be 'packed' or 'padded', not {micro_batches!r}")
-    data = BatchedDataDict(_entries(_rows.unshared(share.rollouts), pad_values or {}, multiple_of))
-    ends = list(accumulate((len(mb.lengths) for mb in share.micro_batches), initial=0))
-    data.micro_batch_indices = [[[start, end] for start, end in pairwise(ends)]]
-    size = sum if micro_batches == "packed" else max
-    data.micro_batch_lengths = [[size(_up(n, multiple_of) for n in mb.lengths) for mb in share.micro_batches]]
-    data.elem_counts_per_gb = [ends[-1]]
-    return data
-
-
-def _up(length: int, multiple_of: int) -> int:
-    return -(-length // multiple_of) * multiple_of
-
-
-def _entries(rollouts: list[sb.Rollout], pad_values: Mapping[str, float], multiple_of: int) -> dict[str, Any]:
-    taken = _rows.together(rollouts, some_tensors=True)
-    width = _up(max(taken.lengths), multiple_of)
-    entries: dict[str, Any] = {
-        name: _rows.padded(columns, width, "right", pad_values.get(name, 0))
-        for name, columns in taken.tokens.items()
-        if name != "loss_mask" or "token_mask" not in taken.tokens
-    }
-    entries["input_lengths"] = torch.tensor(taken.lengths)
-    entries |= _rows.float32(taken.scalars)
-    weights = torch.tensor([0.0 if rollout.is_padding else 1.0 for rollout in rollouts])
-    entries["sample_mask"] = entries.get("sample_mask", torch.ones_like(weights)) * weights
-    for name, tensors in taken.tensors.items():
-        if name.startswith("packed."):
-            _, dim, key = name.split(".", 2)
-            entries[key] = _packed(tensors, int(dim))
-        else:
-            entries[name] = _rows.stacked(tensors)
-    return entries | {name: [rollout.metadata[name] for rollout in rollouts] for name in rollouts[0].metadata}
-
-
-def _packed(tensors: list[Tensor | None], dim: int) -> Any:
-    from nemo_rl.data.multimodal_utils import PackedTensor
-
-    return PackedTensor(tensors, dim_to_pack=dim)

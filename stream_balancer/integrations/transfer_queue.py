@@ -79,14 +79,13 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where TransferQueue
         counts: Literal["equal", "free"] = "free",
         max_tokens_per_micro_batch: int | None = None,
         length_key: str = "total_lengths",
-        length_field: str | None = None,
         cost: str | sb.cost.CostModel = "tokens",
     ) -> None:
         """``window``: rows to wait for, in steps of ``batch_size * dp_size``. ``deadline_s``: a step goes, smaller if
         it must, once a row has waited for so long (looked at when a rank asks). ``group_key``: the tag that names a
         row's group, of ``group_size`` rows that leave in one step. ``counts``: "equal" rows on every rank.
-        ``length_key``: the tag with a row's tokens; a row that has none yet waits. ``length_field``: take the length
-        of this jagged field instead. ``cost``: as ``BalancerConfig`` takes it.
+        ``length_key``: the tag with a row's tokens; a row that has none yet waits. ``cost``: as ``BalancerConfig``
+        takes it.
         """
         super().__init__()
         if dp_size < 1 or window < 1 or max_skips < 0:
@@ -96,7 +95,7 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where TransferQueue
         self.dp_size, self.window, self.deadline_s, self.max_skips = dp_size, window, deadline_s, max_skips
         self.group_key, self.group_size = group_key, group_size
         self.counts, self.cap = counts, max_tokens_per_micro_batch
-        self.length_key, self.length_field = length_key, length_field
+        self.length_key = length_key
         self._cost: Any = sb.BalancerConfig(dp_size=dp_size, batch_size=dp_size, cost=cost).cost
         self._pools: dict[tuple[str, str], _Pool] = {}
 
@@ -193,13 +192,8 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where TransferQueue
 
     def _lengths(self, partition: Any, rows: list[int]) -> dict[int, int]:
         """Tokens of the rows whose length is known: a put announces a row before its tag is there."""
-        if self.length_field is None:
-            tags = partition.get_custom_meta(rows)
-            found = {row: tags.get(row, {}).get(self.length_key) for row in rows}
-        else:
-            schema = partition.get_field_schema([self.length_field], rows)[self.length_field] if rows else {}
-            shapes = schema.get("per_sample_shapes") or [schema.get("shape")] * len(rows)
-            found = {row: shape and shape[0] for row, shape in zip(rows, shapes, strict=True)}
+        tags = partition.get_custom_meta(rows)
+        found = {row: tags.get(row, {}).get(self.length_key) for row in rows}
         return {row: max(int(length), 1) for row, length in found.items() if length is not None}
 
     def _whole_groups(self, partition: Any, rows: list[int], *, end: bool) -> tuple[list[int], Any]:

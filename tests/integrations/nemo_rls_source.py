@@ -1,7 +1,7 @@
 """test_nemo_rl.py on NeMo-RL's own classes: ``python tests/integrations/nemo_rls_source.py PATH_OF_A_CHECKOUT``.
 
 PyPI's nemo-rl is a placeholder, so `make test-integrations` runs those tests on stand-ins. Here the sampler's protocol
-and factory, KVBatchMeta, BatchedDataDict and PackedTensor are the real ones; what stands beside them and what needs a
+and factory and KVBatchMeta are the real ones; what stands beside them and what needs a
 GPU (two packages' ``__init__``, the replay buffer, NVML) is left out.
 """
 

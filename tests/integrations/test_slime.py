@@ -1,5 +1,5 @@
-"""slime's schedule and its dict of lists, miles' schedule. They are in no registry: these run on slime's formats as its
-source has them, and on the schedules' pinned files with their own tests."""
+"""slime's and miles' schedules. They are in no registry: these run on the schedules' pinned files with their own
+tests."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import their_own_tests
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import rank_batch
 
 import stream_balancer as sb
 from stream_balancer.integrations import slime
-from stream_balancer.integrations.slime import build_dp_schedule, rank_data_from, rollouts_from
-
-# --- the schedule -----------------------------------------------------------------------------------------------------
+from stream_balancer.integrations.slime import build_dp_schedule
 
 
 def args_of(**changes: Any) -> SimpleNamespace:
@@ -174,102 +170,3 @@ def test_ranks_wait_less_than_with_miles_schedule_and_no_cap_is_exceeded(miles: 
     put_back()
     assert ours[0] < theirs[0] / 10
     assert ours[1:] == (0, theirs[2])
-
-
-# --- train data -------------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def train_data(draw: Any) -> dict[str, Any]:
-    """What slime's ``_convert_samples_to_train_data`` makes of one group."""
-    lengths = draw(st.lists(st.integers(2, 9), min_size=1, max_size=5))
-    responses = [draw(st.integers(1, length - 1)) for length in lengths]
-    rollout_ids = [draw(st.integers(0, 2)) for _ in lengths]
-    masks = [[draw(st.integers(0, 1)) for _ in range(response)] for response in responses]
-    sums = [sum(sum(m) for m, r in zip(masks, rollout_ids, strict=True) if r == mine) for mine in rollout_ids]
-    data: dict[str, Any] = {
-        "tokens": [[draw(st.integers(0, 99)) for _ in range(length)] for length in lengths],
-        "response_lengths": responses,
-        "rewards": [draw(st.floats(-2, 2)) for _ in lengths],
-        "raw_reward": [draw(st.floats(-2, 2)) for _ in lengths],
-        "truncated": [draw(st.integers(0, 1)) for _ in lengths],
-        "sample_indices": [draw(st.integers(0, 99)) for _ in lengths],
-        "rollout_ids": rollout_ids,
-        "loss_masks": masks,
-        "rollout_mask_sums": sums,
-        "source_names": ["math"] * len(lengths),
-    }
-    if draw(st.booleans()):
-        data["rollout_log_probs"] = [[-0.5 * i for i in range(response)] for response in responses]
-        data["teacher_log_probs"] = [[-0.25 * i for i in range(response)] for response in responses]
-    if draw(st.booleans()):
-        data["rollout_routed_experts"] = [torch.randint(0, 9, (length - 1, 2, 2)) for length in lengths]
-        data["rollout_top_p_token_ids"] = [list(range(response * 2)) for response in responses]
-        data["rollout_top_p_token_offsets"] = [list(range(0, response * 2 + 1, 2)) for response in responses]
-        data["multimodal_train_inputs"] = [{"pixel_values": torch.rand(length, 3).half()} for length in lengths]
-    return data
-
-
-def batch_of(shares: list[list[list[sb.Rollout]]]) -> sb.Batch:
-    ranks = tuple(rank_batch(*share, rank=rank, dp_size=len(shares)) for rank, share in enumerate(shares))
-    return sb.Batch(
-        step=0, reason="drain", ranks=ranks, num_rollouts=1, num_tokens=1, loads=(1.0,), finish=1.0, lower_bound=1.0
-    )
-
-
-DTYPES = {"tokens": torch.int64, "loss_masks": torch.int32, "rollout_log_probs": torch.float32}
-DTYPES |= {"teacher_log_probs": torch.float32, "rollout_top_p_token_ids": torch.int32}
-DTYPES |= {"rollout_top_p_token_offsets": torch.int32}
-
-
-@given(train_data())
-def test_every_list_survives(data: dict[str, Any]) -> None:
-    made = rollouts_from(data, group_id="g", version=3)
-    assert {(r.group_id, r.version) for r in made} == {("g", 3)}
-    assert [r.num_loss_tokens for r in made] == [sum(mask) for mask in data["loss_masks"]]
-    (one,) = rank_data_from(batch_of([[made]]))
-    numbers = {rollout: number for number, rollout in enumerate(dict.fromkeys(data["rollout_ids"]))}
-    assert one.keys() - data.keys() == {
-        *("partition", "total_lengths", "global_batch_sizes", "num_microbatches", "micro_batch_indices")
-    }
-    for key, values in data.items():
-        if key == "rollout_ids":
-            assert one[key] == [numbers[rollout] for rollout in values]
-        elif key == "rollout_mask_sums":
-            assert one[key].dtype is torch.float32
-            assert one[key].tolist() == values
-        elif key in DTYPES:
-            assert all(mine.dtype is DTYPES[key] for mine in one[key])
-            assert [mine.tolist() for mine in one[key]] == [torch.as_tensor(v).tolist() for v in values]
-        elif key == "rollout_routed_experts":
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(one[key], values, strict=True))
-        elif key == "multimodal_train_inputs":
-            for mine, theirs in zip(one[key], values, strict=True):
-                assert mine.keys() == theirs.keys()
-                assert torch.equal(mine["pixel_values"], theirs["pixel_values"])
-        else:
-            assert one[key] == values, key
-    assert one["total_lengths"] == [len(tokens) for tokens in data["tokens"]]
-
-
-def group(name: str, lengths: list[int]) -> list[sb.Rollout]:
-    ones: dict[str, Any] = {"tokens": [[7] * n for n in lengths], "response_lengths": [n - 1 for n in lengths]}
-    ones |= {"loss_masks": [[1] * (n - 1) for n in lengths], "rewards": [0.5] * len(lengths)}
-    ones |= {"raw_reward": [float(n) for n in lengths], "truncated": [0] * len(lengths)}
-    ones |= {"rollout_ids": list(range(len(lengths))), "rollout_mask_sums": [n - 1 for n in lengths]}
-    return rollouts_from(ones, group_id=name)
-
-
-def test_ranks_get_their_own_and_the_whole_steps_rewards_and_lengths() -> None:
-    a, b = group("a", [3, 5]), group("b", [4, 2])
-    zero, one = rank_data_from(batch_of([[[a[1]], [b[1], a[0]]], [[b[0]], [b[0].padding_copy("p")]]]))
-    assert (zero["partition"], one["partition"]) == ([0, 1, 2], [3, 4])
-    assert zero["micro_batch_indices"] == [[0], [1, 2]]
-    assert one["micro_batch_indices"] == [[0], [1]]
-    assert zero["num_microbatches"] == one["num_microbatches"] == [2]
-    assert zero["global_batch_sizes"] == [4]  # distinct rollouts: the padding copy counts in none
-    assert zero["total_lengths"] == one["total_lengths"] == [5, 2, 3, 4, 2]  # a prompt and a response of one token
-    assert zero["raw_reward"] == one["raw_reward"] == [5.0, 2.0, 3.0, 4.0, 4.0]
-    assert (zero["rollout_ids"], one["rollout_ids"]) == ([0, 1, 2], [3, 3])
-    assert [mask.tolist() for mask in one["loss_masks"]] == [[1, 1, 1], [0]]
-    assert one["response_lengths"] == [3, 1]

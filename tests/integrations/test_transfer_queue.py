@@ -30,9 +30,6 @@ class Partition:
     def set_custom_meta(self, tags: dict[int, dict[str, Any]]) -> None:
         self.tags |= tags
 
-    def get_field_schema(self, names: list[str], rows: list[int]) -> dict[str, Any]:
-        return {names[0]: {"per_sample_shapes": [(self.tags[row]["total_lengths"],) for row in rows]}}
-
 
 LENGTHS = dict(enumerate([900, 100, 200, 300, 200, 100, 800, 200]))
 
@@ -52,15 +49,13 @@ def test_outliers_wait_for_company_and_ranks_finish_together() -> None:
     assert {sum(LENGTHS[row] for row in share) for share in shares} == {400}
 
 
-@pytest.mark.parametrize("length_field", [None, "input_ids"])
-def test_a_window_is_waited_for_and_a_row_without_its_length_is_not_in_it(length_field: str | None) -> None:
-    sampler, partition = BalancedSelection(2, length_field=length_field), Partition(LENGTHS)
+def test_a_window_is_waited_for_and_a_row_without_its_length_is_not_in_it() -> None:
+    sampler, partition = BalancedSelection(2), Partition(LENGTHS)
     late = partition.ready.pop()
     assert ask(sampler, partition, 0, 0) == []
     partition.ready.append(late)
     tag = partition.tags.pop(late)
-    if length_field is None:
-        assert ask(sampler, partition, 0, 0) == []
+    assert ask(sampler, partition, 0, 0) == []
     partition.tags[late] = tag
     assert ask(sampler, partition, 0, 0)
 
