@@ -15,7 +15,7 @@ import msgspec
 
 from stream_balancer.core.diagnosis import RankState
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.state import TRAIN, HeldStep, RankId
+from stream_balancer.core.steps.state import TRAIN, HeldStep, Rank, RankId
 from stream_balancer.errors import RankLostError, WireError, rank_name, refused_error
 from stream_balancer.host.records import Came
 from stream_balancer.net.errors import Ended
@@ -61,16 +61,15 @@ _decoder = msgspec.msgpack.Decoder(About)
 class Member:
     """A rank of the trainer, or of a role."""
 
-    def __init__(self, one: RankId) -> None:
-        self.id = one
-        self.name = rank_name(one.number, one.role)
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        """What the ledger knows of it."""
+        self.id = rank.id
+        self.name = rank_name(rank.id.number, rank.id.role)
         """Name for people."""
         self.peers: dict[int, Peer] = {}
         """Connected processes of the rank, by seat."""
-        self.seats = 1
-        self.incarnation = -1
         self.max_bytes = 2**40
-        self.next_step: int | None = None
         self.last_step: int | None = None
         """The last step that was sent to it."""
         self.sessions: set[bytes] = set()
@@ -104,8 +103,8 @@ class Member:
         step = self.last_step if step is None else step
         doing = "nothing had been sent to it" if step is None else f"the last step sent to it was {step}"
         text = text or (
-            f"{self.name} (incarnation {self.incarnation}) was lost: {cause}; {doing}. What it has not acknowledged is "
-            "still held. Restart the rank under a new incarnation, or give serve() a rejoin_timeout_s"
+            f"{self.name} (incarnation {self.rank.incarnation}) was lost: {cause}; {doing}. What it has not "
+            "acknowledged is still held. Restart the rank under a new incarnation, or give serve() a rejoin_timeout_s"
         )
         return RankLostError(text, rank=self.id.number, step=step, cause=cause)
 
@@ -140,11 +139,16 @@ class Ranks:
     def _restore(self, came: Came) -> None:
         one = RankId(came.role, came.rank)
         self._ledger.restore_rank(one, came.incarnation, fenced=came.is_fenced)
-        member = self.members[one] = Member(one)
-        member.incarnation, member.ended, member.left = came.incarnation, came.is_ended, came.is_ended
+        member = self._member(one)
+        member.ended = member.left = came.is_ended
         member.fenced.update(came.sessions)
 
     def __getitem__(self, one: RankId) -> Member:
+        return self.members[one]
+
+    def _member(self, one: RankId) -> Member:
+        if one not in self.members:
+            self.members[one] = Member(self._ledger.rank(one))
         return self.members[one]
 
     @property
@@ -154,7 +158,7 @@ class Ranks:
 
     def _want(self, role: str, numbers: set[int]) -> None:
         for number in numbers:
-            self.members.setdefault(RankId(role, number), Member(RankId(role, number)))
+            self._member(RankId(role, number))
         self._ledger.resized(role, numbers)
 
     # more ranks, or fewer
@@ -174,7 +178,7 @@ class Ranks:
     def expect(self, ranks: Iterable[RankId]) -> None:
         """Ranks that were in before this process began: they come back in time, or are given up as any lost rank is."""
         for one in ranks:
-            member = self.members.setdefault(one, Member(one))
+            member = self._member(one)
             if not member.peers:
                 member.give_up_at = anyio.current_time() + max(self._rejoin_timeout_s, _DIAL_S)
 
@@ -231,19 +235,19 @@ class Ranks:
         self._came[join.session] = msgspec.structs.replace(about, incarnation=incarnation)
 
     def _check_free(self, member: Member, about: About, session: bytes) -> None:
-        there = member.peers.get(about.seat)
+        there, seats, incarnation = member.peers.get(about.seat), member.rank.seats, member.rank.incarnation
         # the same session again is the same process, whose connection broke
-        is_other = there is not None and there.session != session and member.incarnation == about.incarnation
-        if is_other or member.incarnation > about.incarnation:
+        is_other = there is not None and there.session != session and incarnation == about.incarnation
+        if is_other or incarnation > about.incarnation:
             raise refused_error(
                 "busy",
-                f"{member.name} is already connected (incarnation {member.incarnation}). One RankFeed per rank: "
+                f"{member.name} is already connected (incarnation {incarnation}). One RankFeed per rank: "
                 "close the other one first, or start the rank again under a higher incarnation",
             )
-        if about.seat >= about.seats or (member.incarnation == about.incarnation and member.seats != about.seats):
+        if about.seat >= about.seats or (incarnation == about.incarnation and seats != about.seats):
             raise refused_error(
                 "value",
-                f"{member.name} has {member.seats} processes, and one joins as number {about.seat} of {about.seats}. "
+                f"{member.name} has {seats} processes, and one joins as number {about.seat} of {about.seats}. "
                 "Open the feeds of a rank over one mesh",
             )
 
@@ -264,9 +268,9 @@ class Ranks:
         if about.goes_on or self._ledger.meets:
             return
         others = {
-            one.number: member.next_step
+            one.number: member.rank.furthest
             for one, member in self.members.items()
-            if not one.role and one.number != about.rank and member.peers and member.next_step is not None
+            if not one.role and one.number != about.rank and member.peers and member.rank.weights_of
         }
         # another rank may be through with the step that it has begun, and not have said so yet
         if any(has != there and not (has == there + 1 and there in self._ledger.steps) for there in others.values()):
@@ -276,22 +280,21 @@ class Ranks:
         """A process that was admitted is here. What it has, the ledger is told. -> its rank, and its seat."""
         about = self._came.pop(peer.session)
         one = about.id
-        member = self.members.setdefault(one, Member(one))
+        member = self._member(one)
         member.sessions.add(peer.session)
         # all its processes start again together: what older ones still send does not count
-        if about.incarnation > member.incarnation:
+        if about.incarnation > member.rank.incarnation:
             for old in member.peers.values():
                 forget(old)
                 old.close(f"superseded by incarnation {about.incarnation}")
             member.peers.clear()
             member.last_step = None
         member.peers[about.seat] = peer
-        member.incarnation, member.seats, member.max_bytes = about.incarnation, about.seats, about.max_batch_bytes
-        member.next_step = about.next_step
+        member.max_bytes = about.max_batch_bytes
         member.left = member.ended = False
         member.since = anyio.current_time()
         # one process that is back is not its rank: the clock runs until all are
-        if len(member.peers) == member.seats:
+        if len(member.peers) == about.seats:
             member.error, member.give_up_at = None, math.inf
         peer.keep_s, peer.name = _KEEP_S, member.name
         # who comes to a place that a lost rank has left takes part from the next plan on
@@ -363,7 +366,7 @@ class Ranks:
                 rank=one.number,
                 ready=self._ledger.room(one) > 0,
                 since_s=now - member.since,
-                connected=len(member.peers) == member.seats,
+                connected=len(member.peers) == member.rank.seats,
                 lost=None if member.error is None else member.error.cause,
                 queue=len(steps_of(one)),
                 step=next(iter(steps_of(one)), None),

@@ -103,8 +103,6 @@ class Acked(msgspec.Struct, array_like=True, tag="acked", frozen=True):
     """Rollouts that are masked on all ranks."""
     planned_for: list[int] = []
     """Trainer's ranks of the plan; empty where they are those from 0 on."""
-    rows: list[list[int]] = []
-    """``[row][rank]`` micro-batches, of a step that was open; empty where it was planned as a whole."""
     lost: list[int] = []
     """Ranks of the plan that were given up: others have their work."""
 

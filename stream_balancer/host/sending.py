@@ -27,7 +27,7 @@ from stream_balancer.core.steps.orders import (
     SendSeal,
     SendWork,
 )
-from stream_balancer.core.steps.state import Item, RankId
+from stream_balancer.core.steps.state import RankId
 from stream_balancer.errors import refused_error
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.columns import Columns
@@ -56,6 +56,10 @@ class InFlight:
     ranks: Ranks
     columns: Columns
     handed: Handed
+    lockstep: bool
+    """Ranks meet at every micro-batch, and others may take over what a lost one owes."""
+    speeds: Mapping[int, float]
+    """By the rank's number; none, if they were not given."""
     plans: dict[int, Plan] = field(default_factory=dict)
     """By step."""
 
@@ -63,12 +67,10 @@ class InFlight:
 class Sender:
     """Carries out orders, in the event loop."""
 
-    def __init__(self, here: InFlight, *, lockstep: bool, speeds: Mapping[int, float]) -> None:
-        """``lockstep``: ranks meet at every micro-batch.
-        ``speeds``: by the rank's number; none, if they were not given."""
-        self._here, self._lockstep, self._speeds = here, lockstep, speeds
+    def __init__(self, here: InFlight) -> None:
+        self._here = here
         self._encoded: dict[tuple[int, tuple[int, ...]], Encoded] = {}
-        self._behind_disk: list[tuple[SendSeal | SendEnd, Peer, Message]] = []
+        self._behind_disk: list[tuple[Any, Message]] = []
         self._slow: tuple[int, int] | None = None  # rank and step of the straggler that was logged
 
     async def carry_out(self, orders: Iterable[Order]) -> None:
@@ -79,11 +81,12 @@ class Sender:
         self._encoded.clear()
         behind, self._behind_disk = self._behind_disk, []
         if behind:
+            links = {order: self._peer(order) for order, _ in behind}
             await self._here.handed.flush()
-        for order, peer, message in behind:
-            # it may be another process by now, to which the ledger gives orders of its own
-            if self._here.ranks[order.rank].peers.get(order.seat) is peer:
-                peer.send(message)
+            for order, message in behind:
+                # it may be another process by now, to which the ledger gives orders of its own
+                if self._peer(order) is links[order]:
+                    self._tell(order, message)
 
     def _carry_out(self, order: Order) -> None:
         match order:
@@ -118,13 +121,11 @@ class Sender:
             case Ack():
                 self._ack(order)
 
-    def _tell_behind_disk(self, order: SendSeal | SendEnd, message: Message) -> None:
-        peer = self._here.ranks[order.rank].peers.get(order.seat)
-        if peer is not None:
-            self._behind_disk.append((order, peer, message))
+    def _peer(self, order: Any) -> Peer | None:
+        return self._here.ranks[order.rank].peers.get(order.seat)
 
     def _tell(self, order: Any, message: Message, payload: Payload = NOTHING) -> None:
-        peer = self._here.ranks[order.rank].peers.get(order.seat)
+        peer = self._peer(order)
         if peer is not None:
             peer.send(message, payload)
 
@@ -132,7 +133,7 @@ class Sender:
 
     def _send(self, order: SendWork) -> None:
         plan, member = self._here.plans[order.step], self._here.ranks[order.rank]
-        encoded = self._encode(order.step, order.items, member.max_bytes)
+        encoded = self._encode(order, member.max_bytes)
         work = Work(
             step=order.step,
             uid=order.uid,
@@ -149,27 +150,28 @@ class Sender:
         if order.items:
             plan.begun_at.setdefault(order.rank, anyio.current_time())
 
-    def _encode(self, step: int, items: tuple[Item, ...], max_bytes: int) -> Encoded:
+    def _encode(self, order: SendWork, max_bytes: int) -> Encoded:
         """The same for all processes of a rank. Copies no token."""
-        if not items:
+        if not order.items:
             return Encoded(Work.__struct_defaults__[3], NOTHING)
-        key = step, tuple(item.id for item in items)
+        key = order.step, tuple(item.id for item in order.items)
         encoded = self._encoded.get(key)
         # all seats of a rank get the same bytes, and ranks that share items the same items
         if encoded is None:
-            columns = self._here.columns
+            joined = self._here.columns.joined
             # a role is sent what the balancer has; the trainer gets what roles have added
-            its = [item.payload if item.role else columns.joined(step, item.payload) for item in items]
+            its = [item.payload if item.role else joined(order.step, item.payload) for item in order.items]
             encoded = self._encoded[key] = encode(its, max_bytes=max_bytes)
         return encoded
 
     def _head(self, plan: Plan, one: RankId) -> StepHead:
-        place, rank_batch = plan.place_of(one), plan.rank_batch(one)
+        place = plan.place_of(one)
+        planned = None if place is None else plan.batches[0].ranks[place]
         return StepHead(
             dp_size=len(plan.ranks),
-            load=0.0 if rank_batch is None else rank_batch.load,
+            load=0.0 if planned is None else planned.load,
             meets=self._here.ledger.meets and not one.role,
-            mini_batches=() if rank_batch is None else tuple(MiniBatchHead(*it) for it in rank_batch.mini_batch_sizes),
+            mini_batches=() if planned is None else tuple(MiniBatchHead(*it) for it in planned.mini_batch_sizes),
             rank=None if place == one.number else place,
             # what is masked is known when all are through, so no sizes come before: a loop must not wait for them
             open=not plan.is_complete or (plan.is_remote and self._here.ledger.meets),
@@ -189,7 +191,10 @@ class Sender:
         else:
             message = seal_of(plan, seal.number, [one.number for one in seal.ranks], seal.gone)
         # What is masked must be known to the next controller, if some of the ranks have met by then.
-        (self._tell_behind_disk if seal.gone else self._tell)(order, message)
+        if seal.gone:
+            self._behind_disk.append((order, message))
+        else:
+            self._tell(order, message)
 
     def _drop(self, order: SendDrop) -> None:
         who, step = self._here.ranks[order.rank].name, order.step
@@ -203,7 +208,7 @@ class Sender:
 
     def _turn_away(self, order: Behind | Refuse, cause: str, text: str) -> None:
         member = self._here.ranks[order.rank]
-        peer = member.peers.get(order.seat)
+        peer = self._peer(order)
         if peer is not None:
             forget(peer)
             peer.fail(refused_error("value", text))
@@ -213,16 +218,16 @@ class Sender:
         member = self._here.ranks[order.rank]
         member.ended = True
         # It may be gone for good as soon as it knows: the next controller must not wait for it.
-        self._here.handed.note(Came(*order.rank, member.incarnation, False, sorted(member.fenced), is_ended=True))
-        self._tell_behind_disk(order, Notify(end=True))
+        self._here.handed.note(Came(*order.rank, member.rank.incarnation, False, sorted(member.fenced), is_ended=True))
+        self._behind_disk.append((order, Notify(end=True)))
 
     # to the balancer
 
     def _replan(self, order: Replan) -> None:
         here = self._here
         items = laid_out_anew(
-            here.plans[order.step], order, here.ledger, here.balancer.parts.core.state, self._speeds,
-            lockstep=self._lockstep,
+            here.plans[order.step], order, here.ledger, here.balancer.parts.core.state, here.speeds,
+            lockstep=here.lockstep,
         )  # fmt: skip
         here.ledger.replanned(order.step, [item.id for item in order.items], items)
 

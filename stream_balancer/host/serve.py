@@ -28,27 +28,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import anyio
 
 from stream_balancer.config import BalancerConfig
+from stream_balancer.core.diagnosis import why_ranks_wait
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.state import TRAIN, RankId
-from stream_balancer.errors import RankLostError
+from stream_balancer.core.steps.state import TRAIN, Item, RankId
+from stream_balancer.errors import ConfigError, RankLostError
 from stream_balancer.host.balancer import StreamBalancer
+from stream_balancer.host.batches import Batches
 from stream_balancer.host.columns import Columns, check_roles
-from stream_balancer.host.options import Care, check_knobs
 from stream_balancer.host.peers import Peers
-from stream_balancer.host.plans import Plan, cut_again, items_of, uid_of
+from stream_balancer.host.plans import Plan, items_of, uid_of
 from stream_balancer.host.ranks import Member, Ranks
 from stream_balancer.host.records import Came
 from stream_balancer.host.sending import InFlight, Sender
-from stream_balancer.host.stalls import why_stalled
 from stream_balancer.host.transport import TorchTransport, Transport, service_of
 from stream_balancer.host.wakeups import StallReporter
 from stream_balancer.net.listener import split_address
@@ -115,42 +116,51 @@ async def serve(
     if on_rank_loss not in ("raise", "replan"):
         raise ValueError(f"on_rank_loss must be 'raise' or 'replan', not {on_rank_loss!r}")
     check_roles(roles or {})
-    care = Care(rejoin_timeout_s, on_rank_loss == "replan", move_late, open, report_after_s, roles or {})
-    check_knobs(balancer.config, care)
-    if isinstance(transport, str):
-        host, port = split_address(transport)
-        dp_size = balancer.config.dp_size
-        async with TorchTransport.listen(dp_size=dp_size, host=host, port=port, advertise=host) as listening:
-            await _Server(balancer, listening, care).run()
-    else:
-        if balancer.config.dp_size != transport.dp_size:
+    config = balancer.config
+    if on_rank_loss == "replan":
+        _check_knobs(config, "on_rank_loss='replan'")
+    if move_late:
+        _check_knobs(config, "move_late=True", late=True)
+    async with AsyncExitStack() as stack:
+        if isinstance(transport, str):
+            host, port = split_address(transport)
+            listening = TorchTransport.listen(dp_size=config.dp_size, host=host, port=port, advertise=host)
+            transport = await stack.enter_async_context(listening)
+        elif config.dp_size != transport.dp_size:
             raise ValueError(
                 f"the transport is for dp_size={transport.dp_size} ranks, but the balancer plans for "
-                f"dp_size={balancer.config.dp_size}. Give both the same number of data-parallel ranks; if that has "
-                "changed since the transport was made, call transport.resize() first"
+                f"dp_size={config.dp_size}. Give both the same number of data-parallel ranks; if that has changed "
+                "since the transport was made, call transport.resize() first"
             )
-        await _Server(balancer, transport, care).run()
+        await _Server(
+            balancer, transport, rejoin_timeout_s=rejoin_timeout_s, replan=on_rank_loss == "replan",
+            move_late=move_late, open=open, report_after_s=report_after_s, roles=roles or {},
+        ).run()  # fmt: skip
 
 
 class _Server(Observer):
     """A run of ``serve``."""
 
-    def __init__(self, balancer: StreamBalancer, transport: Transport, care: Care) -> None:
-        self._balancer, self._transport, self._care = balancer, transport, care
+    def __init__(
+        self, balancer: StreamBalancer, transport: Transport, *, rejoin_timeout_s: float, replan: bool,
+        move_late: bool, open: bool, report_after_s: float, roles: Mapping[str, Sequence[str]],
+    ) -> None:  # fmt: skip
+        self._balancer, self._transport = balancer, transport
+        self._replan, self._open = replan, open
         self._core, self._consumer = balancer.parts.core, balancer.parts.consumer
-        self._lockstep = care.replan and balancer.config.sync == "micro_batch"
-        self._shares = care.replan or care.move_late
-        self._speeds = dict(enumerate(balancer.config.speeds or ()))  # by the rank's number
-        self._service = service_of(transport)
         handed = self._consumer.handed
-        ledger = Ledger(meets=self._shares, moves=care.move_late, generation=_new_generation())
+        self._ledger = Ledger(meets=replan or move_late, moves=move_late, generation=_new_generation())
         # ranks may live longer than this run, and than the controller: what is known of them is passed on
         came = [*handed.came.values()]
-        self._ranks = Ranks(ledger, care.roles, transport.dp_size, care.rejoin_timeout_s, self._next_step, came)
-        self._here = InFlight(balancer, ledger, self._ranks, Columns(care.roles), handed)
-        self._sender = Sender(self._here, lockstep=self._lockstep, speeds=self._speeds)
-        self._peers = Peers(self._here, self._service, care.roles, self._wake, self._on_joined)
-        self._reporter = StallReporter(care.report_after_s, partial(why_stalled, self._here), logger)
+        self._ranks = Ranks(self._ledger, roles, transport.dp_size, rejoin_timeout_s, self._next_step, came)
+        self._here = InFlight(
+            balancer, self._ledger, self._ranks, Columns(roles), handed,
+            lockstep=replan and balancer.config.sync == "micro_batch",
+            speeds=dict(enumerate(balancer.config.speeds or ())),
+        )  # fmt: skip
+        self._sender = Sender(self._here)
+        self._peers = Peers(self._here, service_of(transport), self._wake, self._on_joined)
+        self._reporter = StallReporter(report_after_s, self._why_stalled, logger)
         self._facts, self._changes = anyio.Event(), anyio.Event()
         self._failure: Exception | None = None
 
@@ -162,12 +172,11 @@ class _Server(Observer):
         self._balancer.observers.append(self)
         try:
             async with anyio.create_task_group() as tasks:
-                scope = tasks.cancel_scope
                 # nobody sets this event: the reporter waits as long as serve runs
                 tasks.start_soon(self._reporter.wait, anyio.Event())
                 # Planning is no task of its own: its end is the end of the others.
-                await self._or_fail(partial(self._plan, tasks), scope)
-                scope.cancel()
+                await self._or_fail(partial(self._plan, tasks), tasks)
+                tasks.cancel_scope.cancel()
         finally:
             self._consumer.rank_states = None
             self._balancer.observers.remove(self)
@@ -177,171 +186,145 @@ class _Server(Observer):
         if self._failure is not None:
             raise self._failure
 
-    async def _or_fail(self, job: Callable[[], Awaitable[None]], scope: anyio.CancelScope) -> None:
+    async def _or_fail(self, job: Callable[[], Awaitable[None]], tasks: anyio.abc.TaskGroup) -> None:
         """An error of one task ends all, and is raised by ``serve`` as it is, not in a group."""
         try:
             await job()
         except Exception as error:  # noqa: BLE001 - raised by run()
             self._failure = self._failure or error
-            scope.cancel()
+            tasks.cancel_scope.cancel()
 
     # -- the plan ------------------------------------------------------------------------------------------------------
 
     async def _plan(self, tasks: anyio.abc.TaskGroup) -> None:
-        scope = tasks.cancel_scope
         self._follow_the_ranks()
-        batches = self._balancer.batches(auto_ack=False, open=self._care.open)
+        batches = self._balancer.batches(auto_ack=False, open=self._open)
         await self._restore(batches)
         # after what was in flight is known: ranks say at once what they have of it
-        tasks.start_soon(self._or_fail, self._peers.attend, scope)
-        tasks.start_soon(self._or_fail, self._act, scope)
+        for job in (self._peers.attend, self._act):
+            tasks.start_soon(self._or_fail, job, tasks)
         while True:
             # As late as possible, when every rank has room: until then rollouts stay in the window, where later ones
             # may still make a better step.
             # Once nothing more comes, nobody need have room for it: after a restart, ranks may have left that know it.
             await self._until(lambda: self._wants_step() or self._core.finished)
-            all_ready_at = anyio.current_time()
-            try:
-                batch = await anext(batches)
-            except StopAsyncIteration:
+            ready_at = anyio.current_time()
+            batch = await anext(batches, None)
+            if batch is None:
                 break
-            members = self._here.ledger.members(TRAIN)
+            plan = self._planned(batch, self._ledger.members(TRAIN), ready_at)
             if batch.is_last:
-                await self._note_plan([batch], uid_of(batch, members), members)
-            if not self._fits(batch):
-                batches.give_back(batch)  # there is a new rank, which it must not wait for
-                continue
-            await self._add(batches, batch, all_ready_at)
-            del batch  # it must not outlive its acknowledgement here
+                await self._note(plan)
+            # ranks may have come or gone while the batch was planned and written
+            members = self._ledger.members(TRAIN)
+            if len(members) != len(batch.ranks) or not self._all_take_part(members):
+                batches.give_back(batch)
+            else:
+                await self._lead(plan, batches)
+            del batch, plan  # they must not outlive their acknowledgement here
         self._reporter.moved()
-        self._here.ledger.end()
+        self._ledger.end()
         self._wake()
         await self._until(lambda: not self._ranks.unfinished)
 
-    def _on_joined(self) -> None:
-        self._follow_the_ranks()
-        self._wake()
-
     def _wants_step(self) -> bool:
-        ledger = self._here.ledger
-        members = ledger.members(TRAIN)
+        members, steps = self._ledger.members(TRAIN), self._ledger.steps.values()
         # Who is to do what lost ranks owe of earlier steps must not begin with later ones.
-        if len(members) != self._balancer.config.dp_size or any(step.settling for step in ledger.steps.values()):
-            return False
-        return ledger.wants_step and self._all_take_part(members)
-
-    def _fits(self, batch: Batch) -> bool:
-        """True for a batch for as many ranks as there are."""
-        members = self._here.ledger.members(TRAIN)
-        # ranks may have come or gone while the batch was planned and written
-        return len(batch.ranks) == len(members) and self._all_take_part(members)
+        is_settled = len(members) == self._balancer.config.dp_size and not any(step.settling for step in steps)
+        return is_settled and self._ledger.wants_step and self._all_take_part(members)
 
     def _all_take_part(self, members: Sequence[RankId]) -> bool:
         """All have come at some time. One that is wanted again after it was told of the end leaves first."""
         return all(self._ranks[one].was_here and not self._ranks[one].ended for one in members)
 
-    async def _restore(self, batches: AsyncIterator[Batch]) -> None:
-        """Steps that were in flight before, or in the journal, go on if their plan fits the ranks there are. Where lost
-        ranks are replaced, they go on with the ranks that they were planned for: some may have met in them."""
-        ledger, handed = self._here.ledger, self._here.handed
-        while self._core.state.in_flight.again:
-            before = self._core.state.in_flight.next_redelivery()
-            # What ranks were given is noted unless they were the first ones, and so is who of these was given up since:
-            # a plan of which nothing is noted, where they are others, no rank has seen.
-            is_first = [one.number for one in ledger.members(TRAIN)] == [*range(len(ledger.members(TRAIN)))]
-            may_be_given = is_first or (before is not None and before.step in handed.acked)
-            batch = self._core.give_as_planned() if self._care.replan and may_be_given else None
-            if batch is None:
-                batch = await anext(batches)
-                remade = before is None or len(batch.ranks) != len(before.ranks)
-                self._restore_step(batch, ledger.members(TRAIN), remade=remade)
-            else:
-                there = handed.acked.get(batch.step)
-                numbers = (there and there.planned_for) or range(len(batch.ranks))
-                self._restore_step(batch, [RankId(TRAIN, number) for number in numbers])
-        # what is said of steps that are over must not be taken for later ones of the same number
-        handed.keep(self._here.plans)
-        # steps below are done: whoever still has one is told to drop it
-        ledger.last_acked = min(self._here.plans, default=self._next_step()) - 1
-        self._expect()
-
-    def _restore_step(self, batch: Batch, ranks: Sequence[RankId], *, remade: bool = False) -> None:
-        plan, there = self._planned(batch, ranks), self._here.handed.acked.get(batch.step)
-        rows = cut_again(batch, [] if there is None else there.rows)
-        # its salt is lost with the process that planned it, so the uid cannot be made again from the plan
-        if there is not None and len(rows) > 1:
-            plan.uid = there.uid  # of an open step, which is complete by now
-        known = self._here.handed.of_plan(batch.step, plan.uid)
-        items = [item for row in rows for item in self._items(plan, row)]
-        acked = [RankId(TRAIN, rank) for rank in known.ranks]
-        # others were given their parts before the crash: they must not be waited for
-        left = [one for one in plan.ranks if one.number not in known.lost]
-        self._here.ledger.restore(batch.step, plan.uid, items, left, acked=acked, gone=known.gone, remade=remade)
-
-    def _expect(self) -> None:
-        """Ranks that were there before the controller was started again are lost, if they do not come back."""
-        if not self._care.replan:
-            return
-        ledger = self._here.ledger
-        came = {RankId(came.role, came.rank) for came in self._here.handed.came.values()}
-        # only who would meet in a step to come, or has a part in one under way
-        awaited = came.intersection(chain.from_iterable(map(ledger.members, ledger.wanted)))
-        self._ranks.expect(awaited.union(*(step.participants for step in ledger.steps.values())))
-
-    def _planned(self, batch: Batch, ranks: Sequence[RankId], all_ready_at: float | None = None) -> Plan:
-        now = anyio.current_time()
-        # a restored step waited for no rank
-        ready_at = now if all_ready_at is None else all_ready_at
+    def _planned(self, batch: Batch, ranks: Sequence[RankId], ready_at: float) -> Plan:
+        """``ready_at``: when the last rank had room."""
         # one rollout stands for all: every rollout of a balancer has the same columns
         self._here.columns.check_new(batch.ranks[0].micro_batches[0].rollouts[0])
-        plan = self._here.plans[batch.step] = Plan(
+        return Plan(
             ranks=tuple(ranks),
             batches=[batch],
             uid=uid_of(batch, ranks, 0 if batch.is_last else _new_generation()),
-            planned_at=now,
+            planned_at=anyio.current_time(),
             ready_s={one: max(ready_at - self._ranks[one].since, 0.0) for one in ranks},
-            is_complete=batch.is_last,
         )
-        return plan
 
-    def _items(self, plan: Plan, batch: Batch) -> list[Any]:
-        roles = {role: self._here.ledger.members(role) for role in self._care.roles}
-        return items_of(plan, batch, roles, share=self._shares, lockstep=self._lockstep)
+    async def _note(self, plan: Plan) -> None:
+        """Facts of the plan that its row in the journal does not have are on the disk before ranks can meet."""
+        numbers, step, handed = [one.number for one in plan.ranks], plan.batch.step, self._here.handed
+        # what is known of an earlier plan of this step must not be taken for this one's
+        if not plan.is_complete or numbers != [*range(len(numbers))] or step in handed.acked:
+            handed.planned(step, plan.uid, numbers)
+            await handed.flush()
 
-    async def _add(self, batches: AsyncIterator[Batch], batch: Batch, all_ready_at: float) -> None:
+    async def _lead(self, plan: Plan, batches: Batches) -> None:
         """A batch leaves; of an open step its first row, and the others as they form."""
-        ledger = self._here.ledger
-        plan = self._planned(batch, ledger.members(TRAIN), all_ready_at)
-        items = self._items(plan, batch)
-        ledger.planned(batch.step, items, complete=batch.is_last, uid=plan.uid)
+        self._here.plans[plan.batch.step] = plan
+        self._ledger.planned(plan.batch.step, self._items(plan), complete=plan.is_complete, uid=plan.uid)
         self._left()
         while not plan.is_complete:
             row = await anext(batches)
-            plan.batches.append(row)
             if row.is_last:
-                await self._note_plan(plan.batches, plan.uid, plan.ranks)
-            plan.is_complete = row.is_last
-            ledger.appended(row.step, self._items(plan, row), complete=row.is_last)
+                await self._note(plan)
+            plan.batches.append(row)
+            self._ledger.appended(row.step, self._items(plan), complete=row.is_last)
             self._left()
         self._follow_the_ranks()
 
-    async def _note_plan(self, rows: Sequence[Batch], uid: int, ranks: Sequence[RankId]) -> None:
-        """Facts of the plan that its row in the journal does not have are on the disk before ranks can meet."""
-        numbers = [one.number for one in ranks]
-        # what is known of an earlier plan of this step must not be taken for this one's
-        if len(rows) > 1 or numbers != [*range(len(numbers))] or rows[0].step in self._here.handed.acked:
-            cut = [[len(one.micro_batches) for one in row.ranks] for row in rows]
-            self._here.handed.planned(rows[0].step, uid, numbers, cut)
-            await self._here.handed.flush()
+    def _items(self, plan: Plan) -> list[Item]:
+        roles = {role: self._ledger.members(role) for role in self._here.columns.names}
+        return items_of(plan, roles, share=self._ledger.meets, lockstep=self._here.lockstep)
 
     def _left(self) -> None:
         self._reporter.moved()
         for one, member in self._ranks.members.items():
-            member.note_readiness(ready=self._here.ledger.room(one) > 0)
+            member.note_readiness(ready=self._ledger.room(one) > 0)
         self._wake()
 
     def _next_step(self) -> int:
         return self._core.state.in_flight.next_step
+
+    # -- a restart -----------------------------------------------------------------------------------------------------
+
+    async def _restore(self, batches: Batches) -> None:
+        """Steps that were in flight before, or in the journal, go on if their plan fits the ranks there are. Where lost
+        ranks are replaced, they go on with the ranks that they were planned for: some may have met in them."""
+        handed, in_flight = self._here.handed, self._core.state.in_flight
+        while (before := in_flight.next_redelivery()) is not None:
+            members, there = self._ledger.members(TRAIN), handed.acked.get(before.step)
+            numbers = (there and there.planned_for) or [*range(len(before.ranks))]
+            # What ranks were given is noted unless they were the first ones, and so is who of these was given up since:
+            # a plan of which nothing is noted, where they are others, no rank has seen.
+            is_given = there is not None or [one.number for one in members] == [*range(len(members))]
+            batch = self._core.give_as_planned() if self._replan and is_given else None
+            if batch is not None:
+                members = [RankId(TRAIN, number) for number in numbers]
+            else:
+                batch = await anext(batches)
+            plan = self._planned(batch, members, anyio.current_time())
+            remade = len(batch.ranks) != len(before.ranks)
+            # What is noted is of this plan. Of a step that was open its uid cannot be made again.
+            if there is not None and not remade and [one.number for one in members] == numbers:
+                plan.uid = there.uid
+            known = handed.of_plan(batch.step, plan.uid)
+            self._here.plans[batch.step] = plan
+            self._ledger.restore(
+                batch.step, plan.uid, self._items(plan),
+                # others were given their parts before the crash: they must not be waited for
+                [one for one in plan.ranks if one.number not in known.lost],
+                acked=[RankId(TRAIN, rank) for rank in known.ranks], gone=known.gone, remade=remade,
+            )  # fmt: skip
+            await self._note(plan)
+        # what is said of steps that are over must not be taken for later ones of the same number
+        handed.keep(self._here.plans)
+        # steps below are done: whoever still has one is told to drop it
+        self._ledger.last_acked = min(self._here.plans, default=self._next_step()) - 1
+        if self._replan:
+            # Ranks that were there before are lost, if they do not come back: those that would meet in a step to come,
+            # or have a part in one under way.
+            came = {RankId(came.role, came.rank) for came in handed.came.values()}
+            wanted = chain.from_iterable(map(self._ledger.members, self._ledger.wanted))
+            self._ranks.expect(came.intersection(wanted).union(*(s.participants for s in self._ledger.steps.values())))
 
     # -- orders --------------------------------------------------------------------------------------------------------
 
@@ -349,7 +332,7 @@ class _Server(Observer):
         """Carry out what follows from facts, until cancelled. Raises a lost rank's error once its time is over."""
         while True:
             facts = self._facts
-            while orders := self._here.ledger.orders():
+            while orders := self._ledger.orders():
                 await self._sender.carry_out(orders)
             # after the orders: what the lost rank said last may have been all that was missing
             lost = self._ranks.next_to_give_up
@@ -363,20 +346,19 @@ class _Server(Observer):
 
     async def _give_up(self, lost: Member) -> None:
         """A rank has not come back in time: the others go on without it, if they can."""
-        ledger, error = self._here.ledger, lost.error or lost.lost(_NOT_BACK)
-        others = [one for one in ledger.members(lost.id.role) if one != lost.id]
+        ledger, error = self._ledger, lost.error or lost.lost(_NOT_BACK)
         steps = ledger.unacknowledged(lost.id)
         shares = lost.id.role and any(item.group for step in steps for item in ledger.items_of(step, lost.id))
         if shares:
             text = f"{error}. It computed rollouts together with other ranks of its role, which cannot do its part"
             error = RankLostError(text, rank=error.rank, step=error.step, cause=error.cause)
         # the last one of its kind, and who holds parts of what others hold, cannot be replaced
-        if not self._care.replan or not others or shares:
+        if not self._replan or shares or not {*ledger.members(lost.id.role)} - {lost.id}:
             raise error
         # first the ledger: orders made from here on name it no more
         ledger.gave_up(lost.id)
         self._ranks.remove(lost)
-        self._here.handed.note(Came(*lost.id, lost.incarnation, True, sorted(lost.fenced)))
+        self._here.handed.note(Came(*lost.id, lost.rank.incarnation, True, sorted(lost.fenced)))
         for step in () if lost.id.role else steps:
             self._here.handed.add(step, self._here.plans[step].uid, lost=[lost.id.number])
         # Before others are sent its work: after a crash, both would have it.
@@ -388,25 +370,55 @@ class _Server(Observer):
 
     def _follow_the_ranks(self) -> None:
         """The balancer plans for those that are left, and for one that has come back; not in the midst of a step."""
-        numbers = self._ranks.numbers
+        numbers, speeds = self._ranks.numbers, self._here.speeds
         # the rows of one step are for the same ranks, as a gradient is
         is_open = any(not plan.is_complete for plan in self._here.plans.values())
         if is_open or len(numbers) == self._balancer.config.dp_size:
             return
-        speeds = tuple(self._speeds.get(number, 1.0) for number in numbers) if self._speeds else None
-        self._balancer.reconfigure(dp_size=len(numbers), **({"speeds": speeds} if speeds else {}))
+        changes = {"speeds": tuple(speeds.get(number, 1.0) for number in numbers)} if speeds else {}
+        self._balancer.reconfigure(dp_size=len(numbers), **changes)
 
-    # -- events of the balancer ----------------------------------------------------------------------------------------
+    # -- nothing moves -------------------------------------------------------------------------------------------------
+
+    def _why_stalled(self, seconds: float) -> str:
+        """After so many seconds without a step: a line that names who is missing."""
+        if self._ledger.ended:
+            # who owes an acknowledgement keeps the others: it is named alone
+            left = self._ranks.unfinished
+            names = ", ".join(one.name for one in [m for m in left if self._ledger.unacknowledged(m.id)] or left)
+            return f"all batches were sent {seconds:.0f} s ago; not yet done with them: {names}"
+        why_ranks = why_ranks_wait(self._ranks.states([*self._ledger.wanted]))
+        reasons = [why_ranks, *self._why_steps_wait(), self._balancer.why_no_batch()]
+        return f"no batch for {seconds:.0f} s: " + "; ".join(filter(None, reasons))
+
+    def _why_steps_wait(self) -> Iterator[str]:
+        """Ranks that the oldest step waits for; later steps wait for it."""
+        for number in sorted(self._ledger.steps)[:1]:
+            step = self._ledger.steps[number]
+            missed = {item.owner for item in step.items.values() if item.role and not item.has_columns}
+            if owing := self._names(one for one in missed if one is not None):
+                yield f"step {number} waits for the columns of {owing}"
+            absent = self._names(step.participants - step.at_barrier) if step.at_barrier else ""
+            if absent and not step.is_met and step.seal is None:
+                yield f"step {number} waits for {absent}"
+
+    def _names(self, ranks: Iterable[RankId]) -> str:
+        return ", ".join(self._ranks[one].name for one in sorted(ranks))
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def _on_joined(self) -> None:
+        self._follow_the_ranks()
+        self._wake()
 
     def reconfigured(self, before: BalancerConfig) -> None:
         """There are more ranks from now on, or fewer."""
         dp_size = self._balancer.config.dp_size
         # the second is our own doing: the balancer follows the ranks, not the other way round
-        if dp_size in (before.dp_size, len(self._ranks.numbers)):
-            return
-        self._ranks.resize(dp_size)
-        self._transport.resize(self._ranks.num_places)
-        self._wake()
+        if dp_size not in (before.dp_size, len(self._ranks.numbers)):
+            self._ranks.resize(dp_size)
+            self._transport.resize(self._ranks.num_places)
+            self._wake()
 
     def ended(self) -> None:
         """Ranks may be waited for that have left."""
@@ -415,11 +427,9 @@ class _Server(Observer):
     def acknowledged(self, batch: Batch) -> None:
         """By the user, if the ledger has it yet."""
         # an acknowledgement that the ledger itself has ordered comes back here
-        if batch.step in self._here.ledger.steps:
-            self._here.ledger.acknowledged_by_user(batch.step)
+        if batch.step in self._ledger.steps:
+            self._ledger.acknowledged_by_user(batch.step)
             self._wake()
-
-    # -- waiting -------------------------------------------------------------------------------------------------------
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """The condition may hold once what follows from new facts was carried out."""
@@ -431,6 +441,37 @@ class _Server(Observer):
         # replaced, not cleared: who waits on the old event is woken, who comes later waits for the next fact
         self._facts.set()
         self._facts = anyio.Event()
+
+
+def _check_knobs(config: BalancerConfig, option: str, *, late: bool = False) -> None:
+    """Raise ConfigError for knobs that rule the option out."""
+    micro, mini = config.micro_batches, config.step_size.mini_batches
+    # the constructor of the balancer cannot check these: options of serve() are not known there
+    for is_set, knob, why in (
+        (
+            mini > 1,
+            f"step_size.mini_batches={mini}",
+            "ranks meet several times in a step, and what changes hands in between cannot join the meetings that are "
+            "over",
+        ),
+        (
+            late and micro.counts != "free",
+            f"sync={config.sync!r} and micro_batches.counts={micro.counts!r}",
+            "each rank must run its number, and nobody can take one over",
+        ),
+        (
+            late and micro.multiple_of > 1,
+            f"micro_batches.multiple_of={micro.multiple_of}",
+            "a rank that some are moved from is left with any number",
+        ),
+        (
+            late and config.groups.keep == "same_rank",
+            "groups.keep='same_rank'",
+            "a micro-batch that is moved takes part of a group away",
+        ),
+    ):
+        if is_set:
+            raise ConfigError(f"{option} with {knob}: {why}. Leave one of them out")
 
 
 _NOT_BACK = "it did not come back after the controller was started again"

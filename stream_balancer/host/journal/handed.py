@@ -29,10 +29,9 @@ class Handed:
         """Rows that later reports follow."""
         self.acked, self.came = acked, {(one.role, one.rank): one for one in came}
 
-    def planned(self, step: int, uid: int, ranks: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
-        """A step that these ranks of the trainer get is complete. ``rows``: micro-batches of each rank."""
-        before = self.of_plan(step, uid)
-        self._put(replace(before, planned_for=[*ranks], rows=[[*row] for row in rows]))
+    def planned(self, step: int, uid: int, ranks: Sequence[int]) -> None:
+        """A step that these ranks of the trainer get is complete."""
+        self._put(replace(self.of_plan(step, uid), planned_for=[*ranks]))
 
     def add(
         self, step: int, uid: int, *, ranks: Iterable[int] = (), gone: Iterable[str] = (), lost: Iterable[int] = ()
