@@ -342,8 +342,6 @@ def _not_shared(c: Knobs) -> str:
             "groups.keep='same_rank' (a shared rollout is not on one rank)": c.groups.keep == "same_rank",
             "a padded cost (what a slice of a padded row costs is not known)": c.cost.padded,
             "speeds (ranks of unlike speed would wait for each other within a shared rollout)": c.speeds,
-            "step_size.mini_batches > 1 (they are made of whole rollouts)": c.step_size.mini_batches > 1,
-            "groups.share_prefixes (a shared prefix lies on one rank)": c.groups.share_prefixes,
         }
     )
 
@@ -357,7 +355,5 @@ def _not_with_prefixes(c: Knobs) -> str:
             "sync='micro_batch' (it evens out ranks, not micro-batches)": c.sync != "step",
             "counts='equal' (siblings on one rank are worth more than even counts)": c.counts != "free",
             "speeds (all ranks count as alike)": c.speeds,
-            "step_size.mini_batches > 1 (siblings would be torn apart)": c.step_size.mini_batches > 1,
-            "micro_batches.multiple_of > 1 (siblings would be torn apart)": c.micro_batches.multiple_of > 1,
         }
     )

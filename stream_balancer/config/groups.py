@@ -120,5 +120,5 @@ class StepSize(metaclass=Values):
     mini_batches: Count = 1
     """Mini-batches of a step, each with an optimizer step and denominators of its own (PPO). See
     :attr:`RankBatch.mini_batches`. Each has ``batch_size / mini_batches`` rollouts, and as many micro-batches on every
-    rank. Samples of an execution stay together in one, and so do groups on the "same_rank"; others are cut. A step of
-    too few rollouts for all ranks in so many has fewer."""
+    rank. Samples of an execution stay together in one; so do groups on the "same_rank", and those of a shared prefix
+    that are no larger than it. A step of too few rollouts for all ranks in so many has fewer."""

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from .bounds import lower_bound
 from .plan import Plan, Waiting
+from .planner import earliest_finish
+from .rank_speeds import NO_FIXED_COSTS
 from .selection import Units
 
 if TYPE_CHECKING:
@@ -74,8 +75,9 @@ def in_mini_batches(
     plans = []
     for place, piece in enumerate(pieces):
         rows = _rows_of(units, piece)
+        among = np.isin(np.arange(step_of.costs.size), rows)
         one = planner(
-            _among(step_of, rows),
+            step_of.among(among),
             replace(own, batch_size=rows.size),
             num_rollouts=rows.size,
             step=step + place,
@@ -88,6 +90,7 @@ def in_mini_batches(
 
 def _gathered(step_of: Waiting, units: Units, knobs: PlanKnobs, number: int) -> list[Ints]:
     """[mini_batch] -> units of each. The heaviest go together, as few as make a piece in which no rank waits."""
+    rough = replace(knobs, fixed_costs=NO_FIXED_COSTS)
     rest = np.argsort(-units.peaks, kind="stable")  # heaviest first
     pieces = []
     # the last piece is what is left
@@ -99,9 +102,9 @@ def _gathered(step_of: Waiting, units: Units, knobs: PlanKnobs, number: int) -> 
             spread = (np.arange(size - heaviest) + 0.5) * others.size / max(size - heaviest, 1)
             piece = np.concatenate([rest[:heaviest], others[spread.astype(np.int64)]])
             rows = _rows_of(units, piece)
-            costs = units.costs[piece] if knobs.groups == "same_rank" else step_of.costs[rows]
-            mean = float(costs.sum()) / (knobs.num_ranks if knobs.speeds is None else float(knobs.speeds.sum()))
-            waits = lower_bound(costs, knobs.num_ranks, knobs.counts, knobs.speeds) - mean
+            whole = np.unique(units.labels(rows), return_inverse=True)[1] if knobs.groups == "same_rank" else None
+            mean = float(units.costs[piece].sum()) / (knobs.num_ranks if knobs.speeds is None else knobs.speeds.sum())
+            waits = earliest_finish(step_of, rough, rows, whole) - mean
             if waits < least:
                 least, best = waits, piece
             # the fewest outliers that fill a piece: more would take them from the pieces to come
@@ -119,19 +122,19 @@ def _rows_of(units: Units, some: Ints) -> Ints:
     return np.flatnonzero(units.of_rollouts(chosen))
 
 
-def _among(step_of: Waiting, rows: Ints) -> Waiting:
-    """Rows without deadlines: all of them go with the step."""
-    fresh = Waiting.of(step_of.costs[rows])
-    return replace(fresh, lengths=step_of.lengths[rows], groups=step_of.groups[rows])
-
-
 def joined(plan: Plan, pieces: list[Plan]) -> Plan:
     """The plan in these pieces: it is done when the last rank is, in every one of them."""
     mean, finish = float(np.mean(sum(one.finishes for one in pieces))), sum(one.finish for one in pieces)
+    degrees = [
+        [one for piece in pieces for one in (piece.degrees[rank] if piece.degrees else [1] * len(piece.ranks[rank]))]
+        for rank in range(len(plan.ranks))
+    ]
     return replace(
         plan,
         ranks=[[one for piece in pieces for one in piece.ranks[rank]] for rank in range(len(plan.ranks))],
         loads=np.sum([piece.loads for piece in pieces], axis=0),
+        degrees=degrees if any(piece.degrees for piece in pieces) else [],
+        sharing_cost=sum(piece.sharing_cost for piece in pieces),
         finish=finish,
         avoidable_imbalance=max(finish - plan.lower_bound, 0.0) / mean if mean else 0.0,
         unavoidable_imbalance=max(plan.lower_bound - mean, 0.0) / mean if mean else 0.0,

@@ -174,16 +174,16 @@ def work_in(waiting: Waiting, ranks: list[list[Ints]]) -> list[Floats]:
 
 def work_of(waiting: Waiting, knobs: PlanKnobs, ranks: list[list[Ints]], degrees: Sequence[list[int]]) -> Floats:
     """[num_ranks] work of each, what sharing a rollout adds, and a prefix saves, counted. O(n log n)."""
-    if waiting.prefix_costs is not None:
-        return np.array([float(work.sum()) for work in work_in(waiting, ranks)])
-    if not degrees:
+    if waiting.prefix_costs is None and not degrees:
         return loads_of(waiting.costs, ranks)
-    work = np.zeros(len(ranks))
-    for rank, (share, of_rank) in enumerate(zip(ranks, degrees, strict=True)):
-        costs = np.array([waiting.costs[one].sum() for one in share])
-        # one after the other, as they are run: so all ranks of a block come to the same sum
-        work[rank] = sum(part_cost(costs, np.array(of_rank, dtype=np.int64), knobs.cp_overhead).tolist())
-    return work
+    works = work_in(waiting, ranks)
+    if degrees:
+        works = [
+            part_cost(work, np.array(of_rank, dtype=np.int64), knobs.cp_overhead)
+            for work, of_rank in zip(works, degrees, strict=True)
+        ]
+    # one after the other, as they are run: so all ranks of a block come to the same sum
+    return np.array([sum(work.tolist()) for work in works])
 
 
 def micro_batch_overheads(knobs: PlanKnobs, ranks: list[list[Ints]]) -> Floats:

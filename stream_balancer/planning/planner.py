@@ -16,8 +16,8 @@ Pure: numpy in, positions out. bench/results/planning_proofs.md has the rules an
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import islice
-from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -29,12 +29,22 @@ from .cost_order import CostOrder
 from .micro_batches import form_micro_batches, in_order
 from .packing import Packer
 from .partition import partition, partition_together
-from .plan import Plan, PlanKnobs, Waiting, finish_of, has_micro_batches, micro_batch_overheads, work_in, work_of
+from .plan import (
+    Plan,
+    PlanKnobs,
+    Waiting,
+    finish_of,
+    has_micro_batches,
+    micro_batch_overheads,
+    part_cost,
+    work_in,
+    work_of,
+)
 from .prefixes import prefix_bound, with_shared_prefixes
 from .rank_speeds import work_rates
 from .selection import Units
 from .shareable import Shareable
-from .shared_layout import shared_layout
+from .shared_layout import RankLayout, shared_layout
 from .step_size import select_step, usual_size
 from .swaps import EVEN, swap_with_waiting, swaps_of_groups
 
@@ -89,19 +99,31 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     fixed, go = select_step(waiting, units, at_first, num_rollouts, surplus)
     picked = np.flatnonzero(units.of_rollouts(go))
     knobs = _with_rates(waiting, knobs, picked)
-    if len(knobs.degrees) > 1:
-        # Who goes, and who is exchanged with the window, is decided as if nobody could be shared: a choice that counts
-        # on it keeps fewer fillers for the outliers.
-        shares = _swapped(waiting, replace(knobs, oversize="alone"), units, fixed, go, step)
-        layout = shared_layout(waiting, knobs, shares, _order(knobs), step)
-        return finished(waiting, knobs, layout.ranks, layout.bound, layout.degrees)
-    if waiting.prefix_costs is not None:
-        shares = _with_prefixes(waiting, knobs, units, go, step)
-    else:
-        shares = _swapped(waiting, knobs, units, fixed, go, step)
-        picked = np.concatenate([picked[:0], *(one for share in shares for one in share)])
+    # Who goes, and who is exchanged with the window, is decided as if nobody could be shared: a choice that counts on
+    # it keeps fewer fillers for the outliers.
+    may_share = len(knobs.degrees) > 1
+    alone = replace(knobs, oversize="alone") if may_share else knobs
+    # with prefixes nothing is swapped: what a group saves depends on who goes with it
+    has_prefixes = waiting.prefix_costs is not None
+    lay_out = _shares if has_prefixes else partial(_swapped, fixed=fixed)
+    layout = RankLayout(lay_out(waiting, alone, units, go=go, step=step), [])
+    layouts = [layout]
+    if may_share:
+        shared = shared_layout(replace(waiting, prefix_costs=None), knobs, layout.ranks, _order(knobs), step)
+        layouts = [shared, layout] if has_prefixes and _fits(waiting, knobs, picked) else [shared]
+    if has_prefixes:
+        whole = units.unit_of if knobs.groups == "same_rank" else None
+        layouts = [with_shared_prefixes(waiting, knobs, one, whole, _order(knobs), step) for one in layouts]
+    best = min(layouts, key=lambda one: finish_of(waiting, knobs, *one)) if len(layouts) > 1 else layouts[0]
+    picked = np.unique(np.concatenate([picked[:0], *(one for share in best.ranks for one in share)]))
     whole = np.unique(units.labels(picked), return_inverse=True)[1] if knobs.groups == "same_rank" else None
-    return finished(waiting, knobs, shares, earliest_finish(waiting, knobs, picked, whole))
+    return finished(waiting, knobs, best.ranks, earliest_finish(waiting, knobs, picked, whole), best.degrees)
+
+
+def _fits(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> bool:
+    """No rollout must be shared for the token cap."""
+    cap = knobs.max_tokens_per_micro_batch
+    return cap is None or int(waiting.lengths[picked].max(initial=0)) <= cap
 
 
 def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
@@ -164,22 +186,11 @@ def _shares(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: i
     return [[picked[one] for one in share] for share in formed]
 
 
-def _with_prefixes(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: int) -> list[list[Ints]]:
-    """The same where siblings share a prefix. Nothing is swapped: what a group saves depends on who goes with it."""
-    whole = units.unit_of if knobs.groups == "same_rank" else None
-    shares = with_shared_prefixes(waiting, knobs, _shares(waiting, knobs, units, go, step), whole, step)
-    each = [
-        list(zip(work.tolist(), share, strict=True))
-        for work, share in zip(work_in(waiting, shares), shares, strict=True)
-    ]
-    return [[one for _, one in in_order(pairs, itemgetter(0), _order(knobs))] for pairs in each]
-
-
 def _order(knobs: PlanKnobs) -> Order:
     return "pipeline" if knobs.pipeline_order else "heaviest_first"
 
 
-def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go: Bools, step: int) -> list[list[Ints]]:
+def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: int, fixed: Bools) -> list[list[Ints]]:
     """[rank][micro_batch] -> positions, after the swaps with the window."""
     shares = _shares(waiting, knobs, units, go, step)
     if not _sums_decide(knobs, shares):
@@ -277,7 +288,10 @@ def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints, whole: Int
     together. O(n log n)."""
     costs, lengths = waiting.costs[picked], waiting.lengths[picked]
     if len(knobs.degrees) > 1:
-        return Shareable.of(costs, lengths, knobs).bound()
+        shareable = Shareable.of(costs, lengths, knobs)
+        if waiting.prefix_costs is None:
+            return shareable.bound()
+        return max(shareable.apart(waiting.sets(picked), knobs).bound(), shareable.heaviest_part)
     if waiting.prefix_costs is None:
         indivisible = costs if whole is None else np.bincount(whole, weights=costs)
         bound = lower_bound(indivisible, knobs.num_ranks, knobs.counts, knobs.speeds)
@@ -299,6 +313,17 @@ def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints, whole: Int
         multiple_of=knobs.micro_batch_multiple,
         work_bound=bound,
     )
+
+
+def _added_by_sharing(
+    waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], degrees: Sequence[list[int]]
+) -> float:
+    """Work that sharing rollouts adds, over all ranks."""
+    added = 0.0
+    for work, of_rank in zip(work_in(waiting, shares) if degrees else (), degrees, strict=True):
+        by = np.array(of_rank, dtype=np.int64)
+        added += float((part_cost(work, by, knobs.cp_overhead) - work / by).sum())
+    return added
 
 
 def finished(
@@ -329,5 +354,5 @@ def finished(
         avoidable_imbalance=max(finish - bound, 0.0) / mean if mean else 0.0,
         unavoidable_imbalance=max(bound - mean, 0.0) / mean if mean else 0.0,
         degrees=list(degrees),
-        sharing_cost=float(work.sum() - waiting.costs[picked].sum()) if degrees else 0.0,
+        sharing_cost=_added_by_sharing(waiting, knobs, shares, degrees),
     )

@@ -13,18 +13,22 @@ The plan without sharing is always among those compared, so none is worse. Pure 
 from __future__ import annotations
 
 import math
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from .bounds import lower_bound
+from .micro_batches import in_order
 from .packing import Packer
 from .partition import partition_together
-from .plan import finish_of
+from .plan import finish_of, work_in, work_of
+from .shared_layout import RankLayout
 from .siblings import Siblings
 
 if TYPE_CHECKING:
     from .arrays import Floats, Ints
+    from .micro_batches import Order
     from .packing import Bins
     from .plan import PlanKnobs, Waiting
 
@@ -42,38 +46,54 @@ _WITH = 12
 
 
 def with_shared_prefixes(
-    waiting: Waiting, knobs: PlanKnobs, dense: list[list[Ints]], whole: Ints | None, step: int
-) -> list[list[Ints]]:
-    """``[rank][micro_batch]`` -> positions of the rollouts of ``dense``, a plan that knows nothing of prefixes.
-    Siblings lie side by side. Never done later than that one, where a micro-batch pays a prefix once.
+    waiting: Waiting, knobs: PlanKnobs, dense: RankLayout, whole: Ints | None, order: Order, step: int
+) -> RankLayout:
+    """The rollouts of ``dense``, a layout that knows nothing of prefixes, with siblings side by side. Never done later
+    than that one, where a micro-batch pays a prefix once. A rollout that several ranks share stays where it is: it pays
+    its whole prefix.
 
     Args:
         waiting: with prefixes.
         knobs: ranks meet once a step, and are alike.
-        dense: ``[rank][micro_batch]`` -> positions.
+        dense: of those that go.
         whole: [W] numbers of those that go to one rank together; None: siblings may be parted.
+        order: of a rank's micro-batches that nobody shares.
         step: rotates which rank is the heaviest.
 
     Complexity: as of `place_siblings`, and packing the parts under the cap.
     """
     ranks, cap = knobs.num_ranks, knobs.max_tokens_per_micro_batch
-    picked = np.sort(np.concatenate([one for share in dense for one in share] or [np.empty(0, dtype=np.int64)]))
+    numbers = [sum(degree > 1 for degree in of_rank) for of_rank in dense.degrees] or [0] * ranks
+    shared = [share[:number] for share, number in zip(dense.ranks, numbers, strict=True)]
+    own = [share[number:] for share, number in zip(dense.ranks, numbers, strict=True)]
+    degrees = dense.degrees and [of_rank[:number] for of_rank, number in zip(dense.degrees, numbers, strict=True)]
+    picked = np.sort(np.concatenate([np.empty(0, dtype=np.int64), *(one for share in own for one in share)]))
     siblings = waiting.sets(picked)
     parts = siblings if cap is None else siblings.cut_to(cap)
     if whole is None:
         rank_of = np.empty(waiting.costs.size, dtype=np.int64)
-        for rank, share in enumerate(dense):
+        for rank, share in enumerate(own):
             rank_of[np.concatenate([*share, picked[:0]])] = rank
-        places = place_siblings(parts, ranks, rank_of[picked], rotation=step)
+        places = place_siblings(
+            parts, ranks, rank_of[picked], base=work_of(waiting, knobs, shared, degrees), rotation=step
+        )
     else:
         places = np.empty(picked.size, dtype=np.int64)
         for rank, those in enumerate(partition_together(parts.even_costs(), whole[picked], ranks, rotation=step)):
             places[those] = rank
-    packed = pack_siblings(parts, places, ranks, cap, even=knobs.micro_batch_counts == "equal")
+    even = knobs.micro_batch_counts == "equal"
+    packed = pack_siblings(parts, places, numbers, cap, knobs.micro_batch_multiple, even)
+
+    def layout(own: list[list[Ints]]) -> RankLayout:
+        its_degrees = degrees and [by + [1] * len(rest) for by, rest in zip(degrees, own, strict=True)]
+        return RankLayout([mine + rest for mine, rest in zip(shared, own, strict=True)], its_degrees)
+
     planned = [[picked[one] for one in share] for share in packed]
-    best = min(dense, planned, key=lambda shares: finish_of(waiting, knobs, shares))
+    best = min((own, planned), key=lambda one: finish_of(waiting, knobs, *layout(one)))
+    works = work_in(waiting, best)
+    each = [in_order(list(zip(*pair, strict=True)), itemgetter(0), order) for pair in zip(works, best, strict=True)]
     # parts that were cut apart may have come together again
-    return [[one[np.argsort(waiting.sets(one).set_of, kind="stable")] for one in share] for share in best]
+    return layout([[one[np.argsort(waiting.sets(one).set_of, kind="stable")] for _, one in pairs] for pairs in each])
 
 
 def prefix_bound(siblings: Siblings, num_ranks: int, whole: Ints | None = None) -> float:
@@ -83,8 +103,9 @@ def prefix_bound(siblings: Siblings, num_ranks: int, whole: Ints | None = None) 
     return max(lower_bound(siblings.apart()[0], num_ranks), siblings.heaviest_alone())
 
 
-def place_siblings(siblings: Siblings, num_ranks: int, dense: Ints, *, rotation: int = 0) -> Ints:
+def place_siblings(siblings: Siblings, num_ranks: int, dense: Ints, *, base: Floats, rotation: int = 0) -> Ints:
     """[n] the rank of each, never later than with the ranks ``dense`` ([n]), of a partition of the whole costs.
+    ``base``: [num_ranks] work that each rank has beside them.
 
     Complexity: O(n ranks) for each of five starts at most, and a fixed number of exchanges, each O(n + S) times what a
     rank holds.
@@ -93,23 +114,25 @@ def place_siblings(siblings: Siblings, num_ranks: int, dense: Ints, *, rotation:
         >>> from stream_balancer.planning.siblings import Siblings
         >>> added, group, tokens = np.array([5.0, 4.0, 3.0, 2.0, 2.0, 2.0]), np.array([0, 0, 0, 1, 1, 1]), np.ones(6)
         >>> siblings = Siblings(added, group, np.array([4.0, 4.0]), tokens, tokens[:2])
-        >>> place_siblings(siblings, 2, dense=np.array([0, 1, 0, 1, 0, 1]))  # 16 and 10; whole groups, 16 and 10
+        >>> dense = np.array([0, 1, 0, 1, 0, 1])
+        >>> place_siblings(siblings, 2, dense, base=np.zeros(2))  # 16 and 10, as whole groups
         array([0, 0, 0, 1, 1, 1])
     """
-    bound = prefix_bound(siblings, num_ranks)
+    mean = float(base.sum() + siblings.added.sum() + siblings.prefixes.sum()) / num_ranks
+    bound = max(prefix_bound(siblings, num_ranks), mean, float(base.max()))
     enough = bound * (1.0 + _NEAR)
-    best, least = dense, float(siblings.loads(dense, num_ranks).max(initial=0.0))
+    best, least = dense, float((base + siblings.loads(dense, num_ranks)).max())
     for level in _LEVELS:
         if least <= enough:
             break
-        layout = _Layout(siblings, num_ranks, _whole_sets(siblings, num_ranks, level * bound, rotation))
+        layout = _Descent(siblings, base, _whole_sets(siblings, base, level * bound, rotation))
         layout.improve(enough)
         if layout.finish < least:
             best, least = layout.rank_of, layout.finish
     return best
 
 
-def _whole_sets(siblings: Siblings, num_ranks: int, level: float, rotation: int) -> Ints:
+def _whole_sets(siblings: Siblings, base: Floats, level: float, rotation: int) -> Ints:
     """[n] ranks: the sets by weight, each whole on the least loaded rank, or where that would pass the level sibling by
     sibling, each where it adds least below it."""
     rank_of = np.empty(siblings.added.size, dtype=np.int64)
@@ -117,7 +140,8 @@ def _whole_sets(siblings: Siblings, num_ranks: int, level: float, rotation: int)
     sizes = np.bincount(siblings.set_of, minlength=siblings.prefixes.size)
     ends = np.cumsum(sizes)
     totals = np.bincount(siblings.set_of, weights=siblings.added, minlength=sizes.size) + siblings.prefixes
-    load = np.zeros(num_ranks)
+    # rank 0 of the loop is rank `rotation` of the answer
+    num_ranks, load = base.size, np.roll(base, -rotation)
     for one in np.argsort(-totals, kind="stable").tolist():
         members = by_set[ends[one] - sizes[one] : ends[one]]
         rank = int(load.argmin())
@@ -176,15 +200,15 @@ class _Pieces(NamedTuple):
         return self.held[start:stop]
 
 
-class _Layout:
+class _Descent:
     """Siblings on ranks, and when each rank is done."""
 
-    def __init__(self, siblings: Siblings, num_ranks: int, rank_of: Ints) -> None:
+    def __init__(self, siblings: Siblings, base: Floats, rank_of: Ints) -> None:
         self._siblings = siblings
         self.rank_of = rank_of.copy()
-        self._there = np.zeros((siblings.prefixes.size, num_ranks), dtype=np.int64)
+        self._there = np.zeros((siblings.prefixes.size, base.size), dtype=np.int64)
         np.add.at(self._there, (siblings.set_of, rank_of), 1)
-        self._loads = siblings.loads(rank_of, num_ranks)
+        self._loads = base + siblings.loads(rank_of, base.size)
         self._pieces: dict[int, _Pieces] = {}
 
     @property
@@ -249,10 +273,14 @@ class _Layout:
         return self._pieces[rank]
 
 
-def pack_siblings(siblings: Siblings, rank_of: Ints, num_ranks: int, max_tokens: int | None, even: bool) -> list[Bins]:
+def pack_siblings(
+    siblings: Siblings, rank_of: Ints, others: list[int], max_tokens: int | None, multiple_of: int, even: bool
+) -> list[Bins]:
     """``[rank][micro-batch]`` -> positions, siblings side by side; what a rank has of a set lies in one micro-batch.
     No more unique tokens than ``max_tokens`` in any, given sets that are cut to it. ``even``: a rank that could do with
-    fewer micro-batches than another fills as many."""
+    fewer micro-batches than another fills as many. ``others``: [num_ranks] micro-batches that each has beside these;
+    with them a multiple of ``multiple_of`` is filled."""
+    num_ranks = len(others)
     parts, part_of = np.unique(siblings.set_of * num_ranks + rank_of, return_inverse=True)
     of_part = siblings.prefix_tokens[parts // num_ranks] + np.bincount(part_of, weights=siblings.tokens).astype(
         np.int64
@@ -260,13 +288,14 @@ def pack_siblings(siblings: Siblings, rank_of: Ints, num_ranks: int, max_tokens:
     packer = Packer(of_part, siblings.loads(part_of, parts.size), max_tokens, padded=False)
     held = [np.flatnonzero(parts % num_ranks == rank).tolist() for rank in range(num_ranks)]
     packed = [packer.fewest(items) if items else [] for items in held]
-    most = max(map(len, packed))
+    numbers = [number + len(bins) for number, bins in zip(others, packed, strict=True)]
+    wanted = [-(-(max(numbers) if even else number) // multiple_of) * multiple_of for number in numbers]
     by_part = np.argsort(part_of, kind="stable")
     members = np.split(by_part, np.cumsum(np.bincount(part_of))[:-1])
     return [
         [
             [i for part in one for i in members[part].tolist()]
-            for one in (packer.spread(bins, most) if even and bins else bins)
+            for one in (packer.spread(bins, number - beside) if bins and (even or multiple_of > 1) else bins)
         ]
-        for bins in packed
+        for number, beside, bins in zip(wanted, others, packed, strict=True)
     ]

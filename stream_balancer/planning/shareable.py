@@ -19,6 +19,7 @@ from .plan import part_cost
 if TYPE_CHECKING:
     from .arrays import Floats, Ints
     from .plan import PlanKnobs
+    from .siblings import Siblings
 
 _ROUNDING = 1e-12
 """A bound is so much (relatively) below what was computed: sums of floats are not exact."""
@@ -75,6 +76,19 @@ class Shareable:
     def may_stay_whole(self) -> bool:
         """No rollout has to be shared."""
         return bool(np.isfinite(self.parts[0]).all())
+
+    @property
+    def heaviest_part(self) -> float:
+        """Least work of some rank: the heaviest part, each at its best degree."""
+        return float(self.parts.min(axis=0).max(initial=0.0)) * (1.0 - _ROUNDING)
+
+    def apart(self, siblings: Siblings, knobs: PlanKnobs) -> Shareable:
+        """What every plan of these, of which siblings in a micro-batch pay their prefix once, lays out at least: the
+        rollouts without their prefixes, and each prefix once, by as many ranks as some sibling is shared."""
+        added = Shareable.of(siblings.added, self.lengths, knobs)
+        prefixes = part_cost(siblings.prefixes, self.sizes[:, None], knobs.cp_overhead)
+        lengths = np.concatenate((self.lengths, siblings.prefix_tokens))
+        return Shareable(lengths, self.sizes, np.hstack((added.parts, prefixes)), self.num_ranks)
 
     def fitting(self, level: float) -> Ints:
         """[n] the row of the least degree at which each part is no more than the level, or of its least part."""

@@ -28,18 +28,16 @@ if TYPE_CHECKING:
     from .plan import PlanKnobs, Waiting
 
 
-class Layout(NamedTuple):
+class RankLayout(NamedTuple):
     """``[rank][micro_batch]``; see `Plan`."""
 
     ranks: list[list[Ints]]
     """Positions."""
     degrees: list[list[int]]
-    """By how many ranks each micro-batch is shared; empty: none is."""
-    bound: float
-    """No layout is done before this."""
+    """By how many ranks each micro-batch is shared, the shared ones first; empty: none is."""
 
 
-def shared_layout(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], order: Order, step: int) -> Layout:
+def shared_layout(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], order: Order, step: int) -> RankLayout:
     """The layout that is done first of those tried, the shares among them unless a rollout must be shared for the token
     cap.
 
@@ -57,25 +55,24 @@ def shared_layout(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], 
     """
     picked = np.sort(np.concatenate([one for share in shares for one in share] or [np.empty(0, dtype=np.int64)]))
     rollouts = Shareable.of(waiting.costs[picked], waiting.lengths[picked], knobs)
-    bound = rollouts.bound()
     unsplit = finish_of(waiting, knobs, shares) if rollouts.may_stay_whole else np.inf
     packer = Packer(waiting.lengths[picked], waiting.costs[picked], knobs.max_tokens_per_micro_batch, padded=False)
     if not picked.size:
-        return Layout(shares, [], bound)
+        return RankLayout(shares, [])
     found = (
         in_locksteps(rollouts, packer, knobs, unsplit)
         if knobs.sync == "micro_batch"
         else _in_any_order(rollouts, packer, knobs, unsplit, order)
     )
     if found is None:
-        return Layout(shares, [], bound)
+        return RankLayout(shares, [])
     ranks = [[picked[np.array(sorted(one), dtype=np.int64)] for one, _ in of_rank] for of_rank in found]
     degrees = [[degree for _, degree in of_rank] for of_rank in found]
     ranks, degrees = _rotated(ranks, degrees, step)
     # counted as the step will run it: overheads and order may eat what the placement saved
     if finish_of(waiting, knobs, ranks, degrees) >= unsplit:
-        return Layout(shares, [], bound)
-    return Layout(ranks, degrees, bound)
+        return RankLayout(shares, [])
+    return RankLayout(ranks, degrees)
 
 
 def _in_any_order(

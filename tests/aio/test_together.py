@@ -44,12 +44,9 @@ ROLE = {"roles": {"ref": ["ref"]}}
 REFUSED = {
     frozenset(pair.split("+")): why
     for pair, why in {
-        # ranks meet several times in a step, or train on one rollout together
+        # ranks meet several times in a step
         "replan+mini_batches": "cannot join the meetings that are over",
         "late+mini_batches": "cannot join the meetings that are over",
-        "shared+mini_batches": "made of whole rollouts",
-        "prefixes+mini_batches": "siblings would be torn apart",
-        "prefixes+shared": "a shared prefix lies on one rank",
         # not impossible: nobody has written it
         "open+mini_batches": "an optimizer step in the middle would move the policy",
     }.items()

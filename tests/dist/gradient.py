@@ -26,7 +26,7 @@ class Gradient:
         """A sum, which is divided once all is known."""
         packed = micro_batch.packed()
         ids = packed["input_ids"] % 64
-        if self._tree:
+        if self._tree and not micro_batch.cp_group:
             tree = micro_batch.tree()
             said = self.head(self.model(tree["input_ids"] % 64))[tree.index]
         else:

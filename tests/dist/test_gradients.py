@@ -42,9 +42,8 @@ SERVED: dict[str, dict[str, Any]] = {
 FEATURES = ("groups", "prefixes", "shared", "cap", "lockstep", "mini_batches", "late", "replan", "open", "direct")
 MOVERS: tuple[tuple[str, ...], ...] = ((), ("shared_memory",))
 APART = (
-    {"late", "lockstep"}, {"open", "mini_batches"},
-    {"prefixes", "shared"}, {"prefixes", "groups"}, {"cap", "late"}, {"cap", "lockstep"}, {"prefixes", "lockstep"},
-    *({"mini_batches", other} for other in ("late", "replan", "shared", "prefixes", "open")),
+    {"late", "lockstep"}, {"prefixes", "groups"}, {"cap", "late"}, {"cap", "lockstep"}, {"prefixes", "lockstep"},
+    *({"mini_batches", other} for other in ("late", "replan", "open")),
 )  # fmt: skip
 """Combinations that are refused, or that set one knob to two values."""
 
@@ -95,10 +94,11 @@ def run_rank(address: str, port: int, rank: int, features: frozenset[str], dies:
 def rollouts(features: frozenset[str]) -> list[sb.Rollout]:
     """Siblings begin with the same tokens. Every seventh token is masked."""
     made, grouped = [], bool(features & {"groups", "prefixes"})
+    long = 140 if features & {"cap", "lockstep", "late"} else 400  # two ranks can hold it
     for number in range(STEPS * BATCH):
         group = number // 4 if grouped else number
         is_long = "shared" in features and number % BATCH == 0
-        length = 140 if is_long else 8 + random.Random(number).randrange(60)
+        length = long if is_long else 8 + random.Random(number).randrange(60)
         ids = torch.cat([torch.arange(group, group + 6), torch.arange(number, number + length)]) % 64
         one = make_rollout(len(ids), f"r{number}", group_id=f"g{group}" if grouped else None)
         mask = (torch.arange(len(ids)) % 7 != 0).float()

@@ -220,8 +220,7 @@ SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
                 ({"sync": "micro_batch"}, "sync='micro_batch'"),
                 ({"counts": "equal"}, "counts='equal'"),
                 (SLOW, "speeds"),
-                (MINI, "step_size.mini_batches > 1"),
-                ({"micro_batches": {"multiple_of": 2}, "counts": "equal"}, "counts='equal'.* and .*multiple_of > 1"),
+                ({**SLOW, "counts": "equal"}, "counts='equal'.* and speeds"),
             )
         ],
         *[
@@ -230,9 +229,7 @@ SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
                 ({"counts": "equal"}, "counts='equal'"),
                 ({"groups": SAME_RANK}, "groups.keep='same_rank'"),
                 ({"cost": sb.cost.PaddedCost()}, "a padded cost"),
-                (PREFIXES, "groups.share_prefixes"),
                 (SLOW, "speeds"),
-                (MINI, "step_size.mini_batches > 1"),
             )
         ],
         *[

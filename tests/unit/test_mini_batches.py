@@ -32,6 +32,7 @@ from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.mini_batches import in_mini_batches
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import RankBatch, Rollout
+from stream_balancer.types.shared import SharedRollout, whole_rollouts
 
 
 def of_ranks(batch: sb.Batch) -> list[tuple[RankBatch, ...]]:
@@ -40,7 +41,13 @@ def of_ranks(batch: sb.Batch) -> list[tuple[RankBatch, ...]]:
 
 
 def real(parts: tuple[RankBatch, ...]) -> list[Rollout]:
-    return [r for part in parts for r in part.rollouts if not r.is_padding]
+    return [r for r in whole_rollouts(r for part in parts for r in part.rollouts) if not r.is_padding]
+
+
+def unique_tokens(micro_batch: sb.MicroBatch) -> int:
+    """A prefix counted once."""
+    siblings = {r.group_id: r.prefix for r in micro_batch.rollouts}
+    return micro_batch.num_tokens - sum(r.prefix for r in micro_batch.rollouts) + sum(siblings.values())
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -92,6 +99,11 @@ def steps(draw: st.DrawFn) -> tuple[sb.BalancerConfig, list[Rollout]]:
         counts = draw(st.sampled_from(["equal", "free"])) if knobs["sync"] == "step" else "equal"
         knobs["micro_batches"] = {"max_tokens": 100, "counts": counts}
         knobs["cost"] = draw(st.sampled_from([sb.cost.TokenCost(), sb.cost.PaddedCost()]))
+    own_cost = {"counts": "free", "speeds": None, "cost": sb.cost.QuadraticCost(50.0, 1.0)}
+    if draw(st.integers(0, 2)) == 0:
+        knobs |= own_cost | {"groups": {**knobs["groups"], "share_prefixes": True}, "sync": "step"}
+    if draw(st.integers(0, 2)) == 0 and knobs["groups"]["keep"] == "same_batch":
+        knobs |= own_cost | {"context_parallel": {"sizes": (1, 2, 4), "min_tokens": 5}}
     config = sb.BalancerConfig(**knobs)
     rng = random.Random(draw(st.integers(0, 2**32)))
     rollouts = []
@@ -100,7 +112,11 @@ def steps(draw: st.DrawFn) -> tuple[sb.BalancerConfig, list[Rollout]]:
         execution = f"e{rng.randrange(6)}" if group is None and draw(st.integers(0, 3)) == 0 else None
         length = min(int(rng.lognormvariate(2.5, 1.2)) + 1, 100)
         tokens = {"input_ids": torch.arange(length), "loss_mask": torch.arange(length) % 3 > 0}
-        rollouts.append(Rollout(tokens=tokens, rollout_id=f"r{number}", group_id=group, execution_id=execution))
+        group = f"g{number // 3}" if group is None and execution is None and config.groups.share_prefixes else group
+        prefix = min(5, length - 1) if config.groups.share_prefixes and group is not None else 0
+        rollouts.append(
+            Rollout(tokens=tokens, rollout_id=f"r{number}", group_id=group, execution_id=execution, prefix=prefix)
+        )
     return config, rollouts
 
 
@@ -116,8 +132,13 @@ def test_what_holds_for_every_step(given: tuple[sb.BalancerConfig, list[Rollout]
     verify(core)
     pieces = of_ranks(batch)  # as many on every rank
     assert 1 <= len(pieces) <= config.step_size.mini_batches
+    whole = set[str]()  # groups whose prefix is shared and that fit into a mini-batch
+    if config.groups.share_prefixes:
+        siblings = Counter(r.group_id for r in real(batch.ranks) if r.group_id is not None)
+        most = batch.num_rollouts // config.step_size.mini_batches
+        whole = {group for group, size in siblings.items() if size <= most}
     if config.groups.size is None:
-        indivisible = len({execution_of(r) for r in batch.rollouts if not r.is_padding})
+        indivisible = len({r.group_id if r.group_id in whole else execution_of(r) for r in real(batch.ranks)})
         assert len(pieces) == max(
             min(config.step_size.mini_batches, batch.num_rollouts // config.dp_size, indivisible), 1
         )
@@ -127,15 +148,17 @@ def test_what_holds_for_every_step(given: tuple[sb.BalancerConfig, list[Rollout]
         mb for one in batch.ranks for mb in one.micro_batches
     ]
     assert Counter(r.rollout_id for parts in pieces for r in real(parts)) == Counter(
-        r.rollout_id for r in batch.rollouts if not r.is_padding
+        r.rollout_id for r in real(batch.ranks)
     )
-    assert len({r.rollout_id for r in batch.rollouts}) == len(batch.rollouts), "padding copies have names of their own"
-    whole = batch.ranks[0]
+    assert max(Counter(r.rollout_id for parts in pieces for r in real(parts)).values()) == 1
+    copies = [r.rollout_id for r in batch.rollouts if r.is_padding]
+    assert len({*copies}) == len(copies), "padding copies have names of their own"
     for parts in pieces:
+        assert real(parts)
         _check_piece(config, parts)
     for name in ("rollouts", "tokens", "loss_tokens", "executions"):
         total = sum(getattr(parts[0], f"global_num_{name}") for parts in pieces)
-        assert total == getattr(whole, f"global_num_{name}")
+        assert total == getattr(batch.ranks[0], f"global_num_{name}")
     assert [sum(part.load for part in one.mini_batches) for one in batch.ranks] == pytest.approx(batch.loads)
     by_pieces = sum(max(part.load for part in parts) for parts in pieces)
     if config.sync == "step" and not config.cost.padded:
@@ -149,9 +172,10 @@ def test_what_holds_for_every_step(given: tuple[sb.BalancerConfig, list[Rollout]
                 if not r.is_padding:
                     where.setdefault(("execution", execution_of(r)), set()).add((place, 0))
                     where.setdefault(("group", r.group_id or r.rollout_id), set()).add((place, part.rank))
-    for (kind, _), places in where.items():
+    for (kind, name), places in where.items():
         if kind == "execution" or config.groups.keep == "same_rank":
             assert len(places) == 1
+        assert name not in whole or len({place for place, _ in places}) == 1
     sizes = [one.mini_batch_sizes for one in batch.ranks]
     assert [one.mini_batch_sizes for one in from_the_journal(batch).ranks] == sizes
 
@@ -160,6 +184,8 @@ def _check_piece(config: sb.BalancerConfig, parts: tuple[RankBatch, ...]) -> Non
     numbers = {len(part.micro_batches) for part in parts}
     assert min(numbers) >= 1
     assert len(numbers) == 1 or config.micro_batches.counts == "free"
+    held = Counter((r.rollout_id, r.cp_degree) for part in parts for r in part.rollouts if isinstance(r, SharedRollout))
+    assert all(number == degree for (_, degree), number in held.items()), "on all ranks that share it"
     for part in parts:
         assert (part.step, part.dp_size, part.mini_batch_sizes) == (0, config.dp_size, ())
         found = part.global_num_rollouts, part.global_num_tokens, part.global_num_loss_tokens
@@ -167,6 +193,8 @@ def _check_piece(config: sb.BalancerConfig, parts: tuple[RankBatch, ...]) -> Non
         for micro_batch in part.micro_batches:
             rows = len(micro_batch.lengths) * max(micro_batch.lengths)
             tokens = rows if config.cost.padded else micro_batch.num_tokens
+            if config.groups.share_prefixes and not micro_batch.cp_group:
+                tokens = unique_tokens(micro_batch)
             assert tokens <= (config.micro_batches.max_tokens or tokens)
     if config.counts == "equal" and config.groups.keep != "same_rank":
         counts = [sum(not r.is_padding for r in part.rollouts) for part in parts]

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_planning_context_parallel import check_degrees
 
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
-from stream_balancer.planning.plan import work_in
-from stream_balancer.planning.prefixes import _Layout, prefix_bound
+from stream_balancer.planning.plan import part_cost, work_in
+from stream_balancer.planning.prefixes import _Descent, prefix_bound
+from stream_balancer.planning.rank_speeds import FixedCosts
 
 
 def cost(tokens):
@@ -77,10 +79,12 @@ def check(found, waiting, knobs):
     assert np.sort(np.concatenate(rows)).tolist() == list(range(waiting.costs.size))  # everybody, once
     loads = [sum(micro_batch_cost(waiting, one) for one in share) for share in found.ranks]
     overheads = np.zeros(knobs.num_ranks)
-    if knobs.max_tokens_per_micro_batch is not None:
+    if knobs.max_tokens_per_micro_batch is not None or knobs.micro_batch_multiple > 1:
         numbers = np.array([max(len(share), 1) for share in found.ranks])
         most = numbers.max() if knobs.micro_batch_counts == "equal" else numbers
-        overheads = overheads + knobs.fixed_costs.micro_batch * most
+        run = -(-most // knobs.micro_batch_multiple) * knobs.micro_batch_multiple
+        overheads = overheads + knobs.fixed_costs.micro_batch * run
+    if knobs.max_tokens_per_micro_batch is not None:
         for one in rows:
             fits = unique_tokens(waiting, one) <= knobs.max_tokens_per_micro_batch
             assert fits or (len(one) == 1 and knobs.oversize == "alone")
@@ -111,8 +115,11 @@ def test_a_step_is_never_longer_than_without_sharing(waiting, ranks, step):
     st.sampled_from(["equal", "free"]),
     st.sampled_from([0.0, 1e4, 1e6]),
     st.sampled_from(["same_batch", "same_rank", "free"]),
+    st.sampled_from([1, 2, 3]),
 )
-def test_a_cap_holds_in_unique_tokens_and_no_step_is_longer(waiting, ranks, step, cap, counts, overhead, groups):
+def test_a_cap_holds_in_unique_tokens_and_no_step_is_longer(
+    waiting, ranks, step, cap, counts, overhead, groups, multiple
+):
     knobs = knobs_of(
         waiting,
         ranks,
@@ -121,6 +128,7 @@ def test_a_cap_holds_in_unique_tokens_and_no_step_is_longer(waiting, ranks, step
         fixed_costs=PlanKnobs(1, 1, 1).fixed_costs._replace(micro_batch=overhead),
         groups=groups,
         oversize="alone",
+        micro_batch_multiple=multiple,
     )
     found = plan(waiting, knobs, step)
     check(found, waiting, knobs)
@@ -150,11 +158,42 @@ def test_no_layout_at_all_is_done_before_the_bound(waiting, ranks):
 def test_exchanges_end_with_the_loads_that_they_count_with(waiting, ranks, step):
     siblings = waiting.sets()
     dense = (np.arange(waiting.costs.size) * (step + 1) + step) % ranks
-    layout = _Layout(siblings, ranks, dense)
+    layout = _Descent(siblings, np.zeros(ranks), dense)
     before = layout.finish
     layout.improve(prefix_bound(siblings, ranks))
     np.testing.assert_allclose(layout.finish, siblings.loads(layout.rank_of, ranks).max())
     assert layout.finish <= before
+
+
+@given(
+    steps(), st.integers(2, 6), st.integers(0, 7), st.sampled_from([None, 200, 700]), st.sampled_from(["equal", "free"])
+)
+def test_rollouts_that_ranks_share_pay_their_whole_prefix_and_the_others_share_theirs(
+    waiting, ranks, step, cap, counts
+):
+    shares = {"cp_sizes": (1, 2, 4), "cp_min_tokens": 40, "cp_overhead": 0.1}
+    capped = {"max_tokens_per_micro_batch": cap, "micro_batch_counts": counts, "oversize": "alone"}
+    knobs = knobs_of(waiting, ranks, **shares, **capped, fixed_costs=FixedCosts(micro_batch=100.0))
+    found = plan(waiting, knobs, step)
+    check_degrees(found)
+    degrees = found.degrees or [[1] * len(share) for share in found.ranks]
+    loads, seen = np.zeros(ranks), []
+    for rank, (share, of_rank) in enumerate(zip(found.ranks, degrees, strict=True)):
+        for one, degree in zip(share, of_rank, strict=True):
+            loads[rank] += part_cost(micro_batch_cost(waiting, one), degree, 0.1)
+            seen += one.tolist()
+            assert degree == 1 or len(one) == 1
+            if cap is not None and waiting.lengths[one].max() <= cap:
+                assert unique_tokens(waiting, one) <= cap
+    assert set(seen) == {*range(waiting.costs.size)}
+    numbers = np.array([max(len(share), 1) for share in found.ranks])
+    loads += 100.0 * (numbers.max() if counts == "equal" else numbers)
+    np.testing.assert_allclose(found.loads, loads)
+    assert found.lower_bound <= found.finish * (1 + 1e-9)
+    assert found.finish == pytest.approx(loads.max())
+    assert found.finish <= plan(without_sharing(waiting), knobs, step).finish * (1 + 1e-9)
+    if cap is not None and waiting.lengths.max() <= cap:  # else it counts no overhead
+        assert found.finish <= plan(waiting, replace(knobs, cp_sizes=(1,)), step).finish * (1 + 1e-9)
 
 
 def test_a_group_is_split_only_where_that_makes_the_last_rank_earlier():
