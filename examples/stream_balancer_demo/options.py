@@ -26,9 +26,11 @@ class DemoOptions:
     rollouts: int = 960
     """Rollouts in each of the two runs."""
     batch_size: int = 20
+    """Rollouts of a step."""
     window: int | None = None
-    """(default: 2 x batch size)"""
+    """Rollouts that must wait before a step. (default: 2 x batch size)"""
     deadline_s: float = 60.0
+    """Longest wait of a rollout for a full window."""
     trace: Path | None = None
     """Length trace, csv or csv.gz. (default: generated)"""
     generator: str = "lrm"  # fitted to reasoning models' answers

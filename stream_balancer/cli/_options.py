@@ -24,14 +24,13 @@ from stream_balancer.field_docs import first_sentence, texts_below_fields
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.trace import Trace, load_trace
 
-__all__ = ["Simulated", "as_command", "batch_text", "deadline_text", "fail", "value_of", "window_text"]
+__all__ = ["Simulated", "as_command", "batch_text", "deadline_text", "fail", "value_of"]
 
 DEFAULTS = {"dp_size": 8, "batch_size": 32}
 """Knobs that a balancer needs, and a look at lengths need not be given."""
 DEFAULT_GENERATED = 20_000  # rollouts of generate:NAME without a number: hundreds of dispatches, a second or two
 GENERATE = "generate:"
 USER_ERROR = 2  # typer's own code for bad usage
-KNOBS = texts_below_fields(BalancerConfig)
 METAVARS = {
     "step_size.rollouts": "LEAST:MOST",
     "cost": "MODEL",
@@ -41,7 +40,7 @@ METAVARS = {
 
 
 def as_command(options: type[Any]) -> Callable[..., None]:
-    """A function for typer: it takes the fields of the dataclass and the ``KNOBS`` that it names as options, and calls
+    """Function for typer: the fields of the dataclass and the ``KNOBS`` that it names are its options, and it calls
     ``run()``. Help of a field is the text below it, and that of a knob what ``BalancerConfig`` says."""
 
     paths: tuple[str, ...] = getattr(options, "KNOBS", ())
@@ -56,7 +55,7 @@ def as_command(options: type[Any]) -> Callable[..., None]:
     types, texts = get_type_hints(options, include_extras=True), texts_below_fields(options)
     signature = inspect.signature(options)
     own = [
-        one.replace(annotation=_option(types[one.name], one.name, help=_help(one.name, texts)))
+        one.replace(annotation=_option(types[one.name], one.name, help=texts.get(one.name)))
         for one in signature.parameters.values()
         if one.name != "knobs"
     ]
@@ -70,11 +69,6 @@ def _option(kind: Any, name: str, **how: Any) -> Any:
         return kind
     flag = [f"--{name.replace('_', '-')}"] if kind in (bool, bool | None) else []  # else there would be --no-json
     return Annotated[kind, typer.Option(*flag, **how)]
-
-
-def _help(name: str, texts: Mapping[str, str]) -> str:
-    """Sentence of BalancerConfig about a knob, and the text of the command."""
-    return f"{first_sentence(KNOBS.get(name, ''))} {texts.get(name, '')}".strip()
 
 
 def _knob(path: str) -> inspect.Parameter:
@@ -209,22 +203,12 @@ class Simulated:
         }
 
 
-def _read(path: Path) -> Any:
-    readers = {".json": msgspec.json, ".toml": msgspec.toml, ".yaml": msgspec.yaml, ".yml": msgspec.yaml}
+def _read(path: Path) -> dict[str, Any]:
+    reader = {".json": msgspec.json, ".toml": msgspec.toml}.get(path.suffix.lower(), msgspec.yaml)
     try:
-        knobs: Any = readers[path.suffix.lower()].decode(path.read_text(encoding="utf-8"))
-        why = None if isinstance(knobs, dict) else f"must hold a mapping from knobs to values, not {knobs!r}"
-    except KeyError:
-        why = f"the name must end in one of {', '.join(readers)}"
-    except ImportError:
-        why = "PyYAML is missing. `pip install 'stream-balancer[yaml]'`, or write .json or .toml"
-    except UnicodeDecodeError as error:
-        why = f"must be UTF-8: {error}"
-    except (OSError, msgspec.MsgspecError) as error:
-        why = " ".join(str(error).split())
-    if why is not None:
-        raise ConfigError(f"--config {path}: {why}")
-    return knobs
+        return reader.decode(path.read_text(encoding="utf-8"), type=dict[str, Any])
+    except (OSError, ValueError, ImportError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
 
 
 def fail(message: str) -> NoReturn:
@@ -248,12 +232,6 @@ def batch_text(config: BalancerConfig) -> str:
         return f"{config.step_size.tokens:,} tokens"
     least_most = config.step_size.rollouts
     return f"{config.batch_size}" + ("" if least_most is None else " ({} to {})".format(*least_most)) + " rollouts"
-
-
-def window_text(config: BalancerConfig) -> str:
-    return (
-        str(config.window) if config.step_size.window_tokens is None else f"{config.step_size.window_tokens:,} tokens"
-    )
 
 
 def deadline_text(deadline_s: float | None) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 import typer
 
-from stream_balancer.cli._options import Simulated, batch_text, deadline_text, window_text
+from stream_balancer.cli._options import Simulated, batch_text, deadline_text
 
 if TYPE_CHECKING:
     from stream_balancer.config import BalancerConfig, Policy
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Replay"]
 
 Reports: TypeAlias = dict["Policy", "SimulationReport"]
+Show: TypeAlias = Callable[["SimulationReport", "Segment"], str]
 
 _NAMES: dict[Policy, str] = {"round_robin": "round-robin", "fifo": "arrival order", "window": "window"}
 
@@ -79,115 +79,85 @@ def _about(trace: Trace) -> dict[str, Any]:
 def _print(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any], reports: Reports) -> None:
     from stream_balancer.tools.shown import stdout, table
 
-    lengths = sorted(trace.lengths.tolist())
     arrivals = f"{how['slots']} slots at {how['tokens_per_second']:g} tokens/s"
     if trace.arrival_s is not None:
         arrivals = "recorded arrivals"
-    nothing_shared = float(np.asarray(config.cost(trace.lengths)).sum()) / config.dp_size
-    rows = _rows(reports, nothing_shared, instant=how["trainer"] == "instant")
+    in_tokens = config.step_size.window_tokens
+    window = f"{config.window}" if in_tokens is None else f"{in_tokens:,} tokens"
+    # of the same stretch for all three, or a warm-up would be compared with a steady state
+    steady = all(report.is_steady for report in reports.values())
+    parts = {policy: report.steady if steady else report.overall for policy, report in reports.items()}
+    rows = {name: map(show, reports.values(), parts.values()) for name, show in _rows(trace, reports, how).items()}
     stdout().print(
         f"[bold]{trace.name}[/bold]: {len(trace):,} rollouts, {trace.num_tokens:,} tokens; length p50 "
-        f"{lengths[len(lengths) // 2]:,}, longest {lengths[-1]:,}; {arrivals}; trainer {how['trainer']}\n"
-        f"{config.dp_size} ranks, {batch_text(config)} a dispatch, window {window_text(config)}, max_skips "
+        f"{np.median(trace.lengths):,.0f}, longest {trace.lengths.max():,}; {arrivals}; trainer {how['trainer']}\n"
+        f"{config.dp_size} ranks, {batch_text(config)} a dispatch, window {window}, max_skips "
         f"{config.max_skips}, deadline {deadline_text(config.deadline_s)}, cost {cost}",
-        table(
-            ["", *_NAMES.values()],
-            ([name, *map(show, reports.values())] for name, show in rows),
-            bold=["idle fraction"],
-        ),
-        *_verdict(reports),
+        table(["", *_NAMES.values()], ([name, *shown] for name, shown in rows.items()), bold=["idle fraction"]),
+        *_verdict(reports, parts, steady=steady),
         sep="\n",
     )
 
 
-Row: TypeAlias = tuple[str, Callable[["SimulationReport"], str]]
-
-
-def _rows(reports: Reports, nothing_shared: float, *, instant: bool) -> Iterator[Row]:
-    """``nothing_shared``: work of a rank if all are alike, and every rollout pays its own prefix."""
-    usual, config = reports["round_robin"].overall.work_s, reports["window"].config
-    # of the same stretch for all three, or a warm-up would be compared with a steady state
-    steady = _all_steady(reports)
-    yield "idle fraction", lambda r: f"{_segment(r, steady).idle_fraction:.2%}"
-    yield "  a better assignment might save", lambda r: f"{_segment(r, steady).avoidable_idle:.2%}"
-    yield "  no assignment can save", lambda r: f"{_segment(r, steady).unavoidable_idle:.2%}"
-    if steady:
-        yield "  with warm-up and tail", lambda r: f"{r.overall.idle_fraction:.2%}"
-    if config.step_size.rollouts is not None:
-        yield "rollouts of a step, least / mean / most", _rollouts_of_a_step
-    yield "tokens of a step, std / mean", lambda r: f"{_segment(r, steady).token_variation:.2f}"
-    yield "trainer time, round-robin = 1", lambda r: f"{r.overall.work_s / usual if usual else 1.0:.3f}"
-    if config.groups.share_prefixes:
-        yield "trainer time, nothing shared and no idle = 1", lambda r: f"{r.overall.work_s / nothing_shared:.3f}"
-    if not instant:
-        yield "idle, the wait for rollouts included", lambda r: f"{r.whole_idle_fraction:.2%}"
-        yield "end to end, s", lambda r: f"{r.elapsed_s:,.0f}"
-        yield "trainer busy", lambda r: f"{r.trainer_busy:.1%}"
-        yield "put waited, mean s", lambda r: f"{r.blocked_s:,.1f}"
-    yield "wait p50 / p99 / max, s", lambda r: f"{r.delay_s.p50:,.0f} / {r.delay_s.p99:,.0f} / {r.delay_s.max:,.0f}"
-    yield (
-        "passed over, mean / p99 / max",
-        lambda r: f"{r.delay_dispatches.mean:.2f} / {r.delay_dispatches.p99:.0f} / {r.max_skips_seen}",
-    )
-    yield "staleness mean / max, steps", lambda r: f"{r.staleness.mean:.2f} / {r.staleness.max:.0f}"
-    yield "length-wait correlation", lambda r: _or_dash(r.length_bias.length_delay_correlation)
-    yield "spread of batch means, i.i.d. = 1", lambda r: _or_dash(r.length_bias.batch_mean_spread)
-    yield "mean length, came / went", lambda r: f"{r.arrived_lengths.mean:,.0f} / {r.dispatched_lengths.mean:,.0f}"
+def _rows(trace: Trace, reports: Reports, how: dict[str, Any]) -> dict[str, Show]:
+    """Rows of the table, by name: what each says of a run, and of the stretch of it that is compared."""
+    config = reports["window"].config
+    # work of a rank if all are alike, and every rollout pays its own prefix
+    nothing_shared = float(np.asarray(config.cost(trace.lengths)).sum()) / config.dp_size
+    usual = (nothing_shared if config.groups.share_prefixes else reports["round_robin"].overall.work_s) or 1.0
+    time = "nothing shared and no idle" if config.groups.share_prefixes else "round-robin"
+    rows: dict[str, Show] = {
+        "idle fraction": lambda _, part: f"{part.idle_fraction:.2%}",
+        "  a better assignment might save": lambda _, part: f"{part.avoidable_idle:.2%}",
+        "  no assignment can save": lambda _, part: f"{part.unavoidable_idle:.2%}",
+        "tokens of a step, std / mean": lambda _, part: f"{part.token_variation:.2f}",
+        f"trainer time, {time} = 1": lambda r, _: f"{r.overall.work_s / usual:.3f}",
+    }
+    if how["trainer"] != "instant":
+        rows |= {
+            "idle, the wait for rollouts included": lambda r, _: f"{r.whole_idle_fraction:.2%}",
+            "end to end, s": lambda r, _: f"{r.elapsed_s:,.0f}",
+            "trainer busy": lambda r, _: f"{r.trainer_busy:.1%}",
+        }
+    rows |= {
+        "wait p50 / p99 / max, s": lambda r, _: " / ".join(
+            f"{s:,.0f}" for s in (r.delay_s.p50, r.delay_s.p99, r.delay_s.max)
+        ),
+        "passed over, mean / p99 / max": lambda r, _: (
+            f"{r.delay_dispatches.mean:.2f} / {r.delay_dispatches.p99:.0f} / {r.max_skips_seen}"
+        ),
+        "staleness mean / max, steps": lambda r, _: f"{r.staleness.mean:.2f} / {r.staleness.max:.0f}",
+        "length-wait correlation": lambda r, _: f"{r.length_bias.length_delay_correlation:.2f}",
+        "mean length, came / went": lambda r, _: f"{r.arrived_lengths.mean:,.0f} / {r.dispatched_lengths.mean:,.0f}",
+    }
     for stratum in reports["window"].strata:
-        yield f"{stratum}: share / steps without", partial(_of_stratum, stratum)
-    yield "dispatches", lambda r: ", ".join(f"{n} {why}" for why, n in r.reasons.items())
-    if steady:
-        yield "  left out: warm-up, tail", lambda r: f"{r.warm_up.batches}, {r.tail.batches}"
-    for name in ("padding_copies", "evicted"):
-        if any(getattr(report, name) for report in reports.values()):
-            yield name.replace("_", " "), lambda r, name=name: str(getattr(r, name))  # type: ignore[misc]
+        rows[f"{stratum}: share / steps without"] = partial(_of_stratum, stratum)
+    rows["dispatches"] = lambda r, _: ", ".join(f"{n} {why}" for why, n in r.reasons.items())
+    rows["  left out: warm-up, tail"] = lambda r, _: f"{r.warm_up.batches}, {r.tail.batches}"
+    rows["padding copies, evicted"] = lambda r, _: f"{r.padding_copies}, {r.evicted}"
+    return rows
 
 
-def _rollouts_of_a_step(report: SimulationReport) -> str:
-    rollouts = report.steps.rollouts[report.shown_steps]
-    return f"{rollouts.min()} / {rollouts.mean():.1f} / {rollouts.max()}"
-
-
-def _of_stratum(stratum: str, report: SimulationReport) -> str:
+def _of_stratum(stratum: str, report: SimulationReport, part: Segment) -> str:
     of_it = report.strata[stratum]
     return f"{of_it.share:.1%} / {of_it.steps_without:.0%}"
 
 
-def _or_dash(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2f}"
-
-
 GOOD_ENOUGH = 0.02  # idle fraction of arrival order with a good partition below which a window has little left to win
-AT_BOUND = 0.002  # unavoidable idle fraction of arrival order up to which a window has nothing to win
 WORTH = 0.02  # idle fraction a window must save to be worth its wait
 
 
-def _verdict(reports: Reports) -> Iterator[str]:
+def _verdict(reports: Reports, parts: Mapping[Policy, Segment], *, steady: bool) -> Iterator[str]:
     """The conclusion, in a sentence or two."""
-    window, fifo = reports["window"], reports["fifo"]
-    steady = _all_steady(reports)
     if not steady:
         yield (
             "Too short a run for a steady state: the figures are of all dispatches, tail included. "
             "Try --rollouts 10000, or a smaller batch."
         )
-    idle = {policy: _segment(report, steady).idle_fraction for policy, report in reports.items()}
+    idle = {policy: part.idle_fraction for policy, part in parts.items()}
     arrival = f"Arrival order with a good partition idles {idle['fifo']:.1%}, the window {idle['window']:.1%}"
     if idle["fifo"] <= GOOD_ENOUGH or idle["fifo"] - idle["window"] < WORTH:
-        at_bound = _segment(fifo, steady).unavoidable_idle <= AT_BOUND
-        earns = "a window buys little here"
-        if at_bound:
-            earns = "first in, first out is already at its bound, a window earns nothing here"
-        yield f"{arrival}: {earns}. Use policy='fifo', or other knobs."
-        return
-    waits = window.staleness.mean - fifo.staleness.mean
-    yield f"{arrival} (round-robin {idle['round_robin']:.1%}), for {waits:.2f} more steps of mean staleness."
-
-
-def _all_steady(reports: Reports) -> bool:
-    return all(report.is_steady for report in reports.values())
-
-
-def _segment(report: SimulationReport, steady: bool) -> Segment:
-    """The same kind of segment for every policy, or they could not be compared."""
-    return report.steady if steady else report.overall
+        yield f"{arrival}: a window buys little here. Use policy='fifo', or other knobs."
+    else:
+        waits = reports["window"].staleness.mean - reports["fifo"].staleness.mean
+        yield f"{arrival} (round-robin {idle['round_robin']:.1%}), for {waits:.2f} more steps of mean staleness."

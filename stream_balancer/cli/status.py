@@ -29,6 +29,22 @@ Figures: TypeAlias = dict[str, dict[str, float]]
 _SAMPLE = re.compile(r'^stream_balancer_(\w+?)(?:_total)?(?:\{\w+="(.*)"\})? (\S+)$', re.MULTILINE)
 _TIMEOUT_S = 10.0
 _MOST_RANKS = 16  # of more, the idlest and the busiest
+_LINES = {
+    "waiting": "{waiting_rollouts:,.0f} wait (window {window_rollouts:,.0f}), {waiting_tokens:,.0f} tokens, the oldest "
+    "for {oldest_wait_seconds:,.1f} s",
+    "rollouts": "{accepted_rollouts:,.0f} accepted, {in_flight_rollouts:,.0f} in flight, "
+    "{acknowledged_rollouts:,.0f} acknowledged",
+    "idle": "{idle_fraction:.1%} predicted ({unavoidable_idle_fraction:.1%} unavoidable), "
+    "{measured_idle_fraction:.1%} measured",
+    "policy version": "{policy_version:.0f}",
+}
+_COUNTS = {  # figures with a label
+    "waiting lengths": "waiting_length_tokens",
+    "evicted": "evicted_rollouts",
+    "batches": "dispatches",
+    "idle seconds": "idle_seconds",
+    "versions behind": "training_age_versions",
+}
 
 
 def status(
@@ -117,26 +133,11 @@ def page(now: Figures, before: Figures | None = None, title: str = "") -> Render
 
 
 def _lines(now: Figures, before: Figures | None) -> Iterator[tuple[str, str]]:
-    waiting = "{waiting_rollouts:,.0f} wait (window {window_rollouts:,.0f}), {waiting_tokens:,.0f} tokens, "
-    yield "waiting", (waiting + "the oldest for {oldest_wait_seconds:,.1f} s").format_map(_ones(now))
-    yield "their lengths", _counts(now, "waiting_length_tokens")
-    yield (
-        "rollouts",
-        "{accepted_rollouts:,.0f} accepted, {in_flight_rollouts:,.0f} in flight, "
-        "{acknowledged_rollouts:,.0f} acknowledged".format_map(_ones(now)),
-    )
-    yield "evicted", _counts(now, "evicted_rollouts")
-    yield "batches", _counts(now, "dispatches")
-    idle = [now.get(f"{kind}idle_fraction", {}).get("") for kind in ("", "unavoidable_", "measured_")]
-    yield "idle", "{} predicted ({} unavoidable), {} measured".format(*("?" if i is None else f"{i:.1%}" for i in idle))
-    causes = now.get("idle_seconds", {})
-    if total_s := sum(causes.values()) + sum(now.get("rank_busy_seconds", {}).values()):
-        largest = sorted(causes.items(), key=lambda one: -one[1])
-        yield "idle because of", ", ".join(f"{name} {s / total_s:.1%}" for name, s in largest if s) or "nothing"
-    if "policy_version" in now:
-        age = now.get("training_age_versions", {})
-        behind = "; trained on were rollouts {mean:.2f} versions behind (p99 {p99:.0f}, max {max:.0f})"
-        yield "staleness", f"policy version {_ones(now)['policy_version']:.0f}" + (behind.format(**age) if age else "")
+    for name, line in _LINES.items():
+        yield name, line.format_map(_ones(now))
+    for name, figure in _COUNTS.items():
+        counts = (f"{label} {_number(count)}" for label, count in now.get(figure, {}).items() if count)
+        yield name, ", ".join(counts) or "none"
     if before is not None and (seconds := _ones(now)["time"] - _ones(before)["time"]) > 0:
         names = ("accepted_rollouts", "acknowledged_rollouts", "dispatched_tokens")
         put, trained, tokens = ((_ones(now)[name] - _ones(before)[name]) / seconds for name in names)
@@ -168,17 +169,17 @@ def _warnings(now: Figures) -> Iterator[str]:
         slow = "rank {straggler_rank:.0f} takes {straggler_slowdown:.2f} times as long as the median rank, since "
         yield (slow + "{straggler_since_seconds:,.0f} s").format_map(ones)
     if missing := [rank for rank, connected in now.get("rank_connected", {}).items() if not connected]:
-        yield f"{len(missing)} ranks are not connected: {', '.join(missing[:8])}"
-    if ones["blocked_puts"]:
+        yield f"not connected: ranks {', '.join(missing[:8])}" + (", ..." if len(missing) > 8 else "")
+    if ones["blocked_puts"] > 0:
         yield "{blocked_puts:.0f} puts wait for room: training is slower than generation".format_map(ones)
     if stale := now.get("evicted_rollouts", {}).get("stale"):
         yield f"{stale:.0f} stale rollouts were evicted; reserve() throttles generation instead"
 
 
 def _ones(figures: Figures) -> defaultdict[str, float]:
-    """The numbers without a label; 0 for those that are not told."""
-    return defaultdict(float, {name: numbers.get("", 0.0) for name, numbers in figures.items()})
+    """The numbers without a label; NaN for those that are not told."""
+    return defaultdict(lambda: math.nan, {name: numbers.get("", math.nan) for name, numbers in figures.items()})
 
 
-def _counts(figures: Figures, name: str) -> str:
-    return ", ".join(f"{label} {count:,.0f}" for label, count in figures.get(name, {}).items() if count) or "none"
+def _number(value: float) -> str:
+    return f"{value:,.2f}".removesuffix(".00")

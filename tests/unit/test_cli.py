@@ -141,10 +141,9 @@ class TestReplay:
     @pytest.mark.parametrize(
         ("name", "content", "said"),
         [
-            ("knobs.yaml", b"\xff\xfe{", "must be UTF-8: "),
-            ("knobs.yaml", b"[1]", "must hold a mapping from knobs to values, not [1]"),
-            ("knobs.yml", b"", "must hold a mapping from knobs to values, not None"),
-            ("knobs.txt", b"{}", "the name must end in one of .json, .toml, .yaml, .yml"),
+            ("knobs.yaml", b"\xff\xfe{", "'utf-8' codec can't decode"),
+            ("knobs.yaml", b"[1]", "Expected `object`, got `array`"),
+            ("knobs.yml", b"", "Expected `object`, got `null`"),
             ("knobs.JSON", b'{"dp_siz": 4}', "Did you mean dp_size?"),
             ("knobs.json", b'{"groups": 4}', "groups must be Groups(...), or a mapping"),
         ],
@@ -156,7 +155,7 @@ class TestReplay:
     def test_yaml_is_an_extra(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "yaml", None)
         (path := tmp_path / "knobs.yaml").write_text("{}")
-        assert "pip install 'stream-balancer[yaml]'" in refused("replay", "generate:rg:50", "--config", path)
+        assert "requires PyYAML" in refused("replay", "generate:rg:50", "--config", path)
 
     def test_a_trainer_that_takes_time_and_a_run_that_is_too_short(self, trace: Path) -> None:
         told = run("replay", trace, "--trainer", "matched").stdout
