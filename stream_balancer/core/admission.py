@@ -68,7 +68,12 @@ class Admission:
             except RolloutError as error:
                 raise ValueError(f"group_id {error}") from None
         if size is not None and size.size is not None:
-            self._check_group_size(size.group_id, size.size)
+            number, most = size.size, self.config.batch_size
+            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
+                raise ValueError(
+                    f"expect_group({size.group_id!r}, {number!r}): a group has from 1 to batch_size ({most}) "
+                    "executions, of a rollout each at least, or it could not leave in one batch"
+                )
         if groups.size is None:
             return
         if rollouts and rollouts[0].group_id is not None:
@@ -84,13 +89,6 @@ class Admission:
                 "sibling. Set groups.size to keep them"
             )
 
-    def _check_group_size(self, group_id: str, size: int) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= self.config.batch_size:
-            raise ValueError(
-                f"expect_group({group_id!r}, {size!r}): a group has from 1 to batch_size ({self.config.batch_size}) "
-                "executions, of a rollout each at least, or it could not leave in one batch"
-            )
-
     def check(self, rollouts: Sequence[Rollout]) -> list[float]:
         """Costs of the rollouts of one put. Raises TypeError, RolloutError or DuplicateRolloutError if one of them can
         never be taken in, whatever its group. O(columns)."""
@@ -103,21 +101,32 @@ class Admission:
         """Cost of the rollout. Every put comes here."""
         if not isinstance(rollout, Rollout):
             raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
-        ids, tokens, most_bytes = self._ids, rollout.num_tokens, self._limits.bytes
+        ids, name, tokens, most_bytes = self._ids, rollout.rollout_id, rollout.num_tokens, self._limits.bytes
         # first: a retry is a duplicate, whatever else is wrong with it by now
-        if rollout.rollout_id in ids.held or rollout.rollout_id in ids.past:
-            raise DuplicateRolloutError(ids.why_known(rollout.rollout_id))
-        if (
-            rollout.is_padding
-            or (self._most_tokens is not None and tokens > self._most_tokens)
-            or (self._needs_group and rollout.group_id is None)
-            or (most_bytes is not None and rollout.nbytes > most_bytes)
-        ):
-            raise RolloutError(_why_never(rollout, self.config))
+        if name in ids.held or name in ids.past:
+            raise DuplicateRolloutError(ids.why_known(name))
+        if rollout.is_padding:
+            raise RolloutError(f"rollout {name!r} is a padding copy; only the balancer makes those")
+        if self._most_tokens is not None and tokens > self._most_tokens:
+            raise RolloutError(
+                f"rollout {name!r} has {tokens} tokens, above {_cap_text(self.config)}. Raise the cap, truncate the "
+                "rollout, or set micro_batches.oversize='alone' to run it in a micro-batch of its own"
+            )
+        if self._needs_group and rollout.group_id is None:
+            raise RolloutError(
+                f"config has groups.size={self.config.groups.size}, but rollout {name!r} has no group_id: it would "
+                "count as a group of its own. Give the siblings of one prompt the same group_id, or leave groups.size "
+                "out"
+            )
+        if most_bytes is not None and rollout.nbytes > most_bytes:
+            raise RolloutError(
+                f"rollout {name!r} has {rollout.nbytes} bytes of tensors, above limits.bytes ({most_bytes}): it could "
+                "never be let in. Raise limits.bytes"
+            )
         if rollout.metadata:
             _check_stratum(rollout, self._buffer.strata)
-        if self.schema is not None and not _has_schema(rollout, self.schema):
-            raise RolloutError(_why_no_batch(rollout, self.schema))
+        if self.schema is not None:
+            _check_schema(rollout, self.schema)
         return self.pricing.cost_of(rollout)
 
     def _check_together(self, rollouts: Sequence[Rollout]) -> None:
@@ -133,8 +142,7 @@ class Admission:
         # until a rollout is held, those of one put must at least fit each other
         first = schema_of(rollouts[0])
         for rollout in rollouts:
-            if not _has_schema(rollout, first):
-                raise RolloutError(_why_no_batch(rollout, first))
+            _check_schema(rollout, first)
 
     def has_room(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> bool:
         """Room for all; ``size`` is declared with them. O(len(rollouts)).
@@ -213,27 +221,6 @@ class Admission:
         return [*buffer.rollouts(buffer.siblings(group_id)), *rollouts] or None
 
 
-def _why_never(rollout: Rollout, config: BalancerConfig) -> str:
-    """Why it could never be dispatched, or never be let in."""
-    name, most = f"rollout {rollout.rollout_id!r}", longest_rollout(config)
-    if rollout.is_padding:
-        return f"{name} is a padding copy; only the balancer makes those"
-    if rollout.group_id is None and config.groups.kept is not None:
-        return (
-            f"config has groups.size={config.groups.size}, but {name} has no group_id: it would count as a group of "
-            "its own. Give the siblings of one prompt the same group_id, or leave groups.size out"
-        )
-    if most is not None and rollout.num_tokens > most and config.micro_batches.oversize == "refuse":
-        return (
-            f"{name} has {rollout.num_tokens} tokens, above {_cap_text(config)}. Raise the cap, truncate the rollout, "
-            "or set micro_batches.oversize='alone' to run it in a micro-batch of its own"
-        )
-    return (
-        f"{name} has {rollout.nbytes} bytes of tensors, above limits.bytes ({config.limits.bytes}): it could never "
-        "be let in. Raise limits.bytes"
-    )
-
-
 def _cap_text(config: BalancerConfig) -> str:
     cap = f"micro_batches.max_tokens ({config.micro_batches.max_tokens})"
     if len(config.context_parallel.sizes) == 1:
@@ -303,36 +290,23 @@ def schema_of(rollout: Rollout) -> Schema:
     return columns, frozenset(rollout.scalars)
 
 
-def _has_schema(rollout: Rollout, schema: Schema) -> bool:
-    """Without building what a message needs: every put comes here."""
+def _check_schema(rollout: Rollout, schema: Schema) -> None:
+    """Raise RolloutError for other columns or scalars than the first rollout's. Every put comes here."""
     tokens, (columns, scalars) = rollout.tokens, schema
-    if tokens.keys() != columns.keys() or rollout.scalars.keys() != scalars:
-        return False
-    for name in columns:
+    # without building what a message needs
+    same = tokens.keys() == columns.keys()
+    for name in columns if same else ():
         column, (dtype, shape) = tokens[name], columns[name]
         if column.dtype is not dtype or ((column.ndim > 1 or shape) and column.shape[1:] != shape):
-            return False
-    return True
-
-
-def _why_no_batch(rollout: Rollout, schema: Schema) -> str:
-    """Why one with other columns or scalars than the first is refused."""
-    columns, scalars = schema_of(rollout)
-    if columns != schema[0]:
-        return (
-            f"rollout {rollout.rollout_id!r} has token columns {_describe(columns)}, but the first rollout had "
-            f"{_describe(schema[0])}: they could not share a batch. Give every rollout the same columns, dtypes "
-            "and trailing shapes"
+            same = False
+    if not same:
+        raise RolloutError(
+            f"rollout {rollout.rollout_id!r} has token columns {schema_of(rollout)[0]}, but the first rollout had "
+            f"{columns} (dtype, shape of a token): they could not share a batch. Give every rollout the same"
         )
-    return (
-        f"rollout {rollout.rollout_id!r} has scalars {sorted(scalars)}, but the first rollout had "
-        f"{sorted(schema[1])}: they could not share a batch. Give every rollout the same scalars, or use metadata for "
-        "what only some have"
-    )
-
-
-def _describe(columns: dict[str, tuple[object, tuple[int, ...]]]) -> str:
-    def one(dtype: object, shape: tuple[int, ...]) -> str:
-        return f"{str(dtype).removeprefix('torch.')}[{', '.join(['L', *map(str, shape)])}]"
-
-    return "{" + ", ".join(f"{name}: {one(*column)}" for name, column in sorted(columns.items())) + "}"
+    if rollout.scalars.keys() != scalars:
+        raise RolloutError(
+            f"rollout {rollout.rollout_id!r} has scalars {sorted(rollout.scalars)}, but the first rollout had "
+            f"{sorted(scalars)}: they could not share a batch. Give every rollout the same scalars, or use metadata "
+            "for what only some have"
+        )

@@ -536,7 +536,7 @@ async def test_a_group_with_one_bad_cost_is_refused_whole() -> None:
             {},
             make_rollout(3, minimal=True),
             sb.errors.RolloutError,
-            r"has token columns \{input_ids: int64\[L\]\}, but the first",
+            r"has token columns \{'input_ids': \(torch.int64, \(\)\)\}, but the first",
         ),
         (
             {"micro_batches": {"max_tokens": 10}},

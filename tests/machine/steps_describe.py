@@ -14,7 +14,7 @@ def describe(world: World) -> str:
         lines.append(
             f"step {step.number} complete {step.is_complete} of {sorted(step.participants)} barrier {step.at_barrier} "
             f"seal {step.seal} ({step.seals}) holders {step.holders} met {step.met} acks {step.acks} ownerless "
-            f"{list(step.ownerless)} recalls {step.recalls} settling {step.settling} unfetched {step.num_unfetched} "
+            f"{list(step.ownerless)} recalls {step.recalls} settling {step.settling} unfetched {step.unfetched} "
             f"torn {step.torn} kept {step.is_kept} settled {step.is_settled} changed {step.is_changed} gone {step.gone}"
         )
         for share in step.shares.values():

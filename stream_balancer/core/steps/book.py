@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from stream_balancer.core.steps.orders import Order
-from stream_balancer.core.steps.state import TRAIN, Item, Rank, RankId, Share, StepState
+from stream_balancer.core.steps.state import TRAIN, Item, Rank, RankId, Share, StepState, seats_of
 
 
 class Book:
@@ -37,6 +39,10 @@ class Book:
 
     def touch_all_ranks(self) -> None:
         self.ranks_touched.update(dict.fromkeys(self.ranks))
+
+    def tell(self, rank: Rank, seats: int, order: Callable[..., Order], *fields: object) -> None:
+        """The same order for each of these seats of a rank."""
+        self.out += [order(rank.id, seat, *fields) for seat in seats_of(seats)]
 
     def rank(self, one: RankId) -> Rank:
         rank = self.ranks.get(one)
@@ -97,7 +103,6 @@ class Book:
         """A seat has the payloads of the item, but for those that are gone."""
         item.fetched |= bit
         # once, with the last seat: whoever shares the item may begin only when all have it
-        if item.remote and item.fetched == full and not item.is_fetched:
-            item.is_fetched = True
-            step.num_unfetched -= 1
+        if item.fetched == full and item.id in step.unfetched:
+            step.unfetched.remove(item.id)
             self.ranks_touched.update((part.owner, None) for part in step.parts(item) if part.owner is not None)

@@ -143,7 +143,7 @@ def _begin_again(book: Book, share: Share) -> None:
     for item in share.items.values():
         step.reset(item)
         share.unsent[item.id] = item
-    book.out += [SendRewind(rank.id, seat, step.number, share.attempt) for seat in seats_of(rank.links & share.opened)]
+    book.tell(rank, rank.links & share.opened, SendRewind, step.number, share.attempt)
     book.ranks_touched[rank.id] = None
 
 
@@ -208,7 +208,7 @@ def _free(share: Share) -> list[Item]:
 
 
 def _may_seal(book: Book, step: StepState) -> bool:
-    if not step.is_complete or step.ownerless or step.num_unfetched or step.seal is not None or not step.participants:
+    if not step.is_complete or step.ownerless or step.unfetched or step.seal is not None or not step.participants:
         return False
     if not book.meets:
         return True
@@ -234,7 +234,7 @@ def acknowledge(book: Book, step: StepState) -> None:
     for share in step.shares.values():
         share.rank.active.pop(step.number, None)
         if share.rank.id.role:  # it may compute what nobody needs any more
-            drop(book, share, share.rank.links & share.opened & ~share.sealed, met=True)
+            book.tell(share.rank, share.rank.links & share.opened & ~share.sealed, SendDrop, step.number, True)
     if not book.steps:
         book.touch_all_ranks()
     book.ranks_touched.update(dict.fromkeys(step.shares))
@@ -242,10 +242,6 @@ def acknowledge(book: Book, step: StepState) -> None:
     # Shares and their step name each other, and items hold payloads: nothing of it waits for the garbage collector.
     for container in (step.shares, step.items, step.groups, step.waiters, step.ownerless):
         container.clear()
-
-
-def drop(book: Book, share: Share, seats: int, *, met: bool) -> None:
-    book.out += [SendDrop(share.rank.id, seat, share.step.number, met) for seat in seats_of(seats)]
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
@@ -262,7 +258,7 @@ def look_at_rank(book: Book, rank: Rank) -> None:
         elif not _lacks_weights(book, rank, share.step):
             _look_at_share(book, share)
     if rank.ended != rank.full and _is_through(book, rank):
-        book.out += [SendEnd(rank.id, seat) for seat in seats_of(rank.full & ~rank.ended)]
+        book.tell(rank, rank.full & ~rank.ended, SendEnd)
         rank.ended = rank.full
 
 
@@ -302,7 +298,7 @@ def _leave_behind(book: Book, share: Share) -> None:
     step = share.step
     is_known = step.is_kept or any(book.ranks[other].is_here for other in step.met)
     if not share.may_meet and is_known:
-        drop(book, share, share.rank.full, met=True)
+        book.tell(share.rank, share.rank.full, SendDrop, step.number, True)
         step.remove_rank(share.rank.id)
         book.touch(step)
 
@@ -336,7 +332,7 @@ def _lacks_weights(book: Book, rank: Rank, step: StepState) -> bool:
         if with_it and not rank.is_warned and any(book.ranks[one].is_here for one in with_it):
             rank.is_warned = True
             others = {one: book.ranks[one].furthest for one in sorted(with_it)}
-            book.out += [Behind(rank.id, seat, weights, others) for seat in seats_of(rank.full)]
+            book.tell(rank, rank.full, Behind, weights, others)
         if with_it or before is not None:  # it takes the weights of those who have met, or will have
             return True
     return False
@@ -404,18 +400,17 @@ def _go(book: Book, share: Share) -> None:
         if not item.remote or item.sent != rank.full or told == rank.full or (item.group is None and rank.full == 1):
             continue
         parts = step.parts(item)
-        if all(part.owner is not None and part.is_fetched for part in parts):
-            go = frozenset([item.id]), step.gone_of(parts)
-            book.out += [SendGo(rank.id, seat, step.number, *go) for seat in seats_of(rank.full & ~told)]
+        if all(part.owner is not None and part.id not in step.unfetched for part in parts):
+            book.tell(rank, rank.full & ~told, SendGo, step.number, frozenset([item.id]), step.gone_of(parts))
             share.go[item.id] = rank.full
 
 
 def _send_seal(book: Book, share: Share, seal: StepSeal) -> None:
     rank, step = share.rank, share.step
-    for seat in seats_of(rank.full & ~share.sealed):
-        book.out.append(SendSeal(rank.id, seat, seal))
-        if book.meets and not rank.id.role:
-            step.holders.add(rank.id)
+    seats = rank.full & ~share.sealed
+    book.tell(rank, seats, SendSeal, seal)
+    if seats and book.meets and not rank.id.role:
+        step.holders.add(rank.id)
     share.sealed = rank.full
     if not rank.id.role:
         share.waiting &= share.back

@@ -47,9 +47,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stream_balancer.core.steps.deciding import acknowledge, drop, look_at_rank, look_at_step
+from stream_balancer.core.steps.deciding import acknowledge, look_at_rank, look_at_step
 from stream_balancer.core.steps.joining import Joining
-from stream_balancer.core.steps.orders import Order, RankAck
+from stream_balancer.core.steps.orders import Order, RankAck, SendDrop
 from stream_balancer.core.steps.state import TRAIN, Item, RankId, Share, StepState, in_order
 
 
@@ -180,7 +180,7 @@ class Ledger(Joining):
             if not item.role or any(not it.sent for it in step.waiters.get(item.id, ())):
                 step.gone.update(piece.rollout for piece in item.pieces if piece.rollout in lost)
             self.note_fetched(step, item, 1 << seat, share.rank.full)
-        self.touch(step, everybody=step.num_unfetched == 0)
+        self.touch(step, everybody=not step.unfetched)
 
     def released(self, one: RankId, seat: int, number: int, attempt: int, items: Iterable[int]) -> None:
         """The answer to a Recall: these it has not begun, and will not."""
@@ -255,9 +255,9 @@ class Ledger(Joining):
     def acknowledged_by_user(self, number: int) -> None:
         """At a checkpoint: this step is in saved weights. What ranks say of it counts no more."""
         if (step := self.steps.get(number)) is not None:
-            for share in step.shares.values():
-                if not share.rank.id.role:
-                    drop(self, share, share.rank.links & share.opened & ~share.finished, met=True)
+            for one, share in step.shares.items():
+                if not one.role:
+                    self.tell(share.rank, share.rank.links & share.opened & ~share.finished, SendDrop, number, True)
             acknowledge(self, step)
 
     # -- orders --------------------------------------------------------------------------------------------------------

@@ -82,8 +82,6 @@ class Item:
     done: int = 0
     has_columns: bool = False
     """All seats of its role have said done."""
-    is_fetched: bool = False
-    """All seats have said what is missing."""
     is_begun: bool = False
     """Kept after a Recall."""
     is_released: bool = False
@@ -227,7 +225,8 @@ class StepState:
     torn: set[int] = field(default_factory=set)
     """Groups of which a part was lost."""
     gone: set[str] = field(default_factory=set)
-    num_unfetched: int = 0
+    unfetched: set[int] = field(default_factory=set)
+    """Remote items of which a seat has not said what is missing."""
     waiters: dict[int, list[Item]] = field(default_factory=dict)
     """Items that are trained with the columns of this one."""
     left_of_role: dict[str, int] = field(default_factory=dict)
@@ -261,7 +260,7 @@ class StepState:
 
     def add(self, item: Item) -> None:
         self.items[item.id] = item
-        self.num_unfetched += item.remote
+        self.unfetch(item)
         if item.group is not None:
             self.groups.setdefault(item.group, {})[item.id] = item
         for needed in item.needs:
@@ -271,8 +270,7 @@ class StepState:
 
     def remove(self, item: Item) -> None:
         del self.items[item.id]
-        # one whose payloads are there was taken off when it was fetched
-        self.num_unfetched -= item.remote and not item.is_fetched
+        self.unfetched.discard(item.id)
         if item.group is not None:
             self.groups[item.group].pop(item.id)
         if item.role:
@@ -285,8 +283,8 @@ class StepState:
         item.is_begun = False
 
     def unfetch(self, item: Item) -> None:
-        self.num_unfetched += item.is_fetched
-        item.is_fetched = False
+        if item.remote:
+            self.unfetched.add(item.id)
 
     def is_ready(self, item: Item) -> bool:
         """All columns that it needs are here."""
