@@ -15,8 +15,6 @@ from stream_balancer.cli.replay import Replay
 from stream_balancer.cli.status import status
 from stream_balancer.cli.tune import Tune
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     help="Balance finished RL rollouts over data-parallel ranks. See it work, and what it would do for your lengths.",
     no_args_is_help=True,

@@ -24,8 +24,6 @@ from stream_balancer.field_docs import first_sentence, texts_below_fields
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.trace import Trace, load_trace
 
-__all__ = ["Simulated", "as_command", "batch_text", "deadline_text", "fail", "value_of"]
-
 DEFAULTS = {"dp_size": 8, "batch_size": 32}
 """Knobs that a balancer needs, and a look at lengths need not be given."""
 DEFAULT_GENERATED = 20_000  # rollouts of generate:NAME without a number: hundreds of dispatches, a second or two

@@ -7,8 +7,6 @@ import logging
 import typer
 from stream_balancer_demo.options import DemoOptions
 
-__all__ = ["Demo"]
-
 
 class Demo(DemoOptions):
     """Watch real processes train the same rollouts twice: in the usual way (arrival order, round-robin), then balanced.

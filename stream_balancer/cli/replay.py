@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from stream_balancer.tools.simulation_report import Segment, SimulationReport
     from stream_balancer.tools.trace import Trace
 
-__all__ = ["Replay"]
-
 Reports: TypeAlias = dict["Policy", "SimulationReport"]
 Show: TypeAlias = Callable[["SimulationReport", "Segment"], str]
 
@@ -117,7 +115,7 @@ def _rows(trace: Trace, reports: Reports, how: dict[str, Any]) -> dict[str, Show
         rows |= {
             "idle, the wait for rollouts included": lambda r, _: f"{r.whole_idle_fraction:.2%}",
             "end to end, s": lambda r, _: f"{r.elapsed_s:,.0f}",
-            "trainer busy": lambda r, _: f"{r.trainer_busy:.1%}",
+            "put waited, mean s": lambda r, _: f"{r.blocked_s:,.1f}",
         }
     rows |= {
         "wait p50 / p99 / max, s": lambda r, _: " / ".join(

@@ -21,8 +21,6 @@ from stream_balancer.cli._options import fail
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["page", "parse", "read", "status"]
-
 Figures: TypeAlias = dict[str, dict[str, float]]
 """Name, without prefix and suffix -> the label's value ("" where there is no label) -> number. ``time`` is when."""
 

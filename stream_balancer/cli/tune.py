@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from stream_balancer.tools.tune_report import Outcome, TuneReport
 
-__all__ = ["Tune"]
-
 WORTH_PROCESSES = 2_000  # rollouts a run from which on a child's start-up is soon made up for
 
 

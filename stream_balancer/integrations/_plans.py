@@ -10,8 +10,6 @@ from numpy.typing import ArrayLike
 
 from stream_balancer import planning
 
-__all__ = ["UnplannableError", "choose_groups", "fewest", "in_lockstep"]
-
 
 class UnplannableError(ValueError, AssertionError):
     """A batch that cannot be dealt as asked. Trainers' own functions assert, and their callers may expect that."""

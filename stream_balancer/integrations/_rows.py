@@ -26,22 +26,6 @@ from torch import Tensor
 
 import stream_balancer as sb
 
-__all__ = [
-    "Rows",
-    "Side",
-    "Together",
-    "Version",
-    "float32",
-    "mask_of",
-    "padded",
-    "spans",
-    "stacked",
-    "together",
-    "unshared",
-    "with_prompt",
-    "within",
-]
-
 Side = Literal["left", "right"]
 Version: TypeAlias = int | tuple[int, int]
 """A rollout's policy version, or the oldest and the newest."""

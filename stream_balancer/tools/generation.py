@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
 
 import numpy as np
 
 from stream_balancer.errors import ConfigError
 from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.tools.trace import Trace, rows_by_group
-
-__all__ = ["Generation", "check_generation", "finish_times", "issue_order", "seconds_per_rollout"]
 
 
 def issue_order(trace: Trace, seed: int) -> Ints:
@@ -92,19 +89,14 @@ class Generation:
         whole_groups: bool = False,
         step_s: float = math.inf,
     ) -> None:
-        num = len(trace)
         self.dry_step: int | None = None
         """Dispatches made when a slot first found no prompt; None before, and with recorded arrivals."""
-        self.started_step = np.zeros(num, dtype=np.int64)
+        self.started_step = np.zeros(len(trace), dtype=np.int64)
         """[n] dispatches made when each row's rollout began (when it arrived, where arrivals are recorded): below 0 for
         those that were in flight at second 0."""
-        self._running: list[tuple[float, int, int]] = []  # (finish, issued as the n-th, row), a heap
-        self._todo: Iterator[int] = iter(())
-        self._finished = np.zeros(num, dtype=np.bool_)
-        self._num_left = num
-        self._num_unissued = 0
+        self._running: list[tuple[float, int, int]]  # (finish, issued as the n-th, row), a heap
+        self._left = set(range(len(trace)))
         self._without_slot = 0
-        self._issued = num
         self._recorded = trace.arrival_s is not None
         if self._recorded:
             times = finish_times(trace)
@@ -113,36 +105,33 @@ class Generation:
         self._duration: list[float] = (trace.output_tokens / tokens_per_second).tolist()
         order = issue_order(trace, seed).tolist()
         self._running = _in_mid_run(self._duration, order, slots, seed)
-        self._todo = iter(order)
+        self._todo = enumerate(order, len(trace))
         for finish, _, row in reversed(self._running):  # of a row that several slots hold the first to finish counts
             begun_s = finish - self._duration[row]
             self.started_step[row] = math.floor(begun_s / step_s) if begun_s < 0 else 0
-        in_flight = np.zeros(num, dtype=np.bool_)
-        in_flight[[row for _, _, row in self._running]] = True
-        self._unissued = ~in_flight
+        in_flight = {row for _, _, row in self._running}
+        self._unissued = self._left - in_flight
         if whole_groups:
-            begun = np.isin(trace.group_ids, trace.group_ids[in_flight])
-            before = np.flatnonzero(begun & ~in_flight).tolist()
+            begun = np.flatnonzero(np.isin(trace.group_ids, trace.group_ids[[*in_flight]])).tolist()
+            before = [row for row in begun if row not in in_flight]
             self._running = [*((0.0, -2, row) for row in before), *self._running]
             self._without_slot = len(before)
-            self._unissued &= ~begun
-        self._num_unissued = int(np.count_nonzero(self._unissued))
+            self._unissued -= set(begun)
 
     @property
     def next_finish(self) -> float:
         """Seconds; inf when every row has finished, or every slot waits for ``release``."""
-        return self._running[0][0] if self._num_left and self._running else math.inf
+        return self._running[0][0] if self._left and self._running else math.inf
 
     def pop(self, step: int) -> int | None:
         """The row that finishes next, whose slot stays taken; None if it has finished before: its slot takes the next
         prompt."""
         now, _, row = heapq.heappop(self._running)
         # it was in flight at second 0, and its row has come up again in the order
-        if self._finished[row]:
+        if row not in self._left:
             self.release(now, step)
             return None
-        self._finished[row] = True
-        self._num_left -= 1
+        self._left.remove(row)
         if self._recorded:
             self.started_step[row] = step
         return row
@@ -154,16 +143,14 @@ class Generation:
         if self._without_slot:  # these come first
             self._without_slot -= 1
             return
-        if not self._num_unissued:
+        if not self._unissued:
             self.dry_step = step if self.dry_step is None else self.dry_step
             return
-        row = next(self._todo)
-        if self._unissued[row]:
-            self._unissued[row] = False
-            self._num_unissued -= 1
+        number, row = next(self._todo)
+        if row in self._unissued:
+            self._unissued.remove(row)
             self.started_step[row] = step
-        heapq.heappush(self._running, (now + self._duration[row], self._issued, row))
-        self._issued += 1
+        heapq.heappush(self._running, (now + self._duration[row], number, row))
 
 
 def _in_mid_run(duration: list[float], order: list[int], slots: int, seed: int) -> list[tuple[float, int, int]]:

@@ -11,8 +11,6 @@ import numpy as np
 from stream_balancer.errors import TraceError
 from stream_balancer.tools.trace import MAX_TOKENS, Trace
 
-__all__ = ["PRESETS", "LengthModel", "generate_trace"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthModel:
@@ -47,18 +45,19 @@ class LengthModel:
     logarithm."""
 
     def __post_init__(self) -> None:
-        for name in ("mu", "sigma_between", "sigma_within", "prompt_sigma", "drift", "cap_share"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"LengthModel.{name} must be finite, not {getattr(self, name)!r}")
-        for name in ("sigma_between", "sigma_within", "prompt_sigma"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"LengthModel.{name} must be >= 0, not {getattr(self, name)!r}")
-        if self.floor < 1 or (self.cap is not None and self.cap < self.floor):
-            raise ValueError(f"LengthModel: 1 <= floor <= cap must hold, not floor={self.floor}, cap={self.cap}")
-        if not 0.0 <= self.cap_share <= 1.0 or (self.cap_share > 0 and self.cap is None):
-            raise ValueError(f"LengthModel.cap_share must be in 0..1, and needs a cap, not {self.cap_share!r}")
-        if self.siblings < 1 or self.drift <= 0:
-            raise ValueError(f"LengthModel: siblings ({self.siblings}) must be >= 1 and drift ({self.drift}) > 0")
+        spreads = self.sigma_between, self.sigma_within, self.prompt_sigma
+        if not (
+            math.isfinite(sum(spreads, self.mu) + self.drift)
+            and min(spreads) >= 0
+            and self.drift > 0
+            and self.siblings >= 1
+            and 1 <= self.floor <= (self.floor if self.cap is None else self.cap)
+            and 0.0 <= self.cap_share <= (self.cap is not None)
+        ):
+            raise ValueError(
+                "a length model needs finite numbers, spreads >= 0, drift > 0, siblings >= 1, 1 <= floor <= cap, and "
+                f"cap_share in 0..1 only with a cap: {self}"
+            )
 
 
 PRESETS: Mapping[str, LengthModel] = {

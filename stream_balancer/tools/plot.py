@@ -16,8 +16,6 @@ from pathlib import Path
 from stream_balancer.errors import ConfigError
 from stream_balancer.tools.tune_report import Outcome, TuneReport
 
-__all__ = ["check_plot", "page", "write_plot"]
-
 WIDTH, HEIGHT = 640.0, 360.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 16.0, 16.0, 48.0
 GREY, BLUE, RED, LINE = "#9aa5b1", "#2563eb", "#dc2626", "#d8dee6"

@@ -10,8 +10,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from typing import TypeAlias, TypeVar
 
-__all__ = ["Progress", "exit_with_parent", "run_all"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 Progress: TypeAlias = Callable[[int, int], None]

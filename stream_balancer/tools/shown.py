@@ -11,8 +11,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-__all__ = ["Bars", "stdout", "table"]
-
 EVERY_S = 10.0
 """Seconds between two lines of progress where there is no terminal."""
 

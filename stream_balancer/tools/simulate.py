@@ -30,8 +30,6 @@ from stream_balancer.tools.simulation_report import LEAST_STEADY, Quantiles, Sim
 from stream_balancer.tools.simulation_run import Run
 from stream_balancer.tools.trace import Trace
 
-__all__ = ["WINDOW_UNGIVEN", "SimulationReport", "as_policy", "rollouts_per_batch", "simulate"]
-
 TrainerSpeed: TypeAlias = float | Literal["instant", "matched"]
 """How fast a rank trains: work per second in the cost model's unit; ``"instant"``: it takes every batch the moment one
 is ready, so that exactly the window waits at each dispatch; ``"matched"``: perfectly balanced ranks would just keep up
@@ -182,7 +180,6 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
         dispatched_lengths=Quantiles.of(lengths[chosen]),
         strata=_by_stratum(run, chosen, skips),
         elapsed_s=run.now,
-        trainer_busy=run.busy_s / run.now if run.now > 0 else 0.0,
         work_per_second=run.rate,
         blocked_s=float((run.accepted_s - run.finished_s).mean()),
         steps=steps,

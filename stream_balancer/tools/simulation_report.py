@@ -16,8 +16,6 @@ from stream_balancer.core.counters import token_variation
 from stream_balancer.planning import LengthBiasSummary
 from stream_balancer.planning.arrays import Floats, Ints
 
-__all__ = ["Quantiles", "Segment", "SimulationReport", "Steps", "StratumReport"]
-
 LEAST_STEADY = 8  # dispatches; fewer are no steady state
 
 
@@ -193,8 +191,6 @@ class SimulationReport:
     """Figures of each stratum that the trace names."""
     elapsed_s: float
     """Virtual seconds from second 0, which is in mid-run, to the end of the last step."""
-    trainer_busy: float
-    """Fraction of ``elapsed_s`` in which a step ran; 0.0 with an instant trainer."""
     work_per_second: float
     """Work that a rank trains on in a second, in the cost model's unit; inf: an instant trainer."""
     blocked_s: float

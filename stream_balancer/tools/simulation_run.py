@@ -21,8 +21,6 @@ from stream_balancer.tools.generation import Generation
 from stream_balancer.tools.trace import Trace, rows_by_group
 from stream_balancer.types import Batch, EvictReason, Rollout
 
-__all__ = ["Run"]
-
 
 def shared_prefixes(trace: Trace) -> Ints:
     """[n] tokens of the prompt that each one shares with its siblings; 0 where it has none, or theirs differ."""
@@ -68,7 +66,6 @@ class Run(Observer):
         self.now = 0.0
         self.step = 0
         self.busy_until: float | None = None
-        self.busy_s = 0.0
         self.is_over = False
         num = len(trace)
         self.finished_s, self.accepted_s, self.dispatched_s = np.zeros(num), np.zeros(num), np.zeros(num)
@@ -136,9 +133,7 @@ class Run(Observer):
         self.records.append(
             (self.now, batch.reason, batch.num_rollouts, batch.num_tokens, mean, bound, slowest, batch.loads)
         )
-        duration = slowest / self.rate  # 0.0 for an instant trainer, whose rate is inf
-        self.busy_s += duration
-        self.busy_until = self.now + duration
+        self.busy_until = self.now + slowest / self.rate  # at once with an instant trainer, whose rate is inf
         self.step += 1
 
     def _offer(self, row: int) -> bool:

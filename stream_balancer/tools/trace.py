@@ -29,8 +29,6 @@ from numpy.typing import NDArray
 from stream_balancer.errors import TraceError
 from stream_balancer.planning.arrays import Floats, Ints
 
-__all__ = ["MAX_TOKENS", "Trace", "load_trace", "rows_by_group"]
-
 MAX_TOKENS = 2**31 - 1  # cu_seqlens is int32; a larger number in a file is a mistake, not a rollout
 
 

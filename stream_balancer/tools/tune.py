@@ -23,8 +23,6 @@ from stream_balancer.tools.simulate import WINDOW_UNGIVEN, TrainerSpeed, as_poli
 from stream_balancer.tools.trace import Trace
 from stream_balancer.tools.tune_report import Outcome, TuneReport, outcome_of, pareto_front, size_knobs
 
-__all__ = ["tune"]
-
 WIDTHS = (1.25, 1.5, 2.0, 3.0)
 """Windows that are tried, in batches, besides one batch: no window at all."""
 WIDTHS_IN_TIME = (1.5, 2.0)

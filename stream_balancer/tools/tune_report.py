@@ -14,8 +14,6 @@ from stream_balancer.config.figures import least_batch_size
 from stream_balancer.planning.arrays import Floats
 from stream_balancer.tools.simulation_report import SimulationReport
 
-__all__ = ["Outcome", "TuneReport", "outcome_of", "pareto_front", "size_knobs"]
-
 BLOCKS = 20
 """Blocks of consecutive dispatches, for the standard error: outliers that wait for each other make neighbours alike."""
 

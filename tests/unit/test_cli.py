@@ -160,9 +160,9 @@ class TestReplay:
     def test_a_trainer_that_takes_time_and_a_run_that_is_too_short(self, trace: Path) -> None:
         told = run("replay", trace, "--trainer", "matched").stdout
         assert "end to end, s" in told
-        assert "trainer busy" in told
+        assert "put waited" in told
         told = run("replay", "generate:rg:40").stdout
-        assert "trainer busy" not in told
+        assert "put waited" not in told
         assert "Too short a run for a steady state" in told
 
     def test_costs(self, tmp_path: Path) -> None:

@@ -210,20 +210,20 @@ class TestGenerate:
             generate_trace(0)
 
     @pytest.mark.parametrize(
-        ("changes", "message"),
+        "changes",
         [
-            ({"mu": math.nan}, "LengthModel.mu must be finite"),
-            ({"sigma_within": -1.0}, "LengthModel.sigma_within must be >= 0"),
-            ({"cap": 3, "floor": 4}, "1 <= floor <= cap must hold, not floor=4, cap=3"),
-            ({"floor": 0}, "1 <= floor <= cap"),
-            ({"cap_share": 0.1}, "cap_share must be in 0..1, and needs a cap"),
-            ({"cap": 9, "cap_share": 1.5}, "cap_share must be in 0..1"),
-            ({"siblings": 0}, r"siblings \(0\) must be >= 1"),
-            ({"drift": 0.0}, r"drift \(0.0\) > 0"),
+            {"mu": math.nan},
+            {"sigma_within": -1.0},
+            {"cap": 3, "floor": 4},
+            {"floor": 0},
+            {"cap_share": 0.1},
+            {"cap": 9, "cap_share": 1.5},
+            {"siblings": 0},
+            {"drift": 0.0},
         ],
     )
-    def test_a_model_that_describes_no_lengths(self, changes: dict[str, float], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
+    def test_a_model_that_describes_no_lengths(self, changes: dict[str, float]) -> None:
+        with pytest.raises(ValueError, match="a length model needs finite numbers"):
             LengthModel(**({"mu": 5.0, "sigma_between": 1.0, "sigma_within": 1.0} | changes))  # type: ignore[arg-type]
 
 
