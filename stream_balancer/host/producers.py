@@ -21,7 +21,7 @@ from stream_balancer.core.throttle import check_reserve
 from stream_balancer.errors import BrokenResourceError, RolloutError, WireError
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.puts import PendingPut
-from stream_balancer.host.transport import Transport, service_of
+from stream_balancer.host.transport import Transport
 from stream_balancer.host.wakeups import Waiter
 from stream_balancer.net.answers import Asked
 from stream_balancer.net.errors import Ended
@@ -73,7 +73,7 @@ def _read(kind: Any, raw: msgspec.Raw) -> Any:
 async def attend(balancer: StreamBalancer, transport: Transport, *, direct: bool = False) -> None:
     """Answer producers until cancelled. If the balancer has ended by then, they are notified; else their puts stay
     where they are, and the next who attends takes them. ``direct``: see :class:`Producers`."""
-    service = service_of(transport)
+    service = transport.service
     producers = Producers(balancer, service, direct=direct)
     try:
         with producers.following_versions():

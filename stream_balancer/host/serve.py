@@ -50,7 +50,7 @@ from stream_balancer.host.plans import Plan, items_of, uid_of
 from stream_balancer.host.ranks import Member, Ranks
 from stream_balancer.host.records import Came
 from stream_balancer.host.sending import InFlight, Sender
-from stream_balancer.host.transport import TorchTransport, Transport, service_of
+from stream_balancer.host.transport import TorchTransport, Transport
 from stream_balancer.host.wakeups import StallReporter
 from stream_balancer.net.listener import split_address
 from stream_balancer.types import Batch
@@ -159,7 +159,7 @@ class _Server(Observer):
             speeds=dict(enumerate(balancer.config.speeds or ())),
         )  # fmt: skip
         self._sender = Sender(self._here)
-        self._peers = Peers(self._here, service_of(transport), self._wake, self._on_joined)
+        self._peers = Peers(self._here, transport.service, self._wake, self._on_joined)
         self._reporter = StallReporter(report_after_s, self._why_stalled, logger)
         self._facts, self._changes = anyio.Event(), anyio.Event()
         self._failure: Exception | None = None

@@ -10,19 +10,18 @@ import ssl
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, Self
-from weakref import WeakKeyDictionary
 
 import anyio.lowlevel
 
 from stream_balancer.net.address import Directory, Entry, current_world, token_bytes
 from stream_balancer.net.listener import Listener
 from stream_balancer.net.messages import Welcome
-from stream_balancer.net.service import Listen, Service
+from stream_balancer.net.service import Service
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["TorchTransport", "Transport", "service_of"]
+__all__ = ["TorchTransport", "Transport"]
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 
@@ -32,24 +31,12 @@ class Transport(Protocol):
 
     dp_size: int
     """DP ranks that take part."""
+    service: Service
+    """Controller's end of all connections. Outlives a run of ``serve``."""
 
     def resize(self, dp_size: int) -> None:
         """There are so many from now on. Who is in stays so."""
         ...
-
-
-_SERVICES: WeakKeyDictionary[Any, Service] = WeakKeyDictionary()
-"""Services of networks in memory, which outlive one run of ``serve``."""
-
-
-def service_of(transport: Any) -> Service:
-    """The one of a transport; opened now, if it is a network in memory that nobody has served yet."""
-    if isinstance(transport, TorchTransport):
-        return transport.service
-    listen: Listen = transport.listen
-    if transport not in _SERVICES:
-        _SERVICES[transport] = Service(listen)
-    return _SERVICES[transport]
 
 
 class TorchTransport:

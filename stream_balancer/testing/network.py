@@ -10,6 +10,7 @@ virtual time, and what is tested over it is what ships. ::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any, Self, TypeAlias
 
 from stream_balancer.errors import refused_error
@@ -18,8 +19,7 @@ from stream_balancer.net.listener import CLOSED, dialling
 from stream_balancer.net.memory import LoopIo, Wire, pair
 from stream_balancer.net.messages import Join, Welcome
 from stream_balancer.net.pool import Pool
-
-__all__ = ["MemoryListener", "MemoryNetwork", "MemoryPeer"]
+from stream_balancer.net.service import Service
 
 Arrived: TypeAlias = Callable[[Connection, Join], object]
 
@@ -36,6 +36,12 @@ class MemoryNetwork:
         self._waiting: list[Callable[[], object]] = []
         self._num_owners = 0
         self._closed = False
+
+    @cached_property
+    def service(self) -> Service:
+        """Controller's end of all connections."""
+        # kept here and in no table: a service refers to its network, so an entry of it would never go
+        return Service(self.listen)
 
     def listen(self, arrived: Arrived, *, address: str = address) -> MemoryListener:
         """``arrived`` is called for each peer, also for those who came before."""

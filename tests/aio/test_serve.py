@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from functools import partial
 from typing import Any
 
@@ -145,3 +147,17 @@ async def test_a_transport_is_an_address_or_for_as_many_ranks() -> None:
             await sb.serve(balancer, "localhost")
         with pytest.raises(ValueError, match="without a token"):
             await sb.serve(balancer, "tcp://0.0.0.0:29400")
+
+
+async def test_a_network_that_nobody_uses_any_more_is_freed() -> None:
+    network = MemoryNetwork(dp_size=1)
+    async with sb.StreamBalancer(knobs(1)) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(sb.serve, balancer, network)
+        async with sb.connect(network.connect_producer()) as producer:
+            await producer.put(make_rollout(3))
+        tasks.cancel_scope.cancel()
+    left = weakref.ref(network)
+    del network, balancer, tasks, producer
+    await settle()
+    gc.collect()
+    assert left() is None
