@@ -13,7 +13,7 @@ import asyncio
 import functools
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 import sniffio
@@ -21,7 +21,7 @@ import sniffio
 from stream_balancer.net.loops import blocking_deadline
 from stream_balancer.slots import Reservation, Slot
 
-__all__ = ["Facade", "Here", "OfOneProcess", "event_loop_here", "facade", "refuse_in_event_loop", "run"]
+__all__ = ["Facade", "Here", "OfOneProcess", "event_loop_here", "facade", "refuse_in_event_loop", "run", "run_here"]
 
 T = TypeVar("T")
 
@@ -58,10 +58,9 @@ def refuse_in_event_loop(what: str, instead: str) -> None:
         )
 
 
-def run(function: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | None = None) -> T:
-    """The result of an async function of ours. Raises TimeoutError after ``timeout_s``, RuntimeError in an event loop's
-    thread."""
-    refuse_in_event_loop("this", "There, await the method of the same name")
+def run_here(function: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | None = None) -> T:
+    """The result of an async function of ours, which waits by blocking this thread. Raises TimeoutError after
+    ``timeout_s``."""
     # a coroutine may call another blocking method: its deadline is restored afterwards
     outer, coroutine = vars(blocking_deadline).copy(), None
     blocking_deadline.timeout_s = timeout_s
@@ -84,12 +83,14 @@ class Here:
     """The methods of an async class run in the thread that calls."""
 
     def do(
-        self, function: Callable[[], Awaitable[T]], timeout_s: float | None = None,
+        self, function: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | None = None,
         undo: Callable[[T], object] | None = None,
     ) -> T:  # fmt: skip
-        """Call an async function and wait for its end. Raises what it raises, TimeoutError after ``timeout_s``.
-        ``undo`` is called with what it got, where an interrupt comes before that could be returned."""
-        return run(cast("Callable[[], Coroutine[Any, Any, T]]", function), timeout_s)
+        """Call an async function and wait for its end. Raises what it raises, TimeoutError after ``timeout_s``, and
+        RuntimeError in an event loop's thread. ``undo`` is called with what it got, where an interrupt comes before
+        that could be returned."""
+        refuse_in_event_loop("this", "There, await the method of the same name")
+        return run_here(function, timeout_s)
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a plain function."""
@@ -97,6 +98,7 @@ class Here:
 
 
 HERE = Here()
+run = HERE.do
 _FACADES: dict[type, type[Facade]] = {}
 
 

@@ -263,6 +263,7 @@ class _Dialled:
                 _Once(self._dialer_of(self._owner)), "fetcher", connect_timeout_s=_CONNECT_S,
                 whom=f"owner {self._owner.label}", on_end=self._on_end,
             )  # fmt: skip
+            self._session.begin()
         return self._session
 
     def _on_end(self, _: Exception) -> None:

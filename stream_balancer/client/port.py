@@ -114,6 +114,7 @@ class Port:
                 dialer, "rank", about=self._about, on_open=self._on_open, admit=self._admit,
                 on_message=self._on_message, on_end=self._on_end, takes_leave=True, **options,
             )  # fmt: skip
+            self.session.begin()
 
     # from any thread
 

@@ -15,23 +15,21 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
 from stream_balancer.client.payloads import KeepsPayloads, PayloadOwner
-from stream_balancer.client.slots import RemoteSlots
+from stream_balancer.client.slots import PutHead, RemoteSlots
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, ConfigError, WireError, WouldBlock
-from stream_balancer.facade import OfOneProcess, event_loop_here, facade, run
+from stream_balancer.facade import OfOneProcess, event_loop_here, facade, run, run_here
 from stream_balancer.net.address import TcpDialer, current_world
 from stream_balancer.net.calls import Pending
 from stream_balancer.net.errors import Cancelled
-from stream_balancer.net.loops import Signal, blocking_deadline
+from stream_balancer.net.loops import Signal
 from stream_balancer.net.messages import Message, Notify, Welcome
 from stream_balancer.net.session import Dialer, Session, own_name
 from stream_balancer.slots import Reservation, check_group
@@ -47,18 +45,14 @@ __all__ = ["BlockingProducer", "Producer", "connect"]
 _log = logging.getLogger("stream_balancer.net")
 _ENDED = "put() after end(): the balancer takes no more rollouts. Put before calling end()"
 _ENDED_HERE = "put() after end() of this producer: it puts no more. Put before calling end()"
+_CLOSED = "put() on a closed producer: close() was called, or its 'with' block was left"
 _ONE_LOOP = "this producer lives in one event loop, which {} would stop. Await put()"
+# so long is the reply to a put_nowait() that has come too late waited for
 _TAKEN_BACK_S = 0.1
 _FULL_S = 0.1
 _ID = attrgetter("rollout_id")
 _int_of = msgspec.msgpack.Decoder(int).decode
 _welcome_of = msgspec.msgpack.Decoder(tuple[list[int], list[int]] | None).decode
-_IN_VAIN = {
-    "reserve": ("reserve() was not admitted", "no more may begin"),
-    "end": ("end() had no answer", "puts wait"),
-    "statistics": ("statistics() had no answer", "the controller is busy"),
-    "version_after": ("version_after() had none", "no version was set"),
-}
 
 
 def connect(
@@ -150,14 +144,13 @@ class Producer(OfOneProcess):
         """Keys of puts whose reply is due."""
         # between keeping something and counting it as unanswered
         self._guard = threading.Lock()
-        self._slots = RemoteSlots(self._ask, self._put, lambda number: self._session.tell("release", number))
         self._ended_here = self._ended = self._is_full = False
         self._session = Session(
             dialer, "producer", name=label, rejoin=rejoin, linger_s=linger_s, connect_timeout_s=connect_timeout_s,
             about=lambda: (rejoin, self._slots.open(), None if self._kept is None else self._kept.owner),
-            on_open=self._on_open, on_message=self._on_message,
-            on_end=self._on_end, begin=False,
+            on_open=self._on_open, on_message=self._on_message, on_end=self._on_end,
         )  # fmt: skip
+        self._slots = RemoteSlots(self._session, self._put)
         self._session.begin()
 
     async def put(self, rollout: Rollout) -> None:
@@ -167,13 +160,13 @@ class Producer(OfOneProcess):
         to have accepted it already, ``put`` returns normally and the cancellation comes at your next await. If no
         answer comes within ``linger_s``, BrokenResourceError: the outcome is not known.
         """
-        await self._put("put", None, [rollout])
+        await self._put((None, None, True), [rollout])
 
     async def put_group(self, rollouts: Sequence[Rollout], *, complete: bool = False) -> None:
         """Hand over siblings of a group: all are accepted, or none. Otherwise like :meth:`put`. ``complete``: no more
         will come, as with :meth:`StreamBalancer.put_group`."""
         check_group(rollouts)
-        await self._put("put_group", bool(complete), rollouts)
+        await self._put((None, bool(complete), True), rollouts)
 
     async def expect_group(self, group_id: str, size: int) -> None:
         """As :meth:`StreamBalancer.expect_group`."""
@@ -206,7 +199,8 @@ class Producer(OfOneProcess):
 
     async def version_after(self, version: int | None) -> int:
         """As :meth:`StreamBalancer.version_after`. Raises ClosedResourceError once the balancer takes no more."""
-        return _int_of(await self._ask(Pending("version_after", version)))
+        answered = await self._session.ask("version_after", version, waits_for="no version was set")
+        return _int_of(answered.value)
 
     async def end(self) -> None:
         """End of this producer's puts. The balancer ends once as many producers have ended as its ``num_producers``
@@ -217,7 +211,7 @@ class Producer(OfOneProcess):
         """
         self._ended_here = True
         try:
-            await self._ask(Pending("end"))
+            await self._session.ask("end", waits_for="puts wait")
         except ClosedResourceError:
             # the end of the balancer is what was asked for
             if not self._ended:
@@ -225,39 +219,19 @@ class Producer(OfOneProcess):
 
     async def statistics(self) -> Statistics:
         """As :meth:`StreamBalancer.statistics`; a round trip. Raises ValueError for more than a mebibyte of them."""
-        return decode_statistics(bytes(await self._ask(Pending("statistics"))))
+        return decode_statistics(bytes((await self._session.ask("statistics")).value))
 
     def put_nowait(self, rollout: Rollout, *, timeout_s: float = 5.0) -> None:
-        """A put in one round trip, blocking this thread for at most ``timeout_s``: WouldBlock if the balancer is full.
+        """A put in one round trip, blocking this thread for about ``timeout_s`` at most: WouldBlock if the balancer is
+        full.
 
-        TimeoutError: no answer came; put it again, DuplicateRolloutError then means that it was accepted.
-        RuntimeError where both ends live in one event loop, as tests have it.
+        TimeoutError: it was not accepted in time. BrokenResourceError: no answer came; put it again,
+        DuplicateRolloutError then means that it was accepted. RuntimeError where both ends live in one event loop, as
+        tests have it.
         """
         if not self._session.io.threads:
             raise RuntimeError(_ONE_LOOP.format("put_nowait()"))
-        deadline = time.monotonic() + timeout_s
-        if self._keeps is not None:
-            self._opened.wait_in_thread(deadline)
-        pending = self._encoded("put_nowait", None, [rollout])
-        self._session.submit(pending)
-        with suppress(TimeoutError):
-            pending.signal.wait_in_thread(deadline)
-        if not pending.signal.is_set():
-            self._session.cancel(pending)
-            # what was not sent is taken back at once
-            with suppress(TimeoutError):
-                pending.signal.wait_in_thread(time.monotonic() + _TAKEN_BACK_S)
-        if not pending.signal.is_set():
-            raise TimeoutError(
-                f"put_nowait() of rollout {rollout.rollout_id!r} had no answer in {timeout_s} s. Put it again: a "
-                "DuplicateRolloutError then means that it was accepted"
-            )
-        if isinstance(pending.error, Cancelled):
-            if problem := self._session.problem:
-                raise TimeoutError(f"put_nowait() was not accepted within {timeout_s} s: not connected: {problem}")
-            raise WouldBlock
-        if pending.error is not None:
-            raise pending.error
+        run_here(lambda: self._put((None, None, False), [rollout], _TAKEN_BACK_S), timeout_s)
 
     async def released(self) -> None:
         """Wait until nothing of what was put is needed here any more: at once, unless ``hand_over="direct"``."""
@@ -299,39 +273,31 @@ class Producer(OfOneProcess):
     def __exit__(self, exc_type: type[BaseException] | None, *rest: object) -> None:
         run(lambda: self.__aexit__(exc_type, *rest))
 
-    async def _put(self, method: str, head: object, rollouts: Sequence[Rollout]) -> None:
+    async def _put(self, head: PutHead, rollouts: Sequence[Rollout], linger_s: float | None = None) -> None:
         if self._keeps is not None:
             # before that it is not known where they stay
             await self._opened.wait()
-        while True:
-            try:
-                if self._kept is not None and self._kept.blocks:
-                    pending = await self._encoded_in_thread(method, head, rollouts)
-                else:
-                    pending = self._encoded(method, head, rollouts)
-                break
-            except WouldBlock as full:
-                # an object store tells nobody when it has room again
-                await self._pause(str(full))
-        await self._ask(pending)
+        if self._kept is not None and self._kept.blocks:
+            pending = await self._encoded_in_thread(head, rollouts)
+        else:
+            pending = self._encoded(head, rollouts)
+        await self._session.reply_to(pending, linger_s)
 
-    async def _pause(self, why: str) -> None:
-        """Until it may be worth another try. Raises ClosedResourceError if this producer is closed meanwhile."""
-        if not self._is_full:
-            self._is_full = True
-            _log.warning("puts wait: %s", why)
-        signal, io = Signal(), self._session.io
-        io.do(lambda: io.after(_FULL_S, signal.set))
-        await signal.wait()
-        if self._session.is_closed:
-            raise ClosedResourceError("put() on a closed producer: close() was called, or its 'with' block was left")
-
-    async def _encoded_in_thread(self, method: str, head: object, rollouts: Sequence[Rollout]) -> Pending:
-        found, done = Future[Pending](), Signal()
+    async def _encoded_in_thread(self, head: PutHead, rollouts: Sequence[Rollout]) -> Pending:
+        """An object store copies, and tells nobody when it has room again: it is tried until it has."""
+        found, done, io = Future[Pending](), Signal(), self._session.io
 
         def encode() -> None:
             try:
-                found.set_result(self._encoded(method, head, rollouts))
+                if self._session.is_closed:
+                    raise ClosedResourceError(_CLOSED)
+                found.set_result(self._encoded(head, rollouts))
+            except WouldBlock as full:
+                if not self._is_full:
+                    self._is_full = True
+                    _log.warning("puts wait: %s", full)
+                io.do(lambda: io.after(_FULL_S, lambda: io.work(encode)))
+                return
             except BaseException as error:  # noqa: BLE001 - for who waits
                 found.set_exception(error)
             done.set()
@@ -340,7 +306,7 @@ class Producer(OfOneProcess):
             if found.exception() is None:
                 found.result().resolve(Cancelled())
 
-        self._session.io.work(encode)
+        io.work(encode)
         try:
             await done.wait()
         except BaseException:
@@ -349,7 +315,7 @@ class Producer(OfOneProcess):
             raise
         return found.result()
 
-    def _encoded(self, method: str, head: object, rollouts: Sequence[Rollout]) -> Pending:
+    def _encoded(self, head: PutHead, rollouts: Sequence[Rollout]) -> Pending:
         """In the caller's task or thread, unless that blocks: a bad rollout raises at its own line. What stays here is
         kept until the reply, and after it if that may be an acceptance."""
         if self._ended_here:
@@ -372,8 +338,10 @@ class Producer(OfOneProcess):
             self._answered(handles, error)
             raise
         name = f"put() of rollout {', '.join(map(repr, map(_ID, rollouts[:3])))}"
-        args = header if head is None else (head, header)
-        pending = Pending(method, args, payload, name=name, accepted_if="DuplicateRolloutError")
+        pending = Pending(
+            "put", (*head, header), payload, name=name, accepted_if="DuplicateRolloutError",
+            waits_for="the balancer is full",
+        )  # fmt: skip
         if handles:
             pending.signal.then(lambda: self._answered(handles, pending.error))
         return pending
@@ -389,18 +357,7 @@ class Producer(OfOneProcess):
         if self._ended_here:
             raise ClosedResourceError(_ENDED_HERE)
         name = f"what was declared of group {group_id!r}"
-        await self._ask(Pending("declare", (what, plain_name(group_id), size), name=name))
-
-    async def _ask(self, pending: Pending) -> msgspec.Raw:
-        """The value of the reply."""
-        try:
-            return (await self._session.reply_to(pending)).value
-        except TimeoutError:
-            # of a blocking call
-            call, reason = _IN_VAIN.get(pending.method, ("put() was not accepted", "the balancer is full"))
-            if problem := self._session.problem:
-                reason = f"not connected: {problem}"
-            raise TimeoutError(f"{call} within {blocking_deadline.timeout_s} s: {reason}") from None
+        await self._session.ask("declare", (what, plain_name(group_id), size), name=name)
 
     # in the I/O thread
 

@@ -5,27 +5,29 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import msgspec
 
 from stream_balancer.net.calls import Pending
+from stream_balancer.net.session import Session
 from stream_balancer.slots import Slot
 from stream_balancer.types import Rollout
 
-__all__ = ["RemoteSlots"]
+__all__ = ["PutHead", "RemoteSlots"]
 
 _log = logging.getLogger("stream_balancer.net")
 _int_of = msgspec.msgpack.Decoder(int).decode
+
+PutHead: TypeAlias = tuple[int | None, bool | None, bool]
+"""Number of a slot, whether the group is complete (None: a rollout by itself), and whether the put may wait."""
 
 
 class RemoteSlots:
     """The slots of one producer, under its own numbers."""
 
-    def __init__(
-        self, ask: Callable[[Pending], Awaitable[msgspec.Raw]],
-        put: Callable[[str, object, Sequence[Rollout]], Awaitable[None]], release: Callable[[int], object],
-    ) -> None:  # fmt: skip
-        self._ask, self._put, self._release = ask, put, release
+    def __init__(self, session: Session, put: Callable[[PutHead, Sequence[Rollout]], Awaitable[None]]) -> None:
+        self._session, self._put = session, put
         self._numbers = itertools.count()
         self._open: dict[int, Slot] = {}
 
@@ -33,14 +35,19 @@ class RemoteSlots:
         """See :class:`~stream_balancer.slots.Admits`."""
         # given here, so that a lost reply can be asked for again by it
         number = next(self._numbers)
-        reserve = Pending("reserve", (number, count), undo=lambda: self._release(number))
-        version = _int_of(await self._ask(reserve))
+        reserve = Pending("reserve", (number, count), waits_for="no more may begin")
+        try:
+            version = _int_of((await self._session.reply_to(reserve)).value)
+        except BaseException:
+            # it may have been admitted, and nobody has it
+            self._release(number)
+            raise
         slot = self._open[number] = Slot(self, number, version, count)
         return slot
 
     async def put_in(self, slot: Slot, rollouts: Sequence[Rollout], complete: bool | None) -> None:
         """See :class:`~stream_balancer.slots.Admits`."""
-        await self._put("put_in", (slot.number, complete), rollouts)
+        await self._put((slot.number, complete, True), rollouts)
 
     def settle(self, slot: Slot, count: int) -> None:
         """See :class:`~stream_balancer.slots.Admits`. The balancer counts what was put by itself."""
@@ -48,6 +55,9 @@ class RemoteSlots:
         if slot.is_over:
             self._open.pop(slot.number, None)
             self._release(slot.number)
+
+    def _release(self, number: int) -> None:
+        self._session.tell("release", number)
 
     def open(self) -> list[tuple[int, int, int]]:
         """Slots to ask for again when a controller is joined again: number, rollouts still to come, version."""
@@ -59,7 +69,7 @@ class RemoteSlots:
             slot = self._open.get(number)
             if slot is not None:
                 _log.warning(
-                    "a slot for %d rollouts was given back: %d rollouts begun at version %d: others have begun in "
-                    "their place meanwhile",
-                    slot.missing, slot.missing, slot.version,
-                )  # fmt: skip
+                    "a slot of version %d was given back, rollouts still to come: %d; others have begun in their place",
+                    slot.version,
+                    slot.missing,
+                )

@@ -64,8 +64,7 @@ class Peers:
     async def attend(self) -> None:
         """Until cancelled."""
         # versions come in the order in which they are set, also those of calls that are answered meanwhile
-        with self._producers.following_versions():
-            await self._service.attend(self._producers.methods, admit=self._admit, on_peer=self._on_peer)
+        await self._producers.attend(self._admit, self._on_peer)
 
     def leave(self) -> None:
         """End of attending: ranks see a loss, and may come to the next ``serve``."""
@@ -73,7 +72,6 @@ class Peers:
         for peer in [peer for peer in self._service.peers.values() if peer.kind == "rank"]:
             forget(peer)
             peer.abort()
-        self._producers.leave()
 
     # who comes and goes
 

@@ -9,8 +9,7 @@ backpressure is the reply that has not come yet. So do reservers. Every policy v
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import anyio
@@ -52,13 +51,13 @@ class _About(NamedTuple):
     """Owner of the payloads that it keeps, if it was in before."""
 
 
-_Group = tuple[bool, msgspec.Raw]
-_InSlot = tuple[tuple[_Count, bool | None], msgspec.Raw]
+_Put = tuple[_Count | None, bool | None, bool, msgspec.Raw]
+"""Number of a slot, whether the group is complete (None: a rollout by itself), whether it may wait, the rollouts."""
 _Declared = tuple[_Name, _Name, _Count | None]
 _Reserve = tuple[_Count, _Count]
 _READ: dict[Any, Any] = {
     kind: msgspec.msgpack.Decoder(kind).decode
-    for kind in (_About, _Group, _InSlot, _Declared, _Reserve, _Count, _Version | None, tuple[_Version], Owner)
+    for kind in (_About, _Put, _Declared, _Reserve, _Count, _Version | None, tuple[_Version], Owner)
 }
 
 
@@ -73,13 +72,8 @@ def _read(kind: Any, raw: msgspec.Raw) -> Any:
 async def attend(balancer: StreamBalancer, transport: Transport, *, direct: bool = False) -> None:
     """Answer producers until cancelled. If the balancer has ended by then, they are notified; else their puts stay
     where they are, and the next who attends takes them. ``direct``: see :class:`Producers`."""
-    service = transport.service
-    producers = Producers(balancer, service, direct=direct)
-    try:
-        with producers.following_versions():
-            await service.attend(producers.methods, admit=producers.admit, on_peer=producers.on_peer)
-    finally:
-        producers.leave()
+    producers = Producers(balancer, transport.service, direct=direct)
+    await producers.attend(producers.admit, producers.on_peer)
 
 
 class _Producer:
@@ -92,9 +86,8 @@ class _Producer:
         """Rollouts still to come of slots that it had when its connection was lost."""
         self.owner: Owner | None = None
         self.leases: Leases | None = None
-        self.num_waiting = 0
-        """Puts and reservers that wait."""
-        self.reserving: dict[Asked, None] = {}
+        self.waiting: dict[Asked, bool] = {}
+        """Puts and reservers that wait; True for reservers."""
         self.settled = anyio.Event()
 
 
@@ -109,11 +102,10 @@ class Producers:
         self._balancer, self._service, self._direct, self._keep_s = balancer, service, direct, keep_s
         self._parts = balancer.parts
         self._parts.producers.attended = True
-        self.methods: dict[str, Method] = {
-            "put": self._put, "put_group": self._put_group, "put_in": self._put_in, "put_nowait": self._put_nowait,
-            "declare": self._declare, "reserve": self._reserve, "release": self._release, "keep": self._keep,
-            "version_after": self._version_after, "end": self._end, "statistics": self._statistics,
-            "set_version": self._set_version,
+        self._methods: dict[str, Method] = {
+            "put": self._put, "declare": self._declare, "reserve": self._reserve, "release": self._release,
+            "keep": self._keep, "version_after": self._version_after, "end": self._end,
+            "statistics": self._statistics, "set_version": self._set_version,
         }  # fmt: skip
 
         self._coming: dict[bytes, _Producer] = {}
@@ -140,9 +132,16 @@ class Producers:
         if self._balancer.ended:
             self._say_end(peer)
 
-    def following_versions(self) -> AbstractContextManager[None]:
-        """Within it every version is passed on to all peers, ranks too."""
-        return self._parts.versions.subscribed(self._pass_on)
+    async def attend(self, admit: Callable[[Join], Any], on_peer: Callable[[Peer], object]) -> None:
+        """Answer calls until cancelled, and pass every version on to all peers, ranks too. If the balancer has ended
+        by then, producers are told."""
+        try:
+            with self._parts.versions.subscribed(self._pass_on):
+                await self._service.attend(self._methods, admit=admit, on_peer=on_peer)
+        finally:
+            if self._balancer.ended:
+                for peer in self._peers():
+                    self._say_end(peer)
 
     def _pass_on(self) -> None:
         for peer in self._service.peers.values():
@@ -152,12 +151,6 @@ class Producers:
         """The version now, if there is one."""
         if self._parts.versions.current is not None:
             peer.send(Notify(self._parts.versions.current))
-
-    def leave(self) -> None:
-        """End of attending: if the balancer has ended, producers are told."""
-        if self._balancer.ended:
-            for peer in self._peers():
-                self._say_end(peer)
 
     def _peers(self) -> list[Peer]:
         return [peer for peer in self._service.peers.values() if peer.kind == "producer"]
@@ -222,24 +215,13 @@ class Producers:
     # what they ask
 
     def _put(self, peer: Peer, asked: Asked) -> Any:
-        return self._begin(peer, self._rollouts(peer, asked.args, asked.memory))
-
-    def _put_group(self, peer: Peer, asked: Asked) -> Any:
-        complete, header = _read(_Group, asked.args)
-        rollouts = self._rollouts(peer, header, asked.memory)
-        check_group(rollouts)
-        return self._begin(peer, rollouts, closed(rollouts[0].group_id) if complete else None)
-
-    def _put_nowait(self, peer: Peer, asked: Asked) -> None:
-        for rollout in self._rollouts(peer, asked.args, asked.memory):
-            self._balancer.put_nowait(rollout)
-
-    def _put_in(self, peer: Peer, asked: Asked) -> Any:
-        (number, complete), header = _read(_InSlot, asked.args)
+        number, complete, may_wait, header = _read(_Put, asked.args)
         rollouts = self._rollouts(peer, header, asked.memory)
         if complete is not None:
             check_group(rollouts)
         size = closed(rollouts[0].group_id) if complete else None
+        if number is None:
+            return self._begin(peer, asked, rollouts, size, may_wait=may_wait)
         slot = _producer(peer).slots.get(number)
         if slot is None:
             # perhaps it was accepted before the connection was lost, and only its reply was not
@@ -248,13 +230,13 @@ class Producers:
                 "its slot was given back when the connection was lost, and others have begun in its place. It was not "
                 "accepted; reserve again before generating, or put it without a slot, where it may be evicted as stale"
             )
-        return self._begin(peer, slot.take(rollouts), size, slot)
+        return self._begin(peer, asked, slot.take(rollouts), size, slot)
 
     def _declare(self, peer: Peer, asked: Asked) -> Any:
         what, group_id, size = _read(_Declared, asked.args)
         if what == "abandon":
             return self._balancer.abandon_group(group_id)
-        return self._begin(peer, [], GroupSize(group_id, size if what == "expect" else None))
+        return self._begin(peer, asked, [], GroupSize(group_id, size if what == "expect" else None))
 
     def _rollouts(self, peer: Peer, header: msgspec.Raw, memory: Memory | None) -> list[Rollout]:
         producer: _Producer = peer.data["producer"]
@@ -272,40 +254,43 @@ class Producers:
         )
 
     def _begin(
-        self, peer: Peer, rollouts: Sequence[Rollout], size: GroupSize | None = None, slot: Slot | None = None
-    ) -> Any:
+        self, peer: Peer, asked: Asked, rollouts: Sequence[Rollout], size: GroupSize | None, slot: Slot | None = None,
+        *, may_wait: bool = True,
+    ) -> Any:  # fmt: skip
         """A put that finds no room, or goes to a journal, takes its place in the balancer's queue now, and waits
         there."""
+        pending = PendingPut(self._parts.puts, rollouts, size)
         try:
-            pending = self._parts.puts.begin(rollouts, size)
+            pending.begin(anyio.current_time(), may_wait=may_wait)
         except BaseException:
             if slot is not None:
                 # what was not accepted may be put again in the same slot
                 slot.done(len(rollouts), accepted=False)
             raise
         if pending.stage != "done":
-            return self._waiting(peer, self._finish(pending, slot, len(rollouts)))
+            return self._waiting(peer, asked, self._finish(pending, slot, len(rollouts)))
         if slot is not None:
             slot.done(len(rollouts), accepted=True)
         return None
 
     async def _finish(self, pending: PendingPut, slot: Slot | None, count: int) -> None:
-        accepted = False
         try:
             await pending.finish()
-            accepted = True
         finally:
             if slot is not None:
-                slot.done(count, accepted=accepted)
+                slot.done(count, accepted=pending.stage == "done")
 
-    async def _waiting(self, peer: Peer, finish: Coroutine[Any, Any, Any]) -> Any:
+    async def _waiting(
+        self, peer: Peer, asked: Asked, finish: Coroutine[Any, Any, Any], *, begins: bool = False
+    ) -> Any:
+        """``begins``: a reserver's."""
         producer = _producer(peer)
-        producer.num_waiting += 1
+        producer.waiting[asked] = begins
         try:
             return await finish
         finally:
-            producer.num_waiting -= 1
-            if not producer.num_waiting:
+            del producer.waiting[asked]
+            if not producer.waiting:
                 # replaced, not cleared: who waits for this end must see it, though another put begins at once
                 producer.settled.set()
                 producer.settled = anyio.Event()
@@ -339,16 +324,10 @@ class Producers:
         begun = self._parts.reservations.begin(count)
         if isinstance(begun, Slot):
             return self._admitted(peer, number, begun)
-        return self._waiting(peer, self._finish_reserve(peer, asked, number, begun))
+        return self._waiting(peer, asked, self._finish_reserve(peer, number, begun), begins=True)
 
-    async def _finish_reserve(self, peer: Peer, asked: Asked, number: int, begun: Waiter) -> int:
-        reserving = _producer(peer).reserving
-        reserving[asked] = None
-        try:
-            slot = await self._parts.reservations.finish(begun)
-        finally:
-            del reserving[asked]
-        return self._admitted(peer, number, slot)
+    async def _finish_reserve(self, peer: Peer, number: int, begun: Waiter) -> int:
+        return self._admitted(peer, number, await self._parts.reservations.finish(begun))
 
     def _admitted(self, peer: Peer, number: int, slot: Slot) -> int:
         # it may have gone while it waited for its turn
@@ -381,10 +360,10 @@ class Producers:
     async def _end_producer(self, peer: Peer) -> None:
         """Once all that was asked before has its reply."""
         producer = _producer(peer)
-        for reserving in producer.reserving:
+        for asked in [asked for asked, begins in producer.waiting.items() if begins]:
             # it puts no more: what it waits to reserve would only keep others from beginning
-            self._service.cancel(reserving)
-        while producer.num_waiting:
+            self._service.cancel(asked)
+        while producer.waiting:
             await producer.settled.wait()
         self._parts.producers.ended(peer.session)
         # Whoever has been told so does not say it again, to a controller that is started again.

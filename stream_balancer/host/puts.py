@@ -8,8 +8,8 @@
        `----------------`-------------------`-----------------`---> refused (raises), or cancelled
 
 One :class:`PendingPut` for each put, whoever makes it: ``put``, ``put_nowait``, ``put_group``, a slot's put, a remote
-producer's, Ray's. :meth:`Puts.begin` goes as far as it can go without waiting and takes the last place in the queue
-where it cannot; :meth:`PendingPut.finish` waits for the rest. Most puts never wait.
+producer's, Ray's. :meth:`PendingPut.begin` goes as far as it can go without waiting and takes the last place in the
+queue where it cannot; :meth:`PendingPut.finish` waits for the rest. Most puts never wait.
 
 **If a put is cancelled, or raises, the rollout was not accepted.** So nothing is awaited after the rollouts are taken,
 and whoever waits for room is woken and takes for itself. What the journal has on the disk by then is retracted.
@@ -64,7 +64,8 @@ class Puts:
         """Return once all are accepted, and ``size`` holds for their group; see :meth:`StreamBalancer.put`."""
         self.lifetime.enter("put")
         await anyio.lowlevel.checkpoint()  # before they are taken: nothing may be awaited after it
-        pending = self.begin(rollouts, size)
+        pending = PendingPut(self, rollouts, size)
+        pending.begin(anyio.current_time())
         if pending.stage != "done":
             await pending.finish()
 
@@ -80,16 +81,10 @@ class Puts:
         self.wakeups.changed()
         return ids
 
-    def begin(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> PendingPut:
-        """Begin a put of one rollout, or of siblings; ``size``: what is declared of their group with them, or, without
-        rollouts, by itself. Unless its stage is "done", :meth:`PendingPut.finish` must follow. Raises like ``put``."""
-        pending = PendingPut(self, rollouts, size)
-        pending.begin(anyio.current_time())
-        return pending
-
 
 class PendingPut(Waiter):
-    """A put on its way. All its rollouts are accepted, or none."""
+    """A put of one rollout, or of siblings. All are accepted, or none. ``size``: what is declared of their group with
+    them, or, without rollouts, by itself."""
 
     __slots__ = ("_answer", "_asked", "_puts", "_rollouts", "_size", "_written", "stage")
 
@@ -109,8 +104,8 @@ class PendingPut(Waiter):
         self._size = size
 
     def begin(self, now: float, *, may_wait: bool = True) -> None:
-        """Go as far as possible without waiting. Raises what refuses the rollouts; WouldBlock where it would have to
-        wait and may not."""
+        """Go as far as possible without waiting; unless its stage is "done" then, :meth:`finish` must follow. Raises
+        what refuses the rollouts; WouldBlock where it would have to wait and may not."""
         puts = self._puts
         puts.lifetime.check_open("put")
         if puts.journal is not None and not may_wait:
@@ -136,7 +131,7 @@ class PendingPut(Waiter):
         if self.stage == "journalling":
             await self._finish_journal()
         elif self.stage == "waiting":
-            await self._wait_for_room()
+            await self._puts.wakeups.puts.wait(self, self._try_again)
 
     # -- filtered by accept= -------------------------------------------------------------------------------------------
 
@@ -207,7 +202,7 @@ class PendingPut(Waiter):
             self._puts.lifetime.check_open("put")
             self._take_or_queue(anyio.current_time(), may_wait=True)
             if self.stage == "waiting":
-                await self._wait_for_room()
+                await self._puts.wakeups.puts.wait(self, self._try_again)
         except BaseException:
             # on the disk and not accepted: a restart must not bring it back
             journal.retract(written)
@@ -233,9 +228,6 @@ class PendingPut(Waiter):
             raise WouldBlock
         self.stage = "waiting"
         queue.join(self)
-
-    async def _wait_for_room(self) -> None:
-        await self._puts.wakeups.puts.wait(self, self._try_again)
 
     def _try_again(self) -> Literal[True] | None:
         self._puts.lifetime.check_open("put")

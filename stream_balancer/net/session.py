@@ -1,4 +1,7 @@
-"""The joining end of a session: one :class:`~stream_balancer.net.calls.Caller` over one connection after the other."""
+"""The joining end: the calls of one session (:mod:`stream_balancer.net.calls`), over one connection after the other.
+
+All state belongs to the I/O thread; callers hand their calls in.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import logging
 import os
 import secrets
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -21,11 +26,11 @@ from stream_balancer.errors import (
     to_raise,
 )  # fmt: skip
 from stream_balancer.net import movers
-from stream_balancer.net.calls import Caller, Over, Pending
+from stream_balancer.net.calls import SMALL, Answered, Pending, cancel_again
 from stream_balancer.net.connection import Connection
-from stream_balancer.net.errors import Ended
-from stream_balancer.net.loops import Runs, Signal
-from stream_balancer.net.messages import Join, Message, Notify, Welcome
+from stream_balancer.net.errors import Cancelled, Ended
+from stream_balancer.net.loops import Job, Runs, Signal, blocking_deadline
+from stream_balancer.net.messages import Call, Cancel, Join, Message, Notify, Reply, Welcome
 from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
 __all__ = ["Dialer", "Session", "own_name"]
@@ -37,6 +42,9 @@ _AGAIN_S, _MOST_AGAIN_S = 0.02, 1.0
 _RESTED_S = 0.1
 # controllers often start last; imports of torch take seconds
 _WARN_AFTER_S, _WARN_AGAIN_S = 5.0, 60.0
+
+Over: TypeAlias = Callable[[Pending], Exception]
+"""The error that calls raise when there is no connection any more."""
 
 
 class Dialer(Protocol):
@@ -58,8 +66,8 @@ def own_name() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
-class Session(Caller):
-    """Dials, and dials again."""
+class Session:
+    """Dials, and dials again; handler of its connections."""
 
     def __init__(
         self, dialer: Dialer, kind: str, *, name: str = "", about: Any = None, rejoin: bool = False,
@@ -67,21 +75,21 @@ class Session(Caller):
         whom: str = "the controller", on_open: Callable[[Welcome], object] = lambda _: None,
         admit: Callable[[Message, int], object] | None = None,
         on_message: Callable[[Message, Memory | None], object] | None = None,
-        on_end: Callable[[Exception], object] = lambda _: None, begin: bool = True, takes_leave: bool = False,
+        on_end: Callable[[Exception], object] = lambda _: None, takes_leave: bool = False,
     ) -> None:  # fmt: skip
-        """``about``: what is said of this end when it joins; a function is asked anew each time. ``rejoin``: a lost
-        connection fails nothing. ``linger_s``: how long a close, and the reply to a cancelled call, is waited for.
-        ``connect_timeout_s``: for the first connection.
+        """Connects once :meth:`begin` is called. ``about``: what is said of this end when it joins; a function is asked
+        anew each time. ``rejoin``: a lost connection fails nothing. ``linger_s``: how long a close, and the reply to a
+        cancelled call, is waited for. ``connect_timeout_s``: for the first connection. ``whom``: the other end, for
+        errors.
 
         All in the I/O thread: ``on_open`` when connected, ``admit`` before bytes behind a message are allocated (raises
         WireError; default: none are taken), ``on_message`` for all but replies, ``on_end`` once: with RefusedError,
-        ConfigError (no such host), WireError, or an Ended. ``begin``: at once; else with :meth:`begin`.
-        ``takes_leave``: what was sent without a reply must arrive before it has left: if the connection is lost first,
-        it joins again, where it may, to say so."""
+        ConfigError (no such host), WireError, or an Ended. ``takes_leave``: what was sent without a reply must arrive
+        before it has left: if the connection is lost first, it joins again, where it may, to say so."""
         if connect_timeout_s is not None and not connect_timeout_s > 0:
             raise ValueError(f"connect_timeout_s must be > 0 or None, not {connect_timeout_s}")
-        super().__init__(dialer.io)
-        self.kind, self.name, self.whom, self.linger_s = kind, name or own_name(), whom, linger_s
+        self.io, self.kind, self.name, self.whom, self.linger_s = dialer.io, kind, name or own_name(), whom, linger_s
+        self.connection: Connection | None = None
         self.version: int | None = None
         """The policy version that was passed on last."""
         self.problem: str | None = "it has just begun to connect"
@@ -93,11 +101,70 @@ class Session(Caller):
         self._is_closing, self._takes_leave = False, takes_leave and rejoin
         self._left = Signal()
         self._delay_s = 0.0
-        self._timers: list[Callable[[], object]] = []
-        if begin:
-            self.begin()
+        self._timers: list[Job] = []
+        # calls without a reply: handed in, waiting for room, sent
+        self._news: deque[Pending] = deque()
+        self._waiting: dict[Pending, None] = {}
+        self._sent: dict[int, Pending] = {}
+        self._limits = Welcome()
+        self._staged = self._next = 0
+        self._over: Over | None = None
+        """Set once this end takes no more calls."""
 
     # from any thread or task
+
+    async def ask(self, method: str, args: Any = None, payload: Payload = NOTHING, **options: Any) -> Answered:
+        """The reply to a call; see :class:`Pending` for the options, and :meth:`reply_to` for cancellation."""
+        return await self.reply_to(Pending(method, args, payload, **options))
+
+    def tell(self, method: str, args: Any = None) -> None:
+        """A call whose reply nobody waits for. Never blocks."""
+        self.submit(Pending(method, args))
+
+    async def reply_to(self, pending: Pending, linger_s: float | None = None) -> Answered:
+        """Send a call, and wait for its reply. If this is cancelled or interrupted the call was not accepted; where it
+        turns out that it was, this returns and the cancellation comes at the next await."""
+        try:
+            self.submit(pending)
+            await pending.signal.wait()
+        except BaseException as interruption:  # noqa: BLE001 - raised again, unless the call was accepted
+            await self._take_back(pending, interruption, self.linger_s if linger_s is None else linger_s)
+        if pending.error is not None:
+            raise pending.error
+        return pending.answer
+
+    async def _take_back(self, pending: Pending, interruption: BaseException, linger_s: float) -> None:
+        """Returns if it was accepted, or refused, before it could be taken back."""
+        self.io.do(partial(self._cancel, pending))
+        if isinstance(interruption, GeneratorExit):
+            raise interruption
+        # The call may be accepted while the cancellation is on its way. To leave without the reply would leave the
+        # caller not knowing which, so the reply is waited for, shielded.
+        if not await pending.signal.wait_shielded(linger_s):
+            raise BrokenResourceError(
+                f"{pending.name} was cancelled, but {self.whom} has not answered for {linger_s} s: whether it was "
+                f"accepted is not known. {pending.advice}"
+            ) from interruption
+        timed_out = isinstance(interruption, TimeoutError)
+        if isinstance(pending.error, Cancelled):
+            raise self._in_vain(pending) if timed_out else interruption
+        if not hasattr(blocking_deadline, "at"):
+            if pending.error is None:
+                cancel_again()
+        elif not timed_out:
+            # Ctrl-C is raised where it was pressed, even if the call was accepted
+            raise interruption
+
+    def _in_vain(self, pending: Pending) -> TimeoutError:
+        what = "was not accepted" if pending.accepted_if else "had no answer"
+        why = f"not connected: {self.problem}" if self.problem else pending.waits_for
+        return TimeoutError(f"{pending.method}() {what} within {blocking_deadline.timeout_s} s: {why}")
+
+    def submit(self, pending: Pending) -> None:
+        """Have it sent when there is room. Never blocks."""
+        # a queue of its own, appended in the caller's thread: calls keep the order in which they were made
+        self._news.append(pending)
+        self.io.do(self._send, here=not self._sent and pending.payload.total <= SMALL)
 
     def send(self, message: Message, payload: Payload = NOTHING) -> None:
         """A message; dropped while there is no connection."""
@@ -123,12 +190,102 @@ class Session(Caller):
         """True if this end has left, or was told to."""
         return self._over is not None
 
-    def finish(self, over: Over) -> None:
-        """The other end takes no more: calls raise what ``over`` says, and nothing is dialled again. In the I/O
-        thread."""
-        self._resolve_all(over)
+    # calls, in the I/O thread
 
-    # in the I/O thread
+    def _send(self) -> None:
+        """Send the calls that have room."""
+        while self._news:
+            pending = self._news.popleft()
+            if self._over is not None:
+                pending.resolve(self._over(pending))
+            elif not pending.cancelled:
+                self._waiting[pending] = None
+        connection, limits = self.connection, self._limits
+        while self._waiting and connection is not None and len(self._sent) < limits.max_calls:
+            # strictly in order: a small call must not overtake a large one that waits for room
+            pending = next(iter(self._waiting))
+            # one that is larger than the window travels alone, or it could never be sent
+            if self._staged and self._staged + pending.nbytes > limits.staged_bytes:
+                break
+            del self._waiting[pending]
+            if pending.payload.total > limits.max_call_bytes:
+                pending.resolve(pending.too_large(limits))
+                continue
+            # a number is kept over reconnects: the answerer knows by it what it has answered
+            if pending.number is None:
+                pending.number, self._next = self._next, self._next + 1
+            self._sent[pending.number] = pending
+            self._staged += pending.nbytes
+            # the oldest without a reply: all below are answered, and may be forgotten there
+            seen = next(iter(self._sent))
+            connection.send(Call(pending.number, seen, pending.method, pending.args), pending.payload)
+            if pending.cancelled:
+                connection.send(Cancel(pending.number))
+
+    def _cancel(self, pending: Pending) -> None:
+        pending.cancelled = True
+        # One that was sent before may have been accepted: only the answerer can say.
+        if not pending.sent_before and pending.number not in self._sent:
+            # an interrupt may have come before it was handed in: then it is not waiting, and never will
+            self._waiting.pop(pending, None)
+            pending.resolve(Cancelled())
+        elif pending.number in self._sent:
+            self.send(Cancel(pending.number))
+
+    def _send_again(self, welcome: Welcome) -> None:
+        """Connected: what has no reply is sent again, in its old order and under its old numbers."""
+        # nothing is remembered there, so numbers begin anew
+        if not welcome.known:
+            self._next = 0
+        for pending in self._sent.values():
+            pending.sent_before = True
+            if not welcome.known:
+                pending.number = None
+        # behind each other in the old order, in front of what was never sent
+        self._waiting = dict.fromkeys([*self._sent.values(), *self._waiting])
+        self._sent, self._staged, self._limits = {}, 0, welcome
+        self._send()
+
+    def admit(self, message: Message, total: int) -> None:
+        """Raises WireError for bytes that nobody has asked for."""
+        if isinstance(message, Reply):
+            pending = self._sent.get(message.number)
+            if pending is None or total > pending.reply_bytes:
+                raise WireError(f"{total} bytes behind the reply to call {message.number}, which nobody has asked for")
+        elif self._admit is None:
+            raise WireError(f"{total} bytes behind a {type(message).__name__} message for a {self.kind}")
+        else:
+            self._admit(message, total)
+
+    def receive(self, message: Message, memory: Memory | None) -> None:
+        """In the order of sending. Raises WireError for what may not come."""
+        if not isinstance(message, Reply):
+            if isinstance(message, Notify) and message.version is not None:
+                self.version = message.version
+            if self._on_message is None:
+                raise WireError(f"a {type(message).__name__} message for a {self.kind}")
+            self._on_message(message, memory)
+            return
+        pending = self._sent.pop(message.number, None)
+        if pending is None:
+            if self._over is None:
+                raise WireError(f"a reply to call {message.number}, which is not on its way")
+            return
+        self._staged -= pending.nbytes
+        pending.resolve(pending.error_in(message), Answered(message.value, memory))
+        if self._waiting:
+            self._send()
+        if self._over is not None and not self._sent:
+            self._hang_up()
+
+    def finish(self, over: Over) -> None:
+        """No more calls, and no more replies: calls raise what ``over`` says, and nothing is dialled again."""
+        self._over = self._over or over
+        left, self._sent, self._waiting, self._staged = [*self._sent.values(), *self._waiting], {}, {}, 0
+        for pending in left:
+            pending.resolve(over(pending))
+
+    # connections, in the I/O thread
 
     def _begin(self) -> None:
         self._after(_WARN_AFTER_S, self._warn)
@@ -136,7 +293,7 @@ class Session(Caller):
             self._after(self._timeout_s, self._give_up)
         self._dial()
 
-    def _after(self, seconds: float, job: Callable[[], object]) -> None:
+    def _after(self, seconds: float, job: Job) -> None:
         self._timers.append(self.io.after(seconds, job))
 
     def _stop_timers(self) -> None:
@@ -156,11 +313,21 @@ class Session(Caller):
             )
         )
 
+    @property
+    def _may_dial(self) -> bool:
+        return not self._left.is_set() and (self._over is None or (self._is_closing and self._takes_leave))
+
     def _dial(self) -> None:
         if self._may_dial:
             about = self._about() if callable(self._about) else self._about
             join = msgspec.structs.replace(self._join, about=msgspec.Raw(msgspec.msgpack.encode(about)))
             self.dialer.dial(join, self._welcomed, self._failed)
+
+    def _dial_again(self) -> None:
+        if self._may_dial:
+            # none of the timers that a close stops: what was sent before it may still have to arrive
+            self.io.after(self._delay_s, self._dial)
+            self._delay_s = min(2 * self._delay_s or _AGAIN_S, _MOST_AGAIN_S)
 
     def _welcomed(self, connection: Connection, welcome: Welcome) -> None:
         if not self._may_dial:
@@ -183,33 +350,33 @@ class Session(Caller):
         else:
             self._send_again(welcome)
 
+    def _rest(self, connection: Connection) -> None:
+        if self.connection is connection:
+            self._delay_s = 0.0
+
     def _failed(self, error: BaseException) -> None:
         """No connection, this time."""
-        final = (
-            isinstance(error, (RefusedError, ConfigError, WireError, ClosedResourceError))
-            or getattr(error, "kind", "") == "refused"
-        )
-        if final or (isinstance(error, BrokenResourceError) and not isinstance(error, Ended)):
+        final = isinstance(error, (RefusedError, ConfigError, BrokenResourceError, ClosedResourceError))
+        if final and not (isinstance(error, Ended) and error.kind != "refused"):
             self._fail(error)
             return
         # it says why there has never been a connection, and stays None once there was one
         if self.problem is not None:
             self.problem = str(error)
-        self._again()
+        self._dial_again()
 
-    def _again(self) -> None:
-        if self._may_dial:
-            # none of the timers that a close stops: what was sent before it may still have to arrive
-            self.io.after(self._delay_s, self._dial)
-            self._delay_s = min(2 * self._delay_s or _AGAIN_S, _MOST_AGAIN_S)
+    def ended(self, end: Ended) -> None:
+        """The connection is over."""
+        self.connection = None
+        # refusals and closes are decisions of the other end, and dialling again would not change them
+        if end.kind == "lost" and self._rejoin and self._may_dial:
+            _log.warning("%s %s waits for the controller to be there again: %s", self.kind, self.name, end.text)
+            self._after(_WARN_AGAIN_S, self._warn)
+            self._dial_again()
+        else:
+            self._fail(end)
 
-    def _rest(self, connection: Connection) -> None:
-        if self.connection is connection:
-            self._delay_s = 0.0
-
-    @property
-    def _may_dial(self) -> bool:
-        return not self._left.is_set() and (self._over is None or (self._is_closing and self._takes_leave))
+    # the end, in the I/O thread
 
     def _fail(self, error: BaseException) -> None:
         """For good."""
@@ -221,12 +388,15 @@ class Session(Caller):
             error = error.__cause__ or error.to_raise()
         if isinstance(error, RefusedError):
             reason, text = error.reason, str(error)
-            self._resolve_all(lambda pending: refused_error(reason, f"{text}; {pending.fate}"))
+            self.finish(lambda pending: refused_error(reason, f"{text}; {pending.fate}"))
         elif isinstance(error, Ended) or not isinstance(error, (BrokenResourceError, ConfigError, ClosedResourceError)):
-            self._resolve_all(self._lost_for(str(error).split("\n", 1)[0][:200]))
+            self._lose(str(error).split("\n", 1)[0][:200])
         else:
-            self._resolve_all(lambda _: to_raise(error))
+            self.finish(lambda _: to_raise(error))
         self._end(error if isinstance(error, Exception) else Ended.of(error))
+
+    def _lose(self, cause: str) -> None:
+        self.finish(lambda pending: pending.lost(self.whom, cause))
 
     def _end(self, error: Exception) -> None:
         self._stop_timers()
@@ -234,58 +404,40 @@ class Session(Caller):
             self._left.set()
             self._on_end(error)
 
+    def _leave(self) -> None:
+        """What waits is done, and what was sent is taken back; with the last reply to that the connection is closed."""
+        if self._left.is_set() or self._is_closing:
+            return
+        self._is_closing = True
+        self._stop_timers()
+        # a controller that hangs must not keep a process from ending
+        self._after(self.linger_s, self._abort)
+        # their replies say what became of those that were sent, if there is anybody to reply
+        sent, self._sent = ({}, self._sent) if self.connection is None else (self._sent, {})
+        self.finish(self._closed_here)
+        self._sent = sent
+        for number in sent:
+            self.send(Cancel(number))
+        if not sent:
+            self._hang_up()
+
     def _closed_here(self, pending: Pending) -> Exception:
         fate = f"; {pending.fate}" if pending.sent_before or pending.number is not None else ""
         return ClosedResourceError(
             f"{pending.method}() on a closed {self.kind}: close() was called, or its 'with' block was left{fate}"
         )
 
-    def _leave(self) -> None:
-        if self._left.is_set() or self._is_closing:
-            return
-        self._is_closing = True
-        self._stop_timers()
-        # a controller that hangs must not keep a process from ending
-        self._after(self.linger_s, self._hang_up)
-        self._take_all_back(self._closed_here)
-
-    def _on_idle(self) -> None:
+    def _hang_up(self) -> None:
+        """No more calls are taken, and none is on its way."""
         if self.connection is not None:
             self.connection.close()
+        # with ``takes_leave`` it dials again, to say goodbye; but not where nobody ever was
         elif not self._takes_leave or self.problem is not None:
-            # nothing is to be said any more, or nobody was ever there
-            self._hang_up()
-        else:
-            self._resolve_all(self._lost_for("the connection was closed here"))
+            self._abort()
 
-    def _hang_up(self) -> None:
-        """No reply, or no answer to the goodbye, in time."""
-        self._resolve_all(self._lost_for("the connection was closed here"))
+    def _abort(self) -> None:
+        """Nothing is to be said any more; or there was no reply, or no answer to the goodbye, in time."""
+        self._lose("the connection was closed here")
         if self.connection is not None:
             self.connection.abort()
         self._end(Ended("closed", "closed here"))
-
-    # of the connection, in the I/O thread
-
-    def _admit_other(self, message: Message, total: int) -> None:
-        if self._admit is None:
-            raise WireError(f"{total} bytes behind a {type(message).__name__} message for a {self.kind}")
-        self._admit(message, total)
-
-    def _receive_other(self, message: Message, memory: Memory | None) -> None:
-        if isinstance(message, Notify) and message.version is not None:
-            self.version = message.version
-        if self._on_message is None:
-            raise WireError(f"a {type(message).__name__} message for a {self.kind}")
-        self._on_message(message, memory)
-
-    def ended(self, end: Ended) -> None:
-        """The connection is over."""
-        self.connection = None
-        # refusals and closes are decisions of the other end, and dialling again would not change them
-        if end.kind == "lost" and self._rejoin and self._may_dial:
-            _log.warning("%s %s waits for the controller to be there again: %s", self.kind, self.name, end.text)
-            self._after(_WARN_AGAIN_S, self._warn)
-            self._again()
-        else:
-            self._fail(end)

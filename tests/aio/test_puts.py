@@ -64,7 +64,7 @@ async def test_a_group_from_elsewhere_that_is_none_is_refused(groups: list[str |
     """put_group() checks where it is called; a message from elsewhere may say anything."""
     async with sb.StreamBalancer(sb.BalancerConfig(dp_size=2, batch_size=4)) as balancer:
         with pytest.raises(sb.errors.RolloutError, match=r"put_group\(\) takes"):
-            balancer.parts.puts.begin([make_rollout(3, group_id=group) for group in groups])
+            await balancer.parts.puts.put([make_rollout(3, group_id=group) for group in groups])
         assert balancer.statistics().accepted == 0
 
 

@@ -78,7 +78,7 @@ async def test_a_slot_in_whose_place_others_have_begun_is_given_back_by_name(cap
             async with harness.balancer.reserve(7):
                 wire.cut("the network broke", seen_by=[1])
                 await settle()
-                assert "a slot for 4 rollouts was given back: 4 rollouts begun at version 0: others" in caplog.text
+                assert "a slot of version 0 was given back, rollouts still to come: 4; others have begun" in caplog.text
                 with pytest.raises(sb.errors.BrokenResourceError, match="its slot was given back"):
                     await slot.put(make_rollout(3, "b"))
         await settle()

@@ -92,7 +92,7 @@ async def test_who_does_not_say_who_it_is_does_not_come_in(about: Any) -> None:
         network = MemoryNetwork(dp_size=1)
         tasks.start_soon(sb.serve, balancer, network)
         ends: list[Exception] = []
-        Session(network.dialer(), "rank", about=about, on_end=ends.append)
+        Session(network.dialer(), "rank", about=about, on_end=ends.append).begin()
         await settle()
         await settle()
         assert [isinstance(end, sb.errors.RefusedError) for end in ends] == [True]
@@ -126,6 +126,7 @@ async def test_what_is_no_report_ends_its_rank_and_no_other(report: Report, says
         session = Session(
             network.dialer(), "rank", about=ABOUT, on_end=ends.append, admit=lambda *_: None, on_message=lambda *_: None
         )
+        session.begin()
         await put(balancer, 4)
         await settle()
         await settle()

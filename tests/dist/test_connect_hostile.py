@@ -46,11 +46,11 @@ def call(number: int, method: str, args: Any = None, data: bytes = b"", total: i
     return frame(Call(number, 0, method, raw), total, (0, total) if total else ()) + data
 
 
-def put(name: str = "half", number: int = 0, method: str = "put", args: Any = None) -> bytes:
-    """A put as bytes; ``args``: what it says instead of its header."""
+def put(name: str = "half", number: int = 0, args: Any = None) -> bytes:
+    """A put as bytes; ``args``: what it says instead of its head and header."""
     encoded = encode_rollouts([make_rollout(9, name)])
     data = b"".join(bytes(memoryview(piece).cast("B")) for piece in encoded.payload.pieces)
-    return call(number, method, encoded.header if args is None else args, data)
+    return call(number, "put", [None, None, True, encoded.header] if args is None else args, data)
 
 
 def flipped(message: bytes, at: int) -> bytes:
@@ -61,10 +61,10 @@ def flipped(message: bytes, at: int) -> bytes:
 def kept() -> bytes:
     """A put that keeps its payload."""
     encoded = encode_rollouts([make_rollout(9, "kept")], handles=[Handle(Owner("tcp://nowhere:1", b""), 0)])
-    return call(0, "put", encoded.header)
+    return call(0, "put", [None, None, True, encoded.header])
 
 
-HEADER = encode_rollouts([make_rollout(9, "half")]).header
+HEADER = [None, None, True, encode_rollouts([make_rollout(9, "half")]).header]
 PRODUCERS = {
     "noise": random.Random(2).randbytes(400),
     "flipped bit of a length": flipped(put(), 5),
@@ -78,11 +78,12 @@ PRODUCERS = {
     "a put of no bytes": call(0, "put", HEADER),
     "a put of other bytes": call(0, "put", HEADER, bytes(7)),
     "a put of noise": call(0, "put", random.Random(3).randbytes(512), bytes(512)),
+    "a put whose rollouts are noise": call(0, "put", [None, None, True, random.Random(3).randbytes(512)], bytes(512)),
     "a put of nothing": call(0, "put"),
     "a put that it keeps, but has not said where": kept(),
     "an unknown method": call(0, "delete"),
-    "a group of nobody": call(0, "put_group", True),
-    "a slot that is none": put(method="put_in", args=["x", None]),
+    "a group of nobody": call(0, "put", [None, True, True, None]),
+    "a slot that is none": put(args=["x", None, True, HEADER[-1]]),
     "a count below nothing": call(0, "reserve", [0, -1]),
     "a declaration of noise": call(0, "declare", [1, 2, 3]),
     "a cancel with bytes": frame(Cancel(0), 64, (0, 64)) + bytes(64),

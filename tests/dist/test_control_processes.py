@@ -69,13 +69,15 @@ async def test_threads_reserve_wait_and_ask_with_blocking_methods() -> None:
         def work() -> sb.Statistics:
             blocking = producer.blocking
             assert blocking.version_after(None, timeout_s=GUARD_S) == blocking.version == 2
-            with pytest.raises(TimeoutError, match=r"version_after\(\) had none within 0.01 s: no version was set"):
+            with pytest.raises(
+                TimeoutError, match=r"version_after\(\) had no answer within 0.01 s: no version was set"
+            ):
                 blocking.version_after(2, timeout_s=0.01)
             with blocking.reserve(2) as slot:
                 slot.put(make_rollout(3, "a"))
                 assert (slot.version, slot.left) == (2, 1)
                 assert feed.statistics(timeout_s=GUARD_S).waiting == 1
-            with blocking.reserve(8), pytest.raises(TimeoutError, match=r"reserve\(\) was not admitted within 0.05 s"):
+            with blocking.reserve(8), pytest.raises(TimeoutError, match=r"reserve\(\) had no answer within 0.05 s"):
                 blocking.reserve(8, timeout_s=0.05).__enter__()
             statistics = blocking.statistics()
             blocking.end()

@@ -136,7 +136,7 @@ async def test_a_put_that_was_never_connected_does_not_blame_the_balancer() -> N
     def put_both_ways() -> None:
         with pytest.raises(TimeoutError, match=f"put\\(\\) was not accepted within 0.2 s: {problem}"):
             producer.blocking.put(make_rollout(3), timeout_s=0.2)
-        with pytest.raises(TimeoutError, match=f"put_nowait\\(\\) was not accepted within 0.05 s: {problem}"):
+        with pytest.raises(TimeoutError, match=f"put\\(\\) was not accepted within 0.05 s: {problem}"):
             producer.blocking.put_nowait(make_rollout(3), timeout_s=0.05)
 
     await anyio.to_thread.run_sync(put_both_ways)

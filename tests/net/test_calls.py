@@ -84,6 +84,7 @@ async def hosted(**options: Any) -> AsyncIterator[tuple[Host, MemoryNetwork, Cal
 
         def session(**options: Any) -> Session:
             sessions.append(Session(network.connect_producer(), "producer", on_message=lambda *_: None, **options))
+            sessions[-1].begin()
             return sessions[-1]
 
         yield host, network, session
@@ -163,6 +164,8 @@ async def test_a_storm_of_calls_cuts_and_cancels(seed: int, restarts: bool, anyi
             fate, over = Fate(), anyio.Event()
             dialers = [network.connect_producer() for _ in range(3)]
             sessions = [Session(one, "producer", rejoin=True, linger_s=1e9) for one in dialers]
+            for session in sessions:
+                session.begin()
 
             async def faults() -> None:
                 while not over.is_set():
@@ -426,6 +429,7 @@ async def test_nobody_answers_in_time() -> None:
     async with MemoryNetwork(dp_size=1) as network:
         ends: list[Exception] = []
         session = Session(network.connect_producer(), "producer", connect_timeout_s=7.0, on_end=ends.append)
+        session.begin()
         with pytest.raises(BrokenResourceError, match=r"not connected within connect_timeout_s=7\.0"):
             await take(session, "a")
         assert len(ends) == 1

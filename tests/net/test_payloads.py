@@ -204,6 +204,7 @@ def test_impossible_wishes_end_the_connection(owners: Callable[[str], PayloadOwn
     a = owners("a")
     [handle] = a.keep([LOCAL[0]])
     session = Session(TcpDialer(handle.owner.address, token=handle.owner.token.decode()), "fetcher")
+    session.begin()
 
     async def ask() -> None:
         await session.ask("fetch", msgspec.Raw(msgspec.msgpack.encode(args)))
@@ -272,7 +273,7 @@ def refuse(*_: object) -> object:
 def test_what_is_put_without_waiting_is_kept_as_long_as_somebody_may_fetch_it(
     controller: Service, answer: Callable[..., object]
 ) -> None:
-    controller.answer_here({"keep": lambda *_: None, "put_nowait": answer})
+    controller.answer_here({"keep": lambda *_: None, "put": answer})
     with sb.connect(controller.address, hand_over="direct") as producer:
         if answer is refuse:
             with pytest.raises(DuplicateRolloutError):
@@ -294,7 +295,7 @@ def test_what_is_on_its_way_is_kept_when_its_connection_is_lost(controller: Serv
             peer.abort()
         return None
 
-    controller.answer_here({"keep": lambda *_: None, "put_nowait": put})
+    controller.answer_here({"keep": lambda *_: None, "put": put})
     with sb.connect(controller.address, hand_over="direct", rejoin=True) as producer:
         producer.put_nowait(LOCAL[0])
         assert len(tries) == 2
