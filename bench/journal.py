@@ -28,7 +28,7 @@ from _common import Rows, arguments
 import stream_balancer as sb
 from stream_balancer.host.journal.store import Store as Database
 from stream_balancer.host.journal.store import add, remove
-from stream_balancer.host.records import Held, write_rollouts
+from stream_balancer.host.records import HeldRollout, rollout_key, row_name, write_rollouts
 
 NUM_PUTTERS = 64
 NUM_TOKENS = 1000
@@ -126,11 +126,13 @@ def recovery(rows: Rows, folder: Path, num_tokens: int = NUM_TOKENS, count: int 
     database.open()
     database.begin()
     for first in range(0, count, 1000):
-        rollouts = (make_rollout(number, num_tokens) for number in range(first, min(first + 1000, count)))
-        held = ((number, Held(rollout, time.time(), 0)) for number, rollout in enumerate(rollouts, first))
-        database.commit(
-            [add([(number, one.rollout.rollout_id, write_rollouts(number, [one])) for number, one in held])]
-        )
+        rows = []
+        for number in range(first, min(first + 1000, count)):
+            rollout = make_rollout(number, num_tokens)
+            key = rollout_key(rollout.rollout_id)
+            held = HeldRollout(rollout, time.time(), 0)
+            rows.append((number, key, write_rollouts(row_name(number, key), [held])))
+        database.commit([add(rows)])
         database.checkpoint()
     size = database.total_bytes
     database.close()
@@ -228,7 +230,7 @@ def store_rate(make: Callable[[Path], Store], folder: Path, payloads: list[bytes
 
 def stores(rows: Rows, folder: Path, repeats: int) -> None:
     """The stores by themselves, in turn."""
-    payloads = [bytes(write_rollouts(n, [Held(make_rollout(n), 0.0, 0)])) for n in range(256)]
+    payloads = [bytes(write_rollouts("", [HeldRollout(make_rollout(n), 0.0, 0)])) for n in range(256)]
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in STORES}
     for _ in range(repeats):
         for name, make in STORES.items():
@@ -279,7 +281,7 @@ def read_journal(folder: Path) -> tuple[dict[int, bytes], bool]:
     """Rows whose checksum is right, and whether damage was noticed."""
     database = Database(folder)
     database.open()
-    rows = list(database.rows("select number, data from rollouts"))
+    rows = list(database.rows("select number, data from rows"))
     found = {number: data[4:] for number, data in rows if zlib.crc32(data[4:]).to_bytes(4) == data[:4]}
     told = bool(database.lost_commits or database.torn_bytes or len(found) < len(rows))
     database.close()

@@ -30,7 +30,7 @@ class Disk:
         """What is not written yet is lost, and nothing of these journals is written any more: a killed process."""
         self.is_dead = True
         for writer in self.writers:
-            writer._closing = True
+            writer.leaving = writer._closing = True
             writer._queue.clear()
 
 

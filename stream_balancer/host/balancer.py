@@ -43,7 +43,6 @@ from stream_balancer.facade import OfOneProcess
 from stream_balancer.host.batches import Batches, Consumer
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.host.journal import Journal, Recovered
-from stream_balancer.host.journal.recovery import JournalObserver
 from stream_balancer.host.lifetime import Lifetime
 from stream_balancer.host.observers import EvictCallback, Notices
 from stream_balancer.host.producer_registry import ProducerRegistry
@@ -125,7 +124,7 @@ class StreamBalancer(OfOneProcess):
         )  # fmt: skip
         self._lifetime = lifetime
         self._idle = learn.attach(core)
-        self._journal = None if journal is None else JournalObserver(journal, core)
+        self._journal = journal
         if journal is not None:
             self.parts.producers.write = journal.put
         self._recorder: Recorder | None = None
@@ -133,8 +132,6 @@ class StreamBalancer(OfOneProcess):
         """Observers of what happens (:class:`Observer`), notified in this order in the loop's thread. Append yours."""
         self._notices = Notices(core)
         self.observers += [self._notices, self.parts.versions]
-        if self._journal is not None:
-            self.observers.append(self._journal)
         if on_evict is not None:
             self.observers.append(EvictCallback(on_evict))
 
@@ -349,7 +346,7 @@ class StreamBalancer(OfOneProcess):
             if self._journal is not None:
                 if self.parts.core.finished and not self.parts.core.in_flight():
                     self.parts.producers.forget()
-                await self._journal.journal.aclose()
+                await self._journal.aclose()
             if self._recorder is not None:
                 await anyio.to_thread.run_sync(self._recorder.close)
         await anyio.lowlevel.checkpoint()
@@ -358,8 +355,8 @@ class StreamBalancer(OfOneProcess):
     async def __aenter__(self) -> Self:
         self._lifetime.enter("__aenter__")
         if self._journal is not None:
-            await self._journal.recover(self.parts.wakeups.wake_consumer)
-            self.parts.producers.follow(self._journal.journal.records.ended)
+            await self._journal.recover(self.parts.core)
+            self.parts.producers.follow(self._journal.records.ended)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -7,37 +7,47 @@ it may run in any thread: a gigabyte takes a few hundred milliseconds to flatten
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.host.records import FORMAT, Held, Records, write_fact, write_rollouts
+from stream_balancer.host.records import FORMAT, Records, facts_of, held_of, write_rollouts, write_row
 
 __all__ = ["read_state_dict", "state_dict"]
 
 _ROLLOUTS_TOGETHER = 64  # an event loop beside the thread that writes gets its turn between
 
 _log = logging.getLogger("stream_balancer.snapshot")
-_facts_decoder = msgspec.msgpack.Decoder(list[tuple[str, bytes]])
 
 
 def state_dict(snapshot: Snapshot) -> dict[str, Any]:
     """A dict of tensors, numbers, strings, and lists and dicts of these. O(bytes held).
 
-    A rollout that cannot be written (it was changed after it was made) is left out, and named in the log.
+    Raises RolloutError, naming it, for a rollout that was changed after it was put; ValueError where payloads lie with
+    their producers.
     """
     # times are kept as ages: the next process has another clock
-    records = Records.of(snapshot, 0.0)
-    facts = msgspec.msgpack.encode([(fact.key, write_fact(fact)) for fact in records.facts()])
+    held = list(held_of(snapshot, 0.0))
+    away = [one.rollout.rollout_id for one in held if one.rollout.tokens["input_ids"].is_meta]
+    if away:
+        raise ValueError(
+            f"{len(away)} rollouts (the first: {away[0]!r}) lie with their producers (hand_over='direct'), so a "
+            "checkpoint of the controller cannot hold them. Take it when none waits or is in flight, or put through "
+            "the balancer"
+        )
+    # Where checkpoints are kept there is a checksum of columns: torch.save has one, as most disks have.
+    rows = [
+        write_rollouts(_name(first), held[first : first + _ROLLOUTS_TOGETHER], sealed=False)
+        for first in range(0, len(held), _ROLLOUTS_TOGETHER)
+    ]
     return {
         "format": FORMAT,
-        "rollouts": [torch.frombuffer(row, dtype=torch.uint8) for row in _rows(list(records.held.values()))],
-        "facts": torch.frombuffer(bytearray(facts), dtype=torch.uint8),
+        "rollouts": [torch.frombuffer(row, dtype=torch.uint8) for row in rows],
+        "facts": torch.frombuffer(write_row("facts", facts_of(snapshot)), dtype=torch.uint8),
         "calibration": None if snapshot.calibration is None else dict(snapshot.calibration),
         "auto_window": _mapped(snapshot.auto_window, np.ndarray, torch.from_numpy),
     }
@@ -58,14 +68,9 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
     if missing := [name for name in ("rollouts", "facts") if name not in state]:
         raise ValueError(f"the state_dict has no {missing[0]!r}: it was cut, or is not a balancer's")
     records = Records()
-    try:
-        for key, written in _facts_decoder.decode(state["facts"].numpy()):
-            records.read(key, written)
-    except msgspec.DecodeError as error:
-        records.damage["facts"] = f"what is known beside the rollouts cannot be read to its end: {error}"
+    records.take("facts", state["facts"].numpy())
     for number, row in enumerate(state["rollouts"]):
-        first = number * _ROLLOUTS_TOGETHER
-        records.hold(number, row.numpy(), f"rollouts {first} to {first + _ROLLOUTS_TOGETHER - 1} cannot be read")
+        records.take(_name(number * _ROLLOUTS_TOGETHER), row.numpy(), sealed=False)
     snapshot = records.snapshot(0.0, state.get("calibration"), _mapped(state.get("auto_window"), Tensor, Tensor.numpy))
     # an error each, since rollouts that were accepted are gone
     for sentence in snapshot.set_aside:
@@ -73,32 +78,8 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
     return snapshot
 
 
-def _rows(held: Sequence[Held]) -> list[bytearray]:
-    away = [one.rollout.rollout_id for one in held if one.rollout.tokens["input_ids"].is_meta]
-    if away:
-        raise ValueError(
-            f"{len(away)} rollouts (the first: {away[0]!r}) lie with their producers (hand_over='direct'), so a "
-            "checkpoint of the controller cannot hold them. Take it when none waits or is in flight, or put through "
-            "the balancer"
-        )
-    rows: list[bytearray] = []
-    for first in range(0, len(held), _ROLLOUTS_TOGETHER):
-        some = held[first : first + _ROLLOUTS_TOGETHER]
-        try:
-            # Where checkpoints are kept there is a checksum: torch.save has one, as most disks have.
-            rows.append(write_rollouts(len(rows), some, sealed=False))
-        except Exception:  # noqa: BLE001 - whatever a changed rollout may raise
-            rows.append(write_rollouts(len(rows), [one for one in some if _is_writable(one)], sealed=False))
-    return rows
-
-
-def _is_writable(held: Held) -> bool:
-    try:
-        write_rollouts(0, [held])
-    except Exception as error:  # noqa: BLE001 - named, and left out
-        _log.error("checkpoint: left out: rollout %r cannot be written: %s", held.rollout.rollout_id, error)
-        return False
-    return True
+def _name(first: int) -> str:
+    return f"rollouts {first} to {first + _ROLLOUTS_TOGETHER - 1}"
 
 
 def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:

@@ -11,10 +11,10 @@ from stream_balancer.core.batching import micro_batch_of, rank_batches
 from stream_balancer.core.executions import sizes_in, sizes_of
 from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout, cheapest_to_copy
 
-__all__ = ["Plan", "batch_of", "plan_of"]
+__all__ = ["PlanRow", "batch_of", "plan_of"]
 
 
-class Plan(msgspec.Struct, array_like=True, tag="plan"):
+class PlanRow(msgspec.Struct, array_like=True, tag="plan"):
     """A batch in flight: the rollouts of each micro-batch of each rank."""
 
     step: int
@@ -33,9 +33,9 @@ class Plan(msgspec.Struct, array_like=True, tag="plan"):
         return f"plan {self.step}"
 
 
-def plan_of(batch: Batch) -> Plan:
+def plan_of(batch: Batch) -> PlanRow:
     """A batch without its rollouts' contents."""
-    return Plan(
+    return PlanRow(
         step=batch.step,
         reason=batch.reason,
         ranks=[_mini_batches(rank_batch) for rank_batch in batch.ranks],
@@ -60,7 +60,7 @@ def _mini_batches(rank_batch: RankBatch) -> list[tuple[float, list[tuple[int, li
     ]
 
 
-def batch_of(plan: Plan, rollouts: Mapping[str, Rollout]) -> Batch:
+def batch_of(plan: PlanRow, rollouts: Mapping[str, Rollout]) -> Batch:
     """The batch again, from its rollouts. Raises KeyError for one that is missing."""
     names = [name for rank in plan.ranks for _, its in rank for _, names in its for name in names]
     # in the order of the plan, each once: which is copied for padding depends on it

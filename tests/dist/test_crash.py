@@ -234,7 +234,7 @@ def _crash_test(folder: Path, kills: int, least: int, seed: int, interval_s: flo
     assert Counter(trained) == Counter(accepted)
     assert len(set(trained)) == len(trained) >= least
     assert ranks[0].step == ranks[1].step
-    _, recovered = _opened(folder / "journal")
+    recovered = _opened(folder / "journal")
     assert (recovered.waiting, recovered.in_flight, recovered.damage) == (0, 0, ())
     return {
         "rollouts": len(trained),
@@ -247,9 +247,10 @@ def _crash_test(folder: Path, kills: int, least: int, seed: int, interval_s: flo
 def _opened(folder: Path) -> Any:
     journal = sb.Journal(folder)
     try:
-        return journal.open()
+        journal.open()
     finally:
         anyio.run(journal.aclose)
+    return journal.recovered
 
 
 def test_what_was_accepted_is_trained_on_once_whatever_is_killed(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ import stream_balancer as sb
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.host.journal import Journal
-from stream_balancer.host.journal.recovery import JournalObserver
+from stream_balancer.host.journal import Journal, journal
+from stream_balancer.host.journal.store import Store
 from stream_balancer.host.journal.writer import Writing
-from stream_balancer.host.plan_rows import Plan, batch_of, plan_of
+from stream_balancer.host.plan_rows import PlanRow, batch_of, plan_of
 from stream_balancer.host.records import (
     Acked,
     Came,
@@ -26,27 +26,26 @@ from stream_balancer.host.records import (
     Ended,
     Fact,
     Group,
-    Held,
+    HeldRollout,
     Records,
-    State,
-    read_fact,
-    read_rollouts,
-    write_fact,
+    Totals,
+    read_row,
     write_rollouts,
+    write_row,
 )
 from stream_balancer.testing import make_rollout, make_rollouts
 
 
-def plan(step: int, *micro_batches: list[str]) -> Plan:
+def plan(step: int, *micro_batches: list[str]) -> PlanRow:
     """For one rank."""
-    return Plan(step, "window", [[(1.0, [(1, names) for names in micro_batches])]], [], [1.0], 1.0, 1.0, [])
+    return PlanRow(step, "window", [[(1.0, [(1, names) for names in micro_batches])]], [], [1.0], 1.0, 1.0, [])
 
 
 FACTS: list[Fact] = [
     plan(3, ["a"], ["b", "c"]),
-    Done(7, ["a"], 3),
+    Done(7, ["a"]),
     Group("g", None, "abandoned"),
-    State(2, None, {"batches": {"window": 1}}, {"g": 2}, 4, {"stale": 1}),
+    Totals(2, None, {"batches": {"window": 1}, "acknowledged": 4}, {"g": 2}),
     Acked(3, 2**60, [0, 2], ["a"]),
     Came("ref", 1, 7, True, [b"\x00\xff"]),
     Ended([b"\x00\xff"], True),
@@ -61,42 +60,42 @@ def as_array(row: bytes | bytearray) -> np.ndarray[tuple[int], np.dtype[np.uint8
 def test_facts_come_back_and_every_byte_is_checked(fact: Fact) -> None:
     assert {type(fact) for fact in FACTS} == set(get_args(Fact))
     assert len({fact.key for fact in FACTS}) == len(FACTS)
-    row = write_fact(fact)
-    assert read_fact(fact.key, row) == fact
+    row = write_row("row 7", [fact])
+    assert read_row("row 7", as_array(row))[0] == [fact]
+    check_every_byte(row)
+
+
+def check_every_byte(row: bytearray) -> None:
     others = [row[:at] + bytes([row[at] ^ 0x40]) + row[at + 1 :] for at in range(len(row))]
     for damaged in [*others, *(row[:at] for at in range(len(row)))]:
-        with pytest.raises(sb.errors.WireError, match="damaged"):
-            read_fact(fact.key, damaged)
+        records = Records()
+        records.take("row 7", as_array(damaged))
+        assert "row 7: its bytes were damaged" in records.damage["row 7"]
     with pytest.raises(sb.errors.WireError, match="damaged"):
-        read_fact("another key", row)
+        read_row("row 8", as_array(row))
 
 
 def test_rollouts_come_back_and_every_byte_is_checked() -> None:
     before = [make_rollout(n, group_id="g", version=(2, 3), cost=4.5, seed=n) for n in (1, 5, 3)]
-    row = write_rollouts(7, [Held(one, float(n), n) for n, one in enumerate(before)])
-    after = read_rollouts(7, as_array(row))
+    row = write_rollouts("row 7", [HeldRollout(one, float(n), n) for n, one in enumerate(before)])
+    records = Records()
+    records.take("row 7", as_array(row))
+    after = records.held.values()
     for n, (one, (other, arrived_at, step)) in enumerate(zip(before, after, strict=True)):
         assert (repr(one), one.scalars, one.cost) == (repr(other), other.scalars, other.cost)
         assert (arrived_at, step) == (n, n)
         for name, column in one.tokens.items():
             assert torch.equal(column, other.tokens[name])
             assert column.dtype == other.tokens[name].dtype
-    others = [row[:at] + bytes([row[at] ^ 0x40]) + row[at + 1 :] for at in range(len(row))]
-    for damaged in [*others, *(row[:at] for at in range(len(row)))]:
-        with pytest.raises(sb.errors.WireError, match="damaged"):
-            read_rollouts(7, as_array(damaged))
-    with pytest.raises(sb.errors.WireError, match="damaged"):
-        read_rollouts(8, as_array(row))
+    check_every_byte(row)
 
 
 @pytest.mark.parametrize("value", [None, "x", 1, 10**15, 1.5, b"x", b""], ids=repr)
 def test_a_value_of_any_type_is_damage_and_no_error(value: object) -> None:
     """A column of a database may hold one; and no memory is taken for it."""
     records = Records()
-    records.hold(5, value, "row 5")
-    records.read("state", value)  # type: ignore[arg-type]
-    records.read(value, b"x")  # type: ignore[arg-type]
-    assert len(records.damage) == 3
+    records.take("row 5", value)
+    assert len(records.damage) == 1
 
 
 def test_plans_come_back_with_their_padding_copies() -> None:
@@ -124,7 +123,8 @@ def test_plans_come_back_with_their_padding_copies() -> None:
 def held(*rollouts: sb.Rollout, arrived_at: float = 0.0, step: int = 0) -> Records:
     records = Records()
     for number, one in enumerate(rollouts):
-        records.hold(number, as_array(write_rollouts(number, [Held(one, arrived_at, step)])), "row")
+        name = f"row {number}"
+        records.take(name, as_array(write_rollouts(name, [HeldRollout(one, arrived_at, step)])))
     return records
 
 
@@ -141,8 +141,8 @@ def test_a_plan_whose_rollout_is_lost_is_not_kept() -> None:
 def test_ages_survive() -> None:
     records = Records()
     for number, (arrived_at, step) in enumerate([(10.0, 0), (9.0, 2), (12.0, 3)]):  # a wall clock may step back
-        row = write_rollouts(number, [Held(make_rollout(3, str(number)), arrived_at, step)])
-        records.hold(number, as_array(row), "row")
+        row = write_rollouts(str(number), [HeldRollout(make_rollout(3, str(number)), arrived_at, step)])
+        records.take(str(number), as_array(row))
     snapshot = records.snapshot(11.0)
     assert snapshot.waited_s.tolist() == [1.0, 1.0, 0.0]
     assert snapshot.skips.tolist() == [3, 1, 0]
@@ -182,13 +182,15 @@ EVENTS = [
 class AtOnce:
     """Writes what is enqueued at once, in place of the journal's thread."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._store, self.commits = journal._store, 0
+    def __init__(self, store: Store) -> None:
+        self._store, self.commits = store, 0
         self._store.db.execute("pragma synchronous=off")
 
     def enqueue(self, item: Writing) -> None:
         self.commits += 1
         self._store.commit(item.all_statements())
+
+    def start(self) -> None: ...
 
 
 class Run:
@@ -200,20 +202,21 @@ class Run:
 
     def open(self) -> Snapshot:
         self.journal, self.core = Journal(self.folder), BalancerCore(self.config)
-        snapshot, recovered = self.journal.open()
-        assert not recovered.damage
-        self.writer = AtOnce(self.journal)
-        self.journal._writer = self.writer  # type: ignore[assignment]
-        observer = JournalObserver(self.journal, self.core)
-        observer._follow(self.journal.records)
-        observer._restoring = snapshot
-        self.core.observers.append(observer)
+        snapshot = self.journal.open()
+        assert self.journal.recovered is not None
+        assert not self.journal.recovered.damage
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(journal, "Writer", AtOnce)
+            self.journal.start(self.core)
+        assert isinstance(self.journal._writer, AtOnce)
+        self.writer = self.journal._writer
+        self.journal._restoring = snapshot
         self.core.restore(snapshot, 0.0)
         return snapshot
 
     def rows(self, kind: str) -> int:
         """Facts of a kind that the journal holds."""
-        ((count,),) = self.journal._store.db.execute("select count(*) from facts where key like ?", (f"{kind} %",))
+        ((count,),) = self.journal._store.db.execute("select count(*) from rows where key like ?", (f"{kind} %",))
         return int(count)
 
     def ids(self) -> list[str]:

@@ -31,6 +31,7 @@ from any_fields import (
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import stream_balancer as sb
+from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import RolloutError
 from stream_balancer.host.journal import Journal
 from stream_balancer.types import Rollout
@@ -227,10 +228,10 @@ def test_ten_thousand_rollouts_of_any_kind(tmp_path: Path, part: int) -> None:
 
     collect()
     journal = Journal(tmp_path)
-    journal.open(100)
+    journal.open()
 
     async def write() -> None:
-        journal.start(lambda: None)
+        journal.start(BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=1)))
         async with anyio.create_task_group() as tasks:
             for rollout in found.values():
                 tasks.start_soon(journal.written, journal.write([rollout], 0))
@@ -238,8 +239,8 @@ def test_ten_thousand_rollouts_of_any_kind(tmp_path: Path, part: int) -> None:
 
     anyio.run(write)
     journal = Journal(tmp_path)
-    snapshot, recovered = journal.open(100)
-    assert recovered.damage == ()
+    snapshot = journal.open()
+    assert snapshot.set_aside == ()
     assert {rollout.rollout_id for rollout in snapshot.waiting} == found.keys()
     for rollout in snapshot.waiting:
         assert all_of(rollout) == all_of(found[rollout.rollout_id])

@@ -5,9 +5,9 @@
     put --write--> queue  --> writer thread: all that wait, one transaction, one fsync --> puts return, together
     batches() --flush-->  `   acknowledgements and evictions are in the same transaction
 
-``journal`` (who waits for whom), ``writer`` (the thread), ``store`` (the database, its lock, the disk), ``recovery``
-(events as rows, and back), ``handed`` (what ranks report); the rows are ``host.records`` and ``host.plan_rows``.
-docs/restarting.md has the promise, the protocol and the measurements.
+``journal`` (who waits for whom, and events as rows), ``writer`` (the thread), ``store`` (the database, its lock, the
+disk), ``handed`` (what ranks report); the rows are ``host.records`` and ``host.plan_rows``. docs/restarting.md has the
+promise, the protocol and the measurements.
 """
 
 from stream_balancer.host.journal.journal import Journal, Recovered

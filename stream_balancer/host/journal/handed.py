@@ -13,17 +13,22 @@ from stream_balancer.host.records import Acked, Came, Fact
 __all__ = ["Handed"]
 
 
-class Handed:
-    """Reports to one balancer. ``write(fact)`` puts a row into its journal."""
+async def _no_disk() -> None:
+    """Without a journal nothing outlives this process."""
 
-    def __init__(self) -> None:
+
+class Handed:
+    """Reports to one balancer. ``write(fact)`` puts a row into its journal; ``flush()`` returns once all that was said
+    so far is on the disk."""
+
+    def __init__(
+        self, write: Callable[[Fact], object] = lambda _: None, flush: Callable[[], Awaitable[None]] = _no_disk
+    ) -> None:
+        self.write, self.flush = write, flush
         self.acked: dict[int, Acked] = {}
         """By step, those of which some rank has said something."""
         self.came: dict[tuple[str, int], Came] = {}
         """By role and rank, in the order of their keys."""
-        self.write: Callable[[Fact], object] = lambda _: None
-        self.flush: Callable[[], Awaitable[None]] = _no_disk
-        """Returns once all that was said so far is on the disk."""
 
     def follow(self, acked: dict[int, Acked], came: Iterable[Came]) -> None:
         """Rows that later reports follow."""
@@ -68,7 +73,3 @@ class Handed:
     def _put(self, acked: Acked) -> None:
         self.acked[acked.step] = acked
         self.write(acked)
-
-
-async def _no_disk() -> None:
-    """Without a journal nothing outlives this process."""

@@ -1,6 +1,9 @@
 """The journal: what was accepted survives the controller. A put returns once its rollout is on the disk.
 
-Who waits for whom, in the event loop, which never touches the disk. The thread that does is in ``writer``.
+Who waits for whom, in the event loop, which never touches the disk: the thread that does is in ``writer``. Two things
+wait: a put for its rollouts (:mod:`stream_balancer.host.puts`), a batch for its plan
+(:mod:`stream_balancer.host.batches`). All else is written once it has happened, and may be lost in a crash: then it
+happens again. Rows change in the order of the events, so an id that was evicted as lost and put again is held.
 """
 
 from __future__ import annotations
@@ -8,7 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +22,33 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from stream_balancer.core.groups import Declared, GroupSize
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.errors import ClosedResourceError, ConfigError, JournalError, RolloutError, to_raise
+from stream_balancer.errors import ClosedResourceError, JournalError, RolloutError, to_raise
 from stream_balancer.field_docs import documented
 from stream_balancer.host.journal.handed import Handed
-from stream_balancer.host.journal.store import DiskFullError, Statement, Store, drop, put, retract
+from stream_balancer.host.journal.store import DiskFullError, Statement, Store, add, remove, retract
 from stream_balancer.host.journal.writer import CLOSED, Writer, Writing
-from stream_balancer.host.records import Fact, Group, Held, Records, group_of
-from stream_balancer.types import Rollout
+from stream_balancer.host.plan_rows import plan_of
+from stream_balancer.host.records import (
+    Done,
+    Fact,
+    Group,
+    HeldRollout,
+    Records,
+    Totals,
+    facts_of,
+    group_of,
+    held_of,
+    rollout_key,
+    row_name,
+    write_row,
+)  # fmt: skip
+from stream_balancer.types import Batch, EvictReason, Rollout
 
 __all__ = ["Journal", "Recovered"]
 
-LEAST_MAX_BYTES = 2**20
 MAX_ROLLOUT_BYTES = 9 * 10**8  # SQLite takes 10 ** 9 bytes a row
 
 _log = logging.getLogger("stream_balancer.journal")
@@ -64,35 +83,48 @@ class Recovered:
         return bool(self.waiting or self.steps or self.past_ids or self.next_step)
 
 
-class Journal:
-    """A folder that holds what a balancer has accepted and not yet finished. One process at a time.
+class Journal(Observer):
+    """A folder that holds what a balancer has accepted and not yet finished. One process at a time."""
 
-    ``max_bytes`` bounds the folder: puts wait while it is full of rollouts that are still needed. Without it the
-    folder stays below twice what is needed plus a few times 64 MiB.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], *, max_bytes: int | None = None) -> None:
-        if max_bytes is not None and max_bytes < LEAST_MAX_BYTES:
-            raise ConfigError(
-                f"max_bytes of a journal must be >= {LEAST_MAX_BYTES}, not {max_bytes}: rollouts are written before "
-                "others are deleted. Raise max_bytes"
-            )
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.records = Records()
         """Rows of the journal when it was opened, without the rollouts."""
-        self.handed = Handed()
+        self.recovered: Recovered | None = None
+        """Content of the journal when it was opened."""
+        self.handed = Handed(self.put, self.flush)
         """Reports of ranks on steps in flight."""
-        self.handed.write = self.put
-        self.handed.flush = self.flush
-        self._max_bytes = max_bytes
         self._store = Store(self.path)
-        self._next_number = 0  # of a rollout's row
+        self._next_number = 0  # of a row
         self._writer: Writer | None = None  # from start() on
+        self._core: BalancerCore  # from start() on
+        self._restoring: Snapshot | None = None  # what the journal held, while the core takes it over
+        self._done = deque[Done]()
+        self._num_done = 0  # ids in _done
 
-    # -- opening and closing; these block ------------------------------------------------------------------------------
+    # -- opening and closing -------------------------------------------------------------------------------------------
 
-    def open(self) -> tuple[Snapshot, Recovered]:
-        """Take the lock, and read what is held. Call :meth:`start` afterwards, in the event loop.
+    async def recover(self, core: BalancerCore) -> None:
+        """Open the journal, and let the core go on from what it holds.
+
+        Raises like :meth:`open` and :meth:`BalancerCore.restore`; the journal is closed then.
+        """
+        # else the thread would go on with a journal that nobody closes
+        with anyio.CancelScope(shield=True):
+            snapshot = await anyio.to_thread.run_sync(self.open)
+            try:
+                # before restore(): what that evicts is written
+                self.start(core)
+                self._restoring = snapshot
+                core.restore(snapshot, anyio.current_time())
+            except BaseException:
+                await self.aclose()
+                raise
+            finally:
+                self._restoring = None  # it holds every rollout
+
+    def open(self) -> Snapshot:
+        """Take the lock, and read what is held. Blocks; :meth:`start` comes afterwards, in the event loop.
 
         Raises AlreadyInUseError if another process has it, JournalError if its disk is full or it cannot be read,
         WireError for another version's. O(bytes).
@@ -104,51 +136,53 @@ class Journal:
             store.open()
             try:
                 snapshot = self._read()
-                lost = self.records.damage
-                numbers = [key for key in lost if isinstance(key, int)]
-                keys = [key for key in lost if isinstance(key, str)]
-                store.begin([retract(numbers), drop(*keys)] if lost else ())
             except BaseException:
                 store.close()
                 raise
         except DiskFullError as error:
             message = f"the journal {self.path} has no room to start. Make room first"
             raise DiskFullError(error.errno, message) from None
-        recovered = Recovered(
+        self.recovered = recovered = Recovered(
             waiting=len(snapshot.waiting),
             in_flight=sum(batch.num_rollouts for batch in snapshot.in_flight),
             steps=tuple(batch.step for batch in snapshot.in_flight),
             past_ids=len(snapshot.past_ids),
             next_step=snapshot.next_step,
             torn_bytes=store.torn_bytes,
-            damage=(*filter(None, [store.lost_commits]), *lost.values()),
+            damage=(*filter(None, [store.lost_commits]), *snapshot.set_aside),
             seconds=time.monotonic() - began,
         )
         self._log_recovered(recovered)
-        return snapshot, recovered
+        return snapshot
 
     def _read(self) -> Snapshot:
         records = self.records = Records(owners=self.records.owners)
-        for key, written in self._store.rows("select key, data from facts order by rowid"):
-            records.read(key, written)
-        names = dict(self._store.rows("select number, id from rollouts indexed by ids order by id, number"))
-        for number, name, row in self._store.rows("select number, id, data from rollouts order by number"):
-            indexed = names.pop(number, None)
-            if indexed == name:
-                records.hold(number, row, f"row {number}: rollout {name!r}")
+        damaged: list[int] = []
+        keys = dict(self._store.rows("select number, key from rows indexed by keys order by key, number"))
+        for number, key, row in self._store.rows("select number, key, data from rows order by number"):
+            name, indexed = row_name(number, key), keys.pop(number, None)
+            if indexed == key:
+                records.take(name, row)
             else:
                 # a damaged key would put one rollout in the place of another without a word
-                records.damage[number] = f"row {number}: rollout {indexed!r} in the index, {name!r} in the row"
-            # a number that is taken out may be given again
-            if number not in records.damage:
+                records.damage[name] = f"row {number}: {indexed} in the index, {key} in the row"
+            if name in records.damage:
+                damaged.append(number)
+            else:  # a number that is taken out may be given again
                 self._next_number = number + 1
         # As when a page of the table was replaced by an older one.
-        for number, name in names.items():
-            records.damage[number] = f"row {number}: rollout {name!r} cannot be reached"
+        records.damage |= {name: f"{name} cannot be reached" for name in map(row_name, keys, keys.values())}
         snapshot = records.snapshot(time.time())
+        void = [name for name in records.damage if name.startswith("plan ")]
+        self._store.begin([retract(damaged), remove(void)] if records.damage else ())
         records.held = {}  # the snapshot has them, and they shall go as they are trained on
-        self.handed.follow(records.acked, records.came)
+        self._follow(records)
         return snapshot
+
+    def _follow(self, records: Records) -> None:
+        self.handed.follow(records.acked, records.came)
+        self._done = deque(records.done)
+        self._num_done = sum(len(one.ids) for one in self._done)
 
     def _log_recovered(self, recovered: Recovered) -> None:
         for where in recovered.damage:
@@ -170,18 +204,19 @@ class Journal:
                 recovered.seconds,
             )
 
-    def start(self, on_blocked: Callable[[], object]) -> None:
-        """Begin to write, from the event loop's thread. ``on_blocked()`` is called in the loop when puts have to wait
-        for ``max_bytes``."""
-        self._writer = Writer(self._store, self._max_bytes, on_blocked)
+    def start(self, core: BalancerCore) -> None:
+        """Begin to write what happens to a core, from the event loop's thread."""
+        self._core = core
+        core.observers.append(self)
+        self._writer = Writer(self._store)
         self._writer.start()
 
     async def aclose(self) -> None:
-        """Write what is enqueued, and release the lock. Puts that are not being written yet get ClosedResourceError.
-        Idempotent; also where :meth:`start` was not called."""
-        # in this order: no new puts, what is being written, and then the thread
-        if self._writer is not None and not self._writer.closed:
-            self._writer.refuse()
+        """Write what is enqueued, and release the lock. Idempotent; also where :meth:`start` was not called."""
+        if self._writer is not None and not self._writer.leaving:
+            self._writer.leaving = True
+            # it may be opened again, for another balancer
+            self._core.observers.remove(self)
             with suppress(JournalError):
                 await self.flush()
             await anyio.lowlevel.checkpoint()  # puts that were just written notice the end, and retract
@@ -192,7 +227,16 @@ class Journal:
             self._writer.close()
         self._store.close()
 
-    # -- enqueueing; in the event loop ---------------------------------------------------------------------------------
+    def check_empty(self) -> None:
+        """Raise ValueError if the journal holds anything, or may: no checkpoint can be loaded then."""
+        if self.recovered is None or self.recovered.found:
+            raise ValueError(
+                f"load_state_dict() with the journal {self.path}: what that holds is newer than a "
+                "checkpoint, and is restored on entering `async with`. Call acknowledge_through(step) instead; or, to "
+                "go back to the checkpoint, enter a balancer with an empty journal, then load"
+            )
+
+    # -- puts; in the event loop ---------------------------------------------------------------------------------------
 
     def write(self, rollouts: Sequence[Rollout], step: int, size: GroupSize | None = None) -> Writing:
         """Rollouts that are about to be accepted take the last place in the queue, with the ``size`` that is declared
@@ -200,92 +244,139 @@ class Journal:
 
         Raises RolloutError if they could never fit, ClosedResourceError once closed.
         """
-        if rollouts:
-            self._check_fits(rollouts)
+        for rollout in rollouts:
+            if rollout.nbytes > MAX_ROLLOUT_BYTES:
+                raise RolloutError(
+                    f"rollout {rollout.rollout_id!r} ({rollout.nbytes} bytes) is too large for a journal, which takes "
+                    f"{MAX_ROLLOUT_BYTES}. Put large tensors elsewhere, and their names into metadata"
+                )
         # by the wall clock: only that means something to the next process
-        item = self._numbered([Held(rollout, time.time(), step) for rollout in rollouts])
-        # all else describes what has happened, and is kept until there is room
+        item = self._writing([HeldRollout(rollout, time.time(), step) for rollout in rollouts])
         item.may_be_refused = True
         if size is not None:
             # In the same transaction as the rollouts: after a crash a group has both or neither.
-            group = Group(size.group_id, size.size, "closed" if size.size is None else "open")
-            item.statements = [put(group)]
+            item.statements = self._rows([Group(size.group_id, size.size, "closed" if size.size is None else "open")])
         self._enqueue(item)
         return item
-
-    def _numbered(self, held: Sequence[Held]) -> Writing:
-        # Rows are numbered in the order of the calls, in the event loop: the order in which they wait again.
-        number, self._next_number = self._next_number, self._next_number + len(held)
-        return Writing(held=held, number=number)
 
     async def written(self, item: Writing) -> None:
         """Return once they are on the disk. If cancelled, or on an error, they are not in the journal.
 
-        Raises JournalError if the disk is full or failing, ClosedResourceError if the journal is closed meanwhile.
+        Raises JournalError if the disk is full or failing.
         """
-        assert item.settled is not None
         try:
             await item.settled.wait()
         except BaseException:
-            item.withdrawn = True  # if it is still in time; else it is written, and deleted again
             self.retract(item)
             raise
         if item.error is not None:
             raise to_raise(item.error)
 
-    def _check_fits(self, rollouts: Sequence[Rollout]) -> None:
-        size, most = sum(r.nbytes for r in rollouts), self._max_bytes
-        # the folder holds a put twice for a moment, in log and database, beside what is left for facts
-        if most is not None and size > most // 4:
-            raise RolloutError(
-                f"rollout {rollouts[0].rollout_id!r} (with its siblings {size} bytes) is too large for a journal of "
-                f"max_bytes ({most}): a put may take {most // 4}. Raise max_bytes"
-            )
-        largest = max(rollouts, key=lambda r: r.nbytes)
-        if largest.nbytes > MAX_ROLLOUT_BYTES:
-            raise RolloutError(
-                f"rollout {largest.rollout_id!r} ({largest.nbytes} bytes) is too large for a journal, which takes "
-                f"{MAX_ROLLOUT_BYTES}. Put large tensors elsewhere, and their names into metadata"
-            )
-
     def retract(self, item: Writing) -> None:
         """Rollouts that were written have not been accepted after all."""
-        if item.held:
-            self.change(retract(range(item.number, item.number + len(item.held))))
+        self._change([retract(range(item.number, item.number + len(item.held)))])
 
     def declare(self, group_id: str, declared: Declared | None) -> None:
         """Declaration of a group now; None: none any more."""
-        self.change(drop(f"group {group_id}") if declared is None else put(group_of(group_id, declared)))
+        if declared is None:
+            self._change([remove([f"group {group_id}"])])
+        else:
+            self.put(group_of(group_id, declared))
 
-    def put(self, fact: Fact) -> None:
-        """A fact holds now."""
-        self.change(put(fact))
-
-    def change(self, *statements: Statement) -> None:
-        """Something has happened. On the disk by the time the next put or :meth:`flush` returns."""
-        with suppress(ClosedResourceError):  # after the end nobody writes any more; it will be delivered again
-            self._enqueue(Writing(statements, settled=None))
-
-    def adopt(self, records: Records) -> None:
-        """Take over a checkpoint that was loaded. On the disk by the time the next put returns."""
-        self.change(put(*records.facts()))
-        # one row each, as puts have: a rollout that is done takes its row with it
-        for held in records.held.values():
-            item = self._numbered([held])
-            item.settled = None
-            self._enqueue(item)
+    def put(self, *facts: Fact) -> None:
+        """Facts hold now, in place of those with the same keys. On the disk by the time the next put or :meth:`flush`
+        returns."""
+        self._change(self._rows(facts))
 
     async def flush(self) -> None:
         """Return once all that was enqueued so far is on the disk. Waits while it is full; raises JournalError if it is
         failing."""
         item = Writing()
         self._enqueue(item)
-        assert item.settled is not None
         await item.settled.wait()
         if item.error is not None:
             raise to_raise(item.error)
+
+    def _change(self, statements: Sequence[Statement]) -> None:
+        with suppress(ClosedResourceError):  # after the end nobody writes any more; it will be delivered again
+            self._enqueue(Writing(statements))
 
     def _enqueue(self, item: Writing) -> None:
         if self._writer is None:
             raise ClosedResourceError(CLOSED)
         self._writer.enqueue(item)
+
+    def _writing(self, held: Sequence[HeldRollout]) -> Writing:
+        return Writing(held=held, number=self._numbers(len(held)))
+
+    def _rows(self, facts: Iterable[Fact]) -> list[Statement]:
+        keys = [fact.key for fact in facts]
+        rows = [
+            (number, fact.key, write_row(row_name(number, fact.key), [fact]))
+            for number, fact in enumerate(facts, self._numbers(len(keys)))
+        ]
+        return [remove(keys), add(rows)]
+
+    def _numbers(self, count: int) -> int:
+        """The first of so many numbers. In the event loop, in the order of the calls: that in which rollouts wait
+        again."""
+        self._next_number += count
+        return self._next_number - count
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def dispatched(self, batch: Batch) -> None:
+        """A batch is about to be handed out: its plan, to be delivered again as it is."""
+        self.put(plan_of(batch), self._totals())
+
+    def acknowledged(self, batch: Batch) -> None:
+        # Rollouts that no rank could get are not among the past ids: they may be put again.
+        ids, past = [r.rollout_id for r in batch.rollouts if not r.is_padding], self._core.state.ids.past
+        # with the rollouts, in one transaction: a plan without them would be damage
+        self._finish(ids, [name for name in ids if name in past], f"plan {batch.step}", f"acked {batch.step}")
+
+    def gave_up(self, evicted: Sequence[tuple[Rollout, EvictReason]]) -> None:
+        """Rollouts are held no more; lost ones may be put again."""
+        done = [rollout.rollout_id for rollout, reason in evicted if reason != "lost"]
+        self._finish([rollout.rollout_id for rollout, _ in evicted], done)
+
+    def group_declared(self, group_id: str, declared: Declared | None) -> None:
+        self.declare(group_id, declared)
+
+    def version_set(self, version: int) -> None:
+        self.put(self._totals())
+
+    def restored(self, snapshot: Snapshot) -> None:
+        """A checkpoint is taken over. On the disk by the time the next put returns."""
+        # what came out of the journal is in it already
+        if snapshot is self._restoring:
+            return
+        records = Records()
+        for fact in facts_of(snapshot):
+            records.add(fact)
+            self.put(fact)
+        self._follow(records)
+        # one row each, as puts have: a rollout that is done takes its row with it
+        for held in held_of(snapshot, time.time()):
+            self._enqueue(self._writing([held]))
+
+    def _finish(self, ids: Iterable[str], past: Sequence[str], *void: str) -> None:
+        """Rollouts are held no more, and facts of the keys ``void`` hold no more. ``past``: ids that are refused from
+        now on, instead of those that are more than ``remember_ids`` back."""
+        facts: list[Fact] = [self._totals()]
+        keys = [*map(rollout_key, ids), *void]
+        done, remember_ids = self._done, self._core.config.remember_ids
+        if past and remember_ids:
+            done.append(Done(done[-1].number + 1 if done else 0, [*past]))
+            facts.append(done[-1])
+            self._num_done += len(past)
+            # whole rows, so that a few more ids are known than must be
+            while self._num_done - len(done[0].ids) >= remember_ids:
+                self._num_done -= len(done[0].ids)
+                keys.append(done.popleft().key)
+        self._change([remove(keys), *self._rows(facts)])
+
+    def _totals(self) -> Totals:
+        state = self._core.state
+        departed = state.buffer.groups.departed()
+        return Totals(state.in_flight.next_step, state.staleness.version, state.counts.totals(), departed)

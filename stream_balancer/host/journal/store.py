@@ -1,4 +1,4 @@
-"""The journal's database: SQLite in a folder. Knows tables, transactions and disks, not what the rows mean.
+"""The journal's database: SQLite in a folder. Knows a table of rows, transactions and disks, not what the rows mean.
 
 One process, one connection, and one thread at a time. The write-ahead log is always cut to nothing when it has been
 taken over into the database, so what of it SQLite does not accept after a crash is a commit that was cut short, or
@@ -24,16 +24,15 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from stream_balancer.errors import AlreadyInUseError, JournalError, WireError
-from stream_balancer.host.records import FORMAT, Fact, write_fact
+from stream_balancer.host.records import FORMAT
 
-__all__ = ["DiskFullError", "Statement", "Store", "add", "drop", "put", "remove", "retract"]
+__all__ = ["DiskFullError", "Row", "Statement", "Store", "add", "remove", "retract"]
 
 _APPLICATION = int.from_bytes(b"SBJ1")
 # As SQLite keeps it, with the first two words in capitals.
 _SCHEMA = (
-    "CREATE TABLE rollouts (number integer primary key, id text, data blob)",
-    "CREATE INDEX ids on rollouts (id)",  # holds ids and numbers a second time: what is lost can be named
-    "CREATE TABLE facts (key text primary key, data blob)",
+    "CREATE TABLE rows (number integer primary key, key text, data blob)",
+    "CREATE INDEX keys on rows (key)",  # holds keys and numbers a second time: what is lost can be named
 )
 _RESERVED_BYTES = 4 * 2**20  # of the disk, for plans and acknowledgements: these make room
 PAGE_BYTES = 16384  # a rollout of 1,000 tokens touches few pages, a small one writes few bytes
@@ -45,38 +44,32 @@ _PRAGMAS = (
     "wal_autocheckpoint=0",  # at a time of our choice: after those who wait have been woken
     "secure_delete=off",  # would write what is done a second time, as zeros
 )
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FAILED_WRITES = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# SQLite says the latter of every write that failed for another cause than a full disk: a quota, a file size limit.
+# Nothing was committed then, as is not certain of a sync that failed.
+_NOT_WRITTEN = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_IOERR_WRITE: errno.EDQUOT}
 _MAX_VALUE_BYTES = 10**9  # SQLite's default
 _MAX_VARIABLES = 999  # SQLite's default before 3.32
 
+Row: TypeAlias = tuple[int, str, bytes | bytearray]
+"""Number, key, data."""
 Statement: TypeAlias = tuple[str, Sequence[Sequence[Any]]]
 """SQL in which ``?`` stands for ``(?, ...), (?, ...), ...``, and these rows. It may be executed in parts."""
 
 
-def add(rows: Sequence[tuple[int, str, bytes | bytearray]]) -> Statement:
-    """Rollouts: number, id, row."""
-    return "insert into rollouts values ?", rows
+def add(rows: Sequence[Row]) -> Statement:
+    """New rows."""
+    return "insert into rows values ?", rows
+
+
+def remove(keys: Iterable[str]) -> Statement:
+    """Rows of these keys hold no more."""
+    return "delete from rows where key in (values ?)", [(key,) for key in keys]
 
 
 def retract(numbers: Iterable[int]) -> Statement:
-    """Rollouts that were added, and not accepted after all."""
-    return "delete from rollouts where number in (values ?)", [(number,) for number in numbers]
-
-
-def remove(ids: Iterable[str]) -> Statement:
-    """Rollouts that are done."""
-    return "delete from rollouts where id in (values ?)", [(name,) for name in ids]
-
-
-def put(*facts: Fact) -> Statement:
-    """Facts, in place of those with the same keys."""
-    return "replace into facts values ?", [(fact.key, write_fact(fact)) for fact in facts]
-
-
-def drop(*keys: str) -> Statement:
-    """Facts of these keys hold no more."""
-    return "delete from facts where key in (values ?)", [(key,) for key in keys]
+    """Rows of these numbers hold no more, whatever others of the same key do."""
+    return "delete from rows where number in (values ?)", [(number,) for number in numbers]
 
 
 class DiskFullError(JournalError):
@@ -111,15 +104,13 @@ class Store:
         self._lock_fd = _lock(self.folder)
         _open_here.add(self)
         try:
-            with self._named(), self._raised_as_full(0):
+            with self._reading(), self._writing():
                 self._open()
         except BaseException:
             self.close()
             raise
 
     def _open(self) -> None:
-        for old in sorted(self.folder.glob("[0-9]*.journal")):
-            raise _of_another_version(f"the journal {self.folder} has {old.name}, of a version with files of its own")
         log_bytes = self.log_bytes
         self._db = db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=0)
         db.text_factory = lambda data: data.decode(errors="replace")  # checksums find what is no text
@@ -129,27 +120,31 @@ class Store:
         size = max(self._path.stat().st_size + log_bytes, 2**20)
         # a damaged length would have SQLite ask for a gigabyte
         db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(size, _MAX_VALUE_BYTES))
-        application, version = self._number("pragma application_id"), self._number("pragma user_version")
-        if (application, version) == (0, 0) and not _schema_of(db):
-            self._create()
+        schema = [sql for (sql,) in db.execute("select sql from sqlite_master where sql is not null order by rowid")]
+        application, version = self._number("application_id"), self._number("user_version")
+        if (application, version, schema) == (0, 0, []):
+            self._create(db)
         elif application != _APPLICATION:
             raise WireError(f"{self._path} is not a stream_balancer's journal. Use another path")
         elif version != FORMAT:
-            raise _of_another_version(f"{self._path} was written in format {version}, and this version reads {FORMAT}")
+            raise WireError(
+                f"{self._path} was written in format {version}, and this version reads {FORMAT}. Let the version that "
+                "wrote it finish what it holds, or use another path"
+            )
         # a view or trigger in a database from elsewhere would run with our statements
-        elif _schema_of(db) != [*_SCHEMA]:
+        elif schema != [*_SCHEMA]:
             raise sqlite3.DatabaseError("its tables are not those of a journal")
         # pages that point nowhere end the whole reading: which rows are lost could not be said
         elif (found := db.execute("pragma quick_check(1)").fetchone()) != ("ok",):
             raise sqlite3.DatabaseError(found[0])
 
-    def _create(self) -> None:
-        for pragma in (f"page_size={PAGE_BYTES}", "auto_vacuum=incremental", "journal_mode=wal"):
-            self.db.execute(f"pragma {pragma}").fetchall()
-        self.db.execute("begin immediate")
+    def _create(self, db: sqlite3.Connection) -> None:
+        for pragma in (f"page_size={PAGE_BYTES}", "journal_mode=wal"):
+            db.execute(f"pragma {pragma}").fetchall()
+        db.execute("begin immediate")
         for sql in (*_SCHEMA, f"pragma application_id={_APPLICATION}", f"pragma user_version={FORMAT}"):
-            self.db.execute(sql)
-        _commit(self.db)
+            db.execute(sql)
+        _commit(db)
         self.checkpoint()
         fd = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
         with suppress(OSError):  # some file systems cannot, and need not
@@ -175,22 +170,10 @@ class Store:
         assert self._db is not None
         return self._db
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Errors of reading, with the path and the way out."""
-        try:
-            yield
-        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: the message quotes what is no text
-            raise JournalError(
-                errno.EIO,
-                f"{self._path} cannot be read ({error}). Nothing in it was changed. `sqlite3 {self._path} .recover` "
-                "may give its rows back; to start without them, use another path",
-            ) from error
-
     def _check_log(self, size: int) -> None:
         """Bytes that SQLite does not accept of the write-ahead log. More than one commit: a crash does not look so."""
         ((_, frames, _),) = self.db.execute("pragma wal_checkpoint(passive)").fetchall()
-        frame_bytes = 24 + self._number("pragma page_size")
+        frame_bytes = 24 + self._number("page_size")
         accepted = 32 + frames * frame_bytes if frames > 0 else 0
         self.torn_bytes, self.lost_commits, commits = max(size - accepted, 0), "", 0
         if not self.torn_bytes:
@@ -206,18 +189,30 @@ class Store:
 
     def rows(self, sql: str) -> Iterator[tuple[Any, ...]]:
         """Rows that a query finds, untrusted. Raises JournalError where the database cannot be read."""
-        with self._named():
+        with self._reading():
             yield from self.db.execute(sql)
 
-    def _number(self, sql: str) -> int:
-        ((value,),) = self.db.execute(sql).fetchall()
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Errors of SQLite have the path and the way out."""
+        try:
+            yield
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: the message quotes what is no text
+            raise JournalError(
+                errno.EIO,
+                f"{self._path} cannot be read ({error}). Nothing in it was changed. `sqlite3 {self._path} .recover` "
+                "may give its rows back; to start without them, use another path",
+            ) from error
+
+    def _number(self, pragma: str) -> int:
+        ((value,),) = self.db.execute(f"pragma {pragma}").fetchall()
         return int(value)
 
     def begin(self, damaged: Sequence[Statement] = ()) -> None:
         """All is read. ``damaged`` takes away rows that cannot be used; the files as they were are kept then, also
         where commits are lost. Raises like :meth:`commit`."""
         self.db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
-        with self._raised_as_full(self._path.stat().st_size):
+        with self._writing():
             if damaged or self.lost_commits:
                 kept = next(path for n in count(1) if not (path := self.folder / f"damaged-{n}.db").exists())
                 # before anything changes: somebody may want to look for the rest by hand
@@ -231,10 +226,10 @@ class Store:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def commit(self, statements: Sequence[Statement]) -> None:
-        """Execute in this order, durably, all or none. Raises DiskFullError: then nothing was written; or OSError: then
-        nobody knows, and nothing more may be written."""
-        with self._raised_as_full(sum(len(row[-1]) for _, rows in statements for row in rows if len(row) > 1)):
+    def commit(self, statements: Iterable[Statement]) -> None:
+        """Execute in this order, durably, all or none. Raises DiskFullError: then nothing was written; or OSError or
+        sqlite3.Error: then nobody knows, and nothing more may be written."""
+        with self._writing():
             try:
                 self.db.execute("begin immediate")
                 # Neighbours with the same SQL become one statement of many rows, in the order in which they came.
@@ -254,13 +249,30 @@ class Store:
             some = rows[first : first + most]
             self.db.execute(sql.replace("?", ",".join([marks] * len(some))), [value for row in some for value in row])
 
-    def checkpoint(self, vacuum_pages: int = 0) -> None:
-        """Take the write-ahead log over into the database, and cut it to nothing; give so many free pages back to the
-        file system. Raises like :meth:`commit`."""
-        with self._raised_as_full(self.log_bytes):
-            if vacuum_pages:
-                self.db.execute(f"pragma incremental_vacuum({vacuum_pages})").fetchall()
+    def checkpoint(self) -> None:
+        """Take the write-ahead log over into the database, and cut it to nothing. Raises like :meth:`commit`."""
+        with self._writing():
             self.db.execute("pragma wal_checkpoint(truncate)").fetchall()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Out of space, above a quota or the file size limit: DiskFullError. Other errors pass."""
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            # an error that Python's module raises by itself has no code
+            code = getattr(error, "sqlite_errorcode", 0)
+            number = error.errno if isinstance(error, OSError) else _NOT_WRITTEN.get(code)
+            if number not in _NO_ROOM:
+                raise
+            raise self._full(number, error) from None
+
+    def _full(self, number: int, cause: object) -> DiskFullError:
+        return DiskFullError(
+            number,
+            f"the disk of the journal {self.folder} is full ({cause}): the rollout was not accepted. Make room and put "
+            "it again",
+        )
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -270,73 +282,24 @@ class Store:
         return self._log_path.stat().st_size if self._log_path.exists() else 0
 
     @property
-    def free_bytes(self) -> int:
-        """Size of the database's pages that hold nothing."""
-        return self._number("pragma freelist_count") * PAGE_BYTES
-
-    @property
     def total_bytes(self) -> int:
-        """Size of the folder, once the log is taken over; and of the log."""
-        return self._number("pragma page_count") * PAGE_BYTES + self.log_bytes
+        """Size of the database, once the log is taken over."""
+        return self._number("page_count") * PAGE_BYTES
 
     def check_room(self, num_bytes: int) -> None:
         """Raise DiskFullError unless the disk takes so many bytes of rollouts, and then what is written beside them.
         Every byte goes to the log and, when that is taken over, to the database, where it first takes the pages that
         hold nothing."""
-        pages, log_bytes = self._number("pragma page_count") * PAGE_BYTES, self.log_bytes
-        grows = max(num_bytes - self.free_bytes, 0) + _RESERVED_BYTES
-        # write() above it raises in the middle of a commit, and what SQLite makes of that says nothing of a limit
+        total, log_bytes = self.total_bytes, self.log_bytes
+        grows = max(num_bytes - self._number("freelist_count") * PAGE_BYTES, 0) + _RESERVED_BYTES
+        # asked before: SQLite could not say that it was this limit
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        if limit != resource.RLIM_INFINITY and max(pages + grows, log_bytes + num_bytes + _RESERVED_BYTES) > limit:
-            raise self._full(errno.EFBIG)
+        if limit != resource.RLIM_INFINITY and max(total + grows, log_bytes + num_bytes + _RESERVED_BYTES) > limit:
+            raise self._full(errno.EFBIG, os.strerror(errno.EFBIG))
         # f_bavail, not f_bfree: the rest is for root
         disk = os.statvfs(self.folder)
-        if disk.f_bavail * disk.f_frsize < num_bytes + max(pages - self._path.stat().st_size, 0) + grows:
-            raise self._full(errno.ENOSPC)
-
-    @contextmanager
-    def _raised_as_full(self, num_bytes: int) -> Iterator[None]:
-        """Out of space, out of quota, above the file size limit: DiskFullError. Other errors pass."""
-        try:
-            yield
-        except (sqlite3.Error, OSError) as error:
-            code = getattr(error, "sqlite_errorcode", None)
-            if isinstance(error, OSError):
-                number = error.errno
-            elif code in _FAILED_WRITES:
-                number = self._refused(num_bytes) or (errno.ENOSPC if code == sqlite3.SQLITE_FULL else None)
-            else:
-                raise
-            # an error of the device: nobody knows what was written
-            if number not in _FULL:
-                raise
-            raise self._full(number) from None
-
-    def _full(self, number: int) -> DiskFullError:
-        return DiskFullError(
-            number,
-            f"the disk of the journal {self.folder} is full ({os.strerror(number)}): the rollout was not accepted. "
-            "Make room and put it again",
-        )
-
-    def _refused(self, num_bytes: int) -> int | None:
-        """The operating system's error for so many bytes more, which SQLite does not pass on."""
-        probe = self.folder / "probe"
-        try:
-            with probe.open("wb") as file:
-                # asked of another file: the database's own must not grow by it
-                os.posix_fallocate(
-                    file.fileno(), max(self.log_bytes, self._path.stat().st_size), num_bytes + PAGE_BYTES
-                )
-        except OSError as error:
-            return error.errno
-        finally:
-            probe.unlink(missing_ok=True)
-        return None
-
-
-def _of_another_version(text: str) -> WireError:
-    return WireError(f"{text}. Let the version that wrote it finish what it holds, or use another path")
+        if disk.f_bavail * disk.f_frsize < num_bytes + max(total - self._path.stat().st_size, 0) + grows:
+            raise self._full(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _lock(folder: Path) -> int:
@@ -360,10 +323,6 @@ def _lock(folder: Path) -> int:
             + "Two controllers on one journal would lose rollouts: end that one, or use another path"
         ) from None
     return fd
-
-
-def _schema_of(db: sqlite3.Connection) -> list[str]:
-    return [sql for (sql,) in db.execute("select sql from sqlite_master where sql is not null order by rowid")]
 
 
 _open_here: weakref.WeakSet[Store] = weakref.WeakSet()
