@@ -13,6 +13,7 @@ mask follows from it.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -176,7 +177,7 @@ def tree(
     Examples:
         >>> ids = torch.tensor([7, 8, 1, 7, 8, 2, 3, 9])  # [T]: two siblings of the prompt 7 8, and another rollout
         >>> siblings = [("g", 2), ("g", 2), (None, 0)]
-        >>> flat = FlatColumns({"input_ids": ids}, (3, 4, 1), {}, torch.ones(3), prefixes=siblings)
+        >>> flat = FlatColumns({"input_ids": ids}, (3, 4, 1), {}, torch.ones(3), [(1, 1)] * 3, prefixes=siblings)
         >>> unique = tree(flat)
         >>> unique["input_ids"], unique.position_ids  # [U]
         (tensor([7, 8, 1, 2, 3, 9]), tensor([0, 1, 2, 2, 3, 0]))
@@ -276,14 +277,14 @@ def _check_same(
     """Raise RolloutError unless every token [T] is that of the dense row ``first`` [T]. One wait for the device."""
     differs = torch.zeros_like(first, dtype=torch.bool)
     for column in columns.values():
-        differs |= (column != column[first]).flatten(1).any(1) if column.ndim > 1 else column != column[first]
+        differs |= (column != column[first]).reshape(len(column), -1).any(1)
     if not differs.any():
         return
     row = int(differs.nonzero()[0])
     starts = list(accumulate(lengths, initial=0))
-    mine, other = (max(n for n, start in enumerate(starts[:-1]) if start <= at) for at in (row, int(first[row])))
-    wrong = [name for name, column in columns.items() if (column[row] != column[first[row]]).any()]
+    mine, other = (bisect(starts, at) - 1 for at in (row, int(first[row])))
+    wrong = next(name for name, column in columns.items() if (column[row] != column[first[row]]).any())
     raise RolloutError(
-        f"{name_of(mine)} and its sibling {name_of(other)} say that they share a prefix, but differ in {wrong[0]!r} at "
+        f"{name_of(mine)} and its sibling {name_of(other)} say that they share a prefix, but differ in {wrong!r} at "
         f"token {row - starts[mine]}. Declare no more leading tokens than are the same (Rollout.prefix)"
     )

@@ -7,13 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from stream_balancer import tensors, trees
+from stream_balancer import trees
 from stream_balancer.field_docs import documented
 from stream_balancer.shared_columns import SharedColumns
+from stream_balancer.tensors import FlatColumns, Nested, Packed, Padded
 from stream_balancer.types.rollout import Rollout
 from stream_balancer.types.shared import SharedRollout, loss_tokens_of, part_of, rows_behind, rows_of
 
@@ -60,7 +63,7 @@ class MicroBatch:
     for."""
     lengths: tuple[int, ...]
     """Tokens per rollout, ``n`` of them; where ranks share it, of this rank's part, zeros beyond its end included."""
-    flat: Callable[[], tensors.FlatColumns]
+    flat: Callable[[], FlatColumns]
     """Columns that the layouts start from. On a rank: views of the received buffer, nothing copied. On the controller:
     concatenated on use."""
     execution_sizes: tuple[ExecutionSize, ...] | None = None
@@ -70,7 +73,7 @@ class MicroBatch:
     them. Each member has a part of every rollout: see docs/sharing.md."""
     cp_rank: int = 0
     """Place of this rank in ``cp_group``."""
-    on_give: Callable[[Mapping[str, torch.Tensor]], None] | None = field(default=None, repr=False)
+    on_give: Callable[[Mapping[str, Tensor]], None] | None = field(default=None, repr=False)
     """Callback of :meth:`give`."""
 
     @classmethod
@@ -103,7 +106,7 @@ class MicroBatch:
         """T: tokens without padding."""
         return sum(self.lengths)
 
-    def packed(self, *, shift: bool = False, scalar_dtype: torch.dtype = torch.float32) -> tensors.Packed:
+    def packed(self, *, shift: bool = False, scalar_dtype: torch.dtype = torch.float32) -> Packed:
         """Flat ``[T, ...]`` columns, ``position_ids [T]``, ``cu_seqlens`` int32 ``[n+1]``, ``max_seqlen``.
 
         Always has a ``loss_mask`` (ones where the rollouts brought none; zeros for padding copies, and on the first
@@ -118,7 +121,30 @@ class MicroBatch:
         Scalars become ``[n]`` of ``scalar_dtype``, here and in the other layouts: float32, so that a
         float32 loss stays one; torch.int64 where ints above 2^24 must stay exact.
         """
-        return tensors.packed(self.flat(), shift=shift, scalar_dtype=scalar_dtype)
+        flat = self.flat()
+        if shift and "targets" in flat.tokens:
+            raise ValueError(
+                "packed(shift=True) makes a column 'targets', and the rollouts bring one of that name. Rename theirs, "
+                "or use packed() and packed.next()"
+            )
+        # A list, made into a tensor once: n small tensor operations on an accelerator would each be a kernel launch.
+        ends = list(accumulate(flat.lengths, initial=0))  # [n+1]
+        (columns, fields), shared = flat.laid_out("packed", scalar_dtype), flat.shared
+        if shared is not None and "loss_mask" not in flat.tokens:
+            shared = shared.with_loss_mask(flat.lengths, flat.weights)
+        made = Packed(
+            columns,
+            **fields,
+            lengths=flat.lengths,
+            cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=flat.tokens["input_ids"].device),
+            max_seqlen=max(flat.lengths),
+            shared=shared,
+        )
+        if shift:
+            following = {name: made.next(name) for name in columns if name != "position_ids"}
+            following["targets"] = following.pop("input_ids")
+            made = replace(made, columns={**columns, **following})
+        return made
 
     def padded(
         self,
@@ -127,23 +153,60 @@ class MicroBatch:
         pad_values: Mapping[str, float | int | bool] | None = None,
         multiple_of: int = 1,
         scalar_dtype: torch.dtype = torch.float32,
-    ) -> tensors.Padded:
+    ) -> Padded:
         """``[n, L_max, ...]`` columns and ``attention_mask``, padded on the chosen side. Copies every token once."""
-        return tensors.padded(
-            self.flat(),
-            padding_side=padding_side,
-            pad_values=pad_values,
-            multiple_of=multiple_of,
-            scalar_dtype=scalar_dtype,
-        )
+        flat = self.flat()
+        if padding_side not in ("left", "right"):
+            raise ValueError(f"padding_side must be 'left' or 'right', not {padding_side!r}")
+        if multiple_of < 1:
+            raise ValueError(f"multiple_of must be >= 1, not {multiple_of}")
+        columns, fields = flat.laid_out("padded", scalar_dtype)
+        n_tokens = flat.counts()
+        if unknown := (pad_values or {}).keys() - columns.keys():
+            raise ValueError(f"pad_values names {sorted(unknown)}, but the columns are {sorted(columns)}")
+        width = -(-max(flat.lengths) // multiple_of) * multiple_of
+        # [L_max], compared below with the [n, 1] lengths
+        place = torch.arange(width, device=n_tokens.device)
+        # [n, L_max]: row-major, and so are the flat columns: `rows[mask] = column` below is one copy, in order
+        mask = place < n_tokens[:, None] if padding_side == "right" else place >= width - n_tokens[:, None]
+        rows: dict[str, Tensor] = {}
+        for name, column in columns.items():
+            rows[name] = column.new_full((len(flat.lengths), width, *column.shape[1:]), (pad_values or {}).get(name, 0))
+            rows[name][mask] = column
+        positions = rows.get("position_ids")
+        if positions is None:
+            positions = (mask.to(torch.int64).cumsum(1) - 1).clamp_(min=0) * mask  # [n, L_max], on either padding side
+        return Padded(rows, **fields, attention_mask=mask, position_ids=positions, lengths=n_tokens)
 
-    def nested(self, *, scalar_dtype: torch.dtype = torch.float32) -> tensors.Nested:
+    def nested(self, *, scalar_dtype: torch.dtype = torch.float32) -> Nested:
         """Torch jagged nested tensors ``[n, j, ...]`` over the flat columns; no token is copied on a rank."""
-        return tensors.nested(self.flat(), scalar_dtype=scalar_dtype)
+        flat = self.flat()
+        flat_columns, fields = flat.laid_out("nested", scalar_dtype)
+        n_tokens = flat.counts()
+        # [n+1]; int64, as torch wants them for jagged tensors
+        offsets = torch.zeros(len(flat.lengths) + 1, dtype=torch.int64, device=n_tokens.device)
+        # one tensor for all columns: torch calls two jagged shapes equal only then
+        offsets[1:] = torch.cumsum(n_tokens, 0)
+        columns = {
+            name: torch.nested.nested_tensor_from_jagged(
+                column, offsets, min_seqlen=min(flat.lengths), max_seqlen=max(flat.lengths)
+            )
+            for name, column in flat_columns.items()
+        }
+        return Nested(columns, **fields, offsets=offsets)
 
     def tensordict(self, *, scalar_dtype: torch.dtype = torch.float32) -> TensorDict:
         """A ``TensorDict`` of jagged columns and scalars, batch size ``[n]``. Needs the ``tensordict`` extra."""
-        return tensors.tensordict(self.flat(), scalar_dtype=scalar_dtype)
+        try:
+            from tensordict import TensorDict
+        except ImportError as error:
+            raise ImportError(
+                "tensordict() needs the tensordict package: pip install 'stream-balancer[tensordict]'"
+            ) from error
+        rows = self.nested(scalar_dtype=scalar_dtype)
+        return TensorDict(
+            {**rows.columns, **rows.scalars, "rollout_weights": rows.rollout_weights}, batch_size=[len(self.lengths)]
+        )
 
     def tree(
         self, columns: Collection[str] = ("input_ids",), *, check: bool = True, multiple_of: int = 1
@@ -185,7 +248,7 @@ class MicroBatch:
             name_of=lambda place: f"rollout {self.rollouts[place].rollout_id!r}",
         )
 
-    def give(self, **columns: torch.Tensor) -> None:
+    def give(self, **columns: Tensor) -> None:
         """Columns that a role has computed: ``[T]`` of each column, on any device. Copied, and sent at once: a
         trainer's rank begins with a micro-batch when its columns are there.
 
@@ -203,10 +266,10 @@ class MicroBatch:
         return f"MicroBatch(num_rollouts={len(self.lengths)}, num_tokens={self.num_tokens}{shared})"
 
 
-def _concatenate(rollouts: Sequence[Rollout], execution_sizes: tuple[ExecutionSize, ...] | None) -> tensors.FlatColumns:
+def _concatenate(rollouts: Sequence[Rollout], execution_sizes: tuple[ExecutionSize, ...] | None) -> FlatColumns:
     """Flat columns of rollouts at hand. Copies every token once. O(T)."""
     first = rollouts[0]
-    return tensors.FlatColumns(
+    return FlatColumns(
         tokens={name: torch.cat([rows for r in rollouts for rows in rows_of(r, name)]) for name in first.tokens},
         lengths=tuple(r.num_tokens for r in rollouts),
         scalars={name: [r.scalars[name] for r in rollouts] for name in first.scalars},

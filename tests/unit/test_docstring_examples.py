@@ -9,14 +9,13 @@ import pytest
 from architecture import modules
 
 import stream_balancer as sb
-from stream_balancer import tensors, trees
+from stream_balancer import trees
 
 WITH_EXAMPLES = [module for module, path in modules().items() if ">>> " in path.read_text()]
 VALUES = {"OversizeError", "Plan", "PlanKnobs", "Waiting", "LengthBiasSummary"}  # shown where they are made
 MUST_HAVE = [
     *(getattr(sb.planning, name) for name in sb.planning.__all__ if name not in VALUES),
-    *(getattr(sb, name) for name in sb.__all__ if name.endswith("Cost")),
-    *(getattr(tensors, name) for name in ("packed", "padded", "nested")),
+    *(getattr(sb.cost, name) for name in sb.cost.__all__ if name.endswith("Cost")),
     trees.tree,
     sb.types.MicroBatch,
 ]

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
-from stream_balancer import tensors
 from stream_balancer.tensors import FlatColumns
 
 lengths_lists = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -168,7 +167,8 @@ def test_what_is_spread_lies_where_the_tokens_do(layout: str) -> None:
         torch.ones(2, device="meta"),
         [(1, 1), (1, 1)],
     )
-    assert getattr(tensors, layout)(flat).per_token("advantage").device.type == "meta"
+    micro_batch = sb.types.MicroBatch((), flat.lengths, lambda: flat)
+    assert getattr(micro_batch, layout)().per_token("advantage").device.type == "meta"
 
 
 def test_a_column_of_ones_own_called_targets_is_not_lost_in_the_shift() -> None:

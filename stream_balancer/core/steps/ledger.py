@@ -4,6 +4,7 @@ thread, no torch.
 Facts are methods that only record. :meth:`Ledger.orders` looks at what they have touched and says what to do now. Two
 ranks, one step of four micro-batches; rank 1 dies after its first one, which was in a gradient that is gone:
 
+>>> from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId
 >>> zero, one = RankId(TRAIN, 0), RankId(TRAIN, 1)
 >>> ledger = Ledger(meets=True)
 >>> ledger.resized(TRAIN, [0, 1])
