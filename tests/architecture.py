@@ -1,6 +1,6 @@
 """The shape of the code, measured from its imports: ``make architecture``.
 
-    python tests/architecture.py [CHECKOUT ...] [--json]
+    python tests/architecture.py [CHECKOUT ...]
 
 Several checkouts stand side by side in one table: a commit in a worktree of its own beside today's. Everything but the
 way of a put is read from the syntax trees, so old commits need not run. ``tests/unit/test_imports.py`` judges by the
@@ -13,7 +13,6 @@ import argparse
 import ast
 import json
 import os
-import re
 import subprocess
 import sys
 import tokenize
@@ -24,7 +23,6 @@ from typing import Any, NamedTuple
 
 NAME = "stream_balancer"
 ROOT = Path(__file__).resolve().parents[1]
-MOST_PARAMETERS = 7
 
 
 class Import(NamedTuple):
@@ -146,45 +144,6 @@ def layers(root: Path = ROOT) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def classes(root: Path) -> list[tuple[int, str]]:
-    """Methods (properties among them) and name of every class, most methods first."""
-    found = [
-        (sum(isinstance(member, Function) for member in node.body), f"{module.partition('.')[2]}.{node.name}")
-        for module, path in modules(root).items()
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.ClassDef)
-    ]
-    return sorted(found, reverse=True)
-
-
-def crowded_functions(root: Path) -> list[tuple[int, str]]:
-    """Functions with more than seven parameters (self not counted), most first. Public constructors are among them."""
-    found = []
-    for module, path in modules(root).items():
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, Function):
-                every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                number = len([argument for argument in every if argument.arg not in ("self", "cls")])
-                if number > MOST_PARAMETERS:
-                    found.append((number, f"{module.partition('.')[2]}.{node.name}"))
-    return sorted(found, reverse=True)
-
-
-_ENDPOINT = re.compile(r"(Link|Port|PortBase|Session|Intake|Outlet)$")
-
-
-def endpoints(root: Path) -> list[str]:
-    """Classes that are one end of a conversation between processes, by how their names end; protocols not counted."""
-    return sorted(
-        f"{module.partition('.')[2]}.{node.name}"
-        for module, path in modules(root).items()
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.ClassDef)
-        and _ENDPOINT.search(node.name)
-        and not any("Protocol" in ast.unparse(base) for base in node.bases)
-    )
 
 
 def comments_of(path: Path) -> int:
@@ -328,13 +287,10 @@ def measure(root: Path) -> dict[str, Any]:
         "layers": layers(root),
         "circles of imports": circles(edges(root, typing=False)),
         "circles, imports for types counted": circles(edges(root)),
-        "largest classes (methods)": classes(root)[:5],
         "largest modules (lines)": sorted(
             ((lines_of([p]), m.partition(".")[2]) for m, p in modules(root).items()), reverse=True
         )[:5],
-        "endpoint classes": endpoints(root),
         "modules above 400 lines": sum(lines_of([path]) > 400 for path in package),
-        f"functions with more than {MOST_PARAMETERS} parameters": crowded_functions(root),
         **{
             f"a put over TCP {until}: files, functions, threads": (len(files), functions, threads)
             for until, (files, functions, threads) in put.items()
@@ -353,24 +309,19 @@ def _lines(title: str, value: Any) -> list[str]:
         return [", ".join(map(str, value))]
     if not isinstance(value, list):
         return [f"{value:,}" if isinstance(value, int) else str(value)]
-    if title in ("the way", "endpoint classes"):
+    if title == "the way":
         return [str(len(value)), *value]
     if title.startswith("circles"):
         return [str(len(value)), *(f"{len(group)} modules: {_names(group)}" for group in value)]
-    entries = [f"{number:,} {name}" for number, name in value]
-    return [str(len(entries)), *entries] if title.startswith("functions") else [entries[0], *entries[1:]]
+    return [f"{number:,} {name}" for number, name in value]
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the figures of one checkout, or of several in one table."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("checkouts", nargs="*", type=Path, default=[ROOT], metavar="CHECKOUT")
-    parser.add_argument("--json", action="store_true", help="every figure, for programs")
     options = parser.parse_args(arguments)
     measured = [measure(path.resolve()) for path in options.checkouts]
-    if options.json:
-        print(json.dumps(dict(zip(map(str, options.checkouts), measured, strict=True)), indent=1))
-        return
     if len(measured) > 1:
         print("| |", *(f" {path.resolve().name} |" for path in options.checkouts), sep="")
         print("|" + "---|" * (len(measured) + 1))

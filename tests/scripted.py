@@ -41,76 +41,22 @@ class _Acknowledged(sb.Observer):
         self._steps.append(batch.step)
 
 
-def make_batch(step: int, dp_size: int, *, num_tokens: int = 5, micro_batches: int = 2, row: str = "") -> Batch:
+def make_batch(step: int, dp_size: int, *, num_tokens: int = 5, micro_batches: int = 2) -> Batch:
     """A small batch whose every token tells its step and rank; two rollouts in each micro-batch."""
+    sizes = Denominators(4 * dp_size, 100, 50, 3 * dp_size)
     shares = []
     for rank in range(dp_size):
         cut = [
-            [_small_rollout(step, rank, f"{step}{row}.{rank}.{m}.{i}", num_tokens + i) for i in range(2)]
+            [_small_rollout(step, rank, f"{step}.{rank}.{m}.{i}", num_tokens + i) for i in range(2)]
             for m in range(micro_batches)
         ]
-        shares.append(
-            rank_batch(
-                *cut,
-                step=step,
-                rank=rank,
-                dp_size=dp_size,
-                denominators=Denominators(4 * dp_size, 100, 50, 3 * dp_size),
-            )
-        )
+        shares.append(rank_batch(*cut, step=step, rank=rank, dp_size=dp_size, denominators=sizes))
     tokens = sum(share.num_tokens for share in shares)
-    count = sum(share.num_rollouts for share in shares)
+    loads = tuple(share.load for share in shares)
     return Batch(
-        step=step,
-        reason="window",
-        ranks=tuple(shares),
-        num_rollouts=count,
-        num_tokens=tokens,
-        loads=tuple(share.load for share in shares),
-        finish=max(share.load for share in shares),
-        lower_bound=tokens / dp_size,
-    )
-
-
-def make_shared_batch(step: int, dp_size: int) -> tuple[Batch, list[Rollout]]:
-    """A batch of two rollouts that all its ranks share, each a micro-batch, and one of each rank's own. -> it, and the
-    two, whole."""
-    wholes = [_small_rollout(step, -1, f"{step}.shared.{i}", 8 * dp_size + 5 - i) for i in range(2)]
-    group = tuple(range(dp_size))
-    own = [_small_rollout(step, rank, f"{step}.{rank}", 3) for rank in range(dp_size)]
-    tokens = sum(rollout.num_tokens for rollout in (*wholes, *own))
-    ranks = tuple(
-        rank_batch(
-            *(MicroBatch.shared([whole], group, rank) for whole in wholes),
-            [own[rank]],
-            step=step,
-            rank=rank,
-            dp_size=dp_size,
-            denominators=Denominators(2 + dp_size, tokens, tokens, 2 + dp_size),
-        )
-        for rank in range(dp_size)
-    )
-    loads = tuple(share.load for share in ranks)
-    batch = Batch(
-        step=step,
-        reason="window",
-        ranks=ranks,
-        num_rollouts=2 + dp_size,
-        num_tokens=tokens,
-        loads=loads,
-        finish=max(loads),
-        lower_bound=tokens / dp_size,
-    )
-    return batch, wholes
-
-
-def make_rows(step: int, dp_size: int, number: int) -> list[Batch]:
-    """The rows of an open step, each with longer rollouts than the one before."""
-    rows = [make_batch(step, dp_size, num_tokens=5 + 10 * row, row=f"r{row}") for row in range(number)]
-    return [
-        row if row is rows[-1] else replace(row, ranks=tuple(replace(one, denominators=None) for one in row.ranks))
-        for row in rows
-    ]
+        step=step, reason="window", ranks=tuple(shares), num_rollouts=sum(share.num_rollouts for share in shares),
+        num_tokens=tokens, loads=loads, finish=max(loads), lower_bound=tokens / dp_size,
+    )  # fmt: skip
 
 
 def _small_rollout(step: int, rank: int, name: str, length: int) -> Rollout:
