@@ -13,7 +13,6 @@ gradients of half a step are nowhere, either.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -97,24 +96,20 @@ def _units(rows: Ints, labels: Ints) -> list[Ints]:
 
 def check_open(config: BalancerConfig) -> None:
     """Raise ConfigError for knobs that a step in rows cannot respect."""
-    refused: Sequence[tuple[str, bool, str]] = (
-        ("window", config.window != config.batch_size, "rows leave as they form, so nothing waits to be chosen from"),
-        (
-            "step_size.tokens",
-            config.step_size.tokens is not None,
-            "how many rollouts a step has must be known when it begins",
+    window, size = f"Give window={config.batch_size}", config.step_size
+    refused = {
+        "window": (config.window != config.batch_size, f"nothing waits to be chosen from. {window}"),
+        "window='auto'": (bool(config.auto_windows), f"nothing waits to be chosen from. {window}"),
+        "step_size.tokens": (size.tokens is not None, "how many rollouts a step has must be known when it begins"),
+        "step_size.rollouts": (size.rollouts is not None, "a step has batch_size rollouts"),
+        # its denominators are known with its last row, and the policy moves then: nothing would be left of the step
+        "step_size.mini_batches": (
+            size.mini_batches > 1,
+            f"a mini-batch in rows is a step by itself. Give batch_size={config.batch_size // size.mini_batches}",
         ),
-        ("step_size.rollouts", config.step_size.rollouts is not None, "a step has batch_size rollouts"),
-        ("window='auto'", bool(config.auto_windows), "rows leave as they form"),
-        (
-            "step_size.mini_batches",
-            config.step_size.mini_batches > 1,
-            "an optimizer step in the middle would move the policy",
-        ),
-        ("groups.keep='same_rank'", config.groups.keep == "same_rank", "a row has too few groups for that"),
-        ("stratum_shares", bool(config.stratum_shares), "a step has its oldest rollouts, whatever they are"),
-    )
-    for name, is_given, why in refused:
+        "groups.keep='same_rank'": (config.groups.keep == "same_rank", "a row has too few groups for that"),
+        "stratum_shares": (bool(config.stratum_shares), "a step has its oldest rollouts, whatever they are"),
+    }
+    for name, (is_given, why) in refused.items():
         if is_given:
-            then = f"Give window={config.batch_size}" if name == "window" else "Leave it out"
-            raise ConfigError(f"batches(open=True) cannot have {name}: {why}. {then}, or iterate batches()")
+            raise ConfigError(f"batches(open=True) cannot have {name}: rows leave as they form, and {why}")

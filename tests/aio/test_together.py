@@ -47,8 +47,8 @@ REFUSED = {
         # ranks meet several times in a step
         "replan+mini_batches": "cannot join the meetings that are over",
         "late+mini_batches": "cannot join the meetings that are over",
-        # not impossible: nobody has written it
-        "open+mini_batches": "an optimizer step in the middle would move the policy",
+        # what is cut from a whole step cannot begin before it is whole; and rows that an optimizer step follows are a step
+        "open+mini_batches": "a mini-batch in rows is a step by itself",
     }.items()
 }
 """Pairs that are refused, alone and within more, and why."""
