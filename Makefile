@@ -139,7 +139,7 @@ package: $(TORCH)  ## sdist and wheel into dist/; the wheel is tried in an empty
 pictures: $(VENV)/.docs-installed  ## draw docs/pictures/ anew, from the library and from bench/results/
 	$(BIN)/python docs/_site/pictures.py
 
-screenshots: $(VENV)/.docs-installed  ## picture tune, status and the dashboard anew, in three minutes; needs Chromium and Prometheus
+screenshots: $(VENV)/.docs-installed  ## picture tune, status and the dashboard anew, in three minutes; needs Prometheus
 	$(BIN)/python docs/_site/screenshots.py
 
 clean:  ## remove .venv and caches
