@@ -18,8 +18,6 @@ from stream_balancer.core.state import BalancerState
 from stream_balancer.field_docs import documented
 from stream_balancer.types import Batch, Rollout
 
-__all__ = ["Snapshot", "restored_state", "take_snapshot"]
-
 
 @documented
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)

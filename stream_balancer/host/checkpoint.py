@@ -17,8 +17,6 @@ from torch import Tensor
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.host.records import FORMAT, Records, facts_of, held_of, write_rollouts, write_row
 
-__all__ = ["read_state_dict", "state_dict"]
-
 _ROLLOUTS_TOGETHER = 64  # an event loop beside the thread that writes gets its turn between
 
 _log = logging.getLogger("stream_balancer.snapshot")

@@ -20,8 +20,6 @@ from stream_balancer.types.shared import join_column, part_of
 from stream_balancer.wire.codec import decode_columns
 from stream_balancer.wire.payload import Memory
 
-__all__ = ["Columns", "check_roles"]
-
 MOST_COLUMNS = 64
 _NOT_LATE = frozenset({"input_ids", "loss_mask", "versions"})  # what a step is planned and divided by
 

@@ -1,5 +1,4 @@
-"""Observers that every balancer has: the user's ``on_evict``, and notices in the log. They know no transport and no
-disk."""
+"""Observers that every balancer has: the user's ``on_evict``, and warnings in the log."""
 
 from __future__ import annotations
 
@@ -9,13 +8,10 @@ from typing import Any
 
 from stream_balancer.config.figures import most_waiting
 from stream_balancer.core.diagnosis import incomplete_groups
-from stream_balancer.core.groups import Declared
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Learner, Observer
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.types import Batch, EvictReason, Rollout
-
-__all__ = ["EvictCallback", "Notices"]
 
 _log = logging.getLogger("stream_balancer.balancer")
 
@@ -34,7 +30,7 @@ class EvictCallback(Observer):
 
 
 class Notices(Learner):
-    """In the log, once each: what would be wrong, or be left out, without a word. Besides, groups that end short."""
+    """Warnings, once each, of what would be wrong or be left out in silence."""
 
     def __init__(self, core: BalancerCore) -> None:
         self._core = core
@@ -45,7 +41,7 @@ class Notices(Learner):
         return {"unchecked_rollouts": self._num_unchecked}
 
     def left(self, batch: Batch, asked_at: float, enough_at: float, now: float) -> None:
-        """Whose age is unknown, or cannot be compared with anything."""
+        """Rollouts whose age nobody can check are counted."""
         most = self._core.config.staleness.max_versions
         if most is None:
             return
@@ -76,19 +72,18 @@ class Notices(Learner):
                 )
 
     def ended(self) -> None:
-        """What lacks siblings leaves all the same."""
+        """Groups that lack siblings leave all the same."""
         if groups := incomplete_groups(self._core.state):
             number = len(self._core.state.buffer.groups.incomplete())
-            self._warn_once("end(): %d groups lack siblings and leave incomplete: %s", number, groups)
+            self._warn_once("end(): groups that lack siblings leave incomplete (%d): %s", number, groups)
 
     def closed(self) -> None:
         """The balancer is closed, perhaps with batches that were trained and not acknowledged."""
         steps = [batch.step for batch in self._core.in_flight()]
         if steps and self._core.finished:
             self._warn_once(
-                "closed with %d batches that nobody acknowledged (steps %s): a journal or checkpoint would deliver "
-                "them again. With auto_ack=False call acknowledge(step), or acknowledge_through(step) at checkpoints",
-                len(steps),
+                "closed before steps %s were acknowledged: a journal or checkpoint would deliver them again. With "
+                "auto_ack=False call acknowledge(step), or acknowledge_through(step) at checkpoints",
                 steps,
             )
 
@@ -103,15 +98,6 @@ class Notices(Learner):
                 most_waiting(config),
                 config.max_skips,
             )
-
-    def group_declared(self, group_id: str, declared: Declared | None) -> None:
-        whole = self._core.config.groups.size
-        if declared is None or not declared.closed or whole is None:
-            return
-        if declared.size is None:
-            _log.info("group %r was abandoned: what comes of it is evicted", group_id)
-        elif declared.size < whole:
-            _log.info("group %r is complete with %d of %d rollouts", group_id, declared.size, whole)
 
     def _warn_once(self, text: str, *values: object) -> None:
         if text not in self._said:

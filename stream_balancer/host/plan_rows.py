@@ -11,8 +11,6 @@ from stream_balancer.core.batching import micro_batch_of, rank_batches
 from stream_balancer.core.executions import sizes_in, sizes_of
 from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout, cheapest_to_copy
 
-__all__ = ["PlanRow", "batch_of", "plan_of"]
-
 
 class PlanRow(msgspec.Struct, array_like=True, tag="plan"):
     """A batch in flight: the rollouts of each micro-batch of each rank."""

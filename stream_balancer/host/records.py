@@ -33,11 +33,6 @@ from stream_balancer.types import EvictReason, Rollout
 from stream_balancer.wire import codec
 from stream_balancer.wire.payload import Memory
 
-__all__ = [
-    "FORMAT", "Acked", "Came", "Done", "Ended", "Fact", "Group", "HeldRollout", "Records", "Totals", "facts_of",
-    "group_of", "held_of", "read_row", "rollout_key", "row_name", "write_rollouts", "write_row",
-]  # fmt: skip
-
 FORMAT = 7
 """Version of all that is written here."""
 _ALIGNMENT = 64  # of the codec's memory in a row

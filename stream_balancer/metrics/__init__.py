@@ -6,8 +6,8 @@
     for name, value in figures(balancer.statistics()).items():           # TensorBoard
         writer.add_scalar(name, value, step)
 
-One file per system beside this one (``prometheus``, ``otel``), each imported only by those who use it. A name is a
-promise to dashboards: add, don't rename. Pure; nothing is read but a ``Statistics``.
+What Prometheus needs is beside this file, imported only by those who use it. A name is a promise to dashboards: add,
+don't rename. Pure; nothing is read but a ``Statistics``.
 """
 
 from __future__ import annotations

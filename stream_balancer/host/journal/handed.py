@@ -10,8 +10,6 @@ from msgspec.structs import replace
 
 from stream_balancer.host.records import Acked, Came, Fact
 
-__all__ = ["Handed"]
-
 
 async def _no_disk() -> None:
     """Without a journal nothing outlives this process."""

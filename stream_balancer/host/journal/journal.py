@@ -47,8 +47,6 @@ from stream_balancer.host.records import (
 )  # fmt: skip
 from stream_balancer.types import Batch, EvictReason, Rollout
 
-__all__ = ["Journal", "Recovered"]
-
 MAX_ROLLOUT_BYTES = 9 * 10**8  # SQLite takes 10 ** 9 bytes a row
 
 _log = logging.getLogger("stream_balancer.journal")

@@ -26,8 +26,6 @@ from typing import Any, TypeAlias
 from stream_balancer.errors import AlreadyInUseError, JournalError, WireError
 from stream_balancer.host.records import FORMAT
 
-__all__ = ["DiskFullError", "Row", "Statement", "Store", "add", "remove", "retract"]
-
 _APPLICATION = int.from_bytes(b"SBJ1")
 # As SQLite keeps it, with the first two words in capitals.
 _SCHEMA = (

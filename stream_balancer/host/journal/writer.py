@@ -22,8 +22,6 @@ from stream_balancer.host.journal.store import DiskFullError, Statement, Store, 
 from stream_balancer.host.records import HeldRollout, rollout_key, row_name, write_rollouts
 from stream_balancer.net.loops import in_loop
 
-__all__ = ["Writer", "Writing"]
-
 COMMIT_BYTES = 64 * 2**20  # most that is written together
 LOG_BYTES = 32 * 2**20  # of the write-ahead log before it is taken over
 RETRY_S = 0.5  # how often to try again on a full disk, if nothing else happens
