@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import stream_balancer as sb
-from stream_balancer.trees import Node
+from stream_balancer.types.trees import Node
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "context_parallel"))
 from ring import attend, attend_backward, merge

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import stream_balancer as sb
-from stream_balancer.trees import Tree
+from stream_balancer.types.trees import Tree
 
 SIBLINGS, VOCABULARY = 6, 512
 COST = sb.cost.TransformerCost(hidden_size=128, num_layers=2, num_heads=4, intermediate_size=512, vocab_size=VOCABULARY)

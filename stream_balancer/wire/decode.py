@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeAlias, overload
@@ -20,10 +20,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from stream_balancer import tensors as layouts
 from stream_balancer.errors import WireError
-from stream_balancer.shared_columns import SharedColumns
 from stream_balancer.types import ExecutionSize, MicroBatch, Rollout, SharedRollout
+from stream_balancer.types import tensors as layouts
 from stream_balancer.wire.header import (
     MAX_BYTES,
     PER_ROLLOUT,
@@ -39,8 +38,6 @@ from stream_balancer.wire.header import (
 )  # fmt: skip
 from stream_balancer.wire.payload import Memory
 from stream_balancer.wire.remote import Handle, Leases, Owners, RemoteRollout
-
-__all__ = ["Decoded", "Wanted", "decode", "decode_columns", "decode_rollouts"]
 
 OnDevice: TypeAlias = Callable[[Tensor], Tensor]
 """The same bytes, somewhere else."""
@@ -84,6 +81,7 @@ class Decoded:
         if memory is None or self._layout.total_bytes != size:
             raise WireError(f"a header describes {self._layout.total_bytes} bytes, but {size} came")
         self._memory = memory
+        self._fields = _Fields(header)
         self._padding, self._masked = set(header.padding), set[int]()
         self._buffer = torch.from_numpy(memory)
         self._views: dict[torch.dtype, Tensor] = {}
@@ -249,7 +247,7 @@ class Decoded:
             prefixes=list(zip(header.group_ids[first:stop], prefixes, strict=True)) if prefixes else None,
             shared=None
             if block.shared is None
-            else SharedColumns(
+            else layouts.SharedColumns(
                 len(block.shared.cp_group),
                 block.shared.cp_rank,
                 tuple(header.lengths[first:stop]),
@@ -261,7 +259,8 @@ class Decoded:
         """A whole rollout, or the part of one that is here. O(columns)."""
         header, block = self._header, self._layout.block_of(index)
         length, loss_tokens, shared = header.lengths[index], header.loss_tokens[index], block.shared
-        fields = _plain_fields(header, index) | {"is_padding": index in self._padding}
+        fields = self._fields[index]
+        fields["is_padding"] = index in self._padding
         if header.tensors:
             fields["tensors"] = self._tensors_of(index)
         if shared is None:
@@ -307,13 +306,18 @@ class _Rollouts(Sequence[Rollout]):
         return f"<{len(self)} rollouts>"
 
 
-def _plain_fields(header: Header, index: int) -> dict[str, Any]:
-    """All but columns, tensors and ``is_padding``."""
-    fields: dict[str, Any] = {"rollout_id": header.ids[index], "tensors": {}}
-    for field, (name, nothing) in PER_ROLLOUT.items():
-        its = getattr(header, name)
-        fields[field] = its[index] if its else nothing
-    return fields
+class _Fields:
+    """Fields of each rollout but columns, tensors and ``is_padding``."""
+
+    def __init__(self, header: Header) -> None:
+        lists = [(field, getattr(header, name)) for field, (name, _) in PER_ROLLOUT.items()]
+        self._said = [("rollout_id", header.ids), *((field, its) for field, its in lists if its)]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return _NOTHING | {field: its[index] for field, its in self._said}
+
+
+_NOTHING = {"tensors": {}} | {field: nothing for field, (_, nothing) in PER_ROLLOUT.items()}
 
 
 # --- puts ------------------------------------------------------------------------------------------------------------
@@ -344,15 +348,14 @@ def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | Owner
         raise WireError("a payload is named twice")
     # for its checks alone: no rank may get a header that it has to refuse
     lay_out(header, MAX_BYTES)
-    padding = set(header.padding)
+    fields, padding = _Fields(header), set(header.padding)
     found: list[Rollout] = []
     for index, hole in enumerate(header.holes):
         length, loss_tokens = header.lengths[index], header.loss_tokens[index]
         tensors = header.tensors[index] if header.tensors else ()
         found.append(
             RemoteRollout.unchecked(
-                **_plain_fields(header, index)
-                | {"tensors": {one.name: _elsewhere(one.dtype, one.shape) for one in tensors}},
+                **fields[index] | {"tensors": {one.name: _elsewhere(one.dtype, one.shape) for one in tensors}},
                 tokens={one.name: _elsewhere(one.dtype, (length, *one.shape)) for one in header.columns},
                 is_padding=index in padding,
                 num_tokens=length,
@@ -365,7 +368,9 @@ def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | Owner
     return found
 
 
+@lru_cache(4096)
 def _elsewhere(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    # kept: without a byte behind them, all rollouts of one length can have the same
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

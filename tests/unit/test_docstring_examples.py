@@ -9,7 +9,7 @@ import pytest
 from architecture import modules
 
 import stream_balancer as sb
-from stream_balancer import trees
+from stream_balancer.types import trees
 
 WITH_EXAMPLES = [module for module, path in modules().items() if ">>> " in path.read_text()]
 VALUES = {"OversizeError", "Plan", "PlanKnobs", "Waiting", "LengthBiasSummary"}  # shown where they are made

@@ -22,8 +22,8 @@ from stream_balancer.host.plan_rows import batch_of, plan_of
 from stream_balancer.host.plans import Plan
 from stream_balancer.host.seals import seal_of
 from stream_balancer.net.messages import ResizedExecution
-from stream_balancer.tensors import Packed
 from stream_balancer.testing import make_rollout
+from stream_balancer.types.tensors import Packed
 
 VOCAB_SIZE = 7
 

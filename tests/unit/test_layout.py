@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
-from stream_balancer.tensors import FlatColumns
+from stream_balancer.types.tensors import FlatColumns
 
 lengths_lists = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import stream_balancer as sb
-from stream_balancer.trees import Tree
+from stream_balancer.types.trees import Tree
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from shared_prefixes import Attend, by_flex_attention, by_node, loss_sum

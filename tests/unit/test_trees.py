@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import stream_balancer as sb
-from stream_balancer.trees import Tree
 from stream_balancer.types import MicroBatch, Rollout
+from stream_balancer.types.trees import Tree
 
 
 def sibling(group: str | None, prompt: int, own: int, *, declared: int | None = None, number: int = 0) -> Rollout:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import RolloutError
-from stream_balancer.tensors import FlatColumns
+from stream_balancer.types.tensors import FlatColumns
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
