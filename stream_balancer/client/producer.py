@@ -88,7 +88,8 @@ def connect(
 
     ``rejoin``: the controller is started again from its journal, or only the connection breaks. Then the loss raises
     nothing: puts wait, with a warning, and what has no reply is put again; the balancer knows what it had accepted
-    among its last ``remember_ids``. With direct hand-over, both keep what is needed of this process by then.
+    among its last ``remember_ids``. With direct hand-over, both keep what is needed of this process by then; a store of
+    your own, which is this producer's alone then, is told what else to drop.
 
     Raises ValueError for what is not an address. Puts raise ConfigError if there is no such host, RefusedError if the
     controller refuses this producer or what it has sent, WireError if something else listens there,
@@ -110,11 +111,6 @@ def connect(
         payloads = lambda _: kept  # noqa: E731
     elif hand_over not in ("balancer", "direct"):
         raise ValueError(f"hand_over must be 'balancer' or 'direct', not {hand_over!r}")
-    if rejoin and not isinstance(hand_over, str):
-        raise ValueError(
-            "rejoin=True needs hand_over='balancer' or 'direct': who comes again says what to keep, and a store may be "
-            "others', too. Drop one of them"
-        )
     return Producer(
         dialer, payloads=payloads, loss_mask_column=loss_mask_column, label=label, rejoin=rejoin,
         connect_timeout_s=connect_timeout_s, linger_s=linger_s,

@@ -16,6 +16,7 @@ from crew import Crew
 from in_loop import Disk, journals_in_loop
 
 import stream_balancer as sb
+from stream_balancer.client.payloads import PayloadOwner
 from stream_balancer.testing import MemoryNetwork, make_rollout
 from stream_balancer.testing.network import MemoryPeer
 
@@ -300,9 +301,9 @@ async def test_a_role_that_shares_rollouts_says_why_it_cannot_go_on_without_a_ra
             feed.close()
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.3])
+@pytest.mark.parametrize(("delay_s", "own_store"), [(0.0, False), (0.3, False), (0.0, True)])
 async def test_what_a_producer_keeps_is_trained_on_after_its_controller_was_killed(
-    tmp_path: Path, disk: Disk, delay_s: float
+    tmp_path: Path, disk: Disk, delay_s: float, own_store: bool
 ) -> None:
     network = MemoryNetwork(dp_size=2)
     crew, life = Crew(network), Life(tmp_path, disk, network)
@@ -311,7 +312,7 @@ async def test_what_a_producer_keeps_is_trained_on_after_its_controller_was_kill
         for rank in range(2):
             tasks.start_soon(crew.train, rank)
         peer = network.connect_producer(rejoin=True)
-        producer = sb.connect(peer, hand_over="direct")
+        producer = sb.connect(peer, hand_over=PayloadOwner(peer.listen, b"", "store") if own_store else "direct")
 
         async def put() -> None:
             for number in range(5 * SIZE):

@@ -114,8 +114,3 @@ async def test_a_producer_that_waits_to_join_again_can_be_closed() -> None:
             await waiting.wait()
             await anyio.sleep(0.05)
             await producer.aclose()
-
-
-def test_a_store_that_may_be_others_too_is_not_told_what_to_keep() -> None:
-    with pytest.raises(ValueError, match=r"rejoin=True needs hand_over='balancer' or 'direct'"):
-        sb.connect("tcp://127.0.0.1:1", hand_over=object(), rejoin=True)  # type: ignore[arg-type]
