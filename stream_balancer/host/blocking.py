@@ -1,14 +1,17 @@
 """The same balancer for code without an event loop: rollout workers in threads, a trainer in a plain loop.
 
-An event loop runs in a thread of its own; every method has its call made there, and waits. Whoever is interrupted
-(Ctrl-C) withdraws the call: it is cancelled and waited for, and what it had got is given back. So a batch that was on
-its way comes from the next iteration. Threads wait for a :class:`Signal`, which no interrupt can break. (Of 1,100
-interrupts of anyio's blocking portal, which waits for futures, six broke a run; one in 50 that came while it was left.)
+An event loop runs in a thread of its own; every method has its call made there, and waits.
+
+Ctrl-C only ever comes to the main thread, and at any line of it. So while that thread waits for a call, the handler
+that was set before ``with`` runs, and what it raises is held back: the call is cancelled in the loop and waited for,
+what it had got is given back, and then it is raised. So a batch that was on its way comes from the next iteration. A
+second Ctrl-C is raised at once, and the next call waits for the one that was left.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, Future
@@ -39,32 +42,34 @@ T = TypeVar("T")
 
 
 class _Call(Generic[T]):
-    """A function on its way through the loop. Everything but :attr:`ended` and :meth:`outcome` is the loop's."""
+    """A function on its way through the loop. Its state is changed in the loop alone."""
 
     def __init__(
         self, function: Callable[[], Awaitable[T]], timeout_s: float | None = None,
         undo: Callable[[T], object] | None = None,
     ) -> None:  # fmt: skip
         self.ended = Signal()
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self.interrupt: BaseException | None = None
+        """Why the thread that waits takes it back."""
         self._function, self._timeout_s, self._undo = function, timeout_s, undo
         self._scope: anyio.CancelScope | None = None
         self._is_withdrawn = False
-        self._result: T | None = None
-        self._error: BaseException | None = None
 
     async def run(self) -> None:
         try:
             with anyio.move_on_after(self._timeout_s) as self._scope:
                 if not self._is_withdrawn:
-                    self._result = await self._function()
+                    self.result = await self._function()
             if self._scope.cancelled_caught:
                 late = TimeoutError(f"it was not done within {self._timeout_s} s, and was taken back")
-                self._error = CancelledError() if self._is_withdrawn else late
+                self.error = CancelledError() if self._is_withdrawn else late
         except anyio.get_cancelled_exc_class():
-            self._fail_closed()
+            self.close()
             raise
         except BaseException as error:  # noqa: BLE001 - raised in the calling thread
-            self._error = error
+            self.error = error
         finally:
             self._end()
 
@@ -80,21 +85,12 @@ class _Call(Generic[T]):
     def close(self) -> None:
         """The loop is over."""
         if not self.ended.is_set():
-            self._fail_closed()
+            self.error = ClosedResourceError("this balancer is closed: its `with` block was left")
             self._end()
 
-    def outcome(self) -> T:
-        """Result of the function. Raises what it raised."""
-        if self._error is not None:
-            raise self._error
-        return cast("T", self._result)
-
-    def _fail_closed(self) -> None:
-        self._error = ClosedResourceError("this balancer is closed: its `with` block was left")
-
     def _end(self) -> None:
-        if self._is_withdrawn and self._undo is not None and self._result is not None:
-            self._undo(self._result)
+        if self._is_withdrawn and self._undo is not None and self.result is not None:
+            self._undo(self.result)
         self.ended.set()
 
 
@@ -106,10 +102,11 @@ class _LoopThread(Here):
     def __init__(self, resource: AbstractAsyncContextManager[Any], backend: Literal["asyncio", "trio"]) -> None:
         self._resource, self._backend = resource, backend
         self._pid: int | None = None
-        self._open: dict[_Call[Any], None] = {}
+        self._open: set[_Call[Any]] = set()
+        self._waits = threading.local()  # .call: what this thread waits for
         self._opened, self._leaving, self._ended = Signal(), Signal(), Signal()
-        self._is_stopping = False
         self._in_loop: Callable[[Callable[[], object]], object] = lambda _: None
+        self._handler: Any = None  # of Ctrl-C, before ours
         self._error: BaseException | None = None
 
     def start(self) -> None:
@@ -117,6 +114,9 @@ class _LoopThread(Here):
         if self._pid is not None:
             raise RuntimeError("a blocking balancer is entered once: make another with sb.blocking(config)")
         self._pid = os.getpid()
+        self._handler = signal.getsignal(signal.SIGINT)
+        if callable(self._handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._on_interrupt)
         threading.Thread(target=self._run, name="stream_balancer blocking", daemon=True).start()
         try:
             self._opened.wait_in_thread(None)
@@ -128,9 +128,12 @@ class _LoopThread(Here):
     def stop(self) -> None:
         """Cancel the calls that have not ended, leave the resource, end the thread. Idempotent; raises what leaving the
         resource raised."""
-        self._is_stopping = True  # first: a loop that is being opened looks at it
-        self._in_loop(self._leaving.set)
+        self._leaving.set()
         self._ended.wait_in_thread(None)
+        is_main = threading.current_thread() is threading.main_thread()
+        # who has set another one since then keeps it
+        if is_main and signal.getsignal(signal.SIGINT) == self._on_interrupt:
+            signal.signal(signal.SIGINT, self._handler)
         self._raise_error()
 
     def do(
@@ -143,16 +146,38 @@ class _LoopThread(Here):
             "this method of a blocking balancer",
             "There, use `async with sb.StreamBalancer(config)` and await; or call it in a thread (asyncio.to_thread)",
         )
-        self._check()
-        call = _Call(function, timeout_s, undo)
+        call, outer = _Call(function, timeout_s, undo), getattr(self._waits, "call", None)
+        # its end was not waited for; without an interrupt, a handler of signals calls us in the midst of another call
+        if outer is not None and outer.interrupt is not None:
+            outer.ended.wait_in_thread(None)
+            outer = None
+        # from here on, until it is set back, an interrupt takes the call back
+        self._waits.call = call
         try:
             self._begin(call)
             call.ended.wait_in_thread(None)
-        except BaseException:
+        except BaseException as again:
+            call.interrupt = call.interrupt or again
             self._in_loop(call.withdraw)
-            call.ended.wait_in_thread(None)
             raise
-        return call.outcome()
+        # Nothing is called from here to the loop of the user: no interrupt comes in between, and no batch is lost.
+        self._waits.call = outer
+        if call.interrupt is not None:
+            raise call.interrupt
+        if call.error is not None:
+            raise call.error
+        return cast("T", call.result)
+
+    def _on_interrupt(self, number: int, frame: Any) -> None:
+        call = getattr(self._waits, "call", None)
+        if call is None or call.interrupt is not None:
+            self._handler(number, frame)
+            return
+        try:
+            self._handler(number, frame)
+        except BaseException as error:  # noqa: BLE001 - raised by do()
+            call.interrupt = error
+            self._in_loop(call.withdraw)
 
     def call(self, function: Callable[[], T]) -> T:
         """A plain function, in the loop."""
@@ -164,15 +189,14 @@ class _LoopThread(Here):
 
     def beside(self, function: Callable[[], Awaitable[T]]) -> Future[T]:
         """In the loop, without waiting for it. Cancelling the future cancels the call."""
-        self._check()
         call, future = _Call(function), Future[T]()
 
         def resolve() -> None:
             if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call.outcome())
-                except BaseException as error:  # noqa: BLE001 - raised by the future
-                    future.set_exception(error)
+                if call.error is None:
+                    future.set_result(cast("T", call.result))
+                else:
+                    future.set_exception(call.error)
 
         call.ended.then(resolve)
         future.add_done_callback(lambda _: self._in_loop(call.withdraw))  # without effect on one that has ended
@@ -180,13 +204,6 @@ class _LoopThread(Here):
         return future
 
     def _begin(self, call: _Call[Any]) -> None:
-        self._open[call] = None  # first: who ends the loop in this moment closes what it finds there
-        call.ended.then(lambda: self._open.pop(call, None))
-        self._in_loop(lambda: call.close() if self._is_stopping else self._tasks.start_soon(call.run))
-        if self._ended.is_set():
-            call.close()
-
-    def _check(self) -> None:
         if self._pid is None:
             raise RuntimeError("this balancer is not running: use it as `with sb.blocking(config) as balancer`")
         if self._pid != os.getpid():
@@ -194,6 +211,11 @@ class _LoopThread(Here):
                 "this balancer lives in the process that made it, not in one forked from that. Serve it there, and put "
                 "with sb.connect(address) here"
             )
+        self._open.add(call)  # first: who ends the loop in this moment closes what it finds there
+        call.ended.then(lambda: self._open.discard(call))
+        self._in_loop(lambda: call.close() if self._leaving.is_set() else self._tasks.start_soon(call.run))
+        if self._ended.is_set():
+            call.close()
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -216,8 +238,7 @@ class _LoopThread(Here):
             loop, context = in_loop(), copy_context()
             self._in_loop = lambda job: loop(partial(context.run, job))
             self._opened.set()
-            if not self._is_stopping:
-                await self._leaving.wait()
+            await self._leaving.wait()
             self._tasks.cancel_scope.cancel()
 
 
@@ -229,9 +250,9 @@ class OwnLoop(Facade):
     event loop runs already: there it is ``async with sb.StreamBalancer(config)``.
 
     Methods may be called from any thread. They do what those of the same name do there, raise the same, and may be
-    interrupted (KeyboardInterrupt): a batch that was on its way comes from the next iteration, with the same step and
-    plan. A ``put`` that was interrupted may have been accepted all the same: putting it again raises
-    :class:`DuplicateRolloutError` then. After the block they raise ClosedResourceError.
+    interrupted (KeyboardInterrupt, or what your own handler of SIGINT raises): a batch that was on its way comes from
+    the next iteration, with the same step and plan. A ``put`` that was interrupted may have been accepted all the same:
+    putting it again raises :class:`DuplicateRolloutError` then. After the block they raise ClosedResourceError.
     """
 
     _runner: _LoopThread

@@ -2,8 +2,8 @@
 FORM...``.
 
 Each run is a forked child, so torch is imported once. The child works until everything it put has come out; meanwhile
-its parent interrupts it, a moment after it has dealt with the last interrupt. Prints one JSON line for each run that
-went wrong, then counts. Without FORM: all of them.
+its parent interrupts it, once or several times in an instant, a moment after it has dealt with the last one.
+Prints one JSON line for each run that went wrong, then counts. Without FORM: all of them.
 """
 
 from __future__ import annotations
@@ -34,25 +34,33 @@ INTERRUPTS: list[int] = []  # of each run
 NEWS: list[int] = []
 """Where the child tells its parent: "s" it has started, "i" it has dealt with an interrupt, else what went wrong."""
 ATTEMPTING: list[bool] = []
-"""True while an interrupt is wanted."""
+"""Interrupts that are still wanted."""
 
 
 def survive(attempt: Callable[[], bool]) -> None:
     """Attempt again, for as long as it is interrupted."""
     while True:
         try:
-            ATTEMPTING.append(True)
-            if attempt():
-                ATTEMPTING.clear()
-                return
-        except KeyboardInterrupt:
-            os.write(NEWS[0], b"i")
+            try:
+                ATTEMPTING.extend([True, True])
+                if attempt():
+                    ATTEMPTING.clear()
+                    return
+            except KeyboardInterrupt:
+                again()
+        except KeyboardInterrupt:  # the second one came while the first was dealt with
+            again()
+
+
+def again() -> None:
+    ATTEMPTING.clear()
+    os.write(NEWS[0], b"i")
 
 
 def interrupt(*_: object) -> None:
-    """Python's own handler, in what is attempted above."""
+    """Python's own handler, twice at most in what is attempted above."""
     if ATTEMPTING:
-        ATTEMPTING.clear()
+        ATTEMPTING.pop()
         raise KeyboardInterrupt
     os.write(NEWS[0], b"i")
 
@@ -248,8 +256,10 @@ def one_run(form: str, seed: int) -> str | None:
     assert said == b"s", "the child did not start"
     while said in (b"s", b"i"):
         time.sleep(rng.choice([0.0, 0.0001, 0.0005, 0.002, 0.01]))
-        os.kill(pid, signal.SIGINT)
-        sent += 1
+        for _ in range(rng.choice([1, 1, 1, 2, 3])):
+            os.kill(pid, signal.SIGINT)
+            sent += 1
+            time.sleep(rng.choice([0.0, 0.00002, 0.0001]))
         # again: a signal that comes the moment before a lock is waited for does not end that wait (CPython)
         if not select.select([news], [], [], RUN_TIMEOUT_S / 4)[0]:
             os.kill(pid, signal.SIGINT)
