@@ -42,9 +42,6 @@ class CostFit:
     """Seconds of a step whatever is in it."""
     speeds: tuple[float, ...]
     """Measured speed of each rank, the median rank's being 1.0."""
-    cp_overhead: float | None = None
-    """Share of work that sharing a rollout adds for each doubling of ranks (``context_parallel``); None before a
-    measured step in which ranks shared one."""
 
 
 @documented

@@ -18,8 +18,6 @@ from stream_balancer.cost import CalibratedCost, CostModel
 from stream_balancer.errors import ConfigError
 from stream_balancer.planning.plan import step_multiple
 
-__all__ = ["AUTO_WINDOW", "COMBINATIONS", "GIVEN", "VARYING", "check_cost", "refuse"]
-
 Rows: TypeAlias = tuple[tuple[Callable[[Knobs], object], str], ...]
 
 

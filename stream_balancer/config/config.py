@@ -15,8 +15,6 @@ from stream_balancer.cost import cost_of
 from stream_balancer.errors import ConfigError
 from stream_balancer.planning.windows import START, window_choices
 
-__all__ = ["BalancerConfig", "at_window"]
-
 # of these None means no bound and no mask; of all others it means that the knob was not given
 _NONE_IS_A_VALUE = ("max_skips", "loss_mask_column")
 

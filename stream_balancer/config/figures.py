@@ -6,16 +6,6 @@ from stream_balancer.config.knobs import Knobs
 from stream_balancer.planning import smallest_max_skips
 from stream_balancer.planning.selection import most_for_max_skips
 
-__all__ = [
-    "USUAL_MAX_SKIPS",
-    "least_batch_size",
-    "least_max_skips",
-    "longest_rollout",
-    "most_rollouts",
-    "most_waiting",
-    "most_waiting_tokens",
-]
-
 USUAL_MAX_SKIPS = 16
 """The value of "auto" unless more are needed; measured in bench/results/planning_measured.md."""
 

@@ -11,8 +11,6 @@ from stream_balancer.config.values import Count, Values
 from stream_balancer.planning.arrays import Counts, Oversize
 from stream_balancer.planning.plan import Keep
 
-__all__ = ["Amount", "ContextParallel", "Groups", "Limits", "MicroBatches", "Staleness", "StepSize"]
-
 Amount: TypeAlias = Annotated[float, Meta(ge=0, le=sys.float_info.max, description="a finite number >= 0")]
 Sizes: TypeAlias = Annotated[
     tuple[Count, ...],
@@ -84,8 +82,7 @@ class ContextParallel(metaclass=Values):
     rollout that is longer than a rank's fair share of the step goes to a block of so many neighbouring ranks. Sizes
     above ``dp_size`` are not used. ``(1,)`` = each rollout on one rank. See docs/planning.md."""
     overhead: Amount = 0.15
-    """Price of sharing: a rollout of cost c on g ranks costs each ``c / g * (1 + overhead * log2(g))``. A
-    ``CalibratedCost`` learns it from steps in which ranks share one, beginning with this."""
+    """Price of sharing: a rollout of cost c on g ranks costs each ``c / g * (1 + overhead * log2(g))``."""
     min_tokens: Count = 2048
     """A rollout is shared by at most ``num_tokens / min_tokens`` ranks, or by so many as it takes to bring it within
     ``micro_batches.max_tokens``."""

@@ -14,8 +14,6 @@ from stream_balancer.config.values import Count, Group, Knob, Values
 from stream_balancer.cost import CostModel, TokenCost
 from stream_balancer.planning.arrays import Counts, Sync
 
-__all__ = ["Knobs", "Policy"]
-
 Policy: TypeAlias = Literal["window", "fifo", "round_robin"]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a finite number of seconds > 0")]
 Speeds: TypeAlias = Annotated[

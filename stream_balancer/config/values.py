@@ -31,8 +31,6 @@ from msgspec import Meta
 from stream_balancer.errors import ConfigError
 from stream_balancer.field_docs import described, texts_below_fields
 
-__all__ = ["Count", "Group", "Knob", "Values", "in_words", "knob_at"]
-
 Given = TypeVar("Given", contravariant=True)
 Read = TypeVar("Read", covariant=True)
 T = TypeVar("T")

@@ -34,8 +34,6 @@ class Learned(NamedTuple):
     speeds: tuple[float, ...] | None
     """[ranks] None = all alike."""
     fixed_costs: FixedCosts
-    cp_overhead: float | None
-    """Part that sharing a rollout adds for each doubling of ranks; None = nothing was learned of it."""
 
 
 class Pricing:
@@ -146,7 +144,7 @@ def _one_cost(model: CostFunction, num_tokens: int) -> float:
 
 def _plan_knobs(config: BalancerConfig, learned: Learned | None, tolerance: float) -> PlanKnobs:
     if learned is None:
-        learned = Learned(config.cost, config.speeds, NO_FIXED_COSTS, None)
+        learned = Learned(config.cost, config.speeds, NO_FIXED_COSTS)
     elif len(config.context_parallel.sizes) > 1:  # ranks that share a rollout are planned as if they were alike
         learned = learned._replace(speeds=None)
     micro_batches, groups, shared, step = config.micro_batches, config.groups, config.context_parallel, config.step_size
@@ -171,7 +169,7 @@ def _plan_knobs(config: BalancerConfig, learned: Learned | None, tolerance: floa
         pipeline_order=micro_batches.order == "pipeline",
         fixed_costs=learned.fixed_costs if given is None else learned.fixed_costs._replace(micro_batch=given),
         cp_sizes=shared.sizes,
-        cp_overhead=shared.overhead if learned.cp_overhead is None else learned.cp_overhead,
+        cp_overhead=shared.overhead,
         cp_min_tokens=shared.min_tokens,
         tolerance=tolerance,
     )

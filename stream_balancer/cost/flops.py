@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["ATTENTION_PASSES", "MATMUL_PASSES", "AttentionPairs", "LayerSumCost"]
-
 MATMUL_PASSES = 3.0  # forward, and the gradients of the input and of the weight
 ATTENTION_PASSES = 3.5  # forward, and a backward of 2.5: flash kernels compute the scores a second time
 

@@ -4,15 +4,12 @@ not known here is refused by name. No transformers in here: fields are read off 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from stream_balancer.cost.flops import ATTENTION_PASSES, MATMUL_PASSES, AttentionPairs, LayerSumCost
-
-__all__ = ["FAMILIES", "layer_sum_of"]
 
 INSTEAD = "give the cost model by hand: sb.cost.LayerSumCost, or sb.cost.TransformerCost for a plain decoder"
 
@@ -40,9 +37,9 @@ class _Family:
 
     mlp_matrices: int = 3
     """Three in a gated MLP (SwiGLU), two in one that is not."""
-    layers: Literal["alike", "window", "hybrid", "listed"] = "alike"
-    """Without ``layer_types`` layers are ``"alike"``, all with ``sliding_window`` if that is set (``"window"``), or all
-    attention beside a state space (``"hybrid"``); or they differ, so the list is needed (``"listed"``)."""
+    layers: Literal["alike", "window", "listed"] = "alike"
+    """Without ``layer_types`` layers are ``"alike"``, or all with ``sliding_window`` if that is set (``"window"``); or
+    they differ, so the list is needed (``"listed"``)."""
     query_gate: bool = False
     """The query projection is twice as wide: half of it gates the output."""
     recurrent: Callable[[_Fields], float] | None = None
@@ -54,8 +51,6 @@ class _Family:
     these fields that is there says."""
     shared_experts: int = 0
     """Experts that every token passes through, where no field has their number."""
-    window_kv_heads: int = 1
-    """Key/value heads of a layer with a window, over those of the others."""
     dense_width: str = "intermediate_size"
     """Field with the width of an MLP that is no mixture of experts."""
 
@@ -152,19 +147,14 @@ def _parts(fields: _Fields, family: _Family) -> Iterator[_Part]:
     for index, kind in enumerate(_kinds(fields, family)):
         if kind in _REACHES:
             yield _attention(fields, family, kind, index)
-        elif kind == "conv":
-            yield _Part(4.0 * fields.size("hidden_size") ** 2)
-        elif kind == "hybrid" and family.recurrent:
-            yield _attention(fields, family, "full_attention", index)
-            yield _Part(family.recurrent(fields))
         elif kind in ("linear_attention", "mamba") and family.recurrent:
             yield _Part(family.recurrent(fields))
         elif not family.one_block or kind not in ("mlp", "moe"):
             raise ValueError(f"layer {index} is of kind {kind!r}, which is not known here; {INSTEAD}")
         if kind == "moe" or (not family.one_block and _has_experts(fields, family, index)):
-            yield _Part(_experts(fields, family, index))
+            yield _Part(_experts(fields, family))
         elif kind == "mlp" or not family.one_block:
-            yield _Part(float(family.mlp_matrices * fields.size("hidden_size") * _dense_width(fields, family)))
+            yield _Part(float(family.mlp_matrices * fields.size("hidden_size") * fields.size(family.dense_width)))
 
 
 _REACHES: dict[str, Callable[[_Fields], _Reach]] = {
@@ -191,8 +181,7 @@ def _kinds(fields: _Fields, family: _Family) -> list[str]:
             "the configuration has no 'layer_types', and this model's layers differ: read it with "
             f"transformers.AutoConfig, which fills them in, or {INSTEAD}"
         )
-    kind = "sliding_attention" if window else "hybrid" if family.layers == "hybrid" else "full_attention"
-    return [kind] * fields.size("num_hidden_layers")
+    return ["sliding_attention" if window else "full_attention"] * fields.size("num_hidden_layers")
 
 
 def _attention(fields: _Fields, family: _Family, kind: str, index: int) -> _Part:
@@ -201,8 +190,6 @@ def _attention(fields: _Fields, family: _Family, kind: str, index: int) -> _Part
     if fields.get("kv_lora_rank") is not None:
         return _latent_attention(fields, reach, kind, index)
     kv_heads = fields.optional("num_key_value_heads") or heads
-    if kind == "sliding_attention":
-        kv_heads *= family.window_kv_heads
     key = fields.optional("head_dim") or _quotient(hidden, heads)
     value = fields.optional("v_head_dim") or key
     queries = (2 if family.query_gate else 1) * heads * key
@@ -247,13 +234,6 @@ def _gated_delta(fields: _Fields) -> float:
     return projections + heads * (3 * key * value + _DELTA_CHUNK * (3 * key + 2 * value))
 
 
-def _kimi_delta(fields: _Fields) -> float:
-    hidden, size, heads = fields.sizes("hidden_size", "linear_head_dim", "linear_num_heads")
-    width = size * heads
-    projections = 4 * hidden * width + 2 * (hidden * size + size * width) + hidden * heads
-    return projections + heads * (3 * size * size + _DELTA_CHUNK * 2.5 * size)
-
-
 def _mamba2(fields: _Fields) -> float:
     hidden, heads, size = fields.sizes("hidden_size", "mamba_n_heads|mamba_num_heads", "mamba_d_head|mamba_head_dim")
     state, groups = fields.sizes("mamba_d_state|ssm_state_size", "mamba_n_groups|n_groups")
@@ -288,7 +268,7 @@ def _has_experts(fields: _Fields, family: _Family, index: int) -> bool:
     chosen = fields.get("moe_layers")
     if chosen is not None:
         return index in chosen
-    first = fields.optional("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+    first = fields.optional("first_k_dense_replace", "moe_layer_start_index")
     last = fields.get("moe_layer_end_index")
     if index < first or (last is not None and 0 <= last < index) or index in (fields.get("mlp_only_layers") or ()):
         return False
@@ -296,7 +276,7 @@ def _has_experts(fields: _Fields, family: _Family, index: int) -> bool:
     return (index + 1) % step == 0
 
 
-def _experts(fields: _Fields, family: _Family, index: int) -> float:
+def _experts(fields: _Fields, family: _Family) -> float:
     """The experts of a token, those that every token passes through, and the choice."""
     hidden = fields.size("hidden_size")
     width = fields.optional("moe_intermediate_size") or fields.size("intermediate_size")
@@ -304,19 +284,8 @@ def _experts(fields: _Fields, family: _Family, index: int) -> float:
     if not shared:
         number = fields.get(*_NUM_SHARED)
         shared = (family.shared_experts if number is None else number) * width
-    # HunYuan lists a number for each layer
-    top_k = fields.get(*_TOP_K)
-    chosen = _size(_TOP_K[0], top_k[index] if isinstance(top_k, list | tuple) else top_k)
+    chosen = fields.size(*_TOP_K)
     return float(hidden * (family.mlp_matrices * (chosen * width + shared) + fields.size(*_NUM_EXPERTS)))
-
-
-def _dense_width(fields: _Fields, family: _Family) -> int:
-    width = fields.size(family.dense_width)
-    if not fields.get("block_auto_adjust_ff_dim"):
-        return width
-    adjusted = int((fields.get("block_ffn_dim_multiplier") or 1.0) * int(2 * width / 3))
-    multiple = fields.size("block_multiple_of")
-    return multiple * math.ceil(adjusted / multiple)
 
 
 # -- what is known -----------------------------------------------------------------------------------------------------
@@ -335,16 +304,13 @@ _TABLE: tuple[tuple[str, _Family], ...] = (
     ("starcoder2", _Family(layers="window", mlp_matrices=2)),
     ("granitemoe granitemoeshared minimax_m2 olmoe", _Family(experts=())),
     ("mixtral phimoe", _Family(layers="window", experts=())),
-    ("hunyuan_v1_moe", _Family(experts=(), shared_experts=1)),
     ("qwen2_moe qwen3_moe qwen3_vl_moe_text", _Family(experts=("decoder_sparse_step",))),
     ("ernie4_5_moe", _Family(experts=("moe_layer_start_index",))),
     ("deepseek_v2 deepseek_v3 dots1 glm4_moe glm4_moe_lite", _Family(experts=_AFTER_DENSE_ONES)),
-    # layers of several kinds: windows, chunks, sparse attention, convolutions
-    ("cohere2 exaone4 gemma2 gemma3_text lfm2 ministral olmo3", _Family(layers="listed")),
+    # layers of several kinds: windows, chunks, sparse attention
+    ("cohere2 exaone4 gemma2 gemma3_text ministral olmo3", _Family(layers="listed")),
     ("gpt_oss", _Family(layers="listed", experts=())),
-    ("lfm2_moe", _Family(layers="listed", experts=("num_dense_layers",))),
     ("deepseek_v32 exaone_moe glm_moe_dsa", _Family(layers="listed", experts=_AFTER_DENSE_ONES)),
-    ("mimo_v2_flash", _Family(layers="listed", experts=_AFTER_DENSE_ONES, window_kv_heads=2)),
     (
         "llama4_text",
         _Family(layers="listed", experts=("moe_layers",), shared_experts=1, dense_width="intermediate_size_mlp"),
@@ -357,9 +323,7 @@ _TABLE: tuple[tuple[str, _Family], ...] = (
         _Family(layers="listed", recurrent=_gated_delta, query_gate=True, experts=("decoder_sparse_step",)),
     ),
     ("olmo_hybrid", _Family(layers="listed", recurrent=_gated_delta)),
-    ("kimi_linear", _Family(layers="listed", recurrent=_kimi_delta, experts=_AFTER_DENSE_ONES)),
     ("bamba", _Family(layers="listed", recurrent=_mamba2)),
-    ("falcon_h1", _Family(layers="hybrid", recurrent=_mamba2)),
     (
         "granitemoehybrid",
         _Family(layers="listed", recurrent=_mamba2, experts=(), dense_width="shared_intermediate_size"),

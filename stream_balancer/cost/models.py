@@ -22,8 +22,6 @@ from stream_balancer.cost.flops import ATTENTION_PASSES, MATMUL_PASSES, Attentio
 from stream_balancer.cost.hf_config import layer_sum_of
 from stream_balancer.errors import ConfigError
 
-__all__ = ["CalibratedCost", "CostModel", "PaddedCost", "QuadraticCost", "TokenCost", "TransformerCost", "cost_of"]
-
 
 @runtime_checkable
 class CostModel(Protocol):

@@ -15,7 +15,7 @@ The core knows none of this: :class:`WindowLearner` sees every plan, and sets th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,6 @@ from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, lower_bou
 from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.planning.step_size import surplus_after
 from stream_balancer.types import Reason
-
-__all__ = ["AutoWindow", "WindowLearner"]
 
 TARGET = 0.001
 """Idle share that is not worth waiting for."""
@@ -130,35 +128,6 @@ class AutoWindow:
         elif self._agreed >= AGREE:
             self.window, self._agreed = sure, 0
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """Numbers, and flat arrays: all that later windows depend on."""
-        costs, groups = self._chunk
-        return {
-            "windows": list(self.windows),
-            "window": self.window,
-            "turn": self._turn,
-            "credit": self._credit,
-            "agreed": self._agreed,
-            "next_label": self._next_label,
-            "chunk_costs": costs.copy(),
-            "chunk_groups": groups.copy(),
-            "shadows": [{**vars(shadow)} for shadow in self._shadows],
-        }
-
-    def take_over(self, state: Mapping[str, Any]) -> None:
-        """Continue from another's state; where the windows differ, only from its window."""
-        if tuple(state["windows"]) != self.windows:
-            self.window = min(self.windows, key=lambda one: (abs(one - int(state["window"])), one))
-            return
-        self.window, self._turn, self._agreed = int(state["window"]), int(state["turn"]), int(state["agreed"])
-        self._credit = float(state["credit"])
-        self._next_label = int(state["next_label"])
-        self._chunk = np.asarray(state["chunk_costs"]), np.asarray(state["chunk_groups"])
-        for shadow, written in zip(self._shadows, state["shadows"], strict=True):
-            shadow.take_over(written)
-
 
 _NOTHING: Floats = np.empty(0)
 _NO_LABELS: Ints = np.empty(0, dtype=np.int64)
@@ -224,12 +193,6 @@ class _Shadow:
         self.mean *= factor
         self.bound *= factor
 
-    def take_over(self, state: Mapping[str, Any]) -> None:
-        """Continue from another's ``vars()``."""
-        for name, mine in vars(self).items():
-            kind = np.asarray if isinstance(mine, np.ndarray) else type(mine)
-            setattr(self, name, kind(state.get(name, mine)))
-
 
 class WindowLearner(Learner):
     """Keeps a core's window fitted where its config says ``window="auto"``; idle where it does not."""
@@ -242,7 +205,7 @@ class WindowLearner(Learner):
         return {} if self._auto is None else {"idle_by_window": self._auto.idle_by_window}
 
     def learned(self) -> dict[str, Any]:
-        return {} if self._auto is None else {"auto_window": self._auto.state()}
+        return {} if self._auto is None else {"auto_window": {"window": self._auto.window}}
 
     def planned(self, waiting: Waiting, knobs: PlanKnobs, reason: Reason) -> None:
         """Fit the window, and put it in force for the next batch."""
@@ -264,9 +227,10 @@ class WindowLearner(Learner):
             self._core.set_window(self._auto.window)
 
     def restored(self, snapshot: Snapshot) -> None:
-        """Continue with what the other balancer had learned."""
+        """Begin with the window that the other balancer had found: shadows fill within some dozens of dispatches."""
         if self._auto is not None and snapshot.auto_window is not None:
-            self._auto.take_over(snapshot.auto_window)
+            config = self._core.config
+            self._auto = AutoWindow(config.batch_size, config.auto_windows, int(snapshot.auto_window["window"]))
             self._core.set_window(self._auto.window)
 
 

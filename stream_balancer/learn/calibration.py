@@ -12,9 +12,8 @@ drifting off, which is how plain forgetting fails ("wind-up"; Astrom and Wittenm
 Errors are relative, and an observation far outside the usual spread counts less (Huber's weights), so that one
 checkpoint in the middle of a step does not spoil the fit. A rank's speed is the median of its last measured speeds.
 
-Where ranks share rollouts (``context_parallel``), tokens and pairs are those of a rank's parts, 1 + overhead *
-log2(degree) times each. That overhead is fitted in turn with the rest, by the same least squares, from the
-configuration's on.
+Where ranks share rollouts (``context_parallel``), tokens and pairs are those of a rank's parts, with the overhead that
+the configuration gives.
 
 Pure: seconds come in as an argument. What costs are for is decided elsewhere: :mod:`.costs` puts them in force.
 """
@@ -24,7 +23,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -32,10 +30,9 @@ from numpy.typing import ArrayLike
 
 from stream_balancer.cost import CalibratedCost
 from stream_balancer.planning.arrays import Floats, Ints
+from stream_balancer.planning.plan import part_cost
 from stream_balancer.planning.rank_speeds import NO_FIXED_COSTS, FixedCosts
 from stream_balancer.statistics import CostFit
-
-__all__ = ["Calibration"]
 
 _FEATURES = 4  # tokens, token pairs, micro-batches, steps
 _PRIOR_SPREAD = np.array([0.5, 0.5, 0.2, 0.2])
@@ -51,8 +48,6 @@ _SPEED_CHANGE = 0.01  # a smaller change of a speed is not worth another plan
 _MIX_CHANGE = 0.005  # nor is a smaller change of the mix of a and b, or of the fixed costs in parts of a step
 _DISTINGUISHED = 0.1  # of the prior's variance; where all ranks always run as many micro-batches, half of it stays
 _ERROR_STEPS = 10.0  # the prediction error in the statistics is that of about so many steps
-_OVERHEAD_SPREAD = 0.2  # how far the overhead of sharing may lie from what was given
-_OVERHEAD_CHANGE = 0.01  # a smaller change of it is not worth another plan
 _MOST_PENDING = 64  # steps whose seconds may be missing
 _PROBE = (1000, 30_000)  # tokens; priors that count as many pairs of these count pairs alike
 
@@ -73,8 +68,9 @@ class Calibration:
     ) -> None:
         self._model = model
         self._num_ranks = num_ranks
+        self._cp_overhead = cp_overhead
         self._keep = 0.5 ** (1.0 / model.half_life_steps)
-        self._pending: OrderedDict[int, tuple[Floats, Floats]] = OrderedDict()
+        self._pending: OrderedDict[int, Floats] = OrderedDict()
         given = np.log(np.ones(num_ranks) if speeds is None else np.array(speeds, dtype=np.float64))
         self._log_speeds: Floats = given - np.median(given)
         self._recent: list[deque[float]] = [deque(maxlen=_SPEED_WINDOW) for _ in range(num_ranks)]
@@ -91,32 +87,18 @@ class Calibration:
         """Costs of a step and of a micro-batch whatever is in them, in the unit of :meth:`cost`."""
         self.speeds: tuple[float, ...] | None = None if speeds is None else tuple(speeds)
         """Speeds of the ranks, mean 1. None = all alike."""
-        self.cp_overhead: float | None = None
-        """Part that sharing a rollout adds for each doubling of ranks; None before a step in which ranks shared one."""
         self.slowness: Floats | None = None
         """[ranks] log of each rank's slowdown in the last step, by the learned cost; None where it says nothing of that
         step."""
-        self._given_sharing = cp_overhead
-        self._sharing = np.zeros(2)  # sums of squares and of products
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def expect(
-        self, step: int, rank_batches: Sequence[Sequence[Ints]], degrees: Sequence[Sequence[int]] | None = None
-    ) -> None:
+    def expect(self, step: int, rank_batches: Sequence[Sequence[Ints]], degrees: Sequence[Sequence[int]]) -> None:
         """A step leaves, with these lengths of whole rollouts: ``rank_batches[rank][micro_batch]``, each shared by
-        ``degrees[rank][micro_batch]`` ranks; None: nobody shares. O(rollouts)."""
-        features = [self._features(micro_batches) for micro_batches in rank_batches]
-        sharing = np.zeros((len(features), 2))
-        for rank, its in enumerate(degrees or ()):
-            for lengths, degree in zip(rank_batches[rank], its, strict=True):
-                if degree > 1:
-                    tokens, pairs, *_ = self._features([lengths])
-                    others, others_pairs, *rest = features[rank]
-                    left = 1.0 - 1.0 / degree
-                    features[rank] = (others - tokens * left, others_pairs - pairs * left, *rest)
-                    sharing[rank] += np.array([tokens, pairs]) / degree * math.log2(degree)
-        self._pending[step] = np.array(features), sharing
+        ``degrees[rank][micro_batch]`` ranks. O(rollouts)."""
+        self._pending[step] = np.array(
+            [self._features(*of_rank) for of_rank in zip(rank_batches, degrees, strict=True)]
+        )
         while len(self._pending) > _MOST_PENDING:
             self._pending.popitem(last=False)
 
@@ -124,27 +106,23 @@ class Calibration:
         """True if the seconds of this step will teach something."""
         return step in self._pending
 
-    def _features(self, micro_batches: Sequence[Ints]) -> tuple[float, ...]:
-        if self._model.padded:
-            lengths = np.concatenate([np.full(len(one), one.max()) for one in micro_batches])
-        else:
-            lengths = np.concatenate(micro_batches)
-        return float(lengths.sum()), float(self._model.pairs(lengths).sum()), float(len(micro_batches)), 1.0
+    def _features(self, micro_batches: Sequence[Ints], degrees: Sequence[int]) -> tuple[float, ...]:
+        padded = self._model.padded
+        lengths = np.concatenate([np.full(one.size, one.max()) if padded else one for one in micro_batches])
+        by = np.repeat(np.array(degrees, dtype=np.int64), [one.size for one in micro_batches])
+        parts = part_cost(np.ones(by.size), by, self._cp_overhead)
+        return float(parts @ lengths), float(parts @ self._model.pairs(lengths)), float(len(micro_batches)), 1.0
 
     def observe(self, step: int, seconds: Sequence[float]) -> bool:
-        """Every rank's seconds for a step. True if ``cost``, ``speeds`` or ``cp_overhead`` are now others. O(ranks)."""
+        """Every rank's seconds for a step. True if ``cost`` or ``speeds`` are now others. O(ranks)."""
         self.slowness = None
-        expected = self._pending.pop(step, None)
+        features = self._pending.pop(step, None)
         measured = np.array(seconds, dtype=np.float64)
-        if expected is None or not (np.isfinite(measured).all() and (measured > 0).all()):
+        if features is None or not (np.isfinite(measured).all() and (measured > 0).all()):
             return False
-        features, sharing = expected
         self._steps += 1
         if self._steps == 1:  # compilation, allocation, caches: says nothing about the next one
             return False
-        if self._typical.any() and sharing.any():
-            self._learn_sharing(features, sharing, measured)
-        features[:, :2] += self._learned_sharing * sharing
         if not self._typical.any():
             # The unit of all that follows: with features and seconds near 1 the normal equations below are well
             # conditioned.
@@ -218,22 +196,6 @@ class Calibration:
         if parts[0] + parts[1] > 0:  # else all seconds were fixed costs, and no cost would grow with length
             self._parts = parts
 
-    def _learn_sharing(self, features: Floats, sharing: Floats, measured: Floats) -> None:
-        actual = measured * np.exp(self._log_speeds)
-        # [ranks] of the seconds: what an overhead of 1 would add, and what was added
-        one = self._typical_s * ((sharing / self._typical[:2]) @ self._parts[:2]) / actual
-        added = 1.0 - self._predict(features) / actual
-        off = np.abs(added - self._learned_sharing * one)
-        weights = np.minimum(1.0, _HUBER * self._spread / np.maximum(off, 1e-12))
-        sums = np.array([(weights * one * one).sum(), (weights * one * added).sum()])
-        self._sharing = self._keep * self._sharing + sums
-
-    @property
-    def _learned_sharing(self) -> float:
-        certainty = (self._spread / _OVERHEAD_SPREAD) ** 2
-        squares, products = self._sharing
-        return float(max((products + certainty * self._given_sharing) / (squares + certainty), 0.0))
-
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def cost(self, lengths: ArrayLike) -> Floats:
@@ -264,10 +226,6 @@ class Calibration:
         fixed = FixedCosts(of_step * unit / work, of_micro_batches / float(self._typical[2]) * unit / work)
         if self.speeds is not None or math.dist(fixed, self.fixed_costs) > _MIX_CHANGE * unit:
             self.fixed_costs, changed = fixed, True
-        learned = self._learned_sharing
-        before = self._given_sharing if self.cp_overhead is None else self.cp_overhead
-        if self._sharing.any() and (self.cp_overhead is None or abs(learned - before) > _OVERHEAD_CHANGE):
-            self.cp_overhead, changed = learned, True
         return self._apply_speeds() or changed
 
     def _distinguishes_micro_batches(self) -> bool:
@@ -306,7 +264,6 @@ class Calibration:
             seconds_per_micro_batch=coefficients[2],
             seconds_per_step=coefficients[3],
             speeds=tuple(np.exp(self._log_speeds).tolist()),
-            cp_overhead=self.cp_overhead,
         )
 
     def state(self) -> dict[str, Any]:
@@ -337,31 +294,21 @@ class Calibration:
 
 
 _PER_RANK = frozenset({"_log_speeds", "speeds"})
-_NOT_LEARNED = frozenset({"_model", "_num_ranks", "_keep", "_pending", "_given_sharing", "_recent", "slowness"})
+_NOT_LEARNED = frozenset({"_model", "_num_ranks", "_keep", "_pending", "_cp_overhead", "_recent", "slowness"})
 
 
 def _solve(products: Floats, answers: Floats) -> Floats:
     """[n] of [n, n] and [n]. Clocks that differ by twelve orders of magnitude leave digits for only one of them: then
     the shortest of all solutions, because a step's report must never end the controller."""
-    try:
-        solved = np.linalg.solve(products, answers)
-    except np.linalg.LinAlgError:
-        solved = np.linalg.lstsq(products, answers, rcond=None)[0]
-    return np.asarray(solved, dtype=np.float64)
+    return np.asarray(np.linalg.lstsq(products, answers, rcond=None)[0], dtype=np.float64)
 
 
 def _non_negative(products: Floats, answers: Floats) -> Floats:
-    """[4] argmin of ``x @ products @ x / 2 - answers @ x`` over ``x >= 0``; ``products`` positive definite. By trying
-    every set of positive unknowns: 15 small solves."""
-    best, least = np.zeros(_FEATURES), 0.0
-    for size in range(_FEATURES, 0, -1):
-        for chosen in combinations(range(_FEATURES), size):
-            some = list(chosen)
-            solved = _solve(products[np.ix_(some, some)], answers[some])
-            value = -0.5 * float(answers[some] @ solved)
-            if (solved >= 0).all() and value < least:
-                best, least = np.zeros(_FEATURES), value
-                best[some] = solved
-        if size == _FEATURES and least < 0:
-            break  # the unconstrained optimum is allowed
-    return best
+    """[4] least squares of which none is below 0: what is below it is left out, until nothing is."""
+    free = np.ones(_FEATURES, dtype=np.bool_)
+    while True:
+        solved = np.zeros(_FEATURES)
+        solved[free] = _solve(products[np.ix_(free, free)], answers[free])
+        if (solved >= 0).all():
+            return solved
+        free &= solved > 0

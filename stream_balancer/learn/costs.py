@@ -16,11 +16,8 @@ from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.cost import CalibratedCost
 from stream_balancer.learn.calibration import Calibration
-from stream_balancer.planning.arrays import Floats, Ints
+from stream_balancer.planning.arrays import Floats
 from stream_balancer.types import Batch, RankBatch
-from stream_balancer.types.shared import SharedRollout
-
-__all__ = ["CostLearner"]
 
 
 class CostLearner(Learner):
@@ -41,9 +38,7 @@ class CostLearner(Learner):
         if len(batch.ranks) != self._core.config.dp_size:  # in a former controller's plan: speeds are of today's ranks
             return
         if all(any(not r.is_padding for r in one.rollouts) for one in batch.ranks):
-            degrees = [[max(len(mb.cp_group), 1) for mb in one.micro_batches] for one in batch.ranks]
-            lengths = [_lengths_of((one,)) for one in batch.ranks]
-            self._calibration.expect(batch.step, lengths, degrees if batch.has_shared else None)
+            _expect(self._calibration, batch.step, [(one,) for one in batch.ranks])
 
     def timed(self, batch: Batch, timings: Sequence[StepTiming], now: float) -> None:
         """Learn from a step, unless a rank may have waited for others in its seconds. O(ranks)."""
@@ -51,8 +46,7 @@ class CostLearner(Learner):
         if calibration is None or not all(one.own for one in timings):
             return
         if calibration.expects(batch.step) and any(one.worked_on for one in timings):
-            work = [one.worked_on or (batch.ranks[one.rank],) for one in timings]
-            calibration.expect(batch.step, [_lengths_of(one) for one in work])
+            _expect(calibration, batch.step, [one.worked_on or (batch.ranks[one.rank],) for one in timings])
         if calibration.observe(batch.step, [one.seconds for one in timings]):
             self._apply(calibration)
         self.slowness = calibration.slowness
@@ -82,7 +76,7 @@ class CostLearner(Learner):
         return {} if self._calibration is None else {"calibration": self._calibration.state()}
 
     def _apply(self, found: Calibration) -> None:
-        self._core.learn(Learned(found.cost, found.speeds, found.fixed_costs, found.cp_overhead))
+        self._core.learn(Learned(found.cost, found.speeds, found.fixed_costs))
 
 
 def _calibration_of(config: BalancerConfig) -> Calibration | None:
@@ -91,12 +85,11 @@ def _calibration_of(config: BalancerConfig) -> Calibration | None:
     return Calibration(config.cost, config.dp_size, config.speeds, cp_overhead=config.context_parallel.overhead)
 
 
-def _lengths_of(work: tuple[RankBatch, ...]) -> list[Ints]:
-    """[micro_batch] lengths of its rollouts, whole ones of those that it shares."""
-    return [
-        np.array(
-            [r.whole_tokens if isinstance(r, SharedRollout) else r.num_tokens for r in one.rollouts], dtype=np.int64
-        )
-        for rank_batch in work
-        for one in rank_batch.micro_batches
+def _expect(calibration: Calibration, step: int, work: Sequence[tuple[RankBatch, ...]]) -> None:
+    """``work[rank]``: what each is to train on. Of what ranks share the lengths of whole rollouts count."""
+    micro_batches = [[mb for one in its for mb in one.micro_batches] for its in work]
+    lengths = [
+        [np.array([getattr(r, "whole_tokens", r.num_tokens) for r in mb.rollouts], dtype=np.int64) for mb in of_rank]
+        for of_rank in micro_batches
     ]
+    calibration.expect(step, lengths, [[max(len(mb.cp_group), 1) for mb in of_rank] for of_rank in micro_batches])

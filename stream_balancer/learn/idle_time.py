@@ -26,8 +26,6 @@ from stream_balancer.planning.arrays import Floats
 from stream_balancer.statistics import IdleCause, Straggler
 from stream_balancer.types import Batch
 
-__all__ = ["IdleTimes"]
-
 _CAUSES: tuple[IdleCause, ...] = get_args(IdleCause)
 
 # Page's CUSUM (1954) on log(slowdown): evidence adds up above the allowance, and since it last was zero is since when

@@ -8,20 +8,15 @@ whole package.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .arrays import Ints
 from .micro_batches import packed_shares
 from .packing import Packer
 from .plan import Plan, PlanKnobs, Waiting
 from .planner import earliest_finish, finished, plan_batch
 from .step_size import usual_size
-
-if TYPE_CHECKING:
-    from .arrays import Ints
-
-__all__ = ["plan_fifo", "plan_round_robin"]
 
 
 def plan_fifo(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int, surplus: int = 0) -> Plan:

@@ -7,16 +7,10 @@ A search that has reached the bound stops, and what a batch idles beyond it is c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import ArrayLike
 
-from .arrays import check_ranks, checked_costs, checked_speeds
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from .arrays import Counts, Floats, Ints
+from .arrays import Counts, Floats, Ints, check_ranks, checked_costs, checked_speeds
 
 
 def lower_bound(costs: ArrayLike, num_ranks: int, counts: Counts = "free", speeds: ArrayLike | None = None) -> float:

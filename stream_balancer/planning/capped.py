@@ -13,20 +13,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from .arrays import checked_speeds, split_by_label
+from .arrays import Counts, Floats, checked_speeds, split_by_label
 from .bounds import lower_bound
 from .cells import Cells, Limit
+from .packing import Bins, Packer
 from .partition import TOLERANCE, partition
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from .arrays import Counts, Floats
-    from .packing import Bins, Packer
 
 _WORTH = 1e-3
 """How much earlier (relatively) the last rank must be done for another number of micro-batches."""

@@ -15,17 +15,14 @@ deterministic: a budget of elementary operations instead of a clock.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any
-
-    from .arrays import Floats, Ints
-    from .packing import Bins
+from .arrays import Floats, Ints
+from .packing import Bins
 
 _ROUND_WORK, _PACK_WORK = 4_000, 6_000
 """Work of a round beside the exchanges it compares, and packing two cells, in the same unit."""

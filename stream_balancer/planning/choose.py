@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import ArrayLike
 
-from .arrays import check_ranks, checked_costs
-from .plan import PlanKnobs, Waiting
+from .arrays import Bools, Counts, Ints, check_ranks, checked_costs
+from .plan import Keep, PlanKnobs, Waiting
 from .planner import plan_batch
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from .arrays import Bools, Counts, Ints
-    from .plan import Keep
-
-__all__ = ["choose"]
 
 
 def choose(

@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .arrays import Floats, Ints
 from .cells import Cells
-
-if TYPE_CHECKING:
-    from .arrays import Floats, Ints
-    from .shareable import Shareable
+from .shareable import Shareable
 
 _TOLERANCE = 0.002
 """How far (relatively) above the bound a search may stop."""

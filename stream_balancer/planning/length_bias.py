@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
-
-    from .arrays import Floats
+from .arrays import Floats
 
 _PER_OCTAVE = 16
 """Histogram buckets per doubling of the length: quantiles are exact to 4.4 %."""

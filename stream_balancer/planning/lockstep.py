@@ -7,19 +7,14 @@ deterministic.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import ArrayLike
 
 from .arrays import split_by_label
 from .bounds import lockstep_bound
 from .cells import Cells, Limit
+from .packing import Bins, Packer
 from .partition import TOLERANCE
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from .packing import Bins, Packer
 
 _BUDGET = 300_000
 """Elementary operations that the search may spend from one start."""

@@ -18,15 +18,12 @@ deterministic.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .arrays import Bools, Floats, Ints
 from .bounds import lockstep_bounds
-
-if TYPE_CHECKING:
-    from .arrays import Bools, Floats, Ints
-    from .cost_order import CostOrder
+from .cost_order import CostOrder
 
 _SUPPLY = 0.7
 """How much of the arrivals still to come is trusted to complete a lockstep of outliers."""

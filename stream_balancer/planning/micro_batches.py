@@ -11,23 +11,18 @@ packing.py fills the micro-batches. Pure and deterministic.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeVar
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from .arrays import Counts, Ints, Oversize, Sync
 from .bounds import lockstep_bound
 from .capped import bins_to_ranks, least_finish, one_micro_batch_each
 from .lockstep import assign_lockstep, step_time
-from .packing import Packer
+from .packing import Bins, Packer
 from .partition import partition, partition_together
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import ArrayLike
-
-    from .arrays import Counts, Ints, Oversize, Sync
-    from .packing import Bins
 
 Order = Literal["heaviest_first", "pipeline"]
 

@@ -8,20 +8,15 @@ spread evenly, since an optimizer step on long rollouts alone is not what a user
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from .plan import Plan, Waiting
+from .arrays import Ints
+from .plan import Plan, PlanKnobs, Waiting
 from .planner import earliest_finish
 from .rank_speeds import NO_FIXED_COSTS
 from .selection import Units
-
-if TYPE_CHECKING:
-    from .arrays import Ints
-    from .plan import PlanKnobs
-
-__all__ = ["Planner", "in_mini_batches", "joined"]
 
 _EVEN = 0.01
 """A piece that idles no more than this needs no more outliers."""

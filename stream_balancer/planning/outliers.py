@@ -16,15 +16,13 @@ Plain arrays, oldest first, nothing of rollouts or groups here. Pure and determi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from .arrays import Bools, Floats, Ints
 from .bounds import running_sums
 from .cost_order import CostOrder
-
-if TYPE_CHECKING:
-    from .arrays import Bools, Floats, Ints
 
 _BALANCED = 1.02
 """A step whose heaviest rollout is within 2 % of the fair share counts as balanced: chasing less costs more delay than

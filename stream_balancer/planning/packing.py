@@ -6,12 +6,11 @@ Everything fails towards one more bin, never over the cap. Pure and deterministi
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .arrays import Floats, Ints
+from .arrays import Floats, Ints
 
 Bins: TypeAlias = list[list[int]]
 

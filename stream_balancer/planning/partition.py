@@ -10,18 +10,13 @@ Pure: numpy in, index arrays out; a work budget instead of a clock, so the same 
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from .arrays import check_ranks, checked_costs, checked_speeds, split_by_label
+from .arrays import Bools, Counts, Floats, Ints, check_ranks, checked_costs, checked_speeds, split_by_label
 from .bounds import lower_bound_of
 from .cells import Cells, Limit
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
-    from .arrays import Bools, Counts, Floats, Ints
 
 TOLERANCE = 1e-4
 """How far (relatively) above the lower bound a search may stop."""

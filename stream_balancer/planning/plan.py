@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from .arrays import loads_of
+from .arrays import Bools, Counts, Floats, Ints, Oversize, Sync, loads_of
+from .cost_order import CostOrder
 from .partition import TOLERANCE
 from .rank_speeds import NO_FIXED_COSTS, FixedCosts
 from .siblings import Siblings
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .arrays import Bools, Counts, Floats, Ints, Oversize, Sync
-    from .cost_order import CostOrder
 
 Keep: TypeAlias = Literal["free", "same_batch", "same_rank"]
 

@@ -15,18 +15,19 @@ Pure: numpy in, positions out. bench/results/planning_proofs.md has the rules an
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from .arrays import loads_of
+from .arrays import Bools, Ints, loads_of
 from .bounds import lockstep_bound, lower_bound
 from .capped import least_finish_bound
 from .cost_order import CostOrder
-from .micro_batches import form_micro_batches, in_order
+from .micro_batches import Order, form_micro_batches, in_order
 from .packing import Packer
 from .partition import partition, partition_together
 from .plan import (
@@ -47,12 +48,6 @@ from .shareable import Shareable
 from .shared_layout import RankLayout, shared_layout
 from .step_size import select_step, usual_size
 from .swaps import EVEN, swap_with_waiting, swaps_of_groups
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from .arrays import Bools, Ints
-    from .micro_batches import Order
 
 _TRIED = 2
 """Choices of other groups that are laid out on ranks."""

@@ -14,23 +14,18 @@ from __future__ import annotations
 
 import math
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from .arrays import Floats, Ints
 from .bounds import lower_bound
-from .micro_batches import in_order
-from .packing import Packer
+from .micro_batches import Order, in_order
+from .packing import Bins, Packer
 from .partition import partition_together
-from .plan import finish_of, work_in, work_of
+from .plan import PlanKnobs, Waiting, finish_of, work_in, work_of
 from .shared_layout import RankLayout
 from .siblings import Siblings
-
-if TYPE_CHECKING:
-    from .arrays import Floats, Ints
-    from .micro_batches import Order
-    from .packing import Bins
-    from .plan import PlanKnobs, Waiting
 
 _NEAR = 0.005
 """A plan this near to its bound (relatively) is good enough."""

@@ -8,14 +8,11 @@ speed's share of the work: done at ``(work + fixed) / speed``, all ranks are don
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .arrays import Floats
-
-__all__ = ["NO_FIXED_COSTS", "FixedCosts", "work_rates"]
+from .arrays import Floats
 
 _LEAST_RATE = 0.05  # of the mean; a rank gets some work, however slow it is
 

@@ -11,17 +11,14 @@ bench/results/planning_proofs.md has the proof of the guarantee.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .arrays import Bools, Floats, Ints
 from .cost_order import CostOrder
 from .lockstep_choice import CappedStep, choose_lockstep, choose_neighbours
 from .outliers import Candidates, choose
-
-if TYPE_CHECKING:
-    from .arrays import Bools, Floats, Ints
-    from .plan import PlanKnobs, Waiting
+from .plan import PlanKnobs, Waiting
 
 _LIGHT_SHARE = 2
 """Under equal counts an outlier's rank is filled up from the lighter half of the window (1/4 and 1/8 leave 1-4 points

@@ -9,17 +9,13 @@ bench/results/planning_proofs.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .arrays import Floats, Ints
 from .micro_batches import OversizeError
-from .plan import part_cost
-
-if TYPE_CHECKING:
-    from .arrays import Floats, Ints
-    from .plan import PlanKnobs
-    from .siblings import Siblings
+from .plan import PlanKnobs, part_cost
+from .siblings import Siblings
 
 _ROUNDING = 1e-12
 """A bound is so much (relatively) below what was computed: sums of floats are not exact."""

@@ -10,22 +10,17 @@ The unsplit shares are always a candidate: no layout is done later than they are
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from .arrays import Ints
 from .context_parallel import place
-from .micro_batches import in_order
-from .packing import Packer
-from .plan import finish_of
+from .micro_batches import Order, in_order
+from .packing import Bins, Packer
+from .plan import PlanKnobs, Waiting, finish_of
 from .shareable import Shareable
 from .shared_locksteps import in_locksteps
-
-if TYPE_CHECKING:
-    from .arrays import Ints
-    from .micro_batches import Order
-    from .packing import Bins
-    from .plan import PlanKnobs, Waiting
 
 
 class RankLayout(NamedTuple):

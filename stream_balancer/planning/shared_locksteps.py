@@ -14,15 +14,14 @@ Pure and deterministic.
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .arrays import Ints
-    from .packing import Packer
-    from .plan import PlanKnobs
-    from .shareable import Shareable
+from .arrays import Ints
+from .packing import Packer
+from .plan import PlanKnobs
+from .shareable import Shareable
 
 _LEVELS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0)
 """Longest parts that are tried, as multiples of the bound of so many locksteps."""

@@ -9,12 +9,10 @@ decisions; bench/results/planning_proofs.md has the proofs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .arrays import Floats, Ints
+from .arrays import Floats, Ints
 
 _REPEATED = 0.05
 """A set may be cut, as far as the choice is concerned, into parts whose prefixes cost this much more together. Measured

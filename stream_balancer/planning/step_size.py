@@ -10,18 +10,13 @@ so that its ranks have work, and later ones give back what it took beyond ``batc
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .arrays import Bools
 from .bounds import lower_bound
+from .plan import PlanKnobs, Waiting
 from .selection import Units, forced_units, select
-
-if TYPE_CHECKING:
-    from .arrays import Bools
-    from .plan import PlanKnobs, Waiting
-
-__all__ = ["select_step", "surplus_after", "usual_size"]
 
 _GIVES_BACK = 4
 """A usual step gives back a fourth of the surplus: a third or a sixth are as good (measured), all at once is not, since

@@ -11,16 +11,13 @@ Pure and deterministic.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from .arrays import Bools, Counts, Floats, Ints
-    from .cost_order import CostOrder
-    from .selection import Units
+from .arrays import Bools, Counts, Floats, Ints
+from .cost_order import CostOrder
+from .selection import Units
 
 EVEN = 1.003
 """Ranks within 0.3 % of each other are left alone: the partition alone gets there from about 8 rollouts per rank on."""

@@ -3,8 +3,6 @@ the lengths that come."""
 
 from __future__ import annotations
 
-__all__ = ["START", "window_choices"]
-
 WIDTHS = (1.0, 1.25, 1.5, 2.0, 3.0)
 """Windows to choose from, in batches. Finer ones differ by less than the noise; wider ones add more than two
 dispatches of mean queueing delay, which nobody should get without asking."""

@@ -158,8 +158,8 @@ def shape(name: str) -> dict[str, Any]:
         (refused(shape("DeepSeek-V3"), qk_rope_head_dim=None), "has no 'qk_rope_head_dim'"),
         (refused(shape("Qwen3-30B-A3B"), decoder_sparse_step=None), "no 'decoder_sparse_step', so which layers"),
         (refused(shape("Qwen3-30B-A3B"), num_experts=None), "has no 'num_experts'"),
-        (refused(shape("Qwen3-30B-A3B"), num_experts_per_tok=None), "'num_experts_per_tok' must be"),
-        (refused(shape("Kimi-Linear-48B"), mlp_layer_types=["dense", "new"] * 4), r"mlp_layer_types\[1\] is 'new'"),
+        (refused(shape("Qwen3-30B-A3B"), num_experts_per_tok=None), "no 'num_experts_per_tok'"),
+        (refused(shape("GLM-5"), mlp_layer_types=["dense", "new"] * 4), r"mlp_layer_types\[1\] is 'new'"),
         (refused(shape("Nemotron-3-Nano-30B-A3B"), moe_latent_size=1024), "moe_latent_size=1024"),
         (
             lambda: sb.cost.TransformerCost(
