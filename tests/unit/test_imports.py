@@ -16,7 +16,7 @@ from architecture import NAME, ROOT, circles, edges, folder_of, imports, imports
 import stream_balancer as sb
 
 LAYERS = [
-    {"errors", "values", "field_docs", "tensors", "trees", "shared_columns", "cost"},
+    {"errors", "values", "field_docs", "cost"},
     {"planning"},
     {"types", "statistics", "config"},
     {"core", "wire", "slots"},
@@ -30,37 +30,11 @@ LAYERS = [
 """Lowest first. A module imports its own package, and what lies in lower layers; packages of one layer never each
 other. A single module may import, and be imported by, another name of its layer, as long as there is no circle."""
 
-EXCEPTIONS: dict[tuple[str, str], str] = {}
-"""Imports upwards, and why they are still there. Empty, and to stay so."""
-
 WAITING = {"anyio", "asyncio", "trio", "time", "threading", "random", "datetime", "concurrent", "multiprocessing"}
 """An event loop, a clock, a thread, or chance."""
-PURE = {
-    "values",
-    "field_docs",
-    "tensors",
-    "trees",
-    "shared_columns",
-    "cost",
-    "planning",
-    "types",
-    "statistics",
-    "config",
-}
-PURE |= {"core", "learn", "wire"}
-PURE_MODULES = [
-    f"tools.{name}"
-    for name in (
-        "generation",
-        "length_models",
-        "simulate",
-        "simulation_report",
-        "simulation_run",
-        "trace",
-        "tune",
-        "tune_report",
-    )
-]
+PURE = set().union(*LAYERS[:3]) - {"errors"} | {"core", "learn", "wire"}
+PURE_TOOLS = "generation length_models simulate simulation_report simulation_run trace tune tune_report"
+PURE_MODULES = [f"tools.{name}" for name in PURE_TOOLS.split()]
 PURE_MODULES += ["host.checkpoint", "host.plan_rows", "host.records"]
 """Pure modules in folders that are not."""
 WITHOUT_TORCH = {"errors", "field_docs", "cost", "planning", "config", "core", "learn"}
@@ -91,22 +65,15 @@ def is_package(name: str) -> bool:
     return modules()[f"{NAME}.{name}"].name == "__init__.py"
 
 
-def upward_imports() -> set[tuple[str, str]]:
-    """(who, whom), imports for types counted: a reader follows those, too."""
-    return {
+def test_imports_go_downwards() -> None:
+    """Imports for types counted: a reader follows those, too."""
+    upward = {
         (short(module), short(other))
         for module, imported in edges().items()
         for other in imported
         if folder_of(module) != folder_of(other) and not is_above(module, other)
     }
-
-
-def test_imports_go_downwards() -> None:
-    assert upward_imports() - EXCEPTIONS.keys() == set()
-
-
-def test_no_exception_outlives_its_import() -> None:
-    assert EXCEPTIONS.keys() <= upward_imports()
+    assert upward == set()
 
 
 def test_no_module_needs_itself() -> None:
