@@ -22,10 +22,9 @@ from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.puts import PendingPut
 from stream_balancer.host.transport import Transport
 from stream_balancer.host.wakeups import Waiter
-from stream_balancer.net.answers import Asked
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.messages import Join, Notify
-from stream_balancer.net.service import Method, Peer, Service
+from stream_balancer.net.service import Asked, Method, Peer, Service
 from stream_balancer.slots import Slot, check_group
 from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Leases, Owner, RemoteRollout, decode_rollouts
@@ -183,8 +182,7 @@ class Producers:
         # who closes knows what it did not put
         if left and end.kind != "closed":
             _log.warning(
-                "producer %s was lost with %d rollouts that it had reserved and not put: others may begin in their "
-                "place",
+                "producer %s was lost; others may begin in the place of what it had reserved and not put. Rollouts: %d",
                 peer.name,
                 left,
             )

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import msgspec
 
-from stream_balancer.errors import BrokenResourceError, ConfigError, RefusedError, WireError
-from stream_balancer.net.connection import Connection
-from stream_balancer.net.listener import dial, split_address
+from stream_balancer.errors import BrokenResourceError, ConfigError, WireError
+from stream_balancer.net.connection import HANDSHAKE_S, Connection, Handler
+from stream_balancer.net.errors import Ended
+from stream_balancer.net.handshake import Handshake
+from stream_balancer.net.listener import Shaking, over_tcp, split_address
 from stream_balancer.net.loops import Io
 from stream_balancer.net.messages import Join, Welcome
 from stream_balancer.net.pool import Pool
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-__all__ = ["Directory", "Entry", "Lookup", "TcpDialer", "Where", "current_world", "token_bytes"]
 
 TOKEN_VARIABLE = "STREAM_BALANCER_TOKEN"
 # what is shorter can be guessed
@@ -133,44 +133,70 @@ class TcpDialer:
     def dial(
         self, join: Join, welcomed: Callable[[Connection, Welcome], object], failed: Callable[[BaseException], object]
     ) -> None:
-        """Connect in the background. Either is called in the I/O thread, once. What ``failed`` gets is final if it is a
-        RefusedError, ConfigError (no such host), WireError or BrokenResourceError (the store is gone)."""
-        if self._lookup is None:
-            self._dial(self._address, self._token, join, welcomed, failed)
-        else:
-            threading.Thread(
-                target=self._find, args=(self._lookup, join, welcomed, failed), name="stream_balancer-find", daemon=True
-            ).start()
+        """Connect in the background. Either is called in the I/O thread, once; ``welcomed`` sets the handler. What
+        ``failed`` gets is final if it is a RefusedError, ConfigError (no such host), WireError or BrokenResourceError
+        (the store is gone)."""
 
-    def _find(self, lookup: Lookup, join: Join, welcomed: Any, failed: Callable[[BaseException], object]) -> None:
-        """In a thread: a store may take its time."""
+        def connect() -> None:
+            address, token = self._address, self._token
+            try:
+                if self._lookup is not None:
+                    address, token = self._find(self._lookup)
+                sock = socket.create_connection(split_address(address), timeout=HANDSHAKE_S)
+            except Exception as error:  # noqa: BLE001 - for who dials
+                self.io.do(partial(failed, _why(address, error)))
+            else:
+                self.io.do(partial(begin, sock, address, token))
+
+        def begin(sock: socket.socket, address: str, token: bytes) -> None:
+            try:
+                handshake, host = Handshake(token, join), split_address(address)[0]
+                connection = over_tcp(self.io, sock, self.pool, handshake, self._tls, host)
+            except OSError as error:
+                # it is gone already
+                sock.close()
+                failed(_why(address, error))
+                return
+            connection.handler, connection.welcomed = dialling(address, connection, failed), welcomed
+            connection.begin()
+
+        # In a thread, as a store or a name server may take its time; a daemon, as one that does not answer must not
+        # keep the process from ending.
+        threading.Thread(target=connect, name="stream_balancer-dial", daemon=True).start()
+
+    def _find(self, lookup: Lookup) -> tuple[str, bytes]:
         try:
             entry = lookup.read()
-            if entry is None:
-                raise ConnectionError("no controller has said yet where it is")
-            # one in the store was made for whoever reads the store; it wins
-            token = self._token if entry.token is None else entry.token.encode()
-            self._dial(entry.address, token, join, welcomed, failed)
         except RuntimeError as error:
             cause = str(error).partition("\n")[0]
-            gone = BrokenResourceError(f"nobody says any more where the controller is: {cause}")
-            self.io.do(partial(failed, gone))
-        except Exception as error:  # noqa: BLE001 - for who dials
-            self.io.do(partial(failed, error))
+            raise BrokenResourceError(f"nobody says any more where the controller is: {cause}") from None
+        if entry is None:
+            raise ConnectionError("no controller has said yet where it is")
+        # one in the store was made for whoever reads the store; it wins
+        return entry.address, self._token if entry.token is None else entry.token.encode()
 
-    def _dial(
-        self, address: str, token: bytes, join: Join, welcomed: Any, failed: Callable[[BaseException], object]
-    ) -> None:
-        def because(error: BaseException) -> None:
-            failed(_why(address, error))
 
-        dial(address, token, join, welcomed, because, tls=self._tls, io=self.io, pool=self.pool)
+def dialling(address: str, connection: Connection, failed: Callable[[BaseException], object]) -> Handler:
+    """Handler at the joining end, until it is welcomed: who dials hears of the end what is most likely wrong."""
+
+    def gone(end: Ended) -> None:
+        # what listens there speaks something else: no later try can do better
+        if isinstance(end.__cause__, WireError):
+            text = f"{address} does not answer as a controller of this version does: {end}. Check the address"
+            failed(WireError(text))
+        elif end.kind == "refused":
+            failed(end.to_raise())
+        # it is a controller and knows the token: it was closed while this end waited to be let in
+        elif connection.handshake.proven:
+            failed(ConnectionError(f"the controller went away before it had let anybody in: {end.text}"))
+        else:
+            failed(_why(address, end))
+
+    return Shaking(gone)
 
 
 def _why(address: str, error: BaseException) -> BaseException:
     """The error for people, which also says if another try may do better."""
-    if isinstance(error, (RefusedError, WireError)):
-        return error
     if isinstance(error, socket.gaierror):
         host = split_address(address)[0]
         # the name server, not the name: a cluster's may come up after its nodes
@@ -179,13 +205,15 @@ def _why(address: str, error: BaseException) -> BaseException:
         return ConfigError(f"there is no host {host!r}: {error}. Check the address {address}")
     if isinstance(error, UnicodeError):
         return ConfigError(f"{address!r} has no name of a host in it: {error}")
-    if isinstance(error, OSError) and not isinstance(error, (ConnectionResetError, BrokenPipeError)):
+    if isinstance(error, OSError) and address:
         return ConnectionError(f"nobody answers at {address}: {os.strerror(error.errno) if error.errno else error}")
-    # not final: a controller without a core to run on looks like this, too
-    return ConnectionError(
-        f"{address} accepts the connection, but does not answer as a controller does: {error}. Either something else "
-        "listens there, or the controller is too busy to answer"
-    )
+    if isinstance(error, Ended):
+        # not final: a controller without a core to run on looks like this, too
+        return ConnectionError(
+            f"{address} accepts the connection, but does not answer as a controller does: {error}. Either something "
+            "else listens there, or the controller is too busy to answer"
+        )
+    return error
 
 
 def token_bytes(token: str | None) -> bytes:

@@ -1,4 +1,4 @@
-"""Where peers come in, and how they get there, over TCP."""
+"""Where peers come in over TCP."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ import logging
 import selectors
 import socket
 import ssl
-import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from typing import Protocol, TypeAlias
 
-from stream_balancer.errors import WireError, refused_error
-from stream_balancer.net.connection import HANDSHAKE_S, Connection, Handler
+from stream_balancer.errors import refused_error
+from stream_balancer.net.connection import Connection
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.handshake import Handshake
-from stream_balancer.net.loops import Io
-from stream_balancer.net.messages import Join, Message, Welcome
+from stream_balancer.net.loops import Io, Runs
+from stream_balancer.net.messages import Join, Message
 from stream_balancer.net.pool import Memory, Pool
 from stream_balancer.net.tls import TlsSocket
-
-__all__ = ["Listener", "dial", "split_address"]
 
 _log = logging.getLogger(__name__)
 MAX_STRANGERS = 1024
@@ -35,14 +32,48 @@ _FULL_S = 1.0
 _MOST_WARNINGS, _WARNING_S = 10, 10.0
 
 
+class Listening(Protocol):
+    """A port that lets peers in."""
+
+    @property
+    def io(self) -> Runs:
+        """Where its connections live."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Where others find it."""
+        ...
+
+    def close(self) -> None:
+        """No more peers; those who are in stay."""
+
+
+Listen: TypeAlias = Callable[[Callable[[Connection, Join], None]], Listening]
+"""Begins to listen; what it is given is called in the I/O thread for every peer that has proven itself, and the peer
+waits until it is let in or refused."""
+
+
+class Shaking:
+    """Handler of a connection in its handshake: it gets no messages."""
+
+    def __init__(self, gone: Callable[[Ended], object]) -> None:
+        self._gone = gone
+
+    def admit(self, message: Message, total: int) -> None: ...
+    def receive(self, message: Message, memory: Memory | None) -> None: ...
+    def ended(self, end: Ended) -> None:
+        self._gone(end)
+
+
 class Listener:
     """Lets peers in who know the token. ``arrived`` is called in the I/O thread for each of them."""
 
     def __init__(
         self, host: str, port: int, token: bytes, arrived: Callable[[Connection, Join], object], *,
-        tls: ssl.SSLContext | None = None, io: Io | None = None, pool: Pool | None = None,
+        tls: ssl.SSLContext | None = None, pool: Pool | None = None,
     ) -> None:  # fmt: skip
-        self.io = io or Io.current()
+        self.io = Io.current()
         self._token, self._arrived, self._tls, self._pool = token, arrived, tls, pool or Pool()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # a long backlog: all ranks and producers of a cluster come in the same second
@@ -90,13 +121,13 @@ class Listener:
                 self.io.after(_FULL_S, self._listen)
             return
         try:
-            connection = _over_tcp(self.io, sock, self._pool, Handshake(self._token), self._tls, None)
+            connection = over_tcp(self.io, sock, self._pool, Handshake(self._token), self._tls, None)
         except OSError:
             # it is gone already
             sock.close()
             return
         connection.arrived = self._on_proven
-        connection.handler = _Shaking(lambda end: self._on_stranger_gone(connection, address, end))
+        connection.handler = Shaking(lambda end: self._on_stranger_gone(connection, address, end))
         # the oldest: who means well has long been through with it
         if len(self._strangers) >= MAX_STRANGERS:
             next(iter(self._strangers)).fail(Ended("lost", "too many who have proven nothing"))
@@ -127,43 +158,7 @@ class Listener:
         self._warnings_left += 1
 
 
-def dial(
-    address: str, token: bytes, join: Join, welcomed: Callable[[Connection, Welcome], object],
-    failed: Callable[[BaseException], object], *, tls: ssl.SSLContext | None = None, io: Io | None = None,
-    pool: Pool | None = None,
-) -> None:  # fmt: skip
-    """Connect in the background. Either is called in the I/O thread, once; ``welcomed`` sets the handler. What
-    ``failed`` gets: OSError if no controller is there, Ended if somebody listens who does not answer, WireError if it
-    does but as no controller would, RefusedError."""
-    host, port = split_address(address)
-    there = io or Io.current()
-
-    def connect() -> None:
-        # in a thread: names are looked up here, and that may take long
-        try:
-            sock = socket.create_connection((host, port), timeout=HANDSHAKE_S)
-        except OSError as error:
-            there.do(partial(failed, error))
-        else:
-            there.do(partial(begin, sock))
-
-    def begin(sock: socket.socket) -> None:
-        try:
-            connection = _over_tcp(there, sock, pool or Pool(), Handshake(token, join), tls, host)
-        except OSError as error:
-            # it is gone already
-            sock.close()
-            failed(error)
-            return
-        connection.handler = dialling(address, connection, failed)
-        connection.welcomed = welcomed
-        connection.begin()
-
-    # daemon: a name server that does not answer must not keep the process from ending
-    threading.Thread(target=connect, name="stream_balancer-dial", daemon=True).start()
-
-
-def _over_tcp(
+def over_tcp(
     io: Io, sock: socket.socket, pool: Pool, handshake: Handshake, tls: ssl.SSLContext | None, host: str | None
 ) -> Connection:
     """``host``: the acceptor's, whose certificate the joiner checks. Raises OSError if the peer is gone already."""
@@ -187,34 +182,3 @@ def split_address(address: str) -> tuple[str, int]:
             f"{address!r} is not an address of a controller: expected 'tcp://host:port', as TorchTransport.address"
         )
     return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-class _Shaking:
-    """Handler of a connection in its handshake: it gets no messages."""
-
-    def __init__(self, gone: Callable[[Ended], object]) -> None:
-        self._gone = gone
-
-    def admit(self, message: Message, total: int) -> None: ...
-    def receive(self, message: Message, memory: Memory | None) -> None: ...
-    def ended(self, end: Ended) -> None:
-        self._gone(end)
-
-
-def dialling(address: str, connection: Connection, failed: Callable[[BaseException], object]) -> Handler:
-    """Handler at the joining end, until it is welcomed: who dials hears of the end what is most likely wrong."""
-
-    def gone(end: Ended) -> None:
-        # what listens there speaks something else: no later try can do better
-        if isinstance(end.__cause__, WireError):
-            text = f"{address} does not answer as a controller of this version does: {end}. Check the address"
-            failed(WireError(text))
-        elif end.kind == "refused":
-            failed(end.to_raise())
-        # it is a controller and knows the token: it was closed while this end waited to be let in
-        elif connection.handshake.proven:
-            failed(ConnectionAbortedError(f"the controller went away before it had let anybody in: {end.text}"))
-        else:
-            failed(end)
-
-    return _Shaking(gone)

@@ -6,7 +6,8 @@
     I/O thread     connection.send                <---io.do---------   replies, Peer.send
 
 A service lives as long as its address does. Who attends to it may change: while nobody does, peers that knock wait, and
-so do calls; the next who attends finds them, and those that the last one has left without a reply.
+so do calls; the next who attends finds them, and those that the last one has left without a reply. See
+:mod:`stream_balancer.net.calls` for the conversation.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import anyio
 import anyio.abc
@@ -25,13 +26,13 @@ import msgspec
 
 from stream_balancer.errors import AlreadyInUseError, RefusedError, WireError
 from stream_balancer.net import movers as ways
-from stream_balancer.net.answers import Asked, Budget, Bytes, Peer
+from stream_balancer.net.calls import CALL_BYTES, SMALL
 from stream_balancer.net.connection import Connection
 from stream_balancer.net.errors import Ended, name_of
-from stream_balancer.net.loops import Runs, in_loop
-from stream_balancer.net.messages import Join, Welcome
-
-__all__ = ["Bytes", "Listen", "Listening", "Method", "Peer", "Service"]
+from stream_balancer.net.listener import Listen
+from stream_balancer.net.loops import Job, in_loop
+from stream_balancer.net.messages import Call, Cancel, Join, Message, Reply, Report, Welcome
+from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
 _log = logging.getLogger("stream_balancer.net")
 _TURNS = 2
@@ -42,32 +43,201 @@ _TOGETHER = 16
 """Calls whose replies wake the I/O thread once."""
 
 
-class Listening(Protocol):
-    """A port that lets peers in."""
+class Bytes(NamedTuple):
+    """Result of a method that answers with bytes."""
 
-    @property
-    def io(self) -> Runs:
-        """Where its connections live."""
-        ...
-
-    @property
-    def address(self) -> str:
-        """Where others find it."""
-        ...
-
-    def close(self) -> None:
-        """No more peers; those who are in stay."""
+    value: Any
+    payload: Payload
 
 
-Arrived: TypeAlias = Callable[[Connection, Join], None]
-Listen: TypeAlias = Callable[[Arrived], Listening]
-"""Begins to listen; what it is given is called in the I/O thread for every peer that has proven itself, and the peer
-waits until it is let in or refused."""
+class Asked:
+    """A call at the answerer."""
+
+    __slots__ = ("args", "cancelled", "memory", "method", "nbytes", "number", "peer")
+
+    def __init__(self, peer: Peer, call: Call, memory: Memory | None) -> None:
+        self.peer, self.number, self.method, self.args, self.memory = peer, call.number, call.method, call.args, memory
+        self.nbytes = CALL_BYTES + (0 if memory is None else memory.size)
+        self.cancelled = False
+
+    def reply(self, value: Any = None, error: str = "") -> None:
+        """The one reply. From any thread."""
+        value, payload = value if isinstance(value, Bytes) else (value, NOTHING)
+        # encoded in the thread that answers: what cannot be written raises where the method was called
+        raw = value if isinstance(value, msgspec.Raw) else msgspec.Raw(msgspec.msgpack.encode(value))
+        self.memory = None
+        # alone and small, sending it here saves a thread switch; many together go in one turn of the I/O thread
+        small = len(self.peer.open) == 1 and payload.total <= SMALL
+        self.peer.io.do(partial(self.peer.answer, self, Reply(self.number, raw, error), payload), here=small)
+
+    def refuse(self, error: Exception) -> None:
+        """An error is the reply."""
+        name, text = name_of(error)
+        self.reply(text, name)
 
 
-Method: TypeAlias = Callable[[Peer, Asked], Any]
+Method: TypeAlias = Callable[["Peer", Asked], Any]
 """Returns the value, Bytes, or a coroutine for what must wait. Whatever depends on the order of calls happens before
 it returns. WireError ends the connection; any other Exception is the reply."""
+
+
+class Peer:
+    """A session at the accepting end; handler of its connection."""
+
+    def __init__(self, service: Service, join: Join) -> None:
+        self.kind, self.name, self.session, self.join = join.kind, join.name, join.session, join
+        # of who attends
+        self.keep_s = 0.0
+        """Seconds that a lost session may come back in: its calls go on, and their replies are kept."""
+        self.ending = False
+        """The host has said that there is no more: its connection is closed in good order, where a service that closes
+        otherwise looks like a loss, after which a peer may look for the next one."""
+        self.max_report_bytes = 0
+        """Bytes that may come behind a Report."""
+        self.data: dict[Any, Any] = {}
+        """The host's."""
+        self.on_report: Callable[[Report, Memory | None], object] = lambda *_: None
+        self.on_end: Callable[[Ended], object] = lambda _: None
+        """Called when a connection is over; another one may follow within ``keep_s``."""
+        self.on_gone: Callable[[Ended], object] = lambda _: None
+        """Called once it does not come back any more."""
+        self.connection: Connection | None = None
+        """None while it is lost."""
+        self.losses = 0
+        # of the I/O thread
+        self._service, self.io = service, service.io
+        self.live: Connection | None = None
+        """As :attr:`connection`, but as the I/O thread knows it."""
+        self.open: dict[int, Asked] = {}
+        """Calls without a reply, by number."""
+        self._done: dict[int, tuple[Reply, Payload]] = {}
+        """Replies that the caller may not have seen."""
+        self.staged = 0
+        """Bytes of calls without a reply."""
+        self._next = self._seen = self._coming = 0
+        self._heard = 0
+        """Calls below this one have come on this connection. The caller sends what has no reply again on each, and
+        takes one reply to each: so a reply waits until its call is heard."""
+
+    # from any thread
+
+    def send(self, message: Message, payload: Payload = NOTHING) -> None:
+        """A message; dropped while there is no connection."""
+        # handed over as replies are: it must not overtake one that was made before
+        self._do(lambda connection: connection.send(message, payload))
+
+    def close(self, reason: str = "") -> None:
+        """On purpose: what was sent before arrives."""
+        self._do(lambda connection: connection.close(reason))
+
+    def abort(self) -> None:
+        """At once: for the peer, a loss."""
+        self.fail(Ended("closed", "here"))
+
+    def fail(self, error: Exception) -> None:
+        """End its connection: WireError and RefusedError tell the peer why."""
+        self._do(lambda connection: connection.fail(error))
+
+    def _do(self, job: Callable[[Connection], object]) -> None:
+        # the connection of now: a later one must not get what was meant for this one
+        if self.connection is not None:
+            self.io.do(partial(job, self.connection))
+
+    # in the I/O thread
+
+    def let_in(self, connection: Connection, welcome: Welcome) -> None:
+        """The decision of who attends."""
+        self.live = connection
+        # it ended while it knocked, when this was not its handler yet
+        if connection.over:
+            self.ended(Ended("lost", "it has left while it knocked"))
+            return
+        connection.handler = self
+        connection.let_in(welcome)
+        ways.attach(connection, welcome.movers)
+        self._heard = self._coming = 0
+
+    def leave(self) -> None:
+        """The session will not come back: what is open has nobody to answer."""
+        self.open, self._done = {}, {}
+        # counted over all sessions: what this one has staged would be missing for ever
+        self._service.stage(self, -self.staged)
+
+    def admit(self, message: Message, total: int) -> None:
+        """Raises WireError for bytes that may not come, among them those beyond what Welcome has allowed."""
+        if isinstance(message, Report) and self.kind == "rank" and total <= self.max_report_bytes:
+            return
+        limits = self._service.limits
+        if not isinstance(message, Call) or total > limits.max_call_bytes:
+            raise WireError(f"{total} bytes behind a {type(message).__name__} message")
+        # calls whose bytes are still being received count, or many at once would slip through
+        staged = self.staged + self._coming
+        # What comes again after a lost connection is counted already, and is not kept.
+        if message.number >= self._next and staged and staged + total > limits.staged_bytes:
+            raise WireError(f"a call of {total} bytes, where {staged} of {limits.staged_bytes} have no reply")
+        self._coming += total
+
+    def receive(self, message: Message, memory: Memory | None) -> None:
+        """In the order of sending. Raises WireError for what may not come now."""
+        if not isinstance(message, Call):
+            self._receive_other(message, memory)
+            return
+        number, service = message.number, self._service
+        self._coming -= 0 if memory is None else memory.size
+        # a caller that numbers as it likes could have a call run twice, or forget a reply that it needs
+        if not self._heard <= number <= self._next or not self._seen <= message.seen <= number:
+            raise WireError(f"call {number} came when {self._next} was next")
+        # the caller has these replies: no repetition can ask for them again
+        for old in range(self._seen, message.seen):
+            self._done.pop(old, None)
+        self._seen, self._heard = message.seen, number + 1
+        # sent again after a loss: answered from memory, not done twice
+        if number in self._done:
+            self._send(*self._done[number])
+        elif number == self._next:
+            if len(self.open) >= service.limits.max_calls:
+                raise WireError("more calls without a reply than were allowed")
+            self._next += 1
+            asked = self.open[number] = Asked(self, message, memory)
+            service.stage(self, asked.nbytes)
+            service.do(self, partial(service.begin, asked))
+
+    def _receive_other(self, message: Message, memory: Memory | None) -> None:
+        if isinstance(message, Cancel):
+            asked = self.open.get(message.number)
+            if asked is not None:
+                asked.cancelled = True
+                self._service.do(self, partial(self._service.cancel, asked))
+            elif message.number >= self._heard:
+                raise WireError(f"call {message.number} is cancelled before it was made")
+        elif isinstance(message, Report) and self.kind == "rank":
+            self._service.do(self, lambda: self.on_report(message, memory))
+        else:
+            raise WireError(f"a {type(message).__name__} message from a {self.kind}")
+
+    def ended(self, end: Ended) -> None:
+        """The connection is over. Calls go on: their replies are remembered."""
+        # replies from here on are remembered, and go out on the next connection
+        connection, self.live = self.live, None
+        self._service.read_on(self)
+        self._service.do(self, partial(self._service.lost, self, connection, end))
+
+    def answer(self, asked: Asked, reply: Reply, payload: Payload) -> None:
+        """The one reply to a call."""
+        # the session left meanwhile, or it was answered twice
+        if self.open.get(asked.number) is not asked:
+            return
+        del self.open[asked.number]
+        self._service.stage(self, -asked.nbytes)
+        if self.keep_s > 0:
+            self._done[asked.number] = reply, payload
+        # else the caller has not repeated it on this connection yet, and gets the reply when it does
+        if asked.number < self._heard:
+            self._send(reply, payload)
+
+    def _send(self, reply: Reply, payload: Payload) -> None:
+        if self.live is not None:
+            self.live.send(reply, payload)
 
 
 class Service:
@@ -79,7 +249,7 @@ class Service:
     ) -> None:  # fmt: skip
         """``limits``: of one session. ``most_staged_bytes``: of calls without a reply, over all sessions; then sockets
         are not read (but for one call a session)."""
-        self.limits, self.budget = limits or Welcome(), Budget(most_staged_bytes)
+        self.limits, self._most_staged_bytes = limits or Welcome(), most_staged_bytes
         self.peers: dict[bytes, Peer] = {}
         """By session; those that are lost too, for as long as they may come back."""
         self._movers = ways.available(movers)
@@ -87,11 +257,16 @@ class Service:
         self._admit: Callable[[Join], Any] = lambda _: None
         self._on_peer: Callable[[Peer], object] = lambda _: None
         self._tasks: anyio.abc.TaskGroup | None = None
-        self._begun: dict[Asked, tuple[Peer, anyio.CancelScope]] = {}
-        self._jobs: deque[tuple[Peer | None, Callable[..., object], tuple[Any, ...]]] = deque()
+        self._begun: dict[Asked, anyio.CancelScope] = {}
+        self._jobs: deque[tuple[Peer | None, Job]] = deque()
+        # of the I/O thread
+        self.staged = 0
+        """Bytes of calls without a reply, of all sessions."""
+        self.paused: dict[Peer, Connection] = {}
+        """Connections that are not read from, because they are too many."""
         self._wake: Callable[[], object] = lambda: None
         self._waits = self._woken = False
-        self._listening = listen(self._arrived)
+        self._listening = listen(lambda connection, join: self.do(None, partial(self._decide, connection, join)))
         self.io, self.address = self._listening.io, self._listening.address
 
     def close(self, reason: str = "") -> None:
@@ -123,7 +298,7 @@ class Service:
             self._tasks, self._wake = None, lambda: None
             left, self._begun = self._begun, {}
             # calls that were begun and not answered come first for the next who attends, in their order
-            self._jobs.extendleft((peer, self.begin, (peer, asked)) for asked, (peer, _) in reversed(left.items()))
+            self._jobs.extendleft((asked.peer, partial(self.begin, asked)) for asked in reversed(left))
 
     async def _work_off(self) -> None:
         loop = in_loop()
@@ -155,9 +330,9 @@ class Service:
 
     def _some(self) -> None:
         for _ in range(min(len(self._jobs), _TOGETHER)):
-            peer, job, args = self._jobs.popleft()
+            peer, job = self._jobs.popleft()
             try:
-                job(*args)
+                job()
             except WireError as error:
                 if peer is None:
                     raise
@@ -167,16 +342,37 @@ class Service:
 
     # in the I/O thread
 
-    def do(self, peer: Peer | None, job: Callable[..., object], *args: object) -> None:
-        """Run it where peers are attended to."""
+    def do(self, peer: Peer | None, job: Job) -> None:
+        """Run it where peers are attended to, in order. A WireError that it raises ends the peer's connection."""
         # before the flag is looked at, as the loop clears it before it looks at the jobs
-        self._jobs.append((peer, job, args))
+        self._jobs.append((peer, job))
         if not self._woken:
             self._woken = True
             self._wake()
 
-    def _arrived(self, connection: Connection, join: Join) -> None:
-        self.do(None, self._decide, connection, join)
+    def stage(self, peer: Peer, nbytes: int) -> None:
+        """Calls of so many bytes have come; or, below 0, were answered. Beyond what all sessions together may stage, a
+        session with something staged is not read from, until its replies, or those of others, make room; one with
+        nothing staged always is, so nobody waits for nothing."""
+        peer.staged += nbytes
+        self.staged += nbytes
+        if nbytes > 0:
+            # after it was taken: one call a session always is, so a full budget stops nobody for good
+            if self.staged > self._most_staged_bytes and peer.live is not None and peer not in self.paused:
+                self.paused[peer] = peer.live
+                peer.live.pause()
+        # a little below the bound, or each reply would wake all and the next call pause them again
+        elif self.paused and self.staged <= self._most_staged_bytes * 3 // 4:
+            for one in [*self.paused]:
+                self.read_on(one)
+        elif not peer.open:
+            self.read_on(peer)
+
+    def read_on(self, peer: Peer) -> None:
+        """Read from it again, if it was not and its connection is still there."""
+        connection = self.paused.pop(peer, None)
+        if connection is not None:
+            connection.resume()
 
     # in the event loop
 
@@ -184,7 +380,9 @@ class Service:
         peer = self.peers.get(join.session)
         # who lost its connection may come back before the kernel here notices
         if peer is not None and peer.connection is not None:
-            self._supersede(peer, peer.connection)
+            end = Ended("lost", "its session has joined again")
+            peer.fail(end)
+            self.lost(peer, peer.connection, end)
             peer = self.peers.get(join.session)
         try:
             about = self._admit(join)
@@ -204,12 +402,6 @@ class Service:
         self.io.do(partial(peer.let_in, connection, welcome))
         self._on_peer(peer)
 
-    def _supersede(self, peer: Peer, connection: Connection) -> None:
-        """Only the peer knows yet that this connection is lost."""
-        end = Ended("lost", "its session has joined again")
-        self.io.do(partial(connection.fail, end))
-        self.lost(peer, connection, end)
-
     def lost(self, peer: Peer, connection: Connection | None, end: Ended) -> None:
         """A connection is over."""
         if peer.connection is not connection or connection is None:
@@ -223,7 +415,7 @@ class Service:
         peer.on_end(end)
         # who closed on purpose does not come back
         if end.kind == "lost" and peer.keep_s > 0:
-            gone = partial(self.do, peer, self._gone, peer, end, peer.losses)
+            gone = partial(self.do, peer, partial(self._gone, peer, end, peer.losses))
             self.io.do(lambda: self.io.after(peer.keep_s, gone))
         else:
             self._gone(peer, end, peer.losses)
@@ -232,8 +424,8 @@ class Service:
         """Unless it has come back: what still waits of it is withdrawn."""
         if self.peers.get(peer.session) is peer and peer.connection is None and peer.losses == losses:
             del self.peers[peer.session]
-            for asked, (its, _) in self._begun.items():
-                if its is peer:
+            for asked in self._begun:
+                if asked.peer is peer:
                     self.cancel(asked)
             self.io.do(peer.leave)
             peer.on_gone(end)
@@ -242,55 +434,43 @@ class Service:
         """Take a call back, if it waits or was not begun."""
         asked.cancelled = True
         if asked in self._begun:
-            self._begun[asked][1].cancel()
+            self._begun[asked].cancel()
 
-    def begin(self, peer: Peer, asked: Asked) -> None:
+    def begin(self, asked: Asked) -> None:
         """Begin a call, unless it was taken back. What need not wait has its reply at once."""
         if asked.cancelled:
             asked.reply("", "Cancelled")
             return
         # its session was given up while the call waited in line
-        if self.peers.get(peer.session) is not peer:
+        if self.peers.get(asked.peer.session) is not asked.peer:
             return
         method = self._methods.get(asked.method)
         # not a reply: another version, or no producer of ours, is at the other end
         if method is None:
             raise WireError(f"a call of {asked.method!r}, which is not among {', '.join(self._methods)}")
         try:
-            result = method(peer, asked)
+            result = method(asked.peer, asked)
         except WireError:
             raise
         except Exception as error:  # noqa: BLE001 - the reply
-            _refuse(asked, error)
+            asked.refuse(error)
             return
-        if inspect.iscoroutine(result):
-            self._start(peer, asked, result)
-        else:
+        if not inspect.iscoroutine(result):
             asked.reply(result)
-
-    def _start(self, peer: Peer, asked: Asked, coroutine: Coroutine[Any, Any, Any]) -> None:
+            return
         assert self._tasks is not None
         # one for each call: a Cancel takes back its own and nothing else
-        scope = anyio.CancelScope()
-        self._begun[asked] = peer, scope
+        scope = self._begun[asked] = anyio.CancelScope()
         self._waits = True
-        self._tasks.start_soon(self._finish, asked, scope, coroutine)
+        self._tasks.start_soon(self._finish, asked, scope, result)
 
     async def _finish(self, asked: Asked, scope: anyio.CancelScope, coroutine: Coroutine[Any, Any, Any]) -> None:
+        reply: Job = partial(asked.reply, "", "Cancelled")
+        # where who attends is cancelled, this ends here, and the call is begun again by the next
         with scope:
             try:
-                result = await coroutine
+                reply = partial(asked.reply, await coroutine)
             except Exception as error:  # noqa: BLE001 - the reply
-                del self._begun[asked]
-                _refuse(asked, error)
-            else:
-                del self._begun[asked]
-                asked.reply(result)
-            return
+                reply = partial(asked.refuse, error)
         del self._begun[asked]
-        asked.reply("", "Cancelled")
-
-
-def _refuse(asked: Asked, error: Exception) -> None:
-    name, text = name_of(error)
-    asked.reply(text, name)
+        reply()

@@ -14,8 +14,9 @@ from functools import cached_property
 from typing import Any, Self, TypeAlias
 
 from stream_balancer.errors import refused_error
+from stream_balancer.net.address import dialling
 from stream_balancer.net.connection import Connection
-from stream_balancer.net.listener import CLOSED, dialling
+from stream_balancer.net.listener import CLOSED
 from stream_balancer.net.memory import LoopIo, Wire, pair
 from stream_balancer.net.messages import Join, Welcome
 from stream_balancer.net.pool import Pool

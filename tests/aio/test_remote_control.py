@@ -74,7 +74,7 @@ async def test_a_slot_in_whose_place_others_have_begun_is_given_back_by_name(cap
             wire = wire_of(producer)
             wire.cut("the network broke", seen_by=[0])  # the controller's end
             await settle()
-            assert "lost with 4 rollouts that it had reserved" in caplog.text
+            assert "it had reserved and not put. Rollouts: 4" in caplog.text
             async with harness.balancer.reserve(7):
                 wire.cut("the network broke", seen_by=[1])
                 await settle()

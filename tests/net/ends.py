@@ -14,10 +14,11 @@ import msgspec
 from guard import GUARD_S
 
 from stream_balancer.net import movers
+from stream_balancer.net.address import TcpDialer
 from stream_balancer.net.connection import Connection
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.handshake import Handshake
-from stream_balancer.net.listener import Listener, dial
+from stream_balancer.net.listener import Listener
 from stream_balancer.net.loops import Io
 from stream_balancer.net.messages import (
     HEADER_BYTES,
@@ -155,7 +156,8 @@ class Network:
                 found.append(what)
                 self._news.notify_all()
 
-        dial(address or self.address or self.listen(), token, join_of(*names), welcomed, tell, tls=tls, pool=self.pool)
+        where = address or self.address or self.listen()
+        TcpDialer(where, token=token.decode(), tls=tls, pool=self.pool).dial(join_of(*names), welcomed, tell)
         with self._news:
             assert self._news.wait_for(lambda: found, GUARD_S), "neither joined nor failed"
         if isinstance(found[0], End):

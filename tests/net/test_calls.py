@@ -24,11 +24,10 @@ from stream_balancer.errors import (
     RolloutError,
     WireError,
 )
-from stream_balancer.net.answers import Asked
 from stream_balancer.net.calls import Pending
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.messages import Notify, Welcome
-from stream_balancer.net.service import Bytes, Peer, Service
+from stream_balancer.net.service import Asked, Bytes, Peer, Service
 from stream_balancer.net.session import Session
 from stream_balancer.testing.network import MemoryNetwork
 from stream_balancer.wire.payload import Payload
@@ -390,7 +389,7 @@ async def test_beyond_the_budget_a_session_is_read_once_others_have_their_replie
         assert host.begun in (2, 3)
         await anyio.sleep(10)
         assert len(host.taken) == 6
-        assert (host.service.budget.used, host.service.budget.paused) == (0, {})
+        assert (host.service.staged, host.service.paused) == (0, {})
 
 
 async def test_closing_takes_back_what_waits_and_says_what_became_of_it() -> None:

@@ -20,10 +20,9 @@ from stream_balancer.client import payloads
 from stream_balancer.client.payloads import Fetcher, Missing, PayloadOwner
 from stream_balancer.errors import DuplicateRolloutError
 from stream_balancer.net.address import TcpDialer
-from stream_balancer.net.answers import Asked
 from stream_balancer.net.listener import Listener
 from stream_balancer.net.loops import Io
-from stream_balancer.net.service import Peer, Service
+from stream_balancer.net.service import Asked, Peer, Service
 from stream_balancer.net.session import Session
 from stream_balancer.testing.network import MemoryNetwork
 from stream_balancer.types import MicroBatch, Rollout
