@@ -82,7 +82,7 @@ class StreamBalancer(OfOneProcess):
     is logged.
 
     ``accept(rollouts)`` decides what is worth training on, before it takes a place: called with a rollout by itself, or
-    with all siblings of a group (of ``put_group``, or once the last of ``groups.size`` comes). What it turns down is
+    with all siblings of a group (of ``put_group``, or once the last of ``groups.size`` comes). What it refuses is
     counted and evicted as "filtered", and its put returns as usual; what it raises comes out of that put, and nothing
     was accepted. It may be async: a slow answer delays its own put and no other. See docs/staleness.md.
 
@@ -402,8 +402,8 @@ class StreamBalancer(OfOneProcess):
     # -- record --------------------------------------------------------------------------------------------------------
 
     def record(self, path: str | os.PathLike[str]) -> Recorder:
-        """Write every rollout accepted from now on (lengths, group, seconds) to a new trace file, csv or csv.gz, until
-        the balancer is closed. ``load_trace`` reads it; see docs/tuning.md.
+        """Write every rollout accepted from now on (lengths, group, seconds) to a new CSV file, until the
+        balancer is closed. ``load_trace`` reads it; see docs/tuning.md.
 
         Never fails a put: what goes wrong with the disk is logged, and kept in the returned object's ``error``. Raises
         :class:`ConfigError` for another suffix, AlreadyInUseError while it records elsewhere.
