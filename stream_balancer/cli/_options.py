@@ -205,7 +205,7 @@ def _read(path: Path) -> dict[str, Any]:
     reader = {".json": msgspec.json, ".toml": msgspec.toml}.get(path.suffix.lower(), msgspec.yaml)
     try:
         return reader.decode(path.read_text(encoding="utf-8"), type=dict[str, Any])
-    except (OSError, ValueError, ImportError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
 
 

@@ -19,20 +19,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from transfer_queue.sampler import BaseSampler
 
 import stream_balancer as sb
 from stream_balancer import planning
 
-if TYPE_CHECKING:
-    from transfer_queue.sampler import BaseSampler as _Base
-else:
-    _Base = object
-
-__all__ = ["MARK", "BalancedSelection", "micro_batches"]  # and BalancedSampler, made when asked for: it needs its base
+__all__ = ["MARK", "BalancedSampler", "micro_batches"]
 
 MARK = "balanced"
 """The key in a row's ``custom_meta``: its ``micro_batch`` on its rank, from 0, and its ``weight``, which is 0.0 for a
@@ -43,7 +38,7 @@ Share = list[tuple[int, dict[str, Any]]]
 
 
 @dataclass
-class _Pool:
+class _TaskRows:
     """Rows of a task in a partition."""
 
     # in the order of arrival: the controller gives indices of cleared rows again, so theirs says nothing
@@ -58,7 +53,7 @@ class _Pool:
     steps: int = 0
 
 
-class BalancedSelection(_Base):  # type: ignore[misc] # Any, where TransferQueue is absent
+class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says no types
     """TransferQueue's ``BaseSampler``: each step's ranks get shares of one plan, in any order, as often as they ask.
 
     The controller needs ``polling_mode=True``: ``sample`` runs in the one thread that serves everybody, so it never
@@ -97,7 +92,7 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where TransferQueue
         self.counts, self.cap = counts, max_tokens_per_micro_batch
         self.length_key = length_key
         self._cost: Any = sb.BalancerConfig(dp_size=dp_size, batch_size=dp_size, cost=cost).cost
-        self._pools: dict[tuple[str, str], _Pool] = {}
+        self._pools: dict[tuple[str, str], _TaskRows] = {}
 
     def sample(
         self, ready_indexes: list[int], batch_size: int, task_name: str = "", partition_id: str = "", **asked: Any
@@ -112,7 +107,7 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where TransferQueue
             return [], []  # nobody has put into it yet
         if step is None or not 0 <= rank < self.dp_size:
             raise ValueError(f"sampling_config needs 0 <= dp_rank ({rank}) < {self.dp_size} and a batch_index ({step})")
-        pool = self._pools.setdefault((partition_id, task_name), _Pool())
+        pool = self._pools.setdefault((partition_id, task_name), _TaskRows())
         if (rank, step) not in pool.shares:
             shares = self._plan(pool, ready_indexes, batch_size * self.dp_size, partition, end=asked.get("end", False))
             pool.shares |= {(of, step): share for of, share in enumerate(shares)}
@@ -146,7 +141,7 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where TransferQueue
         for pool in self._pools.values():
             pool.seen = dict.fromkeys(pool.seen, time.monotonic())
 
-    def _plan(self, pool: _Pool, ready: list[int], wanted: int, partition: Any, *, end: bool) -> list[Share]:
+    def _plan(self, pool: _TaskRows, ready: list[int], wanted: int, partition: Any, *, end: bool) -> list[Share]:
         """Every rank's share of a step of ``wanted`` rows; none where it is too early."""
         now, lengths = time.monotonic(), self._lengths(partition, [row for row in ready if row not in pool.planned])
         pool.seen = {row: at for row, at in pool.seen.items() if row in lengths} | {
@@ -232,16 +227,3 @@ def micro_batches(meta: Any) -> list[list[int]]:
     for place, tags in enumerate(meta.custom_meta):
         found.setdefault(tags[MARK]["micro_batch"], []).append(place)
     return list(found.values())
-
-
-@cache
-def _sampler() -> type[BalancedSelection]:
-    from transfer_queue.sampler import BaseSampler
-
-    return type("BalancedSampler", (BalancedSelection, BaseSampler), {"__module__": __name__})
-
-
-def __getattr__(name: str) -> Any:
-    if name == "BalancedSampler":
-        return _sampler()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_balancer.integrations.transfer_queue import MARK, BalancedSelection, micro_batches
+pytest.importorskip("transfer_queue")
+
+from stream_balancer.integrations.transfer_queue import MARK, BalancedSampler, micro_batches
 
 
 class Partition:
@@ -43,14 +45,14 @@ def ask(sampler: Any, partition: Partition, rank: int, step: int, per_rank: int 
 
 
 def test_outliers_wait_for_company_and_ranks_finish_together() -> None:
-    sampler, partition = BalancedSelection(2), Partition(LENGTHS)
+    sampler, partition = BalancedSampler(2), Partition(LENGTHS)
     shares = [ask(sampler, partition, rank, 0) for rank in (1, 0)]
     assert not {0, 6} & {row for share in shares for row in share}
     assert {sum(LENGTHS[row] for row in share) for share in shares} == {400}
 
 
 def test_a_window_is_waited_for_and_a_row_without_its_length_is_not_in_it() -> None:
-    sampler, partition = BalancedSelection(2), Partition(LENGTHS)
+    sampler, partition = BalancedSampler(2), Partition(LENGTHS)
     late = partition.ready.pop()
     assert ask(sampler, partition, 0, 0) == []
     partition.ready.append(late)
@@ -61,20 +63,20 @@ def test_a_window_is_waited_for_and_a_row_without_its_length_is_not_in_it() -> N
 
 
 def test_the_same_share_whoever_asks_first_and_again_and_after_a_checkpoint() -> None:
-    sampler, partition = BalancedSelection(2), Partition({row: 10 + row for row in range(32)})
+    sampler, partition = BalancedSampler(2), Partition({row: 10 + row for row in range(32)})
     first = ask(sampler, partition, 1, 0)
-    restored = BalancedSelection(2)
+    restored = BalancedSampler(2)
     restored.load_checkpoint(pickle.loads(pickle.dumps(sampler.save_checkpoint())))  # noqa: S301 - made here
     assert ask(sampler, partition, 1, 0) == ask(restored, partition, 1, 0) == first
     assert ask(sampler, partition, 0, 0) == ask(restored, partition, 0, 0)
     sampler.clear_cache("p")
-    assert sampler.save_checkpoint() == BalancedSelection(2).save_checkpoint()
+    assert sampler.save_checkpoint() == BalancedSampler(2).save_checkpoint()
 
 
 @given(st.data())
 def test_every_row_leaves_once_and_ranks_have_as_many_micro_batches(data: st.DataObject) -> None:
     ranks, per_rank = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
-    sampler = BalancedSelection(ranks, max_tokens_per_micro_batch=data.draw(st.sampled_from([None, 300])))
+    sampler = BalancedSampler(ranks, max_tokens_per_micro_batch=data.draw(st.sampled_from([None, 300])))
     lengths = data.draw(st.lists(st.integers(1, 500), min_size=1, max_size=60))
     partition, trained, came = Partition({}), list[int](), dict[int, int]()
     ahead = data.draw(st.sampled_from([0, 1]))  # one rank may be a step further than the others
@@ -109,7 +111,7 @@ def test_every_row_leaves_once_and_ranks_have_as_many_micro_batches(data: st.Dat
 
 def test_nobody_is_passed_over_too_often() -> None:
     sampler, partition = (
-        BalancedSelection(2, max_skips=3),
+        BalancedSampler(2, max_skips=3),
         Partition({row: 5000 if row == 0 else 100 for row in range(8)}),
     )
     for step in range(4):
@@ -125,7 +127,7 @@ def test_groups_leave_whole() -> None:
     rng = np.random.default_rng(0)
     lengths = {row: int(n) for row, n in enumerate(rng.lognormal(5, 1, 48))}
     groups = {row: f"g{row % 16}" for row in lengths}  # siblings come far apart, and in indices that are no neighbours
-    sampler = BalancedSelection(2, group_key="group", group_size=3)
+    sampler = BalancedSampler(2, group_key="group", group_size=3)
     partition = Partition(lengths, groups)
     del partition.ready[-3:]  # the last of three groups
     for step in range(2):
@@ -139,12 +141,12 @@ def test_groups_leave_whole() -> None:
 
 
 def test_the_deadline_sends_fewer_and_a_rank_without_rows_gets_a_copy_of_weight_zero() -> None:
-    sampler, partition = BalancedSelection(2, deadline_s=0.0), Partition({5: 70})
+    sampler, partition = BalancedSampler(2, deadline_s=0.0), Partition({5: 70})
     shares = [ask(sampler, partition, rank, 0) for rank in (0, 1)]
     assert shares == [[5], [5]]
     given_weights = []
     again = Partition({5: 70})
-    other = BalancedSelection(2, deadline_s=0.0)
+    other = BalancedSampler(2, deadline_s=0.0)
     for rank in (0, 1):
         ask(other, again, rank, 0)
         given_weights.append(again.tags[5][MARK]["weight"])
@@ -152,13 +154,13 @@ def test_the_deadline_sends_fewer_and_a_rank_without_rows_gets_a_copy_of_weight_
 
 
 def test_requests_without_a_rank_are_served_in_order_and_wrong_ones_are_refused() -> None:
-    sampler, partition = BalancedSelection(2), Partition(LENGTHS)
+    sampler, partition = BalancedSampler(2), Partition(LENGTHS)
     assert sampler.sample([3, 4, 5], 2, partition=partition) == ([3, 4], [3, 4])
     assert sampler.sample([3], 2, partition=partition) == ([], [])
     assert sampler.sample([], 2, partition=None, dp_rank=0, batch_index=0) == ([], [])  # nobody has put yet
     with pytest.raises(ValueError, match=r"0 <= dp_rank \(2\) < 2 and a batch_index \(0\)"):
         ask(sampler, partition, 2, 0)
     with pytest.raises(ValueError, match="group_key and group_size go together"):
-        BalancedSelection(2, group_size=4)
+        BalancedSampler(2, group_size=4)
     with pytest.raises(ValueError, match=r"dp_size \(0\), window"):
-        BalancedSelection(0)
+        BalancedSampler(0)

@@ -124,7 +124,7 @@ def patch() -> Callable[[], None]:
             batch["global_n_tokens"] -= sum(getattr(row, "uncounted", 0) for row in rows)
             return batch
 
-    class Steps(home.TrainerCallback):  # type: ignore[misc]
+    class StepEnds(home.TrainerCallback):  # type: ignore[misc]
         def __init__(self, worker: Any) -> None:
             self._worker = worker
 
@@ -137,7 +137,7 @@ def patch() -> Callable[[], None]:
 
     def with_steps(self: Any) -> Any:
         # training asks for the loader first, so the callback is there before any step
-        self.add_callback(Steps(self.rollout_worker))
+        self.add_callback(StepEnds(self.rollout_worker))
         return get_train_dataloader(self)
 
     for name in names[:2]:

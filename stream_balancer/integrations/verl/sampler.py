@@ -13,22 +13,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import torch
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+from verl.utils.seqlen_balancing import calculate_workload
 
 from stream_balancer.integrations._plans import choose_groups
 from stream_balancer.integrations.partitions import get_seqlen_balanced_partitions
 
-if TYPE_CHECKING:
-    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync as _Base
-else:
-    _Base = object
-
-__all__ = ["BalancedSelection", "SamplerKnobs"]  # and BalancedReplayBuffer, made when asked for: it needs verl
+__all__ = ["BalancedReplayBuffer", "SamplerKnobs"]
 
 
 class SamplerKnobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,14 +42,6 @@ class SamplerKnobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     filter_groups_metric: str | None = None
     """DAPO's group filter, which verl does not pass on to custom samplers: ``algorithm.filter_groups.metric``."""
 
-    @classmethod
-    def of(cls, kwargs: Mapping[str, Any]) -> SamplerKnobs:
-        """Raises ValueError for a knob that is missing, unknown, out of range, or could never fire."""
-        try:
-            return msgspec.convert(dict(kwargs), cls)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"sampler_kwargs: {error}. Its knobs are {list(cls.__struct_fields__)}") from None
-
     def __post_init__(self) -> None:
         if (self.window is None) != (self.deadline_s is None):
             raise ValueError(
@@ -62,8 +50,8 @@ class SamplerKnobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
 
 
-class BalancedSelection(_Base):  # type: ignore[misc] # Any, where verl is absent
-    """Differences from verl's ``ReplayBufferAsync``, which comes after it in the method resolution order."""
+class BalancedReplayBuffer(ReplayBufferAsync):  # type: ignore[misc] # verl says no types
+    """verl's ``ReplayBufferAsync``, but for the choice."""
 
     def __init__(self, trainer_mode: str, *args: Any, sampler_kwargs: Mapping[str, Any], **kwargs: Any) -> None:
         if trainer_mode == "sync":
@@ -71,7 +59,7 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where verl is absen
                 "a sync trainer has exactly one batch in flight, so there is nothing to choose. Leave custom_sampler "
                 "out, or use colocate_async or separate_async"
             )
-        self.knobs = SamplerKnobs.of(sampler_kwargs)
+        self.knobs = msgspec.convert(dict(sampler_kwargs), SamplerKnobs)  # a ValueError names what it refuses
         kwargs.setdefault("filter_groups_metric", self.knobs.filter_groups_metric)
         super().__init__(trainer_mode, *args, sampler_kwargs=sampler_kwargs, **kwargs)
         self._skips: dict[str, int] = {}  # group -> batches that passed it over
@@ -115,10 +103,9 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where verl is absen
             return oldest, rows, steps
         by_age = sorted(sampleable_keys, key=lambda uid: (steps.get(uid, 0), uid))
         lengths = _lengths_by_group(rows, by_age)
-        costs = {uid: _workload(own) for uid, own in lengths.items()}
         places = choose_groups(
             list(lengths.values()),
-            list(costs.values()),
+            [_workload(own) for own in lengths.values()],
             batch_size,
             self.knobs.dp_size,
             skips=[self._skips.get(uid, 0) for uid in by_age],
@@ -132,8 +119,6 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where verl is absen
         self._report = {
             "training/window/waiting": len(by_age),
             "training/window/skips_max": max(self._skips.values(), default=0),
-            "training/window/imbalance": self._imbalance([costs[uid] for uid in by_age if uid in chosen]),
-            "training/window/imbalance_of_oldest": self._imbalance([costs[uid] for uid in by_age[:batch_size]]),
         }
         return [uid for uid in by_age if uid in chosen], rows, steps
 
@@ -141,15 +126,6 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where verl is absen
         """verl would drop this group at the next step."""
         limit = self.max_off_policy_threshold
         return limit is not None and self.max_off_policy_strategy == "drop" and self._global_steps - steps + 2 > limit
-
-    def _imbalance(self, costs: Sequence[np.ndarray[Any, Any]]) -> float:
-        """Heaviest rank over the mean, minus one, if these groups are split as verl does it."""
-        work = np.concatenate(costs)
-        # as verl pads a batch that does not divide
-        work = np.concatenate((work, np.zeros(-work.size % self.knobs.dp_size)))
-        parts = get_seqlen_balanced_partitions(work, self.knobs.dp_size, equal_size=True)
-        mean = float(work.sum()) / self.knobs.dp_size
-        return max(float(work[part].sum()) for part in parts) / mean - 1.0 if mean else 0.0
 
     def _materialize_batch(self, partition_id: str, uids: list[str], rows: dict[str, dict[str, Any]]) -> Any:
         batch = super()._materialize_batch(partition_id, uids, rows)
@@ -173,25 +149,11 @@ def _lengths_by_group(rows: Mapping[str, Mapping[str, Any]], uids: Sequence[str]
 
 def _workload(lengths: Sequence[int]) -> np.ndarray[Any, Any]:
     """verl's answer to how much work a length is, with which it deals the batch to the ranks later."""
-    from verl.utils.seqlen_balancing import calculate_workload
-
     work: np.ndarray[Any, Any] = calculate_workload(torch.tensor(lengths, dtype=torch.int64)).numpy()
     return work.astype(np.float64)
 
 
-@cache
-def _replay_buffer() -> type[BalancedSelection]:
-    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
-
-    # a renamed method would never be called, and the choice silently be verl's
-    overridden = {name for name, one in vars(BalancedSelection).items() if callable(one) and not name.startswith("__")}
-    ours = {"_stale_next", "_imbalance"}
-    if missing := sorted(name for name in overridden - ours if not hasattr(ReplayBufferAsync, name)):
-        raise ImportError(f"this verl's ReplayBufferAsync has no {missing}; BalancedReplayBuffer is for verl 0.9.1")
-    return type("BalancedReplayBuffer", (BalancedSelection, ReplayBufferAsync), {"__module__": __name__})
-
-
-def __getattr__(name: str) -> Any:
-    if name == "BalancedReplayBuffer":
-        return _replay_buffer()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# a renamed method would never be called, and the choice silently be verl's
+_REPLACED = {"_has_enough_samples", "_select_prompt_uids", "_materialize_batch"}
+if missing := sorted(_REPLACED - set(dir(ReplayBufferAsync))):
+    raise ImportError(f"this verl's ReplayBufferAsync has no {missing}; BalancedReplayBuffer is for verl 0.9.1")
