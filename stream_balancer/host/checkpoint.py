@@ -25,15 +25,15 @@ _log = logging.getLogger("stream_balancer.snapshot")
 def state_dict(snapshot: Snapshot) -> dict[str, Any]:
     """A dict of tensors, numbers, strings, and lists and dicts of these. O(bytes held).
 
-    Raises RolloutError, naming it, for a rollout that was changed after it was put; ValueError where payloads lie with
-    their producers.
+    Raises RolloutError, naming it, for a rollout that was changed after it was put; ValueError where producers keep the
+    payloads.
     """
     # times are kept as ages: the next process has another clock
     held = list(held_of(snapshot, 0.0))
     away = [one.rollout.rollout_id for one in held if one.rollout.tokens["input_ids"].is_meta]
     if away:
         raise ValueError(
-            f"{len(away)} rollouts (the first: {away[0]!r}) lie with their producers (hand_over='direct'), so a "
+            f"{len(away)} rollouts (the first: {away[0]!r}) are kept by their producers (hand_over='direct'), so a "
             "checkpoint of the controller cannot hold them. Take it when none waits or is in flight, or put through "
             "the balancer"
         )

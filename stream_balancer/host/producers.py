@@ -239,7 +239,7 @@ class Producers:
     def _rollouts(self, peer: Peer, header: msgspec.Raw, memory: Memory | None) -> list[Rollout]:
         producer: _Producer = peer.data["producer"]
         rollouts = decode_rollouts(header, memory, leases=producer.leases)
-        # All of a put lie with its producer, or none; without leases that was refused.
+        # The producer keeps all of a put, or none; without leases that was refused.
         if producer.leases is None or not isinstance(rollouts[0], RemoteRollout):
             return rollouts
         if any(_owner_of(one) != producer.owner for one in rollouts):

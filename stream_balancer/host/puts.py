@@ -169,7 +169,7 @@ class PendingPut(Waiter):
         elif keep:
             self._take_or_queue(now, may_wait)
         else:
-            # needs no room, so it is never queued: who is turned down must not wait for a place
+            # needs no room, so it is never queued: a refused one must not wait for a place
             self._puts.core.filter_out(self._rollouts, now, self._size)
             self._puts.wakeups.changed()  # siblings that waited have made room
             self.stage = "done"

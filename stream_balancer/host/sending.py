@@ -57,7 +57,7 @@ class InFlight:
     columns: Columns
     handed: Handed
     lockstep: bool
-    """Ranks meet at every micro-batch, and others may take over what a lost one owes."""
+    """Ranks meet at every micro-batch, and others may take over the work of a lost one."""
     speeds: Mapping[int, float]
     """By the rank's number; none, if they were not given."""
     plans: dict[int, Plan] = field(default_factory=dict)

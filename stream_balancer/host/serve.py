@@ -82,10 +82,10 @@ async def serve(
     same plan, same order. The default 0 raises at once: without an elastic launcher nobody would come back. A rank that
     was lost before ``serve`` began is waited for without limit, as one that has not come yet.
 
-    ``on_rank_loss="replan"`` goes on without a rank that has not come back in that time: what it owed is planned again
-    over the ranks that are left, within the step. The next batch is for one rank fewer; should the lost one come after
-    all, for one more. Where ranks share rollouts or meet at every micro-batch, those that share with it begin the step
-    again. The last rank's loss is raised. See docs/elastic.md.
+    ``on_rank_loss="replan"`` goes on without a rank that has not come back in that time: its unfinished work is planned
+    again over the ranks that are left, within the step. The next batch is for one rank fewer; should the lost one come
+    after all, for one more. Where ranks share rollouts or meet at every micro-batch, those that share with it begin the
+    step again. The last rank's loss is raised. See docs/elastic.md.
 
     ``move_late=True`` is for a rank that is slow without notice: once half of the ranks have nothing left to do in a
     step, they take over the micro-batches that the others have not begun. See docs/elastic.md. Both are for ranks
@@ -229,7 +229,7 @@ class _Server(Observer):
 
     def _wants_step(self) -> bool:
         members, steps = self._ledger.members(TRAIN), self._ledger.steps.values()
-        # Who is to do what lost ranks owe of earlier steps must not begin with later ones.
+        # Ranks that are to do the work of lost ones in earlier steps must not begin with later ones.
         is_settled = len(members) == self._balancer.config.dp_size and not any(step.settling for step in steps)
         return is_settled and self._ledger.wants_step and self._all_take_part(members)
 
@@ -364,7 +364,7 @@ class _Server(Observer):
         # Before others are sent its work: after a crash, both would have it.
         await self._here.handed.flush()
         logger.warning(
-            "%s is given up: %s. What it owed of steps %s is for the other ranks", lost.name, error.cause, steps
+            "%s is given up: %s. Its unfinished work of steps %s is for the other ranks", lost.name, error.cause, steps
         )
         self._follow_the_ranks()
 
@@ -383,7 +383,7 @@ class _Server(Observer):
     def _why_stalled(self, seconds: float) -> str:
         """After so many seconds without a step: a line that names who is missing."""
         if self._ledger.ended:
-            # who owes an acknowledgement keeps the others: it is named alone
+            # a missing acknowledgement keeps the others: its rank is named alone
             left = self._ranks.unfinished
             names = ", ".join(one.name for one in [m for m in left if self._ledger.unacknowledged(m.id)] or left)
             return f"all batches were sent {seconds:.0f} s ago; not yet done with them: {names}"
@@ -396,8 +396,8 @@ class _Server(Observer):
         for number in sorted(self._ledger.steps)[:1]:
             step = self._ledger.steps[number]
             missed = {item.owner for item in step.items.values() if item.role and not item.has_columns}
-            if owing := self._names(one for one in missed if one is not None):
-                yield f"step {number} waits for the columns of {owing}"
+            if late := self._names(one for one in missed if one is not None):
+                yield f"step {number} waits for the columns of {late}"
             absent = self._names(step.participants - step.at_barrier) if step.at_barrier else ""
             if absent and not step.is_met and step.seal is None:
                 yield f"step {number} waits for {absent}"

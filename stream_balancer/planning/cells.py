@@ -323,7 +323,7 @@ class Cells:
             done, spent = self.exchange(a, b, size, turn, last=stage >= pairings)
             budget -= spent
             turn += 1
-            # an exchange changes who is last, so the cheap pairings are tried again before the dear ones
+            # an exchange changes who is last, so the cheap pairings are tried again before the expensive ones
             if done:
                 moved = stage >= pairings
                 stage = stage if moved else 0

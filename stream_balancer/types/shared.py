@@ -116,7 +116,7 @@ class SharedRollout(Rollout):
         if self.is_padding:
             return 0
         if columns_of(self)["input_ids"].is_meta:
-            # the mask lies with its producer: nobody here can tell whose they are
+            # the producer keeps the mask: nothing here can tell whose they are
             return self.whole_loss_tokens if self.cp_rank == 0 else 0
         if "loss_mask" in self.tokens:
             first, *others = rows_of(self, "loss_mask")

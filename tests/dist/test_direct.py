@@ -191,7 +191,7 @@ async def test_payloads_are_held_until_acknowledged_and_then_dropped() -> None:
                 await producer.put(make(30, f"r{n}"))
             held = producer._kept
             assert held is not None
-            with pytest.raises(ValueError, match="lie with their producers"):
+            with pytest.raises(ValueError, match="are kept by their producers"):
                 balancer.state_dict()
             feed = sb.RankFeed(transport.address, rank=0, dp_size=1)
             batch = await anext(feed)

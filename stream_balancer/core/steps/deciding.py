@@ -66,7 +66,7 @@ def _change(book: Book, step: StepState) -> None:
 
 
 def _forget_meeting(book: Book, step: StepState) -> None:
-    """All whose weights had the step are gone: what the ranks that left it owed is to be done again."""
+    """No rank whose weights had the step is left: the work of those that left it is to be done again."""
     step.is_met = False
     for item in list(step.items.values()):
         if item.owner is None or (not item.role and item.owner not in step.participants):
@@ -272,7 +272,7 @@ def _is_through(book: Book, rank: Rank) -> bool:
     if not book.meets:
         shares = rank.active.values()
         return all(_is_finished(share) or (share.sealed == rank.full and not share.unsent) for share in shares)
-    # Until every step is met, somebody must be there to do what a lost rank owes.
+    # Until every step is met, a rank must be there to do the work of a lost one.
     steps = book.steps.values() if is_wanted else [share.step for share in rank.active.values()]
     return all(step.is_met and _is_finished(step.shares.get(rank.id)) for step in steps)
 

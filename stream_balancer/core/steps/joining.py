@@ -64,8 +64,8 @@ class Joining(Book):
         self.rank(one).links &= ~(1 << seat)
 
     def gave_up(self, one: RankId) -> None:
-        """The rank will not come back: what it owes goes to others, where they cannot have met with it. ``fenced`` says
-        which incarnation must not come any more."""
+        """The rank will not come back: its unfinished work goes to others, where they cannot have met with it.
+        ``fenced`` says which incarnation must not come any more."""
         rank = self.rank(one)
         rank.is_given_up, rank.links = True, 0
         self.fenced[one] = max(self.fenced.get(one, -1), rank.incarnation)

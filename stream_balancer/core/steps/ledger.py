@@ -77,7 +77,7 @@ class Ledger(Joining):
         return 0 if rank is None else rank.room
 
     def unacknowledged(self, one: RankId) -> list[int]:
-        """Steps of which the rank owes something, ascending. O(its active steps)."""
+        """Steps that the rank has not acknowledged, ascending. O(its active steps)."""
         rank = self.ranks.get(one)
         return [] if rank is None else list(rank.active)
 

@@ -234,7 +234,7 @@ class StepState:
     at_barrier: set[RankId] = field(default_factory=set)
     recalls: set[RankId] = field(default_factory=set)
     unasked: set[RankId] = field(default_factory=set)
-    """Ranks that may have something to spare."""
+    """Ranks that may have items they have not begun."""
     seal: StepSeal | None = None
     seals: int = 0
     """Number of the last seal."""
