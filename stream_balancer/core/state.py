@@ -52,7 +52,6 @@ class BalancerState:
         """Rows that have left of the step that is under way; None where steps begin once they are complete."""
         self.evicted: list[tuple[Rollout, EvictReason]] = []
         """Rollouts evicted by the call that is running, which no observer was notified of yet."""
-        self._arrivals_seen = 0  # of the rollouts ever added to the buffer, how many the length figures have
 
     def use(self, config: BalancerConfig) -> None:
         """Other knobs are in force for every part but :attr:`pricing`; see :meth:`reprice`."""
@@ -107,22 +106,11 @@ class BalancerState:
     def remove(self, rows: Ints, *, never_came: bool = False) -> list[Rollout]:
         """Rollouts that wait no longer; ``never_came``: their groups lack them again. :meth:`changed` must follow.
         O(n)."""
-        self.see_arrivals()
         return self.buffer.remove(rows, never_came=never_came)
-
-    def see_arrivals(self) -> None:
-        """The length figures learn what has come since the last time, before any of it leaves. O(arrivals)."""
-        buffer = self.buffer
-        came = buffer.num_added - self._arrivals_seen  # all of them still wait, since this comes first
-        self.length_bias.arrived(buffer.lengths[len(buffer) - came :])
-        self._arrivals_seen += came
 
     def dispatch(self, batch: Batch, rows: Ints) -> None:
         """A batch leaves: these rows of the buffer, in the plan's order. O(n)."""
         buffer = self.buffer
-        # What came and what goes are counted by the same rows, before any of them moves: else a rollout that leaves at
-        # once would have gone without ever having come.
-        self.see_arrivals()
         self.length_bias.record(buffer.lengths[rows], buffer.skips[rows])
         buffer.strata.dispatched(buffer.stratum_numbers[rows])
         # those held back for their age could not have gone, so they were not passed over

@@ -175,7 +175,7 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
         delay_dispatches=Quantiles.of(skips[chosen]),
         max_skips_seen=int((run.step_of - _ready_step(run))[went].max(initial=0)),
         staleness=Quantiles.of((run.step_of - run.generation.started_step)[chosen]),
-        length_bias=_length_bias(lengths[came], lengths[chosen], skips[chosen], run.step_of[chosen]),
+        length_bias=_length_bias(lengths[chosen], skips[chosen]),
         arrived_lengths=Quantiles.of(lengths[came]),
         dispatched_lengths=Quantiles.of(lengths[chosen]),
         strata=_by_stratum(run, chosen, skips),
@@ -222,12 +222,8 @@ def _ready_step(run: Run) -> Ints:
     return np.where(np.bincount(groups)[groups] < size, run.step_of, last[groups])
 
 
-def _length_bias(came: Ints, went: Ints, skips: Ints, step_of: Ints) -> LengthBiasSummary:
-    """The running figures of ``planning``, over the lengths that came, and those that went ([m] each) step by step."""
+def _length_bias(went: Ints, skips: Ints) -> LengthBiasSummary:
+    """The running figures of ``planning``, over the lengths that went."""
     bias = LengthBias()
-    bias.arrived(came)
-    # batch by batch, as the live figures are fed: the spread of batch means needs the batches
-    order = np.argsort(step_of, kind="stable")
-    for rows in np.split(order, np.flatnonzero(np.diff(step_of[order])) + 1):
-        bias.record(went[rows], skips[rows])
+    bias.record(went, skips)
     return bias.summary()

@@ -68,10 +68,9 @@ def drill(trace: Trace, *, deadline_s: float | None) -> None:
     core.end()
     poll(float(times.max()))
     assert core.finished
-    assert sorted(dispatched) == sorted(trace.lengths.tolist())  # so every quantile is the same
+    assert sorted(dispatched) == sorted(trace.lengths.tolist())
     summary = core.statistics(0.0).length_bias
     assert summary.num_dispatched == len(trace)
-    assert summary.dispatched_quantiles == summary.arrived_quantiles
 
 
 def few(trace: Trace, count: int) -> Trace:
