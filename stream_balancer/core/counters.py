@@ -39,6 +39,30 @@ class Counts:
         self.mean_seconds += sum(seconds) / len(seconds)
         self.max_seconds += max(seconds)
 
+    def figures(self) -> dict[str, Any]:
+        """Fields of ``Statistics`` that follow."""
+        same = (
+            "accepted",
+            "acknowledged",
+            "nacked",
+            "peak_waiting",
+            "dispatched_tokens",
+            "padding_copies",
+            "short_groups",
+        )
+        loads, bounds, slowest = self.mean_loads, self.lower_bounds, self.max_loads
+        return {
+            **{name: getattr(self, name) for name in same},
+            "evicted": dict(self.evicted),
+            "batches": dict(self.batches),
+            "surplus_rollouts": self.surplus,
+            "token_variation": token_variation(self.batches.total(), self.dispatched_tokens, self.squared_tokens),
+            # None where nothing is known
+            "idle_fraction": 1.0 - loads / slowest if slowest > 0 else None,
+            "unavoidable_idle_fraction": max(bounds - loads, 0.0) / slowest if slowest > 0 else None,
+            "measured_idle_fraction": 1.0 - self.mean_seconds / self.max_seconds if self.max_seconds > 0 else None,
+        }
+
     def totals(self) -> dict[str, Any]:
         """Everything, as numbers and dicts of numbers."""
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
@@ -76,16 +100,6 @@ class TrainingAges:
                 break
         mean = sum(age * number for age, number in self._rollouts.items()) / total
         return TrainingAge(rollouts=total, mean=mean, p99=p99, max=max(self._rollouts))
-
-
-def unavoidable(mean: float, bound: float, highest: float) -> float | None:
-    """None where nothing is known."""
-    return max(bound - mean, 0.0) / highest if highest > 0 else None
-
-
-def idle(mean: float, highest: float) -> float | None:
-    """None where nothing is known."""
-    return 1.0 - mean / highest if highest > 0 else None
 
 
 def token_variation(steps: int, tokens: int, squared_tokens: int) -> float | None:

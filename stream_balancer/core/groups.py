@@ -59,8 +59,6 @@ class _Group:
     size: int
     declared: bool = False
     """``size`` was declared for this group: it takes no more than that."""
-    expected: bool = False
-    """... before they had come; a size that is only what had come is void if all of these are lost."""
     arrived: int = 0
     """Executions that have come."""
     waiting: int = 0
@@ -163,7 +161,7 @@ class SiblingGroups:
             return
         for group_id, size in sizes.items():
             group = self._groups.get(group_id) or self._new(group_id)
-            group.declared = group.expected = True
+            group.declared = True
             self._update(group, size=size)
         for group_id, number in arrived.items():
             group = self._groups.get(group_id) or self._new(group_id)
@@ -229,7 +227,7 @@ class SiblingGroups:
             return
         if group is None:
             group = self._new(group_id)
-        group.declared, group.expected = True, size is not None
+        group.declared = True
         self._update(group, size=group.arrived if size is None else size)
         if group.arrived < group.size:
             self.changed.append(group_id)
@@ -317,13 +315,12 @@ class SiblingGroups:
     def _forget_if_done(self, group_id: str, group: _Group) -> None:
         if group.waiting:
             return
-        if group.arrived >= group.size > 0 or self.is_abandoned(group_id):
+        if (
+            group.arrived >= group.size > 0
+            or self.is_abandoned(group_id)
+            or (group.arrived == 0 and not group.declared)
+        ):
             self.forget(group_id)
-        elif group.arrived == 0:  # as if it had never begun; what was to be expected of it still is
-            if not group.expected:
-                self.forget(group_id)
-            if self._closed.pop(group_id, None) is not None:
-                self.changed.append(group_id)
         # else the count must outlive the siblings that have left
 
     def _close(self, group_id: str, size: int | None) -> None:

@@ -102,7 +102,7 @@ class BalancerCore:
             self._publish()
 
     def filter_out(self, rollouts: Sequence[Rollout], now: float, size: GroupSize | None = None) -> None:
-        """Rollouts that ``accept=`` turned down are accepted and evicted at once, with the waiting siblings of their
+        """Rollouts that ``accept=`` refused are accepted and evicted at once, with the waiting siblings of their
         group. Raises like ``add_all``, but never for want of room. O(n)."""
         state, costs = self.state, self.check(rollouts, size)
         group_id = rollouts[0].group_id if size is None else size.group_id

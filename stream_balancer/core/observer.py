@@ -41,7 +41,7 @@ class Observer:
 
     def accepted(self, rollouts: Sequence[Rollout], now: float) -> None:
         """Rollouts of one put were taken in, at ``now`` seconds on the caller's clock. Not those that ``accept=``
-        turned down, which are only ``evicted``."""
+        refused, which are only ``evicted``."""
 
     def planned(self, waiting: Waiting, knobs: PlanKnobs, reason: Reason) -> None:
         """A new batch is about to be dispatched, chosen from these columns, which are valid during the call only."""
