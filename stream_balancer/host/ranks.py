@@ -35,8 +35,8 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     rank: Count
     dp_size: int
-    incarnation: int
-    depth: int
+    incarnation: Count
+    depth: Annotated[int, msgspec.Meta(ge=1)]
     role: str = TRAIN
     seat: Count = 0
     seats: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
@@ -207,18 +207,12 @@ class Ranks:
             raise WireError(f"what a rank says of itself cannot be read: {error}") from None
         member, who = self.members.get(about.id), rank_name(about.rank, about.role)
         # of a feed that was opened for another number of ranks, which was right at that time
-        if about.dp_size != self.num_places and not about.goes_on:
+        if (about.dp_size != self.num_places or about.rank >= self.num_places) and not about.goes_on:
             raise refused_error(
                 "value",
-                f"{who} announces dp_size={about.dp_size}, but the controller balances for "
-                f"dp_size={self.num_places}. Give both the same number of data-parallel ranks"
+                f"{who} announces dp_size={about.dp_size}, but the controller balances for dp_size={self.num_places}, "
+                f"with ranks from 0 to {self.num_places - 1}. Give both the same number of data-parallel ranks"
                 + (": those of a role work on the trainer's plan" if about.role else ""),
-            )
-        if (about.rank >= self.num_places and not about.goes_on) or about.depth < 1 or about.incarnation < 0:
-            raise refused_error(
-                "value",
-                f"{who} announces depth={about.depth}, incarnation={about.incarnation}, but ranks go from 0 to "
-                f"{self.num_places - 1}, depth is at least 1 and incarnation at least 0",
             )
         if member is not None and join.session in member.fenced:
             raise refused_error(
@@ -332,7 +326,7 @@ class Ranks:
         self._forget_if_done(member)
 
     def _forget_if_done(self, member: Member) -> None:
-        """A rank that owes nothing after the end need not come back."""
+        """A rank that has acknowledged all need not come back after the end."""
         if (self._ledger.ended or not self._is_wanted(member)) and self.is_finished(member):
             member.give_up_at = math.inf
 
@@ -346,7 +340,7 @@ class Ranks:
 
     @property
     def unfinished(self) -> list[Member]:
-        """Ranks that owe something, or have not left; in order."""
+        """Ranks that have not acknowledged all, or have not left; in order."""
         return [
             member
             for _, member in sorted(self.members.items())

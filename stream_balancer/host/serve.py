@@ -287,8 +287,8 @@ class _Server(Observer):
     # -- a restart -----------------------------------------------------------------------------------------------------
 
     async def _restore(self, batches: Batches) -> None:
-        """Steps that were in flight before, or in the journal, go on if their plan fits the ranks there are. Where lost
-        ranks are replaced, they go on with the ranks that they were planned for: some may have met in them."""
+        """Steps that were in flight before, or in the journal, go on with the ranks that they were planned for, if
+        these are there; and where lost ranks are replaced, since some may have met in them. Others are planned anew."""
         handed, in_flight = self._here.handed, self._core.state.in_flight
         while (before := in_flight.next_redelivery()) is not None:
             members, there = self._ledger.members(TRAIN), handed.acked.get(before.step)
@@ -296,7 +296,9 @@ class _Server(Observer):
             # What ranks were given is noted unless they were the first ones, and so is who of these was given up since:
             # a plan of which nothing is noted, where they are others, no rank has seen.
             is_given = there is not None or [one.number for one in members] == [*range(len(members))]
-            batch = self._core.give_as_planned() if self._replan and is_given else None
+            # A plain rank in the midst of its part cannot stop: while all that have one are there, the plan holds.
+            are_there = {*numbers} <= {one.number for one in members}
+            batch = self._core.give_as_planned() if is_given and (self._replan or are_there) else None
             if batch is not None:
                 members = [RankId(TRAIN, number) for number in numbers]
             else:

@@ -318,7 +318,7 @@ async def test_a_role_gives_columns_item_by_item() -> None:
     rig.controller.work(0)
     batch = await anext(rig.feed)
     first, second = batch.micro_batches
-    with pytest.raises(ValueError, match="role 'ref' owes the columns of step 0"):
+    with pytest.raises(ValueError, match="role 'ref' has not given the columns of step 0"):
         await anext(rig.feed)
     with pytest.raises(ValueError, match="'x' has shape"):
         first.give(x=torch.ones(3))
@@ -328,7 +328,7 @@ async def test_a_role_gives_columns_item_by_item() -> None:
     first.give(ref_logprobs=column)
     with torch.no_grad():
         column += 1  # it was copied
-    with pytest.raises(ValueError, match="role 'ref' owes"):
+    with pytest.raises(ValueError, match="role 'ref' has not given"):
         batch.ack()
     second.give(ref_logprobs=torch.zeros(11))
     batch.ack()
