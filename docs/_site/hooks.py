@@ -108,16 +108,19 @@ def _plain(text: str) -> str:
 
 def api() -> str:
     """One page with all public names, by module."""
-    tree = ast.parse((ROOT / "stream_balancer" / "__init__.py").read_text())
-    names_of = next(
-        ast.literal_eval(n.value)
-        for n in tree.body
-        if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name) and n.targets[0].id == "_NAMES_OF"
-    )
+    package = ROOT / "stream_balancer"
+    names_of = {
+        "cost": _literal(package / "cost" / "__init__.py", "__all__"),
+        "errors": _literal(package / "errors.py", "__all__"),
+        "types": _literal(package / "types" / "__init__.py", "__all__"),
+    }
+    for table in ("_NAMES_OF", "_MORE_NAMES_OF"):
+        for module, names in _literal(package / "__init__.py", table).items():
+            names_of[module] = list(dict.fromkeys([*names_of.get(module, ()), *names.split()]))
     lines = ["# API", "", "What `import stream_balancer as sb` offers, by module.", ""]
-    for module, names in sorted(names_of.items()):
+    for module, its in sorted(names_of.items()):
         lines += [f"## {module.rpartition('.')[2].lstrip('_')}", ""]
-        own, borrowed = _split(module, names.split())
+        own, borrowed = _split(module, its)
         for name in own:
             lines += [f"::: stream_balancer.{module}.{name}", *_OPTIONS.get(name, ()), ""]
         if borrowed:
@@ -140,6 +143,14 @@ def modules() -> str:
     for folder, rows in folders.items():
         lines += ["", f"## `{folder}`", "", "| module | |", "|---|---|", *rows]
     return "\n".join(lines) + "\n"
+
+
+def _literal(path: Path, name: str) -> Any:
+    """The value that a module gives a name; nothing is imported, since torch need not be there."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
+            return ast.literal_eval(node.value)
+    raise LookupError(f"{path} gives {name} no value")
 
 
 def _split(module: str, names: list[str]) -> tuple[list[str], list[str]]:
