@@ -48,6 +48,7 @@ from stream_balancer.host.observers import EvictCallback, Notices
 from stream_balancer.host.producer_registry import ProducerRegistry
 from stream_balancer.host.puts import Puts
 from stream_balancer.host.recorder import Recorder
+from stream_balancer.host.records import Ended
 from stream_balancer.host.reservations import Reservations
 from stream_balancer.host.versions import Versions
 from stream_balancer.host.wakeups import StallReporter, Wakeups
@@ -356,7 +357,7 @@ class StreamBalancer(OfOneProcess):
         self._lifetime.enter("__aenter__")
         if self._journal is not None:
             await self._journal.recover(self.parts.core)
-            self.parts.producers.follow(self._journal.records.ended)
+            self.parts.producers.follow(self._journal.records.only(Ended))
         return self
 
     async def __aexit__(self, *_: object) -> None:

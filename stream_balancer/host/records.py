@@ -17,15 +17,13 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
 from stream_balancer.core.executions import execution_of
-from stream_balancer.core.groups import Declared
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.errors import WireError
 from stream_balancer.host.plan_rows import PlanRow, batch_of, plan_of
@@ -68,9 +66,9 @@ class Group(msgspec.Struct, array_like=True, tag="group"):
 
     group_id: str
     size: int | None
-    """Siblings of the group; None: as many as have come."""
-    state: Literal["open", "closed", "abandoned"]
-    """The group takes more siblings, or no more, or they are not wanted."""
+    """Siblings of the group. None: it was abandoned; or, where it is not closed, as many as have come."""
+    closed: bool
+    """The group takes no more."""
 
     @property
     def key(self) -> str:
@@ -142,6 +140,8 @@ class Ended(msgspec.Struct, array_like=True, tag="ended", frozen=True):
 
 Fact: TypeAlias = PlanRow | Done | Group | Totals | Acked | Came | Ended
 """What the journal keeps one row of for each key."""
+Kind = TypeVar("Kind", bound=Fact)
+Single = TypeVar("Single", Totals, Ended)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Rollouts | Fact])
@@ -212,26 +212,25 @@ def write_rollouts(name: str, held: Sequence[HeldRollout], *, sealed: bool = Tru
 # --- what rows add up to ---------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Records:
     """All that rows say."""
 
-    held: dict[str, HeldRollout] = field(default_factory=dict)
-    """By id, oldest first."""
-    plans: list[PlanRow] = field(default_factory=list)
-    done: list[Done] = field(default_factory=list)
-    """Oldest first."""
-    groups: dict[str, Group] = field(default_factory=dict)
-    """Groups of which something was declared, oldest first."""
-    acked: dict[int, Acked] = field(default_factory=dict)
-    """By step."""
-    came: list[Came] = field(default_factory=list)
-    ended: Ended = field(default_factory=Ended)
-    totals: Totals = field(default_factory=Totals)
-    owners: codec.Owners = field(default_factory=codec.Owners)
-    """Owners of payloads that lie elsewhere, and what is needed of them."""
-    damage: dict[str, str] = field(default_factory=dict)
-    """By name of a row, or key of a plan, that cannot be used: a sentence."""
+    def __init__(self, owners: codec.Owners | None = None) -> None:
+        self.owners = owners or codec.Owners()
+        """Owners of payloads that lie elsewhere, and what is needed of them."""
+        self.held: dict[str, HeldRollout] = {}
+        """By id, oldest first."""
+        self.damage: dict[str, str] = {}
+        """By name of a row, or key of a plan, that cannot be used: a sentence."""
+        self._facts: dict[type, list[Any]] = {kind: [] for kind in get_args(Fact)}
+
+    def all_of(self, kind: type[Kind]) -> list[Kind]:
+        """Facts of a kind, oldest first."""
+        return self._facts[kind]
+
+    def only(self, kind: type[Single]) -> Single:
+        """The fact of a kind that has one row; before it was written, one that says nothing."""
+        return self.all_of(kind)[-1] if self.all_of(kind) else kind()
 
     def take(self, name: str, row: Any, *, sealed: bool = True) -> None:
         """Take in a row, views of it if it is an array; or note its damage under its name."""
@@ -245,56 +244,40 @@ class Records:
             self.damage[name] = f"{name}: {error}"
 
     def add(self, fact: Rollouts | Fact, columns: Memory | None = None) -> None:
-        """Take in a fact. Many know a least number of the next step, so that damage does not turn it back."""
-        totals = self.totals
-        match fact:
-            case Rollouts():
-                rollouts = codec.decode_rollouts(fact.header, columns, leases=self.owners)
-                for one in map(HeldRollout, rollouts, fact.arrived_at, fact.steps):
-                    # A second one of an id was about to be refused.
-                    self.held.setdefault(one.rollout.rollout_id, one)
-                    totals.next_step = max(totals.next_step, one.step)
-            case PlanRow():
-                self.plans.append(fact)
-                totals.next_step = max(totals.next_step, fact.step + 1)
-            case Done():
-                self.done.append(fact)
-            case Group():
-                self.groups[fact.group_id] = fact
-            case Acked():
-                self.acked[fact.step] = fact
-            case Came():
-                self.came.append(fact)
-            case Ended():
-                self.ended = fact
-            case Totals():
-                fact.next_step = max(totals.next_step, fact.next_step)
-                self.totals = fact
+        """Take in a fact."""
+        if not isinstance(fact, Rollouts):
+            self._facts[type(fact)].append(fact)
+            return
+        rollouts = codec.decode_rollouts(fact.header, columns, leases=self.owners)
+        for one in map(HeldRollout, rollouts, fact.arrived_at, fact.steps):
+            # A second one of an id was about to be refused.
+            self.held.setdefault(one.rollout.rollout_id, one)
 
     def snapshot(self, now: float, calibration: Any = None, auto_window: Any = None) -> Snapshot:
         """All that the balancer held, and what it had learned. A plan that cannot be kept, for want of a rollout most
         likely, is noted as damaged. O(rollouts)."""
         rollouts = {name: held.rollout for name, held in self.held.items()}
+        plans = sorted(self.all_of(PlanRow), key=lambda plan: plan.step)
         flying = []
-        for plan in sorted(self.plans, key=lambda plan: plan.step):
+        for plan in plans:
             try:
                 flying.append(batch_of(plan, rollouts))
             except Exception:  # noqa: BLE001 - a rollout is missing, or the plan makes no sense
                 self.damage[plan.key] = f"step {plan.step}: its plan names rollouts that are lost"
         planned = {r.rollout_id for batch in flying for r in batch.rollouts if not r.is_padding}
         waiting = [held for name, held in self.held.items() if name not in planned]
-        totals = self.totals
+        totals, groups = self.only(Totals), Counter(_groups_of(held.rollout for held in waiting))
+        # others know a least number, so that damage does not turn it back
+        known = (*(plan.step + 1 for plan in plans), *(held.step for held in self.held.values()))
+        next_step = max(totals.next_step, *known, 0)
         # A wall clock may have stepped back.
         arrived = np.maximum.accumulate(np.array([held.arrived_at for held in waiting], dtype=np.float64))
-        closed = {name: one for name, one in self.groups.items() if one.state != "open"}
-        groups = Counter(_groups_of(held.rollout for held in waiting))
+        declared = {one.group_id: one for one in self.all_of(Group)}
+        closed = {name: one for name, one in declared.items() if one.closed or one.size is None}
         # A group that was closed after its last sibling had left is done; unless one was lost, and may come again.
-        done = {
-            name
-            for name, one in closed.items()
-            if name not in groups and totals.departed.get(name, 0) >= (one.size or 0)
-        }
-        groups.update({name: n for name, n in totals.departed.items() if name not in done})
+        left = totals.departed
+        done = {name for name, one in closed.items() if name not in groups and left.get(name, 0) >= (one.size or 0)}
+        groups.update({name: number for name, number in left.items() if name not in done})
         came = groups.copy()  # of those that are done, too
         came.update(name for name in _groups_of(rollouts[name] for name in planned) if name not in groups)
         counts = {"acknowledged": 0} | totals.counts
@@ -304,17 +287,14 @@ class Records:
         return Snapshot(
             waiting=tuple(held.rollout for held in waiting),
             waited_s=np.maximum(now - arrived, 0.0),
-            skips=np.array([max(totals.next_step - held.step, 0) for held in waiting], dtype=np.int64),
+            skips=np.array([max(next_step - held.step, 0) for held in waiting], dtype=np.int64),
             in_flight=tuple(flying),
             group_arrivals=groups,
-            group_sizes={name: one.size for name, one in self.groups.items() if one.state == "open" and one.size},
-            closed_groups={
-                name: None if one.state == "abandoned" else came[name] if one.size is None else one.size
-                for name, one in closed.items()
-            },
-            past_ids=tuple(chain.from_iterable(one.ids for one in self.done)),
+            group_sizes={name: one.size for name, one in declared.items() if one.size and not one.closed},
+            closed_groups={name: one.size if one.closed else came[name] for name, one in closed.items()},
+            past_ids=tuple(chain.from_iterable(one.ids for one in self.all_of(Done))),
             version=totals.version,
-            next_step=totals.next_step,
+            next_step=next_step,
             counts=counts | {"accepted": len(waiting) + len(planned) + gone},
             calibration=calibration,
             auto_window=auto_window,
@@ -327,8 +307,8 @@ def facts_of(snapshot: Snapshot) -> list[Fact]:
     departed = Counter(snapshot.group_arrivals)
     # arrived less waiting: these have left, and their siblings must know
     departed.subtract(_groups_of(snapshot.waiting))
-    closed = (group_of(name, Declared(size, closed=True)) for name, size in snapshot.closed_groups.items())
-    sizes = (group_of(name, Declared(size, closed=False)) for name, size in snapshot.group_sizes.items())
+    closed = (Group(name, size, closed=True) for name, size in snapshot.closed_groups.items())
+    sizes = (Group(name, size, closed=False) for name, size in snapshot.group_sizes.items())
     left = {name: number for name, number in departed.items() if number > 0}
     return [
         *map(plan_of, snapshot.in_flight),
@@ -346,12 +326,6 @@ def held_of(snapshot: Snapshot, now: float) -> Iterator[HeldRollout]:
         yield from (HeldRollout(r, oldest, snapshot.next_step) for r in batch.rollouts if not r.is_padding)
     for rollout, waited_s, skips in zip(snapshot.waiting, snapshot.waited_s, snapshot.skips, strict=True):
         yield HeldRollout(rollout, now - float(waited_s), snapshot.next_step - int(skips))
-
-
-def group_of(group_id: str, declared: Declared) -> Group:
-    """Declaration of a group, as a fact."""
-    size, closed = declared
-    return Group(group_id, size, "open" if not closed else "abandoned" if size is None else "closed")
 
 
 def _groups_of(rollouts: Iterable[Rollout]) -> list[str]:

@@ -44,7 +44,7 @@ def plan(step: int, *micro_batches: list[str]) -> PlanRow:
 FACTS: list[Fact] = [
     plan(3, ["a"], ["b", "c"]),
     Done(7, ["a"]),
-    Group("g", None, "abandoned"),
+    Group("g", None, closed=True),
     Totals(2, None, {"batches": {"window": 1}, "acknowledged": 4}, {"g": 2}),
     Acked(3, 2**60, [0, 2], ["a"]),
     Came("ref", 1, 7, True, [b"\x00\xff"]),
@@ -152,7 +152,7 @@ def test_ages_survive() -> None:
 def test_a_group_closed_by_a_put_that_was_cut_short_has_what_is_there(planned: bool) -> None:
     """The put's rows say that it is closed; with how many follows once they are held."""
     records = held(*(make_rollout(3, f"r{number}", group_id="g") for number in range(3)))
-    records.add(Group("g", None, "closed"))
+    records.add(Group("g", None, closed=False))
     if planned:
         records.add(plan(0, ["r0"], ["r1", "r2"]))
     snapshot = records.snapshot(1.0)

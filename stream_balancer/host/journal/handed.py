@@ -28,9 +28,10 @@ class Handed:
         self.came: dict[tuple[str, int], Came] = {}
         """By role and rank, in the order of their keys."""
 
-    def follow(self, acked: dict[int, Acked], came: Iterable[Came]) -> None:
+    def follow(self, acked: Iterable[Acked], came: Iterable[Came]) -> None:
         """Rows that later reports follow."""
-        self.acked, self.came = acked, {(one.role, one.rank): one for one in came}
+        self.acked = {one.step: one for one in acked}
+        self.came = {(one.role, one.rank): one for one in came}
 
     def planned(self, step: int, uid: int, ranks: Sequence[int]) -> None:
         """A step that these ranks of the trainer get is complete."""

@@ -32,6 +32,8 @@ from stream_balancer.host.journal.store import DiskFullError, Statement, Store, 
 from stream_balancer.host.journal.writer import CLOSED, Writer, Writing
 from stream_balancer.host.plan_rows import plan_of
 from stream_balancer.host.records import (
+    Acked,
+    Came,
     Done,
     Fact,
     Group,
@@ -39,7 +41,6 @@ from stream_balancer.host.records import (
     Records,
     Totals,
     facts_of,
-    group_of,
     held_of,
     rollout_key,
     row_name,
@@ -154,7 +155,7 @@ class Journal(Observer):
         return snapshot
 
     def _read(self) -> Snapshot:
-        records = self.records = Records(owners=self.records.owners)
+        records = self.records = Records(self.records.owners)
         damaged: list[int] = []
         keys = dict(self._store.rows("select number, key from rows indexed by keys order by key, number"))
         for number, key, row in self._store.rows("select number, key, data from rows order by number"):
@@ -178,8 +179,8 @@ class Journal(Observer):
         return snapshot
 
     def _follow(self, records: Records) -> None:
-        self.handed.follow(records.acked, records.came)
-        self._done = deque(records.done)
+        self.handed.follow(records.all_of(Acked), records.all_of(Came))
+        self._done = deque(records.all_of(Done))
         self._num_done = sum(len(one.ids) for one in self._done)
 
     def _log_recovered(self, recovered: Recovered) -> None:
@@ -253,7 +254,7 @@ class Journal(Observer):
         item.may_be_refused = True
         if size is not None:
             # In the same transaction as the rollouts: after a crash a group has both or neither.
-            item.statements = self._rows([Group(size.group_id, size.size, "closed" if size.size is None else "open")])
+            item.statements = self._rows([Group(size.group_id, size.size, closed=False)])
         self._enqueue(item)
         return item
 
@@ -279,7 +280,7 @@ class Journal(Observer):
         if declared is None:
             self._change([remove([f"group {group_id}"])])
         else:
-            self.put(group_of(group_id, declared))
+            self.put(Group(group_id, *declared))
 
     def put(self, *facts: Fact) -> None:
         """Facts hold now, in place of those with the same keys. On the disk by the time the next put or :meth:`flush`

@@ -198,8 +198,8 @@ class Store:
         except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: the message quotes what is no text
             raise JournalError(
                 errno.EIO,
-                f"{self._path} cannot be read ({error}). Nothing in it was changed. `sqlite3 {self._path} .recover` "
-                "may give its rows back; to start without them, use another path",
+                f"{self._path} cannot be read ({error}). Nothing in it was changed. Put a copy of its folder in its "
+                "place; or, to start without what it holds, use another path: producers put again what waited",
             ) from error
 
     def _number(self, pragma: str) -> int:
