@@ -121,7 +121,7 @@ $(VENV)/.docs-installed: $(STAMP)
 docs: $(VENV)/.docs-installed  ## the documentation site, into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-test-browser: $(VENV)/.docs-installed  ## the site and tune's page in headless Chromium; skipped by name where there is none
+test-browser: $(VENV)/.docs-installed  ## the site in headless Chromium; skipped by name where there is none
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 EMPTY := $(VENV)/empty

@@ -21,6 +21,7 @@ from stream_balancer.types import MicroBatch, Rollout
 from stream_balancer.types.shared import tokens_of
 from stream_balancer.wire import codec
 from stream_balancer.wire.codec import Decoded, Encoded
+from stream_balancer.wire.header import lay_out, read_header
 from stream_balancer.wire.payload import Memory
 
 
@@ -244,3 +245,11 @@ def test_no_pickle_anywhere_in_the_package() -> None:
         assert "import pickle" not in text, path
         assert "torch.load(" not in text, path
         assert "_object_list(" not in text, path
+
+
+def test_no_byte_more_than_is_allowed_is_laid_out() -> None:
+    header = read_header(a_put().header)
+    total = lay_out(header, 2**40).total_bytes
+    assert lay_out(header, total).total_bytes == total
+    with pytest.raises(WireError, match=f"more than {total - 1} bytes would be needed"):
+        lay_out(header, total - 1)
