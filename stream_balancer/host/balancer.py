@@ -56,8 +56,6 @@ from stream_balancer.slots import Reservation, check_group
 from stream_balancer.statistics import Statistics, Straggler
 from stream_balancer.types import Batch, EvictReason, Rollout
 
-__all__ = ["Parts", "StreamBalancer"]
-
 _log = logging.getLogger("stream_balancer.balancer")
 
 

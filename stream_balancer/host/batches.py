@@ -28,8 +28,6 @@ from stream_balancer.host.lifetime import Lifetime
 from stream_balancer.host.wakeups import Wakeups
 from stream_balancer.types import Batch
 
-__all__ = ["Batches", "Consumer"]
-
 _log = logging.getLogger("stream_balancer.balancer")
 
 RankStates: TypeAlias = Callable[[], list[RankState]]

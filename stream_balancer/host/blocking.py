@@ -36,8 +36,6 @@ from stream_balancer.host.serve import serve
 from stream_balancer.net.loops import Signal, in_loop
 from stream_balancer.types import EvictReason, Rollout
 
-__all__ = ["BlockingBalancer", "OwnLoop", "blocking"]
-
 T = TypeVar("T")
 
 

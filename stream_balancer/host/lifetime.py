@@ -15,8 +15,6 @@ import anyio
 
 from stream_balancer.errors import ClosedResourceError
 
-__all__ = ["Lifetime"]
-
 
 class Lifetime:
     """The event loop's thread, its clock, and whether the balancer is closed."""

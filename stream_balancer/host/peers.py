@@ -35,8 +35,6 @@ from stream_balancer.net.service import Peer, Service
 from stream_balancer.wire.codec import remote_of
 from stream_balancer.wire.payload import Memory
 
-__all__ = ["Peers"]
-
 logger = logging.getLogger("stream_balancer.dispatch")
 _COLUMN_BYTES = 2**32  # of one micro-batch; what comes is then checked against its tokens
 _MOST_NAMED = 5

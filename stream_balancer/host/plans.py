@@ -24,11 +24,9 @@ from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId
 from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout, SharedRollout
 from stream_balancer.wire.remote import remote_of
 
-__all__ = ["Plan", "items_of", "laid_out_anew", "uid_of"]
-
 
 @dataclass(eq=False, slots=True)
-class Plan:
+class StepPlan:
     """A step in flight."""
 
     ranks: tuple[RankId, ...]
@@ -85,7 +83,7 @@ def uid_of(batch: Batch, ranks: Sequence[RankId], salt: int = 0) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
-def items_of(plan: Plan, roles: Mapping[str, Sequence[RankId]], *, share: bool, lockstep: bool) -> list[Item]:
+def items_of(plan: StepPlan, roles: Mapping[str, Sequence[RankId]], *, share: bool, lockstep: bool) -> list[Item]:
     """Items of the latest batch, or row. ``roles``: the ranks of each. ``share``: what several ranks run together has
     one group; ``lockstep``: so have the micro-batches of one index."""
     cut: list[tuple[int, int, int, MicroBatch]] = []
@@ -142,7 +140,13 @@ def _note(item: Item, of_roles: dict[str, list[int]]) -> None:
 
 
 def laid_out_anew(
-    plan: Plan, order: ReplanOrder, ledger: Ledger, state: BalancerState, speeds: Mapping[int, float], *, lockstep: bool
+    plan: StepPlan,
+    order: ReplanOrder,
+    ledger: Ledger,
+    state: BalancerState,
+    speeds: Mapping[int, float],
+    *,
+    lockstep: bool,
 ) -> list[Item]:
     """Items without an owner, over other ranks. The trainer's are planned anew; a role's keep their ids, since others
     wait for them. As fast as a plan of so many rollouts."""

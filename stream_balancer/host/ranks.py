@@ -22,8 +22,6 @@ from stream_balancer.net.errors import Ended
 from stream_balancer.net.messages import Join
 from stream_balancer.net.service import Peer
 
-__all__ = ["About", "Member", "Ranks", "different_weights", "forget"]
-
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _KEEP_S = 60.0  # a rank whose link broke asks again what had no reply
 _DIAL_S = 5.0

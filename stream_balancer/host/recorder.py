@@ -22,8 +22,6 @@ from stream_balancer.core.observer import Observer
 from stream_balancer.errors import ConfigError
 from stream_balancer.types import Rollout
 
-__all__ = ["Recorder"]
-
 _log = logging.getLogger("stream_balancer.record")
 
 HEADER = ("group_id", "prompt_tokens", "output_tokens", "arrival_seconds", "stratum")

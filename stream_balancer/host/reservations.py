@@ -21,8 +21,6 @@ from stream_balancer.host.wakeups import Waiter, Wakeups
 from stream_balancer.slots import Reservation, Slot, check_group
 from stream_balancer.types import Rollout
 
-__all__ = ["Reservations"]
-
 
 class Reservations:
     """Admission of slots, first come first served."""

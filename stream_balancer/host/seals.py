@@ -10,21 +10,19 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from stream_balancer.core.executions import ExecutionKey, sizes_of
-from stream_balancer.host.plans import Plan
+from stream_balancer.host.plans import StepPlan
 from stream_balancer.net.messages import ResizedExecution, Seal, Sizes
 from stream_balancer.types import Rollout
 
-__all__ = ["seal_of", "sizes_of_plan"]
 
-
-def sizes_of_plan(plan: Plan) -> Sizes:
+def sizes_of_plan(plan: StepPlan) -> Sizes:
     """Denominators of a complete step if nothing is gone."""
     denominators = plan.batch.ranks[0].denominators
     assert denominators is not None
     return Sizes(*denominators)
 
 
-def seal_of(plan: Plan, number: int, ranks: Sequence[int], gone: Collection[str]) -> Seal:
+def seal_of(plan: StepPlan, number: int, ranks: Sequence[int], gone: Collection[str]) -> Seal:
     """The seal of a complete step, less the rollouts that are ``gone``. O(1) where none is, else O(rollouts)."""
     sizes, step = sizes_of_plan(plan), plan.batch.step
     parts = [one.mini_batches for one in plan.batch.ranks] if plan.batch.ranks[0].mini_batch_sizes else []

@@ -32,7 +32,7 @@ from stream_balancer.errors import refused_error
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.columns import Columns
 from stream_balancer.host.journal.handed import Handed
-from stream_balancer.host.plans import Plan, laid_out_anew
+from stream_balancer.host.plans import StepPlan, laid_out_anew
 from stream_balancer.host.ranks import Ranks, different_weights, forget
 from stream_balancer.host.records import Came
 from stream_balancer.host.seals import seal_of, sizes_of_plan
@@ -41,8 +41,6 @@ from stream_balancer.net.messages import Message, MiniBatchHead, Notify, Sizes, 
 from stream_balancer.net.service import Peer
 from stream_balancer.wire.codec import Encoded, encode
 from stream_balancer.wire.payload import NOTHING, Payload
-
-__all__ = ["InFlight", "Sender"]
 
 logger = logging.getLogger("stream_balancer.dispatch")
 
@@ -60,7 +58,7 @@ class InFlight:
     """Ranks meet at every micro-batch, and others may take over the work of a lost one."""
     speeds: Mapping[int, float]
     """By the rank's number; none, if they were not given."""
-    plans: dict[int, Plan] = field(default_factory=dict)
+    plans: dict[int, StepPlan] = field(default_factory=dict)
     """By step."""
 
 
@@ -164,7 +162,7 @@ class Sender:
             encoded = self._encoded[key] = encode(its, max_bytes=max_bytes)
         return encoded
 
-    def _head(self, plan: Plan, one: RankId) -> StepHead:
+    def _head(self, plan: StepPlan, one: RankId) -> StepHead:
         place = plan.place_of(one)
         planned = None if place is None else plan.batches[0].ranks[place]
         return StepHead(
@@ -177,7 +175,7 @@ class Sender:
             open=not plan.is_complete or (plan.is_remote and self._here.ledger.meets),
         )
 
-    def _sizes(self, plan: Plan, order: SendWork) -> Sizes | None:
+    def _sizes(self, plan: StepPlan, order: SendWork) -> Sizes | None:
         # what is not known yet comes with the seal
         if not plan.is_complete or (plan.is_remote and not order.rank.role):
             return None

@@ -46,7 +46,7 @@ from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.batches import Batches
 from stream_balancer.host.columns import Columns, check_roles
 from stream_balancer.host.peers import Peers
-from stream_balancer.host.plans import Plan, items_of, uid_of
+from stream_balancer.host.plans import StepPlan, items_of, uid_of
 from stream_balancer.host.ranks import Member, Ranks
 from stream_balancer.host.records import Came
 from stream_balancer.host.sending import InFlight, Sender
@@ -54,8 +54,6 @@ from stream_balancer.host.transport import TorchTransport, Transport
 from stream_balancer.host.wakeups import StallReporter
 from stream_balancer.net.listener import split_address
 from stream_balancer.types import Batch
-
-__all__ = ["serve"]
 
 logger = logging.getLogger("stream_balancer.dispatch")
 
@@ -237,11 +235,11 @@ class _Server(Observer):
         """All have come at some time. One that is wanted again after it was told of the end leaves first."""
         return all(self._ranks[one].was_here and not self._ranks[one].ended for one in members)
 
-    def _planned(self, batch: Batch, ranks: Sequence[RankId], ready_at: float) -> Plan:
+    def _planned(self, batch: Batch, ranks: Sequence[RankId], ready_at: float) -> StepPlan:
         """``ready_at``: when the last rank had room."""
         # one rollout stands for all: every rollout of a balancer has the same columns
         self._here.columns.check_new(batch.ranks[0].micro_batches[0].rollouts[0])
-        return Plan(
+        return StepPlan(
             ranks=tuple(ranks),
             batches=[batch],
             uid=uid_of(batch, ranks, 0 if batch.is_last else _new_generation()),
@@ -249,7 +247,7 @@ class _Server(Observer):
             ready_s={one: max(ready_at - self._ranks[one].since, 0.0) for one in ranks},
         )
 
-    async def _note(self, plan: Plan) -> None:
+    async def _note(self, plan: StepPlan) -> None:
         """Facts of the plan that its row in the journal does not have are on the disk before ranks can meet."""
         numbers, step, handed = [one.number for one in plan.ranks], plan.batch.step, self._here.handed
         # what is known of an earlier plan of this step must not be taken for this one's
@@ -257,7 +255,7 @@ class _Server(Observer):
             handed.planned(step, plan.uid, numbers)
             await handed.flush()
 
-    async def _lead(self, plan: Plan, batches: Batches) -> None:
+    async def _lead(self, plan: StepPlan, batches: Batches) -> None:
         """A batch leaves; of an open step its first row, and the others as they form."""
         self._here.plans[plan.batch.step] = plan
         self._ledger.planned(plan.batch.step, self._items(plan), complete=plan.is_complete, uid=plan.uid)
@@ -271,7 +269,7 @@ class _Server(Observer):
             self._left()
         self._follow_the_ranks()
 
-    def _items(self, plan: Plan) -> list[Item]:
+    def _items(self, plan: StepPlan) -> list[Item]:
         roles = {role: self._ledger.members(role) for role in self._here.columns.names}
         return items_of(plan, roles, share=self._ledger.meets, lockstep=self._here.lockstep)
 

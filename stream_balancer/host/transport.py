@@ -21,8 +21,6 @@ from stream_balancer.net.service import Service
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["TorchTransport", "Transport"]
-
 _EVERYWHERE = ("", "0.0.0.0", "::")
 
 

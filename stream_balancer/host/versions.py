@@ -18,8 +18,6 @@ from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.host.lifetime import Lifetime
 
-__all__ = ["Versions"]
-
 
 class Versions(Observer):
     """The policy version of one balancer, as it changes. Belongs to the event loop."""

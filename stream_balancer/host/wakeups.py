@@ -20,8 +20,6 @@ import anyio
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.throttle import Throttle
 
-__all__ = ["StallReporter", "Waiter", "Wakeups"]
-
 _T = TypeVar("_T")
 
 

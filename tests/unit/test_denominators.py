@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.host.plans import Plan
+from stream_balancer.host.plans import StepPlan
 from stream_balancer.host.seals import seal_of
 from stream_balancer.net.messages import Seal, Sizes
 from stream_balancer.testing import make_rollouts
@@ -25,7 +25,7 @@ def a_batch(lengths: list[int], dp_size: int) -> Batch:
 
 
 def sealed(batch: Batch, *gone: str) -> Seal:
-    return seal_of(Plan((), [batch], 0, 0.0), 1, range(len(batch.ranks)), gone)
+    return seal_of(StepPlan((), [batch], 0, 0.0), 1, range(len(batch.ranks)), gone)
 
 
 @given(st.data(), st.lists(st.integers(2, 50), min_size=4, max_size=12), st.integers(1, 4))

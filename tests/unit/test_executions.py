@@ -19,7 +19,7 @@ from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.host.plan_rows import batch_of, plan_of
-from stream_balancer.host.plans import Plan
+from stream_balancer.host.plans import StepPlan
 from stream_balancer.host.seals import seal_of
 from stream_balancer.net.messages import ResizedExecution
 from stream_balancer.testing import make_rollout
@@ -274,6 +274,6 @@ def test_what_is_left_of_an_execution_is_agreed_upon() -> None:
     ]
     batch = planned(executions, dp_size=2, groups=sb.Groups(size=4), batch_size=8)
     gone = {f"g/{name}" for name in ("whole/1", "whole/2", "partly/4", "None/6")}
-    seal = seal_of(Plan((), [batch], 0, 0.0), 1, [0, 1], gone)
+    seal = seal_of(StepPlan((), [batch], 0, 0.0), 1, [0, 1], gone)
     assert (seal.sizes.rollouts, seal.sizes.executions) == (3, 2)
     assert seal.resized == (ResizedExecution("g", "partly", 2, 10),)
