@@ -33,8 +33,9 @@ seldom_small = settings(max_examples=150, deadline=None, suppress_health_check=l
 
 @pytest.fixture
 def patched() -> Any:
-    with ours.patch():
-        yield
+    put_back = ours.patch()
+    yield
+    put_back()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -182,17 +183,16 @@ def test_rows_without_a_token_are_placed() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_patch_reaches_every_module_and_unpatch_restores_it() -> None:
+def test_patch_reaches_every_module_and_can_be_undone() -> None:
     before = {name: getattr(theirs, name) for name in NAMES}
-    with ours.patch():
-        assert theirs.get_seqlen_balanced_partitions is ours.get_seqlen_balanced_partitions
-        assert theirs.rearrange_micro_batches is ours.rearrange_micro_batches
-        assert engine_utils.rearrange_micro_batches is ours.rearrange_micro_batches
-        ours.patch()  # again: nothing happens
+    put_back = ours.patch()
+    assert theirs.get_seqlen_balanced_partitions is ours.get_seqlen_balanced_partitions
+    assert theirs.rearrange_micro_batches is ours.rearrange_micro_batches
+    assert engine_utils.rearrange_micro_batches is ours.rearrange_micro_batches
+    ours.patch()  # again: the first one knows verl's own
+    put_back()
     assert {name: getattr(theirs, name) for name in NAMES} == before
     assert engine_utils.rearrange_micro_batches is before["rearrange_micro_batches"]
-    ours.unpatch()
-    assert {name: getattr(theirs, name) for name in NAMES} == before
     assert all(getattr(ours, name) is not before[name] for name in NAMES)
 
 
