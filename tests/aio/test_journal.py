@@ -779,15 +779,16 @@ async def test_the_folder_is_bounded_by_what_ever_waited_at_once(
             await balancer.put_group([make_rollout(200, name, group_id=f"g{number}") for name in names])
 
         sizes = []
-        for burst in range(4):
+        for burst in range(8):
             async with anyio.create_task_group() as tasks:
-                for number in range(200):
+                for number in range(100):
                     tasks.start_soon(put, 1000 * burst + number)
             sizes.append(size_of(tmp_path / "j"))
             while balancer.statistics().waiting > 4:
                 await anext(batches)
         after = await crash(balancer)
-    assert max(sizes) < 2 * sizes[0], sizes
+    # once in the log, once in the database
+    assert max(sizes) < 3 * sizes[0], sizes
     async with sb.StreamBalancer(knobs, journal=after) as balancer:
         assert "kept" in waiting(balancer)
         assert balancer.statistics().in_flight == 4
