@@ -131,13 +131,11 @@ def together(rollouts: Sequence[sb.Rollout]) -> Together:
 
 
 def padded(columns: Sequence[Tensor], width: int, side: Side, value: float | bool = 0) -> Tensor:
-    """Columns ``[L, ...]`` -> ``[n, width, ...]``, filled with ``value``. Raises ValueError where ``width`` is too
-    small or the columns differ in dtype or trailing shape."""
+    """Columns ``[L, ...]`` of at most ``width`` -> ``[n, width, ...]``, filled with ``value``. Raises ValueError where
+    the columns differ in dtype or trailing shape."""
     first = columns[0]
     rows = first.new_full((len(columns), width, *first.shape[1:]), value)
     for row, column in zip(rows, columns, strict=True):
-        if column.shape[0] > width:
-            raise ValueError(f"a rollout of {column.shape[0]} tokens does not fit into a width of {width}")
         if column.dtype != first.dtype or column.shape[1:] != first.shape[1:]:
             raise ValueError(_differ(first, column))
         start = 0 if side == "right" else width - column.shape[0]

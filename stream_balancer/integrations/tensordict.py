@@ -39,6 +39,7 @@ __all__ = ["rollouts_from", "tensordict_from"]
 
 _FIELDS = ("rollout_id", "group_id", "version", "cost", "prefix")
 _WEIGHTS = "rollout_weights"
+_MASK = "attention_mask"
 
 
 def rollouts_from(
@@ -46,12 +47,11 @@ def rollouts_from(
     *,
     scalars: Collection[str] = (),
     tensors: Collection[str] = (),
-    attention_mask: str = "attention_mask",
 ) -> list[sb.Rollout]:
     """Rollouts, one per row of ``td``, whose batch size is ``[n]`` and which holds ``input_ids``.
 
     ``scalars``: entries ``[n]`` that become numbers (what ``accept=`` and the layouts see). ``tensors``: entries that
-    look per-token and are not. ``attention_mask``: names the mask of padded columns; it is not kept.
+    look per-token and are not. The ``attention_mask`` of padded columns is not kept.
 
     Raises ValueError for a batch size that is not ``[n]``, a TensorDict inside ``td``, columns that are padded but have
     no mask, or a mask with holes; RolloutError for what a Rollout refuses. O(all tokens): every one is copied.
@@ -61,14 +61,12 @@ def rollouts_from(
             f"one row per rollout: the batch size must be [n], not {list(td.batch_size)}. Call td.reshape(-1)"
         )
     fields, plain = _split_off_non_tensors(td)
-    mask = plain.pop(attention_mask, None)
+    mask = plain.pop(_MASK, None)
     ids = plain.get("input_ids")
     if ids is None:
         raise ValueError(f"no 'input_ids' in the TensorDict; it has {sorted(td.keys())}")
     if not ids.is_nested and mask is None:
-        raise ValueError(
-            f"input_ids is padded, {list(ids.shape)}, and there is no mask {attention_mask!r} that says what is padding"
-        )
+        raise ValueError(f"input_ids is padded, {list(ids.shape)}, and there is no {_MASK!r} that says what is padding")
     where = None if ids.is_nested or mask is None else _rows.spans(mask)
     lengths = _lengths(ids) if where is None else [span.stop - span.start for span in where]
     rows = _rows.Rows(where or [slice(None)] * len(lengths), None if where is None else ids.shape[1])
@@ -93,14 +91,12 @@ def tensordict_from(
     *,
     padding_side: _rows.Side | None = None,
     pad_values: Mapping[str, float | int | bool] | None = None,
-    width: int | None = None,
-    attention_mask: str = "attention_mask",
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> TensorDict:
     """A TensorDict with batch size ``[n]`` of all that the rollouts hold: ``rank_batch.rollouts``, ``mb.rollouts``.
 
     ``padding_side``: None for jagged columns, else ``"left"`` or ``"right"``, filled with ``pad_values`` (0 where they
-    say nothing) up to ``width`` (the longest), beside a bool ``attention_mask``. ``dtypes`` of scalars; otherwise bool,
+    say nothing) up to the longest, beside a bool ``attention_mask``. ``dtypes`` of scalars; otherwise bool,
     int64 or float64. ``tensors`` of different shapes become jagged; give their names to
     ``rollouts_from(tensors=...)``.
 
@@ -117,10 +113,10 @@ def tensordict_from(
         offsets = _offsets(taken.lengths)  # one for all: torch adds columns only if shared
         entries |= {name: _jagged(columns, offsets) for name, columns in taken.tokens.items()}
     else:
-        side, wide, fill = padding_side, max(taken.lengths) if width is None else width, pad_values or {}
+        width, fill = max(taken.lengths), pad_values or {}
         for name, columns in taken.tokens.items():
-            entries[name] = _rows.padded(columns, wide, side, fill.get(name, 0))
-        entries[attention_mask] = _rows.mask_of(taken.lengths, wide, side)
+            entries[name] = _rows.padded(columns, width, padding_side, fill.get(name, 0))
+        entries[_MASK] = _rows.mask_of(taken.lengths, width, padding_side)
     for name, numbers in taken.scalars.items():
         entries[name] = torch.tensor(numbers, dtype=(dtypes or {}).get(name, _dtype_of(numbers)))
     entries |= {name: _together(same_name) for name, same_name in taken.tensors.items()}

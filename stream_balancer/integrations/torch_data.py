@@ -112,43 +112,37 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
             raise
 
     def _item(self, share: Any, index: int) -> dict[str, Any]:
-        columns = _as_dict(self._layout(share.micro_batches[index]))
-        ours = {name: getattr(share, name) for name in _SAYS_OF_THE_STEP}
+        rows = self._layout(share.micro_batches[index])
+        ours = _beside(rows) | {name: getattr(share, name) for name in _SAYS_OF_THE_STEP}
         ours["micro_batch"] = index
         ours["is_last_micro_batch"] = index == len(share.micro_batches) - 1
-        _refuse_clash(columns.keys() & ours.keys())
-        return columns | ours
+        if both := rows.keys() & ours.keys() - {"position_ids"}:
+            raise ValueError(
+                f"the rollouts have columns or scalars named {sorted(both)}, which RolloutDataset gives itself. Rename "
+                "them, or leave them out in layout="
+            )
+        return dict(rows.items()) | ours  # not dict(rows): a TensorDict iterates over its rows
 
 
-_BESIDE = ("rollout_weights", "execution_weights", "execution_loss_tokens")
-_BESIDE_PADDED = ("attention_mask", "lengths")
-_BESIDE_PACKED = ("cu_seqlens", "max_seqlen")
+_BESIDE = (
+    *("rollout_weights", "execution_weights", "execution_loss_tokens", "position_ids"),
+    *("attention_mask", "lengths"),  # of padded columns
+    *("cu_seqlens", "max_seqlen"),  # of others, whose lengths are a tuple
+)
 
 
-def _as_dict(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """A layout with the tensors it carries beside its columns."""
-    if not hasattr(rows, "rollout_weights"):  # none of MicroBatch's
-        return dict(rows.items())  # not dict(rows): a TensorDict iterates over its rows
+def _beside(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors that a layout of MicroBatch carries beside its columns."""
+    if not hasattr(rows, "rollout_weights"):
+        return {}
     if getattr(rows, "shared", None) is not None:
         raise ValueError(
             "ranks share the rollouts of this micro-batch, and its columns do not say with whom. Give layout= a "
             "function that returns a dict of all that you need: micro_batch.cp_group and cp_rank, columns of "
             'micro_batch.packed(), and its next("input_ids")'
         )
-    ours = (*_BESIDE, *(_BESIDE_PADDED if hasattr(rows, "attention_mask") else _BESIDE_PACKED))
-    beside = {name: getattr(rows, name) for name in ours if hasattr(rows, name)}
-    _refuse_clash(rows.keys() & beside.keys())
-    if hasattr(rows, "position_ids"):
-        beside["position_ids"] = rows.position_ids  # the rollouts' own, where they brought any
-    return {**rows, **beside}
-
-
-def _refuse_clash(both: set[str]) -> None:
-    if both:
-        raise ValueError(
-            f"the rollouts have columns or scalars named {sorted(both)}, which RolloutDataset gives itself. Rename "
-            "them, or leave them out in layout="
-        )
+    found = {name: getattr(rows, name, ()) for name in _BESIDE}
+    return {name: value for name, value in found.items() if not isinstance(value, tuple)}
 
 
 # --- loaders that look ahead ------------------------------------------------------------------------------------------
