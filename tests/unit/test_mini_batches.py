@@ -44,7 +44,7 @@ def real(parts: tuple[RankBatch, ...]) -> list[Rollout]:
     return [r for r in whole_rollouts(r for part in parts for r in part.rollouts) if not r.is_padding]
 
 
-def unique_tokens(micro_batch: sb.MicroBatch) -> int:
+def unique_tokens(micro_batch: sb.types.MicroBatch) -> int:
     """A prefix counted once."""
     siblings = {r.group_id: r.prefix for r in micro_batch.rollouts}
     return micro_batch.num_tokens - sum(r.prefix for r in micro_batch.rollouts) + sum(siblings.values())
