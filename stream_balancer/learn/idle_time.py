@@ -12,7 +12,9 @@ Only durations are used, no two clocks are compared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -37,6 +39,29 @@ _MOST_EVIDENCE = 1.0  # so that a rank that has recovered is cleared after 10 go
 _MOST_A_STEP = 0.25  # one checkpoint in the middle of a step is no straggler
 
 
+@dataclass(slots=True)
+class _Suspicion:
+    """Evidence that a rank is slow."""
+
+    evidence: float = 0.0
+    slowness: float = 0.0
+    """log(slowdown), summed since the evidence was zero."""
+    num_steps: int = 0
+    since_step: int = 0
+    since: float = 0.0
+
+    def note(self, slowness: float, step: int, now: float) -> None:
+        """log(slowdown) of a step."""
+        more = min(slowness, _MOST_A_STEP) - _ALLOWANCE
+        evidence = min(max(self.evidence + more, 0.0), _MOST_EVIDENCE)
+        # the change point of CUSUM: the last time that the evidence was zero
+        if self.evidence == 0.0:
+            self.slowness, self.num_steps, self.since_step, self.since = 0.0, 0, step, now
+        self.evidence = evidence
+        self.slowness += slowness
+        self.num_steps += 1
+
+
 class IdleTimes(Learner):
     """The idle seconds of all ranks since the balancer was made (they are in no checkpoint)."""
 
@@ -44,27 +69,25 @@ class IdleTimes(Learner):
         """``costs``: to be told of each step before this one."""
         self._core = core
         self._costs = costs
-        num_ranks = core.config.dp_size
-        self._seconds = np.zeros((num_ranks, len(_CAUSES)))
-        self._busy = np.zeros(num_ranks)
+        self._seconds = np.zeros((0, len(_CAUSES)))
+        self._busy = np.zeros(0)
         self._waits: dict[int, dict[IdleCause, float]] = {}
-        self._suspect_nobody(num_ranks)
+        self._suspect_nobody()
 
     def reconfigured(self, before: BalancerConfig) -> None:
         """Totals are kept, also of ranks that are no more; who is slow among other ranks is found anew."""
-        num_ranks = self._core.config.dp_size
-        if num_ranks != before.dp_size:
-            more = max(num_ranks - len(self._busy), 0)
-            self._seconds = np.pad(self._seconds, ((0, more), (0, 0)))
-            self._busy = np.pad(self._busy, (0, more))
-            self._suspect_nobody(num_ranks)
+        if self._core.config.dp_size != before.dp_size:
+            self._suspect_nobody()
 
-    def _suspect_nobody(self, num_ranks: int) -> None:
-        self._evidence = np.zeros(num_ranks)
-        self._slowness = np.zeros(num_ranks)  # log(slowdown), summed since the evidence was zero
-        self._slow_steps = np.zeros(num_ranks, dtype=np.int64)
-        self._since_step = np.zeros(num_ranks, dtype=np.int64)
-        self._since = np.zeros(num_ranks)
+    def _suspect_nobody(self) -> None:
+        num_ranks = self._core.config.dp_size
+        self._count_up_to(num_ranks)
+        self._suspicions = [_Suspicion() for _ in range(num_ranks)]
+
+    def _count_up_to(self, num_ranks: int) -> None:
+        more = max(num_ranks - len(self._busy), 0)
+        self._seconds = np.pad(self._seconds, ((0, more), (0, 0)))
+        self._busy = np.pad(self._busy, (0, more))
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
@@ -80,8 +103,7 @@ class IdleTimes(Learner):
         """All ranks are done with a step. O(ranks)."""
         slowness = self._costs.slowness  # by what was learned, which is better than by the planned loads
         busy = np.array([timing.seconds for timing in timings], dtype=np.float64)
-        if (more := len(busy) - len(self._busy)) > 0:  # a step that a former controller had planned for more ranks
-            self._seconds, self._busy = np.pad(self._seconds, ((0, more), (0, 0))), np.pad(self._busy, (0, more))
+        self._count_up_to(len(busy))  # a step that a former controller had planned may be for more ranks
         self._busy[: len(busy)] += busy
         self._record_imbalance(batch, busy)
         self._record_waits(self._waits.pop(batch.step, {}), timings)
@@ -89,11 +111,13 @@ class IdleTimes(Learner):
         if slowness is None and (loads > 0).all() and (busy > 0).all():
             # [ranks] log of the seconds that each took for a unit of load
             slowness = np.log(busy) - np.log(loads)
-        if slowness is not None and len(slowness) == len(busy) == len(self._evidence):
+        if slowness is not None and len(slowness) == len(busy) == len(self._suspicions):
             # relative to the median rank: a step in which all are slow accuses nobody
             slowness = slowness - np.median(slowness)
             worth_it = busy * -np.expm1(-np.maximum(slowness, 0.0)) >= _LEAST_LOSS_S
-            self._note_slowness(batch.step, np.where(worth_it, slowness, np.minimum(slowness, 0.0)), now)
+            slowness = np.where(worth_it, slowness, np.minimum(slowness, 0.0))
+            for suspicion, one in zip(self._suspicions, slowness.tolist(), strict=True):
+                suspicion.note(one, batch.step, now)
 
     def acknowledged(self, batch: Batch) -> None:
         """A rank that is lost never reports: its step is forgotten."""
@@ -129,18 +153,6 @@ class IdleTimes(Learner):
     def _add(self, cause: IdleCause, seconds: Floats) -> None:
         self._seconds[: len(seconds), _CAUSES.index(cause)] += seconds
 
-    def _note_slowness(self, step: int, slowness: Floats, now: float) -> None:
-        # [ranks] evidence of this step; negative where a rank was no slower than the allowance
-        more = np.minimum(slowness, _MOST_A_STEP) - _ALLOWANCE
-        evidence = np.clip(self._evidence + more, 0.0, _MOST_EVIDENCE)
-        # the change point of CUSUM: the last time that the evidence was zero
-        begins = (self._evidence == 0) & (evidence > 0)
-        self._since_step[begins], self._since[begins] = step, now
-        fresh = begins | (evidence == 0)
-        self._slowness = np.where(fresh, 0.0, self._slowness) + np.where(evidence > 0, slowness, 0.0)
-        self._slow_steps = np.where(fresh, 0, self._slow_steps) + (evidence > 0)
-        self._evidence = evidence
-
     # -- record --------------------------------------------------------------------------------------------------------
 
     def figures(self, now: float) -> dict[str, Any]:
@@ -153,12 +165,13 @@ class IdleTimes(Learner):
 
     def straggler(self, now: float) -> Straggler | None:
         """The rank with the most evidence of being slow, if that is enough."""
-        rank = int(self._evidence.argmax())
-        if self._evidence[rank] < _ALARM or self._slow_steps[rank] < _LEAST_STEPS:
+        rank = max(range(len(self._suspicions)), key=lambda one: self._suspicions[one].evidence)
+        suspicion = self._suspicions[rank]
+        if suspicion.evidence < _ALARM or suspicion.num_steps < _LEAST_STEPS:
             return None
         return Straggler(
             rank=rank,
-            slowdown=float(np.exp(self._slowness[rank] / self._slow_steps[rank])),
-            since_step=int(self._since_step[rank]),
-            since_s=max(now - float(self._since[rank]), 0.0),
+            slowdown=math.exp(suspicion.slowness / suspicion.num_steps),
+            since_step=suspicion.since_step,
+            since_s=max(now - suspicion.since, 0.0),
         )

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -37,7 +36,6 @@ from .plan import (
     finish_of,
     has_micro_batches,
     micro_batch_overheads,
-    part_cost,
     work_in,
     work_of,
 )
@@ -98,27 +96,22 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     # it keeps fewer fillers for the outliers.
     may_share = len(knobs.degrees) > 1
     alone = replace(knobs, oversize="alone") if may_share else knobs
-    # with prefixes nothing is swapped: what a group saves depends on who goes with it
-    has_prefixes = waiting.prefix_costs is not None
-    lay_out = _shares if has_prefixes else partial(_swapped, fixed=fixed)
-    layout = RankLayout(lay_out(waiting, alone, units, go=go, step=step), [])
-    layouts = [layout]
+    layouts = [RankLayout(_swapped(waiting, alone, units, fixed, go, step), [])]
     if may_share:
-        shared = shared_layout(replace(waiting, prefix_costs=None), knobs, layout.ranks, _order(knobs), step)
-        layouts = [shared, layout] if has_prefixes and _fits(waiting, knobs, picked) else [shared]
-    if has_prefixes:
+        shared = shared_layout(replace(waiting, prefix_costs=None), knobs, layouts[0].ranks, _order(knobs), step)
+        # what is shared pays its whole prefix: so the other layout may be done earlier, where the token cap allows it
+        cap = knobs.max_tokens_per_micro_batch
+        is_open = waiting.prefix_costs is not None and (
+            cap is None or int(waiting.lengths[picked].max(initial=0)) <= cap
+        )
+        layouts = [shared, *layouts] if is_open else [shared]
+    if waiting.prefix_costs is not None:
         whole = units.unit_of if knobs.groups == "same_rank" else None
         layouts = [with_shared_prefixes(waiting, knobs, one, whole, _order(knobs), step) for one in layouts]
     best = min(layouts, key=lambda one: finish_of(waiting, knobs, *one)) if len(layouts) > 1 else layouts[0]
     picked = np.unique(np.concatenate([picked[:0], *(one for share in best.ranks for one in share)]))
     whole = np.unique(units.labels(picked), return_inverse=True)[1] if knobs.groups == "same_rank" else None
     return finished(waiting, knobs, best.ranks, earliest_finish(waiting, knobs, picked, whole), best.degrees)
-
-
-def _fits(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> bool:
-    """No rollout must be shared for the token cap."""
-    cap = knobs.max_tokens_per_micro_batch
-    return cap is None or int(waiting.lengths[picked].max(initial=0)) <= cap
 
 
 def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
@@ -185,10 +178,11 @@ def _order(knobs: PlanKnobs) -> Order:
     return "pipeline" if knobs.pipeline_order else "heaviest_first"
 
 
-def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: int, fixed: Bools) -> list[list[Ints]]:
+def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go: Bools, step: int) -> list[list[Ints]]:
     """[rank][micro_batch] -> positions, after the swaps with the window."""
     shares = _shares(waiting, knobs, units, go, step)
-    if not _sums_decide(knobs, shares):
+    # what a group with a prefix saves depends on who goes with it
+    if waiting.prefix_costs is not None or not _sums_decide(knobs, shares):
         return shares
     if units.unit_of is not None:
         return _groups_swapped(waiting, knobs, units, fixed, go, step, shares)
@@ -310,17 +304,6 @@ def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints, whole: Int
     )
 
 
-def _added_by_sharing(
-    waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], degrees: Sequence[list[int]]
-) -> float:
-    """Work that sharing rollouts adds, over all ranks."""
-    added = 0.0
-    for work, of_rank in zip(work_in(waiting, shares) if degrees else (), degrees, strict=True):
-        by = np.array(of_rank, dtype=np.int64)
-        added += float((part_cost(work, by, knobs.cp_overhead) - work / by).sum())
-    return added
-
-
 def finished(
     waiting: Waiting,
     knobs: PlanKnobs,
@@ -332,6 +315,9 @@ def finished(
     picked = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(one for share in shares for one in share)]))
     work = work_of(waiting, knobs, shares, degrees)
     loads = work + micro_batch_overheads(knobs, shares)
+    # of what ranks share every one has its part
+    parts = zip(work_in(waiting, shares), degrees, strict=True) if degrees else ()
+    whole = sum(float((one / np.array(by)).sum()) for one, by in parts)
     mean = float(loads.sum()) / (knobs.num_ranks if knobs.speeds is None else float(knobs.speeds.sum()))
     finish = finish_of(waiting, knobs, shares, degrees)
     # labels of groups that leave before all their siblings have come
@@ -349,5 +335,5 @@ def finished(
         avoidable_imbalance=max(finish - bound, 0.0) / mean if mean else 0.0,
         unavoidable_imbalance=max(bound - mean, 0.0) / mean if mean else 0.0,
         degrees=list(degrees),
-        sharing_cost=_added_by_sharing(waiting, knobs, shares, degrees),
+        sharing_cost=float(work.sum()) - whole if degrees else 0.0,
     )
