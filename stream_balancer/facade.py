@@ -21,8 +21,6 @@ import sniffio
 from stream_balancer.net.loops import blocking_deadline
 from stream_balancer.slots import Reservation, Slot
 
-__all__ = ["Facade", "Here", "OfOneProcess", "event_loop_here", "facade", "refuse_in_event_loop", "run", "run_here"]
-
 T = TypeVar("T")
 
 

@@ -146,7 +146,7 @@ class Producer(OfOneProcess):
             about=lambda: (rejoin, self._slots.open(), None if self._kept is None else self._kept.owner),
             on_open=self._on_open, on_message=self._on_message, on_end=self._on_end,
         )  # fmt: skip
-        self._slots = RemoteSlots(self._session, self._put)
+        self._slots: RemoteSlots = RemoteSlots(self._session, self._put)
         self._session.begin()
 
     async def put(self, rollout: Rollout) -> None:

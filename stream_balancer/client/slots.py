@@ -14,8 +14,6 @@ from stream_balancer.net.session import Session
 from stream_balancer.slots import Slot
 from stream_balancer.types import Rollout
 
-__all__ = ["PutHead", "RemoteSlots"]
-
 _log = logging.getLogger("stream_balancer.net")
 _int_of = msgspec.msgpack.Decoder(int).decode
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from stream_balancer.host.records import Ended
 
-__all__ = ["ProducerRegistry"]
-
 _MOST_NAMED = 5
 
 
@@ -72,17 +70,25 @@ class ProducerRegistry:
         """Which producers the end waits for, or the first rollouts do; empty where none is missing."""
         there = [name for session, name in self._names.items() if session not in self._ended]
         left = f"left without end(): {', '.join(self._left.values())}" if self._left else ""
-        if not self._ended and self._num_producers is None:
+        expected = self._num_producers
+        if not self._ended and expected is None:
             if left and not there:
                 return f"no producer is connected any more, and none has called end(); {left}"
             return "" if there or any_rollouts or not self.attended else "no producer has connected"
-        of, missing = "", 0
-        if self._num_producers is not None:
-            of = f" of num_producers={self._num_producers}"
-            missing = max(self._num_producers - len(self._ended | self._names.keys() | self._left.keys()), 0)
-        ended = f"{len(self._ended)}{of} producers have ended"
+        ended = f"producers that have ended: {len(self._ended)}"
         others = f"connected and not ended: {', '.join(there[:_MOST_NAMED])}" if there else "no other one is connected"
-        return "; ".join(filter(None, [ended, others, left, f"{missing} have not connected" if missing else ""]))
+        missing = (expected or 0) - len(self._ended | self._names.keys() | self._left.keys())
+        return "; ".join(
+            filter(
+                None,
+                [
+                    ended if expected is None else f"{ended} of num_producers={expected}",
+                    others,
+                    left,
+                    f"not connected yet: {missing}" if missing > 0 else "",
+                ],
+            )
+        )
 
     def _note(self) -> None:
         self._is_over = self._is_last()

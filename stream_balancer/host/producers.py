@@ -31,8 +31,6 @@ from stream_balancer.wire.codec import Leases, Owner, RemoteRollout, decode_roll
 from stream_balancer.wire.payload import Memory
 from stream_balancer.wire.statistics import encode_statistics
 
-__all__ = ["Producers", "attend"]
-
 _log = logging.getLogger("stream_balancer.net")
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]

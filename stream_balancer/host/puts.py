@@ -34,9 +34,6 @@ from stream_balancer.host.wakeups import Waiter, Wakeups
 from stream_balancer.slots import check_group
 from stream_balancer.types import Rollout
 
-__all__ = ["PendingPut", "Puts", "Stage"]
-
-
 Stage: TypeAlias = Literal["filtering", "journalling", "waiting", "done"]
 """Cause for which a put waits: an async ``accept=``, the journal's disk, room, nothing any more."""
 

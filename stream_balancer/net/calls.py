@@ -30,8 +30,6 @@ from stream_balancer.net.loops import Signal
 from stream_balancer.net.messages import NIL, Reply, Welcome
 from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
-__all__ = ["CALL_BYTES", "SMALL", "Answered", "Pending", "cancel_again"]
-
 SMALL = 2**16
 """Bytes that are sent in the thread that asks, if nothing else is on its way. Many at a time go together, which costs
 fewer wake-ups."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from stream_balancer.errors import RefusedError, WireError
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.handshake import Handshake
-from stream_balancer.net.loops import Job, Runs
+from stream_balancer.net.loops import Io, Job
 from stream_balancer.net.messages import (
     HEADER_BYTES,
     MAX_MESSAGE_BYTES,
@@ -37,12 +37,9 @@ from stream_balancer.net.messages import (
     read_envelope,
     read_header,
 )  # fmt: skip
-from stream_balancer.net.movers.common import Mover
-from stream_balancer.net.pool import Memory, Pool
+from stream_balancer.net.pool import Pool
 from stream_balancer.net.tls import TlsSocket
-from stream_balancer.wire.payload import NOTHING, Payload
-
-__all__ = ["HANDSHAKE_S", "Connection", "Handler"]
+from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
 _log = logging.getLogger(__name__)
 # A rank's Join names its steps and their items, a producer's its slots. Memory of what has not come is not touched.
@@ -69,6 +66,33 @@ class Handler(Protocol):
         """The end: once, and nothing after it. ``end.__cause__`` is the error behind it, if there is one."""
 
 
+class Mover(Protocol):
+    """A way for bytes, one end of it; see :mod:`stream_balancer.net.movers`. Called in the I/O thread."""
+
+    ready: bool
+
+    @property
+    def number(self) -> int:
+        """``via`` of its messages."""
+        ...
+
+    def begin(self) -> None:
+        """Set it up with the other end."""
+
+    def send(self, payload: Payload, go: Callable[[Sequence[int]], None]) -> bool:
+        """``go(where)`` lets the message leave; those behind it wait for that. False: not now, use the socket."""
+        ...
+
+    def receive(self, envelope: Envelope, ready: Callable[[Memory], None]) -> None:
+        """``ready(memory)``, once all runs are there; messages behind it wait for that. Raises WireError."""
+
+    def note(self, body: bytes) -> None:
+        """The other end's mover says something. Raises WireError for what makes no sense."""
+
+    def close(self) -> None:
+        """The connection is over."""
+
+
 class _Held:
     """A message whose bytes, or those of one before it, are still on their way."""
 
@@ -79,7 +103,7 @@ class _Held:
 class Connection:
     """An end of a connection. Bytes are received where they belong; only what comes ahead of its place is copied."""
 
-    def __init__(self, io: Runs, sock: Any, pool: Pool, handshake: Handshake, *, local: str = "") -> None:
+    def __init__(self, io: Io, sock: Any, pool: Pool, handshake: Handshake, *, local: str = "") -> None:
         """``sock``: a socket, one with TLS, or one in memory. ``local``: this machine's address on the way to the
         peer."""
         self.io, self.pool, self.handshake, self.local = io, pool, handshake, local

@@ -18,8 +18,6 @@ import msgspec
 from stream_balancer.errors import WireError, refused_error
 from stream_balancer.net.messages import PROTOCOL, Challenge, Hello, Join, Message
 
-__all__ = ["Handshake"]
-
 _NONCE_BYTES = 16
 
 

@@ -15,10 +15,11 @@ from stream_balancer.errors import refused_error
 from stream_balancer.net.connection import Connection
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.handshake import Handshake
-from stream_balancer.net.loops import Io, Runs
+from stream_balancer.net.loops import Io
 from stream_balancer.net.messages import Join, Message
-from stream_balancer.net.pool import Memory, Pool
+from stream_balancer.net.pool import Pool
 from stream_balancer.net.tls import TlsSocket
+from stream_balancer.wire.payload import Memory
 
 _log = logging.getLogger(__name__)
 MAX_STRANGERS = 1024
@@ -36,7 +37,7 @@ class Listening(Protocol):
     """A port that lets peers in."""
 
     @property
-    def io(self) -> Runs:
+    def io(self) -> Io:
         """Where its connections live."""
         ...
 

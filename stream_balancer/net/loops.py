@@ -18,12 +18,10 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 import anyio.lowlevel
-
-__all__ = ["Io", "Runs", "Signal", "blocking_deadline", "in_loop"]
 
 _log = logging.getLogger(__name__)
 Job = Callable[[], object]
@@ -34,28 +32,6 @@ blocking_deadline = threading.local()
 """``.at`` is set, to a time or None, while :mod:`stream_balancer.facade` runs a coroutine in a plain thread."""
 
 
-class Runs(Protocol):
-    """Where a connection lives: the I/O thread, or a test's event loop with a clock of its own."""
-
-    threads: bool
-    """The jobs run in a thread of their own."""
-    leaving: set[object]
-    """Connections that were closed and whose peer has not answered yet."""
-    sockets: dict[int, Job]
-    """Descriptors, which a forked child must not keep or a peer would not see this process's death; and how the end of
-    this process ends them."""
-    helpers: list[threading.Thread]
-    """Threads that end with their connections."""
-    scratch: memoryview
-    """Where what comes ahead of its place is read."""
-
-    def do(self, job: Job, *, here: bool = False) -> None: ...
-    def after(self, seconds: float, job: Job) -> Job: ...
-    def hold(self, job: Job) -> None: ...
-    def work(self, job: Job) -> None: ...
-    def watch(self, sock: Any, before: int, events: int, ready: Callable[[int], object]) -> None: ...
-
-
 class Io:
     """The thread for every socket of the process. All state of connections and calls belongs to it; other threads hand
     in jobs. One lock is held while state is touched and never while waiting, so a short job may run in the thread that
@@ -64,11 +40,13 @@ class Io:
     _current: Io | None = None
     _guard = threading.Lock()
     threads = True
+    """The jobs run in a thread of their own; not so in a test's event loop, with a clock of its own."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self._selector_fd = [self.selector.fileno()] if hasattr(self.selector, "fileno") else []
         self.scratch = memoryview(bytearray(2**18))
+        """Where what comes ahead of its place is read."""
         self._jobs: deque[Job] = deque()
         self._timers: list[tuple[float, int, list[Job | None]]] = []
         self._numbers = count()
@@ -80,9 +58,13 @@ class Io:
         self._woken = self._stopping = self._stopped = False
         self._lock = threading.Lock()
         self.leaving: set[object] = set()
+        """Connections that were closed and whose peer has not answered yet."""
         self.sockets: dict[int, Job] = {}
-        # joined at the end: a daemon inside torch while the interpreter goes away would abort the process
+        """Descriptors, which a forked child must not keep or a peer would not see this process's death; and how the end
+        of this process ends them."""
         self.helpers: list[threading.Thread] = []
+        """Threads that end with their connections. Joined at the end: a daemon inside torch while the interpreter goes
+        away would abort the process."""
         self._work: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="stream_balancer-io", daemon=True)

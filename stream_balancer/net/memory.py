@@ -5,30 +5,27 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from stream_balancer.net.connection import Connection
 from stream_balancer.net.handshake import Handshake
-from stream_balancer.net.loops import Job
-from stream_balancer.net.messages import Join, Welcome
+from stream_balancer.net.loops import Io, Job
+from stream_balancer.net.messages import Join
 from stream_balancer.net.pool import Pool
-
-__all__ = ["LoopIo", "Wire", "pair"]
 
 _TOKEN = b"in one process"
 
 
-class LoopIo:
+class LoopIo(Io):
     """The caller's event loop in the place of the I/O thread, with its clock."""
 
+    threads = False
+
     def __init__(self) -> None:
-        self.threads = False
-        self.leaving: set[object] = set()
-        self.sockets: dict[int, Job] = {}
-        self.helpers: list[threading.Thread] = []
+        # nothing of a thread, a selector or a pipe
+        self.leaving, self.sockets, self.helpers = set(), {}, []
         self.scratch = memoryview(bytearray(2**18))
 
     def do(self, job: Job, *, here: bool = False) -> None:
@@ -78,7 +75,8 @@ def _asyncio_loop() -> asyncio.AbstractEventLoop | None:
 
 
 class Wire:
-    """Joins two ends. One queue for both directions; :meth:`hold` lets messages hang in it."""
+    """Joins two ends in the current event loop; :meth:`begin` their handshake. One queue for both directions;
+    :meth:`hold` lets messages hang in it."""
 
     def __init__(self, io: LoopIo, pool: Pool, join: Join) -> None:
         self.io = io
@@ -160,9 +158,9 @@ class _Socket:
             raise BlockingIOError
         done = 0
         for view in views:
-            count = min(len(view), len(self._came) - done)
-            view[:count] = self._came[done : done + count]
-            done += count
+            part = self._came[done : done + len(view)]
+            view[: len(part)] = part
+            done += len(part)
         del self._came[:done]
         return (done,)
 
@@ -176,8 +174,7 @@ class _Socket:
         self._events, self._ready = events, ready
         if events & selectors.EVENT_WRITE:
             self._wire.io.do(lambda: ready(selectors.EVENT_WRITE))
-        if self._came or self._is_over:
-            self._wire.io.do(self._tell)
+        self._wire.io.do(self._tell)
 
     def _arrive(self, data: bytes, *, is_over: bool = False) -> None:
         self._came += data
@@ -187,14 +184,3 @@ class _Socket:
     def _tell(self) -> None:
         while self._events & selectors.EVENT_READ and (self._came or self._is_over):
             self._ready(selectors.EVENT_READ)
-
-
-def pair(
-    join: Join, arrived: Callable[[Connection, Join], object], welcomed: Callable[[Connection, Welcome], object], *,
-    io: LoopIo | None = None, pool: Pool | None = None,
-) -> Wire:  # fmt: skip
-    """Two ends in the current event loop, that are about to meet: ``begin()`` their handshake."""
-    wire = Wire(io or LoopIo(), pool or Pool(), join)
-    there, here = wire.ends
-    there.arrived, here.welcomed = arrived, welcomed
-    return wire

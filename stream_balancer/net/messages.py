@@ -21,13 +21,6 @@ import msgspec
 
 from stream_balancer.errors import RefusalReason, WireError
 
-__all__ = [
-    "HEADER_BYTES", "MAX_MESSAGE_BYTES", "NIL", "PROTOCOL", "SOCKET", "Call", "Cancel", "Challenge", "Close", "Drop",
-    "Envelope", "Go", "Hello", "Join", "Message", "MiniBatchHead", "MoverNote", "Notify", "Recall", "Refused", "Reply",
-    "Report", "ResizedExecution", "Rewind", "Seal", "Sizes", "StepHead", "Welcome", "Work", "WorkItem", "check_runs",
-    "frame", "read_envelope", "read_header",
-]  # fmt: skip
-
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 2**26
 # lists of a message are bounded, so that decoding one cannot take memory without end

@@ -12,8 +12,6 @@ import numpy as np
 
 from stream_balancer.wire.payload import Memory
 
-__all__ = ["Memory", "Pool", "Shelf", "aligned", "lease", "room_for"]
-
 _SMALL = 2**17
 """Below that malloc reuses memory by itself."""
 

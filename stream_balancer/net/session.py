@@ -29,11 +29,9 @@ from stream_balancer.net import movers
 from stream_balancer.net.calls import SMALL, Answered, Pending, cancel_again
 from stream_balancer.net.connection import Connection
 from stream_balancer.net.errors import Cancelled, Ended
-from stream_balancer.net.loops import Job, Runs, Signal, blocking_deadline
+from stream_balancer.net.loops import Io, Job, Signal, blocking_deadline
 from stream_balancer.net.messages import Call, Cancel, Join, Message, Notify, Reply, Welcome
 from stream_balancer.wire.payload import NOTHING, Memory, Payload
-
-__all__ = ["Dialer", "Session", "own_name"]
 
 _log = logging.getLogger("stream_balancer.net")
 # after the first try, which is made at once
@@ -51,7 +49,7 @@ class Dialer(Protocol):
     """A way to the other end."""
 
     @property
-    def io(self) -> Runs:
+    def io(self) -> Io:
         """Where its connections live."""
         ...
 

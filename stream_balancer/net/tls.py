@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from stream_balancer.errors import WireError
 
-__all__ = ["TlsSocket"]
-
 _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 

@@ -17,7 +17,7 @@ from stream_balancer.errors import refused_error
 from stream_balancer.net.address import dialling
 from stream_balancer.net.connection import Connection
 from stream_balancer.net.listener import CLOSED
-from stream_balancer.net.memory import LoopIo, Wire, pair
+from stream_balancer.net.memory import LoopIo, Wire
 from stream_balancer.net.messages import Join, Welcome
 from stream_balancer.net.pool import Pool
 from stream_balancer.net.service import Service
@@ -94,8 +94,10 @@ class MemoryNetwork:
     ) -> None:  # fmt: skip
         listener = self._listeners.get(peer.address)
         if listener is not None:
-            wire = pair(join, listener.arrived, welcomed, io=self.io, pool=self.pool)
-            wire.ends[1].handler = dialling(peer.address, wire.ends[1], failed)
+            wire = Wire(self.io, self.pool, join)
+            there, here = wire.ends
+            there.arrived, here.welcomed = listener.arrived, welcomed
+            here.handler = dialling(peer.address, here, failed)
             peer._begin(wire)
         elif peer.address != self.address:
             failed(ConnectionRefusedError(f"nobody listens at {peer.address}"))

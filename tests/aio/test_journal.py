@@ -494,7 +494,7 @@ async def test_producers_of_a_job_that_is_started_again_are_waited_for(tmp_path:
             await second.put(make_rollout(3, f"{life}-second"))
             await first.end()
             assert not balancer.ended
-            assert "1 of num_producers=2 producers have ended" in balancer.why_no_batch() or life == 1
+            assert "producers that have ended: 1 of num_producers=2" in balancer.why_no_batch() or life == 1
             if life == 1:
                 await second.end()
                 assert balancer.ended

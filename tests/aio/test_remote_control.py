@@ -231,7 +231,10 @@ async def test_the_balancer_ends_once_as_many_producers_have_ended_as_take_part(
         wire_of(lost).cut("killed")
         await settle()
         assert not harness.balancer.ended
-        assert "1 of num_producers=2 producers have ended; no other one is connected" in harness.balancer.why_no_batch()
+        assert (
+            "producers that have ended: 1 of num_producers=2; no other one is connected"
+            in harness.balancer.why_no_batch()
+        )
         await harness.producer().end()
         assert harness.balancer.ended
 
@@ -309,17 +312,17 @@ async def test_producers_that_have_not_come_or_left_are_named() -> None:
     async with over_memory(num_producers=3, **KNOBS) as harness:
         producer = harness.producer()
         await settle()
-        why = "0 of num_producers=3 producers have ended; connected and not ended: memory; 2 have not connected"
+        why = "producers that have ended: 0 of num_producers=3; connected and not ended: memory; not connected yet: 2"
         assert why in harness.balancer.why_no_batch()
         await producer.aclose()
         await settle()
-        why = "no other one is connected; left without end(): memory; 2 have not connected"
+        why = "no other one is connected; left without end(): memory; not connected yet: 2"
         assert why in harness.balancer.why_no_batch()
         ended = [harness.producer() for _ in range(2)]
         for one in ended:
             await one.end()
-        assert "2 of num_producers=3 producers have ended; no other one" in harness.balancer.why_no_batch()
-        assert "have not connected" not in harness.balancer.why_no_batch()
+        assert "producers that have ended: 2 of num_producers=3; no other one" in harness.balancer.why_no_batch()
+        assert "not connected yet" not in harness.balancer.why_no_batch()
 
 
 async def test_a_number_of_producers_that_cannot_be_is_refused() -> None:

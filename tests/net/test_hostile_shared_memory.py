@@ -17,8 +17,7 @@ from stream_balancer.errors import WireError
 from stream_balancer.net.connection import Connection
 from stream_balancer.net.messages import Close, Envelope, Message, MoverNote
 from stream_balancer.net.movers.shared_memory import SharedMemory
-from stream_balancer.net.pool import Memory
-from stream_balancer.wire.payload import Payload
+from stream_balancer.wire.payload import Memory, Payload
 
 pytestmark = pytest.mark.skipif(not SharedMemory.available(), reason="needs memfd")
 SIZE = 1000

@@ -16,11 +16,8 @@ from stream_balancer.net.movers.torch_dist import TorchDist
 
 if TYPE_CHECKING:
     from stream_balancer.net.connection import Connection
-    from stream_balancer.net.movers.common import Mover
 
-__all__ = ["attach", "available"]
-
-_MOVERS: dict[str, type[Mover]] = {one.name: one for one in (SharedMemory, TorchDist)}
+_MOVERS: dict[str, type[SharedMemory | TorchDist]] = {one.name: one for one in (SharedMemory, TorchDist)}
 
 
 def available(wanted: Sequence[str], *, again: bool = False) -> tuple[str, ...]:

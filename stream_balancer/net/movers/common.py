@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,17 +11,13 @@ from stream_balancer.net.messages import MoverNote
 
 if TYPE_CHECKING:
     from stream_balancer.net.connection import Connection
-    from stream_balancer.net.messages import Envelope
-    from stream_balancer.wire.payload import Memory, Payload
-
-__all__ = ["Mover"]
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
 
 
-class Mover(ABC):
-    """A way for bytes, one end of it; see :mod:`stream_balancer.net.movers`. Called in the I/O thread."""
+class CommonMover:
+    """Part that all movers share."""
 
     name: ClassVar[str]
     number: ClassVar[int]
@@ -31,31 +26,6 @@ class Mover(ABC):
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.ready = False
-
-    @staticmethod
-    @abstractmethod
-    def available() -> bool:
-        """True if this system has what it needs."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Set it up with the other end."""
-
-    @abstractmethod
-    def send(self, payload: Payload, go: Callable[[Sequence[int]], None]) -> bool:
-        """``go(where)`` lets the message leave; those behind it wait for that. False: not now, use the socket."""
-
-    @abstractmethod
-    def receive(self, envelope: Envelope, ready: Callable[[Memory], None]) -> None:
-        """``ready(memory)``, once all runs are there; messages behind it wait for that. Raises WireError."""
-
-    @abstractmethod
-    def note(self, body: bytes) -> None:
-        """The other end's mover says something. Raises WireError for what makes no sense."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """The connection is over."""
 
     def _tell(self, body: bytes) -> None:
         """A note to the other end."""

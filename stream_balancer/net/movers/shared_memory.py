@@ -29,15 +29,14 @@ import msgspec
 import numpy as np
 
 from stream_balancer.errors import WireError
-from stream_balancer.net.movers.common import Mover
-from stream_balancer.net.pool import Memory, Shelf, lease, room_for
+from stream_balancer.net.movers.common import CommonMover
+from stream_balancer.net.pool import Shelf, lease, room_for
+from stream_balancer.wire.payload import Memory
 
 if TYPE_CHECKING:
     from stream_balancer.net.connection import Connection
     from stream_balancer.net.messages import Envelope
     from stream_balancer.wire.payload import Payload
-
-__all__ = ["SharedMemory"]
 
 _KEEP_BYTES = 2**28
 """Idle buffers of one connection that are kept."""
@@ -66,7 +65,7 @@ class _Buffer:
         self.where = (number, self.file.fd, os.fstat(self.file.fd).st_ino, size)
 
 
-class SharedMemory(Mover):
+class SharedMemory(CommonMover):
     """An end of the mover."""
 
     name, number = "shared_memory", 1

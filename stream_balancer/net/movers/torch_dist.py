@@ -33,14 +33,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from stream_balancer.errors import WireError
-from stream_balancer.net.movers.common import Mover
+from stream_balancer.net.movers.common import CommonMover
 
 if TYPE_CHECKING:
     from stream_balancer.net.connection import Connection
     from stream_balancer.net.messages import Envelope
     from stream_balancer.wire.payload import Memory, Payload
-
-__all__ = ["TorchDist"]
 
 _MOST_STAGED_BYTES = 2**28
 """On their way, of one connection. A payload that would be beyond it goes by the socket, from where it lies."""
@@ -58,7 +56,7 @@ class _Transfer(NamedTuple):
     tensors: list[Any]
 
 
-class TorchDist(Mover):
+class TorchDist(CommonMover):
     """An end of the mover. Threads: one of gloo's for all pairs of the process, and one here where bytes arrive."""
 
     name, number = "torch_dist", 2
