@@ -71,12 +71,7 @@ def remote(local: Rollout, owner: Owner, key: int, its: Leases | None = None) ->
 def fill(decoded: Decoded, kept: Mapping[tuple[str, int], Rollout]) -> None:
     """What :class:`stream_balancer.client.payloads.Fetcher` does, with owners at hand."""
     for one in decoded.holes():
-        came = b"".join(payload_of(kept[one.owner.label, one.key], one.degree, one.place))
-        assert len(came) == one.num_bytes
-        at = 0
-        for place in one.places:
-            place[:] = came[at : at + len(place)]
-            at += len(place)
+        one.fill(payload_of(kept[one.owner.label, one.key], one.degree, one.place))
 
 
 def rollout(n: int, **fields: Any) -> Rollout:

@@ -19,8 +19,6 @@ from stream_balancer.errors import BrokenResourceError
 from stream_balancer.facade import refuse_in_event_loop
 from stream_balancer.net.address import current_world
 
-__all__ = ["barrier"]
-
 # its options are missing from torch's type stubs
 _Gloo = cast("Any", dist).ProcessGroupGloo
 _NO_EXPIRY = timedelta(days=3650)

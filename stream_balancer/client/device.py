@@ -22,8 +22,6 @@ from torch import Tensor
 
 from stream_balancer.wire.payload import Memory
 
-__all__ = ["Pace", "Stopwatch", "Streams", "Upload", "Uploader", "pinned"]
-
 
 def pinned(num_bytes: int) -> Memory:
     """Memory that an accelerator reads by itself."""

@@ -50,12 +50,10 @@ from stream_balancer.net.pool import Pool
 from stream_balancer.statistics import Statistics
 from stream_balancer.wire.statistics import decode_statistics
 
-__all__ = ["RankFeed"]
-
 _log = logging.getLogger("stream_balancer.rank")
 
 # of one message; far above text, below what would take a trainer's host memory
-DEFAULT_MAX_BATCH_BYTES = 4 * 2**30
+_DEFAULT_MAX_BATCH_BYTES = 4 * 2**30
 
 
 class RankFeed(OfOneProcess):
@@ -87,7 +85,7 @@ class RankFeed(OfOneProcess):
         mesh: Any = None,
         dp_dim: str | Sequence[str] = "dp",
         device: str | torch.device = "cpu",
-        max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES,
+        max_batch_bytes: int = _DEFAULT_MAX_BATCH_BYTES,
         incarnation: int | None = None,
         role: str = "",
         token: str | None = None,
@@ -249,23 +247,28 @@ class RankFeed(OfOneProcess):
         oldest = held.oldest
         if oldest is not None and (early or held.is_complete(oldest)) and (part := held.next_step()) is not None:
             self._hand = Step(port, part, self.acknowledge_through, self.waiting_s, Pace(self._device))
-            self._warn_of_weights(part.number)
+            if part.number and held.meets and held.weights is None and not held.role:
+                self._begin_in_the_midst(part.number)
             return True
         if held.ended and all(part.is_done for part in held.parts.values()):
             self._ended = True
             return True
         return None
 
-    def _warn_of_weights(self, step: int) -> None:
+    def _begin_in_the_midst(self, step: int) -> None:
         """A process that came in the midst of a run may have the weights of its beginning."""
-        if self._port.held.meets and self._port.held.weights is None and step and not self._port.who.role:
-            _log.warning(
-                "rank %d begins with step %d: its weights must contain all steps before it. Take another rank's, and "
-                "say so: RankFeed(next_step=%d)",
-                self.rank,
-                step,
-                step,
-            )
+        _log.warning(
+            "rank %d begins with step %d: its weights must contain all steps before it. Take another rank's, and say "
+            "so: RankFeed(next_step=%d)",
+            self.rank,
+            step,
+            step,
+        )
+        # believed from now on: else the next controller would take it for one that was left behind
+        held = self._port.held
+        held.weights = step
+        if self._auto_ack:
+            held.acked = max(held.acked, step)
 
     # acknowledgements and checkpoints
 

@@ -27,8 +27,6 @@ from stream_balancer.core.steps.state import TRAIN, HeldItem, HeldStep, RankId, 
 from stream_balancer.errors import WireError
 from stream_balancer.net import messages as m
 
-__all__ = ["Fact", "Held", "HeldWork", "Part"]
-
 
 class Fact(NamedTuple):
     """A report to the controller; see :class:`~stream_balancer.net.messages.Report`."""
@@ -308,7 +306,7 @@ class Held:
         """Steps to name when the process joins, instead of all that it has said before, but for acknowledgements."""
         # what waited there is part of what is said now
         self.out.clear()
-        # nothing in it is dear
+        # nothing in it is worth keeping
         if self.role:
             self.parts.clear()
             return {}

@@ -21,13 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from stream_balancer.client.payloads import SOURCES, Kept
+from stream_balancer.client.payloads import SOURCES, KeepsPayloads
 from stream_balancer.errors import BrokenResourceError, WouldBlock
 from stream_balancer.net.loops import Io
 from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Handle, Owner, Wanted, decode, encode_rollouts, payload_of
-
-__all__ = ["INLINE_BYTES", "InStore", "Keeper"]
 
 INLINE_BYTES = 2**16
 """Puts below that bring their tokens along: an object of Ray's costs more than they do."""
@@ -71,7 +69,7 @@ class Keeper:
             self._kept.pop((owner, number), None)
 
 
-class InStore(Kept):
+class InStore(KeepsPayloads):
     """Payloads of one producer, in Ray's object store: what ``hand_over=`` of a producer takes. All rollouts of a put
     are one object; a key is the object's number and the rollout's place."""
 
@@ -146,7 +144,7 @@ class _FromStore:
         where, _, self._owner = owner.address.removeprefix("ray://").rpartition("/")
         self._namespace, _, self._keeper = where.rpartition("/")
 
-    def fetch(self, wanted: Sequence[Wanted], done: Callable[[Mapping[int, str]], object]) -> None:
+    def fetch(self, wanted: Sequence[Wanted], done: Callable[[Mapping[str, str]], object]) -> None:
         """In a thread: ``ray.get`` blocks, for as long as another node takes to send."""
         io = Io.current()
 
@@ -160,24 +158,22 @@ class _FromStore:
     def close(self) -> None:
         """Nothing stays open."""
 
-    def _fetched(self, wanted: Sequence[Wanted]) -> dict[int, str]:
-        """Fills the places; why some could not be filled."""
+    def _fetched(self, wanted: Sequence[Wanted]) -> dict[str, str]:
+        """Fills the places; why some could not be filled, by id."""
         try:
             # once for each object, however many of its rollouts are wanted
             boxes = self._boxes(list(dict.fromkeys(one.key // _MAX_PLACES for one in wanted)))
         except Exception as error:  # noqa: BLE001 - the step goes on without them
-            return {one.rollout: f"Ray does not find it: {_short(error)}" for one in wanted}
+            return {one.rollout_id: f"Ray does not find it: {_short(error)}" for one in wanted}
         causes, opened = {}, dict[int, Sequence[Rollout]]()
         for one in wanted:
             number, at = divmod(one.key, _MAX_PLACES)
             try:
                 if number not in opened:
                     opened[number] = _opened(boxes[number])
-                views = payload_of(opened[number][at], one.degree, one.place)
-                for place, view in zip(one.places, views, strict=True):
-                    place[:] = view
+                one.fill(payload_of(opened[number][at], one.degree, one.place))
             except Exception as error:  # noqa: BLE001 - the step goes on without it
-                causes[one.rollout] = _short(error)
+                causes[one.rollout_id] = _short(error)
         return causes
 
     def _boxes(self, numbers: list[int]) -> dict[int, list[Any] | None]:

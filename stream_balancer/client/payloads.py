@@ -15,7 +15,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -31,8 +31,6 @@ from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Decoded, Handle, Owner, Wanted, payload_of
 from stream_balancer.wire.payload import Payload
 
-__all__ = ["SOURCES", "Fetcher", "KeepsPayloads", "Kept", "Missing", "PayloadOwner", "Source"]
-
 _CONNECT_S = 10.0
 _CALL_BYTES = 2**26
 """Asked for at once, unless one rollout is larger: replies are copied into their places one by one."""
@@ -44,41 +42,15 @@ _parts_of = msgspec.msgpack.Decoder(Annotated[list[_Part], msgspec.Meta(max_leng
 _missing_of = msgspec.msgpack.Decoder(list[_Count]).decode
 
 
-class Missing(NamedTuple):
-    """A rollout whose payload is gone."""
-
-    rollout: int
-    """Place among all rollouts of what was decoded."""
-    rollout_id: str
-    owner: str
-    """Label of the owner."""
-    cause: str
-
-
-class KeepsPayloads(Protocol):
-    """Where payloads stay until a rank fetches them: this process, or an object store."""
+class KeepsPayloads:
+    """Payloads that stay where they were made until ranks need them no more, by number, and the wait for that. Safe to
+    use from any thread. :meth:`keep` is what differs: in this process, or in an object store."""
 
     owner: Owner
-    least_bytes: int
+    least_bytes = 0
     """Smaller puts bring their tokens along."""
-    blocks: bool
+    blocks = False
     """:meth:`keep` copies, and may wait: no event loop should."""
-
-    def __len__(self) -> int: ...
-    def keep(self, rollouts: Sequence[Rollout]) -> list[Handle]:
-        """Handles for the rollouts of one put. Raises WouldBlock while there is no room."""
-
-    def drop(self, keys: Iterable[int]) -> None: ...
-    def retain(self, keys: Collection[int]) -> None:
-        """Drop all others."""
-
-    async def released(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class Kept:
-    """Payloads that ranks may still need, by number, and the wait until they need nothing. Safe to use from any
-    thread."""
 
     def __init__(self) -> None:
         self._kept: dict[int, Any] = {}
@@ -87,6 +59,10 @@ class Kept:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def keep(self, rollouts: Sequence[Rollout]) -> list[Handle]:
+        """Handles for the rollouts of one put. Raises WouldBlock while there is no room."""
+        raise NotImplementedError
 
     def drop(self, keys: Iterable[int]) -> None:
         """Payloads are not needed any more; unknown ones are fine."""
@@ -110,12 +86,13 @@ class Kept:
             if self._kept:
                 await signal.wait()
 
+    def close(self) -> None:
+        """End of fetching. Idempotent."""
+        self.drop(list(self._kept))
 
-class PayloadOwner(Kept):
+
+class PayloadOwner(KeepsPayloads):
     """Payloads that are kept in this process."""
-
-    least_bytes = 0
-    blocks = False
 
     def __init__(self, listen: Listen, token: bytes, label: str) -> None:
         """``label``: for errors and logs."""
@@ -141,7 +118,7 @@ class PayloadOwner(Kept):
     def close(self) -> None:
         """End of fetching. Idempotent."""
         self._service.io.do(self._service.close)
-        self.drop(list(self._kept))
+        super().close()
 
     def _fetch(self, peer: Peer, asked: Asked) -> Bytes:
         try:
@@ -167,8 +144,8 @@ class PayloadOwner(Kept):
 class Source(Protocol):
     """A rank's way to one owner. In the I/O thread."""
 
-    def fetch(self, wanted: Sequence[Wanted], done: Callable[[Mapping[int, str]], object]) -> None:
-        """Fill the places of what is wanted; then, once, ``done`` with why some could not be filled, by ``rollout``."""
+    def fetch(self, wanted: Sequence[Wanted], done: Callable[[Mapping[str, str]], object]) -> None:
+        """Fill the places of what is wanted; then, once, ``done`` with why some could not be filled, by id."""
 
     def close(self) -> None:
         """Not needed any more. Idempotent."""
@@ -187,29 +164,28 @@ class Fetcher:
         self._sources: dict[Owner, Source] = {}
         self._closed = False
 
-    def fetch(self, decoded: Decoded, done: Callable[[list[Missing]], object]) -> None:
-        """Fill all holes but those that are masked; then, once, ``done`` with what could not be filled. In the I/O
-        thread, at once where there is nothing to fetch; never after :meth:`close`."""
+    def fetch(self, decoded: Decoded, done: Callable[[Mapping[str, str]], object]) -> None:
+        """Fill all holes but those that are masked; then, once, ``done`` with why some could not be filled, by id. In
+        the I/O thread, at once where there is nothing to fetch; never after :meth:`close`."""
         if self._closed:
             return
         by_owner: dict[Owner, list[Wanted]] = {}
         for one in decoded.holes():
             by_owner.setdefault(one.owner, []).append(one)
-        missing: list[Missing] = []
+        missing: dict[str, str] = {}
         # one more, so that done is not called before all were asked
         left = len(by_owner) + 1
 
-        def add(its: Sequence[Wanted], causes: Mapping[int, str]) -> None:
+        def add(causes: Mapping[str, str]) -> None:
             nonlocal left
             left -= 1
-            gone = (one for one in its if one.rollout in causes)
-            missing.extend(Missing(one.rollout, one.rollout_id, one.owner.label, causes[one.rollout]) for one in gone)
+            missing.update(causes)
             if not left and not self._closed:
-                done(sorted(missing))
+                done(missing)
 
         for owner, wanted in by_owner.items():
-            self._source(owner).fetch(wanted, partial(add, wanted))
-        add((), {})
+            self._source(owner).fetch(wanted, add)
+        add({})
 
     def close(self) -> None:
         """Fetch nothing more. From any thread. Idempotent."""
@@ -233,9 +209,9 @@ class _Dialled:
         self._owner, self._dialer_of = owner, dialer_of
         self._session: Session | None = None
 
-    def fetch(self, wanted: Sequence[Wanted], done: Callable[[Mapping[int, str]], object]) -> None:
+    def fetch(self, wanted: Sequence[Wanted], done: Callable[[Mapping[str, str]], object]) -> None:
         shares = list(_shares(wanted))
-        causes: dict[int, str] = {}
+        causes: dict[str, str] = {}
         left = len(shares)
 
         def take(share: Sequence[Wanted], pending: Pending) -> None:
@@ -295,23 +271,24 @@ def _shares(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
     yield share
 
 
-def _filled(wanted: Sequence[Wanted], pending: Pending) -> dict[int, str]:
-    """Copies what has come to its places; why the rest has not come."""
+def _filled(wanted: Sequence[Wanted], pending: Pending) -> dict[str, str]:
+    """Copies what has come to its places; why the rest has not come, by id."""
     if pending.error is not None:
-        return {one.rollout: str(pending.error) for one in wanted}
+        return {one.rollout_id: str(pending.error) for one in wanted}
     value, memory = pending.answer
     try:
         missing = set(_missing_of(value))
     except (msgspec.DecodeError, ValueError) as error:
-        return {one.rollout: f"its answer cannot be read: {error}" for one in wanted}
-    came = [one for number, one in enumerate(wanted) if number not in missing]
+        return {one.rollout_id: f"its answer cannot be read: {error}" for one in wanted}
     size = 0 if memory is None else memory.size
     # checked in all before anything is written
-    if sum(one.num_bytes for one in came) != size:
-        return {one.rollout: f"it sent {size} bytes, other than it has described" for one in wanted}
-    at = 0
-    for place in itertools.chain.from_iterable(one.places for one in came):
-        assert memory is not None
-        place[:] = memory[at : at + len(place)].data
-        at += len(place)
-    return {one.rollout: f"it does not have payload {one.key}" for n, one in enumerate(wanted) if n in missing}
+    if sum(one.num_bytes for number, one in enumerate(wanted) if number not in missing) != size:
+        return {one.rollout_id: f"it sent {size} bytes, other than it has described" for one in wanted}
+    at, causes = 0, dict[str, str]()
+    for number, one in enumerate(wanted):
+        if number in missing:
+            causes[one.rollout_id] = f"it does not have payload {one.key}"
+        elif one.num_bytes:
+            one.fill([memory[at : at + one.num_bytes].data])
+            at += one.num_bytes
+    return causes

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +21,7 @@ import msgspec
 
 from stream_balancer.client.device import Upload, Uploader
 from stream_balancer.client.held import Held
-from stream_balancer.client.payloads import Fetcher, Missing
+from stream_balancer.client.payloads import Fetcher
 from stream_balancer.errors import (
     AlreadyInUseError,
     BrokenResourceError,
@@ -40,9 +40,7 @@ from stream_balancer.types import MicroBatch
 from stream_balancer.wire.codec import Decoded, Encoded, decode
 from stream_balancer.wire.payload import NOTHING, Memory
 
-__all__ = ["Arrived", "Port", "Who"]
-
-T = TypeVar("T")
+_T = TypeVar("T")
 
 
 class Who(NamedTuple):
@@ -118,7 +116,7 @@ class Port:
 
     # from any thread
 
-    async def wait_for(self, look: Callable[[], T | None], before: Callable[[], object] = lambda: None) -> T:
+    async def wait_for(self, look: Callable[[], _T | None], before: Callable[[], object] = lambda: None) -> _T:
         """The value that ``look`` finds, under the lock, as soon as it finds something. What has come is found before a
         lost controller is told. ``before``: called before it looks, without the lock."""
         # A thread may be interrupted before it has left: it may come again.
@@ -236,14 +234,13 @@ class Port:
         arrived.decoded.mask(work.gone)
         self.held.take(work, [(arrived, place) for place in range(len(work.items))])
         if any(one.remote for one in work.items):
-            self._fetcher.fetch(arrived.decoded, lambda missing: self._on_fetched(work, arrived, missing))
+            self._fetcher.fetch(arrived.decoded, lambda causes: self._on_fetched(work, arrived, causes))
         else:
             arrived.land()
 
-    def _on_fetched(self, work: m.Work, arrived: Arrived, missing: Collection[Missing]) -> None:
-        """Payloads of the items are here, as far as they exist."""
+    def _on_fetched(self, work: m.Work, arrived: Arrived, causes: Mapping[str, str]) -> None:
+        """Payloads of the items are here, but for those that are missing; why, by id."""
         with self.lock:
-            causes = {one.rollout_id: one.cause for one in missing}
             # first: once it lands, its memory may be on another device
             arrived.decoded.mask(causes)
             arrived.land()

@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from stream_balancer.client.held import HeldWork, Part
     from stream_balancer.client.port import Port
 
-__all__ = ["End", "Step"]
-
-T = TypeVar("T")
+_T = TypeVar("T")
 _MOST_COLUMNS = 64
 
 
@@ -196,8 +194,8 @@ class Step(OneRank):
     # what is looked at, with the port's lock held: None for "wait", an empty tuple for "over"
 
     def _at_once(
-        self, look: Callable[[], T | None], what: str, instead: str, before: Callable[[], object] = lambda: None
-    ) -> T:
+        self, look: Callable[[], _T | None], what: str, instead: str, before: Callable[[], object] = lambda: None
+    ) -> _T:
         before()
         with self._port.lock:
             found = look()
@@ -344,7 +342,7 @@ class Step(OneRank):
 
     def conclude(self, *, ack: bool) -> None:
         """The loop has gone on: the step is in the weights. The lock is held. Raises ConfigError if others may have
-        changed it meanwhile, ValueError if a role owes columns."""
+        changed it meanwhile, ValueError if a role has not given its columns."""
         if not self.is_mine:
             return
         if self._held.role:
@@ -382,7 +380,7 @@ class Step(OneRank):
 
     def _owes(self) -> ValueError:
         return ValueError(
-            f"role {self._held.role!r} owes the columns of step {self.step}: call micro_batch.give(...) for "
+            f"role {self._held.role!r} has not given the columns of step {self.step}: call micro_batch.give(...) for "
             "each of its micro-batches before asking for the next"
         )
 

@@ -28,11 +28,9 @@ import sniffio
 import trio
 import trio.testing
 
-__all__ = ["BACKENDS", "AutojumpEventLoop", "WakeupCount", "count_wakeups", "virtual_time_backend"]
+_Backend: TypeAlias = Literal["asyncio", "trio"]
 
-Backend: TypeAlias = Literal["asyncio", "trio"]
-
-BACKENDS: tuple[Backend, ...] = ("asyncio", "trio")
+BACKENDS: tuple[_Backend, ...] = ("asyncio", "trio")
 """Names of the event loops the library supports equally: parameters for an ``anyio_backend`` fixture."""
 
 

@@ -10,8 +10,6 @@ import torch
 
 from stream_balancer.types import Rollout, Version
 
-__all__ = ["make_rollout", "make_rollouts", "token_checksum"]
-
 
 def make_rollout(
     num_tokens: int,

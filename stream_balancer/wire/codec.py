@@ -7,7 +7,8 @@ thread or clock.
 
 from stream_balancer.wire.decode import Decoded, Wanted, decode, decode_columns, decode_rollouts
 from stream_balancer.wire.encode import Encoded, bytes_of, encode, encode_columns, encode_rollouts, payload_of
-from stream_balancer.wire.remote import Handle, Leases, Owner, Owners, RemoteRollout, remote_of
+from stream_balancer.wire.header import Owner
+from stream_balancer.wire.remote import Handle, Leases, Owners, RemoteRollout, remote_of
 
 __all__ = [
     "Decoded", "Encoded", "Handle", "Leases", "Owner", "Owners", "RemoteRollout", "Wanted", "bytes_of", "decode",

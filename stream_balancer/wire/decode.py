@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from math import prod
@@ -46,8 +46,6 @@ OnDevice: TypeAlias = Callable[[Tensor], Tensor]
 class Wanted(NamedTuple):
     """A rollout whose bytes are to be fetched."""
 
-    rollout: int
-    """Place among all rollouts of the header."""
     rollout_id: str
     owner: Owner
     key: int
@@ -59,7 +57,24 @@ class Wanted(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(place) for place in self.places)
+        return sum(map(len, self.places))
+
+    def fill(self, pieces: Iterable[memoryview]) -> None:
+        """Copy pieces to the places, one after the other, wherever the owner has cut them. Raises WireError if they are
+        not as many bytes."""
+        left = [piece for piece in reversed(list(pieces)) if piece]
+        found = sum(map(len, left))
+        if found != self.num_bytes:
+            raise WireError(f"{found} bytes came for a payload of {self.num_bytes}")
+        for place in self.places:
+            at = 0
+            while at < len(place):
+                piece = left.pop()
+                size = min(len(piece), len(place) - at)
+                place[at : at + size] = piece[:size]
+                at += size
+                if size < len(piece):
+                    left.append(piece[size:])
 
 
 def decode(header: msgspec.Raw | bytes, memory: Memory | None, *, on_device: OnDevice | None = None) -> Decoded:
@@ -122,7 +137,6 @@ class Decoded:
     def _wanted(self, hole: Hole) -> Wanted:
         shared = self._layout.block_of(hole.rollout).shared
         return Wanted(
-            hole.rollout,
             self.ids[hole.rollout],
             self._header.owners[hole.owner],
             hole.key,

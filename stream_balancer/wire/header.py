@@ -39,11 +39,6 @@ from stream_balancer.values import (
     SUPPORTED_DTYPES,
 )  # fmt: skip
 
-__all__ = [
-    "ALIGNMENT", "DTYPE_INDEX", "MAX_BYTES", "PER_ROLLOUT", "Block", "Column", "GivenColumns", "Header", "Hole",
-    "Layout", "Owner", "Shared", "align", "lay_out", "read_given", "read_header", "runs_of", "spans_of",
-]  # fmt: skip
-
 DTYPE_INDEX = {dtype: index for index, dtype in enumerate(SUPPORTED_DTYPES)}
 ALIGNMENT = 64
 """Bytes; a cache line, and what torch's own allocator gives."""
@@ -95,7 +90,7 @@ class Owner(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hole(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A rollout whose bytes lie with an owner."""
+    """A rollout whose bytes an owner keeps."""
 
     rollout: Count
     owner: Count
@@ -252,7 +247,7 @@ def _check_parts(header: Header) -> None:
     if not _ascends(header.late, len(header.columns)) or not _ascends(absent, len(header.lengths)):
         raise WireError("the list of what does not come along is wrong")
     if any(one.owner >= len(header.owners) for one in header.holes):
-        raise WireError("a rollout lies with an owner that is not named")
+        raise WireError("an owner of a rollout is not named")
     if header.late and not header.holes:
         raise WireError("columns are late, and all others come along, too")
 

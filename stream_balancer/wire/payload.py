@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-__all__ = ["NOTHING", "Later", "Memory", "Payload"]
-
 Memory: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 """``[size]`` uint8."""
 

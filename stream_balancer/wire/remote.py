@@ -12,10 +12,12 @@ planning, limits and checks see no difference. Columns that roles computed are h
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,8 +26,6 @@ from stream_balancer.errors import RolloutError
 from stream_balancer.types import Rollout, SharedRollout
 from stream_balancer.values import plain_tensor
 from stream_balancer.wire.header import Owner
-
-__all__ = ["Handle", "Leases", "Owner", "Owners", "RemoteRollout", "remote_of"]
 
 # of one message
 _MAX_KEYS = 2**16
@@ -47,7 +47,7 @@ class _Lease:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class RemoteRollout(Rollout):
-    """A rollout whose tokens and tensors lie with an owner; here they are on the meta device."""
+    """A rollout whose tokens and tensors an owner keeps; here they are on the meta device."""
 
     handle: Handle = field(repr=False)
     loss_tokens: int = field(repr=False)
@@ -88,7 +88,7 @@ class Leases:
         without waiting: a last reference may die inside a garbage collection. None: the owner is not there yet."""
         self._tell, self._soon = tell, soon
         # weak: a lease lives as long as a rollout that refers to the payload, and nothing else keeps it
-        self._held: weakref.WeakValueDictionary[int, _Lease] = weakref.WeakValueDictionary()
+        self._held: dict[int, weakref.ref[_Lease]] = {}
         self._dropped: deque[int] = deque()
         self._is_queued = False
 
@@ -103,23 +103,30 @@ class Leases:
         self._tell, self._soon = tell, soon
         # what the owner keeps is in the answer; what it does not know need not be dropped
         self._dropped.clear()
-        return sorted(self._held)
+        # a copy: a lease may end at any time
+        return sorted(self._held.copy())
 
     def hold(self, key: int) -> object:
         """A lease: the payload of this key is needed while it lives. A rollout that is put again has the same."""
-        lease = self._held.get(key)
+        there = self._held.get(key)
+        lease = None if there is None else there()
         if lease is None:
-            lease = self._held[key] = _Lease()
-            # at exit the owner sees the connection end, and needs no list
-            weakref.finalize(lease, self._on_released, key).atexit = False
+            lease = _Lease()
+            # not weakref.finalize, which costs a put of many rollouts a tenth of its time
+            self._held[key] = weakref.ref(lease, partial(self._on_released, key))
         return lease
 
     def needs(self, key: int) -> bool:
         """Whether a rollout refers to this payload."""
-        return key in self._held
+        there = self._held.get(key)
+        return there is not None and there() is not None
 
-    def _on_released(self, key: int) -> None:
+    def _on_released(self, key: int, gone: weakref.ref[_Lease]) -> None:
+        # another one may have been made meanwhile; at exit the owner sees the connection end, and needs no list
+        if self._held.get(key) is not gone or sys.is_finalizing():
+            return
         # no lock: this may run inside a garbage collection
+        del self._held[key]
         self._dropped.append(key)
         if self._soon is not None and not self._is_queued:
             self._is_queued = True

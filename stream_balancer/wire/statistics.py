@@ -10,8 +10,6 @@ import msgspec
 from stream_balancer.errors import WireError
 from stream_balancer.statistics import Statistics
 
-__all__ = ["decode_statistics", "encode_statistics"]
-
 MAX_STATISTICS_BYTES = 2**20
 
 

@@ -227,7 +227,7 @@ async def test_a_slow_role_holds_no_more_steps_than_the_trainer_has_room_for() -
 @pytest.mark.parametrize(
     ("broken", "text"),
     [
-        (lambda batch: batch.ack(), r"role 'ref' owes the columns of step 0: call micro_batch.give"),
+        (lambda batch: batch.ack(), r"role 'ref' has not given the columns of step 0: call micro_batch.give"),
         (lambda batch: give(batch, {}), "1 to 64 columns, not 0"),
         (lambda batch: give(batch, {"ref_logprobs": [torch.zeros(3)]}), "'ref_logprobs' has shape"),
     ],
@@ -245,7 +245,7 @@ async def test_columns_that_do_not_fit_are_refused_where_they_are_given(
         batch = await anext(feed)
         with pytest.raises(ValueError, match=text):
             broken(batch)
-        with pytest.raises(ValueError, match="owes the columns of step 0"):
+        with pytest.raises(ValueError, match="has not given the columns of step 0"):
             await anext(feed)
         assert feed.waiting_s == 0.0
         give(batch, computed("ref", batch.micro_batches))

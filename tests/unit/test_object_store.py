@@ -8,10 +8,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from codec_help import carried, remote, rollout
 from guard import GUARD_S
+from scripted import same_rollout
 
 from stream_balancer.client.object_store import InStore
+from stream_balancer.client.payloads import SOURCES
 from stream_balancer.testing import make_rollout
+from stream_balancer.types import MicroBatch
 
 
 class Keeper:
@@ -20,22 +24,27 @@ class Keeper:
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[int]]] = []
         self.told = threading.Event()
-        self.keep, self.drop = self._method("keep"), self._method("drop")
+        self.boxes: dict[int, Any] = {}
+        self.keep, self.drop, self.give = self._method("keep"), self._method("drop"), self._method("give")
 
     def _method(self, name: str) -> Any:
-        def remote(_: str, numbers: Any) -> None:
+        def remote(_: str, numbers: Any) -> list[Any]:
             self.calls.append((name, list(numbers)))
+            self.boxes |= numbers if name == "keep" else {}
             self.told.set()
+            return [self.boxes.get(number) for number in numbers]
 
         return type("Method", (), {"remote": staticmethod(remote)})
 
 
 @pytest.fixture
 def keeper(monkeypatch: pytest.MonkeyPatch) -> Keeper:
-    ray = ModuleType("ray")
-    ray.put = lambda it: it  # type: ignore[attr-defined]
+    ray, found = ModuleType("ray"), Keeper()
+    ray.put = ray.get = lambda it: it  # type: ignore[attr-defined]
+    ray.wait = lambda its, num_returns: (its, [])  # type: ignore[attr-defined]
+    ray.get_actor = lambda name, namespace: found  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray", ray)
-    return Keeper()
+    return found
 
 
 def test_references_of_several_puts_travel_together_and_none_is_forgotten(keeper: Keeper) -> None:
@@ -57,3 +66,21 @@ def test_what_is_dropped_before_the_keeper_was_told_is_not_held_for_ever(keeper:
     handles = store.keep([make_rollout(4, "r"), make_rollout(4, "s")])
     store.drop([handle.key for handle in handles])
     assert keeper.calls == [("keep", [0]), ("drop", [0])]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_rank_gets_the_rollout_or_its_part_of_it(keeper: Keeper, degree: int) -> None:
+    store = InStore(keeper, "space/keeper", "label")
+    wholes = [rollout(3), rollout(4)]
+    handles = store.keep(wholes)
+    away = [remote(one, handle.owner, handle.key) for one, handle in zip(wholes, handles, strict=True)]
+    group = tuple(range(degree)) if degree > 1 else ()
+    got = carried(MicroBatch.shared(away, group, 1) if group else MicroBatch.of(away))
+    fetched: list[object] = []
+    done = threading.Event()
+    store._tell()
+    SOURCES["ray"](store.owner).fetch(got.holes(), lambda causes: (fetched.append(causes), done.set()))
+    assert done.wait(GUARD_S)
+    assert fetched == [{}]
+    want = carried(MicroBatch.shared(wholes, group, 1) if group else MicroBatch.of(wholes))
+    assert all(same_rollout(a, b) for a, b in zip(want.rollouts, got.rollouts, strict=True))
