@@ -25,7 +25,7 @@ from stream_balancer.core.groups import Declared, GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.errors import ClosedResourceError, JournalError, RolloutError, to_raise
+from stream_balancer.errors import ClosedResourceError, JournalError, RolloutError
 from stream_balancer.field_docs import documented
 from stream_balancer.host.journal.handed import Handed
 from stream_balancer.host.journal.store import DiskFullError, Statement, Store, add, remove, retract
@@ -73,8 +73,6 @@ class Recovered:
     damage: tuple[str, ...]
     """Rows that were damaged, and plans whose rollouts are lost with them, a sentence each; everything else is here.
     The database as it was is kept beside this one, as ``damaged-1.db``."""
-    seconds: float
-    """How long it took."""
 
     @property
     def found(self) -> bool:
@@ -128,8 +126,6 @@ class Journal(Observer):
         Raises AlreadyInUseError if another process has it, JournalError if its disk is full or it cannot be read,
         WireError for another version's. O(bytes).
         """
-        # not the loop's clock: this runs in another thread
-        began = time.monotonic()
         store = self._store
         try:
             store.open()
@@ -141,7 +137,7 @@ class Journal(Observer):
         except DiskFullError as error:
             message = f"the journal {self.path} has no room to start. Make room first"
             raise DiskFullError(error.errno, message) from None
-        self.recovered = recovered = Recovered(
+        self.recovered = Recovered(
             waiting=len(snapshot.waiting),
             in_flight=sum(batch.num_rollouts for batch in snapshot.in_flight),
             steps=tuple(batch.step for batch in snapshot.in_flight),
@@ -149,9 +145,8 @@ class Journal(Observer):
             next_step=snapshot.next_step,
             torn_bytes=store.torn_bytes,
             damage=(*filter(None, [store.lost_commits]), *snapshot.set_aside),
-            seconds=time.monotonic() - began,
         )
-        self._log_recovered(recovered)
+        self._log(self.recovered)
         return snapshot
 
     def _read(self) -> Snapshot:
@@ -183,7 +178,7 @@ class Journal(Observer):
         self._done = deque(records.all_of(Done))
         self._num_done = sum(len(one.ids) for one in self._done)
 
-    def _log_recovered(self, recovered: Recovered) -> None:
+    def _log(self, recovered: Recovered) -> None:
         for where in recovered.damage:
             _log.error("journal %s: damaged, rows are lost: %s", self.path, where)
         if recovered.torn_bytes:
@@ -195,12 +190,11 @@ class Journal(Observer):
             )
         if recovered.waiting or recovered.in_flight:
             _log.warning(
-                "journal %s: recovered %d waiting rollouts and %d in flight (steps %s) in %.2f s",
+                "journal %s: recovered %d waiting rollouts and %d in flight (steps %s)",
                 self.path,
                 recovered.waiting,
                 recovered.in_flight,
                 list(recovered.steps),
-                recovered.seconds,
             )
 
     def start(self, core: BalancerCore) -> None:
@@ -264,12 +258,10 @@ class Journal(Observer):
         Raises JournalError if the disk is full or failing.
         """
         try:
-            await item.settled.wait()
+            await item.written()
         except BaseException:
             self.retract(item)
             raise
-        if item.error is not None:
-            raise to_raise(item.error)
 
     def retract(self, item: Writing) -> None:
         """Rollouts that were written have not been accepted after all."""
@@ -292,9 +284,7 @@ class Journal(Observer):
         failing."""
         item = Writing()
         self._enqueue(item)
-        await item.settled.wait()
-        if item.error is not None:
-            raise to_raise(item.error)
+        await item.written()
 
     def _change(self, statements: Sequence[Statement]) -> None:
         with suppress(ClosedResourceError):  # after the end nobody writes any more; it will be delivered again

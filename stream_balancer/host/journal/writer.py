@@ -17,7 +17,7 @@ from functools import partial
 
 import anyio
 
-from stream_balancer.errors import ClosedResourceError, JournalError
+from stream_balancer.errors import ClosedResourceError, JournalError, to_raise
 from stream_balancer.host.journal.store import DiskFullError, Statement, Store, add
 from stream_balancer.host.records import HeldRollout, rollout_key, row_name, write_rollouts
 from stream_balancer.net.loops import in_loop
@@ -44,6 +44,13 @@ class Writing:
     """A put; all else describes what has happened."""
     settled: anyio.Event = field(default_factory=anyio.Event)
     error: Exception | None = None
+
+    async def written(self) -> None:
+        """Return once they are on the disk; waits while that is full. Raises JournalError if it is failing, or has
+        refused a put."""
+        await self.settled.wait()
+        if self.error is not None:
+            raise to_raise(self.error)
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +79,7 @@ class Writer:
         self._queued = threading.Condition()
         self._queue: deque[Writing] = deque()  # guarded by _queued
         self.leaving = self._closing = False
-        """Nobody may be left waiting for a disk that is full."""
+        """The end is near: a task that waits for a full disk is woken all the same."""
         # the event loop's own
         self._in_loop, self._waking = in_loop(), False
         # the thread's own
