@@ -51,24 +51,6 @@ else:
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, description="an int >= 1")]
 
-FORMER = {
-    "max_tokens_per_micro_batch": "micro_batches.max_tokens",
-    "micro_batch_counts": "micro_batches.counts",
-    "micro_batch_multiple": "micro_batches.multiple_of",
-    "micro_batch_order": "micro_batches.order",
-    "micro_batch_overhead_cost": "micro_batches.overhead_cost",
-    "group_size": "groups.size",
-    "max_staleness": "staleness.max_versions",
-    "cp_sizes": "context_parallel.sizes",
-    "cp_overhead": "context_parallel.overhead",
-    "cp_min_tokens": "context_parallel.min_tokens",
-    "capacity_tokens": "limits.tokens",
-    "capacity_bytes": "limits.bytes",
-    "batch_tokens": "step_size.tokens",
-    "batch_size_range": "step_size.rollouts",
-}
-"""Names of knobs before there were groups, where the last part changed."""
-
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 class Values(type):
@@ -122,7 +104,6 @@ class Values(type):
         within = [(group, kind, knob) for group, kind in cls._groups.items() for knob in kind._kinds]
         spelled = {f"{group}.{knob}": f"{group}={kind.__name__}({knob}=...)" for group, kind, knob in within}
         known = {path.partition(".")[2]: text for path, text in spelled.items()} | spelled
-        known |= {former: spelled[path] for former, path in FORMER.items() if path in spelled}
         known |= {knob: knob for knob in cls._kinds}
         alike = difflib.get_close_matches(name, known, n=1)
         hint = f"Did you mean {known[alike[0]]}?" if alike else f"The knobs are: {', '.join(sorted(cls._kinds))}"

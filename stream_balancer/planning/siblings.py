@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .arrays import Floats, Ints
+from .packing import Packer
 
 _REPEATED = 0.05
 """A set may be cut, as far as the choice is concerned, into parts whose prefixes cost this much more together. Measured
@@ -107,28 +108,17 @@ class Siblings:
         return peaks
 
     def cut_to(self, max_tokens: int) -> Siblings:
-        """Sets whose unique tokens are more than this, cut into parts that are not, each with the prefix: the longest
-        sibling first, into the fullest part that has room. One that is longer by itself is a part. O(n log n)."""
+        """Sets whose unique tokens are more than this, cut into parts that are not, each with the prefix. A sibling
+        that is longer by itself is a part. O(n log n)."""
         # before ranks are found: cut afterwards, siblings are torn apart where it costs most
         held = np.bincount(self.set_of, weights=self.tokens, minlength=self.prefixes.size) + self.prefix_tokens
-        too_long = np.flatnonzero(held > max_tokens)
-        if not too_long.size:
-            return self
-        set_of, cut_from = self.set_of.copy(), [np.arange(self.prefixes.size)]
-        number = self.prefixes.size
-        for one in too_long.tolist():
+        set_of, origin = self.set_of.copy(), list(range(self.prefixes.size))
+        for one in np.flatnonzero(held > max_tokens).tolist():
             members = np.flatnonzero(self.set_of == one)
-            prefix = int(self.prefix_tokens[one])
-            filled: list[int] = []
-            for member in members[np.argsort(-self.tokens[members], kind="stable")].tolist():
-                size = int(self.tokens[member])
-                fits = [part for part, tokens in enumerate(filled) if tokens + size <= max_tokens]
-                part = max(fits, key=filled.__getitem__) if fits else len(filled)
-                if not fits:
-                    filled.append(prefix)
-                filled[part] += size
-                set_of[member] = number + part - 1 if part else one  # the first part keeps the number
-            cut_from.append(np.full(len(filled) - 1, one))
-            number += len(filled) - 1
-        origin = np.concatenate(cut_from)
+            # each part has the prefix, so this much is left for its siblings; none at all makes every one a part
+            room = max(max_tokens - int(self.prefix_tokens[one]), 1)
+            parts = Packer(self.tokens[members], self.added[members], room, padded=False).tight([*range(members.size)])
+            for part in (parts or [])[1:]:  # the first keeps the number
+                set_of[members[part]] = len(origin)
+                origin.append(one)
         return Siblings(self.added, set_of, self.prefixes[origin], self.tokens, self.prefix_tokens[origin])

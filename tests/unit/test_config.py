@@ -268,7 +268,6 @@ def test_what_may_seem_odd_and_works() -> None:
         ({"groups": {"xyz": 3}}, r"no such knob: groups\.xyz\. The knobs are: keep, share_prefixes, size"),
         ({"share_prefix": True}, r"Did you mean groups=Groups\(share_prefixes=\.\.\.\)\?"),
         ({"limits.bytes": 3}, r"Did you mean limits=Limits\(bytes=\.\.\.\)\?"),
-        ({"max_staleness": 3}, r"Did you mean staleness=Staleness\(max_versions=\.\.\.\)\?"),
         ({"self": 3}, "no such knob: self"),
     ],
 )
