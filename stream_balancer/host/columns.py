@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from msgspec import Raw
@@ -24,13 +25,17 @@ MOST_COLUMNS = 64
 _NOT_LATE = frozenset({"input_ids", "loss_mask", "versions"})  # what a step is planned and divided by
 
 
+_Given: TypeAlias = dict[str, dict[int, Tensor]]
+"""By name, and by part of the rollout; 0 alone: all of it."""
+
+
 class Columns:
     """Columns of all steps in flight. Kept nowhere else: another controller asks for them again."""
 
     def __init__(self, roles: Mapping[str, Sequence[str]]) -> None:
         """``roles``: the columns of each."""
         self.names = {role: sorted(names) for role, names in roles.items()}
-        self._given: dict[int, dict[tuple[str, int], dict[str, Tensor]]] = {}  # by step: of a rollout, or a part of one
+        self._given: dict[int, dict[str, _Given]] = {}  # by step and rollout
 
     def add(self, step: int, role: str, micro_batch: MicroBatch, header: Raw, memory: Memory | None) -> None:
         """A rank has computed these, perhaps again. Raises WireError for others than were asked for."""
@@ -43,7 +48,10 @@ class Columns:
             # a copy: the memory of a connection must not be held until the step is done
             parts = torch.split(column.clone(), list(micro_batch.lengths))
             for rollout, part in zip(micro_batch.rollouts, parts, strict=True):
-                given.setdefault(_key(rollout), {})[name] = part
+                there = given.setdefault(rollout.rollout_id, {}).setdefault(name, {})
+                if not isinstance(rollout, SharedRollout):
+                    there.clear()  # a rank was lost that shared it, and another has computed all of it
+                there[rollout.cp_rank if isinstance(rollout, SharedRollout) else 0] = part
 
     def joined(self, step: int, micro_batch: MicroBatch) -> MicroBatch:
         """A micro-batch of the trainer with its columns. Shares all tensors. O(rollouts)."""
@@ -70,31 +78,21 @@ class Columns:
                     )
 
 
-def _key(rollout: Rollout) -> tuple[str, int]:
-    return rollout.rollout_id, rollout.cp_rank if isinstance(rollout, SharedRollout) else 0
-
-
-def _with_columns(rollout: Rollout, given: Mapping[tuple[str, int], dict[str, Tensor]]) -> Rollout:
+def _with_columns(rollout: Rollout, given: Mapping[str, _Given]) -> Rollout:
     whole = rollout.whole if isinstance(rollout, SharedRollout) else rollout
     assert whole is not None
-    name, parts = whole.rollout_id, list[dict[str, Tensor]]()
     # a role keeps the parts of the first plan, though the trainer's may have been laid out anew
-    while (part := given.get((name, len(parts)))) is not None:
-        parts.append(part)
-    if rollout.is_padding and (not parts or any(len(one) != rollout.num_tokens for one in parts[0].values())):
+    joined = {name: _join(parts, whole.num_tokens) for name, parts in given.get(whole.rollout_id, {}).items()}
+    if rollout.is_padding and (not joined or any(len(one) != rollout.num_tokens for one in joined.values())):
         # a copy that was made when others took over: no role has seen it, and it weighs nothing
-        parts = [_zeros_like(next(iter(given.values())), rollout.num_tokens)]
-    joined = parts[0] if len(parts) == 1 else _join(parts, whole.num_tokens)
+        columns = next(iter(given.values()))
+        joined = {name: next(iter(parts.values())).new_zeros(rollout.num_tokens) for name, parts in columns.items()}
     made = whole.with_late_columns(joined)
     return part_of(made, rollout.cp_degree, rollout.cp_rank) if isinstance(rollout, SharedRollout) else made
 
 
-def _zeros_like(columns: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
-    return {name: column.new_zeros(num_tokens) for name, column in columns.items()}
-
-
-def _join(parts: Sequence[Mapping[str, Tensor]], num_tokens: int) -> dict[str, Tensor]:
-    return {name: join_column([part[name] for part in parts], num_tokens) for name in parts[0]}
+def _join(parts: Mapping[int, Tensor], num_tokens: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else join_column([parts[part] for part in sorted(parts)], num_tokens)
 
 
 def check_roles(roles: Mapping[str, Iterable[str]]) -> None:

@@ -152,9 +152,10 @@ def laid_out_anew(
     wait for them. As fast as a plan of so many rollouts."""
     old, over = order.items, order.over
     if old[0].role:
+        # Each computes whole what it had a part of: twice, but it needs nobody, and any rank can be the last.
         return [
-            Item(one.id, over[place % len(over)], one.pieces, one.role, remote=one.remote, payload=one.payload)
-            for place, one in enumerate(old)
+            Item(it.id, over[place % len(over)], it.pieces, it.role, remote=it.remote, payload=_unshared(it.payload))
+            for place, it in enumerate(old)
         ]
     # whole again: other ranks than those that shared a rollout cannot compute its parts
     wholes = [one for item in old for one in map(_whole, item.payload.rollouts) if not one.is_padding]
@@ -179,6 +180,13 @@ def laid_out_anew(
             made[-1].group = groups.get(index)
     _agree(made)
     return made
+
+
+def _unshared(mb: MicroBatch) -> MicroBatch:
+    if not mb.cp_group:
+        return mb
+    rollouts = [*map(_whole, mb.rollouts)]
+    return MicroBatch.of(rollouts, [rollout.num_tokens for rollout in rollouts], mb.execution_sizes)
 
 
 def _whole(rollout: Rollout) -> Rollout:

@@ -41,7 +41,7 @@ from stream_balancer.core.diagnosis import why_ranks_wait
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.state import TRAIN, Item, RankId
-from stream_balancer.errors import ConfigError, RankLostError
+from stream_balancer.errors import ConfigError
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.batches import Batches
 from stream_balancer.host.columns import Columns, check_roles
@@ -348,12 +348,8 @@ class _Server(Observer):
         """A rank has not come back in time: the others go on without it, if they can."""
         ledger, error = self._ledger, lost.error or lost.lost(_NOT_BACK)
         steps = ledger.unacknowledged(lost.id)
-        shares = lost.id.role and any(item.group for step in steps for item in ledger.items_of(step, lost.id))
-        if shares:
-            text = f"{error}. It computed rollouts together with other ranks of its role, which cannot do its part"
-            error = RankLostError(text, rank=error.rank, step=error.step, cause=error.cause)
-        # the last one of its kind, and who holds parts of what others hold, cannot be replaced
-        if not self._replan or shares or not {*ledger.members(lost.id.role)} - {lost.id}:
+        # the last one of its kind cannot be replaced
+        if not self._replan or not {*ledger.members(lost.id.role)} - {lost.id}:
             raise error
         # first the ledger: orders made from here on name it no more
         ledger.gave_up(lost.id)

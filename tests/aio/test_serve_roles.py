@@ -109,3 +109,20 @@ async def test_a_lost_rank_of_a_role_is_waited_for_or_given_up(policy: Any) -> N
         await crew.run(balancer, some(60), *crew.computing(0, 1), again, **options)
         crew.check(balancer, 60)
         assert set(crew.computed.values()) == {1}
+
+
+@pytest.mark.parametrize("survivors", [1, 2])
+async def test_a_lost_rank_of_a_role_that_shares_rollouts_is_replaced(survivors: int) -> None:
+    """Those that are left compute the whole rollouts, of which the trainer's ranks get their parts."""
+    shared = sb.ContextParallel(sizes=(1, 2), min_tokens=40)
+    ranks = survivors + 1
+    async with sb.StreamBalancer(
+        knobs(ranks, context_parallel=shared, micro_batches=sb.MicroBatches(max_tokens=60))
+    ) as balancer:
+        crew = Roled(MemoryNetwork(dp_size=ranks))
+        crew.role_dies[1] = 2
+        rollouts = [make_rollout(100 if number % 4 == 0 else 6, f"r{number}") for number in range(36)]
+        options = {"roles": ROLES, "on_rank_loss": "replan", "rejoin_timeout_s": 0.0}
+        await crew.run(balancer, rollouts, *crew.computing(*range(ranks)), **options)
+        crew.check(balancer, 36)
+        assert any(cp for gradient in crew.met.values() for _, cp in gradient), "nothing was shared"

@@ -105,7 +105,9 @@ def _rewind(book: Book, step: StepState) -> None:
             continue
         again[group] = None
         for item in step.groups[group].values():
-            if item.owner is not None and (share := step.shares[item.owner]) not in ranks:
+            share = None if item.owner is None else step.shares.get(item.owner)
+            # none of a role's rank that was given up, and whose columns of it are here
+            if share is not None and share not in ranks:
                 ranks.add(share)
                 todo += [other.group for other in share.items.values() if other.group is not None]
     step.torn.clear()
@@ -121,10 +123,10 @@ def _renew(book: Book, step: StepState, group: int) -> None:
     one part has none: then it is cut anew."""
     name, parts = book.new_id(), list(step.groups.pop(group).values())
     step.groups[name] = {item.id: item for item in parts}
-    is_whole = all(item.owner is not None for item in parts)
+    is_whole = all(item.owner in step.shares for item in parts)
     for item in parts:
         item.group = name
-        if is_whole:
+        if is_whole or item.has_columns:
             continue
         if item.owner is not None:
             share = step.shares[item.owner]
@@ -141,8 +143,10 @@ def _begin_again(book: Book, share: Share) -> None:
     step.at_barrier.discard(rank.id)
     step.unasked.add(rank.id)
     for item in share.items.values():
-        step.reset(item)
-        share.unsent[item.id] = item
+        # columns that are here need not be computed again: whoever shared them may be gone
+        if not item.has_columns:
+            step.reset(item)
+            share.unsent[item.id] = item
     book.tell(rank, rank.links & share.opened, SendRewind, step.number, share.attempt)
     book.ranks_touched[rank.id] = None
 

@@ -274,7 +274,8 @@ class StepState:
         if item.group is not None:
             self.groups[item.group].pop(item.id)
         if item.role:
-            self.left_of_role[item.role] -= 1
+            # one whose columns are here was taken off when they came
+            self.left_of_role[item.role] -= not item.has_columns
 
     def reset(self, item: Item) -> None:
         """No process has it."""
