@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 from contextvars import copy_context
 from functools import partial
@@ -185,22 +185,6 @@ class _LoopThread(Here):
 
         return self.do(run)
 
-    def beside(self, function: Callable[[], Awaitable[T]]) -> Future[T]:
-        """In the loop, without waiting for it. Cancelling the future cancels the call."""
-        call, future = _Call(function), Future[T]()
-
-        def resolve() -> None:
-            if future.set_running_or_notify_cancel():
-                if call.error is None:
-                    future.set_result(cast("T", call.result))
-                else:
-                    future.set_exception(call.error)
-
-        call.ended.then(resolve)
-        future.add_done_callback(lambda _: self._in_loop(call.withdraw))  # without effect on one that has ended
-        self._begin(call)
-        return future
-
     def _begin(self, call: _Call[Any]) -> None:
         if self._pid is None:
             raise RuntimeError("this balancer is not running: use it as `with sb.blocking(config) as balancer`")
@@ -271,7 +255,8 @@ class OwnLoop(Facade):
             num_producers=num_producers,
         )  # fmt: skip
         super().__init__(balancer, _LoopThread(balancer, backend))
-        self._background: list[Future[Any]] = []
+        self._threads = ThreadPoolExecutor(thread_name_prefix="stream_balancer serve")
+        self._background: list[Future[None]] = []
 
     def __enter__(self) -> Self:
         refuse_in_event_loop("sb.blocking()", "Use `async with sb.StreamBalancer(config) as balancer`")
@@ -282,8 +267,8 @@ class OwnLoop(Facade):
         self._runner.stop()
         if exc_type is None:
             for future in self._background:
-                if not future.cancelled() and not isinstance(error := future.exception(), ClosedResourceError | None):
-                    raise error
+                with suppress(ClosedResourceError):
+                    future.result()
 
     @property
     def balancer(self) -> StreamBalancer:
@@ -300,17 +285,13 @@ class OwnLoop(Facade):
         interrupted."""
         return self._runner.do(partial(function, *args), timeout_s)
 
-    def start(self, function: Callable[..., Awaitable[T]], *args: object) -> Future[T]:
-        """Run an async function beside, until it ends, the future is cancelled, or this balancer is closed, which
-        cancels it, too. What it raises also comes out of the ``with`` block's end."""
-        future = self._runner.beside(partial(function, *args))
-        self._background.append(future)
-        return future
-
     def serve(self, transport: Any) -> Future[None]:
         """Feed every rank's :class:`RankFeed` beside, until all is drained and acknowledged: :func:`serve` in the
-        event loop. Wait for the future's ``result()`` after :meth:`end` to know that the ranks have all."""
-        return self.start(_serve, self.balancer, transport)
+        event loop. Wait for the future's ``result()`` after :meth:`end` to know that the ranks have all. What it raises
+        also comes out of the ``with`` block's end."""
+        future = self._threads.submit(self._runner.do, partial(_serve, self.balancer, transport))
+        self._background.append(future)
+        return future
 
     def state_dict(self) -> dict[str, Any]:
         """:meth:`StreamBalancer.state_dict`, flattened in the calling thread: the event loop goes on."""

@@ -8,7 +8,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anyio
@@ -83,32 +83,15 @@ def test_closing_frees_a_thread_that_waits() -> None:
     assert told == [sb.errors.ClosedResourceError]
 
 
-def test_background_errors_come_out_at_the_end() -> None:
-    async def fail() -> None:
-        await anyio.lowlevel.checkpoint()
-        raise RuntimeError("from the background")
+def test_what_serving_raises_comes_out_at_the_end() -> None:
+    transport = sb.TorchTransport.listen(dp_size=3)
 
     def run() -> None:
         with sb.blocking(config()) as balancer:
-            future = balancer.start(fail)
-            while not future.done():
-                pass
+            assert "dp_size=3 ranks" in str(balancer.serve(transport).exception())
 
-    with pytest.raises(RuntimeError, match="from the background"):
+    with pytest.raises(ValueError, match="dp_size=3 ranks"):
         run()
-
-
-def test_background_work_can_be_cancelled() -> None:
-    with sb.blocking(config()) as balancer:
-        background, left_alone = balancer.start(anyio.sleep_forever), balancer.start(anyio.sleep_forever)
-        with pytest.raises(TimeoutError):
-            background.result(0)
-        background.cancel()
-        with pytest.raises(CancelledError):
-            background.result()
-        assert not left_alone.done()
-    with pytest.raises(sb.errors.ClosedResourceError):
-        left_alone.result()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -122,7 +105,6 @@ def test_after_the_block_it_is_closed(backend: Any) -> None:
         lambda: next(batches),
         balancer.statistics,
         balancer.end,
-        lambda: balancer.start(anyio.sleep_forever).result(),
     ):
         with pytest.raises(sb.errors.ClosedResourceError, match="closed"):
             use()
