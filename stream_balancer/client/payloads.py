@@ -288,7 +288,7 @@ def _filled(wanted: Sequence[Wanted], pending: Pending) -> dict[str, str]:
     for number, one in enumerate(wanted):
         if number in missing:
             causes[one.rollout_id] = f"it does not have payload {one.key}"
-        elif one.num_bytes:
+        elif memory is not None:
             one.fill([memory[at : at + one.num_bytes].data])
             at += one.num_bytes
     return causes

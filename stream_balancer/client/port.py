@@ -40,7 +40,7 @@ from stream_balancer.types import MicroBatch
 from stream_balancer.wire.codec import Decoded, Encoded, decode
 from stream_balancer.wire.payload import NOTHING, Memory
 
-_T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Who(NamedTuple):

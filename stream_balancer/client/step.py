@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from stream_balancer.client.held import HeldWork, Part
     from stream_balancer.client.port import Port
 
-_T = TypeVar("T")
+_T = TypeVar("_T")
 _MOST_COLUMNS = 64
 
 

@@ -6,8 +6,8 @@ from stream_balancer.testing.network import MemoryNetwork
 from stream_balancer.tools.length_models import PRESETS, generate_trace
 from stream_balancer.tools.trace import Trace
 
-from .clocks import BACKENDS, AutojumpEventLoop, WakeupCount, count_wakeups, virtual_time_backend
-from .rollouts import make_rollout, make_rollouts, token_checksum
+from .clocks import BACKENDS, AutojumpEventLoop, virtual_time_backend
+from .rollouts import make_rollout, make_rollouts
 
 __all__ = [
     "BACKENDS",
@@ -15,11 +15,8 @@ __all__ = [
     "AutojumpEventLoop",
     "MemoryNetwork",
     "Trace",
-    "WakeupCount",
-    "count_wakeups",
     "generate_trace",
     "make_rollout",
     "make_rollouts",
-    "token_checksum",
     "virtual_time_backend",
 ]

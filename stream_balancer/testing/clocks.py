@@ -20,11 +20,8 @@ from __future__ import annotations
 import asyncio
 import math
 import selectors
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
-import sniffio
 import trio
 import trio.testing
 
@@ -45,8 +42,6 @@ class AutojumpEventLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self._now = 0.0
-        self.num_passes = 0
-        """Times the loop asked for events: once per pass over its ready callbacks. See :func:`count_wakeups`."""
         super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
@@ -74,7 +69,6 @@ class _JumpingSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         loop = self._loop
-        loop.num_passes += 1
         if timeout is None or timeout <= 0:
             return super().select(timeout)
         ready = super().select(0)
@@ -94,64 +88,3 @@ def virtual_time_backend(name: str) -> tuple[str, dict[str, Any]]:
     if name == "trio":
         return name, {"clock": trio.testing.MockClock(autojump_threshold=0)}
     raise ValueError(f"no event loop is called {name!r}; use one of {', '.join(BACKENDS)}")
-
-
-class WakeupCount:
-    """Wake-ups that :func:`count_wakeups` counted; read it during or after the block."""
-
-    def __init__(self) -> None:
-        self._passes = 0
-        self._loop: AutojumpEventLoop | None = None
-        self._base = 0
-
-    @property
-    def count(self) -> int:
-        """Passes of the event loop since the block began (up to its end). A test's own sleep costs one or two."""
-        return self._passes if self._loop is None else self._loop.num_passes - self._base
-
-    def _follow(self, loop: AutojumpEventLoop) -> None:
-        self._loop, self._base = loop, loop.num_passes
-
-    def _stop(self) -> None:
-        self._passes, self._loop = self.count, None
-
-
-class _PassCounter(trio.abc.Instrument):
-    def __init__(self, wakeups: WakeupCount) -> None:
-        self._wakeups = wakeups
-
-    def after_io_wait(self, timeout: float) -> None:
-        self._wakeups._passes += 1
-
-
-@contextmanager
-def count_wakeups() -> Iterator[WakeupCount]:
-    """Count the passes of the running event loop, to assert that nothing polls::
-
-        with count_wakeups() as wakeups:
-            await anyio.sleep(10_000)
-        assert wakeups.count <= 4
-
-    A loop that polls every 10 ms would have made a million. Works on trio, and on an :class:`AutojumpEventLoop`; raises
-    RuntimeError on any other asyncio loop.
-    """
-    wakeups = WakeupCount()
-    if sniffio.current_async_library() == "trio":
-        counter = _PassCounter(wakeups)
-        trio.lowlevel.add_instrument(counter)
-        try:
-            yield wakeups
-        finally:
-            trio.lowlevel.remove_instrument(counter)
-        return
-    loop = asyncio.get_running_loop()
-    if not isinstance(loop, AutojumpEventLoop):
-        raise RuntimeError(
-            f"count_wakeups() cannot look into a {type(loop).__name__}. Run the test on an AutojumpEventLoop: "
-            "see virtual_time_backend()"
-        )
-    wakeups._follow(loop)
-    try:
-        yield wakeups
-    finally:
-        wakeups._stop()

@@ -59,10 +59,3 @@ def make_rollouts(
     for index, length in enumerate(lengths):
         group_id = None if siblings is None else f"g{index // siblings}"
         yield make_rollout(int(length), f"{prefix}{index}", group_id=group_id, minimal=minimal)
-
-
-def token_checksum(rollout: Rollout) -> int:
-    """A number that changes if a token id, or its place, changes: to compare what went in with what came out."""
-    ids = rollout.tokens["input_ids"].to(torch.int64)
-    weights = torch.arange(1, ids.numel() + 1, dtype=torch.int64)
-    return int(((ids + 1) * weights * 2654435761 % (2**61 - 1)).sum()) % (2**61 - 1)

@@ -60,7 +60,7 @@ class RemoteRollout(Rollout):
         return plain_tensor(value, elsewhere=True)
 
     def with_loss_mask(self, column: str) -> Rollout:
-        """Not here: the mask is to be counted, and has its place in the payload by its name."""
+        """Refused: the mask is to be counted, and has its place in the payload by its name."""
         raise RolloutError(
             f"rollout {self.rollout_id!r} stays with its producer, which must know that {column!r} says which tokens "
             f"are trained on: connect(..., hand_over='direct', loss_mask_column={column!r})"

@@ -12,9 +12,10 @@ import pytest
 from anyio.lowlevel import checkpoint
 from helpers import config, settle
 from invariants import verify
+from wakeups import count_wakeups
 
 import stream_balancer as sb
-from stream_balancer.testing import count_wakeups, make_rollout, make_rollouts
+from stream_balancer.testing import make_rollout, make_rollouts
 
 
 async def fill(balancer: sb.StreamBalancer, count: int, start: int = 0) -> None:

@@ -12,9 +12,10 @@ import helpers
 import pytest
 from anyio.lowlevel import checkpoint
 from helpers import settle
+from wakeups import count_wakeups
 
 import stream_balancer as sb
-from stream_balancer.testing import count_wakeups, make_rollout
+from stream_balancer.testing import make_rollout
 
 config = partial(helpers.config, window=8, staleness=sb.Staleness(max_versions=1))
 
