@@ -29,12 +29,6 @@ DEFAULTS = {"dp_size": 8, "batch_size": 32}
 DEFAULT_GENERATED = 20_000  # rollouts of generate:NAME without a number: hundreds of dispatches, a second or two
 GENERATE = "generate:"
 USER_ERROR = 2  # typer's own code for bad usage
-METAVARS = {
-    "step_size.rollouts": "LEAST:MOST",
-    "cost": "MODEL",
-    "context_parallel.sizes": "N,N,...",
-    "deadline_s": "SECONDS",
-}
 
 
 def as_command(options: type[Any]) -> Callable[..., None]:
@@ -73,11 +67,11 @@ def _knob(path: str) -> inspect.Parameter:
     kind, text, default = knob_at(BalancerConfig, path)
     default = DEFAULTS.get(path, default)
     said = f" (default: {default})" if isinstance(default, int | float | str) and kind is not bool else ""
-    choices = "|".join(get_args(kind)) if get_origin(kind) is Literal else "N"
+    choices = "|".join(get_args(kind)) if get_origin(kind) is Literal else "VALUE"
     how = typer.Option(
         _flag(path),
         help=first_sentence(text) + said,
-        metavar=None if kind is bool else METAVARS.get(path, choices),
+        metavar=None if kind is bool else choices,
         rich_help_panel="Knobs",
     )
     return inspect.Parameter(

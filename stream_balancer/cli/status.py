@@ -26,7 +26,7 @@ Figures: TypeAlias = dict[str, dict[str, float]]
 
 _SAMPLE = re.compile(r'^stream_balancer_(\w+?)(?:_total)?(?:\{\w+="(.*)"\})? (\S+)$', re.MULTILINE)
 _TIMEOUT_S = 10.0
-_MOST_RANKS = 16  # of more, the idlest and the busiest
+_MOST_RANKS = 16  # of more, the busiest: they decide how long a step takes
 _LINES = {
     "waiting": "{waiting_rollouts:,.0f} wait (window {window_rollouts:,.0f}), {waiting_tokens:,.0f} tokens, the oldest "
     "for {oldest_wait_seconds:,.1f} s",
@@ -146,9 +146,7 @@ def _ranks(now: Figures) -> Iterator[tuple[str, ...]]:
     names = ("rank_connected", "rank_queue_steps", "rank_busy_seconds", "rank_idle_seconds", "rank_speed")
     connected, queue, busy_s, idle_s, speed = (now.get(name, {}) for name in names)
     ranks = sorted(connected.keys() | busy_s.keys(), key=lambda rank: busy_s.get(rank, 0.0))
-    half = _MOST_RANKS // 2
-    shown = ranks if len(ranks) <= _MOST_RANKS else ranks[:half] + ranks[-half:]
-    for rank in sorted(shown, key=int):
+    for rank in sorted(ranks[-_MOST_RANKS:], key=int):
         total_s = busy_s.get(rank, 0.0) + idle_s.get(rank, 0.0)
         yield (
             rank,
@@ -157,8 +155,8 @@ def _ranks(now: Figures) -> Iterator[tuple[str, ...]]:
             f"{busy_s[rank] / total_s:.1%}" if total_s else "",
             f"{speed[rank]:.2f}" if rank in speed else "",
         )
-    if len(ranks) > len(shown):
-        yield "", f"of {len(ranks)} ranks, those least and most busy"
+    if len(ranks) > _MOST_RANKS:
+        yield "", f"the busiest of {len(ranks)} ranks"
 
 
 def _warnings(now: Figures) -> Iterator[str]:

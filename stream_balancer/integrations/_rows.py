@@ -78,22 +78,19 @@ class Rows:
         else:
             self.add("tensors", name, (row.clone() for row in entry))
 
-    def rollouts(
-        self,
-        *,
-        name: str | None = None,
-        group_ids: Sequence[str | None] | None = None,
-        group_size: int | None = None,
-        version: Version | None = None,
-    ) -> list[sb.Rollout]:
-        """The rollouts, called ``name/0``, ``name/1``, ... ``group_size``: so many neighbours are siblings."""
+    def rollouts(self, *, group_size: int | None = None, version: Version | None = None) -> list[sb.Rollout]:
+        """The rollouts, called ``name/0``, ``name/1``, ... by a fresh name. ``group_size``: so many neighbours are
+        siblings."""
         # the balancer refuses an id twice, and two batches may come from two processes
-        name = name or uuid.uuid4().hex
-        if group_ids is None:
-            group_ids = [None if group_size is None else f"{name}/{at // group_size}" for at in range(len(self.fields))]
+        name = uuid.uuid4().hex
         return [
-            sb.Rollout(**fields, rollout_id=f"{name}/{at}", group_id=group_id, version=version)
-            for at, (fields, group_id) in enumerate(zip(self.fields, group_ids, strict=True))
+            sb.Rollout(
+                **fields,
+                rollout_id=f"{name}/{at}",
+                group_id=None if group_size is None else f"{name}/{at // group_size}",
+                version=version,
+            )
+            for at, fields in enumerate(self.fields)
         ]
 
 

@@ -29,8 +29,6 @@ class Segment:
     """Rollouts, padding copies not counted."""
     tokens: int
     """Tokens of the rollouts."""
-    mean_length: float
-    """Tokens per rollout; 0.0 without rollouts."""
     token_variation: float
     """Coefficient of variation of the tokens of a dispatch: their standard deviation over their mean; 0.0 without
     tokens."""
@@ -108,13 +106,6 @@ class Steps:
             made[field.name] = column if field.name == "reason" else np.array(column, dtype=whole)
         return Steps(**made | {"rank_work": made["rank_work"].reshape(len(records), dp_size)})
 
-    @property
-    def idle_fraction(self) -> Floats:
-        """[S] idle fraction of each step."""
-        idle = np.zeros_like(self.step_work)
-        np.divide(self.step_work - self.mean_load, self.step_work, out=idle, where=self.step_work > 0)
-        return idle
-
     def segment(self, chosen: NDArray[np.bool_]) -> Segment:
         """Totals over the chosen steps ([S] bool)."""
         total = float(self.step_work[chosen].sum())
@@ -123,12 +114,11 @@ class Steps:
         idle = max(1.0 - mean / total, 0.0) if total > 0 else 0.0
         avoidable = min(max(1.0 - bound / total, 0.0), idle) if total > 0 else 0.0
         each: list[int] = self.tokens[chosen].tolist()
-        rollouts, tokens = int(self.rollouts[chosen].sum()), sum(each)
+        tokens = sum(each)
         return Segment(
             batches=len(each),
-            rollouts=rollouts,
+            rollouts=int(self.rollouts[chosen].sum()),
             tokens=tokens,
-            mean_length=tokens / rollouts if rollouts else 0.0,
             token_variation=token_variation(len(each), tokens, sum(one * one for one in each)) or 0.0,
             idle_fraction=idle,
             avoidable_idle=avoidable,

@@ -260,15 +260,10 @@ def test_version_is_the_oldest_and_newest_of_what_was_sampled(versions: list[int
 
 
 def test_groups() -> None:
-    pair, single, named = rollouts_from([trajectory([[1], [2]])]), trajectory([[1]]), trajectory([[1], [2]])
+    pair, (single,) = rollouts_from([trajectory([[1], [2]])]), rollouts_from([trajectory([[1]])])
     assert pair[0].group_id == pair[1].group_id is not None
-    assert rollouts_from([single])[0].group_id is None
-    made = rollouts_from([single, named], group_ids=[None, "g"])
-    assert [r.group_id for r in made] == [None, "g", "g"]
-    assert [r.rollout_id for r in made[1:]] == ["g/0", "g/1"]
-    assert [len(one["input_ids"]) for one in trajectories_from([*pair, *made])] == [2, 1, 2]
-    with pytest.raises(ValueError, match="zip"):
-        rollouts_from([single], group_ids=["a", "b"])
+    assert single.group_id is None
+    assert [len(one["input_ids"]) for one in trajectories_from([*pair, single])] == [2, 1]
 
 
 def test_a_padding_copy_is_nobodys_sibling_and_has_a_zero_loss_mask() -> None:

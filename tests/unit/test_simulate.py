@@ -228,7 +228,7 @@ class TestSegments:
         report = simulate(trace, knobs(policy="fifo"), warm_up=0)
         assert report.idle_fraction == pytest.approx(1 - 9.5 / 12)
         assert report.figures.avoidable_idle == 0.0
-        assert report.steps.idle_fraction.tolist() == pytest.approx([1 - 5.5 / 8, 0.0])
+        assert (report.steps.mean_load.tolist(), report.steps.step_work.tolist()) == ([5.5, 4.0], [8.0, 4.0])
         assert report.figures.token_variation == pytest.approx(1.5 / 9.5), "11 and 8 tokens: 9.5 give or take 1.5"
         dealt = simulate(trace_of([4, 1, 4, 1], arrival=[0.0] * 4), knobs(policy="round_robin"), warm_up=0)
         assert dealt.idle_fraction == pytest.approx(1 - 5 / 8)

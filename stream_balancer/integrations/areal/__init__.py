@@ -17,8 +17,7 @@ keep="same_rank"))``.
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -93,26 +92,20 @@ def patch() -> Callable[[], None]:
 # --- trajectories in --------------------------------------------------------------------------------------------------
 
 
-def rollouts_from(
-    trajectories: Iterable[Mapping[str, Any]], *, group_ids: Sequence[str | None] | None = None
-) -> list[sb.Rollout]:
+def rollouts_from(trajectories: Iterable[Mapping[str, Any]]) -> list[sb.Rollout]:
     """Rollouts, one per row, of AReaL's trajectory dicts as a workflow returns them, padded on either side.
 
     ``[bs, S, ...]`` tensors become ``tokens``; float32 ``[bs]`` (``rewards``) ``scalars``; other ``[bs, ...]`` and what
     ``multi_modal_input`` holds ``tensors``; anything else ``metadata``. AReaL's column ``versions`` is ours, and says
-    ``version``. ``group_ids``: one per dict; by default a dict of several rows gets a fresh one.
+    ``version``. A dict of several rows is a group.
 
     Raises ValueError for a dict without ``input_ids`` and ``attention_mask``, or a mask with holes; RolloutError for
     what a Rollout refuses.
     """
-    trajectories = list(trajectories)
-    ids = [None] * len(trajectories) if group_ids is None else group_ids
-    return [
-        one for trajectory, group_id in zip(trajectories, ids, strict=True) for one in _rows_of(trajectory, group_id)
-    ]
+    return [rollout for trajectory in trajectories for rollout in _rows_of(trajectory)]
 
 
-def _rows_of(trajectory: Mapping[str, Any], group_id: str | None) -> list[sb.Rollout]:
+def _rows_of(trajectory: Mapping[str, Any]) -> list[sb.Rollout]:
     if missing := {"input_ids", "attention_mask"} - trajectory.keys():
         raise ValueError(f"a trajectory has no {sorted(missing)}; it has {sorted(trajectory)}")
     mask = trajectory["attention_mask"]
@@ -134,8 +127,7 @@ def _rows_of(trajectory: Mapping[str, Any], group_id: str | None) -> list[sb.Rol
                 of_row[key] = item
     rows.add("metadata", "each", each)
     rows.add("metadata", "shared", [shared] * count)
-    name = group_id or uuid.uuid4().hex
-    return rows.rollouts(name=name, group_ids=[group_id or (name if count > 1 else None)] * count)
+    return rows.rollouts(group_size=count if count > 1 else None)
 
 
 # --- trajectories out -------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def rearrange_micro_batches(
         agreed = _agree(needs, dp_group)
     number = -(-agreed.micro_batches // every) * every
     # after the collective, so that nobody waits in one for a rank that has raised
-    _check(needs, agreed, number, max_token_len)
+    _check(agreed, number, max_token_len)
     assert bins is not None
     if len(bins) != number:
         more = planning.partition(work, number)
@@ -124,17 +124,12 @@ def _agree(needs: _Needs, group: dist.ProcessGroup) -> _Needs:
     return _Needs(micro_batches, -groups, widest)
 
 
-def _check(needs: _Needs, agreed: _Needs, number: int, max_token_len: int) -> None:
+def _check(agreed: _Needs, number: int, max_token_len: int) -> None:
     """Raise on every rank if one rank cannot do it."""
-    if needs.widest > max_token_len:
-        raise UnplannableError(
-            f"max_token_len must be greater than the sequence length. Got {max_token_len=} and max_seq_len="
-            f"{needs.widest}"
-        )
     if agreed.widest > max_token_len:
         raise UnplannableError(
-            f"another rank has rows of {agreed.widest} tokens, wider than {max_token_len=}. Raise max_token_len, or "
-            "truncate there"
+            f"max_token_len must be greater than the sequence length. Got {max_token_len=} and max_seq_len="
+            f"{agreed.widest} on the rank with the widest rows"
         )
     if number > agreed.groups:
         raise UnplannableError(
