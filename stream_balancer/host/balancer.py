@@ -182,8 +182,8 @@ class StreamBalancer(OfOneProcess):
         await self.parts.puts.put([], GroupSize(group_id, size))
 
     async def close_group(self, group_id: str) -> None:
-        """All siblings of a group have come, say a supervisor that sees a worker die: it leaves as a short group, and
-        takes no more. :meth:`abandon_group` throws it away instead.
+        """Declare that no sibling of a group will come any more, say where a worker has died: the group leaves short,
+        and takes no more. :meth:`abandon_group` throws it away instead.
 
         May be repeated. Raises ValueError where groups play no part.
         """
@@ -364,7 +364,7 @@ class StreamBalancer(OfOneProcess):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """All that is held at this instant, sharing the rollouts. O(n) pointers."""
+        """Everything that is held at this instant, sharing the rollouts. O(n) pointers."""
         return self.parts.core.snapshot(self._lifetime.now("snapshot"))
 
     async def async_state_dict(self) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class _Call(Generic[T]):
         self.result: T | None = None
         self.error: BaseException | None = None
         self.interrupt: BaseException | None = None
-        """Why the thread that waits takes it back."""
+        """Exception for which the waiting thread takes the call back, and raises once it has ended."""
         self._function, self._timeout_s, self._undo = function, timeout_s, undo
         self._scope: anyio.CancelScope | None = None
         self._is_withdrawn = False
@@ -72,7 +72,7 @@ class _Call(Generic[T]):
             self._end()
 
     def withdraw(self) -> None:
-        """As if it had not been called, once it has ended."""
+        """Take the call back: once it has ended, it is as if it had not been made."""
         self._is_withdrawn = True
         # without a scope it has not begun, and will not; or it has ended, and the interrupt came before its thread knew
         if self._scope is None or self.ended.is_set():
@@ -81,7 +81,7 @@ class _Call(Generic[T]):
             self._scope.cancel()
 
     def close(self) -> None:
-        """The loop is over."""
+        """Fail a call that the loop, which is over, will not finish."""
         if not self.ended.is_set():
             self.error = ClosedResourceError("this balancer is closed: its `with` block was left")
             self._end()
@@ -178,7 +178,7 @@ class _LoopThread(Here):
             self._in_loop(call.withdraw)
 
     def call(self, function: Callable[[], T]) -> T:
-        """A plain function, in the loop."""
+        """Result of a plain function, called in the loop."""
 
         async def run() -> T:
             return function()

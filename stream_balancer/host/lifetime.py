@@ -1,4 +1,4 @@
-"""Where and how long a balancer may be used: one thread, one event loop, until it is closed. No decision enters here.
+"""Thread, event loop and end of a balancer: it may be used in one thread, in one loop, until it is closed.
 
 The thread is that of the event loop, from the first await until ``aclose()``. The clock is that loop's too, and this is
 where plain methods read it.

@@ -60,7 +60,7 @@ class Peers:
         self._producers = Producers(here.balancer, service, direct=True)
 
     async def attend(self) -> None:
-        """Until cancelled."""
+        """Serve peers until cancelled."""
         # versions come in the order in which they are set, also those of calls that are answered meanwhile
         await self._producers.attend(self._admit, self._on_peer)
 

@@ -37,9 +37,9 @@ class StepPlan:
     planned_at: float
     """On the event loop's clock."""
     ready_s: Mapping[RankId, float] = field(default_factory=dict)
-    """How long each rank had been ready when the last one was."""
+    """Seconds for which each rank had been ready when the last one was."""
     begun_at: dict[RankId, float] = field(default_factory=dict)
-    """When each rank was first sent something."""
+    """Time at which each rank was first sent something."""
     is_remote: bool = False
     """Payloads of some of it lie elsewhere."""
     num_padding: int = 0
@@ -52,7 +52,7 @@ class StepPlan:
 
     @property
     def is_complete(self) -> bool:
-        """All of it is planned. False: more rows of it come."""
+        """The step is planned to its end. False: more rows of it come."""
         return self.batch.is_last
 
     @property

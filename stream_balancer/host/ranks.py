@@ -61,7 +61,7 @@ class Member:
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
-        """What the ledger knows of it."""
+        """State of its work, in the ledger."""
         self.id = rank.id
         self.name = rank_name(rank.id.number, rank.id.role)
         """Name for people."""
@@ -79,11 +79,11 @@ class Member:
         self.left = False
         """The rank closed its feed after that."""
         self.error: RankLostError | None = None
-        """Why it is missing, if it was there before."""
+        """Cause of its loss, if it was there before."""
         self.give_up_at = math.inf
-        """When it is waited for no more, on the event loop's clock."""
+        """End of the wait for it, on the event loop's clock."""
         self.since = anyio.current_time()
-        """When it last became ready, or ceased to be."""
+        """Time at which it last became ready, or ceased to be."""
         self._was_ready = False
 
     @property
@@ -108,7 +108,7 @@ class Member:
 
 
 class Ranks:
-    """All ranks of one run of ``serve``."""
+    """Ranks of one run of ``serve``."""
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ class Ranks:
     # questions
 
     def is_finished(self, member: Member) -> bool:
-        """Nothing is left to deliver to it, and it need not be told of the end any more."""
+        """The rank has nothing left to receive, and need not be told of the end any more."""
         # told of the end and gone, or lost: an error with a connection means that it has come back in part
         is_gone = member.left or (member.error is not None and not member.peers)
         return is_gone and not self._ledger.unacknowledged(member.id)
@@ -351,7 +351,7 @@ class Ranks:
         return min(self.members.values(), key=lambda member: member.give_up_at)
 
     def states(self, roles: Collection[str] = (TRAIN,)) -> list[RankState]:
-        """Of the ranks that take part, by role and number; of these roles."""
+        """State of each rank of these roles that takes part, by role and number."""
         now, steps_of = anyio.current_time(), self._ledger.unacknowledged
         return [
             RankState(
@@ -376,7 +376,7 @@ def forget(peer: Peer) -> None:
 
 
 def different_weights(rank: int, has: int, others: Mapping[int, int | None]) -> str:
-    """Why ranks cannot go on together."""
+    """Text that says why ranks cannot go on together."""
     known = {number: there for number, there in sorted(others.items()) if there is not None}
     lowest = min(has, *known.values())
     theirs = ", ".join(f"rank {number}'s all before {there}" for number, there in known.items())

@@ -47,7 +47,7 @@ class Recorder(Observer):
         self.num_rollouts = 0
         """Rollouts recorded so far, written or about to be."""
         self.error: OSError | None = None
-        """Why recording stopped early; None while all is well."""
+        """Cause for which recording stopped early; None while all is well."""
         if not self.path.endswith(".csv"):
             raise ConfigError(f"record({self.path!r}): a trace is called something.csv")
         self._first_s = self._handed_s = -1.0

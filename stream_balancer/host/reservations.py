@@ -33,7 +33,7 @@ class Reservations:
         self._wakeups = wakeups
         self._throttle = throttle
         self.puts = puts
-        """Where slots put."""
+        """Puts of slots go here."""
 
     @property
     def running(self) -> int:

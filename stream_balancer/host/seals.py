@@ -49,7 +49,7 @@ def seal_of(plan: StepPlan, number: int, ranks: Sequence[int], gone: Collection[
 
 
 def _less(planned: Sizes, gone: Sequence[Rollout], left: Collection[ExecutionKey]) -> Sizes:
-    """Without what is gone of it. ``left``: executions of which something is left."""
+    """Sizes without what is gone. ``left``: executions of which something is left."""
     alone = sum(rollout.execution_id is None for rollout in gone)
     # at least 1: where everything is gone the sums are 0, and 0 / 0 would put NaN into every weight
     return Sizes(

@@ -47,7 +47,7 @@ logger = logging.getLogger("stream_balancer.dispatch")
 
 @dataclass(eq=False, slots=True)
 class InFlight:
-    """All that one run of ``serve`` knows of steps in flight."""
+    """Steps in flight, as one run of ``serve`` knows them."""
 
     balancer: StreamBalancer
     ledger: Ledger
@@ -57,9 +57,9 @@ class InFlight:
     lockstep: bool
     """Ranks meet at every micro-batch, and others may take over the work of a lost one."""
     speeds: Mapping[int, float]
-    """By the rank's number; none, if they were not given."""
+    """Speeds by the rank's number; none, if they were not given."""
     plans: dict[int, StepPlan] = field(default_factory=dict)
-    """By step."""
+    """Plans by step."""
 
 
 class Sender:
@@ -72,7 +72,7 @@ class Sender:
         self._slow: tuple[int, int] | None = None  # rank and step of the straggler that was logged
 
     async def carry_out(self, orders: Iterable[Order]) -> None:
-        """All of them. Raises what :func:`encode` does, for work that no rank can be sent; waits for the disk where a
+        """Carry out all of them. Raises what :func:`encode` does, for work that no rank can be sent; waits for the disk where a
         message must not leave before what was noted with it is there."""
         for order in orders:
             self._carry_out(order)
@@ -242,7 +242,7 @@ class Sender:
         self._log_straggler()
 
     def _log_straggler(self) -> None:
-        """Once for each that is found."""
+        """Log each straggler once."""
         straggler = self._here.balancer.straggler()
         slow = None if straggler is None else (straggler.rank, straggler.since_step)
         if slow is not None and slow != self._slow:

@@ -232,7 +232,7 @@ class _Server(Observer):
         return is_settled and self._ledger.wants_step and self._all_take_part(members)
 
     def _all_take_part(self, members: Sequence[RankId]) -> bool:
-        """All have come at some time. One that is wanted again after it was told of the end leaves first."""
+        """Every rank has come at some time. One that is wanted again after it was told of the end leaves first."""
         return all(self._ranks[one].was_here and not self._ranks[one].ended for one in members)
 
     def _planned(self, batch: Batch, ranks: Sequence[RankId], ready_at: float) -> StepPlan:
@@ -408,7 +408,7 @@ class _Server(Observer):
         self._wake()
 
     def reconfigured(self, before: BalancerConfig) -> None:
-        """There are more ranks from now on, or fewer."""
+        """More ranks, or fewer, take part from now on."""
         dp_size = self._balancer.config.dp_size
         # the second is our own doing: the balancer follows the ranks, not the other way round
         if dp_size not in (before.dp_size, len(self._ranks.numbers)):
@@ -421,7 +421,7 @@ class _Server(Observer):
         self._wake()
 
     def acknowledged(self, batch: Batch) -> None:
-        """By the user, if the ledger has it yet."""
+        """The user has acknowledged a step, if the ledger has it yet."""
         # an acknowledgement that the ledger itself has ordered comes back here
         if batch.step in self._ledger.steps:
             self._ledger.acknowledged_by_user(batch.step)
@@ -433,7 +433,7 @@ class _Server(Observer):
             await self._changes.wait()
 
     def _wake(self) -> None:
-        """There are new facts."""
+        """New facts are there: the task that acts looks at them."""
         # replaced, not cleared: who waits on the old event is woken, who comes later waits for the next fact
         self._facts.set()
         self._facts = anyio.Event()

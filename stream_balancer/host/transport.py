@@ -1,4 +1,4 @@
-"""Where ranks and producers connect: one port of this process, over TCP."""
+"""Transports: one port of this process, at which ranks and producers connect over TCP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EVERYWHERE = ("", "0.0.0.0", "::")
 
 
 class Transport(Protocol):
-    """Where peers connect: a :class:`TorchTransport`, or a :class:`stream_balancer.testing.MemoryNetwork`."""
+    """Meeting point of controller and peers: a :class:`TorchTransport`, or a :class:`stream_balancer.testing.MemoryNetwork`."""
 
     dp_size: int
     """DP ranks that take part."""
@@ -33,12 +33,12 @@ class Transport(Protocol):
     """Controller's end of all connections. Outlives a run of ``serve``."""
 
     def resize(self, dp_size: int) -> None:
-        """There are so many from now on. Who is in stays so."""
+        """Let so many ranks take part from now on. A rank that is in stays so."""
         ...
 
 
 class TorchTransport:
-    """Where ranks connect: ``async with TorchTransport.listen(dp_size=8) as transport: await serve(balancer,
+    """Meeting point of ranks and controller: ``async with TorchTransport.listen(dp_size=8) as transport: await serve(balancer,
     transport)``."""
 
     def __init__(
@@ -125,8 +125,8 @@ class TorchTransport:
         return self._entry.address
 
     def resize(self, dp_size: int) -> None:
-        """There are so many ranks from now on; ``serve`` calls it when the balancer's ``dp_size`` changes. Who is in
-        stays so."""
+        """Let so many ranks take part from now on; ``serve`` calls it when the balancer's ``dp_size`` changes. A rank
+        that is in stays so."""
         self.dp_size = dp_size
 
     async def aclose(self) -> None:

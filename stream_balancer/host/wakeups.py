@@ -43,7 +43,7 @@ class StallReporter:
         self._began, self._due_s = anyio.current_time(), self._after_s
 
     async def wait(self, event: anyio.Event, deadline: float = math.inf) -> None:
-        """Until ``event``, or ``deadline`` on the event loop's clock; on the way, log what is due."""
+        """Wait until ``event``, or ``deadline`` on the event loop's clock; on the way, log what is due."""
         if not self._waiting:
             self.moved()  # nobody missed anything before
         self._waiting += 1
@@ -84,7 +84,7 @@ class WaitQueue:
     def __init__(self, reporter: StallReporter) -> None:
         # a dict's first key is found in O(n) after n others have left; this one's in O(1)
         self.waiters: OrderedDict[int, Waiter] = OrderedDict()
-        """By identity; for puts, which ask whether there is one."""
+        """Waiters by identity; for puts, which ask whether there is one."""
         self._of_group: dict[str, list[Waiter]] = {}
         self._reporter = reporter
 
