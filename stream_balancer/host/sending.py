@@ -72,8 +72,8 @@ class Sender:
         self._slow: tuple[int, int] | None = None  # rank and step of the straggler that was logged
 
     async def carry_out(self, orders: Iterable[Order]) -> None:
-        """Carry out all of them. Raises what :func:`encode` does, for work that no rank can be sent; waits for the disk where a
-        message must not leave before what was noted with it is there."""
+        """Carry out all of them. Raises what :func:`encode` does, for work that no rank can be sent; waits for the disk
+        where a message must not leave before what was noted with it is there."""
         for order in orders:
             self._carry_out(order)
         self._encoded.clear()

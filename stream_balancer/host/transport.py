@@ -25,7 +25,8 @@ _EVERYWHERE = ("", "0.0.0.0", "::")
 
 
 class Transport(Protocol):
-    """Meeting point of controller and peers: a :class:`TorchTransport`, or a :class:`stream_balancer.testing.MemoryNetwork`."""
+    """Meeting point of controller and peers: a :class:`TorchTransport`, or a
+    :class:`stream_balancer.testing.MemoryNetwork`."""
 
     dp_size: int
     """DP ranks that take part."""
@@ -38,8 +39,8 @@ class Transport(Protocol):
 
 
 class TorchTransport:
-    """Meeting point of ranks and controller: ``async with TorchTransport.listen(dp_size=8) as transport: await serve(balancer,
-    transport)``."""
+    """Meeting point of ranks and controller: ``async with TorchTransport.listen(dp_size=8) as transport: await
+    serve(balancer, transport)``."""
 
     def __init__(
         self, store: Store | None = None, *, dp_size: int, host: str = "127.0.0.1", port: int = 0,
