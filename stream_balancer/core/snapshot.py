@@ -49,7 +49,7 @@ class Snapshot:
     calibration: Mapping[str, Any] | None = None
     """Figures that a ``CalibratedCost`` has learned: numbers, and lists of numbers."""
     auto_window: Mapping[str, Any] | None = None
-    """Figures that ``window="auto"`` has learned: numbers, and flat arrays."""
+    """Figures that ``window="auto"`` has learned."""
     set_aside: tuple[str, ...] = ()
     """Parts that could not be read, a sentence each; the rollouts it speaks of are not in here."""
 

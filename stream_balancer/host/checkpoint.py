@@ -7,12 +7,10 @@ it may run in any thread: a gigabyte takes a few hundred milliseconds to flatten
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.host.records import FORMAT, Records, facts_of, held_of, write_rollouts, write_row
@@ -46,8 +44,8 @@ def state_dict(snapshot: Snapshot) -> dict[str, Any]:
         "format": FORMAT,
         "rollouts": [torch.frombuffer(row, dtype=torch.uint8) for row in rows],
         "facts": torch.frombuffer(write_row("facts", facts_of(snapshot)), dtype=torch.uint8),
-        "calibration": None if snapshot.calibration is None else dict(snapshot.calibration),
-        "auto_window": _mapped(snapshot.auto_window, np.ndarray, torch.from_numpy),
+        "calibration": snapshot.calibration,
+        "auto_window": snapshot.auto_window,
     }
 
 
@@ -69,7 +67,7 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
     records.take("facts", state["facts"].numpy())
     for number, row in enumerate(state["rollouts"]):
         records.take(_name(number * _ROLLOUTS_TOGETHER), row.numpy(), sealed=False)
-    snapshot = records.snapshot(0.0, state.get("calibration"), _mapped(state.get("auto_window"), Tensor, Tensor.numpy))
+    snapshot = records.snapshot(0.0, state.get("calibration"), state.get("auto_window"))
     # an error each, since rollouts that were accepted are gone
     for sentence in snapshot.set_aside:
         _log.error("checkpoint: set aside: %s", sentence)
@@ -78,12 +76,3 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
 
 def _name(first: int) -> str:
     return f"rollouts {first} to {first + _ROLLOUTS_TOGETHER - 1}"
-
-
-def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Values of this kind in dicts and lists, changed."""
-    if isinstance(value, Mapping):
-        return {name: _mapped(one, kind, change) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_mapped(one, kind, change) for one in value]
-    return change(value) if isinstance(value, kind) else value

@@ -268,8 +268,8 @@ class Store:
     def _full(self, number: int, cause: object) -> DiskFullError:
         return DiskFullError(
             number,
-            f"the disk of the journal {self.folder} is full ({cause}): the rollout was not accepted. Make room and put "
-            "it again",
+            f"the disk of the journal {self.folder} is full or takes nothing ({cause}): the rollout was not accepted. "
+            "Make room and put it again",
         )
 
     # -- room ----------------------------------------------------------------------------------------------------------
