@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -60,55 +60,29 @@ class Streams:
         tensor.record_stream(torch.accelerator.current_stream(self._device))
 
 
-class Upload:
-    """A buffer on its way to the device."""
-
-    def __init__(self, uploader: Uploader) -> None:
-        self._uploader = uploader
-        self._here: Tensor | None = None
-        self._there: Tensor | None = None
-        self._event: torch.Event | None = None
-
-    def copy(self, here: Tensor) -> Tensor:
-        """For ``decode(on_device=)``: nothing has been waited for."""
-        self._here = here
-        # non_blocking: the host goes on, and the event below says when it is over
-        self._there = here.to(self._uploader.device, non_blocking=True, copy=True)
-        return self._there
-
-    def begin(self, make: Callable[[], object]) -> None:
-        """``make`` calls :meth:`copy`, and what else belongs on the side stream."""
-        streams = self._uploader.streams
-        with streams.side():
-            try:
-                make()
-            finally:
-                # also if something behind the copy has failed
-                if self._here is not None:
-                    self._event = streams.record()
-                    self._uploader.reads(self._here, self._event)
-                    self._here = None
-
-    def hand_over(self) -> None:
-        """The calling thread's stream is going to use it: order it behind the copy. May be called again."""
-        if self._event is not None and self._there is not None:
-            self._uploader.streams.wait(self._event)
-            self._uploader.streams.keep(self._there)
-
-
 class Uploader:
-    """Copies what arrives. In the I/O thread; what was copied is handed over in the trainer's."""
+    """Copies what arrives, in the I/O thread; what was copied is handed over in the trainer's."""
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
-        self.device, self.streams = device, streams or Streams(device)
+        self._device, self._streams = device, streams or Streams(device)
         self._reading: deque[tuple[torch.Event, Tensor]] = deque()
 
-    def reads(self, here: Tensor, event: torch.Event) -> None:
-        """A copy of this has begun: its memory must not return to the pool before ``event``."""
-        # they are over in the order of their stream
+    def copy(self, here: Tensor) -> tuple[Tensor, torch.Event]:
+        """Begin a copy to the device: nothing has been waited for. With the event that says when it is over."""
+        with self._streams.side():
+            # non_blocking: the host goes on
+            there = here.to(self._device, non_blocking=True, copy=True)
+            event = self._streams.record()
+        # Its memory must not return to the pool before that. Copies are over in the order of their stream.
         while self._reading and self._reading[0][0].query():
             self._reading.popleft()
         self._reading.append((event, here))
+        return there, event
+
+    def hand_over(self, there: Tensor, event: torch.Event) -> None:
+        """The calling thread's stream is going to use it: order it behind the copy. May be called again."""
+        self._streams.wait(event)
+        self._streams.keep(there)
 
 
 class Stopwatch:

@@ -18,8 +18,10 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import torch
+from torch import Tensor
 
-from stream_balancer.client.device import Upload, Uploader
+from stream_balancer.client.device import Uploader
 from stream_balancer.client.held import Held
 from stream_balancer.client.payloads import Fetcher
 from stream_balancer.errors import (
@@ -59,18 +61,20 @@ class Who(NamedTuple):
 class Arrived:
     """The micro-batches of one Work."""
 
-    def __init__(self, decoded: Decoded, upload: Upload | None) -> None:
-        self.decoded, self._upload = decoded, upload
+    def __init__(self, decoded: Decoded, uploader: Uploader | None) -> None:
+        self.decoded, self._uploader = decoded, uploader
+        self._copied: tuple[Tensor, torch.Event] | None = None
 
     def land(self) -> None:
         """All bytes are here: begin to copy them to the device."""
-        if self._upload is not None:
-            self._upload.begin(lambda: self.decoded.micro_batches)
+        if self._uploader is not None:
+            self._copied = self._uploader.copy(self.decoded.buffer)
+            self.decoded.move(self._copied[0])
 
     def micro_batch(self, index: int, gone: Collection[str], seal: m.Seal | None) -> MicroBatch:
         """For the trainer, without what is ``gone``."""
-        if self._upload is not None:
-            self._upload.hand_over()
+        if self._uploader is not None and self._copied is not None:
+            self._uploader.hand_over(*self._copied)
         # again for each micro-batch: rollouts may have gone since the step arrived
         self.decoded.mask(gone)
         if seal is not None:
@@ -227,8 +231,7 @@ class Port:
         if not work.items:
             self.held.take(work)
             return
-        upload = None if self._uploader is None else Upload(self._uploader)
-        arrived = Arrived(decode(work.header, memory, on_device=None if upload is None else upload.copy), upload)
+        arrived = Arrived(decode(work.header, memory), self._uploader)
         if len(arrived.decoded.num_rollouts) != len(work.items):
             raise WireError(f"step {work.step}: its {len(work.items)} items are not those that came")
         arrived.decoded.mask(work.gone)

@@ -5,16 +5,17 @@
     decoded = decode(header, memory)    micro-batches for this rank
     decoded.mask(gone)                  rollouts that nobody can have: weight 0
     decoded.holes()                     what is to be fetched, and where it goes; see client.payloads
-    decoded.micro_batches               for the trainer, on its device
+    decoded.move(copy)                  to the trainer's device
+    decoded.micro_batches               for the trainer
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, NamedTuple, TypeAlias, overload
+from typing import Any, NamedTuple, overload
 
 import msgspec
 import torch
@@ -38,9 +39,6 @@ from stream_balancer.wire.header import (
 )  # fmt: skip
 from stream_balancer.wire.payload import Memory
 from stream_balancer.wire.remote import Handle, Leases, Owners, RemoteRollout
-
-OnDevice: TypeAlias = Callable[[Tensor], Tensor]
-"""The same bytes, somewhere else."""
 
 
 class Wanted(NamedTuple):
@@ -77,21 +75,19 @@ class Wanted(NamedTuple):
                     left.append(piece[size:])
 
 
-def decode(header: msgspec.Raw | bytes, memory: Memory | None, *, on_device: OnDevice | None = None) -> Decoded:
-    """Result of :func:`~stream_balancer.wire.encode.encode`, as views of ``memory``; ``on_device`` moves it
-    once. Values are trusted, since they were checked when they were put; sizes are not. Raises WireError for anything
-    that encode would not have made. O(columns x blocks + rollouts).
-    """
-    return Decoded(read_header(header), memory, on_device)
+def decode(header: msgspec.Raw | bytes, memory: Memory | None) -> Decoded:
+    """Result of :func:`~stream_balancer.wire.encode.encode`, as views of ``memory``. Values are trusted, since they
+    were checked when they were put; sizes are not. Raises WireError for anything that encode would not have made.
+    O(columns x blocks + rollouts)."""
+    return Decoded(read_header(header), memory)
 
 
 class Decoded:
     """Micro-batches in memory that was received."""
 
-    def __init__(self, header: Header, memory: Memory | None, on_device: OnDevice | None = None) -> None:
+    def __init__(self, header: Header, memory: Memory | None) -> None:
         size = 0 if memory is None else memory.size
-        self._header, self._on_device = header, on_device
-        self._layout = lay_out(header, size)
+        self._header, self._layout = header, lay_out(header, size)
         # exactly as many: more would be memory that a peer has had allocated for nothing
         if memory is None or self._layout.total_bytes != size:
             raise WireError(f"a header describes {self._layout.total_bytes} bytes, but {size} came")
@@ -117,8 +113,7 @@ class Decoded:
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
-        """Micro-batches, one for each block, new ones at each call. Fill the holes and mask first: from now on the
-        memory may be on another device."""
+        """Micro-batches, one for each block, new ones at each call. Fill the holes first."""
         # Not kept: they hold this, and a circle would keep the memory until the garbage collector comes.
         return tuple(self.micro_batch(number) for number in range(len(self._layout.blocks)))
 
@@ -127,6 +122,18 @@ class Decoded:
         """Rollouts of all micro-batches, made when asked for."""
         self._finish()
         return _Rollouts(self, range(len(self)))
+
+    # on a device
+
+    @property
+    def buffer(self) -> Tensor:
+        """All bytes. Fill the holes first."""
+        self._finish()
+        return self._buffer
+
+    def move(self, there: Tensor) -> None:
+        """The same bytes on a device: micro-batches are views of these from now on."""
+        self._buffer, self._views = there, {}
 
     # what is not here
 
@@ -187,9 +194,6 @@ class Decoded:
             for columns in self._columns_of(index):
                 if "loss_mask" in columns:
                     columns["loss_mask"].zero_()
-        if self._on_device is not None:
-            # views so far are of the host's memory
-            self._buffer, self._views = self._on_device(self._buffer), {}
 
     def _view(self, at: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         count = prod(shape)

@@ -128,19 +128,14 @@ def test_executions_have_their_sizes_in_the_step() -> None:
     assert list(got.micro_batches[0].packed().executions) == [(3, 20), (1, 2)]
 
 
-def test_a_device_is_given_everything_once() -> None:
-    moved: list[torch.Tensor] = []
-
-    def on_device(buffer: torch.Tensor) -> torch.Tensor:
-        moved.append(buffer.clone())
-        return moved[-1]
-
+def test_micro_batches_are_views_of_the_copy_on_a_device() -> None:
     encoded = codec.encode([MicroBatch.of(its) for its in some()])
-    got = codec.decode(encoded.header, received(encoded), on_device=on_device)
+    got = codec.decode(encoded.header, received(encoded))
+    there = got.buffer.clone()
+    got.move(there)
     for ours, theirs in zip(some(), got.micro_batches, strict=True):
         assert all(same_rollout(a, b) for a, b in zip(ours, theirs.rollouts, strict=True))
-    assert len(moved) == 1
-    assert got.rollouts[0].tokens["input_ids"].untyped_storage().data_ptr() == moved[0].data_ptr()
+    assert got.rollouts[0].tokens["input_ids"].untyped_storage().data_ptr() == there.data_ptr()
 
 
 def test_rollouts_with_different_columns_are_named() -> None:

@@ -16,7 +16,8 @@ from scripted import Filled, make_batch, same_rollout
 from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer.client.device import Pace, Stopwatch, Streams, Upload, Uploader
+from stream_balancer.client.device import Pace, Stopwatch, Streams, Uploader
+from stream_balancer.client.port import Arrived
 from stream_balancer.net.pool import Pool, aligned
 from stream_balancer.types import MicroBatch
 from stream_balancer.wire.codec import Decoded, decode, encode
@@ -78,9 +79,9 @@ class Work:
         assert came is not None
         memory = pool.take(came.size)
         memory[:] = came
-        self.upload = Upload(uploader)
-        self.decoded: Decoded = decode(encoded.header, memory, on_device=self.upload.copy)
-        self.upload.begin(lambda: self.decoded.micro_batches)
+        self.decoded: Decoded = decode(encoded.header, memory)
+        self.arrived = Arrived(self.decoded, uploader)
+        self.arrived.land()
 
     @property
     def memory(self) -> int:
@@ -104,7 +105,7 @@ def test_work_is_copied_when_it_arrives_and_waited_for_when_it_is_taken(
     works = [Work(step, uploader, pool) for step in range(2)]
     assert streams.log == ["record", "record"], "the next one does not wait for the one before to be taken"
     for step, work in enumerate(works):
-        work.upload.hand_over()
+        work.arrived.micro_batch(0, (), None)
         assert_is_step(work, step)
     assert streams.log[2:] == ["wait 0", "wait 1"]
     kept = [tensor.untyped_storage().data_ptr() for tensor in streams.kept]
@@ -120,7 +121,7 @@ def test_memory_returns_to_the_pool_only_when_its_copy_is_done(streams: FakeStre
 
     pool = Pool(allocate=allocate)
     work = Work(0, uploader, pool)
-    work.upload.hand_over()
+    work.arrived.micro_batch(0, (), None)
     del work
     gc.collect()
     later = Work(1, uploader, pool)
@@ -131,24 +132,6 @@ def test_memory_returns_to_the_pool_only_when_its_copy_is_done(streams: FakeStre
     Work(3, uploader, pool)
     assert len(made) == 3
     del later, last
-
-
-def test_an_upload_that_never_lands_holds_no_memory_of_later_ones(streams: FakeStreams, uploader: Uploader) -> None:
-    """The payloads of a step that was taken away are never fetched."""
-    made: list[int] = []
-
-    def allocate(size: int) -> np.ndarray:
-        made.append(size)
-        return aligned(size)
-
-    pool = Pool(allocate=allocate)
-    never = Upload(uploader)
-    for step in range(4):
-        Work(step, uploader, pool)
-        streams.events[-1].done = True
-        gc.collect()
-    assert len(made) <= 2
-    del never
 
 
 def test_the_host_is_at_most_one_micro_batch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
