@@ -54,23 +54,23 @@ def _verify_groups(buffer: Buffer, rollouts: list[Rollout]) -> None:
     for rollout in rollouts:
         if rollout.group_id is not None:
             waiting.setdefault(rollout.group_id, []).append(rollout)
-    labels = [groups.label_of(name) for name in waiting]
+    labels = [groups.get(name).label for name in waiting]
     assert None not in labels
     assert len(set(labels)) == len(labels)
     lacking = 0
     for name, siblings in waiting.items():
         rows = [row for row, one in enumerate(rollouts) if one.group_id == name]
-        assert set(buffer.labels[rows].tolist()) == {groups.label_of(name)}
-        lacks = max(groups.size_of(name) - groups.num_arrived(name), 0) if not groups.is_abandoned(name) else 0
-        assert groups.has_waiting(name)
-        assert len({one.execution_id or one.rollout_id for one in siblings}) <= groups.num_arrived(name)
+        assert set(buffer.labels[rows].tolist()) == {groups.get(name).label}
+        lacks = max(groups.size_of(name) - groups.get(name).arrived, 0) if not groups.is_abandoned(name) else 0
+        assert groups.get(name).waiting
+        assert len({one.execution_id or one.rollout_id for one in siblings}) <= groups.get(name).arrived
         assert buffer.complete[rows].all() == (lacks == 0)
         assert (name in groups.incomplete()) == (lacks > 0)
         lacking += lacks
     assert groups.num_awaited == lacking
     # a group that has come, or of which all has left, is not kept
     for name, arrived in groups.arrived().items():
-        assert groups.has_waiting(name) == (name in waiting)
+        assert (groups.get(name).waiting > 0) == (name in waiting)
         assert name in waiting or name in groups.open_sizes() or 0 < arrived < groups.size_of(name)
 
 

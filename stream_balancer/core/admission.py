@@ -190,7 +190,8 @@ class Admission:
         if not isinstance(rollout, Rollout) or rollout.group_id is None:
             return False
         groups = self._buffer.groups
-        return groups.has_waiting(rollout.group_id) or groups.is_abandoned(rollout.group_id)
+        group = groups.get(rollout.group_id)
+        return (group is not None and group.waiting > 0) or groups.is_abandoned(rollout.group_id)
 
     def check_waiting(self, config: BalancerConfig) -> None:
         """Raise ConfigError if a rollout that waits could not leave under these knobs. O(n)."""
@@ -210,7 +211,8 @@ class Admission:
         group_id = rollouts[0].group_id if size is None else size.group_id
         if group_id is None or buffer.groups.size is None:
             return list(rollouts) or None
-        arrived, wanted = buffer.groups.num_arrived(group_id), buffer.groups.size_of(group_id)
+        group, wanted = buffer.groups.get(group_id), buffer.groups.size_of(group_id)
+        arrived = 0 if group is None else group.arrived
         if not rollouts and (arrived >= wanted or not arrived):
             return None  # it was asked about these, or there are none
         if size is not None:

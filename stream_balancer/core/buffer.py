@@ -35,6 +35,7 @@ _COLUMNS = {
 """By name what a row holds where nobody writes."""
 _PLACES = {name: place for place, name in enumerate(_COLUMNS)}
 _ARRIVAL_BITS = 40
+_NO_LABEL = -2  # of no row
 _REBUILD_SHARE = 16
 """From a sixteenth of all on, to take keys out of the sorted list one by one costs more than to build it anew."""
 
@@ -237,15 +238,15 @@ class Buffer:
 
     def length_quantiles(self, fractions: Sequence[float]) -> tuple[int, ...]:
         """Lengths at the given fractions of their order, in tokens; empty if none waits. O(n log n)."""
-        in_order, last = np.sort(self.lengths), self.num_waiting - 1
-        return tuple(int(in_order[round(f * last)]) for f in fractions) if self.num_waiting else ()
+        if not self.num_waiting:
+            return ()
+        return tuple(np.quantile(self.lengths, fractions, method="nearest").tolist())
 
     def siblings(self, group_id: str) -> Ints:
         """Rows of the rollouts of a group that wait here, and are not being trained on. O(n)."""
-        label = self.groups.label_of(group_id)
-        return (
-            np.flatnonzero((self.labels == label) & ~self.taken) if label is not None else np.empty(0, dtype=np.int64)
-        )
+        group = self.groups.get(group_id)
+        label = _NO_LABEL if group is None else group.label
+        return np.flatnonzero((self.labels == label) & ~self.taken)
 
     def _keys_of(self, rows: Ints) -> list[int]:
         bits, numbers = self.costs[rows].view(np.int64).tolist(), self._numbers[rows].tolist()

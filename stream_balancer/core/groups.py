@@ -52,7 +52,7 @@ class Declared(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Group:
+class SiblingGroup:
     """A group some of whose siblings have come, or whose size was declared."""
 
     label: int
@@ -72,7 +72,7 @@ class _Group:
         return max(self.size - self.arrived, 0) if self.waiting else 0
 
 
-def _num_waiting(group: _Group) -> int:
+def _num_waiting(group: SiblingGroup) -> int:
     """Executions of which rollouts wait. O(executions with an id)."""
     if not group.executions:
         return group.waiting
@@ -94,7 +94,7 @@ class SiblingGroups:
         """Rollouts that wait for these."""
         self.changed: list[str] = []
         """Groups of which something else is :meth:`declared` now. Whoever notifies of it empties this list."""
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, SiblingGroup] = {}
         self._closed: OrderedDict[str, int | None] = OrderedDict()  # size of each that takes no more; None: abandoned
         self._free_labels: list[int] = []  # used again: the array by label stays small
         self._lacking_by_label = np.zeros(_FIRST_LABELS, dtype=np.int64)
@@ -115,10 +115,10 @@ class SiblingGroups:
     def leave(self, group_id: str | None, execution_id: str | None = None, *, never_came: bool = False) -> None:
         """A waiting rollout leaves; with ``never_came`` its group lacks the execution again, once none of it waits.
         O(1)."""
-        group = self._groups.get(group_id) if group_id is not None else None
+        group = self.get(group_id)
         if group is None or group_id is None:
             return
-        if execution_id in group.executions and execution_id is not None:
+        if execution_id is not None and execution_id in group.executions:
             group.executions[execution_id] -= 1
             never_came = never_came and not group.executions[execution_id]
             if never_came:
@@ -151,7 +151,8 @@ class SiblingGroups:
     def abandon(self, group_id: str) -> None:
         """Siblings that still come are not wanted; those that wait are being trained on. O(1)."""
         self._close(group_id, None)
-        if not self.has_waiting(group_id):
+        group = self._groups.get(group_id)
+        if group is not None and not group.waiting:
             self.forget(group_id)
 
     def restore(self, arrived: Mapping[str, int], sizes: Mapping[str, int]) -> None:
@@ -245,24 +246,13 @@ class SiblingGroups:
         complete: Bools = (labels < 0) | (self._lacking_by_label[labels] <= 0)
         return complete
 
-    def has_waiting(self, group_id: str | None) -> bool:
-        """True if a sibling of this group waits. O(1)."""
-        group = self._groups.get(group_id) if group_id is not None else None
-        return group is not None and group.waiting > 0
+    def get(self, group_id: str | None) -> SiblingGroup | None:
+        """A group of which siblings have come that are not all done, or whose size is declared. O(1)."""
+        return None if group_id is None else self._groups.get(group_id)
 
     def is_abandoned(self, group_id: str | None) -> bool:
         """True if siblings that come are not wanted any more. O(1)."""
         return group_id is not None and self._closed.get(group_id, 0) is None
-
-    def label_of(self, group_id: str) -> int | None:
-        """The label that rows of this group carry; None if none waits. O(1)."""
-        group = self._groups.get(group_id)
-        return None if group is None else group.label
-
-    def num_arrived(self, group_id: str) -> int:
-        """Siblings of a group that have come. O(1)."""
-        group = self._groups.get(group_id)
-        return group.arrived if group is not None else 0
 
     def size_of(self, group_id: str) -> int:
         """Siblings that a group must have before it may leave; 1 where groups play no part. O(1)."""
@@ -299,7 +289,7 @@ class SiblingGroups:
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
-    def _update(self, group: _Group, *, arrived: int = 0, waiting: int = 0, size: int | None = None) -> None:
+    def _update(self, group: SiblingGroup, *, arrived: int = 0, waiting: int = 0, size: int | None = None) -> None:
         """So many more have come, and wait; what the groups lack follows, as sums kept in O(1)."""
         # taken off as it was, and added as it is: a sum over all groups would be O(groups) a put
         self.num_awaited -= group.lacks
@@ -312,15 +302,14 @@ class SiblingGroups:
         self.num_incomplete += group.waiting if group.lacks else 0
         self._lacking_by_label[group.label] = group.size - group.arrived
 
-    def _forget_if_done(self, group_id: str, group: _Group) -> None:
+    def _forget_if_done(self, group_id: str, group: SiblingGroup) -> None:
         if group.waiting:
             return
-        if (
-            group.arrived >= group.size > 0
-            or self.is_abandoned(group_id)
-            or (group.arrived == 0 and not group.declared)
-        ):
+        never_began = group.arrived == 0 and not group.declared
+        if never_began or group.arrived >= group.size > 0 or self.is_abandoned(group_id):
             self.forget(group_id)
+        elif group.arrived == 0 and self._closed.pop(group_id, None) is not None:
+            self.changed.append(group_id)  # all of it were lost: it takes as many again
         # else the count must outlive the siblings that have left
 
     def _close(self, group_id: str, size: int | None) -> None:
@@ -332,13 +321,13 @@ class SiblingGroups:
         while len(self._closed) > max(self.remember, 1):
             self.changed.append(self._closed.popitem(last=False)[0])
 
-    def _new(self, group_id: str) -> _Group:
+    def _new(self, group_id: str) -> SiblingGroup:
         label = self._free_labels.pop() if self._free_labels else len(self._groups)
         if label >= len(self._lacking_by_label):
             # what stands behind is old numbers: a label is written before it is read
             self._lacking_by_label = np.resize(self._lacking_by_label, 2 * label)
         closed = self._closed.get(group_id)  # a sibling of it was lost, or is to be planned again
         size = (self.size or 0) if closed is None else closed
-        group = self._groups[group_id] = _Group(label, size, declared=closed is not None)
+        group = self._groups[group_id] = SiblingGroup(label, size, declared=closed is not None)
         self._lacking_by_label[label] = size
         return group

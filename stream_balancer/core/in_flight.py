@@ -106,15 +106,11 @@ class BatchesInFlight:
     def nack(self, step: int) -> int:
         """A batch was not trained on: it is delivered again, older steps first. -> its rollouts, 0 if it was to be
         already. Raises ValueError for a step that is not in flight."""
-        if step not in self._flights:
-            raise ValueError(
-                f"step {step} cannot be given again: it was never dispatched, or is already acknowledged. "
-                f"In flight: {sorted(self._flights) or 'nothing'}"
-            )
+        flight = self._flight(step)
         if step in self.again:
             return 0  # asked for twice, by a rank and by the user: it comes again once
-        self.redeliver(self._flights[step].batch)
-        return self._flights[step].batch.num_rollouts
+        self.redeliver(flight.batch)
+        return flight.batch.num_rollouts
 
     def restore(self, batches: Sequence[Batch], next_step: int) -> None:
         """Another balancer's batches in flight, all to be delivered again."""
@@ -171,14 +167,18 @@ class BatchesInFlight:
     def acknowledge(self, step: int) -> tuple[Batch, set[str]]:
         """A batch is done. -> it, and the ids of its rollouts that were missing. Raises ValueError for a step that is
         not in flight."""
-        flight = self._flights.pop(step, None)
-        if flight is None:
+        flight = self._flight(step)
+        del self._flights[step]
+        self.again.discard(step)  # a checkpoint held it after all
+        return flight.batch, flight.missing
+
+    def _flight(self, step: int) -> _Flight:
+        if step not in self._flights:
             raise ValueError(
                 f"step {step} is not in flight: it was never dispatched, or is already acknowledged. "
                 f"In flight: {sorted(self._flights) or 'nothing'}"
             )
-        self.again.discard(step)  # a checkpoint held it after all
-        return flight.batch, flight.missing
+        return self._flights[step]
 
     # -- questions -----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.core.buffer import Buffer
+from stream_balancer.core.buffer import NO_VERSION, Buffer
 from stream_balancer.core.in_flight import BatchesInFlight
 from stream_balancer.errors import RolloutError
 from stream_balancer.planning.arrays import Bools, Ints
@@ -56,8 +56,7 @@ class RolloutAges:
 
     def is_too_old(self, rollout: Rollout) -> bool:
         """True if it is to be evicted. O(1)."""
-        oldest = self._oldest_kept()
-        version = rollout.min_version
+        oldest, version = self._oldest_kept(), rollout.min_version
         return oldest is not None and version is not None and version < oldest
 
     def add(self, rollout: Rollout) -> None:
@@ -66,20 +65,16 @@ class RolloutAges:
         if oldest is not None and version is not None:
             # counted one by one as they come: a recount at every put would be O(n)
             self.num_due += version <= oldest
-            self.num_held_back += self.config.staleness.on_stale == "evict" and version < oldest
+            self.num_held_back += self._evicts and version < oldest
 
     # -- all that wait -------------------------------------------------------------------------------------------------
 
     def recount(self) -> None:
         """The waiting rollouts, the version or the steps ahead have changed. O(n) under ``max_versions``, else
         O(1)."""
-        self.num_due = self.num_held_back = 0
-        oldest = self._oldest_trainable()
-        if oldest is not None:
-            versions = self._buffer.versions
-            self.num_due = int(np.count_nonzero(versions <= oldest))
-            if self.config.staleness.on_stale == "evict":
-                self.num_held_back = int(np.count_nonzero(versions < oldest))
+        oldest, versions = self._oldest_trainable(), self._buffer.versions
+        self.num_due = 0 if oldest is None else int(np.count_nonzero(versions <= oldest))
+        self.num_held_back = int(np.count_nonzero(versions < oldest)) if oldest is not None and self._evicts else 0
 
     def too_old(self) -> Ints:
         """Rows of rollouts that cannot be trained on in time any more, whatever the trainer does. O(n)."""
@@ -99,28 +94,31 @@ class RolloutAges:
         # unknown versions are larger than any, so they are never held back
         held = self._buffer.versions < oldest
         labels = self._buffer.labels
-        grouped = labels[held & (labels >= 0)]  # groups leave whole, so a sibling holds the others back
-        return held | np.isin(labels, grouped) if grouped.size else held
+        # groups leave whole, so a sibling holds the others back
+        return held | np.isin(labels, labels[held & (labels >= 0)])
 
     def oldest_fresh_version(self) -> int | None:
         """The oldest version that waits, those too old left out; None where it does not matter. O(n)."""
         oldest = self._oldest_fresh()
-        if oldest is None or not len(self._buffer):
+        if oldest is None:
             return None
-        fresh = self._buffer.versions[self._buffer.versions >= oldest]
-        return int(fresh.min()) if fresh.size else None
+        found = int(self._buffer.versions[self._buffer.versions >= oldest].min(initial=NO_VERSION))
+        return None if found == NO_VERSION else found
 
     # -- bounds: None where nothing is ever too old --------------------------------------------------------------------
 
+    @property
+    def _evicts(self) -> bool:
+        return self.config.staleness.on_stale == "evict"
+
     def _oldest_fresh(self) -> int | None:
-        if self.version is None or self.config.staleness.max_versions is None:
-            return None
-        return self.version - self.config.staleness.max_versions
+        most = self.config.staleness.max_versions
+        return None if self.version is None or most is None else self.version - most
 
     def _oldest_kept(self) -> int | None:
         oldest = self._oldest_fresh()
         # in this order: every put asks, and most runs have no bound
-        return None if oldest is None or self.config.staleness.on_stale == "send" else oldest
+        return None if oldest is None or not self._evicts else oldest
 
     def _oldest_trainable(self) -> int | None:
         oldest = self._oldest_fresh()

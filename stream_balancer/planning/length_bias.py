@@ -72,14 +72,14 @@ class LengthBias:
         count, _, delay = self._moments[0].tolist()
         spread = self._moments - np.outer(self._moments[0], self._moments[0]) / max(count, 1.0)
         scale = math.sqrt(max(spread[1, 1] * spread[2, 2], 0.0))
-        deciles = np.full(10, math.nan)
+        deciles = [math.nan] * 10  # one object: two reports of nothing are equal
         if count:
             so_far = np.pad(np.cumsum(self._buckets, axis=1), ((0, 0), (1, 0)))
             # interpolated, so that a bucket that lies in two deciles counts in both, in proportion
-            deciles = np.diff(np.interp(np.linspace(0.0, count, 11), *so_far)) / (count / 10)
+            deciles = (np.diff(np.interp(np.linspace(0.0, count, 11), *so_far)) / (count / 10)).tolist()
         return LengthBiasSummary(
             num_dispatched=int(count),
             mean_delay=delay / count if count else math.nan,
-            delay_per_decile=tuple(deciles.tolist()),
+            delay_per_decile=tuple(deciles),
             length_delay_correlation=float(spread[1, 2]) / scale if scale else math.nan,
         )

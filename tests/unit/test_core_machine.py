@@ -199,7 +199,8 @@ class CoreMachine(RuleBasedStateMachine):
             for length in its
         ]
         groups, before = self.core.state.buffer.groups, self.core.statistics(self.now)
-        arrived, new = groups.num_arrived(name), groups.label_of(name) is None
+        new = groups.get(name) is None
+        arrived = 0 if new else groups.get(name).arrived
         try:
             self.core.add_all(rollouts, self.now)
         except (sb.errors.WouldBlock, sb.errors.RolloutError):
@@ -208,7 +209,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.accepted |= {rollout.rollout_id: rollout for rollout in rollouts}
         self.take_evicted()
         if groups.size is not None and not groups.is_abandoned(name) and not new:
-            assert groups.num_arrived(name) == arrived + len(lengths)
+            assert groups.get(name).arrived == arrived + len(lengths)
 
     @rule(seconds=st.lists(st.sampled_from([0.0, 1e-6, 0.5, 1.0, 1e6]), min_size=3, max_size=3), own=st.booleans())
     def clocks_of_a_step(self, seconds: list[float], own: bool) -> None:
@@ -384,7 +385,8 @@ class CoreMachine(RuleBasedStateMachine):
             sb.Rollout(tokens={"input_ids": IDS[:length]}, rollout_id=str(next(self.names)), group_id=name)
             for length in (lengths if size is None else [])
         ]
-        before, knew, arrived = self.core.statistics(self.now), groups.declared(name), groups.num_arrived(name)
+        before, knew, group = self.core.statistics(self.now), groups.declared(name), groups.get(name)
+        arrived = 0 if group is None else group.arrived
         try:
             self.core.add_all(rollouts, self.now, GroupSize(name, size))
         except (sb.errors.WouldBlock, ValueError):  # a RolloutError is one
