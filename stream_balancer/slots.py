@@ -41,7 +41,8 @@ class Slot:
         """Number of the slot at its home."""
         self._version, self._left, self._home = version, count, home
         self._open = True
-        self._under_way = 0  # in puts that have not returned
+        # in puts that have not returned
+        self._under_way = 0
         self._lock = threading.Lock()
 
     @property

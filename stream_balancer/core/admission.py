@@ -166,7 +166,8 @@ class Admission:
         limits = self._limits
         if limits.tokens is not None and self._has_all_tokens(limits.tokens):
             return False
-        limit = limits.bytes  # of memory, so what waits for siblings counts
+        # of memory, so what waits for siblings counts
+        limit = limits.bytes
         return limit is None or buffer.num_bytes + sum(r.nbytes for r in rollouts) <= limit
 
     def num_places(self) -> int:
@@ -214,7 +215,8 @@ class Admission:
         group, wanted = buffer.groups.get(group_id), buffer.groups.size_of(group_id)
         arrived = 0 if group is None else group.arrived
         if not rollouts and (arrived >= wanted or not arrived):
-            return None  # it was asked about these, or there are none
+            # it was asked about these, or there are none
+            return None
         if size is not None:
             wanted = size.size or 0
         if arrived + num_executions(rollouts) < wanted:
@@ -257,7 +259,8 @@ def _with_loss_mask(rollout: Rollout, column: str | None) -> Rollout:
     tokens = rollout.tokens
     if "loss_mask" in tokens:
         if column is not None and (column == "loss_mask" or column not in tokens):
-            return rollout  # put as loss_mask, or renamed where it comes from
+            # put as loss_mask, or renamed where it comes from
+            return rollout
         raise RolloutError(
             f"rollout {rollout.rollout_id!r} has a column 'loss_mask', but loss_mask_column is {column!r}: which "
             "tokens are trained on? Leave the column out, or the knob"

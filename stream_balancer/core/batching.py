@@ -144,7 +144,8 @@ def plan_again(state: BalancerState, batch: Batch) -> Batch:
     ]
     rollouts = list(chain.from_iterable(pieces))
     plan = plan_of_all(state, rollouts, batch.step, state.pricing.knobs)
-    if len(pieces) > 1:  # each keeps its own: what an optimizer step is made on is the same
+    # each keeps its own: what an optimizer step is made on is the same
+    if len(pieces) > 1:
         rows = np.split(np.arange(len(rollouts)), np.cumsum([len(its) for its in pieces])[:-1])
         plans = [plan_of_all(state, its, batch.step, state.pricing.knobs) for its in pieces]
         plan = joined(plan, [in_rows(one, its) for one, its in zip(plans, rows, strict=True)])

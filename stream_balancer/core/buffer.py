@@ -93,9 +93,11 @@ class Buffer:
         self.num_waiting = 0
         """The number that ``len()`` gives, for puts."""
         self._columns = RowTable(*_COLUMNS.values())
-        self._rollouts: dict[int, Rollout] = {}  # by arrival number, so in the order of rows
+        # by arrival number, so in the order of rows
+        self._rollouts: dict[int, Rollout] = {}
         self._keys: SortedList[int] = SortedList()
-        self._ascending: Ints | None = None  # of the oldest rows, as many as it has; None: not known
+        # of the oldest rows, as many as it has; None: not known
+        self._ascending: Ints | None = None
 
     def __len__(self) -> int:
         return self.num_waiting
@@ -109,7 +111,8 @@ class Buffer:
 
     def add(self, rollout: Rollout, cost: float, now: float, skips: int = 0) -> None:
         """Take a rollout in as the youngest. O(log n), amortised."""
-        cost += 0.0  # -0.0 has the bits of a negative number
+        # -0.0 has the bits of a negative number
+        cost += 0.0
         number, num_tokens, num_bytes, row = self.num_added, rollout.num_tokens, rollout.nbytes, self._columns.new_row()
         self._rollouts[number] = rollout
         self._keys.add(_to_bits(_to_bytes(cost))[0] << _ARRIVAL_BITS | number)
@@ -155,7 +158,8 @@ class Buffer:
         if rows.size * _REBUILD_SHARE >= keep.size:
             self._keys = SortedList(compress(self._keys, stays.tolist()))
         else:
-            for key in self._keys_of(ascending[~stays]):  # neighbours lie in the same part of the list
+            # neighbours lie in the same part of the list
+            for key in self._keys_of(ascending[~stays]):
                 self._keys.remove(key)
         self._ascending = kept(ascending, keep)
         self._columns.remove(keep)

@@ -78,7 +78,8 @@ class TrainingAges:
     """How old rollouts were when their training began, since this balancer was made."""
 
     def __init__(self) -> None:
-        self._rollouts: Counter[int] = Counter()  # by age
+        # by age
+        self._rollouts: Counter[int] = Counter()
 
     def record(self, batch: Batch, version: int | None) -> None:
         """The training of a batch begins, with this version of the policy."""

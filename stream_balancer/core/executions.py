@@ -20,7 +20,8 @@ def execution_of(rollout: Rollout) -> ExecutionKey:
 
 def num_executions(rollouts: Sequence[Rollout]) -> int:
     """Number of executions among these rollouts. O(n)."""
-    if all(rollout.execution_id is None for rollout in rollouts):  # most runs know no executions
+    # most runs know no executions
+    if all(rollout.execution_id is None for rollout in rollouts):
         return len(rollouts)
     return len({execution_of(rollout) for rollout in rollouts})
 

@@ -95,8 +95,10 @@ class SiblingGroups:
         self.changed: list[str] = []
         """Groups of which something else is :meth:`declared` now. Whoever notifies of it empties this list."""
         self._groups: dict[str, SiblingGroup] = {}
-        self._closed: OrderedDict[str, int | None] = OrderedDict()  # size of each that takes no more; None: abandoned
-        self._free_labels: list[int] = []  # used again: the array by label stays small
+        # size of each that takes no more; None: abandoned
+        self._closed: OrderedDict[str, int | None] = OrderedDict()
+        # used again: the array by label stays small
+        self._free_labels: list[int] = []
         self._lacking_by_label = np.zeros(_FIRST_LABELS, dtype=np.int64)
 
     # -- siblings come and leave ---------------------------------------------------------------------------------------
@@ -131,7 +133,8 @@ class SiblingGroups:
         if group_id is None or self.size is None or self.is_abandoned(group_id):
             return
         group = self._groups.get(group_id)
-        if group is None:  # the whole group has left, and was forgotten as done
+        # the whole group has left, and was forgotten as done
+        if group is None:
             group = self._new(group_id)
             self._update(group, arrived=group.size)
         if execution_id is not None:
@@ -309,7 +312,8 @@ class SiblingGroups:
         if never_began or group.arrived >= group.size > 0 or self.is_abandoned(group_id):
             self.forget(group_id)
         elif group.arrived == 0 and self._closed.pop(group_id, None) is not None:
-            self.changed.append(group_id)  # all of it were lost: it takes as many again
+            # all of it were lost: it takes as many again
+            self.changed.append(group_id)
         # else the count must outlive the siblings that have left
 
     def _close(self, group_id: str, size: int | None) -> None:
@@ -326,7 +330,8 @@ class SiblingGroups:
         if label >= len(self._lacking_by_label):
             # what stands behind is old numbers: a label is written before it is read
             self._lacking_by_label = np.resize(self._lacking_by_label, 2 * label)
-        closed = self._closed.get(group_id)  # a sibling of it was lost, or is to be planned again
+        # a sibling of it was lost, or is to be planned again
+        closed = self._closed.get(group_id)
         size = (self.size or 0) if closed is None else closed
         group = self._groups[group_id] = SiblingGroup(label, size, declared=closed is not None)
         self._lacking_by_label[label] = size

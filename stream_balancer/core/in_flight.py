@@ -74,7 +74,8 @@ class BatchesInFlight:
         """Number of the next new batch."""
         self.training_ages = TrainingAges()
         """How old rollouts were when their training began."""
-        self._flights: dict[int, _Flight] = {}  # by step, and in the order of steps, since steps only grow
+        # by step, and in the order of steps, since steps only grow
+        self._flights: dict[int, _Flight] = {}
         self.again: set[int] = set()
         """Steps to be delivered again: older than anything new."""
 
@@ -94,7 +95,8 @@ class BatchesInFlight:
         self.again.remove(batch.step)
         flight = self._flights[batch.step]
         if len(flight.batch.ranks) != len(batch.ranks):
-            flight.timings = {}  # ranks of the old plan had other rollouts than those that carry this step now
+            # ranks of the old plan had other rollouts than those that carry this step now
+            flight.timings = {}
         flight.batch = batch
 
     def redeliver(self, batch: Batch) -> None:
@@ -108,7 +110,8 @@ class BatchesInFlight:
         already. Raises ValueError for a step that is not in flight."""
         flight = self._flight(step)
         if step in self.again:
-            return 0  # asked for twice, by a rank and by the user: it comes again once
+            # asked for twice, by a rank and by the user: it comes again once
+            return 0
         self.redeliver(flight.batch)
         return flight.batch.num_rollouts
 
@@ -169,7 +172,8 @@ class BatchesInFlight:
         not in flight."""
         flight = self._flight(step)
         del self._flights[step]
-        self.again.discard(step)  # a checkpoint held it after all
+        # a checkpoint held it after all
+        self.again.discard(step)
         return flight.batch, flight.missing
 
     def _flight(self, step: int) -> _Flight:
@@ -185,7 +189,8 @@ class BatchesInFlight:
     @property
     def steps_ahead(self) -> int:
         """Batches that the trainer is not through with: each may make a version before another one is trained."""
-        return sum(not flight.trained for flight in self._flights.values())  # those to be delivered again are ahead
+        # those to be delivered again are ahead
+        return sum(not flight.trained for flight in self._flights.values())
 
     @property
     def num_redelivering(self) -> int:

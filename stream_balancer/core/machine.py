@@ -88,7 +88,8 @@ class BalancerCore:
         """
         state, costs = self.state, self.check(rollouts, size)
         if not state.admission.has_room(rollouts, size):
-            state.triggers.force_flush()  # the window cannot fill any further
+            # the window cannot fill any further
+            state.triggers.force_flush()
             raise WouldBlock
         # from here on nothing may raise: half of a group must not be held
         state.counts.accepted += len(rollouts)
@@ -165,7 +166,8 @@ class BalancerCore:
         elif state.open_step is not None:
             return self._next_row(state.open_step, now, now if asked_at is None else asked_at)
         else:
-            if now < state.triggers.next_wakeup():  # O(1), for the many polls between two batches
+            # O(1), for the many polls between two batches
+            if now < state.triggers.next_wakeup():
                 return None
             # next_wakeup() is a lower bound, made of counts; only now are columns looked at, and there may be no reason
             # after all (past the deadline, but too few are in whole groups).
@@ -188,7 +190,8 @@ class BalancerCore:
         buffer = self.state.buffer
         # The arrival from which on a batch of the least size could have left: what ranks waited before that is for want
         # of rollouts, what they waited after it is the price of the window.
-        enough = min(self.config.min_batch_size, len(buffer)) - 1  # of all that came, held back or not
+        # of all that came, held back or not
+        enough = min(self.config.min_batch_size, len(buffer)) - 1
         enough_at = float(buffer.arrived_at[enough])
         self.state.dispatch(batch, rows)
         self._publish("left", batch, asked_at, enough_at, now)
@@ -364,7 +367,8 @@ class BalancerCore:
         """Notify of an event, of groups of which the call that ends here has declared something, and of what it has
         evicted."""
         evicted, groups = self.state.evicted, self.state.buffer.groups
-        if evicted:  # taken first: an observer may call the core, which publishes then what that call evicts
+        # taken first: an observer may call the core, which publishes then what that call evicts
+        if evicted:
             self.state.evicted = []
         if event is not None and self.observers:
             self.observers.emit(event, *values)
@@ -401,7 +405,8 @@ class BalancerCore:
         state.use(config)
         if state.open_step is not None and config.dp_size != before.dp_size:
             state.open_step = OpenStep(config)
-        state.evict_too_old()  # staleness.max_versions may be smaller now
+        # staleness.max_versions may be smaller now
+        state.evict_too_old()
         state.changed()
         self._publish("reconfigured", before)
         if factor != 1.0:

@@ -107,7 +107,8 @@ class Observers(list[Observer]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: list[Observer] = []  # those that _handlers was made for
+        # those that _handlers was made for
+        self._known: list[Observer] = []
         self._handlers: dict[str, list[Callable[..., object]]] = {name: [] for name in EVENTS}
 
     def emit(self, event: str, *values: object) -> None:

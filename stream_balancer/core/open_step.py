@@ -50,7 +50,8 @@ class OpenStep:
         oldest first. Groups are whole, but for those that no step has room for. O(n log n)."""
         room, going = config.batch_size - self.num_taken, []
         for unit in _units(np.flatnonzero(may & ~buffer.taken), buffer.labels):
-            if unit.size > config.batch_size:  # a group that can never leave whole
+            # a group that can never leave whole
+            if unit.size > config.batch_size:
                 unit = unit[:room]
             if 0 < unit.size <= room:
                 going.append(unit)
@@ -64,7 +65,8 @@ class OpenStep:
 
     def spread(self, plan: Plan) -> Plan:
         """The plan of a row, its heaviest share on the rank that has had the least work in the step."""
-        if plan.rates is not None or plan.degrees:  # made for these ranks, one by one
+        # made for these ranks, one by one
+        if plan.rates is not None or plan.degrees:
             return plan
         share_of = np.empty(self.loads.size, dtype=np.int64)
         share_of[np.argsort(self.loads, kind="stable")] = np.argsort(-plan.loads, kind="stable")

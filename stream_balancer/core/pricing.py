@@ -77,7 +77,8 @@ class Pricing:
     def cost_of(self, rollout: Rollout) -> float:
         """The rollout's own cost, else the model's. Raises RolloutError for one that is no number from 0 to 1e100."""
         cost = self.cost_of_length(rollout.num_tokens) if rollout.cost is None else rollout.cost
-        if not 0 <= cost <= MAX_COST:  # not NaN either
+        # not NaN either
+        if not 0 <= cost <= MAX_COST:
             raise RolloutError(
                 f"the cost model gave {cost} for rollout {rollout.rollout_id!r} ({rollout.num_tokens} tokens); a cost "
                 f"must be a finite number >= 0 and at most {MAX_COST:g}. Fix {self.model!r}, or give the rollout a "
@@ -145,7 +146,8 @@ def _one_cost(model: CostFunction, num_tokens: int) -> float:
 def _plan_knobs(config: BalancerConfig, learned: Learned | None, tolerance: float) -> PlanKnobs:
     if learned is None:
         learned = Learned(config.cost, config.speeds, NO_FIXED_COSTS)
-    elif len(config.context_parallel.sizes) > 1:  # ranks that share a rollout are planned as if they were alike
+    # ranks that share a rollout are planned as if they were alike
+    elif len(config.context_parallel.sizes) > 1:
         learned = learned._replace(speeds=None)
     micro_batches, groups, shared, step = config.micro_batches, config.groups, config.context_parallel, config.step_size
     given = micro_batches.overhead_cost

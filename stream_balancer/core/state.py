@@ -71,7 +71,8 @@ class BalancerState:
     def hold(self, rollout: Rollout, cost: float, now: float, skips: int = 0) -> None:
         """A rollout waits from now on; or it is evicted at once, as too old or as one of an abandoned group. O(1),
         amortised."""
-        buffer = self.buffer  # every put comes here: what cannot apply is not called
+        # every put comes here: what cannot apply is not called
+        buffer = self.buffer
         if self.admission.schema is None:
             self.admission.know(rollout)
         if rollout.group_id is not None and buffer.groups.is_abandoned(rollout.group_id):
@@ -79,7 +80,8 @@ class BalancerState:
             return
         if rollout.version is not None and self.staleness.is_too_old(rollout):
             if rollout.group_id is not None and buffer.groups.size is not None:
-                buffer.groups.join(rollout.group_id, rollout.execution_id)  # else its siblings wait for ever
+                # else its siblings wait for ever
+                buffer.groups.join(rollout.group_id, rollout.execution_id)
                 buffer.groups.leave(rollout.group_id, rollout.execution_id)
                 self.triggers.changed()
             self.evict([rollout], "stale")
@@ -115,7 +117,8 @@ class BalancerState:
         buffer.strata.dispatched(buffer.stratum_numbers[rows])
         # those held back for their age could not have gone, so they were not passed over
         buffer.pass_over(~self.staleness.held_back())
-        self.remove(rows)  # last of what needs the plan's rows: they are others now
+        # last of what needs the plan's rows: they are others now
+        self.remove(rows)
         self.in_flight.dispatch(batch)
         self.counts.record(batch)
         self.counts.surplus = surplus_after(self.pricing.knobs, self.counts.surplus, batch.num_rollouts)
@@ -129,7 +132,8 @@ class BalancerState:
         # Collected, not notified: an observer must not see the state in the middle of a change. The call that is
         # running publishes them at its end.
         self.evicted += [(rollout, reason) for rollout in rollouts]
-        if reason == "lost":  # not remembered: its producer, or another one, may generate and put it again
+        # not remembered: its producer, or another one, may generate and put it again
+        if reason == "lost":
             self.ids.held.difference_update(rollout.rollout_id for rollout in rollouts)
         else:
             self.finish(rollout.rollout_id for rollout in rollouts)
@@ -146,7 +150,8 @@ class BalancerState:
         assert self.open_step is not None
         self.open_step.add(row)
         self.buffer.taken[rows] = True
-        self.buffer.versions[rows] = NO_VERSION  # its training has begun: it cannot become too old for that
+        # its training has begun: it cannot become too old for that
+        self.buffer.versions[rows] = NO_VERSION
         self.changed()
 
     def use_open_step(self, opened: OpenStep | None) -> None:

@@ -23,7 +23,8 @@ class Strata:
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._went = np.zeros(0)  # [strata] rollouts dispatched, the older the less
-        self._all_went = 0.0  # ... of all, those without a stratum too
+        # of all rollouts, those without a stratum too
+        self._all_went = 0.0
 
     def __len__(self) -> int:
         return len(self._numbers)

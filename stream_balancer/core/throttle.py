@@ -56,7 +56,8 @@ class Throttle:
     """Rollouts that were admitted and have not been put yet, by slot."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, tuple[int, int]] = {}  # number -> (version, rollouts to come)
+        # number -> (version, rollouts to come)
+        self._slots: dict[int, tuple[int, int]] = {}
         self._last = 0
         self.running = 0
         """Rollouts to come, over all slots."""
@@ -72,7 +73,8 @@ class Throttle:
         running = min((version for version, _ in self._slots.values()), default=version)
         running = running if began is None else min(began, running)
         waiting = state.staleness.oldest_fresh_version()
-        oldest = running if waiting is None else min(waiting, running)  # unknown versions are larger than any
+        # unknown versions are larger than any
+        oldest = running if waiting is None else min(waiting, running)
         batches = oldest + config.staleness.max_versions + 1 - version - state.in_flight.steps_ahead
         return batches * least_batch_size(config) - held
 

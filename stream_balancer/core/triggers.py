@@ -44,9 +44,12 @@ class Triggers:
         """The window counts as full for as long as this is so."""
         self._buffer = buffer
         self._staleness = staleness
-        self._force_flush = False  # a put found no room since the last dispatch
-        self._not_before = -math.inf  # no deadline batch before then: too few are ready
-        self._sendable: Sendable | None = None  # counted when it is asked for
+        # a put found no room since the last dispatch
+        self._force_flush = False
+        # no deadline batch before then: too few are ready
+        self._not_before = -math.inf
+        # counted when it is asked for
+        self._sendable: Sendable | None = None
 
     def force_flush(self) -> None:
         """The window counts as full until the next dispatch."""
@@ -133,7 +136,8 @@ class Triggers:
         """[n] rollouts that must go with the next batch: past the deadline, too old after it, or waiting for siblings
         that will not come any more. The rest of a drain may still be chosen for balance: all of it leaves in the end.
         O(n)."""
-        if self.ended:  # siblings that have not come will not: these would wait for ever
+        # siblings that have not come will not: these would wait for ever
+        if self.ended:
             return ~self._buffer.complete
         due = self._staleness.due()
         if self.config.deadline_s is not None:

@@ -46,7 +46,8 @@ class OneRank:
 
     __slots__ = ()
 
-    if TYPE_CHECKING:  # a dataclass would take a property of its base for the default value of a field
+    # a dataclass would take a property of its base for the default value of a field
+    if TYPE_CHECKING:
 
         @property
         def step(self) -> int: ...

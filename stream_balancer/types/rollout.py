@@ -117,7 +117,8 @@ class Rollout:
     column; 0 for a padding copy."""
 
     def __post_init__(self) -> None:
-        what = "rollout_id"  # the field that an error below is about; a message is formatted only if there is one
+        # the field that an error below is about; a message is formatted only if there is one
+        what = "rollout_id"
         try:
             # most rollouts leave most fields out, and most values are plain: a put should not pay for the others
             if (name := plain_name(self.rollout_id)) is not self.rollout_id:
@@ -199,7 +200,8 @@ class Rollout:
     def nbytes(self) -> int:
         """Bytes of its tensors (columns and ``tensors``), metadata not counted. O(number of columns)."""
         num_bytes: int = 0
-        for tensor in self.tokens.values():  # plain loops: every put comes here
+        # plain loops: every put comes here
+        for tensor in self.tokens.values():
             num_bytes += tensor.nbytes
         for tensor in self.tensors.values():
             num_bytes += tensor.nbytes
@@ -210,7 +212,8 @@ class Rollout:
         """A rollout of all its fields, which were checked where it was made, and are read from a header that was."""
         rollout = cls.__new__(cls)
         for name, value in fields.items():
-            _put(rollout, name, _NOTHING if value == {} else value)  # an empty dict would weigh too much
+            # an empty dict would weigh too much
+            _put(rollout, name, _NOTHING if value == {} else value)
         return rollout
 
     def with_loss_mask(self, column: str) -> Rollout:

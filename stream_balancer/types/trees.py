@@ -93,7 +93,8 @@ class Tree:
     def reach(self) -> Tensor:
         """``[U]`` int32: row ``u`` is attended to by rows ``u`` to ``reach[u] - 1``, and by no other. O(N + U)."""
         ends = [node.stop for node in self.nodes]
-        for number in range(len(ends) - 1, -1, -1):  # children come behind their parents
+        # children come behind their parents
+        for number in range(len(ends) - 1, -1, -1):
             parent = self.nodes[number].parent
             if parent >= 0:
                 ends[parent] = max(ends[parent], ends[number])

@@ -27,17 +27,20 @@ def look_at_step(book: Book, step: StepState) -> None:
         return
     if step.settling:
         return
-    if step.met and not book.meets:  # under the plan of before: those who met in it were all ranks of that time
+    # under the plan of before: those who met in it were all ranks of that time
+    if step.met and not book.meets:
         acknowledge(book, step)
         return
     if step.met or step.is_kept:
         if not step.is_met:
             step.is_met = True
-            step.ownerless.clear()  # in the weights, or in a gradient that does not count
+            # in the weights, or in a gradient that does not count
+            step.ownerless.clear()
             step.torn.clear()
             book.ranks_touched.update(dict.fromkeys(step.participants))
         if not step.participants and any(book.ranks[one].acked >= step.number for one in step.met):
-            acknowledge(book, step)  # by those who took the weights of ranks that are no more
+            # by those who took the weights of ranks that are no more
+            acknowledge(book, step)
             return
     elif not step.is_uncertain:
         _change(book, step)
@@ -48,7 +51,8 @@ def _change(book: Book, step: StepState) -> None:
     if step.is_met:
         _forget_meeting(book, step)
     if step.seal is not None and book.meets:
-        step.seal = None  # its holders are back, or gone
+        # its holders are back, or gone
+        step.seal = None
         book.touch(step, everybody=True)
     if not step.is_settled:
         _settle(book, step)
@@ -187,7 +191,8 @@ def _idle(book: Book, step: StepState) -> list[RankId]:
 
 def _ask_back(book: Book, share: Share, num_idle: int) -> None:
     step, rank, may = share.step, share.rank, _free(share)
-    if len(may) < 2:  # one stays in any case
+    # one stays in any case
+    if len(may) < 2:
         return
     share.recalled = {item.id: 0 for item in may}
     share.answers = rank.full
@@ -228,7 +233,8 @@ def _seal(book: Book, step: StepState) -> None:
     for one in step.participants:
         step.shares[one].sealed = step.shares[one].back = 0
         if book.meets:
-            step.holders.add(one)  # before it is on its way: from here on nobody knows
+            # before it is on its way: from here on nobody knows
+            step.holders.add(one)
         book.ranks_touched[one] = None
 
 
@@ -237,7 +243,8 @@ def acknowledge(book: Book, step: StepState) -> None:
     book.last_acked = max(book.last_acked, step.number)
     for share in step.shares.values():
         share.rank.active.pop(step.number, None)
-        if share.rank.id.role:  # it may compute what nobody needs any more
+        # it may compute what nobody needs any more
+        if share.rank.id.role:
             book.tell(share.rank, share.rank.links & share.opened & ~share.sealed, SendDrop, step.number, True)
     if not book.steps:
         book.touch_all_ranks()
@@ -271,7 +278,8 @@ def _is_through(book: Book, rank: Rank) -> bool:
     is_wanted = rank.id.number in book.wanted.get(rank.id.role, ())
     if is_wanted and not book.ended:
         return False
-    if rank.id.role:  # columns may be needed again
+    # columns may be needed again
+    if rank.id.role:
         return not (book.steps if is_wanted else rank.active)
     if not book.meets:
         shares = rank.active.values()
@@ -288,7 +296,8 @@ def _is_finished(share: Share | None) -> bool:
 def _look_at_role(book: Book, share: Share) -> None:
     step, rank = share.step, share.rank
     if step.settling or not step.is_settled:
-        return  # it may be in the weights
+        # it may be in the weights
+        return
     _send(book, share)
     if step.is_complete and not step.left_of_role[rank.id.role]:
         if share.opened:
@@ -337,7 +346,8 @@ def _lacks_weights(book: Book, rank: Rank, step: StepState) -> bool:
             rank.is_warned = True
             others = {one: book.ranks[one].furthest for one in sorted(with_it)}
             book.tell(rank, rank.full, Behind, weights, others)
-        if with_it or before is not None:  # it takes the weights of those who have met, or will have
+        # it takes the weights of those who have met, or will have
+        if with_it or before is not None:
             return True
     return False
 

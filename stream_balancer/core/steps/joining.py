@@ -190,7 +190,8 @@ class Joining(Book):
         is_past = weights > step.number and not rank.id.role
         if held is not None:
             step.gone |= held.gone
-            share.attempt = max(share.attempt, held.attempt)  # of an earlier controller, it may be the later one
+            # of an earlier controller, it may be the later one
+            share.attempt = max(share.attempt, held.attempt)
             step.attempts = max(step.attempts, held.attempt)
             if not step.is_settled:
                 step.is_changed |= held.attempt != 1 or list(held.items) != sorted(share.items)
@@ -237,9 +238,11 @@ class Joining(Book):
 
     def _says_of_seal(self, share: Share, bit: int, held: HeldStep | None) -> None:
         step, seal = share.step, None if held is None else held.seal
-        if seal is not None and seal.number > step.seals:  # of an earlier controller
+        # of an earlier controller
+        if seal is not None and seal.number > step.seals:
             step.seals, step.seal = seal.number, seal
-            step.holders.clear()  # before there was this seal, all were back from the one before
+            # before there was this seal, all were back from the one before
+            step.holders.clear()
             for other in step.shares.values():
                 other.sealed = other.back = 0
         has_seal = seal is not None and seal.number == step.seals

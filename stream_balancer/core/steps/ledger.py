@@ -150,7 +150,8 @@ class Ledger(Joining):
         share = self._share_of(one, seat, number)
         if share is not None and attempt >= share.first:
             share.taken |= 1 << seat
-            if len(share.rank.active) > 1:  # another step may have waited for the credit
+            # another step may have waited for the credit
+            if len(share.rank.active) > 1:
                 self.ranks_touched[one] = None
 
     def done(self, one: RankId, seat: int, number: int, attempt: int, items: Iterable[int]) -> None:
@@ -207,7 +208,8 @@ class Ledger(Joining):
             if share.back == share.rank.full:
                 step.holders.discard(one)
         sent = [it for it in share.items.values() if it.sent & bit and not share.recalled.get(it.id, 0) & bit]
-        if all(item.done & bit for item in sent):  # else something is on its way to it
+        # else something is on its way to it
+        if all(item.done & bit for item in sent):
             share.waiting |= bit
             share.note_waiting()
         self.touch(step)
