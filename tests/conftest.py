@@ -3,6 +3,7 @@ present."""
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import signal
@@ -10,10 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import after_failures
 import pytest
 from hypothesis import settings
-from progress import Progress
 
 from stream_balancer.testing.clocks import BACKENDS, virtual_time_backend
 
@@ -31,9 +30,28 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # under nohup or '&', and tests of Ctrl-C would wait for ever
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.option.anyio_mode = "auto"  # every async test is an anyio test, without a marker of its own
-    after_failures.pytest_configure(config)
-    if config.getoption("numprocesses", None):  # the process that collects the reports of others
-        config.pluginmanager.register(Progress())
+    config.pluginmanager.register(_Failures(config))
+
+
+class _Failures:
+    """A failed test is shown when it has failed: a run that is stopped has no summary. And its limit still holds: at a
+    failure pytest and pytest-timeout stop their clocks, and a fixture that waits then would wait for ever."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._stderr = os.dup(2)  # while tests run, 2 is a file that nobody would read
+
+    @pytest.hookimpl(trylast=True)  # after those that stop the clock
+    def pytest_exception_interact(self, node: pytest.Item | pytest.Collector) -> None:
+        limit_s = float(node.config.getini("faulthandler_timeout"))
+        if limit_s and isinstance(node, pytest.Item) and not node.config.getvalue("usepdb"):
+            # stopped as every test's is: by pytest, once it is through with the test
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=self._stderr)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and self._config.getoption("numprocesses", None):  # this process collects others' reports
+            end = "\n".join(report.longreprtext.splitlines()[-20:])
+            self._config.get_terminal_writer().line(f"\n{report.nodeid} failed at its {report.when}:\n{end}")
 
 
 @pytest.fixture(params=BACKENDS)

@@ -94,14 +94,3 @@ def test_the_readmes_commands_run_on_few_rollouts(
     done = CliRunner().invoke(app, few.split())
     assert done.exit_code == 0, done.output
     assert "idle" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "command",
-    # a sweep is some twenty simulations of one size
-    [pytest.param(one, marks=pytest.mark.soak if one.startswith("tune ") else pytest.mark.slow) for one in COMMANDS],
-)
-def test_the_readmes_commands_run(command: str, tmp_path: Path) -> None:
-    done = run_python("-m", "stream_balancer", *command.split(), cwd=tmp_path, timeout_s=380)
-    assert done.returncode == 0, done.stderr
-    assert "idle" in done.stdout
