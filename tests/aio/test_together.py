@@ -47,7 +47,7 @@ REFUSED = {
         # ranks meet several times in a step
         "replan+mini_batches": "cannot join the meetings that are over",
         "late+mini_batches": "cannot join the meetings that are over",
-        # what is cut from a whole step cannot begin before it is whole; and rows that an optimizer step follows are a step
+        # it cannot be cut from a step that is not whole; rows that an optimizer step follows are a step themselves
         "open+mini_batches": "a mini-batch in rows is a step by itself",
     }.items()
 }
@@ -310,6 +310,10 @@ FOUND = {
     "journal+replan+resize": (0,),
     # a group above a step's size; one whose filter answers late, or that is abandoned, in the midst of a step
     "changes+groups+open": tuple(range(6)),
+    # a rank that began in the midst of a run was thrown out by a controller that had lost an acknowledgement
+    "changes+direct+groups+journal+late+open+replan+roles": (3201,),
+    # the same; a declared group of which a rollout was lost with its producer was never forgotten
+    "changes+direct+groups+journal+late+replan+roles": (3888, 120, 122),
 }
 """Features and seeds of faults that were found here."""
 
