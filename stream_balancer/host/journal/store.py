@@ -307,19 +307,16 @@ def _lock(folder: Path) -> int:
     try:
         # not lockf(): such a lock goes when its process closes any descriptor of the file, after copying the folder
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # the name of a holder that died is still in it
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{os.getpid()}\n".encode())
-    except OSError as error:
+    except BlockingIOError:
         holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
         os.close(fd)
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            raise
         raise AlreadyInUseError(
-            f"the journal {folder} is in use by process {holder}"
-            + (" (this one). " if holder == str(os.getpid()) else ". ")
-            + "Two controllers on one journal would lose rollouts: end that one, or use another path"
+            f"the journal {folder} is in use by process {holder}. Two controllers on one journal would lose rollouts: "
+            "end that one, or use another path"
         ) from None
+    # the name of a holder that died is still in it
+    os.ftruncate(fd, 0)
+    os.write(fd, f"{os.getpid()}\n".encode())
     return fd
 
 
