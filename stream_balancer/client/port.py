@@ -35,7 +35,7 @@ from stream_balancer.errors import (
     to_raise,
 )
 from stream_balancer.net import messages as m
-from stream_balancer.net.errors import Ended
+from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.loops import Signal, blocking_deadline
 from stream_balancer.net.session import Dialer, Session
 from stream_balancer.types import MicroBatch
@@ -267,7 +267,7 @@ class Port:
         if not isinstance(error, BrokenResourceError) or isinstance(error, RefusedError | WireError):
             return error
         # there has never been a connection, or none can be any more
-        if not isinstance(error, Ended):
+        if not isinstance(error, ConnectionEnd):
             return RankLostError(str(error), rank=self.who.rank, cause=str(error))
         cause = error.text or "it closed"
         if error.kind == "closed":

@@ -29,7 +29,7 @@ from stream_balancer.host.producers import Producers
 from stream_balancer.host.ranks import Member, forget
 from stream_balancer.host.records import Came
 from stream_balancer.host.sending import InFlight
-from stream_balancer.net.errors import Ended
+from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import Join, Report
 from stream_balancer.net.service import Peer, Service
 from stream_balancer.wire.codec import remote_of
@@ -107,7 +107,7 @@ class Peers:
         self._joined()
         self._note_readiness(member)
 
-    def _on_end(self, member: Member, seat: int, end: Ended) -> None:
+    def _on_end(self, member: Member, seat: int, end: ConnectionEnd) -> None:
         self._here.ranks.detach(member, seat, end)
         self._changed()
 

@@ -22,7 +22,7 @@ from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.puts import PendingPut
 from stream_balancer.host.transport import Transport
 from stream_balancer.host.wakeups import Waiter
-from stream_balancer.net.errors import Ended
+from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import Join, Notify
 from stream_balancer.net.service import Asked, Method, Peer, Service
 from stream_balancer.slots import Slot, check_group
@@ -169,7 +169,7 @@ class Producers:
         peer.on_end = lambda end: self._give_back(peer, producer, end)
         peer.on_gone = lambda end: self._gone(peer, producer, end)
 
-    def _give_back(self, peer: Peer, producer: _Producer, end: Ended) -> None:
+    def _give_back(self, peer: Peer, producer: _Producer, end: ConnectionEnd) -> None:
         """The connection is over: others may begin in its place."""
         slots, producer.slots = producer.slots, {}
         # it may come again and ask for them, until then others may begin
@@ -198,7 +198,7 @@ class Producers:
                 _log.warning("%d rollouts begun at version %d: others have begun in their place", count, version)
                 yield number
 
-    def _gone(self, peer: Peer, producer: _Producer, end: Ended) -> None:
+    def _gone(self, peer: Peer, producer: _Producer, end: ConnectionEnd) -> None:
         """The producer does not come back."""
         owner = producer.owner
         if owner is not None:

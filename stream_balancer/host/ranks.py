@@ -18,7 +18,7 @@ from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.state import TRAIN, HeldStep, Rank, RankId
 from stream_balancer.errors import RankLostError, WireError, rank_name, refused_error
 from stream_balancer.host.records import Came
-from stream_balancer.net.errors import Ended
+from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import Join
 from stream_balancer.net.service import Peer
 
@@ -300,7 +300,7 @@ class Ranks:
 
     # going
 
-    def detach(self, member: Member, seat: int, end: Ended) -> None:
+    def detach(self, member: Member, seat: int, end: ConnectionEnd) -> None:
         """A process's connection is over."""
         closed, steps = "the rank closed its feed", self._ledger.unacknowledged(member.id)
         if member.ended and steps:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 import msgspec
 
 from stream_balancer.errors import BrokenResourceError, ConfigError, WireError
-from stream_balancer.net.connection import HANDSHAKE_S, Connection, Handler
-from stream_balancer.net.errors import Ended
+from stream_balancer.net.connection import HANDSHAKE_S, Connection
+from stream_balancer.net.errors import ConnectionEnd
+from stream_balancer.net.handler import Handler
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.listener import Shaking, over_tcp, split_address
 from stream_balancer.net.loops import Io
@@ -179,7 +180,7 @@ class TcpDialer:
 def dialling(address: str, connection: Connection, failed: Callable[[BaseException], object]) -> Handler:
     """Handler at the joining end, until it is welcomed: who dials hears of the end what is most likely wrong."""
 
-    def gone(end: Ended) -> None:
+    def gone(end: ConnectionEnd) -> None:
         # what listens there speaks something else: no later try can do better
         if isinstance(end.__cause__, WireError):
             text = f"{address} does not answer as a controller of this version does: {end}. Check the address"
@@ -207,7 +208,7 @@ def _why(address: str, error: BaseException) -> BaseException:
         return ConfigError(f"{address!r} has no name of a host in it: {error}")
     if isinstance(error, OSError) and address:
         return ConnectionError(f"nobody answers at {address}: {os.strerror(error.errno) if error.errno else error}")
-    if isinstance(error, Ended):
+    if isinstance(error, ConnectionEnd):
         # not final: a controller without a core to run on looks like this, too
         return ConnectionError(
             f"{address} accepts the connection, but does not answer as a controller does: {error}. Either something "

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from stream_balancer.errors import RefusedError, WireError
-from stream_balancer.net.errors import Ended
+from stream_balancer.net.errors import ConnectionEnd
+from stream_balancer.net.handler import Handler, Mover
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.loops import Io, Job
 from stream_balancer.net.messages import (
@@ -53,46 +54,6 @@ _TURN_BYTES = 4 * 2**20
 _GATHER = 512
 
 
-class Handler(Protocol):
-    """Gets the messages. Called in the I/O thread; raises WireError for what may not come now."""
-
-    def admit(self, message: Message, total: int) -> None:
-        """``total`` bytes are about to be allocated for this message."""
-
-    def receive(self, message: Message, memory: Memory | None) -> None:
-        """Called in the order of sending, whichever way the bytes came."""
-
-    def ended(self, end: Ended) -> None:
-        """The end: once, and nothing after it. ``end.__cause__`` is the error behind it, if there is one."""
-
-
-class Mover(Protocol):
-    """A way for bytes, one end of it; see :mod:`stream_balancer.net.movers`. Called in the I/O thread."""
-
-    ready: bool
-
-    @property
-    def number(self) -> int:
-        """``via`` of its messages."""
-        ...
-
-    def begin(self) -> None:
-        """Set it up with the other end."""
-
-    def send(self, payload: Payload, go: Callable[[Sequence[int]], None]) -> bool:
-        """``go(where)`` lets the message leave; those behind it wait for that. False: not now, use the socket."""
-        ...
-
-    def receive(self, envelope: Envelope, ready: Callable[[Memory], None]) -> None:
-        """``ready(memory)``, once all runs are there; messages behind it wait for that. Raises WireError."""
-
-    def note(self, body: bytes) -> None:
-        """The other end's mover says something. Raises WireError for what makes no sense."""
-
-    def close(self) -> None:
-        """The connection is over."""
-
-
 class _Held:
     """A message whose bytes, or those of one before it, are still on their way."""
 
@@ -109,7 +70,7 @@ class Connection:
         self.io, self.pool, self.handshake, self.local = io, pool, handshake, local
         self._sock, self._tls = sock, sock if isinstance(sock, TlsSocket) else None
         self._fd, self._events = sock.fileno(), 0
-        io.sockets[self._fd] = lambda: self.fail(Ended("closed", "the process has ended"))
+        io.sockets[self._fd] = lambda: self.fail(ConnectionEnd("closed", "the process has ended"))
         self.handler: Handler | None = None
         self.welcome: Welcome | None = None
         self.arrived: Callable[[Connection, Join], object] = lambda *_: None
@@ -145,7 +106,7 @@ class Connection:
 
     def abort(self) -> None:
         """At once."""
-        self.io.do(partial(self.fail, Ended("closed", "here")))
+        self.io.do(partial(self.fail, ConnectionEnd("closed", "here")))
 
     # in the I/O thread
 
@@ -153,7 +114,7 @@ class Connection:
         """Begin the handshake."""
         self._watch()
         # a stranger who says nothing must not hold a descriptor for ever
-        self._deadline = self.io.after(HANDSHAKE_S, lambda: self.fail(Ended("lost", "no handshake in time")))
+        self._deadline = self.io.after(HANDSHAKE_S, lambda: self.fail(ConnectionEnd("lost", "no handshake in time")))
         if self.handshake.joins:
             self._send_now(self.handshake.hello())
 
@@ -199,7 +160,7 @@ class Connection:
         for queue in (self._items, self._held, self._outgoing):
             queue.clear()
         self._space, self._unread = memoryview(b""), b""
-        end = Ended.of(error)
+        end = ConnectionEnd.of(error)
         if end is not error:
             end.__cause__ = error
         # its frames would keep memory alive for as long as somebody keeps the end
@@ -317,7 +278,7 @@ class Connection:
             self._outgoing.clear()
         self._watch()
         if self._close_sent and self._close_seen and not self._outgoing and not self._held:
-            self.fail(Ended("closed"))
+            self.fail(ConnectionEnd("closed"))
 
     # receiving
 
@@ -371,7 +332,7 @@ class Connection:
             envelope = read_envelope(body, crc)
             message = envelope.message
             if isinstance(message, Refused):
-                raise Ended("refused", message.text, message.reason)
+                raise ConnectionEnd("refused", message.text, message.reason)
             if self.welcome is None:
                 self._shake(envelope)
             elif isinstance(message, MoverNote):
@@ -449,7 +410,7 @@ class Connection:
 
     def _deliver(self, message: Message, memory: Memory | None) -> None:
         if isinstance(message, Close):
-            self._end(Ended("closed", message.reason))
+            self._end(ConnectionEnd("closed", message.reason))
             # the answer: who closes waits for it, and so knows that everything has arrived
             self.close()
         elif self.handler is not None:
@@ -457,7 +418,7 @@ class Connection:
 
     # the end
 
-    def _end(self, end: Ended) -> None:
+    def _end(self, end: ConnectionEnd) -> None:
         """The handler hears it once."""
         handler, self.handler = self.handler, None
         if handler is not None:
@@ -470,6 +431,6 @@ class Connection:
         self.io.leaving.add(self)
         # as long as bytes leave, the peer is alive and still takes what was sent before
         if self._num_sent == num_sent:
-            self.fail(Ended("lost", "no answer to close"))
+            self.fail(ConnectionEnd("lost", "no answer to close"))
         else:
             self._deadline = self.io.after(CLOSE_S, partial(self._leave, self._num_sent))

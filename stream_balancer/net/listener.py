@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 from stream_balancer.errors import refused_error
 from stream_balancer.net.connection import Connection
-from stream_balancer.net.errors import Ended
+from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.loops import Io
 from stream_balancer.net.messages import Join, Message
@@ -58,12 +58,12 @@ waits until it is let in or refused."""
 class Shaking:
     """Handler of a connection in its handshake: it gets no messages."""
 
-    def __init__(self, gone: Callable[[Ended], object]) -> None:
+    def __init__(self, gone: Callable[[ConnectionEnd], object]) -> None:
         self._gone = gone
 
     def admit(self, message: Message, total: int) -> None: ...
     def receive(self, message: Message, memory: Memory | None) -> None: ...
-    def ended(self, end: Ended) -> None:
+    def ended(self, end: ConnectionEnd) -> None:
         self._gone(end)
 
 
@@ -104,7 +104,7 @@ class Listener:
         self.io.sockets.pop(self._sock.fileno(), None)
         self._sock.close()
         for stranger in list(self._strangers):
-            stranger.fail(Ended("lost", "nobody listens any more"))
+            stranger.fail(ConnectionEnd("lost", "nobody listens any more"))
         for connection in self._knocking:
             # who is in stays: its session is the service's
             if connection.welcome is None:
@@ -131,12 +131,12 @@ class Listener:
         connection.handler = Shaking(lambda end: self._on_stranger_gone(connection, address, end))
         # the oldest: who means well has long been through with it
         if len(self._strangers) >= MAX_STRANGERS:
-            next(iter(self._strangers)).fail(Ended("lost", "too many who have proven nothing"))
+            next(iter(self._strangers)).fail(ConnectionEnd("lost", "too many who have proven nothing"))
         # not known to the service before it has proven itself: what strangers cost is bounded here
         self._strangers[connection] = None
         connection.begin()
 
-    def _on_stranger_gone(self, connection: Connection, address: tuple[object, ...], end: Ended) -> None:
+    def _on_stranger_gone(self, connection: Connection, address: tuple[object, ...], end: ConnectionEnd) -> None:
         self._strangers.pop(connection, None)
         if end.kind == "refused":
             self._warn(":".join(map(str, address[:2])), end.text)

@@ -28,7 +28,7 @@ from stream_balancer.errors import AlreadyInUseError, RefusedError, WireError
 from stream_balancer.net import movers as ways
 from stream_balancer.net.calls import CALL_BYTES, SMALL
 from stream_balancer.net.connection import Connection
-from stream_balancer.net.errors import Ended, name_of
+from stream_balancer.net.errors import ConnectionEnd, name_of
 from stream_balancer.net.listener import Listen
 from stream_balancer.net.loops import Job, in_loop
 from stream_balancer.net.messages import Call, Cancel, Join, Message, Reply, Report, Welcome
@@ -97,9 +97,9 @@ class Peer:
         self.data: dict[Any, Any] = {}
         """The host's."""
         self.on_report: Callable[[Report, Memory | None], object] = lambda *_: None
-        self.on_end: Callable[[Ended], object] = lambda _: None
+        self.on_end: Callable[[ConnectionEnd], object] = lambda _: None
         """Called when a connection is over; another one may follow within ``keep_s``."""
-        self.on_gone: Callable[[Ended], object] = lambda _: None
+        self.on_gone: Callable[[ConnectionEnd], object] = lambda _: None
         """Called once it does not come back any more."""
         self.connection: Connection | None = None
         """None while it is lost."""
@@ -132,7 +132,7 @@ class Peer:
 
     def abort(self) -> None:
         """At once: for the peer, a loss."""
-        self.fail(Ended("closed", "here"))
+        self.fail(ConnectionEnd("closed", "here"))
 
     def fail(self, error: Exception) -> None:
         """End its connection: WireError and RefusedError tell the peer why."""
@@ -150,7 +150,7 @@ class Peer:
         self.live = connection
         # it ended while it knocked, when this was not its handler yet
         if connection.over:
-            self.ended(Ended("lost", "it has left while it knocked"))
+            self.ended(ConnectionEnd("lost", "it has left while it knocked"))
             return
         connection.handler = self
         connection.let_in(welcome)
@@ -215,7 +215,7 @@ class Peer:
         else:
             raise WireError(f"a {type(message).__name__} message from a {self.kind}")
 
-    def ended(self, end: Ended) -> None:
+    def ended(self, end: ConnectionEnd) -> None:
         """The connection is over. Calls go on: their replies are remembered."""
         # replies from here on are remembered, and go out on the next connection
         connection, self.live = self.live, None
@@ -380,7 +380,7 @@ class Service:
         peer = self.peers.get(join.session)
         # who lost its connection may come back before the kernel here notices
         if peer is not None and peer.connection is not None:
-            end = Ended("lost", "its session has joined again")
+            end = ConnectionEnd("lost", "its session has joined again")
             peer.fail(end)
             self.lost(peer, peer.connection, end)
             peer = self.peers.get(join.session)
@@ -402,7 +402,7 @@ class Service:
         self.io.do(partial(peer.let_in, connection, welcome))
         self._on_peer(peer)
 
-    def lost(self, peer: Peer, connection: Connection | None, end: Ended) -> None:
+    def lost(self, peer: Peer, connection: Connection | None, end: ConnectionEnd) -> None:
         """A connection is over."""
         if peer.connection is not connection or connection is None:
             # it has joined again
@@ -420,7 +420,7 @@ class Service:
         else:
             self._gone(peer, end, peer.losses)
 
-    def _gone(self, peer: Peer, end: Ended, losses: int) -> None:
+    def _gone(self, peer: Peer, end: ConnectionEnd, losses: int) -> None:
         """Unless it has come back: what still waits of it is withdrawn."""
         if self.peers.get(peer.session) is peer and peer.connection is None and peer.losses == losses:
             del self.peers[peer.session]

@@ -28,7 +28,7 @@ from stream_balancer.errors import (
 from stream_balancer.net import movers
 from stream_balancer.net.calls import SMALL, Answered, Pending, cancel_again
 from stream_balancer.net.connection import Connection
-from stream_balancer.net.errors import Cancelled, Ended
+from stream_balancer.net.errors import Cancelled, ConnectionEnd
 from stream_balancer.net.loops import Io, Job, Signal, blocking_deadline
 from stream_balancer.net.messages import Call, Cancel, Join, Message, Notify, Reply, Welcome
 from stream_balancer.wire.payload import NOTHING, Memory, Payload
@@ -82,8 +82,8 @@ class Session:
 
         All in the I/O thread: ``on_open`` when connected, ``admit`` before bytes behind a message are allocated (raises
         WireError; default: none are taken), ``on_message`` for all but replies, ``on_end`` once: with RefusedError,
-        ConfigError (no such host), WireError, or an Ended. ``takes_leave``: what was sent without a reply must arrive
-        before it has left: if the connection is lost first, it joins again, where it may, to say so."""
+        ConfigError (no such host), WireError, or a ConnectionEnd. ``takes_leave``: what was sent without a reply must
+        arrive before it has left: if the connection is lost first, it joins again, where it may, to say so."""
         if connect_timeout_s is not None and not connect_timeout_s > 0:
             raise ValueError(f"connect_timeout_s must be > 0 or None, not {connect_timeout_s}")
         self.io, self.kind, self.name, self.whom, self.linger_s = dialer.io, kind, name or own_name(), whom, linger_s
@@ -355,7 +355,7 @@ class Session:
     def _failed(self, error: BaseException) -> None:
         """No connection, this time."""
         final = isinstance(error, (RefusedError, ConfigError, BrokenResourceError, ClosedResourceError))
-        if final and not (isinstance(error, Ended) and error.kind != "refused"):
+        if final and not (isinstance(error, ConnectionEnd) and error.kind != "refused"):
             self._fail(error)
             return
         # it says why there has never been a connection, and stays None once there was one
@@ -363,7 +363,7 @@ class Session:
             self.problem = str(error)
         self._dial_again()
 
-    def ended(self, end: Ended) -> None:
+    def ended(self, end: ConnectionEnd) -> None:
         """The connection is over."""
         self.connection = None
         # refusals and closes are decisions of the other end, and dialling again would not change them
@@ -382,16 +382,18 @@ class Session:
         if self._left.is_set():
             return
         # the error behind it says more, with the exception's own type
-        if isinstance(error, Ended) and error.kind == "refused":
+        if isinstance(error, ConnectionEnd) and error.kind == "refused":
             error = error.__cause__ or error.to_raise()
         if isinstance(error, RefusedError):
             reason, text = error.reason, str(error)
             self.finish(lambda pending: refused_error(reason, f"{text}; {pending.fate}"))
-        elif isinstance(error, Ended) or not isinstance(error, (BrokenResourceError, ConfigError, ClosedResourceError)):
+        elif isinstance(error, ConnectionEnd) or not isinstance(
+            error, (BrokenResourceError, ConfigError, ClosedResourceError)
+        ):
             self._lose(str(error).split("\n", 1)[0][:200])
         else:
             self.finish(lambda _: to_raise(error))
-        self._end(error if isinstance(error, Exception) else Ended.of(error))
+        self._end(error if isinstance(error, Exception) else ConnectionEnd.of(error))
 
     def _lose(self, cause: str) -> None:
         self.finish(lambda pending: pending.lost(self.whom, cause))
@@ -438,4 +440,4 @@ class Session:
         self._lose("the connection was closed here")
         if self.connection is not None:
             self.connection.abort()
-        self._end(Ended("closed", "closed here"))
+        self._end(ConnectionEnd("closed", "closed here"))

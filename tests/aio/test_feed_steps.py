@@ -21,7 +21,7 @@ from stream_balancer.client.feed import RankFeed
 from stream_balancer.client.step import End
 from stream_balancer.net import messages as m
 from stream_balancer.net.connection import Connection
-from stream_balancer.net.errors import Ended
+from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.testing.network import MemoryNetwork
 from stream_balancer.wire.codec import decode_columns, encode
 from stream_balancer.wire.payload import Memory
@@ -37,7 +37,7 @@ class Controller:
         self.columns: list[Memory | None] = []
         self.calls: list[m.Call] = []
         self.joins: list[dict[str, Any]] = []
-        self.ends: list[Ended] = []
+        self.ends: list[ConnectionEnd] = []
         self.connection: Connection | None = None
         network.listen(self._arrived)
 
@@ -57,7 +57,7 @@ class Controller:
             self.reports.append(message)
             self.columns.append(memory)
 
-    def ended(self, end: Ended) -> None:
+    def ended(self, end: ConnectionEnd) -> None:
         self.ends.append(end)
 
     def tell(self, message: m.Message, payload: Any = None) -> None:

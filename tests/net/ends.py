@@ -16,7 +16,7 @@ from guard import GUARD_S
 from stream_balancer.net import movers
 from stream_balancer.net.address import TcpDialer
 from stream_balancer.net.connection import Connection
-from stream_balancer.net.errors import Ended
+from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.listener import Listener
 from stream_balancer.net.loops import Io
@@ -54,7 +54,7 @@ class Heard:
     def __init__(self) -> None:
         self.admitted: list[int] = []
         self.messages: list[tuple[Message, Memory | None]] = []
-        self.ends: list[Ended] = []
+        self.ends: list[ConnectionEnd] = []
         self.on_admit: Callable[[], object] = lambda: None
         self.on_receive: Callable[[Message], object] = lambda _: None
         self._news = threading.Condition()
@@ -69,7 +69,7 @@ class Heard:
             self._news.notify_all()
         self.on_receive(message)
 
-    def ended(self, end: Ended) -> None:
+    def ended(self, end: ConnectionEnd) -> None:
         with self._news:
             self.ends.append(end)
             self._news.notify_all()
@@ -81,7 +81,7 @@ class Heard:
     def wait_for(self, count: int) -> None:
         self.wait(lambda: len(self.messages) >= count)
 
-    def wait_for_end(self) -> Ended:
+    def wait_for_end(self) -> ConnectionEnd:
         self.wait(lambda: self.ends)
         return self.ends[0]
 

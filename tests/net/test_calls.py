@@ -25,7 +25,7 @@ from stream_balancer.errors import (
     WireError,
 )
 from stream_balancer.net.calls import Pending
-from stream_balancer.net.errors import Ended
+from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import Notify, Welcome
 from stream_balancer.net.service import Asked, Bytes, Peer, Service
 from stream_balancer.net.session import Session
@@ -432,7 +432,7 @@ async def test_nobody_answers_in_time() -> None:
         with pytest.raises(BrokenResourceError, match=r"not connected within connect_timeout_s=7\.0"):
             await take(session, "a")
         assert len(ends) == 1
-        assert not isinstance(ends[0], Ended)
+        assert not isinstance(ends[0], ConnectionEnd)
 
 
 async def test_a_connection_that_is_lost_again_and_again_is_dialled_less_and_less_often() -> None:

@@ -22,7 +22,7 @@ from stream_balancer.errors import (
     to_raise,
 )
 from stream_balancer.net import messages as m
-from stream_balancer.net.errors import Ended
+from stream_balancer.net.errors import ConnectionEnd
 
 KINDS: list[type[m.Message]] = list(get_args(m.AnyMessage))
 SIZES = m.Sizes(1, 2, 3, 4)
@@ -109,7 +109,7 @@ def test_a_damaged_message_is_a_wire_error_or_a_message(data: st.DataObject) -> 
 
 def test_a_refusal_is_raised_where_it_is_read() -> None:
     for reason in get_args(RefusalReason):
-        raised = Ended("refused", "why", reason).to_raise()
+        raised = ConnectionEnd("refused", "why", reason).to_raise()
         assert isinstance(raised, RefusedError)
         assert str(raised) == "why"
         again = pickle.loads(pickle.dumps(raised))  # noqa: S301 - as Ray brings it to another process
