@@ -115,23 +115,6 @@ async def test_a_killed_producer_s_parked_put_is_withdrawn() -> None:
         await other.put(make_rollout(2, "healthy"))
 
 
-async def test_without_attend_nothing_goes_in_and_who_attends_next_finds_it() -> None:
-    async with sb.StreamBalancer(config()) as balancer, MemoryNetwork(dp_size=2) as transport:
-        producer = sb.connect(transport.connect_producer())
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(attend, balancer, transport)
-            await producer.put(make_rollout(3, "attended"))
-            tasks.cancel_scope.cancel()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(producer.put, make_rollout(3, "later"))
-            await settle()
-            assert waiting(balancer) == ["attended"]
-            tasks.start_soon(attend, balancer, transport)
-            await settle()
-            assert waiting(balancer) == ["attended", "later"]
-            tasks.cancel_scope.cancel()
-
-
 async def test_a_put_that_waited_for_room_waits_on_for_who_attends_next() -> None:
     async with sb.StreamBalancer(config()) as balancer, MemoryNetwork(dp_size=2) as transport:
         producer = sb.connect(transport.connect_producer())

@@ -108,26 +108,6 @@ async def test_a_lost_rank_is_waited_for_exactly_so_long() -> None:
         assert caught.value.rank == 0
 
 
-async def test_a_rank_lost_after_its_last_acknowledgement_is_no_loss() -> None:
-    transport = MemoryNetwork(dp_size=2)
-
-    async def dies_at_the_end() -> None:
-        feed = sb.RankFeed(transport.connect(1))
-        (await anext(feed)).ack()
-        await settle()
-        kill(feed)
-
-    async def stays() -> None:
-        async for _ in sb.RankFeed(transport.connect(0)):
-            await anyio.sleep(1)
-
-    async with Filled(1, 2) as filled, anyio.create_task_group() as tasks:
-        tasks.start_soon(stays)
-        tasks.start_soon(dies_at_the_end)
-        await sb.serve(filled.balancer, transport)
-        assert filled.acknowledged_steps == [0]
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -209,13 +189,6 @@ async def test_ranks_that_do_not_finish_are_named(caplog: pytest.LogCaptureFixtu
     ]
 
 
-async def test_no_report_where_none_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
-    async with Filled(0, 1, hold=True) as filled:
-        with anyio.move_on_after(100_000):
-            await sb.serve(filled.balancer, MemoryNetwork(dp_size=1), report_after_s=math.inf)
-    assert reports(caplog) == []
-
-
 async def test_seconds_the_trainer_timed_reach_the_cost_model() -> None:
     config = sb.BalancerConfig(dp_size=2, batch_size=4, window=4, cost=sb.cost.CalibratedCost())
     transport = MemoryNetwork(dp_size=2)
@@ -238,23 +211,6 @@ async def test_seconds_the_trainer_timed_reach_the_cost_model() -> None:
     assert fit is not None
     assert fit.steps == 19
     assert fit.speeds[0] / fit.speeds[1] == pytest.approx(2.0, rel=0.1)
-
-
-async def test_without_timing_the_cost_model_stays_at_its_prior() -> None:
-    config = sb.BalancerConfig(
-        dp_size=1, batch_size=1, window=1, capacity=8, max_skips=8, cost=sb.cost.CalibratedCost()
-    )
-    transport = MemoryNetwork(dp_size=1)
-    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(sb.serve, balancer, transport)
-        for n in range(4):
-            await balancer.put(make_rollout(10 + n, rollout_id=f"r{n}"))
-        balancer.end()
-        async for _ in feeds_of(transport)[0]:
-            await anyio.sleep(1.0)
-    stats = balancer.statistics()
-    assert stats.cost_fit is not None
-    assert stats.cost_fit.steps == 0
 
 
 def test_a_trainer_cannot_have_computed_for_less_than_nothing() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import anyio
@@ -27,23 +25,16 @@ def knobs(dp_size: int, **more: object) -> sb.BalancerConfig:
 
 
 class LateCrew(Crew):
-    """``slow[rank]``: how many times as long a token takes on it; ``lost_at[rank]``: when its process is killed;
-    ``absent_s[rank]``: before it begins with a step."""
+    """``slow[rank]``: how many times as long a token takes on it; ``absent_s[rank]``: before it begins with a step."""
 
-    def __init__(self, network: MemoryNetwork, slow: dict[int, float], lost_at: dict[int, float] | None = None) -> None:
+    def __init__(self, network: MemoryNetwork, slow: dict[int, float]) -> None:
         super().__init__(network)
-        self.slow, self.lost_at = slow, lost_at or {}
+        self.slow = slow
         self.begun: Counter[tuple[int, int]] = Counter()
         """By step and rank, micro-batches."""
         self.planned: dict[tuple[int, int], int] = {}
         self.absent_s: dict[int, float] = {}
         self.met_at: dict[int, float] = {}
-
-    async def train(self, rank: int, **join: Any) -> None:
-        with anyio.CancelScope(deadline=self.lost_at.pop(rank, math.inf)) as scope:
-            await super().train(rank, **join)
-        if scope.cancelled_caught:
-            self.kill(rank)
 
     async def train_step(self, rank: int, step: Step) -> None:
         await anyio.sleep(self.absent_s.get(rank, 0.0))
@@ -126,39 +117,6 @@ async def test_a_rank_that_begins_late_is_helped_too() -> None:
         assert crew.met_at[0] - began_at == pytest.approx(10.4, rel=0.01)
 
 
-@pytest.mark.parametrize("seed", range(8))
-async def test_whoever_is_slow_and_whoever_is_lost_each_rollout_is_in_the_gradient_once(seed: int) -> None:
-    chance = random.Random(seed)
-    size = chance.randint(2, 5)
-    policy = chance.choice(["replan", "raise"])
-    async with sb.StreamBalancer(knobs(size)) as balancer, MemoryNetwork(dp_size=size) as transport:
-        crew = LateCrew(transport, {rank: chance.choice([1.0, 1.5, 4.0]) for rank in range(size)})
-        began_at = anyio.current_time()
-        lost = chance.sample(range(1, size), chance.randint(0, size - 1))
-        crew.lost_at = {rank: began_at + chance.uniform(0.0, 10.0) for rank in lost}
-
-        async def launch(rank: int) -> None:
-            await crew.train(rank)
-            if rank in lost and policy == "raise":
-                await anyio.sleep(chance.choice([0.0, 3.0]))
-                await crew.train(rank, incarnation=1)
-
-        rejoin_timeout_s = 0.0 if policy == "replan" else math.inf
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(
-                partial(sb.serve, move_late=True, on_rank_loss=policy, rejoin_timeout_s=rejoin_timeout_s),
-                balancer,
-                transport,
-            )
-            for rank in range(size):
-                tasks.start_soon(launch, rank)
-            for n in range(48 * size):
-                await balancer.put(make_rollout(1 + 7 * n % CAP, f"r{n}"))
-            await anyio.sleep(100.0)
-            balancer.end()
-        crew.check(balancer, 48 * size)
-
-
 async def test_seconds_are_learned_from_what_each_rank_did() -> None:
     """A slow rank is learned as one, though it never does all of its share; the next steps give it less."""
     config = knobs(4, cost=sb.cost.CalibratedCost(), batch_size=64, window=64)
@@ -173,16 +131,6 @@ async def test_seconds_are_learned_from_what_each_rank_did() -> None:
         fit = balancer.statistics().cost_fit
         assert fit is not None
         assert fit.speeds[1] / fit.speeds[0] == pytest.approx(1 / 1.5, rel=0.15)
-
-
-async def test_a_straggler_is_found_by_what_it_did() -> None:
-    async with sb.StreamBalancer(knobs(4, batch_size=64, window=64)) as balancer:
-        async with MemoryNetwork(dp_size=4) as transport:
-            crew = LateCrew(transport, {1: 1.5})
-            await run(balancer, crew, [10] * 64 * 8)
-        straggler = balancer.straggler()
-        assert straggler is not None
-        assert (straggler.rank, straggler.slowdown) == (1, pytest.approx(1.5, rel=0.05))
 
 
 @pytest.mark.parametrize(

@@ -153,17 +153,6 @@ async def test_every_rank_waits_until_all_have_fetched() -> None:
     assert {denominators(batch) for batches in run.seen for batch in batches} == {(3, 30, 27)}
 
 
-async def test_nothing_changes_where_nothing_is_kept_elsewhere() -> None:
-    run = Run()
-    async with run.balancer as balancer, anyio.create_task_group() as tasks:
-        await run.put([10, 20, 30, 40], remote=False)
-        for rank in range(2):
-            tasks.start_soon(run.train, run.feed(rank), rank)
-        await sb.serve(balancer, run.transport)
-    assert run.kept.num_reads == 0
-    assert {denominators(batch) for batches in run.seen for batch in batches} == {(4, 100, 96)}
-
-
 async def test_a_step_is_final_once_and_for_all() -> None:
     """A rank that comes back gets the denominators that the others trained with, whatever it misses now."""
     run = Run()

@@ -171,19 +171,6 @@ async def test_a_lost_producer_s_own_reserver_is_not_admitted_to_what_it_gave_ba
         assert (stats.reserved, stats.blocked_reserves) == (0, 0)
 
 
-async def test_a_slot_whose_reply_comes_too_late_is_released() -> None:
-    async with over_memory(**THROTTLED) as harness:
-        producer = harness.producer()
-        wire = wire_of(producer)
-        wire.hold()
-        with anyio.move_on_after(1), pytest.raises(sb.errors.BrokenResourceError, match="has not answered"):
-            async with producer.reserve(3):
-                pass
-        wire.release()
-        await settle()
-        assert harness.balancer.statistics().reserved == 0
-
-
 async def test_slots_outlive_the_serve_that_admitted_them() -> None:
     config = sb.BalancerConfig(dp_size=1, **THROTTLED)
     async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=1) as transport:
@@ -239,26 +226,6 @@ async def test_the_balancer_ends_once_as_many_producers_have_ended_as_take_part(
         assert harness.balancer.ended
 
 
-@pytest.mark.parametrize("lost", [False, True])
-async def test_producers_that_left_without_an_end_are_named_as_what_is_waited_for(lost: bool) -> None:
-    """A worker that forgot end(), or failed: its trainer waits, and must be able to see for what."""
-    told = "no producer is connected any more, and none has called end()"
-    async with over_memory(**KNOBS) as harness:
-        assert told not in harness.balancer.why_no_batch()  # none has come yet
-        producer = harness.producer()
-        await settle()
-        assert told not in harness.balancer.why_no_batch()
-        if lost:
-            wire_of(producer).cut("killed")
-        else:
-            await producer.aclose()
-        await settle()
-        assert not harness.balancer.ended
-        assert told in harness.balancer.why_no_batch()
-        harness.balancer.end()
-        assert told not in harness.balancer.why_no_batch()
-
-
 async def test_without_a_number_the_last_one_that_is_connected_ends_the_balancer() -> None:
     async with over_memory(**KNOBS) as harness:
         first, last = harness.producer(), harness.producer()
@@ -292,17 +259,6 @@ async def test_a_worker_that_has_ended_and_is_started_again_does_not_end_for_ano
         assert harness.balancer.ended
 
 
-async def test_who_only_looked_on_does_not_keep_the_end_once_it_is_gone() -> None:
-    async with over_memory(num_producers=1, **KNOBS) as harness:
-        producer, other = harness.producer(), harness.producer()
-        await settle()
-        await producer.end()
-        assert not harness.balancer.ended
-        wire_of(other).cut("killed")
-        await settle()
-        assert harness.balancer.ended
-
-
 async def test_producers_that_have_not_come_or_left_are_named() -> None:
     async with over_memory(**KNOBS) as harness:
         await settle()
@@ -330,23 +286,6 @@ async def test_a_number_of_producers_that_cannot_be_is_refused() -> None:
         sb.StreamBalancer(sb.BalancerConfig(dp_size=1, **KNOBS), num_producers=0)
 
 
-async def test_an_older_version_from_a_rank_that_is_late_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    async with over_memory(**KNOBS) as harness:
-        network = harness.transport.connect(0, rejoin=True)
-        feed = sb.RankFeed(network)
-        await settle()
-        feed.set_version(5)
-        network.hold()
-        harness.balancer.set_version(9)
-        feed.set_version(6)
-        network.release()
-        await settle()
-        harness.balancer.end()
-        assert [batch async for batch in feed] == []
-        assert harness.balancer.version == 9
-        assert "rank 0 set version 6, which is 9 by now" in caplog.text
-
-
 async def test_a_rank_that_goes_on_from_an_older_checkpoint_may_set_its_version(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -367,14 +306,3 @@ async def test_a_rank_that_goes_on_from_an_older_checkpoint_may_set_its_version(
         feed.set_version(8)
         await settle()
         assert harness.balancer.version == 8
-
-
-async def test_a_feed_that_is_closed_sets_and_asks_nothing() -> None:
-    async with over_memory(**KNOBS) as harness:
-        feed = harness.feed()
-        await feed.aclose()
-        for call in (lambda: feed.set_version(1), feed.end):
-            with pytest.raises(sb.errors.ClosedResourceError, match="on a feed that is closed"):
-                call()
-        with pytest.raises(sb.errors.ClosedResourceError):
-            await feed.async_statistics()

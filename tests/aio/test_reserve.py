@@ -160,13 +160,6 @@ async def test_a_slot_dates_its_rollouts() -> None:
         assert [r.version for r in balancer.snapshot().waiting] == [5, (5, 6), 6]
 
 
-async def test_groups_go_into_one_slot() -> None:
-    async with sb.StreamBalancer(config(groups=sb.Groups(size=2))) as balancer:
-        async with balancer.reserve(2) as slot:
-            await slot.put_group([sb.Rollout(tokens={"input_ids": [1]}, group_id="g") for _ in range(2)])
-        assert balancer.statistics().waiting == 2
-
-
 async def test_groups_that_lack_a_sibling_do_not_hold_up_those_who_would_begin_others() -> None:
     """A worker that dies leaves a group short; nothing could leave to make room."""
     async with sb.StreamBalancer(
@@ -203,12 +196,6 @@ async def test_ending_tells_reservers(how: str) -> None:
             assert sorted(told) == [0, 1, 2]
         with pytest.raises(sb.errors.ClosedResourceError):
             await balancer.reserve().__aenter__()
-
-
-async def test_knobs_that_cannot_keep_the_bound_are_told_at_once() -> None:
-    async with sb.StreamBalancer(config(deadline_s=5.0)) as balancer:
-        with pytest.raises(sb.errors.ConfigError, match="deadline_s"):
-            balancer.reserve()
 
 
 @pytest.mark.parametrize("cancelled", [False, True])

@@ -16,7 +16,7 @@ from kept import Kept
 from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer.testing import MemoryNetwork, make_rollout, make_rollouts
+from stream_balancer.testing import MemoryNetwork, make_rollouts
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 
 pytestmark = pytest.mark.anyio
@@ -104,31 +104,6 @@ async def test_a_step_has_the_columns_of_all_roles() -> None:
     assert run.balancer.statistics().acknowledged == 43
 
 
-async def test_denominators_and_plan_are_those_of_the_batch() -> None:
-    plain, late = Run(roles={}), Run()
-    for run in (plain, late):
-        async with run.balancer, anyio.create_task_group() as tasks:
-            for rank in run.ranks:
-                tasks.start_soon(run.train, rank)
-                for role in run.roles:
-                    tasks.start_soon(run.compute, role, rank)
-            tasks.start_soon(run.serve)
-            await run.put([7 * n % 40 + 1 for n in range(24)])
-            run.balancer.end()
-
-    def plan(run: Run) -> list[Any]:
-        return sorted(
-            (
-                *(batch.step, batch.rank, batch.load, batch.global_num_rollouts, batch.global_num_tokens),
-                *(batch.global_num_loss_tokens, batch.global_num_executions),
-                [micro_batch.lengths for micro_batch in batch.micro_batches],
-            )
-            for batch in run.trained
-        )
-
-    assert plan(late) == plan(plain)
-
-
 async def test_a_rank_of_the_trainer_that_dies_gets_the_columns_again_without_computing_them_again() -> None:
     run = Run()
     async with run.balancer, anyio.create_task_group() as tasks:
@@ -206,51 +181,6 @@ async def test_roles_run_ahead_of_the_trainer_by_its_credits_and_no_further(dept
         await anext(trainer)
         await anyio.sleep(10)
         assert len(run.computed) == depth + 1
-        tasks.cancel_scope.cancel()
-
-
-async def test_a_slow_role_holds_no_more_steps_than_the_trainer_has_room_for() -> None:
-    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1, batch_size=2)
-    async with run.balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(run.serve)
-        slow, trainer = run.feed(0, role="ref", depth=8), run.feed(0, depth=3)
-        tasks.start_soon(run.put, range(1, 61))
-        await anext(slow)
-        await anyio.sleep(10)
-        assert [batch.step for batch in run.balancer.in_flight()] == [0, 1, 2]
-        with anyio.move_on_after(1) as nothing_comes:
-            await anext(trainer)
-        assert nothing_comes.cancelled_caught
-        tasks.cancel_scope.cancel()
-
-
-@pytest.mark.parametrize(
-    ("broken", "text"),
-    [
-        (lambda batch: batch.ack(), r"role 'ref' has not given the columns of step 0: call micro_batch.give"),
-        (lambda batch: give(batch, {}), "1 to 64 columns, not 0"),
-        (lambda batch: give(batch, {"ref_logprobs": [torch.zeros(3)]}), "'ref_logprobs' has shape"),
-    ],
-)
-async def test_columns_that_do_not_fit_are_refused_where_they_are_given(
-    broken: Callable[[RankBatch], None], text: str
-) -> None:
-    run = Run(roles={"ref": ["ref_logprobs"]})
-    async with run.balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(run.serve)
-        feed, _ = run.feed(0, role="ref"), run.feed(1, role="ref")
-        trainers = [run.feed(rank) for rank in run.ranks]
-        await run.put(range(1, 17))
-        run.balancer.end()
-        batch = await anext(feed)
-        with pytest.raises(ValueError, match=text):
-            broken(batch)
-        with pytest.raises(ValueError, match="has not given the columns of step 0"):
-            await anext(feed)
-        assert feed.waiting_s == 0.0
-        give(batch, computed("ref", batch.micro_batches))
-        assert (await anext(feed)).step == 1
-        assert [feed.waiting_s for feed in trainers] == [0.0, 0.0]
         tasks.cancel_scope.cancel()
 
 
@@ -389,24 +319,6 @@ async def test_a_column_that_rollouts_have_already_is_refused() -> None:
         tasks.cancel_scope.cancel()
 
 
-async def test_another_dp_size_is_that_of_the_roles_too() -> None:
-    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1)
-    async with run.balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(run.train, 0)
-        tasks.start_soon(run.compute, "ref", 0)
-        tasks.start_soon(run.serve)
-        await run.put(range(1, 17))
-        await anyio.sleep(1)
-        run.balancer.reconfigure(dp_size=2)
-        tasks.start_soon(run.train, 1)
-        tasks.start_soon(partial(run.compute, "ref", 1))
-        for n in range(16):
-            await run.balancer.put(make_rollout(n + 1, f"late{n}"))
-        run.balancer.end()
-    run.check()
-    assert {batch.dp_size for batch in run.trained} == {1, 2}
-
-
 async def test_a_stall_names_the_role(caplog: pytest.LogCaptureFixture) -> None:
     run = Run()
     caplog.set_level(logging.WARNING, "stream_balancer.dispatch")
@@ -428,24 +340,6 @@ async def test_a_stall_names_the_role(caplog: pytest.LogCaptureFixture) -> None:
         assert "step 0 waits for the columns of rank 1 of role 'ref'" in caplog.text
         assert late.waiting_s == 0.0
         tasks.cancel_scope.cancel()
-
-
-async def test_a_role_that_does_not_leave_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1)
-    caplog.set_level(logging.WARNING, "stream_balancer.dispatch")
-    async with run.balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(run.serve, report_after_s=30))
-        tasks.start_soon(run.train, 0)
-        feed = run.feed(0, role="ref")
-        await run.put(range(1, 9))
-        run.balancer.end()
-        batch = await anext(feed)
-        await anyio.sleep(31)
-        assert "not yet done with them: rank 0, rank 0 of role 'ref'" in caplog.text
-        give(batch, computed("ref", batch.micro_batches))
-        await anyio.sleep(100)
-        assert "not yet done with them: rank 0 of role 'ref'" in caplog.text
-        assert [batch async for batch in feed] == []
 
 
 async def test_a_role_learns_versions_and_may_ask() -> None:
@@ -476,16 +370,6 @@ async def _run(run: Run, lengths: Sequence[int], *before: Callable[[], Awaitable
         run.balancer.end()
         await run.serve(rejoin_timeout_s=math.inf)
     return rollouts
-
-
-async def test_late_columns_join_tokens_that_lie_with_their_producer() -> None:
-    run = Run()
-    rollouts = await _run(run, [5 * n % 33 + 1 for n in range(26)])
-    run.check()
-    trained = {r.rollout_id: r for batch in run.trained for r in batch.rollouts if not r.is_padding}
-    assert len(trained) == 26
-    for rollout in rollouts:
-        assert torch.equal(trained[rollout.rollout_id].tokens["input_ids"], rollout.tokens["input_ids"])
 
 
 async def test_what_a_role_could_not_fetch_is_masked_for_the_trainer_though_that_could() -> None:

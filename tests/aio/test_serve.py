@@ -29,16 +29,6 @@ async def put(balancer: sb.StreamBalancer, number: int) -> None:
         await balancer.put(make_rollout(1 + n % 7, f"r{n}"))
 
 
-async def test_a_rank_whose_weights_are_ahead_of_the_controller_is_refused() -> None:
-    async with sb.StreamBalancer(knobs(1)) as balancer, anyio.create_task_group() as tasks:
-        network = MemoryNetwork(dp_size=1)
-        tasks.start_soon(sb.serve, balancer, network)
-        with pytest.raises(sb.errors.RefusedError, match="started again without its journal") as raised:
-            await anext(sb.RankFeed(network.connect(0), next_step=7))
-        assert raised.value.reason == "value"
-        tasks.cancel_scope.cancel()
-
-
 async def test_ranks_that_say_different_weights_are_refused_with_the_lowest_common_ones() -> None:
     async with sb.StreamBalancer(knobs()) as balancer, anyio.create_task_group() as tasks:
         network = MemoryNetwork(dp_size=2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -234,37 +232,6 @@ async def test_a_rank_that_begins_a_step_again_has_not_met_in_it() -> None:
             balancer.end()
             assert [batch async for batch in feed] == []
         assert balancer.statistics().acknowledged == 12
-
-
-@pytest.mark.parametrize("seed", range(10))
-async def test_ranks_are_lost_come_back_or_are_no_more_at_random_moments(seed: int) -> None:
-    chance = random.Random(seed)
-    size = chance.randint(2, 5)
-    more = chance.choice(
-        [{}, {"micro_batches": {"max_tokens": 1000}}, {"groups": {"size": 3}}, {"speeds": (1.0,) * size}]
-    )
-    more = {**more, **({"micro_batches": {"max_tokens": 1000, "multiple_of": 2}} if seed % 3 == 1 else {})}
-    crew = Crew(MemoryNetwork(dp_size=size))
-    crew.die = {rank: (chance.randrange(5), chance.choice(WHENS)) for rank in range(1, size)}
-    timeout_s = chance.choice([0.0, 0.0, 7.0])
-    async with sb.StreamBalancer(knobs(size, **more)) as balancer:
-
-        async def launch(rank: int) -> None:
-            await crew.train(rank)
-            if rank and chance.random() < 0.5:
-                await anyio.sleep(chance.choice([3.0, 30.0]))
-                if not balancer.ended:
-                    await crew.train(rank, incarnation=1)
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=timeout_s), balancer, crew.network)
-            for rank in range(size):
-                tasks.start_soon(launch, rank)
-            for n, one in enumerate(some(96)):
-                await balancer.put(replace(one, group_id=f"g{n // 3}" if "groups" in more else None))
-            await anyio.sleep(300.0)
-            balancer.end()
-        crew.check(balancer, 96)
 
 
 async def test_a_rank_with_padding_only_begins_a_step_that_is_divided_last() -> None:

@@ -173,30 +173,6 @@ def test_it_never_gets_stuck(config: sb.BalancerConfig, data: st.DataObject) -> 
     assert world.core.statistics(0.0).evicted["stale"] == 0
 
 
-def test_the_longest_of_all_is_never_thrown_away() -> None:
-    """One rollout takes for ever while the others come and go: the rest waits for it at the bound."""
-    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, staleness=sb.Staleness(max_versions=2))
-    world = World(config)
-    world.begin()  # this one
-    for _ in range(100):
-        while world.begin():
-            pass
-        while len(world.slots) > 1:
-            world.finish(1, 3)
-        while world.dispatch():
-            pass
-        while world.core.in_flight():
-            world.acknowledge()
-    assert (world.core.state.staleness.version or 0) <= 2
-    assert world.blocked
-    world.finish(0, 64)
-    for _ in range(3):
-        world.dispatch()
-        world.acknowledge()
-    world.check()
-    assert not world.blocked
-
-
 @pytest.mark.parametrize(
     ("knobs", "says"),
     [
