@@ -200,7 +200,8 @@ class Journal(Observer):
     def start(self, core: BalancerCore) -> None:
         """Begin to write what happens to a core, from the event loop's thread."""
         self._core = core
-        core.observers.append(self)
+        # before the user's: one of these may acknowledge a batch as soon as it hears of it
+        core.observers.insert(0, self)
         self._writer = Writer(self._store)
         self._writer.start()
 
