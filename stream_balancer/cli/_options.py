@@ -39,6 +39,7 @@ def as_command(options: type[Any]) -> Callable[..., None]:
 
     def command(**given: Any) -> None:
         try:
+            # options that were not given stay out: a default must not go over a value of the file
             knobs = {path: value for path in paths if (value := given.pop(_identifier(path))) is not None}
             options(**given, **({"knobs": knobs} if paths else {})).run()
         except (ConfigError, RolloutError, TraceError) as error:  # a value the user gave and the library refused
@@ -78,6 +79,7 @@ def _knob(path: str) -> inspect.Parameter:
         _identifier(path),
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
+        # text, whatever its kind: typer's own errors do not know what a knob may be
         annotation=Annotated[bool | None if kind is bool else str | None, how],
     )
 
@@ -87,6 +89,7 @@ def _flag(path: str) -> str:
 
 
 def _identifier(path: str) -> str:
+    # Python's names have no dots
     return path.replace(".", "__")
 
 
@@ -174,6 +177,7 @@ class Simulated:
     def balancer(self) -> BalancerConfig:
         """The config of these knobs."""
         step_size = self.given.get("step_size")
+        # a budget in tokens and a number of rollouts exclude one another, so that default stays out
         in_tokens = isinstance(step_size, Mapping) and step_size.get("tokens") is not None
         return BalancerConfig.from_dict(
             {k: v for k, v in DEFAULTS.items() if k != "batch_size" or not in_tokens} | self.given
@@ -200,6 +204,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return reader.decode(path.read_text(encoding="utf-8"), type=dict[str, Any])
     except (OSError, ValueError, ImportError) as error:
+        # one line, as every mistake: parsers write several
         raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
 
 

@@ -154,6 +154,7 @@ def _verdict(reports: Reports, parts: Mapping[Policy, Segment], *, steady: bool)
         )
     idle = {policy: part.idle_fraction for policy, part in parts.items()}
     arrival = f"Arrival order with a good partition idles {idle['fifo']:.1%}, the window {idle['window']:.1%}"
+    # either there is hardly anything to win, or the window wins hardly anything
     if idle["fifo"] <= GOOD_ENOUGH or idle["fifo"] - idle["window"] < WORTH:
         yield f"{arrival}: a window buys little here. Use policy='fifo', or other knobs."
     else:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Figures: TypeAlias = dict[str, dict[str, float]]
 """Name, without prefix and suffix -> the label's value ("" where there is no label) -> number. ``time`` is when."""
 
+# prometheus_client, which has a parser, is an extra; three parts of a line are all that is needed here
 _SAMPLE = re.compile(r'^stream_balancer_(\w+?)(?:_total)?(?:\{\w+="(.*)"\})? (\S+)$', re.MULTILINE)
 _TIMEOUT_S = 10.0
 _MOST_RANKS = 16  # of more, the busiest: they decide how long a step takes
@@ -99,6 +100,7 @@ def _readings(url: str, every: float) -> Iterator[Figures]:
         time.sleep(every)
         try:
             yield read(url)
+        # gone, not failed: a run that ends takes its exporter with it
         except OSError:
             return
 
@@ -118,6 +120,7 @@ def _show(readings: Iterator[Figures], url: str) -> None:
 
 def page(now: Figures, before: Figures | None = None, title: str = "") -> RenderableType:
     """A page of one moment; rates are since ``before``, an earlier reading of the same balancer."""
+    # imported here: `--help` must not wait for rich
     from rich.console import Group
     from rich.text import Text
 
@@ -146,6 +149,7 @@ def _ranks(now: Figures) -> Iterator[tuple[str, ...]]:
     names = ("rank_connected", "rank_queue_steps", "rank_busy_seconds", "rank_idle_seconds", "rank_speed")
     connected, queue, busy_s, idle_s, speed = (now.get(name, {}) for name in names)
     ranks = sorted(connected.keys() | busy_s.keys(), key=lambda rank: busy_s.get(rank, 0.0))
+    # in the order of their numbers, so that a page looks like the one before
     for rank in sorted(ranks[-_MOST_RANKS:], key=int):
         total_s = busy_s.get(rank, 0.0) + idle_s.get(rank, 0.0)
         yield (
@@ -174,6 +178,7 @@ def _warnings(now: Figures) -> Iterator[str]:
 
 def _ones(figures: Figures) -> defaultdict[str, float]:
     """The numbers without a label; NaN for those that are not told."""
+    # 0 would look like a figure
     return defaultdict(lambda: math.nan, {name: numbers.get("", math.nan) for name, numbers in figures.items()})
 
 

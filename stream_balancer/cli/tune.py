@@ -98,6 +98,7 @@ def _table(report: TuneReport) -> Table:
     headings = ["", window, "max_skips", "deadline", idle, "+-", "added age", "p99/max", "tokens +-", "wait p99, s"]
     usual = {"round-robin": report.round_robin, "arrival order": report.fifo}
     rows = [[name, "-", "-", "-", *_figures(o)] for name, o in usual.items()]
+    # the recommended one may lie behind the front: it is smaller, and idles hardly more
     for o in sorted({*report.front, report.recommended}, key=lambda o: o.added_age):
         config = o.report.config
         name = "recommended" if o is report.recommended else ""

@@ -29,6 +29,7 @@ def fewest(
 ) -> list[list[int]] | None:
     """Positions in as few groups as were found, a multiple of ``multiple_of``: alike in ``work``, each of at most
     ``cap`` tokens, none empty. None if that takes more groups than there are items."""
+    # no fewer groups can hold the tokens, so the search begins there
     least = max(at_least, -(-int(tokens.sum()) // cap))
     for number in range(-(-least // multiple_of) * multiple_of, tokens.size + 1, multiple_of):
         for weight in (work, tokens):  # nearly full: only exchanges find a way

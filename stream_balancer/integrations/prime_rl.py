@@ -35,6 +35,7 @@ def patch() -> Callable[[], None]:
     every rank; with routed experts on some samples only; and with too few samples for as many micro-batches on each
     rank, where prime-rl adds micro-batches without loss.
     """
+    # by its name: a type checker need not find prime-rl
     batch = importlib.import_module("prime_rl.trainer.batch")
     theirs = batch.prepare_batch
 

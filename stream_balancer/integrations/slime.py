@@ -101,6 +101,7 @@ def _steps(
     samples_of: dict[int, list[int]] = {}
     for position, rollout in enumerate(rollout_indices):
         samples_of.setdefault(rollout, []).append(position)
+    # in the order of their first samples
     rollouts = list(samples_of.values())
     if len(rollouts) < global_batch_size:
         raise UnplannableError(

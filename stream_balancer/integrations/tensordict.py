@@ -71,6 +71,7 @@ def rollouts_from(
     lengths = _lengths(ids) if where is None else [span.stop - span.start for span in where]
     rows = _rows.Rows(where or [slice(None)] * len(lengths), None if where is None else ids.shape[1])
     for row, of_row in zip(rows.fields, fields, strict=True):
+        # a row's ids and metadata go over the empty fields of a rollout in the making
         row |= of_row
     # what tensordict_from wrote of padding copies, not a column
     weights = plain.pop(_WEIGHTS, None)
@@ -164,6 +165,7 @@ def _non_tensors(rollouts: Sequence[sb.Rollout], taken: Collection[str]) -> dict
     kept = {name: values for name, values in found.items() if any(value is not None for value in values)}
     if not any(kept["prefix"]):
         del kept["prefix"]
+    # a key that some rollouts lack cannot be a stack of its own
     common = set.intersection(*(set(r.metadata) for r in rollouts)) - {*taken, *_FIELDS, "metadata", _WEIGHTS}
     kept |= {name: [rollout.metadata[name] for rollout in rollouts] for name in sorted(common)}
     rest = [{key: value for key, value in r.metadata.items() if key not in common} for r in rollouts]

@@ -154,6 +154,7 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             return []
         # the oldest of them only, however many wait: nobody is served meanwhile
         labels = labels[labels <= labels[:full].max()]
+        # labels ascend with the rows, so the first of both belong together
         rows = rows[: labels.size]
         tokens = np.array([lengths[row] for row in rows])
         work = np.asarray(self._cost(tokens), dtype=np.float64)
@@ -179,6 +180,7 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         )
         shares = self._marked(plan, [rows[place] for place in chosen], tokens[chosen])
         gone = {rows[place] for place in chosen}
+        # rows beyond the window were not chosen from, so nothing passed them over
         pool.skips = {row: pool.skips.get(row, 0) + 1 for row in rows if row not in gone}
         pool.seen = {row: at for row, at in pool.seen.items() if row not in gone}
         pool.planned |= gone
@@ -215,6 +217,7 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
                 for number, places in enumerate(of_rank)
                 for place in places
             ]
+            # the shortest, which cost the rank least, and none that it has anyway: a row has one mark
             others = (row for row in shortest if row not in {own for own, _ in share})
             copies = [(next(others), {"micro_batch": number, "weight": 0.0}) for number in range(len(of_rank), most)]
             shares.append(share + copies)

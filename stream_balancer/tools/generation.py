@@ -59,11 +59,10 @@ def seconds_per_rollout(trace: Trace, slots: int, tokens_per_second: float) -> f
 
 def check_generation(slots: int, tokens_per_second: float) -> None:
     """Raise ConfigError where no rollout would ever finish."""
-    if slots < 1:
-        raise ConfigError(f"slots must be >= 1, not {slots!r}: without a generation slot no rollout would ever finish")
-    if not (math.isfinite(tokens_per_second) and tokens_per_second > 0):
+    if slots < 1 or not 0 < tokens_per_second < math.inf:
         raise ConfigError(
-            f"tokens_per_second must be a finite number > 0, not {tokens_per_second!r}: no rollout would ever finish"
+            f"slots ({slots!r}) must be >= 1 and tokens_per_second ({tokens_per_second!r}) a finite number > 0, or no "
+            "rollout would ever finish"
         )
 
 
@@ -112,6 +111,7 @@ class Generation:
         in_flight = {row for _, _, row in self._running}
         self._unissued = self._left - in_flight
         if whole_groups:
+            # these are done and wait in the balancer for their siblings in flight
             begun = np.flatnonzero(np.isin(trace.group_ids, trace.group_ids[[*in_flight]])).tolist()
             before = [row for row in begun if row not in in_flight]
             self._running = [*((0.0, -2, row) for row in before), *self._running]
@@ -150,6 +150,7 @@ class Generation:
         if row in self._unissued:
             self._unissued.remove(row)
             self.started_step[row] = step
+        # the number breaks ties: what finishes together comes as it was issued, on every machine
         heapq.heappush(self._running, (now + self._duration[row], number, row))
 
 

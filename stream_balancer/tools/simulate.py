@@ -103,6 +103,7 @@ def simulate(
     if warm_up is not None and warm_up < 0:
         raise ConfigError(f"warm_up must be >= 0 dispatches, not {warm_up!r}")
     rollout_s = seconds_per_rollout(trace, slots, tokens_per_second)
+    # generation's pace first: a matched trainer is as fast as that
     rate = _work_per_second(trainer, trace, config, rollout_s)
     core = BalancerCore(config, tolerance=tolerance)
     # window="auto" learns here as it does live

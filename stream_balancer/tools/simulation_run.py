@@ -49,6 +49,7 @@ class Run(Observer):
         core.observers.append(self)
         self.rate = work_per_second
         self.lengths: list[int] = trace.lengths.tolist()
+        # of all at once: a cost model is numpy, and a call for one length takes as long as for thousands
         self.cost_list: list[float] = np.asarray(config.cost(trace.lengths), dtype=np.float64).tolist()
         self.strata: list[str] = [""] * len(trace) if trace.strata is None else trace.strata.tolist()
         self.group_names = [str(g) for g in trace.group_ids.tolist()]
@@ -126,6 +127,7 @@ class Run(Observer):
         self.step_of[rows] = batch.step
         self.dispatched_s[rows] = self.now
         self.num_gone += rows.size
+        # a padding copy has its original's tokens, but is no row of the trace
         self.num_padding += batch.num_padding
         # what it adds to share a rollout is no work: it counts as idle
         mean, slowest = (sum(batch.loads) - batch.sharing_cost) / len(batch.loads), batch.finish

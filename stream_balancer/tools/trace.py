@@ -58,6 +58,7 @@ class Trace:
     """Where it came from, for people."""
 
     def __post_init__(self) -> None:
+        # files, length models and callers make traces: all of them pass here
         shapes = set()
         for column, dtype in _DTYPES.items():
             if (given := getattr(self, column)) is not None:
@@ -137,6 +138,7 @@ class Trace:
         arrival_s = self.arrival_s
         if arrival_s is not None:
             span = float(arrival_s[-1] - arrival_s[0])
+            # the next turn begins a mean gap after the last arrival of this one
             arrival_s = arrival_s[rows] + turn * (span + span / max(len(self) - 1, 1))
         labels = self.group_ids[rows] + turn * (int(self.group_ids.max()) + 1)
         return self._take(rows, labels, arrival_s)
@@ -178,15 +180,13 @@ def _read_text(name: str) -> str:
     except OSError as error:
         raise TraceError(f"{name}: cannot be read ({error.strerror or error}). Check the path") from None
     # by its first bytes, not its name: files are renamed
-    packed = raw[:2] == b"\x1f\x8b"
-    if name.endswith(".gz") and not packed:
-        raise TraceError(f"{name}: is called .gz but is not a gzip file. Rename it to .csv, or compress it with gzip")
-    if packed:
+    if raw[:2] == b"\x1f\x8b":
         try:
             raw = gzip.decompress(raw)
         except (OSError, EOFError, zlib.error) as error:
             raise TraceError(f"{name}: the gzip file is damaged or cut short ({error}). Fetch it again") from None
     try:
+        # spreadsheets begin a file with a byte-order mark
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
@@ -210,6 +210,7 @@ def _parse(name: str, text: str) -> Trace:
     reader = csv.reader(io.StringIO(text, newline=""))
     rows: list[_Row] = []
     try:
+        # blank lines are no rows
         header = [column.strip() for column in next(filter(None, reader), ())]
         _check_header(header)
         for fields in filter(None, reader):
@@ -242,6 +243,7 @@ def _check_header(header: list[str]) -> None:
             f"no column {', '.join(missing)}; the file has {', '.join(header) or 'nothing'}. The first line must name "
             f"{', '.join(required)}, in any order (as group_id the row's number will do where there are no siblings)"
         )
+    # a dict of a row's fields would keep one of the two, silently
     if twice := [column for column in _Row.__struct_fields__ if header.count(column) > 1]:
         raise ValueError(f"two columns are called {twice[0]}. Rename one")
 

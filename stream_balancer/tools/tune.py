@@ -86,6 +86,7 @@ def tune(
     """
     asked = _Asked(trainer != "instant", trace.arrival_s is not None, windows, capacities, max_skips, deadlines_s)
     _check(max_added_age, tolerance, processes, asked)
+    # what follows from the window must follow from each that is tried
     base = config.replace(policy="window", deadline_s=None, **WINDOW_UNGIVEN)
     times = math.ceil(LEAST_BATCHES * rollouts_per_batch(trace, config) / len(trace))
     trace = trace.repeated(times)
@@ -169,6 +170,7 @@ def _settings(base: BalancerConfig, batch_s: float, asked: _Asked) -> list[Balan
             for skips, deadline_s in _bounds(_or_refused(base, **sizes), window / one_batch, batch_s, asked):
                 setting = _or_refused(base, **sizes, max_skips=skips, deadline_s=deadline_s)
                 if setting is not None:
+                    # max_skips that "auto" and a number make the same are one setting
                     found.setdefault((window, capacity, setting.max_skips, setting.deadline_s), setting)
     return list(found.values())
 
@@ -214,6 +216,7 @@ def _or_refused(base: BalancerConfig, **knobs: Any) -> BalancerConfig | None:
 def _eligible(outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) -> list[Outcome]:
     """Outcomes within the bound on delay, with full batches, and throwing nothing more away than no window would; the
     smallest window if there is none."""
+    # short batches idle less and are another training; evicted rollouts were generated for nothing
     found = [
         o
         for o in outcomes
@@ -249,10 +252,9 @@ def _why(choice: Outcome, fifo: Outcome) -> str:
 def _why_not(config: BalancerConfig, outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) -> str:
     best = min(_eligible(outcomes, fifo, max_added_age), key=lambda o: o.compared_idle)
     saved = max(fifo.compared_idle - best.compared_idle, 0.0)
-    noise = 2 * max(fifo.idle_error, best.idle_error)
     said = (
         f"A window does not pay: arrival order with the best partition idles {fifo.compared_idle:.1%}, and the best "
-        f"window within the bounds saves {saved:.1%} of rank time (noise {noise:.1%})"
+        f"window within the bounds saves {saved:.1%} of rank time"
     )
     if fifo.report.figures.unavoidable_idle <= AT_BOUND:
         said += "; first in, first out is already at its bound: a window earns nothing here"

@@ -115,6 +115,7 @@ def _rows_of(trajectory: Mapping[str, Any]) -> list[sb.Rollout]:
     for key, value in trajectory.items():
         if key == "attention_mask":
             continue
+        # one entry a row, by its length: AReaL's dicts say nothing else of what belongs to whom
         if isinstance(value, Tensor) and value.ndim and len(value) == count:
             rows.tensor(key, value)
         elif not (isinstance(value, list) and len(value) == count):

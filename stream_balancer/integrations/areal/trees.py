@@ -44,17 +44,17 @@ def packed_tree(micro_batch: sb.types.MicroBatch, *, pad_to: int) -> dict[str, A
     return {**others, **found, "trie_node": trie_of(tree)}
 
 
-def trie_of(tree: Any, *, tree_id: int = 0) -> TrieNode:
+def trie_of(tree: Any) -> TrieNode:
     """The root of AReaL's trie over the unique tokens of ``micro_batch.tree()``. ``children`` are by their first row,
     since siblings may go on with the same token: AReaL's own joins these, too. O(N n)."""
     from areal.models.tree_attn.tree import TrieNode
 
-    root = TrieNode(tree_id=tree_id)
+    root = TrieNode(tree_id=0)
     ids = tree["input_ids"].tolist()
     for node in tree.nodes[: max(tree.leaves) + 1]:  # without what fills up
         parent = root.nodes[node.parent] if node.parent >= 0 else root
         made = TrieNode(
-            tree_id=tree_id,
+            tree_id=0,
             start_idx=node.start,
             # the last token, not the one behind it
             end_idx=node.stop - 1,

@@ -13,8 +13,6 @@ import torch
 import stream_balancer as sb
 from stream_balancer.integrations import _rows
 
-__all__ = ["RolloutSource", "patch", "rollouts_from_samples"]
-
 _OF_A_TERM = ("token_index", "old_log_probs", "advantages", "segment_id")
 
 

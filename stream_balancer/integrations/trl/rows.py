@@ -13,8 +13,6 @@ import stream_balancer as sb
 from stream_balancer.integrations import _rows
 from stream_balancer.integrations._rows import Version
 
-__all__ = ["inputs_from", "rollouts_from"]
-
 _MASKS_AND_IDS = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "num_items_in_batch"}
 _PADDED_WITH_ONES = ("tool_mask",)  # as TRL pads them
 _PROMPT, _ON_BOTH = "prompt_tokens", "on_the_prompt_too"

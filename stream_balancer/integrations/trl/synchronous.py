@@ -28,8 +28,6 @@ import torch
 import stream_balancer as sb
 from stream_balancer.integrations.trl.rows import inputs_from, rollouts_from
 
-__all__ = ["BalancedGRPO"]
-
 _MEANS_OVER_TOKENS = ("bnpo", "cispo", "dapo", "vespo")
 _MEANS_OVER_ROWS = ("dr_grpo", "grpo", "luspo", "sapo")
 _WEIGHT = "weight_in_the_step"

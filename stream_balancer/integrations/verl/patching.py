@@ -7,8 +7,6 @@ from collections.abc import Callable
 from stream_balancer.integrations.partitions import replace
 from stream_balancer.integrations.verl import seqlen_balancing as ours
 
-__all__ = ["patch"]
-
 
 def patch() -> Callable[[], None]:
     """Put ``get_seqlen_balanced_partitions`` and ``rearrange_micro_batches`` into ``verl.utils.seqlen_balancing`` and

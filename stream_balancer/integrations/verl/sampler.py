@@ -71,6 +71,7 @@ class BalancedReplayBuffer(ReplayBufferAsync):  # type: ignore[misc] # verl says
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
         """As verl's: blocks until a batch is there; the batch, and metrics (ours begin with ``training/window/``)."""
         self._global_steps = global_steps
+        # verl asks whether there is enough at other times, too: only a sample waits for a window
         self._sampling, self._complete_since = True, None
         self._report = {}
         try:
@@ -101,6 +102,7 @@ class BalancedReplayBuffer(ReplayBufferAsync):  # type: ignore[misc] # verl says
         oldest, rows, steps = super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
         if partition_id == "val" or len(oldest) < batch_size:
             return oldest, rows, steps
+        # a set has no order: the oldest first, as verl takes them
         by_age = sorted(sampleable_keys, key=lambda uid: (steps.get(uid, 0), uid))
         lengths = _lengths_by_group(rows, by_age)
         size = max(1, *map(len, lengths.values()))

@@ -150,4 +150,5 @@ def _lengths(batch: Any) -> tuple[Tensor, int]:
 
 
 def _numbers(values: Tensor) -> np.ndarray:
+    # verl's workload may be int64, and lie on an accelerator
     return values.cpu().numpy().astype(np.float64)
