@@ -59,6 +59,8 @@ class SiblingGroup:
     size: int
     declared: bool = False
     """``size`` was declared for this group: it takes no more than that."""
+    expected: bool = False
+    """... before they had come; a size that is only what had come is void if all of these are lost."""
     arrived: int = 0
     """Executions that have come."""
     waiting: int = 0
@@ -165,7 +167,7 @@ class SiblingGroups:
             return
         for group_id, size in sizes.items():
             group = self._groups.get(group_id) or self._new(group_id)
-            group.declared = True
+            group.declared = group.expected = True
             self._update(group, size=size)
         for group_id, number in arrived.items():
             group = self._groups.get(group_id) or self._new(group_id)
@@ -231,7 +233,7 @@ class SiblingGroups:
             return
         if group is None:
             group = self._new(group_id)
-        group.declared = True
+        group.declared, group.expected = True, size is not None
         self._update(group, size=group.arrived if size is None else size)
         if group.arrived < group.size:
             self.changed.append(group_id)
@@ -308,12 +310,14 @@ class SiblingGroups:
     def _forget_if_done(self, group_id: str, group: SiblingGroup) -> None:
         if group.waiting:
             return
-        never_began = group.arrived == 0 and not group.declared
-        if never_began or group.arrived >= group.size > 0 or self.is_abandoned(group_id):
+        if group.arrived >= group.size > 0 or self.is_abandoned(group_id):
             self.forget(group_id)
-        elif group.arrived == 0 and self._closed.pop(group_id, None) is not None:
-            # all of it were lost: it takes as many again
-            self.changed.append(group_id)
+        # all of it were lost: as if it had never begun; what was to be expected of it still is
+        elif group.arrived == 0:
+            if not group.expected:
+                self.forget(group_id)
+            if self._closed.pop(group_id, None) is not None:
+                self.changed.append(group_id)
         # else the count must outlive the siblings that have left
 
     def _close(self, group_id: str, size: int | None) -> None:
