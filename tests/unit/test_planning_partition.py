@@ -47,6 +47,11 @@ def test_every_rollout_is_on_one_rank_and_no_rank_is_idle(costs, num_ranks, coun
     check(costs, partition(costs, num_ranks, counts, tolerance=1e-7), num_ranks, counts)
 
 
+def test_no_rank_has_the_heaviest_in_every_step():
+    plans = [partition([9.0, 2.0, 2.0], 3, rotation=step) for step in range(4)]
+    assert [next(rank for rank, share in enumerate(plan) if 0 in share) for plan in plans] == [0, 1, 2, 0]
+
+
 @given(many_costs, st.lists(st.floats(0.1, 10), min_size=1, max_size=6), kinds)
 @example([1.0, 1.0, 3.0, 12.0, 13.0], [1.0, 3.0, 0.25, 1.0], "free")  # the slowest was best left without any
 def test_with_speeds_too(costs, speeds, counts):
