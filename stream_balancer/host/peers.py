@@ -73,13 +73,13 @@ class Peers:
 
     # who comes and goes
 
-    def _admit(self, join: Join) -> Any:
+    def _admit(self, peer: Peer, join: Join) -> Any:
         if join.kind == "rank":
             self._here.ranks.admit(join)
             return None
         if join.kind != "producer":
             raise WireError(f"a {join.kind} joins, and nobody here expects one")
-        return self._producers.admit(join)
+        return self._producers.admit(peer, join)
 
     def _on_peer(self, peer: Peer) -> None:
         if peer.kind != "rank":

@@ -104,24 +104,22 @@ class Producers:
             "keep": self._keep, "version_after": self._version_after, "end": self._end,
             "statistics": self._statistics, "set_version": self._set_version,
         }  # fmt: skip
-
-        self._coming: dict[bytes, _Producer] = {}
         for peer in self._peers():
-            self._adopt(peer, self._known(peer.session))
+            self._adopt(peer)
 
     # who is there
 
-    def admit(self, join: Join) -> tuple[list[int], list[int]]:
+    def admit(self, peer: Peer, join: Join) -> tuple[list[int], list[int]]:
         """Let a producer in. -> numbers of slots that it had, and has no more; and keys of payloads that are needed."""
         # before it is in: the answer to its join names the slots that it has lost
-        producer = self._coming[join.session] = self._known(join.session)
+        producer = peer.data.setdefault("producer", _Producer())
         about = _read(_About, join.about)
         keys = [] if about.owner is None else self._leases_of(producer, about.owner, join.session)
         return list(self._lost_slots(producer, about.slots)), keys
 
     def on_peer(self, peer: Peer) -> None:
         """A producer has come in, perhaps again."""
-        self._adopt(peer, self._coming.pop(peer.session))
+        self._adopt(peer)
         # who will not join again is gone at once, with its slots
         peer.keep_s = self._keep_s if _read(_About, peer.join.about).rejoin else 0.0
         self._parts.producers.joined(peer.session, peer.name)
@@ -129,7 +127,7 @@ class Producers:
         if self._balancer.ended:
             self._say_end(peer)
 
-    async def attend(self, admit: Callable[[Join], Any], on_peer: Callable[[Peer], object]) -> None:
+    async def attend(self, admit: Callable[[Peer, Join], Any], on_peer: Callable[[Peer], object]) -> None:
         """Answer calls until cancelled, and pass every version on to all peers, ranks too. If the balancer has ended
         by then, producers are told."""
         try:
@@ -154,18 +152,14 @@ class Producers:
 
     def _say_end(self, peer: Peer) -> None:
         """And what it has reserved is given back, since nothing can be put in it any more."""
-        producer = self._known(peer.session)
-        while producer.slots:
-            producer.slots.popitem()[1].release()
+        slots = _producer(peer).slots
+        while slots:
+            slots.popitem()[1].release()
         peer.ending = True
         peer.send(Notify(end=True))
 
-    def _known(self, session: bytes) -> _Producer:
-        peer = self._service.peers.get(session)
-        return peer.data["producer"] if peer is not None and "producer" in peer.data else _Producer()
-
-    def _adopt(self, peer: Peer, producer: _Producer) -> None:
-        peer.data["producer"] = producer
+    def _adopt(self, peer: Peer) -> None:
+        producer = _producer(peer)
         peer.on_end = lambda end: self._give_back(peer, producer, end)
         peer.on_gone = lambda end: self._gone(peer, producer, end)
 
@@ -235,7 +229,7 @@ class Producers:
         return self._begin(peer, asked, [], GroupSize(group_id, size if what == "expect" else None))
 
     def _rollouts(self, peer: Peer, header: msgspec.Raw, memory: Memory | None) -> list[Rollout]:
-        producer: _Producer = peer.data["producer"]
+        producer = _producer(peer)
         rollouts = decode_rollouts(header, memory, leases=producer.leases)
         # The producer keeps all of a put, or none; without leases that was refused.
         if producer.leases is None or not isinstance(rollouts[0], RemoteRollout):

@@ -254,7 +254,7 @@ class Service:
         """By session; those that are lost too, for as long as they may come back."""
         self._movers = ways.available(movers)
         self._methods: Mapping[str, Method] = {}
-        self._admit: Callable[[Join], Any] = lambda _: None
+        self._admit: Callable[[Peer, Join], Any] = lambda *_: None
         self._on_peer: Callable[[Peer], object] = lambda _: None
         self._tasks: anyio.abc.TaskGroup | None = None
         self._begun: dict[Asked, anyio.CancelScope] = {}
@@ -281,7 +281,7 @@ class Service:
     # who attends
 
     async def attend(
-        self, methods: Mapping[str, Method], *, admit: Callable[[Join], Any] = lambda _: None,
+        self, methods: Mapping[str, Method], *, admit: Callable[[Peer, Join], Any] = lambda *_: None,
         on_peer: Callable[[Peer], object] = lambda _: None,
     ) -> None:  # fmt: skip
         """Answer calls in this event loop, until cancelled. ``admit``: of a peer that has proven itself; what it
@@ -384,15 +384,16 @@ class Service:
             peer.fail(end)
             self.lost(peer, peer.connection, end)
             peer = self.peers.get(join.session)
-        try:
-            about = self._admit(join)
-        except (RefusedError, WireError) as error:
-            self.io.do(partial(connection.fail, error))
-            return
         # a session of another kind is another peer, whatever number it made up
         known = peer is not None and peer.kind == join.kind
         if peer is None or not known:
-            peer = self.peers[join.session] = Peer(self, join)
+            peer = Peer(self, join)
+        try:
+            about = self._admit(peer, join)
+        except (RefusedError, WireError) as error:
+            self.io.do(partial(connection.fail, error))
+            return
+        self.peers[join.session] = peer
         peer.connection, peer.join = connection, join
         welcome = msgspec.structs.replace(
             self.limits, known=known, movers=tuple(name for name in self._movers if name in join.movers),
