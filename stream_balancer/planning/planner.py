@@ -47,7 +47,7 @@ from .shared_layout import RankLayout, shared_layout
 from .step_size import select_step, usual_size
 from .swaps import EVEN, swap_with_waiting, swaps_of_groups
 
-_TRIED = 4
+_TRIED = 2
 """Choices of other groups that are laid out on ranks."""
 
 
@@ -232,7 +232,7 @@ def _other_groups(
     """([U] who may go instead, and what that costs the next step), the most promising first."""
     if knobs.groups == "same_batch":
         rate = np.ones(knobs.num_ranks) if knobs.speeds is None else knobs.speeds
-        yield from swaps_of_groups(units, fixed, go, rate)
+        yield from swaps_of_groups(units, waiting.costs, fixed, go, rate, knobs.counts)
         return
     # what lies on one rank is swapped as a rollout is; who is not of the common size neither comes nor goes
     alike = units.sizes == units.common_size(go)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .arrays import Bools, Floats, Ints
+from .arrays import Bools, Counts, Floats, Ints
 from .cost_order import CostOrder
 from .selection import Units
 
@@ -144,26 +144,36 @@ _NEXT_STEP = 0.25
 """Weight of the next step's waste against this one's. Measured on groups of 8, 32 rollouts on 8 ranks: with 0 the swap
 spends what the next step needs, and heavy tails idle more than without any; with 1 it swaps too little."""
 
+_MANY_A_RANK = 8
+"""From so many rollouts a rank on the partition reaches its bound, so the bound says what a swap is worth."""
+
+_TABLE = 16_384
+"""Rollouts in all the batches that are compared side by side."""
+
 _TO_SWAP = 32
 """Groups of a side that are compared, spread over their costs, where there are more."""
 
 
-def swaps_of_groups(units: Units, fixed: Bools, go: Bools, rate: Floats) -> Iterator[tuple[Bools, float]]:
+def swaps_of_groups(
+    units: Units, costs: Floats, fixed: Bools, go: Bools, rate: Floats, counts: Counts
+) -> Iterator[tuple[Bools, float]]:
     """Swaps of a chosen group for a waiting group of the same size, the most promising swap first.
 
-    A swap is worth what the ranks wait less for the heaviest rollout of this step, and of the next one, which is taken
-    from the oldest that stay. Whether they idle less, a partition of the first few says.
+    A swap is worth what the ranks idle less, by a partition largest first, and by what the next step, taken from the
+    oldest that stay, will wait for its heaviest rollout.
 
     Args:
         units: the groups; a rollout without one is a group of its own.
+        costs: [W] work of each waiting rollout.
         fixed: [U] may not be swapped away (due, or forced by the skip guarantee).
         go: [U] those chosen.
         rate: [ranks] relative speeds.
+        counts: as for `partition`.
 
     Yields:
         ([U] those that go then, work per rate that it costs the next step or, negative, saves it).
 
-    Complexity: O(U log U), for a fixed number of pairs.
+    Complexity: O(U log U), and a fixed number of rollouts in the batches that are compared.
 
     Examples:
         >>> from dataclasses import replace
@@ -173,7 +183,7 @@ def swaps_of_groups(units: Units, fixed: Bools, go: Bools, rate: Floats) -> Iter
         >>> waiting = replace(Waiting.of(costs), groups=np.repeat([0, 1, 2], 2))
         >>> units = Units.of(waiting, PlanKnobs(num_ranks=2, batch_size=4, max_skips=8, groups="same_batch"))
         >>> fixed, go = np.zeros(3, dtype=np.bool_), np.array([True, True, False])  # 900, and 500 + 100 + 100
-        >>> choice, _ = next(swaps_of_groups(units, fixed, go, np.ones(2)))
+        >>> choice, _ = next(swaps_of_groups(units, costs, fixed, go, np.ones(2), "free"))
         >>> np.flatnonzero(choice)  # 900, and 700 + 100 + 100
         array([0, 2])
     """
@@ -190,6 +200,10 @@ def swaps_of_groups(units: Units, fixed: Bools, go: Bools, rate: Floats) -> Iter
     # [pairs] work of the step after each swap
     work = float(units.costs[go].sum()) - units.costs[give] + units.costs[take]
     waste = np.maximum(_peaks(units, go, give, take) / rate.max() - work / rate.sum(), 0.0) + later
+    if num_rollouts < _MANY_A_RANK * rate.size:
+        few = np.argsort(waste, kind="stable")[: max(_TABLE // num_rollouts, 1)]
+        give, take, later, work = give[few], take[few], later[few], work[few]
+        waste = _finish(_batches(units, costs, go, give, take), rate, counts) - work / rate.sum() + later
     for pair in np.argsort(waste, kind="stable").tolist():
         after = go.copy()
         after[[give[pair], take[pair]]] = False, True
@@ -227,3 +241,31 @@ def _peaks(units: Units, go: Bools, give: Ints, take: Ints) -> Floats:
     second = float(np.delete(peaks, heaviest).max(initial=0.0))
     left: Floats = np.where(give == heaviest, second, peaks[heaviest])
     return np.maximum(left, units.peaks[take])
+
+
+def _batches(units: Units, costs: Floats, go: Bools, give: Ints, take: Ints) -> Floats:
+    """[pairs, n] costs of the batch after each swap."""
+    unit_of = np.arange(go.size) if units.unit_of is None else units.unit_of
+    by_unit = np.argsort(unit_of, kind="stable")
+    ends = np.cumsum(units.sizes)
+    chosen = by_unit[go[unit_of[by_unit]]]
+    first = np.cumsum(np.where(go, units.sizes, 0)) - units.sizes  # [U] column of its first rollout, if it goes
+    table: Floats = np.tile(costs[chosen], (give.size, 1))
+    for batch, out, into, size in zip(table, first[give], ends[take], units.sizes[give], strict=True):
+        batch[out : out + size] = costs[by_unit[into - size : into]]
+    return table
+
+
+def _finish(batches: Floats, rate: Floats, counts: Counts) -> Floats:
+    """[pairs, n] -> [pairs] when the last rank is done, largest first onto the rank that is done first with it."""
+    num_batches, n = batches.shape
+    most = n if counts == "free" else -(-n // rate.size)
+    loads, held = np.zeros((num_batches, rate.size)), np.zeros((num_batches, rate.size), dtype=np.int64)
+    each = np.arange(num_batches)
+    for cost in -np.sort(-batches, axis=1).T:
+        # [pairs] the rank that is done first with the next rollout, in each batch; a rank that is full takes no more
+        rank = np.where(held < most, (loads + cost[:, None]) / rate, np.inf).argmin(axis=1)
+        loads[each, rank] += cost
+        held[each, rank] += 1
+    finish: Floats = (loads / rate).max(axis=1)
+    return finish

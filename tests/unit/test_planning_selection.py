@@ -60,76 +60,78 @@ def check(plan, columns, knobs):
 heavy_tails = st.sampled_from([0.0, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 40.0, 200.0, 1000.0])
 
 
-@given(st.data())
-def test_nobody_is_passed_over_more_than_max_skips_times(data):
-    """The guarantee, with arrivals in bursts up to the capacity that the theorem allows."""
-    batch = data.draw(st.integers(1, 5), "batch")
-    max_skips = data.draw(st.integers(0, 4), "max_skips")
-    capacity = (max_skips + 1) * batch
-    knobs = PlanKnobs(
-        num_ranks=data.draw(st.integers(1, 3)),
-        batch_size=batch,
-        max_skips=max_skips,
-        counts=data.draw(st.sampled_from(["free", "equal"])),
-        sync=data.draw(st.sampled_from(["step", "micro_batch"])),
-        micro_batch_multiple=data.draw(st.integers(1, 2)),
-    )
-    costs, skips = np.empty(0), np.empty(0, dtype=np.int64)
-    for step in range(data.draw(st.integers(1, 12), "steps")):
-        arrivals = data.draw(st.lists(heavy_tails, max_size=capacity - costs.size), "arrivals")
-        costs = np.concatenate((costs, arrivals))
-        skips = np.concatenate((skips, np.zeros(len(arrivals), dtype=np.int64)))
-        if costs.size < batch:
-            continue
-        columns = waiting(costs, skips=skips)
-        chosen = check(plan := plan_batch(columns, knobs, num_rollouts=batch, step=step), columns, knobs)
-        assert chosen.size == batch, plan
-        left = np.ones(costs.size, dtype=np.bool_)
+class Stream:
+    """What waits, over many dispatches."""
+
+    def __init__(self):
+        self.costs, self.label = np.empty(0), 0
+        self.lengths, self.skips, self.groups, self.strata = (np.empty(0, dtype=np.int64) for _ in range(4))
+
+    def come(self, costs, *, lengths=None, grouped=False, stratum=-1):
+        """Rollouts, together a group if they are siblings."""
+        new = {
+            "costs": costs,
+            "lengths": np.maximum(costs, 1) if lengths is None else lengths,
+            "skips": 0,
+            "groups": self.label if grouped else -1,
+            "strata": stratum,
+        }
+        for name, values in new.items():
+            column = getattr(self, name)
+            more = np.broadcast_to(np.asarray(values), len(costs)).astype(column.dtype)
+            setattr(self, name, np.concatenate((column, more)))
+        self.label += 1
+
+    @property
+    def columns(self):
+        return waiting(self.costs, lengths=self.lengths, skips=self.skips, groups=self.groups, strata=self.strata)
+
+    def go(self, chosen, max_skips):
+        """-> labels of the groups that stay. Nobody has been passed over more often than this."""
+        left = np.ones(self.costs.size, dtype=np.bool_)
         left[chosen] = False
-        skips = skips[left] + 1
-        costs = costs[left]
-        assert (skips <= max_skips).all()
+        assert not (set(self.groups[chosen]) & set(self.groups[left])) - {-1}, "siblings go together"
+        for name in ("costs", "lengths", "skips", "groups", "strata"):
+            setattr(self, name, getattr(self, name)[left])
+        self.skips += 1
+        assert max_skips is None or (self.skips <= max_skips).all()
 
 
-@given(st.data())
-def test_the_guarantee_with_groups_kept_whole(data):
-    """capacity <= (max_skips + 1) * (batch_size - group_size + 1), groups of any sizes up to group_size."""
-    group_size = data.draw(st.integers(1, 3), "group_size")
+@pytest.mark.parametrize("groups", ["free", "same_batch", "same_rank"])
+@given(data=st.data())
+def test_nobody_is_passed_over_more_than_max_skips_times(groups, data):
+    """The guarantee, with arrivals in bursts up to the capacity that the theorem allows:
+    (max_skips + 1) * (batch_size - group_size + 1), groups of any sizes up to group_size."""
+    group_size = 1 if groups == "free" else data.draw(st.integers(1, 3), "group_size")
     batch = data.draw(st.integers(group_size, 6), "batch")
     max_skips = data.draw(st.integers(0, 4), "max_skips")
-    capacity = (max_skips + 1) * (batch - group_size + 1)
     knobs = PlanKnobs(
         num_ranks=data.draw(st.integers(1, 3)),
         batch_size=batch,
         max_skips=max_skips,
-        groups=data.draw(st.sampled_from(["same_batch", "same_rank"])),
+        counts=data.draw(st.sampled_from(["free", "equal"])) if groups == "free" else "free",
+        sync=data.draw(st.sampled_from(["step", "micro_batch"])),
+        micro_batch_multiple=data.draw(st.integers(1, 2)) if groups == "free" else 1,
+        groups=groups,
         group_size=group_size,
     )
-    costs, skips, groups = np.empty(0), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    label = 0
+    stream = Stream()
     for step in range(data.draw(st.integers(1, 12), "steps")):
-        for size in data.draw(st.lists(st.integers(1, group_size), max_size=6), "sizes"):
-            if costs.size + size > capacity:
+        for size in data.draw(st.lists(st.integers(1, group_size), max_size=8), "sizes"):
+            if stream.costs.size + size > (max_skips + 1) * (batch - group_size + 1):
                 break
-            costs = np.concatenate((costs, data.draw(st.lists(heavy_tails, min_size=size, max_size=size))))
-            skips = np.concatenate((skips, np.zeros(size, dtype=np.int64)))
-            groups = np.concatenate((groups, np.full(size, label)))
-            label += 1
-        if costs.size < batch:
+            stream.come(data.draw(st.lists(heavy_tails, min_size=size, max_size=size)), grouped=groups != "free")
+        if stream.costs.size < batch:
             continue
-        columns = waiting(costs, skips=skips, groups=groups)
+        columns = stream.columns
         plan = plan_batch(columns, knobs, num_rollouts=batch, step=step)
         chosen = check(plan, columns, knobs)
         assert batch - group_size < chosen.size <= batch
-        left = np.ones(costs.size, dtype=np.bool_)
-        left[chosen] = False
-        assert not set(groups[chosen]) & set(groups[left])
         assert plan.incomplete_groups == ()
-        if knobs.groups == "same_rank":
-            homes = [{groups[i] for one in share for i in one} for share in plan.ranks]
+        if groups == "same_rank":
+            homes = [{stream.groups[i] for one in share for i in one} for share in plan.ranks]
             assert sum(map(len, homes)) == len(set().union(*homes))
-        skips, costs, groups = skips[left] + 1, costs[left], groups[left]
-        assert (skips <= max_skips).all()
+        stream.go(chosen, max_skips)
 
 
 @given(st.data())
@@ -151,33 +153,24 @@ def test_the_guarantee_under_a_token_budget(data):
         max_tokens_per_micro_batch=data.draw(st.sampled_from([None, 40])),
         speeds=data.draw(st.sampled_from([None, np.arange(1.0, ranks + 1)])),
     )
-    lengths, skips, groups = (np.empty(0, dtype=np.int64) for _ in range(3))
-    label, capacity = 0, (max_skips + 1) * budget
+    stream = Stream()
     for step in range(data.draw(st.integers(1, 12), "steps")):
         for size in data.draw(st.lists(st.integers(1, group_size or 1), max_size=8), "sizes"):
             came = data.draw(st.lists(st.sampled_from([1, 2, 3, 5, 8, 40]), min_size=size, max_size=size))
-            if lengths.sum() + sum(came) > capacity:
+            if stream.lengths.sum() + sum(came) > (max_skips + 1) * budget:
                 break
-            lengths = np.concatenate((lengths, np.array(came)))
-            skips = np.concatenate((skips, np.zeros(size, dtype=np.int64)))
-            groups = np.concatenate((groups, np.full(size, label if group_size else -1)))
-            label += 1
-        if lengths.size < knobs.batch_size:
+            stream.come(np.array(came) ** 2, lengths=came, grouped=group_size is not None)
+        if stream.lengths.size < knobs.batch_size:
             continue
-        columns = waiting(lengths**2, lengths=lengths, skips=skips, groups=groups)
+        columns = stream.columns
         units = Units.of(columns, knobs)
         forced = forced_units(units)
         assert int(units.amounts[forced].sum()) < budget + int(units.amounts.max())
-        plan = plan_batch(columns, knobs, num_rollouts=lengths.size, step=step)
+        plan = plan_batch(columns, knobs, num_rollouts=stream.lengths.size, step=step)
         chosen = check(plan, columns, knobs)
         assert chosen.size >= knobs.batch_size - (group_size or 1) + 1
         assert set(np.flatnonzero(units.of_rollouts(forced))) <= set(chosen)
-        left = np.ones(lengths.size, dtype=np.bool_)
-        left[chosen] = False
-        if group_size:
-            assert not set(groups[chosen]) & set(groups[left])
-        skips, lengths, groups = skips[left] + 1, lengths[left], groups[left]
-        assert (skips <= max_skips).all()
+        stream.go(chosen, max_skips)
 
 
 @given(st.lists(st.integers(1, 40), min_size=3, max_size=24), st.integers(1, 200))
@@ -211,33 +204,25 @@ def test_every_stratum_gets_its_share_of_every_step(data):
         group_size=group_size,
         stratum_shares=shares,
     )
-    costs, (skips, groups, strata) = np.empty(0), (np.empty(0, dtype=np.int64) for _ in range(3))
-    label = 0
+    stream = Stream()
     for step in range(data.draw(st.integers(1, 8), "steps")):
         for stratum in data.draw(st.lists(st.integers(-1, 2), max_size=8), "strata"):
-            if costs.size + group_size > (max_skips + 1) * (batch - group_size + 1):
+            if stream.costs.size + group_size > (max_skips + 1) * (batch - group_size + 1):
                 break
             heavy = 1000.0 if stratum == 0 else 3.0  # one environment is long
-            costs = np.concatenate((costs, np.full(group_size, heavy)))
-            skips = np.concatenate((skips, np.zeros(group_size, dtype=np.int64)))
-            groups = np.concatenate((groups, np.full(group_size, label if group_size > 1 else -1)))
-            strata = np.concatenate((strata, np.full(group_size, stratum)))
-            label += 1
-        if costs.size < batch:
+            stream.come([heavy] * group_size, grouped=group_size > 1, stratum=stratum)
+        if stream.costs.size < batch:
             continue
-        columns = waiting(costs, skips=skips, groups=groups, strata=strata)
+        columns, strata = stream.columns, stream.strata
         units = Units.of(columns, knobs)
-        plan = plan_batch(columns, knobs, num_rollouts=costs.size, step=step)
+        plan = plan_batch(columns, knobs, num_rollouts=stream.costs.size, step=step)
         chosen = check(plan, columns, knobs)
         if not forced_units(units).any():
             for stratum, share in enumerate(shares):
                 due = int(share * chosen.size) // group_size * group_size
                 wanted = max(due, group_size) if share else 0
                 assert (strata[chosen] == stratum).sum() >= min(wanted, (strata == stratum).sum())
-        left = np.ones(costs.size, dtype=np.bool_)
-        left[chosen] = False
-        skips, costs, groups, strata = skips[left] + 1, costs[left], groups[left], strata[left]
-        assert in_tokens or (skips <= max_skips).all()
+        stream.go(chosen, None if in_tokens else max_skips)
 
 
 @given(st.data())
@@ -276,22 +261,15 @@ def test_exactly_batch_size_and_the_due_go_now(data):
 def test_outliers_wait_and_then_go_together():
     rng = np.random.default_rng(0)
     knobs = PlanKnobs(num_ranks=4, batch_size=16, max_skips=6)
-    ids, costs, skips = np.empty(0, dtype=np.int64), np.empty(0), np.empty(0, dtype=np.int64)
+    stream, came = Stream(), 0
     heavies_together = []
-    next_id = 0
     for step in range(60):
-        need = 32 - ids.size
-        costs = np.concatenate(
-            (costs, np.where((np.arange(next_id, next_id + need) % 16) == 0, 4000.0, rng.uniform(90, 110, need)))
-        )
-        ids = np.concatenate((ids, np.arange(next_id, next_id + need)))
-        skips = np.concatenate((skips, np.zeros(need, dtype=np.int64)))
-        next_id += need
-        chosen = picked(plan_batch(waiting(costs, skips=skips), knobs, num_rollouts=16, step=step))
-        heavies_together.append(int((costs[chosen] == 4000.0).sum()))
-        left = np.ones(ids.size, dtype=np.bool_)
-        left[chosen] = False
-        ids, costs, skips = ids[left], costs[left], skips[left] + 1
+        need = 32 - stream.costs.size
+        stream.come(np.where((np.arange(came, came + need) % 16) == 0, 4000.0, rng.uniform(90, 110, need)))
+        came += need
+        chosen = picked(plan_batch(stream.columns, knobs, num_rollouts=16, step=step))
+        heavies_together.append(int((stream.costs[chosen] == 4000.0).sum()))
+        stream.go(chosen, 6)
     alone = [number for number in heavies_together[10:] if number]
     assert min(alone) >= 4  # one for every rank, never one for a step
 
