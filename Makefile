@@ -121,7 +121,7 @@ $(VENV)/.docs-installed: $(STAMP)
 docs: $(VENV)/.docs-installed  ## the documentation site, into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-test-browser: $(VENV)/.docs-installed  ## the site in headless Chromium; skipped by name where there is none
+test-browser: $(VENV)/.docs-installed  ## the site and tune's page in headless Chromium; skipped by name where there is none
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 EMPTY := $(VENV)/empty
@@ -139,7 +139,7 @@ package: $(TORCH)  ## sdist and wheel into dist/; the wheel is tried in an empty
 pictures: $(VENV)/.docs-installed  ## draw docs/pictures/ anew, from the library and from bench/results/
 	$(BIN)/python docs/_site/pictures.py
 
-screenshots: $(VENV)/.docs-installed  ## picture tune, status and the dashboard anew, in three minutes; needs Prometheus
+screenshots: $(VENV)/.docs-installed  ## picture tune, status and the dashboard anew, in three minutes; needs Chromium and Prometheus
 	$(BIN)/python docs/_site/screenshots.py
 
 clean:  ## remove .venv and caches
