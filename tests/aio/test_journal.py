@@ -152,23 +152,6 @@ async def test_puts_that_wait_share_a_sync(tmp_path: Path, disk: Disk) -> None:
         assert disk.commits <= before + 1
 
 
-async def test_a_plan_is_on_the_disk_before_the_batch_is_given(tmp_path: Path, disk: Disk) -> None:
-    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer, anyio.create_task_group() as tasks:
-        for rollout in make_rollouts([3] * 4):
-            await balancer.put(rollout)
-        given: list[Batch] = []
-
-        async def train() -> None:
-            given.append(await anext(balancer.batches()))
-
-        with disk.stopped():
-            tasks.start_soon(train)
-            await disk.reached()
-            await anyio.sleep(0.02)
-            assert not given
-        await until(lambda: bool(given))
-
-
 async def test_a_journal_may_be_opened_again(tmp_path: Path) -> None:
     journal = sb.Journal(tmp_path)
     for number in range(3):
@@ -218,22 +201,6 @@ async def test_producers_elsewhere(tmp_path: Path, disk: Disk) -> None:
 
 
 # -- after a crash -----------------------------------------------------------------------------------------------------
-
-
-async def test_what_steps_are_to_give_back_survives(tmp_path: Path) -> None:
-    knobs = config(batch_size=8, step_size=sb.StepSize(rollouts=(4, 16)), window=16, deadline_s=0.001)
-    async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
-        batches = balancer.batches(auto_ack=False)
-        for rollout in make_rollouts([150] + [10] * 15):
-            await balancer.put(rollout)
-        given = [await anext(batches)]
-        while balancer.statistics().waiting:
-            given.append(await anext(batches))
-        surplus = max(given[0].num_rollouts - 8, 0)
-        assert surplus == balancer.statistics().surplus_rollouts > 0
-        after = await crash(balancer)
-    async with sb.StreamBalancer(knobs, journal=after) as balancer:
-        assert balancer.statistics().surplus_rollouts == surplus
 
 
 async def test_the_same_steps_come_again(tmp_path: Path) -> None:
@@ -545,24 +512,6 @@ async def test_a_checkpoint_is_taken_over(tmp_path: Path) -> None:
 # -- cancelled ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_put_cancelled_while_it_is_being_written(tmp_path: Path, disk: Disk) -> None:
-    """Once in the queue, once between the write and the sync."""
-    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
-        with disk.stopped():
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(balancer.put, make_rollout(3, "written"))
-                await disk.reached()
-                tasks.start_soon(balancer.put, make_rollout(3, "queued"))
-                for _ in range(3):
-                    await checkpoint()
-                tasks.cancel_scope.cancel()
-        after = await crash(balancer)
-        assert not waiting(balancer)
-    async with sb.StreamBalancer(config(), journal=after) as balancer:
-        assert not waiting(balancer)
-        await balancer.put(make_rollout(3, "written"))
-
-
 @ways
 @pytest.mark.parametrize("passes", range(0, 3 * MAX_PASSES, 2))
 async def test_a_put_cancelled_on_its_way_is_not_in_the_journal(tmp_path: Path, how: How, passes: int) -> None:
@@ -721,26 +670,6 @@ async def test_a_real_limit_of_the_operating_system(tmp_path: Path, monkeypatch:
         after = await crash(balancer)
     async with sb.StreamBalancer(config(capacity=1000), journal=after) as balancer:
         assert sorted(trained + waiting(balancer)) == sorted([*accepted, "large"])
-
-
-async def test_a_limit_below_what_is_there_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in the log cannot be taken over into the database then."""
-    monkeypatch.setattr(writer, "LOG_BYTES", 0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
-        await balancer.put(make_rollout(20_000, "before"))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
-        try:
-            for size in (20_000, 3):
-                with pytest.raises(sb.errors.JournalError, match="is full") as told:
-                    await balancer.put(make_rollout(size, "refused"))
-                assert told.value.errno == errno.EFBIG
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        await balancer.put(make_rollout(20_000, "after"))
-        after = await crash(balancer)
-    async with sb.StreamBalancer(config(), journal=after) as balancer:
-        assert waiting(balancer) == ["before", "after"]
 
 
 async def test_a_failed_sync_ends_all_promises(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:

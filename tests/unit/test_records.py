@@ -18,7 +18,7 @@ from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.host.journal import Journal, journal
 from stream_balancer.host.journal.store import Store
 from stream_balancer.host.journal.writer import Writing
-from stream_balancer.host.plan_rows import PlanRow, batch_of, plan_of
+from stream_balancer.host.plan_rows import PlanRow, plan_of
 from stream_balancer.host.records import (
     Acked,
     Came,
@@ -33,7 +33,7 @@ from stream_balancer.host.records import (
     write_rollouts,
     write_row,
 )
-from stream_balancer.testing import make_rollout, make_rollouts
+from stream_balancer.testing import make_rollout
 
 
 def plan(step: int, *micro_batches: list[str]) -> PlanRow:
@@ -96,25 +96,6 @@ def test_a_value_of_any_type_is_damage_and_no_error(value: object) -> None:
     records = Records()
     records.take("row 5", value)
     assert len(records.damage) == 1
-
-
-def test_plans_come_back_with_their_padding_copies() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=4, batch_size=4))
-    rollouts = {r.rollout_id: r for r in make_rollouts([9, 4])}
-    for rollout in rollouts.values():
-        core.add(rollout, 0.0)
-    core.end()
-    batch = core.poll(0.0)
-    assert batch is not None
-    assert batch.num_padding == 2
-    again = batch_of(plan_of(batch), rollouts)
-    assert repr(again) == repr(batch)
-    assert (again.loads, again.finish, again.lower_bound) == (batch.loads, batch.finish, batch.lower_bound)
-    assert again.num_padding == batch.num_padding
-    for before, after in zip(batch.ranks, again.ranks, strict=True):
-        assert repr(before) == repr(after)
-        assert before.global_num_loss_tokens == after.global_num_loss_tokens
-        assert [repr(r) for r in before.rollouts] == [repr(r) for r in after.rollouts]
 
 
 # -- what rows add up to -----------------------------------------------------------------------------------------------
@@ -300,21 +281,4 @@ def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
         for name in ("accepted", "acknowledged", "evicted"):
             assert after.counts[name] == before.counts[name], name
         verify(run.core)
-    run.journal._store.close()
-
-
-def test_what_one_call_evicts_is_written_together(tmp_path: Path) -> None:
-    """With one row of how things stand, which has all groups that are open."""
-    config = sb.BalancerConfig(
-        dp_size=2, batch_size=4, window=400, staleness=sb.Staleness(max_versions=0, on_stale="evict")
-    )
-    run = Run(tmp_path, config, Random(0))
-    for number in range(300):
-        run.put(f"r{number}", None, 0)
-    before = run.writer.commits
-    run.core.set_version(1)
-    assert run.core.state.counts.evicted["stale"] == 300
-    assert run.writer.commits - before == 2, "the version, and all that is too old for it"
-    run.journal._store.close()
-    assert run.open().counts["evicted"]["stale"] == 300
     run.journal._store.close()
