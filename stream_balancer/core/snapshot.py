@@ -81,8 +81,10 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
     state.staleness.version = snapshot.version
     state.ids.finish(snapshot.past_ids, config.remember_ids)  # first: what is evicted below joins them
     state.counts.take_over(snapshot.counts)
+    # before its rollouts join: what waits of an abandoned group is not wanted
     state.buffer.groups.restore_closed(snapshot.closed_groups)
     for rollout, waited_s, skips in zip(snapshot.waiting, snapshot.waited_s, snapshot.skips, strict=True):
+        # a max_skips that is smaller now makes it due at once, not overdue
         most = int(skips) if config.max_skips is None else config.max_skips
         (cost,) = state.admission.check([rollout])
         state.hold(rollout, cost, now - float(waited_s), min(int(skips), most))

@@ -28,6 +28,7 @@ def state_dict(snapshot: Snapshot) -> dict[str, Any]:
     """
     # times are kept as ages: the next process has another clock
     held = list(held_of(snapshot, 0.0))
+    # the bytes are not here, and whoever has them may be gone when the checkpoint is read
     away = [one.rollout.rollout_id for one in held if one.rollout.tokens["input_ids"].is_meta]
     if away:
         raise ValueError(
@@ -64,6 +65,7 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
     if missing := [name for name in ("rollouts", "facts") if name not in state]:
         raise ValueError(f"the state_dict has no {missing[0]!r}: it was cut, or is not a balancer's")
     records = Records()
+    # one bad row of many is no reason to refuse a checkpoint, which may be the last one
     records.take("facts", state["facts"].numpy())
     for number, row in enumerate(state["rollouts"]):
         records.take(_name(number * _ROLLOUTS_TOGETHER), row.numpy(), sealed=False)

@@ -80,6 +80,7 @@ class Notices(Learner):
     def closed(self) -> None:
         """The balancer is closed, perhaps with batches that were trained and not acknowledged."""
         steps = [batch.step for batch in self._core.in_flight()]
+        # who leaves in the midst of a run means to come back: only a run to its end was not acknowledged
         if steps and self._core.finished:
             self._warn_once(
                 "closed before steps %s were acknowledged: a journal or checkpoint would deliver them again. With "
@@ -100,6 +101,7 @@ class Notices(Learner):
             )
 
     def _warn_once(self, text: str, *values: object) -> None:
+        # by the text without its values: the second step is no news
         if text not in self._said:
             self._said.add(text)
             _log.warning(text, *values)

@@ -72,6 +72,7 @@ def batch_of(plan: PlanRow, rollouts: Mapping[str, Rollout]) -> Batch:
         its = [found[name] for name in names]
         return micro_batch_of(its, rank, degree, sizes_in(executions, its))
 
+    # denominators are those of a mini-batch over all ranks, so they are made from its columns
     mini_batches = list(zip(*plan.ranks, strict=True))
     ranks = rank_batches(
         plan.step,

@@ -257,6 +257,7 @@ class Records:
         """All that the balancer held, and what it had learned. A plan that cannot be kept, for want of a rollout most
         likely, is noted as damaged. O(rollouts)."""
         rollouts = {name: held.rollout for name, held in self.held.items()}
+        # steps are delivered again in their order, whichever row was written last
         plans = sorted(self.all_of(PlanRow), key=lambda plan: plan.step)
         flying = []
         for plan in plans:
@@ -267,7 +268,8 @@ class Records:
         planned = {r.rollout_id for batch in flying for r in batch.rollouts if not r.is_padding}
         waiting = [held for name, held in self.held.items() if name not in planned]
         totals, groups = self.only(Totals), Counter(_groups_of(held.rollout for held in waiting))
-        # others know a least number, so that damage does not turn it back
+        # Damage must not turn it back: ranks would take a number that comes twice for the same step. So it is at least
+        # what plans and rollouts know.
         known = (*(plan.step + 1 for plan in plans), *(held.step for held in self.held.values()))
         next_step = max(totals.next_step, *known, 0)
         # A wall clock may have stepped back.

@@ -52,6 +52,7 @@ class StatisticsCollector(Collector):
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: so that registering it reads no statistics."""
+        # prometheus_client would call collect() for names that it can check for doubles
         return iter(())
 
 

@@ -61,6 +61,7 @@ class Handed:
 
     def keep(self, steps: Collection[int]) -> None:
         """Only these are in flight."""
+        # the journal drops their rows with the acknowledgement itself
         self.acked = {step: one for step, one in self.acked.items() if step in steps}
 
     def of_plan(self, step: int, uid: int) -> Acked:
