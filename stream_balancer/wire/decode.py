@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from math import prod
+from operator import attrgetter
 from typing import Any, NamedTuple, overload
 
 import msgspec
@@ -328,13 +329,14 @@ class _Fields:
     """Fields of each rollout but columns, tensors and ``is_padding``."""
 
     def __init__(self, header: Header) -> None:
-        lists = [(field, getattr(header, name)) for field, (name, _) in PER_ROLLOUT.items()]
-        self._said = [("rollout_id", header.ids), *((field, its) for field, its in lists if its)]
+        self._said = [(field, its) for field, its in zip(_FIELDS, _LISTS(header), strict=True) if its]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return _NOTHING | {field: its[index] for field, its in self._said}
 
 
+_FIELDS = ("rollout_id", *PER_ROLLOUT)
+_LISTS = attrgetter("ids", *(name for name, _ in PER_ROLLOUT.values()))
 _NOTHING = {"tensors": {}} | {field: nothing for field, (_, nothing) in PER_ROLLOUT.items()}
 
 

@@ -186,14 +186,14 @@ def read_header(raw: msgspec.Raw | bytes) -> Header:
         raise WireError("a rollout has an impossible number of loss tokens")
     if header.prefixes:
         _check_prefixes(header)
-    if not _ascends(header.padding, count) or any(loss_tokens[index] for index in header.padding):
-        raise WireError("the list of padding copies is wrong")
-    if not header.padding and any(name.startswith(PADDING_PREFIX) for name in header.ids):
+    if header.padding:
+        if not _ascends(header.padding, count) or any(loss_tokens[index] for index in header.padding):
+            raise WireError("the list of padding copies is wrong")
+    elif any(name.startswith(PADDING_PREFIX) for name in header.ids):
         raise WireError(f"an id begins with {PADDING_PREFIX!r}: so the balancer names its padding copies")
-    names = {column.name for column in header.columns}
-    if not all(map(names.isdisjoint, header.scalars)):
+    if header.scalars and not all(map({column.name for column in header.columns}.isdisjoint, header.scalars)):
         raise WireError("a name is both a column and a scalar")
-    if any(len({tensor.name for tensor in tensors}) != len(tensors) for tensors in header.tensors):
+    if header.tensors and any(len({tensor.name for tensor in own}) != len(own) for own in header.tensors):
         raise WireError("a rollout has two tensors of one name")
     if header.shared or header.late or header.holes:
         _check_parts(header)
@@ -312,8 +312,8 @@ def lay_out(header: Header, max_bytes: int) -> Layout:
         starts = list(accumulate(lengths, initial=0))
         rows = starts[-1] + (0 if one is None else 2 * (stop - first))
         # align() written out: this line runs for each column of each block
-        ends = accumulate((-(-rows * width // ALIGNMENT) * ALIGNMENT or ALIGNMENT for width in widths), initial=at)
-        *columns, at = ends
+        sizes = [-(-rows * width // ALIGNMENT) * ALIGNMENT or ALIGNMENT for width in widths]
+        *columns, at = accumulate(sizes, initial=at)
         tensors = []
         for own in header.tensors[first:stop]:
             *its, at = accumulate((align(one.num_bytes) for one in own), initial=at)
