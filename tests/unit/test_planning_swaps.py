@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
@@ -48,6 +48,19 @@ def test_idle_never_grows_and_nothing_is_lost(
     assert len(set(taken)) == len(taken)
     assert set(taken) <= set(order.tolist())
     assert int(chosen[0]) in taken
+
+
+@given(st.permutations(range(1, 13)))
+def test_the_latest_rank_comes_as_near_to_the_level_as_one_swap_can(values: list[int]) -> None:
+    costs = np.array(values, dtype=np.float64)
+    late, other = float(costs[:3].sum()), float(costs[3:5].sum())
+    level = max((late + other) / 2, float(costs[:5].max()))
+    found = [late - costs[out] + costs[into] for out in range(3) for into in range(5, 12)]
+    best = max((one for one in found if one <= level), default=0.0)
+    assume(late > 1.05 * level and best >= other)
+    keeps = np.isin(np.arange(12), [3, 4])
+    after = swap_with_waiting(costs, [[np.arange(3)], [np.arange(3, 5)]], keeps, CostOrder(costs))
+    assert float(costs[after[0][0]].sum()) == best
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
