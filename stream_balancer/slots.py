@@ -99,6 +99,7 @@ class Slot:
     def take(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts, as they are put in these places. A put under way keeps them, also if the block is left
         meanwhile."""
+        # before the lock: a rollout that is too old takes no place
         dated = [_dated(rollout, self.version) for rollout in rollouts]
         with self._lock:
             if not self._open:

@@ -88,6 +88,7 @@ def by_name(
         raise RolloutError(f"must be a mapping, not {_short(mapping)}")
     found: dict[str, T] = {}
     for key, value in mapping.items():
+        # which entry it was is said only of one that is wrong: a put should not pay for the words
         try:
             found[plain_key(key)] = convert(value)
         except RolloutError as error:
@@ -116,6 +117,7 @@ def plain_tensor(value: object, *, elsewhere: bool = False) -> Tensor:
         raise RolloutError(f"has shape {list(shape)}; at most 2**48 elements can travel")
     if not address and not elsewhere and (value.is_meta or 0 not in shape):
         raise RolloutError(_why_unreadable(value))
+    # bytes are what travels: a view that torch negates when it reads would arrive with the other sign
     if kind in _FLOATS and value.is_neg():  # the imaginary part of a conjugate, say: torch negates it when it is read
         value = value.resolve_neg()
     return value

@@ -239,6 +239,7 @@ def rank_batches(
 ) -> tuple[RankBatch, ...]:
     """[dp_size] rank batches of a step, from micro-batches ``[mini_batch][rank]`` and loads ``[mini_batch][rank]``.
     O(rollouts)."""
+    # each mini-batch divides by what is in it, the step by all of it
     real = [_real(r for of_rank in one for mb in of_rank for r in mb.rollouts) for one in mini_batches]
     each = [denominators_of(rollouts) for rollouts in real]
     whole = each[0] if len(each) == 1 else denominators_of(list(chain.from_iterable(real)))

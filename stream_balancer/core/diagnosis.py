@@ -112,6 +112,7 @@ def incomplete_groups(state: BalancerState) -> str:
 
 def why_ranks_wait(ranks: Sequence[RankState]) -> str:
     """Which ranks hold everybody up, longest first; ``""`` if every rank has room for a batch."""
+    # the first that stopped is most often the cause, and the others wait for it
     holding = sorted((rank for rank in ranks if not rank.ready), key=lambda rank: -rank.since_s)
     reasons = [_why_rank_waits(rank) for rank in holding[:_MOST_NAMED]]
     if len(holding) > _MOST_NAMED:

@@ -39,6 +39,7 @@ def denominators_of(rollouts: Sequence[Rollout]) -> Denominators:
 def sizes_of(rollouts: Iterable[Rollout]) -> dict[ExecutionKey, ExecutionSize]:
     """How much of each execution is among these rollouts; not of rollouts that are one by themselves. O(n)."""
     sizes: dict[ExecutionKey, ExecutionSize] = {}
+    # most rollouts are executions by themselves: these have no entry
     for rollout in rollouts:
         if rollout.execution_id is not None:
             samples, tokens = sizes.get(execution_of(rollout), (0, 0))

@@ -48,6 +48,7 @@ class OpenStep:
         """Rows of the buffer that leave next; ``may`` [n] could. Not ``complete``: the heaviest of those that the step
         has room for, enough for every rank; none if these are too few. ``complete``: all that the step has room for,
         oldest first. Groups are whole, but for those that no step has room for. O(n log n)."""
+        # oldest first, whatever they cost: who waits longest must not be passed over by every step
         room, going = config.batch_size - self.num_taken, []
         for unit in _units(np.flatnonzero(may & ~buffer.taken), buffer.labels):
             # a group that can never leave whole

@@ -150,6 +150,7 @@ def _plan_knobs(config: BalancerConfig, learned: Learned | None, tolerance: floa
     elif len(config.context_parallel.sizes) > 1:
         learned = learned._replace(speeds=None)
     micro_batches, groups, shared, step = config.micro_batches, config.groups, config.context_parallel, config.step_size
+    # what the user has given goes before what was learned
     given = micro_batches.overhead_cost
     return PlanKnobs(
         num_ranks=config.dp_size,

@@ -70,6 +70,7 @@ class Throttle:
             return state.admission.num_places() - self.running
         # before the first version is set, what begins counts as of version 0
         version = state.staleness.version or 0
+        # what is being generated is as old as its beginning once it comes
         running = min((version for version, _ in self._slots.values()), default=version)
         running = running if began is None else min(began, running)
         waiting = state.staleness.oldest_fresh_version()

@@ -191,6 +191,7 @@ class RankBatch(OneRank):
     """Sizes of the mini-batches that ``micro_batches`` has one after the other; empty where the step is in one
     piece."""
 
+    # there for who acknowledges a mini-batch, or the balancer's own batch, as a feed's step: to be told how
     def ack(self) -> None:
         """Only of a step that came from a :class:`RankFeed`: see :meth:`Step.ack`. Raises ValueError."""
         raise ValueError(

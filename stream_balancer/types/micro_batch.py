@@ -272,6 +272,7 @@ def _concatenate(rollouts: Sequence[Rollout], execution_sizes: tuple[ExecutionSi
         tokens={name: torch.cat([rows for r in rollouts for rows in rows_of(r, name)]) for name in first.tokens},
         lengths=tuple(r.num_tokens for r in rollouts),
         scalars={name: [r.scalars[name] for r in rollouts] for name in first.scalars},
+        # copies that fill up must weigh nothing in any loss
         weights=torch.tensor([0.0 if r.is_padding else 1.0 for r in rollouts], dtype=torch.float32),  # [n]
         executions=execution_sizes or [(1, loss_tokens_of(r)) for r in rollouts],
         shared=_shared_columns(rollouts),

@@ -234,6 +234,7 @@ class Rollout:
 
         A rollout with ``tensors`` is copied whole: images belong to the tokens that stand for them.
         """
+        # a model counts its images by the tokens that stand for them: neither goes without the other
         if self.tensors:
             tokens = dict(self.tokens)
             if "loss_mask" in tokens:

@@ -144,6 +144,7 @@ def part_of(rollout: Rollout, degree: int, place: int) -> SharedRollout:
         raise ValueError(f"part_of(): {rollout!r} cannot be shared: it is a padding copy, or a part already")
     rows = partial(_rows, degree=degree, place=place)
     given = {one.name: getattr(rollout, one.name) for one in fields(Rollout) if one.init}
+    # views only: a part of a rollout must not hold its memory a second time
     return SharedRollout(
         **(given | {"tokens": _MadeColumns(rollout.tokens, rows)}),
         cp_degree=degree,

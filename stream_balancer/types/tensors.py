@@ -102,6 +102,7 @@ class FlatColumns:
             raise self.shared.not_as(layout)
         columns, device = dict(self.tokens), self.tokens["input_ids"].device
         if "loss_mask" in columns:
+            # a copy: its first tokens are set to zero below, and the rollouts keep theirs
             mask = columns["loss_mask"].clone()
         else:
             # [T] one where the rollout counts, zero on every token of a padding copy
@@ -256,6 +257,7 @@ class Packed(_Columns):
         if self.shared is not None:
             return self.shared.next(name, column, self.lengths)
         following = torch.roll(column, -1, 0)
+        # what was rolled there is the first token of another rollout
         following[(self.cu_seqlens[1:] - 1).to(torch.int64)] = 0
         return following
 

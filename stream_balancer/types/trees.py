@@ -133,6 +133,7 @@ class Tree:
         block = torch.arange(number, device=device)
         first = block[:, None] * block_size
         before = block < block[:, None]  # [query block, key block]
+        # all of the block's keys are attended to by all of its queries: no mask is evaluated there
         whole = before & (least >= first + block_size)
         partly = ((before & (most > first)) | (block == block[:, None])) & ~whole
         return BlockMask.from_kv_blocks(
@@ -206,6 +207,7 @@ def tree(
     device = flat.tokens["input_ids"].device
     found = {name: flat.tokens[name] for name in names}
     index = _runs(_ways(nodes, leaves), device)
+    # where nobody shares, the tree's columns are the dense ones: nothing is copied
     if nodes[-1].stop < index.shape[0]:
         rows = _runs(dense, device)  # [U] the dense row of each unique token
         if check and not rows.is_meta:
@@ -213,6 +215,7 @@ def tree(
         found = {name: column[rows] for name, column in found.items()}
     size = nodes[-1].stop
     if missing := -size % multiple_of:
+        # a node without a parent: what fills up attends to itself only, and no rollout to it
         nodes.append(Node(size, size + missing, -1, 0))
         found = {
             name: torch.cat([column, column.new_zeros((missing, *column.shape[1:]))]) for name, column in found.items()

@@ -224,23 +224,6 @@ async def test_nothing_was_accepted_if_it_stops_during_the_verdict(how: str) -> 
 # -- nack --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("auto_ack", [False, True])
-async def test_a_batch_given_back_comes_again(auto_ack: bool) -> None:
-    async with sb.StreamBalancer(config()) as balancer:
-        for rollout in make_rollouts([3] * 4):
-            await balancer.put(rollout)
-        batches = balancer.batches(auto_ack=auto_ack)
-        first = await anext(batches)
-        balancer.nack(first.step)
-        assert balancer.statistics().redelivering == 4
-        assert await anext(batches) is first
-        stats = balancer.statistics()
-        assert (stats.in_flight, stats.acknowledged, stats.nacked, stats.redelivering) == (4, 0, 4, 0)
-        balancer.acknowledge(first.step)
-        with pytest.raises(ValueError, match="is not in flight"):
-            balancer.nack(first.step)
-
-
 async def test_a_trainer_that_waits_is_woken_by_a_nack() -> None:
     async with sb.StreamBalancer(config()) as balancer:
         for rollout in make_rollouts([3] * 4):
@@ -258,17 +241,3 @@ async def test_a_trainer_that_waits_is_woken_by_a_nack() -> None:
             assert not got
             balancer.nack(first.step)
         assert got == [first]
-
-
-async def test_a_batch_given_back_is_in_the_checkpoint() -> None:
-    async with sb.StreamBalancer(config()) as balancer:
-        for rollout in make_rollouts([3] * 4):
-            await balancer.put(rollout)
-        first = await anext(balancer.batches(auto_ack=False))
-        balancer.nack(first.step)
-        state = balancer.state_dict()
-    async with sb.StreamBalancer(config()) as balancer:
-        balancer.load_state_dict(state)
-        again = await anext(balancer.batches())
-        assert again.step == first.step
-        assert balancer.statistics().nacked == 4

@@ -84,16 +84,6 @@ async def test_a_deadline_waits_for_min_batch_size() -> None:
         assert (anyio.current_time(), batch.reason, batch.num_rollouts) == (100.0, "deadline", 3)
 
 
-async def test_the_deadline_of_who_is_left_behind_still_counts_from_its_arrival() -> None:
-    async with sb.StreamBalancer(config(deadline_s=30.0)) as balancer:
-        batches = balancer.batches()
-        await fill(balancer, 8)
-        assert (await anext(batches)).reason == "window"
-        await anyio.sleep(10.0)
-        second = await anext(batches)
-        assert (anyio.current_time(), second.reason, second.num_rollouts) == (30.0, "deadline", 4)
-
-
 async def test_rollouts_about_to_go_stale_leave_without_a_full_window() -> None:
     async with sb.StreamBalancer(config(window=12, staleness=sb.Staleness(max_versions=1))) as balancer:
         balancer.set_version(5)
@@ -130,16 +120,6 @@ async def test_stale_rollouts_are_evicted_and_told() -> None:
             balancer.set_version(3)
 
 
-async def test_on_stale_send_keeps_them() -> None:
-    async with sb.StreamBalancer(config(staleness=sb.Staleness(max_versions=0, on_stale="send"))) as balancer:
-        balancer.set_version(1)
-        for rollout in make_rollouts([2] * 4):
-            await balancer.put(make_rollout(2, rollout.rollout_id, version=0))
-        batch = await anext(balancer.batches())
-        assert (batch.reason, batch.num_rollouts) == ("age", 4)
-        assert not balancer.statistics().evicted["stale"]
-
-
 async def test_a_callback_that_raises_is_logged_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def angry(rollout: sb.Rollout, reason: str) -> None:
         raise RuntimeError("no")
@@ -165,39 +145,6 @@ async def test_nothing_wakes_while_idle() -> None:
         with count_wakeups() as wakeups:
             await anyio.sleep(80_000.0)
         assert wakeups.count <= 4
-        tasks.cancel_scope.cancel()
-
-
-async def test_blocked_puts_do_not_poll() -> None:
-    async with sb.StreamBalancer(config(window=4, capacity=4), report_after_s=math.inf) as balancer:
-        await fill(balancer, 4)
-        async with anyio.create_task_group() as tasks:
-            for n in range(50):
-                tasks.start_soon(balancer.put, make_rollout(2, f"blocked{n}"))
-            await settle()
-            with count_wakeups() as wakeups:
-                await anyio.sleep(80_000.0)
-            assert wakeups.count <= 4
-            tasks.cancel_scope.cancel()
-
-
-async def test_puts_below_the_window_do_not_wake_the_trainer() -> None:
-    knobs = config(window=64, capacity=64, deadline_s=1e6)
-    async with sb.StreamBalancer(knobs) as balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(anext, balancer.batches())
-        await settle()
-        polls = 0
-        poll = balancer.parts.core.poll
-
-        def counted(now: float, asked_at: float | None = None) -> sb.Batch | None:
-            nonlocal polls
-            polls += 1
-            return poll(now, asked_at)
-
-        balancer.parts.core.poll = counted  # type: ignore[method-assign]
-        await fill(balancer, 63)
-        await settle()
-        assert polls <= 1  # once, to arm the deadline
         tasks.cancel_scope.cancel()
 
 
@@ -266,25 +213,6 @@ async def test_a_thousand_blocked_puts_are_no_herd() -> None:
     assert max(looks[1000] + looks[100]) <= 6  # four go in, one finds no room, one is woken by the acknowledgement
 
 
-async def test_a_newcomer_does_not_overtake_blocked_puts() -> None:
-    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer:
-        await fill(balancer, 4)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(balancer.put, make_rollout(2, "first"))
-            await settle()
-            batch = balancer.parts.core.poll(anyio.current_time())  # room, but the blocked put has not run yet
-            assert batch is not None
-            with pytest.raises(sb.errors.WouldBlock):
-                balancer.put_nowait(make_rollout(2, "newcomer"))
-            tasks.start_soon(balancer.put, make_rollout(2, "second"))
-            await settle()
-            assert balancer.statistics().blocked_puts == 2
-            balancer.parts.wakeups.puts.wake_first()
-            await settle()
-            assert balancer.statistics().blocked_puts == 0
-            balancer.put_nowait(make_rollout(2, "newcomer"))
-
-
 async def test_capacity_bytes_holds_puts_back_and_lets_the_window_go() -> None:
     async with sb.StreamBalancer(config(window=8, capacity=64, limits=sb.Limits(bytes=400))) as balancer:
         for n in range(5):
@@ -343,19 +271,6 @@ async def test_an_incomplete_group_goes_at_its_deadline_flagged() -> None:
         assert (anyio.current_time(), batch.reason) == (10.0, "deadline")
         assert ids(batch) == {"whole0", "whole1", "half"}
         assert batch.incomplete_groups == ("half",)
-
-
-async def test_a_late_sibling_waits_for_nobody() -> None:
-    async with sb.StreamBalancer(config(window=4, capacity=8, groups=sb.Groups(size=2), deadline_s=10.0)) as balancer:
-        batches = balancer.batches()
-        await balancer.put(make_rollout(3, "early", group_id="half"))
-        await balancer.put_group(list(make_rollouts([3, 3], prefix="other", siblings=2)))
-        assert (await anext(batches)).incomplete_groups == ("half",)
-        await balancer.put(make_rollout(3, "late", group_id="half"))
-        for rollout in make_rollouts([3] * 4, siblings=2):
-            await balancer.put(rollout)
-        batch = await anext(batches)
-        assert (anyio.current_time(), batch.reason, batch.incomplete_groups) == (10.0, "window", ())
 
 
 async def test_put_group_is_all_or_nothing() -> None:
@@ -478,16 +393,6 @@ async def test_two_trainers_are_told() -> None:
             tasks.cancel_scope.cancel()
 
 
-async def test_asking_for_the_next_batch_acknowledges_the_last() -> None:
-    async with sb.StreamBalancer(config()) as balancer:
-        await fill(balancer, 12)
-        batches = balancer.batches()
-        await anext(batches)
-        assert (balancer.statistics().in_flight, balancer.statistics().acknowledged) == (4, 0)
-        await anext(batches)
-        assert (balancer.statistics().in_flight, balancer.statistics().acknowledged) == (4, 4)
-
-
 async def test_without_auto_ack_batches_stay_in_flight() -> None:
     async with sb.StreamBalancer(config()) as balancer:
         await fill(balancer, 16)
@@ -519,14 +424,6 @@ class BrokenCost:
 
         lengths = np.asarray(lengths, dtype=float)
         return np.where(lengths == 13, math.nan, lengths)
-
-
-async def test_a_group_with_one_bad_cost_is_refused_whole() -> None:
-    async with sb.StreamBalancer(config(cost=BrokenCost())) as balancer:
-        group = [make_rollout(length, f"r{length}", group_id="g") for length in (12, 13, 14)]
-        with pytest.raises(sb.errors.RolloutError, match="the cost model gave nan for rollout 'r13'"):
-            await balancer.put_group(group)
-        assert balancer.statistics().accepted == 0
 
 
 @pytest.mark.parametrize(
@@ -629,14 +526,6 @@ async def test_more_capacity_lets_blocked_puts_in() -> None:
             assert balancer.statistics().blocked_puts == 0
 
 
-async def test_a_new_cost_model_reprices_what_waits() -> None:
-    async with sb.StreamBalancer(config()) as balancer:
-        await fill(balancer, 8)
-        balancer.reconfigure(cost=sb.cost.QuadraticCost(linear=0.0, quadratic=1.0))
-        batch = await anext(balancer.batches())
-        assert sum(batch.loads) == pytest.approx(sum(r.num_tokens**2 for r in batch.rollouts))
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -702,38 +591,6 @@ async def test_seconds_that_cannot_be_are_refused_and_spoil_no_others(timing: di
             balancer.record_step_seconds(0, **timing)
         balancer.record_step_seconds(0, 1, 1.0)
         assert balancer.statistics().measured_idle_fraction == pytest.approx(1 - 2.0 / 3.0)
-
-
-async def test_denominators_are_the_steps_not_the_ranks() -> None:
-    async with sb.StreamBalancer(config(window=4)) as balancer:
-        for n in range(1, 5):
-            await balancer.put(make_rollout(10 * n, f"r{n}", prompt_tokens=n))
-        batch = await anext(balancer.batches())
-        for share in batch.ranks:
-            assert (share.global_num_rollouts, share.global_num_tokens, share.global_num_loss_tokens) == (4, 100, 90)
-        assert sum(share.num_tokens for share in batch.ranks) == 100
-
-
-async def test_a_slow_rank_gets_less_work() -> None:
-    async with sb.StreamBalancer(config(batch_size=60, speeds=(1.0, 0.5))) as balancer:
-        await fill(balancer, 120)
-        batch = await anext(balancer.batches())
-        fast, slow = (share.num_tokens for share in batch.ranks)
-        assert fast == pytest.approx(2 * slow, rel=0.02)
-        assert batch.loads == pytest.approx((fast, 2 * slow))
-        assert batch.imbalance < 0.02
-
-
-@pytest.mark.parametrize("policy", ["fifo", "round_robin"])
-async def test_the_usual_policies_send_the_oldest(policy: Any) -> None:
-    async with sb.StreamBalancer(config(policy=policy)) as balancer:
-        rollouts = list(make_rollouts([50, 1, 1, 1, 9, 9, 9, 9]))
-        for rollout in rollouts:
-            await balancer.put(rollout)
-        batch = await anext(balancer.batches())
-        assert ids(batch) == {"r0", "r1", "r2", "r3"}
-        if policy == "round_robin":
-            assert [[r.rollout_id for r in share.rollouts] for share in batch.ranks] == [["r0", "r2"], ["r1", "r3"]]
 
 
 async def test_recovering_more_than_the_capacity_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import anyio
 import pytest
-import torch
 from crew import Crew
 from helpers import config, settle, waiting
 
@@ -72,69 +71,6 @@ async def test_a_row_leaves_in_the_pass_of_the_loop_in_which_it_forms() -> None:
             await put(balancer, number)
         balancer.end()
     assert came == [(2.0, 2), (4.0, 2), (6.0, 2)]
-
-
-async def test_the_end_closes_the_step_even_where_nothing_is_left_of_it() -> None:
-    async with sb.StreamBalancer(rows_of_six()) as balancer:
-        rows = balancer.batches(open=True)
-        await put(balancer, 0, 1)
-        assert ids(await anext(rows)) == ["0.0", "0.1"]
-        balancer.end()
-        last = await anext(rows)
-        assert last.is_last
-        assert last.reason == "drain"
-        assert ids(last) == []
-        assert [len(one.micro_batches) for one in last.ranks] == [1, 1]  # collectives: as many on every rank
-        assert all(r.is_padding for r in last.rollouts)
-        assert last.ranks[1].global_num_tokens == 10
-        assert await anext(rows, None) is None
-        assert balancer.statistics().acknowledged == 2
-
-
-async def test_the_deadline_closes_the_step() -> None:
-    async with sb.StreamBalancer(rows_of_six(deadline_s=5.0)) as balancer:
-        rows = balancer.batches(open=True)
-        began = anyio.current_time()
-        await put(balancer, 0, 1)
-        await anext(rows)
-        await anyio.sleep(3.0)
-        await put(balancer, 2)
-        last = await anext(rows)
-        assert (anyio.current_time() - began, last.is_last, last.reason) == (5.0, True, "deadline")
-        assert ids(last) == ["0.2"]
-        assert last.num_padding == 1
-        assert len({r.rollout_id for one in balancer.in_flight() for r in one.rollouts}) == 4
-
-
-async def test_a_new_iterator_gives_the_step_again_from_its_first_row() -> None:
-    async with sb.StreamBalancer(rows_of_six()) as balancer:
-        await put(balancer, 0, 1, 2)
-        assert ids(await anext(balancer.batches(open=True))) == ["0.0", "0.2"]
-        assert ids(await anext(balancer.batches(open=True))) == ["0.0", "0.2"]
-        await put(balancer, 3, 4, 5)
-        closed = await anext(balancer.batches())
-        assert closed.is_last
-        assert closed.step == 0
-        assert len(ids(closed)) == 6
-
-
-async def test_a_complete_step_that_is_given_again_comes_as_a_whole() -> None:
-    async with sb.StreamBalancer(rows_of_six()) as balancer:
-        rows = balancer.batches(auto_ack=False, open=True)
-        await put(balancer, *range(3))
-        await anext(rows)
-        await put(balancer, *range(3, 6))
-        last = await anext(rows)
-        await put(balancer, 0, 1, step=1)
-        assert not (await anext(rows)).is_last
-        balancer.nack(last.step)  # not between rows: gradients would be added up of two steps
-        await put(balancer, *range(2, 6), step=1)
-        assert (await anext(rows)).step == 1
-        again = await anext(rows)
-        assert again.is_last
-        assert again.step == 0
-        assert len(ids(again)) == 6
-        assert again.ranks[0].global_num_rollouts == 6
 
 
 async def test_nothing_of_an_open_step_is_given_up() -> None:
@@ -235,18 +171,6 @@ async def test_ranks_cannot_become_others_in_the_middle() -> None:
             balancer.reconfigure(dp_size=3)
 
 
-async def test_executions_need_groups() -> None:
-    async with sb.StreamBalancer(rows_of_six()) as balancer:
-        one = sb.Rollout(tokens={"input_ids": [0]}, group_id="g", execution_id="e")
-        balancer.batches(open=True)
-        with pytest.raises(sb.errors.RolloutError, match=r"execution_id needs groups\.size"):
-            await balancer.put(one)
-        balancer.batches()
-        await balancer.put(one)
-        with pytest.raises(ConfigError, match=r"execution_id needs groups\.size"):
-            balancer.batches(open=True)
-
-
 # -- through serve() ---------------------------------------------------------------------------------------------------
 
 
@@ -313,37 +237,6 @@ async def drain(feed: sb.RankFeed) -> None:
 
 def ids_of(*micro_batches: sb.types.MicroBatch) -> list[str]:
     return [rollout.rollout_id for one in micro_batches for rollout in one.rollouts if not rollout.is_padding]
-
-
-async def test_gradients_of_rows_are_those_of_the_whole_step() -> None:
-    lengths = [9, 1, 5, 2, 4, 3]
-    weight = torch.tensor([1.5], requires_grad=True, dtype=torch.float64)
-
-    def loss_sum(batch: RankBatch) -> torch.Tensor:
-        packed = [micro_batch.packed() for micro_batch in batch.micro_batches]
-        return sum(((weight * one["input_ids"].double()) ** 2 * one["loss_mask"]).sum() for one in packed)  # type: ignore[return-value]
-
-    async def gradient(*, open: bool) -> float:
-        weight.grad = None
-        async with sb.StreamBalancer(rows_of_six()) as balancer, anyio.create_task_group() as tasks:
-
-            async def producer() -> None:
-                for number, length in enumerate(lengths):
-                    await balancer.put(make_rollout(length, str(number), seed=number))
-                    await settle()
-                balancer.end()
-
-            tasks.start_soon(producer)
-            async for batch in balancer.batches(open=open):
-                for one in batch.ranks:
-                    loss_sum(one).backward()
-                if batch.is_last:
-                    assert weight.grad is not None
-                    weight.grad /= batch.ranks[0].global_num_loss_tokens
-        assert weight.grad is not None
-        return float(weight.grad)
-
-    assert await gradient(open=True) == pytest.approx(await gradient(open=False), rel=1e-12)
 
 
 async def test_ranks_become_others_while_the_first_row_of_a_step_waits_for_one_that_has_not_come() -> None:

@@ -89,32 +89,6 @@ def sent(core: BalancerCore) -> tuple[int, tuple[str, ...]] | None:
     return None if batch is None else (batch.num_rollouts, batch.incomplete_groups)
 
 
-def test_a_group_that_is_put_complete_leaves_as_it_is() -> None:
-    core = core_of()
-    core.add_all(siblings(1), 0.0)
-    core.add_all(siblings(2, "s"), 0.0, CLOSE)
-    assert core.statistics(0.0).short_groups == 1
-    assert sent(core) == (3, ())
-    verify(core)
-    for late in (1, 4):  # it has left, and the name is not free
-        with pytest.raises(sb.errors.RolloutError, match=r"group 'g0' takes 0 more executions, not .: 3 have come"):
-            core.add_all(siblings(late, "late"), 0.0)
-    with pytest.raises(sb.errors.DuplicateRolloutError):  # a retry is one, whatever its group
-        core.add_all(siblings(2, "s"), 0.0, CLOSE)
-
-
-def test_a_group_without_its_crashed_sibling_leaves_once_it_is_closed() -> None:
-    core = core_of()
-    core.add_all(siblings(3), 0.0)
-    assert sent(core) is None
-    assert core.statistics(5.0).open_groups == 1
-    assert core.statistics(5.0).oldest_open_group_s == 5.0
-    core.add_all([], 1.0, CLOSE)
-    core.add_all([], 1.0, CLOSE)  # as often as wanted
-    assert (core.statistics(5.0).open_groups, core.statistics(5.0).oldest_open_group_s) == (0, 0.0)
-    assert sent(core) == (3, ())
-
-
 @pytest.mark.parametrize("before", [0, 2, 5])
 def test_an_expected_size_counts_whenever_it_is_told(before: int) -> None:
     core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=8, window=8, groups=sb.Groups(size=8)))

@@ -103,27 +103,3 @@ def test_no_bound_costs_nothing_and_plans_alike(max_skips: int | None) -> None:
     while core.poll(0.0) is not None:
         pass
     verify(core)
-
-
-def test_no_bound_survives_replace_and_restore() -> None:
-    core = core_of(max_skips=None)
-    assert core.config.replace(window=6).max_skips is None
-    assert core.config.replace(max_skips="auto").max_skips == 16
-    core.add_all(list(make_rollouts([3, 70, 5, 6])), 0.0)
-    core.poll(0.0)
-    again = core_of(max_skips=None)
-    again.restore(core.snapshot(0.0), 0.0)
-    verify(again)
-
-
-def test_a_put_waits_while_its_bytes_do_not_fit() -> None:
-    core = core_of(limits=sb.Limits(bytes=1000))
-
-    def put(num_tokens: int) -> None:
-        core.add(sb.Rollout(tokens={"input_ids": [0] * num_tokens}), 0.0)
-
-    put(60)
-    put(60)  # of eight bytes each
-    with pytest.raises(sb.errors.WouldBlock):
-        put(6)
-    put(5)

@@ -84,14 +84,6 @@ def test_loads_after_a_move_between_ranks_count_a_prefix_in_every_micro_batch() 
     assert as_planned.loads == batch.loads
 
 
-def test_a_cap_counts_unique_tokens() -> None:
-    knobs = {"dp_size": 1, "batch_size": 4, "window": 4, "micro_batches": {"max_tokens": 160}}
-    (rank,) = batch_of(core_of({"size": 2}, **knobs), *TWO_GROUPS).ranks
-    assert [len(one.rollouts) for one in rank.micro_batches] == [2, 2]
-    (rank,) = batch_of(core_of({"size": 2, "share_prefixes": False}, **knobs), *TWO_GROUPS).ranks
-    assert len(rank.micro_batches) == 4
-
-
 @pytest.mark.parametrize(("share", "goes"), [(True, {"b", "c"}), (False, {"a", "b"})])
 def test_the_window_is_chosen_from_by_what_groups_cost_together(share: bool, goes: set[str]) -> None:
     """A long prompt on both ranks makes a step even; paid once, it is an outlier that waits for another."""

@@ -143,16 +143,6 @@ def test_the_rollout_without_images_is_copied_if_there_is_one() -> None:
     assert cheapest_to_copy([short, plain, sb.Rollout(tokens={"input_ids": IDS})]) is plain
 
 
-@pytest.mark.parametrize("tensors", [{}, {"pixels": torch.ones(2)}], ids=["plain", "with images"])
-def test_a_prefix_is_of_a_rollout_and_not_of_its_padding_copy(tensors: dict[str, torch.Tensor]) -> None:
-    real = sb.Rollout(tokens={"input_ids": IDS}, tensors=tensors, group_id="g", prefix=np.int64(4))  # type: ignore[arg-type]
-    assert (real.prefix, type(real.prefix)) == (4, int)
-    assert real.padding_copy("padding-1").prefix == 0
-    assert real.with_late_columns({"ref": torch.zeros(5)}).prefix == 4
-    assert "prefix=4" in repr(real)
-    assert sb.Rollout(tokens={"input_ids": IDS}).prefix == 0
-
-
 def test_reprs_are_short_and_telling() -> None:
     rollout = sb.Rollout(tokens={"input_ids": IDS}, rollout_id="r1", group_id="g", version=3)
     assert repr(rollout) == "Rollout('r1', num_tokens=5, columns=['input_ids'], group_id='g', version=3)"

@@ -25,6 +25,7 @@ def look_at_step(book: Book, step: StepState) -> None:
     if step.acks == len(step.participants) and (step.is_kept or (step.participants and step.is_complete)):
         acknowledge(book, step)
         return
+    # until all have said what they have, an order might be for what somebody has done already
     if step.settling:
         return
     # under the plan of before: those who met in it were all ranks of that time
@@ -42,6 +43,7 @@ def look_at_step(book: Book, step: StepState) -> None:
             # by those who took the weights of ranks that are no more
             acknowledge(book, step)
             return
+    # else ranks may be in the collective: what is sent again now might be trained on twice
     elif not step.is_uncertain:
         _change(book, step)
 
@@ -58,6 +60,7 @@ def _change(book: Book, step: StepState) -> None:
         _settle(book, step)
     if step.torn and book.meets:
         _rewind(book, step)
+    # all who were to meet are given up: those that there are now do it
     if not step.participants:
         step.participants.update(book.members(TRAIN))
         for one in step.participants:
@@ -102,6 +105,7 @@ def _settle(book: Book, step: StepState) -> None:
 def _rewind(book: Book, step: StepState) -> None:
     """A part of something shared was lost with its process. Other parts are in gradients, perhaps by half, and nothing
     can be taken out of a gradient: whoever shares with it begins again, and whoever shares with those."""
+    # transitive: a rank that begins again leaves everybody whom it shares other groups with
     todo, again, ranks = list(step.torn), dict[int, None](), set[Share]()
     while todo:
         group = todo.pop()
@@ -142,6 +146,7 @@ def _renew(book: Book, step: StepState, group: int) -> None:
 def _begin_again(book: Book, share: Share) -> None:
     step, rank = share.step, share.rank
     share.attempt = step.attempts
+    # whatever its seats have said was of the attempt before
     share.waiting, share.go, share.recalled, share.answers, share.num_sent = 0, {}, {}, 0, 0
     step.recalls.discard(rank.id)
     step.at_barrier.discard(rank.id)
@@ -164,6 +169,7 @@ def _replan(book: Book, step: StepState) -> None:
         everybody = book.members(role) if role else sorted(step.participants)
         over = tuple((is_released and idle) or everybody)
         question = tuple(item.id for item in items), over
+        # once: the planner may take longer than the next fact does
         if over and question not in step.asked:
             step.asked.append(question)
             book.out.append(Replan(step.number, items, over))
@@ -171,6 +177,7 @@ def _replan(book: Book, step: StepState) -> None:
 
 def _recall(book: Book, step: StepState) -> None:
     """Once half of the ranks have nothing left to do, ask the others for what they have not begun."""
+    # one thing after the other: what has no owner is laid out first, and each answer is waited for
     if not step.at_barrier or 2 * len(step.at_barrier) < len(step.participants) or step.ownerless or step.recalls:
         return
     idle = _idle(book, step)
@@ -226,6 +233,7 @@ def _may_seal(book: Book, step: StepState) -> bool:
 
 
 def _seal(book: Book, step: StepState) -> None:
+    # a number is never given twice, by no controller: a late word on an older seal does not count
     step.seals = max(step.seals + 1, book.generation * 1000)
     step.seal = StepSeal(step.number, step.seals, tuple(sorted(step.participants)), frozenset(step.gone))
     if step.gone:
@@ -259,6 +267,7 @@ def acknowledge(book: Book, step: StepState) -> None:
 
 
 def look_at_rank(book: Book, rank: Rank) -> None:
+    # a copy: what is over leaves the rank's active steps meanwhile
     for share in list(rank.active.values()):
         if rank.id.role:
             _look_at_role(book, share)
@@ -333,6 +342,7 @@ def _lacks_weights(book: Book, rank: Rank, step: StepState) -> bool:
     weights = rank.weights
     if weights is None or not book.meets:
         return False
+    # each step in between must be one that it has still to do, or one that nobody has
     for number in range(weights, step.number):
         if number in rank.active:
             continue
@@ -358,8 +368,10 @@ def _send(book: Book, share: Share) -> None:
         return
     ready = _ready(share)
     is_new = share.opened != rank.full
+    # a step is opened with work, or with the news that there is none for this rank
     if is_new and not ready and (share.unsent or not step.is_complete or rank.id.role):
         return
+    # what is sent lies in the rank's memory until it is taken
     if is_new and share.taken != rank.full and not _has_credit(share):
         return
     for seat in seats_of(rank.full):
@@ -372,6 +384,7 @@ def _send(book: Book, share: Share) -> None:
             book.out.append(SendWork(rank.id, seat, step.number, step.uid, share.attempt, items, gone, opens))
     for item in ready:
         item.sent = rank.full
+        # all seats, and the rank's next incarnations, train in the order of the first time
         if not item.place:
             share.num_sent += 1
             item.place = share.num_sent
@@ -399,6 +412,7 @@ def _has_credit(share: Share) -> bool:
     rank, untaken = share.rank, list[int]()
     for other in rank.active.values():
         is_over = other.step.is_met and bool(rank.id.role)
+        # older steps first: ranks meet in the order of steps
         if other.step.number < share.step.number and other.opened != rank.full and not is_over:
             return False
         if other is not share:
