@@ -147,11 +147,10 @@ def values(metric: Metric, source: Statistics | Sequence[RankState]) -> Iterator
 
 
 def _parts(label: str | None, found: Any) -> Iterable[tuple[str | None, Any]]:
-    if label is None or found is None:
-        return [(None, found)] if label is None else []
-    if label in _PARTS:
-        parts = found if isinstance(found, tuple) else [getattr(found, name) for name in _PARTS[label]]
-        return zip(_PARTS[label], parts, strict=False)
+    if found is None or label is None:
+        return [] if found is None else [(None, found)]
+    if names := _PARTS.get(label):
+        return zip(names, found if isinstance(found, tuple) else [getattr(found, name) for name in names], strict=False)
     if isinstance(found, Mapping):
         return ((str(name), part) for name, part in found.items())
     # ranks of other roles have the same numbers, and would hide the trainer's
