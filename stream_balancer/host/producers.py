@@ -112,7 +112,7 @@ class Producers:
     def admit(self, peer: Peer, join: Join) -> tuple[list[int], list[int]]:
         """Let a producer in. -> numbers of slots that it had, and has no more; and keys of payloads that are needed."""
         # before it is in: the answer to its join names the slots that it has lost
-        producer = peer.data.setdefault("producer", _Producer())
+        producer = peer.data = peer.data or _Producer()
         about = _read(_About, join.about)
         keys = [] if about.owner is None else self._leases_of(producer, about.owner, join.session)
         return list(self._lost_slots(producer, about.slots)), keys
@@ -152,14 +152,14 @@ class Producers:
 
     def _say_end(self, peer: Peer) -> None:
         """And what it has reserved is given back, since nothing can be put in it any more."""
-        slots = _producer(peer).slots
+        slots = peer.data.slots
         while slots:
             slots.popitem()[1].release()
         peer.ending = True
         peer.send(Notify(end=True))
 
     def _adopt(self, peer: Peer) -> None:
-        producer = _producer(peer)
+        producer: _Producer = peer.data
         peer.on_end = lambda end: self._give_back(peer, producer, end)
         peer.on_gone = lambda end: self._gone(peer, producer, end)
 
@@ -212,7 +212,7 @@ class Producers:
         size = closed(rollouts[0].group_id) if complete else None
         if number is None:
             return self._begin(peer, asked, rollouts, size, may_wait=may_wait)
-        slot = _producer(peer).slots.get(number)
+        slot = peer.data.slots.get(number)
         if slot is None:
             # perhaps it was accepted before the connection was lost, and only its reply was not
             self._parts.core.check(rollouts, size)
@@ -229,7 +229,7 @@ class Producers:
         return self._begin(peer, asked, [], GroupSize(group_id, size if what == "expect" else None))
 
     def _rollouts(self, peer: Peer, header: msgspec.Raw, memory: Memory | None) -> list[Rollout]:
-        producer = _producer(peer)
+        producer: _Producer = peer.data
         rollouts = decode_rollouts(header, memory, leases=producer.leases)
         # The producer keeps all of a put, or none; without leases that was refused.
         if producer.leases is None or not isinstance(rollouts[0], RemoteRollout):
@@ -274,7 +274,7 @@ class Producers:
         self, peer: Peer, asked: Asked, finish: Coroutine[Any, Any, Any], *, begins: bool = False
     ) -> Any:
         """``begins``: a reserver's."""
-        producer = _producer(peer)
+        producer: _Producer = peer.data
         producer.waiting[asked] = begins
         try:
             return await finish
@@ -286,7 +286,7 @@ class Producers:
                 producer.settled = anyio.Event()
 
     def _keep(self, peer: Peer, asked: Asked) -> None:
-        self._leases_of(_producer(peer), _read(Owner, asked.args), peer.session)
+        self._leases_of(peer.data, _read(Owner, asked.args), peer.session)
 
     def _leases_of(self, producer: _Producer, owner: Owner, session: bytes) -> list[int]:
         """Keys of this owner that are needed; from now on it hears of those that are not."""
@@ -301,9 +301,9 @@ class Producers:
         def tell(keys: tuple[int, ...]) -> None:
             peer = self._service.peers.get(session)
             # A balancer before this one may still die, and with it leases of what this one needs.
-            its = None if peer is None else _producer(peer).leases
-            if peer is not None and its is not None:
-                peer.send(Notify(dropped=tuple(key for key in keys if not its.needs(key))))
+            if peer is not None and peer.data.leases is not None:
+                needs = peer.data.leases.needs
+                peer.send(Notify(dropped=tuple(key for key in keys if not needs(key))))
 
         return leases.attach(tell, self._service.io.do)
 
@@ -322,13 +322,13 @@ class Producers:
     def _admitted(self, peer: Peer, number: int, slot: Slot) -> int:
         # it may have gone while it waited for its turn
         if self._service.peers.get(peer.session) is peer:
-            _producer(peer).slots[number] = slot
+            peer.data.slots[number] = slot
         else:  # what it gave back as it went has woken its own reserver, before that was withdrawn
             slot.release()
         return slot.version
 
     def _release(self, peer: Peer, asked: Asked) -> None:
-        slot = _producer(peer).slots.pop(_read(_Count, asked.args), None)
+        slot = peer.data.slots.pop(_read(_Count, asked.args), None)
         if slot is not None:
             slot.release()
 
@@ -349,7 +349,7 @@ class Producers:
 
     async def _end_producer(self, peer: Peer) -> None:
         """Once all that was asked before has its reply."""
-        producer = _producer(peer)
+        producer: _Producer = peer.data
         for asked in [asked for asked, begins in producer.waiting.items() if begins]:
             # it puts no more: what it waits to reserve would only keep others from beginning
             self._service.cancel(asked)
@@ -361,11 +361,6 @@ class Producers:
 
     def _statistics(self, peer: Peer, asked: Asked) -> msgspec.Raw:
         return msgspec.Raw(encode_statistics(self._balancer.statistics()))
-
-
-def _producer(peer: Peer) -> _Producer:
-    producer: _Producer = peer.data["producer"]
-    return producer
 
 
 def _owner_of(rollout: Rollout) -> Owner | None:

@@ -94,7 +94,7 @@ class Peer:
         otherwise looks like a loss, after which a peer may look for the next one."""
         self.max_report_bytes = 0
         """Bytes that may come behind a Report."""
-        self.data: dict[Any, Any] = {}
+        self.data: Any = None
         """The host's."""
         self.on_report: Callable[[Report, Memory | None], object] = lambda *_: None
         self.on_end: Callable[[ConnectionEnd], object] = lambda _: None
@@ -361,12 +361,11 @@ class Service:
             if self.staged > self._most_staged_bytes and peer.live is not None and peer not in self.paused:
                 self.paused[peer] = peer.live
                 peer.live.pause()
-        # a little below the bound, or each reply would wake all and the next call pause them again
-        elif self.paused and self.staged <= self._most_staged_bytes * 3 // 4:
-            for one in [*self.paused]:
+        elif self.paused:
+            # a little below the bound, or each reply would wake all and the next call pause them again
+            everybody = self.staged <= self._most_staged_bytes * 3 // 4
+            for one in [*self.paused] if everybody else [] if peer.open else [peer]:
                 self.read_on(one)
-        elif not peer.open:
-            self.read_on(peer)
 
     def read_on(self, peer: Peer) -> None:
         """Read from it again, if it was not and its connection is still there."""
