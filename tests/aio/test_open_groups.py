@@ -143,18 +143,6 @@ async def test_accept_judges_a_group_when_it_is_closed(keep: bool) -> None:
         assert asked[1:] == [["h0"], ["i0"]]
 
 
-def test_a_blocking_balancer_has_the_same() -> None:
-    with sb.blocking(config()) as balancer:
-        balancer.expect_group("g", 3)
-        balancer.put_group(siblings(2))
-        balancer.put_group([make_rollout(3, "h", group_id="h")], complete=True)
-        assert balancer.statistics().open_groups == 1
-        balancer.put(make_rollout(3, "last", group_id="g"))
-        assert balancer.statistics().open_groups == 0
-        batch = next(iter(balancer.batches()))
-        assert (batch.num_rollouts, batch.incomplete_groups) == (4, ())
-
-
 @pytest.mark.parametrize("complete", [False, True])
 async def test_a_group_of_what_is_no_rollout_is_refused_by_name(complete: bool) -> None:
     async with sb.StreamBalancer(sb.BalancerConfig(dp_size=1, batch_size=4, groups=sb.Groups(size=2))) as balancer:

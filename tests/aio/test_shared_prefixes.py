@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import anyio
 import pytest
@@ -77,32 +76,3 @@ async def test_loads_are_the_work_of_the_trees_that_ranks_get(groups: str, cap: 
                 names = [rollout.group_id for rollout in one.rollouts if rollout.prefix]
                 runs = [name for place, name in enumerate(names) if not place or names[place - 1] != name]
                 assert len(runs) == len(set(names)), "siblings are not neighbours"
-
-
-async def test_a_batch_that_a_journal_gives_again_has_the_same_trees(tmp_path: Path) -> None:
-    async with sb.StreamBalancer(config("same_batch", 170), journal=tmp_path / "a") as balancer:
-        for rollout in some_rollouts(0):
-            await balancer.put(rollout)
-        before = await anext(balancer.batches(auto_ack=False))
-        state = balancer.state_dict()
-    async with sb.StreamBalancer(config("same_batch", 170)) as balancer:
-        balancer.load_state_dict(state)
-        again = await anext(balancer.batches(auto_ack=False))
-    async with sb.StreamBalancer(config("same_batch", 170), journal=tmp_path / "a") as balancer:
-        recovered = await anext(balancer.batches(auto_ack=False))
-    for after in (again, recovered):
-        assert after.loads == before.loads
-        for mine, theirs in zip(before.ranks, after.ranks, strict=True):
-            for one, other in zip(mine.micro_batches, theirs.micro_batches, strict=True):
-                assert one.tree().nodes == other.tree().nodes
-                assert one.tree()["input_ids"].equal(other.tree()["input_ids"])
-
-
-async def test_no_step_is_longer_than_without_sharing() -> None:
-    finish = {}
-    for share in (False, True):
-        async with sb.StreamBalancer(config("same_batch", 170, share)) as balancer:
-            for rollout in some_rollouts(1):
-                await balancer.put(rollout)
-            finish[share] = (await anext(balancer.batches())).finish
-    assert finish[True] < 0.9 * finish[False]

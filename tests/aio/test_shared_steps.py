@@ -113,39 +113,6 @@ async def test_a_part_that_is_gone_once_the_others_have_begun_is_an_error() -> N
         tasks.cancel_scope.cancel()
 
 
-async def test_the_next_serve_gives_the_same_parts() -> None:
-    run = Run()
-    async with run.balancer as balancer:
-        await run.put()
-        batch = await anext(balancer.batches(auto_ack=False))
-        async with anyio.create_task_group() as tasks:
-            for rank in range(4):
-                tasks.start_soon(run.train, rank)
-            balancer.end()
-            await run.serve()
-    run.check()
-    for rank, (got,) in ((rank, batches.values()) for rank, batches in run.seen.items()):
-        assert [mb.lengths for mb in got.micro_batches] == [mb.lengths for mb in batch.ranks[rank].micro_batches]
-
-
-@pytest.mark.parametrize("dp_size", [2, 8])
-async def test_other_ranks_share_anew(dp_size: int) -> None:
-    """What is in flight is planned again for them."""
-    run = Run()
-    async with run.balancer as balancer:
-        await run.put()
-        await anext(balancer.batches(auto_ack=False))
-        balancer.nack(0)
-        balancer.reconfigure(dp_size=dp_size, min_batch_size=dp_size)
-        run.transport, run.seen = MemoryNetwork(dp_size=dp_size), {rank: {} for rank in range(dp_size)}
-        async with anyio.create_task_group() as tasks:
-            for rank in range(dp_size):
-                tasks.start_soon(run.train, rank)
-            balancer.end()
-            await run.serve()
-    run.check()
-
-
 async def test_only_the_parts_of_a_payload_are_fetched() -> None:
     run = Run()
     async with run.balancer as balancer, anyio.create_task_group() as tasks:

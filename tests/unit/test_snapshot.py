@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from evictions import Evictions
 from helpers import config
 from invariants import verify
 
@@ -93,42 +92,6 @@ def test_everything_comes_back_through_torch_save() -> None:
                 y.load,
                 y.global_num_loss_tokens,
             )
-
-
-def test_a_restored_balancer_goes_on_where_the_other_stopped() -> None:
-    core = busy_core()
-    fresh = BalancerCore(config(deadline_s=100.0))
-    fresh.restore(read_state_dict(state_dict(core.snapshot(20.0))), 1000.0)
-    verify(fresh)
-    again = fresh.poll(1000.0)
-    (flying,) = core.in_flight()
-    assert again is not None
-    assert again.step == flying.step
-    assert fresh.next_wakeup() == core.next_wakeup() + 980.0  # the oldest has waited as long as before
-    with pytest.raises(sb.errors.DuplicateRolloutError, match="is done"):
-        fresh.add(rich_rollout(0), 1000.0)
-    fresh.acknowledge(again.step)
-    fresh.end()
-    rest = fresh.poll(1000.0)
-    assert rest is not None
-    assert rest.step == flying.step + 1
-
-
-def test_stale_rollouts_of_a_checkpoint_are_evicted_and_counted() -> None:
-    core = BalancerCore(config())
-    core.set_version(9)
-    for n in range(6):
-        core.add(rich_rollout(n), 0.0)
-    fresh = BalancerCore(config(staleness=sb.Staleness(max_versions=5)))
-    evictions = Evictions(fresh)
-    fresh.restore(core.snapshot(1.0), 0.0)
-    verify(fresh)
-    assert fresh.statistics(0.0).evicted["stale"] == 4
-    assert [r.rollout_id for r, _ in evictions.all] == ["r0", "r1", "r2", "r3"]
-    with pytest.raises(
-        sb.errors.DuplicateRolloutError, match="is done"
-    ):  # a producer that retries must not put it twice
-        fresh.add(rich_rollout(0), 1.0)
 
 
 def test_knobs_that_refuse_a_rollout_say_which_and_change_nothing() -> None:
