@@ -1,8 +1,8 @@
 """What a user looks at, as pictures in docs/pictures/: ``make screenshots``, in about three minutes.
 
-``tune_terminal.svg``: the command `tune`. ``status.svg``: the command `status` during a run of eight ranks
-(``live.py``). ``dashboard.svg``: the Grafana dashboard's panels, from its own queries to a Prometheus that scraped that
-run (``dashboard.py``). Needs Prometheus.
+``tune_terminal.svg`` and ``tune_page.png``: the command `tune`, and its page in Chromium. ``status.svg``: the command
+`status` during a run of eight ranks (``live.py``). ``dashboard.svg``: the Grafana dashboard's panels, from its own
+queries to a Prometheus that scraped that run (``dashboard.py``). Needs Chromium, ChromeDriver and Prometheus.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from pathlib import Path
 
 import anyio
 import matplotlib as mpl
+from PIL import Image
 from rich.console import Console, Group, RenderableType
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
+sys.path.append(str(ROOT / "tests" / "browser"))
 
 mpl.use("svg")
 mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "stream_balancer", "font.family": "sans-serif"}
 import dashboard  # noqa: E402 - after use()
+from chromium import Browser, View, chromium  # noqa: E402
 from live import training  # noqa: E402
 
 from stream_balancer.cli.status import page, read  # noqa: E402
 from stream_balancer.metrics.prometheus import exporter  # noqa: E402
 
-TUNE = "tune generate:lrm:1000 --dp-size 8 --batch-size 32 --cost quadratic"
+TUNE = "tune generate:lrm:1000 --dp-size 8 --batch-size 32 --cost quadratic --plot front.html"
 RUN_S, RATES_OVER_S = 100, 10
 COLUMNS = 124
 _ANSI = [(40, 44, 52), (224, 108, 117), (152, 195, 121), (229, 192, 123), (97, 175, 239), (198, 120, 221)]
@@ -60,12 +63,16 @@ def save_terminal(shown: RenderableType, name: str) -> None:
     (PICTURES / f"{name}.svg").write_text(svg)
 
 
-def draw_tune(folder: Path) -> None:
-    """The command's output."""
+def draw_tune(browser: Browser, folder: Path) -> None:
+    """The command's output, and its page."""
     command = [sys.executable, "-m", "stream_balancer", *TUNE.split()]
     environment = os.environ | {"FORCE_COLOR": "1", "COLUMNS": str(COLUMNS), "PYTHONPATH": str(ROOT)}
     said = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     save_terminal(Text.from_ansi(f"$ stream-balancer {TUNE}\n{said}"), "tune_terminal")
+    browser.look(View(760, 800, "light"))
+    browser.open((folder / "front.html").as_uri())
+    with Image.open(io.BytesIO(browser.screenshot())) as shot:
+        shot.convert("RGB").quantize(128, kmeans=1).save(PICTURES / "tune_page.png", optimize=True)
 
 
 async def draw_run(folder: Path) -> None:
@@ -100,9 +107,9 @@ async def ask(url: str, query: str, legend: str, since_s: float) -> list[dashboa
 
 def main() -> None:
     """All of them."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, chromium(Path(folder) / "profile") as browser:
         anyio.run(draw_run, Path(folder))
-        draw_tune(Path(folder))
+        draw_tune(browser, Path(folder))
 
 
 if __name__ == "__main__":

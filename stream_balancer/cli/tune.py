@@ -6,11 +6,12 @@ import json
 import os
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stream_balancer.cli._options import Simulated, batch_text, deadline_text, value_of
+from stream_balancer.cli._options import Simulated, batch_text, deadline_text, fail, value_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,11 +44,17 @@ class Tune(Simulated):
     """deadline_s to try, S,S,...; 'none' too. (default: none, and two for each window)"""
     processes: int | None = None
     """Simulate in so many processes. (default: all cores, where it pays)"""
+    plot: Path | None = None
+    """Write a page with pictures, called something.html."""
 
     def run(self) -> None:
+        from stream_balancer.tools.plot import check_plot, write_plot
         from stream_balancer.tools.shown import Bars
         from stream_balancer.tools.tune import tune
 
+        # before the sweep: a minute later would be too late to hear of it
+        if self.plot is not None:
+            check_plot(self.plot)
         lengths, config = self.lengths(), self.balancer()
         with Bars() as bars:
             report = tune(
@@ -63,10 +70,15 @@ class Tune(Simulated):
                 progress=partial(bars.show, bars.add_task("settings", total=None)),
                 **self.simulation(),
             )
+        if self.plot is not None:
+            try:
+                write_plot(report, self.plot)
+            except OSError as error:
+                fail(f"the plot {self.plot} cannot be written: {error.strerror or error}")
         if self.json:
             typer.echo(json.dumps(report.to_dict()))
         else:
-            _print(report, self.cost)
+            _print(report, self.cost, self.plot)
 
 
 def _tried(option: str, text: str | None, kind: Any) -> tuple[Any, ...] | None:
@@ -74,7 +86,7 @@ def _tried(option: str, text: str | None, kind: Any) -> tuple[Any, ...] | None:
     return None if text is None else value_of(option, text, tuple[kind, ...], words)
 
 
-def _print(report: TuneReport, cost: str) -> None:
+def _print(report: TuneReport, cost: str, plot: Path | None) -> None:
     from stream_balancer.tools.shown import stdout
 
     config, chosen = report.config, report.recommended
@@ -86,6 +98,7 @@ def _print(report: TuneReport, cost: str) -> None:
         f"[bold]{report.reason}[/bold]",
         f"Recommended: {chosen.knobs_of_size}, max_skips={chosen.report.config.max_skips}, deadline "
         f"{deadline_text(chosen.report.config.deadline_s)}",
+        *([] if plot is None else [f"Picture: {plot}"]),
         sep="\n",
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -41,3 +42,42 @@ def fewest(
         if len(packed) == number and all(tokens[one].sum() <= cap for one in packed):
             return [one.tolist() for one in packed]
     return None
+
+
+def choose_groups(
+    lengths: Sequence[ArrayLike],
+    costs: Sequence[np.ndarray[Any, Any]],
+    count: int,
+    num_ranks: int,
+    *,
+    skips: Sequence[int],
+    max_skips: int,
+    step: int,
+    due: Sequence[bool] | None = None,
+    counts: Literal["equal", "free"] = "free",
+) -> list[int]:
+    """Places of ``count`` groups whose rollouts balance over the ranks, ascending.
+
+    ``lengths`` and ``costs``: of each group's rollouts. ``skips``: batches that passed each group over. ``due``: groups
+    that must go now, as far as there is room.
+    """
+    # the planner counts rollouts, so groups that lack some get weightless stand-ins
+    size = max(1, *(len(of_group) for of_group in costs))
+    cost, tokens = np.zeros((len(lengths), size)), np.ones((len(lengths), size), dtype=np.int64)
+    for place, of_group in enumerate(costs):
+        cost[place, : len(of_group)] = of_group
+        tokens[place, : len(of_group)] = np.maximum(lengths[place], 1)
+    positions = planning.choose(
+        tokens.ravel(),
+        cost.ravel(),
+        dp_size=min(num_ranks, count * size),
+        batch_size=count * size,
+        max_skips=max_skips,
+        skips=np.repeat(skips, size),
+        due=None if due is None else np.repeat(due, size),
+        groups=np.repeat(np.arange(len(lengths)), size),
+        counts=counts,
+        step=step,
+    )
+    places: list[int] = np.unique(positions // size).tolist()
+    return places

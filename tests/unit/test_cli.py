@@ -303,8 +303,9 @@ class TestTune:
         assert "\x1b" not in result.stderr, "no display where there is no terminal: a line now and then"
 
     @pytest.mark.slow
-    def test_json(self, trace: Path) -> None:
-        result = run("tune", trace, *self.OPTIONS, "--deadlines", "none,60", "--json")
+    def test_json_and_a_picture(self, trace: Path, tmp_path: Path) -> None:
+        picture = tmp_path / "front.html"
+        result = run("tune", trace, *self.OPTIONS, "--deadlines", "none,60", "--json", "--plot", picture)
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout)
         assert [(o["window"], o["deadline_s"]) for o in found["outcomes"]] == [
@@ -313,6 +314,7 @@ class TestTune:
             (8, None),
             (8, 60.0),
         ]
+        assert picture.read_text().startswith("<!doctype html>")
 
     def test_with_a_trainer_that_takes_time_window_and_capacity(self, trace: Path) -> None:
         result = run("tune", trace, *self.OPTIONS, "--trainer", "matched", "--capacities", "8,16")
@@ -328,6 +330,7 @@ class TestTune:
             (("--windows", "4;8"), "--windows 4;8: must be numbers with commas between, as in 32,64"),
             (("--deadlines", "never"), "--deadlines never: must be numbers with commas between, or none among them"),
             (("--max-age", -1), "max_added_age must be a finite number of dispatches >= 0, not -1.0"),
+            (("--plot", "front.png"), "a plot is called something.html, not 'front.png'"),
         ],
     )
     def test_a_mistake_is_one_line(self, trace: Path, options: tuple[object, ...], said: str) -> None:

@@ -21,7 +21,7 @@ import torch
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.utils.seqlen_balancing import calculate_workload
 
-from stream_balancer import planning
+from stream_balancer.integrations._plans import choose_groups
 from stream_balancer.integrations.partitions import get_seqlen_balanced_partitions
 
 __all__ = ["BalancedReplayBuffer", "SamplerKnobs"]
@@ -105,24 +105,18 @@ class BalancedReplayBuffer(ReplayBufferAsync):  # type: ignore[misc] # verl says
         # a set has no order: the oldest first, as verl takes them
         by_age = sorted(sampleable_keys, key=lambda uid: (steps.get(uid, 0), uid))
         lengths = _lengths_by_group(rows, by_age)
-        size = max(1, *map(len, lengths.values()))
-        # the planner counts rollouts, so groups that lack some get weightless stand-ins
-        work, tokens = np.zeros((len(by_age), size)), np.ones((len(by_age), size), dtype=np.int64)
-        for place, own in enumerate(lengths.values()):
-            work[place, : len(own)], tokens[place, : len(own)] = _workload(own), np.maximum(own, 1)
-        positions = planning.choose(
-            tokens.ravel(),
-            work.ravel(),
-            dp_size=min(self.knobs.dp_size, batch_size * size),
-            batch_size=batch_size * size,
+        places = choose_groups(
+            list(lengths.values()),
+            [_workload(own) for own in lengths.values()],
+            batch_size,
+            self.knobs.dp_size,
+            skips=[self._skips.get(uid, 0) for uid in by_age],
             max_skips=self.knobs.max_skips,
-            skips=np.repeat([self._skips.get(uid, 0) for uid in by_age], size),
-            due=np.repeat([self._stale_next(steps.get(uid, self._global_steps)) for uid in by_age], size),
-            groups=np.repeat(np.arange(len(by_age)), size),
-            counts="equal",
             step=self._global_steps,
+            due=[self._stale_next(steps.get(uid, self._global_steps)) for uid in by_age],
+            counts="equal",
         )
-        chosen = {by_age[place] for place in (positions // size).tolist()}
+        chosen = {by_age[place] for place in places}
         self._skips = {uid: self._skips.get(uid, 0) + 1 for uid in by_age if uid not in chosen}
         self._report = {
             "training/window/waiting": len(by_age),

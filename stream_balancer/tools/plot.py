@@ -1,0 +1,174 @@
+"""The picture of a sweep: one HTML page of SVG, no script, nothing fetched, so it may be mailed and kept.
+
+It shows idle time against queueing delay with the front, and delay by length decile. Only drawing here; the figures
+come from a ``TuneReport``. A chart is a list of SVG elements in a box of 640 x 360 units. Every number is formatted
+here and nothing but names comes from outside; those are escaped.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+
+from stream_balancer.errors import ConfigError
+from stream_balancer.tools.tune_report import Outcome, TuneReport
+
+WIDTH, HEIGHT = 640.0, 360.0
+LEFT, RIGHT, TOP, BOTTOM = 64.0, 16.0, 16.0, 48.0
+GREY, BLUE, RED, LINE = "#9aa5b1", "#2563eb", "#dc2626", "#d8dee6"
+
+_STYLE = f"""
+:root {{ color-scheme: light dark }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; padding: 0 1rem; max-width: 44rem }}
+body {{ color: #1f2933; background: #fff }}
+h1 {{ font-size: 1.3rem }} h2 {{ font-size: 1.05rem; margin-top: 2rem }} h1, p {{ overflow-wrap: anywhere }}
+p.reason {{ font-weight: 600 }}
+figure {{ margin: 0; overflow-x: auto }} svg {{ width: 100%; min-width: 34rem; height: auto }}
+svg text {{ paint-order: stroke; stroke: #fff; stroke-width: 4px }}
+@media (prefers-color-scheme: dark) {{
+  body {{ color: #e4e7eb; background: #1a1f27 }} svg text {{ fill: #b8c2cc; stroke: #1a1f27 }}
+  line[stroke="{LINE}"] {{ stroke: #3a4450 }}
+  [fill="{BLUE}"] {{ fill: #60a5fa }} [stroke="{BLUE}"] {{ stroke: #60a5fa }} [fill="{RED}"] {{ fill: #f87171 }}
+}}
+"""
+_PHONE = '<meta name="viewport" content="width=device-width"/>'
+
+
+def check_plot(path: str | os.PathLike[str]) -> None:
+    """Raise ConfigError, before a long sweep, where :func:`write_plot` could not write."""
+    path = Path(path)
+    if path.suffix != ".html":
+        raise ConfigError(f"a plot is called something.html, not {path.name!r}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"the plot {path} cannot be written: there is no folder {path.parent}. Make it first")
+
+
+def write_plot(report: TuneReport, path: str | os.PathLike[str]) -> None:
+    """Write the page. Raises ConfigError for another suffix; OSError where the file cannot be written."""
+    check_plot(path)
+    Path(path).write_text(page(report), encoding="utf-8")
+
+
+def page(report: TuneReport) -> str:
+    """The whole document."""
+    chosen = report.recommended
+    knobs = ", ".join(f"{name}={value}" for name, value in chosen.knobs.items())
+    ranks, tokens = report.config.dp_size, report.config.step_size.tokens
+    a_step = report.config.batch_size if tokens is None else f"{tokens:,} tokens"
+    parts = [
+        f"<h1>{escape(report.trace_name)}: {report.num_rollouts:,} rollouts, {a_step} a step on {ranks} ranks</h1>",
+        f'<p class="reason">{escape(report.reason)}</p><p>Recommended: <code>{escape(knobs)}</code></p>',
+        "<h2>Idle time against queueing delay</h2>",
+        f"<figure>{_front(report)}</figure>",
+        "<h2>Delay by length</h2>",
+        f"<figure>{_deciles(chosen)}</figure>",
+    ]
+    title = escape(f"stream-balancer tune {report.trace_name}")
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{_PHONE}<title>{title}</title>'
+        f"<style>{_STYLE}</style></head><body>\n{chr(10).join(parts)}\n</body></html>\n"
+    )
+
+
+def _front(report: TuneReport) -> str:
+    usual = (report.round_robin, report.fifo)
+    shown = (*report.outcomes, *usual)
+    most_age = max(1.0, *(o.added_age for o in shown)) * 1.05
+    most_idle = max(0.01, *(o.compared_idle for o in shown)) * 1.05
+    least_age = min(0.0, *(o.added_age for o in shown))  # a small capacity can make less delay than no window
+    x = _scale(least_age, most_age, LEFT, WIDTH - RIGHT)
+    y = _scale(0.0, most_idle, HEIGHT - BOTTOM, TOP)
+    parts = _axes(x, y, most_age, most_idle, "added mean queueing delay, dispatches", "idle fraction of rank time")
+    for outcome, name in zip(usual, ("round-robin", "arrival order, best partition"), strict=True):
+        at = y(outcome.compared_idle)
+        parts.append(_line(LEFT, at, WIDTH - RIGHT, at, GREY, dashed=True))
+        parts.append(_text(WIDTH - RIGHT, at - 4, f"{name}: {outcome.compared_idle:.1%}", anchor="end"))
+    path = " ".join(f"{x(o.added_age):.1f},{y(o.compared_idle):.1f}" for o in report.front)
+    parts.append(f'<polyline points="{path}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>')
+    front = {id(o) for o in report.front}
+    for o in sorted(report.outcomes, key=lambda o: o is report.recommended):  # on top of those that lie close by
+        colour, size = (RED, 6) if o is report.recommended else (BLUE, 4) if id(o) in front else (GREY, 3)
+        parts.append(
+            f'<circle cx="{x(o.added_age):.1f}" cy="{y(o.compared_idle):.1f}" r="{size}" fill="{colour}">'
+            f"<title>{_describe(o)}</title></circle>"
+        )
+    return _svg(parts)
+
+
+def _describe(o: Outcome) -> str:
+    config = o.report.config
+    deadline = "none" if config.deadline_s is None else f"{config.deadline_s:g} s"
+    return (
+        f"{o.knobs_of_size}, max_skips {config.max_skips}, deadline {deadline}: idle {o.compared_idle:.2%}, "
+        f"{o.added_age:.2f} dispatches"
+    )
+
+
+def _deciles(outcome: Outcome) -> str:
+    delays = [0.0 if math.isnan(delay) else delay for delay in outcome.report.length_bias.delay_per_decile]
+    most = max(0.1, *delays) * 1.1
+    x = _scale(0.0, 10.0, LEFT, WIDTH - RIGHT)
+    y = _scale(0.0, most, HEIGHT - BOTTOM, TOP)
+    parts = _axes(x, y, 0.0, most, "length decile, shortest to longest", "mean dispatches waited", percent=False)
+    for decile, delay in enumerate(delays):
+        left, right = x(decile + 0.15), x(decile + 0.85)
+        parts.append(
+            f'<rect x="{left:.1f}" y="{y(delay):.1f}" width="{right - left:.1f}" height="{y(0.0) - y(delay):.1f}" '
+            f'fill="{BLUE}"><title>{delay:.2f}</title></rect>'
+        )
+        parts.append(_text((left + right) / 2, HEIGHT - BOTTOM + 16, str(decile + 1), anchor="middle"))
+    return _svg(parts)
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+Scale = Callable[[float], float]
+
+
+def _scale(low: float, high: float, at_low: float, at_high: float) -> Scale:
+    return lambda value: at_low + (value - low) / (high - low) * (at_high - at_low)
+
+
+def _axes(
+    x: Scale, y: Scale, most_x: float, most_y: float, name_x: str, name_y: str, *, percent: bool = True
+) -> list[str]:
+    """Grid lines with their values; no values on x where ``most_x`` is 0."""
+    parts = []
+    for value in ticks(most_y):
+        parts.append(_line(LEFT, y(value), WIDTH - RIGHT, y(value), LINE))
+        said = f"{100 * value:.3g} %" if percent else f"{value:.3g}"
+        parts.append(_text(LEFT - 8, y(value) + 4, said, anchor="end"))
+    along = ticks(most_x) if most_x else []
+    parts += [_text(x(value), HEIGHT - BOTTOM + 16, f"{value:g}", anchor="middle") for value in along]
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, name_x, anchor="middle"))
+    parts.append(
+        f'<text transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)" text-anchor="middle">'
+        f"{name_y}</text>"
+    )
+    return parts
+
+
+def ticks(most: float) -> list[float]:
+    """Round values from 0 up to ``most``, four to ten of them."""
+    step = 10.0 ** math.floor(math.log10(most))
+    step *= next(part for part in (0.125, 0.25, 0.5, 1.0) if most / (step * part) <= 9 or part == 1.0)
+    return [index * step for index in range(int(most / step) + 1)]
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str, *, dashed: bool = False) -> str:
+    dash = ' stroke-dasharray="5 4"' if dashed else ""
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"{dash}/>'
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _svg(parts: Sequence[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" xmlns="http://www.w3.org/2000/svg" role="img" '
+        f'font-family="system-ui, sans-serif" font-size="12" fill="#52606d">{"".join(parts)}</svg>'
+    )
