@@ -158,13 +158,14 @@ class _LoopThread(Here):
             call.interrupt = call.interrupt or again
             self._in_loop(call.withdraw)
             raise
-        # Nothing is called from here to the loop of the user: no interrupt comes in between, and no batch is lost.
+        # Nothing is called from here to the loop of the user, not even cast(), so no interrupt comes in between, and no
+        # batch is lost.
         self._waits.call = outer
         if call.interrupt is not None:
             raise call.interrupt
         if call.error is not None:
             raise call.error
-        return cast("T", call.result)
+        return call.result  # type: ignore[return-value]
 
     def _on_interrupt(self, number: int, frame: Any) -> None:
         call = getattr(self._waits, "call", None)

@@ -186,7 +186,7 @@ def _unshared(mb: MicroBatch) -> MicroBatch:
     if not mb.cp_group:
         return mb
     rollouts = [*map(_whole, mb.rollouts)]
-    return MicroBatch.of(rollouts, [rollout.num_tokens for rollout in rollouts], mb.execution_sizes)
+    return MicroBatch.of(rollouts, execution_sizes=mb.execution_sizes)
 
 
 def _whole(rollout: Rollout) -> Rollout:
