@@ -23,6 +23,7 @@ Rows: TypeAlias = tuple[tuple[Callable[[Knobs], object], str], ...]
 
 def refuse(rows: Rows, c: Knobs) -> None:
     """Raise ConfigError for the first row that holds."""
+    # the first reason is enough: the next ones often follow from it
     for holds, text in rows:
         if it := holds(c):
             raise ConfigError(text.format(c=c, it=it))
@@ -57,6 +58,7 @@ def _those(knobs: Mapping[str, object]) -> str:
     return " and ".join(knob for knob, given in knobs.items() if given)
 
 
+# blocks of ranks are aligned: only powers of two nest within each other
 def _not_powers(sizes: tuple[int, ...]) -> bool:
     return any(size & (size - 1) for size in sizes) or list(sizes) != sorted({1, *sizes})
 
@@ -320,11 +322,13 @@ def _no_multiples(c: Knobs) -> list[int]:
     return [number for number in (least_batch_size(c), c.batch_size, most_rollouts(c)) if number % _multiple(c)]
 
 
+# of whole groups, and at least one of them: as the planner rounds them
 def _rollouts_of_strata(c: Knobs) -> int:
     whole, step = c.groups.kept or 1, least_batch_size(c)
     return sum(max(int(share * step) // whole, 1) * whole for share in (c.stratum_shares or {}).values())
 
 
+# every rank runs so many micro-batches in each, and none may be nothing but padding
 def _least_of_mini_batch(c: Knobs) -> int:
     of_a_rank = c.groups.size or 1 if c.groups.keep == "same_rank" else 1
     return c.dp_size * max(c.micro_batches.multiple_of, of_a_rank)

@@ -42,6 +42,7 @@ class BalancerConfig(Knobs):
 
     def __post_init__(self) -> None:
         knobs = vars(self)
+        # plain data (YAML, the command line) names a model; from here on it is one
         if isinstance(self.cost, str):
             knobs["cost"] = cost_of(self.cost)
         knobs["_given"] = {k: v for k, v in knobs.items() if v is not None or k in _NONE_IS_A_VALUE}
@@ -58,6 +59,7 @@ class BalancerConfig(Knobs):
             if knobs[name] is None:
                 knobs[name] = value
 
+        # policies without a choice wait for no more than they send
         batches_of_window = 2 if self.policy == "window" else 1
         in_tokens, skips = self.step_size.tokens, self.max_skips
         if knobs["window"] == "auto":
@@ -66,6 +68,7 @@ class BalancerConfig(Knobs):
             first = [window for window in self.auto_windows if window <= START * self.batch_size]
             knobs["window"] = max(first, default=self.batch_size)
         if in_tokens is not None:
+            # the fewest that a full step has: checks and skips count with it
             default("batch_size", self._least_batch_size())
             if knobs["window"] is None and self.step_size.window_tokens is None:
                 knobs["step_size"] = replace(self.step_size, window_tokens=batches_of_window * in_tokens)
@@ -77,8 +80,10 @@ class BalancerConfig(Knobs):
             knobs["limits"] = replace(self.limits, tokens=room)
             # every rollout has a token, so this is no limit of its own
             default("capacity", max(room, self.window))
+        # while the trainer is busy a second window of rollouts may come, and the next choice is made from more
         default("capacity", 2 * max(self.auto_windows, default=self.window))
         default("min_batch_size", self.dp_size)
+        # last, since the guarantee depends on window, capacity and batch size
         if knobs["max_skips"] == "auto":
             knobs["max_skips"] = skips = max(USUAL_MAX_SKIPS, least_max_skips(self))
         if in_tokens is not None and skips is not None and self.limits.tokens is None:
@@ -103,6 +108,7 @@ class BalancerConfig(Knobs):
                 return False
             return most_versions is None or window <= (most_versions + 1) * self.batch_size
 
+        # three batches: a wider one delays by more than two dispatches, which nobody gets unasked
         limit = 3 * self.batch_size + whole if capacity is None else capacity // whole * whole
         windows = tuple(window for window in window_choices(self.batch_size, whole, limit) if legal(window))
         if len(windows) < 2:

@@ -29,11 +29,13 @@ def least_max_skips(c: Knobs, window: int | None = None, capacity: int | None = 
     the second is of its least. Under ``step_size.tokens`` the same of ``window_tokens`` and ``limits.tokens``; there
     it is the steps that would have too many tokens.
     """
+    # counted in what steps are made of: tokens there, rollouts else
     tokens = c.step_size.tokens
     if tokens is not None:
         in_force = c.step_size.window_tokens or tokens
         most = (c.limits.tokens or in_force) + tokens  # the last put may pass the limit
         return max(smallest_max_skips(in_force, tokens, most), 1)
+    # the widest that may be in force decides
     window = max(c.auto_windows, default=c.window) if window is None else window
     capacity = c.capacity if capacity is None else capacity
     return max(smallest_max_skips(window, c.batch_size, capacity, c.groups.kept or 1, least_batch_size(c)), 1)
@@ -44,6 +46,7 @@ def most_waiting(c: Knobs) -> int:
     siblings leave together as many as ``max_skips`` (None: as 16) is a guarantee for."""
     if c.groups.kept is None or c.step_size.tokens is not None:
         return c.capacity
+    # incomplete groups hold no place of capacity, so this is what bounds memory
     skips = USUAL_MAX_SKIPS if c.max_skips is None else c.max_skips
     return max(c.capacity, most_for_max_skips(skips, least_batch_size(c), c.groups.kept))
 
@@ -61,6 +64,7 @@ def most_waiting_tokens(c: Knobs) -> int | None:
 def longest_rollout(c: Knobs) -> int | None:
     """Tokens that a rollout may have to stay within ``micro_batches.max_tokens``, shared by as many ranks as may (two
     equal chunks a rank); None = no cap."""
+    # a part is two chunks of equal length, so an odd cap loses a token
     cap = c.micro_batches.max_tokens
     if cap is None:
         return None

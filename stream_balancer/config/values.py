@@ -69,8 +69,10 @@ class Values(type):
         """Knobs that are groups."""
         cls._at = ""
         """Where its knobs are found in a config."""
+        # a message about a knob of a group names it by its path
         for group, kind in cls._groups.items():
             kind._at = f"{group}."
+        # a knob without a default is required; the type says so, and one conversion checks all
         given = {one.name for one in fields(made) if one.default is not MISSING}
         kinds = {knob: NotRequired[kind] if knob in given else kind for knob, kind in cls._kinds.items()}
         # one type for all knobs together: msgspec remembers what it has made of a type
@@ -83,6 +85,7 @@ class Values(type):
 
     def of(cls, knobs: Mapping[Any, Any]) -> Any:
         """A value of the class. Raises :class:`ConfigError`."""
+        # msgspec leaves out what it does not know, and a misspelled knob would be off without a word
         for name in knobs:
             if name not in cls._kinds:
                 raise ConfigError(cls._unknown(str(name)))
@@ -94,6 +97,7 @@ class Values(type):
         try:
             values = msgspec.convert(given, cls._checked)
         except msgspec.ValidationError:
+            # which of them it was: msgspec's message has its own words, ours says what the knob must be
             for name, value in given.items():
                 check(f"{cls._at}{name}", value, cls._kinds[name])
             missing = cls._checked.__required_keys__ - given.keys()
@@ -101,6 +105,7 @@ class Values(type):
         return super().__call__(**values)
 
     def _unknown(cls, name: str) -> str:
+        # a knob is often looked for at the top although it is in a group, or by the last part of its name
         within = [(group, kind, knob) for group, kind in cls._groups.items() for knob in kind._kinds]
         spelled = {f"{group}.{knob}": f"{group}={kind.__name__}({knob}=...)" for group, kind, knob in within}
         known = {path.partition(".")[2]: text for path, text in spelled.items()} | spelled
@@ -121,6 +126,7 @@ class Values(type):
 
     @property
     def __signature__(cls) -> inspect.Signature:
+        # help() would print every annotation, and no screen would hold them
         (_, *knobs) = inspect.signature(vars(cls)["__init__"]).parameters.values()
         return inspect.Signature([knob.replace(annotation=knob.empty) for knob in knobs])
 

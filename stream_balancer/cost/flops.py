@@ -52,6 +52,7 @@ class AttentionPairs:
     def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """``[n]`` lengths -> ``[n]`` float64 FLOPs."""
         x = np.asarray(lengths, dtype=np.float64)
+        # kernels that do not skip masked blocks compute them
         if not self.causal:
             pairs = x * x
         elif self.chunk is not None:
@@ -87,6 +88,7 @@ class LayerSumCost:
 
     def __post_init__(self) -> None:
         _check("LayerSumCost.flops_per_token", self.flops_per_token)
+        # all costs 0: every partition is balanced, and one rank could get everything
         if self.flops_per_token + self.flops_per_pair <= 0:
             raise ValueError("LayerSumCost: all FLOPs are 0, so every rollout would cost nothing")
 

@@ -101,6 +101,7 @@ def layer_sum_of(config: Any, *, causal: bool = True) -> LayerSumCost:
     """Raises ValueError naming what is not known."""
     fields = _text(config)
     family = _family_of(fields)
+    # the embedding is a lookup: only the projection to the vocabulary is work
     weights = float(fields.size("hidden_size") * fields.size("vocab_size"))
     pairs: Counter[_Reach] = Counter()
     for part in _parts(fields, family):
@@ -118,6 +119,7 @@ def layer_sum_of(config: Any, *, causal: bool = True) -> LayerSumCost:
 
 def _text(config: Any) -> _Fields:
     fields = _Fields(config)
+    # multimodal models nest their decoder, some of them twice
     text = fields.get("text_config")
     return fields if text is None else _text(text)
 
@@ -189,6 +191,7 @@ def _attention(fields: _Fields, family: _Family, kind: str, index: int) -> _Part
     reach = _REACHES[kind](fields)
     if fields.get("kv_lora_rank") is not None:
         return _latent_attention(fields, reach, kind, index)
+    # absent or 0 in older files: every head has its own keys
     kv_heads = fields.optional("num_key_value_heads") or heads
     key = fields.optional("head_dim") or _quotient(hidden, heads)
     value = fields.optional("v_head_dim") or key
@@ -209,6 +212,7 @@ def _latent_attention(fields: _Fields, reach: _Reach, kind: str, index: int) -> 
     latent, rope, nope, value = fields.sizes("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     key = nope + rope
     query_latent = fields.optional("q_lora_rank")
+    # small models project queries directly, without a latent
     weights = query_latent * (hidden + heads * key) if query_latent else hidden * heads * key
     weights += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
     pairs = [(reach, heads * (key + value))]
@@ -268,10 +272,12 @@ def _has_experts(fields: _Fields, family: _Family, index: int) -> bool:
     chosen = fields.get("moe_layers")
     if chosen is not None:
         return index in chosen
+    # DeepSeek, ERNIE: the first layers are dense
     first = fields.optional("first_k_dense_replace", "moe_layer_start_index")
     last = fields.get("moe_layer_end_index")
     if index < first or (last is not None and 0 <= last < index) or index in (fields.get("mlp_only_layers") or ()):
         return False
+    # Qwen counts from 1: every step-th layer has experts
     step = fields.optional("decoder_sparse_step", "moe_layer_interval") or 1
     return (index + 1) % step == 0
 
@@ -280,6 +286,7 @@ def _experts(fields: _Fields, family: _Family) -> float:
     """The experts of a token, those that every token passes through, and the choice."""
     hidden = fields.size("hidden_size")
     width = fields.optional("moe_intermediate_size") or fields.size("intermediate_size")
+    # given as one width of all shared experts, or as their number
     shared = fields.optional(*_SHARED_WIDTH)
     if not shared:
         number = fields.get(*_NUM_SHARED)

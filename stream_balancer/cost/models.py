@@ -307,6 +307,7 @@ class CalibratedCost:
 def _weights_of(prior: CostModel) -> tuple[float, float]:
     """linear, quadratic of a prior that is ``linear * L + quadratic * L^2``. Raises ValueError for any other."""
     # per token: of a form a + b * L, two lengths give a and b, and the third says whether it is one
+    # divided by the length, the form is a line
     one, two, three = np.asarray(prior(np.array(_PROBES)), dtype=np.float64) / np.array(_PROBES)
     quadratic = float(two - one) / (_PROBES[1] - _PROBES[0])
     linear = float(one) - quadratic * _PROBES[0]
@@ -324,6 +325,7 @@ def _weights_of(prior: CostModel) -> tuple[float, float]:
 
 def cost_of(text: str) -> CostModel:
     """The cost model that a text names. Raises ConfigError."""
+    # a Windows path has a colon, too: it ends in .json, and is no name
     name, _, rest = text.partition(":")
     named: dict[str, Callable[..., CostModel]] = {
         "tokens": TokenCost,

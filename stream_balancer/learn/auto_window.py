@@ -117,6 +117,7 @@ class AutoWindow:
         idle = self.idle_by_window
         if not idle:
             return
+        # idle times of one stream: their differences count, their sizes drift with the lengths
         best = min(idle.values())
         enough = min(window for window, share in idle.items() if share <= best + TARGET)
         sure = min(window for window, share in idle.items() if share <= best + SHRINK)

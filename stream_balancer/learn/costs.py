@@ -55,6 +55,7 @@ class CostLearner(Learner):
         """Learned costs are kept while cost and speeds are the same, and with another number of ranks all but their
         speeds."""
         config, learned = self._core.config, self._calibration
+        # the law belongs to the model and the hardware, speeds to single ranks
         resized = config.dp_size != before.dp_size
         if not resized and (config.cost, config.speeds) == (before.cost, before.speeds):
             return

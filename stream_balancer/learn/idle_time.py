@@ -124,6 +124,7 @@ class IdleTimes(Learner):
         self._waits.pop(batch.step, None)
 
     def _record_imbalance(self, batch: Batch, busy: Floats) -> None:
+        # seconds and loads differ by a factor that only calibration knows: shares are compared
         slowest, mean = float(busy.max()), float(busy.mean())
         mean_load = sum(batch.loads) / len(batch.loads)
         if slowest <= mean or mean_load <= 0:

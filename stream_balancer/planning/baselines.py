@@ -38,6 +38,7 @@ def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, s
     Ranks get as many micro-batches as the one that needs most, as trainers arrange by an all_reduce.
     """
     oldest = _oldest(waiting, usual_size(waiting, knobs, num_rollouts, surplus))
+    # as most trainers deal out a batch that they have read in order
     shares = [oldest[rank :: knobs.num_ranks] for rank in range(knobs.num_ranks)]
     packer = Packer(waiting.lengths, waiting.costs, knobs.max_tokens_per_micro_batch, knobs.padded)
     packed = packed_shares(packer, shares, knobs.micro_batch_multiple, "equal")

@@ -127,6 +127,7 @@ def lockstep_bounds(costs: Floats, tokens: Ints, num_ranks: int, max_tokens: int
     """[k] `lockstep_bound` of k batches of n rollouts. ``costs``, ``tokens``: [k, n], costliest first, tokens at most
     max_tokens. O(k n log n), and O(k n) for each lockstep that counts."""
     fastest, together = (1.0, float(num_ranks)) if rate is None else (float(rate.max()), float(rate.sum()))
+    # a lockstep's tokens bound its work only if they hold the work that is densest
     densest = np.argsort(-costs / tokens, axis=1, kind="stable")
     dense_costs, dense_tokens = np.take_along_axis(costs, densest, 1), np.take_along_axis(tokens, densest, 1)
     before = np.cumsum(dense_tokens, axis=1) - dense_tokens  # [k, n]

@@ -80,6 +80,7 @@ def one_micro_batch_each(
 ) -> list[Bins] | None:
     """`least_finish` with a micro-batch a rank; None if no way is found to fit everything into so many. O(n log n), and
     exchanges within a fixed work budget where the partition that ignores the cap does not fit."""
+    # the cap often does not bind: then the best partition is the answer
     shares = partition(packer.work, num_ranks, "free", speeds, rotation=rotation)
     if all(packer.least_bins(share) == 1 for share in shares):
         return [[share.tolist()] if share.size else [] for share in shares]
@@ -186,6 +187,7 @@ def _of_one_number(task: _Task, balanced: list[Bins], speeds: ArrayLike | None, 
             found.append(task.improved(bins_to_ranks(packer, bins, num_ranks, speeds, rotation), [number] * num_ranks))
             if number >= need:
                 break
+        # more micro-batches leave more ways to balance, and cost their overhead on every rank
         number += task.multiple_of
     return min(found, key=itemgetter(2))
 

@@ -66,6 +66,7 @@ def choose(
     waiting = Waiting(work, tokens, passed, must, labels, complete)
     together: Keep = "free" if groups is None else "same_batch"
     knobs = PlanKnobs(dp_size, batch_size, max_skips, counts=counts, groups=together, group_size=largest)
+    # the layout on ranks is thrown away: swaps with the pool depend on it, so it is made all the same
     plan = plan_batch(waiting, knobs, num_rollouts=min(batch_size, size), step=step)
     # an empty array first: where all groups wait for siblings there is nothing to join
     return np.sort(np.concatenate([labels[:0], *(one for of_rank in plan.ranks for one in of_rank)]))

@@ -116,6 +116,7 @@ def _heaviest_first(step: Shareable, level: float) -> Placement:
 def _exchanged(step: Shareable, found: Placement, target: float) -> Placement:
     """The placement with rollouts that nobody shares moved and exchanged between ranks, until the target, or nothing
     helps."""
+    # only these can move without moving another rank's work
     own = np.flatnonzero(found.rows == 0)
     if not own.size:
         return found

@@ -51,6 +51,7 @@ def step_time(packer: Packer, ranks: list[Bins], speeds: ArrayLike | None) -> fl
 
 def _searched(packer: Packer, bins: Bins, num_ranks: int, number: int) -> Bins:
     """Alike within each lockstep, from the better of two starts, or from `bins` where there is no other."""
+    # which of the two is better depends on the lengths, and either costs little beside the search
     starts = [_level_by_level(packer, num_ranks, number, fullest_first=fullest) for fullest in (False, True)]
     found = [one for one in starts if one is not None] or [sorted(bins, key=packer.cost, reverse=True)]
     start = min(found, key=lambda one: _time_of(packer, one, num_ranks))

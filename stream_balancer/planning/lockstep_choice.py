@@ -99,6 +99,7 @@ def choose_lockstep(step: CappedStep) -> Bools:
     """
     costs = step.order.costs
     level = min(ordinary_level(step), _SPIKE * step.order.heaviest)
+    # denser than what fills a micro-batch: only another one can run beside it without waiting
     outlier = costs > level  # [W]
     oldest = step.must.copy()
     oldest[np.flatnonzero(~step.must)[: step.num_rollouts - int(np.count_nonzero(step.must))]] = True
@@ -112,6 +113,7 @@ def choose_lockstep(step: CappedStep) -> Bools:
     bounds = lockstep_bounds(chosen_costs, pool.tokens[members], step.num_ranks, step.max_tokens, step.rate)
     together = step.num_ranks if step.rate is None else float(step.rate.sum())
     waste = bounds - chosen_costs.sum(axis=1) / together
+    # now and later in one unit: time of a rank
     best = int((waste + pool.future(~batches[:, : pool.num_outliers])).argmin())
     go = np.zeros(costs.size, dtype=np.bool_)
     go[pool.positions[members[best]]] = True

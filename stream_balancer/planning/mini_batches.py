@@ -64,6 +64,7 @@ def in_mini_batches(
     )
     units = Units.of(step_of, own)
     num_units = units.sizes.size
+    # a rank without a rollout of the piece would run padding for a whole optimizer step
     for_ranks = num_units if knobs.groups == "same_rank" else step_of.costs.size
     number = max(min(knobs.mini_batches, for_ranks // knobs.num_ranks, num_units), 1)
     pieces = np.array_split(np.arange(num_units), number) if in_order else _gathered(step_of, units, own, number)
@@ -85,6 +86,7 @@ def in_mini_batches(
 
 def _gathered(step_of: Waiting, units: Units, knobs: PlanKnobs, number: int) -> list[Ints]:
     """[mini_batch] -> units of each. The heaviest go together, as few as make a piece in which no rank waits."""
+    # what a micro-batch costs is alike for all pieces, and would hide which of them waits
     rough = replace(knobs, fixed_costs=NO_FIXED_COSTS)
     rest = np.argsort(-units.peaks, kind="stable")  # heaviest first
     pieces = []
@@ -120,6 +122,7 @@ def _rows_of(units: Units, some: Ints) -> Ints:
 def joined(plan: Plan, pieces: list[Plan]) -> Plan:
     """The plan in these pieces: it is done when the last rank is, in every one of them."""
     mean, finish = float(np.mean(sum(one.finishes for one in pieces))), sum(one.finish for one in pieces)
+    # pieces in which nobody shares have none of their own
     degrees = [
         [one for piece in pieces for one in (piece.degrees[rank] if piece.degrees else [1] * len(piece.ranks[rank]))]
         for rank in range(len(plan.ranks))

@@ -129,6 +129,7 @@ def _without_outliers(units: Candidates, others: Ints, peak: float, must_peak: f
     12 % on the heaviest recorded tail.
     """
     # the outlier that must go first sets the day that fillers are kept for
+    # heavier than a rank's fair share: whichever step it goes in, the other ranks wait
     outliers = units.parts + units.filler > fair
     patience = max(1, int(units.remaining[outliers].min())) if outliers.any() else 1
     needed = units.ranks * peak
@@ -259,6 +260,7 @@ def _outlier_batch(units: Candidates, others: Ints, must_peak: float) -> Bools:
     """A step as long as its heaviest `must`, or longer where that wastes little more, filled up to that level."""
     costs, parts, must, num_more = units.costs, units.parts, units.must, units.num_more
     level = _best_level(units, others, must_peak)
+    # nothing above the level: it would make the step longer still
     open_to = ~must & (parts + units.filler <= level)
     taken = np.flatnonzero(open_to)[:num_more]
     # the oldest first: the step is long in any case, so it may serve age before it serves balance

@@ -114,6 +114,7 @@ class Packer:
         """Rollouts, each to the lightest bin that has room (LPT with a second, hard dimension). O(n log n), rarely
         more."""
         work = self.work_list
+        # zero costs would all go into the first bin
         tie_breaker = (sum(work[i] for i in order) or 1.0) * 1e-9 / len(order)
         heap: list[tuple[float, int]] = [(0.0, one) for one in range(number)]
         room = [self.cap] * number
@@ -139,6 +140,7 @@ class Packer:
         order = share[np.lexsort((-self.work[share], -self.tokens[share]))].tolist()
         if self._runs(order, float("inf"), number) is None:
             return None
+        # all in one run costs no more than this, so some level in between suffices
         high = float(len(order)) * max(self.work_list[i] for i in order)
         low = 0.0
         best = self._runs(order, high, number)

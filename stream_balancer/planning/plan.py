@@ -162,6 +162,7 @@ def work_in(waiting: Waiting, ranks: list[list[Ints]]) -> list[Floats]:
     if waiting.prefix_costs is None:
         return [np.array([waiting.costs[one].sum() for one in share]) for share in ranks]
     # siblings are counted micro-batch by micro-batch, in one call: only within one is a prefix shared
+    # a micro-batch is the reach of a prefix: two of one rank pay it twice
     ones = [one for share in ranks for one in share]
     place = np.repeat(np.arange(len(ones)), [one.size for one in ones])
     work = waiting.sets(np.concatenate([*ones, np.empty(0, dtype=np.int64)])).loads(place, len(ones))
@@ -191,6 +192,7 @@ def micro_batch_overheads(knobs: PlanKnobs, ranks: list[list[Ints]]) -> Floats:
     numbers = np.array([max(len(one), 1) for one in ranks])
     if knobs.micro_batch_counts == "equal":
         numbers[:] = numbers.max()
+    # a virtual pipeline runs whole multiples, padding copies in what is missing
     overheads: Floats = knobs.fixed_costs.micro_batch * (-(-numbers // knobs.micro_batch_multiple))
     return overheads * knobs.micro_batch_multiple
 

@@ -200,6 +200,7 @@ def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go:
 def _sums_decide(knobs: PlanKnobs, shares: list[list[Ints]]) -> bool:
     """True if the work of each rank, which a swap evens out, decides when the step is over: not where the peaks of
     micro-batches do, or where a rank is empty."""
+    # one micro-batch a rank: meeting at every one is meeting once
     in_rows = knobs.sync == "micro_batch" and max(map(len, shares)) > 1
     return not (knobs.padded or in_rows) and all(shares)
 
@@ -210,6 +211,7 @@ def _groups_swapped(
     """The shares, or those of another choice of groups that wastes less."""
     if knobs.batch_tokens is not None:
         return shares  # one group for another would miss the budget
+    # waste, not the finish: groups differ in work, and a lighter step is no better one
     times = _Times.of(waiting, knobs, shares)
     best, least = shares, times.finish - times.fair
     # Only which choice wins is asked here, and a choice that is even enough ends the search: a finer partition would

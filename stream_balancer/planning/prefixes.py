@@ -59,6 +59,7 @@ def with_shared_prefixes(
     """
     ranks, cap = knobs.num_ranks, knobs.max_tokens_per_micro_batch
     numbers = [sum(degree > 1 for degree in of_rank) for of_rank in dense.degrees] or [0] * ranks
+    # shared micro-batches stand in front on every rank, in one order: nothing may come between them
     shared = [share[:number] for share, number in zip(dense.ranks, numbers, strict=True)]
     own = [share[number:] for share, number in zip(dense.ranks, numbers, strict=True)]
     degrees = dense.degrees and [of_rank[:number] for of_rank, number in zip(dense.degrees, numbers, strict=True)]
@@ -283,6 +284,7 @@ def pack_siblings(
     packer = Packer(of_part, siblings.loads(part_of, parts.size), max_tokens, padded=False)
     held = [np.flatnonzero(parts % num_ranks == rank).tolist() for rank in range(num_ranks)]
     packed = [packer.fewest(items) if items else [] for items in held]
+    # a rank's shared micro-batches count towards the number that all ranks run
     numbers = [number + len(bins) for number, bins in zip(others, packed, strict=True)]
     wanted = [-(-(max(numbers) if even else number) // multiple_of) * multiple_of for number in numbers]
     by_part = np.argsort(part_of, kind="stable")

@@ -188,6 +188,7 @@ def _with_others(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts:
     others = units.ready & ~must
     if room == 0 or not others.any():
         return must
+    # choices count units: one of another size would make the step too long or too short
     size, alike = _most_common_size(units, others)
     candidates = must | alike
     # nearly always everybody is a candidate: then the columns, and their order, are taken as they are
@@ -278,6 +279,7 @@ def _in_lockstep(
     the ranks: these meet once a step, or one micro-batch holds a rank's share, or enough rollouts to even it out."""
     if not (knobs.padded or knobs.sync == "micro_batch"):
         return None
+    # as many micro-batches as a step of mean lengths needs: who goes is not known yet
     cap, number = knobs.max_tokens_per_micro_batch, 1
     if cap is not None:
         number = int(np.ceil(float(lengths.mean()) * num_rollouts / (knobs.num_ranks * cap)))

@@ -82,6 +82,7 @@ class Shareable:
         """What every plan of these, of which siblings in a micro-batch pay their prefix once, lays out at least: the
         rollouts without their prefixes, and each prefix once, by as many ranks as some sibling is shared."""
         added = Shareable.of(siblings.added, self.lengths, knobs)
+        # any degree is allowed, whatever its tokens: a bound may be too low, never too high
         prefixes = part_cost(siblings.prefixes, self.sizes[:, None], knobs.cp_overhead)
         lengths = np.concatenate((self.lengths, siblings.prefix_tokens))
         return Shareable(lengths, self.sizes, np.hstack((added.parts, prefixes)), self.num_ranks)

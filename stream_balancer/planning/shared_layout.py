@@ -109,6 +109,7 @@ def _rotated(ranks: list[list[Ints]], degrees: list[list[int]], step: int) -> tu
         >>> _rotated([[0], [1], [2], [3]], [[2], [2], [1], [1]], step=3)[0]
         [[3], [2], [1], [0]]
     """
+    # rotated in units of the largest block: then every smaller one stays aligned, too
     number, largest = len(ranks), max(degree for of_rank in degrees for degree in of_rank)
     # some ranks are in no block of the largest size: to exchange blocks would tear one
     if number % largest:

@@ -60,6 +60,7 @@ def in_locksteps(
         found = _packed(step, packer, everybody, number * step.num_ranks)
         if found and most is None:  # in fewer they may not fit, though their tokens would
             most = number + _MORE
+        # padding copies take no time of their own, but the collectives of their lockstep do
         run = -(-number // multiple) * multiple
         for bins in found:
             locksteps = [_by_itself(step, packer, one) for one in _in_rows(bins, step.num_ranks)]
@@ -105,6 +106,7 @@ def _packed(step: Shareable, packer: Packer, items: Ints, places: int) -> list[l
 
 def _in_rows(bins: list[_Bin], num_ranks: int) -> Locksteps:
     """The longest into one lockstep, as far as there are ranks, the next into the next."""
+    # greedy by time: a lockstep is as long as its first, so the next longest cost nothing in it
     left = sorted(bins, key=lambda one: -one.took)
     rows = []
     while left:

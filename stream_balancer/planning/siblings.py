@@ -47,6 +47,7 @@ class Siblings:
             >>> siblings.added, siblings.set_of, siblings.prefixes
             (array([500., 300., 500.]), array([0, 0, 1]), array([400.,   0.]))
         """
+        # without a group nobody else has the prefix
         shares = (prefix_lengths > 0) & (labels >= 0)
         # who shares nothing has a label of its own, above all that are taken
         alone = int(labels.max(initial=-1)) + 1 + np.arange(labels.size)

@@ -78,6 +78,7 @@ def _nearest(
     More rollouts have more tokens, nearly always, so each choice bounds the number. O(log most) choices; two to four
     where lengths are alike, since the mean length of one says where the next should be.
     """
+    # what the skip guarantee demands goes, though the budget be passed
     forced = int(units.sizes[forced_units(units)].sum())
     most = max(most, forced)
     least = max(forced, min(knobs.batch_size, most))
@@ -106,6 +107,7 @@ def _least_idle(waiting: Waiting, units: Units, knobs: PlanKnobs, usual: int, mo
     multiple = knobs.step_multiple
     due = int(units.sizes[units.due & units.ready].sum())  # what must go is not left behind to give back
     usual = max(usual, min(-(-due // multiple) * multiple, most))
+    # the usual size first: most steps idle so little that no other is tried
     best = select(waiting, units, knobs, usual)
     least_idle = _idle(waiting, units, knobs, best[1])
     if least_idle <= _WASTEFUL:

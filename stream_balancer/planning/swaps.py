@@ -74,6 +74,7 @@ def swap_with_waiting(
         return shares
     idle_before = 1.0 - float(loads.sum() / rate.sum() / finish.max())
     # heavier ones would make some rank later than all are now
+    # by cost, so that each place's best answer is found by bisection
     pool = order.ascending()
     pool = pool[costs[pool] <= level * rate.max()]
     # the latest first: they give back what the early ones lack
@@ -187,6 +188,7 @@ def swaps_of_groups(
         >>> np.flatnonzero(choice)  # 900, and 700 + 100 + 100
         array([0, 2])
     """
+    # all pairs of two short lists, by their sums first: a partition of each would cost more than it finds
     stays = np.flatnonzero(units.ready & ~go)
     gives, takes = _spread(np.flatnonzero(go & ~fixed), units.costs), _spread(stays, units.costs)
     # [gives, takes] -> the pairs of one size: a swap of unlike sizes would change the number of rollouts
