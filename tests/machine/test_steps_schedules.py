@@ -151,6 +151,17 @@ def test_roles_stay_until_every_step_is_acknowledged() -> None:
     assert play.ack("0") == ["rankack 0", "ack", "end ref0"]
 
 
+def test_a_rank_without_a_part_is_needed_until_the_others_have_met() -> None:
+    play = Play()
+    play.plan("0@0 1@1")
+    play.ledger.resized("", [0, 1, 2])
+    assert play.join("2") == []
+    play.ledger.end()
+    play.train("0", [0])
+    assert play.train("1", [1]) == ["seal 0 #1 of 0 1", "seal 1 #1 of 0 1"]
+    assert "end 2" in play.meet("0")
+
+
 def test_a_report_that_crosses_a_drop_is_not_of_the_new_plan() -> None:
     play = Play("0", meets=False, restarted=True)
     play.plan("0@0")
