@@ -258,11 +258,6 @@ class Batch:
         return _excess(self.finish, sum(self.loads) / len(self.loads))
 
     @property
-    def avoidable_imbalance(self) -> float:
-        """The part of ``imbalance`` a better assignment might remove: ``finish`` over ``lower_bound``, minus one."""
-        return _excess(self.finish, self.lower_bound)
-
-    @property
     def unavoidable_imbalance(self) -> float:
         """The part no assignment of these rollouts can remove: ``lower_bound`` over the mean load, minus one."""
         return _excess(self.lower_bound, sum(self.loads) / len(self.loads))

@@ -85,11 +85,6 @@ class Tree:
         return self.nodes[-1].stop
 
     @cached_property
-    def spans(self) -> Tensor:
-        """``[N, 3]`` int32 start, stop and parent (-1: none) of each node, on the tokens' device."""
-        return torch.tensor([node[:3] for node in self.nodes], dtype=torch.int32, device=self.index.device)
-
-    @cached_property
     def reach(self) -> Tensor:
         """``[U]`` int32: row ``u`` is attended to by rows ``u`` to ``reach[u] - 1``, and by no other. O(N + U)."""
         ends = [node.stop for node in self.nodes]
@@ -185,11 +180,8 @@ def tree(
         (tensor([7, 8, 1, 2, 3, 9]), tensor([0, 1, 2, 2, 3, 0]))
         >>> unique.index  # [T]
         tensor([0, 1, 2, 0, 1, 3, 4, 5])
-        >>> unique.spans  # [N, 3]
-        tensor([[ 0,  2, -1],
-                [ 2,  3,  0],
-                [ 3,  5,  0],
-                [ 5,  6, -1]], dtype=torch.int32)
+        >>> [node[:3] for node in unique.nodes]  # start, stop, parent
+        [(0, 2, -1), (2, 3, 0), (3, 5, 0), (5, 6, -1)]
         >>> unique.attention_mask().int()  # [U, U]
         tensor([[1, 0, 0, 0, 0, 0],
                 [1, 1, 0, 0, 0, 0],

@@ -88,7 +88,7 @@ def test_the_dense_layout_comes_back_and_nothing_is_there_twice(micro_batch: Mic
 def test_a_rank_has_the_same_tree(micro_batch: MicroBatch) -> None:
     here, there = micro_batch.tree(["pairs"]), on_a_rank(micro_batch).tree(["pairs"])
     assert here.nodes == there.nodes
-    for mine, theirs in ((here["pairs"], there["pairs"]), (here.index, there.index), (here.spans, there.spans)):
+    for mine, theirs in ((here["pairs"], there["pairs"]), (here.index, there.index)):
         assert mine.equal(theirs)
 
 
@@ -153,7 +153,7 @@ def test_what_fills_up_to_a_multiple_is_nobodys(micro_batch: MicroBatch, multipl
 def test_siblings_share_the_least_and_who_declares_nothing_shares_nothing() -> None:
     made = [sibling("g", 6, 2, declared=declared, number=declared) for declared in (6, 0, 4)]
     unique = MicroBatch.of(made).tree()
-    assert unique.spans.tolist() == [[0, 4, -1], [4, 8, 0], [8, 12, 0], [12, 20, -1]]
+    assert [node[:3] for node in unique.nodes] == [(0, 4, -1), (4, 8, 0), (8, 12, 0), (12, 20, -1)]
     assert unique.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7]
 
 
