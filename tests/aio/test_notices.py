@@ -83,7 +83,9 @@ async def test_batches_that_nobody_acknowledged_are_counted_at_the_end(
         async for batch in balancer.batches(auto_ack=False):
             if acknowledges or batch.step == 0:
                 balancer.acknowledge(batch.step)
-    lines = [re.match(r"closed before steps \[1, 2\] were acknowledged.*acknowledge\(step\)", line) for line in said(caplog)]
+    lines = [
+        re.match(r"closed before steps \[1, 2\] were acknowledged.*acknowledge\(step\)", line) for line in said(caplog)
+    ]
     assert [bool(line) for line in lines] == ([] if acknowledges else [True])
 
 
