@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -15,6 +16,7 @@ import anyio.lowlevel
 import msgspec
 import numpy as np
 import pytest
+from ends import call
 from helpers import until
 
 from stream_balancer.errors import (
@@ -26,7 +28,7 @@ from stream_balancer.errors import (
 )
 from stream_balancer.net.calls import Pending
 from stream_balancer.net.errors import ConnectionEnd
-from stream_balancer.net.messages import Notify, Welcome
+from stream_balancer.net.messages import Join, Notify, Welcome
 from stream_balancer.net.service import Asked, Bytes, Peer, Service
 from stream_balancer.net.session import Session
 from stream_balancer.testing.network import MemoryNetwork
@@ -450,3 +452,12 @@ async def test_a_connection_that_is_lost_again_and_again_is_dialled_less_and_les
         await anyio.sleep(20)
         assert caller.dialer.joined < 40
         tasks.cancel_scope.cancel()
+
+
+def test_bytes_that_are_still_coming_count() -> None:
+    """A mover carries them beside the connection: more calls are announced before they are here."""
+    limits = Welcome(staged_bytes=100, max_call_bytes=100)
+    peer = Peer(SimpleNamespace(io=None, limits=limits), Join(b"", "producer", "p", b"1" * 16))  # type: ignore[arg-type]
+    peer.admit(call(0), 60)
+    with pytest.raises(WireError, match="a call of 60 bytes, where 60 of 100 have no reply"):
+        peer.admit(call(1), 60)
