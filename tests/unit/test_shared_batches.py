@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
 from codec_help import carried
@@ -19,7 +18,6 @@ import stream_balancer as sb
 from stream_balancer.core import batching
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
-from stream_balancer.planning import Plan, PlanKnobs, Waiting
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import Batch, MicroBatch, Rollout, SharedRollout
 from stream_balancer.types.shared import join_column
@@ -42,34 +40,8 @@ def polled(core: BalancerCore) -> Batch:
     return batch
 
 
-def by_hand(monkeypatch: pytest.MonkeyPatch, ranks: list[list[list[int]]], degrees: list[list[int]]) -> None:
-    """This plan, whatever the planner would do."""
-
-    def plan(waiting: Waiting, knobs: PlanKnobs, **_: Any) -> Plan:
-        cost = waiting.costs
-        its = [[np.array(one, dtype=np.int64) for one in of_rank] for of_rank in ranks]
-        parts = [
-            sum(float(cost[one].sum()) / degree for one, degree in zip(of_rank, of, strict=True))
-            for of_rank, of in zip(its, degrees, strict=True)
-        ]
-        return Plan(
-            ranks=its,
-            degrees=degrees,
-            loads=np.array(parts),
-            rates=None,
-            finish=max(parts),
-            lower_bound=1.0,
-            incomplete_groups=(),
-            avoidable_imbalance=0.0,
-            unavoidable_imbalance=0.0,
-        )
-
-    monkeypatch.setitem(batching._PLANNERS, "window", plan)
-
-
-RANKS = [[[0], [2], [4]], [[0], [2], [5]], [[0], [6]], [[0], [1, 3]]]
-DEGREES = [[4, 2, 1], [4, 2, 1], [4, 1], [4, 1]]
 LENGTHS = [401, 7, 130, 9, 31, 33, 40]
+"""The first is longer than a rank's fair share: the planner has ranks share it."""
 
 
 def names(batch: Batch) -> list[list[list[str]]]:
@@ -111,31 +83,16 @@ def check_whole(batch: Batch, rollouts: dict[str, Rollout]) -> None:
     assert batch.num_rollouts == len(rollouts)
 
 
-def test_a_batch_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = core_of(LENGTHS, micro_batches=sb.MicroBatches(counts="equal"))
-    rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
-    by_hand(monkeypatch, RANKS, DEGREES)
+def test_a_batch_of_parts_is_acknowledged_as_wholes() -> None:
+    core = core_of(LENGTHS)
     batch = polled(core)
-    verify(core)
-    check_whole(batch, rollouts)
-    assert names(batch) == [
-        [["r0"], ["r2"], ["r4"]],
-        [["r0"], ["r2"], ["r5"]],
-        [["r0"], ["r6"], []],
-        [["r0"], ["r1", "r3"], []],
-    ]
-    assert [[mb.cp_group for mb in one.micro_batches] for one in batch.ranks] == [
-        [(0, 1, 2, 3), (0, 1), ()],
-        [(0, 1, 2, 3), (0, 1), ()],
-        [(0, 1, 2, 3), (), ()],
-        [(0, 1, 2, 3), (), ()],
-    ]
-    assert batch.num_padding == 2
-    assert all(not mb.cp_group for one in batch.ranks for mb in one.micro_batches if mb.rollouts[0].is_padding)
+    assert batch.has_shared
     assert batch.loads == tuple(core.in_flight()[0].ranks[rank].load for rank in range(4))
     assert batch.finish == max(batch.loads)
-    statistics = core.statistics(2.0)
-    assert statistics.in_flight == len(LENGTHS)
+    copies = [mb for one in batch.ranks for mb in one.micro_batches if mb.rollouts[0].is_padding]
+    assert len(copies) == batch.num_padding
+    assert not any(mb.cp_group for mb in copies)
+    assert core.statistics(2.0).in_flight == len(LENGTHS)
     core.acknowledge(0)
     verify(core)
     statistics = core.statistics(2.0)
@@ -155,11 +112,11 @@ def same_batch(one: Batch, other: Batch) -> None:
         assert all(same_rollout(a, b) for a, b in zip(mine.rollouts, theirs.rollouts, strict=True))
 
 
-def test_a_checkpoint_has_a_step_in_flight_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_has_a_step_in_flight_as_it_was() -> None:
     core = core_of(LENGTHS)
     rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
-    by_hand(monkeypatch, RANKS, DEGREES)
     batch = polled(core)
+    assert batch.has_shared
     written = state_dict(core.snapshot(2.0))
     size = sum(row.nbytes for row in written["rollouts"])
     whole = sum(r.nbytes for r in rollouts.values())
@@ -175,12 +132,10 @@ def test_a_checkpoint_has_a_step_in_flight_as_it_was(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("dp_size", [2, 1, 6, 3])
-def test_other_ranks_get_another_plan_of_the_same_rollouts(monkeypatch: pytest.MonkeyPatch, dp_size: int) -> None:
+def test_other_ranks_get_another_plan_of_the_same_rollouts(dp_size: int) -> None:
     core = core_of(LENGTHS)
     rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
-    with monkeypatch.context() as patch:
-        by_hand(patch, RANKS, DEGREES)
-        polled(core)
+    assert polled(core).has_shared
     core.nack(0)
     core.reconfigure(replace(core.config, dp_size=dp_size, min_batch_size=dp_size))
     again = polled(core)

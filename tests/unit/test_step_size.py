@@ -9,27 +9,15 @@ import pytest
 from helpers import config
 from hypothesis import given
 from hypothesis import strategies as st
+from test_planning_selection import Stream, waiting
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
-from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, plan_batch, smallest_max_skips
+from stream_balancer.planning import PlanKnobs, choose_batch, plan_batch, smallest_max_skips
 from stream_balancer.planning.step_size import surplus_after
 
 tails = st.sampled_from([0.0, 1.0, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 40.0, 200.0])
-
-
-def waiting(costs: Any, *, skips: Any = 0, due: Any = False, groups: Any = -1) -> Waiting:
-    costs = np.asarray(costs, dtype=np.float64)
-    full = np.zeros(costs.size, dtype=np.int64)
-    return Waiting(
-        costs=costs,
-        lengths=np.maximum(costs, 1).astype(np.int64),
-        skips=full + skips,
-        due=full.astype(np.bool_) | due,
-        groups=full + groups,
-        group_complete=full == 0,
-    )
 
 
 @given(st.data())
@@ -54,19 +42,15 @@ def test_the_mean_is_held_the_range_is_kept_and_nobody_waits_too_long(data: st.D
         groups=groups,
         group_size=group_size,
     )
-    costs, skips, labels = np.empty(0), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    sent = surplus = steps = newest = 0
+    stream, sent, surplus, steps = Stream(), 0, 0, 0
     for step in range(data.draw(st.integers(1, 12), "steps")):
-        room = (capacity - costs.size) // group_size
-        arrivals = data.draw(st.lists(tails, max_size=room * group_size), "arrivals")
-        arrivals = arrivals[: len(arrivals) // group_size * group_size]
-        costs, skips = np.concatenate((costs, arrivals)), np.concatenate((skips, np.zeros(len(arrivals), np.int64)))
-        labels = np.concatenate((labels, newest + np.arange(len(arrivals)) // group_size))
-        newest += len(arrivals) // group_size
-        if costs.size < mean:
+        room = (capacity - stream.costs.size) // group_size
+        arrivals = data.draw(st.lists(st.lists(tails, min_size=group_size, max_size=group_size), max_size=room))
+        for siblings in arrivals:
+            stream.come(siblings, grouped=True)
+        if stream.costs.size < mean:
             continue
-        columns = waiting(costs, skips=skips, groups=labels)
-        plan = plan_batch(columns, knobs, num_rollouts=costs.size, step=step, surplus=surplus)
+        plan = plan_batch(stream.columns, knobs, num_rollouts=stream.costs.size, step=step, surplus=surplus)
         chosen = np.concatenate([one for share in plan.ranks for one in share])
         assert least <= chosen.size <= most
         assert chosen.size % knobs.step_multiple == 0
@@ -75,11 +59,7 @@ def test_the_mean_is_held_the_range_is_kept_and_nobody_waits_too_long(data: st.D
         surplus = surplus_after(knobs, surplus, chosen.size)
         sent, steps = sent + chosen.size, steps + 1
         assert 0 <= sent - steps * mean == surplus <= most - mean
-        stays = np.ones(costs.size, dtype=np.bool_)
-        stays[chosen] = False
-        assert not set(labels[stays].tolist()) & set(labels[chosen].tolist())
-        costs, skips, labels = costs[stays], skips[stays] + 1, labels[stays]
-        assert (skips <= max_skips).all()
+        stream.go(chosen, max_skips)
 
 
 KNOBS = PlanKnobs(num_ranks=4, batch_size=16, batch_size_range=(8, 32), max_skips=8)
