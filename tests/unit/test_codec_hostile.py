@@ -163,10 +163,11 @@ def _attack(cases: int, seed: int) -> tuple[int, int]:
     return refused, accepted
 
 
-def test_hostile_headers_are_refused_or_harmless() -> None:
-    refused, accepted = _attack(2_000, seed=0)
-    assert refused > 1_000  # the rest changed a value that any sender may choose
-    assert accepted < 1_000
+@pytest.mark.parametrize("cases", [2_000, pytest.param(100_000, marks=pytest.mark.soak)])
+def test_hostile_headers_are_refused_or_harmless(cases: int) -> None:
+    refused, accepted = _attack(cases, seed=0)
+    # the rest changed a value that any sender may choose
+    assert refused > accepted
 
 
 @pytest.mark.parametrize("depth", [100, 100_000])
