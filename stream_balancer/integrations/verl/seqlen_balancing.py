@@ -18,9 +18,6 @@ from torch import Tensor
 
 from stream_balancer import planning
 from stream_balancer.integrations._plans import UnplannableError, fewest
-from stream_balancer.integrations.partitions import get_seqlen_balanced_partitions
-
-__all__ = ["get_seqlen_balanced_partitions", "rearrange_micro_batches"]
 
 logger = logging.getLogger("stream_balancer.verl")
 
