@@ -202,10 +202,11 @@ class Simulated:
 def _read(path: Path) -> dict[str, Any]:
     reader = {".json": msgspec.json, ".toml": msgspec.toml}.get(path.suffix.lower(), msgspec.yaml)
     try:
-        return reader.decode(path.read_text(encoding="utf-8"), type=dict[str, Any])
+        knobs: dict[str, Any] = reader.decode(path.read_text(encoding="utf-8"), type=dict[str, Any])
     except (OSError, ValueError, ImportError) as error:
         # one line, as every mistake: parsers write several
         raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
+    return knobs
 
 
 def fail(message: str) -> NoReturn:
