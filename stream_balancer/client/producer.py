@@ -285,18 +285,24 @@ class Producer(OfOneProcess):
 
         def encode() -> None:
             try:
-                if self._session.is_closed:
-                    raise ClosedResourceError(_CLOSED)
                 found.set_result(self._encoded(head, rollouts))
             except WouldBlock as full:
                 if not self._is_full:
                     self._is_full = True
                     _log.warning("puts wait: %s", full)
-                io.do(lambda: io.after(_FULL_S, lambda: io.work(encode)))
+                io.do(lambda: io.after(_FULL_S, again))
                 return
             except BaseException as error:  # noqa: BLE001 - for who waits
                 found.set_exception(error)
             done.set()
+
+        def again() -> None:
+            # not before the first try: a session that was lost says so itself
+            if self._session.is_closed:
+                found.set_exception(ClosedResourceError(_CLOSED))
+                done.set()
+            else:
+                io.work(encode)
 
         def let_go() -> None:
             if found.exception() is None:
