@@ -55,7 +55,7 @@ architecture: install  ## lines, layers, circles, the way of a put, from the imp
 	$(BIN)/python tests/architecture.py $(ARGS)
 
 bench: install  ## every benchmark that needs nothing but the project
-	for file in engine partition plan_time window sizes beyond micro_batches training transport connect failures beside_training journal checkpoint tune scale beyond_models; do \
+	for file in engine partition plan_time window sizes beyond micro_batches training transport connect failures beside_training journal tune scale; do \
 		test ! -e bench/$$file.py || { echo "== bench/$$file.py"; $(BIN)/python bench/$$file.py $(ARGS) || exit 1; }; \
 	done
 

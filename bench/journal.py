@@ -126,13 +126,13 @@ def recovery(rows: Rows, folder: Path, num_tokens: int = NUM_TOKENS, count: int 
     database.open()
     database.begin()
     for first in range(0, count, 1000):
-        rows = []
+        waiting: list[tuple[int, str, bytes | bytearray]] = []
         for number in range(first, min(first + 1000, count)):
             rollout = make_rollout(number, num_tokens)
             key = rollout_key(rollout.rollout_id)
             held = HeldRollout(rollout, time.time(), 0)
-            rows.append((number, key, write_rollouts(row_name(number, key), [held])))
-        database.commit([add(rows)])
+            waiting.append((number, key, write_rollouts(row_name(number, key), [held])))
+        database.commit([add(waiting)])
         database.checkpoint()
     size = database.total_bytes
     database.close()
