@@ -12,7 +12,6 @@ from helpers import kill, settle
 from scripted import Filled
 
 import stream_balancer as sb
-from stream_balancer.errors import RankLostError
 from stream_balancer.testing import MemoryNetwork, make_rollout
 
 
@@ -88,24 +87,6 @@ async def test_a_batch_is_taken_only_when_every_rank_has_room() -> None:
         await settle()
         assert filled.acknowledged_steps == [0], "both ranks are past step 0"
         tasks.cancel_scope.cancel()
-
-
-async def test_a_lost_rank_is_waited_for_exactly_so_long() -> None:
-    transport = MemoryNetwork(dp_size=1)
-    async with Filled(4, 1, hold=True) as filled, anyio.create_task_group() as tasks:
-
-        async def rank() -> None:
-            feed = sb.RankFeed(transport.connect(0))
-            await anext(feed)
-            await anyio.sleep(10)
-            kill(feed)
-
-        tasks.start_soon(rank)
-        began = anyio.current_time()
-        with pytest.raises(RankLostError, match="rank 0") as caught:
-            await sb.serve(filled.balancer, transport, rejoin_timeout_s=60)
-        assert anyio.current_time() - began == pytest.approx(70.0)
-        assert caught.value.rank == 0
 
 
 @pytest.mark.parametrize(
@@ -187,30 +168,6 @@ async def test_ranks_that_do_not_finish_are_named(caplog: pytest.LogCaptureFixtu
     assert reports(caplog) == [
         f"all batches were sent {seconds} s ago; not yet done with them: rank 1" for seconds in (30, 60)
     ]
-
-
-async def test_seconds_the_trainer_timed_reach_the_cost_model() -> None:
-    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=4, cost=sb.cost.CalibratedCost())
-    transport = MemoryNetwork(dp_size=2)
-
-    async def rank(feed: sb.RankFeed, slowness: float) -> None:
-        async for batch in feed:
-            for _ in batch.micro_batches:
-                with feed.timed():
-                    pass
-            feed.add_compute_s(slowness * batch.num_tokens)
-
-    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(sb.serve, balancer, transport)
-        for feed, slowness in zip(feeds_of(transport), (1.0, 2.0), strict=True):
-            tasks.start_soon(rank, feed, slowness)
-        for n in range(80):
-            await balancer.put(make_rollout(10 + 3 * (n % 7), rollout_id=f"r{n}"))
-        balancer.end()
-    fit = balancer.statistics().cost_fit
-    assert fit is not None
-    assert fit.steps == 19
-    assert fit.speeds[0] / fit.speeds[1] == pytest.approx(2.0, rel=0.1)
 
 
 def test_a_trainer_cannot_have_computed_for_less_than_nothing() -> None:

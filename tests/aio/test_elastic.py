@@ -108,17 +108,6 @@ async def test_a_rank_that_is_no_more_may_be_one_again() -> None:
     assert sum(trainers.trained.values()) == len(trainers.trained) == 36
 
 
-async def test_speeds_must_be_given_anew() -> None:
-    async with sb.StreamBalancer(knobs(2, speeds=(1.0, 0.5))) as balancer:
-        with pytest.raises(sb.errors.ConfigError, match="speeds must be 3 finite numbers"):
-            balancer.reconfigure(dp_size=3)
-        balancer.reconfigure(dp_size=3, speeds=(1.0, 0.5, 0.5))
-        await put(balancer, "a", 12)
-        batch = await anext(balancer.batches())
-        work = [share.num_tokens for share in batch.ranks]
-        assert work[0] > 1.5 * max(work[1:])
-
-
 async def test_a_batch_that_is_given_again_is_planned_for_the_ranks_there_are() -> None:
     async with sb.StreamBalancer(knobs(3)) as balancer:
         await put(balancer, "a", 12)

@@ -81,19 +81,6 @@ async def test_what_is_gone_is_masked_counted_and_named(caplog: pytest.LogCaptur
     assert "it does not have payload 1" in message
 
 
-async def test_a_rollout_that_is_gone_has_no_weight() -> None:
-    run = Run(dp_size=1, batch_size=2)
-    async with run.balancer as balancer, anyio.create_task_group() as tasks:
-        await run.put([5, 7])
-        run.kept.gone = {0}
-        tasks.start_soon(run.train, run.feed(0), 0)
-        await sb.serve(balancer, run.transport)
-    (batch,) = run.seen[0]
-    packed = batch.micro_batches[0].packed()
-    assert packed["loss_mask"].sum() == 6 == batch.global_num_loss_tokens
-    assert [r.num_tokens for r in batch.rollouts if r.is_padding] == [5]
-
-
 async def test_a_rollout_that_is_gone_shares_its_prompt_with_nobody() -> None:
     """There are zeros in its place; the others still share theirs."""
     run = Run(dp_size=1, batch_size=3)

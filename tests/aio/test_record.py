@@ -28,6 +28,8 @@ async def read(path: Path) -> sb.Trace:
 async def test_what_arrived_is_a_trace(tmp_path: Path) -> None:
     async with sb.StreamBalancer(config(capacity=12)) as balancer:
         recorder = balancer.record(tmp_path / "lengths.csv")
+        with pytest.raises(sb.errors.AlreadyInUseError, match="arrivals go to"):
+            balancer.record(tmp_path / "others.csv")
         await balancer.put(make_rollout(10, group_id='a,\n"b', prompt_tokens=4))
         await anyio.sleep(1.5)
         await balancer.put(make_rollout(7, group_id='a,\n"b', prompt_tokens=4))
@@ -67,18 +69,6 @@ async def test_only_what_is_accepted_arrives(tmp_path: Path) -> None:
     assert trace.lengths.tolist() == [1, 2, 3, 4, 8]
     assert trace.arrival_s is not None
     assert trace.arrival_s.tolist() == [0.0, 0.0, 0.0, 0.0, 3.0]
-
-
-async def test_recording_begins_when_it_is_asked_for(tmp_path: Path) -> None:
-    async with sb.StreamBalancer(config()) as balancer:
-        await balancer.put(make_rollout(1))
-        balancer.record(tmp_path / "t.csv")
-        with pytest.raises(sb.errors.AlreadyInUseError, match="arrivals go to"):
-            balancer.record(tmp_path / "u.csv")
-        await balancer.put(make_rollout(2))
-    assert (await read(tmp_path / "t.csv")).lengths.tolist() == [2]
-    with pytest.raises(sb.errors.ClosedResourceError):
-        balancer.record(tmp_path / "u.csv")
 
 
 async def test_another_suffix_is_refused(tmp_path: Path) -> None:
@@ -168,10 +158,3 @@ async def test_a_slow_run_is_not_far_behind(tmp_path: Path) -> None:
 
         text = await anyio.to_thread.run_sync(wait_for_the_thread)
         assert text.splitlines()[1:] == ["alone-0,0,1,0.000,", "alone-1,0,2,5.000,"]
-
-
-def test_threads_record_too(tmp_path: Path) -> None:
-    with sb.blocking(config()) as balancer:
-        balancer.record(tmp_path / "t.csv")
-        balancer.put(make_rollout(4))
-    assert sb.load_trace(tmp_path / "t.csv").lengths.tolist() == [4]

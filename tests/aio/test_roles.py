@@ -265,17 +265,6 @@ async def test_a_role_whose_connection_broke_goes_on(seats: int) -> None:
     assert [peer.joined for peer in peers] == [2] * seats
 
 
-async def test_a_trainer_gives_no_columns() -> None:
-    run = Run(roles={}, dp_size=1)
-    async with run.balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(run.serve)
-        await run.put(range(1, 17))
-        batch = await anext(run.feed(0))
-        with pytest.raises(ValueError, match="does not come from a feed with a role"):
-            give(batch, {"ref_logprobs": [torch.zeros(1)]})
-        tasks.cancel_scope.cancel()
-
-
 async def test_a_role_that_is_not_asked_for_anything_learns_so() -> None:
     run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1)
     async with run.balancer, anyio.create_task_group() as tasks:

@@ -18,7 +18,6 @@ import pytest
 from helpers import config
 
 import stream_balancer as sb
-from stream_balancer.net.loops import Signal
 from stream_balancer.testing import BACKENDS, make_rollout, make_rollouts
 
 
@@ -202,23 +201,6 @@ def test_an_interrupted_function_is_cancelled(backend: Any) -> None:
         assert ended.is_set()
 
 
-def test_an_interrupt_after_the_wait_gives_the_batch_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    with sb.blocking(config(batch_size=2, window=2)) as balancer:
-        for rollout in make_rollouts([2] * 2):
-            balancer.put(rollout)
-        batches, wait = balancer.batches(), Signal.wait_in_thread
-
-        def wait_and_be_interrupted(signal: Signal, deadline: float | None) -> None:
-            monkeypatch.undo()
-            wait(signal, deadline)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(Signal, "wait_in_thread", wait_and_be_interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            next(batches)
-        assert next(batches).step == 0
-
-
 def test_a_timeout_means_that_it_did_not_happen() -> None:
     with sb.blocking(config(window=4, capacity=4)) as balancer:
         for rollout in make_rollouts([2] * 4):
@@ -227,19 +209,6 @@ def test_a_timeout_means_that_it_did_not_happen() -> None:
             balancer.put(make_rollout(2, "late"), timeout_s=0.01)
         assert next(balancer.batches()).num_rollouts == 4
         balancer.put(make_rollout(2, "late"))
-
-
-def test_one_thread_iterates() -> None:
-    with sb.blocking(config()) as balancer, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(lambda: next(balancer.batches(), None))
-        told = False  # here; or there, if this iterator was made before that one waited
-        while not told:
-            try:
-                balancer.batches()
-            except sb.errors.AlreadyInUseError:
-                told = True
-            told = told or (waiting.done() and isinstance(waiting.exception(), sb.errors.AlreadyInUseError))
-        balancer.end()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
