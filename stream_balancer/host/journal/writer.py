@@ -156,8 +156,8 @@ class Writer:
         if self._broken is not None:
             raise self._broken
         try:
-            if size := sum(item.nbytes for item in items):
-                self._leave_room(size)
+            # without rollouts, too: else what makes room would fill the log, and with it what is in reserve
+            self._leave_room(sum(item.nbytes for item in items))
             self._commit(items)
             self._note_full(False)
         except DiskFullError as error:
