@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
 import pytest
-from networks import Network, kill, open_network, until
+from networks import Network, kill, open_network
 
 import stream_balancer as sb
-from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RolloutError
+from stream_balancer.errors import ClosedResourceError, RolloutError
 from stream_balancer.testing import make_rollout
 
 KNOBS: dict[str, Any] = {"batch_size": 4, "window": 4}
@@ -167,17 +166,6 @@ async def test_a_slot_keeps_its_place_and_gives_it_back(kind: str) -> None:
         await producer.aclose()
 
 
-async def test_what_cannot_be_reserved_is_refused_by_name(kind: str) -> None:
-    """As the balancer itself does."""
-    async with served(kind, **THROTTLED) as network:
-        producer = network.producer()
-        for count in (0, 9, True):
-            with pytest.raises(ValueError, match="reserve"):
-                async with producer.reserve(count):
-                    pass
-        await producer.aclose()
-
-
 async def test_a_cancelled_reserver_has_reserved_nothing(kind: str) -> None:
     """It leaves the queue, and the next one is admitted."""
     async with served(kind, **THROTTLED) as network:
@@ -211,46 +199,3 @@ async def test_a_dead_producer_gives_back_what_it_had_reserved(kind: str) -> Non
             kill(doomed)
             await admitted.wait()
         await other.aclose()
-
-
-async def test_reserved_rollouts_are_never_too_old(kind: str) -> None:
-    """Two producers with five workers each and heavy tails, one of which is killed on the way; a version a step."""
-    async with served(kind, **THROTTLED) as network:
-        feed, producers = network.feed(), [network.producer() for _ in range(3)]
-        feed.set_version(0)
-        chance = random.Random(1)
-        put: set[str] = set()
-
-        async def work(producer: sb.Producer, number: int) -> None:
-            with suppress(BrokenResourceError):
-                for turn in range(8):
-                    async with producer.reserve() as slot:
-                        await anyio.sleep(0.002 * chance.paretovariate(1.1))
-                        name = f"{number}.{turn}"
-                        await slot.put(make_rollout(3, name))
-                        put.add(name)
-
-        async def generate() -> None:
-            async with anyio.create_task_group() as workers:
-                for number in range(15):
-                    workers.start_soon(work, producers[number // 5], number)
-                # once it is connected, or there would be nothing to kill
-                await until(lambda: any(int(name.partition(".")[0]) < 5 for name in put))
-                kill(producers[0])
-            for producer in producers[1:]:
-                await producer.end()
-
-        trained: list[str] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate)
-            async for batch in feed:
-                for rollout in batch.rollouts:
-                    assert rollout.is_padding or (feed.version or 0) - (rollout.min_version or 0) <= 1
-                    if not rollout.is_padding:
-                        trained.append(rollout.rollout_id)
-                await anyio.sleep(0.005)
-                feed.set_version((feed.version or 0) + 1)
-        assert len(set(trained)) == len(trained)
-        assert put <= set(trained)  # a killed producer may not have heard that its last put was accepted
-        for producer in producers[1:]:
-            await producer.aclose()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
 
 import anyio
@@ -32,34 +31,6 @@ async def test_leaving_with_something_unacknowledged_is_a_loss(kind: str) -> Non
         assert filled.acknowledged_steps == [0, 1]
 
 
-async def test_the_end_is_told_after_what_was_sent(kind: str) -> None:
-    async with Filled(2, 1) as filled, open_network(kind, 1) as network, anyio.create_task_group() as tasks:
-        tasks.start_soon(sb.serve, filled.balancer, network.transport)
-        feed = network.feed()
-        assert [step.step for step in await drain(feed)] == [0, 1]
-        with suppress(StopAsyncIteration), pytest.raises(sb.errors.ClosedResourceError):
-            await anext(feed)
-
-
-async def test_a_rank_that_leaves_early_is_named(kind: str) -> None:
-    """Closing before the end is a loss for the controller: there were steps to train on."""
-    async with Filled(3, 2) as filled, open_network(kind, 2) as network, anyio.create_task_group() as tasks:
-
-        async def leaves() -> None:
-            feed = network.feed(1)
-            await anext(feed)
-            await feed.aclose()
-            await feed.aclose()
-            with pytest.raises(sb.errors.ClosedResourceError):
-                await anext(feed)
-
-        tasks.start_soon(leaves)
-        network.feed(0)
-        with pytest.raises(sb.errors.RankLostError) as caught:
-            await sb.serve(filled.balancer, network.transport)
-        assert caught.value.rank == 1
-
-
 async def test_a_rank_that_stays_away_is_an_error(kind: str) -> None:
     """``serve`` names rank and cause; what was not acknowledged is still in flight."""
     async with Filled(3, 1, hold=True) as filled, open_network(kind, 1) as network, anyio.create_task_group() as tasks:
@@ -78,23 +49,6 @@ async def test_a_rank_that_stays_away_is_an_error(kind: str) -> None:
         assert caught.value.cause
         assert [batch.step for batch in filled.balancer.in_flight()][:1] == [1]
         assert filled.acknowledged_steps == [0]
-
-
-async def test_a_rank_lost_before_serve_has_not_come_yet(kind: str) -> None:
-    """Its next incarnation is waited for."""
-    async with Filled(2, 1) as filled, open_network(kind, 1) as network, anyio.create_task_group() as tasks:
-        feed = network.feed()
-        await anyio.sleep(0.2)  # time to connect
-        kill(feed)
-        await anyio.sleep(0.05)  # and to be missed
-
-        async def comes_back() -> None:
-            await anyio.sleep(0.05)
-            assert [step.step for step in await drain(network.feed(incarnation=1))] == [0, 1]
-
-        tasks.start_soon(comes_back)
-        await sb.serve(filled.balancer, network.transport, rejoin_timeout_s=1000)
-        assert filled.acknowledged_steps == [0, 1]
 
 
 async def test_a_lost_controller_is_noticed(kind: str) -> None:
@@ -132,33 +86,6 @@ async def test_strangers_are_refused(kind: str) -> None:
         with pytest.raises(sb.errors.RankLostError):
             await drain(feed)
         tasks.cancel_scope.cancel()
-
-
-async def test_cancelling_loses_nothing(kind: str) -> None:
-    """The iteration, and ``serve``, at their awaits."""
-    async with Filled(6, 1, hold=True, capacity=64) as filled, open_network(kind, 1) as network:
-        feed = network.feed()
-        for _ in range(3):
-            with anyio.move_on_after(0.02):
-                await anext(feed)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sb.serve, filled.balancer, network.transport)
-            assert (await anext(feed)).step == 0
-            assert (await anext(feed)).step == 1
-            await until(lambda: filled.acknowledged_steps == [0])
-            tasks.cancel_scope.cancel()
-        with suppress(sb.errors.RankLostError):
-            await drain(feed)  # what had arrived before
-        await feed.aclose()
-        assert filled.acknowledged_steps == [0]
-        again = network.feed(incarnation=1)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sb.serve, filled.balancer, network.transport)
-            steps = [await anext(again) for _ in range(5)]
-            assert [step.step for step in steps] == [1, 2, 3, 4, 5]
-            steps[-1].ack()
-            await until(lambda: filled.acknowledged_steps == list(range(6)))
-            tasks.cancel_scope.cancel()
 
 
 async def test_closing_is_idempotent_and_wakes(kind: str) -> None:

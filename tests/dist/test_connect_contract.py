@@ -14,7 +14,6 @@ from helpers import attend, until
 from remote_producer import RemoteProducer, make, names, start_controller, verdict_of
 
 import stream_balancer as sb
-from stream_balancer.wire.codec import encode_rollouts
 
 Served = tuple[sb.StreamBalancer, sb.TorchTransport]
 
@@ -118,26 +117,6 @@ async def test_a_blocking_put_gives_up_in_time_and_was_not_accepted() -> None:
             assert await remote.do("blocking", (3, "late"), None) == ("accepted", "")
 
 
-@pytest.mark.parametrize("hand_over", ["balancer", "direct"])
-async def test_serve_s_return_tells_producers_that_it_is_over(hand_over: str) -> None:
-    config = sb.BalancerConfig(dp_size=1, batch_size=4)
-    with anyio.fail_after(GUARD_S):
-        async with sb.TorchTransport.listen(dp_size=1) as transport, sb.StreamBalancer(config) as balancer:
-            with RemoteProducer(transport.address, hand_over=hand_over) as remote:
-
-                async def train() -> None:
-                    async for _ in sb.RankFeed(transport.address, rank=0, dp_size=1):
-                        pass
-
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(train)
-                    tasks.start_soon(sb.serve, balancer, transport)
-                    await remote.do("put", (3, "a"))
-                    balancer.end()
-                assert (await remote.do("put", (3, "b")))[0] == "ClosedResourceError"
-                remote.leave()
-
-
 async def test_a_killed_controller_is_told_to_every_pending_put() -> None:
     controller, address = await anyio.to_thread.run_sync(start_controller, 4)
     with anyio.fail_after(GUARD_S), RemoteProducer(address) as remote:
@@ -195,42 +174,7 @@ async def test_producers_killed_in_the_middle_leave_nothing_half_done(tokens: in
         assert all(groups.count(group) == 2 for group in groups)
 
 
-def size_of(rollout: sb.Rollout) -> int:
-    return encode_rollouts([rollout]).payload.total
-
-
-async def test_limits_are_told_and_kept() -> None:
-    staged_bytes = 3 * size_of(make(1000, "r0"))
-    limits = {"staged_bytes": staged_bytes, "max_put_bytes": 4 * staged_bytes}
-    async with served(of_transport=limits, capacity=64) as (balancer, transport):
-        with RemoteProducer(transport.address) as remote:
-            kind, text = await remote.do("put", (10**6, "giant"))
-            assert kind == "RolloutError"
-            assert "max_put_bytes" in text
-            for n in range(12):
-                await remote.do("start", (1000, f"r{n}"))
-            await remote.do("start", (6000, "large"))  # above staged_bytes: travels alone
-            assert len(await remote.do("ended", 13)) == 13
-            assert waiting(balancer) == [*(f"r{n}" for n in range(12)), "large"]
-
-
 @pytest.mark.parametrize("knob", ["staged_bytes", "max_put_bytes"])
 def test_limits_that_let_nothing_through_are_refused(knob: str) -> None:
     with pytest.raises(ValueError, match=knob):
         sb.TorchTransport.listen(dp_size=1, **{knob: 0})
-
-
-async def test_a_producer_that_dies_with_an_open_group_leaves_it_to_be_closed() -> None:
-    """Its rollouts are here: the step goes without those that never came."""
-    async with served(groups=sb.Groups(size=4)) as (balancer, transport):
-        with RemoteProducer(transport.address) as remote:
-            assert await remote.do("group", [(5, f"g{i}", "g") for i in range(3)]) == ("accepted", "")
-            remote.process.kill()
-        batches = balancer.batches()
-        with anyio.move_on_after(0.05):
-            await anext(batches)
-        assert balancer.statistics().open_groups == 1
-        assert "'g' (3 of 4)" in balancer.why_no_batch()
-        await balancer.close_group("g")
-        await balancer.put_group([make(5, "h0", "h")], complete=True)
-        assert sorted(names((await anext(batches)).rollouts)) == ["g0", "g1", "g2", "h0"]

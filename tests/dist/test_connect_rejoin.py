@@ -91,26 +91,3 @@ async def test_every_put_is_accepted_once_wherever_the_connection_breaks(caplog:
     assert sorted(accepted, key=int) == [str(n) for n in range(NUM_ROLLOUTS)]
     assert broken > 4
     assert "waits for the controller to be there again" in caplog.text
-
-
-async def test_a_producer_that_waits_to_join_again_can_be_closed() -> None:
-    with anyio.fail_after(GUARD_S):
-        transport = sb.TorchTransport.listen(dp_size=1)
-        async with transport, sb.StreamBalancer(sb.BalancerConfig(dp_size=1, batch_size=1)) as balancer:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(attend, balancer, transport)
-                producer = sb.connect(transport.address, rejoin=True)
-                await producer.put(make_rollout(3, "a"))
-                tasks.cancel_scope.cancel()
-        async with anyio.create_task_group() as tasks:
-            waiting = anyio.Event()
-
-            async def put() -> None:
-                waiting.set()
-                with pytest.raises(sb.errors.ClosedResourceError):
-                    await producer.put(make_rollout(3, "b"))
-
-            tasks.start_soon(put)
-            await waiting.wait()
-            await anyio.sleep(0.05)
-            await producer.aclose()

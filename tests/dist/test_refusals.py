@@ -55,14 +55,6 @@ async def controller() -> AsyncIterator[sb.TorchTransport]:
 
 
 @pytest.mark.parametrize("joins", [iterates, puts])
-async def test_another_token(joins: Callable[..., None]) -> None:
-    async with controller() as transport:
-        with pytest.raises(sb.errors.RefusedError, match="same one") as refused:
-            await anyio.to_thread.run_sync(partial(joins, transport.address, token=TOKEN + "!"))
-    assert (refused.value.reason, isinstance(refused.value, ValueError)) == ("authentication", True)
-
-
-@pytest.mark.parametrize("joins", [iterates, puts])
 async def test_another_version_of_the_library(joins: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     hello = handshake.Handshake.hello
     monkeypatch.setattr(

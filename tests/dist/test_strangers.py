@@ -8,7 +8,6 @@ import random
 import socket
 import stat
 import struct
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from typing import Any
@@ -159,60 +158,42 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-class Feed:
-    """Rank 0, in a thread of its own, and what it was given."""
-
-    def __init__(self, source: Any) -> None:
-        self.steps: list[int] = []
-        self.ids: list[str] = []
-        self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(source,), daemon=True)
-        self._thread.start()
-
-    def _run(self, source: Any) -> None:
-        try:
-            movers = ("torch_dist",)
-            for batch in sb.RankFeed(source, rank=0, dp_size=1, token=TOKEN, rejoin=False, movers=movers):
-                self.steps.append(batch.step)
-                self.ids += [r.rollout_id for r in batch.rollouts if not r.is_padding]
-        except Exception as error:
-            self.error = error
-
-    def join(self) -> None:
-        self._thread.join(GUARD_S)
-        assert not self._thread.is_alive()
-
-
 @asynccontextmanager
 async def training() -> AsyncIterator[tuple[sb.TorchTransport, Callable[[int], Any]]]:
     """A rank trains what a producer puts, whose tokens stay with it: every kind of port we have is open."""
     config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2)
-    put: list[str] = []
+    put, steps, ids = list[str](), list[int](), list[str]()
     with anyio.fail_after(GUARD_S):
         async with (
             sb.TorchTransport.listen(dp_size=1, token=TOKEN, movers=("torch_dist",)) as transport,
             sb.StreamBalancer(config) as balancer,
             anyio.create_task_group() as tasks,
         ):
+
+            async def iterate() -> None:
+                async for batch in sb.RankFeed(
+                    transport.address, rank=0, dp_size=1, token=TOKEN, movers=("torch_dist",)
+                ):
+                    steps.append(batch.step)
+                    ids.extend(r.rollout_id for r in batch.rollouts if not r.is_padding)
+
             tasks.start_soon(sb.serve, balancer, transport)
-            feed = Feed(transport.address)
+            tasks.start_soon(iterate)
             async with sb.connect(transport.address, token=TOKEN, hand_over="direct", label="p") as producer:
 
-                async def train(steps: int) -> None:
+                async def train(count: int) -> None:
                     """So many more steps."""
-                    for _ in range(2 * steps):
+                    for _ in range(2 * count):
                         put.append(f"{NAME} {len(put)}")
                         await producer.put(make_rollout(5, put[-1]))
-                    while len(feed.ids) < len(put) and feed.error is None:
+                    while len(ids) < len(put):
                         await anyio.sleep(0.001)
 
                 await train(1)
                 yield transport, train
                 balancer.end()
-                await anyio.to_thread.run_sync(feed.join)
-    assert feed.error is None
-    assert feed.steps == list(range(len(put) // 2))
-    assert sorted(feed.ids) == sorted(put)
+    assert steps == list(range(len(put) // 2))
+    assert sorted(ids) == sorted(put)
 
 
 async def test_a_stranger_at_every_port_gets_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -265,16 +246,6 @@ async def trains(transport: sb.TorchTransport, source: Any, *, token: str | None
         await balancer.put(make_rollout(3))
         assert (await anext(feed)).step == 0
         tasks.cancel_scope.cancel()
-
-
-async def test_every_address_may_be_listened_on_under_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STREAM_BALANCER_TOKEN", TOKEN)
-    with anyio.fail_after(GUARD_S):
-        for options in ({}, {"token": "", "insecure": True}):
-            anywhere: dict[str, Any] = {"host": "0.0.0.0", "advertise": "localhost", **options}
-            async with sb.TorchTransport.listen(dp_size=1, **anywhere) as transport:
-                assert transport.address.startswith("tcp://localhost:")
-                await trains(transport, transport.address, token=options.get("token"))
 
 
 async def test_a_store_names_the_token_only_to_who_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

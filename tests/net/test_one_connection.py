@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import signal
 import threading
 from itertools import pairwise
 
@@ -16,7 +15,6 @@ from ends import MOVERS, End, Heard, Network, RawPeer, call, wait_until
 from stream_balancer.errors import WireError
 from stream_balancer.net import connection as connections
 from stream_balancer.net import movers
-from stream_balancer.net.loops import Signal
 from stream_balancer.net.messages import Cancel, Close, Message
 from stream_balancer.net.movers import common, shared_memory, torch_dist
 from stream_balancer.wire.payload import Memory, Payload
@@ -224,9 +222,6 @@ def test_a_rank_that_comes_again_goes_without_torch(
     wanted: tuple[str, ...], again: bool, found: tuple[str, ...]
 ) -> None:
     assert movers.available(wanted, again=again) == found
-
-
-def test_movers_are_named() -> None:
     with pytest.raises(ValueError, match="no mover is called 'nccl'"):
         movers.available(("nccl",))
 
@@ -280,46 +275,6 @@ def test_a_peer_that_does_not_answer_a_close_is_not_waited_for(
         assert peer.hear().message == Close("goodbye")
         assert there.heard.wait_for_end().text == "no answer to close"
     assert not network.io.leaving
-
-
-def test_who_does_not_speak_is_not_waited_for(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.05)
-    with RawPeer(network.listen()) as peer, pytest.raises(ConnectionError):
-        peer.hear()
-
-
-def test_a_wait_that_is_interrupted_leaves_all_as_it_was(network: Network) -> None:
-    """Forty times Ctrl-C, in a plain main thread."""
-    there, here = network.meet()
-    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    interrupts = number = 0
-    try:
-        while interrupts < 40:
-            came = Signal()
-            there.heard.on_receive = lambda _, came=came: came.set()
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.0001 * interrupts)
-                while True:
-                    here.send(call(number), Payload())
-                    number += 1
-                    came.wait_in_thread(None)
-                    came = Signal()
-                    there.heard.on_receive = lambda _, came=came: came.set()
-            except KeyboardInterrupt:
-                interrupts += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
-    here.send(call(10**6), Payload())
-    there.heard.wait(lambda: there.heard.messages[-1][0] == call(10**6))
-
-
-def test_a_signal_is_waited_for_with_a_deadline() -> None:
-    with pytest.raises(TimeoutError):
-        Signal().wait_in_thread(0.0)
-    happened = Signal()
-    happened.set()
-    happened.wait_in_thread(0.0)
 
 
 def test_a_lost_connection_is_heard_once(network: Network) -> None:

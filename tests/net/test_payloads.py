@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,6 @@ from stream_balancer.net.listener import Listener
 from stream_balancer.net.loops import Io
 from stream_balancer.net.service import Asked, Peer, Service
 from stream_balancer.net.session import Session
-from stream_balancer.testing.network import MemoryNetwork
 from stream_balancer.types import MicroBatch, Rollout
 from stream_balancer.wire.codec import Decoded, Owner, Wanted
 
@@ -119,23 +117,6 @@ def test_what_is_gone_is_named_and_the_rest_comes(owners: Callable[[str], Payloa
     assert fetched(fetcher, again) == {}, "what is masked is not asked for"
 
 
-def test_who_listens_there_now_has_nothing(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
-    a = owners("a")
-    other = Owner(a.owner.address, b"another token that is long", "before a")
-    assert "another token" in fetched(fetcher, carried([remote(LOCAL[0], other, 0)]))["r0"]
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        stranger.settimeout(GUARD_S)
-
-        def answer() -> None:
-            peer, _ = stranger.accept()
-            with peer:
-                peer.sendall(b"x" * 100)
-
-        threading.Thread(target=answer, daemon=True).start()
-        where = Owner(f"tcp://127.0.0.1:{stranger.getsockname()[1]}", b"a token that is long enough", "stranger")
-        assert fetched(fetcher, carried([remote(LOCAL[0], where, 0)])).keys() == {"r0"}
-
-
 def test_a_connection_that_was_lost_is_made_anew(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
     a = owners("a")
     assert fetched(fetcher, carried([elsewhere(LOCAL[0], a)])) == {}
@@ -149,13 +130,6 @@ def test_a_connection_that_was_lost_is_made_anew(owners: Callable[[str], Payload
     while source._session is not None and not deadline.wait(0.01):
         pass
     assert fetched(fetcher, carried([elsewhere(LOCAL[1], a)])) == {}
-
-
-def test_other_sizes_than_were_described_are_missing(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
-    a = owners("a")
-    [handle] = a.keep([LOCAL[0]])
-    missing = fetched(fetcher, carried([remote(LOCAL[5], handle.owner, handle.key)]))
-    assert missing == {"r5": "it does not have payload 0"}
 
 
 def test_much_is_asked_for_in_shares(
@@ -187,14 +161,6 @@ def test_nothing_is_said_after_close(owners: Callable[[str], PayloadOwner], fetc
     Io.current().do(closed.set)
     assert closed.wait(GUARD_S)
     assert done == []
-
-
-def test_nothing_is_asked_for_after_close(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
-    got, asked = carried([elsewhere(LOCAL[0], owners("a"))]), threading.Event()
-    fetcher.close()
-    Io.current().do(lambda: (fetcher.fetch(got, lambda _: None), asked.set()))
-    assert asked.wait(GUARD_S)
-    assert not fetcher._sources, "a session that nobody would close"
 
 
 @pytest.mark.parametrize("args", [None, [[1]], [[0, 2, 2, 5]], [[0, 0, 0, 5]], [[-1, 1, 0, 5]], "x"])
@@ -309,23 +275,3 @@ def test_where_payloads_cannot_be_kept_puts_say_so(controller: Service) -> None:
                 sb.errors.ConfigError, match=r"payloads cannot be kept here.*Give connect\(host=\) an address"
             ):
                 producer.put(LOCAL[0], timeout_s=GUARD_S)
-
-
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_in_one_event_loop(backend: str) -> None:
-    async def main() -> None:
-        async with MemoryNetwork(dp_size=1) as network:
-            a = PayloadOwner(network.connect_producer().listen, b"", "a")
-            peer = network.connect(0)
-            fetcher = Fetcher(lambda owner: peer.elsewhere(owner.address))
-            got = carried([elsewhere(LOCAL[0], a), LOCAL[1]])
-            ready = anyio.Event()
-            fetcher.fetch(got, lambda missing: ready.set())
-            with anyio.fail_after(GUARD_S):
-                await ready.wait()
-            same(got, LOCAL[:2])
-            fetcher.close()
-            a.close()
-            await anyio.wait_all_tasks_blocked()
-
-    anyio.run(main, backend=backend)
