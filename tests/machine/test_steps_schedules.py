@@ -162,6 +162,30 @@ def test_a_rank_without_a_part_is_needed_until_the_others_have_met() -> None:
     assert "end 2" in play.meet("0")
 
 
+def test_an_acknowledgement_of_a_step_that_is_not_finished_does_not_count() -> None:
+    play = Play()
+    play.plan("0@0 1@1")
+    assert play.ack("0") == []
+    play.train("0", [0])
+    play.train("1", [1])
+    play.meet("0", "1")
+    assert play.ack("1") == ["rankack 1"]
+    assert play.ack("0") == ["rankack 0", "ack"]
+
+
+def test_who_has_acknowledged_and_is_given_up_does_not_do_it_for_another() -> None:
+    play = Play("0 1 2")
+    play.plan("0@0 1@1 2@2")
+    for rank in range(3):
+        play.train(str(rank), [rank])
+    play.meet("0", "1", "2")
+    assert play.ack("0") == ["rankack 0"]
+    play.lost("0")
+    play.gave_up("0")
+    assert play.ack("1") == ["rankack 1"]
+    assert play.ack("2") == ["rankack 2", "ack"]
+
+
 def test_a_report_that_crosses_a_drop_is_not_of_the_new_plan() -> None:
     play = Play("0", meets=False, restarted=True)
     play.plan("0@0")
