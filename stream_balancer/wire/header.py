@@ -45,6 +45,7 @@ ALIGNMENT = 64
 MAX_BYTES = 2**40
 """Bytes of all rollouts of one header."""
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_FLOATS_OF_8_BITS = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _FIRST = attrgetter("first")
 
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -223,6 +224,9 @@ def _widths(columns: tuple[Column, ...]) -> tuple[int, ...]:
             raise WireError(f"{column.name} must have one number per token")
         if column.name == "input_ids" and column.dtype not in _INTEGERS:
             raise WireError("input_ids must be integers")
+        # torch counts no such ones
+        if column.name == "loss_mask" and column.dtype in _FLOATS_OF_8_BITS:
+            raise WireError(f"loss_mask has dtype {column.dtype}")
     return tuple(column.num_bytes for column in columns)
 
 

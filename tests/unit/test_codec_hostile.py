@@ -17,7 +17,7 @@ import torch
 from codec_help import A, B, leases, received, remote, rollout
 
 from stream_balancer.errors import RolloutError, WireError
-from stream_balancer.types import MicroBatch, Rollout
+from stream_balancer.types import SUPPORTED_DTYPES, MicroBatch, Rollout
 from stream_balancer.types.shared import tokens_of
 from stream_balancer.wire import codec
 from stream_balancer.wire.codec import Decoded, Encoded
@@ -224,6 +224,7 @@ def _changed(encoded: Encoded, **changes: Any) -> bytes:
         ({"columns": [("input_ids", 5, (2,))]}, "one number per token"),
         ({"columns": [("input_ids", 5, ()), ("input_ids", 5, ())]}, "occurs twice"),
         ({"columns": [("input_ids", 99, ())]}, "cannot be read"),
+        ({"columns": [("input_ids", 5, ()), ("loss_mask", len(SUPPORTED_DTYPES) - 1, ())]}, "loss_mask has dtype"),
         ({"columns": [("input_ids", 5, ()), ("x", 5, (0, 2**40, 2**40))]}, "impossible shape"),
         ({"columns": [("input_ids", 5, ()), ("x", 5, (1,) * 99)]}, "cannot be read"),
         ({"tensors": [[("a", 0, ()), ("a", 0, ())], [], [], []]}, "two tensors"),
