@@ -462,16 +462,6 @@ async def test_a_refused_put_leaves_the_buffer_as_it_was(
         verify(balancer.parts.core)
 
 
-async def test_a_group_with_a_bad_sibling_is_refused_at_once_even_when_others_wait() -> None:
-    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer, anyio.create_task_group() as tasks:
-        await fill(balancer, 4)
-        tasks.start_soon(balancer.put, make_rollout(3, "waits"))
-        await settle()
-        with pytest.raises(sb.errors.DuplicateRolloutError, match="f0-0"):
-            await balancer.put_group([make_rollout(3, "new", group_id="g"), make_rollout(3, "f0-0", group_id="g")])
-        tasks.cancel_scope.cancel()
-
-
 async def test_scalars_must_agree() -> None:
     async with sb.StreamBalancer(config()) as balancer:
         await balancer.put(sb.Rollout(tokens={"input_ids": [1]}, scalars={"reward": 1.0}))
@@ -482,22 +472,6 @@ async def test_scalars_must_agree() -> None:
 
 
 # -- knobs are live ----------------------------------------------------------------------------------------------------
-
-
-async def test_a_smaller_window_takes_effect_at_once() -> None:
-    async with sb.StreamBalancer(config(window=16, capacity=32)) as balancer:
-        await fill(balancer, 6)
-        got: list[float] = []
-
-        async def trainer() -> None:
-            await anext(balancer.batches())
-            got.append(anyio.current_time())
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(trainer)
-            await anyio.sleep(3.0)
-            balancer.reconfigure(window=6)
-        assert got == [3.0]
 
 
 async def test_a_nearer_deadline_takes_effect_at_once() -> None:
@@ -512,18 +486,6 @@ async def test_a_nearer_deadline_takes_effect_at_once() -> None:
             tasks.start_soon(later)
             batch = await anext(balancer.batches())
         assert (anyio.current_time(), batch.reason) == (20.0, "deadline")
-
-
-async def test_more_capacity_lets_blocked_puts_in() -> None:
-    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer:
-        await fill(balancer, 4)
-        async with anyio.create_task_group() as tasks:
-            for n in range(3):
-                tasks.start_soon(balancer.put, make_rollout(2, f"b{n}"))
-            await settle()
-            balancer.reconfigure(capacity=8)
-            await settle()
-            assert balancer.statistics().blocked_puts == 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 
 import anyio
 import pytest
-import test_roles
 import torch
 from crew import Crew
 from helpers import kill
@@ -152,33 +151,6 @@ async def test_a_part_that_only_one_member_cannot_get_is_nobodys() -> None:
     left = len(LENGTHS) - 1, sum(LENGTHS[1:])
     assert {(one.global_num_rollouts, one.global_num_tokens) for one in batches} == {left}
     assert run.balancer.statistics().evicted["lost"] == 1
-
-
-@pytest.mark.parametrize("remote", [False, True])
-async def test_columns_of_another_model_are_joined_and_cut_again(remote: bool) -> None:
-    """A value behind a chunk was computed by another rank of the role."""
-    run = test_roles.Run(
-        dp_size=4,
-        batch_size=len(LENGTHS),
-        window=len(LENGTHS),
-        context_parallel=sb.ContextParallel(sizes=(1, 2, 4), min_tokens=100),
-    )
-    async with run.balancer as balancer, anyio.create_task_group() as tasks:
-        for rank in run.ranks:
-            tasks.start_soon(run.train, rank)
-            for role in run.roles:
-                tasks.start_soon(run.compute, role, rank)
-        tasks.start_soon(run.serve)
-        await run.put(LENGTHS, remote=remote)
-        balancer.end()
-    run.check()
-    shared = [mb for batch in run.trained for mb in batch.micro_batches if mb.cp_group]
-    assert shared
-    for mb in shared:
-        packed = mb.packed()
-        there = packed.next("loss_mask")
-        assert there.any()
-        assert torch.equal(packed.next("ref_logprobs"), torch.where(there, -packed.next("input_ids").float() / 7, 0.0))
 
 
 async def test_knobs_that_come_later_share_rollouts_that_a_lost_rank_takes_a_part_of() -> None:

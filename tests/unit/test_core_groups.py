@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from evictions import Evictions
 from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.testing import make_rollout, make_rollouts
 
 
@@ -34,21 +32,6 @@ def test_a_sibling_lost_in_flight_may_come_again_by_itself() -> None:
     assert again is not None
     assert again.num_rollouts == 1
     assert core.state.buffer.groups.departed() == {}
-
-
-def test_an_abandoned_group_is_evicted_and_so_is_what_comes_of_it() -> None:
-    core = core_of()
-    evictions = Evictions(core)
-    core.add_all(list(make_rollouts([3, 4, 5], siblings=4)), 0.0)
-    assert core.abandon_group("g0") == 3
-    core.add(make_rollout(6, "late", group_id="g0"), 0.0)
-    core.add_all(list(make_rollouts([3, 4, 5, 6], prefix="s", siblings=4)), 0.0)  # g0 again: still abandoned
-    assert core.abandon_group("never heard of") == 0
-    assert {(rollout.group_id, reason) for rollout, reason in evictions.all} == {("g0", "abandoned")}
-    stats = core.statistics(0.0)
-    assert (stats.accepted, stats.waiting, stats.evicted["abandoned"]) == (8, 0, 8)
-    with pytest.raises(sb.errors.DuplicateRolloutError, match="is done"):
-        core.add(make_rollout(6, "late", group_id="g0"), 0.0)
 
 
 async def test_abandoning_makes_room_and_calls_on_evict() -> None:
@@ -87,26 +70,6 @@ def sent(core: BalancerCore) -> tuple[int, tuple[str, ...]] | None:
     core.force_flush()
     batch = core.poll(0.0)
     return None if batch is None else (batch.num_rollouts, batch.incomplete_groups)
-
-
-@pytest.mark.parametrize("before", [0, 2, 5])
-def test_an_expected_size_counts_whenever_it_is_told(before: int) -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=8, window=8, groups=sb.Groups(size=8)))
-    rollouts = siblings(5)
-    for rollout in rollouts[:before]:
-        core.add(rollout, 0.0)
-    core.add_all([], 0.0, GroupSize("g0", 5))
-    for number, rollout in enumerate(rollouts[before:], before + 1):
-        assert sent(core) is None
-        assert core.state.buffer.groups.size_of("g0") == 5
-        core.add(rollout, 0.0)
-        assert core.state.buffer.groups.incomplete() == ({"g0": number} if number < 5 else {})
-        verify(core)
-    with pytest.raises(sb.errors.RolloutError, match="takes 0 more"):
-        core.add_all(siblings(1, "more"), 0.0)
-    assert sent(core) == (5, ())
-    core.add_all([], 0.0, GroupSize("g0", 5))  # repeated by who does not know
-    verify(core)
 
 
 def test_sizes_that_cannot_be_are_refused_and_change_nothing() -> None:
@@ -155,35 +118,4 @@ def test_so_many_closed_groups_are_remembered() -> None:
     for name in "abc":
         core.add_all([make_rollout(3, name, group_id=name)], 0.0, GroupSize(name, None))
     assert core.state.buffer.groups.closed() == {"b": 1, "c": 1}
-    verify(core)
-
-
-def restored(core: BalancerCore, **knobs: int) -> BalancerCore:
-    other = BalancerCore(core.config.replace(**knobs))
-    other.restore(read_state_dict(state_dict(core.snapshot(0.0))), 0.0)
-    verify(other)
-    return other
-
-
-def test_sizes_closed_and_abandoned_groups_are_in_checkpoints() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=4, window=4, capacity=16, groups=sb.Groups(size=4)))
-    for name, size in (("closed", None), ("left", None), ("expected", 3), ("later", 2)):
-        core.add_all(
-            [make_rollout(3, f"{name}{n}", group_id=name) for n in range(0 if name == "later" else 2)],
-            0.0,
-            GroupSize(name, size),
-        )
-    core.abandon_group("abandoned")
-    core.evict_lost(lambda rollout: rollout.rollout_id == "closed1")  # may come again
-    for _ in range(2):
-        core = restored(core)
-        for name, number in (("closed", 2), ("left", 1), ("expected", 2), ("later", 3)):
-            with pytest.raises(sb.errors.RolloutError, match=f"group '{name}' takes"):
-                core.add_all([make_rollout(3, f"more{n}", group_id=name) for n in range(number)], 0.0)
-        assert core.state.buffer.groups.incomplete() == {"closed": 1, "expected": 2}
-    core.add(make_rollout(3, "late", group_id="abandoned"), 0.0)
-    assert core.statistics(0.0).evicted["abandoned"] == 1
-    for name in ("closed", "expected", "later", "later"):
-        core.add(make_rollout(3, group_id=name), 0.0)
-    assert core.state.buffer.groups.incomplete() == {}
     verify(core)

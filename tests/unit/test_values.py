@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
-from pathlib import Path
+from collections import OrderedDict
 from types import MappingProxyType
 from typing import Any
 
-import anyio
 import numpy as np
 import pytest
 import torch
@@ -28,12 +26,10 @@ from any_fields import (
     freed_tensor,
     looped,
 )
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, given, settings
 
 import stream_balancer as sb
-from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import RolloutError
-from stream_balancer.host.journal import Journal
 from stream_balancer.types import Rollout
 
 IDS = torch.arange(3)
@@ -209,40 +205,3 @@ def survives(given: dict[str, Any]) -> Rollout | None:
     for way in WAYS:
         assert all_of(way(rollout)) == before, way
     return rollout
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("part", range(4))
-def test_ten_thousand_rollouts_of_any_kind(tmp_path: Path, part: int) -> None:
-    counts: Counter[str] = Counter()
-    found: dict[str, Rollout] = {}
-
-    @seed(part)
-    @settings(max_examples=4_500, suppress_health_check=list(HealthCheck), database=None, phases=[Phase.generate])
-    @given(fields())
-    def collect(given: dict[str, Any]) -> None:
-        rollout = survives(given)
-        counts["refused" if rollout is None else "accepted"] += 1
-        if rollout is not None:
-            found[rollout.rollout_id] = rollout
-
-    collect()
-    journal = Journal(tmp_path)
-    journal.open()
-
-    async def write() -> None:
-        journal.start(BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=1)))
-        async with anyio.create_task_group() as tasks:
-            for rollout in found.values():
-                tasks.start_soon(journal.written, journal.write([rollout], 0))
-        await journal.aclose()
-
-    anyio.run(write)
-    journal = Journal(tmp_path)
-    snapshot = journal.open()
-    assert snapshot.set_aside == ()
-    assert {rollout.rollout_id for rollout in snapshot.waiting} == found.keys()
-    for rollout in snapshot.waiting:
-        assert all_of(rollout) == all_of(found[rollout.rollout_id])
-    anyio.run(journal.aclose)
-    print(dict(counts), "journalled:", len(snapshot.waiting))  # noqa: T201 - the drill's counts
