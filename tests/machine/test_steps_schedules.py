@@ -112,6 +112,17 @@ def test_a_plain_seal_follows_the_last_item_and_the_last_payload() -> None:
     assert play.done("ref0", 0, 1, [2]) == ["send 0 [0]", "seal 0 #1 of 0", "seal ref0"]
 
 
+def test_a_seat_that_came_back_gets_no_more_steps_than_it_has_room_for() -> None:
+    play = Play("0", seats=2)
+    for step in range(3):
+        play.plan(f"{step}@0", step)
+        play.taken("0.0", step, 1)
+        play.taken("0.1", step, 1)
+    play.lost("0.1")
+    assert play.join("0", 1) == ["send 0.1 [0]", "send 0.1 s1 [1]"]
+    assert play.taken("0.1", 0, 1) == ["send 0.1 s2 [2]"]
+
+
 def test_what_one_seat_gives_back_and_another_has_begun_stays() -> None:
     play = Play("0 1", seats=2, moves=True)
     play.plan("0@0 1@1 2@1 3@1")
