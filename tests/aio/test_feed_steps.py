@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +9,10 @@ import anyio
 import msgspec
 import pytest
 import torch
-from guard import GUARD_S
 from helpers import settle
 from scripted import make_batch
 
 import stream_balancer as sb
-from stream_balancer.client import feed as feed_module
 from stream_balancer.client.feed import RankFeed
 from stream_balancer.client.step import End
 from stream_balancer.net import messages as m
@@ -155,42 +152,6 @@ async def test_a_loop_over_steps(rig: Rig) -> None:
         await settle()
         assert ends == [End((0,), 4, 100, 50, 3)]
     assert rig.controller.facts == [("finished", 0), ("acknowledged", 0)]
-
-
-@pytest.mark.parametrize("meets", [True, False])
-async def test_where_work_may_move_the_host_keeps_pace_with_its_device(
-    meets: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is begun stays with this rank, and who has only enqueued its last is not idle."""
-    log: list[str] = []
-
-    class Pace:
-        def __init__(self, device: torch.device) -> None: ...
-
-        def keep(self) -> None:
-            log.append("keep")
-            goes_on()
-
-        def finish(self) -> None:
-            log.append("finish")
-            goes_on()
-
-    def goes_on() -> None:
-        """Other threads do, among them the one that receives."""
-        other = threading.Thread(target=rig.feed.state_dict)
-        other.start()
-        other.join(GUARD_S)
-        assert not other.is_alive()
-
-    monkeypatch.setattr(feed_module, "Pace", Pace)
-    rig = Rig()
-    await settle()
-    rig.controller.work(0, meets=meets)
-    rig.controller.seal(0)
-    step = await anext(rig.feed)
-    async for _ in step:
-        log.append("train")  # noqa: PERF401 - one after the other
-    assert log == (["train", "keep", "train", "keep", "finish"] if meets else ["train", "train"])
 
 
 async def test_a_rewound_step_comes_again_and_a_dropped_one_does_not(rig: Rig) -> None:

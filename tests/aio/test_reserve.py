@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from functools import partial
 from typing import Any
 
@@ -18,48 +17,6 @@ import stream_balancer as sb
 from stream_balancer.testing import make_rollout
 
 config = partial(helpers.config, window=8, staleness=sb.Staleness(max_versions=1))
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1, 3])
-async def test_long_rollouts_are_never_thrown_away(max_staleness: int) -> None:
-    """64 workers with heavy-tailed lengths: without slots many would be stale, with them none."""
-    chance = random.Random(1)
-    knobs = config(staleness=sb.Staleness(max_versions=max_staleness), window=4 if max_staleness == 0 else 8)
-    put: set[str] = set()
-    trained: list[str] = []
-    async with sb.StreamBalancer(knobs) as balancer:
-        balancer.set_version(0)
-
-        async def worker(number: int) -> None:
-            for turn in range(6):
-                async with balancer.reserve() as slot:
-                    await anyio.sleep(chance.paretovariate(1.1))
-                    name = f"{number}.{turn}"
-                    await slot.put(make_rollout(3, name))
-                    put.add(name)
-
-        async def trainer() -> None:
-            version = 0
-            async for batch in balancer.batches():
-                for r in batch.rollouts:
-                    assert r.is_padding or version - (r.min_version or 0) <= max_staleness
-                trained.extend(r.rollout_id for r in batch.rollouts if not r.is_padding)
-                await anyio.sleep(0.3)
-                version += 1
-                balancer.set_version(version)
-
-        with anyio.fail_after(1e6):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(trainer)
-                async with anyio.create_task_group() as workers:
-                    for number in range(64):
-                        workers.start_soon(worker, number)
-                balancer.end()
-        stats = balancer.statistics()
-        assert stats.evicted["stale"] == 0
-        assert (stats.reserved, stats.blocked_reserves) == (0, 0)
-        assert sorted(trained) == sorted(put)
-        assert len(put) == 384
 
 
 async def test_reservers_are_admitted_in_order_and_do_not_poll() -> None:

@@ -9,8 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -27,43 +26,16 @@ WORKERS, THREADS = 2, 8
 BATCH_SIZE = 8
 
 
-class Harness:
-    def __init__(self, transport: sb.TorchTransport) -> None:
-        self.address = transport.address
-        self.producers: list[sb.Producer] = []
-        self.feeds: list[sb.RankFeed] = []
-
-    def producer(self) -> sb.Producer:
-        self.producers.append(sb.connect(self.address))
-        return self.producers[-1]
-
-    def feed(self) -> sb.RankFeed:
-        self.feeds.append(sb.RankFeed(self.address, rank=0, dp_size=1))
-        return self.feeds[-1]
-
-
-@asynccontextmanager
-async def over_sockets(**knobs: Any) -> AsyncIterator[Harness]:
-    config = sb.BalancerConfig(**{"dp_size": 1, **knobs})
+async def test_threads_reserve_wait_and_ask_with_blocking_methods() -> None:
+    config = sb.BalancerConfig(dp_size=1, batch_size=4, window=4)
     async with (
         sb.StreamBalancer(config) as balancer,
         sb.TorchTransport.listen(dp_size=1) as transport,
         anyio.create_task_group() as tasks,
+        sb.connect(transport.address) as producer,
+        sb.RankFeed(transport.address, rank=0, dp_size=1) as feed,
     ):
         tasks.start_soon(sb.serve, balancer, transport)
-        harness = Harness(transport)
-        try:
-            yield harness
-        finally:
-            tasks.cancel_scope.cancel()
-            with anyio.CancelScope(shield=True):
-                for one in (*harness.producers, *harness.feeds):
-                    await one.aclose()
-
-
-async def test_threads_reserve_wait_and_ask_with_blocking_methods() -> None:
-    async with over_sockets(batch_size=4, window=4) as harness:
-        feed, producer = harness.feed(), harness.producer()
         feed.set_version(2)
 
         def work() -> sb.Statistics:
