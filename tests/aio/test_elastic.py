@@ -108,22 +108,6 @@ async def test_a_rank_that_is_no_more_may_be_one_again() -> None:
     assert sum(trainers.trained.values()) == len(trainers.trained) == 36
 
 
-async def test_a_batch_that_is_given_again_is_planned_for_the_ranks_there_are() -> None:
-    async with sb.StreamBalancer(knobs(3)) as balancer:
-        await put(balancer, "a", 12)
-        batches = balancer.batches(auto_ack=False)
-        first = await anext(batches)
-        balancer.reconfigure(dp_size=2)
-        balancer.nack(first.step)
-        again = await anext(batches)
-        assert (again.step, [share.dp_size for share in again.ranks]) == (0, [2, 2])
-        assert sorted(r.rollout_id for r in again.rollouts) == sorted(r.rollout_id for r in first.rollouts)
-        assert again.ranks[0].global_num_loss_tokens == first.ranks[0].global_num_loss_tokens
-        assert again.imbalance < 0.05
-        balancer.acknowledge(0)
-        assert balancer.statistics().acknowledged == 12
-
-
 @pytest.mark.parametrize("resized_first", [True, False])
 async def test_a_lost_rank_that_is_no_more_is_not_waited_for(resized_first: bool) -> None:
     """``serve`` raises, and the next one has the steps planned for the others."""

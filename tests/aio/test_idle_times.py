@@ -26,26 +26,6 @@ class Timings(sb.Observer):
         self.all += timings
 
 
-async def test_a_trainers_wait_is_split_into_no_data_and_window() -> None:
-    async with sb.StreamBalancer(sb.BalancerConfig(dp_size=2, batch_size=2, window=4)) as balancer:
-        async with anyio.create_task_group() as tasks:
-
-            async def generate() -> None:
-                for delay in (3.0, 2.0, 4.0, 1.0):  # enough for a batch after 5 s, a window after 10 s
-                    await anyio.sleep(delay)
-                    await balancer.put(make_rollout(8))
-
-            tasks.start_soon(generate)
-            batch = await anext(balancer.batches(auto_ack=False))
-        for rank in range(2):
-            balancer.record_step_seconds(batch.step, rank, 1.0)
-        balancer.acknowledge(batch.step)
-        idle = balancer.statistics().idle_seconds
-        assert idle["no_data"] == pytest.approx(2 * 5.0, abs=0.01)
-        assert idle["window"] == pytest.approx(2 * 5.0, abs=0.01)
-        assert idle["transport"] == idle["imbalance_avoidable"] == 0.0
-
-
 async def test_serve_hands_on_how_long_each_rank_had_been_ready() -> None:
     transport = MemoryNetwork(dp_size=2)
     config = sb.BalancerConfig(dp_size=2, batch_size=2, window=2)

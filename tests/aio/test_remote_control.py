@@ -226,22 +226,6 @@ async def test_the_balancer_ends_once_as_many_producers_have_ended_as_take_part(
         assert harness.balancer.ended
 
 
-async def test_without_a_number_the_last_one_that_is_connected_ends_the_balancer() -> None:
-    async with over_memory(**KNOBS) as harness:
-        first, last = harness.producer(), harness.producer()
-        await settle()
-        await first.end()
-        assert "connected and not ended: memory" in harness.balancer.why_no_batch()
-        wire_of(last).cut("killed")
-        await settle()
-        assert not harness.balancer.ended  # whoever starts it again goes on
-        again = harness.producer()
-        await settle()
-        await again.aclose()  # it leaves, and nobody is left
-        await settle()
-        assert harness.balancer.ended
-
-
 async def test_a_worker_that_has_ended_and_is_started_again_does_not_end_for_another() -> None:
     """As when torchrun starts all workers again, since one has failed."""
     async with over_memory(num_producers=2, **KNOBS) as harness:
