@@ -44,7 +44,7 @@ class HeldWork:
 
     item: m.WorkItem
     payload: Any
-    """Whatever it is made of; the host's."""
+    """Content of the item, as the host made it."""
     begun: bool = False
     """Given to the trainer's code, which sets it: the item stays with this rank."""
     done: bool = False
@@ -96,7 +96,7 @@ class Part:
 
     @property
     def is_fetched(self) -> bool:
-        """What is missing is known: all owners have answered."""
+        """All owners have answered, so every missing payload is known."""
         return all(work.fetched or not work.item.remote for work in self.work.values())
 
 
@@ -173,7 +173,7 @@ class Held:
         self._check_mini_batches(part)
 
     def _check_mini_batches(self, part: Part) -> None:
-        """Their sizes must cover all micro-batches, as far as these are known: nobody trains on a part of a step."""
+        """Sizes of mini-batches must cover all micro-batches, as far as these are known: nobody trains on a part of a step."""
         planned, left = part.head.mini_batches, part.seal.mini_batches if part.seal is not None else ()
         counts = [one.micro_batches for one in planned]
         is_all = not planned or not part.is_whole or (all(counts) and sum(counts) == len(part.work))

@@ -64,7 +64,7 @@ class Values(type):
         made.__repr__, made.__setattr__ = _shown, _refuse_to_set
         hints = get_type_hints(cls, include_extras=True)
         cls._kinds: dict[str, Any] = {one.name: hints[one.name] for one in fields(made) if one.init}
-        """What each knob may be, as msgspec judges it."""
+        """Type of each knob, as msgspec judges it."""
         cls._groups: dict[str, Values] = {knob: kind for knob, kind in cls._kinds.items() if isinstance(kind, Values)}
         """Knobs that are groups."""
         cls._at = ""

@@ -139,7 +139,7 @@ class Ended(msgspec.Struct, array_like=True, tag="ended", frozen=True):
 
 
 Fact: TypeAlias = PlanRow | Done | Group | Totals | Acked | Came | Ended
-"""What the journal keeps one row of for each key."""
+"""Facts of which the journal keeps one row for each key."""
 Kind = TypeVar("Kind", bound=Fact)
 Single = TypeVar("Single", Totals, Ended)
 

@@ -79,7 +79,7 @@ class Pending:
 
     @property
     def advice(self) -> str:
-        """What to do when the reply does not come any more."""
+        """Advice for a reply that does not come any more."""
         if not self.accepted_if:
             return "Connect again, and ask again"
         return f"Connect and put it again: a {self.accepted_if} then means that the first put was accepted"

@@ -405,7 +405,7 @@ class Session:
             self._on_end(error)
 
     def _leave(self) -> None:
-        """What waits is done, and what was sent is taken back; with the last reply to that the connection is closed."""
+        """Calls that wait are done, and those that were sent are taken back; the last reply to that closes the connection."""
         if self._left.is_set() or self._is_closing:
             return
         self._is_closing = True

@@ -79,7 +79,7 @@ class Shareable:
         return float(self.parts.min(axis=0).max(initial=0.0)) * (1.0 - _ROUNDING)
 
     def apart(self, siblings: Siblings, knobs: PlanKnobs) -> Shareable:
-        """What every plan of these, of which siblings in a micro-batch pay their prefix once, lays out at least: the
+        """Least work of every plan of these, in which siblings of a micro-batch pay their prefix once: the
         rollouts without their prefixes, and each prefix once, by as many ranks as some sibling is shared."""
         added = Shareable.of(siblings.added, self.lengths, knobs)
         # any degree is allowed, whatever its tokens: a bound may be too low, never too high

@@ -20,7 +20,7 @@ BLOCKS = 20
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Outcome:
-    """One setting of the knobs: its run, and the figures that settings are compared by."""
+    """A setting of the knobs: its run, and the figures that settings are compared by."""
 
     report: SimulationReport
     """The run, with the knobs it was made with in ``config``."""

@@ -64,7 +64,7 @@ class Column(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     name: Name
     index: Annotated[int, msgspec.Meta(ge=0, lt=len(SUPPORTED_DTYPES))]
-    """Of its dtype, in SUPPORTED_DTYPES."""
+    """Place of its dtype in SUPPORTED_DTYPES."""
     shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     """Shape of one row of a column; of the whole tensor otherwise."""
 

@@ -117,7 +117,7 @@ class Leases:
         return lease
 
     def needs(self, key: int) -> bool:
-        """Whether a rollout refers to this payload."""
+        """True while a rollout refers to this payload."""
         there = self._held.get(key)
         return there is not None and there() is not None
 

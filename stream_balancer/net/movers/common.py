@@ -1,4 +1,4 @@
-"""What all movers have: their connection, notes to the other end, and the thread that packs."""
+"""Common to all movers: their connection, notes to the other end, and the thread that packs."""
 
 from __future__ import annotations
 
