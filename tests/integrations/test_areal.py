@@ -25,7 +25,6 @@ from guard import GUARD_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import stream_balancer as sb
 from stream_balancer.integrations.areal import allocate, patch, rollouts_from, trajectories_from
 from stream_balancer.testing import make_rollout
 
@@ -74,17 +73,6 @@ def test_what_cannot_be_allocated_is_said() -> None:
         allocate([1, 2], 8, 3)
     with pytest.raises(ValueError, match="3 sequences cannot be put into at least 4 groups"):
         allocate([1, 2, 3], 8, 1, 4)
-
-
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(60, 90), st.integers(1, 6), st.integers(1, 6))
-def test_what_kk_allocates_is_allocated(values: list[int], capacity: int, min_groups: int, divisor: int) -> None:
-    """Its number of groups is cut to the number of values, whatever the divisor."""
-    try:
-        theirs = seqpack.kk_allocate(values, capacity, min_groups, divisor)
-    except RuntimeError:
-        return
-    if max(sum(values[i] for i in group) for group in theirs) <= capacity:
-        assert len(allocate(values, capacity, min_groups, divisor)) <= len(values)
 
 
 def test_patched_areal_balances_ranks_and_micro_batches_by_name() -> None:
@@ -239,13 +227,6 @@ def test_every_entry_survives(given_trajectories: list[dict[str, Any]], random: 
             check_trajectory_format(theirs)
 
 
-def test_padding_on_the_left_is_taken_too() -> None:
-    mask = torch.tensor([[0, 0, 1], [1, 1, 1]], dtype=torch.bool)
-    ids = torch.tensor([[0, 0, 5], [6, 7, 8]], dtype=torch.int32)
-    made = rollouts_from([{"input_ids": ids, "attention_mask": mask}])
-    assert [r.tokens["input_ids"].tolist() for r in made] == [[5], [6, 7, 8]]
-
-
 def trajectory(versions: list[list[int]], **more: Any) -> dict[str, Any]:
     tensor = torch.tensor(versions, dtype=torch.int32)
     return {"input_ids": tensor.clone(), "attention_mask": torch.ones_like(tensor).bool(), "versions": tensor, **more}
@@ -276,19 +257,3 @@ def test_a_padding_copy_is_nobodys_sibling_and_has_a_zero_loss_mask() -> None:
 def test_what_is_no_trajectory_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a trajectory has no \['attention_mask'\]; it has \['input_ids'\]"):
         rollouts_from([{"input_ids": torch.ones(1, 1)}])
-
-
-def test_through_a_balancer_to_two_ranks() -> None:
-    given_groups = [
-        trajectory([[v] * (n + 1) for v in range(2)], rewards=torch.tensor([n, -n]).float()) for n in range(8)
-    ]
-    config = sb.BalancerConfig(dp_size=2, batch_size=16, window=16, groups=sb.Groups(size=2, keep="same_rank"))
-    with sb.blocking(config) as balancer:
-        for rollout in rollouts_from(given_groups):
-            balancer.put(rollout)
-        balancer.end()
-        (batch,) = balancer.batches()
-    out = [one for share in batch.ranks for one in trajectories_from(share.rollouts)]
-    assert sorted(one["rewards"].tolist() for one in out) == sorted(one["rewards"].tolist() for one in given_groups)
-    for one in out:
-        assert same(one, given_groups[int(one["rewards"][0])])

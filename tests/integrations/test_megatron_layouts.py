@@ -86,12 +86,6 @@ def test_verl_cuts_the_same(ours: Any, rollouts: list[Rollout]) -> None:
     assert ours.whole_cu_seqlens.diff().tolist() == list(LENGTHS)
 
 
-def test_verls_scheduler_masks_the_same_padding(member: tuple[int, int], ours: Any) -> None:
-    scheduler = from_file(verl, "utils/dynamic_cp_scheduler.py")
-    is_padding = scheduler._local_padding_mask(list(LENGTHS), cp_size=member[0], cp_rank=member[1], tp_size=1)
-    assert is_padding.equal(ours["input_ids"] == 0)
-
-
 def test_areal_cuts_the_same(member: tuple[int, int], ours: Any, rollouts: list[Rollout]) -> None:
     cut = from_file(areal, "engine/megatron_utils/packed_context_parallel.py")
     boundaries = ours.whole_cu_seqlens_padded
@@ -132,28 +126,3 @@ def test_megatrons_release_cuts_the_same(
     assert cut["tokens"][0].equal(ours["input_ids"])
     assert cut["loss_mask"][0].equal(ours["loss_mask"])
     assert parameters.qkv_format == "thd"
-
-
-def test_megatron_cuts_the_same(
-    member: tuple[int, int], ours: Any, rollouts: list[Rollout], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens, labels, mask and positions: Megatron shifts labels before it cuts, so they are our `next`."""
-    their_own_tests.checkout("NVIDIA/Megatron-LM")
-    utils = their_own_tests.peer_files.load("NVIDIA/Megatron-LM", "megatron.core.datasets.data_schedule_utils")
-    monkeypatch.setattr(utils, "get_thd_partitioned_indices", thd_partitioned_indices)
-    size, place = member
-    ids, mask = padded_whole(rollouts, size, "input_ids"), padded_whole(rollouts, size, "loss_mask")
-    lengths = ours.whole_cu_seqlens_padded.diff().tolist()
-    following = [torch.cat((one[1:], one.new_zeros(1))) for one in ids.split(lengths)]
-    batch = {
-        "tokens": ids,
-        "labels": torch.cat(following),
-        "loss_mask": mask,
-        "position_ids": torch.cat([torch.arange(length) for length in lengths]),
-        "cu_seqlens_padded": ours.whole_cu_seqlens_padded,
-    }
-    utils.get_cp_slice_for_thd(batch, SimpleNamespace(size=lambda: size, rank=lambda: place))
-    assert batch["tokens"].equal(ours["input_ids"])
-    assert batch["labels"].equal(ours.next("input_ids"))
-    assert batch["loss_mask"].equal(ours["loss_mask"])
-    assert batch["position_ids"].equal(ours.position_ids)

@@ -139,13 +139,6 @@ def test_leaving_early_acknowledges_nothing_and_loses_nothing() -> None:
     assert feed_of(dataset).acknowledged == [0, 1, 2]
 
 
-def test_a_step_is_acknowledged_with_its_last_micro_batch() -> None:
-    dataset = dataset_of(STEPS, auto_ack=False)
-    for item in loader(dataset):
-        dataset.acknowledge(item)
-        assert feed_of(dataset).acknowledged == list(range(item["step"] + item["is_last_micro_batch"]))
-
-
 def test_a_loop_may_acknowledge_for_itself() -> None:
     dataset = dataset_of(STEPS, auto_ack=False)
     for item in loader(dataset):
@@ -158,26 +151,25 @@ def test_a_loop_may_acknowledge_for_itself() -> None:
     assert feed_of(dataset).acknowledged == [0, 1, 2]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded(side: str) -> None:
-    layout = functools.partial(sb.types.MicroBatch.padded, padding_side=side, pad_values={"input_ids": -1})
-    for item, mb in zip(
-        loader(dataset_of(STEPS, layout=layout)),
-        [mb for share in shares_of(STEPS) for mb in share.micro_batches],
-        strict=True,
-    ):
-        padded = layout(mb)
-        for name in ("attention_mask", "position_ids", "lengths", "rollout_weights"):
-            assert torch.equal(item[name], getattr(padded, name)), name
-        for name in padded:
-            assert torch.equal(item[name], padded[name]), name
+BESIDE = ("attention_mask", "position_ids", "lengths", "rollout_weights")
 
 
-def test_nested() -> None:
-    items = list(loader(dataset_of(STEPS, layout=sb.types.MicroBatch.nested)))
-    assert [[row.numel() for row in item["logprobs"].unbind()] for item in items] == [
-        lengths for micro_batches in STEPS for lengths in micro_batches
-    ]
+@pytest.mark.parametrize(
+    ("layout", "beside"),
+    [
+        (functools.partial(sb.types.MicroBatch.padded, padding_side="left", pad_values={"input_ids": -1}), BESIDE),
+        (functools.partial(sb.types.MicroBatch.padded, padding_side="right"), BESIDE),
+        (sb.types.MicroBatch.nested, ("rollout_weights",)),
+    ],
+)
+def test_other_layouts(layout: Any, beside: tuple[str, ...]) -> None:
+    micro_batches = [mb for share in shares_of(STEPS) for mb in share.micro_batches]
+    for item, mb in zip(loader(dataset_of(STEPS, layout=layout)), micro_batches, strict=True):
+        rows = layout(mb)
+        for name, value in {**rows, **{name: getattr(rows, name) for name in beside}}.items():
+            found = [item[name], value]
+            one, other = (column.values() if column.is_nested else column for column in found)
+            assert torch.equal(one, other), name
 
 
 def test_tensordict_whole_or_by_column() -> None:
@@ -312,24 +304,6 @@ def test_lightning_that_would_acknowledge_too_early_is_refused() -> None:
 
 
 # --- accelerate -------------------------------------------------------------------------------------------------------
-
-
-def test_accelerate_with_its_own_loader() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = torch.nn.Linear(1, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    dataset = dataset_of(STEPS)
-    trained = []
-    for item in loader(dataset):
-        loss = model(item["logprobs"][:, None]).sum() / item["global_num_loss_tokens"]
-        accelerator.backward(loss)
-        trained += boundaries([item])
-        if item["is_last_micro_batch"]:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert trained == BOUNDARIES
-    assert feed_of(dataset).acknowledged == [0, 1, 2]
 
 
 @pytest.mark.parametrize("auto_ack", [True, False])
