@@ -66,6 +66,26 @@ async def test_a_slot_outlives_its_connection() -> None:
         assert [(r.rollout_id, r.min_version) for r in held] == [("a", 4), ("b", 4)]
 
 
+async def test_what_is_admitted_after_its_reserver_has_gone_is_given_back() -> None:
+    async with over_memory(**THROTTLED) as harness:
+        producer = sb.connect(harness.transport.connect_producer(), linger_s=1.0)
+        await producer.statistics()
+
+        async def reserve() -> None:
+            with anyio.fail_after(1), pytest.raises(sb.errors.BrokenResourceError, match="is not known"):
+                await producer.reserve(3).__aenter__()
+
+        async with anyio.create_task_group() as tasks, harness.balancer.reserve(8):
+            tasks.start_soon(reserve)
+            await settle()
+            wire_of(producer).hold()
+        assert harness.balancer.statistics().reserved == 3
+        wire_of(producer).release()
+        await producer.statistics()
+        assert harness.balancer.statistics().reserved == 0
+        await producer.aclose()
+
+
 async def test_a_slot_in_whose_place_others_have_begun_is_given_back_by_name(caplog: pytest.LogCaptureFixture) -> None:
     async with over_memory(**THROTTLED) as harness:
         producer = harness.producer(rejoin=True)

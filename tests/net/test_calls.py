@@ -271,6 +271,37 @@ async def test_a_lost_session_goes_on_and_gets_each_reply_once() -> None:
         assert not host.service.peers[caller._join.session].open
 
 
+async def test_a_reply_that_is_made_before_its_repetition_has_come_is_sent_once() -> None:
+    async with hosted() as (host, _, session), anyio.create_task_group() as tasks:
+        opened: list[Welcome] = []
+
+        def on_open(welcome: Welcome) -> None:
+            opened.append(welcome)
+            if len(opened) == 2:
+                caller.dialer.hold()
+
+        caller = session(rejoin=True, on_open=on_open)
+        tasks.start_soon(take, caller, "a", 1.0)
+        await anyio.sleep(0.5)
+        caller.dialer.cut()
+        await anyio.sleep(1)
+        caller.dialer.release()
+        await take(caller, "b")
+        assert (host.taken, host.begun, len(opened)) == (["a", "b"], 2, 2)
+
+
+async def test_who_joins_again_before_its_loss_is_known_takes_its_own_place() -> None:
+    async with hosted() as (host, _, session), anyio.create_task_group() as tasks:
+        caller = session(rejoin=True)
+        tasks.start_soon(take, caller, "a", 2.0)
+        await settle()
+        caller.dialer.cut(seen_by=(1,))
+        await anyio.sleep(3)
+        assert (host.taken, host.begun, len(host.service.peers)) == (["a"], 1, 1)
+        assert host.peers[0] is host.peers[1]
+        assert host.ends == [("end", "lost")]
+
+
 @pytest.mark.parametrize("keep_s", [0.0, 3.0])
 async def test_a_session_that_does_not_come_back_is_withdrawn(keep_s: float) -> None:
     """At once, or when it has had the time to."""
