@@ -24,6 +24,10 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+def words(text: str) -> list[str]:
+    return text.split()
+
+
 def refused(*arguments: object) -> str:
     """The one line of an error."""
     result = run(*arguments)
@@ -73,22 +77,9 @@ class TestReplay:
         assert "\x1b" not in result.stderr, "no display where there is no terminal: a line now and then"
 
     def test_json(self, trace: Path) -> None:
-        options = ("--dp-size", 4, "--batch-size", 16, "--window", 48, "--max-skips", 12, "--capacity", 96)
-        more = (
-            "--deadline-s",
-            500,
-            "--cost",
-            "quadratic",
-            "--slots",
-            8,
-            "--counts",
-            "equal",
-            "--seed",
-            3,
-            "--warm-up",
-            2,
-        )
-        result = run("replay", trace, *options, *more, "--json")
+        options = words("--dp-size 4 --batch-size 16 --window 48 --max-skips 12 --capacity 96 --deadline-s 500")
+        more = (*options, *words("--cost quadratic --slots 8 --counts equal --seed 3 --warm-up 2 --json"))
+        result = run("replay", trace, *more)
         assert result.exit_code == 0, result.output
         assert result.stdout.count("\n") == 1
         found: dict[str, Any] = json.loads(result.stdout)
@@ -103,9 +94,7 @@ class TestReplay:
             assert report["overall"]["rollouts"] == 400
             assert 0 <= report["idle_fraction"] < 1
         assert found["policies"]["window"]["max_skips_seen"] <= 12
-        assert run("replay", trace, *options, *more, "--json").stdout == result.stdout, (
-            "the same seed, the same figures"
-        )
+        assert run("replay", trace, *more).stdout == result.stdout, "the same seed, the same figures"
 
     def test_a_budget_in_tokens(self, trace: Path) -> None:
         result = run("replay", trace, "--step-size.tokens", 9000, "--step-size.window-tokens", 20000)
@@ -257,41 +246,22 @@ class TestDemo:
         assert logging.getLogger("stream_balancer").level == logging.NOTSET  # as it was
 
     @pytest.mark.parametrize(
-        ("options", "said"),
+        ("option", "value", "said"),
         [
-            (("--tokens-per-second", 0), "tokens_per_second must be a finite number > 0, not 0.0"),
-            (("--tokens-per-second", "nan"), "tokens_per_second must be a finite number > 0, not nan"),
-            (("--hidden-size", 3), "hidden_size (3) must be a multiple of 2 x num_heads (8)"),
-            (("--hidden-size", 0), "hidden_size must be >= 1, not 0"),
-            (("--vocab-size", 0), "vocab_size must be >= 1, not 0"),
-            (("--num-layers", 0), "num_layers must be >= 1, not 0"),
-            (("--num-heads", 0), "num_heads must be >= 1, not 0"),
-            (("--seed", -1), "seed must be >= 0, not -1"),
-            (("--max-length", 0), "max_length must be >= 1, not 0"),
-            (("--workers", 0), "workers must be >= 1, not 0"),
+            *(("--tokens-per-second", value, "tokens_per_second must be a finite number > 0") for value in (0, "nan")),
+            ("--hidden-size", 3, "hidden_size (3) must be a multiple of 2 x num_heads (8)"),
+            ("--seed", -1, "seed must be >= 0, not -1"),
+            *((name, 0, " must be >= 1, not 0") for name in ("--num-heads", "--max-length", "--workers")),
         ],
     )
-    def test_a_size_that_cannot_be(self, options: tuple[object, ...], said: str) -> None:
+    def test_a_size_that_cannot_be(self, option: str, value: object, said: str) -> None:
         pytest.importorskip("stream_balancer_demo.main")
-        assert said in refused("demo", *options)
+        assert said in refused("demo", option, value)
 
 
 @pytest.mark.usefixtures("short_sweeps")
 class TestTune:
-    OPTIONS = (
-        "--dp-size",
-        2,
-        "--batch-size",
-        4,
-        "--slots",
-        8,
-        "--windows",
-        "4,8",
-        "--max-skips",
-        "12",
-        "--processes",
-        1,
-    )
+    OPTIONS = words("--dp-size 2 --batch-size 4 --slots 8 --windows 4,8 --max-skips 12 --processes 1")
 
     def test_table_and_recommendation(self, trace: Path) -> None:
         result = run("tune", trace, *self.OPTIONS)

@@ -5,8 +5,6 @@ import torch
 from stream_balancer_demo.options import DemoOptions
 from stream_balancer_demo.rollouts import checksum, load_workload, make_rollout
 
-from stream_balancer.errors import ConfigError, TraceError
-
 MADE = ("r1", 12, 3, "p1", 64)
 
 
@@ -47,12 +45,3 @@ def test_as_many_rollouts_as_asked_for_scaled_until_the_longest_fits(trace, roll
     small = load_workload(DemoOptions(trace=trace, rollouts=rollouts, scale=1e-6))
     assert all((r.num_tokens, r.num_loss_tokens) == (2, 1) for r in small.rollouts), "a prompt and an output"
     assert load_workload(DemoOptions(rollouts=rollouts)).lengths["longest"] == DemoOptions().max_length
-
-
-def test_what_cannot_be_is_refused(tmp_path):
-    with pytest.raises(TraceError, match="no length model is called 'nope'"):
-        load_workload(DemoOptions(generator="nope"))
-    with pytest.raises(TraceError, match="cannot be read"):
-        load_workload(DemoOptions(trace=tmp_path / "missing.csv"))
-    with pytest.raises(ConfigError, match="workers must be >= 1, not 0"):
-        DemoOptions(workers=0)

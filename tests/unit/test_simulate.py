@@ -244,10 +244,9 @@ class TestSegments:
         assert report.steps.mean_load.tolist() == [7.0]
 
 
-class TestKnobs:
-    def test_a_rollout_above_the_cap_is_refused_by_name(self) -> None:
-        with pytest.raises(RolloutError, match=r"rollout '1' has 9 tokens, above micro_batches\.max_tokens"):
-            simulate(trace_of([5, 9], arrival=[0.0, 1.0]), knobs(micro_batches={"max_tokens": 8}))
+def test_a_rollout_above_the_cap_is_refused_by_name() -> None:
+    with pytest.raises(RolloutError, match=r"rollout '1' has 9 tokens, above micro_batches\.max_tokens"):
+        simulate(trace_of([5, 9], arrival=[0.0, 1.0]), knobs(micro_batches={"max_tokens": 8}))
 
 
 def test_fifo_beats_round_robin_and_the_window_beats_fifo() -> None:
