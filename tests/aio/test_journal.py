@@ -249,29 +249,6 @@ async def _ended(balancer: sb.StreamBalancer) -> Any:
         yield batch
 
 
-async def test_what_a_checkpoint_contains_does_not_come_again(tmp_path: Path) -> None:
-    """The exactly-once protocol: acknowledge what the trainer's checkpoint has, before the first batch too."""
-    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
-        batches = balancer.batches(auto_ack=False)
-        for rollout in make_rollouts([3] * 16):
-            await balancer.put(rollout)
-        given = [await anext(batches) for _ in range(4)]
-        balancer.acknowledge_through(0)  # a checkpoint with step 0 is saved
-        after = await crash(balancer)  # ... and one with step 2, but the balancer was not told any more
-    async with sb.StreamBalancer(config(), journal=after) as balancer:
-        assert balancer.recovered
-        assert balancer.recovered.steps == (1, 2, 3)
-        balancer.acknowledge_through(2)
-        balancer.acknowledge_through(2)
-        balancer.end()
-        rest = [batch async for batch in balancer.batches()]
-        assert [ids_of(b) for b in rest] == [ids_of(given[3])]
-        verify(balancer.parts.core)
-    async with sb.StreamBalancer(config(), journal=after) as balancer:
-        assert balancer.recovered
-        assert balancer.recovered.in_flight == 0
-
-
 async def test_a_retried_put_is_accepted_once(tmp_path: Path) -> None:
     """Two tasks put one id at once, then a producer that saw the crash puts it again."""
     async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:

@@ -43,17 +43,9 @@ async def used_statistics() -> sb.Statistics:
     return (await used_balancer()).statistics()
 
 
-async def fresh_statistics() -> sb.Statistics:
-    return sb.StreamBalancer(CONFIG).statistics()
-
-
-def fetch(port: int, path: str = "/metrics") -> str:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=GUARD_S) as response:
-            return str(response.read().decode())
-    except urllib.error.HTTPError as error:
-        error.close()  # it holds the connection
-        raise
+def fetch(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=GUARD_S) as response:
+        return str(response.read().decode())
 
 
 def test_every_figure_of_statistics_is_told() -> None:
@@ -85,7 +77,8 @@ def test_figures_are_flat_finite_and_named_alike() -> None:
     assert all(type(value) is float and math.isfinite(value) for value in said.values())
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     assert all(re.fullmatch(r"[a-z_]+", metric.name) for metric in METRICS)
-    empty = figures(anyio.run(fresh_statistics))
+    with sb.blocking(CONFIG) as balancer:
+        empty = figures(balancer.statistics())
     assert "stream_balancer/policy_version" not in empty
     assert empty["stream_balancer/waiting_rollouts"] == 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -20,42 +21,30 @@ def statistics_of(waiting: int, oldest_wait_s: float, **more: int) -> Statistics
     return replace(core.statistics(0.0), waiting=waiting, oldest_wait_s=oldest_wait_s, **more)
 
 
-def config_of(**knobs: object) -> sb.BalancerConfig:
-    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 32, "window": 64, **knobs})  # type: ignore[arg-type]
+DEADLINE = {"deadline_s": 30.0}
+WAIT = "rollouts wait (window 64), the oldest for"
 
 
 @pytest.mark.parametrize(
-    ("config", "statistics", "expected"),
+    ("knobs", "statistics", "expected"),
     [
-        (config_of(), statistics_of(0, 0.0), "no rollout waits; 64 make a window"),
+        ({}, statistics_of(37, 812.4), f"37 {WAIT} 812 s; no deadline_s is set"),
+        (DEADLINE, statistics_of(37, 12.0), f"37 {WAIT} 12 s; deadline_s is 30"),
         (
-            config_of(),
-            statistics_of(37, 812.4),
-            "37 rollouts wait (window 64), the oldest for 812 s; no deadline_s is set",
-        ),
-        (
-            config_of(deadline_s=30.0),
-            statistics_of(37, 12.0),
-            "37 rollouts wait (window 64), the oldest for 12 s; deadline_s is 30",
-        ),
-        (
-            config_of(deadline_s=30.0, min_batch_size=8),
+            {**DEADLINE, "min_batch_size": 8},
             statistics_of(7, 31.0),
-            "7 rollouts wait (window 64), the oldest for 31 s; deadline_s (30) sends no fewer than min_batch_size (8)",
+            f"7 {WAIT} 31 s; deadline_s (30) sends no fewer than min_batch_size (8)",
         ),
+        (DEADLINE, statistics_of(64, 31.0, blocked_puts=3), f"64 {WAIT} 31 s; 3 puts wait for room"),
         (
-            config_of(deadline_s=30.0),
-            statistics_of(64, 31.0, blocked_puts=3),
-            "64 rollouts wait (window 64), the oldest for 31 s; 3 puts wait for room",
-        ),
-        (
-            config_of(),
+            {},
             replace(statistics_of(0, 0.0), evicted={"stale": 2, "lost": 0, "filtered": 7}),
             "no rollout waits; 64 make a window; evicted so far: 2 stale, 7 filtered",
         ),
     ],
 )
-def test_the_balancers_part(config: sb.BalancerConfig, statistics: Statistics, expected: str) -> None:
+def test_the_balancers_part(knobs: dict[str, Any], statistics: Statistics, expected: str) -> None:
+    config = sb.BalancerConfig(dp_size=2, batch_size=32, window=64, **knobs)
     assert why_no_batch(BalancerCore(config).state, statistics) == expected
 
 
