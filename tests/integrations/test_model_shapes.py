@@ -72,7 +72,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama-3.1-8B": ("llama", sizes(4096, 32, 8, 14336, 128256)),
     "Qwen2.5-1.5B": ("qwen2", sizes(1536, 12, 2, 8960, 151936)),
     "Qwen3-8B": ("qwen3", sizes(4096, 32, 8, 12288, 151936, head_dim=128)),
-    "Qwen3-0.6B": ("qwen3", sizes(1024, 16, 8, 3072, 151936, head_dim=128)),
     "Qwen3-VL-8B (text)": ("qwen3_vl_text", sizes(4096, 32, 8, 12288, 151936, head_dim=128)),
     "Mistral-7B-v0.3": ("mistral", sizes(4096, 32, 8, 14336, 32768, head_dim=128, sliding_window=None)),
     "Gemma-7B": ("gemma", sizes(3072, 16, 16, 24576, 256000, head_dim=256)),
@@ -113,9 +112,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Command-R7B": ("cohere2", sizes(4096, 32, 8, 14336, 256000, sliding_window=4096)),
     "EXAONE-4-32B": ("exaone4", sizes(5120, 40, 8, 27392, 102400, head_dim=128, sliding_window=4096)),
     "gpt-oss-20b": ("gpt_oss", sizes(2880, 64, 8, 2880, 201088, head_dim=64, num_local_experts=32)),
-    "gpt-oss-120b": ("gpt_oss", sizes(2880, 64, 8, 2880, 201088, head_dim=64, num_local_experts=128)),
     # its code computes every expert, so every one is used here
-    "Llama-4-Scout": ("llama4_text", {"num_local_experts": 2, "num_experts_per_tok": 2}),
     "Llama-4-Maverick": (
         "llama4_text",
         {"num_local_experts": 2, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2},
@@ -153,10 +150,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"topk_group": 1},
     ),
     "DeepSeek-V3": ("deepseek_v3", {}),
-    "Kimi-K2": (
-        "deepseek_v3",
-        sizes(7168, 64, 64, 18432, 163840, n_routed_experts=384, first_k_dense_replace=1, n_group=1, topk_group=1),
-    ),
     "DeepSeek-V3.2": ("deepseek_v32", {}),
     "GLM-5": ("glm_moe_dsa", {}),
     "GLM-4.7-Flash": ("glm4_moe_lite", {}),

@@ -103,45 +103,6 @@ def test_in_place_of_the_real_one_and_not_worse(name: str, equal_size: bool) -> 
     assert max(after) <= max(before) + 1e-4
 
 
-def test_transfer_queues_own_sampler_deals_whole_groups_with_ours() -> None:
-    pytest.importorskip("transfer_queue")
-    from transfer_queue.sampler import seqlen_balanced_sampler as home
-
-    rng = np.random.default_rng(3)
-    lengths = {index: int(length) for index, length in enumerate(rng.lognormal(6, 1, 32))}
-
-    class Partition:
-        def get_custom_meta(self, indexes: list[int]) -> dict[int, dict[str, int]]:
-            return {index: {"total_lengths": lengths[index]} for index in indexes}
-
-    def deal() -> list[list[int]]:
-        sampler = home.SeqlenBalancedSampler(n_samples_per_prompt=2, dp_size=4)
-        return [
-            sampler.sample(
-                list(range(32)),
-                8,
-                task_name="train",
-                partition_id="p",
-                dp_rank=rank,
-                batch_index=0,
-                partition=Partition(),
-            )[0]
-            for rank in range(4)
-        ]
-
-    theirs = deal()
-    put_back = patch(home)
-    try:
-        ours = deal()
-    finally:
-        put_back()
-    for dealt in (theirs, ours):
-        assert sorted(i for share in dealt for i in share) == list(range(32))
-        assert all(len(share) == 8 and {i // 2 * 2 for i in share} <= set(share) for share in dealt)
-    heaviest = [max(sum(lengths[i] for i in share) for share in dealt) for dealt in (theirs, ours)]
-    assert heaviest[1] <= heaviest[0]
-
-
 class RollBatch:
     """What ROLL's ``batch_balance`` uses of a DataProto."""
 

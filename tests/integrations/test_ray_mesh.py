@@ -15,7 +15,7 @@ from ray_cluster import MeshRank, kill  # noqa: E402
 
 import stream_balancer as sb  # noqa: E402
 from stream_balancer.client.object_store import INLINE_BYTES  # noqa: E402
-from stream_balancer.ray import host  # noqa: E402
+from stream_balancer.ray import find, host  # noqa: E402
 from stream_balancer.testing import make_rollout  # noqa: E402
 
 LENGTHS = [1 + 37 * n for n in range(14)] + [INLINE_BYTES, INLINE_BYTES + 7]  # two go to the object store
@@ -42,8 +42,8 @@ def _expected(told: list[Any]) -> None:
 @pytest.mark.parametrize("journal", [False, True], ids=["store", "journal"])
 def test_peers_get_what_their_leader_gets(journal: bool, ranks: list[Any], tmp_path: Path) -> None:
     config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8)
-    balancer = host(config, journal=tmp_path / "journal" if journal else None)
-    training = [rank.train.remote(balancer) for rank in ranks]
+    balancer = host(config, name="of the mesh", journal=tmp_path / "journal" if journal else None)
+    training = [rank.train.remote(find("of the mesh")) for rank in ranks]
     for n, length in enumerate(LENGTHS):
         balancer.blocking.put(make_rollout(length, f"m{n}"))
         if journal and n == len(LENGTHS) // 2:  # the leaders wait for it, and their peers notice nothing

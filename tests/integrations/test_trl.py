@@ -253,59 +253,41 @@ def grpo(folder: Path, **options: Any) -> Trainer:
     )
 
 
-def test_grpo_trains_in_one_process_and_evaluates(tmp_path: Path) -> None:
-    trainer = grpo(tmp_path)
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_grpo_trains_in_one_process_and_evaluates(tmp_path: Path, loss_type: str) -> None:
+    """Also where truncated completions fill a micro-batch, which then trains nothing."""
+    trainer = grpo(tmp_path, mask_truncated_completions=True, loss_type=loss_type)
     trainer.eval_dataset = trl_tiny.prompts(8)
-    with trainer.balanced(micro_batches=sb.MicroBatches(max_tokens=60)):
-        assert trainer.train().global_step == 2
+    with trainer.balanced(micro_batches=sb.MicroBatches(max_tokens=30)):
+        done = trainer.train()
+        assert done.global_step == 2
+        assert math.isfinite(done.training_loss)
         assert math.isfinite(trainer.evaluate()["eval_loss"])
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
-def test_micro_batches_of_truncated_completions_alone_train_nothing(tmp_path: Path, loss_type: str) -> None:
-    trainer = grpo(tmp_path, mask_truncated_completions=True, loss_type=loss_type)
-    with trainer.balanced(micro_batches=sb.MicroBatches(max_tokens=30)):
-        assert math.isfinite(trainer.train().training_loss)
+CAP = sb.MicroBatches(max_tokens=60)
+FREE = {"micro_batches": sb.MicroBatches(counts="free"), "sync": "step", "cost": sb.cost.TokenCost()}
 
 
-def usual(**changes: Any) -> dict[str, Any]:
-    """What is asked of a trainer."""
-    return {
-        "loss_type": "dapo",
-        "top_entropy_quantile": 1.0,
-        "entropy_coef": 0.0,
-        "use_adaptive_entropy": False,
-        "aux_loss_enabled": False,
-    } | changes
-
-
-def test_what_cannot_be_balanced_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_cannot_be_balanced_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = grpo(tmp_path)
     with pytest.raises(RuntimeError, match=r"with trainer.balanced\(...\): trainer.train\(\)"):
-        grpo(tmp_path).train()
-    with (
-        pytest.raises(ValueError, match="num_iterations must be 1, not 2"),
-        grpo(tmp_path, num_iterations=2).balanced(),
+        trainer.train()
+    for changes, knobs, says in (
+        ({"num_iterations": 2}, {}, "num_iterations must be 1, not 2"),
+        ({"args.steps_per_generation": 3}, {}, r"steps_per_generation \(3\) must be a multiple"),
+        ({"top_entropy_quantile": 0.2}, {}, "top_entropy_quantile .* which rollouts share a micro-batch"),
+        ({"entropy_coef": 0.01}, {}, "entropy_coef .* which rollouts share a micro-batch"),
+        ({"loss_type": "newest"}, {}, "loss_type='newest' is not known"),
+        ({}, {"cost": sb.cost.TokenCost(), "micro_batches": CAP}, "does not count padding"),
+        ({}, FREE, r"leave micro_batches\.counts"),
     ):
-        pass
-    odd = grpo(tmp_path, steps_per_generation=3)
-    with pytest.raises(ValueError, match=r"steps_per_generation \(3\) must be a multiple"), odd.balanced():
-        pass
-    over_rows = {"top_entropy_quantile": 0.2, "entropy_coef": 0.01}
-    for name, value in over_rows.items():
-        with pytest.raises(ValueError, match=f"{name} .* which rollouts share a micro-batch"):
-            BalancedGRPO._check(SimpleNamespace(**usual(**{name: value})), None)  # type: ignore[arg-type]
-    unknown = grpo(tmp_path)
-    unknown.loss_type = "newest"
-    with pytest.raises(ValueError, match="loss_type='newest' is not known"), unknown.balanced():
-        pass
-    unpadded = grpo(tmp_path).balanced(cost=sb.cost.TokenCost(), micro_batches=sb.MicroBatches(max_tokens=60))
-    with pytest.raises(ValueError, match="does not count padding"), unpadded:
-        pass
-    with (
-        pytest.raises(ValueError, match=r"leave micro_batches\.counts"),
-        grpo(tmp_path).balanced(micro_batches=sb.MicroBatches(counts="free"), sync="step", cost=sb.cost.TokenCost()),
-    ):
-        pass
+        with monkeypatch.context() as patched:
+            for path, value in changes.items():
+                *owner, name = path.split(".")
+                patched.setattr(trainer.args if owner else trainer, name, value)
+            with pytest.raises(ValueError, match=says), trainer.balanced(**knobs):
+                pass
 
 
 # --- the async trainer ------------------------------------------------------------------------------------------------
@@ -406,11 +388,6 @@ def test_other_workers_are_planned_by_trl_as_before_and_a_forgotten_patch_is_sai
         loader = async_grpo_trainer.AsyncGRPOTrainer.get_train_dataloader(trainer_of(source, 2, token_budget=0))
         with pytest.raises(RuntimeError, match=r"call stream_balancer.integrations.trl.patch\(\) before the trainer"):
             next(iter(loader))
-
-
-def test_another_number_of_ranks_is_refused() -> None:
-    with sb.blocking(sb.BalancerConfig(dp_size=2, batch_size=8)) as balancer:
-        source = RolloutSource(balancer, SimpleNamespace(gradient_accumulation_steps=1))
         with pytest.raises(ValueError, match="balances for dp_size=2, but TRL trains on 3 processes"):
             next(source.micro_batches(3))
 

@@ -201,26 +201,22 @@ class Clock:
             due[1]()
 
 
-@pytest.mark.parametrize(("third_at_s", "left_at_s"), [(3.0, 3.0), (50.0, 5.0)])
+@pytest.mark.parametrize(
+    ("third_at_s", "left_at_s"),
+    [(3.0, 3.0), (50.0, 5.0), (None, 0.0)],  # in time, too late, and where nothing more can come
+)
 def test_it_waits_for_the_window_and_no_longer_than_the_deadline(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch, third_at_s: float, left_at_s: float
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, third_at_s: float | None, left_at_s: float
 ) -> None:
     clock = Clock(monkeypatch)
     queue.put_group("a", [10], steps=0)
     queue.put_group("b", [20], steps=0)
-    queue.put_group("c", [30], steps=0, status="running")
-    clock.events.append((third_at_s, lambda: queue.put_group("c", [30], steps=0)))
-    buffer = buffer_of(window=3, deadline_s=5.0)
-    batch, _ = buffer.sample(1, "train", 2)
+    if third_at_s is not None:
+        queue.put_group("c", [30], steps=0, status="running")
+        clock.events.append((third_at_s, lambda: queue.put_group("c", [30], steps=0)))
+    batch, _ = buffer_of(window=3, deadline_s=5.0).sample(1, "train", 2)
     assert clock.now_s == left_at_s
     assert len(uids(batch)) == 2
-
-
-def test_it_does_not_wait_where_nothing_more_can_come(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    queue.put_group("a", [10], steps=0)
-    batch, _ = buffer_of(window=3, deadline_s=5.0).sample(1, "train", 1)
-    assert (uids(batch), clock.now_s) == (["a"], 0.0)
 
 
 @pytest.mark.parametrize(
