@@ -60,7 +60,7 @@ class SiblingGroup:
     declared: bool = False
     """``size`` was declared for this group: it takes no more than that."""
     expected: bool = False
-    """... before they had come; a size that is only what had come is void if all of these are lost."""
+    """``size`` was declared before they had come; one that is only what had come is void if all of these are lost."""
     arrived: int = 0
     """Executions that have come."""
     waiting: int = 0

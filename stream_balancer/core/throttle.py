@@ -1,9 +1,8 @@
 """Throttled generation: how many rollouts may be begun so that none of them is too old once it is trained on. Pure.
 
 The rule is in docs/staleness.md, its proof in bench/results/staleness.md. In short: a rollout that began at version
-``u`` must leave before the
-version passes ``u + max_versions``; a version needs a batch; so no more rollouts may be held than the batches up to
-then can take.
+``u`` must leave before the version passes ``u + max_versions``; a version needs a batch; so no more rollouts may be
+held than the batches up to then can take.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from stream_balancer.config.figures import least_batch_size
 from stream_balancer.core.state import BalancerState
 from stream_balancer.errors import ConfigError
 
-_LIMIT = "(staleness.max_versions + 1) * batch_size, or the least of batch_size_range"
+_LIMIT = "(staleness.max_versions + 1) * batch_size, or the least of step_size.rollouts"
 
 
 def check_reserve(config: BalancerConfig, count: int) -> None:
