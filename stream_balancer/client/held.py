@@ -173,7 +173,7 @@ class Held:
         self._check_mini_batches(part)
 
     def _check_mini_batches(self, part: Part) -> None:
-        """Sizes of mini-batches must cover all micro-batches, as far as these are known: nobody trains on a part of a step."""
+        """Sizes of mini-batches must cover all micro-batches, where these are known: a step is trained on whole."""
         planned, left = part.head.mini_batches, part.seal.mini_batches if part.seal is not None else ()
         counts = [one.micro_batches for one in planned]
         is_all = not planned or not part.is_whole or (all(counts) and sum(counts) == len(part.work))

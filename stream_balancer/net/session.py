@@ -405,7 +405,7 @@ class Session:
             self._on_end(error)
 
     def _leave(self) -> None:
-        """Calls that wait are done, and those that were sent are taken back; the last reply to that closes the connection."""
+        """Calls that wait are done, those that were sent are taken back; the last reply closes the connection."""
         if self._left.is_set() or self._is_closing:
             return
         self._is_closing = True
