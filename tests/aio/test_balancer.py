@@ -9,7 +9,6 @@ from typing import Any
 
 import anyio
 import pytest
-from anyio.lowlevel import checkpoint
 from helpers import config, settle
 from invariants import verify
 from wakeups import count_wakeups
@@ -170,47 +169,6 @@ async def test_a_put_waits_while_the_buffer_is_full_and_resumes_after_a_dispatch
             await anext(balancer.batches())
             await settle()
             assert done == [10.0]
-
-
-async def test_a_thousand_blocked_puts_are_no_herd() -> None:
-    """A dispatch makes four places: five puts look (the last finds no room), however many wait."""
-    looks: dict[int, list[int]] = {}
-    for count in (100, 1000):
-        async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer, anyio.create_task_group() as tasks:
-            await fill(balancer, 4)
-            order: list[int] = []
-
-            async def blocked(n: int, balancer: sb.StreamBalancer = balancer, order: list[int] = order) -> None:
-                await balancer.put(make_rollout(2, f"b{n}"))
-                order.append(n)
-
-            for n in range(count):
-                tasks.start_soon(blocked, n)
-                await checkpoint()
-                while balancer.statistics().blocked_puts <= n:
-                    await checkpoint()
-            attempts, wakes = 0, []
-            let_in = balancer.parts.core.add_all
-
-            def counted(*args: Any, let_in: Any = let_in) -> None:
-                nonlocal attempts
-                attempts += 1
-                let_in(*args)
-
-            balancer.parts.core.add_all = counted  # type: ignore[method-assign]
-            batches = balancer.batches()
-            looks[count] = []
-            for _ in range(20):
-                attempts = 0
-                with count_wakeups() as wakeups:
-                    await anext(batches)
-                    await settle()
-                wakes.append(wakeups.count)
-                looks[count].append(attempts)
-            assert order == list(range(80))
-            assert max(wakes) < 60
-            tasks.cancel_scope.cancel()
-    assert max(looks[1000] + looks[100]) <= 6  # four go in, one finds no room, one is woken by the acknowledgement
 
 
 async def test_capacity_bytes_holds_puts_back_and_lets_the_window_go() -> None:

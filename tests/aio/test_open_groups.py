@@ -143,13 +143,6 @@ async def test_accept_judges_a_group_when_it_is_closed(keep: bool) -> None:
         assert asked[1:] == [["h0"], ["i0"]]
 
 
-@pytest.mark.parametrize("complete", [False, True])
-async def test_a_group_of_what_is_no_rollout_is_refused_by_name(complete: bool) -> None:
-    async with sb.StreamBalancer(sb.BalancerConfig(dp_size=1, batch_size=4, groups=sb.Groups(size=2))) as balancer:
-        with pytest.raises(TypeError, match=r"put_group\(\) takes Rollouts, not dict"):
-            await balancer.put_group([{}], complete=complete)  # type: ignore[list-item]
-
-
 async def test_a_group_that_is_too_old_by_the_time_it_is_restored_is_done() -> None:
     async with sb.StreamBalancer(config(staleness=sb.Staleness(max_versions=2))) as before:
         before.set_version(2)
