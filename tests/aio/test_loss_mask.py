@@ -133,7 +133,3 @@ async def test_what_is_sure_is_taken(knob: str | None, columns: list[str]) -> No
 def test_what_is_no_mask_is_refused_as_a_knob(name: Any) -> None:
     with pytest.raises(sb.errors.ConfigError, match="loss_mask_column must be"):
         config(loss_mask_column=name)
-
-
-def test_none_is_kept_when_other_knobs_change() -> None:
-    assert config(loss_mask_column=None).replace(window=8).loss_mask_column is None

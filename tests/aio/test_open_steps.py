@@ -54,24 +54,6 @@ async def test_rows_leave_as_they_form_and_the_denominators_come_with_the_last()
         assert balancer.statistics().acknowledged == 6
 
 
-async def test_a_row_leaves_in_the_pass_of_the_loop_in_which_it_forms() -> None:
-    """Virtual time: nothing polls."""
-    came: list[tuple[float, int]] = []
-    async with sb.StreamBalancer(rows_of_six()) as balancer, anyio.create_task_group() as tasks:
-
-        async def train() -> None:
-            began = anyio.current_time()
-            rows = balancer.batches(open=True)
-            came.extend([(anyio.current_time() - began, row.num_rollouts) async for row in rows])
-
-        tasks.start_soon(train)
-        for number in range(6):
-            await anyio.sleep(1.0)
-            await put(balancer, number)
-        balancer.end()
-    assert came == [(2.0, 2), (4.0, 2), (6.0, 2)]
-
-
 async def test_nothing_of_an_open_step_is_given_up() -> None:
     async with sb.StreamBalancer(
         rows_of_six(groups=sb.Groups(size=2, keep="same_batch"), staleness=sb.Staleness(max_versions=0))

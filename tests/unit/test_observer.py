@@ -85,20 +85,6 @@ def test_the_life_of_a_batch() -> None:
     ]
 
 
-def test_a_call_that_fails_emits_nothing() -> None:
-    core, recording = observed(capacity=2)
-    core.add_all([rollout("a"), rollout("b")], 0.0)
-    recording.taken()
-    with pytest.raises(sb.errors.WouldBlock):
-        core.add(rollout("c"), 0.0)
-    with pytest.raises(sb.errors.DuplicateRolloutError):
-        core.add(rollout("a"), 0.0)
-    with pytest.raises(ValueError, match="not in flight"):
-        core.acknowledge(7)
-    core.end()
-    assert recording.taken() == []
-
-
 def test_what_is_evicted_follows_its_cause() -> None:
     core, recording = observed(staleness=sb.Staleness(max_versions=0), batch_size=4, window=4, capacity=8)
     core.set_version(1)
