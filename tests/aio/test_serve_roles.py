@@ -34,6 +34,8 @@ class Roled(Crew):
     def __init__(self, network: MemoryNetwork, die: dict[int, tuple[int, str]] | None = None) -> None:
         super().__init__(network, die)
         self.computed: Counter[str] = Counter()
+        self.lengths: set[int] = set()
+        """Of rollouts, or parts, that were computed."""
         self.role_s = 0.5
         self.role_dies: dict[int, int] = {}
         """By rank of the role, after how many micro-batches."""
@@ -48,6 +50,7 @@ class Roled(Crew):
                     if left < 0:
                         peer.cut()
                         return
+                    self.lengths.update(one.num_tokens for one in micro_batch.rollouts)
                     self.computed.update(one.rollout_id for one in micro_batch.rollouts if not one.is_padding)
                     micro_batch.give(ref_logprobs=-micro_batch.packed()["input_ids"].float() / 7)
         except (sb.errors.RankLostError, sb.errors.RefusedError) as error:
@@ -126,3 +129,4 @@ async def test_a_lost_rank_of_a_role_that_shares_rollouts_is_replaced(survivors:
         await crew.run(balancer, rollouts, *crew.computing(*range(ranks)), **options)
         crew.check(balancer, 36)
         assert any(cp for gradient in crew.met.values() for _, cp in gradient), "nothing was shared"
+        assert crew.lengths >= {50, 100}, "first in parts, then whole"
