@@ -193,6 +193,7 @@ class Statistics:
 
     def __str__(self) -> str:
         """A line each for rollouts, batches, idle time, and what is known besides; for people, and it may change."""
+        # what there is nothing to say of has no line
         lines = {
             "rollouts": f"{self.waiting:,} wait ({self.waiting_tokens:,} tokens, "
             f"the oldest {self.oldest_wait_s:.1f} s; window {self._window_text()}), {self.in_flight:,} in flight, "

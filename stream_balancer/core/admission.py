@@ -151,6 +151,7 @@ class Admission:
         wait for siblings) there is room even in a full buffer, since waiting might be for ever.
         """
         buffer, config = self._buffer, self.config
+        # nothing could leave and make room: a put that waited now might wait for ever
         if not rollouts or buffer.num_waiting - buffer.groups.num_incomplete < config.min_batch_size:
             return True
         wanted = len(rollouts)

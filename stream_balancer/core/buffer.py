@@ -97,6 +97,8 @@ class Buffer:
         self._rollouts: dict[int, Rollout] = {}
         self._keys: SortedList[int] = SortedList()
         # of the oldest rows, as many as it has; None: not known
+        # Carried, since all else is slower. CPU at 131,072 waiting, 4,096 of which leave: this array 1.3 ms; the list
+        # read as integers 14 ms, by its chunks 14 ms, one np.sort of packed costs and rows 7.6 ms, np.argsort 14 ms.
         self._ascending: Ints | None = None
 
     def __len__(self) -> int:
@@ -159,6 +161,7 @@ class Buffer:
             self._keys = SortedList(compress(self._keys, stays.tolist()))
         else:
             # neighbours lie in the same part of the list
+            # at 4,096 of 131,072 that takes 7 to 9 ms, a list built anew 18
             for key in self._keys_of(ascending[~stays]):
                 self._keys.remove(key)
         self._ascending = kept(ascending, keep)

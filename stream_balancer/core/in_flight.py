@@ -154,6 +154,7 @@ class BatchesInFlight:
         for seconds in (timing.seconds, timing.waited_s or 0.0, timing.ready_s):
             if not 0.0 <= seconds < math.inf:
                 raise ValueError(f"seconds of a rank must be >= 0 and finite, not {seconds}")
+        # said twice, after a broken link: the later word counts
         flight.timings[timing.rank] = timing
         if len(flight.timings) < len(flight.batch.ranks):
             return None

@@ -311,6 +311,7 @@ class BalancerCore:
         if timings is None or batch is None:
             return
         state.counts.record_seconds([one.seconds for one in timings])
+        # by the loads as planned the rank that took work over would look slow
         if any(one.worked_on for one in timings):
             work = [one.worked_on or (batch.ranks[one.rank],) for one in timings]
             batch = state.pricing.worked_on(batch, work)
@@ -337,6 +338,7 @@ class BalancerCore:
         stay. O(n)."""
         buffer = self.state.buffer
         rows = np.array([row for row, one in enumerate(buffer.rollouts()) if is_lost(one)], dtype=np.int64)
+        # a row's are being trained on: what a rank could not get of them it says itself
         rows = rows[~buffer.taken[rows]]
         if not rows.size:
             return []

@@ -75,6 +75,7 @@ class Triggers:
         waiting, ready = self.sendable()
         if not waiting:
             return math.inf
+        # without a clock: these hold until something comes or leaves
         if self.ended or self._window_is_full(ready) or (self._staleness.num_due and self._full_batch_is_due(ready)):
             return -math.inf
         # Only a put can help then, and a put wakes whoever waits.

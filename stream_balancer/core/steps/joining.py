@@ -42,6 +42,7 @@ class Joining(Book):
         if weights is not None:
             rank.weights_of[seat] = weights
         rank.links |= bit
+        # it may have missed that no more steps come
         rank.ended &= ~bit
         for number, held in has.items():
             self._drop_unknown(one, seat, number, held)
@@ -68,6 +69,7 @@ class Joining(Book):
         ``fenced`` says which incarnation must not come any more."""
         rank = self.rank(one)
         rank.is_given_up, rank.links = True, 0
+        # it may live on behind a broken network, with a gradient that others make again
         self.fenced[one] = max(self.fenced.get(one, -1), rank.incarnation)
         for step in self.steps.values():
             share = step.remove_rank(one)
@@ -106,6 +108,7 @@ class Joining(Book):
         is_settled = not (self.meets or remade)
         step = self.steps[number] = StepState(number, uid, is_complete=True, is_settled=is_settled, gone=set(gone))
         step.participants.update(participants)
+        # whoever has acknowledged it has nothing more to say of it
         step.settling.update(step.participants.difference(acked))
         for one in step.participants:
             self.share(step, one)
@@ -118,6 +121,7 @@ class Joining(Book):
             step.acks += 1
             share.unsent.clear()
             for item in share.items.values():
+                # in weights that can be come back to: nothing of it is sent again
                 item.sent = item.done = share.rank.full
                 self.note_fetched(step, item, share.rank.full, share.rank.full)
             share.rank.activate(share)

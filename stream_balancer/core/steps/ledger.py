@@ -98,6 +98,7 @@ class Ledger(Joining):
         """A new step. ``uid`` tells two plans of one number apart: a checksum of the plan."""
         step = self.steps[number] = StepState(number, uid)
         step.participants.update(self.members(TRAIN))
+        # also those for whom there is no item: they meet with the others all the same
         for one in step.participants:
             self.share(step, one)
         self.appended(number, items, complete=complete)
@@ -237,6 +238,7 @@ class Ledger(Joining):
     def acknowledged(self, one: RankId, seat: int, number: int) -> None:
         """Steps up to this one are in weights that the process can come back to."""
         rank, bit = self.rank(one), 1 << seat
+        # a role has no weights; what a lost process had acknowledged, nobody can know
         if one.role or not rank.links & bit:
             return
         rank.acked_of[seat] = max(rank.acked_of.get(seat, -1), number)

@@ -303,6 +303,7 @@ class StepState:
         share = self.shares.pop(one, None)
         if share is not None:
             share.rank.active.pop(self.number, None)
+            # the step is over once all of its participants have acknowledged it: this one is none any more
             self.acks -= share.is_acked and not one.role
             for ranks in (self.participants, self.at_barrier, self.holders, self.recalls):
                 ranks.discard(one)
