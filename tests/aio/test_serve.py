@@ -65,6 +65,11 @@ async def test_a_second_feed_for_a_rank_is_busy() -> None:
         await settle()
         with pytest.raises(sb.errors.RankLostError, match="superseded by incarnation 1"):
             await anext(first)
+        with (
+            pytest.raises(sb.errors.AlreadyInUseError, match=r"rank 0 is already connected \(incarnation 1\)"),
+            anyio.fail_after(60),
+        ):
+            await anext(sb.RankFeed(network.connect(0)))
         await put(balancer, 4)
         assert (await anext(second)).step == 0
         tasks.cancel_scope.cancel()
