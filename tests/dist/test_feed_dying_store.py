@@ -61,15 +61,3 @@ async def test_a_feed_goes_on_when_the_store_it_joined_through_has_died() -> Non
             host.join()
             assert [batch.step async for batch in feed] == [1, 2, 3, 4]
     assert balancer.acknowledged == list(range(5))
-
-
-async def test_ranks_wait_in_a_store_for_one_controller_after_the_other() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with anyio.fail_after(GUARD_S):
-        for life in range(2):
-            feed = sb.RankFeed(store, rank=0, dp_size=1)
-            async with sb.TorchTransport(store, dp_size=1) as transport:
-                balancer = ScriptedBalancer([make_batch(step, 1) for step in range(2)])
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(sb.serve, balancer, transport)
-                    assert [batch.step async for batch in feed] == [0, 1], life

@@ -4,7 +4,6 @@ nothing."""
 from __future__ import annotations
 
 import random
-import signal
 from itertools import pairwise
 from typing import Any
 
@@ -75,31 +74,6 @@ async def test_kills_at_random_moments(shared_memory: bool) -> None:
 async def test_fifty_kills_in_a_row(shared_memory: bool) -> None:
     with anyio.fail_after(500):
         await _drill(2, kills=50, steps=150, num_tokens=100_000, step_s=0.1, shared_memory=shared_memory)
-
-
-def test_a_stopped_rank_goes_on_where_it_was() -> None:
-    anyio.run(_stop)
-
-
-async def _stop() -> None:
-    steps = 6
-    balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=400_000) for step in range(steps)])
-    with anyio.fail_after(GUARD_S):
-        async with sb.TorchTransport.listen(dp_size=2) as transport:
-            ranks = [Rank(transport.address, rank, 2, step_s=0.05) for rank in range(2)]
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(sb.serve, balancer, transport)
-                while not balancer.acknowledged:
-                    await anyio.sleep(0.005)
-                ranks[1].kill(signal.SIGSTOP)
-                try:
-                    await anyio.sleep(1.0)
-                finally:
-                    ranks[1].kill(signal.SIGCONT)  # a stopped process does not even see that its parent is gone
-            told = [await anyio.to_thread.run_sync(rank.told) for rank in ranks]
-    for rank in range(2):
-        assert [said[0] for said in told[rank]] == [*range(steps), END[0]]
-    assert balancer.acknowledged == list(range(steps))
 
 
 def _acknowledge_and_return(address: str, raises: bool) -> None:

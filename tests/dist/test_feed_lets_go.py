@@ -42,20 +42,6 @@ def finishes(address: str, _: Stop) -> Left:
     return [weakref.ref(model), weakref.ref(feed)]
 
 
-def is_told_the_end_again(address: str, _: Stop) -> Left:
-    model, feed = Model(), sb.RankFeed(address, rank=0, dp_size=1)
-    assert [batch.step for batch in feed] == list(range(STEPS))
-    assert list(feed) == []
-    return [weakref.ref(model), weakref.ref(feed)]
-
-
-def finishes_without_acknowledging(address: str, _: Stop) -> Left:
-    model, feed = Model(), sb.RankFeed(address, rank=0, dp_size=1, auto_ack=False)
-    for _batch in feed:
-        assert model
-    return [weakref.ref(model)]
-
-
 def breaks_off(address: str, _: Stop) -> Left:
     model, feed = Model(), sb.RankFeed(address, rank=0, dp_size=1)
     for _batch in feed:
@@ -100,9 +86,7 @@ def controller() -> Iterator[tuple[str, Stop]]:
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize(
-    "trainer", [finishes, is_told_the_end_again, finishes_without_acknowledging, breaks_off, is_told_the_loss]
-)
+@pytest.mark.parametrize("trainer", [finishes, breaks_off, is_told_the_loss])
 def test_the_trainers_frame_is_let_go(trainer: Callable[[str, Stop], Left]) -> None:
     with controller() as (address, stop):
         left = trainer(address, stop)

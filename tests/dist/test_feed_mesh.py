@@ -43,12 +43,9 @@ def _train(
         mesh = init_device_mesh("cpu", shape[0], mesh_dim_names=shape[1])
     else:
         mesh = mesh_without_world(shape, world_rank)
-    auto_ack = mode != "late"
-    last = None
-    feed = sb.RankFeed(address, mesh=mesh, dp_dim=shape[2], incarnation=incarnation, auto_ack=auto_ack)
+    feed = sb.RankFeed(address, mesh=mesh, dp_dim=shape[2], incarnation=incarnation)
     try:
         for batch in feed:
-            last = batch
             ids = [r.rollout_id for r in batch.rollouts]
             checksum = sum(int(mb.packed()["input_ids"].sum()) for mb in batch.micro_batches)
             told.send((batch.step, ids, checksum, batch.rank))
@@ -58,10 +55,6 @@ def _train(
                 mb.packed()["input_ids"].zero_()  # what a trainer does to its batch is its own business
     except Exception as error:
         told.send((type(error).__name__, str(error)))
-    if mode == "late" and last is not None:
-        told.recv()
-        last.ack()
-        feed.close()
     told.send(None)
     if mode == "world":
         dist.destroy_process_group()
@@ -151,40 +144,6 @@ async def test_a_killed_process_comes_back_with_its_group() -> None:
     assert told["again"] == told["again peer"] == expected(range(resumed, 40), 1, 100_000)
     assert 3 <= resumed <= told["victim"][-1][0] + 1
     assert balancer.acknowledged == list(steps)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("last_one", [2, 3], ids=["first", "second"])
-async def test_a_step_is_acknowledged_when_the_last_process_has(last_one: int) -> None:
-    steps = range(6)
-    balancer = ScriptedBalancer([make_batch(step, 2) for step in steps])
-    with anyio.fail_after(GUARD_S):
-        async with sb.TorchTransport.listen(dp_size=2) as transport, anyio.create_task_group() as tasks:
-            processes = [Process(transport.address, rank, "late" if rank > 1 else "") for rank in range(4)]
-            tasks.start_soon(sb.serve, balancer, transport)
-            for process in processes[2:]:
-                for _ in steps:
-                    await in_thread(partial(hear, process.told))
-            processes[5 - last_one].told.send("acknowledge")
-            await anyio.sleep(0.2)
-            assert balancer.acknowledged == []
-            processes[last_one].told.send("acknowledge")
-        assert balancer.acknowledged == list(steps)
-
-
-@pytest.mark.processes
-async def test_the_loss_of_the_controller_reaches_every_process() -> None:
-    balancer = ScriptedBalancer([make_batch(step, 2) for step in range(3)], hold=True)
-    with anyio.fail_after(GUARD_S):
-        async with sb.TorchTransport.listen(dp_size=2) as transport, anyio.create_task_group() as tasks:
-            processes = [Process(transport.address, rank) for rank in range(4)]
-            tasks.start_soon(sb.serve, balancer, transport)
-            for process in processes:
-                for _ in range(3):
-                    await in_thread(partial(hear, process.told))
-            tasks.cancel_scope.cancel()
-        told = [await in_thread(process.all) for process in processes]
-    assert [said[-1][0] for said in told] == ["RankLostError"] * 4
 
 
 @pytest.mark.parametrize(
