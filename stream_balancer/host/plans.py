@@ -13,6 +13,7 @@ from the ledger.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -192,3 +193,14 @@ def _unshared(mb: MicroBatch) -> MicroBatch:
 def _whole(rollout: Rollout) -> Rollout:
     whole = rollout.whole if isinstance(rollout, SharedRollout) else None
     return rollout if whole is None else whole
+
+
+_generation = 0
+_YEAR_2020 = 1_577_836_800  # seconds since the epoch: ids count in the bits above these seconds
+
+
+def new_generation() -> int:
+    """Larger than all before it, in this process and, as long as clocks go forward, in those before."""
+    global _generation
+    _generation = max(_generation + 1, int(time.time()) - _YEAR_2020)
+    return _generation

@@ -27,8 +27,7 @@ Four tasks, and what each waits for::
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import chain
@@ -37,7 +36,6 @@ from typing import Literal, TypeAlias
 import anyio
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.core.diagnosis import why_ranks_wait
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.state import TRAIN, Item, RankId
@@ -46,10 +44,11 @@ from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.batches import Batches
 from stream_balancer.host.columns import Columns, check_roles
 from stream_balancer.host.peers import Peers
-from stream_balancer.host.plans import StepPlan, items_of, uid_of
+from stream_balancer.host.plans import StepPlan, items_of, new_generation, uid_of
 from stream_balancer.host.ranks import Member, Ranks
 from stream_balancer.host.records import Came
 from stream_balancer.host.sending import InFlight, Sender
+from stream_balancer.host.stalls import why_stalled
 from stream_balancer.host.transport import TorchTransport, Transport
 from stream_balancer.host.wakeups import StallReporter
 from stream_balancer.net.listener import split_address
@@ -147,7 +146,7 @@ class _Server(Observer):
         self._replan, self._open = replan, open
         self._core, self._consumer = balancer.parts.core, balancer.parts.consumer
         handed = self._consumer.handed
-        self._ledger = Ledger(meets=replan or move_late, moves=move_late, generation=_new_generation())
+        self._ledger = Ledger(meets=replan or move_late, moves=move_late, generation=new_generation())
         # ranks may live longer than this run, and than the controller: what is known of them is passed on
         came = [*handed.came.values()]
         self._ranks = Ranks(self._ledger, roles, transport.dp_size, rejoin_timeout_s, self._next_step, came)
@@ -158,7 +157,7 @@ class _Server(Observer):
         )  # fmt: skip
         self._sender = Sender(self._here)
         self._peers = Peers(self._here, transport.service, self._wake, self._on_joined)
-        self._reporter = StallReporter(report_after_s, self._why_stalled, logger)
+        self._reporter = StallReporter(report_after_s, partial(why_stalled, self._here), logger)
         self._facts, self._changes = anyio.Event(), anyio.Event()
         self._failure: Exception | None = None
 
@@ -242,7 +241,7 @@ class _Server(Observer):
         return StepPlan(
             ranks=tuple(ranks),
             batches=[batch],
-            uid=uid_of(batch, ranks, 0 if batch.is_last else _new_generation()),
+            uid=uid_of(batch, ranks, 0 if batch.is_last else new_generation()),
             planned_at=anyio.current_time(),
             ready_s={one: max(ready_at - self._ranks[one].since, 0.0) for one in ranks},
         )
@@ -374,33 +373,6 @@ class _Server(Observer):
         changes = {"speeds": tuple(speeds.get(number, 1.0) for number in numbers)} if speeds else {}
         self._balancer.reconfigure(dp_size=len(numbers), **changes)
 
-    # -- nothing moves -------------------------------------------------------------------------------------------------
-
-    def _why_stalled(self, seconds: float) -> str:
-        """After so many seconds without a step: a line that names who is missing."""
-        if self._ledger.ended:
-            # a missing acknowledgement keeps the others: its rank is named alone
-            left = self._ranks.unfinished
-            names = ", ".join(one.name for one in [m for m in left if self._ledger.unacknowledged(m.id)] or left)
-            return f"all batches were sent {seconds:.0f} s ago; not yet done with them: {names}"
-        why_ranks = why_ranks_wait(self._ranks.states([*self._ledger.wanted]))
-        reasons = [why_ranks, *self._why_steps_wait(), self._balancer.why_no_batch()]
-        return f"no batch for {seconds:.0f} s: " + "; ".join(filter(None, reasons))
-
-    def _why_steps_wait(self) -> Iterator[str]:
-        """Ranks that the oldest step waits for; later steps wait for it."""
-        for number in sorted(self._ledger.steps)[:1]:
-            step = self._ledger.steps[number]
-            missed = {item.owner for item in step.items.values() if item.role and not item.has_columns}
-            if late := self._names(one for one in missed if one is not None):
-                yield f"step {number} waits for the columns of {late}"
-            absent = self._names(step.participants - step.at_barrier) if step.at_barrier else ""
-            if absent and not step.is_met and step.seal is None:
-                yield f"step {number} waits for {absent}"
-
-    def _names(self, ranks: Iterable[RankId]) -> str:
-        return ", ".join(self._ranks[one].name for one in sorted(ranks))
-
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def _on_joined(self) -> None:
@@ -471,12 +443,3 @@ def _check_knobs(config: BalancerConfig, option: str, *, late: bool = False) -> 
 
 
 _NOT_BACK = "it did not come back after the controller was started again"
-_generation = 0
-_YEAR_2020 = 1_577_836_800  # seconds since the epoch: ids count in the bits above these seconds
-
-
-def _new_generation() -> int:
-    """Larger than all before it, in this process and, as long as clocks go forward, in those before."""
-    global _generation
-    _generation = max(_generation + 1, int(time.time()) - _YEAR_2020)
-    return _generation
