@@ -86,6 +86,39 @@ async def test_what_is_admitted_after_its_reserver_has_gone_is_given_back() -> N
         await producer.aclose()
 
 
+async def test_the_end_of_a_producer_takes_back_what_waits_to_be_reserved() -> None:
+    async with over_memory(**THROTTLED) as harness, harness.balancer.reserve(8), anyio.create_task_group() as tasks:
+        producer = harness.producer()
+
+        async def reserve() -> None:
+            with pytest.raises(sb.errors.ClosedResourceError):
+                await producer.reserve(3).__aenter__()
+
+        tasks.start_soon(reserve)
+        await settle()
+        with anyio.fail_after(1):
+            await producer.end()
+
+
+async def test_a_put_that_is_cancelled_gives_its_place_back_to_its_slot() -> None:
+    async def accept(_: object) -> bool:
+        await anyio.sleep(10)
+        return True
+
+    config = sb.BalancerConfig(dp_size=1, **THROTTLED)
+    async with (
+        sb.StreamBalancer(config, accept=accept) as balancer,
+        MemoryNetwork(dp_size=1) as transport,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(sb.serve, balancer, transport)
+        async with sb.connect(transport.connect_producer()) as producer, producer.reserve(2) as slot:
+            with anyio.move_on_after(1):
+                await slot.put(make_rollout(3, "a"))
+            assert (slot.left, balancer.statistics().reserved) == (2, 2)
+        tasks.cancel_scope.cancel()
+
+
 async def test_a_slot_in_whose_place_others_have_begun_is_given_back_by_name(caplog: pytest.LogCaptureFixture) -> None:
     async with over_memory(**THROTTLED) as harness:
         producer = harness.producer(rejoin=True)

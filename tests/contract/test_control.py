@@ -166,21 +166,6 @@ async def test_a_slot_keeps_its_place_and_gives_it_back(kind: str) -> None:
         await producer.aclose()
 
 
-async def test_a_cancelled_reserver_has_reserved_nothing(kind: str) -> None:
-    """It leaves the queue, and the next one is admitted."""
-    async with served(kind, **THROTTLED) as network:
-        first, other = network.producer(), network.producer()
-        async with first.reserve(8):
-            with anyio.move_on_after(0.2):
-                async with other.reserve(1):
-                    raise AssertionError("nine rollouts may not begin")
-            assert (await first.statistics()).blocked_reserves == 0
-        async with other.reserve(8):
-            pass
-        for one in (first, other):
-            await one.aclose()
-
-
 async def test_a_dead_producer_gives_back_what_it_had_reserved(kind: str) -> None:
     """Others begin in its place."""
     async with served(kind, **THROTTLED) as network:

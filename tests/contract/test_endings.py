@@ -86,30 +86,3 @@ async def test_strangers_are_refused(kind: str) -> None:
         with pytest.raises(sb.errors.RankLostError):
             await drain(feed)
         tasks.cancel_scope.cancel()
-
-
-async def test_closing_is_idempotent_and_wakes(kind: str) -> None:
-    """A task that waits in the iteration is notified, not left waiting."""
-    async with Filled(0, 1, hold=True) as filled, open_network(kind, 1) as network:
-        feed = network.feed()
-        outcome: list[type[BaseException]] = []
-
-        async def wait() -> None:
-            try:
-                await anext(feed)
-            except Exception as error:  # noqa: BLE001 - recorded and asserted below
-                outcome.append(type(error))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(sb.serve, rejoin_timeout_s=1000), filled.balancer, network.transport)
-            tasks.start_soon(wait)
-            await anyio.sleep(0.1)
-            with pytest.raises(sb.errors.AlreadyInUseError):
-                await anext(feed)
-            await feed.aclose()
-            await feed.aclose()
-            await until(lambda: bool(outcome))
-            tasks.cancel_scope.cancel()
-        await network.transport.aclose()
-        await network.transport.aclose()
-        assert outcome == [sb.errors.ClosedResourceError]

@@ -102,21 +102,6 @@ async def test_a_full_balancer_holds_back_and_lets_in_first_come_first_served() 
             assert await remote.do("ended", 5)
 
 
-async def test_a_blocking_put_gives_up_in_time_and_was_not_accepted() -> None:
-    async with served() as (balancer, transport):
-        with RemoteProducer(transport.address) as remote:
-            # so it is connected: on a busy machine that takes longer than the put below waits
-            assert await remote.do("put", (3, "first")) == ("accepted", "")
-            for n in range(3):
-                await balancer.put(make(3, f"here{n}"))
-            kind, text = await remote.do("blocking", (3, "late"), 0.05)
-            assert kind == "TimeoutError"
-            assert "full" in text
-            await anext(balancer.batches())
-            assert waiting(balancer) == []
-            assert await remote.do("blocking", (3, "late"), None) == ("accepted", "")
-
-
 async def test_a_killed_controller_is_told_to_every_pending_put() -> None:
     controller, address = await anyio.to_thread.run_sync(start_controller, 4)
     with anyio.fail_after(GUARD_S), RemoteProducer(address) as remote:

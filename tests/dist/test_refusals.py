@@ -20,7 +20,7 @@ from stream_balancer.net import handshake
 from stream_balancer.net.connection import Connection
 from stream_balancer.net.listener import Listener
 from stream_balancer.net.messages import PROTOCOL, Join
-from stream_balancer.testing import MemoryNetwork, make_rollout
+from stream_balancer.testing import make_rollout
 
 TOKEN = "a token of sixteen or more"
 
@@ -89,14 +89,6 @@ async def test_a_controller_that_closes_before_it_has_served(joins: Callable[...
                 failure = error
         raise failure
     assert (refused.value.reason, isinstance(refused.value, sb.errors.BrokenResourceError)) == ("closed", True)
-
-
-async def test_a_controller_that_is_closed_in_this_event_loop() -> None:
-    network = MemoryNetwork(dp_size=1)
-    await network.aclose()
-    async with sb.RankFeed(network.connect(0)) as feed:
-        with pytest.raises(sb.errors.RefusedError, match="closed its transport"):
-            await anext(feed)
 
 
 def test_a_feed_says_who_it_is_each_time_that_it_joins() -> None:

@@ -302,6 +302,28 @@ async def test_who_joins_again_before_its_loss_is_known_takes_its_own_place() ->
         assert host.ends == [("end", "lost")]
 
 
+async def test_what_a_controller_had_accepted_before_it_was_started_again_is_accepted() -> None:
+    async with hosted() as (host, network, session), anyio.create_task_group() as tasks:
+        caller, done = session(rejoin=True), anyio.Event()
+
+        async def call() -> None:
+            await take(caller, "a", 1.0)
+            done.set()
+
+        tasks.start_soon(call)
+        await anyio.sleep(0.5)
+        caller.dialer.hold()
+        await anyio.sleep(1)
+        assert (host.taken, done.is_set()) == (["a"], False)
+        host.service.close()
+        host.service = Service(network.listen)
+        tasks.start_soon(host.attend)
+        caller.dialer.cut()
+        await done.wait()
+        assert (host.taken, host.begun) == (["a"], 2)
+        tasks.cancel_scope.cancel()
+
+
 @pytest.mark.parametrize("keep_s", [0.0, 3.0])
 async def test_a_session_that_does_not_come_back_is_withdrawn(keep_s: float) -> None:
     """At once, or when it has had the time to."""
@@ -335,6 +357,10 @@ async def test_at_most_so_many_calls_and_bytes_are_on_their_way() -> None:
         answered = await caller.ask("echo", 1, Payload.of(data), reply_bytes=9000)  # larger than the window: alone
         assert answered.memory is not None
         assert (answered.memory == data).all()
+        # the answerer would end the connection if all were sent at once
+        async with anyio.create_task_group() as three:
+            for name in "efg":
+                three.start_soon(partial(caller.ask, "take", (name, 1.0), Payload.of(data[:1900])))
         with pytest.raises(RolloutError, match=r"10001 bytes, more than the controller's max_put_bytes \(10000\)"):
             await caller.ask("echo", 1, Payload.of(np.zeros(10_001, dtype=np.uint8)))
 
