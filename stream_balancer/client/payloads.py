@@ -20,12 +20,12 @@ from typing import Annotated, Any, Protocol, TypeAlias
 import msgspec
 
 from stream_balancer.errors import BrokenResourceError, WireError
-from stream_balancer.net.calls import Pending
+from stream_balancer.net.calls import Asked, Bytes, Pending
 from stream_balancer.net.connection import Connection
 from stream_balancer.net.listener import Listen, Listener
 from stream_balancer.net.loops import Signal
 from stream_balancer.net.messages import Join, Welcome
-from stream_balancer.net.service import Asked, Bytes, Peer, Service
+from stream_balancer.net.service import Peer, Service
 from stream_balancer.net.session import Dialer, Session
 from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Decoded, Handle, Owner, Wanted, payload_of

@@ -22,9 +22,10 @@ from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.puts import PendingPut
 from stream_balancer.host.transport import Transport
 from stream_balancer.host.wakeups import Waiter
+from stream_balancer.net.calls import Asked
 from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import Join, Notify
-from stream_balancer.net.service import Asked, Method, Peer, Service
+from stream_balancer.net.service import Method, Peer, Service
 from stream_balancer.slots import Slot, check_group
 from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Leases, Owner, RemoteRollout, decode_rollouts

@@ -12,22 +12,23 @@
   are being worked on, and which are new. If it knows nothing (started again), ``sent_before`` is set and the call's
   ``accepted_if`` names the error that means "the first time was accepted".
 
-Here is one call of the asking end; :mod:`stream_balancer.net.session` has them all, and
-:mod:`stream_balancer.net.service` the other end.
+Here is one call, at the asking end and at the answering one; all of them are in :mod:`stream_balancer.net.session` and
+:mod:`stream_balancer.net.service`.
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
 import msgspec
 
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RolloutError, WireError
-from stream_balancer.net.errors import Cancelled, error_of
+from stream_balancer.net.errors import Cancelled, error_of, name_of
 from stream_balancer.net.loops import Signal
-from stream_balancer.net.messages import NIL, Reply, Welcome
+from stream_balancer.net.messages import NIL, Call, Reply, Welcome
 from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
 SMALL = 2**16
@@ -116,6 +117,39 @@ class Pending:
     def lost(self, whom: str, cause: str) -> Exception:
         """The error where the connection is lost for good."""
         return BrokenResourceError(f"{whom} was lost while {self.name} waited: {cause}; {self.fate}. {self.advice}")
+
+
+class Bytes(NamedTuple):
+    """Result of a method that answers with bytes."""
+
+    value: Any
+    payload: Payload
+
+
+class Asked:
+    """A call at the answerer; ``peer`` is the :class:`~stream_balancer.net.service.Peer` that it came from."""
+
+    __slots__ = ("args", "cancelled", "memory", "method", "nbytes", "number", "peer")
+
+    def __init__(self, peer: Any, call: Call, memory: Memory | None) -> None:
+        self.peer, self.number, self.method, self.args, self.memory = peer, call.number, call.method, call.args, memory
+        self.nbytes = CALL_BYTES + (0 if memory is None else memory.size)
+        self.cancelled = False
+
+    def reply(self, value: Any = None, error: str = "") -> None:
+        """The one reply. From any thread."""
+        value, payload = value if isinstance(value, Bytes) else (value, NOTHING)
+        # encoded in the thread that answers: what cannot be written raises where the method was called
+        raw = value if isinstance(value, msgspec.Raw) else msgspec.Raw(msgspec.msgpack.encode(value))
+        self.memory = None
+        # alone and small, sending it here saves a thread switch; many together go in one turn of the I/O thread
+        small = len(self.peer.open) == 1 and payload.total <= SMALL
+        self.peer.io.do(partial(self.peer.answer, self, Reply(self.number, raw, error), payload), here=small)
+
+    def refuse(self, error: Exception) -> None:
+        """An error is the reply."""
+        name, text = name_of(error)
+        self.reply(text, name)
 
 
 def cancel_again() -> None:

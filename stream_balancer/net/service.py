@@ -17,7 +17,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import anyio
 import anyio.abc
@@ -26,9 +26,9 @@ import msgspec
 
 from stream_balancer.errors import AlreadyInUseError, RefusedError, WireError
 from stream_balancer.net import movers as ways
-from stream_balancer.net.calls import CALL_BYTES, SMALL
+from stream_balancer.net.calls import Asked
 from stream_balancer.net.connection import Connection
-from stream_balancer.net.errors import ConnectionEnd, name_of
+from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.listener import Listen
 from stream_balancer.net.loops import Job, in_loop
 from stream_balancer.net.messages import Call, Cancel, Join, Message, Reply, Report, Welcome
@@ -41,39 +41,6 @@ there is one, and one to take it. Without them calls fill the balancer faster th
 wait, each in a task: the loop then spends half as much again on a put."""
 _TOGETHER = 16
 """Calls whose replies wake the I/O thread once."""
-
-
-class Bytes(NamedTuple):
-    """Result of a method that answers with bytes."""
-
-    value: Any
-    payload: Payload
-
-
-class Asked:
-    """A call at the answerer."""
-
-    __slots__ = ("args", "cancelled", "memory", "method", "nbytes", "number", "peer")
-
-    def __init__(self, peer: Peer, call: Call, memory: Memory | None) -> None:
-        self.peer, self.number, self.method, self.args, self.memory = peer, call.number, call.method, call.args, memory
-        self.nbytes = CALL_BYTES + (0 if memory is None else memory.size)
-        self.cancelled = False
-
-    def reply(self, value: Any = None, error: str = "") -> None:
-        """The one reply. From any thread."""
-        value, payload = value if isinstance(value, Bytes) else (value, NOTHING)
-        # encoded in the thread that answers: what cannot be written raises where the method was called
-        raw = value if isinstance(value, msgspec.Raw) else msgspec.Raw(msgspec.msgpack.encode(value))
-        self.memory = None
-        # alone and small, sending it here saves a thread switch; many together go in one turn of the I/O thread
-        small = len(self.peer.open) == 1 and payload.total <= SMALL
-        self.peer.io.do(partial(self.peer.answer, self, Reply(self.number, raw, error), payload), here=small)
-
-    def refuse(self, error: Exception) -> None:
-        """An error is the reply."""
-        name, text = name_of(error)
-        self.reply(text, name)
 
 
 Method: TypeAlias = Callable[["Peer", Asked], Any]
@@ -441,15 +408,16 @@ class Service:
         if asked.cancelled:
             asked.reply("", "Cancelled")
             return
+        peer: Peer = asked.peer
         # its session was given up while the call waited in line
-        if self.peers.get(asked.peer.session) is not asked.peer:
+        if self.peers.get(peer.session) is not peer:
             return
         method = self._methods.get(asked.method)
         # not a reply: another version, or no producer of ours, is at the other end
         if method is None:
             raise WireError(f"a call of {asked.method!r}, which is not among {', '.join(self._methods)}")
         try:
-            result = method(asked.peer, asked)
+            result = method(peer, asked)
         except WireError:
             raise
         except Exception as error:  # noqa: BLE001 - the reply

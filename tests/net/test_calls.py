@@ -26,9 +26,9 @@ from stream_balancer.errors import (
     RolloutError,
     WireError,
 )
-from stream_balancer.net.calls import Pending
+from stream_balancer.net.calls import Asked, Bytes, Pending
 from stream_balancer.net.messages import Join, Notify, Welcome
-from stream_balancer.net.service import Asked, Bytes, Peer, Service
+from stream_balancer.net.service import Peer, Service
 from stream_balancer.net.session import Session
 from stream_balancer.testing.network import MemoryNetwork
 from stream_balancer.wire.payload import Payload

@@ -19,9 +19,10 @@ from stream_balancer.client import payloads
 from stream_balancer.client.payloads import Fetcher, PayloadOwner
 from stream_balancer.errors import DuplicateRolloutError
 from stream_balancer.net.address import TcpDialer
+from stream_balancer.net.calls import Asked
 from stream_balancer.net.listener import Listener
 from stream_balancer.net.loops import Io
-from stream_balancer.net.service import Asked, Peer, Service
+from stream_balancer.net.service import Peer, Service
 from stream_balancer.net.session import Session
 from stream_balancer.types import MicroBatch, Rollout
 from stream_balancer.wire.codec import Decoded, Owner, Wanted
