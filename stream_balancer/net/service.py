@@ -32,6 +32,7 @@ from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.listener import Listen
 from stream_balancer.net.loops import Job, in_loop
 from stream_balancer.net.messages import Call, Cancel, Join, Message, Reply, Report, Welcome
+from stream_balancer.net.staging import Staging
 from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
 _log = logging.getLogger("stream_balancer.net")
@@ -80,7 +81,6 @@ class Peer:
         self._done: dict[int, tuple[Reply, Payload]] = {}
         """Replies that the caller may not have seen."""
         self.staged = 0
-        """Bytes of calls without a reply."""
         self._next = self._seen = self._coming = 0
         self._heard = 0
         """Calls below this one have come on this connection. The caller sends what has no reply again on each, and
@@ -128,7 +128,7 @@ class Peer:
         """The session will not come back: what is open has nobody to answer."""
         self.open, self._done = {}, {}
         # counted over all sessions: what this one has staged would be missing for ever
-        self._service.stage(self, -self.staged)
+        self._service.staging.add(self, -self.staged)
 
     def admit(self, message: Message, total: int) -> None:
         """Raises WireError for bytes that may not come, among them those beyond what Welcome has allowed."""
@@ -166,7 +166,7 @@ class Peer:
                 raise WireError("more calls without a reply than were allowed")
             self._next += 1
             asked = self.open[number] = Asked(self, message, memory)
-            service.stage(self, asked.nbytes)
+            service.staging.add(self, asked.nbytes)
             service.do(self, partial(service.begin, asked))
 
     def _receive_other(self, message: Message, memory: Memory | None) -> None:
@@ -186,7 +186,7 @@ class Peer:
         """The connection is over. Calls go on: their replies are remembered."""
         # replies from here on are remembered, and go out on the next connection
         connection, self.live = self.live, None
-        self._service.read_on(self)
+        self._service.staging.read_on(self)
         self._service.do(self, partial(self._service.lost, self, connection, end))
 
     def answer(self, asked: Asked, reply: Reply, payload: Payload) -> None:
@@ -195,7 +195,7 @@ class Peer:
         if self.open.get(asked.number) is not asked:
             return
         del self.open[asked.number]
-        self._service.stage(self, -asked.nbytes)
+        self._service.staging.add(self, -asked.nbytes)
         if self.keep_s > 0:
             self._done[asked.number] = reply, payload
         # else the caller has not repeated it on this connection yet, and gets the reply when it does
@@ -216,7 +216,7 @@ class Service:
     ) -> None:  # fmt: skip
         """``limits``: of one session. ``most_staged_bytes``: of calls without a reply, over all sessions; then sockets
         are not read (but for one call a session)."""
-        self.limits, self._most_staged_bytes = limits or Welcome(), most_staged_bytes
+        self.limits = limits or Welcome()
         self.peers: dict[bytes, Peer] = {}
         """By session; those that are lost too, for as long as they may come back."""
         self._movers = ways.available(movers)
@@ -227,10 +227,7 @@ class Service:
         self._begun: dict[Asked, anyio.CancelScope] = {}
         self._jobs: deque[tuple[Peer | None, Job]] = deque()
         # of the I/O thread
-        self.staged = 0
-        """Bytes of calls without a reply, of all sessions."""
-        self.paused: dict[Peer, Connection] = {}
-        """Connections that are not read from, because they are too many."""
+        self.staging = Staging(most_staged_bytes)
         self._wake: Callable[[], object] = lambda: None
         self._waits = self._woken = False
         self._listening = listen(lambda connection, join: self.do(None, partial(self._decide, connection, join)))
@@ -316,29 +313,6 @@ class Service:
         if not self._woken:
             self._woken = True
             self._wake()
-
-    def stage(self, peer: Peer, nbytes: int) -> None:
-        """Calls of so many bytes have come; or, below 0, were answered. Beyond what all sessions together may stage, a
-        session with something staged is not read from, until its replies, or those of others, make room; one with
-        nothing staged always is, so nobody waits for nothing."""
-        peer.staged += nbytes
-        self.staged += nbytes
-        if nbytes > 0:
-            # after it was taken: one call a session always is, so a full budget stops nobody for good
-            if self.staged > self._most_staged_bytes and peer.live is not None and peer not in self.paused:
-                self.paused[peer] = peer.live
-                peer.live.pause()
-        elif self.paused:
-            # a little below the bound, or each reply would wake all and the next call pause them again
-            everybody = self.staged <= self._most_staged_bytes * 3 // 4
-            for one in [*self.paused] if everybody else [] if peer.open else [peer]:
-                self.read_on(one)
-
-    def read_on(self, peer: Peer) -> None:
-        """Read from it again, if it was not and its connection is still there."""
-        connection = self.paused.pop(peer, None)
-        if connection is not None:
-            connection.resume()
 
     # in the event loop
 

@@ -408,7 +408,7 @@ async def test_beyond_the_budget_a_session_is_read_once_others_have_their_replie
         assert host.begun in (2, 3)
         await anyio.sleep(10)
         assert len(host.taken) == 6
-        assert (host.service.staged, host.service.paused) == (0, {})
+        assert (host.service.staging.nbytes, host.service.staging.paused) == (0, {})
 
 
 async def test_closing_takes_back_what_waits_and_says_what_became_of_it() -> None:
