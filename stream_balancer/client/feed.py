@@ -264,11 +264,6 @@ class RankFeed(OfOneProcess):
             step,
             step,
         )
-        # believed from now on: else the next controller would take it for one that was left behind
-        held = self._port.held
-        held.weights = step
-        if self._auto_ack:
-            held.acked = max(held.acked, step)
 
     # acknowledgements and checkpoints
 

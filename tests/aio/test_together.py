@@ -310,10 +310,9 @@ FOUND = {
     "journal+replan+resize": (0,),
     # a group above a step's size; one whose filter answers late, or that is abandoned, in the midst of a step
     "changes+groups+open": tuple(range(6)),
-    # a rank that began in the midst of a run was thrown out by a controller that had lost an acknowledgement
-    "changes+direct+groups+journal+late+open+replan+roles": (3201,),
-    # the same; a declared group of which a rollout was lost with its producer was never forgotten
-    "changes+direct+groups+journal+late+replan+roles": (3888, 120, 122),
+    # a declared group of which a rollout was lost with its producer was never forgotten; a rank that came back and was
+    # given the step after one that others still worked on was believed to have that one in its weights
+    "changes+direct+groups+journal+late+replan+roles": (120, 122, 5262),
 }
 """Features and seeds of faults that were found here."""
 
