@@ -97,7 +97,10 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # errors and cost models were here once
+        homes = [] if name.startswith("_") else [import_module(f"{__name__}.{one}") for one in _MODULES]
+        hint = "".join(f"; there is {one.__name__}.{name}" for one in homes if hasattr(one, name))
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     return value
 

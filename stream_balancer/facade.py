@@ -108,6 +108,9 @@ class Facade(OfOneProcess):
     def __init__(self, target: Any, runner: Here = HERE, timeout_s: float | None = None) -> None:
         self._target, self._runner, self._timeout_s = target, runner, timeout_s
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._target!r})"
+
     def _enter(self) -> Any:
         entered = self._runner.do(self._target.__aenter__, self._timeout_s, getattr(self._target, "give_back", None))
         return self if entered is self._target else _wrapped(entered, self._runner)

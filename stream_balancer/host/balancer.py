@@ -134,6 +134,11 @@ class StreamBalancer(OfOneProcess):
         if on_evict is not None:
             self.observers.append(EvictCallback(on_evict))
 
+    def __repr__(self) -> str:
+        state = self.parts.core.state
+        then = "ended" if self.ended else f"step {state.in_flight.next_step} is next"
+        return f"{type(self).__name__}({state.buffer.num_waiting} wait, window {self.config.window}, {then})"
+
     @property
     def config(self) -> BalancerConfig:
         """The knobs in force."""
@@ -152,8 +157,7 @@ class StreamBalancer(OfOneProcess):
     # -- rollouts in ---------------------------------------------------------------------------------------------------
 
     async def put(self, rollout: Rollout) -> None:
-        """Put a finished rollout; returns once it is accepted. Waits while the buffer is full, first come first
-        served.
+        """Put a finished rollout; returns once it is accepted. First come, first served while the buffer is full.
 
         If ``put`` is cancelled, or raises, the rollout was not accepted, and the buffer is as it was.
 
@@ -417,12 +421,9 @@ class StreamBalancer(OfOneProcess):
 
     def statistics(self) -> Statistics:
         """A snapshot that adds up: accepted == waiting + in_flight + acknowledged + evicted."""
-        parts, now = self.parts, self._lifetime.now("statistics")
+        parts, waits, now = self.parts, self.parts.wakeups, self._lifetime.now("statistics")
         return parts.core.statistics(
-            now,
-            blocked_puts=len(parts.wakeups.puts),
-            reserved=parts.reservations.running,
-            blocked_reserves=len(parts.wakeups.reserves),
+            now, blocked_puts=len(waits.puts), reserved=parts.reservations.running, blocked_reserves=len(waits.reserves)
         )
 
     def rank_states(self) -> list[RankState]:

@@ -40,7 +40,7 @@ async def test_producers_died_and_end_was_forgotten(caplog: pytest.LogCaptureFix
         with anyio.move_on_after(30):
             await anext(balancer.batches())
     assert [line[:19] for line in reports(caplog)] == ["no batch for 10 s: ", "no batch for 20 s: "]
-    assert "1 rollouts wait (window 4), the oldest for 10 s" in reports(caplog)[0]
+    assert "1 rollout waits (window 4), the oldest for 10 s" in reports(caplog)[0]
 
 
 async def test_nobody_may_begin(caplog: pytest.LogCaptureFixture) -> None:

@@ -307,7 +307,7 @@ async def test_the_actor_is_steered_from_anywhere(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="backwards"):
             await balancer.set_version(2)
         await balancer.put(make_rollout(5, "old", version=3))
-        assert "1 rollouts wait (window 4)" in await balancer.why_no_batch()
+        assert "1 rollout waits (window 4)" in await balancer.why_no_batch()
         await balancer.reconfigure(window=8, capacity=16)
         with pytest.raises(sb.errors.ConfigError):
             await balancer.reconfigure(window=1)

@@ -72,6 +72,11 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = sb.Balancer  # type: ignore[attr-defined]
 
 
+def test_a_former_name_says_where_it_is() -> None:
+    with pytest.raises(AttributeError, match=r"there is stream_balancer\.errors\.ConfigError$"):
+        _ = sb.ConfigError  # type: ignore[attr-defined]
+
+
 def test_pytest_looks_into_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
     passed_over = pytestconfig.getini("norecursedirs")  # pytest's own list has "dist" and "build"
     tests = Path(__file__).parents[1]

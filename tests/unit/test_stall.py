@@ -51,7 +51,7 @@ def test_the_balancers_part(knobs: dict[str, Any], statistics: Statistics, expec
 async def test_who_takes_batches_is_named() -> None:
     async with sb.StreamBalancer(sb.BalancerConfig(dp_size=1, batch_size=1, window=1)) as balancer:
         assert balancer.why_no_batch() == "no rollout waits; 1 make a window; nobody iterates batches()"
-        waits = "1 rollouts wait (window 1), the oldest for 0 s; "
+        waits = "1 rollout waits (window 1), the oldest for 0 s; "
         await balancer.put(make_rollout(5))
         assert balancer.why_no_batch() == waits + "a batch is ready; nobody iterates batches()"
         batches = balancer.batches()
