@@ -123,6 +123,7 @@ class Facade(OfOneProcess):
 
     def _next(self) -> Any:
         result = self._runner.do(lambda: anext(self._target, None), None, getattr(self._target, "give_back", None))
+        # nothing that we iterate over yields None, so it can mark the end
         if result is None:
             raise StopIteration
         return result
@@ -138,6 +139,7 @@ def facade(
     ``async with`` or ``async for`` of the target had got goes to the target's ``give_back``, if it has one."""
     made: dict[str, Any] = {"__doc__": f":class:`{target.__name__}` with blocking methods, for any thread."}
     for attribute in sorted(set(dir(target)) - set(without)):
+        # a method that the base has for itself replaces the generated one
         if not attribute.startswith("_") and not hasattr(base, attribute):
             made[attribute] = _blocking(name, getattr(target, attribute), attribute in timed)
     for has, gets, method in (
@@ -181,6 +183,7 @@ def _wrapped(value: Any, runner: Here, timeout_s: float | None = None) -> Any:
 
 
 def _with_timeout(signature: inspect.Signature) -> inspect.Signature:
+    # help() and editors show the signature that callers see, with its deadline
     kind = inspect.Parameter.KEYWORD_ONLY
     timeout = inspect.Parameter("timeout_s", kind, default=None, annotation="float | None")
     return signature.replace(parameters=[*signature.parameters.values(), timeout])

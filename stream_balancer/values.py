@@ -104,6 +104,7 @@ def plain_tensor(value: object, *, elsewhere: bool = False) -> Tensor:
     if kind not in _DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
         raise RolloutError(f"has dtype {kind}, which cannot travel. Use one of {names}")
+    # its graph would be kept alive for as long as the rollout waits
     if value.requires_grad:
         value = value.detach()
     # each question costs as much as a function call, for every column of every put: so few are asked
@@ -136,6 +137,7 @@ def _why_unreadable(value: Tensor) -> str:
 def _base_tensor(value: object) -> Tensor:
     """A subclass of torch.Tensor, or what becomes one, as exactly a torch.Tensor."""
     if isinstance(value, Tensor):
+        # a subclass with a dispatch of its own may have no memory here; others are plain tensors by another name
         if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise RolloutError(
                 f"is a {type(value).__name__}, which is no plain tensor with memory of its own. Convert it first "
@@ -157,6 +159,7 @@ def plain_columns(
     if ids is None:
         raise RolloutError("must be a mapping with a column 'input_ids' (per-token ids, [L])")
     shape = ids.shape
+    # the most common mistake: a batch of one row, as tokenizers return it
     if len(shape) != 1 or ids.dtype not in _INTEGERS:
         row = " Use ids[0] of a batch of one, and a rollout for each row of a larger one" if len(shape) == 2 else ""
         raise RolloutError(f": input_ids must be integers [L], not {ids.dtype} {list(shape)}.{row}")
@@ -177,6 +180,7 @@ def plain_columns(
         raise RolloutError(f": loss_mask must be [L], not {list(mask.shape)}")
     if mask is not None and mask.dtype in _FLOAT8:  # torch cannot count them
         raise RolloutError(f": loss_mask has dtype {mask.dtype}; make it bool")
+    # a padding copy is allowed zeros, and a column elsewhere (meta) cannot be read
     attended = tokens.get("attention_mask")
     if attended is not None and not (is_padding or attended.is_meta or attended.ndim > 1) and not attended.all():
         raise RolloutError(
@@ -243,6 +247,7 @@ def _plain_value(value: object, depth: int) -> object:
         return value
     if not isinstance(value, (Mapping, list, tuple)):
         return _plain_scalar(value)
+    # also the end of what contains itself
     if depth == MAX_DEPTH:
         raise RolloutError(f"is nested more than {MAX_DEPTH} deep, or contains itself")
     deeper = partial(_plain_value, depth=depth + 1)
@@ -261,9 +266,11 @@ def _plain_scalar(value: object) -> str | int | float | bool | bytes:
     """Numpy scalars and subclasses of Python's become the plain value; what is neither is refused."""
     if isinstance(value, np.generic) and value.dtype.kind in "biufUS":  # not a datetime64, whose item() may be an int
         value = value.item()
+    # before int, of which bool is a subclass
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
+        # an IntEnum, say, becomes the number that msgpack would give back
         value = int.__int__(value)
         if not -(2**63) <= value < 2**63:
             raise RolloutError(f"{_short(value)} does not fit into 64 bits")
@@ -329,6 +336,7 @@ def version_of(versions: Tensor) -> Version | None:
     oldest, newest = (int(version) for version in torch.aminmax(versions))
     if newest < 0:
         return None
+    # -1 marks tokens of a prompt or a tool, in most trainers
     if oldest < 0:
         oldest = int(torch.where(versions < 0, newest, versions).min())
     return plain_version(oldest if oldest == newest else (oldest, newest))

@@ -113,6 +113,7 @@ class _LoopThread(Here):
             raise RuntimeError("a blocking balancer is entered once: make another with sb.blocking(config)")
         self._pid = os.getpid()
         self._handler = signal.getsignal(signal.SIGINT)
+        # Python allows signal.signal() in the main thread only; elsewhere no interrupt arrives, either
         if callable(self._handler) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._on_interrupt)
         threading.Thread(target=self._run, name="stream_balancer blocking", daemon=True).start()
@@ -126,6 +127,7 @@ class _LoopThread(Here):
     def stop(self) -> None:
         """Cancel the calls that have not ended, leave the resource, end the thread. Idempotent; raises what leaving the
         resource raised."""
+        # no deadline: whoever leaves must know that the journal and all sockets are closed
         self._leaving.set()
         self._ended.wait_in_thread(None)
         is_main = threading.current_thread() is threading.main_thread()
@@ -197,6 +199,7 @@ class _LoopThread(Here):
         self._open.add(call)  # first: who ends the loop in this moment closes what it finds there
         call.ended.then(lambda: self._open.discard(call))
         self._in_loop(lambda: call.close() if self._leaving.is_set() else self._tasks.start_soon(call.run))
+        # the loop may have ended between the check and the hand-over: nobody else would end this call
         if self._ended.is_set():
             call.close()
 
@@ -290,6 +293,7 @@ class OwnLoop(Facade):
         """Feed every rank's :class:`RankFeed` beside, until all is drained and acknowledged: :func:`serve` in the
         event loop. Wait for the future's ``result()`` after :meth:`end` to know that the ranks have all. What it raises
         also comes out of the ``with`` block's end."""
+        # a thread that waits for a call to the loop: an interrupt of the main thread does not reach it
         future = self._threads.submit(self._runner.do, partial(_serve, self.balancer, transport))
         self._background.append(future)
         return future

@@ -77,6 +77,7 @@ class MemoryNetwork:
 
     async def aclose(self) -> None:
         """End of joining. Idempotent."""
+        # before the listeners go: who dials meanwhile must hear that it is over, and not wait
         self._closed = True
         for listener in [*self._listeners.values()]:
             listener.close()
@@ -95,6 +96,7 @@ class MemoryNetwork:
         listener = self._listeners.get(peer.address)
         if listener is not None:
             wire = Wire(self.io, self.pool, join)
+            # the codec and the handshake are those of sockets; only the bytes' way is another
             there, here = wire.ends
             there.arrived, here.welcomed = listener.arrived, welcomed
             here.handler = dialling(peer.address, here, failed)
@@ -107,6 +109,7 @@ class MemoryNetwork:
             self._waiting.append(lambda: self._dial(peer, join, welcomed, failed))
 
     def _dial_waiting(self) -> None:
+        # taken first: one that fails may dial again at once
         waiting, self._waiting = self._waiting, []
         for dial in waiting:
             self.io.do(dial)
@@ -125,6 +128,7 @@ class MemoryListener:
 
     def close(self) -> None:
         """No more peers; those who are in stay. Idempotent."""
+        # another one may listen at this address by now
         if self._network._listeners.get(self.address) is self:
             del self._network._listeners[self.address]
 

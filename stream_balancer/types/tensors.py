@@ -100,6 +100,7 @@ class FlatColumns:
         """
         if self.shared is not None and layout != "packed":
             raise self.shared.not_as(layout)
+        # a new dict: the layout adds its mask, and the rollouts' own columns stay as they were put
         columns, device = dict(self.tokens), self.tokens["input_ids"].device
         if "loss_mask" in columns:
             # a copy: its first tokens are set to zero below, and the rollouts keep theirs
@@ -109,6 +110,7 @@ class FlatColumns:
             mask = torch.repeat_interleave(self.weights != 0, self.counts(), output_size=sum(self.lengths))
             if self.shared is not None:
                 mask &= self.shared.has_token(self.lengths, device)
+        # a shared rollout's first token lies with the first of its ranks only
         if self.shared is None or self.shared.place == 0:
             mask.index_fill_(0, torch.tensor(list(accumulate(self.lengths[:-1], initial=0)), device=device), 0)
         columns["loss_mask"] = mask
@@ -139,6 +141,7 @@ class _Columns(Mapping[str, Any]):
     @cached_property
     def execution_loss_tokens(self) -> Tensor:
         """[n] int64: loss tokens that its execution has in the step, over all ranks, to divide by: at least 1."""
+        # an execution may have nothing but masked tokens, and is a divisor all the same
         tokens = [max(tokens, 1) for _, tokens in self.executions]
         return torch.tensor(tokens, dtype=torch.int64, device=self.rollout_weights.device)
 
@@ -220,6 +223,7 @@ class Packed(_Columns):
             return own
         if self.shared is not None:
             return self.shared.positions(self.lengths, self.cu_seqlens.device)
+        # one count for all: slices of it are views, so there is a single copy
         count = torch.arange(self.max_seqlen, dtype=torch.int64, device=self.cu_seqlens.device)
         return torch.cat([count[:length] for length in self.lengths])
 
@@ -293,5 +297,6 @@ class Nested(_Columns):
 
     def _spread(self, values: Tensor) -> Tensor:
         ids = self.columns["input_ids"]
+        # with output_size torch need not ask the device how long the result is
         flat = torch.repeat_interleave(values, self.offsets.diff(), output_size=ids.values().shape[0])
         return torch.nested.nested_tensor_from_jagged(flat, self.offsets)

@@ -118,6 +118,7 @@ class Tree:
         Equal to ``create_block_mask(tree.mask_mod, None, None, U, U)``, which evaluates all U^2 pairs; here the blocks
         follow from the nodes. O(U + (U / block_size)^2).
         """
+        # slow to import, and only trainers with FlexAttention need it
         from torch.nn.attention.flex_attention import BlockMask
 
         size, device = self.num_tokens, self.index.device
@@ -214,6 +215,7 @@ def tree(
         }
     positions = found.get("position_ids")
     if positions is None:
+        # a prefix begins at 0, what follows it at the prefix's length
         positions = _runs([(node.position, node.stop - node.start) for node in nodes], device)
     return Tree({name: found[name] for name in columns}, positions, index, tuple(nodes), tuple(leaves))
 
@@ -239,6 +241,7 @@ def _laid_out(
     for family in families.values():
         shared, root = 0, -1
         if len(family) > 1:
+            # siblings may declare more or less of the same prompt; what all declare is there once
             shared = min(prefixes[place][1] for place in family)
             root = add(family[0], 0, shared, -1)
         for place in family:
@@ -274,6 +277,7 @@ def _check_same(
     differs = torch.zeros_like(first, dtype=torch.bool)
     for column in columns.values():
         differs |= (column != column[first]).reshape(len(column), -1).any(1)
+    # the only time that the host waits for the device; all that follows is for the message
     if not differs.any():
         return
     row = int(differs.nonzero()[0])
