@@ -288,7 +288,10 @@ async def _trainer_and_workers(folder: Path, least: int, retry: bool) -> None:
                 held = balancer.snapshot()
                 promise += [int(r.rollout_id) for r in held.waiting]
                 promise += [int(r.rollout_id) for b in held.in_flight for r in b.rollouts if not r.is_padding]
-        os.write(said, f"r {json.dumps(promise)}\n".encode())
+        # in a file of its own: a kill may cut a long line in two, a short one it does not
+        kept = folder / f"promise-{time.monotonic_ns()}"
+        kept.write_text(json.dumps(promise))
+        os.write(said, f"r {kept.name}\n".encode())
         first = 0 if retry else 10**6 * (begun + 1)  # without retries every life has ids of its own
         todo = (first + number for number in numbers(folder / "stop", least))
 
@@ -336,7 +339,7 @@ def _checkpoint_test(folder: Path, kills: int, least: int, retry: bool, interval
         elif line.startswith("a "):
             expected.add(int(line[2:]))
         else:
-            promise = set(json.loads(line[2:]))
+            promise = set(json.loads((folder / line[2:]).read_text()))
             assert promise >= saved, "the checkpoint does not hold what was accepted before it"
             lost += len(expected - promise)
             expected = promise

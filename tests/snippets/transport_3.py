@@ -9,4 +9,6 @@ dp = tp = 1
 hsdp = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
 with controller(rollouts=8, stay_s=3.0) as address:
     pass  # the snippet: "cuda" -> "cpu"
+    # it may have joined before the controller had ended, which then waits until it leaves
+    feed.close()
 dist.destroy_process_group()
