@@ -3,9 +3,9 @@
 Three facts about gloo shape this:
 
 * A receive shorter than its send aborts the process. So sizes come first, on the authenticated connection, and both
-  ends send and receive run by run.
+  ends cut runs into the same pieces.
 * A transfer that is cut in the middle never wakes. A receive that has no bytes yet is woken at once by the peer's
-  death. So a one-byte tail follows every payload, and only the tail is waited for; runs are looked at once it is
+  death. So a one-byte tail follows every payload, and only the tail is waited for; pieces are looked at once it is
   here.
 * A wait that expires breaks the pair. So no wait expires, and to break the pair on purpose one is made to.
 
@@ -24,7 +24,7 @@ import hmac
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -40,12 +40,21 @@ if TYPE_CHECKING:
     from stream_balancer.net.messages import Envelope
     from stream_balancer.wire.payload import Memory, Payload
 
+_PIECE_BYTES = 8 * 2**20
+"""Sent at a time: smaller ones cost more round trips, larger ones leave gloo idle while the first is packed."""
 _MOST_STAGED_BYTES = 2**28
 """On their way, of one connection. A payload that would be beyond it goes by the socket, from where it lies."""
 _FOR_EVER = timedelta(days=3650)
 _TAG, _SPARE_TAG = 1, 7
 _BUILD_S, _PROOF_S = 2.0, 10.0
 _devices: dict[str, Any] = {}
+
+
+def _pieces(runs: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Place and size of what is sent at a time. The same at both ends."""
+    for at, size in zip(runs[::2], runs[1::2], strict=True):
+        for begin in range(at, at + size, _PIECE_BYTES):
+            yield begin, min(_PIECE_BYTES, at + size - begin)
 
 
 class _Transfer(NamedTuple):
@@ -160,16 +169,21 @@ class TorchDist(CommonMover):
         """In the thread that packs. What lies in one piece is sent from there."""
         import torch
 
-        parts = [np.frombuffer(piece, dtype=np.uint8) for piece in payload.views()]
-        # a send for each run, not for each piece: each costs a round trip
-        source = parts[0] if len(parts) == 1 else np.concatenate(parts, out=one.memory)
-        at = source.ctypes.data
-        for size in payload.runs[1::2]:
+        parts = deque(np.frombuffer(piece, dtype=np.uint8) for piece in payload.views())
+        source, packed = (one.memory, 0) if len(parts) != 1 else (parts[0], payload.size)
+        done = 0
+        for _, size in _pieces(payload.runs):
+            # while the pieces before it are on their way
+            while packed < done + size:
+                part = parts.popleft()
+                source[packed : packed + part.size] = part
+                packed += part.size
             # by its address: torch warns of memory that must not be written to, which it does not do
-            tensor = torch.frombuffer((ctypes.c_uint8 * size).from_address(at), dtype=torch.uint8)
+            piece = (ctypes.c_uint8 * size).from_address(source.ctypes.data + done)
+            tensor = torch.frombuffer(piece, dtype=torch.uint8)
             one.tensors.append((tensor, source))
             one.works.append(self._group.send([tensor], 1 - self._me, _TAG))
-            at += size
+            done += size
         # the tail that the receiver waits for
         one.works.append(self._group.send([torch.zeros(1, dtype=torch.uint8)], 1 - self._me, _TAG))
 
@@ -182,8 +196,8 @@ class TorchDist(CommonMover):
         if self._group is None:
             raise WireError("the pair was used before it was ready")
         one = _Transfer(self._connection.pool.take(envelope.total), [], [])
-        whole, runs = torch.from_numpy(one.memory), envelope.runs
-        one.tensors.extend(whole[at : at + size] for at, size in zip(runs[::2], runs[1::2], strict=True))
+        whole = torch.from_numpy(one.memory)
+        one.tensors.extend(whole[at : at + size] for at, size in _pieces(envelope.runs))
         one.tensors.append(torch.zeros(1, dtype=torch.uint8))
         try:
             one.works.extend(self._group.recv([tensor], 1 - self._me, _TAG) for tensor in one.tensors)
