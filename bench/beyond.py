@@ -25,11 +25,10 @@ from typing import Any, Literal
 import numpy as np
 from _common import Rows, arguments
 from any_choice import least_waste
-from peers import trace_folder, traces
+from peers import finish_times, trace_folder, traces
 from window import Mode, drawn, of_usual_size
 
 import stream_balancer as sb
-from stream_balancer.tools.generation import finish_times
 
 COST = sb.cost.QuadraticCost()
 FIRST_SEED = 17_000

@@ -28,7 +28,7 @@ from _common import Rows, arguments
 import stream_balancer as sb
 from stream_balancer.host.journal.store import Store as Database
 from stream_balancer.host.journal.store import add, remove
-from stream_balancer.host.records import HeldRollout, rollout_key, row_name, write_rollouts
+from stream_balancer.host.records import HeldRollout, rollout_key, row_name, write_row
 
 NUM_PUTTERS = 64
 NUM_TOKENS = 1000
@@ -131,7 +131,7 @@ def recovery(rows: Rows, folder: Path, num_tokens: int = NUM_TOKENS, count: int 
             rollout = make_rollout(number, num_tokens)
             key = rollout_key(rollout.rollout_id)
             held = HeldRollout(rollout, time.time(), 0)
-            waiting.append((number, key, write_rollouts(row_name(number, key), [held])))
+            waiting.append((number, key, write_row(row_name(number, key), [held])))
         database.commit([add(waiting)])
         database.checkpoint()
     size = database.total_bytes
@@ -230,7 +230,7 @@ def store_rate(make: Callable[[Path], Store], folder: Path, payloads: list[bytes
 
 def stores(rows: Rows, folder: Path, repeats: int) -> None:
     """The stores by themselves, in turn."""
-    payloads = [bytes(write_rollouts("", [HeldRollout(make_rollout(n), 0.0, 0)])) for n in range(256)]
+    payloads = [bytes(write_row("", [HeldRollout(make_rollout(n), 0.0, 0)])) for n in range(256)]
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in STORES}
     for _ in range(repeats):
         for name, make in STORES.items():

@@ -17,7 +17,7 @@ from peers import Floats, Ints, Partitioner, flops, lognormal, peers, trace_fold
 
 from stream_balancer.planning import form_micro_batches, lower_bound, partition
 from stream_balancer.planning.arrays import Counts
-from stream_balancer.planning.capped import least_finish_bound
+from stream_balancer.planning.bins_on_ranks import least_finish_bound
 from stream_balancer.planning.packing import Packer
 
 Layout = list[list[list[int]]]

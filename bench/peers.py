@@ -6,6 +6,7 @@ Peers are optional: those that do not import are left out, and the benchmark say
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stream_balancer.tools.generation import Generation, check_generation
 from stream_balancer.tools.trace import Trace, load_trace
 
 Floats = NDArray[np.float64]
@@ -33,6 +35,22 @@ def lognormal(n: int, seed: int) -> Floats:
     """Lengths of mean 4096, sigma 1, clipped to 64 .. 32768."""
     rng = np.random.default_rng(seed)
     return np.clip(rng.lognormal(np.log(4096) - 0.5, 1.0, n), 64, 32768).round()
+
+
+def finish_times(
+    trace: Trace, slots: int = 128, tokens_per_second: float = 30.0, seed: int = 0, *, whole_groups: bool = False
+) -> Floats:
+    """[n] seconds at which each row's rollout is finished, from 0, where nothing ever waits for room; the recorded
+    arrivals where there are any. Second 0 is in mid-run, see :class:`Generation`, also for ``whole_groups``."""
+    check_generation(slots, tokens_per_second)
+    generation = Generation(trace, slots, tokens_per_second, seed, whole_groups=whole_groups)
+    finish = np.empty(len(trace))
+    while (now := generation.next_finish) < math.inf:
+        row = generation.pop(0)
+        if row is not None:
+            finish[row] = now
+            generation.release(now, 0)
+    return finish
 
 
 def flops(lengths: Floats) -> Floats:

@@ -14,14 +14,13 @@ from functools import cache
 
 import numpy as np
 from micro_batches import CostsOf, Layout
-from peers import Floats, Ints, alone
+from peers import Floats, Ints, alone, finish_times
 from scheduler_list import Plan, Scheduler, Step
 
 import stream_balancer as sb
 from stream_balancer.planning import lower_bound
 from stream_balancer.planning.arrays import Sync
 from stream_balancer.planning.bounds import lockstep_bound
-from stream_balancer.tools.generation import finish_times
 
 FIRST_SEED = 7_000
 """Nothing was tuned on it."""

@@ -23,14 +23,13 @@ import torch
 from _common import Rows, arguments
 from micro_batches import verl_layout
 from numpy.typing import NDArray
-from peers import Floats, part, peers
+from peers import Floats, finish_times, part, peers
 from stream_balancer_demo.model import Decoder, build_model, loss_sum, training_cost
 from stream_balancer_demo.options import DemoOptions
 
 from stream_balancer import BalancerConfig, Rollout, StreamBalancer
 from stream_balancer.core.step_times import StepTiming
-from stream_balancer.cost import CalibratedCost, CostModel, TokenCost
-from stream_balancer.tools.generation import finish_times
+from stream_balancer.cost import CalibratedCost, CostModel, LayerSum, TokenCost
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.trace import load_trace
 from stream_balancer.types import MicroBatch
@@ -276,6 +275,7 @@ def calibration(rows: Rows, trainer: Trainer, options: argparse.Namespace, setti
     steps = max(options.calibration_steps, LEARNED + 5)
     rollouts = stream(argparse.Namespace(**{**vars(options), "steps": steps + 5}))
     one_slow = [SLOW] + [1.0] * (options.ranks - 1)
+    assert isinstance(setting.cost, LayerSum)
     models: dict[str, CostModel] = {
         "FLOPs": setting.cost,
         "calibrated from FLOPs": CalibratedCost(setting.cost),

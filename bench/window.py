@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 from _common import Rows, arguments
-from peers import Floats, Partitioner, alone, lognormal, peers, trace_folder, traces
+from peers import Floats, Partitioner, alone, finish_times, lognormal, peers, trace_folder, traces
 
 import stream_balancer as sb
 from stream_balancer.config import Policy
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.tools.generation import Generation, finish_times
+from stream_balancer.tools.generation import Generation
 from stream_balancer.tools.simulate import as_policy, report_of
 from stream_balancer.tools.simulation_run import Run
 

@@ -11,48 +11,11 @@
 README.md shows the rest; ``help(sb.BalancerConfig)`` explains every knob.
 
 A name's module is imported when the name is first used, so that ``stream-balancer --help`` does not wait for torch.
+Type checkers read ``__init__.pyi``, which ``python tests/stubs.py`` writes from the tables below.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from stream_balancer import cost as cost
-    from stream_balancer import errors as errors
-    from stream_balancer import planning as planning
-    from stream_balancer import types as types
-    from stream_balancer.client.barrier import barrier as barrier
-    from stream_balancer.client.feed import RankFeed as RankFeed
-    from stream_balancer.client.producer import BlockingProducer as BlockingProducer
-    from stream_balancer.client.producer import Producer as Producer
-    from stream_balancer.client.producer import connect as connect
-    from stream_balancer.client.step import Step as Step
-    from stream_balancer.config import BalancerConfig as BalancerConfig
-    from stream_balancer.config import ContextParallel as ContextParallel
-    from stream_balancer.config import Groups as Groups
-    from stream_balancer.config import Limits as Limits
-    from stream_balancer.config import MicroBatches as MicroBatches
-    from stream_balancer.config import Staleness as Staleness
-    from stream_balancer.config import StepSize as StepSize
-    from stream_balancer.core.observer import Observer as Observer
-    from stream_balancer.host.balancer import StreamBalancer as StreamBalancer
-    from stream_balancer.host.batches import Batches as Batches
-    from stream_balancer.host.blocking import BlockingBalancer as BlockingBalancer
-    from stream_balancer.host.blocking import blocking as blocking
-    from stream_balancer.host.journal import Journal as Journal
-    from stream_balancer.host.journal import Recovered as Recovered
-    from stream_balancer.host.serve import serve as serve
-    from stream_balancer.host.transport import TorchTransport as TorchTransport
-    from stream_balancer.statistics import Statistics as Statistics
-    from stream_balancer.tools.length_models import generate_trace as generate_trace
-    from stream_balancer.tools.simulate import simulate as simulate
-    from stream_balancer.tools.simulation_report import SimulationReport as SimulationReport
-    from stream_balancer.tools.trace import Trace as Trace
-    from stream_balancer.tools.trace import load_trace as load_trace
-    from stream_balancer.tools.tune import tune as tune
-    from stream_balancer.tools.tune_report import TuneReport as TuneReport
-    from stream_balancer.types import Batch as Batch
-    from stream_balancer.types import Rollout as Rollout
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -78,7 +41,7 @@ _MORE_NAMES_OF = {
     "client.step": "Step",
     "host.batches": "Batches",
     "host.blocking": "BlockingBalancer",
-    "host.journal": "Journal Recovered",
+    "host.journal": "Recovered",
     "statistics": "Statistics",
     "tools.length_models": "generate_trace",
     "tools.simulation_report": "SimulationReport",

@@ -1,11 +1,12 @@
-# Written by `python tests/facade_stubs.py`.
+# Written by `python tests/stubs.py`.
 # ruff: noqa: E501
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self
 
 from stream_balancer.config import BalancerConfig
+from stream_balancer.core.accept import Accept
 from stream_balancer.core.diagnosis import RankState
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.facade import Facade
@@ -13,7 +14,7 @@ from stream_balancer.host.blocking import OwnLoop
 from stream_balancer.host.journal import Recovered
 from stream_balancer.host.recorder import Recorder
 from stream_balancer.statistics import Statistics, Straggler
-from stream_balancer.types import Batch, Rollout
+from stream_balancer.types import Batch, EvictReason, Rollout
 
 class BlockingSlot(Facade):
     @property
@@ -51,6 +52,7 @@ class BlockingProducer(Facade):
     def __exit__(self, *exc: object) -> None: ...
 
 class BlockingBalancer(OwnLoop):
+    def __init__(self, config: BalancerConfig, *, on_evict: Callable[[Rollout, EvictReason], object] | None = ..., accept: Accept | None = ..., journal: str | os.PathLike[str] | None = ..., report_after_s: float = ..., num_producers: int | None = ..., backend: Literal["asyncio", "trio"] = ...) -> None: ...
     def abandon_group(self, group_id: str) -> int: ...
     def acknowledge(self, step: int) -> None: ...
     def acknowledge_through(self, step: int) -> None: ...

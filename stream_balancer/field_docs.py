@@ -11,9 +11,8 @@ import ast
 import inspect
 import re
 import textwrap
+from itertools import pairwise
 from typing import TypeVar
-
-__all__ = ["described", "documented", "first_sentence", "texts_below_fields"]
 
 T = TypeVar("T", bound=type)
 
@@ -70,14 +69,8 @@ def _texts_in(cls: type) -> dict[str, str]:
     (declared,) = tree.body
     assert isinstance(declared, ast.ClassDef)
     found = {}
-    for field, below in zip(declared.body, declared.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and not field.target.id.startswith("_")
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-            and isinstance(below.value.value, str)
-        ):
-            found[field.target.id] = inspect.cleandoc(below.value.value)
+    for pair in pairwise(declared.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))) if not name.startswith("_"):
+                found[name] = inspect.cleandoc(text)
     return found

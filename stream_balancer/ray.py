@@ -39,8 +39,8 @@ from stream_balancer.wire.codec import RemoteRollout
 
 __all__ = ["LostRollout", "RayBalancer", "find", "host"]
 
-_Keeper: TypeAlias = "tuple[Any, str] | None"
-"""The actor that keeps references, and its name; None where tokens travel to the balancer."""
+_Keeper: TypeAlias = "tuple[Any, str, str | None] | None"
+"""The actor that keeps references, its name, and the tensor transport; None where tokens travel to the balancer."""
 _MAX_CALLS = 10_000  # pending at a time
 _MAX_LOST = 100_000  # names kept
 
@@ -154,6 +154,7 @@ def host(
     report_after_s: float = 60.0,
     staged_bytes: int = 64 * 2**20,
     max_put_bytes: int = 2**30,
+    tensor_transport: str | None = None,
     actor_options: Mapping[str, Any] | None = None,
 ) -> RayBalancer:
     """Start the balancer as an actor; returns when it is up.
@@ -164,11 +165,24 @@ def host(
     so Ray pickles it; with tokens in the object store it sees a rollout's scalars, metadata and lengths, and no values
     of its columns. ``roles``, ``rejoin_timeout_s``, ``report_after_s``: as for :func:`stream_balancer.serve`; by
     default a lost rank is waited for. ``staged_bytes``, ``max_put_bytes``: what one worker may have on its way, and the
-    largest put. ``actor_options``: for ``Actor.options(...)``: its namespace, its lifetime, another place than the
-    caller's node (``scheduling_strategy``).
+    largest put. ``tensor_transport``: of Ray Direct Transport, "nixl"; then tokens stay in the workers' memory, and
+    ranks read them there, past the object stores (docs/ray.md). ``actor_options``: for ``Actor.options(...)``: its
+    namespace, its lifetime, another place than the caller's node (``scheduling_strategy``).
+
+    Raises ValueError for a tensor transport that Ray does not know, or that both ends take part in ("gloo", "nccl"):
+    a worker cannot put into it. ConfigError for one beside a journal, where tokens travel to the actor.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if tensor_transport is not None:
+        if journal is not None:
+            raise sb.errors.ConfigError(
+                f"tensor_transport={tensor_transport!r} with a journal: tokens travel to the actor then, which writes "
+                "them down, and nothing is left for Ray to carry. Leave out one of the two"
+            )
+        # nothing of it needs a transport, so Ray looks at the name only
+        ray.put(None, _tensor_transport=tensor_transport)
 
     context = ray.get_runtime_context()
     settings: dict[str, Any] = {
@@ -182,7 +196,7 @@ def host(
     if journal is None:
         name_of_it = f"stream_balancer-{secrets.token_hex(8)}"
         its_actor = ray.remote(Keeper).options(**settings, name=name_of_it, max_restarts=-1).remote()
-        keeper = its_actor, f"{settings.get('namespace') or context.namespace}/{name_of_it}"
+        keeper = its_actor, f"{settings.get('namespace') or context.namespace}/{name_of_it}", tensor_transport
     # without a journal a new actor would know nothing of what the old one had accepted
     of_host = {"name": name, "max_restarts": 0 if journal is None else -1, **(actor_options or {})}
     actor = (

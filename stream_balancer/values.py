@@ -96,32 +96,43 @@ def by_name(
     return found
 
 
-def plain_tensor(value: object, *, elsewhere: bool = False) -> Tensor:
-    """A dense tensor whose memory can be read, without a copy where possible. ``elsewhere``: its memory is not here."""
+def plain_tensor(value: object) -> Tensor:
+    """A dense tensor whose memory can be read, without a copy where possible."""
+    tensor = _readable(value)
+    _check_size(tensor.shape)
+    return tensor
+
+
+def _readable(value: object) -> Tensor:
+    # each question costs as much as a function call, for every column of every put: so few are asked
     if type(value) is not Tensor:
         value = _base_tensor(value)
     kind = value.dtype
-    if kind not in _DTYPES:
+    if kind in _FLOATS:
+        # its graph would be kept alive for as long as the rollout waits
+        if value.requires_grad:
+            value = value.detach()
+        # bytes are what travels: a view that torch negates when it reads (the imaginary part of a conjugate, say) would
+        # arrive with the other sign
+        if value.is_neg():
+            value = value.resolve_neg()
+    elif kind not in _DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
         raise RolloutError(f"has dtype {kind}, which cannot travel. Use one of {names}")
-    # its graph would be kept alive for as long as the rollout waits
-    if value.requires_grad:
-        value = value.detach()
-    # each question costs as much as a function call, for every column of every put: so few are asked
     try:
-        shape, address = value.shape, value.data_ptr()
+        has_memory = value.data_ptr() or not (value.is_meta or value.numel())
     except RuntimeError:
-        raise RolloutError(_why_unreadable(value)) from None
+        has_memory = False
+    if not has_memory:
+        raise RolloutError(_why_unreadable(value))
+    return value
+
+
+def _check_size(shape: torch.Size) -> None:
     if len(shape) > MAX_DIMENSIONS:
         raise RolloutError(f"has {len(shape)} dimensions; at most {MAX_DIMENSIONS} can travel")
-    if (shape[0] if len(shape) == 1 else math.prod(n or 1 for n in shape)) > MAX_ELEMENTS:
+    if math.prod(n or 1 for n in shape) > MAX_ELEMENTS:
         raise RolloutError(f"has shape {list(shape)}; at most 2**48 elements can travel")
-    if not address and not elsewhere and (value.is_meta or 0 not in shape):
-        raise RolloutError(_why_unreadable(value))
-    # bytes are what travels: a view that torch negates when it reads would arrive with the other sign
-    if kind in _FLOATS and value.is_neg():  # the imaginary part of a conjugate, say: torch negates it when it is read
-        value = value.resolve_neg()
-    return value
 
 
 def _why_unreadable(value: Tensor) -> str:
@@ -150,11 +161,9 @@ def _base_tensor(value: object) -> Tensor:
         raise RolloutError(f"cannot become a tensor: {error}") from None
 
 
-def plain_columns(
-    given: object, plain: Callable[[object], Tensor], is_padding: bool = False
-) -> tuple[dict[str, Tensor], int]:
-    """Token columns, each made ``plain``, and how many tokens each of them has. ``input_ids`` is one of them."""
-    tokens = by_name(given, plain)
+def plain_columns(given: object) -> tuple[dict[str, Tensor], int]:
+    """Token columns, and how many tokens each of them has. ``input_ids`` is one of them."""
+    tokens = by_name(given, _readable)
     ids = tokens.get("input_ids")
     if ids is None:
         raise RolloutError("must be a mapping with a column 'input_ids' (per-token ids, [L])")
@@ -166,23 +175,21 @@ def plain_columns(
     length = shape[0]
     if length == 0:
         raise RolloutError(": no tokens. Drop empty rollouts before put")
+    if length > MAX_ELEMENTS:
+        _check_size(shape)
     for name, column in tokens.items():
         # most columns are [L] as the ids are: one comparison in C
-        if column is not ids and column.shape != shape and column.shape[:1] != shape:
-            raise RolloutError(
-                f": column {name!r} has shape {list(column.shape)}, but input_ids has {length} tokens. "
-                f"Per-token columns are [L, ...]; put anything else into tensors= or scalars="
-            )
+        if (its := column.shape) != shape:
+            if its[:1] != shape:
+                raise RolloutError(
+                    f": column {name!r} has shape {list(its)}, but input_ids has {length} tokens. "
+                    f"Per-token columns are [L, ...]; put anything else into tensors= or scalars="
+                )
+            _check_size(its)
     if len(tokens) > MAX_COLUMNS:
         raise RolloutError(f": {len(tokens)} token columns; at most {MAX_COLUMNS} can travel. Stack some into [L, n]")
-    mask = tokens.get("loss_mask")
-    if mask is not None and mask.ndim != 1:
-        raise RolloutError(f": loss_mask must be [L], not {list(mask.shape)}")
-    if mask is not None and mask.dtype in _FLOAT8:  # torch cannot count them
-        raise RolloutError(f": loss_mask has dtype {mask.dtype}; make it bool")
-    # a padding copy is allowed zeros, and a column elsewhere (meta) cannot be read
     attended = tokens.get("attention_mask")
-    if attended is not None and not (is_padding or attended.is_meta or attended.ndim > 1) and not attended.all():
+    if attended is not None and attended.ndim == 1 and not attended.all():
         raise RolloutError(
             ": attention_mask has zeros: padding is no part of a rollout, and would be trained on. Put the tokens "
             "without it: tokens={name: column[attention_mask.bool()] for name, column in tokens.items()}"
@@ -191,7 +198,11 @@ def plain_columns(
 
 
 def num_nonzero(mask: Tensor, first: int = 0) -> int:
-    """Non-zero numbers of a mask ``[n]``, from one of them on."""
+    """Non-zero numbers of a ``loss_mask`` ``[n]``, from one of them on."""
+    if mask.ndim != 1:
+        raise RolloutError(f": loss_mask must be [L], not {list(mask.shape)}")
+    if mask.dtype in _FLOAT8:  # torch cannot count them
+        raise RolloutError(f": loss_mask has dtype {mask.dtype}; make it bool")
     try:
         return int(np.count_nonzero(mask.numpy()[first:]))  # half of the time that torch takes
     except (TypeError, RuntimeError):  # on an accelerator, or of a kind that numpy does not know
@@ -210,7 +221,8 @@ def plain_number(value: object) -> float | int:
 
 def plain_cost(value: object) -> float:
     """A finite number >= 0 whose sums are finite, too."""
-    plain = _number(value)
+    # FLOPs of a long rollout may be an int beyond 64 bits
+    plain = value if isinstance(value, int) else _number(value)
     if not 0 <= plain <= MAX_COST:  # not NaN either
         raise RolloutError(f"must be a finite number >= 0 and at most {MAX_COST:g}, not {_short(value)}")
     return float(plain)

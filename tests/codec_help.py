@@ -29,10 +29,10 @@ A, B = Owner("tcp://127.0.0.1:1", b"secret", "a"), Owner("tcp://127.0.0.1:2", b"
 
 def received(encoded: Encoded) -> Memory | None:
     """The memory of who receives it: what does not come along is full of ones."""
-    total, runs, pieces = encoded.payload
+    total, runs, _ = encoded.payload
     if not total:
         return None
-    came = b"".join(pieces)
+    came = b"".join(encoded.payload.views())
     memory = np.full(total, 255, dtype=np.uint8)
     at = 0
     for offset, size in zip(runs[::2], runs[1::2], strict=True):

@@ -14,16 +14,25 @@ import anyio.lowlevel
 import torch
 
 import stream_balancer as sb
+from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.producers import attend
 from stream_balancer.net.session import Session
+from stream_balancer.testing import make_rollouts
 from stream_balancer.testing.network import MemoryPeer
 
-__all__ = ["answering", "attend", "config", "give", "kill", "settle", "until", "waiting", "wire_of"]
+__all__ = ["answering", "attend", "config", "fill", "give", "kill", "polled", "settle", "until", "waiting", "wire_of"]
 
 
 def config(**knobs: Any) -> sb.BalancerConfig:
     """Two ranks, four rollouts a batch."""
     return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, **knobs})
+
+
+def polled(core: BalancerCore, now: float = 0.0) -> sb.Batch:
+    """The batch that leaves now."""
+    batch = core.poll(now)
+    assert batch is not None, "no batch leaves"
+    return batch
 
 
 async def settle() -> None:
@@ -36,6 +45,12 @@ async def until(condition: Callable[[], bool]) -> None:
     """In real time: for other threads and processes, and tasks that notify nobody."""
     while not condition():  # noqa: ASYNC110
         await anyio.sleep(0.002)
+
+
+async def fill(balancer: sb.StreamBalancer, lengths: Sequence[int], **knobs: Any) -> None:
+    """Put rollouts of these lengths, called r0, r1, and so on; or as ``make_rollouts`` is told."""
+    for rollout in make_rollouts(lengths, **knobs):
+        await balancer.put(rollout)
 
 
 def waiting(balancer: sb.StreamBalancer) -> list[str]:

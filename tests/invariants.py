@@ -49,7 +49,7 @@ def _verify_groups(buffer: Buffer, rollouts: list[Rollout]) -> None:
     if groups.size is None:
         assert (groups.num_awaited, groups.num_incomplete) == (0, 0)
         return
-    assert len(groups.closed()) <= max(groups.remember, 1)
+    assert sum(one.closed for one in groups.declarations().values()) <= max(groups.remember, 1)
     waiting: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         if rollout.group_id is not None:
@@ -69,9 +69,9 @@ def _verify_groups(buffer: Buffer, rollouts: list[Rollout]) -> None:
         lacking += lacks
     assert groups.num_awaited == lacking
     # a group that has come, or of which all has left, is not kept
-    for name, arrived in groups.arrived().items():
-        assert (groups.get(name).waiting > 0) == (name in waiting)
-        assert name in waiting or name in groups.open_sizes() or 0 < arrived < groups.size_of(name)
+    for name, group in groups._groups.items():
+        assert (group.waiting > 0) == (name in waiting)
+        assert name in waiting or group.declared or 0 < group.arrived < group.size
 
 
 def _verify_ages(core: BalancerCore) -> None:

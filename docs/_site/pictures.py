@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 import stream_balancer as sb
-from stream_balancer.tools.generation import finish_times
 
 mpl.use("svg")
 mpl.rcParams |= {
@@ -35,6 +34,7 @@ from diagrams import processes, timeline  # noqa: E402
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 from bars import bars  # noqa: E402
+from peers import finish_times  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"

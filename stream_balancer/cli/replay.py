@@ -85,13 +85,19 @@ def _print(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any],
     # of the same stretch for all three, or a warm-up would be compared with a steady state
     steady = all(report.is_steady for report in reports.values())
     parts = {policy: report.steady if steady else report.overall for policy, report in reports.items()}
-    rows = {name: map(show, reports.values(), parts.values()) for name, show in _rows(trace, reports, how).items()}
+    rows = _rows(trace, reports, how)
+    if steady:
+        rows["  left out: warm-up, tail"] = lambda r, _: f"{r.warm_up.batches}, {r.tail.batches}"
     stdout().print(
         f"[bold]{trace.name}[/bold]: {len(trace):,} rollouts, {trace.num_tokens:,} tokens; length p50 "
         f"{np.median(trace.lengths):,.0f}, longest {trace.lengths.max():,}; {arrivals}; trainer {how['trainer']}\n"
         f"{config.dp_size} ranks, {batch_text(config)} a dispatch, window {window}, max_skips "
         f"{config.max_skips}, deadline {deadline_text(config.deadline_s)}, cost {cost}",
-        table(["", *_NAMES.values()], ([name, *shown] for name, shown in rows.items()), bold=["idle fraction"]),
+        table(
+            ["", *_NAMES.values()],
+            ([name, *map(show, reports.values(), parts.values())] for name, show in rows.items()),
+            bold=["idle fraction"],
+        ),
         *_verdict(reports, parts, steady=steady),
         sep="\n",
     )
@@ -125,14 +131,14 @@ def _rows(trace: Trace, reports: Reports, how: dict[str, Any]) -> dict[str, Show
             f"{r.delay_dispatches.mean:.2f} / {r.delay_dispatches.p99:.0f} / {r.max_skips_seen}"
         ),
         "staleness mean / max, steps": lambda r, _: f"{r.staleness.mean:.2f} / {r.staleness.max:.0f}",
-        "length-wait correlation": lambda r, _: f"{r.length_bias.length_delay_correlation:.2f}",
+        # no number where every rollout waited alike
+        "length-wait correlation": lambda r, _: f"{r.length_bias.length_delay_correlation:.2f}".replace("nan", "-"),
         "mean length, came / went": lambda r, _: f"{r.arrived_lengths.mean:,.0f} / {r.dispatched_lengths.mean:,.0f}",
     }
     for stratum in reports["window"].strata:
         rows[f"{stratum}: share / steps without"] = partial(_of_stratum, stratum)
-    rows["dispatches"] = lambda r, _: ", ".join(f"{n} {why}" for why, n in r.reasons.items())
-    rows["  left out: warm-up, tail"] = lambda r, _: f"{r.warm_up.batches}, {r.tail.batches}"
     rows["padding copies, evicted"] = lambda r, _: f"{r.padding_copies}, {r.evicted}"
+    rows["dispatches"] = lambda r, _: ", ".join(f"{n} {why}" for why, n in r.reasons.items())
     return rows
 
 

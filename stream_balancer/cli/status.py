@@ -135,7 +135,8 @@ def page(now: Figures, before: Figures | None = None, title: str = "") -> Render
 
 def _lines(now: Figures, before: Figures | None) -> Iterator[tuple[str, str]]:
     for name, line in _LINES.items():
-        yield name, line.format_map(_ones(now))
+        # of a run without versions, or before the first step, there are figures that nobody knows
+        yield name, line.format_map(_ones(now)).replace("nan%", "?").replace("nan", "?")
     for name, figure in _COUNTS.items():
         counts = (f"{label} {_number(count)}" for label, count in now.get(figure, {}).items() if count)
         yield name, ", ".join(counts) or "none"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -67,22 +67,24 @@ class Uploader:
         self._device, self._streams = device, streams or Streams(device)
         self._reading: deque[tuple[torch.Event, Tensor]] = deque()
 
-    def copy(self, here: Tensor) -> tuple[Tensor, torch.Event]:
-        """Begin a copy to the device: nothing has been waited for. With the event that says when it is over."""
-        with self._streams.side():
+    def copy(self, here: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Begin a copy to the device: nothing has been waited for. With what orders the calling thread's stream behind
+        it: called where it is going to be used, any number of times."""
+        streams = self._streams
+        with streams.side():
             # non_blocking: the host goes on
             there = here.to(self._device, non_blocking=True, copy=True)
-            event = self._streams.record()
+            event = streams.record()
         # Its memory must not return to the pool before that. Copies are over in the order of their stream.
         while self._reading and self._reading[0][0].query():
             self._reading.popleft()
         self._reading.append((event, here))
-        return there, event
 
-    def hand_over(self, there: Tensor, event: torch.Event) -> None:
-        """The calling thread's stream is going to use it: order it behind the copy. May be called again."""
-        self._streams.wait(event)
-        self._streams.keep(there)
+        def hand_over() -> None:
+            streams.wait(event)
+            streams.keep(there)
+
+        return there, hand_over
 
 
 class Stopwatch:

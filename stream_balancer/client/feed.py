@@ -28,6 +28,7 @@ import math
 import os
 import ssl
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -161,16 +162,13 @@ class RankFeed(OfOneProcess):
         self._hand: Step | None = None
         self._ended = False
         self._version: int | None = None
+        # a feed that nobody holds any more has left, and its controller hears so; a process that ends is heard anyway
+        weakref.finalize(self, self._port.close).atexit = False
 
     @property
     def rank(self) -> int:
         """Number of this DP rank."""
         return self._port.who.rank
-
-    @property
-    def dp_size(self) -> int:
-        """DP ranks that take part, as the feed was opened."""
-        return self._port.who.dp_size
 
     @property
     def auto_ack(self) -> bool:

@@ -185,8 +185,10 @@ class Held:
         part = self.parts.pop(drop.step, None)
         if part is not None:
             part.dropped = drop.text or "others have it"
-        # its weights lack a step that the others have: going on would train on the wrong ones
-        if drop.met and self.meets and not self.role and drop.step >= (self.weights or 0):
+        # Its weights lack a step that the others have: going on would train on the wrong ones. One that never had the
+        # step, and has not said its weights, takes those that its first step needs.
+        lacks = part is not None if self.weights is None else drop.step >= self.weights
+        if drop.met and self.meets and not self.role and lacks:
             self.left_behind = drop
 
     def _release(self, recall: m.Recall) -> None:

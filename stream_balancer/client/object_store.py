@@ -6,7 +6,8 @@
     rank     FromStore numbers --> Keeper --references--> ray.get: from this node's store, or over from another's
 
 An object dies with the process that put it, and then no rank trains on what it held. Spilling, and one copy a node,
-are Ray's.
+are Ray's. With a tensor transport (Ray Direct Transport), the same references are to memory of the worker, from which
+``ray.get`` reads it into the rank, past both stores.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from stream_balancer.client.payloads import SOURCES, KeepsPayloads
 from stream_balancer.errors import BrokenResourceError, WouldBlock
@@ -36,6 +40,8 @@ _PUT_FIRST_S = 10.0
 # a call to an actor costs it half a millisecond of CPU: references of puts within so long go in one
 _GATHER_S = 0.02
 
+# Ray makes a process's NIXL agent when it first needs it; two threads make two, and each lacks the other's memory
+_one_agent = threading.Lock()
 _log = logging.getLogger("stream_balancer.ray")
 
 
@@ -76,28 +82,38 @@ class InStore(KeepsPayloads):
     least_bytes = INLINE_BYTES
     blocks = True
 
-    def __init__(self, keeper: Any, keeper_name: str, label: str) -> None:
+    def __init__(self, keeper: Any, keeper_name: str, tensor_transport: str | None, label: str) -> None:
+        """``tensor_transport``: as for :func:`stream_balancer.ray.host`."""
         super().__init__()
+        self._transport = {} if tensor_transport is None else {"_tensor_transport": tensor_transport}
         self._keeper, self._name = keeper, secrets.token_hex(8)
+        # what the keeper has not been told of: references, and numbers of objects that may go
         self._news: dict[int, list[Any]] = {}
+        self._gone: list[int] = []
         self._lock = threading.Lock()
         self.owner = Owner(f"ray://{keeper_name}/{self._name}", b"", label)
 
     def keep(self, rollouts: Sequence[Rollout]) -> list[Handle]:
-        """Put their bytes into the store of this node. Copies them twice. Raises WouldBlock while it is full."""
+        """Put their bytes into the store of this node. Copies them twice, with a tensor transport once. Raises
+        WouldBlock while the store is full."""
         import ray
 
         encoded = encode_rollouts(rollouts)
         # one array, which lies in the store in one piece
         memory = np.concatenate([np.frombuffer(piece, np.uint8) for piece in encoded.payload.pieces])
         try:
-            reference = ray.put((bytes(encoded.header), memory))
+            # transports carry tensors: anything else becomes an object in the store
+            array = torch.from_numpy(memory) if self._transport else memory
+            with _one_agent:
+                reference = ray.put((bytes(encoded.header), array), **self._transport)
         except ray.exceptions.ObjectStoreFullError as error:
             raise WouldBlock(f"Ray's object store is full: {error}") from None
         number = next(self._keys)
         keys = range(number * _MAX_PLACES, number * _MAX_PLACES + len(rollouts))
-        # an object holds all rollouts of a put: it may go when the last of them may
-        self._kept[number] = set(keys)
+        # an object holds all rollouts of a put: it may go when the last of them does
+        shared = _Shared()
+        weakref.finalize(shared, self._gone.append, number).atexit = False
+        self._kept.update(dict.fromkeys(keys, shared))
         with self._lock:
             self._news[number] = [reference]
             first = len(self._news) == 1
@@ -106,35 +122,28 @@ class InStore(KeepsPayloads):
             io.do(lambda: io.after(_GATHER_S, self._tell))
         return [Handle(self.owner, key) for key in keys]
 
+    def drop(self, keys: Sequence[int]) -> None:
+        """Payloads are not needed any more; an object goes with the last of its rollouts."""
+        super().drop(keys)
+        self._tell()
+
     def _tell(self) -> None:
-        """The keeper, of what was put since it was told."""
+        """The keeper, of what was put since it was told, and of what may go."""
+        # one lock for both: a keeper that heard of an object after it may go would hold it for ever
         with self._lock:
             news, self._news = self._news, {}
-        if news:
+            # one by one: other threads append meanwhile, without the lock
+            gone = [self._gone.pop() for _ in range(len(self._gone))]
             # Ray was shut down, and the keeper with it
             with suppress(Exception):
-                self._keeper.keep.remote(self._name, news)
+                if news:
+                    self._keeper.keep.remote(self._name, news)
+                if gone:
+                    self._keeper.drop.remote(self._name, gone)
 
-    def drop(self, keys: Iterable[int]) -> None:
-        """Payloads are not needed any more; the object goes with the last of them."""
-        gone = []
-        for key in keys:
-            left = self._kept.get(key // _MAX_PLACES)
-            if left is not None:
-                left.discard(key)
-                if not left:
-                    gone.append(key // _MAX_PLACES)
-        if gone:
-            # a keeper that heard of them afterwards would hold them for ever
-            self._tell()
-            # Ray was shut down, and the keeper with it
-            with suppress(Exception):
-                self._keeper.drop.remote(self._name, gone)
-            super().drop(gone)
 
-    def close(self) -> None:
-        """Nothing is needed any more. Idempotent."""
-        self.drop([key for keys in list(self._kept.values()) for key in list(keys)])
+class _Shared:
+    """An object in the store, as the payloads in it have it in common."""
 
 
 class _FromStore:
@@ -189,13 +198,16 @@ class _FromStore:
 
 
 def _opened(box: list[Any] | None) -> Sequence[Rollout]:
-    """Rollouts as they lie in this node's store."""
+    """Rollouts as they lie in this node's store, or as a tensor transport has brought them."""
     import ray
 
     if box is None:
         raise BrokenResourceError("it is not in the object store")
-    header, memory = ray.get(box[0])
-    return decode(header, np.asarray(_Writable(memory))).rollouts
+    # what Ray's store holds is here by now, so that nobody waits long for who comes before
+    with _one_agent:
+        header, memory = ray.get(box[0])
+    array = memory.numpy() if isinstance(memory, Tensor) else np.asarray(_Writable(memory))
+    return decode(header, array).rollouts
 
 
 class _Writable:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, Protocol, TypeAlias
 
 import msgspec
@@ -38,11 +39,13 @@ _CALL_BYTES = 2**26
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _Part: TypeAlias = tuple[_Count, Annotated[int, msgspec.Meta(ge=1, lt=2**20)], _Count, _Count]
 """Key, degree, place, and bytes that are expected."""
+_Done: TypeAlias = Callable[[Mapping[str, str]], object]
+"""Takes why some payloads could not be fetched, by id."""
 _parts_of = msgspec.msgpack.Decoder(Annotated[list[_Part], msgspec.Meta(max_length=2**18)]).decode
 _missing_of = msgspec.msgpack.Decoder(list[_Count]).decode
 
 
-class KeepsPayloads:
+class KeepsPayloads(ABC):
     """Payloads that stay where they were made until ranks need them no more, by number, and the wait for that. Safe to
     use from any thread. :meth:`keep` is what differs: in this process, or in an object store."""
 
@@ -54,28 +57,39 @@ class KeepsPayloads:
 
     def __init__(self) -> None:
         self._kept: dict[int, Any] = {}
+        # of those, what the balancer has, as far as is known
+        self._accepted: set[int] = set()
         self._keys = itertools.count()
         self._waiting: list[Signal] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
+    @abstractmethod
     def keep(self, rollouts: Sequence[Rollout]) -> list[Handle]:
         """Handles for the rollouts of one put. Raises WouldBlock while there is no room."""
-        raise NotImplementedError
 
-    def drop(self, keys: Iterable[int]) -> None:
+    def answered(self, keys: Sequence[int], *, accepted: bool) -> None:
+        """The put of these has its reply, or is lost; then it may have been accepted."""
+        if accepted:
+            # it may be through with some by now
+            self._accepted.update(self._kept.keys() & keys)
+        else:
+            self.drop(keys)
+
+    def drop(self, keys: Sequence[int]) -> None:
         """Payloads are not needed any more; unknown ones are fine."""
         for key in keys:
             self._kept.pop(key, None)
+            self._accepted.discard(key)
         if not self._kept:
             waiting, self._waiting = self._waiting, []
             for signal in waiting:
                 signal.set()
 
-    def retain(self, keys: Collection[int]) -> None:
-        """Drop all others."""
-        self.drop([key for key in list(self._kept) if key not in keys])
+    def retain(self, keys: AbstractSet[int]) -> None:
+        """Drop all others, but for those whose put has no reply."""
+        self.drop(list(self._accepted - keys))
 
     async def released(self) -> None:
         """Wait until nothing is needed here any more."""
@@ -144,7 +158,7 @@ class PayloadOwner(KeepsPayloads):
 class Source(Protocol):
     """A rank's way to one owner. In the I/O thread."""
 
-    def fetch(self, wanted: Sequence[Wanted], done: Callable[[Mapping[str, str]], object]) -> None:
+    def fetch(self, wanted: Sequence[Wanted], done: _Done) -> None:
         """Fill the places of what is wanted; then, once, ``done`` with why some could not be filled, by id."""
 
     def close(self) -> None:
@@ -164,7 +178,7 @@ class Fetcher:
         self._sources: dict[Owner, Source] = {}
         self._closed = False
 
-    def fetch(self, decoded: Decoded, done: Callable[[Mapping[str, str]], object]) -> None:
+    def fetch(self, decoded: Decoded, done: _Done) -> None:
         """Fill all holes but those that are masked; then, once, ``done`` with why some could not be filled, by id. In
         the I/O thread, at once where there is nothing to fetch; never after :meth:`close`."""
         if self._closed:
@@ -172,20 +186,11 @@ class Fetcher:
         by_owner: dict[Owner, list[Wanted]] = {}
         for one in decoded.holes():
             by_owner.setdefault(one.owner, []).append(one)
-        missing: dict[str, str] = {}
         # one more, so that done is not called before all were asked
-        left = len(by_owner) + 1
-
-        def add(causes: Mapping[str, str]) -> None:
-            nonlocal left
-            left -= 1
-            missing.update(causes)
-            if not left and not self._closed:
-                done(missing)
-
+        answered = _after(len(by_owner) + 1, lambda causes: None if self._closed else done(causes))
         for owner, wanted in by_owner.items():
-            self._source(owner).fetch(wanted, add)
-        add({})
+            self._source(owner).fetch(wanted, answered)
+        answered({})
 
     def close(self) -> None:
         """Fetch nothing more. From any thread. Idempotent."""
@@ -209,24 +214,18 @@ class _Dialled:
         self._owner, self._dialer_of = owner, dialer_of
         self._session: Session | None = None
 
-    def fetch(self, wanted: Sequence[Wanted], done: Callable[[Mapping[str, str]], object]) -> None:
+    def fetch(self, wanted: Sequence[Wanted], done: _Done) -> None:
         shares = list(_shares(wanted))
-        causes: dict[str, str] = {}
-        left = len(shares)
-
-        def take(share: Sequence[Wanted], pending: Pending) -> None:
-            nonlocal left
-            causes.update(_filled(share, pending))
-            left -= 1
-            if not left:
-                done(causes)
-
+        answered = _after(len(shares), done)
         for share in shares:
-            parts = [(one.key, one.degree, one.place, one.num_bytes) for one in share]
-            pending = Pending("fetch", parts, reply_bytes=sum(size for *_, size in parts))
-            self._open().submit(pending)
-            # after it was handed in: a session that is closed answers at once
-            pending.signal.then(partial(take, share, pending))
+            self._ask(share, answered)
+
+    def _ask(self, share: Sequence[Wanted], answered: _Done) -> None:
+        parts = [(one.key, one.degree, one.place, one.num_bytes) for one in share]
+        pending = Pending("fetch", parts, reply_bytes=sum(size for *_, size in parts))
+        self._open().submit(pending)
+        # after it was handed in: a session that is closed answers at once
+        pending.signal.then(lambda: answered(_filled(share, pending)))
 
     def close(self) -> None:
         if self._session is not None:
@@ -269,6 +268,20 @@ def _shares(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
         share.append(one)
         size += one.num_bytes
     yield share
+
+
+def _after(count: int, done: _Done) -> _Done:
+    """A function for each of so many answers; the last one calls ``done`` with the causes of all."""
+    causes: dict[str, str] = {}
+
+    def answered(more: Mapping[str, str]) -> None:
+        nonlocal count
+        count -= 1
+        causes.update(more)
+        if not count:
+            done(causes)
+
+    return answered
 
 
 def _filled(wanted: Sequence[Wanted], pending: Pending) -> dict[str, str]:

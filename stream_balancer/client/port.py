@@ -18,8 +18,6 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-import torch
-from torch import Tensor
 
 from stream_balancer.client.device import Uploader
 from stream_balancer.client.held import Held
@@ -63,18 +61,17 @@ class Arrived:
 
     def __init__(self, decoded: Decoded, uploader: Uploader | None) -> None:
         self.decoded, self._uploader = decoded, uploader
-        self._copied: tuple[Tensor, torch.Event] | None = None
+        self._hand_over: Callable[[], None] = lambda: None
 
     def land(self) -> None:
         """All bytes are here: begin to copy them to the device."""
         if self._uploader is not None:
-            self._copied = self._uploader.copy(self.decoded.buffer)
-            self.decoded.move(self._copied[0])
+            there, self._hand_over = self._uploader.copy(self.decoded.buffer)
+            self.decoded.move(there)
 
     def micro_batch(self, index: int, gone: Collection[str], seal: m.Seal | None) -> MicroBatch:
         """For the trainer, without what is ``gone``."""
-        if self._uploader is not None and self._copied is not None:
-            self._uploader.hand_over(*self._copied)
+        self._hand_over()
         # again for each micro-batch: rollouts may have gone since the step arrived
         self.decoded.mask(gone)
         if seal is not None:

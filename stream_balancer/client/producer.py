@@ -14,9 +14,9 @@ forget it. The contract is :class:`~stream_balancer.StreamBalancer`'s: returning
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -95,25 +95,23 @@ def connect(
     controller refuses this producer or what it has sent, WireError if something else listens there,
     BrokenResourceError after ``connect_timeout_s``.
     """
+    if isinstance(hand_over, str) and hand_over not in ("balancer", "direct"):
+        raise ValueError(f"hand_over must be 'balancer' or 'direct', not {hand_over!r}")
     dialer: Dialer
-    payloads: Callable[[str], KeepsPayloads] | None = None
-    if hasattr(source, "dial"):
+    if in_memory := hasattr(source, "dial"):
         dialer, rejoin, label = source, source.options.get("rejoin", rejoin), label or "memory"
-        if source.options.get("keep", hand_over == "direct"):
-            payloads = lambda _: PayloadOwner(source.listen, b"", label)  # noqa: E731
     else:
         label = label or own_name()
         dialer = TcpDialer(current_world()[0] if source is None else source, token=token, name=name, tls=tls)
-        if hand_over == "direct":
-            payloads = lambda local: PayloadOwner.over_tcp(label, host or local)  # noqa: E731
-    if not isinstance(hand_over, str):
-        kept = hand_over
-        payloads = lambda _: kept  # noqa: E731
-    elif hand_over not in ("balancer", "direct"):
-        raise ValueError(f"hand_over must be 'balancer' or 'direct', not {hand_over!r}")
+
+    def payloads(local: str) -> KeepsPayloads:
+        if not isinstance(hand_over, str):
+            return hand_over
+        return PayloadOwner(source.listen, b"", label) if in_memory else PayloadOwner.over_tcp(label, host or local)
+
     return Producer(
-        dialer, payloads=payloads, loss_mask_column=loss_mask_column, label=label, rejoin=rejoin,
-        connect_timeout_s=connect_timeout_s, linger_s=linger_s,
+        dialer, payloads=None if hand_over == "balancer" else payloads, loss_mask_column=loss_mask_column, label=label,
+        rejoin=rejoin, connect_timeout_s=connect_timeout_s, linger_s=linger_s,
     )  # fmt: skip
 
 
@@ -136,10 +134,6 @@ class Producer(OfOneProcess):
         self._keeps, self._opened = payloads, Signal()
         # once connected
         self._kept: KeepsPayloads | None = None
-        self._unanswered: set[int] = set()
-        """Keys of puts whose reply is due."""
-        # between keeping something and counting it as unanswered
-        self._guard = threading.Lock()
         self._ended_here = self._ended = self._is_full = False
         self._session = Session(
             dialer, "producer", name=label, rejoin=rejoin, linger_s=linger_s, connect_timeout_s=connect_timeout_s,
@@ -270,56 +264,10 @@ class Producer(OfOneProcess):
         run(lambda: self.__aexit__(exc_type, *rest))
 
     async def _put(self, head: PutHead, rollouts: Sequence[Rollout], linger_s: float | None = None) -> None:
+        """A bad rollout raises at its own line: only the copy into a store is made elsewhere."""
         if self._keeps is not None:
             # before that it is not known where they stay
             await self._opened.wait()
-        if self._kept is not None and self._kept.blocks:
-            pending = await self._encoded_in_thread(head, rollouts)
-        else:
-            pending = self._encoded(head, rollouts)
-        await self._session.reply_to(pending, linger_s)
-
-    async def _encoded_in_thread(self, head: PutHead, rollouts: Sequence[Rollout]) -> Pending:
-        """An object store copies, and tells nobody when it has room again: it is tried until it has."""
-        found, done, io = Future[Pending](), Signal(), self._session.io
-
-        def encode() -> None:
-            try:
-                found.set_result(self._encoded(head, rollouts))
-            except WouldBlock as full:
-                if not self._is_full:
-                    self._is_full = True
-                    _log.warning("puts wait: %s", full)
-                io.do(lambda: io.after(_FULL_S, again))
-                return
-            except BaseException as error:  # noqa: BLE001 - for who waits
-                found.set_exception(error)
-            done.set()
-
-        def again() -> None:
-            # not before the first try: a session that was lost says so itself
-            if self._session.is_closed:
-                found.set_exception(ClosedResourceError(_CLOSED))
-                done.set()
-            else:
-                io.work(encode)
-
-        def let_go() -> None:
-            if found.exception() is None:
-                found.result().resolve(Cancelled())
-
-        io.work(encode)
-        try:
-            await done.wait()
-        except BaseException:
-            # it is never submitted, so no reply comes that would let go of what it keeps
-            done.then(let_go)
-            raise
-        return found.result()
-
-    def _encoded(self, head: PutHead, rollouts: Sequence[Rollout]) -> Pending:
-        """In the caller's task or thread, unless that blocks: a bad rollout raises at its own line. What stays here is
-        kept until the reply, and after it if that may be an acceptance."""
         if self._ended_here:
             raise ClosedResourceError(_ENDED_HERE)
         for rollout in rollouts:
@@ -331,9 +279,7 @@ class Producer(OfOneProcess):
             rollouts = [one.with_loss_mask(column) if has else one for one, has in zip(rollouts, renames, strict=True)]
         kept, handles = self._kept, list[Handle]()
         if kept is not None and sum(one.nbytes for one in rollouts) >= kept.least_bytes:
-            with self._guard:
-                handles = kept.keep(rollouts)
-                self._unanswered.update(handle.key for handle in handles)
+            handles = await self._kept_in_thread(kept, rollouts) if kept.blocks else kept.keep(rollouts)
         try:
             header, payload = encode_rollouts(rollouts, handles=handles or None)
         except BaseException as error:
@@ -346,14 +292,48 @@ class Producer(OfOneProcess):
         )  # fmt: skip
         if handles:
             pending.signal.then(lambda: self._answered(handles, pending.error))
-        return pending
+        await self._session.reply_to(pending, linger_s)
+
+    async def _kept_in_thread(self, kept: KeepsPayloads, rollouts: Sequence[Rollout]) -> list[Handle]:
+        """A store copies, and tells nobody when it has room again: it is tried until it has. Raises ClosedResourceError
+        if this producer is closed meanwhile."""
+        found, done, io, is_left = Future[list[Handle]](), Signal(), self._session.io, False
+
+        def keep() -> None:
+            try:
+                found.set_result(kept.keep(rollouts))
+            except WouldBlock as full:
+                if not self._is_full:
+                    self._is_full = True
+                    _log.warning("puts wait: %s", full)
+                if not is_left and not self._session.is_closed:
+                    # not a sleep here: this thread packs for everybody
+                    io.do(lambda: io.after(_FULL_S, partial(io.work, keep)))
+                    return
+                found.set_exception(ClosedResourceError(_CLOSED))
+            except BaseException as error:  # noqa: BLE001 - for who waits
+                found.set_exception(error)
+            done.set()
+
+        def let_go() -> None:
+            if found.exception() is None:
+                self._answered(found.result(), Cancelled())
+
+        io.work(keep)
+        try:
+            await done.wait()
+        except BaseException:
+            # it is never put, so no reply comes that would let go of what is kept
+            is_left = True
+            done.then(let_go)
+            raise
+        return found.result()
 
     def _answered(self, handles: Sequence[Handle], error: BaseException | None) -> None:
-        keys = [handle.key for handle in handles]
-        self._unanswered.difference_update(keys)
         # one that is lost may have been accepted
-        if self._kept is not None and error is not None and not isinstance(error, BrokenResourceError):
-            self._kept.drop(keys)
+        accepted = error is None or isinstance(error, BrokenResourceError)
+        if self._kept is not None:
+            self._kept.answered([handle.key for handle in handles], accepted=accepted)
 
     async def _declare(self, what: str, group_id: str, size: int | None = None) -> None:
         if self._ended_here:
@@ -366,9 +346,7 @@ class Producer(OfOneProcess):
     def _on_open(self, welcome: Welcome) -> None:
         lost, needed = _welcome_of(welcome.about) or ([], [])
         if self._kept is not None:
-            # a put that is kept and not counted yet would be dropped
-            with self._guard:
-                self._kept.retain({*needed} | self._unanswered)
+            self._kept.retain({*needed})
         elif self._keeps is not None:
             connection = self._session.connection
             try:

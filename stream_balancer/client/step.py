@@ -119,11 +119,6 @@ class Step(OneRank):
         return found[0] if found else None
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """:attr:`End.ranks`, once the step has ended; empty before."""
-        return () if self._end is None else self._end.ranks
-
-    @property
     def dropped(self) -> str | None:
         """Why the step was taken away from this rank; None while it was not."""
         return self._part.dropped

@@ -1,14 +1,14 @@
 """Combinations of knobs that are refused, with what, why, and what to do.
 
 A knob that could deadlock, or never fire, is refused here, so that a run fails in its first second and not in its
-tenth hour. A row is a question and a text: where the answer is true (or a number, or a text: ``{it}``), the text is
-raised. Values by themselves are checked by :mod:`~stream_balancer.config.values`.
+tenth hour. Each function yields the reasons that hold, of which the first is raised. Values by themselves are checked
+by :mod:`~stream_balancer.config.values`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -18,15 +18,12 @@ from stream_balancer.cost import CalibratedCost, CostModel
 from stream_balancer.errors import ConfigError
 from stream_balancer.planning.plan import step_multiple
 
-Rows: TypeAlias = tuple[tuple[Callable[[Knobs], object], str], ...]
 
-
-def refuse(rows: Rows, c: Knobs) -> None:
-    """Raise ConfigError for the first row that holds."""
+def refuse(reasons: Iterator[str]) -> None:
+    """Raise ConfigError for the first of these."""
     # the first reason is enough: the next ones often follow from it
-    for holds, text in rows:
-        if it := holds(c):
-            raise ConfigError(text.format(c=c, it=it))
+    for reason in reasons:
+        raise ConfigError(reason)
 
 
 def check_cost(cost: CostModel) -> None:
@@ -63,263 +60,243 @@ def _not_powers(sizes: tuple[int, ...]) -> bool:
     return any(size & (size - 1) for size in sizes) or list(sizes) != sorted({1, *sizes})
 
 
-GIVEN: Rows = (
-    (
-        lambda c: c.step_size.tokens is None and c.batch_size is None,
-        "give batch_size (rollouts per step) or step_size.tokens (tokens per step)",
-    ),
-    (
-        lambda c: c.batch_size is not None and c.step_size.tokens is not None,
-        "batch_size ({c.batch_size}) and step_size.tokens ({c.step_size.tokens}) exclude one another: a step has a "
-        "fixed number of rollouts, or about a fixed number of tokens. Leave one out",
-    ),
-    (
-        lambda c: c.step_size.window_tokens is not None and c.step_size.tokens is None,
-        "step_size.window_tokens ({c.step_size.window_tokens}) needs step_size.tokens: a batch of batch_size rollouts "
-        "might not be among so many tokens. Give window, in rollouts, or step_size.tokens instead of batch_size",
-    ),
-    (
-        lambda c: c.step_size.window_tokens is not None and c.window is not None,
-        "window ({c.window}) and step_size.window_tokens ({c.step_size.window_tokens}) exclude one another: a dispatch "
-        "waits for rollouts or for tokens. Leave one out",
-    ),
-    (
-        lambda c: c.groups.size is None and c.groups.keep != "same_batch",
-        "groups.keep={c.groups.keep!r} needs groups.size, the siblings of a group: without it groups play no part. "
-        "Give it",
-    ),
-    (
-        lambda c: _not_powers(c.context_parallel.sizes),
-        "context_parallel.sizes must be powers of two in ascending order, beginning with 1, as in (1, 2, 4, 8), not "
-        "{c.context_parallel.sizes}: a shared rollout goes to an aligned block of ranks, and most of them to one rank",
-    ),
-    (
-        lambda c: c.stratum_shares is not None and sum(c.stratum_shares.values()) > 1 + 1e-9,
-        "stratum_shares must be at most 1 all together, not {c.stratum_shares}: they are parts of one step. Lower some",
-    ),
-    (
-        lambda c: c.loss_mask_column in ("input_ids", "labels"),
-        "loss_mask_column must be the name of a column of masks, not {c.loss_mask_column!r}: tokens and labels are no "
-        "mask, -100 is not zero. Give a column labels != -100",
-    ),
-    (
-        lambda c: c.speeds is not None and len(c.speeds) != c.dp_size,
-        "speeds must be {c.dp_size} finite numbers > 0 (one per rank), not {c.speeds}",
-    ),
-)
-"""Knobs before any is derived."""
+# types know the knobs as they are read, when none of these is None any more
+def given(c: Any) -> Iterator[str]:
+    """Knobs before any is derived."""
+    if c.step_size.tokens is None and c.batch_size is None:
+        yield "give batch_size (rollouts per step) or step_size.tokens (tokens per step)"
+    if c.batch_size is not None and c.step_size.tokens is not None:
+        yield (
+            f"batch_size ({c.batch_size}) and step_size.tokens ({c.step_size.tokens}) exclude one another: a step has "
+            "a fixed number of rollouts, or about a fixed number of tokens. Leave one out"
+        )
+    if c.step_size.window_tokens is not None and c.step_size.tokens is None:
+        yield (
+            f"step_size.window_tokens ({c.step_size.window_tokens}) needs step_size.tokens: a batch of batch_size "
+            "rollouts might not be among so many tokens. Give window, in rollouts, or step_size.tokens instead of "
+            "batch_size"
+        )
+    if c.step_size.window_tokens is not None and c.window is not None:
+        yield (
+            f"window ({c.window}) and step_size.window_tokens ({c.step_size.window_tokens}) exclude one another: a "
+            "dispatch waits for rollouts or for tokens. Leave one out"
+        )
+    if c.groups.size is None and c.groups.keep != "same_batch":
+        yield (
+            f"groups.keep={c.groups.keep!r} needs groups.size, the siblings of a group: without it groups play no "
+            "part. Give it"
+        )
+    if _not_powers(c.context_parallel.sizes):
+        yield (
+            "context_parallel.sizes must be powers of two in ascending order, beginning with 1, as in (1, 2, 4, 8), "
+            f"not {c.context_parallel.sizes}: a shared rollout goes to an aligned block of ranks, and most of them to "
+            "one rank"
+        )
+    if c.stratum_shares is not None and sum(c.stratum_shares.values()) > 1 + 1e-9:
+        yield (
+            f"stratum_shares must be at most 1 all together, not {c.stratum_shares}: they are parts of one step. Lower "
+            "some"
+        )
+    if c.loss_mask_column in ("input_ids", "labels"):
+        yield (
+            f"loss_mask_column must be the name of a column of masks, not {c.loss_mask_column!r}: tokens and labels "
+            "are no mask, -100 is not zero. Give a column labels != -100"
+        )
+    if c.speeds is not None and len(c.speeds) != c.dp_size:
+        yield f"speeds must be {c.dp_size} finite numbers > 0 (one per rank), not {c.speeds}"
 
-AUTO_WINDOW: Rows = (
-    (
-        lambda c: c.policy != "window",
-        "window='auto' needs policy='window': {c.policy!r} sends the oldest. Leave window out",
-    ),
-    (
-        lambda c: c.step_size.tokens is not None,
-        "window='auto' does not work with step_size.tokens: it compares windows by batches of one size. Leave window "
-        "out, or give step_size.window_tokens; `stream-balancer tune` finds one",
-    ),
-    (
-        lambda c: len(c.context_parallel.sizes) > 1,
-        "window='auto' does not work with context_parallel.sizes={c.context_parallel.sizes}: it foresees steps in "
-        "which no rollout is shared. Give a number; `stream-balancer tune` finds one",
-    ),
-    (
-        lambda c: _no_sums(c),
-        "window='auto' does not work with {it}: it foresees steps that are as long as the heaviest rank's sum. Give a "
-        "number; `stream-balancer tune` finds one",
-    ),
-)
-"""Knobs that the estimate behind ``window="auto"`` does not cover."""
 
-COMBINATIONS: Rows = (
-    (
-        lambda c: c.batch_size < c.dp_size,
-        "batch_size ({c.batch_size}) must be >= dp_size ({c.dp_size}): some ranks would get nothing in every step. "
-        "Raise batch_size",
-    ),
-    (
-        lambda c: c.window < c.batch_size,
-        "window ({c.window}) must be >= batch_size ({c.batch_size}): it would fill before a batch is there. Raise "
-        "window, or lower batch_size",
-    ),
-    (
-        lambda c: _above(c.step_size.tokens, c.step_size.window_tokens),
-        "step_size.window_tokens ({c.step_size.window_tokens}) must be >= step_size.tokens ({c.step_size.tokens}): it "
-        "would fill before a batch is there. Raise window_tokens, or lower tokens",
-    ),
-    (
-        lambda c: _above(c.step_size.window_tokens, c.limits.tokens),
-        "limits.tokens ({c.limits.tokens}) must be >= step_size.window_tokens ({c.step_size.window_tokens}): so many "
-        "could never wait. Raise limits.tokens or lower window_tokens",
-    ),
-    (
-        lambda c: _above(c.step_size.tokens, c.limits.tokens),
-        "limits.tokens ({c.limits.tokens}) must be >= step_size.tokens ({c.step_size.tokens}): so many could never "
-        "wait. Raise limits.tokens or lower step_size.tokens",
-    ),
-    (
-        lambda c: (
-            c.window > c.capacity
-            and ("no batch would ever leave", "every batch would wait for deadline_s")[c.deadline_s is not None]
-        ),
-        "window ({c.window}) must be <= capacity ({c.capacity}): it could never fill, and {it}. Raise capacity or "
-        "lower window",
-    ),
-    (
-        lambda c: c.min_batch_size < c.dp_size,
-        "min_batch_size ({c.min_batch_size}) must be >= dp_size ({c.dp_size}): ranks would run padding only. Raise it",
-    ),
-    (
-        lambda c: c.min_batch_size > (c.batch_size if c.step_size.tokens is None else c.capacity),
-        "min_batch_size ({c.min_batch_size}) must be <= batch_size ({c.batch_size}), or under step_size.tokens <= "
-        "capacity ({c.capacity}): a deadline could not be kept. Lower it",
-    ),
-    (
-        lambda c: c.policy != "window" and c.step_size.window_tokens not in (None, c.step_size.tokens),
-        "policy {c.policy!r} sends the oldest step_size.tokens, so window_tokens ({c.step_size.window_tokens}) must "
-        "equal tokens ({c.step_size.tokens}). Leave window_tokens out",
-    ),
-    (
-        lambda c: c.policy != "window" and c.window != c.batch_size,
-        "policy {c.policy!r} sends the oldest batch_size rollouts, so window ({c.window}) must equal batch_size "
-        "({c.batch_size}). Leave window out",
-    ),
-    (
-        lambda c: c.max_skips is not None and c.max_skips < (least := least_max_skips(c)) and least,
-        "max_skips ({c.max_skips}) is too small for this window, capacity and limits.tokens at steps of this size: "
-        "every rollout would always be due, or a full buffer could not leave in time. Use max_skips >= {it}, or a "
-        "smaller window or capacity",
-    ),
+def auto_window(c: Knobs) -> Iterator[str]:
+    """Knobs that the estimate behind ``window="auto"`` does not cover."""
+    if c.policy != "window":
+        yield f"window='auto' needs policy='window': {c.policy!r} sends the oldest. Leave window out"
+    if c.step_size.tokens is not None:
+        yield (
+            "window='auto' does not work with step_size.tokens: it compares windows by batches of one size. Leave "
+            "window out, or give step_size.window_tokens; `stream-balancer tune` finds one"
+        )
+    if len(c.context_parallel.sizes) > 1:
+        yield (
+            f"window='auto' does not work with context_parallel.sizes={c.context_parallel.sizes}: it foresees steps in "
+            "which no rollout is shared. Give a number; `stream-balancer tune` finds one"
+        )
+    if others := _no_sums(c):
+        yield (
+            f"window='auto' does not work with {others}: it foresees steps that are as long as the heaviest rank's "
+            "sum. Give a number; `stream-balancer tune` finds one"
+        )
+
+
+def combinations(c: Knobs) -> Iterator[str]:
+    """Knobs together: what could deadlock, or never fire."""
+    if c.batch_size < c.dp_size:
+        yield (
+            f"batch_size ({c.batch_size}) must be >= dp_size ({c.dp_size}): some ranks would get nothing in every "
+            "step. Raise batch_size"
+        )
+    if c.window < c.batch_size:
+        yield (
+            f"window ({c.window}) must be >= batch_size ({c.batch_size}): it would fill before a batch is there. Raise "
+            "window, or lower batch_size"
+        )
+    if _above(c.step_size.tokens, c.step_size.window_tokens):
+        yield (
+            f"step_size.window_tokens ({c.step_size.window_tokens}) must be >= step_size.tokens "
+            f"({c.step_size.tokens}): it would fill before a batch is there. Raise window_tokens, or lower tokens"
+        )
+    if _above(c.step_size.window_tokens, c.limits.tokens):
+        yield (
+            f"limits.tokens ({c.limits.tokens}) must be >= step_size.window_tokens ({c.step_size.window_tokens}): so "
+            "many could never wait. Raise limits.tokens or lower window_tokens"
+        )
+    if _above(c.step_size.tokens, c.limits.tokens):
+        yield (
+            f"limits.tokens ({c.limits.tokens}) must be >= step_size.tokens ({c.step_size.tokens}): so many could "
+            "never wait. Raise limits.tokens or lower step_size.tokens"
+        )
+    if c.window > c.capacity:
+        then = "no batch would ever leave" if c.deadline_s is None else "every batch would wait for deadline_s"
+        yield (
+            f"window ({c.window}) must be <= capacity ({c.capacity}): it could never fill, and {then}. Raise capacity "
+            "or lower window"
+        )
+    if c.min_batch_size < c.dp_size:
+        yield (
+            f"min_batch_size ({c.min_batch_size}) must be >= dp_size ({c.dp_size}): ranks would run padding only. "
+            "Raise it"
+        )
+    if c.min_batch_size > (c.batch_size if c.step_size.tokens is None else c.capacity):
+        yield (
+            f"min_batch_size ({c.min_batch_size}) must be <= batch_size ({c.batch_size}), or under step_size.tokens <= "
+            f"capacity ({c.capacity}): a deadline could not be kept. Lower it"
+        )
+    if c.policy != "window" and c.step_size.window_tokens not in (None, c.step_size.tokens):
+        yield (
+            f"policy {c.policy!r} sends the oldest step_size.tokens, so window_tokens ({c.step_size.window_tokens}) "
+            f"must equal tokens ({c.step_size.tokens}). Leave window_tokens out"
+        )
+    if c.policy != "window" and c.window != c.batch_size:
+        yield (
+            f"policy {c.policy!r} sends the oldest batch_size rollouts, so window ({c.window}) must equal batch_size "
+            f"({c.batch_size}). Leave window out"
+        )
+    if c.max_skips is not None and c.max_skips < (least := least_max_skips(c)):
+        yield (
+            f"max_skips ({c.max_skips}) is too small for this window, capacity and limits.tokens at steps of this "
+            "size: every rollout would always be due, or a full buffer could not leave in time. Use max_skips >= "
+            f"{least}, or a smaller window or capacity"
+        )
     # groups
-    (
-        lambda c: _above(c.groups.size, c.batch_size),
-        "groups.size ({c.groups.size}) must be <= batch_size ({c.batch_size}): a group could not leave in one batch. "
-        "Raise batch_size, or leave groups out",
-    ),
-    (
-        lambda c: c.batch_size % (c.groups.kept or 1),
-        "batch_size ({c.batch_size}) must be a multiple of groups.size ({c.groups.size}) while groups.keep="
-        "{c.groups.keep!r}: whole groups could not make a full batch. Change batch_size, or use groups.keep='free'",
-    ),
-    (
-        lambda c: c.window > c.capacity - c.capacity % (c.groups.kept or 1),
-        "window ({c.window}) is more than the whole groups of {c.groups.size} that fit into capacity ({c.capacity}): "
-        "it could never fill. Raise capacity or lower window",
-    ),
-    (
-        lambda c: c.groups.keep == "same_rank" and least_batch_size(c) < c.dp_size * (c.groups.size or 1),
-        "groups.keep='same_rank' needs a group for every rank: batch_size ({c.batch_size}), or the least of "
-        "step_size.rollouts, holds fewer than {c.dp_size} groups of {c.groups.size}. Raise it",
-    ),
-    (
-        lambda c: (
-            c.groups.keep == "same_rank" and c.counts == "equal" and c.batch_size % (c.dp_size * (c.groups.size or 1))
-        ),
-        "groups.keep='same_rank' with counts='equal' needs batch_size ({c.batch_size}) / groups.size ({c.groups.size}) "
-        "to be a multiple of dp_size ({c.dp_size}). Change batch_size",
-    ),
-    (
-        lambda c: c.groups.keep == "same_rank" and c.policy == "round_robin",
-        "groups.keep='same_rank' does not work with policy='round_robin': it gives siblings to the ranks in turn. Use "
-        "policy='fifo', or groups.keep='same_batch'",
-    ),
+    if _above(c.groups.size, c.batch_size):
+        yield (
+            f"groups.size ({c.groups.size}) must be <= batch_size ({c.batch_size}): a group could not leave in one "
+            "batch. Raise batch_size, or leave groups out"
+        )
+    if c.batch_size % (c.groups.kept or 1):
+        yield (
+            f"batch_size ({c.batch_size}) must be a multiple of groups.size ({c.groups.size}) while "
+            f"groups.keep={c.groups.keep!r}: whole groups could not make a full batch. Change batch_size, or use "
+            "groups.keep='free'"
+        )
+    if c.window > c.capacity - c.capacity % (c.groups.kept or 1):
+        yield (
+            f"window ({c.window}) is more than the whole groups of {c.groups.size} that fit into capacity "
+            f"({c.capacity}): it could never fill. Raise capacity or lower window"
+        )
+    if c.groups.keep == "same_rank" and least_batch_size(c) < c.dp_size * (c.groups.size or 1):
+        yield (
+            f"groups.keep='same_rank' needs a group for every rank: batch_size ({c.batch_size}), or the least of "
+            f"step_size.rollouts, holds fewer than {c.dp_size} groups of {c.groups.size}. Raise it"
+        )
+    if c.groups.keep == "same_rank" and c.counts == "equal" and c.batch_size % (c.dp_size * (c.groups.size or 1)):
+        yield (
+            f"groups.keep='same_rank' with counts='equal' needs batch_size ({c.batch_size}) / groups.size "
+            f"({c.groups.size}) to be a multiple of dp_size ({c.dp_size}). Change batch_size"
+        )
+    if c.groups.keep == "same_rank" and c.policy == "round_robin":
+        yield (
+            "groups.keep='same_rank' does not work with policy='round_robin': it gives siblings to the ranks in turn. "
+            "Use policy='fifo', or groups.keep='same_batch'"
+        )
     # strata, micro-batches and mini-batches: each has something for every rank
-    (
-        lambda c: (least := _rollouts_of_strata(c)) > least_batch_size(c) and least,
-        "stratum_shares {c.stratum_shares} do not fit into a step of batch_size ({c.batch_size}) rollouts, or the "
-        "least of step_size.rollouts: each takes at least one rollout, or group, of every step, {it} together. Leave "
-        "some out, or raise batch_size",
-    ),
-    (
-        lambda c: c.micro_batches.counts == "free" and c.sync == "micro_batch",
-        "micro_batches.counts='free' needs sync='step': ranks that meet at every micro-batch would wait for ever for "
-        "one that has fewer. Leave micro_batches.counts out",
-    ),
-    (
-        lambda c: c.micro_batches.multiple_of > 1 and c.batch_size < c.dp_size * c.micro_batches.multiple_of,
-        "micro_batches.multiple_of ({c.micro_batches.multiple_of}) x dp_size ({c.dp_size}) is more than batch_size "
-        "({c.batch_size}): some micro-batches would be empty. Lower micro_batches.multiple_of or raise batch_size",
-    ),
-    (
-        lambda c: (
-            c.step_size.mini_batches > 1
-            and c.batch_size < c.step_size.mini_batches * (least := _least_of_mini_batch(c))
-            and least
-        ),
-        "step_size.mini_batches ({c.step_size.mini_batches}) x {it} rollouts, the fewest of which every rank gets its "
-        "part, is more than batch_size ({c.batch_size}): some would be nothing but padding. Lower mini_batches or "
-        "raise batch_size",
-    ),
-    (
-        lambda c: len(c.context_parallel.sizes) > 1 and _not_shared(c),
-        "context_parallel.sizes={c.context_parallel.sizes} does not work with {it}. Leave one of the two out",
-    ),
-    (
-        lambda c: c.groups.share_prefixes and _not_with_prefixes(c),
-        "groups.share_prefixes does not work with {it}. Leave one of the two out",
-    ),
-)
-"""Knobs together: what could deadlock, or never fire."""
+    if (of_strata := _rollouts_of_strata(c)) > least_batch_size(c):
+        yield (
+            f"stratum_shares {c.stratum_shares} do not fit into a step of batch_size ({c.batch_size}) rollouts, or the "
+            f"least of step_size.rollouts: each takes at least one rollout, or group, of every step, {of_strata} "
+            "together. Leave some out, or raise batch_size"
+        )
+    if c.micro_batches.counts == "free" and c.sync == "micro_batch":
+        yield (
+            "micro_batches.counts='free' needs sync='step': ranks that meet at every micro-batch would wait for ever "
+            "for one that has fewer. Leave micro_batches.counts out"
+        )
+    if c.micro_batches.multiple_of > 1 and c.batch_size < c.dp_size * c.micro_batches.multiple_of:
+        yield (
+            f"micro_batches.multiple_of ({c.micro_batches.multiple_of}) x dp_size ({c.dp_size}) is more than "
+            f"batch_size ({c.batch_size}): some micro-batches would be empty. Lower micro_batches.multiple_of or raise "
+            "batch_size"
+        )
+    if c.step_size.mini_batches > 1 and c.batch_size < c.step_size.mini_batches * (fewest := _least_of_mini_batch(c)):
+        yield (
+            f"step_size.mini_batches ({c.step_size.mini_batches}) x {fewest} rollouts, the fewest of which every rank "
+            f"gets its part, is more than batch_size ({c.batch_size}): some would be nothing but padding. Lower "
+            "mini_batches or raise batch_size"
+        )
+    if len(c.context_parallel.sizes) > 1 and (others := _not_shared(c)):
+        yield f"context_parallel.sizes={c.context_parallel.sizes} does not work with {others}. Leave one of the two out"
+    if c.groups.share_prefixes and (others := _not_with_prefixes(c)):
+        yield f"groups.share_prefixes does not work with {others}. Leave one of the two out"
 
-VARYING: Rows = (
-    (
-        lambda c: c.step_size.tokens is not None,
-        "step_size.rollouts {c.step_size.rollouts} and step_size.tokens ({c.step_size.tokens}) exclude one another: "
-        "under tokens a step has as many rollouts as its tokens ask for. Leave one out",
-    ),
-    (
-        lambda c: c.policy != "window",
-        "step_size.rollouts {c.step_size.rollouts} needs policy='window': {c.policy!r} sends the oldest batch_size. "
-        "Leave it out",
-    ),
-    (
-        lambda c: _no_sums(c),
-        "step_size.rollouts {c.step_size.rollouts} does not work with {it}: it looks for steps that are as long as the "
-        "heaviest rank's sum. Leave step_size.rollouts out",
-    ),
-    (
-        lambda c: (
-            not least_batch_size(c) <= c.batch_size <= most_rollouts(c) or least_batch_size(c) == most_rollouts(c)
-        ),
-        "batch_size ({c.batch_size}) is the mean of step_size.rollouts {c.step_size.rollouts}: it must lie in it, and "
-        "the range must be one. Widen step_size.rollouts, or leave it out for batch_size rollouts every time",
-    ),
-    (
-        lambda c: most_rollouts(c) > c.capacity,
-        "step_size.rollouts {c.step_size.rollouts} reaches above capacity ({c.capacity}): so many rollouts could never "
-        "wait. Raise capacity, or lower step_size.rollouts",
-    ),
-    (
-        lambda c: least_batch_size(c) < c.dp_size * c.micro_batches.multiple_of,
-        "step_size.rollouts {c.step_size.rollouts} begins below dp_size ({c.dp_size}) x micro_batches.multiple_of "
-        "({c.micro_batches.multiple_of}): some micro-batches would be empty. Raise its least",
-    ),
-    (
-        lambda c: c.min_batch_size > least_batch_size(c),
-        "min_batch_size ({c.min_batch_size}) must be <= the least of step_size.rollouts {c.step_size.rollouts}: a step "
-        "that gives back what others took beyond batch_size has so few. Lower min_batch_size, or raise the least",
-    ),
-    (
-        lambda c: (odd := _no_multiples(c)) and (_multiple(c), " and ".join(map(str, odd))),
-        "step_size.rollouts {c.step_size.rollouts} and batch_size ({c.batch_size}) must be multiples of {it[0]} with "
-        "counts={c.counts!r}, dp_size {c.dp_size} and groups.size {c.groups.size}: whole groups leave, and as many on "
-        "every rank where counts are equal. Change {it[1]}",
-    ),
-)
-"""Knobs with a number of rollouts per step that varies."""
+
+def varying(c: Knobs) -> Iterator[str]:
+    """Knobs with a number of rollouts per step that varies."""
+    if c.step_size.tokens is not None:
+        yield (
+            f"step_size.rollouts {c.step_size.rollouts} and step_size.tokens ({c.step_size.tokens}) exclude one "
+            "another: under tokens a step has as many rollouts as its tokens ask for. Leave one out"
+        )
+    if c.policy != "window":
+        yield (
+            f"step_size.rollouts {c.step_size.rollouts} needs policy='window': {c.policy!r} sends the oldest "
+            "batch_size. Leave it out"
+        )
+    if others := _no_sums(c):
+        yield (
+            f"step_size.rollouts {c.step_size.rollouts} does not work with {others}: it looks for steps that are as "
+            "long as the heaviest rank's sum. Leave step_size.rollouts out"
+        )
+    if not least_batch_size(c) <= c.batch_size <= most_rollouts(c) or least_batch_size(c) == most_rollouts(c):
+        yield (
+            f"batch_size ({c.batch_size}) is the mean of step_size.rollouts {c.step_size.rollouts}: it must lie in it, "
+            "and the range must be one. Widen step_size.rollouts, or leave it out for batch_size rollouts every time"
+        )
+    if most_rollouts(c) > c.capacity:
+        yield (
+            f"step_size.rollouts {c.step_size.rollouts} reaches above capacity ({c.capacity}): so many rollouts could "
+            "never wait. Raise capacity, or lower step_size.rollouts"
+        )
+    if least_batch_size(c) < c.dp_size * c.micro_batches.multiple_of:
+        yield (
+            f"step_size.rollouts {c.step_size.rollouts} begins below dp_size ({c.dp_size}) x micro_batches.multiple_of "
+            f"({c.micro_batches.multiple_of}): some micro-batches would be empty. Raise its least"
+        )
+    if c.min_batch_size > least_batch_size(c):
+        yield (
+            f"min_batch_size ({c.min_batch_size}) must be <= the least of step_size.rollouts {c.step_size.rollouts}: a "
+            "step that gives back what others took beyond batch_size has so few. Lower min_batch_size, or raise the "
+            "least"
+        )
+    multiple = step_multiple(c.dp_size, c.counts, c.groups.keep, c.groups.size)
+    if odd := [one for one in (least_batch_size(c), c.batch_size, most_rollouts(c)) if one % multiple]:
+        yield (
+            f"step_size.rollouts {c.step_size.rollouts} and batch_size ({c.batch_size}) must be multiples of "
+            f"{multiple} with counts={c.counts!r}, dp_size {c.dp_size} and groups.size {c.groups.size}: whole groups "
+            f"leave, and as many on every rank where counts are equal. Change {' and '.join(map(str, odd))}"
+        )
 
 
 def _above(one: int | None, other: int | None) -> bool:
     return one is not None and other is not None and one > other
-
-
-def _multiple(c: Knobs) -> int:
-    return step_multiple(c.dp_size, c.counts, c.groups.keep, c.groups.size)
-
-
-def _no_multiples(c: Knobs) -> list[int]:
-    return [number for number in (least_batch_size(c), c.batch_size, most_rollouts(c)) if number % _multiple(c)]
 
 
 # of whole groups, and at least one of them: as the planner rounds them

@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any, Self
 
-from stream_balancer.config.checks import AUTO_WINDOW, COMBINATIONS, GIVEN, VARYING, check_cost, refuse
+from stream_balancer.config import checks
 from stream_balancer.config.figures import USUAL_MAX_SKIPS, least_max_skips
 from stream_balancer.config.knobs import Knobs
 from stream_balancer.config.values import Values
@@ -46,13 +46,13 @@ class BalancerConfig(Knobs):
         if isinstance(self.cost, str):
             knobs["cost"] = cost_of(self.cost)
         knobs["_given"] = {k: v for k, v in knobs.items() if v is not None or k in _NONE_IS_A_VALUE}
-        check_cost(self.cost)
+        checks.check_cost(self.cost)
         # before anything is derived, which would look as if it were given
-        refuse(GIVEN, self)
+        checks.refuse(checks.given(self))
         self._derive(knobs)
-        refuse(COMBINATIONS, self)
+        checks.refuse(checks.combinations(self))
         if self.step_size.rollouts is not None:
-            refuse(VARYING, self)
+            checks.refuse(checks.varying(self))
 
     def _derive(self, knobs: dict[str, Any]) -> None:
         def default(name: str, value: int) -> None:
@@ -63,7 +63,7 @@ class BalancerConfig(Knobs):
         batches_of_window = 2 if self.policy == "window" else 1
         in_tokens, skips = self.step_size.tokens, self.max_skips
         if knobs["window"] == "auto":
-            refuse(AUTO_WINDOW, self)
+            checks.refuse(checks.auto_window(self))
             knobs["auto_windows"] = self._legal_windows()
             first = [window for window in self.auto_windows if window <= START * self.batch_size]
             knobs["window"] = max(first, default=self.batch_size)

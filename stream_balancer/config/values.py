@@ -15,9 +15,7 @@ from typing import (
     Literal,
     Never,
     NoReturn,
-    NotRequired,
     TypeAlias,
-    TypedDict,
     TypeVar,
     dataclass_transform,
     get_args,
@@ -72,11 +70,7 @@ class Values(type):
         # a message about a knob of a group names it by its path
         for group, kind in cls._groups.items():
             kind._at = f"{group}."
-        # a knob without a default is required; the type says so, and one conversion checks all
-        given = {one.name for one in fields(made) if one.default is not MISSING}
-        kinds = {knob: NotRequired[kind] if knob in given else kind for knob, kind in cls._kinds.items()}
-        # one type for all knobs together: msgspec remembers what it has made of a type
-        cls._checked: Any = TypedDict(name, kinds)  # type: ignore[misc]
+        cls._required = {one.name for one in fields(made) if one.init and one.default is MISSING}
 
     if not TYPE_CHECKING:  # type checkers know the knobs
 
@@ -85,7 +79,6 @@ class Values(type):
 
     def of(cls, knobs: Mapping[Any, Any]) -> Any:
         """A value of the class. Raises :class:`ConfigError`."""
-        # msgspec leaves out what it does not know, and a misspelled knob would be off without a word
         for name in knobs:
             if name not in cls._kinds:
                 raise ConfigError(cls._unknown(str(name)))
@@ -94,14 +87,9 @@ class Values(type):
         for name in cls._groups.keys() & given.keys():
             if isinstance(given[name], Mapping):
                 given[name] = cls._groups[name].of(given[name])
-        try:
-            values = msgspec.convert(given, cls._checked)
-        except msgspec.ValidationError:
-            # which of them it was: msgspec's message has its own words, ours says what the knob must be
-            for name, value in given.items():
-                check(f"{cls._at}{name}", value, cls._kinds[name])
-            missing = cls._checked.__required_keys__ - given.keys()
-            raise ConfigError(f"{', '.join(missing)} is missing: it has no default") from None
+        if missing := cls._required - given.keys():
+            raise ConfigError(f"{', '.join(missing)} is missing: it has no default")
+        values = {name: _checked(f"{cls._at}{name}", value, cls._kinds[name]) for name, value in given.items()}
         return super().__call__(**values)
 
     def _unknown(cls, name: str) -> str:
@@ -142,11 +130,12 @@ def knob_at(cls: Values, path: str) -> tuple[Any, str, Any]:
     return owner._kinds[name], texts_below_fields(owner)[name], vars(owner)["__dataclass_fields__"][name].default
 
 
-def check(name: str, value: Any, kind: Any) -> None:
-    """Raise :class:`ConfigError` for a value of another kind."""
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    """The value as one of this kind: a list as a tuple, an int as a float. Raises :class:`ConfigError`."""
     try:
-        msgspec.convert(value, kind)
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError:
+        # msgspec's message has its own words, ours says what the knob must be
         raise ConfigError(f"{name} must be {in_words(kind)}, not {value!r}") from None
 
 

@@ -140,9 +140,10 @@ class Admission:
                 "never be let in together. Raise capacity"
             )
         # until a rollout is held, those of one put must at least fit each other
-        first = schema_of(rollouts[0])
-        for rollout in rollouts if self.schema is None else ():
-            _check_schema(rollout, first)
+        if self.schema is None:
+            first = schema_of(rollouts[0])
+            for rollout in rollouts[1:]:
+                _check_schema(rollout, first)
 
     def has_room(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> bool:
         """Room for all; ``size`` is declared with them. O(len(rollouts)).

@@ -72,19 +72,17 @@ def in_rows(plan: Plan, rows: Ints) -> Plan:
 
 def _cut(state: BalancerState, plan: Plan) -> Plan:
     """The plan in mini-batches."""
-    goes = np.zeros(len(state.buffer), dtype=np.bool_)
-    goes[rows_of(plan)] = True
-    rows = np.flatnonzero(goes)
+    # oldest first
+    rows = np.sort(rows_of(plan))
     if not rows.size:
         return plan
-    policy, step_of = state.config.policy, state.buffer.waiting(goes).among(goes)
-    rollouts = state.buffer.rollouts(rows)
+    policy, rollouts = state.config.policy, state.buffer.rollouts(rows)
+    step_of = state.pricing.waiting_of(rollouts)
+    # all of these go, and none must be in the first mini-batch
+    step_of = replace(step_of, due=~step_of.due)
     if state.pricing.knobs.groups != "same_rank":
         most = rows.size // state.config.step_size.mini_batches if state.config.groups.share_prefixes else 0
         step_of = replace(step_of, groups=_kept_together(rollouts, most))
-    # all of these go: nobody is due, nor in any stratum
-    step_of = replace(step_of, due=~step_of.due, group_complete=step_of.due, skips=0 * step_of.skips, strata=None)
-    step_of = state.pricing.with_prefixes(step_of, rollouts)
     cut = in_mini_batches(
         _PLANNERS[policy],
         step_of,
@@ -180,9 +178,7 @@ def lay_out(
     plan = plan_of_all(state, rollouts, step, knobs if lockstep else replace(knobs, micro_batch_counts="free"))
     chosen = {row: rollouts[row] for row in rows_of(plan).tolist()}
     micro_batches = _micro_batches(plan, chosen, sizes_of(_real(of_step)))
-    multiple = state.config.micro_batches.multiple_of
-    numbers = [-(-len(of_rank) // multiple) * multiple for of_rank in micro_batches]
-    numbers = [max(numbers)] * num_ranks if lockstep else numbers
+    numbers = _num_micro_batches(micro_batches, state.config, least=0, same=lockstep)
     _add_padding([micro_batches], [numbers], list(chosen.values()), step, had)
     return micro_batches
 
@@ -214,7 +210,8 @@ def batch_of_plan(
     rollouts = list(chosen.values())
     executions = sizes_of(rollouts)
     mini_batches = [_micro_batches(one, chosen, executions) for one in plan.pieces]
-    numbers = [_num_micro_batches(one, config) for one in plan.pieces]
+    same = config.micro_batches.counts == "equal"
+    numbers = [_num_micro_batches(one, config, least=1, same=same) for one in mini_batches]
     num_padding = _add_padding(mini_batches, numbers, originals or rollouts, step, had)
     # Of the planner, not summed anew: a rank batch says the work that the choice was made by.
     ranks = rank_batches(step, mini_batches, [one.finishes.tolist() for one in plan.pieces])
@@ -301,12 +298,14 @@ def micro_batch_of(
     return MicroBatch.shared(rollouts, *block_of(rank, degree), sizes)
 
 
-def _num_micro_batches(plan: Plan, config: BalancerConfig) -> list[int]:
-    """[rank] how many it runs: the same on all ranks, or at least one where each may have its own number."""
+def _num_micro_batches(
+    micro_batches: Sequence[Sequence[MicroBatch]], config: BalancerConfig, *, least: int, same: bool
+) -> list[int]:
+    """[rank] how many it runs: a multiple, at least so many, and the ``same`` number on all ranks."""
     multiple = config.micro_batches.multiple_of
+    numbers = [max(-(-len(of_rank) // multiple), least) * multiple for of_rank in micro_batches]
     # a rank that ran fewer where all meet would leave the others waiting in a collective for ever
-    numbers = [max(-(-len(of_rank) // multiple), 1) * multiple for of_rank in plan.ranks]
-    return numbers if config.micro_batches.counts == "free" else [max(numbers)] * len(numbers)
+    return [max(numbers)] * len(numbers) if same else numbers
 
 
 def _add_padding(

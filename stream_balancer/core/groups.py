@@ -160,29 +160,24 @@ class SiblingGroups:
         if group is not None and not group.waiting:
             self.forget(group_id)
 
-    def restore(self, arrived: Mapping[str, int], sizes: Mapping[str, int]) -> None:
-        """Take over :meth:`arrived` and :meth:`open_sizes` of a snapshot, after its waiting rollouts joined: siblings
-        that had come before and are not here any more count, too. O(groups)."""
+    def restore(self, declared: Mapping[str, Declared], departed: Mapping[str, int]) -> None:
+        """Take over :meth:`declarations` and :meth:`departed` of a snapshot, before its rollouts join: what waits of a
+        closed group is complete, what waits of an abandoned one is not wanted. O(groups)."""
         if self.size is None:
             return
-        for group_id, size in sizes.items():
-            group = self._groups.get(group_id) or self._new(group_id)
+        for group_id, (size, is_closed) in declared.items():
+            if is_closed or size is None:
+                self._close(group_id, size)
+                continue
+            group = self._new(group_id)
             group.declared = group.expected = True
             self._update(group, size=size)
-        for group_id, number in arrived.items():
+        for group_id, number in departed.items():
             group = self._groups.get(group_id) or self._new(group_id)
-            self._update(group, arrived=number - group.arrived)
+            self._update(group, arrived=number)
             if group.declared and group.arrived >= group.size:
                 self._close(group_id, group.size)
-            # those that waited may have been too old to wait again
             self._forget_if_done(group_id, group)
-
-    def restore_closed(self, closed: Mapping[str, int | None]) -> None:
-        """Take over :meth:`closed` of a snapshot, before its rollouts join: what waits of a closed group is complete,
-        what waits of an abandoned one is not wanted. O(groups)."""
-        if self.size is not None:
-            for group_id, size in closed.items():
-                self._close(group_id, size)
 
     # -- how many there are --------------------------------------------------------------------------------------------
 
@@ -271,17 +266,10 @@ class SiblingGroups:
         group = self._groups.get(group_id)
         return Declared(group.size, closed=False) if group is not None and group.declared else None
 
-    def arrived(self) -> dict[str, int]:
-        """Siblings that have come, of groups that are incomplete or still wait. O(groups)."""
-        return {group_id: group.arrived for group_id, group in self._groups.items()}
-
-    def open_sizes(self) -> dict[str, int]:
-        """Declared sizes of groups that still take siblings. O(groups)."""
-        return {name: group.size for name, group in self._groups.items() if group.declared and name not in self._closed}
-
-    def closed(self) -> dict[str, int | None]:
-        """Groups that take no more, and the siblings each has (None: it was abandoned); the oldest first. O(groups)."""
-        return dict(self._closed)
+    def declarations(self) -> dict[str, Declared]:
+        """All that is :meth:`declared`: groups that take no more, the oldest first, then the others. O(groups)."""
+        names = (*self._closed, *(name for name in self._groups if name not in self._closed))
+        return {name: one for name in names if (one := self.declared(name)) is not None}
 
     def departed(self) -> dict[str, int]:
         """Siblings that came and do not wait any more, of groups that are not done. O(groups)."""

@@ -99,21 +99,15 @@ class BatchesInFlight:
             flight.timings = {}
         flight.batch = batch
 
-    def redeliver(self, batch: Batch) -> None:
-        """A batch that reached nobody is delivered again."""
-        flight = self._flights[batch.step]
-        flight.begun = flight.trained = False
-        self.again.add(batch.step)
-
-    def nack(self, step: int) -> int:
-        """A batch was not trained on: it is delivered again, older steps first. -> its rollouts, 0 if it was to be
-        already. Raises ValueError for a step that is not in flight."""
+    def redeliver(self, step: int) -> int:
+        """A batch that reached nobody, or was not trained on, is delivered again, older steps first. -> its rollouts, 0
+        if it was to be already. Raises ValueError for a step that is not in flight."""
         flight = self._flight(step)
-        if step in self.again:
-            # asked for twice, by a rank and by the user: it comes again once
-            return 0
-        self.redeliver(flight.batch)
-        return flight.batch.num_rollouts
+        # asked for twice, by a rank and by the user: it comes again once
+        number = 0 if step in self.again else flight.batch.num_rollouts
+        flight.begun = flight.trained = False
+        self.again.add(step)
+        return number
 
     def restore(self, batches: Sequence[Batch], next_step: int) -> None:
         """Another balancer's batches in flight, all to be delivered again."""

@@ -115,7 +115,7 @@ class BalancerCore:
                 state.hold(rollout, cost, now)
             if size is not None:
                 state.set_group_size(size)
-            state.evict(state.remove(state.buffer.siblings(group_id)), "filtered")
+            state.evict(state.buffer.remove(state.buffer.siblings(group_id)), "filtered")
             state.changed()
         self._publish()
 
@@ -296,12 +296,12 @@ class BalancerCore:
     def nack(self, step: int) -> None:
         """A batch in flight was not trained on after all: ``poll`` gives it again, same plan, older steps first. Raises
         ValueError for a step that is not in flight. O(batches in flight)."""
-        self.state.counts.nacked += self.state.in_flight.nack(step)
+        self.state.counts.nacked += self.state.in_flight.redeliver(step)
         self.state.changed()
 
     def redeliver(self, batch: Batch) -> None:
         """A batch in flight reached nobody: the next ``poll`` gives it."""
-        self.state.in_flight.redeliver(batch)
+        self.state.in_flight.redeliver(batch.step)
         self.state.changed()
 
     def record_step(self, timing: StepTiming, now: float) -> None:
@@ -342,7 +342,7 @@ class BalancerCore:
         rows = rows[~buffer.taken[rows]]
         if not rows.size:
             return []
-        rollouts = self.state.remove(rows, never_came=True)
+        rollouts = buffer.remove(rows, never_came=True)
         self.state.evict(rollouts, "lost")
         self.state.changed()
         self._publish()
@@ -358,7 +358,7 @@ class BalancerCore:
         Raises ValueError where groups play no part. O(n)."""
         state = self.state
         state.admission.check_keeps_groups(group_id)
-        rollouts = state.remove(state.buffer.siblings(group_id))
+        rollouts = state.buffer.remove(state.buffer.siblings(group_id))
         state.buffer.groups.abandon(group_id)
         state.evict(rollouts, "abandoned")
         state.changed()

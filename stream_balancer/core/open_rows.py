@@ -5,6 +5,7 @@ reads the state, changes nothing. Which rollouts leave is chosen in :mod:`.open_
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -41,24 +42,27 @@ def make_row(state: BalancerState, opened: OpenStep, rows: Ints, reason: Reason,
 
 def _no_plan(config: BalancerConfig) -> Plan:
     """Plan of a last row for which nothing is left."""
-    return Plan([[] for _ in range(config.dp_size)], np.zeros(config.dp_size), None, 0.0, 0.0, (), 0.0, 0.0)
+    return Plan([[] for _ in range(config.dp_size)], np.zeros(config.dp_size), None, 0.0, 0.0, ())
 
 
 def make_whole(state: BalancerState, opened: OpenStep, last: Batch, now: float) -> tuple[Batch, Ints]:
     """The step whose last row leaves, as one batch, and its rows of the buffer. O(n)."""
     buffer, loads, knobs = state.buffer, opened.loads.tolist(), replace(state.pricing.knobs, counts="free")
     rows = np.flatnonzero(buffer.taken)
-    made = rank_batches(last.step, [opened.micro_batches], [loads])
+    # [rank][micro_batch]: the rows one behind the other
+    of_ranks = zip(*([one.micro_batches for one in row.ranks] for row in opened.rows), strict=True)
+    made = rank_batches(last.step, [[list(chain.from_iterable(its)) for its in of_ranks]], [loads])
     whole = replace(
         last,
         ranks=made,
         num_rollouts=made[0].global_num_rollouts,
         num_tokens=made[0].global_num_tokens,
         loads=tuple(loads),
-        finish=opened.finish if state.config.sync == "micro_batch" else max(loads),
+        # in lockstep no rank begins a row before all are through with the one before
+        finish=sum(row.finish for row in opened.rows) if state.config.sync == "micro_batch" else max(loads),
         lower_bound=earliest_finish(state.pricing.waiting_of(buffer.rollouts(rows)), knobs, np.arange(rows.size)),
         oldest_wait_s=max(now - float(buffer.arrived_at[rows].min()), 0.0),
         num_padding=opened.num_padding,
-        sharing_cost=opened.sharing_cost,
+        sharing_cost=sum(row.sharing_cost for row in opened.rows),
     )
     return whole, rows

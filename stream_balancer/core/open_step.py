@@ -22,7 +22,7 @@ from stream_balancer.core.buffer import Buffer
 from stream_balancer.errors import ConfigError
 from stream_balancer.planning import Plan
 from stream_balancer.planning.arrays import Bools, Floats, Ints
-from stream_balancer.types import Batch, MicroBatch
+from stream_balancer.types import Batch
 
 
 class OpenStep:
@@ -31,16 +31,12 @@ class OpenStep:
     def __init__(self, config: BalancerConfig) -> None:
         """Raises ConfigError for knobs that rows cannot respect."""
         check_open(config)
-        self.micro_batches: list[list[MicroBatch]] = [[] for _ in range(config.dp_size)]
-        """[rank][micro_batch] of the rows that have left."""
+        self.rows: list[Batch] = []
+        """Rows that have left."""
         self.loads: Floats = np.zeros(config.dp_size)
         """[rank] work of these."""
-        self.finish = 0.0
-        """Finish of the rows one after the other."""
         self.num_taken = 0
         """Rollouts that have left in rows."""
-        self.num_padding = 0
-        self.sharing_cost = 0.0
         self.waited_s = 0.0
         """Seconds that somebody has waited for its rows."""
 
@@ -74,14 +70,15 @@ class OpenStep:
         return replace(plan, ranks=[plan.ranks[share] for share in share_of], loads=plan.loads[share_of])
 
     def add(self, row: Batch) -> None:
-        """A row leaves. O(rollouts)."""
-        for its, one in zip(self.micro_batches, row.ranks, strict=True):
-            its += one.micro_batches
+        """A row leaves. O(ranks)."""
+        self.rows.append(row)
         self.loads += row.loads
-        self.finish += row.finish
-        self.num_padding += row.num_padding
-        self.sharing_cost += row.sharing_cost
         self.num_taken += row.num_rollouts
+
+    @property
+    def num_padding(self) -> int:
+        """Padding copies in the rows that have left. O(rows)."""
+        return sum(row.num_padding for row in self.rows)
 
 
 def least_rollouts(config: BalancerConfig) -> int:
@@ -99,20 +96,22 @@ def _units(rows: Ints, labels: Ints) -> list[Ints]:
 
 def check_open(config: BalancerConfig) -> None:
     """Raise ConfigError for knobs that a step in rows cannot respect."""
-    window, size = f"Give window={config.batch_size}", config.step_size
-    refused = {
-        "window": (config.window != config.batch_size, f"nothing waits to be chosen from. {window}"),
-        "window='auto'": (bool(config.auto_windows), f"nothing waits to be chosen from. {window}"),
-        "step_size.tokens": (size.tokens is not None, "how many rollouts a step has must be known when it begins"),
-        "step_size.rollouts": (size.rollouts is not None, "a step has batch_size rollouts"),
+    nothing_waits, window = "nothing waits to be chosen from", f"Give window={config.batch_size}"
+    size, leave_out = config.step_size, "Leave it out"
+    batch_size = f"Give batch_size={config.batch_size // size.mini_batches}"
+    refused = [
+        ("window", config.window != config.batch_size, nothing_waits, window),
+        ("window='auto'", bool(config.auto_windows), nothing_waits, window),
+        ("step_size.tokens", size.tokens is not None, "a step's rollouts are counted when it begins", leave_out),
+        ("step_size.rollouts", size.rollouts is not None, "a step has batch_size rollouts", leave_out),
         # its denominators are known with its last row, and the policy moves then: nothing would be left of the step
-        "step_size.mini_batches": (
-            size.mini_batches > 1,
-            f"a mini-batch in rows is a step by itself. Give batch_size={config.batch_size // size.mini_batches}",
-        ),
-        "groups.keep='same_rank'": (config.groups.keep == "same_rank", "a row has too few groups for that"),
-        "stratum_shares": (bool(config.stratum_shares), "a step has its oldest rollouts, whatever they are"),
-    }
-    for name, (is_given, why) in refused.items():
+        ("step_size.mini_batches", size.mini_batches > 1, "a mini-batch in rows is a step by itself", batch_size),
+        ("groups.keep='same_rank'", config.groups.keep == "same_rank", "a row has too few groups for that", leave_out),
+        ("stratum_shares", bool(config.stratum_shares), "a step has its oldest rollouts, whatever they are", leave_out),
+    ]
+    for name, is_given, why, instead in refused:
         if is_given:
-            raise ConfigError(f"batches(open=True) cannot have {name}: rows leave as they form, and {why}")
+            raise ConfigError(
+                f"batches(open=True) cannot have {name}: rows leave as they form, and {why}. {instead}, or iterate "
+                "batches()"
+            )

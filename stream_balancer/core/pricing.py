@@ -97,8 +97,7 @@ class Pricing:
 
     def _work_of(self, work: tuple[RankBatch, ...]) -> float:
         rollouts = [r for one in work for r in one.rollouts if not r.is_padding]
-        (loads,) = work_in(self.waiting_of(rollouts), [[np.arange(len(rollouts))]])
-        return float(loads.sum())
+        return float(work_in(self.waiting_of(rollouts), [np.arange(len(rollouts))])[0])
 
     def waiting_of(self, rollouts: Sequence[Rollout]) -> Waiting:
         """The planner's columns of rollouts that all go, oldest first. O(n)."""

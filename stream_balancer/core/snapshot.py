@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
+from stream_balancer.core.groups import Declared
 from stream_balancer.core.state import BalancerState
 from stream_balancer.field_docs import documented
 from stream_balancer.types import Batch, Rollout
@@ -32,12 +33,10 @@ class Snapshot:
     """[n] dispatches that passed each over."""
     in_flight: tuple[Batch, ...]
     """Dispatched and not acknowledged, oldest first."""
-    group_arrivals: Mapping[str, int]
-    """Siblings that have come, of groups that are not done."""
-    group_sizes: Mapping[str, int] = field(default_factory=dict)
-    """Siblings of each group, where that was declared and the group still takes some."""
-    closed_groups: Mapping[str, int | None] = field(default_factory=dict)
-    """Groups that take no more, and how many siblings each has (None: it was abandoned), the oldest first."""
+    group_departures: Mapping[str, int]
+    """Siblings that have left, of groups that are not done."""
+    groups: Mapping[str, Declared] = field(default_factory=dict)
+    """Groups of which something is declared; of those that take no more, the oldest first."""
     past_ids: tuple[str, ...]
     """Ids of rollouts that are done, oldest first."""
     version: int | None
@@ -62,9 +61,8 @@ def take_snapshot(state: BalancerState, now: float, learned: Mapping[str, Any]) 
         waited_s=now - buffer.arrived_at,
         skips=buffer.skips.copy(),
         in_flight=in_flight.batches(),
-        group_arrivals=buffer.groups.arrived(),
-        group_sizes=buffer.groups.open_sizes(),
-        closed_groups=buffer.groups.closed(),
+        group_departures=buffer.groups.departed(),
+        groups=buffer.groups.declarations(),
         past_ids=tuple(state.ids.past),
         version=state.staleness.version,
         next_step=in_flight.next_step,
@@ -82,14 +80,14 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
     state.ids.finish(snapshot.past_ids, config.remember_ids)  # first: what is evicted below joins them
     state.counts.take_over(snapshot.counts)
     # before its rollouts join: what waits of an abandoned group is not wanted
-    state.buffer.groups.restore_closed(snapshot.closed_groups)
+    groups = state.buffer.groups
+    groups.restore(snapshot.groups, snapshot.group_departures)
     for rollout, waited_s, skips in zip(snapshot.waiting, snapshot.waited_s, snapshot.skips, strict=True):
         # a max_skips that is smaller now makes it due at once, not overdue
         most = int(skips) if config.max_skips is None else config.max_skips
         (cost,) = state.admission.check([rollout])
         state.hold(rollout, cost, now - float(waited_s), min(int(skips), most))
-    state.buffer.groups.restore(snapshot.group_arrivals, snapshot.group_sizes)
-    groups = state.buffer.groups  # the snapshot has all that is declared; of what is not known any more it is said
+    # the snapshot has all that is declared; of what is not known any more it is said
     groups.changed = [name for name in groups.changed if groups.declared(name) is None]
     state.in_flight.restore(snapshot.in_flight, snapshot.next_step)
     state.ids.held.update(r.rollout_id for batch in snapshot.in_flight for r in batch.rollouts if not r.is_padding)

@@ -105,11 +105,6 @@ class BalancerState:
             self.counts.short_groups += 1
         self.changed()
 
-    def remove(self, rows: Ints, *, never_came: bool = False) -> list[Rollout]:
-        """Rollouts that wait no longer; ``never_came``: their groups lack them again. :meth:`changed` must follow.
-        O(n)."""
-        return self.buffer.remove(rows, never_came=never_came)
-
     def dispatch(self, batch: Batch, rows: Ints) -> None:
         """A batch leaves: these rows of the buffer, in the plan's order. O(n)."""
         buffer = self.buffer
@@ -118,7 +113,7 @@ class BalancerState:
         # those held back for their age could not have gone, so they were not passed over
         buffer.pass_over(~self.staleness.held_back())
         # last of what needs the plan's rows: they are others now
-        self.remove(rows)
+        buffer.remove(rows)
         self.in_flight.dispatch(batch)
         self.counts.record(batch)
         self.counts.surplus = surplus_after(self.pricing.knobs, self.counts.surplus, batch.num_rollouts)
@@ -142,7 +137,7 @@ class BalancerState:
         """Evict what cannot be trained on in time any more. O(n) under ``staleness.max_versions``."""
         rows = self.staleness.too_old()
         if rows.size:
-            self.evict(self.remove(rows), "stale")
+            self.evict(self.buffer.remove(rows), "stale")
             self.changed()
 
     def take(self, row: Batch, rows: Ints) -> None:

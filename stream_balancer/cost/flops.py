@@ -1,9 +1,11 @@
-"""FLOPs of a training step as a sum over a model's layers: so many per token, so many per attended token pair."""
+"""Work of a rollout as a sum over a model's layers: so much per token, so much per attended token pair. All cost models
+are such sums, so there is one way to price a length, and calibration reads one form."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -41,7 +43,7 @@ class AttentionPairs:
     L^2 pairs, however far a layer reaches."""
 
     def __post_init__(self) -> None:
-        _check("AttentionPairs.flops", self.flops)
+        check_flops("AttentionPairs.flops", self.flops)
         for name in ("window", "chunk"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -49,24 +51,72 @@ class AttentionPairs:
         if self.window is not None and self.chunk is not None:
             raise ValueError(f"AttentionPairs: window ({self.window}) and chunk ({self.chunk}) exclude each other")
 
-    def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """``[n]`` lengths -> ``[n]`` float64 FLOPs."""
+    def pairs(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """``[n]`` lengths -> ``[n]`` float64 attended pairs."""
         x = np.asarray(lengths, dtype=np.float64)
         # kernels that do not skip masked blocks compute them
         if not self.causal:
-            pairs = x * x
-        elif self.chunk is not None:
+            return x * x
+        if self.chunk is not None:
             rest = x % self.chunk
-            pairs = 0.5 * ((x - rest) * (self.chunk + 1) + rest * (rest + 1))
-        else:  # all tokens reach so many, but for the first ones: 1, 2, ...
-            reached = x if self.window is None else np.minimum(x, self.window)
-            pairs = reached * (x - 0.5 * (reached - 1))
-        work: NDArray[np.float64] = self.flops * pairs
+            return 0.5 * ((x - rest) * (self.chunk + 1) + rest * (rest + 1))
+        # all tokens reach so many, but for the first ones: 1, 2, ...
+        reached = x if self.window is None else np.minimum(x, self.window)
+        return reached * (x - 0.5 * (reached - 1))
+
+    def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """``[n]`` lengths -> ``[n]`` float64 FLOPs."""
+        work: NDArray[np.float64] = self.flops * self.pairs(lengths)
+        return work
+
+
+class LayerSum:
+    """Base of the cost models: what follows from the work per token, and that of attention."""
+
+    __slots__ = ()
+
+    padded = False
+    """Rollouts are packed."""
+
+    # a dataclass would take a property of its base for the default value of a field
+    if TYPE_CHECKING:
+
+        @property
+        def flops_per_token(self) -> float: ...
+        @property
+        def attention(self) -> tuple[AttentionPairs, ...]: ...
+
+    @property
+    def flops_per_pair(self) -> float:
+        """Per pair of tokens that every layer attends to."""
+        return sum(part.flops for part in self.attention)
+
+    def attention_flops(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """``[n]`` lengths -> ``[n]`` float64 FLOPs of attention. O(n) per reach."""
+        x = np.asarray(lengths, dtype=np.float64)
+        return sum((part(x) for part in self.attention), start=np.zeros_like(x))
+
+    def pairs(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """``[n]`` lengths -> ``[n]`` float64 token pairs that attention reaches, the mean over its layers by their
+        FLOPs: work is ``flops_per_token * L + flops_per_pair * pairs(L)``. L^2 where a model has no attention."""
+        if len(self.attention) == 1:
+            return self.attention[0].pairs(lengths)
+        if not self.attention:
+            return np.square(np.asarray(lengths, dtype=np.float64))
+        return self.attention_flops(lengths) / self.flops_per_pair
+
+    def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """``[n]`` lengths -> ``[n]`` float64 work. O(n) per reach."""
+        x = np.asarray(lengths, dtype=np.float64)
+        work = self.flops_per_token * x
+        # every put asks for one length: no more arrays than it takes
+        for part in self.attention:
+            work = work + part(x)
         return work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSumCost:
+class LayerSumCost(LayerSum):
     """FLOPs of one training step (forward and backward) over a rollout of L tokens, summed over the model's layers:
     ``flops_per_token * L``, and for every reach of attention FLOPs per pair times the pairs within that reach.
 
@@ -87,31 +137,16 @@ class LayerSumCost:
     """Pairs for every reach; none for a model without softmax attention."""
 
     def __post_init__(self) -> None:
-        _check("LayerSumCost.flops_per_token", self.flops_per_token)
-        # all costs 0: every partition is balanced, and one rank could get everything
-        if self.flops_per_token + self.flops_per_pair <= 0:
-            raise ValueError("LayerSumCost: all FLOPs are 0, so every rollout would cost nothing")
-
-    padded = False
-    """Rollouts are packed."""
-
-    @property
-    def flops_per_pair(self) -> float:
-        """Per pair of tokens that every layer attends to."""
-        return sum(part.flops for part in self.attention)
-
-    def attention_flops(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """``[n]`` lengths -> ``[n]`` float64 FLOPs of attention. O(n) per reach."""
-        x = np.asarray(lengths, dtype=np.float64)
-        parts = [part(x) for part in self.attention]
-        return sum(parts[1:], start=parts[0]) if parts else np.zeros_like(x)
-
-    def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """``[n]`` lengths -> ``[n]`` float64 FLOPs. O(n) per reach."""
-        x = np.asarray(lengths, dtype=np.float64)
-        return self.flops_per_token * x + self.attention_flops(x)
+        check_flops("LayerSumCost.flops_per_token", self.flops_per_token)
+        check_grows(self)
 
 
-def _check(name: str, flops: float) -> None:
+def check_flops(name: str, flops: float) -> None:
     if not (math.isfinite(flops) and flops >= 0):
         raise ValueError(f"{name} must be a finite number >= 0, not {flops!r}")
+
+
+def check_grows(model: LayerSum) -> None:
+    """Raise ValueError where nothing costs anything: every partition would be balanced, and one rank may get all."""
+    if model.flops_per_token + model.flops_per_pair <= 0:
+        raise ValueError(f"{model!r}: all FLOPs are 0, so every rollout would cost nothing")

@@ -85,11 +85,6 @@ class _Fields:
         value = self.get(*names)
         return 0 if value is None or value == 0 else _size(names[0], value)
 
-    @property
-    def differ_by_layer(self) -> bool:
-        """Sizes are given for each layer by itself."""
-        return bool(self.get("per_layer_config" if isinstance(self._config, Mapping) else "is_heterogeneous"))
-
 
 def _size(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -134,7 +129,7 @@ def _family_of(fields: _Fields) -> _Family:
         what = "the configuration has no 'model_type'" if name is None else f"model_type {name!r} is not known"
         raise ValueError(f"{what}; {INSTEAD}")
     # a sum that takes one size for all layers would be wrong without saying so
-    if fields.differ_by_layer:
+    if fields.get("is_heterogeneous", "per_layer_config"):
         raise ValueError(f"per_layer_config gives sizes of single layers, which are not known here; {INSTEAD}")
     for field, known in _MUST_BE.items():
         if fields.get(field) not in (None, known):
@@ -248,14 +243,14 @@ def _mamba2(fields: _Fields) -> float:
 
 # -- MLPs and experts --------------------------------------------------------------------------------------------------
 
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+_TOP_K = ("num_experts_per_tok", "moe_k")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SHARED_WIDTH = (
     "shared_expert_intermediate_size",
     "moe_shared_expert_intermediate_size",
     "shared_intermediate_size",
 )
-_NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+_NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 
 def _has_experts(fields: _Fields, family: _Family, index: int) -> bool:

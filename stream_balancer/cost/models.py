@@ -18,7 +18,15 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from stream_balancer.cost.flops import ATTENTION_PASSES, MATMUL_PASSES, AttentionPairs, LayerSumCost
+from stream_balancer.cost.flops import (
+    ATTENTION_PASSES,
+    MATMUL_PASSES,
+    AttentionPairs,
+    LayerSum,
+    LayerSumCost,
+    check_flops,
+    check_grows,
+)
 from stream_balancer.cost.hf_config import layer_sum_of
 from stream_balancer.errors import ConfigError
 
@@ -37,12 +45,8 @@ class CostModel(Protocol):
         ...
 
 
-def _float_lengths(lengths: ArrayLike) -> NDArray[np.float64]:
-    return np.asarray(lengths, dtype=np.float64)
-
-
 @dataclass(frozen=True, slots=True)
-class TokenCost:
+class TokenCost(LayerSum):
     """Work = tokens. Right while attention is a small part: short rollouts, or wide models.
 
     Examples:
@@ -50,16 +54,16 @@ class TokenCost:
         array([ 100.,  500., 1000., 2000., 4000.])
     """
 
-    padded = False
-    """Rollouts are packed."""
+    flops_per_token = 1.0
+    attention = ()
 
     def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """``[n]`` lengths -> ``[n]`` float64 tokens."""
-        return _float_lengths(lengths)
+        return np.asarray(lengths, dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
-class QuadraticCost:
+class QuadraticCost(LayerSum):
     """Work = linear * L + quadratic * L^2, in any unit: only the ratio of the two matters for balance.
 
     Examples:
@@ -72,21 +76,21 @@ class QuadraticCost:
     quadratic: float = 1.0
     """Weight of a token pair."""
 
-    def __post_init__(self) -> None:
-        for name in ("linear", "quadratic"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"QuadraticCost.{name} must be a finite number >= 0, not {value!r}")
-        # where nothing costs anything every partition is balanced, and one rank may get all
-        if self.linear == 0 and self.quadratic == 0:
-            raise ValueError("QuadraticCost: linear and quadratic are both 0, so every rollout would cost nothing")
+    attention: tuple[AttentionPairs, ...] = field(init=False, repr=False, compare=False)
 
-    padded = False
-    """Rollouts are packed."""
+    def __post_init__(self) -> None:
+        check_flops("QuadraticCost.linear", self.linear)
+        check_flops("QuadraticCost.quadratic", self.quadratic)
+        object.__setattr__(self, "attention", (AttentionPairs(self.quadratic, causal=False),))
+        check_grows(self)
+
+    @property
+    def flops_per_token(self) -> float:
+        return self.linear
 
     def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """``[n]`` lengths -> ``[n]`` float64 work."""
-        x = _float_lengths(lengths)
+        x = np.asarray(lengths, dtype=np.float64)
         return x * (self.linear + self.quadratic * x)
 
 
@@ -99,7 +103,7 @@ _SIZES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransformerCost:
+class TransformerCost(LayerSum):
     """FLOPs of one training step (forward and backward) of a decoder whose layers are alike and attend to the whole
     rollout, of L tokens, by its sizes. For other models see :meth:`from_hf_config`.
 
@@ -133,20 +137,27 @@ class TransformerCost:
     causal: bool = True
     """Count half of the token pairs, as kernels that skip masked blocks do; False for kernels that do not."""
 
-    layer_sum: LayerSumCost = field(init=False, repr=False, compare=False)
-    """The same, by its parts."""
+    flops_per_token: float = field(init=False, repr=False, compare=False)
+    """FLOPs per token, forward and backward, attention pairs not counted."""
+    attention: tuple[AttentionPairs, ...] = field(init=False, repr=False, compare=False)
+    """Pairs of all layers."""
 
     def __post_init__(self) -> None:
         for name, optional in _SIZES.items():
             value = getattr(self, name)
             if not (value is None and optional) and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"TransformerCost.{name} must be an int >= 1{optional}, not {value!r}")
-        if self.num_heads % self._kv_heads:
-            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self._kv_heads})")
-        # a sum over layers, too: calibration reads one form only
-        pairs = AttentionPairs(self.flops_per_token_pair, causal=self.causal)
-        layer_sum = LayerSumCost(flops_per_token=self.flops_per_token, attention=(pairs,))
-        object.__setattr__(self, "layer_sum", layer_sum)
+        kv_heads = self.num_kv_heads or self.num_heads
+        if self.num_heads % kv_heads:
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({kv_heads})")
+        head_dim = self.head_dim or self.hidden_size // self.num_heads
+        projections = 2 * self.hidden_size * head_dim * (self.num_heads + kv_heads)
+        mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size * self.active_experts
+        weights = self.num_layers * (projections + mlp) + self.hidden_size * self.vocab_size
+        # 2: a multiply and an add; 4: these for the score, and again for the weighted value
+        pairs = AttentionPairs(ATTENTION_PASSES * 4.0 * self.num_layers * self.num_heads * head_dim, causal=self.causal)
+        object.__setattr__(self, "flops_per_token", MATMUL_PASSES * 2.0 * weights)
+        object.__setattr__(self, "attention", (pairs,))
 
     @staticmethod
     def from_hf_config(config: Any, *, causal: bool = True) -> LayerSumCost:
@@ -174,36 +185,9 @@ class TransformerCost:
         """
         return layer_sum_of(config, causal=causal)
 
-    padded = False
-    """Rollouts are packed."""
-
-    @property
-    def _kv_heads(self) -> int:
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def flops_per_token(self) -> float:
-        """FLOPs per token, forward and backward, attention pairs not counted."""
-        head_dim = self.head_dim or self.hidden_size // self.num_heads
-        attention = 2 * self.hidden_size * head_dim * (self.num_heads + self._kv_heads)
-        mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size * self.active_experts
-        weights = self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
-        return MATMUL_PASSES * 2.0 * weights  # 2: a multiply and an add
-
-    @property
-    def flops_per_token_pair(self) -> float:
-        """FLOPs per attended pair of tokens, forward and backward."""
-        head_dim = self.head_dim or self.hidden_size // self.num_heads
-        # 4: a multiply and an add for the score, and again for the weighted value
-        return ATTENTION_PASSES * 4.0 * self.num_layers * self.num_heads * head_dim
-
-    def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """``[n]`` lengths -> ``[n]`` float64 FLOPs."""
-        return self.layer_sum(lengths)
-
 
 @dataclass(frozen=True, slots=True)
-class PaddedCost:
+class PaddedCost(TokenCost):
     """Work of a padded micro-batch: rollouts x the longest of them, so alike lengths belong together.
 
     Examples:
@@ -216,17 +200,6 @@ class PaddedCost:
 
     padded = True
     """Micro-batches are padded to their longest rollout."""
-
-    def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """``[n]`` lengths -> ``[n]`` float64 tokens of a row that holds only itself."""
-        return _float_lengths(lengths)
-
-
-_PROBES = (
-    1000.0,
-    2000.0,
-    7000.0,
-)  # tokens: two lengths give a prior's two weights, the third shows that it has no other
 
 
 @dataclass(frozen=True)
@@ -248,79 +221,31 @@ class CalibratedCost:
         array([  110000.,   750000.,  2000000.,  6000000., 20000000.])
     """
 
-    prior: CostModel = field(default_factory=QuadraticCost)
+    prior: LayerSum = field(default_factory=QuadraticCost)
     """Belief before the first measurements, and about directions that they do not show: ``TransformerCost`` for the
-    FLOPs of your model. A sum over layers (``TransformerCost``, ``LayerSumCost``), or of the form
-    ``linear * L + quadratic * L^2``."""
+    FLOPs of your model, or any other model of ``sb.cost``."""
     half_life_steps: float = 30.0
     """A measurement counts half after this many steps. Shorter follows changes sooner, longer averages more noise."""
-
-    linear: float = field(init=False)
-    """The prior's weight of a token."""
-    quadratic: float = field(init=False)
-    """The prior's weight of a token pair, as :meth:`pairs` counts them."""
 
     def __post_init__(self) -> None:
         # below one step the last measurement alone would set the speed of a rank
         half_life = self.half_life_steps
         if isinstance(half_life, bool) or not isinstance(half_life, int | float) or not 1 <= half_life < math.inf:
             raise ValueError(f"CalibratedCost.half_life_steps must be a finite number >= 1, not {half_life!r}")
-        if not isinstance(self.prior, CostModel) or isinstance(self.prior, CalibratedCost):
+        if not isinstance(self.prior, LayerSum):
             raise ValueError(
                 f"CalibratedCost.prior must be a cost model that does not learn itself, not {self.prior!r}; use "
-                "QuadraticCost(), TransformerCost(...), TokenCost() or PaddedCost()"
+                "QuadraticCost(), TransformerCost(...), LayerSumCost(...), TokenCost() or PaddedCost()"
             )
-        layers = self._layers
-        if layers is None:
-            linear, quadratic = _weights_of(self.prior)
-        else:
-            linear, quadratic = layers.flops_per_token, layers.flops_per_pair
-        object.__setattr__(self, "linear", linear)
-        object.__setattr__(self, "quadratic", quadratic)
 
     @property
     def padded(self) -> bool:
         """As the prior."""
         return self.prior.padded
 
-    @property
-    def _layers(self) -> LayerSumCost | None:
-        prior = self.prior.layer_sum if isinstance(self.prior, TransformerCost) else self.prior
-        return prior if isinstance(prior, LayerSumCost) else None
-
-    def pairs(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """``[n]`` lengths -> ``[n]`` float64 token pairs: the prior is ``linear * L + quadratic * pairs(L)``.
-
-        Of a sum over layers those that attention reaches, the mean over its layers by their FLOPs; else L^2.
-        """
-        layers = self._layers
-        if layers is not None and self.quadratic:
-            return layers.attention_flops(lengths) / self.quadratic
-        x = _float_lengths(lengths)
-        return x * x
-
     def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """``[n]`` lengths -> ``[n]`` float64 work before anything was learned: the prior's."""
         return self.prior(lengths)
-
-
-def _weights_of(prior: CostModel) -> tuple[float, float]:
-    """linear, quadratic of a prior that is ``linear * L + quadratic * L^2``. Raises ValueError for any other."""
-    # per token: of a form a + b * L, two lengths give a and b, and the third says whether it is one
-    # divided by the length, the form is a line
-    one, two, three = np.asarray(prior(np.array(_PROBES)), dtype=np.float64) / np.array(_PROBES)
-    quadratic = float(two - one) / (_PROBES[1] - _PROBES[0])
-    linear = float(one) - quadratic * _PROBES[0]
-    tiny = 1e-9 * max(abs(float(three)), 1e-300)
-    linear, quadratic = (0.0 if abs(x) <= tiny else x for x in (linear, quadratic))
-    if linear < 0 or quadratic < 0 or linear + quadratic == 0:
-        raise ValueError(f"CalibratedCost: {prior!r} does not grow with length like linear * L + quadratic * L^2")
-    if not math.isclose(linear + quadratic * _PROBES[2], float(three), rel_tol=1e-6):
-        raise ValueError(
-            f"CalibratedCost: {prior!r} is not of the form linear * L + quadratic * L^2, which is what is fitted. Use "
-            "QuadraticCost, TransformerCost or LayerSumCost as the prior"
-        )
-    return linear, quadratic
 
 
 def cost_of(text: str) -> CostModel:

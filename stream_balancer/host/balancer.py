@@ -32,7 +32,7 @@ from stream_balancer import learn
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.accept import Accept
 from stream_balancer.core.diagnosis import RankState, why_no_batch
-from stream_balancer.core.groups import GroupSize, closed
+from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
@@ -44,7 +44,7 @@ from stream_balancer.host.batches import Batches, Consumer
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.host.journal import Journal, Recovered
 from stream_balancer.host.lifetime import Lifetime
-from stream_balancer.host.observers import EvictCallback, Notices
+from stream_balancer.host.observers import Notices
 from stream_balancer.host.producer_registry import ProducerRegistry
 from stream_balancer.host.puts import Puts
 from stream_balancer.host.recorder import Recorder
@@ -52,7 +52,7 @@ from stream_balancer.host.records import Ended
 from stream_balancer.host.reservations import Reservations
 from stream_balancer.host.versions import Versions
 from stream_balancer.host.wakeups import StallReporter, Wakeups
-from stream_balancer.slots import Reservation, check_group
+from stream_balancer.slots import Reservation
 from stream_balancer.statistics import Statistics, Straggler
 from stream_balancer.types import Batch, EvictReason, Rollout
 
@@ -107,32 +107,32 @@ class StreamBalancer(OfOneProcess):
         *,
         on_evict: Callable[[Rollout, EvictReason], object] | None = None,
         accept: Accept | None = None,
-        journal: str | os.PathLike[str] | Journal | None = None,
+        journal: str | os.PathLike[str] | None = None,
         report_after_s: float = 60.0,
         num_producers: int | None = None,
     ) -> None:
-        if journal is not None and not isinstance(journal, Journal):
-            journal = Journal(journal)
         core, throttle, lifetime = BalancerCore(config), Throttle(), Lifetime()
         wakeups = Wakeups(core, throttle, StallReporter(report_after_s, partial(_why_stalled, self), _log))
-        puts = Puts(core, lifetime, wakeups, accept=accept, journal=journal)
+        self._journal = None if journal is None else Journal(journal)
+        puts = Puts(core, lifetime, wakeups, accept=accept, journal=self._journal)
         self.parts = Parts(
             core, puts, Reservations(core, lifetime, wakeups, throttle, puts),
-            Consumer(core, lifetime, wakeups, journal), wakeups, Versions(core, lifetime),
+            Consumer(core, lifetime, wakeups, self._journal), wakeups, Versions(core, lifetime),
             ProducerRegistry(self.end, num_producers),
         )  # fmt: skip
         self._lifetime = lifetime
         self._idle = learn.attach(core)
-        self._journal = journal
-        if journal is not None:
-            self.parts.producers.write = journal.put
+        if self._journal is not None:
+            self.parts.producers.write = self._journal.put
         self._recorder: Recorder | None = None
         self.observers: list[Observer] = core.observers
         """Observers of what happens (:class:`Observer`), notified in this order in the loop's thread. Append yours."""
         self._notices = Notices(core)
         self.observers += [self._notices, self.parts.versions]
         if on_evict is not None:
-            self.observers.append(EvictCallback(on_evict))
+            observer = Observer()
+            observer.evicted = on_evict  # type: ignore[assignment, method-assign]
+            self.observers.append(observer)
 
     def __repr__(self) -> str:
         state = self.parts.core.state
@@ -174,8 +174,7 @@ class StreamBalancer(OfOneProcess):
 
         Raises :class:`RolloutError` if the rollouts do not share one ``group_id``.
         """
-        check_group(rollouts)
-        await self.parts.puts.put(rollouts, closed(rollouts[0].group_id) if complete else None)
+        await self.parts.puts.put(rollouts, complete=bool(complete))
 
     async def expect_group(self, group_id: str, size: int) -> None:
         """A group has ``size`` rollouts, not ``groups.size``: it may leave once so many have come, and takes no more.
@@ -183,7 +182,7 @@ class StreamBalancer(OfOneProcess):
         Raises ValueError if another size was declared before, if more have come already, for a size above
         ``batch_size``, and where groups play no part.
         """
-        await self.parts.puts.put([], GroupSize(group_id, size))
+        await self.parts.puts.put([], size=GroupSize(group_id, size))
 
     async def close_group(self, group_id: str) -> None:
         """Declare that no sibling of a group will come any more, say where a worker has died: the group leaves short,
@@ -191,7 +190,7 @@ class StreamBalancer(OfOneProcess):
 
         May be repeated. Raises ValueError where groups play no part.
         """
-        await self.parts.puts.put([], GroupSize(group_id, None))
+        await self.parts.puts.put([], size=GroupSize(group_id, None))
 
     def put_nowait(self, rollout: Rollout) -> None:
         """:meth:`put`, or WouldBlock if the buffer is full or others are waiting to put. O(log n)."""

@@ -48,10 +48,7 @@ class Consumer:
     def iterate(self, *, auto_ack: bool, open: bool = False) -> Batches:
         """The iterator that takes over; see :meth:`StreamBalancer.batches`."""
         self._lifetime.check_thread("batches")
-        if self._wakeups.consumer_waits:
-            raise AlreadyInUseError(
-                "batches() was called while another task is waiting for this balancer's next batch. " + _ONE_TRAINER
-            )
+        self._check_alone()
         if self.rank_states is None:
             _warn_where_every_rank_balances(self._core.config.dp_size)
         self._core.open_steps(open)
@@ -156,6 +153,9 @@ class Consumer:
             raise AlreadyInUseError(
                 "another iterator over this balancer was made after this one and took over. " + _ONE_TRAINER
             )
+        self._check_alone()
+
+    def _check_alone(self) -> None:
         if self._wakeups.consumer_waits:
             raise AlreadyInUseError("another task is already waiting for this balancer's next batch. " + _ONE_TRAINER)
 
@@ -209,11 +209,10 @@ class Batches:
             self._last_step = batch.step
         return batch
 
-    def give_back(self, batch: Batch | None) -> None:
+    def give_back(self, batch: Batch) -> None:
         """A batch that did not reach its consumer: the next iteration gives it."""
-        if batch is not None:
-            self._forget(batch.step)
-            self._consumer.give_again(batch)
+        self._forget(batch.step)
+        self._consumer.give_again(batch)
 
     def _forget(self, step: int) -> None:
         """Asking for the next batch does not acknowledge this one."""

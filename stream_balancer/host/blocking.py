@@ -24,17 +24,14 @@ import anyio
 import anyio.abc
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.core.accept import Accept
 from stream_balancer.core.observer import Observer
 from stream_balancer.errors import ClosedResourceError
 from stream_balancer.facade import Facade, Here, facade, refuse_in_event_loop
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.batches import Batches
 from stream_balancer.host.checkpoint import state_dict
-from stream_balancer.host.journal import Journal
 from stream_balancer.host.serve import serve
 from stream_balancer.net.loops import Signal, in_loop
-from stream_balancer.types import EvictReason, Rollout
 
 T = TypeVar("T")
 
@@ -232,7 +229,8 @@ class OwnLoop(Facade):
     """:class:`StreamBalancer` for threads and plain loops: ``with sb.blocking(config) as balancer``. Leaving the block
     closes it.
 
-    ``on_evict`` and ``accept`` run in the event loop's thread; keep them short. Entering raises RuntimeError where an
+    The ``options`` are those of :class:`StreamBalancer`; ``on_evict`` and ``accept`` run in the thread of its event
+    loop, which is ``backend``'s; keep them short. Entering raises RuntimeError where an
     event loop runs already: there it is ``async with sb.StreamBalancer(config)``.
 
     Methods may be called from any thread. They do what those of the same name do there, raise the same, and may be
@@ -244,20 +242,9 @@ class OwnLoop(Facade):
     _runner: _LoopThread
 
     def __init__(
-        self,
-        config: BalancerConfig,
-        *,
-        on_evict: Callable[[Rollout, EvictReason], object] | None = None,
-        accept: Accept | None = None,
-        backend: Literal["asyncio", "trio"] = "asyncio",
-        journal: str | os.PathLike[str] | Journal | None = None,
-        report_after_s: float = 60.0,
-        num_producers: int | None = None,
+        self, config: BalancerConfig, *, backend: Literal["asyncio", "trio"] = "asyncio", **options: Any
     ) -> None:
-        balancer = StreamBalancer(
-            config, on_evict=on_evict, accept=accept, journal=journal, report_after_s=report_after_s,
-            num_producers=num_producers,
-        )  # fmt: skip
+        balancer = StreamBalancer(config, **options)
         super().__init__(balancer, _LoopThread(balancer, backend))
         self._threads = ThreadPoolExecutor(thread_name_prefix="stream_balancer serve")
         self._background: list[Future[None]] = []

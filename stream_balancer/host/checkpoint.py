@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.host.records import FORMAT, Records, facts_of, held_of, write_rollouts, write_row
+from stream_balancer.host.records import FORMAT, Records, facts_of, held_of, write_row
 
 _ROLLOUTS_TOGETHER = 64  # an event loop beside the thread that writes gets its turn between
 
@@ -38,7 +38,7 @@ def state_dict(snapshot: Snapshot) -> dict[str, Any]:
         )
     # Where checkpoints are kept there is a checksum of columns: torch.save has one, as most disks have.
     rows = [
-        write_rollouts(_name(first), held[first : first + _ROLLOUTS_TOGETHER], sealed=False)
+        write_row(_name(first), held[first : first + _ROLLOUTS_TOGETHER], sealed=False)
         for first in range(0, len(held), _ROLLOUTS_TOGETHER)
     ]
     return {

@@ -1,32 +1,18 @@
-"""Observers that every balancer has: the user's ``on_evict``, and warnings in the log."""
+"""The observer that every balancer has: warnings in the log."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from stream_balancer.config.figures import most_waiting
 from stream_balancer.core.diagnosis import incomplete_groups
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.observer import Learner, Observer
+from stream_balancer.core.observer import Learner
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.types import Batch, EvictReason, Rollout
+from stream_balancer.types import Batch
 
 _log = logging.getLogger("stream_balancer.balancer")
-
-
-class EvictCallback(Observer):
-    """The ``on_evict`` of a balancer: called for every rollout that is given up."""
-
-    def __init__(self, callback: Callable[[Rollout, EvictReason], object]) -> None:
-        self._callback = callback
-
-    def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
-        try:
-            self._callback(rollout, reason)
-        except Exception:  # noqa: BLE001 - a caller's; what it was called for has happened
-            _log.exception("on_evict failed for rollout %r (%s)", rollout.rollout_id, reason)
 
 
 class Notices(Learner):

@@ -36,7 +36,7 @@ def plan_of(batch: Batch) -> PlanRow:
     return PlanRow(
         step=batch.step,
         reason=batch.reason,
-        ranks=[_mini_batches(rank_batch) for rank_batch in batch.ranks],
+        ranks=[mini_batches_of(rank_batch) for rank_batch in batch.ranks],
         padding=[r.rollout_id for r in batch.rollouts if r.is_padding],
         loads=list(batch.loads),
         finish=batch.finish,
@@ -45,7 +45,8 @@ def plan_of(batch: Batch) -> PlanRow:
     )
 
 
-def _mini_batches(rank_batch: RankBatch) -> list[tuple[float, list[tuple[int, list[str]]]]]:
+def mini_batches_of(rank_batch: RankBatch) -> list[tuple[float, list[tuple[int, list[str]]]]]:
+    """A rank's part of a :attr:`PlanRow.ranks`."""
     micro_batches = iter(rank_batch.micro_batches)
     # one mini-batch is written like several: what is read is one format
     sizes = [size[:2] for size in rank_batch.mini_batch_sizes] or [(len(rank_batch.micro_batches), rank_batch.load)]

@@ -17,11 +17,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from stream_balancer.core.batching import lay_out
 from stream_balancer.core.state import BalancerState
 from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.orders import Replan as ReplanOrder
 from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId
+from stream_balancer.host.plan_rows import mini_batches_of
 from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout, SharedRollout
 from stream_balancer.wire.remote import remote_of
 
@@ -79,9 +82,8 @@ class StepPlan:
 def uid_of(batch: Batch, ranks: Sequence[RankId], salt: int = 0) -> int:
     """The same for the same plan, also in another process. ``salt``: of an open step, which no restart goes on with."""
     # not the order of a set, not hash(): both differ from process to process
-    cut = [[[r.rollout_id for r in mb.rollouts] for mb in rank_batch.micro_batches] for rank_batch in batch.ranks]
-    text = repr((batch.step, [one.number for one in ranks], cut, salt))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    plan = batch.step, [one.number for one in ranks], [*map(mini_batches_of, batch.ranks)], salt
+    return int.from_bytes(hashlib.blake2b(msgspec.msgpack.encode(plan), digest_size=7).digest(), "big")
 
 
 def items_of(plan: StepPlan, roles: Mapping[str, Sequence[RankId]], *, share: bool, lockstep: bool) -> list[Item]:

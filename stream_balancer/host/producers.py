@@ -15,24 +15,27 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import anyio
 import msgspec
 
-from stream_balancer.core.groups import GroupSize, closed
+from stream_balancer.core.groups import GroupSize
+from stream_balancer.core.observer import Observer
+from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.core.throttle import check_reserve
 from stream_balancer.errors import BrokenResourceError, RolloutError, WireError
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.puts import PendingPut
 from stream_balancer.host.transport import Transport
-from stream_balancer.host.wakeups import Waiter
 from stream_balancer.net.calls import Asked
 from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import Join, Notify
 from stream_balancer.net.service import Method, Peer, Service
-from stream_balancer.slots import Slot, check_group
+from stream_balancer.slots import Slot
 from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Leases, Owner, RemoteRollout, decode_rollouts
 from stream_balancer.wire.payload import Memory
 from stream_balancer.wire.statistics import encode_statistics
 
 _log = logging.getLogger("stream_balancer.net")
+
+_KEEP_S = 60.0  # a producer that will join again may take so long
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
 _Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -67,10 +70,10 @@ def _read(kind: Any, raw: msgspec.Raw) -> Any:
         raise WireError(f"a producer's call that cannot be read: {error}") from None
 
 
-async def attend(balancer: StreamBalancer, transport: Transport, *, direct: bool = False) -> None:
+async def attend(balancer: StreamBalancer, transport: Transport) -> None:
     """Answer producers until cancelled. If the balancer has ended by then, they are notified; else their puts stay
-    where they are, and the next who attends takes them. ``direct``: see :class:`Producers`."""
-    producers = Producers(balancer, transport.service, direct=direct)
+    where they are, and the next who attends takes them."""
+    producers = Producers(balancer, transport.service)
     await producers.attend(producers.admit, producers.on_peer)
 
 
@@ -84,20 +87,16 @@ class _Producer:
         """Rollouts still to come of slots that it had when its connection was lost."""
         self.owner: Owner | None = None
         self.leases: Leases | None = None
-        self.waiting: dict[Asked, bool] = {}
-        """Puts and reservers that wait; True for reservers."""
+        self.waiting: set[Asked] = set()
+        """Puts and reservers that wait."""
         self.settled = anyio.Event()
 
 
-class Producers:
+class Producers(Observer):
     """The producers of one balancer, while its service is attended to."""
 
-    def __init__(
-        self, balancer: StreamBalancer, service: Service, *, direct: bool = False, keep_s: float = 60.0
-    ) -> None:
-        """``direct``: producers may keep the payloads; True in ``serve``, whose ranks fetch them. ``keep_s``: how long
-        one that will join again may take."""
-        self._balancer, self._service, self._direct, self._keep_s = balancer, service, direct, keep_s
+    def __init__(self, balancer: StreamBalancer, service: Service) -> None:
+        self._balancer, self._service = balancer, service
         self._parts = balancer.parts
         self._parts.producers.attended = True
         self._methods: dict[str, Method] = {
@@ -122,7 +121,7 @@ class Producers:
         """A producer has come in, perhaps again."""
         self._adopt(peer)
         # who will not join again is gone at once, with its slots
-        peer.keep_s = self._keep_s if _read(_About, peer.join.about).rejoin else 0.0
+        peer.keep_s = _KEEP_S if _read(_About, peer.join.about).rejoin else 0.0
         self._parts.producers.joined(peer.session, peer.name)
         self.tell_version(peer)
         if self._balancer.ended:
@@ -131,13 +130,22 @@ class Producers:
     async def attend(self, admit: Callable[[Peer, Join], Any], on_peer: Callable[[Peer], object]) -> None:
         """Answer calls until cancelled, and pass every version on to all peers, ranks too. If the balancer has ended
         by then, producers are told."""
+        self._balancer.observers.append(self)
         try:
-            with self._parts.versions.subscribed(self._pass_on):
-                await self._service.attend(self._methods, admit=admit, on_peer=on_peer)
+            # those that were in before have heard nothing since
+            self._pass_on()
+            await self._service.attend(self._methods, admit=admit, on_peer=on_peer)
         finally:
+            self._balancer.observers.remove(self)
             if self._balancer.ended:
                 for peer in self._peers():
                     self._say_end(peer)
+
+    def version_set(self, version: int) -> None:
+        self._pass_on()
+
+    def restored(self, snapshot: Snapshot) -> None:
+        self._pass_on()
 
     def _pass_on(self) -> None:
         for peer in self._service.peers.values():
@@ -145,8 +153,8 @@ class Producers:
 
     def tell_version(self, peer: Peer) -> None:
         """The version now, if there is one."""
-        if self._parts.versions.current is not None:
-            peer.send(Notify(self._parts.versions.current))
+        if self._balancer.version is not None:
+            peer.send(Notify(self._balancer.version))
 
     def _peers(self) -> list[Peer]:
         return [peer for peer in self._service.peers.values() if peer.kind == "producer"]
@@ -181,7 +189,7 @@ class Producers:
             )
 
     def _lost_slots(self, producer: _Producer, asked: Sequence[tuple[int, int, int]]) -> Iterator[int]:
-        """Has it have its slots again, unless others have begun meanwhile."""
+        """Give a producer that is back its slots again. -> numbers of those in whose place others have begun."""
         given_back, producer.given_back = producer.given_back, {}
         for number, missing, version in asked:
             # What a former connection has brought is on its way, or accepted: the rest is still to come.
@@ -208,26 +216,23 @@ class Producers:
     def _put(self, peer: Peer, asked: Asked) -> Any:
         number, complete, may_wait, header = _read(_Put, asked.args)
         rollouts = self._rollouts(peer, header, asked.memory)
-        if complete is not None:
-            check_group(rollouts)
-        size = closed(rollouts[0].group_id) if complete else None
         if number is None:
-            return self._begin(peer, asked, rollouts, size, may_wait=may_wait)
+            return self._begin(peer, asked, rollouts, complete=complete, may_wait=may_wait)
         slot = peer.data.slots.get(number)
         if slot is None:
             # perhaps it was accepted before the connection was lost, and only its reply was not
-            self._parts.core.check(rollouts, size)
+            self._parts.core.check(rollouts)
             raise BrokenResourceError(
                 "its slot was given back when the connection was lost, and others have begun in its place. It was not "
                 "accepted; reserve again before generating, or put it without a slot, where it may be evicted as stale"
             )
-        return self._begin(peer, asked, slot.take(rollouts), size, slot)
+        return self._begin(peer, asked, slot.take(rollouts), slot, complete=complete)
 
     def _declare(self, peer: Peer, asked: Asked) -> Any:
         what, group_id, size = _read(_Declared, asked.args)
         if what == "abandon":
             return self._balancer.abandon_group(group_id)
-        return self._begin(peer, asked, [], GroupSize(group_id, size if what == "expect" else None))
+        return self._begin(peer, asked, [], size=GroupSize(group_id, size if what == "expect" else None))
 
     def _rollouts(self, peer: Peer, header: msgspec.Raw, memory: Memory | None) -> list[Rollout]:
         producer: _Producer = peer.data
@@ -237,7 +242,7 @@ class Producers:
             return rollouts
         if any(_owner_of(one) != producer.owner for one in rollouts):
             raise WireError("a put names payloads of another owner")
-        if self._direct:
+        if self._parts.consumer.taker == "serve":
             return rollouts
         raise RolloutError(
             f"rollout {rollouts[0].rollout_id!r} stays with its producer (hand_over='direct'), but nobody here could "
@@ -245,42 +250,41 @@ class Producers:
         )
 
     def _begin(
-        self, peer: Peer, asked: Asked, rollouts: Sequence[Rollout], size: GroupSize | None, slot: Slot | None = None,
-        *, may_wait: bool = True,
+        self, peer: Peer, asked: Asked, rollouts: Sequence[Rollout], slot: Slot | None = None, *,
+        complete: bool | None = None, size: GroupSize | None = None, may_wait: bool = True,
     ) -> Any:  # fmt: skip
         """A put that finds no room, or goes to a journal, takes its place in the balancer's queue now, and waits
         there."""
-        pending = PendingPut(self._parts.puts, rollouts, size)
+        pending = PendingPut(self._parts.puts, rollouts, complete=complete, size=size)
         try:
-            pending.begin(anyio.current_time(), may_wait=may_wait)
+            rest = pending.begin(anyio.current_time(), may_wait=may_wait)
         except BaseException:
             if slot is not None:
                 # what was not accepted may be put again in the same slot
                 slot.done(len(rollouts), accepted=False)
             raise
-        if pending.stage != "done":
-            return self._waiting(peer, asked, self._finish(pending, slot, len(rollouts)))
+        if rest is not None:
+            return self._waiting(peer, asked, self._finish(rest, slot, len(rollouts)))
         if slot is not None:
             slot.done(len(rollouts), accepted=True)
         return None
 
-    async def _finish(self, pending: PendingPut, slot: Slot | None, count: int) -> None:
+    async def _finish(self, rest: Coroutine[Any, Any, object], slot: Slot | None, count: int) -> None:
+        accepted = False
         try:
-            await pending.finish()
+            await rest
+            accepted = True
         finally:
             if slot is not None:
-                slot.done(count, accepted=pending.stage == "done")
+                slot.done(count, accepted=accepted)
 
-    async def _waiting(
-        self, peer: Peer, asked: Asked, finish: Coroutine[Any, Any, Any], *, begins: bool = False
-    ) -> Any:
-        """``begins``: a reserver's."""
+    async def _waiting(self, peer: Peer, asked: Asked, finish: Coroutine[Any, Any, Any]) -> Any:
         producer: _Producer = peer.data
-        producer.waiting[asked] = begins
+        producer.waiting.add(asked)
         try:
             return await finish
         finally:
-            del producer.waiting[asked]
+            producer.waiting.discard(asked)
             if not producer.waiting:
                 # replaced, not cleared: who waits for this end must see it, though another put begins at once
                 producer.settled.set()
@@ -315,16 +319,16 @@ class Producers:
         begun = self._parts.reservations.begin(count)
         if isinstance(begun, Slot):
             return self._admitted(peer, number, begun)
-        return self._waiting(peer, asked, self._finish_reserve(peer, number, begun), begins=True)
+        return self._waiting(peer, asked, self._finish_reserve(peer, number, begun))
 
-    async def _finish_reserve(self, peer: Peer, number: int, begun: Waiter) -> int:
-        return self._admitted(peer, number, await self._parts.reservations.finish(begun))
+    async def _finish_reserve(self, peer: Peer, number: int, begun: Coroutine[Any, Any, Slot]) -> int:
+        return self._admitted(peer, number, await begun)
 
     def _admitted(self, peer: Peer, number: int, slot: Slot) -> int:
-        # it may have gone while it waited for its turn
-        if self._service.peers.get(peer.session) is peer:
+        # It may have gone while it waited for its turn: others begin in its place, as in that of slots which it had.
+        if peer.connection is not None:
             peer.data.slots[number] = slot
-        else:  # what it gave back as it went has woken its own reserver, before that was withdrawn
+        else:
             slot.release()
         return slot.version
 
@@ -351,9 +355,10 @@ class Producers:
     async def _end_producer(self, peer: Peer) -> None:
         """Once all that was asked before has its reply."""
         producer: _Producer = peer.data
-        for asked in [asked for asked, begins in producer.waiting.items() if begins]:
+        for asked in producer.waiting:
             # it puts no more: what it waits to reserve would only keep others from beginning
-            self._service.cancel(asked)
+            if asked.method == "reserve":
+                self._service.cancel(asked)
         while producer.waiting:
             await producer.settled.wait()
         self._parts.producers.ended(peer.session)

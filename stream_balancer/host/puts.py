@@ -8,8 +8,8 @@
        `----------------`-------------------`-----------------`---> refused (raises), or cancelled
 
 One :class:`PendingPut` for each put, whoever makes it: ``put``, ``put_nowait``, ``put_group``, a slot's put, a remote
-producer's, Ray's. :meth:`PendingPut.begin` goes as far as it can go without waiting and takes the last place in the
-queue where it cannot; :meth:`PendingPut.finish` waits for the rest. Most puts never wait.
+producer's, Ray's. :meth:`PendingPut.begin` goes as far as it can go without waiting, and takes the last place in the
+queue where it cannot; what it returns waits for the rest. Most puts never wait.
 
 **If a put is cancelled, or raises, the rollout was not accepted.** So nothing is awaited after the rollouts are taken,
 and whoever waits for room is woken and takes for itself. What the journal has on the disk by then is retracted.
@@ -18,14 +18,14 @@ and whoever waits for room is woken and takes for itself. What the journal has o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal, TypeAlias
 
 import anyio
 import anyio.lowlevel
 
 from stream_balancer.core.accept import Accept, call_accept, decision_of
-from stream_balancer.core.groups import GroupSize
+from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import WouldBlock
 from stream_balancer.host.journal import Journal, Writing
@@ -34,8 +34,8 @@ from stream_balancer.host.wakeups import Waiter, Wakeups
 from stream_balancer.slots import check_group
 from stream_balancer.types import Rollout
 
-Stage: TypeAlias = Literal["filtering", "journalling", "waiting", "done"]
-"""Cause for which a put waits: an async ``accept=``, the journal's disk, room, nothing any more."""
+Rest: TypeAlias = Coroutine[Any, Any, object] | None
+"""Returns once the rollouts are held; if it is cancelled, or raises, they were not accepted. None: they are held."""
 
 
 class Puts:
@@ -57,14 +57,15 @@ class Puts:
         self.journal = journal
         """Where rollouts are written before their put returns; None without one."""
 
-    async def put(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> None:
-        """Return once all are accepted, and ``size`` holds for their group; see :meth:`StreamBalancer.put`."""
+    async def put(
+        self, rollouts: Sequence[Rollout], *, complete: bool | None = None, size: GroupSize | None = None
+    ) -> None:
+        """Return once they are accepted; see :class:`PendingPut`, and :meth:`StreamBalancer.put`."""
         self.lifetime.enter("put")
         await anyio.lowlevel.checkpoint()  # before they are taken: nothing may be awaited after it
-        pending = PendingPut(self, rollouts, size)
-        pending.begin(anyio.current_time())
-        if pending.stage != "done":
-            await pending.finish()
+        rest = PendingPut(self, rollouts, complete=complete, size=size).begin(anyio.current_time())
+        if rest is not None:
+            await rest
 
     def put_nowait(self, rollout: Rollout) -> None:
         """Accept it now, or raise; see :meth:`StreamBalancer.put_nowait`."""
@@ -80,59 +81,41 @@ class Puts:
 
 
 class PendingPut(Waiter):
-    """A put of one rollout, or of siblings. All are accepted, or none. ``size``: what is declared of their group with
-    them, or, without rollouts, by itself."""
+    """A put of one rollout, or of siblings. All are accepted, or none. ``complete``: of siblings, whether no more will
+    come; None for one rollout by itself. ``size``: what is declared of a group without rollouts."""
 
-    __slots__ = ("_answer", "_asked", "_puts", "_rollouts", "_size", "_written", "stage")
+    __slots__ = ("_complete", "_puts", "_rollouts", "_size")
 
-    _asked: tuple[str, ...]
-    """Ids of the rollouts that ``accept`` is asked about; while filtering."""
-    _answer: Awaitable[Any]
-    """Answer to come."""
-    _written: Writing
-    """The rollouts on their way to the disk; while journalling."""
-
-    def __init__(self, puts: Puts, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> None:
+    def __init__(
+        self, puts: Puts, rollouts: Sequence[Rollout], *, complete: bool | None = None, size: GroupSize | None = None
+    ) -> None:
         first = rollouts[0] if rollouts else None  # perhaps no rollout: that is refused later
         self.group_id = getattr(first, "group_id", None) if size is None else size.group_id
-        self.stage: Stage = "done"
         self._puts = puts
         self._rollouts = rollouts
+        self._complete = complete
         self._size = size
 
-    def begin(self, now: float, *, may_wait: bool = True) -> None:
-        """Go as far as possible without waiting; unless its stage is "done" then, :meth:`finish` must follow. Raises
-        what refuses the rollouts; WouldBlock where it would have to wait and may not."""
+    def begin(self, now: float, *, may_wait: bool = True) -> Rest:
+        """Go as far as possible without waiting; what is returned must be awaited. Raises what refuses the rollouts;
+        WouldBlock where it would have to wait and may not."""
         puts = self._puts
         puts.lifetime.check_open("put")
         if puts.journal is not None and not may_wait:
             raise WouldBlock("put_nowait() cannot wait for the journal's disk, where accepted rollouts are: use put()")
-        # One rollout alone cannot disagree with its group, and most puts are one rollout.
-        if len(self._rollouts) > 1 or not (self._rollouts or self._size):
+        # most puts are one rollout, which cannot disagree with its group
+        if self._complete is not None or (len(self._rollouts) != 1 and self._size is None):
             check_group(self._rollouts)
+            self._size = closed(self.group_id) if self._complete else None
         # before accept= is asked: it may look at the masks
         self._rollouts = puts.core.state.admission.with_loss_masks(self._rollouts)
         if puts.accept is not None:
-            self._filter(puts.accept, now, may_wait)
-        elif puts.journal is not None:
-            self._write(puts.journal)
-        else:
-            self._take_or_queue(now, may_wait)
-
-    async def finish(self) -> None:
-        """Return once the rollouts are held. If cancelled, or it raises, they were not accepted."""
-        # In a loop: each answer may be void by the time it comes (see _finish_filter), and a put that passes the filter
-        # goes on to the disk or to the queue by itself, so the stage says what is left.
-        while self.stage == "filtering":
-            await self._finish_filter()
-        if self.stage == "journalling":
-            await self._finish_journal()
-        elif self.stage == "waiting":
-            await self._puts.wakeups.puts.wait(self, self._try_again)
+            return self._filter(puts.accept, now, may_wait)
+        return self._write(puts.journal) if puts.journal is not None else self._take_or_queue(now, may_wait)
 
     # -- filtered by accept= -------------------------------------------------------------------------------------------
 
-    def _filter(self, accept: Accept, now: float, may_wait: bool) -> None:
+    def _filter(self, accept: Accept, now: float, may_wait: bool) -> Rest:
         """Ask ``accept``, unless others of the group must still come: then the last of them asks."""
         core = self._puts.core
         core.check(self._rollouts, self._size)  # a bad rollout is refused, whatever accept= would say
@@ -140,40 +123,40 @@ class PendingPut(Waiter):
         # None: siblings are still to come, and whoever brings the last of them asks for all
         answer = True if question is None else call_accept(accept, question)
         if isinstance(answer, bool):
-            self._filtered(answer, now, may_wait)
-        elif may_wait:
-            self.stage, self._asked, self._answer = "filtering", _ids(question or ()), answer
-        else:
-            if inspect.iscoroutine(answer):
-                # the filter was asked in vain, and is asked again by the next put
-                answer.close()  # or Python warns of a coroutine that was never awaited
-            raise WouldBlock("put_nowait() cannot wait for an accept= that is async: use put()")
+            return self._filtered(answer, now, may_wait)
+        if may_wait:
+            return self._finish_filter(_ids(question or ()), answer)
+        if inspect.iscoroutine(answer):
+            # the filter was asked in vain, and is asked again by the next put
+            answer.close()  # or Python warns of a coroutine that was never awaited
+        raise WouldBlock("put_nowait() cannot wait for an accept= that is async: use put()")
 
-    async def _finish_filter(self) -> None:
-        keep, now = decision_of(await self._answer), anyio.current_time()
+    async def _finish_filter(self, asked: tuple[str, ...], answer: Awaitable[Any]) -> None:
+        """``asked``: ids of the rollouts that the answer is about."""
+        keep, now = decision_of(await answer), anyio.current_time()
         question = self._puts.core.state.admission.completed_by(self._rollouts, self._size)
         # While an async accept= thought, any other task may have run: a sibling may have been put, evicted or
         # abandoned, so that the answer is about a group that is no more.
-        if question is None or _ids(question) != self._asked:
-            self.begin(now)  # siblings came or left meanwhile: ask again
+        if question is None or _ids(question) != asked:
+            rest = self.begin(now)  # siblings came or left meanwhile: ask again
         else:
             self._puts.lifetime.check_open("put")
-            self._filtered(keep, now)
+            rest = self._filtered(keep, now)
+        if rest is not None:
+            await rest
 
-    def _filtered(self, keep: bool, now: float, may_wait: bool = True) -> None:
-        if keep and self._puts.journal is not None:
-            self._write(self._puts.journal)
-        elif keep:
-            self._take_or_queue(now, may_wait)
-        else:
-            # needs no room, so it is never queued: a refused one must not wait for a place
-            self._puts.core.filter_out(self._rollouts, now, self._size)
-            self._puts.wakeups.changed()  # siblings that waited have made room
-            self.stage = "done"
+    def _filtered(self, keep: bool, now: float, may_wait: bool = True) -> Rest:
+        if keep:
+            journal = self._puts.journal
+            return self._take_or_queue(now, may_wait) if journal is None else self._write(journal)
+        # needs no room, so it is never queued: a refused one must not wait for a place
+        self._puts.core.filter_out(self._rollouts, now, self._size)
+        self._puts.wakeups.changed()  # siblings that waited have made room
+        return None
 
     # -- journalled ----------------------------------------------------------------------------------------------------
 
-    def _write(self, journal: Journal) -> None:
+    def _write(self, journal: Journal) -> Rest:
         core = self._puts.core
         # Checked again when it is taken: what is legal now may be a duplicate once the disk has answered.
         core.check(self._rollouts, self._size)  # a bad rollout is not written
@@ -182,49 +165,38 @@ class PendingPut(Waiter):
         before = None if size is None else core.state.buffer.groups.declared(size.group_id)
         if before is not None and before.closed:
             size = None
-        written = journal.write(self._rollouts, core.state.in_flight.next_step, size)
-        self.stage, self._written = "journalling", written
+        return self._finish_journal(journal, journal.write(self._rollouts, core.state.in_flight.next_step, size))
 
-    async def _finish_journal(self) -> None:
-        journal, written = self._puts.journal, self._written
-        assert journal is not None
+    async def _finish_journal(self, journal: Journal, written: Writing) -> None:
         try:
             # Between here and the taking below the rollouts are on the disk and not in the buffer. A crash then brings
             # back rollouts whose put had not returned, which a retry finds as duplicates: never lost, never doubled.
-            await journal.written(written)
-        except BaseException:
-            self._retract_size(journal)
-            raise
-        try:
+            await written.written()
             self._puts.lifetime.check_open("put")
-            self._take_or_queue(anyio.current_time(), may_wait=True)
-            if self.stage == "waiting":
-                await self._puts.wakeups.puts.wait(self, self._try_again)
+            rest = self._take_or_queue(anyio.current_time())
+            if rest is not None:
+                await rest
         except BaseException:
-            # on the disk and not accepted: a restart must not bring it back
+            # on the disk, perhaps, and not accepted: a restart must not bring it back
             journal.retract(written)
-            self._retract_size(journal)
+            if self._size is not None:
+                # the earlier declaration of the group still holds
+                name, groups = self._size.group_id, self._puts.core.state.buffer.groups
+                journal.group_declared(name, groups.declared(name))
             raise
-
-    def _retract_size(self, journal: Journal) -> None:
-        """The earlier declaration of the group still holds."""
-        if self._size is not None:
-            name, groups = self._size.group_id, self._puts.core.state.buffer.groups
-            journal.declare(name, groups.declared(name))
 
     # -- waiting for room ----------------------------------------------------------------------------------------------
 
-    def _take_or_queue(self, now: float, may_wait: bool) -> None:
+    def _take_or_queue(self, now: float, may_wait: bool = True) -> Rest:
         core, queue = self._puts.core, self._puts.wakeups.puts
         # those who wait go first; but a sibling needs no room, and may be what a full buffer waits for
         if queue.waiters and self._rollouts and not core.state.admission.is_sibling(self._rollouts[0]):
             core.check(self._rollouts, self._size)  # a bad rollout is refused now, not after a long wait
         elif self._take(now):
-            return
+            return None
         if not may_wait:
             raise WouldBlock
-        self.stage = "waiting"
-        queue.join(self)
+        return queue.wait(self, self._try_again)
 
     def _try_again(self) -> Literal[True] | None:
         self._puts.lifetime.check_open("put")
@@ -242,7 +214,6 @@ class PendingPut(Waiter):
             wakeups.changed()  # fewer places are kept for siblings
         # Last: it may wake tasks, which find the rollouts held.
         wakeups.added(self.group_id)
-        self.stage = "done"
         return True
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 import anyio
 import msgspec
@@ -41,7 +41,6 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch_bytes: Count = 2**40
     next_step: Count | None = None
     """The weights contain all steps before this one; None: not said."""
-    loops: Literal["finish", "plain"] = "finish"
     version: int | None = None
     has: dict[int, HeldStep] = {}
     goes_on: bool = False
@@ -76,8 +75,6 @@ class Member:
         """Sessions of those that were given up with it."""
         self.ended = False
         """The rank knows that no more steps come."""
-        self.left = False
-        """The rank closed its feed after that."""
         self.error: RankLostError | None = None
         """Cause of its loss, if it was there before."""
         self.give_up_at = math.inf
@@ -87,20 +84,26 @@ class Member:
         self._was_ready = False
 
     @property
+    def came(self) -> Came:
+        """Facts of it that the next controller must know."""
+        return Came(*self.id, self.rank.incarnation, self.rank.is_given_up, sorted(self.fenced), is_ended=self.ended)
+
+    @property
     def was_here(self) -> bool:
         """The rank has come at some time."""
         return bool(self.peers) or self.error is not None
 
-    def note_readiness(self, *, ready: bool) -> None:
+    def note_readiness(self) -> None:
         """Remember since when it has room for a step, or has none."""
+        ready = self.rank.room > 0
         if ready != self._was_ready:
             self._was_ready, self.since = ready, anyio.current_time()
 
-    def lost(self, cause: str, text: str = "", step: int | None = None) -> RankLostError:
-        """The error for its loss; ``text`` where there is more to say than that it is gone."""
-        step = self.last_step if step is None else step
+    def lost(self, cause: str) -> RankLostError:
+        """The error for its loss."""
+        step = self.last_step
         doing = "nothing had been sent to it" if step is None else f"the last step sent to it was {step}"
-        text = text or (
+        text = (
             f"{self.name} (incarnation {self.rank.incarnation}) was lost: {cause}; {doing}. What it has not "
             "acknowledged is still held. Restart the rank under a new incarnation, or give serve() a rejoin_timeout_s"
         )
@@ -122,7 +125,6 @@ class Ranks:
         """``next_step``: the number of the next new step. ``came``: who was in before."""
         self._ledger, self._rejoin_timeout_s, self._next_step = ledger, rejoin_timeout_s, next_step
         self._roles = (TRAIN, *roles)
-        self._came: dict[bytes, About] = {}
         self.members: dict[RankId, Member] = {}
         for one in came:
             self._restore(one)
@@ -138,7 +140,7 @@ class Ranks:
         one = RankId(came.role, came.rank)
         self._ledger.restore_rank(one, came.incarnation, fenced=came.is_fenced)
         member = self._member(one)
-        member.ended = member.left = came.is_ended
+        member.ended = came.is_ended
         member.fenced.update(came.sessions)
 
     def __getitem__(self, one: RankId) -> Member:
@@ -186,7 +188,6 @@ class Ranks:
         member.fenced |= member.sessions
         member.sessions.clear()
         for peer in member.peers.values():
-            forget(peer)
             peer.fail(refused_error("value", f"{member.name} was given up, since others of its processes were lost"))
         member.peers.clear()
         self._want(member.id.role, self._ledger.wanted[member.id.role] - {member.id.number})
@@ -197,7 +198,7 @@ class Ranks:
 
     # coming in
 
-    def admit(self, join: Join) -> None:
+    def admit(self, peer: Peer, join: Join) -> None:
         """Raise RefusedError for a rank that may not come in, WireError for one that does not say who it is."""
         try:
             about = _decoder.decode(join.about)
@@ -212,6 +213,12 @@ class Ranks:
                 f"with ranks from 0 to {self.num_places - 1}. Give both the same number of data-parallel ranks"
                 + (": those of a role work on the trainer's plan" if about.role else ""),
             )
+        if about.role not in self._roles:
+            raise refused_error(
+                "value",
+                f"{who} is asked for nothing: serve() has the roles {[*self._roles[1:]]}. Name it in serve(roles=), "
+                "with its columns",
+            )
         if member is not None and join.session in member.fenced:
             raise refused_error(
                 "value",
@@ -223,8 +230,7 @@ class Ranks:
             self._check_weights(about)
         # a new process is another incarnation than one that was given up, whatever its number
         incarnation = max(about.incarnation, self._ledger.fenced.get(about.id, -1) + 1)
-        # kept until attach(): between the two the service shakes hands with the process
-        self._came[join.session] = msgspec.structs.replace(about, incarnation=incarnation)
+        peer.data = msgspec.structs.replace(about, incarnation=incarnation)
 
     def _check_free(self, member: Member, about: About, session: bytes) -> None:
         there, seats, incarnation = member.peers.get(about.seat), member.rank.seats, member.rank.incarnation
@@ -270,27 +276,26 @@ class Ranks:
 
     def attach(self, peer: Peer) -> tuple[Member, int]:
         """A process that was admitted is here. What it has, the ledger is told. -> its rank, and its seat."""
-        about = self._came.pop(peer.session)
+        about: About = peer.data
         one = about.id
         member = self._member(one)
         member.sessions.add(peer.session)
         # all its processes start again together: what older ones still send does not count
         if about.incarnation > member.rank.incarnation:
             for old in member.peers.values():
-                forget(old)
                 old.close(f"superseded by incarnation {about.incarnation}")
             member.peers.clear()
             member.last_step = None
         member.peers[about.seat] = peer
         member.max_bytes = about.max_batch_bytes
-        member.left = member.ended = False
+        member.ended = False
         member.since = anyio.current_time()
         # one process that is back is not its rank: the clock runs until all are
         if len(member.peers) == about.seats:
             member.error, member.give_up_at = None, math.inf
         peer.keep_s, peer.name = _KEEP_S, member.name
         # who comes to a place that a lost rank has left takes part from the next plan on
-        is_free = one.role in self._roles and one.number < self.num_places and not self._ledger.ended
+        is_free = one.number < self.num_places and not self._ledger.ended
         if is_free and not self._is_wanted(member):
             self._want(one.role, {*self._ledger.wanted[one.role], one.number})
         self._ledger.joined(
@@ -301,23 +306,18 @@ class Ranks:
     # going
 
     def detach(self, member: Member, seat: int, end: ConnectionEnd) -> None:
-        """A process's connection is over."""
-        closed, steps = "the rank closed its feed", self._ledger.unacknowledged(member.id)
-        if member.ended and steps:
-            closed += f" without an acknowledgement of step {steps[0]}"
-        causes = {"closed": closed, "refused": f"it broke the protocol: {end.text}"}
-        self.lose(member, seat, member.lost(causes.get(end.kind, end.text)), left=end.kind == "closed")
-
-    def lose(self, member: Member, seat: int, error: RankLostError, *, left: bool = False) -> None:
         """A process of a rank is gone, and may come back."""
         del member.peers[seat]
         self._ledger.lost(member.id, seat)
         member.since = anyio.current_time()
-        if left and member.ended and not self._ledger.owes(member.id, seat):
-            member.left = not member.peers
-        else:
+        late = [step for step, share in member.rank.active.items() if not share.acked >> seat & 1]
+        if end.kind != "closed" or not member.ended or late:
+            closed = "the rank closed its feed"
+            if member.ended and late:
+                closed += f" without an acknowledgement of step {late[0]}"
+            causes = {"closed": closed, "refused": f"it was refused: {end.text}"}
             # the first cause is the one to name: others follow from it
-            member.error = member.error or error
+            member.error = member.error or member.lost(causes.get(end.kind, end.text))
             # the earliest time counts: a second process that is lost must not prolong the wait for the first
             wait_s = self._rejoin_timeout_s if self._is_wanted(member) else 0.0
             member.give_up_at = min(member.give_up_at, anyio.current_time() + wait_s)
@@ -331,14 +331,14 @@ class Ranks:
     # questions
 
     def is_finished(self, member: Member) -> bool:
-        """The rank has nothing left to receive, and need not be told of the end any more."""
-        # told of the end and gone, or lost: an error with a connection means that it has come back in part
-        is_gone = member.left or (member.error is not None and not member.peers)
-        return is_gone and not self._ledger.unacknowledged(member.id)
+        """The rank has nothing left to receive or to acknowledge, and need not be told of the end any more."""
+        # lost: an error with a connection means that it has come back in part
+        is_lost = member.error is not None and not member.peers
+        return (member.ended or is_lost) and not member.rank.active
 
     @property
     def unfinished(self) -> list[Member]:
-        """Ranks that have not acknowledged all, or have not left; in order."""
+        """Ranks that have not acknowledged all, or were not told of the end; in order."""
         return [
             member
             for _, member in sorted(self.members.items())
@@ -346,22 +346,27 @@ class Ranks:
         ]
 
     @property
+    def connected(self) -> list[Member]:
+        """Ranks of which a process is connected, in order."""
+        return [member for _, member in sorted(self.members.items()) if member.peers]
+
+    @property
     def next_to_give_up(self) -> Member:
-        """The lost rank whose time is over first."""
-        return min(self.members.values(), key=lambda member: member.give_up_at)
+        """The lost rank whose time is over first; of several, one with work that others must do."""
+        return min(self.members.values(), key=lambda member: (member.give_up_at, not member.rank.active))
 
     def states(self, roles: Collection[str] = (TRAIN,)) -> list[RankState]:
         """State of each rank of these roles that takes part, by role and number."""
-        now, steps_of = anyio.current_time(), self._ledger.unacknowledged
+        now = anyio.current_time()
         return [
             RankState(
                 rank=one.number,
-                ready=self._ledger.room(one) > 0,
+                ready=member.rank.room > 0,
                 since_s=now - member.since,
                 connected=len(member.peers) == member.rank.seats,
                 lost=None if member.error is None else member.error.cause,
-                queue=len(steps_of(one)),
-                step=next(iter(steps_of(one)), None),
+                queue=len(member.rank.active),
+                step=next(iter(member.rank.active), None),
                 role=one.role,
             )
             for one, member in sorted(self.members.items())
@@ -369,17 +374,10 @@ class Ranks:
         ]
 
 
-def forget(peer: Peer) -> None:
-    """Messages that still come on this connection are ignored."""
-    peer.on_report = lambda *_: None
-    peer.on_end = lambda _: None
-
-
-def different_weights(rank: int, has: int, others: Mapping[int, int | None]) -> str:
+def different_weights(rank: int, has: int, others: Mapping[int, int]) -> str:
     """Text that says why ranks cannot go on together."""
-    known = {number: there for number, there in sorted(others.items()) if there is not None}
-    lowest = min(has, *known.values())
-    theirs = ", ".join(f"rank {number}'s all before {there}" for number, there in known.items())
+    lowest = min(has, *others.values())
+    theirs = ", ".join(f"rank {number}'s all before {there}" for number, there in sorted(others.items()))
     return (
         f"the weights of rank {rank} contain all steps before {has}, and {theirs}: they would train on different "
         f"weights. Go back together to those before step {lowest}, or take another rank's, and say which by next_step="

@@ -2,10 +2,10 @@
 
 ::
 
-    accepted --> Recorder.accepted: a row in a list --some rows, or some seconds--> queue --> the thread that writes
+    accepted --> Recorder.accepted: a row in a list --some rows, or some seconds--> the thread that writes
 
-The event loop's thread only ever appends to a list and to a queue. A disk that is full, slow or gone costs the rest of
-the recording, is logged once and kept in ``error``; never a put.
+The event loop's thread only ever appends to a list, and hands it over. A disk that is full, slow or gone costs the rest
+of the recording, is logged once and kept in ``error``; never a put.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from __future__ import annotations
 import csv
 import logging
 import os
-import threading
 from collections.abc import Sequence
-from queue import SimpleQueue
-from typing import TextIO, TypeAlias
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, TypeAlias
 
 from stream_balancer.core.observer import Observer
 from stream_balancer.errors import ConfigError
@@ -51,11 +50,11 @@ class Recorder(Observer):
         if not self.path.endswith(".csv"):
             raise ConfigError(f"record({self.path!r}): a trace is called something.csv")
         self._first_s = self._handed_s = -1.0
-        self._rows: list[Row] = []
-        self._num_written = 0
-        self._queue: SimpleQueue[list[Row]] = SimpleQueue()
-        self._thread = threading.Thread(target=self._write_all, name="stream-balancer-record", daemon=True)
-        self._thread.start()
+        self._rows: list[Row] = [HEADER]
+        self._num_written = -1  # with the header
+        self._thread = ThreadPoolExecutor(1, "stream_balancer record")
+        # an earlier recording is worth more than this one
+        self._hand_over("x")
 
     def accepted(self, rollouts: Sequence[Rollout], now: float) -> None:
         """Rollouts that were accepted now (seconds on the balancer's clock). O(columns), and a look at their loss
@@ -73,42 +72,38 @@ class Recorder(Observer):
         if len(self._rows) >= ROWS or now - self._handed_s >= SECONDS:
             if self.num_rollouts - self._num_written > MOST_PENDING:
                 self._fail(f"the disk is {MOST_PENDING:,} rows behind")
-            self._queue.put(self._rows)
-            self._rows, self._handed_s = [], now
+            self._handed_s = now
+            self._hand_over()
 
     def close(self) -> None:
         """Write what is left; returns once it is in the file. Blocks: call it in a worker thread. Idempotent."""
-        for rows in (self._rows, []):
-            self._queue.put(rows)
-        self._rows = []
-        self._thread.join()
+        if self._rows:
+            self._hand_over()
+        self._thread.shutdown()
 
-    def _write_all(self) -> None:
-        """In the thread, until no rows come."""
+    def _hand_over(self, mode: Literal["x", "a"] = "a") -> None:
+        rows, self._rows = self._rows, []
+        self._thread.submit(self._write, rows, mode)
+
+    def _write(self, rows: list[Row], mode: Literal["x", "a"]) -> None:
+        """In the thread; the file is closed each time, so that what was written before a crash can be read."""
+        if self.error is not None:
+            return
         try:
-            # an earlier recording is worth more than this one
-            with open(self.path, "x", newline="", encoding="utf-8") as file:
-                rows: list[Row] = [HEADER]
-                while rows and self.error is None:
-                    self._write(file, rows)
-                    rows = self._queue.get()
+            with open(self.path, mode, newline="", encoding="utf-8") as file:
+                csv.writer(file, lineterminator="\n").writerows(rows)
+            self._num_written += len(rows)
         except FileExistsError:
             self._fail("it is there already, and is not overwritten: give another name")
         except OSError as error:
             self._fail(error.strerror or str(error))
-
-    def _write(self, file: TextIO, rows: list[Row]) -> None:
-        csv.writer(file, lineterminator="\n").writerows(rows)
-        # what was written before a crash can be read
-        file.flush()
-        self._num_written += len(rows) if rows[0] is not HEADER else 0
 
     def _fail(self, why: str) -> None:
         if self.error is None:
             self.error = OSError(why)
             _log.error(
                 "recording arrivals to %s stopped after %d of them: %s. Everything else goes on",
-                self.path, self._num_written, why,
+                self.path, max(self._num_written, 0), why,
             )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from stream_balancer.core.executions import execution_of
+from stream_balancer.core.groups import Declared
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.errors import WireError
 from stream_balancer.host.plan_rows import PlanRow, batch_of, plan_of
@@ -138,6 +139,20 @@ class Ended(msgspec.Struct, array_like=True, tag="ended", frozen=True):
     key = "ended"
 
 
+class HeldRollout(NamedTuple):
+    """A rollout that waits, or is in flight."""
+
+    rollout: Rollout
+    arrived_at: float
+    """Seconds; since the epoch in a journal, since the snapshot (below zero) in a checkpoint."""
+    step: int
+    """Number of the next dispatch when it came: how many have passed it over follows."""
+
+    @property
+    def key(self) -> str:
+        return rollout_key(self.rollout.rollout_id)
+
+
 Fact: TypeAlias = PlanRow | Done | Group | Totals | Acked | Came | Ended
 """Facts of which the journal keeps one row for each key."""
 Kind = TypeVar("Kind", bound=Fact)
@@ -160,10 +175,16 @@ def row_name(number: int, key: str) -> str:
     return f"row {number}: {key}"
 
 
-def write_row(
-    name: str, facts: Sequence[Rollouts | Fact], columns: Sequence[Any] = (), *, sealed: bool = True
-) -> bytearray:
-    """The row of this name. ``sealed``: the checksum is of the columns, too. O(bytes)."""
+def write_row(name: str, rows: Sequence[Fact | HeldRollout], *, sealed: bool = True) -> bytearray:
+    """The row of this name. ``sealed``: the checksum is of the columns, too. Raises RolloutError, naming it, for a
+    rollout that was changed after it was made. O(bytes)."""
+    held = [one for one in rows if isinstance(one, HeldRollout)]
+    facts: list[Rollouts | Fact] = [one for one in rows if not isinstance(one, HeldRollout)]
+    columns: Sequence[Any] = ()
+    if held:
+        encoded = codec.encode_rollouts([one.rollout for one in held])
+        facts.append(Rollouts([one.arrived_at for one in held], [one.step for one in held], encoded.header))
+        columns = encoded.payload.pieces
     written = _encoder.encode(facts)
     start = _PREFIX.size + len(written)
     # columns begin at a multiple, as the codec writes them, so that views of them are aligned
@@ -192,23 +213,6 @@ def _checksum(name: str, row: memoryview) -> int:
     return zlib.crc32(row[_CRC.size :], zlib.crc32(name.encode()))
 
 
-class HeldRollout(NamedTuple):
-    """A rollout that waits, or is in flight."""
-
-    rollout: Rollout
-    arrived_at: float
-    """Seconds; since the epoch in a journal, since the snapshot (below zero) in a checkpoint."""
-    step: int
-    """Number of the next dispatch when it came: how many have passed it over follows."""
-
-
-def write_rollouts(name: str, held: Sequence[HeldRollout], *, sealed: bool = True) -> bytearray:
-    """The row of some rollouts. Raises RolloutError, naming it, for one that was changed after it was made. O(bytes)"""
-    encoded = codec.encode_rollouts([one.rollout for one in held])
-    fact = Rollouts([one.arrived_at for one in held], [one.step for one in held], encoded.header)
-    return write_row(name, [fact], encoded.payload.pieces, sealed=sealed)
-
-
 # --- what rows add up to ---------------------------------------------------------------------------------------------
 
 
@@ -222,15 +226,16 @@ class Records:
         """By id, oldest first."""
         self.damage: dict[str, str] = {}
         """By name of a row, or key of a plan, that cannot be used: a sentence."""
-        self._facts: dict[type, list[Any]] = {kind: [] for kind in get_args(Fact)}
+        self.facts: list[Fact] = []
+        """Oldest first."""
 
     def all_of(self, kind: type[Kind]) -> list[Kind]:
-        """Facts of a kind, oldest first."""
-        return self._facts[kind]
+        """Facts of a kind, oldest first. O(facts)."""
+        return [one for one in self.facts if isinstance(one, kind)]
 
     def only(self, kind: type[Single]) -> Single:
         """The fact of a kind that has one row; before it was written, one that says nothing."""
-        return self.all_of(kind)[-1] if self.all_of(kind) else kind()
+        return (self.all_of(kind) or [kind()])[-1]
 
     def take(self, name: str, row: Any, *, sealed: bool = True) -> None:
         """Take in a row, views of it if it is an array; or note its damage under its name."""
@@ -246,7 +251,7 @@ class Records:
     def add(self, fact: Rollouts | Fact, columns: Memory | None = None) -> None:
         """Take in a fact."""
         if not isinstance(fact, Rollouts):
-            self._facts[type(fact)].append(fact)
+            self.facts.append(fact)
             return
         rollouts = codec.decode_rollouts(fact.header, columns, leases=self.owners)
         for one in map(HeldRollout, rollouts, fact.arrived_at, fact.steps):
@@ -267,7 +272,7 @@ class Records:
                 self.damage[plan.key] = f"step {plan.step}: its plan names rollouts that are lost"
         planned = {r.rollout_id for batch in flying for r in batch.rollouts if not r.is_padding}
         waiting = [held for name, held in self.held.items() if name not in planned]
-        totals, groups = self.only(Totals), Counter(_groups_of(held.rollout for held in waiting))
+        totals, waits = self.only(Totals), Counter(_groups_of(held.rollout for held in waiting))
         # Damage must not turn it back: ranks would take a number that comes twice for the same step. So it is at least
         # what plans and rollouts know.
         known = (*(plan.step + 1 for plan in plans), *(held.step for held in self.held.values()))
@@ -278,10 +283,10 @@ class Records:
         closed = {name: one for name, one in declared.items() if one.closed or one.size is None}
         # A group that was closed after its last sibling had left is done; unless one was lost, and may come again.
         left = totals.departed
-        done = {name for name, one in closed.items() if name not in groups and left.get(name, 0) >= (one.size or 0)}
-        groups.update({name: number for name, number in left.items() if name not in done})
-        came = groups.copy()  # of those that are done, too
-        came.update(name for name in _groups_of(rollouts[name] for name in planned) if name not in groups)
+        done = {name for name, one in closed.items() if name not in waits and left.get(name, 0) >= (one.size or 0)}
+        left = {name: number for name, number in left.items() if name not in done}
+        came = waits + Counter(left)  # of those that are done, too
+        came.update([name for name in _groups_of(rollouts[name] for name in planned) if name not in came])
         counts = {"acknowledged": 0} | totals.counts
         counts["evicted"] = dict.fromkeys(get_args(EvictReason), 0) | counts.get("evicted", {})
         # What was set aside was never accepted here, or the totals would not add up again.
@@ -291,9 +296,11 @@ class Records:
             waited_s=np.maximum(now - arrived, 0.0),
             skips=np.array([max(next_step - held.step, 0) for held in waiting], dtype=np.int64),
             in_flight=tuple(flying),
-            group_arrivals=groups,
-            group_sizes={name: one.size for name, one in declared.items() if one.size and not one.closed},
-            closed_groups={name: one.size if one.closed else came[name] for name, one in closed.items()},
+            group_departures=left,
+            groups={
+                name: Declared(one.size if one.closed or one.size else came[name], name in closed)
+                for name, one in declared.items()
+            },
             past_ids=tuple(chain.from_iterable(one.ids for one in self.all_of(Done))),
             version=totals.version,
             next_step=next_step,
@@ -306,18 +313,11 @@ class Records:
 
 def facts_of(snapshot: Snapshot) -> list[Fact]:
     """All that a snapshot says but its rollouts and what was learned. O(groups + rollouts)."""
-    departed = Counter(snapshot.group_arrivals)
-    # arrived less waiting: these have left, and their siblings must know
-    departed.subtract(_groups_of(snapshot.waiting))
-    closed = (Group(name, size, closed=True) for name, size in snapshot.closed_groups.items())
-    sizes = (Group(name, size, closed=False) for name, size in snapshot.group_sizes.items())
-    left = {name: number for name, number in departed.items() if number > 0}
     return [
         *map(plan_of, snapshot.in_flight),
         Done(0, list(snapshot.past_ids)),
-        *closed,
-        *sizes,
-        Totals(snapshot.next_step, snapshot.version, dict(snapshot.counts), left),
+        *(Group(name, *declared) for name, declared in snapshot.groups.items()),
+        Totals(snapshot.next_step, snapshot.version, dict(snapshot.counts), dict(snapshot.group_departures)),
     ]
 
 

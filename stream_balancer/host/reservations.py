@@ -6,19 +6,19 @@ place is given back. A slot's put is a put like any other (:mod:`stream_balancer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
+from typing import Any
 
 import anyio.lowlevel
 
-from stream_balancer.core.groups import closed
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.throttle import Throttle, check_reserve
 from stream_balancer.errors import ClosedResourceError
 from stream_balancer.host.lifetime import Lifetime
 from stream_balancer.host.puts import Puts
 from stream_balancer.host.wakeups import Waiter, Wakeups
-from stream_balancer.slots import Reservation, Slot, check_group
+from stream_balancer.slots import Reservation, Slot
 from stream_balancer.types import Rollout
 
 
@@ -50,22 +50,18 @@ class Reservations:
         self._lifetime.enter("reserve")
         await anyio.lowlevel.checkpoint()
         begun = self.begin(count)
-        return begun if isinstance(begun, Slot) else await self.finish(begun)
+        return begun if isinstance(begun, Slot) else await begun
 
-    def begin(self, count: int) -> Slot | Waiter:
-        """A slot; or a place in the queue, and then :meth:`finish` must follow. Raises as :meth:`admit`."""
+    def begin(self, count: int) -> Slot | Coroutine[Any, Any, Slot]:
+        """A slot; or a place in the queue, and what is returned must be awaited for it. Raises as :meth:`admit`."""
         # nobody overtakes those who wait
         if not self._wakeups.reserves and (slot := self._try_admit(count)) is not None:
             return slot
-        pending = Waiter()
-        pending.group_id, pending.count = None, count
-        self._wakeups.reserves.join(pending)
+        waiter = Waiter()
+        waiter.group_id, waiter.count = None, count
+        rest = self._wakeups.reserves.wait(waiter, partial(self._try_admit, count))
         self._wakeups.wake_consumer()  # nobody may begin: the window may be as full as it gets
-        return pending
-
-    async def finish(self, pending: Waiter) -> Slot:
-        """Wait until it is admitted. If cancelled, nothing was reserved."""
-        return await self._wakeups.reserves.wait(pending, partial(self._try_admit, pending.count))
+        return rest
 
     def resume(self, count: int, version: int) -> Slot | None:
         """A slot that was admitted at ``version``, and given back because its producer was taken for lost, which has
@@ -88,9 +84,7 @@ class Reservations:
 
     async def put_in(self, slot: Slot, rollouts: Sequence[Rollout], complete: bool | None) -> None:
         """See :class:`Admits`."""
-        if complete is not None:
-            check_group(rollouts)
-        await self.puts.put(rollouts, closed(rollouts[0].group_id) if complete else None)
+        await self.puts.put(rollouts, complete=complete)
 
     def settle(self, slot: Slot, count: int) -> None:
         """See :class:`Admits`."""

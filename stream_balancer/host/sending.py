@@ -17,7 +17,6 @@ from stream_balancer.core.steps.orders import (
     Mask,
     Order,
     RankAck,
-    Refuse,
     Replan,
     SendDrop,
     SendEnd,
@@ -33,8 +32,7 @@ from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.columns import Columns
 from stream_balancer.host.journal.handed import Handed
 from stream_balancer.host.plans import StepPlan, laid_out_anew
-from stream_balancer.host.ranks import Ranks, different_weights, forget
-from stream_balancer.host.records import Came
+from stream_balancer.host.ranks import Ranks, different_weights
 from stream_balancer.host.seals import seal_of, sizes_of_plan
 from stream_balancer.net import messages
 from stream_balancer.net.messages import Message, MiniBatchHead, Notify, Sizes, StepHead, Work, WorkItem
@@ -68,7 +66,7 @@ class Sender:
     def __init__(self, here: InFlight) -> None:
         self._here = here
         self._encoded: dict[tuple[int, tuple[int, ...]], Encoded] = {}
-        self._behind_disk: list[tuple[Any, Message]] = []
+        self._behind_disk: list[tuple[Any, Peer | None, Message]] = []
         self._slow: tuple[int, int] | None = None  # rank and step of the straggler that was logged
 
     async def carry_out(self, orders: Iterable[Order]) -> None:
@@ -79,12 +77,11 @@ class Sender:
         self._encoded.clear()
         behind, self._behind_disk = self._behind_disk, []
         if behind:
-            links = {order: self._peer(order) for order, _ in behind}
             await self._here.handed.flush()
-            for order, message in behind:
-                # it may be another process by now, to which the ledger gives orders of its own
-                if self._peer(order) is links[order]:
-                    self._tell(order, message)
+        for order, peer, message in behind:
+            # it may be another process by now, to which the ledger gives orders of its own
+            if self._peer(order) is peer:
+                self._tell(order, message)
 
     def _carry_out(self, order: Order) -> None:
         match order:
@@ -101,12 +98,7 @@ class Sender:
             case SendDrop():
                 self._drop(order)
             case Behind():
-                others = {one.number: there for one, there in order.others.items()}
-                why = different_weights(order.rank.number, order.weights, others)
-                self._turn_away(order, "its weights are behind", why)
-            case Refuse():
-                why = f"{self._here.ranks[order.rank].name} was given up. Start it again"
-                self._turn_away(order, "it was given up", why)
+                self._refuse(order)
             case SendEnd():
                 self._end(order)
             case Replan():
@@ -190,7 +182,7 @@ class Sender:
             message = seal_of(plan, seal.number, [one.number for one in seal.ranks], seal.gone)
         # What is masked must be known to the next controller, if some of the ranks have met by then.
         if seal.gone:
-            self._behind_disk.append((order, message))
+            self._behind_disk.append((order, self._peer(order), message))
         else:
             self._tell(order, message)
 
@@ -204,20 +196,18 @@ class Sender:
         )
         self._tell(order, messages.Drop(step, order.met, text))
 
-    def _turn_away(self, order: Behind | Refuse, cause: str, text: str) -> None:
-        member = self._here.ranks[order.rank]
+    def _refuse(self, order: Behind) -> None:
+        others = {one.number: there for one, there in order.others.items()}
         peer = self._peer(order)
         if peer is not None:
-            forget(peer)
-            peer.fail(refused_error("value", text))
-            self._here.ranks.lose(member, order.seat, member.lost(cause))
+            peer.fail(refused_error("value", different_weights(order.rank.number, order.weights, others)))
 
     def _end(self, order: SendEnd) -> None:
         member = self._here.ranks[order.rank]
         member.ended = True
         # It may be gone for good as soon as it knows: the next controller must not wait for it.
-        self._here.handed.note(Came(*order.rank, member.rank.incarnation, False, sorted(member.fenced), is_ended=True))
-        self._behind_disk.append((order, Notify(end=True)))
+        self._here.handed.note(member.came)
+        self._behind_disk.append((order, self._peer(order), Notify(end=True)))
 
     # to the balancer
 

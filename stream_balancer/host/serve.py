@@ -27,6 +27,7 @@ Four tasks, and what each waits for::
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -46,7 +47,6 @@ from stream_balancer.host.columns import Columns, check_roles
 from stream_balancer.host.peers import Peers
 from stream_balancer.host.plans import StepPlan, items_of, new_generation, uid_of
 from stream_balancer.host.ranks import Member, Ranks
-from stream_balancer.host.records import Came
 from stream_balancer.host.sending import InFlight, Sender
 from stream_balancer.host.stalls import why_stalled
 from stream_balancer.host.transport import TorchTransport, Transport
@@ -156,10 +156,11 @@ class _Server(Observer):
             speeds=dict(enumerate(balancer.config.speeds or ())),
         )  # fmt: skip
         self._sender = Sender(self._here)
-        self._peers = Peers(self._here, transport.service, self._wake, self._on_joined)
+        self._peers = Peers(self._here, transport.service, self._wake)
         self._reporter = StallReporter(report_after_s, partial(why_stalled, self._here), logger)
         self._facts, self._changes = anyio.Event(), anyio.Event()
         self._failure: Exception | None = None
+        self._is_over = False
 
     async def run(self) -> None:
         for batch in self._balancer.in_flight():
@@ -178,7 +179,7 @@ class _Server(Observer):
             self._consumer.rank_states = None
             self._balancer.observers.remove(self)
             # before the next serve(): its ranks must dial again, and say anew what they have
-            self._peers.leave()
+            self._peers.leave(is_over=self._is_over)
             self._here.handed.end()
         if self._failure is not None:
             raise self._failure
@@ -223,6 +224,18 @@ class _Server(Observer):
         self._ledger.end()
         self._wake()
         await self._until(lambda: not self._ranks.unfinished)
+        # what they still say after their last acknowledgement is answered: statistics(), set_version()
+        with anyio.move_on_after(_LEAVE_S):
+            await self._until(lambda: not self._ranks.connected)
+        if left := self._ranks.connected:
+            names = ", ".join(member.name for member in left)
+            logger.warning(
+                "%s: all is done, and the feed was not closed for %d s. serve() ends without; close() a feed that is "
+                "not iterated to its end",
+                names,
+                _LEAVE_S,
+            )
+        self._is_over = True
 
     def _wants_step(self) -> bool:
         members, steps = self._ledger.members(TRAIN), self._ledger.steps.values()
@@ -266,7 +279,6 @@ class _Server(Observer):
             plan.batches.append(row)
             self._ledger.appended(row.step, self._items(plan), complete=row.is_last)
             self._left()
-        self._follow_the_ranks()
 
     def _items(self, plan: StepPlan) -> list[Item]:
         roles = {role: self._ledger.members(role) for role in self._here.columns.names}
@@ -274,8 +286,8 @@ class _Server(Observer):
 
     def _left(self) -> None:
         self._reporter.moved()
-        for one, member in self._ranks.members.items():
-            member.note_readiness(ready=self._ledger.room(one) > 0)
+        for member in self._ranks.members.values():
+            member.note_readiness()
         self._wake()
 
     def _next_step(self) -> int:
@@ -333,6 +345,7 @@ class _Server(Observer):
             facts = self._facts
             while orders := self._ledger.orders():
                 await self._sender.carry_out(orders)
+            self._follow_the_ranks()
             # after the orders: what the lost rank said last may have been all that was missing
             lost = self._ranks.next_to_give_up
             if lost.give_up_at <= anyio.current_time():
@@ -346,14 +359,18 @@ class _Server(Observer):
     async def _give_up(self, lost: Member) -> None:
         """A rank has not come back in time: the others go on without it, if they can."""
         ledger, error = self._ledger, lost.error or lost.lost(_NOT_BACK)
-        steps = ledger.unacknowledged(lost.id)
+        steps = [*lost.rank.active]
+        # It was told of the end before a crash that forgot it, and has left: there is nothing that others must do.
+        if ledger.ended and not ledger.steps:
+            lost.ended, lost.give_up_at = True, math.inf
+            return
         # the last one of its kind cannot be replaced
         if not self._replan or not {*ledger.members(lost.id.role)} - {lost.id}:
             raise error
         # first the ledger: orders made from here on name it no more
         ledger.gave_up(lost.id)
         self._ranks.remove(lost)
-        self._here.handed.note(Came(*lost.id, lost.rank.incarnation, True, sorted(lost.fenced)))
+        self._here.handed.note(lost.came)
         for step in () if lost.id.role else steps:
             self._here.handed.add(step, self._here.plans[step].uid, lost=[lost.id.number])
         # Before others are sent its work: after a crash, both would have it.
@@ -361,23 +378,18 @@ class _Server(Observer):
         logger.warning(
             "%s is given up: %s. Its unfinished work of steps %s is for the other ranks", lost.name, error.cause, steps
         )
-        self._follow_the_ranks()
 
     def _follow_the_ranks(self) -> None:
         """The balancer plans for those that are left, and for one that has come back; not in the midst of a step."""
-        numbers, speeds = self._ranks.numbers, self._here.speeds
         # the rows of one step are for the same ranks, as a gradient is
         is_open = any(not plan.is_complete for plan in self._here.plans.values())
-        if is_open or len(numbers) == self._balancer.config.dp_size:
+        if is_open or len(self._ledger.wanted[TRAIN]) == self._balancer.config.dp_size:
             return
+        numbers, speeds = self._ranks.numbers, self._here.speeds
         changes = {"speeds": tuple(speeds.get(number, 1.0) for number in numbers)} if speeds else {}
         self._balancer.reconfigure(dp_size=len(numbers), **changes)
 
     # -- what happens --------------------------------------------------------------------------------------------------
-
-    def _on_joined(self) -> None:
-        self._follow_the_ranks()
-        self._wake()
 
     def reconfigured(self, before: BalancerConfig) -> None:
         """More ranks, or fewer, take part from now on."""
@@ -415,31 +427,21 @@ def _check_knobs(config: BalancerConfig, option: str, *, late: bool = False) -> 
     """Raise ConfigError for knobs that rule the option out."""
     micro, mini = config.micro_batches, config.step_size.mini_batches
     # the constructor of the balancer cannot check these: options of serve() are not known there
+    meets = (
+        "ranks meet several times in a step, and what changes hands in between cannot join the meetings that are over"
+    )
+    runs = "each rank must run its number, and nobody can take one over"
+    any_number = "a rank that some are moved from is left with any number"
+    takes = "a micro-batch that is moved takes part of a group away"
     for is_set, knob, why in (
-        (
-            mini > 1,
-            f"step_size.mini_batches={mini}",
-            "ranks meet several times in a step, and what changes hands in between cannot join the meetings that are "
-            "over",
-        ),
-        (
-            late and micro.counts != "free",
-            f"sync={config.sync!r} and micro_batches.counts={micro.counts!r}",
-            "each rank must run its number, and nobody can take one over",
-        ),
-        (
-            late and micro.multiple_of > 1,
-            f"micro_batches.multiple_of={micro.multiple_of}",
-            "a rank that some are moved from is left with any number",
-        ),
-        (
-            late and config.groups.keep == "same_rank",
-            "groups.keep='same_rank'",
-            "a micro-batch that is moved takes part of a group away",
-        ),
+        (mini > 1, f"step_size.mini_batches={mini}", meets),
+        (late and micro.counts != "free", f"sync={config.sync!r} and micro_batches.counts={micro.counts!r}", runs),
+        (late and micro.multiple_of > 1, f"micro_batches.multiple_of={micro.multiple_of}", any_number),
+        (late and config.groups.keep == "same_rank", "groups.keep='same_rank'", takes),
     ):
         if is_set:
             raise ConfigError(f"{option} with {knob}: {why}. Leave one of them out")
 
 
+_LEAVE_S = 60.0  # a feed that is iterated leaves by itself; one that was dropped must not keep the controller for ever
 _NOT_BACK = "it did not come back after the controller was started again"

@@ -12,13 +12,27 @@ from stream_balancer.host.sending import InFlight
 def why_stalled(here: InFlight, seconds: float) -> str:
     """The line after so many seconds without a step."""
     if here.ledger.ended:
-        # who has not acknowledged keeps the others: its rank is named alone
-        left = here.ranks.unfinished
-        names = ", ".join(one.name for one in [m for m in left if here.ledger.unacknowledged(m.id)] or left)
-        return f"all batches were sent {seconds:.0f} s ago; not yet done with them: {names}"
+        return f"all batches were sent {seconds:.0f} s ago; not yet done with them: {_why_not_done(here)}"
     why_ranks = why_ranks_wait(here.ranks.states([*here.ledger.wanted]))
     reasons = [why_ranks, *_why_steps_wait(here), here.balancer.why_no_batch()]
     return f"no batch for {seconds:.0f} s: " + "; ".join(filter(None, reasons))
+
+
+def _why_not_done(here: InFlight) -> str:
+    """Ranks that the end waits for, and what to do about one that may have left for good."""
+    left = here.ranks.unfinished or here.ranks.connected
+    # who has not acknowledged keeps the others: its rank is named alone
+    late = [(member, steps) for member in left if (steps := [*member.rank.active])]
+    names = ", ".join(member.name for member, _ in late) or ", ".join(member.name for member in left)
+    # a controller before this one may have died with an acknowledgement that was not on the disk
+    away = [(member.name, steps) for member, steps in late if not member.peers]
+    if not away:
+        return names
+    who, last = ", ".join(name for name, _ in away), max(steps[-1] for _, steps in away)
+    return (
+        f"{names}. Not connected: {who}. If it has left, with these steps in its weights, "
+        f"balancer.acknowledge_through({last}) ends the wait"
+    )
 
 
 def _why_steps_wait(here: InFlight) -> Iterator[str]:

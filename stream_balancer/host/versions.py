@@ -1,14 +1,10 @@
-"""Waiters for the next policy version, and subscribers that each new one is passed on to. No version is decided on
-here.
+"""Waiters for the next policy version. No version is decided on here.
 
 An :class:`~stream_balancer.core.observer.Observer`: a version comes by ``set_version()``, with a checkpoint, or out of
 a journal.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import anyio
 import anyio.lowlevel
@@ -25,7 +21,6 @@ class Versions(Observer):
     def __init__(self, core: BalancerCore, lifetime: Lifetime) -> None:
         self._core, self._lifetime = core, lifetime
         self._changed = anyio.Event()
-        self._callbacks: list[Callable[[], object]] = []
 
     @property
     def current(self) -> int | None:
@@ -42,26 +37,11 @@ class Versions(Observer):
             await self._changed.wait()
         return current
 
-    @contextmanager
-    def subscribed(self, callback: Callable[[], object]) -> Iterator[None]:
-        """Within the block ``callback()`` is called if there is a version, and for every later one."""
-        self._callbacks.append(callback)
-        if self.current is not None:
-            callback()
-        try:
-            yield
-        finally:
-            self._callbacks.remove(callback)
-
     def version_set(self, version: int) -> None:
         self.wake()
-        # a copy: a callback may end a subscription
-        for callback in [*self._callbacks]:
-            callback()
 
     def restored(self, snapshot: Snapshot) -> None:
-        if self.current is not None:
-            self.version_set(self.current)
+        self.wake()
 
     def wake(self) -> None:
         """Waiters look again; they raise ClosedResourceError once the balancer is closed."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import anyio
 
@@ -66,7 +66,7 @@ class StallReporter:
 
 
 class Waiter:
-    """A task that waits its turn, from :meth:`WaitQueue.join` on."""
+    """A task that waits its turn in a :class:`WaitQueue`."""
 
     __slots__ = ("count", "group_id", "wake")
 
@@ -83,8 +83,8 @@ class WaitQueue:
 
     def __init__(self, reporter: StallReporter) -> None:
         # a dict's first key is found in O(n) after n others have left; this one's in O(1)
-        self.waiters: OrderedDict[int, Waiter] = OrderedDict()
-        """Waiters by identity; for puts, which ask whether there is one."""
+        self.waiters: OrderedDict[Waiter, None] = OrderedDict()
+        """For puts, too, which ask whether there is one."""
         self._of_group: dict[str, list[Waiter]] = {}
         self._reporter = reporter
 
@@ -94,18 +94,18 @@ class WaitQueue:
     @property
     def first(self) -> Waiter | None:
         """The one that has waited longest."""
-        return next(iter(self.waiters.values()), None)
+        return next(iter(self.waiters), None)
 
-    def join(self, waiter: Waiter) -> None:
-        """Take the last place. :meth:`wait` must follow."""
+    def wait(self, waiter: Waiter, attempt: Callable[[], _T | None]) -> Coroutine[Any, Any, _T]:
+        """Take the last place now. -> the result of ``attempt()``, made whenever the task is woken, as soon as that is
+        not None. The waiter leaves the queue in any case: also if it raises, or the task is cancelled."""
         waiter.wake = anyio.Event()
-        self.waiters[id(waiter)] = waiter
+        self.waiters[waiter] = None
         if waiter.group_id is not None:
             self._of_group.setdefault(waiter.group_id, []).append(waiter)
+        return self._wait(waiter, attempt)
 
-    async def wait(self, waiter: Waiter, attempt: Callable[[], _T | None]) -> _T:
-        """The result of ``attempt()``, made whenever the task is woken, as soon as that is not None. The waiter leaves
-        the queue in any case: also if it raises, or the task is cancelled."""
+    async def _wait(self, waiter: Waiter, attempt: Callable[[], _T | None]) -> _T:
         try:
             while True:
                 # one report for the whole queue: the others wait for the same
@@ -125,7 +125,7 @@ class WaitQueue:
 
     def _leave(self, waiter: Waiter) -> None:
         """O(waiting siblings)."""
-        del self.waiters[id(waiter)]
+        del self.waiters[waiter]
         if waiter.group_id is not None:
             siblings = self._of_group[waiter.group_id]
             siblings.remove(waiter)
@@ -211,8 +211,11 @@ class Wakeups:
             first.wake.set()
 
     def end(self) -> None:
-        """End of admission, or of everything: who waits looks, and raises, which wakes the next."""
+        """End of admission, or of everything: who waits looks, and raises. O(waiting tasks)."""
         if self._consumer is not None:
             self._consumer.set()
-        self.puts.wake_first()
-        self.reserves.wake_first()
+        # All in one pass of the loop, not each by the one before: what a put has on the disk it retracts from a journal
+        # that closes in the next moment.
+        for queue in (self.puts, self.reserves):
+            for waiter in queue.waiters:
+                waiter.wake.set()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from stream_balancer import planning
+
+Group = TypeVar("Group", bound=Hashable)
 
 
 class UnplannableError(ValueError, AssertionError):
@@ -45,39 +47,41 @@ def fewest(
 
 
 def choose_groups(
-    lengths: Sequence[ArrayLike],
-    costs: Sequence[np.ndarray[Any, Any]],
+    groups: Mapping[Group, Sequence[int]],
+    cost: Callable[[Any], ArrayLike],
     count: int,
     num_ranks: int,
     *,
-    skips: Sequence[int],
+    skips: Mapping[Group, int],
     max_skips: int,
     step: int,
-    due: Sequence[bool] | None = None,
+    due: Container[Group] = (),
     counts: Literal["equal", "free"] = "free",
-) -> list[int]:
-    """Places of ``count`` groups whose rollouts balance over the ranks, ascending.
+) -> list[Group]:
+    """``count`` of the groups that wait, in their order, whose rollouts balance over the ranks.
 
-    ``lengths`` and ``costs``: of each group's rollouts. ``skips``: batches that passed each group over. ``due``: groups
-    that must go now, as far as there is room.
+    ``groups``: tokens of each one's rollouts, oldest group first. ``skips``: batches that passed a group over. ``due``:
+    groups that must go now, as far as there is room.
     """
+    sizes = np.array([len(of_group) for of_group in groups.values()])
+    of_all = np.array([length for of_group in groups.values() for length in of_group], dtype=np.int64)
+    size = max(1, int(sizes.max()))
     # the planner counts rollouts, so groups that lack some get weightless stand-ins
-    size = max(1, *(len(of_group) for of_group in costs))
-    cost, tokens = np.zeros((len(lengths), size)), np.ones((len(lengths), size), dtype=np.int64)
-    for place, of_group in enumerate(costs):
-        cost[place, : len(of_group)] = of_group
-        tokens[place, : len(of_group)] = np.maximum(lengths[place], 1)
+    work, tokens = np.zeros((sizes.size, size)), np.ones((sizes.size, size), dtype=np.int64)
+    is_there = np.arange(size) < sizes[:, None]
+    # of all at once: a cost model is numpy, and a call for one group takes as long as for thousands
+    work[is_there], tokens[is_there] = cost(of_all), np.maximum(of_all, 1)
     positions = planning.choose(
         tokens.ravel(),
-        cost.ravel(),
+        work.ravel(),
         dp_size=min(num_ranks, count * size),
         batch_size=count * size,
         max_skips=max_skips,
-        skips=np.repeat(skips, size),
-        due=None if due is None else np.repeat(due, size),
-        groups=np.repeat(np.arange(len(lengths)), size),
+        skips=np.repeat([skips.get(group, 0) for group in groups], size),
+        due=np.repeat([group in due for group in groups], size),
+        groups=np.repeat(np.arange(sizes.size), size) if size > 1 else None,
         counts=counts,
         step=step,
     )
-    places: list[int] = np.unique(positions // size).tolist()
-    return places
+    names = list(groups)
+    return [names[place] for place in np.unique(positions // size)]

@@ -2,13 +2,9 @@
 
 ::
 
-    rows = Rows(spans(batch["attention_mask"]), width)          # in: a rollout in the making for each row
-    for name, entry in batch.items():
-        rows.tensor(name, entry)                                # columns, scalars and other tensors by their shape
-    rollouts = rows.rollouts(version=3)
-
-    taken = together(rollouts)                                  # out: every field's values side by side, by name
-    {name: padded(columns, width, "right") for name, columns in taken.tokens.items()}
+    where = spans(batch["attention_mask"])                                  # of each row's tokens
+    rollouts = rollouts_of(batch, where, width, version=3)                  # in: entries of n rows, by their shape
+    batch = entries_of(rollouts, "right")                                   # out: tensors of n rows
 
 Torch functions that know no trainer and no name of a column. What comes out of a batch is copied: a rollout that waits
 in the window must not keep the whole batch's memory.
@@ -17,8 +13,9 @@ in the window must not keep the whole batch's memory.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -29,6 +26,8 @@ import stream_balancer as sb
 Side = Literal["left", "right"]
 Version: TypeAlias = int | tuple[int, int]
 """A rollout's policy version, or the oldest and the newest."""
+FIELDS = ("rollout_id", "group_id", "version", "cost", "prefix", "is_padding")
+"""Names of entries that are fields of a rollout."""
 
 
 # --- in ---------------------------------------------------------------------------------------------------------------
@@ -52,46 +51,52 @@ def spans(mask: Tensor) -> list[slice]:
     return found
 
 
-class Rows:
-    """Rollouts in the making: the arguments of each row's ``sb.Rollout``."""
+def rollouts_of(
+    entries: Mapping[str, Any],
+    where: Sequence[slice],
+    width: int | None,
+    *,
+    scalars: Collection[str] | None = None,
+    tensors: Collection[str] = (),
+    group_size: int | None = None,
+    version: Version | None = None,
+) -> list[sb.Rollout]:
+    """Rollouts of a batch's entries: tensors ``[n, ...]``, and lists of ``n`` values.
 
-    def __init__(self, where: Sequence[slice], width: int | None = None) -> None:
-        """``where``: of each row's tokens, in ``[n, width, ...]``."""
-        self.where, self.width = where, width
-        self.fields: list[dict[str, Any]] = [
-            {"tokens": {}, "scalars": {}, "tensors": {}, "metadata": {}} for _ in where
-        ]
-
-    def add(self, field: str, name: str, values: Iterable[Any]) -> None:
-        """Values, one a row, as ``name`` in a field of the rollouts."""
-        for row, value in zip(self.fields, values, strict=True):
-            row[field][name] = value
-
-    def tensor(self, name: str, entry: Tensor) -> None:
-        """An entry ``[n, ...]`` of the batch: columns where it is as wide as the batch, scalars where it is float32
-        ``[n]``, else a tensor a row."""
-        # copies: a view would keep the whole batch's memory while its rollout waits
-        if entry.ndim >= 2 and entry.shape[1] == self.width:
-            self.add("tokens", name, (row[span].clone() for row, span in zip(entry, self.where, strict=True)))
-        elif entry.ndim == 1 and entry.dtype is torch.float32:
-            self.add("scalars", name, entry.tolist())
+    Columns are tensors ``[n, width, ...]``, of which ``where`` are the tokens, and jagged ones that are as long as
+    these; numbers are those in ``scalars`` (None: float32 ``[n]``). Other tensors, and those in ``tensors``, are a
+    tensor a row; lists are metadata, or the field of a rollout of that name. ``group_size``: so many neighbours are
+    siblings. Rollouts without an id are called ``name/0``, ``name/1``, ... by a fresh name.
+    """
+    # the balancer refuses an id twice, and two batches may come from two processes
+    name = uuid.uuid4().hex
+    rows: list[dict[str, Any]] = [
+        {"tokens": {}, "scalars": {}, "tensors": {}, "metadata": {}, "rollout_id": f"{name}/{at}", "version": version}
+        | ({} if group_size is None else {"group_id": f"{name}/{at // group_size}"})
+        for at in range(len(where))
+    ]
+    lengths = [span.stop - span.start for span in where]
+    for key, entry in entries.items():
+        if not isinstance(entry, Tensor):
+            values, field = entry, "tensors" if entry and isinstance(entry[0], Tensor) else "metadata"
+        elif entry.is_nested:
+            values = entry.unbind()
+            field = "tokens" if key not in tensors and [len(row) for row in values] == lengths else "tensors"
+        elif entry.ndim >= 2 and entry.shape[1] == width and key not in tensors:
+            values, field = [row[span] for row, span in zip(entry, where, strict=True)], "tokens"
+        elif key in scalars if scalars is not None else entry.ndim == 1 and entry.dtype is torch.float32:
+            values, field = entry.tolist(), "scalars"
         else:
-            self.add("tensors", name, (row.clone() for row in entry))
-
-    def rollouts(self, *, group_size: int | None = None, version: Version | None = None) -> list[sb.Rollout]:
-        """The rollouts, called ``name/0``, ``name/1``, ... by a fresh name. ``group_size``: so many neighbours are
-        siblings."""
-        # the balancer refuses an id twice, and two batches may come from two processes
-        name = uuid.uuid4().hex
-        return [
-            sb.Rollout(
-                **fields,
-                rollout_id=f"{name}/{at}",
-                group_id=None if group_size is None else f"{name}/{at // group_size}",
-                version=version,
-            )
-            for at, fields in enumerate(self.fields)
-        ]
+            values, field = entry, "tensors"
+        for row, value in zip(rows, values, strict=True):
+            if field == "metadata" and key in FIELDS:
+                row[key] = value
+            elif field == key == "metadata":
+                row[key].update(value)
+            else:
+                # a view would keep the whole batch's memory while its rollout waits
+                row[field][key] = value.clone() if isinstance(value, Tensor) else value
+    return [sb.Rollout(**row) for row in rows]
 
 
 # --- out --------------------------------------------------------------------------------------------------------------
@@ -107,17 +112,18 @@ class Together(NamedTuple):
 
 
 def together(rollouts: Sequence[sb.Rollout]) -> Together:
-    """Raises ValueError if there are no rollouts, or if not all have the same columns, scalars and tensors."""
+    """Raises ValueError if there are no rollouts, or if not all have the same columns, scalars and tensors, columns of
+    one dtype and trailing shape, tensors of one dtype."""
     if not rollouts:
         raise ValueError("there is no rollout to make rows of")
-    first = rollouts[0]
-    for rollout in rollouts:
-        for field in ("tokens", "scalars", "tensors"):
-            ours, theirs = sorted(getattr(first, field)), sorted(getattr(rollout, field))
-            if ours != theirs:
+    first, *others = rollouts
+    kinds = _kinds(first)
+    for rollout in others:
+        for field, theirs in _kinds(rollout).items():
+            if theirs != kinds[field]:
                 raise ValueError(
-                    f"rollouts {first.rollout_id!r} and {rollout.rollout_id!r} differ in their {field}: {ours} "
-                    f"and {theirs}"
+                    f"rollouts {first.rollout_id!r} and {rollout.rollout_id!r} differ in their {field}: "
+                    f"{kinds[field]} and {theirs}. Give all of them the same, of the same dtype and trailing shape"
                 )
     return Together(
         tokens={name: [rollout.tokens[name] for rollout in rollouts] for name in first.tokens},
@@ -127,14 +133,62 @@ def together(rollouts: Sequence[sb.Rollout]) -> Together:
     )
 
 
+def _kinds(rollout: sb.Rollout) -> dict[str, list[str]]:
+    return {
+        "tokens": sorted(f"{name} {column.dtype} {[*column.shape[1:]]}" for name, column in rollout.tokens.items()),
+        "scalars": sorted(rollout.scalars),
+        "tensors": sorted(f"{name} {tensor.dtype}" for name, tensor in rollout.tensors.items()),
+    }
+
+
+def entries_of(
+    rollouts: Sequence[sb.Rollout],
+    side: Side | None,
+    *,
+    pad_values: Mapping[str, float | int | bool] | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> dict[str, Tensor]:
+    """Tensors ``[n, ...]`` of all that the rollouts hold.
+
+    Columns are jagged, or padded with ``pad_values`` (0 where they say nothing) up to the longest, beside a bool
+    ``attention_mask``. ``dtypes`` of scalars; otherwise bool, int64 or float64. Tensors of different shapes are jagged.
+    Raises ValueError as :func:`together` does. O(all tokens).
+    """
+    taken = together(rollouts)
+    entries: dict[str, Tensor] = {}
+    offsets = _offsets(taken.lengths)  # one for all: torch adds columns only if shared
+    for name, columns in taken.tokens.items():
+        if side is None:
+            entries[name] = torch.nested.nested_tensor_from_jagged(torch.cat(columns), offsets)
+        else:
+            entries[name] = padded(columns, max(taken.lengths), side, (pad_values or {}).get(name, 0))
+    if side is not None:
+        entries["attention_mask"] = mask_of(taken.lengths, max(taken.lengths), side)
+    for name, numbers in taken.scalars.items():
+        entries[name] = torch.tensor(numbers, dtype=(dtypes or {}).get(name, _dtype_of(numbers)))
+    for name, tensors in taken.tensors.items():
+        if len({tensor.shape for tensor in tensors}) == 1 or len({tensor.shape[1:] for tensor in tensors}) > 1:
+            entries[name] = stacked(tensors)  # which says what is wrong
+        else:
+            each = _offsets([len(tensor) for tensor in tensors])
+            entries[name] = torch.nested.nested_tensor_from_jagged(torch.cat(tensors), each)
+    return entries
+
+
+def _dtype_of(numbers: Sequence[float | int | bool]) -> torch.dtype:
+    kinds = {type(number) for number in numbers}
+    return torch.bool if kinds == {bool} else torch.float64 if float in kinds else torch.int64
+
+
+def _offsets(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor(list(accumulate(lengths, initial=0)))
+
+
 def padded(columns: Sequence[Tensor], width: int, side: Side, value: float | bool = 0) -> Tensor:
-    """Columns ``[L, ...]`` of at most ``width`` -> ``[n, width, ...]``, filled with ``value``. Raises ValueError where
-    the columns differ in dtype or trailing shape."""
+    """Columns ``[L, ...]`` of at most ``width`` -> ``[n, width, ...]``, filled with ``value``."""
     first = columns[0]
     rows = first.new_full((len(columns), width, *first.shape[1:]), value)
     for row, column in zip(rows, columns, strict=True):
-        if column.dtype != first.dtype or column.shape[1:] != first.shape[1:]:
-            raise ValueError(_differ(first, column))
         start = 0 if side == "right" else width - column.shape[0]
         row[start : start + column.shape[0]] = column
     return rows
@@ -147,24 +201,15 @@ def mask_of(lengths: Sequence[int], width: int, side: Side) -> Tensor:
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """[n, ...] of tensors of one shape and dtype."""
-    first = tensors[0]
-    for tensor in tensors:
-        if tensor.dtype != first.dtype or tensor.shape != first.shape:
-            raise ValueError(_differ(first, tensor))
+    """[n, ...] of tensors of one dtype. Raises ValueError for different shapes."""
+    if len(shapes := {tuple(tensor.shape) for tensor in tensors}) > 1:
+        raise ValueError(f"rollouts differ in the shape of a tensor: {sorted(shapes)}. Give all of them the same")
     return torch.stack(list(tensors))
 
 
 def float32(scalars: dict[str, list[Any]]) -> dict[str, Tensor]:
     """[n] of each, as trainers keep them."""
     return {name: torch.tensor(values, dtype=torch.float32) for name, values in scalars.items()}
-
-
-def _differ(one: Tensor, other: Tensor) -> str:
-    return (
-        f"rollouts differ in a column: {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}. Give all "
-        "of them the same dtype and trailing shape"
-    )
 
 
 # --- what a rank was given --------------------------------------------------------------------------------------------

@@ -16,11 +16,10 @@ The sampler chooses, from the prompt groups that are ready, those that balance o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import anyio
-import numpy as np
 
 import stream_balancer as sb
 from stream_balancer.integrations._plans import choose_groups
@@ -88,13 +87,24 @@ class BalancedSampler:
         ]
         if len(ready) < max(min_prompt_groups, self._wanted()):
             return None, 0
-        metas = [buffer.meta_list[slot] for slot in ready]
-        ages = [current_train_weight - buffer.start_weight_list[slot] for slot in ready]
-        chosen = self._choose(metas, ages, min(max_prompt_groups, len(ready)))
+        metas = {slot: buffer.meta_list[slot] for slot in ready}
+        if any(meta.sequence_lengths is None for meta in metas.values()):
+            raise ValueError("a prompt group has no sequence_lengths: there is nothing to balance by")
+        ages = {slot: current_train_weight - buffer.start_weight_list[slot] for slot in ready}
+        chosen = choose_groups(
+            {slot: meta.sequence_lengths for slot, meta in metas.items()},
+            self._cost,
+            min(max_prompt_groups, len(ready)),
+            self._dp_size,
+            # one that was still being generated may be older than all: it is as due as can be
+            skips={slot: min(age, self._lookahead) for slot, age in ages.items()},
+            max_skips=self._lookahead,
+            step=self._selections,
+        )
         self._selections += 1
-        first, *rest = (metas[place] for place in chosen)
+        first, *rest = (metas[slot] for slot in chosen)
         # the trainer fetches rows by this meta, so only the buffer forgets them
-        await buffer.remove([ready[place] for place in chosen], remove_in_dp=False)
+        await buffer.remove(chosen, remove_in_dp=False)
         return first.concat(*rest), len(chosen)
 
     async def evict(self, *, current_train_weight: int) -> int:
@@ -130,19 +140,3 @@ class BalancedSampler:
         """Ready groups to wait for: the window, as long as some are still being generated."""
         # nothing is on its way, so waiting would never end
         return 1 if all(self._buffer.ready_list) else self._window
-
-    def _choose(self, metas: Sequence[Any], ages: Sequence[int], count: int) -> list[int]:
-        """Places of ``count`` groups whose samples balance over the ranks, ascending."""
-        if any(meta.sequence_lengths is None for meta in metas):
-            raise ValueError("a prompt group has no sequence_lengths: there is nothing to balance by")
-        lengths = [np.asarray(meta.sequence_lengths, dtype=np.int64) for meta in metas]
-        return choose_groups(
-            lengths,
-            [np.asarray(self._cost(of_group), dtype=np.float64) for of_group in lengths],
-            count,
-            self._dp_size,
-            # one that was still being generated may be older than all: it is as due as can be
-            skips=[min(age, self._lookahead) for age in ages],
-            max_skips=self._lookahead,
-            step=self._selections,
-        )

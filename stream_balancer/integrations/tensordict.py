@@ -23,7 +23,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,9 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["rollouts_from", "tensordict_from"]
 
-_FIELDS = ("rollout_id", "group_id", "version", "cost", "prefix")
 _WEIGHTS = "rollout_weights"
-_MASK = "attention_mask"
 
 
 def rollouts_from(
@@ -60,31 +57,26 @@ def rollouts_from(
         raise ValueError(
             f"one row per rollout: the batch size must be [n], not {list(td.batch_size)}. Call td.reshape(-1)"
         )
-    fields, plain = _split_off_non_tensors(td)
-    mask = plain.pop(_MASK, None)
-    ids = plain.get("input_ids")
+    entries = _entries(td)
+    mask = entries.pop("attention_mask", None)
+    ids = entries.get("input_ids")
     if ids is None:
         raise ValueError(f"no 'input_ids' in the TensorDict; it has {sorted(td.keys())}")
-    if not ids.is_nested and mask is None:
-        raise ValueError(f"input_ids is padded, {list(ids.shape)}, and there is no {_MASK!r} that says what is padding")
-    where = None if ids.is_nested or mask is None else _rows.spans(mask)
-    lengths = _lengths(ids) if where is None else [span.stop - span.start for span in where]
-    rows = _rows.Rows(where or [slice(None)] * len(lengths), None if where is None else ids.shape[1])
-    for row, of_row in zip(rows.fields, fields, strict=True):
-        # a row's ids and metadata go over the empty fields of a rollout in the making
-        row |= of_row
+    if ids.is_nested:
+        where, width = [slice(0, len(row)) for row in ids.unbind()], None
+    elif mask is None:
+        raise ValueError(
+            f"input_ids is padded, {list(ids.shape)}, and there is no 'attention_mask' that says what is padding"
+        )
+    else:
+        where, width = _rows.spans(mask), ids.shape[1]
     # what tensordict_from wrote of padding copies, not a column
-    weights = plain.pop(_WEIGHTS, None)
-    for name, entry in plain.items():
-        per_token = name not in tensors and _is_per_token(entry, lengths, rows.width)
-        if name in scalars:
-            rows.add("scalars", name, entry.tolist())
-        elif per_token and where is not None:
-            rows.tensor(name, entry)
-        else:
-            rows.add("tokens" if per_token else "tensors", name, (row.clone() for row in entry.unbind()))
-    copies = [False] * len(lengths) if weights is None else (weights == 0).tolist()
-    return [sb.Rollout(**row, is_padding=copy) for row, copy in zip(rows.fields, copies, strict=True)]
+    if (weights := entries.pop(_WEIGHTS, None)) is not None:
+        entries["is_padding"] = (weights == 0).tolist()
+    # a TensorDict that was saved and loaded has lists for tuples
+    if (versions := entries.get("version")) is not None:
+        entries["version"] = [tuple(version) if isinstance(version, list) else version for version in versions]
+    return _rows.rollouts_of(entries, where, width, scalars=scalars, tensors=tensors)
 
 
 def tensordict_from(
@@ -108,103 +100,42 @@ def tensordict_from(
         from tensordict import TensorDict
     except ImportError as error:
         raise ImportError("this needs the tensordict package: pip install 'stream-balancer[tensordict]'") from error
-    taken = _rows.together(_rows.unshared(rollouts))
-    entries: dict[str, Any] = {}
-    if padding_side is None:
-        offsets = _offsets(taken.lengths)  # one for all: torch adds columns only if shared
-        entries |= {name: _jagged(columns, offsets) for name, columns in taken.tokens.items()}
-    else:
-        width, fill = max(taken.lengths), pad_values or {}
-        for name, columns in taken.tokens.items():
-            entries[name] = _rows.padded(columns, width, padding_side, fill.get(name, 0))
-        entries[_MASK] = _rows.mask_of(taken.lengths, width, padding_side)
-    for name, numbers in taken.scalars.items():
-        entries[name] = torch.tensor(numbers, dtype=(dtypes or {}).get(name, _dtype_of(numbers)))
-    entries |= {name: _together(same_name) for name, same_name in taken.tensors.items()}
+    rollouts = _rows.unshared(rollouts)
+    entries: dict[str, Any] = {**_rows.entries_of(rollouts, padding_side, pad_values=pad_values, dtypes=dtypes)}
     if any(rollout.is_padding for rollout in rollouts):
-        entries[_WEIGHTS] = torch.tensor([0.0 if r.is_padding else 1.0 for r in rollouts])
+        entries[_WEIGHTS] = torch.tensor([0.0 if rollout.is_padding else 1.0 for rollout in rollouts])
     return TensorDict({**entries, **_non_tensors(rollouts, entries.keys())}, batch_size=[len(rollouts)])
 
 
 # --- what is not a tensor ---------------------------------------------------------------------------------------------
 
 
-def _split_off_non_tensors(td: TensorDict) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Fields and metadata of every row, and the tensors by name."""
+def _entries(td: TensorDict) -> dict[str, Any]:
+    """Tensors, and lists of what is none."""
     from tensordict import is_non_tensor
 
-    own: list[dict[str, Any]] = [{} for _ in range(td.batch_size[0])]
-    plain: dict[str, Tensor] = {}
+    entries: dict[str, Any] = {}
     for name, entry in td.items():
-        if isinstance(entry, Tensor):
-            plain[name] = entry
-            continue
-        if not is_non_tensor(entry):
+        if not isinstance(entry, Tensor) and not is_non_tensor(entry):
             raise ValueError(f"{name!r} is a TensorDict of its own. Call td.flatten_keys('.') first")
-        for row, value in zip(own, entry.tolist(), strict=True):
-            _note(row, name, value)
-    return own, plain
-
-
-def _note(row: dict[str, Any], name: str, value: Any) -> None:
-    if name == "metadata":
-        row["metadata"] = {**row.get("metadata", {}), **value}
-    elif name not in _FIELDS:
-        row.setdefault("metadata", {})[name] = value
-    elif name == "version" and isinstance(value, list):
-        row[name] = tuple(value)  # a TensorDict that was saved and loaded has lists for tuples
-    else:
-        row[name] = value
+        entries[name] = entry if isinstance(entry, Tensor) else entry.tolist()
+    return entries
 
 
 def _non_tensors(rollouts: Sequence[sb.Rollout], taken: Collection[str]) -> dict[str, Any]:
     """Fields, and metadata: keys that all rollouts have become entries of their own, the rest stays together."""
     from tensordict import NonTensorStack
 
-    found = {name: [getattr(rollout, name) for rollout in rollouts] for name in _FIELDS}
+    found = {name: [getattr(rollout, name) for rollout in rollouts] for name in _rows.FIELDS}
+    # in a TensorDict these are weights
+    del found["is_padding"]
     kept = {name: values for name, values in found.items() if any(value is not None for value in values)}
     if not any(kept["prefix"]):
         del kept["prefix"]
     # a key that some rollouts lack cannot be a stack of its own
-    common = set.intersection(*(set(r.metadata) for r in rollouts)) - {*taken, *_FIELDS, "metadata", _WEIGHTS}
+    common = set.intersection(*(set(r.metadata) for r in rollouts)) - {*taken, *_rows.FIELDS, "metadata", _WEIGHTS}
     kept |= {name: [rollout.metadata[name] for rollout in rollouts] for name in sorted(common)}
     rest = [{key: value for key, value in r.metadata.items() if key not in common} for r in rollouts]
     if any(rest):
         kept["metadata"] = rest
     return {name: NonTensorStack(*values) for name, values in kept.items()}
-
-
-# --- tensors ----------------------------------------------------------------------------------------------------------
-
-
-def _is_per_token(entry: Tensor, lengths: list[int], width: int | None) -> bool:
-    if entry.is_nested:
-        return _lengths(entry) == lengths
-    return width is not None and entry.ndim >= 2 and entry.shape[1] == width
-
-
-def _lengths(nested: Tensor) -> list[int]:
-    return [row.shape[0] for row in nested.unbind()]
-
-
-def _dtype_of(numbers: Sequence[float | int | bool]) -> torch.dtype:
-    kinds = {type(number) for number in numbers}
-    return torch.bool if kinds == {bool} else torch.float64 if float in kinds else torch.int64
-
-
-def _together(tensors: Sequence[Tensor]) -> Tensor:
-    if len({tensor.shape for tensor in tensors}) == 1 or any(tensor.ndim == 0 for tensor in tensors):
-        return _rows.stacked(tensors)  # which says what is wrong
-    return _jagged(tensors, _offsets([tensor.shape[0] for tensor in tensors]))
-
-
-def _offsets(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor(list(accumulate(lengths, initial=0)))
-
-
-def _jagged(columns: Sequence[Tensor], offsets: Tensor) -> Tensor:
-    first = columns[0]
-    for column in columns:
-        if column.dtype != first.dtype or column.shape[1:] != first.shape[1:]:
-            _rows.stacked([first, column])
-    return torch.nested.nested_tensor_from_jagged(torch.cat(list(columns)), offsets)

@@ -116,7 +116,8 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
         ours = _beside(rows) | {name: getattr(share, name) for name in _SAYS_OF_THE_STEP}
         ours["micro_batch"] = index
         ours["is_last_micro_batch"] = index == len(share.micro_batches) - 1
-        if both := rows.keys() & ours.keys() - {"position_ids"}:
+        # position_ids may be a column, too: then the layout gives that one back
+        if both := rows.keys() & (ours.keys() - {"position_ids"}):
             raise ValueError(
                 f"the rollouts have columns or scalars named {sorted(both)}, which RolloutDataset gives itself. Rename "
                 "them, or leave them out in layout="

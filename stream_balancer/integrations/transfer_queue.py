@@ -2,7 +2,7 @@
 
 ::
 
-    sampler = BalancedSampler(dp_size=4, window=2.0, max_tokens_per_micro_batch=32_768)
+    sampler = BalancedSampler(dp_size=4, window=2.0, micro_batches=sb.MicroBatches(max_tokens=32_768))
     controller = {"sampler": sampler, "polling_mode": True}
     transfer_queue.init(OmegaConf.create({"controller": controller}, flags={"allow_objects": True}))
     ...
@@ -18,6 +18,7 @@ Written against transfer_queue 0.1.11; docs/scale.md says when to take it.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from transfer_queue.sampler import BaseSampler
 
 import stream_balancer as sb
 from stream_balancer import planning
+from stream_balancer.integrations._plans import choose_groups
 
 __all__ = ["MARK", "BalancedSampler", "micro_batches"]
 
@@ -44,8 +46,8 @@ class _TaskRows:
     # in the order of arrival: the controller gives indices of cleared rows again, so theirs says nothing
     seen: dict[int, float] = field(default_factory=dict)
     """Waiting row -> when it was first seen, in seconds."""
-    skips: dict[int, int] = field(default_factory=dict)
-    """Waiting row -> steps that passed it over."""
+    skips: dict[Any, int] = field(default_factory=dict)
+    """Waiting group (a row, where nobody has siblings) -> steps that passed it over."""
     planned: set[int] = field(default_factory=set)
     """Rows of a plan that their rank has not fetched: to the controller they are still ready."""
     shares: dict[tuple[int, Any], Share] = field(default_factory=dict)
@@ -72,26 +74,28 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         group_key: str | None = None,
         group_size: int | None = None,
         counts: Literal["equal", "free"] = "free",
-        max_tokens_per_micro_batch: int | None = None,
+        micro_batches: sb.MicroBatches = sb.MicroBatches(),  # noqa: B008 - a frozen value
         length_key: str = "total_lengths",
         cost: str | sb.cost.CostModel = "tokens",
     ) -> None:
         """``window``: rows to wait for, in steps of ``batch_size * dp_size``. ``deadline_s``: a step goes, smaller if
         it must, once a row has waited for so long (looked at when a rank asks). ``group_key``: the tag that names a
-        row's group, of ``group_size`` rows that leave in one step. ``counts``: "equal" rows on every rank.
-        ``length_key``: the tag with a row's tokens; a row that has none yet waits. ``cost``: as ``BalancerConfig``
-        takes it.
+        row's group, of ``group_size`` rows that leave in one step. ``length_key``: the tag with a row's tokens; a row
+        that has none yet waits. ``counts``, ``micro_batches``, ``cost``: as ``BalancerConfig`` takes them; a row above
+        ``micro_batches.max_tokens`` is alone in its micro-batch.
         """
         super().__init__()
-        if dp_size < 1 or window < 1 or max_skips < 0:
-            raise ValueError(f"dp_size ({dp_size}), window ({window}) must be >= 1, max_skips ({max_skips}) >= 0")
+        if window < 1 or max_skips < 0:
+            raise ValueError(f"window ({window}) must be >= 1, max_skips ({max_skips}) >= 0")
         if (group_key is None) != (group_size is None):
             raise ValueError("group_key and group_size go together: which rows are siblings, and how many there are")
-        self.dp_size, self.window, self.deadline_s, self.max_skips = dp_size, window, deadline_s, max_skips
-        self.group_key, self.group_size = group_key, group_size
-        self.counts, self.cap = counts, max_tokens_per_micro_batch
+        self.window, self.deadline_s, self.max_skips = window, deadline_s, max_skips
+        self.group_key, self.group_size = group_key, group_size or 1
         self.length_key = length_key
-        self._cost: Any = sb.BalancerConfig(dp_size=dp_size, batch_size=dp_size, cost=cost).cost
+        # of these knobs, checked as anywhere
+        self._config = sb.BalancerConfig(
+            dp_size=dp_size, batch_size=dp_size, counts=counts, micro_batches=micro_batches, cost=cost
+        )
         self._pools: dict[tuple[str, str], _TaskRows] = {}
 
     def sample(
@@ -105,11 +109,12 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             return oldest, list(oldest)
         if partition is None:
             return [], []  # nobody has put into it yet
-        if step is None or not 0 <= rank < self.dp_size:
-            raise ValueError(f"sampling_config needs 0 <= dp_rank ({rank}) < {self.dp_size} and a batch_index ({step})")
+        ranks = self._config.dp_size
+        if step is None or not 0 <= rank < ranks:
+            raise ValueError(f"sampling_config needs 0 <= dp_rank ({rank}) < {ranks} and a batch_index ({step})")
         pool = self._pools.setdefault((partition_id, task_name), _TaskRows())
         if (rank, step) not in pool.shares:
-            shares = self._plan(pool, ready_indexes, batch_size * self.dp_size, partition, end=asked.get("end", False))
+            shares = self._plan(pool, ready_indexes, batch_size * ranks, partition, end=asked.get("end", False))
             pool.shares |= {(of, step): share for of, share in enumerate(shares)}
         share = pool.shares.get((rank, step), [])
         # only the asker's rows are consumed: a partition that is consumed ends StreamingDataset on the other ranks
@@ -143,72 +148,73 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
 
     def _plan(self, pool: _TaskRows, ready: list[int], wanted: int, partition: Any, *, end: bool) -> list[Share]:
         """Every rank's share of a step of ``wanted`` rows; none where it is too early."""
-        now, lengths = time.monotonic(), self._lengths(partition, [row for row in ready if row not in pool.planned])
+        now, tags = time.monotonic(), partition.get_custom_meta([row for row in ready if row not in pool.planned])
+        # a put announces a row before its tag is there
+        lengths = {row: max(int(tag[self.length_key]), 1) for row, tag in tags.items() if self.length_key in tag}
         pool.seen = {row: at for row, at in pool.seen.items() if row in lengths} | {
             row: now for row in lengths if row not in pool.seen
         }
-        rows, labels = self._whole_groups(partition, list(pool.seen), end=end)
+        groups = self._whole_groups(pool.seen, tags, end=end)
+        waiting = [row for rows in groups.values() for row in rows]
         full = int(self.window * wanted)
-        late = self.deadline_s is not None and rows and now - min(pool.seen[row] for row in rows) >= self.deadline_s
-        if not rows or (len(rows) < full and not late and not end):
+        if not waiting:
+            return []
+        waited_s = now - min(pool.seen[row] for row in waiting)
+        late = self.deadline_s is not None and waited_s >= self.deadline_s
+        if len(waiting) < full and not late and not end:
             return []
         # the oldest of them only, however many wait: nobody is served meanwhile
-        labels = labels[labels <= labels[:full].max()]
-        # labels ascend with the rows, so the first of both belong together
-        rows = rows[: labels.size]
-        tokens = np.array([lengths[row] for row in rows])
-        work = np.asarray(self._cost(tokens), dtype=np.float64)
-        chosen = planning.choose(
-            tokens,
-            work,
-            dp_size=self.dp_size,
-            batch_size=wanted,
+        window = dict(list(groups.items())[: -(-full // self.group_size)])
+        config = self._config
+        chosen = choose_groups(
+            {group: [lengths[row] for row in rows] for group, rows in window.items()},
+            config.cost,
+            min(max(wanted // self.group_size, 1), len(window)),
+            config.dp_size,
+            skips=pool.skips,
             max_skips=self.max_skips,
-            skips=[pool.skips.get(row, 0) for row in rows],
-            groups=None if self.group_key is None else labels,
-            counts=self.counts if len(rows) >= wanted else "free",
+            counts=config.counts if len(waiting) >= wanted else "free",
             step=pool.steps,
         )
-        plan = planning.form_micro_batches(
-            tokens[chosen],
-            work[chosen],
-            self.dp_size,
-            max_tokens=self.cap,
-            counts=self.counts,
-            oversize="alone",  # the row is accepted: here it can no longer be refused
-            rotation=pool.steps,
-        )
-        shares = self._marked(plan, [rows[place] for place in chosen], tokens[chosen])
-        gone = {rows[place] for place in chosen}
-        # rows beyond the window were not chosen from, so nothing passed them over
-        pool.skips = {row: pool.skips.get(row, 0) + 1 for row in rows if row not in gone}
-        pool.seen = {row: at for row, at in pool.seen.items() if row not in gone}
-        pool.planned |= gone
+        # groups beyond the window were not chosen from, so nothing passed them over
+        pool.skips = {group: pool.skips.get(group, 0) + 1 for group in window.keys() - set(chosen)}
+        rows = [row for group in chosen for row in groups[group]]
+        shares = self._dealt(rows, np.array([lengths[row] for row in rows]), pool.steps)
+        for row in rows:
+            del pool.seen[row]
+        pool.planned.update(rows)
         pool.steps += 1
         return shares
 
-    def _lengths(self, partition: Any, rows: list[int]) -> dict[int, int]:
-        """Tokens of the rows whose length is known: a put announces a row before its tag is there."""
-        tags = partition.get_custom_meta(rows)
-        found = {row: tags.get(row, {}).get(self.length_key) for row in rows}
-        return {row: max(int(length), 1) for row, length in found.items() if length is not None}
-
-    def _whole_groups(self, partition: Any, rows: list[int], *, end: bool) -> tuple[list[int], Any]:
-        """Rows whose siblings are all there, siblings side by side, and the number of each one's group, ascending."""
-        if self.group_key is None:
-            return rows, np.arange(len(rows))
-        tags = partition.get_custom_meta(rows)
+    def _whole_groups(self, rows: Iterable[int], tags: Mapping[int, Any], *, end: bool) -> dict[Any, list[int]]:
+        """Rows of each group whose siblings are all there, in the order of arrival; each by itself where there are no
+        groups."""
         groups: dict[Any, list[int]] = {}
         for row in rows:
-            groups.setdefault(tags.get(row, {}).get(self.group_key), []).append(row)
+            groups.setdefault(row if self.group_key is None else tags[row].get(self.group_key), []).append(row)
         groups.pop(None, None)  # its tag is not there yet
         # at the end no sibling comes any more
-        whole = [siblings for siblings in groups.values() if end or len(siblings) >= (self.group_size or 1)]
-        return [row for siblings in whole for row in siblings], np.repeat(np.arange(len(whole)), [*map(len, whole)])
+        return {group: own for group, own in groups.items() if end or len(own) >= self.group_size}
 
-    def _marked(self, plan: list[list[Any]], rows: list[int], tokens: Any) -> list[Share]:
-        """Every rank's rows and marks, and as many micro-batches on each: copies of the shortest rows complete them."""
-        most = max(map(len, plan))
+    def _dealt(self, rows: list[int], tokens: np.ndarray[Any, Any], step: int) -> list[Share]:
+        """Every rank's rows and marks, and as many micro-batches on each, unless ``micro_batches.counts`` is "free":
+        copies of the shortest rows complete them."""
+        config, cut = self._config, self._config.micro_batches
+        plan = planning.form_micro_batches(
+            tokens,
+            config.cost(tokens),
+            config.dp_size,
+            max_tokens=cut.max_tokens,
+            counts=config.counts,
+            padded=config.cost.padded,
+            micro_batch_counts=cut.counts,
+            overhead=cut.overhead_cost or 0.0,
+            multiple_of=cut.multiple_of,
+            order="pipeline" if cut.order == "pipeline" else "heaviest_first",
+            oversize="alone",  # the row is accepted: here it can no longer be refused
+            rotation=step,
+        )
+        most = max(map(len, plan)) if cut.counts == "equal" else 1
         shortest = [rows[place] for place in np.argsort(tokens, kind="stable")]
         shares: list[Share] = []
         for of_rank in plan:

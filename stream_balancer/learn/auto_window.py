@@ -106,11 +106,9 @@ class AutoWindow:
         # complete
         new = np.flatnonzero((waiting.skips == 0) & waiting.group_complete)[-self._batch_size :]
         labels = waiting.groups[new]
-        if (labels >= 0).any():
-            _, numbers = np.unique(labels, return_inverse=True)
-            # labels of the buffer are used again, and a shadow holds rollouts for longer: numbers of its own
-            labels = np.where(labels < 0, -1, numbers.astype(np.int64) + self._next_label)
-            self._next_label += new.size
+        # labels of the buffer are used again, and a shadow holds rollouts for longer: numbers of its own
+        labels = np.where(labels < 0, -1, labels + self._next_label)
+        self._next_label = max(self._next_label, int(labels.max(initial=-1)) + 1)
         return waiting.costs[new], labels
 
     def _fit(self) -> None:
@@ -141,8 +139,8 @@ class _Shadow:
         self.window = window
         self.dispatches = self.surplus = 0
         self.mean = self.bound = 0.0
-        self.costs, self.groups = _NOTHING, _NO_LABELS  # [held], then those that have not entered the window yet
-        self.skips = _NO_LABELS  # [held]
+        # [held and to come] those that have not entered the window yet are the last
+        self.costs, self.groups, self.skips = _NOTHING, _NO_LABELS, _NO_LABELS
 
     @property
     def idle(self) -> float:
@@ -153,28 +151,28 @@ class _Shadow:
         """New arrivals: a batch leaves whenever the window is full."""
         self.costs = np.concatenate((self.costs, costs))
         self.groups = np.concatenate((self.groups, groups))
+        self.skips = np.concatenate((self.skips, np.zeros_like(groups)))
         while self.costs.size >= self.window:
             self._dispatch(knobs)
 
     def _dispatch(self, knobs: PlanKnobs) -> None:
-        size = self.window
-        skips = np.concatenate((self.skips, np.zeros(size - self.skips.size, dtype=np.int64)))
-        costs, groups = self.costs[:size], self.groups[:size]
+        size, inside = self.window, slice(self.window)
         waiting = Waiting(
-            costs=costs,
+            costs=self.costs[inside],
             lengths=np.ones(size, dtype=np.int64),  # only token caps and rows look at them
-            skips=skips,
+            skips=self.skips[inside],
             due=np.zeros(size, dtype=np.bool_),
-            groups=groups,
+            groups=self.groups[inside],
             group_complete=np.ones(size, dtype=np.bool_),
         )
         goes = choose_batch(waiting, knobs, num_rollouts=size, surplus=self.surplus)
         self.surplus = surplus_after(knobs, self.surplus, int(np.count_nonzero(goes)))
-        self._record(costs[goes], groups[goes], knobs)
-        # [held and to come] what is beyond the window has not been looked at, and stays
-        stays = np.concatenate((~goes, np.ones(self.costs.size - size, dtype=np.bool_)))
-        self.costs, self.groups = self.costs[stays], self.groups[stays]
-        self.skips = skips[~goes] + 1
+        self._record(waiting.costs[goes], waiting.groups[goes], knobs)
+        # what is beyond the window has not been looked at, and stays
+        stays = np.ones(self.costs.size, dtype=np.bool_)
+        stays[inside] = ~goes
+        self.skips[inside] += 1
+        self.costs, self.groups, self.skips = self.costs[stays], self.groups[stays], self.skips[stays]
 
     def _record(self, costs: Floats, groups: Ints, knobs: PlanKnobs) -> None:
         rate = float(knobs.num_ranks) if knobs.speeds is None else float(np.sum(knobs.speeds))
@@ -200,7 +198,15 @@ class WindowLearner(Learner):
 
     def __init__(self, core: BalancerCore) -> None:
         self._core = core
-        self._auto = _auto_window_of(core.config, core.config.window)
+        self._begin(core.config.window)
+
+    def _begin(self, window: int) -> None:
+        """Anew, with the window that is in force; there is nothing to learn for a fixed one."""
+        config = self._core.config
+        self._auto: AutoWindow | None = None
+        if config.auto_windows:
+            self._auto = AutoWindow(config.batch_size, config.auto_windows, window)
+            self._core.set_window(self._auto.window)
 
     def figures(self, now: float) -> dict[str, Any]:
         return {} if self._auto is None else {"idle_by_window": self._auto.idle_by_window}
@@ -221,23 +227,15 @@ class WindowLearner(Learner):
 
     def reconfigured(self, before: BalancerConfig) -> None:
         """Keep what was learned if it still says something, else learn anew from the window in force."""
-        config = self._core.config
-        if self._auto is None or not _same_shadows(config, before):
-            self._auto = _auto_window_of(config, before.window)
-        if self._auto is not None:
+        if self._auto is None or not _same_shadows(self._core.config, before):
+            self._begin(before.window)
+        else:
             self._core.set_window(self._auto.window)
 
     def restored(self, snapshot: Snapshot) -> None:
         """Begin with the window that the other balancer had found: shadows fill within some dozens of dispatches."""
         if self._auto is not None and snapshot.auto_window is not None:
-            config = self._core.config
-            self._auto = AutoWindow(config.batch_size, config.auto_windows, int(snapshot.auto_window["window"]))
-            self._core.set_window(self._auto.window)
-
-
-def _auto_window_of(config: BalancerConfig, window: int) -> AutoWindow | None:
-    """Begins with the window that is in force; None for a fixed one."""
-    return AutoWindow(config.batch_size, config.auto_windows, window) if config.auto_windows else None
+            self._begin(int(snapshot.auto_window["window"]))
 
 
 def _same_shadows(config: BalancerConfig, other: BalancerConfig) -> bool:

@@ -12,6 +12,9 @@ drifting off, which is how plain forgetting fails ("wind-up"; Astrom and Wittenm
 Errors are relative, and an observation far outside the usual spread counts less (Huber's weights), so that one
 checkpoint in the middle of a step does not spoil the fit. A rank's speed is the median of its last measured speeds.
 
+What is learned moves a little with every step. Costs follow it only once it has moved by enough: other costs mean that
+all that waits is priced anew.
+
 Where ranks share rollouts (``context_parallel``), tokens and pairs are those of a rank's parts, with the overhead that
 the configuration gives.
 
@@ -21,14 +24,15 @@ Pure: seconds come in as an argument. What costs are for is decided elsewhere: :
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stream_balancer.cost import CalibratedCost
+from stream_balancer.core.pricing import Learned
+from stream_balancer.cost import CalibratedCost, LayerSum
 from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.planning.plan import part_cost
 from stream_balancer.planning.rank_speeds import NO_FIXED_COSTS, FixedCosts
@@ -44,18 +48,16 @@ _SPEED_NEWS = 11  # but if the median of the last ones is another, they alone co
 _MEDIAN_NOISE = 1.2533  # of a median, over that of a mean
 _SPEED_STEPS = 5  # before that many, all ranks count as alike
 _SPEED_LEAST = 0.02  # ranks within this of each other are alike: noise is not a slow rank
-_SPEED_CHANGE = 0.01  # a smaller change of a speed is not worth another plan
-_MIX_CHANGE = 0.005  # nor is a smaller change of the mix of a and b, or of the fixed costs in parts of a step
+_CHANGE = 0.005  # of the mix of a and b, of fixed costs in parts of a step, of a speed: less is not worth another plan
 _DISTINGUISHED = 0.1  # of the prior's variance; where all ranks always run as many micro-batches, half of it stays
-_ERROR_STEPS = 10.0  # the prediction error in the statistics is that of about so many steps
-_MOST_PENDING = 64  # steps whose seconds may be missing
+_ERROR_STEPS = 10  # whose prediction error is in the statistics
 _PROBE = (1000, 30_000)  # tokens; priors that count as many pairs of these count pairs alike
 
 
 class Calibration:
     """The learned part of a :class:`CalibratedCost`, for one balancer.
 
-    ``expect`` what a step holds, ``observe`` its seconds; ``cost`` and ``speeds`` are what to plan with now.
+    ``observe`` what a step held and how long it took; ``in_force`` is what to plan with now.
     """
 
     def __init__(
@@ -67,13 +69,8 @@ class Calibration:
         cp_overhead: float = 0.0,
     ) -> None:
         self._model = model
-        self._num_ranks = num_ranks
         self._cp_overhead = cp_overhead
         self._keep = 0.5 ** (1.0 / model.half_life_steps)
-        self._pending: OrderedDict[int, Floats] = OrderedDict()
-        given = np.log(np.ones(num_ranks) if speeds is None else np.array(speeds, dtype=np.float64))
-        self._log_speeds: Floats = given - np.median(given)
-        self._recent: list[deque[float]] = [deque(maxlen=_SPEED_WINDOW) for _ in range(num_ranks)]
         self._steps = 0  # observed, the first included
         self._typical: Floats = np.zeros(_FEATURES)  # a rank's features at the first step that counted; 0 before it
         self._typical_s = 1.0  # and its seconds
@@ -81,48 +78,31 @@ class Calibration:
         self._answers = np.zeros(_FEATURES)
         self._parts = np.zeros(_FEATURES)  # of a typical step's seconds
         self._spread = 0.1  # relative, of what is measured about what is predicted
-        self._error = self._error_weight = 0.0
-        self._mix: float | None = None  # part of token pairs in the costs given out
-        self.fixed_costs = NO_FIXED_COSTS
-        """Costs of a step and of a micro-batch whatever is in them, in the unit of :meth:`cost`."""
-        self.speeds: tuple[float, ...] | None = None if speeds is None else tuple(speeds)
-        """Speeds of the ranks, mean 1. None = all alike."""
+        self._errors: list[float] = []  # of the last predictions
+        given = np.log(np.ones(num_ranks) if speeds is None else np.array(speeds, dtype=np.float64))
+        self._log_speeds: Floats = given - np.median(given)
+        self._recent: list[Floats] = []  # of each step, the ranks' log speeds
+        self._found: Floats = np.zeros(0)  # what is in force was made of; empty: the prior is in force
+        self.in_force = Learned(model, None if speeds is None else tuple(speeds), NO_FIXED_COSTS)
+        """Costs in the prior's unit: a typical rank batch costs what the prior says. Speeds of mean 1. Fixed costs of a
+        step and of a micro-batch, whatever is in them."""
         self.slowness: Floats | None = None
         """[ranks] log of each rank's slowdown in the last step, by the learned cost; None where it says nothing of that
         step."""
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def expect(self, step: int, rank_batches: Sequence[Sequence[Ints]], degrees: Sequence[Sequence[int]]) -> None:
-        """A step leaves, with these lengths of whole rollouts: ``rank_batches[rank][micro_batch]``, each shared by
-        ``degrees[rank][micro_batch]`` ranks. O(rollouts)."""
-        self._pending[step] = np.array(
-            [self._features(*of_rank) for of_rank in zip(rank_batches, degrees, strict=True)]
-        )
-        while len(self._pending) > _MOST_PENDING:
-            self._pending.popitem(last=False)
-
-    def expects(self, step: int) -> bool:
-        """True if the seconds of this step will teach something."""
-        return step in self._pending
-
-    def _features(self, micro_batches: Sequence[Ints], degrees: Sequence[int]) -> tuple[float, ...]:
-        padded = self._model.padded
-        lengths = np.concatenate([np.full(one.size, one.max()) if padded else one for one in micro_batches])
-        by = np.repeat(np.array(degrees, dtype=np.int64), [one.size for one in micro_batches])
-        parts = part_cost(np.ones(by.size), by, self._cp_overhead)
-        return float(parts @ lengths), float(parts @ self._model.pairs(lengths)), float(len(micro_batches)), 1.0
-
-    def observe(self, step: int, seconds: Sequence[float]) -> bool:
-        """Every rank's seconds for a step. True if ``cost`` or ``speeds`` are now others. O(ranks)."""
+    def observe(self, work: Sequence[Sequence[tuple[Ints, int]]], seconds: Sequence[float]) -> bool:
+        """Every rank's seconds for a step. ``work[rank][micro_batch]``: the lengths of the whole rollouts, and how many
+        ranks share them. True if ``in_force`` is now another. O(rollouts)."""
         self.slowness = None
-        features = self._pending.pop(step, None)
         measured = np.array(seconds, dtype=np.float64)
-        if features is None or not (np.isfinite(measured).all() and (measured > 0).all()):
+        if not (np.isfinite(measured).all() and (measured > 0).all()):
             return False
         self._steps += 1
         if self._steps == 1:  # compilation, allocation, caches: says nothing about the next one
             return False
+        features = np.array([self._features(micro_batches) for micro_batches in work])
         if not self._typical.any():
             # The unit of all that follows: with features and seconds near 1 the normal equations below are well
             # conditioned.
@@ -130,66 +110,71 @@ class Calibration:
             self._typical_s = float(np.median(measured))
             self._parts = self._prior()
         else:
-            self._note_error(features, measured)
+            # how good the prediction was that stood before this step
+            error = np.abs(self._predict(features) / np.exp(self._log_speeds) / measured - 1.0)
+            self._errors = [*self._errors, float(error.mean())][-_ERROR_STEPS:]
         self._learn_speeds(features, measured)
         self._learn_parts(features, measured)
-        return self._apply()
+        return self._put_in_force()
+
+    def _features(self, micro_batches: Sequence[tuple[Ints, int]]) -> tuple[float, ...]:
+        if self._model.padded:
+            micro_batches = [(np.full(one.size, one.max()), degree) for one, degree in micro_batches]
+        lengths = np.concatenate([one for one, _ in micro_batches])
+        degrees = np.concatenate([np.full(one.size, degree) for one, degree in micro_batches])
+        parts = part_cost(np.ones(lengths.size), degrees, self._cp_overhead)
+        return float(parts @ lengths), float(parts @ self._model.prior.pairs(lengths)), float(len(micro_batches)), 1.0
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
     def _prior(self) -> Floats:
         """[4] parts of a typical step under the prior model."""
-        linear = self._model.linear * self._typical[0]
-        quadratic = self._model.quadratic * self._typical[1]
-        parts: Floats = np.array([linear, quadratic, 0.0, 0.0]) / (linear + quadratic)
+        weights = np.array([self._model.prior.flops_per_token, self._model.prior.flops_per_pair, 0.0, 0.0])
+        parts: Floats = weights * self._typical / self._unit
         return parts
+
+    @property
+    def _unit(self) -> float:
+        """Cost of a typical rank batch by the prior."""
+        return float(
+            self._model.prior.flops_per_token * self._typical[0] + self._model.prior.flops_per_pair * self._typical[1]
+        )
 
     def _predict(self, features: Floats) -> Floats:
         """[ranks] seconds at speed 1."""
         seconds: Floats = self._typical_s * ((features / self._typical) @ self._parts)
         return seconds
 
-    def _residuals(self, features: Floats, measured: Floats) -> Floats:
-        return np.log(measured * np.exp(self._log_speeds) / self._predict(features))
-
-    def _note_error(self, features: Floats, measured: Floats) -> None:
-        """How good the prediction was that stood before this step."""
-        predicted = self._predict(features) / np.exp(self._log_speeds)
-        keep = 0.5 ** (1.0 / _ERROR_STEPS)
-        self._error = keep * self._error + (1 - keep) * float(np.mean(np.abs(predicted - measured) / measured))
-        self._error_weight = keep * self._error_weight + (1 - keep)
-
     def _learn_speeds(self, features: Floats, measured: Floats) -> None:
-        speeds = np.log(self._predict(features) / measured)
-        self.slowness = -speeds
-        for recent, speed in zip(self._recent, speeds.tolist(), strict=True):
-            recent.append(speed)
-        if len(self._recent[0]) >= _SPEED_STEPS:
-            self._forget_old_speeds()
+        self.slowness = np.log(measured / self._predict(features))
+        self._recent = [*self._recent, -self.slowness][-_SPEED_WINDOW:]
+        if len(self._recent) >= _SPEED_STEPS:
             # [ranks] medians, so that one slow step moves nothing; relative to the median rank, since all of them being
             # faster makes nobody fast
-            medians = np.array([np.median(recent) for recent in self._recent])
+            medians, _ = self._medians()
             self._log_speeds = medians - np.median(medians)
 
-    def _forget_old_speeds(self) -> None:
-        likely = 3.0 * _MEDIAN_NOISE * self._spread / math.sqrt(_SPEED_NEWS)
-        for recent in self._recent:
-            news = list(recent)[-_SPEED_NEWS:]
-            if abs(float(np.median(news)) - float(np.median(recent))) > likely:
-                recent.clear()
-                recent.extend(news)
+    def _medians(self) -> tuple[Floats, Floats]:
+        """[ranks] median log speed, and how far noise alone may move it: of the last steps where they say otherwise."""
+        (all_, long), (news, short) = (
+            (np.median(steps, axis=0), 3.0 * _MEDIAN_NOISE * self._spread / math.sqrt(len(steps)))
+            for steps in (self._recent, self._recent[-_SPEED_NEWS:])
+        )
+        other = np.abs(news - all_) > short
+        return np.where(other, news, all_), np.where(other, short, long)
 
     def _learn_parts(self, features: Floats, measured: Floats) -> None:
-        residuals = np.abs(self._residuals(features, measured))
+        measured = measured * np.exp(self._log_speeds)  # at speed 1
+        residuals = np.abs(np.log(measured / self._predict(features)))
         # a median deviation x 1.4826 is a normal standard deviation; one strange step must not widen it much
         usual = min(1.4826 * float(np.median(residuals)), 3.0 * self._spread)
         self._spread = max(0.9 * self._spread + 0.1 * usual, _LEAST_SPREAD)
         # [ranks] Huber: a rank far off its prediction counts by its direction, not by its size
         weights = np.minimum(1.0, _HUBER * self._spread / np.maximum(residuals, 1e-12))
         # [ranks, 4] scaled by the measured seconds, so that relative errors are minimised and the answer is 1 for each
-        rows = features / self._typical * (self._typical_s / (measured * np.exp(self._log_speeds)))[:, None]
+        rows = features / self._typical * (self._typical_s / measured)[:, None]
         self._products = self._keep * self._products + (rows * weights[:, None]).T @ rows
-        self._answers = self._keep * self._answers + (rows * weights[:, None]).sum(axis=0)
+        self._answers = self._keep * self._answers + weights @ rows
         # The prior as so many more rows: without them a stream of equal lengths could not tell tokens from pairs.
         certainty = np.diag((self._spread / _PRIOR_SPREAD) ** 2)
         parts = _non_negative(self._products + certainty, self._answers + certainty @ self._prior())
@@ -198,35 +183,27 @@ class Calibration:
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
-    def cost(self, lengths: ArrayLike) -> Floats:
-        """``[n]`` lengths -> ``[n]`` float64 work in the prior's unit: a typical rank batch costs what
-        the prior says."""
-        if self._mix is None:
-            return self._model(lengths)
-        x = np.asarray(lengths, dtype=np.float64)
-        tokens, pairs = x / self._typical[0], self._model.pairs(x) / self._typical[1]
-        cost: Floats = self._unit * ((1.0 - self._mix) * tokens + self._mix * pairs)
-        return cost
-
-    @property
-    def _unit(self) -> float:
-        return float(self._model.linear * self._typical[0] + self._model.quadratic * self._typical[1])
-
-    def _apply(self) -> bool:
-        """Take over what has been learned, if it makes a difference."""
-        work = float(self._parts[0] + self._parts[1])
-        mix = float(self._parts[1]) / work
-        changed = self._mix is None or abs(mix - self._mix) > _MIX_CHANGE
-        if changed:
-            self._mix = mix
-        of_micro_batches, of_step = self._parts[2:].tolist()
+    def _put_in_force(self) -> bool:
+        """Plan with what has been learned, if that makes a difference."""
+        speeds = self._log_speeds
+        if len(self._recent) >= _SPEED_STEPS:
+            _, noise = self._medians()
+            speeds = np.where(np.abs(speeds) > np.maximum(_SPEED_LEAST, noise), speeds, 0.0)
+        of_pairs, of_micro_batches, of_step = (self._parts[1:] / self._parts[:2].sum()).tolist()
         if not self._distinguishes_micro_batches():
             of_micro_batches, of_step = 0.0, of_micro_batches + of_step
-        unit = self._unit
-        fixed = FixedCosts(of_step * unit / work, of_micro_batches / float(self._typical[2]) * unit / work)
-        if self.speeds is not None or math.dist(fixed, self.fixed_costs) > _MIX_CHANGE * unit:
-            self.fixed_costs, changed = fixed, True
-        return self._apply_speeds() or changed
+        found = np.array([of_pairs, of_micro_batches, of_step, *speeds])
+        if self._found.size and np.abs(found - self._found).max() <= _CHANGE:
+            return False
+        self._found = found
+        own = np.exp(speeds)
+        of_token, of_pair = np.array([1.0 - of_pairs, of_pairs]) * self._unit / self._typical[:2]
+        self.in_force = Learned(
+            partial(_cost, self._model.prior, float(of_token), float(of_pair)),
+            tuple((own / own.mean()).tolist()) if speeds.any() else None,
+            FixedCosts(of_step * self._unit, of_micro_batches * self._unit / float(self._typical[2])),
+        )
+        return True
 
     def _distinguishes_micro_batches(self) -> bool:
         """Numbers of micro-batches have differed by enough to tell what one costs from what a step costs."""
@@ -235,66 +212,48 @@ class Calibration:
         variances = _solve(self._products + np.diag(certainty), np.eye(_FEATURES)[2])
         return bool(0.0 < variances[2] * certainty[2] < _DISTINGUISHED)
 
-    def _apply_speeds(self) -> bool:
-        if len(self._recent[0]) < _SPEED_STEPS:
-            return False
-        counted = np.array([len(recent) for recent in self._recent])
-        clear = np.abs(self._log_speeds) > np.maximum(
-            _SPEED_LEAST, 3.0 * _MEDIAN_NOISE * self._spread / np.sqrt(counted)
-        )
-        own = np.exp(np.where(clear, self._log_speeds, 0.0))
-        after = own / own.mean()
-        before = np.array(self.speeds or [1.0] * self._num_ranks)
-        if np.abs(after * before.mean() / before - 1.0).max() <= _SPEED_CHANGE:
-            return False
-        self.speeds = tuple(after.tolist()) if clear.any() else None
-        return True
-
     # -- record --------------------------------------------------------------------------------------------------------
 
     def fit(self) -> CostFit:
         """For the statistics."""
-        typical = self._typical if self._typical.any() else np.ones(_FEATURES)
-        coefficients = (self._typical_s * self._parts / typical).tolist()
+        typical = np.where(self._typical > 0, self._typical, 1.0)
+        of_token, of_pair, of_micro_batch, of_step = (self._typical_s * self._parts / typical).tolist()
         return CostFit(
             steps=max(self._steps - 1, 0),
-            prediction_error=self._error / self._error_weight if self._error_weight else None,
-            seconds_per_token=coefficients[0],
-            seconds_per_token_pair=coefficients[1],
-            seconds_per_micro_batch=coefficients[2],
-            seconds_per_step=coefficients[3],
+            prediction_error=float(np.mean(self._errors)) if self._errors else None,
+            seconds_per_token=of_token,
+            seconds_per_token_pair=of_pair,
+            seconds_per_micro_batch=of_micro_batch,
+            seconds_per_step=of_step,
             speeds=tuple(np.exp(self._log_speeds).tolist()),
         )
 
     def state(self) -> dict[str, Any]:
         """Everything learned, as numbers and lists of numbers, for a checkpoint."""
-        learned = {name: value for name, value in vars(self).items() if name not in _NOT_LEARNED}
-        for name, value in learned.items():
-            if isinstance(value, np.ndarray | tuple):
-                learned[name] = np.asarray(value).tolist()
-        return learned | {
-            "_recent": [list(recent) for recent in self._recent],
-            "_num_ranks": self._num_ranks,
-            "_pairs": self._model.pairs(_PROBE).tolist(),
-        }
+        learned = {name: np.asarray(getattr(self, name)).tolist() for name in _OF_THE_LAW + _OF_RANKS}
+        return learned | {"_pairs": self._model.prior.pairs(_PROBE).tolist()}
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Continue from another's :meth:`state`; with another number of ranks, their speeds are learned anew. What was
         learned of other pairs (another model) is left."""
-        if not np.allclose(state.get("_pairs", 0.0), self._model.pairs(_PROBE)):
+        if not np.allclose(state.get("_pairs", 0.0), self._model.prior.pairs(_PROBE)):
             return
-        same_ranks = state["_num_ranks"] == self._num_ranks
-        for name in vars(self).keys() & state.keys() - _NOT_LEARNED - (frozenset() if same_ranks else _PER_RANK):
+        same_ranks = len(state["_log_speeds"]) == len(self._log_speeds)
+        for name in _OF_THE_LAW + _OF_RANKS * same_ranks:
             is_array = isinstance(getattr(self, name), np.ndarray)
-            setattr(self, name, np.array(state[name], dtype=np.float64) if is_array else state[name])
-        self.fixed_costs = FixedCosts(*self.fixed_costs)
-        self.speeds = None if self.speeds is None else tuple(self.speeds)
-        if same_ranks:
-            self._recent = [deque(recent, maxlen=_SPEED_WINDOW) for recent in state["_recent"]]
+            setattr(self, name, np.array(state[name]) if is_array else state[name])
+        if self._typical.any():
+            self._put_in_force()
 
 
-_PER_RANK = frozenset({"_log_speeds", "speeds"})
-_NOT_LEARNED = frozenset({"_model", "_num_ranks", "_keep", "_pending", "_cp_overhead", "_recent", "slowness"})
+_OF_THE_LAW = ("_steps", "_typical", "_typical_s", "_products", "_answers", "_parts", "_spread", "_errors")
+_OF_RANKS = ("_log_speeds", "_recent")
+
+
+def _cost(prior: LayerSum, of_token: float, of_pair: float, lengths: ArrayLike) -> Floats:
+    """``[n]`` lengths -> ``[n]`` float64 work."""
+    x = np.asarray(lengths, dtype=np.float64)
+    return of_token * x + of_pair * prior.pairs(x)
 
 
 def _solve(products: Floats, answers: Floats) -> Floats:

@@ -69,8 +69,8 @@ class IdleTimes(Learner):
         """``costs``: to be told of each step before this one."""
         self._core = core
         self._costs = costs
-        self._seconds = np.zeros((0, len(_CAUSES)))
-        self._busy = np.zeros(0)
+        self._idle: list[dict[IdleCause, float]] = []  # [ranks] seconds
+        self._busy: list[float] = []
         self._waits: dict[int, dict[IdleCause, float]] = {}
         self._suspect_nobody()
 
@@ -85,9 +85,9 @@ class IdleTimes(Learner):
         self._suspicions = [_Suspicion() for _ in range(num_ranks)]
 
     def _count_up_to(self, num_ranks: int) -> None:
-        more = max(num_ranks - len(self._busy), 0)
-        self._seconds = np.pad(self._seconds, ((0, more), (0, 0)))
-        self._busy = np.pad(self._busy, (0, more))
+        while len(self._busy) < num_ranks:
+            self._busy.append(0.0)
+            self._idle.append(dict.fromkeys(_CAUSES, 0.0))
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
@@ -101,66 +101,48 @@ class IdleTimes(Learner):
 
     def timed(self, batch: Batch, timings: Sequence[StepTiming], now: float) -> None:
         """All ranks are done with a step. O(ranks)."""
+        self._count_up_to(len(timings))  # a step that a former controller had planned may be for more ranks
+        waits = self._waits.pop(batch.step, {})
+        seconds = [timing.seconds for timing in timings]
+        slowest, mean = max(seconds), sum(seconds) / len(seconds)
+        # seconds and loads differ by a factor that only calibration knows: shares are compared. As far above the mean
+        # load as the lower bound is, it is above the mean seconds
+        unavoidable = min(mean * batch.unavoidable_imbalance / (slowest - mean), 1.0) if slowest > mean else 0.0
+        for rank, timing in enumerate(timings):
+            self._busy[rank] += timing.seconds
+            imbalance_s, idle = slowest - timing.seconds, self._idle[rank]
+            idle["imbalance_unavoidable"] += unavoidable * imbalance_s
+            idle["imbalance_avoidable"] += (1.0 - unavoidable) * imbalance_s
+            for cause, cause_s in _waits_of(timing, waits).items():
+                idle[cause] += cause_s
+        self._suspect(batch, np.array(seconds), now)
+
+    def _suspect(self, batch: Batch, busy: Floats, now: float) -> None:
         slowness = self._costs.slowness  # by what was learned, which is better than by the planned loads
-        busy = np.array([timing.seconds for timing in timings], dtype=np.float64)
-        self._count_up_to(len(busy))  # a step that a former controller had planned may be for more ranks
-        self._busy[: len(busy)] += busy
-        self._record_imbalance(batch, busy)
-        self._record_waits(self._waits.pop(batch.step, {}), timings)
         loads = np.array(batch.loads)
         if slowness is None and (loads > 0).all() and (busy > 0).all():
             # [ranks] log of the seconds that each took for a unit of load
             slowness = np.log(busy) - np.log(loads)
-        if slowness is not None and len(slowness) == len(busy) == len(self._suspicions):
-            # relative to the median rank: a step in which all are slow accuses nobody
-            slowness = slowness - np.median(slowness)
-            worth_it = busy * -np.expm1(-np.maximum(slowness, 0.0)) >= _LEAST_LOSS_S
-            slowness = np.where(worth_it, slowness, np.minimum(slowness, 0.0))
-            for suspicion, one in zip(self._suspicions, slowness.tolist(), strict=True):
-                suspicion.note(one, batch.step, now)
+        if slowness is None or not len(slowness) == len(busy) == len(self._suspicions):
+            return
+        # relative to the median rank: a step in which all are slow accuses nobody
+        slowness = slowness - np.median(slowness)
+        worth_it = busy * -np.expm1(-np.maximum(slowness, 0.0)) >= _LEAST_LOSS_S
+        slowness = np.where(worth_it, slowness, np.minimum(slowness, 0.0))
+        for suspicion, one in zip(self._suspicions, slowness.tolist(), strict=True):
+            suspicion.note(one, batch.step, now)
 
     def acknowledged(self, batch: Batch) -> None:
         """A rank that is lost never reports: its step is forgotten."""
         self._waits.pop(batch.step, None)
 
-    def _record_imbalance(self, batch: Batch, busy: Floats) -> None:
-        # seconds and loads differ by a factor that only calibration knows: shares are compared
-        slowest, mean = float(busy.max()), float(busy.mean())
-        mean_load = sum(batch.loads) / len(batch.loads)
-        if slowest <= mean or mean_load <= 0:
-            return
-        # the lower bound is in units of load: as far above the mean load as it is, it is above the mean seconds
-        bound = min(mean * max(batch.lower_bound / mean_load, 1.0), slowest)
-        unavoidable = (bound - mean) / (slowest - mean)
-        idle = slowest - busy
-        self._add("imbalance_unavoidable", unavoidable * idle)
-        self._add("imbalance_avoidable", (1.0 - unavoidable) * idle)
-
-    def _record_waits(self, waits: dict[IdleCause, float], timings: Sequence[StepTiming]) -> None:
-        of_balancer = sum(waits.values())
-        # a rank that does not measure its waits is taken to have waited as long as the balancer did
-        waited = np.array([of_balancer if t.waited_s is None else t.waited_s for t in timings], dtype=np.float64)
-        # A rank cannot have waited longer for rollouts than the balancer did; the rest was the way.
-        for_rollouts = np.minimum(waited, of_balancer)
-        for cause, cause_s in waits.items():
-            if of_balancer > 0:
-                self._add(cause, for_rollouts * (cause_s / of_balancer))
-        rest = waited - for_rollouts
-        rest = rest - np.minimum(rest, np.array([t.ready_s for t in timings], dtype=np.float64))
-        for_roles = np.minimum(rest, np.array([t.roles_s for t in timings], dtype=np.float64))
-        self._add("roles", for_roles)
-        self._add("transport", rest - for_roles)
-
-    def _add(self, cause: IdleCause, seconds: Floats) -> None:
-        self._seconds[: len(seconds), _CAUSES.index(cause)] += seconds
-
     # -- record --------------------------------------------------------------------------------------------------------
 
     def figures(self, now: float) -> dict[str, Any]:
         return {
-            "idle_seconds": dict(zip(_CAUSES, self._seconds.sum(axis=0).tolist(), strict=True)),
-            "rank_idle_seconds": tuple(dict(zip(_CAUSES, row, strict=True)) for row in self._seconds.tolist()),
-            "rank_busy_seconds": tuple(self._busy.tolist()),
+            "idle_seconds": {cause: sum(idle[cause] for idle in self._idle) for cause in _CAUSES},
+            "rank_idle_seconds": tuple(idle.copy() for idle in self._idle),
+            "rank_busy_seconds": tuple(self._busy),
             "straggler": self.straggler(now),
         }
 
@@ -176,3 +158,20 @@ class IdleTimes(Learner):
             since_step=suspicion.since_step,
             since_s=max(now - suspicion.since, 0.0),
         )
+
+
+def _waits_of(timing: StepTiming, waits: dict[IdleCause, float]) -> dict[IdleCause, float]:
+    """Seconds that a rank waited for its rank batch, by cause; ``waits``: those of the balancer."""
+    of_balancer = sum(waits.values())
+    # a rank that does not measure its waits is taken to have waited as long as the balancer did
+    waited = of_balancer if timing.waited_s is None else timing.waited_s
+    # A rank cannot have waited longer for rollouts than the balancer did; the rest was the way.
+    for_rollouts = min(waited, of_balancer)
+    rest = max(waited - for_rollouts - timing.ready_s, 0.0)
+    for_roles = min(rest, timing.roles_s)
+    part = for_rollouts / of_balancer if of_balancer > 0 else 0.0
+    return {
+        **{cause: cause_s * part for cause, cause_s in waits.items()},
+        "roles": for_roles,
+        "transport": rest - for_roles,
+    }

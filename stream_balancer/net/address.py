@@ -17,9 +17,8 @@ import msgspec
 from stream_balancer.errors import BrokenResourceError, ConfigError, WireError
 from stream_balancer.net.connection import HANDSHAKE_S, Connection
 from stream_balancer.net.errors import ConnectionEnd
-from stream_balancer.net.handler import Handler
 from stream_balancer.net.handshake import Handshake
-from stream_balancer.net.listener import Shaking, over_tcp, split_address
+from stream_balancer.net.listener import over_tcp, split_address
 from stream_balancer.net.loops import Io
 from stream_balancer.net.messages import Join, Welcome
 from stream_balancer.net.pool import Pool
@@ -115,15 +114,14 @@ class TcpDialer:
         another kind."""
         self.io, self.pool, self._tls = Io.current(), pool or Pool(), tls
         self._token = token_bytes(token)
-        self._lookup: Lookup | None = None
-        self._address = ""
+        self._read: Callable[[], Entry | None]
         if isinstance(where, str):
-            split_address(where)
-            self._address = where
+            entry = Entry(*split_address(where))
+            self._read = lambda: entry
         elif hasattr(where, "read"):
-            self._lookup = where
+            self._read = where.read
         elif hasattr(where, "clone"):
-            self._lookup = Directory(where, name)
+            self._read = Directory(where, name).read
         else:
             # here, or it would be an AttributeError in a thread, long after the mistake
             raise TypeError(
@@ -139,61 +137,58 @@ class TcpDialer:
         (the store is gone)."""
 
         def connect() -> None:
-            address, token = self._address, self._token
+            entry = None
             try:
-                if self._lookup is not None:
-                    address, token = self._find(self._lookup)
-                sock = socket.create_connection(split_address(address), timeout=HANDSHAKE_S)
+                entry = self._find()
+                sock = socket.create_connection((entry.host, entry.port), timeout=HANDSHAKE_S)
             except Exception as error:  # noqa: BLE001 - for who dials
-                self.io.do(partial(failed, _why(address, error)))
+                self.io.do(partial(failed, error if entry is None else _why(entry.address, error)))
             else:
-                self.io.do(partial(begin, sock, address, token))
+                self.io.do(partial(begin, sock, entry))
 
-        def begin(sock: socket.socket, address: str, token: bytes) -> None:
+        def begin(sock: socket.socket, entry: Entry) -> None:
+            # one in the store was made for whoever reads the store; it wins
+            token = self._token if entry.token is None else entry.token.encode()
             try:
-                handshake, host = Handshake(token, join), split_address(address)[0]
-                connection = over_tcp(self.io, sock, self.pool, handshake, self._tls, host)
+                connection = over_tcp(self.io, sock, self.pool, Handshake(token, join), self._tls, entry.host)
             except OSError as error:
                 # it is gone already
                 sock.close()
-                failed(_why(address, error))
+                failed(_why(entry.address, error))
                 return
-            connection.handler, connection.welcomed = dialling(address, connection, failed), welcomed
+            connection.gone, connection.welcomed = partial(tell_dialler, entry.address, connection, failed), welcomed
             connection.begin()
 
         # In a thread, as a store or a name server may take its time; a daemon, as one that does not answer must not
         # keep the process from ending.
         threading.Thread(target=connect, name="stream_balancer-dial", daemon=True).start()
 
-    def _find(self, lookup: Lookup) -> tuple[str, bytes]:
+    def _find(self) -> Entry:
         try:
-            entry = lookup.read()
+            entry = self._read()
         except RuntimeError as error:
             cause = str(error).partition("\n")[0]
             raise BrokenResourceError(f"nobody says any more where the controller is: {cause}") from None
         if entry is None:
             raise ConnectionError("no controller has said yet where it is")
-        # one in the store was made for whoever reads the store; it wins
-        return entry.address, self._token if entry.token is None else entry.token.encode()
+        return entry
 
 
-def dialling(address: str, connection: Connection, failed: Callable[[BaseException], object]) -> Handler:
-    """Handler at the joining end, until it is welcomed: who dials hears of the end what is most likely wrong."""
-
-    def gone(end: ConnectionEnd) -> None:
-        # what listens there speaks something else: no later try can do better
-        if isinstance(end.__cause__, WireError):
-            text = f"{address} does not answer as a controller of this version does: {end}. Check the address"
-            failed(WireError(text))
-        elif end.kind == "refused":
-            failed(end.to_raise())
-        # it is a controller and knows the token: it was closed while this end waited to be let in
-        elif connection.handshake.proven:
-            failed(ConnectionError(f"the controller went away before it had let anybody in: {end.text}"))
-        else:
-            failed(_why(address, end))
-
-    return Shaking(gone)
+def tell_dialler(
+    address: str, connection: Connection, failed: Callable[[BaseException], object], end: ConnectionEnd
+) -> None:
+    """The connection ended before it was welcomed: who dials hears what is most likely wrong."""
+    # what listens there speaks something else: no later try can do better
+    if isinstance(end.__cause__, WireError):
+        text = f"{address} does not answer as a controller of this version does: {end}. Check the address"
+        failed(WireError(text))
+    elif end.kind == "refused":
+        failed(end.to_raise())
+    # it is a controller and knows the token: it was closed while this end waited to be let in
+    elif connection.handshake.proven:
+        failed(ConnectionError(f"the controller went away before it had let anybody in: {end.text}"))
+    else:
+        failed(_why(address, end))
 
 
 def _why(address: str, error: BaseException) -> BaseException:
@@ -206,7 +201,7 @@ def _why(address: str, error: BaseException) -> BaseException:
         return ConfigError(f"there is no host {host!r}: {error}. Check the address {address}")
     if isinstance(error, UnicodeError):
         return ConfigError(f"{address!r} has no name of a host in it: {error}")
-    if isinstance(error, OSError) and address:
+    if isinstance(error, OSError):
         return ConnectionError(f"nobody answers at {address}: {os.strerror(error.errno) if error.errno else error}")
     if isinstance(error, ConnectionEnd):
         # not final: a controller without a core to run on looks like this, too

@@ -72,18 +72,24 @@ class Pending:
         self.cancelled = self.sent_before = False
 
     @property
+    def was_sent(self) -> bool:
+        """The other end may have it, and may have accepted it."""
+        return self.number is not None or self.sent_before
+
+    @property
     def fate(self) -> str:
         """Fate of the call as known without a reply."""
-        if self.number is None and not self.sent_before:
-            return "it had not been sent, so it was not accepted"
-        return "whether it was accepted is not known"
+        if self.was_sent:
+            return "whether it was accepted is not known"
+        return "it had not been sent, so it was not accepted"
 
     @property
     def advice(self) -> str:
         """Advice for a reply that does not come any more."""
         if not self.accepted_if:
             return "Connect again, and ask again"
-        return f"Connect and put it again: a {self.accepted_if} then means that the first put was accepted"
+        means = f": a {self.accepted_if} then means that the first put was accepted" if self.was_sent else ""
+        return f"Connect and put it again{means}"
 
     def resolve(self, error: Exception | None, answer: Answered | None = None) -> None:
         """The reply; the first one counts."""

@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from stream_balancer.errors import RefusedError, WireError
 from stream_balancer.net.errors import ConnectionEnd
-from stream_balancer.net.handler import Handler, Mover
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.loops import Io, Job
 from stream_balancer.net.messages import (
@@ -54,11 +53,17 @@ _TURN_BYTES = 4 * 2**20
 _GATHER = 512
 
 
-class _Held:
-    """A message whose bytes, or those of one before it, are still on their way."""
+class Handler(Protocol):
+    """Gets the messages of a connection. Called in the I/O thread; raises WireError for what may not come now."""
 
-    def __init__(self, message: Message, memory: Memory | None, *, ready: bool) -> None:
-        self.message, self.memory, self.ready = message, memory, ready
+    def admit(self, message: Message, total: int) -> None:
+        """``total`` bytes are about to be allocated for this message."""
+
+    def receive(self, message: Message, memory: Memory | None) -> None:
+        """Called in the order of sending, whichever way the bytes came."""
+
+    def ended(self, end: ConnectionEnd) -> None:
+        """The end: once, and nothing after it. ``end.__cause__`` is the error behind it, if there is one."""
 
 
 class Connection:
@@ -72,17 +77,22 @@ class Connection:
         self._fd, self._events = sock.fileno(), 0
         io.sockets[self._fd] = lambda: self.fail(ConnectionEnd("closed", "the process has ended"))
         self.handler: Handler | None = None
+        """None in the handshake, and once the end was told."""
+        self.gone: Callable[[ConnectionEnd], object] = lambda _: None
+        """Hears of an end in the handshake."""
         self.welcome: Welcome | None = None
         self.arrived: Callable[[Connection, Join], object] = lambda *_: None
         """At the accepting end, once the peer has proven itself: sets :attr:`handler` and calls :meth:`let_in`, then or
         later; or raises RefusedError."""
         self.welcomed: Callable[[Connection, Welcome], object] = lambda *_: None
         """At the joining end: sets :attr:`handler`."""
-        self.movers: dict[int, Mover] = {}
-        """Movers that both ends have agreed on, the one that is preferred first."""
-        self.over = self.paused = self._resumes = False
+        self.movers: dict[int, Any] = {}
+        """Movers (:class:`~stream_balancer.net.movers.common.Mover`) that both ends have agreed on, by number, the
+        preferred one first."""
+        self.over = self.paused = False
         self._items: deque[tuple[Message, Payload]] = deque()
-        self._held: deque[_Held] = deque()
+        self._incoming: deque[tuple[Message, list[Memory | None]]] = deque()
+        """Messages in order; the list is empty while a mover still brings the bytes of its message."""
         self._outgoing: deque[memoryview | bytes] = deque()
         self._num_sent = 0
         self._waits_for_mover = self._close_sent = self._close_seen = False
@@ -116,36 +126,23 @@ class Connection:
         # a stranger who says nothing must not hold a descriptor for ever
         self._deadline = self.io.after(HANDSHAKE_S, lambda: self.fail(ConnectionEnd("lost", "no handshake in time")))
         if self.handshake.joins:
-            self._send_now(self.handshake.hello())
+            self.send(self.handshake.hello())
 
     def let_in(self, welcome: Welcome) -> None:
         """The acceptor's decision; :attr:`handler` is set."""
         self.welcome = welcome
-        self._send_now(welcome)
+        self.send(welcome)
 
     def pause(self) -> None:
-        """Read no more, so that the peer waits. One who pauses in ``admit`` has that message's bytes wait, too."""
-        self.paused, self._resumes = True, False
+        """Read no more, so that the peer waits."""
+        self.paused = True
         self._watch()
 
     def resume(self) -> None:
         """Read on, soon: who resumes may be in the middle of something that this connection has brought."""
-        if self.paused and not self._resumes:
-            self._resumes = True
-            self.io.do(self._read_on)
-
-    def _read_on(self) -> None:
-        if self.over or not self._resumes:
-            return
-        self.paused = self._resumes = False
-        try:
-            self._deliver_held()
-            unread, self._unread = self._unread, b""
-            self._feed(memoryview(unread))
-            self._watch()
-            self._read_tls()
-        except Exception as error:  # noqa: BLE001 - the peer's, or the handler's: this one is over
-            self.fail(error)
+        self.paused = False
+        self._watch()
+        self.io.do(partial(self._ready, selectors.EVENT_READ))
 
     def fail(self, error: BaseException) -> None:
         """The end, and why. A WireError or a RefusedError is told to the peer."""
@@ -157,7 +154,7 @@ class Connection:
         self._release(error)
         for mover in self.movers.values():
             mover.close()
-        for queue in (self._items, self._held, self._outgoing):
+        for queue in (self._items, self._incoming, self._outgoing):
             queue.clear()
         self._space, self._unread = memoryview(b""), b""
         end = ConnectionEnd.of(error)
@@ -192,12 +189,15 @@ class Connection:
             self.io.watch(self._sock, before, events, self._ready)
 
     def _ready(self, mask: int) -> None:
+        # an event of the same turn may have ended it
+        if self.over:
+            return
         try:
             if mask & selectors.EVENT_WRITE:
                 self._flush()
-            if mask & selectors.EVENT_READ and not self.over and not self.paused:
+            if mask & selectors.EVENT_READ and not self.paused:
                 self._read()
-            # which may have had to read something before it could write
+            # TLS may have had to read something before it could write
             if self._tls is not None:
                 self._flush()
         except Exception as error:  # noqa: BLE001 - the network's, the peer's, or the handler's: this one is over
@@ -205,38 +205,23 @@ class Connection:
 
     # sending
 
-    def _send_now(self, message: Message) -> None:
-        self._outgoing.append(frame(message))
-        self._flush()
-
     def _pump(self) -> None:
         """Frame what is to be sent, up to what must wait for a mover, and send."""
         if self.over:
             self._items.clear()
-        if not self._items and not self._outgoing:
-            return
         try:
             while self._items and not self._waits_for_mover and not self._close_sent:
                 message, payload = self._items.popleft()
-                if payload.total:
-                    self._add(message, payload)
-                else:
-                    self._outgoing.append(frame(message))
-                    self._close_sent = isinstance(message, Close)
+                if payload.size >= MOVER_BYTES and self._begin_moving(message, payload):
+                    continue
+                parts: list[memoryview | bytes] = [frame(message, payload.total, payload.runs), *payload.views()]
+                # a dozen iovecs cost more than their bytes
+                self._outgoing.extend([b"".join(parts)] if payload.size <= _JOIN_BYTES else parts)
+                self._close_sent = isinstance(message, Close)
             self._flush()
         except Exception as error:  # noqa: BLE001 - a message that cannot be sent: what comes after it must not be
             _log.exception("a message could not be sent, and its connection ends")
             self.fail(error)
-
-    def _add(self, message: Message, payload: Payload) -> None:
-        if payload.size >= MOVER_BYTES and self._begin_moving(message, payload):
-            return
-        pieces = payload.views()
-        if len(pieces) > 1 and payload.size <= _JOIN_BYTES:
-            # a dozen iovecs cost more than their bytes
-            pieces = [memoryview(b"".join(pieces))]
-        self._outgoing.append(frame(message, payload.total, payload.runs))
-        self._outgoing.extend(pieces)
 
     def _begin_moving(self, message: Message, payload: Payload) -> bool:
         """By the first mover that is ready, if one is and takes it now. Messages behind it wait until it may leave."""
@@ -277,20 +262,24 @@ class Connection:
             _log.debug("reading will see it too, behind what has arrived: perhaps a refusal. %s", error)
             self._outgoing.clear()
         self._watch()
-        if self._close_sent and self._close_seen and not self._outgoing and not self._held:
+        if self._close_sent and self._close_seen and not self._outgoing and not self._incoming:
             self.fail(ConnectionEnd("closed"))
 
     # receiving
 
     def _read(self) -> None:
         """Into where the next bytes belong, and ahead: what comes after them is often small, and there already."""
+        # first what a pause has kept
+        self._deliver()
+        unread, self._unread = self._unread, b""
+        self._feed(memoryview(unread))
         ahead, left = self.io.scratch, _TURN_BYTES
         while left > 0 and not self.over and not self.paused:
             room = len(self._space) + len(ahead)
             try:
                 received = self._sock.recvmsg_into([self._space, ahead])[0]
             except BlockingIOError:
-                return
+                break
             if not received:
                 raise ConnectionResetError("connection closed by peer")
             left -= received
@@ -298,13 +287,10 @@ class Connection:
             self._space = self._space[count:]
             self._feed(ahead[: received - count])
             if received < room and self._tls is None:
-                return
-        self._read_tls()
-
-    def _read_tls(self) -> None:
-        """Soon: TLS may hold bytes that the selector does not see."""
-        if self._tls is not None and not self.over and not self.paused:
-            self.io.do(lambda: self._ready(selectors.EVENT_READ))
+                break
+        # soon: TLS may hold bytes that the selector does not see
+        if left <= 0 and self._tls is not None:
+            self.io.do(partial(self._ready, selectors.EVENT_READ))
 
     def _feed(self, data: memoryview) -> None:
         """Bytes from below that are not where they belong yet."""
@@ -322,7 +308,7 @@ class Connection:
             self._space, data = self._space[count:], data[count:]
 
     def _parse(self) -> Iterator[memoryview]:
-        """Yields what is to be filled next; nothing if the connection was paused in the middle of a message."""
+        """Yields what is to be filled next."""
         header = memoryview(bytearray(HEADER_BYTES))
         while True:
             yield header
@@ -341,19 +327,19 @@ class Connection:
                 raise WireError("it goes on after it has closed")
             elif not envelope.total:
                 self._close_seen = isinstance(message, Close)
-                self._take(message, None)
+                self._incoming.append((message, [None]))
+                self._deliver()
             else:
                 assert self.handler is not None
                 self.handler.admit(message, envelope.total)
-                while self.paused:
-                    yield memoryview(b"")
                 if envelope.via != SOCKET:
                     self._begin_receiving(envelope)
                 else:
                     memory = self.pool.take(envelope.total)
                     for offset, size in zip(envelope.runs[::2], envelope.runs[1::2], strict=True):
                         yield memory.data[offset : offset + size]
-                    self._take(message, memory)
+                    self._incoming.append((message, [memory]))
+                    self._deliver()
                     # waiting for the next must not keep its memory alive
                     del memory
             del envelope, message
@@ -371,11 +357,11 @@ class Connection:
         if self.handshake.proven:
             self._deadline()
         if answer is not None:
-            self._send_now(answer)
+            self.send(answer)
         elif self.handshake.join is not None:
             self.arrived(self, self.handshake.join)
 
-    def _mover(self, number: int) -> Mover:
+    def _mover(self, number: int) -> Any:
         mover = self.movers.get(number)
         if mover is None:
             raise WireError(f"mover {number} was not agreed on")
@@ -384,45 +370,36 @@ class Connection:
     def _begin_receiving(self, envelope: Envelope) -> None:
         if not envelope.runs:
             raise WireError("a mover that brings nothing")
-        held = _Held(envelope.message, None, ready=False)
+        its: list[Memory | None] = []
 
         def ready(memory: Memory) -> None:
-            held.memory, held.ready = memory, True
+            its.append(memory)
             try:
-                self._deliver_held()
+                self._deliver()
             except Exception as error:  # noqa: BLE001 - the handler's: the connection ends
                 self.fail(error)
 
-        self._held.append(held)
+        self._incoming.append((envelope.message, its))
         self._mover(envelope.via).receive(envelope, ready)
 
-    def _take(self, message: Message, memory: Memory | None) -> None:
-        """All of it is here; but it waits for those before it, whichever way their bytes come."""
-        if self._held:
-            self._held.append(_Held(message, memory, ready=True))
-        else:
-            self._deliver(message, memory)
-
-    def _deliver_held(self) -> None:
-        while self._held and self._held[0].ready and not self.over and not self.paused:
-            one = self._held.popleft()
-            self._deliver(one.message, one.memory)
-
-    def _deliver(self, message: Message, memory: Memory | None) -> None:
-        if isinstance(message, Close):
-            self._end(ConnectionEnd("closed", message.reason))
-            # the answer: who closes waits for it, and so knows that everything has arrived
-            self.close()
-        elif self.handler is not None:
-            self.handler.receive(message, memory)
+    def _deliver(self) -> None:
+        """All that is here, up to a message whose bytes are still on their way, whichever way they come."""
+        while self._incoming and self._incoming[0][1] and not self.over and not self.paused:
+            message, (memory,) = self._incoming.popleft()
+            if isinstance(message, Close):
+                self._end(ConnectionEnd("closed", message.reason))
+                # the answer: who closes waits for it, and so knows that everything has arrived
+                self.close()
+            elif self.handler is not None:
+                self.handler.receive(message, memory)
 
     # the end
 
     def _end(self, end: ConnectionEnd) -> None:
         """The handler hears it once."""
-        handler, self.handler = self.handler, None
-        if handler is not None:
-            handler.ended(end)
+        hear = self.gone if self.handler is None else self.handler.ended
+        self.handler, self.gone = None, lambda _: None
+        hear(end)
 
     def _leave(self, num_sent: int = -1) -> None:
         """The other end answers with a Close of its own, as long as it takes what it is sent."""

@@ -9,6 +9,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from stream_balancer.errors import refused_error
@@ -16,10 +17,9 @@ from stream_balancer.net.connection import Connection
 from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.loops import Io
-from stream_balancer.net.messages import Join, Message
+from stream_balancer.net.messages import Join
 from stream_balancer.net.pool import Pool
 from stream_balancer.net.tls import TlsSocket
-from stream_balancer.wire.payload import Memory
 
 _log = logging.getLogger(__name__)
 MAX_STRANGERS = 1024
@@ -53,18 +53,6 @@ class Listening(Protocol):
 Listen: TypeAlias = Callable[[Callable[[Connection, Join], None]], Listening]
 """Begins to listen; what it is given is called in the I/O thread for every peer that has proven itself, and the peer
 waits until it is let in or refused."""
-
-
-class Shaking:
-    """Handler of a connection in its handshake: it gets no messages."""
-
-    def __init__(self, gone: Callable[[ConnectionEnd], object]) -> None:
-        self._gone = gone
-
-    def admit(self, message: Message, total: int) -> None: ...
-    def receive(self, message: Message, memory: Memory | None) -> None: ...
-    def ended(self, end: ConnectionEnd) -> None:
-        self._gone(end)
 
 
 class Listener:
@@ -128,7 +116,7 @@ class Listener:
             sock.close()
             return
         connection.arrived = self._on_proven
-        connection.handler = Shaking(lambda end: self._on_stranger_gone(connection, address, end))
+        connection.gone = partial(self._on_stranger_gone, connection, address)
         # the oldest: who means well has long been through with it
         if len(self._strangers) >= MAX_STRANGERS:
             next(iter(self._strangers)).fail(ConnectionEnd("lost", "too many who have proven nothing"))

@@ -15,9 +15,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import count
+from functools import partial
+from itertools import count, islice
 from typing import Any
 
 import anyio
@@ -28,6 +29,8 @@ Job = Callable[[], object]
 # a peer that does not answer must not keep a process from ending
 _LEAVE_S = 1.0
 _turn = threading.local()
+"""``.inside`` while this thread runs jobs, or what hands in some: it looks at them before it is through. ``.wakes``, in
+the I/O thread: event loops that are to be woken then."""
 blocking_deadline = threading.local()
 """``.at`` is set, to a time or None, while :mod:`stream_balancer.facade` runs a coroutine in a plain thread."""
 
@@ -48,7 +51,7 @@ class Io:
         self.scratch = memoryview(bytearray(2**18))
         """Where what comes ahead of its place is read."""
         self._jobs: deque[Job] = deque()
-        self._timers: list[tuple[float, int, list[Job | None]]] = []
+        self._timers: list[tuple[float, int, list[Job]]] = []
         self._numbers = count()
         # a pipe in the selector: select() has no other way to be woken from another thread
         self._reader, self._writer = socket.socketpair()
@@ -87,26 +90,23 @@ class Io:
         self._jobs.append(job)
         if here and _uninterrupted() and self._lock.acquire(blocking=False):
             try:
-                self._run_jobs()
-                # what those have added: a message that is to be sent
-                self._run_jobs()
+                self.hold(self._run_jobs)
             finally:
                 self._lock.release()
-            if not self._jobs:
-                return
-        # inside hold() one wake-up at its end serves all
-        if not hasattr(_turn, "held"):
+        elif not hasattr(_turn, "inside"):
             self._wake()
 
     def hold(self, job: Job) -> None:
         """Run it in this thread; all that it hands in here wakes the I/O thread once, when it is through."""
-        _turn.held = True
+        is_outer = not hasattr(_turn, "inside")
+        _turn.inside = True
         try:
             job()
         finally:
-            del _turn.held
-            if self._jobs:
-                self._wake()
+            if is_outer:
+                del _turn.inside
+                if self._jobs:
+                    self._wake()
 
     def _wake(self) -> None:
         # Ctrl-C may come between the flag and the wake-up: where it may, it always wakes.
@@ -117,20 +117,20 @@ class Io:
                 self._writer.send(b"\0")
 
     def _run_jobs(self) -> None:
-        # as many as there are now: jobs that add jobs must not keep the sockets waiting
-        for _ in range(len(self._jobs)):
-            self._guarded(self._jobs.popleft())
+        # twice, for what those have added: a message that is to be sent. Not until there are none, because jobs that
+        # add jobs must not keep the sockets waiting.
+        for _ in range(2):
+            _run_all(islice(iter(self._jobs.popleft, None), len(self._jobs)))
 
     def after(self, seconds: float, job: Job) -> Job:
         """Run it later; what is returned takes that back. In the I/O thread only."""
-        cell: list[Job | None] = [job]
+        cell = [job]
         # the number decides between equal times: cells cannot be compared
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), cell))
         # in a job that runs elsewhere: select() waits too long
         if threading.current_thread() is not self._thread:
-            self._jobs.append(lambda: None)
             self._wake()
-        return lambda: cell.__setitem__(0, None)
+        return cell.clear
 
     def watch(self, sock: Any, before: int, events: int, ready: Callable[[int], object]) -> None:
         """Wait for these events of a socket, in place of those before. In the I/O thread only."""
@@ -145,7 +145,9 @@ class Io:
         """Run it in the one thread that packs for movers, in the order of the calls."""
         if self._worker is None:
             # one for all connections: more would compete for the memory's bandwidth
-            self._worker = threading.Thread(target=self._run_work, name="stream_balancer-pack", daemon=True)
+            self._worker = threading.Thread(
+                target=_run_all, args=(iter(self._work.get, None),), name="stream_balancer-pack", daemon=True
+            )
             self._worker.start()
         self._work.put(job)
 
@@ -165,7 +167,7 @@ class Io:
 
     def _run(self) -> None:
         wakes: dict[_LoopCaller, None] = {}
-        _turn.wakes = wakes
+        _turn.wakes, _turn.inside = wakes, True
         while not self._stopped:
             idle_s = 0.0 if self._jobs else None
             if self._timers and idle_s is None:
@@ -174,39 +176,34 @@ class Io:
             # not while select() waits: short jobs of other threads run meanwhile
             with self._lock:
                 for key, mask in events:
-                    # a job may have ended it meanwhile
-                    if self.selector.get_map().get(key.fd) is not None:
-                        self._guarded(key.data, mask)
+                    _run_all([partial(key.data, mask)])
                 # before the jobs are looked at: who appends later wakes again
                 self._woken = False
                 self._run_jobs()
                 while self._timers and self._timers[0][0] <= time.monotonic():
-                    job = heapq.heappop(self._timers)[2][0]
-                    if job is not None:
-                        self._guarded(job)
+                    _run_all(heapq.heappop(self._timers)[2])
             # a list of last turn's events would keep closed connections alive until the next one
             del events
             while wakes:
                 wakes.popitem()[0]._wake()
             self._stopped = self._stopping and not self.leaving and not self._jobs
         # whoever still waits for a reply hears of the end, since nobody is left to answer
-        for end in list(self.sockets.values()):
-            self._guarded(end)
-
-    def _run_work(self) -> None:
-        while (job := self._work.get()) is not None:
-            self._guarded(job)
-            del job
-
-    def _guarded(self, job: Callable[..., object], *args: object) -> None:
-        try:
-            job(*args)
-        except Exception:  # noqa: BLE001 - this thread must go on
-            _log.exception("a job of the I/O thread failed")
+        _run_all(list(self.sockets.values()))
 
     def _on_wake(self, _: int) -> None:
         with suppress(BlockingIOError):
             self._reader.recv(4096)
+
+
+def _run_all(jobs: Iterable[Job]) -> None:
+    """Run them, one after the other; what one raises is logged, because this thread must go on."""
+    for job in jobs:
+        try:
+            job()
+        except Exception:  # noqa: BLE001
+            _log.exception("a job of the I/O thread failed")
+        # waiting for the next must not keep its objects alive
+        del job
 
 
 def _uninterrupted() -> bool:

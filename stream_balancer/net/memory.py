@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from stream_balancer.net.connection import Connection
 from stream_balancer.net.handshake import Handshake
-from stream_balancer.net.loops import Io, Job
+from stream_balancer.net.loops import Io, Job, in_loop
 from stream_balancer.net.messages import Join
 from stream_balancer.net.pool import Pool
 
@@ -29,21 +29,14 @@ class LoopIo(Io):
         self.scratch = memoryview(bytearray(2**18))
 
     def do(self, job: Job, *, here: bool = False) -> None:
-        loop = _asyncio_loop()
-        if loop is not None:
-            loop.call_soon(job)
-        else:
-            # here: trio is optional for who does not use it
-            import trio
-
-            # the loop has ended, as asyncio's does in silence
-            with suppress(RuntimeError):
-                trio.lowlevel.current_trio_token().run_sync_soon(job)
+        # trio's loop has ended, where asyncio's ends in silence
+        with suppress(RuntimeError):
+            in_loop()(job)
 
     def after(self, seconds: float, job: Job) -> Job:
-        loop = _asyncio_loop()
-        if loop is not None:
-            return loop.call_later(seconds, job).cancel
+        with suppress(RuntimeError):
+            return asyncio.get_running_loop().call_later(seconds, job).cancel
+        # here: trio is optional for who does not use it
         import trio
 
         scope = trio.CancelScope()
@@ -65,13 +58,6 @@ class LoopIo(Io):
 
     def watch(self, sock: _Socket, before: int, events: int, ready: Callable[[int], object]) -> None:
         sock.watch(events, ready)
-
-
-def _asyncio_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 class Wire:

@@ -27,11 +27,12 @@ MAX_MESSAGE_BYTES = 2**26
 MAX_ENTRIES = 2**18
 SOCKET = 0
 """``via`` of bytes that follow their message."""
-Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=65_536)]
+_MANY, _FEW = msgspec.Meta(max_length=65_536), msgspec.Meta(max_length=16)
+Text: TypeAlias = Annotated[str, _MANY]
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
 Small: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=4096)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
-Texts: TypeAlias = Annotated[tuple[Text, ...], msgspec.Meta(max_length=65_536)]
+Texts: TypeAlias = Annotated[tuple[Text, ...], _MANY]
 NIL = msgspec.Raw(b"\xc0")
 Counts: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
 
@@ -62,7 +63,7 @@ class Join(Message, frozen=True, tag=3):
     name: Name
     session: Small
     """Random, and the same whenever this one joins again."""
-    movers: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ()
+    movers: Annotated[tuple[Name, ...], _FEW] = ()
     about: msgspec.Raw = NIL
     """Facts that its kind tells of itself: a rank's number, world size, room, and the steps that it has."""
 
@@ -75,7 +76,7 @@ class Welcome(Message, frozen=True, tag=4):
     max_calls: Count = 1024
     known: bool = False
     """True if this session's earlier calls are remembered here."""
-    movers: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ()
+    movers: Annotated[tuple[Name, ...], _FEW] = ()
     about: msgspec.Raw = NIL
 
 
@@ -96,7 +97,7 @@ class MoverNote(Message, frozen=True, tag=7):
     """Either end: what one end of a mover tells the other (addresses, a probe, memory that is free again)."""
 
     mover: Count
-    body: Annotated[bytes, msgspec.Meta(max_length=65_536)]
+    body: Annotated[bytes, _MANY]
 
 
 class WorkItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -130,7 +131,7 @@ class StepHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
     meets: bool = False
     """Something may still change: say ``at_barrier``, and wait for the Seal, before the ranks meet. False: the Seal
     comes by itself, and once it is here nothing changes any more."""
-    mini_batches: Annotated[tuple[MiniBatchHead, ...], msgspec.Meta(max_length=65_536)] = ()
+    mini_batches: Annotated[tuple[MiniBatchHead, ...], _MANY] = ()
     rank: Count | None = None
     """Number of the rank in the step, where that is another one: some ranks before it have no part in the step."""
     open: bool = False
@@ -144,7 +145,7 @@ class Work(Message, frozen=True, tag=10):
     uid: Count
     """Tells two plans of one step number apart; the same after a restart of the controller with its journal."""
     attempt: Count
-    items: Annotated[tuple[WorkItem, ...], msgspec.Meta(max_length=65_536)] = ()
+    items: Annotated[tuple[WorkItem, ...], _MANY] = ()
     head: StepHead | None = None
     """In the first Work of a step, and in the first after a join."""
     gone: Texts = ()
@@ -193,8 +194,8 @@ class Seal(Message, frozen=True, tag=12):
     ranks: Counts
     """DP ranks that meet."""
     sizes: Sizes
-    mini_batches: Annotated[tuple[Sizes, ...], msgspec.Meta(max_length=65_536)] = ()
-    resized: Annotated[tuple[ResizedExecution, ...], msgspec.Meta(max_length=65_536)] = ()
+    mini_batches: Annotated[tuple[Sizes, ...], _MANY] = ()
+    resized: Annotated[tuple[ResizedExecution, ...], _MANY] = ()
     """Executions of which some rollouts are gone, and some are not."""
     gone: Texts = ()
     """Ids of rollouts that are masked everywhere."""
@@ -280,7 +281,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     total: Count = 0
     runs: Counts = ()
     via: Count = SOCKET
-    where: Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)] = ()
+    where: Annotated[tuple[Count, ...], _FEW] = ()
 
 
 # little-endian on every machine, and fixed: read before anything else is known

@@ -32,7 +32,6 @@ from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.listener import Listen
 from stream_balancer.net.loops import Job, in_loop
 from stream_balancer.net.messages import Call, Cancel, Join, Message, Reply, Report, Welcome
-from stream_balancer.net.staging import Staging
 from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
 _log = logging.getLogger("stream_balancer.net")
@@ -99,6 +98,7 @@ class Peer:
 
     def abort(self) -> None:
         """At once: for the peer, a loss."""
+        # not Connection.abort, which is one job later: replies that were made meanwhile would get out
         self.fail(ConnectionEnd("closed", "here"))
 
     def fail(self, error: Exception) -> None:
@@ -106,9 +106,8 @@ class Peer:
         self._do(lambda connection: connection.fail(error))
 
     def _do(self, job: Callable[[Connection], object]) -> None:
-        # the connection of now: a later one must not get what was meant for this one
-        if self.connection is not None:
-            self.io.do(partial(job, self.connection))
+        # a later connection does not get what was meant for this one: it is let in by a job behind this one
+        self.io.do(lambda: None if self.live is None else job(self.live))
 
     # in the I/O thread
 
@@ -160,7 +159,7 @@ class Peer:
         self._seen, self._heard = message.seen, number + 1
         # sent again after a loss: answered from memory, not done twice
         if number in self._done:
-            self._send(*self._done[number])
+            self.send(*self._done[number])
         elif number == self._next:
             if len(self.open) >= service.limits.max_calls:
                 raise WireError("more calls without a reply than were allowed")
@@ -199,12 +198,40 @@ class Peer:
         if self.keep_s > 0:
             self._done[asked.number] = reply, payload
         # else the caller has not repeated it on this connection yet, and gets the reply when it does
-        if asked.number < self._heard:
-            self._send(reply, payload)
-
-    def _send(self, reply: Reply, payload: Payload) -> None:
-        if self.live is not None:
+        if asked.number < self._heard and self.live is not None:
             self.live.send(reply, payload)
+
+
+class Staging:
+    """Bytes of calls without a reply, over all sessions. In the I/O thread.
+
+    Beyond what all of them together may stage, a session with something staged is not read from, until its replies, or
+    those of others, make room. One with nothing staged always is, so nobody waits for nothing."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.nbytes = most_bytes, 0
+        self.paused: dict[Peer, Connection] = {}
+
+    def add(self, peer: Peer, nbytes: int) -> None:
+        """Calls of so many bytes have come; or, below 0, were answered."""
+        peer.staged += nbytes
+        self.nbytes += nbytes
+        if nbytes > 0:
+            # after it was taken: one call a session always is, so a full budget stops nobody for good
+            if self.nbytes > self.most_bytes and peer.live is not None and peer not in self.paused:
+                self.paused[peer] = peer.live
+                peer.live.pause()
+        elif self.paused:
+            # a little below the bound, or each reply would wake all and the next call pause them again
+            everybody = self.nbytes <= self.most_bytes * 3 // 4
+            for one in [*self.paused] if everybody else [] if peer.open else [peer]:
+                self.read_on(one)
+
+    def read_on(self, peer: Peer) -> None:
+        """Read from it again, if it was not and its connection is still there."""
+        connection = self.paused.pop(peer, None)
+        if connection is not None:
+            connection.resume()
 
 
 class Service:

@@ -40,6 +40,8 @@ _AGAIN_S, _MOST_AGAIN_S = 0.02, 1.0
 _RESTED_S = 0.1
 # controllers often start last; imports of torch take seconds
 _WARN_AFTER_S, _WARN_AGAIN_S = 5.0, 60.0
+# a later try to connect would find the same
+_FINAL = (RefusedError, ConfigError, BrokenResourceError, ClosedResourceError)
 
 Over: TypeAlias = Callable[[Pending], Exception]
 """The error that calls raise when there is no connection any more."""
@@ -100,9 +102,8 @@ class Session:
         self._left = Signal()
         self._delay_s = 0.0
         self._timers: list[Job] = []
-        # calls without a reply: handed in, waiting for room, sent
-        self._news: deque[Pending] = deque()
-        self._waiting: dict[Pending, None] = {}
+        # calls without a reply: those that wait for a connection, or for room; those that were sent, by number
+        self._waiting: deque[Pending] = deque()
         self._sent: dict[int, Pending] = {}
         self._limits = Welcome()
         self._staged = self._next = 0
@@ -160,8 +161,8 @@ class Session:
 
     def submit(self, pending: Pending) -> None:
         """Have it sent when there is room. Never blocks."""
-        # a queue of its own, appended in the caller's thread: calls keep the order in which they were made
-        self._news.append(pending)
+        # in the caller's thread: calls keep the order in which they were made
+        self._waiting.append(pending)
         self.io.do(self._send, here=not self._sent and pending.payload.total <= SMALL)
 
     def send(self, message: Message, payload: Payload = NOTHING) -> None:
@@ -191,21 +192,21 @@ class Session:
     # calls, in the I/O thread
 
     def _send(self) -> None:
-        """Send the calls that have room."""
-        while self._news:
-            pending = self._news.popleft()
-            if self._over is not None:
-                pending.resolve(self._over(pending))
-            elif not pending.cancelled:
-                self._waiting[pending] = None
+        """Send the calls that have room, strictly in order: a small one must not overtake a large one that waits."""
         connection, limits = self.connection, self._limits
-        while self._waiting and connection is not None and len(self._sent) < limits.max_calls:
-            # strictly in order: a small call must not overtake a large one that waits for room
-            pending = next(iter(self._waiting))
+        while self._waiting:
+            pending = self._waiting[0]
+            # resolved: it was taken back while it waited
+            if self._over is not None or pending.signal.is_set():
+                self._waiting.popleft()
+                if self._over is not None:
+                    pending.resolve(self._over(pending))
+                continue
             # one that is larger than the window travels alone, or it could never be sent
-            if self._staged and self._staged + pending.nbytes > limits.staged_bytes:
+            is_full = self._staged and self._staged + pending.nbytes > limits.staged_bytes
+            if connection is None or is_full or len(self._sent) >= limits.max_calls:
                 break
-            del self._waiting[pending]
+            self._waiting.popleft()
             if pending.payload.total > limits.max_call_bytes:
                 pending.resolve(pending.too_large(limits))
                 continue
@@ -223,9 +224,7 @@ class Session:
     def _cancel(self, pending: Pending) -> None:
         pending.cancelled = True
         # One that was sent before may have been accepted: only the answerer can say.
-        if not pending.sent_before and pending.number not in self._sent:
-            # an interrupt may have come before it was handed in: then it is not waiting, and never will
-            self._waiting.pop(pending, None)
+        if not pending.was_sent:
             pending.resolve(Cancelled())
         elif pending.number in self._sent:
             self.send(Cancel(pending.number))
@@ -235,12 +234,12 @@ class Session:
         # nothing is remembered there, so numbers begin anew
         if not welcome.known:
             self._next = 0
-        for pending in self._sent.values():
+        for pending in reversed(self._sent.values()):
             pending.sent_before = True
             if not welcome.known:
                 pending.number = None
-        # behind each other in the old order, in front of what was never sent
-        self._waiting = dict.fromkeys([*self._sent.values(), *self._waiting])
+            # in the old order, in front of what was never sent
+            self._waiting.appendleft(pending)
         self._sent, self._staged, self._limits = {}, 0, welcome
         self._send()
 
@@ -279,9 +278,11 @@ class Session:
     def finish(self, over: Over) -> None:
         """No more calls, and no more replies: calls raise what ``over`` says, and nothing is dialled again."""
         self._over = self._over or over
-        left, self._sent, self._waiting, self._staged = [*self._sent.values(), *self._waiting], {}, {}, 0
-        for pending in left:
+        sent, self._sent, self._staged = self._sent, {}, 0
+        for pending in sent.values():
             pending.resolve(over(pending))
+        # those that wait hear it there
+        self._send()
 
     # connections, in the I/O thread
 
@@ -354,8 +355,7 @@ class Session:
 
     def _failed(self, error: BaseException) -> None:
         """No connection, this time."""
-        final = isinstance(error, (RefusedError, ConfigError, BrokenResourceError, ClosedResourceError))
-        if final and not (isinstance(error, ConnectionEnd) and error.kind != "refused"):
+        if isinstance(error, _FINAL):
             self._fail(error)
             return
         # it says why there has never been a connection, and stays None once there was one
@@ -387,9 +387,7 @@ class Session:
         if isinstance(error, RefusedError):
             reason, text = error.reason, str(error)
             self.finish(lambda pending: refused_error(reason, f"{text}; {pending.fate}"))
-        elif isinstance(error, ConnectionEnd) or not isinstance(
-            error, (BrokenResourceError, ConfigError, ClosedResourceError)
-        ):
+        elif isinstance(error, ConnectionEnd) or not isinstance(error, _FINAL):
             self._lose(str(error).split("\n", 1)[0][:200])
         else:
             self.finish(lambda _: to_raise(error))
@@ -422,7 +420,7 @@ class Session:
             self._hang_up()
 
     def _closed_here(self, pending: Pending) -> Exception:
-        fate = f"; {pending.fate}" if pending.sent_before or pending.number is not None else ""
+        fate = f"; {pending.fate}" if pending.was_sent else ""
         return ClosedResourceError(
             f"{pending.method}() on a closed {self.kind}: close() was called, or its 'with' block was left{fate}"
         )

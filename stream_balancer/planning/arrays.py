@@ -59,18 +59,3 @@ def split_by_label(labels: Ints, num_ranks: int) -> list[Ints]:
     ends = np.cumsum(np.bincount(labels, minlength=num_ranks)).tolist()
     starts = [0, *ends[:-1]]
     return [order[start:end] for start, end in zip(starts, ends, strict=True)]
-
-
-def loads_of(costs: Floats, shares: list[list[Ints]]) -> Floats:
-    """[rank] summed cost of [rank][micro-batch] -> positions. O(n).
-
-    Examples:
-        >>> costs = np.array([900.0, 700.0, 500.0, 400.0, 300.0, 200.0])
-        >>> loads_of(costs, [[np.array([0]), np.array([3, 5])], [np.array([1, 2]), np.array([4])]])
-        array([1500., 1500.])
-    """
-    sizes = [sum(map(len, share)) for share in shares]
-    # one bincount over all: a sum for each micro-batch costs more at hundreds of ranks
-    picked = np.concatenate([one for share in shares for one in share] or [np.empty(0, dtype=np.int64)])
-    rank_of = np.repeat(np.arange(len(shares)), sizes)
-    return np.bincount(rank_of, weights=costs[picked], minlength=len(shares)).astype(np.float64)

@@ -340,7 +340,7 @@ class Cells:
         half = self._num_ranks // 2
         order = finish.argsort(axis=1, kind="stable") + np.arange(len(finish))[:, None] * self._num_ranks
         late = order[:, ::-1][:, :half].ravel()
-        early = np.roll(order[:, : self._num_ranks - half], -shifted, axis=1)[:, :half].ravel()
+        early = order[:, (np.arange(half) + shifted) % (self._num_ranks - half)].ravel()
         above = self.finish[late] > target
         return late[above], early[above]
 

@@ -11,7 +11,7 @@ outlier. As many of them as ranks waste little; one alone wastes a lockstep. Can
 one, two or three locksteps, and the oldest ordinary ones up to a batch; the one is taken that wastes least now (by the
 bound of bounds.py) and later (of the outliers that it leaves).
 
-Plain arrays, oldest first; nothing of groups here, and nothing of where a rollout goes (lockstep.py). Pure and
+Plain arrays, oldest first; nothing of groups here, and nothing of where a rollout goes (bins_on_ranks.py). Pure and
 deterministic.
 """
 
@@ -68,8 +68,6 @@ class CappedStep:
     """[W] goes in any case; at most num_rollouts of them."""
     remaining: Ints
     """[W] dispatches that may still pass it over; those with the most are the new ones."""
-    patience: int
-    """Dispatches that may pass over a new one."""
     num_rollouts: int
     """How many go, < W."""
     num_ranks: int
@@ -88,7 +86,7 @@ def choose_lockstep(step: CappedStep) -> Bools:
         >>> from stream_balancer.planning.cost_order import CostOrder
         >>> tokens = np.array([100, 20, 20, 20, 20, 20, 20, 20, 20, 20, 20, 20, 20, 20])  # oldest first
         >>> costs, must, remaining = tokens**2.0, tokens < 0, np.full(14, 8)
-        >>> knobs = {"patience": 8, "num_rollouts": 11, "num_ranks": 2, "max_tokens": 100}
+        >>> knobs = {"num_rollouts": 11, "num_ranks": 2, "max_tokens": 100}
         >>> step = CappedStep(CostOrder(costs), tokens, must, remaining, **knobs)
         >>> np.flatnonzero(choose_lockstep(step))  # 100 tokens at once cost five times as much as 20 x 5: it waits
         array([ 1,  2,  3,  4,  5,  6,  7,  8,  9, 10, 11])
@@ -216,8 +214,9 @@ class _Pool:
         costs, tokens = self.costs[places], self.tokens[places]
         peak = costs[..., :1]
         reach = np.minimum(peak, costs + (step.max_tokens - tokens) * (level / step.max_tokens))
-        still = np.where(there, step.remaining[self.positions[places]] - 1, step.patience)
-        urgency = 1.0 - still / (step.patience + 1.0)
+        patience = int(step.remaining.max())
+        still = np.where(there, step.remaining[self.positions[places]] - 1, patience)
+        urgency = 1.0 - still / (patience + 1.0)
         spread = np.where(there, (peak - reach) * urgency, 0.0).sum(axis=2)
         as_heavy = self._new_costs.size - np.searchsorted(self._new_costs, _AS_HEAVY * peak[..., 0])
         coming = self._arrivals * as_heavy * np.maximum(still.min(axis=2), 0)

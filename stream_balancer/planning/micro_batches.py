@@ -1,10 +1,10 @@
 """In which micro-batch: the same number of micro-batches on every rank, under a hard token cap.
 
-    sync="step"         ranks meet once per step: the last one is to be done as early as possible (capped.py)
-    sync="micro_batch"  ranks meet at every micro-batch: all ranks x number bins are packed at once and laid out in
-                        lockstep (lockstep.py)
+    free counts         the step is to be over as early as possible (bins_on_ranks.py)
+    equal counts,       which rank gets a rollout is settled first (partition.py), and each packs its own
+    or kept together
     padded              a bin costs rollouts x longest: neighbours in length share a bin, and the cuts are such that
-                        the costliest bin is as cheap as can be (packing.py)
+                        the costliest bin is as cheap as can be
 
 packing.py fills the micro-batches. Pure and deterministic.
 """
@@ -17,20 +17,14 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Counts, Ints, Oversize, Sync
-from .bounds import lockstep_bound
-from .capped import bins_to_ranks, least_finish, one_micro_batch_each
-from .lockstep import assign_lockstep, step_time
+from .arrays import Counts, Ints, Oversize, Sync, checked_speeds
+from .bins_on_ranks import bins_in_rows, bins_to_ranks, least_finish
 from .packing import Bins, Packer
 from .partition import partition, partition_together
 
 Order = Literal["heaviest_first", "pipeline"]
 
 _Bin = TypeVar("_Bin")
-
-_WORTH = 0.02
-"""By how much one lockstep more must shorten the step, beside its overhead: it costs something (FSDP gathers the
-parameters once more) even where nobody has said how much."""
 
 
 class OversizeError(ValueError):
@@ -120,63 +114,34 @@ def form_micro_batches(
     elif counts == "equal":
         shares = partition(work, num_ranks, counts, speeds, rotation=rotation)
         ranks = packed_shares(packer, shares, multiple_of, micro_batch_counts)
-    elif sync == "step" and not padded:
+    elif padded:
+        ranks = _padded(packer, num_ranks, sync, multiple_of, speeds, rotation)
+    else:
         ranks = least_finish(
             packer,
             num_ranks,
+            sync=sync,
             counts=micro_batch_counts,
             overhead=overhead,
             multiple_of=multiple_of,
             speeds=speeds,
             rotation=rotation,
         )
-    else:
-        ranks = _least_number(packer, num_ranks, sync, multiple_of, speeds, rotation)
-        if sync == "micro_batch" and not padded:
-            ranks = _one_lockstep_more(packer, ranks, overhead, multiple_of, speeds, rotation)
     return [[np.array(sorted(one), dtype=np.int64) for one in in_order(bins, packer.cost, order)] for bins in ranks]
 
 
-def _least_number(
-    packer: Packer,
-    num_ranks: int,
-    sync: Sync,
-    multiple_of: int,
-    speeds: ArrayLike | None,
-    rotation: int,
+def _padded(
+    packer: Packer, num_ranks: int, sync: Sync, multiple_of: int, speeds: ArrayLike | None, rotation: int
 ) -> list[Bins]:
-    """Try numbers of micro-batches from the lower bound up; ends at one rollout per bin at the latest."""
-    # fewest first: every micro-batch pays its fixed cost, on all ranks
+    """In as few micro-batches as are found: every one pays its fixed cost, on all ranks."""
     everything = np.arange(packer.tokens.size)
     number = _round_up(-(-packer.least_bins(everything) // num_ranks), multiple_of)
-    if number == 1 and not packer.padded:  # then it does not matter how often ranks meet
-        ranks = one_micro_batch_each(packer, num_ranks, speeds=speeds, rotation=rotation)
-        if ranks is not None:
-            return ranks
-        # one does not hold them, whatever the sum of the tokens says
-        number = 2
+    # ends at one rollout per bin at the latest
     while (bins := packer.pack(everything, num_ranks * number)) is None:
         number += multiple_of
     if sync == "step":
         return bins_to_ranks(packer, bins, num_ranks, speeds, rotation)
-    return assign_lockstep(packer, bins, num_ranks, number, speeds, rotation)
-
-
-def _one_lockstep_more(
-    packer: Packer, ranks: list[Bins], overhead: float, multiple_of: int, speeds: ArrayLike | None, rotation: int
-) -> list[Bins]:
-    """With bins that are nearly full of tokens there is no way to make them alike: then one more on every rank."""
-    took, num_ranks, number = step_time(packer, ranks, speeds), len(ranks), max(map(len, ranks)) + multiple_of
-    worth = took * (1.0 - _WORTH) - overhead * multiple_of
-    if packer.tokens.size < num_ranks * number or worth <= lockstep_bound(
-        packer.work, packer.tokens, num_ranks, packer.cap, speeds
-    ):
-        return ranks
-    bins = packer.pack(np.arange(packer.tokens.size), num_ranks * number)
-    if bins is None:
-        return ranks
-    more = assign_lockstep(packer, bins, num_ranks, number, speeds, rotation)
-    return more if step_time(packer, more, speeds) < worth else ranks
+    return bins_in_rows(packer, bins, num_ranks, checked_speeds(speeds, num_ranks), rotation)
 
 
 def _round_up(number: int, multiple_of: int) -> int:

@@ -121,7 +121,6 @@ def _rows_of(units: Units, some: Ints) -> Ints:
 
 def joined(plan: Plan, pieces: list[Plan]) -> Plan:
     """The plan in these pieces: it is done when the last rank is, in every one of them."""
-    mean, finish = float(np.mean(sum(one.finishes for one in pieces))), sum(one.finish for one in pieces)
     # pieces in which nobody shares have none of their own
     degrees = [
         [one for piece in pieces for one in (piece.degrees[rank] if piece.degrees else [1] * len(piece.ranks[rank]))]
@@ -133,8 +132,6 @@ def joined(plan: Plan, pieces: list[Plan]) -> Plan:
         loads=np.sum([piece.loads for piece in pieces], axis=0),
         degrees=degrees if any(piece.degrees for piece in pieces) else [],
         sharing_cost=sum(piece.sharing_cost for piece in pieces),
-        finish=finish,
-        avoidable_imbalance=max(finish - plan.lower_bound, 0.0) / mean if mean else 0.0,
-        unavoidable_imbalance=max(plan.lower_bound - mean, 0.0) / mean if mean else 0.0,
+        finish=sum(one.finish for one in pieces),
         mini_batches=tuple(pieces),
     )

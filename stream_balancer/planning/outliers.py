@@ -16,7 +16,6 @@ Plain arrays, oldest first, nothing of rollouts or groups here. Pure and determi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -45,8 +44,8 @@ _FIXPOINT_ROUNDS = 24
 class Candidates:
     """The units to choose from, oldest first, and what a step has to be like."""
 
-    costs: Floats
-    """[U] work of each unit."""
+    order: CostOrder
+    """Order of the units by cost."""
     parts: Floats
     """[U] the heaviest indivisible part of each; equals costs where a unit is one rollout."""
     must: Bools
@@ -59,8 +58,11 @@ class Candidates:
     """Number of ranks (with speeds: their sum over the fastest)."""
     filler: float = 0.0
     """The least work that must lie beside a part on its rank (equal counts)."""
-    order: CostOrder | None = None
-    """The order of the costs, where it is kept and the parts are the costs; None: sort."""
+
+    @property
+    def costs(self) -> Floats:
+        """[U] work of each unit."""
+        return self.order.costs
 
     def fair_share(self, go: Bools) -> float:
         """Work of a rank if those that go were spread evenly, and 2 % more: no rollout above it, no waste."""
@@ -73,12 +75,13 @@ def choose(units: Candidates) -> Bools:
     Complexity, for n that go: O(n log n), and a few vector operations of O(U); where no order is given, O(U log U).
 
     Examples:
+        >>> from stream_balancer.planning.cost_order import CostOrder
         >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])  # oldest first
         >>> nothing, outlier = np.zeros(8, dtype=np.bool_), costs == 2400.0
-        >>> units = Candidates(costs, costs, must=nothing, remaining=np.full(8, 8), num_more=4, ranks=2.0)
+        >>> units = Candidates(CostOrder(costs), costs, must=nothing, remaining=np.full(8, 8), num_more=4, ranks=2.0)
         >>> np.flatnonzero(choose(units))  # the oldest below the outlier, which stays
         array([0, 1, 3, 4])
-        >>> units = Candidates(costs, costs, must=outlier, remaining=np.full(8, 8), num_more=3, ranks=2.0)
+        >>> units = Candidates(CostOrder(costs), costs, must=outlier, remaining=np.full(8, 8), num_more=3, ranks=2.0)
         >>> np.flatnonzero(choose(units))  # it must go: 500 + 450 + 420 lie on the other rank
         array([0, 2, 4, 6])
     """
@@ -92,7 +95,7 @@ def choose(units: Candidates) -> Bools:
     go[np.flatnonzero(~must)[:num_more]] = True
     # all that follows is measured against the step that first in, first out would send
     fair = units.fair_share(go)
-    by_part = CostOrder(units.parts) if units.order is None else units.order
+    by_part = units.order if units.parts is units.costs else CostOrder(units.parts)
     if by_part.heaviest + units.filler <= fair:
         return go  # most steps end here: a window must not reorder what balances anyway
     # [others] units, ascending by part: so the first num_more are the lightest step there is, which says whether any
@@ -109,18 +112,6 @@ def choose(units: Candidates) -> Bools:
     return _outlier_batch(units, others, must_peak)
 
 
-class _Reserve(NamedTuple):
-    """A threshold in the order of parts: all units from this one on are held back, unless they must go."""
-
-    part: float = np.inf
-    unit: int = 0
-
-    def holds(self, parts: Floats, units: Ints) -> Bools:
-        """[n] for n units and their parts."""
-        held: Bools = (parts > self.part) | ((parts == self.part) & (units >= self.unit))
-        return held
-
-
 def _without_outliers(units: Candidates, others: Ints, peak: float, must_peak: float, fair: float) -> Bools | None:
     """A step without the outliers: the oldest that balance, and enough heavy ones left behind to fill the outliers'
     step. None if no such step balances.
@@ -128,42 +119,41 @@ def _without_outliers(units: Candidates, others: Ints, peak: float, must_peak: f
     Without that reserve the fillers leave first, and every outlier later goes alone: measured, 18 % idle instead of
     12 % on the heaviest recorded tail.
     """
-    # the outlier that must go first sets the day that fillers are kept for
     # heavier than a rank's fair share: whichever step it goes in, the other ranks wait
     outliers = units.parts + units.filler > fair
+    # the outlier that must go first sets the day that fillers are kept for
     patience = max(1, int(units.remaining[outliers].min())) if outliers.any() else 1
     needed = units.ranks * peak
-    forecast = _Forecast(units, patience)
-    spare = others.size - units.num_more
-    best = None
+    # [U] how many like it arrive until then: arrivals are foreseen to be like the newest units
+    new = units.remaining == units.remaining.max()
+    arrivals = np.where(new, _SUPPLY * patience * units.num_more / np.count_nonzero(new), 0.0)
+    # [U] place of those that need not go in the order of their parts: the reserve is all of them from one place on
+    place = np.full(new.size, -1)
+    place[others] = np.arange(others.size)
+    spare, best = others.size - units.num_more, None
     # the smallest reserve that suffices: all beyond it would only delay heavy rollouts
-    # [others[-size]:] is the reserve: the heaviest that need not go
     for size in sorted({spare * attempt // _RESERVE_STEPS for attempt in range(_RESERVE_STEPS + 1)}):
-        first = int(others[-size]) if size else 0
-        reserve = _Reserve(float(units.parts[first]), first) if size else _Reserve()
-        go = _oldest_balanced(units, reserve, must_peak)
+        first = others.size - size
+        go = _oldest_balanced(units, (place >= 0) & (place < first), must_peak)
         if go is None:
             continue
         best = go
-        if forecast(go, reserve) >= needed:
+        if _forecast(units, arrivals + ((place >= first) & ~go)) >= needed:
             return go
     return best
 
 
-def _oldest_balanced(units: Candidates, reserve: _Reserve, must_peak: float) -> Bools | None:
-    """`must` and the oldest others outside the reserve, below the highest level at which such a step balances.
+def _oldest_balanced(units: Candidates, may_go: Bools, must_peak: float) -> Bools | None:
+    """`must` and the oldest of those that may go beside them, below the highest level at which such a step balances.
 
     The level falls until it is a fixed point: work of the oldest below it >= ranks * level. None if there is none.
     Looks only as far back from the oldest as it has to: what is rejected never depends on what is newer.
     """
     must = units.must
-    num_must = int(np.count_nonzero(must))
-    seen = 2 * (num_must + units.num_more)
+    seen = 2 * (int(np.count_nonzero(must)) + units.num_more)
     while True:
         # the oldest only; doubled until nothing is missing
-        parts = units.parts[:seen]
-        pool = np.flatnonzero(~(must[:seen] | reserve.holds(parts, np.arange(parts.size))))
-        taken, short = _highest_level(units, pool, must_peak)
+        taken, short = _highest_level(units, np.flatnonzero(may_go[:seen]), must_peak)
         if not short or seen >= must.size:
             break
         seen *= 2
@@ -193,36 +183,18 @@ def _highest_level(units: Candidates, pool: Ints, must_peak: float) -> tuple[Int
     return None, False
 
 
-class _Forecast:
-    """Forecast of the work in the heaviest units of a later step: of what stays, and of what is still to arrive.
-
-    Arrivals are foreseen to be like the newest units (those never passed over), `patience` dispatches of them,
-    discounted. What stays without being reserved is not counted: first in, first out takes it before.
-    """
-
-    def __init__(self, units: Candidates, patience: int) -> None:
-        self._units = units
-        order = CostOrder(units.costs) if units.order is None else units.order
-        self._heaviest_first = order.ascending()[::-1]
-        self._size = units.num_more + int(np.count_nonzero(units.must))
-        self._new = units.remaining == units.remaining.max()
-        self._arrival_weight = _SUPPLY * patience * units.num_more / int(np.count_nonzero(self._new))
-
-    def __call__(self, go: Bools, reserve: _Reserve) -> float:
-        units, seen = self._units, 2 * self._size
-        while True:
-            heaviest = self._heaviest_first[:seen]
-            # how many of each there will be: of what stays, and of what is to arrive and is like it
-            stays = reserve.holds(units.parts[heaviest], heaviest) & ~go[heaviest]
-            weight = stays + self._arrival_weight * self._new[heaviest]
-            # [heaviest] how many units there will be from the heaviest down to each
-            total = np.cumsum(weight)
-            if total[-1] >= self._size or heaviest.size < seen:
-                break
-            seen *= 2
-        # as many as a step takes: the last of them counts in part
-        taken = np.minimum(total, self._size)
-        return float(np.diff(taken, prepend=0.0) @ units.costs[heaviest])
+def _forecast(units: Candidates, numbers: Floats) -> float:
+    """Work in the heaviest units of a later step, given how many there will be of each ([U]): what is kept for it, and
+    what is still to arrive. What stays without being reserved is not counted: first in, first out takes it before."""
+    size = units.num_more + int(np.count_nonzero(units.must))
+    heaviest_first = units.order.ascending()[::-1]
+    seen = 2 * size
+    # only as far down as a step takes
+    while (total := np.cumsum(numbers[heaviest_first[:seen]]))[-1] < size and seen < numbers.size:
+        seen *= 2
+    # as many as a step takes: the last of them counts in part
+    taken = np.minimum(total, size)
+    return float(np.diff(taken, prepend=0.0) @ units.costs[heaviest_first[:seen]])
 
 
 def _best_level(units: Candidates, others: Ints, must_peak: float) -> float:

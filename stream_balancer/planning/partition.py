@@ -119,7 +119,12 @@ def _assign(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, t
     # In the search they would be in the way: whoever is done first would get them all.
     labels = np.empty(work.size, dtype=np.int64)
     labels[heavy] = _search(work[heavy], num_ranks, counts, rate, tolerance)
-    labels[~heavy] = _fewest_first(np.bincount(labels[heavy], minlength=num_ranks), work.size)
+    # each of the others to a rank that has the fewest
+    held = np.bincount(labels[heavy], minlength=num_ranks).tolist()
+    fewest = sorted(zip(held, range(num_ranks), strict=True))
+    for one in np.flatnonzero(~heavy).tolist():
+        number, labels[one] = fewest[0]
+        heapq.heapreplace(fewest, (number + 1, fewest[0][1]))
     return labels
 
 
@@ -134,22 +139,6 @@ def _not_negligible(work: Floats) -> Bools:
     return work > heaviest
 
 
-def _fewest_first(held: Ints, total: int) -> Ints:
-    """[total - held.sum()] ranks for more rollouts, each to one that holds the fewest, given that they hold so many.
-
-    Examples:
-        >>> _fewest_first(np.array([2, 0, 1]), total=7)
-        array([0, 1, 1, 2])
-    """
-    ascending = np.sort(held)
-    room = np.arange(held.size) * ascending - np.cumsum(ascending) + ascending  # up to each one's number
-    full = int(np.searchsorted(room, total - int(held.sum()), side="right"))  # ranks that get some
-    level, rest = divmod(total - int(held.sum()) + int(ascending[:full].sum()), full)
-    more = np.maximum(level - held, 0)
-    more[np.flatnonzero(held <= level)[:rest]] += 1
-    return np.repeat(np.arange(held.size), more)
-
-
 def _search(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, tolerance: float) -> Ints:
     """The same, whatever they weigh."""
     if num_ranks == 1 or work.size == 0:
@@ -159,10 +148,7 @@ def _search(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, t
         return _one_each(work, rate)
     # Not Karmarkar-Karp: with equal counts every rank keeps one of each num_ranks neighbours in sorted order, so the
     # spread of the largest ones never cancels (12-22 % above the bound at 4 to 8 rollouts a rank; this: below 0.2 %).
-    if rate is None:
-        labels = _largest_first(work, num_ranks, counts)
-    else:
-        labels = _largest_first_with_speeds(work, num_ranks, counts, rate)
+    labels = _largest_first(work, num_ranks, counts, rate)
     bound = lower_bound_of(work, num_ranks, counts, rate)
     return _improved(labels, work, num_ranks, counts, rate, bound * (1.0 + tolerance)) if bound > 0.0 else labels
 
@@ -174,12 +160,13 @@ def _improved(labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: 
     # where ranks are alike no exchange that helps leaves one empty; nor is a count changed if all have as many
     limits = [] if (rate is None and not even) or least == most else [Limit(ones, least, most)]
     cells = Cells.of(labels, work, num_ranks, speed=rate, even=even, limits=limits)
-    budget = _BUDGET + _BUDGET_EACH * work.size
     if work.size <= _SMALL:
-        budget += _SMALL_BUDGET
-        cells = Cells(work, _shuffled(cells.slots, num_ranks), num_ranks, speed=rate, even=even, limits=limits)
-    cells.improve(target, budget)
-    return cells.cell_of(int(cells.times.argmin()))
+        copies = Cells(work, _shuffled(cells.slots, num_ranks), num_ranks, speed=rate, even=even, limits=limits)
+        copies.improve(target, _SMALL_BUDGET)
+        labels = copies.cell_of(int(copies.times.argmin()))
+        cells = Cells.of(labels, work, num_ranks, speed=rate, even=even, limits=limits)
+    cells.improve(target, _BUDGET + _BUDGET_EACH * work.size)
+    return cells.cell_of()
 
 
 def _shuffled(slots: Ints, num_ranks: int) -> Ints:
@@ -200,8 +187,9 @@ def _one_each(work: Floats, rate: Floats | None) -> Ints:
     return labels
 
 
-def _largest_first(work: Floats, num_ranks: int, counts: Counts) -> Ints:
-    """LPT with a heap; under equal counts a full rank leaves the heap. O(n log num_ranks).
+def _largest_first(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None) -> Ints:
+    """LPT with a heap: each to the rank that would be done first with a rollout of mean cost; under equal counts a full
+    rank leaves the heap. No rank is empty. O(n log num_ranks).
 
     Every rollout counts a little more than its cost, so that ties (zero costs above all) go to the rank with fewer.
     """
@@ -209,59 +197,29 @@ def _largest_first(work: Floats, num_ranks: int, counts: Counts) -> Ints:
     order = np.argsort(-work, kind="stable")
     # far below any cost, far above the rounding of the sums
     tie_breaker = (float(work.sum()) or 1.0) * 1e-9 / n
-    sorted_work = (work[order] + tie_breaker).tolist()
-    heap = [(load, rank) for rank, load in enumerate(sorted_work[:num_ranks])]
-    heap.reverse()  # ascending, so it is a heap
-    chosen = list(range(num_ranks))
-    # The num_ranks largest went to one rank each: an empty rank is always the first to finish.
-    if counts == "free":
-        for cost in sorted_work[num_ranks:]:
-            load, rank = heap[0]
-            chosen.append(rank)
-            heapq.heapreplace(heap, (load + cost, rank))
-    else:
-        quota, extra = divmod(n, num_ranks)
-        held = [1] * num_ranks
-        for cost in sorted_work[num_ranks:]:
-            load, rank = heap[0]
-            while held[rank] >= quota + (extra > 0):  # a rank at the quota waits for the spare places to run out
-                heapq.heappop(heap)
-                load, rank = heap[0]
-            held[rank] += 1
-            if held[rank] > quota:
-                extra -= 1
-                heapq.heappop(heap)
-            else:
-                heapq.heapreplace(heap, (load + cost, rank))
-            chosen.append(rank)
+    quota, extra = divmod(n, num_ranks) if counts == "equal" else (n, 0)
+    speeds = [1.0] * num_ranks if rate is None else rate.tolist()
+    # with the cost at hand instead of the mean no heap would do: its order would change with every rollout
+    mean = float(work.mean())
+    heap = sorted((mean / speed, rank) for rank, speed in enumerate(speeds))
+    held, chosen = [0] * num_ranks, []
+    for cost in (work[order] + tie_breaker).tolist():
+        done, rank = heap[0]
+        while held[rank] >= quota + (extra > 0):  # a rank at the quota waits for the spare places to run out
+            heapq.heappop(heap)
+            done, rank = heap[0]
+        held[rank] += 1
+        if held[rank] > quota:
+            extra -= 1
+            heapq.heappop(heap)
+        else:
+            heapq.heapreplace(heap, (done + cost / speeds[rank], rank))
+        chosen.append(rank)
     labels = np.empty(n, dtype=np.int64)
     labels[order] = chosen
-    return labels
-
-
-def _largest_first_with_speeds(work: Floats, num_ranks: int, counts: Counts, rate: Floats) -> Ints:
-    """LPT for uniform machines: each rollout to the rank that would finish it first. O(n * num_ranks), vectorised."""
-    n = work.size
-    order = np.argsort(-work, kind="stable")
-    tie_breaker = (float(work.sum()) or 1.0) * 1e-9 / n
-    quota, extra = divmod(n, num_ranks) if counts == "equal" else (n, 0)
-    busy = np.zeros(num_ranks)
-    held = np.zeros(num_ranks, dtype=np.int64)
-    labels = np.empty(n, dtype=np.int64)
-    for position in order.tolist():
-        finish = (busy + (work[position] + tie_breaker)) / rate
-        rank = int(finish.argmin())
-        if counts == "equal":
-            rank = int(np.where(held < quota + (extra > 0), finish, np.inf).argmin())
-            extra -= int(held[rank] == quota)
-        busy[rank] += work[position] + tie_breaker
-        held[rank] += 1
-        labels[position] = rank
     # a very slow rank still gets the lightest rollout of the fullest one
-    for rank in np.flatnonzero(held == 0).tolist():
-        donor = int(held.argmax())
+    for rank in [rank for rank, number in enumerate(held) if not number]:
+        donor = int(np.bincount(labels).argmax())
         mine = np.flatnonzero(labels == donor)
         labels[mine[work[mine].argmin()]] = rank
-        held[donor] -= 1
-        held[rank] += 1
     return labels

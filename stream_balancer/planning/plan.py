@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from .arrays import Bools, Counts, Floats, Ints, Oversize, Sync, loads_of
+from .arrays import Bools, Counts, Floats, Ints, Oversize, Sync
 from .cost_order import CostOrder
 from .partition import TOLERANCE
 from .rank_speeds import NO_FIXED_COSTS, FixedCosts
@@ -157,72 +157,87 @@ def part_cost(costs: Floats, degrees: Ints, overhead: float) -> Floats:
     return cost
 
 
-def work_in(waiting: Waiting, ranks: list[list[Ints]]) -> list[Floats]:
-    """[rank][micro_batch] work of each, a prefix counted once in it. O(n); with prefixes O(n log n)."""
-    if waiting.prefix_costs is None:
-        return [np.array([waiting.costs[one].sum() for one in share]) for share in ranks]
-    # siblings are counted micro-batch by micro-batch, in one call: only within one is a prefix shared
-    # a micro-batch is the reach of a prefix: two of one rank pay it twice
-    ones = [one for share in ranks for one in share]
-    place = np.repeat(np.arange(len(ones)), [one.size for one in ones])
-    work = waiting.sets(np.concatenate([*ones, np.empty(0, dtype=np.int64)])).loads(place, len(ones))
-    return np.split(work, np.cumsum([len(share) for share in ranks])[:-1])
+def work_in(waiting: Waiting, micro_batches: Sequence[Ints]) -> Floats:
+    """[micro-batches] work of each, a prefix counted once in it: two of one rank pay it twice. O(n); with prefixes
+    O(n log n)."""
+    rows = np.concatenate([*micro_batches, np.empty(0, dtype=np.int64)])
+    place, number = np.repeat(np.arange(len(micro_batches)), [one.size for one in micro_batches]), len(micro_batches)
+    # one call for all: a sum for each costs more at hundreds of ranks
+    if waiting.prefix_costs is not None:
+        return waiting.sets(rows).loads(place, number)
+    return np.bincount(place, weights=waiting.costs[rows], minlength=number).astype(np.float64)
 
 
-def work_of(waiting: Waiting, knobs: PlanKnobs, ranks: list[list[Ints]], degrees: Sequence[list[int]]) -> Floats:
-    """[num_ranks] work of each, what sharing a rollout adds, and a prefix saves, counted. O(n log n)."""
-    if waiting.prefix_costs is None and not degrees:
-        return loads_of(waiting.costs, ranks)
-    works = work_in(waiting, ranks)
-    if degrees:
-        works = [
-            part_cost(work, np.array(of_rank, dtype=np.int64), knobs.cp_overhead)
-            for work, of_rank in zip(works, degrees, strict=True)
-        ]
-    # one after the other, as they are run: so all ranks of a block come to the same sum
-    return np.array([sum(work.tolist()) for work in works])
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Work of the ranks of a layout, and when they are done."""
 
-
-def micro_batch_overheads(knobs: PlanKnobs, ranks: list[list[Ints]]) -> Floats:
+    work: Floats
+    """[num_ranks] work of each, what sharing a rollout adds, and a prefix saves, counted."""
+    overheads: Floats
     """[num_ranks] what their micro-batches cost beside their rollouts, padding copies counted. 0 where speeds are
     given: those have the fixed costs in them."""
-    if knobs.speeds is not None or not (has_micro_batches(knobs) or len(knobs.degrees) > 1):
-        return np.zeros(knobs.num_ranks)
-    # a rank with nothing to run runs a padding copy
-    numbers = np.array([max(len(one), 1) for one in ranks])
-    if knobs.micro_batch_counts == "equal":
-        numbers[:] = numbers.max()
-    # a virtual pipeline runs whole multiples, padding copies in what is missing
-    overheads: Floats = knobs.fixed_costs.micro_batch * (-(-numbers // knobs.micro_batch_multiple))
-    return overheads * knobs.micro_batch_multiple
-
-
-def finish_of(waiting: Waiting, knobs: PlanKnobs, ranks: list[list[Ints]], degrees: Sequence[list[int]] = ()) -> float:
+    undivided: float
+    """Work of all ranks, without what sharing adds."""
+    finish: float
     """When the last of the ranks is done with its micro-batches; where they meet at every one, the sum of the costliest
-    of each index. What they cost is padded where the knobs say so; overheads are counted, of sharing too. O(n).
+    of each index. What they cost is padded where the knobs say so."""
+    rate: float
+    """Work per time of all ranks together."""
 
-    Examples:
-        >>> waiting = Waiting.of(np.array([900.0, 100.0, 300.0, 700.0]))
-        >>> ranks = [[np.array([0]), np.array([1])], [np.array([2]), np.array([3])]]
-        >>> finish_of(waiting, PlanKnobs(2, 4, 8), ranks)  # 900 + 100, 300 + 700
-        1000.0
-        >>> finish_of(waiting, PlanKnobs(2, 4, 8, sync="micro_batch"), ranks)  # 900 beside 300, 100 beside 700
-        1600.0
-    """
-    took = np.zeros((max(map(len, ranks)), knobs.num_ranks))  # [micro-batches, ranks]
-    if knobs.padded:
-        works = [np.array([one.size * waiting.costs[one].max() for one in share]) for share in ranks]
-    else:
-        works = work_in(waiting, ranks)
-    for rank, work in enumerate(works):
-        of_rank = np.array(degrees[rank] if degrees else 1, dtype=np.int64)
-        took[: work.size, rank] = part_cost(work, of_rank, knobs.cp_overhead) if degrees else work
-    rate = np.ones(knobs.num_ranks) if knobs.speeds is None else knobs.speeds
-    took, overheads = took / rate, micro_batch_overheads(knobs, ranks)  # with speeds these are 0
-    # ranks that meet at every micro-batch wait for the costliest of each index; else only for the last at the end
-    if knobs.sync == "micro_batch":
-        return float(took.max(axis=1).sum() + overheads.max())
-    return float((took.sum(axis=0) + overheads).max())
+    @classmethod
+    def of(
+        cls, waiting: Waiting, knobs: PlanKnobs, ranks: list[list[Ints]], degrees: Sequence[list[int]] = ()
+    ) -> Times:
+        """Times of ``[rank][micro_batch]`` -> positions; ``degrees``: as in `Plan`. O(n).
+
+        Examples:
+            >>> waiting = Waiting.of(np.array([900.0, 100.0, 300.0, 700.0]))
+            >>> ranks = [[np.array([0]), np.array([1])], [np.array([2]), np.array([3])]]
+            >>> Times.of(waiting, PlanKnobs(2, 4, 8), ranks).finish  # 900 + 100, 300 + 700
+            1000.0
+            >>> in_step = PlanKnobs(2, 4, 8, sync="micro_batch")
+            >>> Times.of(waiting, in_step, ranks).finish  # 900 beside 300, 100 beside 700
+            1600.0
+        """
+        ones = [one for share in ranks for one in share]
+        numbers = np.array([len(share) for share in ranks])
+        rank_of = np.repeat(np.arange(numbers.size), numbers)
+        index = np.arange(len(ones)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+        whole = parts = work_in(waiting, ones)
+        if degrees:
+            degree_of = np.array([degree for of_rank in degrees for degree in of_rank], dtype=np.int64)
+            whole, parts = parts / degree_of, part_cost(parts, degree_of, knobs.cp_overhead)
+        took = np.zeros((int(numbers.max()), numbers.size))  # [micro-batches, ranks]
+        took[index, rank_of] = [one.size * waiting.costs[one].max() for one in ones] if knobs.padded else parts
+        speeds = np.ones(numbers.size) if knobs.speeds is None else knobs.speeds
+        took, overheads = took / speeds, _overheads(knobs, numbers)  # with speeds these are 0
+        # ranks that meet at every micro-batch wait for the costliest of each index; else only for the last at the end
+        if knobs.sync == "micro_batch":
+            finish = float(took.max(axis=1).sum() + overheads.max())
+        else:
+            finish = float((took.sum(axis=0) + overheads).max())
+        # one after the other, as they are run: so all ranks of a block come to the same sum
+        work = np.bincount(rank_of, weights=parts, minlength=numbers.size).astype(np.float64)
+        return cls(work, overheads, float(whole.sum()), finish, float(speeds.sum()))
+
+    @property
+    def idle(self) -> float:
+        """The part of the step that is not work."""
+        return 1.0 - float(self.work.sum()) / self.rate / self.finish if self.finish else 0.0
+
+
+def _overheads(knobs: PlanKnobs, numbers: Ints) -> Floats:
+    """[num_ranks] of so many micro-batches."""
+    if knobs.speeds is not None or not (has_micro_batches(knobs) or len(knobs.degrees) > 1):
+        return np.zeros(numbers.size)
+    # a rank with nothing to run runs a padding copy
+    run = np.maximum(numbers, 1)
+    if knobs.micro_batch_counts == "equal":
+        run[:] = run.max()
+    # a virtual pipeline runs whole multiples, padding copies in what is missing
+    overheads: Floats = knobs.fixed_costs.micro_batch * (-(-run // knobs.micro_batch_multiple))
+    return overheads * knobs.micro_batch_multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,20 +248,15 @@ class Plan:
     """``[rank][micro_batch]`` -> positions into the `Waiting` columns. A rank with fewer rollouts than micro-batches
     has a shorter list: the caller completes it with padding copies."""
     loads: Floats
-    """[num_ranks] work per rank, :func:`micro_batch_overheads` counted."""
+    """[num_ranks] work per rank, overheads of micro-batches counted."""
     rates: Floats | None
     """[num_ranks] work per time; a rank finishes at load / rate. None = all alike."""
     finish: float
-    """When the last rank is done, see :func:`finish_of`."""
+    """When the last rank is done, see `Times`."""
     lower_bound: float
     """No plan of these rollouts is done before."""
     incomplete_groups: tuple[int, ...]
     """Labels of groups that had to go without all their siblings."""
-    avoidable_imbalance: float
-    """(latest finish - lower bound) / mean finish: what a better partition could still save."""
-    unavoidable_imbalance: float
-    """(lower bound - mean finish) / mean finish: the price of the heaviest rollout; only another choice from the window
-    helps."""
     degrees: list[list[int]] = field(default_factory=list)
     """``[rank][micro_batch]`` -> by how many ranks its rollouts are shared; empty where all are 1. A micro-batch of
     degree g stands in ``ranks[r]`` of every rank r of an aligned block, ``[b * g, (b + 1) * g)``. Where ranks meet once
@@ -269,6 +279,15 @@ class Plan:
         return self.loads if self.rates is None else self.loads / self.rates
 
     @property
+    def mean_finish(self) -> float:
+        """When all ranks would be done if their work were spread evenly."""
+        if self.mini_batches:
+            return sum(one.mean_finish for one in self.mini_batches)
+        return float(self.loads.sum()) / (self.loads.size if self.rates is None else float(self.rates.sum()))
+
+    @property
     def imbalance(self) -> float:
-        """latest finish / mean finish - 1."""
-        return self.avoidable_imbalance + self.unavoidable_imbalance
+        """latest finish / mean finish - 1. Beyond what `lower_bound` explains a better partition could save it; the
+        rest is the price of the heaviest rollout, and only another choice from the window helps."""
+        mean = self.mean_finish
+        return max(self.finish - mean, 0.0) / mean if mean else 0.0

@@ -18,27 +18,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
-from .arrays import Bools, Ints, loads_of
+from .arrays import Bools, Ints
+from .bins_on_ranks import least_finish_bound
 from .bounds import lockstep_bound, lower_bound
-from .capped import least_finish_bound
 from .cost_order import CostOrder
 from .micro_batches import Order, form_micro_batches, in_order
 from .packing import Packer
 from .partition import partition, partition_together
-from .plan import (
-    Plan,
-    PlanKnobs,
-    Waiting,
-    finish_of,
-    has_micro_batches,
-    micro_batch_overheads,
-    work_in,
-    work_of,
-)
+from .plan import Plan, PlanKnobs, Times, Waiting, has_micro_batches
 from .prefixes import prefix_bound, with_shared_prefixes
 from .rank_speeds import work_rates
 from .selection import Units
@@ -108,7 +98,7 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     if waiting.prefix_costs is not None:
         whole = units.unit_of if knobs.groups == "same_rank" else None
         layouts = [with_shared_prefixes(waiting, knobs, one, whole, _order(knobs), step) for one in layouts]
-    best = min(layouts, key=lambda one: finish_of(waiting, knobs, *one)) if len(layouts) > 1 else layouts[0]
+    best = min(layouts, key=lambda one: Times.of(waiting, knobs, *one).finish) if len(layouts) > 1 else layouts[0]
     picked = np.unique(np.concatenate([picked[:0], *(one for share in best.ranks for one in share)]))
     whole = np.unique(units.labels(picked), return_inverse=True)[1] if knobs.groups == "same_rank" else None
     return finished(waiting, knobs, best.ranks, earliest_finish(waiting, knobs, picked, whole), best.degrees)
@@ -194,7 +184,7 @@ def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go:
         return shares
     swapped = [in_order(share, lambda one: float(waiting.costs[one].sum()), _order(knobs)) for share in swapped]
     # what evens out the work alone may not pay where ranks run different numbers of micro-batches
-    return min(shares, swapped, key=lambda one: _Times.of(waiting, knobs, one).idle)
+    return min(shares, swapped, key=lambda one: Times.of(waiting, knobs, one).idle)
 
 
 def _sums_decide(knobs: PlanKnobs, shares: list[list[Ints]]) -> bool:
@@ -211,20 +201,19 @@ def _groups_swapped(
     """The shares, or those of another choice of groups that wastes less."""
     if knobs.batch_tokens is not None:
         return shares  # one group for another would miss the budget
-    # waste, not the finish: groups differ in work, and a lighter step is no better one
-    times = _Times.of(waiting, knobs, shares)
-    best, least = shares, times.finish - times.fair
+    # idle time, not the finish: groups differ in work, and a lighter step is no better one
+    best, least = shares, Times.of(waiting, knobs, shares).idle
     # Only which choice wins is asked here, and a choice that is even enough ends the search: a finer partition would
     # cost more than it shows.
     rough = replace(knobs, tolerance=max(knobs.tolerance, EVEN - 1.0))
-    choices = _other_groups(waiting, knobs, units, fixed, go, shares)
-    for choice, later in () if times.even else islice(choices, _TRIED):
+    for choice, later in islice(_other_groups(waiting, knobs, units, fixed, go, shares), _TRIED):
+        if least <= EVEN - 1.0:
+            break
         other = _shares(waiting, rough, units, choice, step)
-        times = _Times.of(waiting, knobs, other)
-        if times.finish - times.fair + later < least and _sums_decide(knobs, other):
-            best, least = other, times.finish - times.fair + later
-            if times.even:
-                break
+        times = Times.of(waiting, knobs, other)
+        idle = times.idle + later / times.finish if times.finish else 0.0
+        if idle < least and _sums_decide(knobs, other):
+            best, least = other, idle
     return best
 
 
@@ -248,30 +237,6 @@ def _other_groups(
         choice = np.zeros_like(go)
         choice[among[np.concatenate([one for share in swapped for one in share])]] = True
         yield choice, 0.0
-
-
-class _Times(NamedTuple):
-    """When the ranks are done."""
-
-    finish: float
-    """The last one."""
-    fair: float
-    """All of them, if the work were spread evenly and micro-batches cost nothing."""
-    even: bool
-    """The ranks are done at the same time, or nearly so."""
-
-    @classmethod
-    def of(cls, waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]]) -> _Times:
-        rate = np.ones(knobs.num_ranks) if knobs.speeds is None else knobs.speeds
-        work = loads_of(waiting.costs, shares)
-        loads = work + micro_batch_overheads(knobs, shares)
-        finish, total_rate = float((loads / rate).max()), float(rate.sum())
-        return cls(finish, float(work.sum()) / total_rate, finish <= float(loads.sum()) / total_rate * EVEN)
-
-    @property
-    def idle(self) -> float:
-        """The part of the step that is not work."""
-        return 1.0 - self.fair / self.finish if self.finish else 0.0
 
 
 def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints, whole: Ints | None = None) -> float:
@@ -315,13 +280,7 @@ def finished(
 ) -> Plan:
     """The plan with its figures; ``bound``: no plan of these rollouts is done before."""
     picked = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(one for share in shares for one in share)]))
-    work = work_of(waiting, knobs, shares, degrees)
-    loads = work + micro_batch_overheads(knobs, shares)
-    # of what ranks share every one has its part
-    parts = zip(work_in(waiting, shares), degrees, strict=True) if degrees else ()
-    whole = sum(float((one / np.array(by)).sum()) for one, by in parts)
-    mean = float(loads.sum()) / (knobs.num_ranks if knobs.speeds is None else float(knobs.speeds.sum()))
-    finish = finish_of(waiting, knobs, shares, degrees)
+    times = Times.of(waiting, knobs, shares, degrees)
     # labels of groups that leave before all their siblings have come
     flagged = waiting.groups[picked][~waiting.group_complete[picked]]
     if knobs.groups != "free":  # so are the pieces of a group that no batch can hold
@@ -329,13 +288,11 @@ def finished(
         flagged = np.concatenate((flagged, np.intersect1d(waiting.groups[picked], left)))
     return Plan(
         ranks=shares,
-        loads=loads,
+        loads=times.work + times.overheads,
         rates=knobs.speeds,
-        finish=finish,
+        finish=times.finish,
         lower_bound=bound,
         incomplete_groups=tuple(int(label) for label in np.unique(flagged) if label >= 0),
-        avoidable_imbalance=max(finish - bound, 0.0) / mean if mean else 0.0,
-        unavoidable_imbalance=max(bound - mean, 0.0) / mean if mean else 0.0,
         degrees=list(degrees),
-        sharing_cost=float(work.sum()) - whole if degrees else 0.0,
+        sharing_cost=float(times.work.sum()) - times.undivided,
     )

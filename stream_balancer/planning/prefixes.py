@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from operator import itemgetter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from .bounds import lower_bound
 from .micro_batches import Order, in_order
 from .packing import Bins, Packer
 from .partition import partition_together
-from .plan import PlanKnobs, Waiting, finish_of, work_in, work_of
+from .plan import PlanKnobs, Times, Waiting, work_in
 from .shared_layout import RankLayout
 from .siblings import Siblings
 
@@ -71,7 +70,7 @@ def with_shared_prefixes(
         for rank, share in enumerate(own):
             rank_of[np.concatenate([*share, picked[:0]])] = rank
         places = place_siblings(
-            parts, ranks, rank_of[picked], base=work_of(waiting, knobs, shared, degrees), rotation=step
+            parts, ranks, rank_of[picked], base=Times.of(waiting, knobs, shared, degrees).work, rotation=step
         )
     else:
         places = np.empty(picked.size, dtype=np.int64)
@@ -85,9 +84,11 @@ def with_shared_prefixes(
         return RankLayout([mine + rest for mine, rest in zip(shared, own, strict=True)], its_degrees)
 
     planned = [[picked[one] for one in share] for share in packed]
-    best = min((own, planned), key=lambda one: finish_of(waiting, knobs, *layout(one)))
-    works = work_in(waiting, best)
-    each = [in_order(list(zip(*pair, strict=True)), itemgetter(0), order) for pair in zip(works, best, strict=True)]
+    best = min((own, planned), key=lambda one: Times.of(waiting, knobs, *layout(one)).finish)
+    each = [
+        in_order(list(zip(work_in(waiting, share).tolist(), share, strict=True)), itemgetter(0), order)
+        for share in best
+    ]
     # parts that were cut apart may have come together again
     return layout([[one[np.argsort(waiting.sets(one).set_of, kind="stable")] for _, one in pairs] for pairs in each])
 
@@ -121,10 +122,15 @@ def place_siblings(siblings: Siblings, num_ranks: int, dense: Ints, *, base: Flo
     for level in _LEVELS:
         if least <= enough:
             break
-        layout = _Descent(siblings, base, _whole_sets(siblings, base, level * bound, rotation))
-        layout.improve(enough)
-        if layout.finish < least:
-            best, least = layout.rank_of, layout.finish
+        rank_of = _whole_sets(siblings, base, level * bound, rotation)
+        for _ in range(_ROUNDS):
+            after = _exchanged(siblings, base, rank_of, enough)
+            if after is None:
+                break
+            rank_of = after
+        finish = float((base + siblings.loads(rank_of, num_ranks)).max())
+        if finish < least:
+            best, least = rank_of, finish
     return best
 
 
@@ -158,115 +164,50 @@ def _whole_sets(siblings: Siblings, base: Floats, level: float, rotation: int) -
     return (rank_of + rotation) % num_ranks
 
 
-class _Pieces(NamedTuple):
-    """Pieces that a rank could give away at once: parts (all that it has of a set), and single siblings."""
-
-    held: Ints
-    """All that it has, set by set, the heaviest sibling first."""
-    slices: Ints
-    """[pieces, 2] where each piece lies in it: start, stop."""
-    sets: Ints
-    """[pieces] whose siblings they are."""
-    added: Floats
-    """[pieces] their work without the prefix."""
-    freed: Floats
-    """[pieces] work of the prefix, which leaves with a whole part."""
-
-    @staticmethod
-    def of(siblings: Siblings, held: Ints) -> _Pieces:
-        held = held[np.lexsort((-siblings.added[held], siblings.set_of[held]))]
-        work, sets = siblings.added[held], siblings.set_of[held]
-        first = np.flatnonzero(np.diff(sets, prepend=-1))  # of each part
-        ends = np.append(first, held.size)[1:]
-        sizes = ends - first
-        one = np.flatnonzero(np.repeat(sizes > 1, sizes))  # of a part of one it is the part
-        sums = np.add.reduceat(work, first) if held.size else work
-        start = np.concatenate((first, one))
-        return _Pieces(
-            held,
-            np.stack((start, np.concatenate((ends, one + 1))), axis=1),
-            sets[start],
-            np.concatenate((sums, work[one])),
-            np.concatenate((siblings.prefixes[sets[first]], np.zeros(one.size))),
-        )
-
-    def rollouts(self, piece: int) -> Ints:
-        """Rollouts of one piece."""
-        start, stop = self.slices[piece].tolist()
-        return self.held[start:stop]
-
-
-class _Descent:
-    """Siblings on ranks, and when each rank is done."""
-
-    def __init__(self, siblings: Siblings, base: Floats, rank_of: Ints) -> None:
-        self._siblings = siblings
-        self.rank_of = rank_of.copy()
-        self._there = np.zeros((siblings.prefixes.size, base.size), dtype=np.int64)
-        np.add.at(self._there, (siblings.set_of, rank_of), 1)
-        self._loads = base + siblings.loads(rank_of, base.size)
-        self._pieces: dict[int, _Pieces] = {}
-
-    @property
-    def finish(self) -> float:
-        """When the last rank is done."""
-        return float(self._loads.max())
-
-    def improve(self, enough: float) -> None:
-        """Exchange pieces with the rank that is done last, until that is early enough, or nothing helps."""
-        for _ in range(_ROUNDS):
-            last = int(self._loads.argmax())
-            if self._loads[last] <= enough or not self._exchange(last):
-                return
-
-    def _exchange(self, last: int) -> bool:
-        """The best exchange of a piece of the last rank for one of another rank, or for nothing; False: none helps."""
-        # those that are done first have most room for what it gives
-        others = [rank for rank in np.argsort(self._loads, kind="stable")[:_WITH].tolist() if rank != last]
-        give = self._pieces_of(last)
-        theirs = [self._pieces_of(rank) for rank in others]
-        # nothing is a piece, too: of no set, and of every rank
-        nothing = np.zeros(len(others))
-        sets = np.concatenate([np.full(len(others), -1), *(one.sets for one in theirs)])
-        added = np.concatenate([nothing, *(one.added for one in theirs)])
-        freed = np.concatenate([nothing, *(one.freed for one in theirs)])
-        number = [one.sets.size for one in theirs]
-        rank = np.concatenate((others, np.repeat(others, number)))
-        # [give, take] what the prefix costs where a piece comes in, and frees where it goes
-        prefixes, same = self._siblings.prefixes, give.sets[:, None] == sets
-        comes = np.where((sets >= 0) & (self._there[sets, last] == 0), prefixes[sets], 0.0)
-        goes = np.where(self._there[give.sets][:, rank] == 0, prefixes[give.sets][:, None], 0.0)
-        mine = np.where(same, 0.0, comes - give.freed[:, None])
-        other = np.where(same, 0.0, goes - freed)
-        shift = give.added[:, None] - added
-        mine += self._loads[last] - shift
-        other += self._loads[rank] + shift
-        latest = np.maximum(mine, other)
-        # of equal ones what costs less work in all: that leaves room for the exchanges to come
-        best = int((latest + 1e-6 * (mine + other)).argmin())
-        gives, takes = divmod(best, rank.size)
-        if not latest[gives, takes] < self._loads[last] * (1.0 - 1e-9):
-            return False
-        there = int(rank[takes])
-        self._move(give.rollouts(gives), last, there)
-        if takes >= len(others):
-            place = others.index(there)
-            self._move(theirs[place].rollouts(takes - len(others) - sum(number[:place])), there, last)
-        self._loads[[last, there]] = mine[gives, takes], other[gives, takes]
-        return True
-
-    def _move(self, rollouts: Ints, source: int, target: int) -> None:
-        self.rank_of[rollouts] = target
-        one = self._siblings.set_of[rollouts[0]]
-        self._there[one, source] -= rollouts.size
-        self._there[one, target] += rollouts.size
-        self._pieces.pop(source, None)
-        self._pieces.pop(target, None)
-
-    def _pieces_of(self, rank: int) -> _Pieces:
-        if rank not in self._pieces:
-            self._pieces[rank] = _Pieces.of(self._siblings, np.flatnonzero(self.rank_of == rank))
-        return self._pieces[rank]
+def _exchanged(siblings: Siblings, base: Floats, rank_of: Ints, enough: float) -> Ints | None:
+    """[n] ranks after the best exchange of a piece of the last rank for one of another rank, or for nothing; None if
+    that rank is done early enough, or nothing helps. A piece is all that a rank has of a set, or a single sibling.
+    ``enough``: no less than any base, so a rank that is late has something to give."""
+    prefixes, set_of, loads = siblings.prefixes, siblings.set_of, base + siblings.loads(rank_of, base.size)
+    last = int(loads.argmax())
+    if loads[last] <= enough:
+        return None
+    parts, part_of, sizes = np.unique(rank_of * prefixes.size + set_of, return_inverse=True, return_counts=True)
+    single = np.flatnonzero(sizes[part_of] > 1)  # of a part of one it is the part
+    # those that are done first have most room for what it gives
+    others = np.argsort(loads, kind="stable")[:_WITH]
+    others = others[others != last]
+    # [pieces] parts, then single siblings; at last nothing, which is a piece of every rank, and of no set
+    none = np.zeros(others.size)
+    rank = np.concatenate((parts // prefixes.size, rank_of[single], others))
+    sets = np.concatenate((parts % prefixes.size, set_of[single], np.full(others.size, -1)))
+    added = np.concatenate((np.bincount(part_of, siblings.added), siblings.added[single], none))
+    freed = np.concatenate((prefixes[parts % prefixes.size], np.zeros(single.size), none))
+    give = np.flatnonzero((rank == last) & (sets >= 0))
+    take = np.flatnonzero(np.isin(rank, others))
+    # [give, take] what the prefix costs where a piece comes in, unless some of its set are there, and frees where all
+    # of them go
+    there = np.zeros((prefixes.size, base.size), dtype=np.bool_)
+    there[set_of, rank_of] = True
+    same = sets[give][:, None] == sets[take]
+    comes = np.where((sets[take] >= 0) & ~there[sets[take], last], prefixes[sets[take]], 0.0)
+    goes = np.where(there[sets[give]][:, rank[take]], 0.0, prefixes[sets[give]][:, None])
+    shift = added[give][:, None] - added[take]
+    mine = loads[last] - shift + np.where(same, 0.0, comes - freed[give][:, None])
+    other = loads[rank[take]] + shift + np.where(same, 0.0, goes - freed[take])
+    latest = np.maximum(mine, other)
+    # of equal ones what costs less work in all: that leaves room for the exchanges to come
+    best = divmod(int((latest + 1e-6 * (mine + other)).argmin()), take.size)
+    if not latest[best] < loads[last] * (1.0 - 1e-9):
+        return None
+    after = rank_of.copy()
+    gone, come = int(give[best[0]]), int(take[best[1]])
+    for piece, target in ((gone, rank[come]), (come, last)):
+        if piece < parts.size:
+            after[part_of == piece] = target
+        elif piece < parts.size + single.size:
+            after[single[piece - parts.size]] = target
+    return after
 
 
 def pack_siblings(

@@ -53,67 +53,57 @@ class Units:
     """How much of that a full batch takes for sure."""
     strata: Ints | None
     """[U] number of the stratum of each (of its oldest member), -1 for none; None where no stratum has a share."""
-    order: CostOrder | None
-    """Order of the units by cost, where each is a rollout and it is kept; None: sort."""
+    order: CostOrder
+    """Order of the units by cost."""
 
     @staticmethod
     def of(waiting: Waiting, knobs: PlanKnobs) -> Units:
-        patience = _patience(knobs)
+        patience = _UNBOUNDED if knobs.max_skips is None else min(knobs.max_skips, _UNBOUNDED)
         remaining = np.maximum(patience - waiting.skips, 0)  # [W]
+        due = waiting.due | (remaining == 0)
+        size = waiting.costs.size
+        amounts = np.ones(size, dtype=np.int64) if knobs.batch_tokens is None else waiting.lengths
+        strata = waiting.strata if any(knobs.stratum_shares) else None
+        each = Units(
+            unit_of=None,
+            sizes=np.ones(size, dtype=np.int64),
+            costs=waiting.costs,
+            remaining=remaining,
+            due=due,
+            ready=np.ones_like(due) if knobs.groups == "free" else waiting.group_complete | due,
+            peaks=waiting.costs,
+            amounts=amounts,
+            sent=_sent(1, knobs),
+            strata=strata,
+            order=CostOrder(waiting.costs) if waiting.order is None else waiting.order,
+        )
         if knobs.groups == "free" or not bool((waiting.groups >= 0).any()):
-            due = waiting.due | (remaining == 0)
-            ready = np.ones_like(due) if knobs.groups == "free" else waiting.group_complete | due
-            ones = np.ones(waiting.costs.size, dtype=np.int64)
-            return Units(
-                unit_of=None,
-                sizes=ones,
-                costs=waiting.costs,
-                remaining=remaining,
-                due=due,
-                ready=ready,
-                peaks=waiting.costs,
-                amounts=ones if knobs.batch_tokens is None else waiting.lengths,
-                sent=_sent(1, knobs),
-                strata=waiting.strata if any(knobs.stratum_shares) else None,
-                order=waiting.order,
-            )
+            return each
         # [W] a rollout without a group is one by itself: a label of its own, above all that are taken
-        labels = np.where(waiting.groups >= 0, waiting.groups, waiting.groups.max() + 1 + np.arange(remaining.size))
+        labels = np.where(waiting.groups >= 0, waiting.groups, waiting.groups.max() + 1 + np.arange(size))
         # numbered by arrival, so that "the oldest units" are the first ones, as with single rollouts
-        most = knobs.least_batch_size if knobs.batch_tokens is None else labels.size
-        unit_of = _by_first_member(_in_pieces(labels, most))
-        num_units = int(unit_of.max()) + 1
-        sizes = np.bincount(unit_of, minlength=num_units)  # [U]
+        unit_of = _by_first_member(_in_pieces(labels, size if knobs.batch_tokens else knobs.least_batch_size))
+        members = np.argsort(unit_of, kind="stable")  # unit after unit, the oldest of each first
+        first = np.flatnonzero(np.diff(unit_of[members], prepend=-1))
+        sizes = np.diff(first, append=size)
         costs, parts = _with_prefix_once(waiting)
-        peaks = np.zeros(num_units)
-        # unbuffered: an index that comes several times counts each time
-        np.maximum.at(peaks, unit_of, parts)
-        # a group must go when the first of its members must
-        least = np.full(num_units, patience, dtype=np.int64)  # [U]
-        np.minimum.at(least, unit_of, remaining)
-        due = np.zeros(num_units, dtype=np.bool_)
+        costs = np.add.reduceat(costs[members], first)
         # one member that is due takes its siblings along
-        due[unit_of[waiting.due]] = True
-        due |= least == 0
-        strata = None
-        if waiting.strata is not None and any(knobs.stratum_shares):
-            strata = np.empty(num_units, dtype=np.int64)
-            strata[unit_of[::-1]] = waiting.strata[::-1]  # the oldest is written last
-        ready = np.ones(num_units, dtype=np.bool_)
-        # an incomplete group waits for siblings, unless it is due
-        ready[unit_of[~waiting.group_complete]] = False
+        due = np.logical_or.reduceat(due[members], first)
         return Units(
             unit_of=unit_of,
             sizes=sizes,
-            costs=np.bincount(unit_of, weights=costs, minlength=num_units).astype(np.float64),
-            remaining=least,
+            costs=costs,
+            # a group must go when the first of its members must
+            remaining=np.minimum.reduceat(remaining[members], first),
             due=due,
-            ready=ready | due,
-            peaks=peaks,
-            amounts=sizes if knobs.batch_tokens is None else np.bincount(unit_of, waiting.lengths).astype(np.int64),
+            # an incomplete group waits for siblings, unless it is due
+            ready=np.logical_and.reduceat(waiting.group_complete[members], first) | due,
+            peaks=np.maximum.reduceat(parts[members], first),
+            amounts=np.add.reduceat(amounts[members], first),
             sent=_sent(int(sizes.max()), knobs),
-            strata=strata,
-            order=None,
+            strata=None if strata is None else strata[members[first]],
+            order=CostOrder(costs),
         )
 
     def of_rollouts(self, units: Bools) -> Bools:
@@ -135,10 +125,6 @@ def _with_prefix_once(waiting: Waiting) -> tuple[Floats, Floats]:
         return waiting.costs, waiting.costs
     siblings = waiting.sets()
     return siblings.even_costs(), siblings.peaks()[siblings.set_of]
-
-
-def _patience(knobs: PlanKnobs) -> int:
-    return _UNBOUNDED if knobs.max_skips is None else min(knobs.max_skips, _UNBOUNDED)
 
 
 def _sent(largest_unit: int, knobs: PlanKnobs) -> int:
@@ -188,48 +174,34 @@ def _with_others(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts:
     others = units.ready & ~must
     if room == 0 or not others.any():
         return must
-    # choices count units: one of another size would make the step too long or too short
-    size, alike = _most_common_size(units, others)
-    candidates = must | alike
+    # choices count units, so they must be of one size: nearly always they are, else the size that most rollouts belong
+    # to, and the others fill up
+    size = 1 if units.unit_of is None else units.common_size(others)
+    candidates = must | (others & (units.sizes == size))
     # nearly always everybody is a candidate: then the columns, and their order, are taken as they are
     everybody = bool(candidates.all())
     among = slice(None) if everybody else candidates
-    costs, order = units.costs[among], units.order if everybody else None
-    go = np.zeros_like(must)
+    order = units.order if everybody else units.order.among(candidates)
+    costs, going, remaining = order.costs, must[among], units.remaining[among]
+    go, chosen = np.zeros_like(must), None
     if units.sizes.size == waiting.costs.size and costs.size > num_rollouts:  # each is one rollout
-        by_cost = CostOrder(costs) if order is None else order
-        chosen = _in_lockstep(waiting.lengths[among], knobs, num_rollouts, by_cost, must[among], units.remaining[among])
-        if chosen is not None:
-            go[among] = chosen
-            return go
-    go[among] = choose(
-        Candidates(
-            costs=costs,
-            parts=costs if knobs.groups == "same_rank" else units.peaks[among],
-            must=must[among],
-            remaining=units.remaining[among],
-            num_more=min(room // size, int(np.count_nonzero(alike))),
-            ranks=_ranks(knobs),
-            filler=_filler_of_outlier(costs, units.sizes[among], order, knobs, num_rollouts),
+        chosen = _in_lockstep(waiting.lengths[among], knobs, num_rollouts, order, going, remaining)
+    if chosen is None:
+        candidates_of_one_size = Candidates(
             order=order,
+            parts=costs if units.unit_of is None or knobs.groups == "same_rank" else units.peaks[among],
+            must=going,
+            remaining=remaining,
+            num_more=min(room // size, int(np.count_nonzero(~going))),
+            ranks=_ranks(knobs),
+            filler=_filler_of_outlier(order, units.sizes[among], knobs, num_rollouts),
         )
-    )
+        chosen = choose(candidates_of_one_size)
+    go[among] = chosen
     room = num_rollouts - int(units.sizes[go].sum())
     if room:
         _take(go, np.flatnonzero(others & ~go), units.sizes, room)
     return go
-
-
-def _most_common_size(units: Units, others: Bools) -> tuple[int, Bools]:
-    """-> (a size, [U] the others that have it).
-
-    The choice counts units, so they must be of one size. Nearly always they are; else it is made among the size that
-    most rollouts belong to, and the others fill up.
-    """
-    if units.unit_of is None:
-        return 1, others
-    size = units.common_size(others)
-    return size, others & (units.sizes == size)
 
 
 def _ranks(knobs: PlanKnobs) -> float:
@@ -290,7 +262,6 @@ def _in_lockstep(
                     tokens=np.minimum(lengths, cap),
                     must=must,
                     remaining=remaining,
-                    patience=_patience(knobs),
                     num_rollouts=num_rollouts,
                     num_ranks=knobs.num_ranks,
                     max_tokens=cap,
@@ -304,19 +275,16 @@ def _in_lockstep(
     return choose_neighbours(order, must, remaining, num_rollouts, knobs.num_ranks, number)
 
 
-def _filler_of_outlier(
-    costs: Floats, sizes: Ints, order: CostOrder | None, knobs: PlanKnobs, num_rollouts: int
-) -> float:
+def _filler_of_outlier(order: CostOrder, sizes: Ints, knobs: PlanKnobs, num_rollouts: int) -> float:
     """Equal counts: the least work of the rollouts that must lie beside an outlier; they are taken to be light ones.
 
-    ``costs``, ``sizes``: [U] of the units that may go; ``order``: theirs by cost, where it is known.
+    ``order``, ``sizes``: [U] of the units that may go.
     """
     if knobs.counts == "free":
         return 0.0
-    each = costs / sizes  # [U] mean cost of a unit's rollouts
-    light = (CostOrder(each) if order is None else order).ascending()[: max(1, each.size // _LIGHT_SHARE)]
+    light = order.ascending()[: max(1, sizes.size // _LIGHT_SHARE)]
     beside = num_rollouts // knobs.num_ranks - 1
-    return max(beside, 0) * float(each[light].mean())
+    return max(beside, 0) * float((order.costs[light] / sizes[light]).mean())  # of a unit the mean of its rollouts
 
 
 def _take(go: Bools, candidates: Ints, sizes: Ints, room: int) -> int:

@@ -93,10 +93,6 @@ class Shareable:
         rows: Ints = np.where(fits.any(axis=0), fits.argmax(axis=0), self.parts.argmin(axis=0))
         return rows
 
-    def among(self, items: Ints) -> Shareable:
-        """Only those."""
-        return Shareable(self.lengths[items], self.sizes, self.parts[:, items], self.num_ranks)
-
     def bound(self, places: int | None = None) -> float:
         """No plan is done before this. ``places``: the ranks that are free, if not each of them once. O(n log n) for
         each degree.

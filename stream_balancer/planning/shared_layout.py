@@ -18,7 +18,7 @@ from .arrays import Ints
 from .context_parallel import place
 from .micro_batches import Order, in_order
 from .packing import Bins, Packer
-from .plan import PlanKnobs, Waiting, finish_of
+from .plan import PlanKnobs, Times, Waiting
 from .shareable import Shareable
 from .shared_locksteps import in_locksteps
 
@@ -50,7 +50,7 @@ def shared_layout(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], 
     """
     picked = np.sort(np.concatenate([one for share in shares for one in share] or [np.empty(0, dtype=np.int64)]))
     rollouts = Shareable.of(waiting.costs[picked], waiting.lengths[picked], knobs)
-    unsplit = finish_of(waiting, knobs, shares) if rollouts.may_stay_whole else np.inf
+    unsplit = Times.of(waiting, knobs, shares).finish if rollouts.may_stay_whole else np.inf
     packer = Packer(waiting.lengths[picked], waiting.costs[picked], knobs.max_tokens_per_micro_batch, padded=False)
     if not picked.size:
         return RankLayout(shares, [])
@@ -65,7 +65,7 @@ def shared_layout(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], 
     degrees = [[degree for _, degree in of_rank] for of_rank in found]
     ranks, degrees = _rotated(ranks, degrees, step)
     # counted as the step will run it: overheads and order may eat what the placement saved
-    if finish_of(waiting, knobs, ranks, degrees) >= unsplit:
+    if Times.of(waiting, knobs, ranks, degrees).finish >= unsplit:
         return RankLayout(shares, [])
     return RankLayout(ranks, degrees)
 

@@ -6,7 +6,6 @@ In a lockstep every rank runs one micro-batch, alone or with the others of its b
     rollouts --> parts no longer than that; a shared one is a micro-batch by itself
              --> the others packed into the places that are left
              --> the longest into one lockstep, the next into the next
-             --> each lockstep planned once more by itself
 
 Pure and deterministic.
 """
@@ -18,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arrays import Ints
 from .packing import Packer
 from .plan import PlanKnobs
 from .shareable import Shareable
@@ -52,18 +50,17 @@ def in_locksteps(
 
     Complexity: O(n log n) for each of some levels of some numbers of locksteps.
     """
-    everybody = np.arange(packer.tokens.size)
     overhead, multiple = knobs.fixed_costs.micro_batch, knobs.micro_batch_multiple
     best, least = None, finish
-    fewest, most = -(-_least_places(step, packer, everybody) // step.num_ranks), None
+    fewest, most = -(-_least_places(step, packer) // step.num_ranks), None
     for number in count(fewest):
-        found = _packed(step, packer, everybody, number * step.num_ranks)
+        found = _packed(step, packer, number * step.num_ranks)
         if found and most is None:  # in fewer they may not fit, though their tokens would
             most = number + _MORE
         # padding copies take no time of their own, but the collectives of their lockstep do
         run = -(-number // multiple) * multiple
         for bins in found:
-            locksteps = [_by_itself(step, packer, one) for one in _in_rows(bins, step.num_ranks)]
+            locksteps = _in_rows(bins, step.num_ranks)
             took = sum(max(one.took for one in bins) for bins in locksteps) + overhead * run
             # a lockstep more gathers the parameters once more, on all ranks, even where nobody has said what that costs
             more = best is not None and len(locksteps) > len(best)
@@ -74,32 +71,31 @@ def in_locksteps(
     return None if best is None else _on_ranks(best, step.num_ranks)
 
 
-def _least_places(step: Shareable, packer: Packer, items: Ints) -> int:
-    """Micro-batches, each counted as often as ranks share it, that these take at least."""
-    rows = np.isfinite(step.parts[:, items]).argmax(axis=0)
-    return int(step.sizes[rows[rows > 0]].sum()) + (packer.least_bins(items[rows == 0]) if (rows == 0).any() else 0)
+def _least_places(step: Shareable, packer: Packer) -> int:
+    """Micro-batches, each counted as often as ranks share it, that all rollouts take at least."""
+    rows = np.isfinite(step.parts).argmax(axis=0)
+    own = np.flatnonzero(rows == 0)
+    return int(step.sizes[rows[rows > 0]].sum()) + (packer.least_bins(own) if own.size else 0)
 
 
-def _packed(step: Shareable, packer: Packer, items: Ints, places: int) -> list[list[_Bin]]:
-    """Items in micro-batches that take no more than so many places, for each level at which that is possible."""
+def _packed(step: Shareable, packer: Packer, places: int) -> list[list[_Bin]]:
+    """Rollouts in micro-batches that take no more than so many places, for each level at which that is possible."""
     found, tried = [], set()
-    bound = step.among(items).bound(places)
+    bound = step.bound(places)
     for level in _LEVELS:
-        rows = step.fitting(bound * level * (1.0 + 1e-9))[items]
+        rows = step.fitting(bound * level * (1.0 + 1e-9))
         # near levels often share the same rollouts: packed once
         if (key := rows.tobytes()) in tried:
             continue
         tried.add(key)
-        shared, own = items[rows > 0], items[rows == 0]
-        left = places - int(step.sizes[rows[rows > 0]].sum())
+        shared, own = np.flatnonzero(rows), np.flatnonzero(rows == 0)
+        degrees = step.sizes[rows[shared]]
+        left = places - int(degrees.sum())
         bins = packer.pack(own, left) if left > 0 and own.size else []
         if bins is None or left < 0 or (own.size and not bins):
             continue
-        parts = step.parts[rows[rows > 0], shared].tolist()
-        alone = [
-            _Bin(part, degree, [one])
-            for part, degree, one in zip(parts, step.sizes[rows[rows > 0]].tolist(), shared.tolist(), strict=True)
-        ]
+        parts = step.parts[rows[shared], shared].tolist()
+        alone = [_Bin(part, by, [one]) for part, by, one in zip(parts, degrees.tolist(), shared.tolist(), strict=True)]
         found.append(alone + [_Bin(packer.cost(one), 1, one) for one in bins])
     return found
 
@@ -120,12 +116,6 @@ def _in_rows(bins: list[_Bin], num_ranks: int) -> Locksteps:
         rows.append(taken)
         left = rest
     return rows
-
-
-def _by_itself(step: Shareable, packer: Packer, bins: list[_Bin]) -> list[_Bin]:
-    """The micro-batches of a lockstep, or others of the same rollouts if the longest is shorter then."""
-    items = np.array(sorted(i for one in bins for i in one.items), dtype=np.int64)
-    return min([bins, *_packed(step, packer, items, step.num_ranks)], key=lambda some: max(one.took for one in some))
 
 
 def _on_ranks(locksteps: Locksteps, num_ranks: int) -> list[list[tuple[list[int], int]]]:

@@ -73,8 +73,8 @@ def swap_with_waiting(
     if float(finish.max()) <= level * EVEN:
         return shares
     idle_before = 1.0 - float(loads.sum() / rate.sum() / finish.max())
-    # heavier ones would make some rank later than all are now
-    # by cost, so that each place's best answer is found by bisection
+    # by cost, so that each place's best answer is found by bisection; heavier ones would make some rank later than all
+    # are now
     pool = order.ascending()
     pool = pool[costs[pool] <= level * rate.max()]
     # the latest first: they give back what the early ones lack

@@ -10,11 +10,11 @@ virtual time, and what is tested over it is what ships. ::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self, TypeAlias
 
 from stream_balancer.errors import refused_error
-from stream_balancer.net.address import dialling
+from stream_balancer.net.address import tell_dialler
 from stream_balancer.net.connection import Connection
 from stream_balancer.net.listener import CLOSED
 from stream_balancer.net.memory import LoopIo, Wire
@@ -99,7 +99,7 @@ class MemoryNetwork:
             # the codec and the handshake are those of sockets; only the bytes' way is another
             there, here = wire.ends
             there.arrived, here.welcomed = listener.arrived, welcomed
-            here.handler = dialling(peer.address, here, failed)
+            here.gone = partial(tell_dialler, peer.address, here, failed)
             peer._begin(wire)
         elif peer.address != self.address:
             failed(ConnectionRefusedError(f"nobody listens at {peer.address}"))

@@ -12,8 +12,8 @@ import math
 import numpy as np
 
 from stream_balancer.errors import ConfigError
-from stream_balancer.planning.arrays import Floats, Ints
-from stream_balancer.tools.trace import Trace, rows_by_group
+from stream_balancer.planning.arrays import Ints
+from stream_balancer.tools.trace import Trace
 
 
 def issue_order(trace: Trace, seed: int) -> Ints:
@@ -21,33 +21,10 @@ def issue_order(trace: Trace, seed: int) -> Ints:
     known."""
     if trace.arrival_s is not None:
         return np.arange(len(trace))
-    # rows side by side by group; starts[g] is where group g begins among them
-    order, starts, sizes = rows_by_group(trace.group_ids)
-    shuffled = np.random.default_rng(seed).permutation(sizes.size)
-    return np.concatenate([order[starts[g] : starts[g] + sizes[g]] for g in shuffled.tolist()])
-
-
-def finish_times(
-    trace: Trace, slots: int = 128, tokens_per_second: float = 30.0, seed: int = 0, *, whole_groups: bool = False
-) -> Floats:
-    """[n] seconds at which each row's rollout is finished, from 0; the recorded arrivals where there are any.
-
-    Otherwise ``slots`` rollouts are generated at a time, groups in shuffled order with siblings together, each taking
-    output_tokens / tokens_per_second once it got a slot. Second 0 is in mid-run, see :class:`Generation`, also for
-    ``whole_groups``.
-    """
-    check_generation(slots, tokens_per_second)
-    if trace.arrival_s is not None:
-        since_first: Floats = trace.arrival_s - trace.arrival_s[0]
-        return since_first
-    generation = Generation(trace, slots, tokens_per_second, seed, whole_groups=whole_groups)
-    finish = np.empty(len(trace))
-    while (now := generation.next_finish) < math.inf:
-        row = generation.pop(0)
-        if row is not None:
-            finish[row] = now
-            generation.release(now, 0)
-    return finish
+    groups, group_of = np.unique(trace.group_ids, return_inverse=True)
+    # argsort of a permutation: at which place each group comes
+    places = np.argsort(np.random.default_rng(seed).permutation(groups.size))
+    return np.argsort(places[group_of], kind="stable")
 
 
 def seconds_per_rollout(trace: Trace, slots: int, tokens_per_second: float) -> float:
@@ -97,9 +74,10 @@ class Generation:
         self._left = set(range(len(trace)))
         self._without_slot = 0
         self._recorded = trace.arrival_s is not None
-        if self._recorded:
-            times = finish_times(trace)
-            self._running = [(float(t), row, row) for row, t in enumerate(times.tolist())]  # sorted: a heap as it is
+        if trace.arrival_s is not None:
+            since_first = trace.arrival_s - trace.arrival_s[0]
+            # sorted: a heap as it is
+            self._running = [(at_s, row, row) for row, at_s in enumerate(since_first.tolist())]
             return
         self._duration: list[float] = (trace.output_tokens / tokens_per_second).tolist()
         order = issue_order(trace, seed).tolist()

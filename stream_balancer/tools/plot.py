@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from stream_balancer.tools.tune_report import Outcome, TuneReport
 
 WIDTH, HEIGHT = 640.0, 360.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 16.0, 16.0, 48.0
+UNDER = HEIGHT - BOTTOM + 16  # baseline of what stands under the x axis
 GREY, BLUE, RED, LINE = "#9aa5b1", "#2563eb", "#dc2626", "#d8dee6"
 
 _STYLE = f"""
@@ -47,8 +48,7 @@ def check_plot(path: str | os.PathLike[str]) -> None:
 
 
 def write_plot(report: TuneReport, path: str | os.PathLike[str]) -> None:
-    """Write the page. Raises ConfigError for another suffix; OSError where the file cannot be written."""
-    check_plot(path)
+    """Write the page. Raises OSError where the file cannot be written."""
     Path(path).write_text(page(report), encoding="utf-8")
 
 
@@ -74,28 +74,32 @@ def page(report: TuneReport) -> str:
 
 
 def _front(report: TuneReport) -> str:
-    usual = (report.round_robin, report.fifo)
-    shown = (*report.outcomes, *usual)
-    most_age = max(1.0, *(o.added_age for o in shown)) * 1.05
-    most_idle = max(0.01, *(o.compared_idle for o in shown)) * 1.05
-    least_age = min(0.0, *(o.added_age for o in shown))  # a small capacity can make less delay than no window
-    x = _scale(least_age, most_age, LEFT, WIDTH - RIGHT)
-    y = _scale(0.0, most_idle, HEIGHT - BOTTOM, TOP)
-    parts = _axes(x, y, most_age, most_idle, "added mean queueing delay, dispatches", "idle fraction of rank time")
-    for outcome, name in zip(usual, ("round-robin", "arrival order, best partition"), strict=True):
-        at = y(outcome.compared_idle)
-        parts.append(_line(LEFT, at, WIDTH - RIGHT, at, GREY, dashed=True))
-        parts.append(_text(WIDTH - RIGHT, at - 4, f"{name}: {outcome.compared_idle:.1%}", anchor="end"))
-    path = " ".join(f"{x(o.added_age):.1f},{y(o.compared_idle):.1f}" for o in report.front)
-    parts.append(f'<polyline points="{path}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>')
+    usual = {"round-robin": report.round_robin, "arrival order, best partition": report.fifo}
+    shown = (*report.outcomes, *usual.values())
+    ages, most_idle = [o.added_age for o in shown], max(0.01, *(o.compared_idle for o in shown))
+    chart = _Chart(
+        min(0.0, *ages),  # a small capacity can make less delay than no window
+        max(1.0, *ages) * 1.05,
+        most_idle * 1.05,
+        ("added mean queueing delay, dispatches", "idle fraction of rank time"),
+        lambda idle: f"{100 * idle:.3g} %",
+    )
+    for value in ticks(max(1.0, *ages) * 1.05):
+        chart.text(chart.x(value), UNDER, f"{value:g}", "middle")
+    for name, outcome in usual.items():
+        at = chart.y(outcome.compared_idle)
+        chart.line(at, GREY, dashed=True)
+        chart.text(WIDTH - RIGHT, at - 4, f"{name}: {outcome.compared_idle:.1%}", "end")
+    path = " ".join(f"{chart.x(o.added_age):.1f},{chart.y(o.compared_idle):.1f}" for o in report.front)
+    chart.parts.append(f'<polyline points="{path}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>')
     front = {id(o) for o in report.front}
     for o in sorted(report.outcomes, key=lambda o: o is report.recommended):  # on top of those that lie close by
         colour, size = (RED, 6) if o is report.recommended else (BLUE, 4) if id(o) in front else (GREY, 3)
-        parts.append(
-            f'<circle cx="{x(o.added_age):.1f}" cy="{y(o.compared_idle):.1f}" r="{size}" fill="{colour}">'
+        chart.parts.append(
+            f'<circle cx="{chart.x(o.added_age):.1f}" cy="{chart.y(o.compared_idle):.1f}" r="{size}" fill="{colour}">'
             f"<title>{_describe(o)}</title></circle>"
         )
-    return _svg(parts)
+    return chart.svg()
 
 
 def _describe(o: Outcome) -> str:
@@ -109,46 +113,56 @@ def _describe(o: Outcome) -> str:
 
 def _deciles(outcome: Outcome) -> str:
     delays = [0.0 if math.isnan(delay) else delay for delay in outcome.report.length_bias.delay_per_decile]
-    most = max(0.1, *delays) * 1.1
-    x = _scale(0.0, 10.0, LEFT, WIDTH - RIGHT)
-    y = _scale(0.0, most, HEIGHT - BOTTOM, TOP)
-    parts = _axes(x, y, 0.0, most, "length decile, shortest to longest", "mean dispatches waited", percent=False)
+    names = "length decile, shortest to longest", "mean dispatches waited"
+    chart = _Chart(0.0, 10.0, max(0.1, *delays) * 1.1, names, "{:.3g}".format)
     for decile, delay in enumerate(delays):
-        left, right = x(decile + 0.15), x(decile + 0.85)
-        parts.append(
-            f'<rect x="{left:.1f}" y="{y(delay):.1f}" width="{right - left:.1f}" height="{y(0.0) - y(delay):.1f}" '
+        left, right, top = chart.x(decile + 0.15), chart.x(decile + 0.85), chart.y(delay)
+        chart.parts.append(
+            f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{HEIGHT - BOTTOM - top:.1f}" '
             f'fill="{BLUE}"><title>{delay:.2f}</title></rect>'
         )
-        parts.append(_text((left + right) / 2, HEIGHT - BOTTOM + 16, str(decile + 1), anchor="middle"))
-    return _svg(parts)
+        chart.text((left + right) / 2, UNDER, str(decile + 1), "middle")
+    return chart.svg()
 
 
-# --- pieces -----------------------------------------------------------------------------------------------------------
+class _Chart:
+    """A box with two axes: grid lines at round values of y, with these values; names below and beside."""
 
-Scale = Callable[[float], float]
+    def __init__(
+        self, least_x: float, most_x: float, most_y: float, names: tuple[str, str], said: Callable[[float], str]
+    ) -> None:
+        self.parts: list[str] = []
+        self._least_x, self._span_x, self._most_y = least_x, most_x - least_x, most_y
+        for value in ticks(most_y):
+            self.line(self.y(value), LINE)
+            self.text(LEFT - 8, self.y(value) + 4, said(value), "end")
+        self.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, names[0], "middle")
+        self.parts.append(
+            f'<text transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)" text-anchor="middle">'
+            f"{names[1]}</text>"
+        )
 
+    def x(self, value: float) -> float:
+        return LEFT + (value - self._least_x) / self._span_x * (WIDTH - RIGHT - LEFT)
 
-def _scale(low: float, high: float, at_low: float, at_high: float) -> Scale:
-    return lambda value: at_low + (value - low) / (high - low) * (at_high - at_low)
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - value / self._most_y * (HEIGHT - BOTTOM - TOP)
 
+    def line(self, y: float, colour: str, *, dashed: bool = False) -> None:
+        """Straight across."""
+        dash = ' stroke-dasharray="5 4"' if dashed else ""
+        self.parts.append(
+            f'<line x1="{LEFT:.1f}" y1="{y:.1f}" x2="{WIDTH - RIGHT:.1f}" y2="{y:.1f}" stroke="{colour}"{dash}/>'
+        )
 
-def _axes(
-    x: Scale, y: Scale, most_x: float, most_y: float, name_x: str, name_y: str, *, percent: bool = True
-) -> list[str]:
-    """Grid lines with their values; no values on x where ``most_x`` is 0."""
-    parts = []
-    for value in ticks(most_y):
-        parts.append(_line(LEFT, y(value), WIDTH - RIGHT, y(value), LINE))
-        said = f"{100 * value:.3g} %" if percent else f"{value:.3g}"
-        parts.append(_text(LEFT - 8, y(value) + 4, said, anchor="end"))
-    along = ticks(most_x) if most_x else []
-    parts += [_text(x(value), HEIGHT - BOTTOM + 16, f"{value:g}", anchor="middle") for value in along]
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, name_x, anchor="middle"))
-    parts.append(
-        f'<text transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)" text-anchor="middle">'
-        f"{name_y}</text>"
-    )
-    return parts
+    def text(self, x: float, y: float, text: str, anchor: str) -> None:
+        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
+
+    def svg(self) -> str:
+        return (
+            f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" xmlns="http://www.w3.org/2000/svg" role="img" '
+            f'font-family="system-ui, sans-serif" font-size="12" fill="#52606d">{"".join(self.parts)}</svg>'
+        )
 
 
 def ticks(most: float) -> list[float]:
@@ -156,19 +170,3 @@ def ticks(most: float) -> list[float]:
     step = 10.0 ** math.floor(math.log10(most))
     step *= next(part for part in (0.125, 0.25, 0.5, 1.0) if most / (step * part) <= 9 or part == 1.0)
     return [index * step for index in range(int(most / step) + 1)]
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str, *, dashed: bool = False) -> str:
-    dash = ' stroke-dasharray="5 4"' if dashed else ""
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"{dash}/>'
-
-
-def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _svg(parts: Sequence[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" xmlns="http://www.w3.org/2000/svg" role="img" '
-        f'font-family="system-ui, sans-serif" font-size="12" fill="#52606d">{"".join(parts)}</svg>'
-    )

@@ -83,8 +83,8 @@ def simulate(
 ) -> SimulationReport:
     """Run a trace through a balancer in virtual time. Deterministic; about 20 us a rollout plus the planning.
 
-    :param trace: lengths, and arrivals where they were recorded; without, generation is simulated as in
-        :func:`~stream_balancer.tools.generation.finish_times`, and a slot stays taken while its rollout waits for room.
+    :param trace: lengths, and arrivals where they were recorded; without, generation is simulated: ``slots`` rollouts
+        at a time, groups in shuffled order with siblings together. A slot stays taken while its rollout waits for room.
     :param config: the knobs; ``policy`` says whether the window or one of the usual ways is run.
     :param slots: rollouts generated at a time. Ignored where arrivals are recorded.
     :param tokens_per_second: of one slot. Ignored where arrivals are recorded.
@@ -140,22 +140,16 @@ def _work_per_second(trainer: TrainerSpeed, trace: Trace, config: BalancerConfig
 def report_of(run: Run, warm_up: int | None) -> SimulationReport:
     """Report of a run that has ended."""
     steps = Steps.of(run.records, run.config.dp_size)
-    reason = steps.reason
-    # dispatches are numbered from 0, so a step's number is its row
-    number = np.arange(run.step)
     # The steady state ends with the drain, or before, when a slot finds no prompt any more: then fewer are
     # generated at a time.
-    last = sum(r != "drain" for r in reason)
+    last = sum(reason != "drain" for reason in steps.reason)
     if run.generation.dry_step is not None:
         last = min(last, run.generation.dry_step)
     first = min(_warm_up(run), last // WARM_UP_PART) if warm_up is None else min(warm_up, last)
-    warming, steady, tail = number < first, (number >= first) & (number < last), number >= last
-    enough = np.count_nonzero(steady) >= LEAST_STEADY
-    shown = steady if enough else np.ones(run.step, dtype=bool)
-    went = run.step_of >= 0
-    chosen = went & shown[np.maximum(run.step_of, 0)] if run.step else went
+    begin, end = (first, last) if last - first >= LEAST_STEADY else (0, run.step)
+    chosen = (run.step_of >= begin) & (run.step_of < end)
     # what came in the same stretch, dispatched or not: else long rollouts that are held back would not be seen
-    came = (run.accepted_step >= first) & (run.accepted_step < last) if enough else went
+    came = (run.accepted_step >= begin) & (run.accepted_step < end)
     skips = run.step_of - run.accepted_step
     delay_s = run.dispatched_s - run.accepted_s
     lengths = run.trace.lengths
@@ -167,14 +161,15 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
         num_tokens=run.trace.num_tokens,
         evicted=run.num_evicted,
         padding_copies=run.num_padding,
-        reasons=dict(Counter(reason)),
-        warm_up=steps.segment(warming),
-        steady=steps.segment(steady),
-        tail=steps.segment(tail),
-        overall=steps.segment(np.ones(run.step, dtype=bool)),
+        reasons=dict(Counter(steps.reason)),
+        # dispatches are numbered from 0, so a step's number is its row
+        warm_up=steps.segment(slice(first)),
+        steady=steps.segment(slice(first, last)),
+        tail=steps.segment(slice(last, None)),
+        overall=steps.segment(slice(None)),
         delay_s=Quantiles.of(delay_s[chosen]),
         delay_dispatches=Quantiles.of(skips[chosen]),
-        max_skips_seen=int((run.step_of - _ready_step(run))[went].max(initial=0)),
+        max_skips_seen=int((run.step_of - _ready_step(run))[run.step_of >= 0].max(initial=0)),
         staleness=Quantiles.of((run.step_of - run.generation.started_step)[chosen]),
         length_bias=_length_bias(lengths[chosen], skips[chosen]),
         arrived_lengths=Quantiles.of(lengths[came]),
@@ -198,14 +193,13 @@ def _by_stratum(run: Run, chosen: Bools, delays: Ints) -> dict[str, StratumRepor
     """Figures of the chosen rollouts ([n] bool), by stratum."""
     if run.trace.strata is None:
         return {}
-    num_rollouts = max(int(np.count_nonzero(chosen)), 1)
-    num_steps = max(int(np.unique(run.step_of[chosen]).size), 1)
+    num_rollouts, num_steps = int(chosen.sum()), np.unique(run.step_of[chosen]).size
     found = {}
     for name in sorted(set(run.strata) - {""}):
         of_it = chosen & (run.trace.strata == name)
         found[name] = StratumReport(
-            share=int(np.count_nonzero(of_it)) / num_rollouts,
-            steps_without=1.0 - int(np.unique(run.step_of[of_it]).size) / num_steps,
+            share=int(of_it.sum()) / max(num_rollouts, 1),
+            steps_without=1.0 - np.unique(run.step_of[of_it]).size / max(num_steps, 1),
             delay_dispatches=Quantiles.of(delays[of_it]),
         )
     return found

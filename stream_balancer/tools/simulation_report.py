@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig, Policy
-from stream_balancer.core.counters import token_variation
 from stream_balancer.planning import LengthBiasSummary
 from stream_balancer.planning.arrays import Floats, Ints
 
@@ -106,20 +105,19 @@ class Steps:
             made[field.name] = column if field.name == "reason" else np.array(column, dtype=whole)
         return Steps(**made | {"rank_work": made["rank_work"].reshape(len(records), dp_size)})
 
-    def segment(self, chosen: NDArray[np.bool_]) -> Segment:
-        """Totals over the chosen steps ([S] bool)."""
+    def segment(self, chosen: slice) -> Segment:
+        """Totals over a stretch of steps."""
         total = float(self.step_work[chosen].sum())
         mean, bound = float(self.mean_load[chosen].sum()), float(self.lower_bound[chosen].sum())
         # sums over steps, not a mean of their fractions: a long step idles longer
         idle = max(1.0 - mean / total, 0.0) if total > 0 else 0.0
         avoidable = min(max(1.0 - bound / total, 0.0), idle) if total > 0 else 0.0
-        each: list[int] = self.tokens[chosen].tolist()
-        tokens = sum(each)
+        tokens = self.tokens[chosen]
         return Segment(
-            batches=len(each),
+            batches=tokens.size,
             rollouts=int(self.rollouts[chosen].sum()),
-            tokens=tokens,
-            token_variation=token_variation(len(each), tokens, sum(one * one for one in each)) or 0.0,
+            tokens=int(tokens.sum()),
+            token_variation=float(tokens.std() / tokens.mean()) if tokens.any() else 0.0,
             idle_fraction=idle,
             avoidable_idle=avoidable,
             unavoidable_idle=idle - avoidable,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from stream_balancer.core.observer import Observer
 from stream_balancer.errors import WouldBlock
 from stream_balancer.planning.arrays import Ints
 from stream_balancer.tools.generation import Generation
-from stream_balancer.tools.trace import Trace, rows_by_group
+from stream_balancer.tools.trace import Trace
 from stream_balancer.types import Batch, EvictReason, Rollout
 
 
@@ -31,12 +31,6 @@ def shared_prefixes(trace: Trace) -> Ints:
     shared = (least == most) & (np.bincount(trace.group_ids) > 1)
     prefixes: Ints = np.where(shared[trace.group_ids], trace.prompt_tokens, 0)
     return np.minimum(prefixes, trace.lengths - 1)  # a rollout has at least one token of its own
-
-
-def rows_of_groups(trace: Trace) -> dict[str, list[int]]:
-    """Rows of each group, by its name."""
-    order, starts, _ = rows_by_group(trace.group_ids)
-    return {str(trace.group_ids[rows[0]]): rows.tolist() for rows in np.split(order, starts[1:])}
 
 
 class Run(Observer):
@@ -63,7 +57,6 @@ class Run(Observer):
         self.blocked: dict[int, None] = {}
         """Finished rollouts whose put waits for room: first come, first served, but siblings of a waiting group may
         pass."""
-        self._siblings = rows_of_groups(trace) if self.groups_count else {}
         self.now = 0.0
         self.step = 0
         self.busy_until: float | None = None
@@ -90,8 +83,8 @@ class Run(Observer):
             # while a step runs the trainer asks for nothing, so the core's own wake-up does not count
             wakeup = self.core.next_wakeup() if self.busy_until is None else self.busy_until
             moment = min(self.generation.next_finish, wakeup)
-            if moment == math.inf:
-                self._stand_still()
+            # rollouts are left, and the core promises that these leave some day
+            assert moment < math.inf, f"nothing can leave after {self.step} dispatches: {self.core.config!r}"
             self.now = max(self.now, moment)
             # One rollout at a time, then the trainer again: a window that fills in the middle of a burst leaves there,
             # as it would live.
@@ -150,9 +143,9 @@ class Run(Observer):
         self.accepted_s[row] = self.now
         self.accepted_step[row] = self.step
         self.generation.release(self.now, self.step)
-        if self.groups_count and self.blocked:  # siblings of a waiting group are let in beyond the capacity
-            for sibling in self._siblings[self.group_names[row]]:
-                if sibling in self.blocked:
+        if self.groups_count:  # siblings of a waiting group are let in beyond the capacity
+            for sibling in [one for one in self.blocked if self.group_names[one] == self.group_names[row]]:
+                if sibling in self.blocked:  # else one of them has let it in
                     self._offer(sibling)
         return True
 
@@ -179,12 +172,3 @@ class Run(Observer):
     def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
         self.num_evicted += 1
         self.num_gone += 1
-
-    def _stand_still(self) -> NoReturn:
-        """Nothing can ever happen again, and rollouts are left: the core promises that this cannot be."""
-        stats = self.core.statistics(self.now)
-        raise RuntimeError(
-            f"the run came to a standstill after {self.step} dispatches: {stats.waiting} rollouts wait, "
-            f"{len(self.blocked)} more wait for room, and nothing can leave. This is a bug of stream_balancer: please "
-            f"report it with {self.config!r}"
-        )

@@ -119,12 +119,14 @@ class Trace:
         if num_rollouts < 1:
             raise TraceError(f"{self.name}: at least 1 rollout must be drawn, not {num_rollouts}")
         rng = np.random.default_rng(seed)
-        order, starts, sizes = rows_by_group(self.group_ids)
+        order = np.argsort(self.group_ids, kind="stable")
+        _, starts, sizes = np.unique(self.group_ids[order], return_index=True, return_counts=True)
         drawn = rng.integers(0, sizes.size, math.ceil(num_rollouts * sizes.size / len(self)))
         # sizes vary, so the number that was reckoned may fall short
         while int(sizes[drawn].sum()) < num_rollouts:
             drawn = np.concatenate((drawn, rng.integers(0, sizes.size, max(drawn.size // 4, 1))))
-        rows = np.concatenate([order[starts[g] : starts[g] + sizes[g]] for g in drawn.tolist()])[:num_rollouts]
+        groups = np.split(order, starts[1:])
+        rows = np.concatenate([groups[group] for group in drawn])[:num_rollouts]
         labels = np.repeat(np.arange(drawn.size), sizes[drawn])[:num_rollouts]
         return self._take(rows, labels)
 
@@ -262,10 +264,3 @@ def _row(fields: dict[str, str], previous_s: float) -> _Row:
             "column to simulate the arrivals"
         )
     return row
-
-
-def rows_by_group(group_ids: Ints) -> tuple[Ints, Ints, Ints]:
-    """Rows sorted by group (stable), and where each group starts and how many rows it has."""
-    order = np.argsort(group_ids, kind="stable")
-    _, starts, sizes = np.unique(group_ids[order], return_index=True, return_counts=True)
-    return order, starts, sizes

@@ -9,10 +9,10 @@ docs/tuning.md. Nothing is drawn or printed here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from itertools import product
+from typing import Any
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.config.figures import least_max_skips
@@ -84,14 +84,20 @@ def tune(
 
     Raises ConfigError for bounds or settings that make no sense, and what ``simulate`` raises.
     """
-    asked = _Asked(trainer != "instant", trace.arrival_s is not None, windows, capacities, max_skips, deadlines_s)
-    _check(max_added_age, tolerance, processes, asked)
+    in_time, given = trainer != "instant", (windows, capacities, max_skips, deadlines_s)
+    _check(max_added_age, tolerance, processes)
+    if capacities and not in_time:
+        raise ConfigError(
+            "capacities need a trainer that takes time: an instant one finds exactly the window, whatever the "
+            "capacity. Set trainer to 'matched' or to work units per second, or leave capacities out"
+        )
     # what follows from the window must follow from each that is tried
     base = config.replace(policy="window", deadline_s=None, **WINDOW_UNGIVEN)
     times = math.ceil(LEAST_BATCHES * rollouts_per_batch(trace, config) / len(trace))
     trace = trace.repeated(times)
     batch_s = seconds_per_rollout(trace, slots, tokens_per_second) * rollouts_per_batch(trace, config)
-    settings = _settings(base, batch_s, asked)
+    # seconds that were made up are nobody's deadline
+    settings = _settings(base, *given, in_time=in_time, batch_s=0.0 if trace.arrival_s is None else batch_s)
     if not settings:
         raise ConfigError(
             "no combination of these windows, capacities, max_skips and deadlines_s works with the other knobs"
@@ -130,21 +136,7 @@ def tune(
 # --- which settings ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Settings that the caller wants to have tried; None: the usual ones."""
-
-    in_time: bool
-    """The trainer takes time."""
-    recorded: bool
-    """Arrivals were recorded."""
-    windows: Sequence[int] | None
-    capacities: Sequence[int] | None
-    max_skips: Sequence[int | None] | None
-    deadlines_s: Sequence[float | None] | None
-
-
-def _check(max_added_age: float, tolerance: float, processes: int, asked: _Asked) -> None:
+def _check(max_added_age: float, tolerance: float, processes: int) -> None:
     for name, value, least, below, words in (
         ("max_added_age", max_added_age, 0, math.inf, "a finite number of dispatches >= 0"),
         ("tolerance", tolerance, 0, 1.0, "an idle fraction in 0..1"),
@@ -152,27 +144,45 @@ def _check(max_added_age: float, tolerance: float, processes: int, asked: _Asked
     ):
         if not least <= value < below:
             raise ConfigError(f"{name} must be {words}, not {value!r}")
-    if asked.capacities and not asked.in_time:
-        raise ConfigError(
-            "capacities need a trainer that takes time: an instant one finds exactly the window, whatever the "
-            "capacity. Set trainer to 'matched' or to work units per second, or leave capacities out"
-        )
 
 
-def _settings(base: BalancerConfig, batch_s: float, asked: _Asked) -> list[BalancerConfig]:
-    """Settings, each once, smallest window first, without those that the config refuses."""
-    found: dict[tuple[Any, ...], BalancerConfig] = {}
+def _settings(
+    base: BalancerConfig,
+    windows: Sequence[int] | None,
+    capacities: Sequence[int] | None,
+    max_skips: Sequence[int | None] | None,
+    deadlines_s: Sequence[float | None] | None,
+    *,
+    in_time: bool,
+    batch_s: float,
+) -> list[BalancerConfig]:
+    """Settings to try, each once, smallest window first, without those that the config refuses: all combinations of
+    what was asked for, the usual ones for None, deadlines around the middle. ``batch_s``: seconds in which the rollouts
+    of a batch come; 0: no deadlines but those that were asked for."""
+    found: list[BalancerConfig] = []
     one_batch = _one_batch(base)
-    for window in sorted(set(asked.windows or _windows(base, asked))):
-        usual = [room * one_batch for room in ROOMS] if asked.in_time else [2 * window]
-        for capacity in sorted(set(asked.capacities or usual)):
-            sizes = size_knobs(window, capacity, in_tokens=base.step_size.tokens is not None)
-            for skips, deadline_s in _bounds(_or_refused(base, **sizes), window / one_batch, batch_s, asked):
-                setting = _or_refused(base, **sizes, max_skips=skips, deadline_s=deadline_s)
-                if setting is not None:
-                    # max_skips that "auto" and a number make the same are one setting
-                    found.setdefault((window, capacity, setting.max_skips, setting.deadline_s), setting)
-    return list(found.values())
+    for window in sorted(set(windows or _windows(base, in_time=in_time))):
+        usual = [room * one_batch for room in ROOMS] if in_time else [2 * window]
+        for capacity in sorted(set(capacities or usual)):
+            at = _or_refused(base, **size_knobs(window, capacity, in_tokens=base.step_size.tokens is not None))
+            if at is None:  # then there is no max_skips to try, either
+                continue
+            if max_skips:
+                skips: Sequence[Any] = max_skips
+            elif in_time or window > one_batch:
+                skips = sorted({max(most, least_max_skips(at)) for most in PATIENCE})
+            else:
+                skips = ["auto"]  # nothing is ever passed over
+            bounds = list(product(skips, deadlines_s or [None]))
+            if deadlines_s is None and batch_s > 0 and window > one_batch:
+                fill_s = window / one_batch * batch_s
+                bounds += [(skips[len(skips) // 2], float(f"{times * fill_s:.2g}")) for times in DEADLINES]
+            for most, deadline_s in bounds:
+                setting = _or_refused(at, max_skips=most, deadline_s=deadline_s)
+                # max_skips that "auto" and a number make the same are one setting
+                if setting is not None and setting not in found:
+                    found.append(setting)
+    return found
 
 
 def _one_batch(base: BalancerConfig) -> int:
@@ -180,27 +190,10 @@ def _one_batch(base: BalancerConfig) -> int:
     return base.batch_size if base.step_size.tokens is None else base.step_size.tokens
 
 
-def _windows(base: BalancerConfig, asked: _Asked) -> list[int]:
+def _windows(base: BalancerConfig, *, in_time: bool) -> list[int]:
     size = 1 if base.step_size.tokens is not None else base.groups.kept or 1
-    widths = WIDTHS_IN_TIME if asked.in_time else WIDTHS
+    widths = WIDTHS_IN_TIME if in_time else WIDTHS
     return [_one_batch(base), *(math.ceil(width * _one_batch(base) / size) * size for width in widths)]
-
-
-def _bounds(
-    at: BalancerConfig | None, width: float, batch_s: float, asked: _Asked
-) -> Iterator[tuple[int | Literal["auto"] | None, float | None]]:
-    """``max_skips`` and ``deadline_s`` to try with a window so many batches wide: all combinations of what was asked
-    for, else each around the middle."""
-    # a window that the config refuses has no max_skips to try
-    if at is None:
-        return
-    skips: Sequence[Any] = asked.max_skips or sorted({max(skips, least_max_skips(at)) for skips in PATIENCE})
-    if width == 1 and not asked.in_time and not asked.max_skips:
-        skips = ["auto"]  # nothing is ever passed over
-    yield from ((most, deadline_s) for most in skips for deadline_s in asked.deadlines_s or [None])
-    # seconds that were made up are nobody's deadline, and an instant trainer never waits for a single batch
-    if asked.deadlines_s is None and asked.recorded and batch_s > 0 and width > 1:
-        yield from ((skips[len(skips) // 2], float(f"{times * width * batch_s:.2g}")) for times in DEADLINES)
 
 
 def _or_refused(base: BalancerConfig, **knobs: Any) -> BalancerConfig | None:

@@ -126,19 +126,10 @@ class MicroBatch:
                 "packed(shift=True) makes a column 'targets', and the rollouts bring one of that name. Rename theirs, "
                 "or use packed() and packed.next()"
             )
-        # A list, made into a tensor once: n small tensor operations on an accelerator would each be a kernel launch.
-        ends = list(accumulate(flat.lengths, initial=0))  # [n+1]
         (columns, fields), shared = flat.laid_out("packed", scalar_dtype), flat.shared
         if shared is not None and "loss_mask" not in flat.tokens:
-            shared = shared.with_loss_mask(flat.lengths, flat.weights)
-        made = Packed(
-            columns,
-            **fields,
-            lengths=flat.lengths,
-            cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=flat.tokens["input_ids"].device),
-            max_seqlen=max(flat.lengths),
-            shared=shared,
-        )
+            shared = shared.with_loss_mask(flat.weights)
+        made = Packed(columns, **fields, lengths=flat.lengths, shared=shared)
         if shift:
             following = {name: made.next(name) for name in columns if name != "position_ids"}
             following["targets"] = following.pop("input_ids")
@@ -181,11 +172,9 @@ class MicroBatch:
         """Torch jagged nested tensors ``[n, j, ...]`` over the flat columns; no token is copied on a rank."""
         flat = self.flat()
         flat_columns, fields = flat.laid_out("nested", scalar_dtype)
-        n_tokens = flat.counts()
-        # [n+1]; int64, as torch wants them for jagged tensors
-        offsets = torch.zeros(len(flat.lengths) + 1, dtype=torch.int64, device=n_tokens.device)
-        # one tensor for all columns: torch calls two jagged shapes equal only then
-        offsets[1:] = torch.cumsum(n_tokens, 0)
+        # [n+1] int64, as torch wants them. One tensor for all columns: torch calls two jagged shapes equal only then
+        ends = list(accumulate(flat.lengths, initial=0))
+        offsets = torch.tensor(ends, dtype=torch.int64, device=flat_columns["input_ids"].device)
         columns = {
             name: torch.nested.nested_tensor_from_jagged(
                 column, offsets, min_seqlen=min(flat.lengths), max_seqlen=max(flat.lengths)
@@ -220,7 +209,7 @@ class MicroBatch:
         zeros that are no rollout's (128 for compiled FlexAttention). Where nobody shares, nothing is copied; else U
         tokens of each column. O(T); see :class:`stream_balancer.types.trees.Tree`.
 
-        Raises RolloutError, naming them, where the prefixes of two siblings differ in one of ``columns`` (one
+        Raises RolloutError, naming them, where the prefixes of two siblings differ in one of ``columns`` (for each a
         comparison of T tokens, and a wait for the device; ``check=False`` leaves it out), KeyError for a column that is
         not there, ValueError where several ranks share the rollouts, and for ``multiple_of < 1``.
 

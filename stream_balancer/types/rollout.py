@@ -6,11 +6,11 @@ ever reaches a batch. :mod:`stream_balancer.values` has the checks.
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NoReturn, Self, TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NoReturn, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ EvictReason: TypeAlias = Literal["stale", "lost", "filtered", "abandoned"]
 
 
 def _new_id() -> str:
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()  # a UUID's object takes four times as long
 
 
 class _Nothing(dict[str, Any]):
@@ -124,12 +124,12 @@ class Rollout:
             if (name := plain_name(self.rollout_id)) is not self.rollout_id:
                 _put(self, what, name)
             what = "tokens"
-            tokens, num_tokens = plain_columns(self.tokens, self._plain_tensor, self.is_padding)
+            tokens, num_tokens = plain_columns(self.tokens)
             _put(self, what, tokens)
             _put(self, "num_tokens", num_tokens)
             if self.tensors is not _NOTHING:
                 what = "tensors"
-                _put(self, what, by_name(self.tensors, self._plain_tensor) or _NOTHING)
+                _put(self, what, by_name(self.tensors, plain_tensor) or _NOTHING)
             if self.scalars is not _NOTHING:
                 what = "scalars"
                 _put(self, what, by_name(self.scalars, plain_number) or _NOTHING)
@@ -153,7 +153,7 @@ class Rollout:
                 _put(self, what, plain_cost(self.cost))
             if self.is_padding is not False:
                 _put(self, "is_padding", bool(self.is_padding))
-            if "versions" in tokens and not self.is_padding:
+            if "versions" in tokens:
                 what = "versions"
                 _put(self, "version", self._version_of_tokens(tokens["versions"]))
             if self.prefix or type(self.prefix) is not int:
@@ -162,23 +162,17 @@ class Rollout:
             if not self.is_padding and self.rollout_id.startswith(PADDING_PREFIX):
                 what = "rollout_id"
                 raise RolloutError(f"must not begin with {PADDING_PREFIX!r}: so the balancer names its padding copies")
+            # once, here: every step's denominators are sums of these
+            what, mask = "tokens", tokens.get("loss_mask")
+            num_loss_tokens = num_tokens - 1 if mask is None else num_nonzero(mask, 1)
+            _put(self, "num_loss_tokens", 0 if self.is_padding else num_loss_tokens)
         except RolloutError as error:
             whose = "" if what == "rollout_id" else f"rollout {self.rollout_id!r}: "
             raise RolloutError(f"{whose}{join(what, error)}") from None
-        # once, here: every step's denominators are sums of these
-        _put(self, "num_loss_tokens", self._count_loss_tokens())
-
-    _plain_tensor: ClassVar[Callable[..., Tensor]] = staticmethod(plain_tensor)
-
-    def _count_loss_tokens(self) -> int:
-        if self.is_padding:
-            return 0
-        mask = self.tokens.get("loss_mask")
-        return self.num_tokens - 1 if mask is None else num_nonzero(mask, 1)
 
     def _version_of_tokens(self, versions: Tensor) -> Version | None:
-        """``version``, by the column where that says it. With tokens that lie elsewhere it came with the rest."""
-        found = None if versions.is_meta else version_of(versions)
+        """``version``, by the column where that says it."""
+        found = version_of(versions)
         if self.version not in (None, found) and found is not None:
             raise RolloutError(
                 f": the column says {found}, but version is {self.version}. Leave version out where tokens have their "
@@ -208,10 +202,10 @@ class Rollout:
         return num_bytes
 
     @classmethod
-    def unchecked(cls, **fields: Any) -> Self:
+    def unchecked(cls, **values: Any) -> Self:
         """A rollout of all its fields, which were checked where it was made, and are read from a header that was."""
         rollout = cls.__new__(cls)
-        for name, value in fields.items():
+        for name, value in values.items():
             # an empty dict would weigh too much
             _put(rollout, name, _NOTHING if value == {} else value)
         return rollout
@@ -219,13 +213,20 @@ class Rollout:
     def with_loss_mask(self, column: str) -> Rollout:
         """The same, with this column called ``loss_mask``: it says which tokens are trained on. Shares the tensors."""
         tokens = {"loss_mask" if name == column else name: values for name, values in self.tokens.items()}
-        return replace(self, tokens=tokens)
+        try:
+            return self._changed(tokens=tokens, num_loss_tokens=num_nonzero(tokens["loss_mask"], 1))
+        except RolloutError as error:
+            raise RolloutError(f"rollout {self.rollout_id!r}: tokens{error}") from None
 
-    def with_late_columns(self, columns: Mapping[str, Tensor]) -> Rollout:
-        """The same with these columns ``[L]`` too, which are known to fit: nothing is checked again. Shares the
-        tensors."""
+    def with_late_columns(self, columns: Mapping[str, Tensor]) -> Self:
+        """The same with these columns ``[L]`` too, which are known to fit. Shares the tensors."""
+        return self._changed(tokens={**self.tokens, **columns})
+
+    def _changed(self, **values: object) -> Self:
+        # the rest was checked when it was made: nothing is checked again
         same = copy(self)
-        _put(same, "tokens", {**self.tokens, **columns})
+        for name, value in values.items():
+            _put(same, name, value)
         return same
 
     def padding_copy(self, rollout_id: str) -> Rollout:
@@ -234,21 +235,17 @@ class Rollout:
 
         A rollout with ``tensors`` is copied whole: images belong to the tokens that stand for them.
         """
+        copied = {"rollout_id": rollout_id, "execution_id": None, "prefix": 0, "is_padding": True, "num_loss_tokens": 0}
         # a model counts its images by the tokens that stand for them: neither goes without the other
         if self.tensors:
             tokens = dict(self.tokens)
             if "loss_mask" in tokens:
                 tokens["loss_mask"] = torch.zeros_like(tokens["loss_mask"])
-            return replace(self, tokens=tokens, rollout_id=rollout_id, execution_id=None, prefix=0, is_padding=True)
-        return Rollout(
-            tokens={name: _one_of_zeros(column) for name, column in self.tokens.items()},
-            scalars=self.scalars,
-            metadata=self.metadata,
-            rollout_id=rollout_id,
-            group_id=self.group_id,
-            version=self.version,
-            is_padding=True,
-        )
+            return self._changed(tokens=tokens, **copied)
+        tokens = {name: _one_of_zeros(column) for name, column in self.tokens.items()}
+        # not a copy of a subclass: there is nothing to fetch, or to join
+        own = {one.name: getattr(self, one.name) for one in fields(Rollout)}
+        return Rollout.unchecked(**own | copied | {"tokens": tokens, "num_tokens": 1, "cost": None})
 
     def __repr__(self) -> str:
         told = {name: getattr(self, name) for name in _NOT_TOLD}

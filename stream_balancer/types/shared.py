@@ -52,17 +52,23 @@ def join_column(parts: Sequence[Tensor], num_tokens: int) -> Tensor:
     return torch.cat(first + second)[:num_tokens]
 
 
-def _starts(num_tokens: int, degree: int, place: int) -> tuple[int, tuple[int, int]]:
-    """c, and where each of the two chunks of a member begins in the whole."""
+def chunks_of(num_tokens: int, degree: int, place: int) -> list[tuple[int, int]]:
+    """(position in the whole, c) of each of the two chunks of a member.
+
+    Examples:
+        >>> chunks_of(8, 2, 0)
+        [(0, 2), (6, 2)]
+    """
     chunk = chunk_tokens(num_tokens, degree)
-    return chunk, (place * chunk, (2 * degree - 1 - place) * chunk)
+    return [(place * chunk, chunk), ((2 * degree - 1 - place) * chunk, chunk)]
 
 
 def _rows(column: Tensor, degree: int, place: int, *, behind: bool = False) -> list[Tensor]:
     """Views of its two chunks, or of the row ``behind`` each; and zeros where they go beyond the end."""
-    chunk, starts = _starts(len(column), degree, place)
-    size, pieces = 1 if behind else chunk, []
-    for start in [start + chunk for start in starts] if behind else starts:
+    pieces = []
+    for start, size in chunks_of(len(column), degree, place):
+        if behind:
+            start, size = start + size, 1
         there = column[start : start + size]
         pieces += [there, column.new_zeros((size - len(there), *column.shape[1:]))]
     return pieces
@@ -121,8 +127,8 @@ class SharedRollout(Rollout):
         if "loss_mask" in self.tokens:
             first, *others = rows_of(self, "loss_mask")
             return num_nonzero(first, int(self.cp_rank == 0)) + sum(map(num_nonzero, others))
-        chunk, starts = _starts(self.whole_tokens, self.cp_degree, self.cp_rank)
-        return sum(min(max(self.whole_tokens - start, 0), chunk) for start in starts) - (self.cp_rank == 0)
+        chunks = chunks_of(self.whole_tokens, self.cp_degree, self.cp_rank)
+        return sum(min(max(self.whole_tokens - start, 0), size) for start, size in chunks) - (self.cp_rank == 0)
 
 
 def part_of(rollout: Rollout, degree: int, place: int) -> SharedRollout:

@@ -18,11 +18,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stream_balancer.types.shared import chunks_of
+
+
+def count_up(runs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """(start, count) of each run -> [sum of counts] int64: start, start + 1, ... of one after the other.
+
+    Examples:
+        >>> count_up([(0, 3), (7, 2)], torch.device("cpu"))
+        tensor([0, 1, 2, 7, 8])
+    """
+    # one count for all: slices of it are views, so there is a single copy
+    count = torch.arange(max(start + size for start, size in runs), device=device)
+    return torch.cat([count[start : start + size] for start, size in runs])
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SharedColumns:
     """A member's part of rollouts that ``degree`` ranks share: of each, chunks ``place`` and ``2 * degree - 1 - place``
-    of ``2 * degree``, and zeros beyond its end. ``lengths`` of the flat columns are of these, two chunks each."""
+    of ``2 * degree``, and zeros beyond its end."""
 
     degree: int
     place: int
@@ -31,34 +45,25 @@ class SharedColumns:
     behind: Mapping[str, Tensor]
     """Rows of every column, behind each of the two chunks of each rollout, ``[2n, ...]``."""
 
-    def starts(self, lengths: Sequence[int]) -> list[int]:
-        """[2n] position in its rollout at which each chunk starts."""
-        places = (self.place, 2 * self.degree - 1 - self.place)
-        return [length // 2 * place for length in lengths for place in places]
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """[2n] (position in its rollout, tokens) of each chunk, zeros beyond the end included."""
+        return [run for length in self.whole_lengths for run in chunks_of(length, self.degree, self.place)]
 
-    def positions(self, lengths: Sequence[int], device: torch.device) -> Tensor:
-        """[T] int64 position of each row in its rollout, also beyond its end."""
-        count = torch.arange(max(lengths) // 2, dtype=torch.int64, device=device)
-        return torch.cat([count[: lengths[i // 2] // 2] + start for i, start in enumerate(self.starts(lengths))])
-
-    def has_token(self, lengths: Sequence[int], device: torch.device) -> Tensor:
+    def has_token(self, device: torch.device) -> Tensor:
         """[T] bool: False beyond the end of the rollout."""
-        sizes = torch.tensor([self.whole_lengths, lengths], device=device)  # [2, n]
-        return self.positions(lengths, device) < torch.repeat_interleave(*sizes, output_size=sum(lengths))
+        positions = count_up(self.runs, device)
+        # [2, n] how many tokens each rollout has, and in how many rows its two chunks lie
+        sizes = torch.tensor([self.whole_lengths, [2 * size for _, size in self.runs[::2]]], device=device)
+        # with output_size torch need not ask the device how long the result is
+        return positions < torch.repeat_interleave(*sizes, output_size=len(positions))
 
-    def next(self, name: str, column: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[T, ...] what follows each row of a column in its rollout; 0 behind the last token."""
-        following = torch.roll(column, -1, 0)
-        chunks = [length // 2 for length in lengths for _ in range(2)]
-        following[torch.tensor(list(accumulate(chunks)), device=column.device) - 1] = self.behind[name]
-        return following
-
-    def with_loss_mask(self, lengths: Sequence[int], weights: Tensor) -> SharedColumns:
+    def with_loss_mask(self, weights: Tensor) -> SharedColumns:
         """With what is behind the chunks in a ``loss_mask`` that no rollout brought; ``weights``: 0 for those that do
         not count."""
-        ends = [start + lengths[i // 2] // 2 for i, start in enumerate(self.starts(lengths))]
-        there = torch.tensor([end < self.whole_lengths[i // 2] for i, end in enumerate(ends)], device=weights.device)
-        return replace(self, behind={**self.behind, "loss_mask": there & torch.repeat_interleave(weights != 0, 2)})
+        ends = torch.tensor([start + size for start, size in self.runs], device=weights.device).view(-1, 2)
+        there = (ends < torch.tensor(self.whole_lengths, device=weights.device)[:, None]) & (weights != 0)[:, None]
+        return replace(self, behind={**self.behind, "loss_mask": there.flatten()})
 
     def not_as(self, layout: str) -> ValueError:
         """Why there is no such layout."""
@@ -109,7 +114,7 @@ class FlatColumns:
             # [T] one where the rollout counts, zero on every token of a padding copy
             mask = torch.repeat_interleave(self.weights != 0, self.counts(), output_size=sum(self.lengths))
             if self.shared is not None:
-                mask &= self.shared.has_token(self.lengths, device)
+                mask &= self.shared.has_token(device)
         # a shared rollout's first token lies with the first of its ranks only
         if self.shared is None or self.shared.place == 0:
             mask.index_fill_(0, torch.tensor(list(accumulate(self.lengths[:-1], initial=0)), device=device), 0)
@@ -204,12 +209,18 @@ class Packed(_Columns):
 
     lengths: tuple[int, ...]
     """Tokens per rollout, ``n`` of them."""
-    cu_seqlens: Tensor
-    """[n+1] int32: rollout ``i`` is tokens ``cu_seqlens[i]:cu_seqlens[i+1]``."""
-    max_seqlen: int
-    """Length of the longest rollout, in tokens."""
     shared: SharedColumns | None = field(default=None, repr=False)
     """Where several ranks share each of the rollouts; then all above is of this rank's part of them."""
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """[n+1] int32: rollout ``i`` is tokens ``cu_seqlens[i]:cu_seqlens[i+1]``."""
+        return self._boundaries(self.lengths)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Length of the longest rollout, in tokens."""
+        return max(self.lengths)
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -219,13 +230,22 @@ class Packed(_Columns):
         Made when first asked for: as many bytes as the tokens themselves, which not every trainer needs. O(T).
         """
         own = self.columns.get("position_ids")
-        if own is not None:
-            return own
-        if self.shared is not None:
-            return self.shared.positions(self.lengths, self.cu_seqlens.device)
-        # one count for all: slices of it are views, so there is a single copy
-        count = torch.arange(self.max_seqlen, dtype=torch.int64, device=self.cu_seqlens.device)
-        return torch.cat([count[:length] for length in self.lengths])
+        return count_up(self._runs, self._device) if own is None else own
+
+    @property
+    def _device(self) -> torch.device:
+        return self.columns["input_ids"].device
+
+    @property
+    def _runs(self) -> list[tuple[int, int]]:
+        """(position in its rollout, tokens) of each run of tokens that follow one another."""
+        return [(0, length) for length in self.lengths] if self.shared is None else self.shared.runs
+
+    @cached_property
+    def _last_rows(self) -> Tensor:
+        """[runs] int64: what follows the token of these rows is not in the next one."""
+        ends = accumulate(size for _, size in self._runs)
+        return torch.tensor(list(ends), device=self._device) - 1
 
     @property
     def whole_lengths(self) -> tuple[int, ...]:
@@ -243,7 +263,8 @@ class Packed(_Columns):
         return self._boundaries([length * (self.shared.degree if self.shared else 1) for length in self.lengths])
 
     def _boundaries(self, lengths: Sequence[int]) -> Tensor:
-        return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=self.cu_seqlens.device)
+        # a list, made into a tensor once: n small operations on an accelerator would each be a kernel launch
+        return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=self._device)
 
     def next(self, name: str) -> Tensor:
         """[T, ...] a column's value at the token that follows in the same rollout, also in another rank's part of it; 0
@@ -257,19 +278,16 @@ class Packed(_Columns):
         """
         if name not in self.columns:
             raise KeyError(f"no column {name!r}; columns: {sorted(self.columns)}")
-        column = self.columns[name]
-        if self.shared is not None:
-            return self.shared.next(name, column, self.lengths)
-        following = torch.roll(column, -1, 0)
-        # what was rolled there is the first token of another rollout
-        following[(self.cu_seqlens[1:] - 1).to(torch.int64)] = 0
+        following = torch.roll(self.columns[name], -1, 0)
+        # what was rolled there is the first token of another run
+        following[self._last_rows] = 0 if self.shared is None else self.shared.behind[name]
         return following
 
     def _spread(self, values: Tensor) -> Tensor:
         spread = torch.repeat_interleave(values, self.cu_seqlens.diff(), output_size=sum(self.lengths))
         if self.shared is None:
             return spread
-        return torch.where(self.shared.has_token(self.lengths, spread.device), spread, spread.new_zeros(()))
+        return torch.where(self.shared.has_token(spread.device), spread, spread.new_zeros(()))
 
 
 @dataclass(frozen=True, eq=False)

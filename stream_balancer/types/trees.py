@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import RolloutError
-from stream_balancer.types.tensors import FlatColumns
+from stream_balancer.types.tensors import FlatColumns, count_up
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -88,11 +88,10 @@ class Tree:
     def reach(self) -> Tensor:
         """``[U]`` int32: row ``u`` is attended to by rows ``u`` to ``reach[u] - 1``, and by no other. O(N + U)."""
         ends = [node.stop for node in self.nodes]
-        # children come behind their parents
-        for number in range(len(ends) - 1, -1, -1):
-            parent = self.nodes[number].parent
-            if parent >= 0:
-                ends[parent] = max(ends[parent], ends[number])
+        # children come behind their parent, the last of them last
+        for node in self.nodes:
+            if node.parent >= 0:
+                ends[node.parent] = node.stop
         sizes = torch.tensor([node.stop - node.start for node in self.nodes], device=self.index.device)
         of_node = torch.tensor(ends, dtype=torch.int32, device=self.index.device)
         return torch.repeat_interleave(of_node, sizes, output_size=self.num_tokens)
@@ -100,7 +99,7 @@ class Tree:
     def attention_mask(self) -> Tensor:
         """``[U, U]`` bool, True where the row's token attends to the column's: for small batches, and tests. O(U^2)."""
         row = torch.arange(self.num_tokens, device=self.index.device)
-        return (row <= row[:, None]) & (row[:, None] < self.reach)
+        return self.mask_mod(row, row, row[:, None], row)
 
     @cached_property
     def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -145,7 +144,7 @@ class Tree:
         counts = [node.position + node.stop - node.start for node in self.nodes]
         device = self.index.device
         return VarlenKeys(
-            rows=_runs(_ways(self.nodes, range(len(self.nodes))), device),
+            rows=count_up(_ways(self.nodes, range(len(self.nodes))), device),
             cu_seqlens_q=torch.tensor([0, *(node.stop for node in self.nodes)], dtype=torch.int32, device=device),
             cu_seqlens_k=torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
             max_seqlen_q=max(node.stop - node.start for node in self.nodes),
@@ -199,10 +198,10 @@ def tree(
     nodes, dense, leaves = _laid_out(flat.lengths, flat.prefixes or [(None, 0)] * len(flat.lengths))
     device = flat.tokens["input_ids"].device
     found = {name: flat.tokens[name] for name in names}
-    index = _runs(_ways(nodes, leaves), device)
+    index = count_up(_ways(nodes, leaves), device)
     # where nobody shares, the tree's columns are the dense ones: nothing is copied
     if nodes[-1].stop < index.shape[0]:
-        rows = _runs(dense, device)  # [U] the dense row of each unique token
+        rows = count_up(dense, device)  # [U] the dense row of each unique token
         if check and not rows.is_meta:
             _check_same(found, rows[index], flat.lengths, name_of)
         found = {name: column[rows] for name, column in found.items()}
@@ -216,7 +215,7 @@ def tree(
     positions = found.get("position_ids")
     if positions is None:
         # a prefix begins at 0, what follows it at the prefix's length
-        positions = _runs([(node.position, node.stop - node.start) for node in nodes], device)
+        positions = count_up([(node.position, node.stop - node.start) for node in nodes], device)
     return Tree({name: found[name] for name in columns}, positions, index, tuple(nodes), tuple(leaves))
 
 
@@ -250,41 +249,24 @@ def _laid_out(
 
 
 def _ways(nodes: Sequence[Node], numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """(first unique row, tokens) of the nodes from a root to each of these."""
-    spans = list[tuple[int, int]]()
-    for number in numbers:
-        way = [nodes[number]]
-        while way[-1].parent >= 0:
-            way.append(nodes[way[-1].parent])
-        spans += [(node.start, node.stop - node.start) for node in reversed(way)]
-    return spans
-
-
-def _runs(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """(start, count) of each -> [sum of counts] int64: start, start + 1, ... of one after the other. Two small copies
-    to the device, whatever the number of tokens."""
-    starts, counts = torch.tensor(spans, device="cpu").T
-    ends = counts.cumsum(0)
-    total = int(ends[-1])
-    offsets = torch.repeat_interleave((starts - ends + counts).to(device), counts.to(device), output_size=total)
-    return torch.arange(total, device=device) + offsets
+    """(first unique row, tokens) of each of these nodes, its parent before it."""
+    ways = [nodes[one] for number in numbers for one in (nodes[number].parent, number) if one >= 0]
+    return [(node.start, node.stop - node.start) for node in ways]
 
 
 def _check_same(
     columns: dict[str, Tensor], first: Tensor, lengths: Sequence[int], name_of: Callable[[int], str]
 ) -> None:
-    """Raise RolloutError unless every token [T] is that of the dense row ``first`` [T]. One wait for the device."""
-    differs = torch.zeros_like(first, dtype=torch.bool)
-    for column in columns.values():
-        differs |= (column != column[first]).reshape(len(column), -1).any(1)
-    # the only time that the host waits for the device; all that follows is for the message
-    if not differs.any():
-        return
-    row = int(differs.nonzero()[0])
-    starts = list(accumulate(lengths, initial=0))
-    mine, other = (bisect(starts, at) - 1 for at in (row, int(first[row])))
-    wrong = next(name for name, column in columns.items() if (column[row] != column[first[row]]).any())
-    raise RolloutError(
-        f"{name_of(mine)} and its sibling {name_of(other)} say that they share a prefix, but differ in {wrong!r} at "
-        f"token {row - starts[mine]}. Declare no more leading tokens than are the same (Rollout.prefix)"
-    )
+    """Raise RolloutError unless every token [T] is that of the dense row ``first`` [T]. One wait for the device for
+    each column."""
+    for name, column in columns.items():
+        differs = (column != column[first]).reshape(len(column), -1).any(1)
+        if differs.any():
+            row = int(differs.nonzero()[0])
+            starts = list(accumulate(lengths, initial=0))
+            mine, other = (bisect(starts, at) - 1 for at in (row, int(first[row])))
+            raise RolloutError(
+                f"{name_of(mine)} and its sibling {name_of(other)} say that they share a prefix, but differ in "
+                f"{name!r} at token {row - starts[mine]}. Declare no more leading tokens than are the same "
+                "(Rollout.prefix)"
+            )

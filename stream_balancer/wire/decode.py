@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise
 from math import prod
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any, NamedTuple, overload
 
 import msgspec
@@ -32,9 +31,8 @@ from stream_balancer.wire.header import (
     Header,
     Hole,
     Owner,
-    align,
     lay_out,
-    read_given,
+    lists_of,
     read_header,
     spans_of,
 )  # fmt: skip
@@ -93,7 +91,7 @@ class Decoded:
         if memory is None or self._layout.total_bytes != size:
             raise WireError(f"a header describes {self._layout.total_bytes} bytes, but {size} came")
         self._memory = memory
-        self._fields = _Fields(header)
+        self._lists = _lists_of(header)
         self._padding, self._masked = set(header.padding), set[int]()
         self._buffer = torch.from_numpy(memory)
         self._views: dict[torch.dtype, Tensor] = {}
@@ -165,9 +163,9 @@ class Decoded:
                 self._padding.add(index)
                 # the header is this object's own, read from bytes that nobody else has
                 header.loss_tokens[index] = 0
-                if header.prefixes:
+                if header.prefix:
                     # zeros are nobody's prompt
-                    header.prefixes[index] = 0
+                    header.prefix[index] = 0
                 # on the device, once it is there
                 for its in (*self._columns_of(index), self._tensors_of(index)):
                     for tensor in its.values():
@@ -177,10 +175,10 @@ class Decoded:
         """Sizes that are left of some executions in the step, by group and name: rollouts and loss tokens.
         Micro-batches made before do not know."""
         header, sizes = self._header, self._header.execution_sizes
-        if not executions or not sizes or not header.execution_ids:
+        if not executions or not sizes or not header.execution_id:
             return
-        groups = header.group_ids or [None] * len(self)
-        for index, whose in enumerate(zip(groups, header.execution_ids, strict=True)):
+        groups = header.group_id or [None] * len(self)
+        for index, whose in enumerate(zip(groups, header.execution_id, strict=True)):
             sizes[index] = executions.get(whose, sizes[index])  # type: ignore[arg-type]
 
     # views
@@ -235,10 +233,10 @@ class Decoded:
         """The micro-batch of one block."""
         self._finish()
         block = self._layout.blocks[number]
-        shared, starts = block.shared, block.starts
+        shared = block.shared
         return MicroBatch(
             _Rollouts(self, range(block.first, block.stop)),
-            tuple([end - start for start, end in pairwise(starts)]),
+            tuple(block.lengths),
             partial(self._flat, block),
             self._execution_sizes(block),
             () if shared is None else shared.cp_group,
@@ -256,14 +254,14 @@ class Decoded:
         names = [name for name in scalars[0] if all(name in row for row in scalars)] if scalars else []
         # a padding copy has its original's tokens, and must not count
         weights = [0.0 if index in self._padding else 1.0 for index in range(first, stop)]
-        prefixes = header.prefixes[first:stop]
+        prefixes = header.prefix[first:stop]
         return layouts.FlatColumns(
             tokens=self._columns(block, 0, own),
-            lengths=tuple([end - start for start, end in pairwise(block.starts)]),
+            lengths=tuple(block.lengths),
             scalars={name: [row[name] for row in scalars] for name in names},
             weights=torch.tensor(weights, dtype=torch.float32, device=self._buffer.device),
             executions=self._execution_sizes(block) or [(1, tokens) for tokens in header.loss_tokens[first:stop]],
-            prefixes=list(zip(header.group_ids[first:stop], prefixes, strict=True)) if prefixes else None,
+            prefixes=list(zip(header.group_id[first:stop], prefixes, strict=True)) if prefixes else None,
             shared=None
             if block.shared is None
             else layouts.SharedColumns(
@@ -278,7 +276,7 @@ class Decoded:
         """A whole rollout, or the part of one that is here. O(columns)."""
         header, block = self._header, self._layout.block_of(index)
         length, loss_tokens, shared = header.lengths[index], header.loss_tokens[index], block.shared
-        fields = self._fields[index]
+        fields = _fields_at(index, self._lists)
         fields["is_padding"] = index in self._padding
         if header.tensors:
             fields["tensors"] = self._tensors_of(index)
@@ -325,19 +323,15 @@ class _Rollouts(Sequence[Rollout]):
         return f"<{len(self)} rollouts>"
 
 
-class _Fields:
-    """Fields of each rollout but columns, tensors and ``is_padding``."""
-
-    def __init__(self, header: Header) -> None:
-        self._said = [(field, its) for field, its in zip(_FIELDS, _LISTS(header), strict=True) if its]
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return _NOTHING | {field: its[index] for field, its in self._said}
+def _lists_of(header: Header) -> list[tuple[str, Sequence[Any]]]:
+    """Lists that say something of rollouts, by field."""
+    said = filter(itemgetter(1), zip(PER_ROLLOUT, lists_of(header), strict=True))
+    return [("rollout_id", header.ids), *said]
 
 
-_FIELDS = ("rollout_id", *PER_ROLLOUT)
-_LISTS = attrgetter("ids", *(name for name, _ in PER_ROLLOUT.values()))
-_NOTHING = {"tensors": {}} | {field: nothing for field, (_, nothing) in PER_ROLLOUT.items()}
+def _fields_at(index: int, lists: Iterable[tuple[str, Sequence[Any]]]) -> dict[str, Any]:
+    """Fields of a rollout but columns and ``is_padding``; without tensors."""
+    return {"tensors": {}} | PER_ROLLOUT | {field: its[index] for field, its in lists}
 
 
 # --- puts ------------------------------------------------------------------------------------------------------------
@@ -368,20 +362,22 @@ def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | Owner
         raise WireError("a payload is named twice")
     # for its checks alone: no rank may get a header that it has to refuse
     lay_out(header, MAX_BYTES)
-    fields, padding = _Fields(header), set(header.padding)
+    lists, padding = _lists_of(header), set(header.padding)
     found: list[Rollout] = []
     for index, hole in enumerate(header.holes):
         length, loss_tokens = header.lengths[index], header.loss_tokens[index]
         tensors = header.tensors[index] if header.tensors else ()
+        fields = _fields_at(index, lists)
+        fields["tensors"] = {one.name: _elsewhere(one.dtype, one.shape) for one in tensors}
         found.append(
             RemoteRollout.unchecked(
-                **fields[index] | {"tensors": {one.name: _elsewhere(one.dtype, one.shape) for one in tensors}},
+                **_fields_at(index, lists)
+                | {"tensors": {one.name: _elsewhere(one.dtype, one.shape) for one in tensors}},
                 tokens={one.name: _elsewhere(one.dtype, (length, *one.shape)) for one in header.columns},
                 is_padding=index in padding,
                 num_tokens=length,
                 num_loss_tokens=loss_tokens,
                 handle=Handle(header.owners[hole.owner], hole.key),
-                loss_tokens=loss_tokens,
                 lease=leases.of(header.owners[hole.owner]).hold(hole.key),
             )
         )
@@ -400,15 +396,11 @@ def _elsewhere(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 def decode_columns(header: msgspec.Raw | bytes, memory: Memory | None, num_tokens: int) -> dict[str, Tensor]:
     """Columns that a role has computed of a micro-batch of so many tokens. Views of ``memory``. Raises WireError where
     they do not fit."""
-    given = read_given(header)
+    given = read_header(header, needs="")
     # a role of another version may have cut the micro-batch in another way
-    if given.num_tokens != num_tokens:
-        raise WireError(f"columns of {given.num_tokens} tokens came for a micro-batch of {num_tokens}")
-    sizes = [num_tokens * column.dtype.itemsize for column in given.columns]
-    starts = [0, *accumulate(map(align, sizes))]
-    if memory is None or memory.size != starts[-1]:
-        raise WireError(f"columns of {starts[-1]} bytes are described, but others came")
-    return {
-        column.name: torch.from_numpy(memory[at : at + size]).view(column.dtype)
-        for column, at, size in zip(given.columns, starts, sizes, strict=False)
-    }
+    if given.lengths != [num_tokens]:
+        raise WireError(f"columns of {sum(given.lengths)} tokens came for a micro-batch of {num_tokens}")
+    if given.shared or given.holes or given.tensors or any(column.shape for column in given.columns):
+        raise WireError("columns of a role have one number for each token, and come alone")
+    (columns,) = Decoded(given, memory)._columns_of(0)
+    return columns

@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from functools import cache, partial
+from itertools import chain, compress
 from operator import attrgetter
 from typing import NamedTuple, NoReturn
 
@@ -28,7 +29,6 @@ from stream_balancer.wire.header import (
     MAX_BYTES,
     PER_ROLLOUT,
     Column,
-    GivenColumns,
     Header,
     Hole,
     Layout,
@@ -37,13 +37,13 @@ from stream_balancer.wire.header import (
     lay_out,
     runs_of,
 )  # fmt: skip
-from stream_balancer.wire.payload import NOTHING, Later, Payload
+from stream_balancer.wire.payload import NOTHING, Payload
 from stream_balancer.wire.remote import Handle, RemoteRollout, remote_of
 
 _ZEROS = memoryview(bytes(ALIGNMENT))
+_FIELDS = attrgetter("rollout_id", "is_padding", "tensors", *PER_ROLLOUT)
 _GATHERED_BYTES = 2**14
 """Below that, on average, a copy costs less than a view."""
-_FIELDS = attrgetter(*PER_ROLLOUT)
 
 
 class Encoded(NamedTuple):
@@ -82,7 +82,8 @@ def encode(micro_batches: Sequence[MicroBatch], *, max_bytes: int = MAX_BYTES) -
             f"{tokens} tokens do not fit: {error}. Raise max_batch_bytes of RankFeed, or lower batch_size"
         ) from None
     # a view of each tensor costs as much as all else here, and movers have threads of their own
-    pieces = Later(lambda: _pieces(header, layout, rollouts))
+    # kept, for all processes of a rank
+    pieces = cache(partial(_pieces, header, layout, rollouts))
     return Encoded(_written(header), Payload(layout.total_bytes, runs_of(header, layout), pieces))
 
 
@@ -117,8 +118,9 @@ def encode_columns(columns: Mapping[str, Tensor], num_tokens: int) -> Encoded:
         # the trainer may go on writing into its own
         _add(pieces, [column.detach().to("cpu", copy=True)], column.nbytes)
     total = sum(map(len, pieces))
-    header = _ENCODER.encode(GivenColumns(described, num_tokens))
-    return Encoded(msgspec.Raw(header), Payload(total, (0, total), pieces))
+    # laid out as one rollout of so many tokens
+    header = Header(tuple(described), [1], [num_tokens], [0], ["columns"])
+    return Encoded(_written(header), Payload(total, (0, total), pieces))
 
 
 def payload_of(rollout: Rollout, degree: int = 1, place: int = 0) -> list[memoryview]:
@@ -151,23 +153,19 @@ _NOT_NUMPYS = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 def _header(rollouts: Sequence[Rollout], blocks: list[int]) -> Header:
     if not rollouts:
         raise ValueError("no rollouts to encode")
+    # by attrgetter, zip and compress, which loop in C
+    ids, are_padding, tensors, *others = zip(*map(_FIELDS, rollouts), strict=True)
     header = Header(
-        _columns(rollouts),
-        blocks,
-        list(map(tokens_of, rollouts)),
-        list(map(loss_tokens_of, rollouts)),
-        [one.rollout_id for one in rollouts],
-        padding=[place for place, one in enumerate(rollouts) if one.is_padding],
-    )
-    # by attrgetter and zip, which loop in C
-    for (name, nothing), values in zip(PER_ROLLOUT.values(), zip(*map(_FIELDS, rollouts), strict=True), strict=True):
+        _columns(rollouts), blocks, list(map(tokens_of, rollouts)), list(map(loss_tokens_of, rollouts)), list(ids),
+        padding=list(compress(range(len(ids)), are_padding)),
+    )  # fmt: skip
+    for (name, nothing), values in zip(PER_ROLLOUT.items(), others, strict=True):
         # lists that say nothing do not travel
         if values.count(nothing) < len(values):
             setattr(header, name, values)
-    if any(one.tensors for one in rollouts):
+    if any(tensors):
         header.tensors = [
-            [Column(name, DTYPE_INDEX[own.dtype], tuple(own.shape)) for name, own in one.tensors.items()]
-            for one in rollouts
+            [Column(name, DTYPE_INDEX[one.dtype], tuple(one.shape)) for name, one in own.items()] for own in tensors
         ]
     return header
 
@@ -241,7 +239,7 @@ def _written(header: Header) -> msgspec.Raw:
 
 def _pieces(header: Header, layout: Layout, rollouts: Sequence[Rollout]) -> list[memoryview]:
     """The bytes of all runs, in order, with zeros between columns."""
-    holes = {hole.rollout for hole in header.holes}
+    holes = {hole.rollout for hole in header.holes} if header.holes else ()
     found: list[memoryview] = []
     for block in layout.blocks:
         its = rollouts[block.first : block.stop]

@@ -122,13 +122,13 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     loss_tokens: list[Count]
     """As ``lengths``."""
     ids: list[Name]
-    group_ids: list[Name | None] = []
-    execution_ids: list[Name | None] = []
-    versions: list[Version | Versions | None] = []
-    costs: list[Cost | None] = []
+    group_id: list[Name | None] = []
+    execution_id: list[Name | None] = []
+    version: list[Version | Versions | None] = []
+    cost: list[Cost | None] = []
     metadata: list[Mapping[str, Any]] = []
     scalars: list[Mapping[Name, Number]] = []
-    prefixes: list[Count] = []
+    prefix: list[Count] = []
     """Leading tokens shared with siblings."""
     tensors: list[Annotated[list[Column], msgspec.Meta(max_length=MAX_COLUMNS)]] = []
     execution_sizes: list[tuple[Positive, Count]] = []
@@ -145,54 +145,44 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Per owner."""
 
 
-PER_ROLLOUT: dict[str, tuple[str, Any]] = {
-    "group_id": ("group_ids", None),
-    "execution_id": ("execution_ids", None),
-    "version": ("versions", None),
-    "cost": ("costs", None),
-    "metadata": ("metadata", {}),
-    "scalars": ("scalars", {}),
-    "prefix": ("prefixes", 0),
-}
-"""Fields of a rollout that travel as they are: the header's list, and the value that says nothing."""
-_LISTS = attrgetter(*(name for name, _ in PER_ROLLOUT.values()), "tensors", "execution_sizes")
-
-
-class GivenColumns(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Columns that a role has computed of one micro-batch."""
-
-    columns: Annotated[list[Column], msgspec.Meta(min_length=1, max_length=64)]
-    num_tokens: Positive
+PER_ROLLOUT: dict[str, Any] = {
+    "group_id": None, "execution_id": None, "version": None, "cost": None, "metadata": {}, "scalars": {}, "prefix": 0
+}  # fmt: skip
+"""Fields of a rollout that travel as they are, in a list of the same name, and the value that says nothing."""
+lists_of = attrgetter(*PER_ROLLOUT)
+"""Lists of a header."""
 
 
 _HEADER = msgspec.msgpack.Decoder(Header)
-_GIVEN = msgspec.msgpack.Decoder(GivenColumns)
 
 
-def read_header(raw: msgspec.Raw | bytes) -> Header:
-    """A header that is possible, so that nobody behind this looks at a length, an index or a name again. Raises
-    WireError."""
+def read_header(raw: msgspec.Raw | bytes, *, needs: str = "input_ids") -> Header:
+    """A header that is possible, so that nobody behind this looks at a length, an index or a name again. ``needs``: a
+    column that there must be. Raises WireError."""
     try:
         header = _HEADER.decode(raw)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise WireError(f"the header of rollouts cannot be read: {error}") from None
     _widths(header.columns)
+    names = _names(header.columns)
+    if needs and needs not in names:
+        raise WireError(f"there is no column {needs!r}")
     lengths, loss_tokens, count = header.lengths, header.loss_tokens, len(header.lengths)
-    others = _LISTS(header)
-    if len(loss_tokens) != count or len(header.ids) != count or any(its and len(its) != count for its in others):
+    others = filter(None, (*lists_of(header), header.tensors, header.execution_sizes))
+    if {*map(len, (loss_tokens, header.ids, *others))} != {count}:
         raise WireError("the header of rollouts has lists of different lengths")
     if sum(header.blocks) != count:
         raise WireError(f"the blocks must hold all {count} rollouts")
     if not all(map(le, loss_tokens, lengths)):
         raise WireError("a rollout has an impossible number of loss tokens")
-    if header.prefixes:
+    if header.prefix:
         _check_prefixes(header)
     if header.padding:
         if not _ascends(header.padding, count) or any(loss_tokens[index] for index in header.padding):
             raise WireError("the list of padding copies is wrong")
     elif any(name.startswith(PADDING_PREFIX) for name in header.ids):
         raise WireError(f"an id begins with {PADDING_PREFIX!r}: so the balancer names its padding copies")
-    if header.scalars and not all(map({column.name for column in header.columns}.isdisjoint, header.scalars)):
+    if header.scalars and not all(map(names.isdisjoint, header.scalars)):
         raise WireError("a name is both a column and a scalar")
     if header.tensors and any(len({tensor.name for tensor in own}) != len(own) for own in header.tensors):
         raise WireError("a rollout has two tensors of one name")
@@ -201,24 +191,17 @@ def read_header(raw: msgspec.Raw | bytes) -> Header:
     return header
 
 
-def read_given(raw: msgspec.Raw | bytes) -> GivenColumns:
-    """A header of columns that fit tokens. Raises WireError."""
-    try:
-        given = _GIVEN.decode(raw)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise WireError(f"the header of columns cannot be read: {error}") from None
-    if len({column.name for column in given.columns}) != len(given.columns) or any(c.shape for c in given.columns):
-        raise WireError("a column comes twice, or has more than one number for each token")
-    return given
+@lru_cache(64)
+def _names(columns: tuple[Column, ...]) -> frozenset[str]:
+    return frozenset(column.name for column in columns)
 
 
 @lru_cache(64)
 def _widths(columns: tuple[Column, ...]) -> tuple[int, ...]:
     """Bytes of a row of each column. Raises WireError for columns that no rollout has. Kept: all puts of a run have the
     same ones."""
-    names = {column.name for column in columns}
-    if len(names) != len(columns) or "input_ids" not in names:
-        raise WireError("a column occurs twice, or there is no column 'input_ids'")
+    if len(_names(columns)) != len(columns):
+        raise WireError("a column occurs twice")
     for column in columns:
         if column.shape and column.name in ("input_ids", "loss_mask"):
             raise WireError(f"{column.name} must have one number per token")
@@ -231,10 +214,10 @@ def _widths(columns: tuple[Column, ...]) -> tuple[int, ...]:
 
 
 def _check_prefixes(header: Header) -> None:
-    if not all(map(lt, header.prefixes, header.lengths)):
+    if not all(map(lt, header.prefix, header.lengths)):
         raise WireError("a rollout shares more tokens than it has")
-    groups = header.group_ids or [None] * len(header.lengths)
-    if any(prefix and group is None for prefix, group in zip(header.prefixes, groups, strict=True)):
+    groups = header.group_id or [None] * len(header.lengths)
+    if any(prefix and group is None for prefix, group in zip(header.prefix, groups, strict=True)):
         raise WireError("a rollout shares tokens with no group")
 
 
@@ -274,8 +257,10 @@ class Block(NamedTuple):
     first: int
     stop: int
     """End of its rollouts."""
+    lengths: list[int]
+    """[n] rows of each rollout in every column."""
     starts: list[int]
-    """[n + 1] row at which each rollout starts in every column."""
+    """[n + 1] row at which each rollout starts."""
     rows: int
     """Rows of every column, those behind the chunks included."""
     shared: Shared | None
@@ -306,7 +291,7 @@ def align(size: int) -> int:
 def lay_out(header: Header, max_bytes: int) -> Layout:
     """Raises WireError where more than ``max_bytes`` would be needed. O(columns x blocks + rollouts)."""
     widths = _widths(header.columns)
-    shared = {one.block: one for one in header.shared}
+    shared = {one.block: one for one in header.shared} if header.shared else {}
     at = 0
     blocks: list[Block] = []
     for number, (first, stop) in enumerate(pairwise(accumulate(header.blocks, initial=0))):
@@ -315,9 +300,11 @@ def lay_out(header: Header, max_bytes: int) -> Layout:
             lengths = [2 * chunk_tokens(length, len(one.cp_group)) for length in lengths]
         starts = list(accumulate(lengths, initial=0))
         rows = starts[-1] + (0 if one is None else 2 * (stop - first))
-        # align() written out: this line runs for each column of each block
-        sizes = [-(-rows * width // ALIGNMENT) * ALIGNMENT or ALIGNMENT for width in widths]
-        *columns, at = accumulate(sizes, initial=at)
+        columns = []
+        for width in widths:
+            columns.append(at)
+            # align() written out: this line runs for each column of each block
+            at += -(-rows * width // ALIGNMENT) * ALIGNMENT or ALIGNMENT
         tensors = []
         for own in header.tensors[first:stop]:
             *its, at = accumulate((align(one.num_bytes) for one in own), initial=at)
@@ -325,7 +312,7 @@ def lay_out(header: Header, max_bytes: int) -> Layout:
         # for each block: sizes of a stranger must not be summed to the end first
         if at > max_bytes:
             raise WireError(f"more than {max_bytes} bytes would be needed")
-        blocks.append(Block(first, stop, starts, rows, one, columns, tensors))
+        blocks.append(Block(first, stop, lengths, starts, rows, one, columns, tensors))
     return Layout(blocks, widths, at)
 
 

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 Memory: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 """``[size]`` uint8."""
-
-
-class Later(Sequence[Any]):
-    """Pieces that are collected when they are first asked for: by the thread that sends, not by the loop that plans."""
-
-    def __init__(self, collect: Callable[[], Sequence[Any]]) -> None:
-        self._collect = collect
-
-    @cached_property
-    def _found(self) -> Sequence[Any]:
-        return self._collect()
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._found[index]
 
 
 class Payload(NamedTuple):
@@ -36,8 +17,9 @@ class Payload(NamedTuple):
     """Bytes of memory that the receiver needs: with what it will fetch elsewhere."""
     runs: tuple[int, ...] = ()
     """Parts that come now: offset, size, offset, size, ..."""
-    pieces: Sequence[Any] = ()
-    """``[n]`` bytes each, in order, none empty; they must not change until they were sent."""
+    pieces: Any = ()
+    """``[n]`` bytes each, in order, none empty; they must not change until they were sent. Or a function that returns
+    them: then the thread that sends collects them, not the loop that plans."""
 
     @property
     def size(self) -> int:
@@ -46,7 +28,8 @@ class Payload(NamedTuple):
 
     def views(self) -> list[memoryview]:
         """Bytes of the pieces. Raises ValueError if they are more or fewer than the runs take."""
-        views = [memoryview(piece) for piece in self.pieces]
+        pieces = self.pieces() if callable(self.pieces) else self.pieces
+        views = [memoryview(piece) for piece in pieces]
         found = sum(map(len, views))
         # a rollout that was changed meanwhile would shift all that follows on this connection
         if found != self.size:

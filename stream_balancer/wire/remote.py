@@ -20,11 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from torch import Tensor
-
 from stream_balancer.errors import RolloutError
 from stream_balancer.types import Rollout, SharedRollout
-from stream_balancer.values import plain_tensor
 from stream_balancer.wire.header import Owner
 
 # of one message
@@ -50,14 +47,8 @@ class RemoteRollout(Rollout):
     """A rollout whose tokens and tensors an owner keeps; here they are on the meta device."""
 
     handle: Handle = field(repr=False)
-    loss_tokens: int = field(repr=False)
-    """``num_loss_tokens``, as the producer counted them."""
     lease: object = field(default=None, repr=False)
     """Must live as long as the payload is needed."""
-
-    @staticmethod
-    def _plain_tensor(value: object) -> Tensor:
-        return plain_tensor(value, elsewhere=True)
 
     def with_loss_mask(self, column: str) -> Rollout:
         """Refused: the mask is to be counted, and has its place in the payload by its name."""
@@ -65,9 +56,6 @@ class RemoteRollout(Rollout):
             f"rollout {self.rollout_id!r} stays with its producer, which must know that {column!r} says which tokens "
             f"are trained on: connect(..., hand_over='direct', loss_mask_column={column!r})"
         )
-
-    def _count_loss_tokens(self) -> int:
-        return 0 if self.is_padding else self.loss_tokens
 
 
 def remote_of(rollout: Rollout) -> RemoteRollout | None:

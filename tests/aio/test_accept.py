@@ -12,7 +12,7 @@ import helpers
 import pytest
 import torch
 from anyio.lowlevel import checkpoint
-from helpers import settle, waiting
+from helpers import fill, settle, waiting
 from invariants import verify
 
 import stream_balancer as sb
@@ -120,8 +120,7 @@ async def test_a_slow_verdict_delays_its_own_put_and_no_other() -> None:
     async with sb.StreamBalancer(config(), accept=accept) as balancer, anyio.create_task_group() as tasks:
         tasks.start_soon(balancer.put, make_rollout(3, "slow"))
         await settle()
-        for rollout in make_rollouts([3] * 3):
-            await balancer.put(rollout)
+        await fill(balancer, [3] * 3)
         assert anyio.current_time() == 0.0
         assert waiting(balancer) == ["r0", "r1", "r2"]
         await anyio.sleep(10.5)
@@ -133,8 +132,7 @@ async def test_verdicts_do_not_change_the_order_of_those_that_wait_for_room() ->
         return rollouts[0].rollout_id != "r3"
 
     async with sb.StreamBalancer(config(), accept=accept) as balancer, anyio.create_task_group() as tasks:
-        for rollout in make_rollouts([3] * 4, prefix="full"):
-            await balancer.put(rollout)
+        await fill(balancer, [3] * 4, prefix="full")
         for rollout in make_rollouts([3] * 6):
             tasks.start_soon(balancer.put, rollout)
             await settle()
@@ -226,8 +224,7 @@ async def test_nothing_was_accepted_if_it_stops_during_the_verdict(how: str) -> 
 
 async def test_a_trainer_that_waits_is_woken_by_a_nack() -> None:
     async with sb.StreamBalancer(config()) as balancer:
-        for rollout in make_rollouts([3] * 4):
-            await balancer.put(rollout)
+        await fill(balancer, [3] * 4)
         batches = balancer.batches(auto_ack=False)
         first = await anext(batches)
         got: list[sb.Batch] = []

@@ -11,11 +11,11 @@ import anyio
 import helpers
 import pytest
 from anyio.lowlevel import checkpoint
-from helpers import settle
+from helpers import fill, settle
 from invariants import verify
 
 import stream_balancer as sb
-from stream_balancer.testing import make_rollout, make_rollouts
+from stream_balancer.testing import make_rollout
 
 How = Literal["scope", "native", "timeout"]
 # native task.cancel() and asyncio.timeout are asyncio's own
@@ -78,8 +78,7 @@ async def cancelled_after(
 async def test_a_cancelled_put_was_not_accepted(how: How, passes: int) -> None:
     """A put that waits for room is cancelled at every pass around the moment when room appears."""
     async with sb.StreamBalancer(config()) as balancer:
-        for rollout in make_rollouts([3] * 4):
-            await balancer.put(rollout)
+        await fill(balancer, [3] * 4)
         batches = balancer.batches()
 
         async def make_room() -> None:
@@ -105,8 +104,7 @@ async def test_a_cancelled_put_was_not_accepted(how: How, passes: int) -> None:
 async def test_a_cancelled_put_passes_its_turn_on(how: How, passes: int) -> None:
     """The first of many blocked puts is cancelled after it was woken: the next must be woken in its place."""
     async with sb.StreamBalancer(config()) as balancer:
-        for rollout in make_rollouts([3] * 4):
-            await balancer.put(rollout)
+        await fill(balancer, [3] * 4)
         batches = balancer.batches()
         let_in: list[int] = []
 
@@ -145,13 +143,8 @@ async def test_a_cancelled_put_passes_its_turn_on(how: How, passes: int) -> None
 @pytest.mark.parametrize("passes", range(MAX_PASSES))
 async def test_a_cancelled_trainer_took_nothing(how: How, passes: int) -> None:
     async with sb.StreamBalancer(config(window=8, capacity=8)) as balancer:
-
-        async def fill() -> None:
-            for rollout in make_rollouts([3] * 8):
-                await balancer.put(rollout)
-
         batches = balancer.batches()
-        outcome = await cancelled_after(passes, how, lambda: anext(batches), fill)
+        outcome = await cancelled_after(passes, how, lambda: anext(batches), partial(fill, balancer, [3] * 8))
         stats = balancer.statistics()
         assert stats.waiting + stats.in_flight == 8
         assert stats.in_flight == (4 if outcome.finished else 0)

@@ -58,6 +58,19 @@ async def test_put_waits_while_the_balancer_is_full_and_errors_keep_their_words(
             await producer.put(make_rollout(3, "y"))
 
 
+async def test_the_controller_checks_a_group_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A producer may be a program of another make."""
+    monkeypatch.setattr("stream_balancer.client.producer.check_group", lambda _: None)
+    async with attended() as (balancer, transport, _):
+        producer = sb.connect(transport.connect_producer())
+        for group in ([make_rollout(3, "a", group_id="g"), make_rollout(3, "b", group_id="h")], [make_rollout(3, "a")]):
+            with pytest.raises(sb.errors.RolloutError, match="siblings that share one group_id"):
+                await producer.put_group(group)
+        assert balancer.statistics().accepted == 0
+        await producer.put_group([make_rollout(3, name, group_id="g") for name in "ab"])
+        assert balancer.statistics().accepted == 2
+
+
 @ways
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("passes", range(14))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -323,15 +324,6 @@ async def test_a_rank_that_joins_again_says_what_it_has() -> None:
         rig.controller.seal(0)
 
 
-async def test_a_refusal_is_raised_as_what_it_is() -> None:
-    network = MemoryNetwork(dp_size=1)
-    network.listen(lambda connection, _: connection.fail(sb.errors.refused_error("busy", "there is another")))
-    feed = RankFeed(network.connect(0))
-    with pytest.raises(sb.errors.AlreadyInUseError, match="there is another") as raised:
-        await anext(feed)
-    assert raised.value.reason == "busy"  # type: ignore[attr-defined]
-
-
 async def test_too_large_a_batch_is_refused_before_memory_is_taken() -> None:
     rig = Rig(max_batch_bytes=100)
     await settle()
@@ -361,6 +353,19 @@ async def test_without_auto_ack_it_leaves_with_the_last_acknowledgement() -> Non
     assert rig.controller.facts == [("acknowledged", 1)]
     assert [end.kind for end in rig.controller.ends] == ["closed"]
     assert ids(batches[0]) == ids(make_batch(0, 1).ranks[0]), "it may be read when all is over"
+
+
+async def test_a_feed_that_is_dropped_leaves_and_one_of_whose_steps_somebody_holds_stays(rig: Rig) -> None:
+    rig.controller.whole(0)
+    step = await anext(rig.feed)
+    del rig.feed
+    gc.collect()
+    await settle()
+    assert rig.controller.ends == []
+    del step
+    gc.collect()
+    await settle()
+    assert [end.kind for end in rig.controller.ends] == ["closed"]
 
 
 async def test_two_tasks_cannot_iterate_one_feed(rig: Rig) -> None:

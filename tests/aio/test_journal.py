@@ -12,7 +12,7 @@ import shutil
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,14 @@ import helpers
 import pytest
 from anyio.lowlevel import checkpoint
 from guard import GUARD_S
-from helpers import attend, until, waiting
+from helpers import attend, fill, until, waiting
 from invariants import verify
 from test_cancellation import How, cancelled_after, ways
 
 import stream_balancer as sb
 from stream_balancer.host.journal import store, writer
 from stream_balancer.host.journal.store import Store, add
-from stream_balancer.host.records import HeldRollout, rollout_key, row_name, write_rollouts
+from stream_balancer.host.records import HeldRollout, rollout_key, row_name, write_row
 from stream_balancer.testing import MemoryNetwork, make_rollout, make_rollouts
 from stream_balancer.types import Batch
 
@@ -153,26 +153,22 @@ async def test_puts_that_wait_share_a_sync(tmp_path: Path, disk: Disk) -> None:
 
 
 async def test_a_journal_may_be_opened_again(tmp_path: Path) -> None:
-    journal = sb.Journal(tmp_path)
     for number in range(3):
-        async with sb.StreamBalancer(config(), journal=journal) as balancer:
+        async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
             with pytest.raises(sb.errors.AlreadyInUseError):
-                async with sb.StreamBalancer(config(), journal=journal):
+                async with sb.StreamBalancer(config(), journal=tmp_path):
                     pass
             assert len(waiting(balancer)) == number
             await balancer.put(make_rollout(3))
 
 
-async def test_put_nowait_is_refused(tmp_path: Path) -> None:
-    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
-        with pytest.raises(sb.errors.WouldBlock, match="cannot wait for the journal's disk"):
-            balancer.put_nowait(make_rollout(3))
-
-
-async def test_a_balancer_that_was_not_entered_says_so(tmp_path: Path) -> None:
+async def test_a_put_that_cannot_reach_the_disk_says_why(tmp_path: Path) -> None:
     balancer = sb.StreamBalancer(config(), journal=tmp_path)
     with pytest.raises(sb.errors.ClosedResourceError, match="use `async with`"):
         await balancer.put(make_rollout(3))
+    async with balancer:
+        with pytest.raises(sb.errors.WouldBlock, match="cannot wait for the journal's disk"):
+            balancer.put_nowait(make_rollout(3))
 
 
 async def test_producers_elsewhere(tmp_path: Path, disk: Disk) -> None:
@@ -209,8 +205,7 @@ async def test_the_same_steps_come_again(tmp_path: Path) -> None:
         batches = balancer.batches(auto_ack=False)
         given = []
         for number in range(3):
-            for rollout in make_rollouts([5, 9, 3, 7][: 4 - number], prefix=f"{number}-"):
-                await balancer.put(rollout)
+            await fill(balancer, [5, 9, 3, 7][: 4 - number], prefix=f"{number}-")
             given.append(await anext(batches))
         balancer.set_version(7)
         balancer.acknowledge(0)
@@ -274,8 +269,7 @@ async def test_a_retried_put_is_accepted_once(tmp_path: Path) -> None:
 
 async def test_for_other_ranks_the_plan_is_made_anew(tmp_path: Path) -> None:
     async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
-        for rollout in make_rollouts([3] * 4):
-            await balancer.put(rollout)
+        await fill(balancer, [3] * 4)
         await anext(balancer.batches())
         after = await crash(balancer)
     for dp_size in (4, 3, 2):
@@ -290,8 +284,7 @@ async def test_for_other_ranks_the_plan_is_made_anew(tmp_path: Path) -> None:
 async def test_a_plan_that_is_on_its_way_to_the_disk_is_made_again_for_other_ranks(tmp_path: Path, disk: Disk) -> None:
     """Who asked gets the batch for the ranks that there are when the disk has it."""
     async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
-        for rollout in make_rollouts([3, 5, 4, 6]):
-            await balancer.put(rollout)
+        await fill(balancer, [3, 5, 4, 6])
         got: list[sb.Batch] = []
 
         async def take() -> None:
@@ -316,8 +309,7 @@ async def test_an_observer_may_acknowledge_what_it_sees_leave(tmp_path: Path) ->
     balancer = sb.StreamBalancer(config(), journal=tmp_path / "j")
     balancer.observers.append(Acks())
     async with balancer:
-        for rollout in make_rollouts([3] * 4):
-            await balancer.put(rollout)
+        await fill(balancer, [3] * 4)
         await anext(balancer.batches(auto_ack=False))
         after = await crash(balancer)
     async with sb.StreamBalancer(config(), journal=after) as balancer:
@@ -342,7 +334,7 @@ def write_before(folder: Path, rollouts: Sequence[sb.Rollout]) -> None:
     database.begin()
     for number, one in enumerate(rollouts):
         key = rollout_key(one.rollout_id)
-        row = write_rollouts(row_name(number, key), [HeldRollout(one, 0.0, 0)])
+        row = write_row(row_name(number, key), [HeldRollout(one, 0.0, 0)])
         database.commit([add([(number, key, row)])])
     database.close()
 
@@ -370,8 +362,7 @@ async def test_one_bad_record_is_set_aside_and_the_others_come_back(
 async def test_a_gap_in_the_steps_in_flight_stays_a_gap(tmp_path: Path, how: str) -> None:
     async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
         batches = balancer.batches(auto_ack=False)
-        for rollout in make_rollouts([3] * 14):
-            await balancer.put(rollout)
+        await fill(balancer, [3] * 14)
         given = [await anext(batches) for _ in range(3)]
         if how != "damaged journal":
             balancer.acknowledge(1)
@@ -499,8 +490,7 @@ async def test_a_put_cancelled_on_its_way_is_not_in_the_journal(tmp_path: Path, 
         return True
 
     async with sb.StreamBalancer(config(capacity=4), journal=tmp_path / "j", accept=accept) as balancer:
-        for rollout in make_rollouts([3] * 4):
-            await balancer.put(rollout)
+        await fill(balancer, [3] * 4)
         batches = balancer.batches(auto_ack=False)
 
         async def make_room() -> None:
@@ -519,8 +509,7 @@ async def test_a_put_cancelled_on_its_way_is_not_in_the_journal(tmp_path: Path, 
 @pytest.mark.parametrize("passes", range(MAX_PASSES))
 async def test_a_cancelled_trainer_gets_the_same_batch_later(tmp_path: Path, how: How, passes: int) -> None:
     async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
-        for rollout in make_rollouts([3, 9, 5, 7, 2, 8, 4, 6]):
-            await balancer.put(rollout)
+        await fill(balancer, [3, 9, 5, 7, 2, 8, 4, 6])
         batches = balancer.batches(auto_ack=False)
         outcome = await cancelled_after(passes, how, lambda: anext(batches), checkpoint)
         first = outcome.result if outcome.finished else await anext(batches)
@@ -537,20 +526,13 @@ async def test_a_cancelled_trainer_gets_the_same_batch_later(tmp_path: Path, how
 async def test_a_put_that_end_or_aclose_overtakes_was_not_accepted(tmp_path: Path, disk: Disk) -> None:
     for stop in ("end", "aclose"):
         folder = tmp_path / stop
-        refused = 0
         async with sb.StreamBalancer(config(), journal=folder) as balancer:
-
-            async def put(name: str, balancer: sb.StreamBalancer = balancer) -> None:
-                nonlocal refused
-                with pytest.raises(sb.errors.ClosedResourceError):
-                    await balancer.put(make_rollout(3, name))
-                refused += 1
-
+            put = partial(expect_closed, balancer.put)
             async with anyio.create_task_group() as tasks:
                 with disk.stopped():
-                    tasks.start_soon(put, "being written")
+                    tasks.start_soon(put, make_rollout(3, "being written"))
                     await disk.reached()
-                    tasks.start_soon(put, "queued")
+                    tasks.start_soon(put, make_rollout(3, "queued"))
                     await checkpoint()
                     await checkpoint()
                     if stop == "end":
@@ -558,9 +540,26 @@ async def test_a_put_that_end_or_aclose_overtakes_was_not_accepted(tmp_path: Pat
                     else:
                         tasks.start_soon(balancer.aclose)
                         await anyio.sleep(0.01)
-        assert refused == 2
         async with sb.StreamBalancer(config(), journal=folder) as balancer:
             assert not waiting(balancer)
+
+
+async def expect_closed(wait: Callable[[Any], Awaitable[object]], what: Any) -> None:
+    with pytest.raises(sb.errors.ClosedResourceError):
+        await wait(what)
+
+
+async def test_however_many_puts_wait_for_room_at_the_end_none_comes_back(tmp_path: Path) -> None:
+    """All of them are on the disk by then, and retract before the journal is closed."""
+    knobs = config(capacity=4)
+    async with sb.StreamBalancer(knobs, journal=tmp_path) as balancer, anyio.create_task_group() as tasks:
+        await fill(balancer, [3] * 4, prefix="held")
+        for rollout in make_rollouts([3] * 300):
+            tasks.start_soon(expect_closed, balancer.put, rollout)
+        await until(lambda: balancer.statistics().blocked_puts == 300)
+        await balancer.aclose()
+    async with sb.StreamBalancer(knobs, journal=tmp_path) as balancer:
+        assert waiting(balancer) == [f"held{number}" for number in range(4)]
 
 
 # -- the disk ----------------------------------------------------------------------------------------------------------
@@ -572,8 +571,7 @@ async def test_a_full_disk_refuses_puts_and_recovers(
     """Puts are told; batches, which need a few bytes for their plan, wait; nothing is lost."""
     caplog.set_level(logging.WARNING)
     async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer, anyio.create_task_group() as tasks:
-        for rollout in make_rollouts([3] * 5):
-            await balancer.put(rollout)
+        await fill(balancer, [3] * 5)
         disk.error = sqlite3.SQLITE_FULL
         for attempt in range(3):
             with pytest.raises(
@@ -649,11 +647,23 @@ async def test_a_real_limit_of_the_operating_system(tmp_path: Path, monkeypatch:
         assert sorted(trained + waiting(balancer)) == sorted([*accepted, "large"])
 
 
+async def test_a_batch_that_waits_for_a_full_disk_is_not_handed_out_at_the_end(tmp_path: Path, disk: Disk) -> None:
+    """Its plan is not written: another one may be made after a restart."""
+    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer, anyio.create_task_group() as tasks:
+        await fill(balancer, [3] * 4)
+        disk.error = sqlite3.SQLITE_FULL
+        tasks.start_soon(expect_closed, anext, balancer.batches())
+        await until(lambda: balancer.statistics().in_flight == 4)
+        await balancer.aclose()
+    disk.error = None
+    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
+        assert len(waiting(balancer)) == 4
+
+
 async def test_a_failed_sync_ends_all_promises(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     """After a failed fsync the page cache may be clean and the disk not: trying again would prove nothing."""
     async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
-        for rollout in make_rollouts([3] * 4):
-            await balancer.put(rollout)
+        await fill(balancer, [3] * 4)
         disk.error = sqlite3.SQLITE_IOERR_FSYNC
         with pytest.raises(
             sb.errors.JournalError, match=r"cannot be written any more .* Start the balancer again"
@@ -737,12 +747,16 @@ async def test_groups_of_another_size_survive(tmp_path: Path) -> None:
         after = await crash(balancer)
     async with sb.StreamBalancer(knobs, journal=at_once) as balancer:
         groups = balancer.parts.core.state.buffer.groups
-        assert (groups.open_sizes(), groups.closed()) == ({"e": 3}, {"c": 2})
+        assert groups.declarations() == {"e": (3, False), "c": (2, True)}
         assert groups.incomplete() == {"e": 2}
         verify(balancer.parts.core)
     for _ in range(2):
         async with sb.StreamBalancer(knobs, journal=after) as balancer:
-            assert balancer.parts.core.state.buffer.groups.closed() == {"e": 2, "c": 2, "a": None}
+            assert balancer.parts.core.state.buffer.groups.declarations() == {
+                "e": (2, True),
+                "c": (2, True),
+                "a": (None, True),
+            }
             for name in ("e", "c"):
                 with pytest.raises(sb.errors.RolloutError, match="takes 0 more"):
                     await balancer.put(make_rollout(3, group_id=name))
@@ -773,4 +787,4 @@ async def test_a_put_that_is_cancelled_declares_nothing(tmp_path: Path, disk: Di
         after = await crash(balancer)
     async with sb.StreamBalancer(knobs, journal=after) as balancer:
         groups = balancer.parts.core.state.buffer.groups
-        assert (groups.open_sizes(), groups.closed(), len(waiting(balancer))) == ({"g": 3}, {}, 4)
+        assert (groups.declarations(), len(waiting(balancer))) == ({"g": (3, False)}, 4)

@@ -151,4 +151,4 @@ async def test_a_group_that_is_too_old_by_the_time_it_is_restored_is_done() -> N
     async with sb.StreamBalancer(config(staleness=sb.Staleness(max_versions=1))) as after:
         after.load_state_dict(state)
         assert after.statistics().evicted["stale"] == 4
-        assert not after.snapshot().group_arrivals
+        assert not after.snapshot().group_departures

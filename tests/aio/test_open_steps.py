@@ -108,22 +108,18 @@ async def cancel_the_last_row(balancer: sb.StreamBalancer, rows: Batches) -> Non
             break
 
 
-async def test_a_row_that_is_cancelled_on_its_way_is_given_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("acknowledged", [False, True], ids=["open", "acknowledged"])
+async def test_a_row_that_is_cancelled_on_its_way_is_given_again_unless_its_step_is_over(
+    tmp_path: Path, acknowledged: bool
+) -> None:
     async with sb.StreamBalancer(rows_of_six(), journal=tmp_path / "j") as balancer:
         rows = balancer.batches(open=True)
         await cancel_the_last_row(balancer, rows)
-        last = await anext(rows)
-        assert last.is_last
-        assert last.step == 0
-
-
-async def test_a_row_of_a_step_that_is_acknowledged_meanwhile_is_not_given_again(tmp_path: Path) -> None:
-    async with sb.StreamBalancer(rows_of_six(), journal=tmp_path / "j") as balancer:
-        rows = balancer.batches(open=True)
-        await cancel_the_last_row(balancer, rows)
-        balancer.acknowledge_through(0)
-        await put(balancer, 0, 1, step=1)
-        assert (await anext(rows)).step == 1
+        if acknowledged:
+            balancer.acknowledge_through(0)
+            await put(balancer, 0, 1, step=1)
+        row = await anext(rows)
+        assert (row.step, row.is_last) == ((1, False) if acknowledged else (0, True))
 
 
 @pytest.mark.parametrize(

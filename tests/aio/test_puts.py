@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 
 import anyio
 import pytest
-from helpers import attend, settle
+from helpers import attend, fill, settle
 from invariants import verify
 
 import stream_balancer as sb
-from stream_balancer.testing import MemoryNetwork, make_rollout, make_rollouts
+from stream_balancer.testing import MemoryNetwork, make_rollout
 
 WAYS = ["put", "put_group", "slot", "slot_group", "producer", "producer_group"]
 LATE = ["late0", "late1"]
@@ -38,8 +38,7 @@ async def full_balancer(way: str) -> AsyncIterator[tuple[sb.StreamBalancer, Call
         by = {"put": balancer, "slot": slot, "producer": sb.connect(transport.connect_producer())}[
             way.partition("_")[0]
         ]
-        for rollout in make_rollouts([3] * 4):
-            await balancer.put(rollout)
+        await fill(balancer, [3] * 4)
         yield balancer, (lambda: by.put_group(rollouts)) if group else (lambda: by.put(rollouts[0]))
         tasks.cancel_scope.cancel()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -13,10 +14,11 @@ import anyio
 import helpers
 import pytest
 from guard import GUARD_S
+from helpers import fill
 
 import stream_balancer as sb
 import stream_balancer.host.recorder as record_room
-from stream_balancer.testing import make_rollout, make_rollouts
+from stream_balancer.testing import make_rollout
 
 config = partial(helpers.config, window=8)
 
@@ -53,8 +55,7 @@ async def test_only_what_is_accepted_arrives(tmp_path: Path) -> None:
     async with sb.StreamBalancer(config(window=4, capacity=4), accept=lambda rs: rs[0].num_tokens != 9) as balancer:
         balancer.record(tmp_path / "t.csv")
         await balancer.put(make_rollout(9))  # turned down
-        for rollout in make_rollouts([1, 2, 3, 4]):
-            await balancer.put(rollout)
+        await fill(balancer, [1, 2, 3, 4])
         with pytest.raises(sb.errors.WouldBlock):
             balancer.put_nowait(make_rollout(5))
         with pytest.raises(sb.errors.DuplicateRolloutError):
@@ -87,8 +88,7 @@ async def test_a_file_that_cannot_be_written_is_reported_and_no_put_fails(
     with caplog.at_level(logging.ERROR, "stream_balancer.record"):
         async with sb.StreamBalancer(config(capacity=600)) as balancer:
             recorder = balancer.record(path)
-            for rollout in make_rollouts([1] * 600):
-                await balancer.put(rollout)
+            await fill(balancer, [1] * 600)
     assert recorder.error is not None
     assert [r.getMessage().count(why) for r in caplog.records] == [1]
     assert (tmp_path / "t.csv").read_text() == "precious"
@@ -97,21 +97,19 @@ async def test_a_file_that_cannot_be_written_is_reported_and_no_put_fails(
 async def test_a_disk_that_fills_up_stops_the_recording_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    written = 0
-    write = record_room.Recorder._write
+    opened = 0
 
-    def full(self: record_room.Recorder, file: Any, rows: Any) -> None:
-        nonlocal written
-        written += 1
-        if written == 3:  # header, 256 rows, then
+    def full(*args: Any, **knobs: Any) -> Any:
+        nonlocal opened
+        opened += 1
+        if opened == 3:  # header, 256 rows, then
             raise OSError(28, "No space left on device")
-        write(self, file, rows)
+        return open(*args, **knobs)
 
-    monkeypatch.setattr(record_room.Recorder, "_write", full)
+    monkeypatch.setattr(record_room, "open", full, raising=False)
     async with sb.StreamBalancer(config(capacity=2000)) as balancer:
         recorder = balancer.record(tmp_path / "t.csv")
-        for rollout in make_rollouts([3] * 1500):
-            await balancer.put(rollout)
+        await fill(balancer, [3] * 1500)
         assert balancer.statistics().accepted == 1500
     assert "No space left on device" in caplog.text
     assert "stopped after 256 of them" in caplog.text
@@ -120,21 +118,17 @@ async def test_a_disk_that_fills_up_stops_the_recording_only(
 
 
 async def test_a_disk_that_hangs_holds_no_put_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     let_go = threading.Event()
-    monkeypatch.setattr(record_room, "MOST_PENDING", 600)
-    write = record_room.Recorder._write
 
-    def stuck(self: record_room.Recorder, file: Any, rows: Any) -> None:
+    def stuck(*args: Any, **knobs: Any) -> Any:
         let_go.wait(GUARD_S)
-        write(self, file, rows)
+        return open(*args, **knobs)
 
-    monkeypatch.setattr(record_room.Recorder, "_write", stuck)
+    monkeypatch.setattr(record_room, "MOST_PENDING", 600)
+    monkeypatch.setattr(record_room, "open", stuck, raising=False)
     async with sb.StreamBalancer(config(capacity=4000)) as balancer:
         recorder = balancer.record(tmp_path / "t.csv")
-        for rollout in make_rollouts([1] * 3000):
-            await balancer.put(rollout)
+        await fill(balancer, [1] * 3000)
         assert recorder.error is not None
         assert "600 rows behind" in str(recorder.error)
         assert recorder.num_rollouts < 1000, "nothing is kept for a disk that has stopped"

@@ -31,10 +31,10 @@ class Harness:
 
 
 @asynccontextmanager
-async def over_memory(*, num_producers: int | None = None, **knobs: Any) -> AsyncIterator[Harness]:
+async def over_memory(*, num_producers: int | None = None, accept: Any = None, **knobs: Any) -> AsyncIterator[Harness]:
     config = sb.BalancerConfig(**{"dp_size": 1, **knobs})
     async with (
-        sb.StreamBalancer(config, num_producers=num_producers) as balancer,
+        sb.StreamBalancer(config, num_producers=num_producers, accept=accept) as balancer,
         MemoryNetwork(dp_size=1) as transport,
         anyio.create_task_group() as tasks,
     ):
@@ -105,18 +105,10 @@ async def test_a_put_that_is_cancelled_gives_its_place_back_to_its_slot() -> Non
         await anyio.sleep(10)
         return True
 
-    config = sb.BalancerConfig(dp_size=1, **THROTTLED)
-    async with (
-        sb.StreamBalancer(config, accept=accept) as balancer,
-        MemoryNetwork(dp_size=1) as transport,
-        anyio.create_task_group() as tasks,
-    ):
-        tasks.start_soon(sb.serve, balancer, transport)
-        async with sb.connect(transport.connect_producer()) as producer, producer.reserve(2) as slot:
-            with anyio.move_on_after(1):
-                await slot.put(make_rollout(3, "a"))
-            assert (slot.left, balancer.statistics().reserved) == (2, 2)
-        tasks.cancel_scope.cancel()
+    async with over_memory(accept=accept, **THROTTLED) as harness, harness.producer().reserve(2) as slot:
+        with anyio.move_on_after(1):
+            await slot.put(make_rollout(3, "a"))
+        assert (slot.left, harness.balancer.statistics().reserved) == (2, 2)
 
 
 async def test_a_slot_in_whose_place_others_have_begun_is_given_back_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -224,6 +216,26 @@ async def test_a_lost_producer_s_own_reserver_is_not_admitted_to_what_it_gave_ba
         assert (stats.reserved, stats.blocked_reserves) == (0, 0)
 
 
+async def test_a_producer_that_may_come_back_holds_no_place_that_its_reserver_got_meanwhile() -> None:
+    """It may have been killed: nobody would ever give the place back, and the window could not fill."""
+    async with over_memory(**THROTTLED) as harness, anyio.create_task_group() as tasks:
+        producer = harness.producer(rejoin=True)
+        first = await producer.reserve(8).__aenter__()
+        tasks.start_soon(producer.reserve(8).__aenter__)
+        await settle()
+        other = harness.balancer.reserve(8)
+        tasks.start_soon(other.__aenter__)
+        await settle()
+        assert harness.balancer.statistics().blocked_reserves == 2
+        wire_of(producer).cut("killed")
+        with anyio.fail_after(1):
+            while harness.balancer.statistics().blocked_reserves:  # noqa: ASYNC110 - in virtual time
+                await anyio.sleep(0.001)
+        await other.__aexit__(None, None, None)
+        tasks.cancel_scope.cancel()
+        first.release()
+
+
 async def test_slots_outlive_the_serve_that_admitted_them() -> None:
     config = sb.BalancerConfig(dp_size=1, **THROTTLED)
     async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=1) as transport:
@@ -243,21 +255,14 @@ async def test_slots_outlive_the_serve_that_admitted_them() -> None:
 
 
 async def test_a_slot_that_is_open_when_the_balancer_ends_is_given_back() -> None:
-    config = sb.BalancerConfig(dp_size=1, **THROTTLED)
-    async with (
-        sb.StreamBalancer(config) as balancer,
-        MemoryNetwork(dp_size=1) as transport,
-        anyio.create_task_group() as tasks,
-    ):
-        producer, feed = sb.connect(transport.connect_producer()), sb.RankFeed(transport.connect(0))
-        tasks.start_soon(sb.serve, balancer, transport)
-        async with producer.reserve(2) as slot:
-            feed.end()
-            assert [batch async for batch in feed] == []
-            await settle()
-            assert balancer.statistics().reserved == 0
-            with pytest.raises(sb.errors.ClosedResourceError, match="takes no more rollouts"):
-                await slot.put(make_rollout(3, "a"))
+    async with over_memory(**THROTTLED) as harness, harness.producer().reserve(2) as slot:
+        feed = harness.feed()
+        feed.end()
+        assert [batch async for batch in feed] == []
+        await settle()
+        assert harness.balancer.statistics().reserved == 0
+        with pytest.raises(sb.errors.ClosedResourceError, match="takes no more rollouts"):
+            await slot.put(make_rollout(3, "a"))
 
 
 async def test_the_balancer_ends_once_as_many_producers_have_ended_as_take_part() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -44,13 +44,19 @@ class Life:
         config = sb.BalancerConfig(dp_size=self.network.dp_size, batch_size=SIZE, window=SIZE)
         return sb.StreamBalancer(config, journal=self.folder)
 
+    @asynccontextmanager
+    async def serving(self, numbers: Iterable[int]) -> AsyncIterator[tuple[sb.StreamBalancer, TaskGroup]]:
+        """Ends with its ``serve``; rollouts of these numbers were put."""
+        async with self.balancer() as balancer, anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(sb.serve, report_after_s=1e9, **self.options), balancer, self.network)
+            for number in numbers:
+                await balancer.put(make_rollout(8, f"r{number}"))
+            yield balancer, tasks
+
     async def until_killed(
         self, rollouts: int, when: Callable[[], bool], *producers: MemoryPeer, end: bool = False
     ) -> None:
-        async with self.balancer() as balancer, anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(sb.serve, report_after_s=1e9, **self.options), balancer, self.network)
-            for number in range(rollouts):
-                await balancer.put(make_rollout(8, f"r{number}"))
+        async with self.serving(range(rollouts)) as (balancer, tasks):
             if end:
                 balancer.end()
             with anyio.fail_after(500):
@@ -92,6 +98,36 @@ async def test_a_rank_that_was_told_of_the_end_and_has_left_is_not_waited_for(tm
     assert balancer.statistics().acknowledged == 2 * SIZE
 
 
+async def test_who_left_before_its_acknowledgement_was_on_the_disk_is_named(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = MemoryNetwork(dp_size=1)
+    life, left = Life(tmp_path, disk, network), list[int]()
+
+    async def train() -> None:
+        async with sb.RankFeed(network.connect(0), auto_ack=False) as feed:
+            async for step in feed:
+                async for _ in step:
+                    pass
+            disk.delay_s = 1e9
+            step.ack()
+        left.append(step.step)
+
+    async with anyio.create_task_group() as ranks:
+        ranks.start_soon(train)
+        await life.until_killed(2 * SIZE, lambda: bool(left), end=True)
+    disk.is_dead, disk.delay_s = False, 0.0
+    async with life.balancer() as balancer, anyio.create_task_group() as tasks:
+        balancer.end()
+        tasks.start_soon(partial(sb.serve, balancer, network, report_after_s=60.0))
+        await anyio.sleep(100)
+        [line] = [line for line in caplog.messages if line.startswith("all batches were sent")]
+        assert "not yet done with them: rank 0. Not connected: rank 0. If it has left" in line
+        assert "balancer.acknowledge_through(1)" in line
+        balancer.acknowledge_through(1)
+    assert balancer.statistics().acknowledged == 2 * SIZE
+
+
 async def test_a_rank_that_does_not_come_back_is_given_up_in_time_and_named(
     tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,12 +156,9 @@ async def test_a_rank_is_given_up_on_the_disk_before_others_get_its_work(tmp_pat
 
     crew.seconds = seconds
     life = Life(tmp_path, disk, network, on_rank_loss="replan", rejoin_timeout_s=10.0)
-    async with life.balancer() as balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(sb.serve, **life.options), balancer, life.network)
+    async with life.serving(range(SIZE)) as (balancer, tasks):
         for rank in range(2):
             tasks.start_soon(crew.train, rank)
-        for number in range(SIZE):
-            await balancer.put(make_rollout(8, f"r{number}"))
         balancer.end()
         await anyio.sleep(5.0)
         disk.delay_s = 7.0
@@ -145,10 +178,7 @@ async def without_rank_0(
     async with anyio.create_task_group() as ranks:
         for rank in range(dp_size):
             ranks.start_soon(crew.train, rank)
-        async with life.balancer() as balancer, anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(sb.serve, **life.options), balancer, life.network)
-            for number in range(SIZE):
-                await balancer.put(make_rollout(8, f"r{number}"))
+        async with life.serving(range(SIZE)) as (balancer, tasks):
             await anyio.sleep(50.0)
             assert (balancer.config.dp_size, balancer.in_flight()) == (dp_size - 1, ())
             yield balancer, tasks, ranks
@@ -221,10 +251,7 @@ async def test_a_step_that_ranks_have_before_there_are_more_is_trained_once(
     async with anyio.create_task_group() as ranks:
         for rank in range(2):
             ranks.start_soon(train, rank)
-        async with life.balancer() as balancer, anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(sb.serve, report_after_s=1e9), balancer, network)
-            for number in range(SIZE):
-                await balancer.put(make_rollout(8, f"r{number}"))
+        async with life.serving(range(SIZE)) as (balancer, tasks):
             await anyio.sleep(1.0)
             balancer.reconfigure(dp_size=3)
             disk.delay_s = 3.0  # what the ranks acknowledge is not on the disk when it dies
@@ -239,11 +266,8 @@ async def test_a_step_that_ranks_have_before_there_are_more_is_trained_once(
             await train(2)
 
         ranks.start_soon(join)
-        async with life.balancer() as balancer, anyio.create_task_group() as tasks:
+        async with life.serving(range(SIZE, 2 * SIZE)) as (balancer, _):
             assert balancer.config.dp_size == 3
-            tasks.start_soon(partial(sb.serve, report_after_s=1e9), balancer, network)
-            for number in range(SIZE, 2 * SIZE):
-                await balancer.put(make_rollout(8, f"r{number}"))
             balancer.end()
     assert trained == Counter(f"r{number}" for number in range(2 * SIZE))
     assert balancer.statistics().acknowledged == 2 * SIZE
@@ -261,14 +285,19 @@ async def test_a_rank_of_which_one_process_is_lost_is_given_up_and_the_others_ar
     assert "rank 1 was given up, since others of its processes were lost" in str(error)
 
 
-async def test_a_process_that_comes_back_is_not_its_whole_rank(caplog: pytest.LogCaptureFixture) -> None:
-    """Both seats of a rank are lost, and one comes back: the other is waited for no longer than before."""
+@pytest.mark.parametrize("later", ["one comes back", "the other is lost, too"])
+async def test_a_rank_is_waited_for_from_its_first_loss(later: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What one of its processes does later prolongs nothing: the rank is waited for no longer than before."""
     network = MemoryNetwork(dp_size=2)
-    seats = [Crew(network, {1: (1, "work")}), Crew(network, {1: (1, "work")})]
+    comes_back = later == "one comes back"
+    seats = [Crew(network, {1: (1, "work")}), Crew(network, {1: (1, "work")} if comes_back else {})]
     began = anyio.current_time()
     async with two_seats_a_rank(network, seats, rejoin_timeout_s=20.0) as (balancer, tasks):
         await anyio.sleep(10)
-        tasks.start_soon(partial(seats[0].train, 1, seat=0, seats=2))
+        if comes_back:
+            tasks.start_soon(partial(seats[0].train, 1, seat=0, seats=2))
+        else:
+            seats[1].kill(1)
     assert 20.0 <= anyio.current_time() - began < 30.0
     assert balancer.statistics().acknowledged == 4 * SIZE
     assert "rank 1 is given up" in caplog.text
@@ -319,11 +348,8 @@ async def test_what_nobody_keeps_any_more_is_masked_after_a_restart(tmp_path: Pa
         tasks.start_soon(put)
         await life.until_killed(0, lambda: len(accepted_) == SIZE // 2)
         producer.close()
-    async with life.balancer() as balancer, anyio.create_task_group() as tasks:
+    async with life.serving(range(SIZE // 2)) as (balancer, tasks):
         tasks.start_soon(crew.train, 0)
-        tasks.start_soon(partial(sb.serve, balancer, network))
-        for number in range(SIZE // 2):
-            await balancer.put(make_rollout(8, f"r{number}"))
         balancer.end()
     assert {name for name, _ in crew.met[0]} == {f"r{number}" for number in range(SIZE // 2)}
     assert balancer.statistics().evicted["lost"] == SIZE // 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,15 +12,16 @@ import anyio
 import pytest
 import torch
 from helpers import give, kill
-from kept import Kept
+from served import Served, real
 from torch import Tensor
 
 import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork, make_rollouts
-from stream_balancer.types import MicroBatch, RankBatch, Rollout
+from stream_balancer.types import MicroBatch, Rollout
 
 pytestmark = pytest.mark.anyio
-ROLES = {"ref": ["ref_logprobs"], "value": ["values", "value_ranks"]}
+REF = {"ref": ["ref_logprobs"]}
+ROLES = REF | {"value": ["values", "value_ranks"]}
 
 
 def computed(role: str, micro_batches: Sequence[MicroBatch]) -> dict[str, list[Tensor]]:
@@ -31,21 +32,13 @@ def computed(role: str, micro_batches: Sequence[MicroBatch]) -> dict[str, list[T
     return {"values": [one.double() * 3 for one in ids], "value_ranks": [one % 5 for one in ids]}
 
 
-class Run:
-    """A balancer, ``dp_size`` ranks of the trainer and of each role, and what they saw."""
+class Run(Served):
+    """Ranks of each role, too, and what they computed."""
 
-    def __init__(self, *, roles: Mapping[str, Sequence[str]] = ROLES, dp_size: int = 2, **config: Any) -> None:
-        self.roles = roles
-        self.balancer = sb.StreamBalancer(sb.BalancerConfig(dp_size=dp_size, **({"batch_size": 8} | config)))
-        self.transport = MemoryNetwork(dp_size=dp_size)
-        self.kept = Kept(self.transport)
-        self.ranks = range(dp_size)
-        self.trained: list[RankBatch] = []
+    def __init__(self, *, roles: Mapping[str, Sequence[str]] = REF, dp_size: int = 1, **knobs: Any) -> None:
+        super().__init__(roles=roles, dp_size=dp_size, **({"batch_size": 8} | knobs))
         self.computed: list[tuple[str, int, int]] = []
         """Role, rank and step, as they were given."""
-
-    def feed(self, rank: int, **join: Any) -> sb.RankFeed:
-        return sb.RankFeed(self.kept.port(self.transport, rank, **join))
 
     async def compute(self, role: str, rank: int, *, dies_at: int | None = None, **join: Any) -> None:
         """A rank of a role; ``dies_at``: step, before it gives its columns."""
@@ -57,24 +50,14 @@ class Run:
             self.computed.append((role, rank, batch.step))
             give(batch, computed(role, batch.micro_batches))
 
-    async def train(self, rank: int) -> None:
-        async for batch in self.feed(rank):
-            self.trained.append(batch)
-
-    async def serve(self, **options: Any) -> None:
-        with anyio.fail_after(3600):  # virtual
-            await sb.serve(self.balancer, self.transport, **({"roles": self.roles} | options))
-
-    async def put(self, lengths: Sequence[int], *, remote: bool = False) -> list[Rollout]:
-        rollouts = list(make_rollouts(list(lengths)))
-        for rollout in rollouts:
-            await self.balancer.put(self.kept.remote(rollout) if remote else rollout)
-        return rollouts
+    def computing(self, *ranks: int) -> list[Callable[[], Any]]:
+        """All ranks of all roles."""
+        return [partial(self.compute, role, rank) for role in self.roles for rank in ranks or self.ranks]
 
     def check(self) -> None:
         """Every token has its columns, on every rank."""
-        assert self.trained
-        for batch in self.trained:
+        assert self.seen
+        for batch in self.seen:
             for micro_batch in batch.micro_batches:
                 packed = micro_batch.packed()
                 for role in self.roles:
@@ -85,58 +68,46 @@ class Run:
             assert all(late < set(rollout.tokens) for rollout in batch.rollouts)
 
 
+def lengths(*tokens: int) -> list[Rollout]:
+    return list(make_rollouts(tokens))
+
+
 async def test_a_step_has_the_columns_of_all_roles() -> None:
-    run = Run()
-    async with run.balancer, anyio.create_task_group() as tasks:
-        for rank in run.ranks:
-            tasks.start_soon(run.train, rank)
-            for role in ROLES:
-                tasks.start_soon(run.compute, role, rank)
-        tasks.start_soon(run.serve)
-        rollouts = await run.put([3 * n % 50 + 1 for n in range(43)])
-        run.balancer.end()
+    run = Run(roles=ROLES, dp_size=2)
+    await run.run(lengths(*(3 * n % 50 + 1 for n in range(43))), *run.computing())
     run.check()
-    trained = [r.rollout_id for batch in run.trained for r in batch.rollouts if not r.is_padding]
-    assert sorted(trained) == sorted(r.rollout_id for r in rollouts)
-    steps = sorted({batch.step for batch in run.trained})
+    assert sorted(one.rollout_id for one in real(run.seen)) == sorted(run.rollouts)
+    steps = sorted({batch.step for batch in run.seen})
     assert sorted(run.computed) == sorted((role, rank, step) for role in ROLES for rank in run.ranks for step in steps)
     assert run.balancer.in_flight() == ()
     assert run.balancer.statistics().acknowledged == 43
 
 
 async def test_a_rank_of_the_trainer_that_dies_gets_the_columns_again_without_computing_them_again() -> None:
-    run = Run()
-    async with run.balancer, anyio.create_task_group() as tasks:
+    run = Run(roles=ROLES, dp_size=2)
+    run.ranks = range(1, 2)
 
-        async def dying() -> None:
-            feed = run.feed(0)
-            for _ in range(2):
-                await anext(feed)
-            kill(feed)
-            async for batch in run.feed(0, incarnation=1):
-                run.trained.append(batch)
+    async def dying() -> None:
+        feed = run.feed(0)
+        for _ in range(2):
+            await anext(feed)
+        kill(feed)
+        await run.train(0, incarnation=1)
 
-        tasks.start_soon(dying)
-        tasks.start_soon(run.train, 1)
-        for rank in run.ranks:
-            for role in ROLES:
-                tasks.start_soon(run.compute, role, rank)
-        tasks.start_soon(partial(run.serve, rejoin_timeout_s=60))
-        await run.put(range(1, 41))
-        run.balancer.end()
+    await run.run(lengths(*range(1, 41)), dying, *run.computing(0, 1), rejoin_timeout_s=60)
     run.check()
-    assert [batch.step for batch in run.trained if batch.rank == 0] == [1, 2, 3, 4]
+    assert [batch.step for batch in run.of_rank(0)] == [1, 2, 3, 4]
     assert len(run.computed) == len(set(run.computed))
 
 
 async def test_a_lost_rank_of_a_role_ends_serve_by_name_when_nobody_waits_for_it() -> None:
-    run = Run(roles={"ref": ["ref_logprobs"]})
+    run = Run(dp_size=2)
     async with run.balancer:
         trainers = [run.feed(rank) for rank in run.ranks]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(run.compute, "ref", 1, dies_at=0))
             waiting = run.feed(0, role="ref")
-            await run.put(range(1, 17))
+            await run.put(lengths(*range(1, 17)))
             with pytest.raises(sb.errors.RankLostError, match="rank 1 of role 'ref'") as raised:
                 await run.serve()
         assert raised.value.rank == 1
@@ -145,11 +116,11 @@ async def test_a_lost_rank_of_a_role_ends_serve_by_name_when_nobody_waits_for_it
 
 
 async def test_what_was_computed_is_asked_for_again_by_the_next_serve() -> None:
-    run = Run(roles={"ref": ["ref_logprobs"]})
+    run = Run(dp_size=2)
     async with run.balancer:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run.serve)
-            await run.put(range(1, 17))
+            await run.put(lengths(*range(1, 17)))
             trainers = [run.feed(rank) for rank in run.ranks]
             for feed in [run.feed(rank, role="ref") for rank in run.ranks]:
                 batch = await anext(feed)
@@ -157,25 +128,23 @@ async def test_what_was_computed_is_asked_for_again_by_the_next_serve() -> None:
             for feed in trainers:
                 assert (await anext(feed)).step == 0
             tasks.cancel_scope.cancel()
-        run.transport = MemoryNetwork(dp_size=2)
+        run.network = MemoryNetwork(dp_size=2)
         run.balancer.end()
         async with anyio.create_task_group() as tasks:
-            for rank in run.ranks:
-                tasks.start_soon(run.train, rank)
-                tasks.start_soon(run.compute, "ref", rank)
-            tasks.start_soon(run.serve)
+            for job in (run.serve, *run.computing(), *(partial(run.train, rank) for rank in run.ranks)):
+                tasks.start_soon(job)
     run.check()
     assert sorted(run.computed) == [("ref", rank, step) for rank in (0, 1) for step in (0, 1)]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 async def test_roles_run_ahead_of_the_trainer_by_its_credits_and_no_further(depth: int) -> None:
-    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1, batch_size=2)
+    run = Run(batch_size=2)
     async with run.balancer, anyio.create_task_group() as tasks:
         tasks.start_soon(run.serve)
         tasks.start_soon(partial(run.compute, "ref", 0, depth=8))
         trainer = run.feed(0, depth=depth)
-        tasks.start_soon(run.put, range(1, 61))
+        tasks.start_soon(run.put, lengths(*range(1, 61)))
         await anyio.sleep(10)
         assert len(run.computed) == depth
         await anext(trainer)
@@ -186,10 +155,10 @@ async def test_roles_run_ahead_of_the_trainer_by_its_credits_and_no_further(dept
 
 @pytest.mark.parametrize("last", [False, True])
 async def test_other_columns_than_were_asked_for_are_refused_at_both_ends(last: bool) -> None:
-    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1, window=8 if last else 16)
+    run = Run(window=8 if last else 16)
     async with run.balancer:
         feed, _ = run.feed(0, role="ref"), run.feed(0)
-        await run.put(range(1, 9 if last else 17))
+        await run.put(lengths(*range(1, 9 if last else 17)))
 
         async def compute() -> None:
             batch = await anext(feed)
@@ -197,7 +166,7 @@ async def test_other_columns_than_were_asked_for_are_refused_at_both_ends(last: 
                 run.balancer.end()
             give(batch, {"logprobs": [micro_batch.packed()["input_ids"] for micro_batch in batch.micro_batches]})
             with pytest.raises(
-                sb.errors.RankLostError, match=r"is to give the columns \['ref_logprobs'\], not \['logprobs'\]"
+                sb.errors.RefusedError, match=r"is to give the columns \['ref_logprobs'\], not \['logprobs'\]"
             ):
                 await anext(feed)
 
@@ -209,7 +178,7 @@ async def test_other_columns_than_were_asked_for_are_refused_at_both_ends(last: 
 
 async def test_a_step_begins_when_its_first_columns_are_there() -> None:
     """Columns travel item by item."""
-    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1, micro_batches=sb.MicroBatches(max_tokens=8))
+    run = Run(micro_batches=sb.MicroBatches(max_tokens=8))
     trained: list[int] = []
     async with run.balancer, anyio.create_task_group() as tasks:
         tasks.start_soon(run.serve)
@@ -225,7 +194,7 @@ async def test_a_step_begins_when_its_first_columns_are_there() -> None:
                 assert end.rollouts == step.global_num_rollouts == 8
 
         tasks.start_soon(train)
-        await run.put([4] * 16)
+        await run.put(lengths(*[4] * 16))
         run.balancer.end()
         async for step in feed:
             number = 0
@@ -242,10 +211,10 @@ async def test_a_step_begins_when_its_first_columns_are_there() -> None:
 @pytest.mark.parametrize("seats", [1, 2])
 async def test_a_role_whose_connection_broke_goes_on(seats: int) -> None:
     """Nothing in it is dear: it computes again what it had not given."""
-    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1)
+    run = Run()
     async with run.balancer, anyio.create_task_group() as tasks:
         tasks.start_soon(run.train, 0)
-        peers = [run.transport.connect(0, role="ref", seat=seat, seats=seats, rejoin=True) for seat in range(seats)]
+        peers = [run.network.connect(0, role="ref", seat=seat, seats=seats, rejoin=True) for seat in range(seats)]
 
         async def compute(peer: Any, feed: sb.RankFeed) -> None:
             async for batch in feed:
@@ -258,25 +227,23 @@ async def test_a_role_whose_connection_broke_goes_on(seats: int) -> None:
         for peer in peers:
             tasks.start_soon(compute, peer, sb.RankFeed(peer))
         tasks.start_soon(partial(run.serve, rejoin_timeout_s=60))
-        await run.put([3 * n % 50 + 1 for n in range(24)])
+        await run.put(lengths(*(3 * n % 50 + 1 for n in range(24))))
         run.balancer.end()
     run.check()
-    assert [batch.step for batch in run.trained] == [0, 1, 2]
+    assert [batch.step for batch in run.seen] == [0, 1, 2]
     assert [peer.joined for peer in peers] == [2] * seats
 
 
 async def test_a_role_that_is_not_asked_for_anything_learns_so() -> None:
-    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1)
-    async with run.balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(run.serve)
-        with pytest.raises(sb.errors.RankLostError, match=r"rank 0 of role 'critic' .* has the roles \['ref'\]"):
+    run = Run()
+
+    async def ask() -> None:
+        with pytest.raises(sb.errors.RefusedError, match=r"rank 0 of role 'critic' .* has the roles \['ref'\]"):
             await anext(run.feed(0, role="critic"))
         with pytest.raises(ValueError, match=r"rank 0 of role 'ref' announces dp_size=3.*the trainer's plan"):
             await anext(run.feed(0, role="ref", dp_size=3))
-        tasks.start_soon(run.compute, "ref", 0)
-        tasks.start_soon(run.train, 0)
-        await run.put(range(1, 17))
-        run.balancer.end()
+
+    await run.run(lengths(*range(1, 17)), ask, *run.computing())
     run.check()
 
 
@@ -291,14 +258,14 @@ async def test_a_role_that_is_not_asked_for_anything_learns_so() -> None:
     ],
 )
 async def test_roles_that_nobody_could_have_are_refused(roles: Any, text: str) -> None:
-    run = Run(roles={}, dp_size=1)
+    run = Run(roles={})
     async with run.balancer:
         with pytest.raises(ValueError, match=text):
             await run.serve(roles=roles)
 
 
 async def test_a_column_that_rollouts_have_already_is_refused() -> None:
-    run = Run(roles={"ref": ["input_ids2"]}, dp_size=1)
+    run = Run(roles={"ref": ["input_ids2"]})
     async with run.balancer as balancer, anyio.create_task_group() as tasks:
         for n in range(16):
             await balancer.put(sb.Rollout(tokens={"input_ids": [1, n]}, scalars={"input_ids2": 3.0}))
@@ -309,13 +276,13 @@ async def test_a_column_that_rollouts_have_already_is_refused() -> None:
 
 
 async def test_a_stall_names_the_role(caplog: pytest.LogCaptureFixture) -> None:
-    run = Run()
+    run = Run(roles=ROLES, dp_size=2)
     caplog.set_level(logging.WARNING, "stream_balancer.dispatch")
     async with run.balancer, anyio.create_task_group() as tasks:
         tasks.start_soon(partial(run.serve, report_after_s=30))
         feeds = [run.feed(rank) for rank in run.ranks] + [run.feed(rank, role="value") for rank in run.ranks]
         ref = run.feed(0, role="ref")
-        tasks.start_soon(run.put, range(1, 61))
+        tasks.start_soon(run.put, lengths(*range(1, 61)))
         await anyio.sleep(31)
         assert "rank 1 of role 'ref' has not connected in" in caplog.text
         late = run.feed(1, role="ref")
@@ -332,7 +299,7 @@ async def test_a_stall_names_the_role(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_a_role_learns_versions_and_may_ask() -> None:
-    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1)
+    run = Run()
     async with run.balancer, anyio.create_task_group() as tasks:
         tasks.start_soon(run.serve)
         feed = run.feed(0, role="ref")
@@ -346,34 +313,16 @@ async def test_a_role_learns_versions_and_may_ask() -> None:
             raise AssertionError(batch)
 
 
-# --- payloads that lie with producers ---------------------------------------------------------------------------------
-
-
-async def _run(run: Run, lengths: Sequence[int], *before: Callable[[], Awaitable[None]]) -> list[Rollout]:
-    async with run.balancer, anyio.create_task_group() as tasks:
-        for rank in run.ranks:
-            tasks.start_soon(run.train, rank)
-            for role in run.roles:
-                tasks.start_soon(run.compute, role, rank)
-        rollouts = await run.put(lengths, remote=True)
-        run.balancer.end()
-        await run.serve(rejoin_timeout_s=math.inf)
-    return rollouts
-
-
 async def test_what_a_role_could_not_fetch_is_masked_for_the_trainer_though_that_could() -> None:
     """Else it would train on columns of nothing."""
-    run = Run(roles={"ref": ["ref_logprobs"]}, batch_size=4)
+    run, rollouts = Run(dp_size=2, batch_size=4), lengths(10, 20, 30, 40)
 
     def gone_at_first() -> None:
         run.kept.gone = set() if run.computed else {1}  # the role's rank fetches first
 
     run.kept._die = gone_at_first
-    rollouts = await _run(run, [10, 20, 30, 40])
-    left = [rollout for rollout in rollouts if rollout is not rollouts[1]]
-    trained = [r for batch in run.trained for r in batch.rollouts if not r.is_padding]
-    assert sorted(r.rollout_id for r in trained) == sorted(r.rollout_id for r in left)
-    assert {(b.global_num_rollouts, b.global_num_tokens, b.global_num_loss_tokens) for b in run.trained} == {
-        (3, 80, 77)
-    }
+    await run.run(rollouts, *run.computing(), remote=True, rejoin_timeout_s=math.inf)
+    left = [one.rollout_id for one in rollouts if one is not rollouts[1]]
+    assert sorted(one.rollout_id for one in real(run.seen)) == sorted(left)
+    assert {(b.global_num_rollouts, b.global_num_tokens, b.global_num_loss_tokens) for b in run.seen} == {(3, 80, 77)}
     assert run.balancer.statistics().evicted["lost"] == 1

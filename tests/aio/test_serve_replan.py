@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -172,65 +174,67 @@ async def test_a_process_that_was_given_up_must_not_come_back_and_a_new_one_may(
         assert crew.present[max(crew.present)] == (0, 1)
 
 
-@pytest.mark.parametrize("options", [{"on_rank_loss": "replan"}, {"move_late": True}])
-async def test_mini_batches_stay_as_they_are(options: dict[str, Any]) -> None:
+async def test_mini_batches_stay_as_they_are() -> None:
     async with sb.StreamBalancer(knobs(2, step_size=sb.StepSize(mini_batches=2))) as balancer:
         with pytest.raises(sb.errors.ConfigError, match=r"step_size\.mini_batches=2: ranks meet several times"):
-            await serve(balancer, MemoryNetwork(dp_size=2), **options)
+            await serve(balancer, MemoryNetwork(dp_size=2), on_rank_loss="replan")
+
+
+@asynccontextmanager
+async def one_step(dp_size: int) -> AsyncIterator[tuple[sb.StreamBalancer, MemoryNetwork]]:
+    """A controller that waits a minute for who is lost, and has a step to give."""
+    async with sb.StreamBalancer(knobs(dp_size)) as balancer, anyio.create_task_group() as tasks:
+        network = MemoryNetwork(dp_size=dp_size)
+        for one in some(12):
+            await balancer.put(one)
+        tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=60.0), balancer, network)
+        yield balancer, network
+        tasks.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("back", [False, True])
 async def test_who_asks_again_in_a_step_that_others_have_met_in_without_it_learns_so(back: bool) -> None:
     """Its own all_reduce failed, though that of the others was through; also if one of those is lost and back."""
-    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryNetwork(dp_size=3) as transport:
-        for one in some(12):
-            await balancer.put(one)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=60.0), balancer, transport)
-            feeds = [sb.RankFeed(transport.connect(rank)) for rank in range(3)]
-            steps = [await anext(feed) for feed in feeds]
 
-            async def work(step: Any) -> None:
-                assert [one async for one in step]
-                assert (await step.async_finish()).ranks == (0, 1, 2)
+    async def work(step: Any) -> None:
+        assert [one async for one in step]
+        assert (await step.async_finish()).ranks == (0, 1, 2)
 
-            async with anyio.create_task_group() as meeting:
-                for step in steps:
-                    meeting.start_soon(work, step)
-            steps[0].ack()
-            steps[2].ack()
+    async with one_step(3) as (_, network):
+        feeds = [sb.RankFeed(network.connect(rank)) for rank in range(3)]
+        steps = [await anext(feed) for feed in feeds]
+        async with anyio.create_task_group() as meeting:
+            for step in steps:
+                meeting.start_soon(work, step)
+        steps[0].ack()
+        steps[2].ack()
+        await settle()
+        if back:
+            kill(feeds[0])
+            sb.RankFeed(network.connect(0, incarnation=1))
             await settle()
-            if back:
-                kill(feeds[0])
-                sb.RankFeed(transport.connect(0, incarnation=1))
-                await settle()
-            assert [one async for one in steps[1]] == []
-            assert await steps[1].async_finish() is None
-            assert "step 0 is in the weights of the other ranks" in steps[1].dropped
-            tasks.cancel_scope.cancel()
+        assert [one async for one in steps[1]] == []
+        assert await steps[1].async_finish() is None
+        assert "step 0 is in the weights of the other ranks" in steps[1].dropped
 
 
 async def test_a_rank_that_begins_a_step_again_has_not_met_in_it() -> None:
     """It was through with the step, and had not acknowledged it: its checkpoint is older."""
-    async with sb.StreamBalancer(knobs(1)) as balancer, MemoryNetwork(dp_size=1) as transport:
-        for one in some(12):
-            await balancer.put(one)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=60.0), balancer, transport)
-            feed = sb.RankFeed(transport.connect(0), auto_ack=False)
-            step = await anext(feed)
-            assert [one async for one in step]
-            assert (await step.async_finish()).ranks == (0,)
-            with anyio.move_on_after(1.0):
-                await anext(feed)
-            kill(feed)
-            feed = sb.RankFeed(transport.connect(0, incarnation=1))
-            step = await anext(feed)
-            assert step.step == 0
-            assert [one async for one in step]
-            assert (await step.async_finish()).rollouts == 12
-            balancer.end()
-            assert [batch async for batch in feed] == []
+    async with one_step(1) as (balancer, network):
+        feed = sb.RankFeed(network.connect(0), auto_ack=False)
+        step = await anext(feed)
+        assert [one async for one in step]
+        assert (await step.async_finish()).ranks == (0,)
+        with anyio.move_on_after(1.0):
+            await anext(feed)
+        kill(feed)
+        feed = sb.RankFeed(network.connect(0, incarnation=1))
+        step = await anext(feed)
+        assert step.step == 0
+        assert [one async for one in step]
+        assert (await step.async_finish()).rollouts == 12
+        balancer.end()
+        assert [batch async for batch in feed] == []
         assert balancer.statistics().acknowledged == 12
 
 

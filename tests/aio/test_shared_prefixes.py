@@ -5,24 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-import anyio
 import pytest
 import torch
+from served import Served
 
 import stream_balancer as sb
-from stream_balancer.testing import MemoryNetwork
 from stream_balancer.types import RankBatch, Rollout
 
 pytestmark = pytest.mark.anyio
 COST = sb.cost.QuadraticCost(linear=50.0, quadratic=1.0)
 SIBLINGS = 3
-
-
-def config(groups: str, cap: int | None, share: bool = True) -> sb.BalancerConfig:
-    return sb.BalancerConfig(
-        dp_size=3, batch_size=12, groups=sb.Groups(size=SIBLINGS, keep=groups, share_prefixes=share), cost=COST,  # type: ignore[arg-type]
-        micro_batches=sb.MicroBatches(max_tokens=cap), max_skips=4,
-    )  # fmt: skip
 
 
 def some_rollouts(seed: int) -> Iterator[Rollout]:
@@ -50,26 +42,18 @@ def work(rank_batch: RankBatch) -> float:
     return total
 
 
-async def train(feed: sb.RankFeed, seen: list[RankBatch]) -> None:
-    seen.extend([batch async for batch in feed])
-
-
 @pytest.mark.parametrize("cap", [None, 170])
 @pytest.mark.parametrize("groups", ["same_batch", "free"])
 async def test_loads_are_the_work_of_the_trees_that_ranks_get(groups: str, cap: int | None) -> None:
     for seed in range(4):
-        transport, seen = MemoryNetwork(dp_size=3), [[], [], []]  # type: list[list[RankBatch]]
-        async with sb.StreamBalancer(config(groups, cap)) as balancer, anyio.create_task_group() as tasks:
-            for rollout in some_rollouts(seed):
-                await balancer.put(rollout)
-            balancer.end()
-            for rank in range(3):
-                tasks.start_soon(train, sb.RankFeed(transport.connect(rank)), seen[rank])
-            await sb.serve(balancer, transport)
-        batches = [batch for of_rank in seen for batch in of_rank]
-        assert sum(batch.num_rollouts for batch in batches) >= 24
-        assert any(one.tree().num_tokens < one.num_tokens for batch in batches for one in batch.micro_batches)
-        for batch in batches:
+        run = Served(
+            dp_size=3, batch_size=12, groups=sb.Groups(size=SIBLINGS, keep=groups, share_prefixes=True), cost=COST,  # type: ignore[arg-type]
+            micro_batches=sb.MicroBatches(max_tokens=cap), max_skips=4,
+        )  # fmt: skip
+        await run.run(some_rollouts(seed))
+        assert sum(batch.num_rollouts for batch in run.seen) >= 24
+        assert any(one.tree().num_tokens < one.num_tokens for batch in run.seen for one in batch.micro_batches)
+        for batch in run.seen:
             assert batch.load == pytest.approx(work(batch))
             for one in batch.micro_batches:
                 assert cap is None or one.tree().num_tokens <= cap

@@ -10,72 +10,38 @@ import anyio
 import pytest
 import torch
 from crew import Crew
-from helpers import kill
-from kept import Kept
+from helpers import kill, settle
 from scripted import same_rollout
+from served import Served
 
 import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork, make_rollouts
-from stream_balancer.types import MicroBatch, RankBatch, Rollout, SharedRollout
+from stream_balancer.types import MicroBatch, SharedRollout
 from stream_balancer.types.shared import join_column
 
 pytestmark = pytest.mark.anyio
 LENGTHS = [900, 12, 15, 11, 14, 16, 13, 10]
 """The first is far above the fair share of any number of ranks."""
+SHARED: dict[str, Any] = {"sizes": (1, 2, 4), "min_tokens": 100}
+KNOBS: dict[str, Any] = {"dp_size": 4, "batch_size": len(LENGTHS), "window": len(LENGTHS), "sync": "step"}
 
 
-def config(dp_size: int = 4, **knobs: Any) -> sb.BalancerConfig:
-    given = {
-        "batch_size": len(LENGTHS),
-        "window": len(LENGTHS),
-        "context_parallel": {"sizes": (1, 2, 4), "min_tokens": 100},
-        "sync": "step",
-    } | knobs
-    return sb.BalancerConfig(dp_size=dp_size, **given)
-
-
-class Run:
-    """A balancer, its ranks over memory, and what they saw."""
-
-    def __init__(self, **knobs: Any) -> None:
-        self.balancer = sb.StreamBalancer(config(**knobs))
-        self.dp_size = self.balancer.config.dp_size
-        self.transport = MemoryNetwork(dp_size=self.dp_size)
-        self.kept = Kept(self.transport)
-        self.seen: dict[int, dict[int, RankBatch]] = {rank: {} for rank in range(self.dp_size)}
-        """By rank and step."""
-        self.rollouts: dict[str, Rollout] = {}
-
-    def feed(self, rank: int, **join: Any) -> sb.RankFeed:
-        return sb.RankFeed(self.kept.port(self.transport, rank, **join))
-
-    async def train(self, rank: int) -> None:
-        async for batch in self.feed(rank):
-            self.seen[rank][batch.step] = batch
-
-    async def put(self, steps: int = 1, *, remote: bool = False) -> None:
-        for step in range(steps):
-            for rollout in make_rollouts(LENGTHS, prefix=f"{step}-"):
-                self.rollouts[rollout.rollout_id] = rollout
-                await self.balancer.put(self.kept.remote(rollout) if remote else rollout)
-
-    async def serve(self, **options: Any) -> None:
-        with anyio.fail_after(3600):  # virtual
-            await sb.serve(self.balancer, self.transport, **options)
+class Run(Served):
+    def __init__(self) -> None:
+        super().__init__(**KNOBS, context_parallel=SHARED)
 
     def check(self) -> None:
         """Every rollout was trained on once; of the shared ones all parts, which join to it."""
         parts: dict[str, dict[int, MicroBatch]] = {}
         alone = []
-        for rank, batches in self.seen.items():
-            for batch in batches.values():
-                for mb in batch.micro_batches:
-                    for rollout in mb.rollouts:
-                        if isinstance(rollout, SharedRollout) and not rollout.is_padding:
-                            parts.setdefault(rollout.rollout_id, {})[rank] = mb
-                        elif not rollout.is_padding:
-                            alone.append(rollout.rollout_id)
-                            assert same_rollout(rollout, self.rollouts[rollout.rollout_id])
+        for batch in self.seen:
+            for mb in batch.micro_batches:
+                for rollout in mb.rollouts:
+                    if isinstance(rollout, SharedRollout) and not rollout.is_padding:
+                        parts.setdefault(rollout.rollout_id, {})[batch.rank] = mb
+                    elif not rollout.is_padding:
+                        alone.append(rollout.rollout_id)
+                        assert same_rollout(rollout, self.rollouts[rollout.rollout_id])
         assert sorted([*alone, *parts]) == sorted(self.rollouts)
         assert parts, "nothing was shared: the test says nothing"
         for name, members in parts.items():
@@ -93,20 +59,22 @@ class Run:
 async def test_a_part_that_is_gone_once_the_others_have_begun_is_an_error() -> None:
     """They would train on theirs beside zeros."""
     run = Run()
-    async with run.balancer as balancer, anyio.create_task_group() as tasks:
-        await run.put(remote=True)
-        balancer.end()
+    async with run.balancer, anyio.create_task_group() as tasks:
+        await run.put(make_rollouts(LENGTHS), remote=True)
+        run.balancer.end()
         for rank in (0, 1, 3):
             tasks.start_soon(run.train, rank)
         tasks.start_soon(partial(run.serve, rejoin_timeout_s=60))
         feed = run.feed(2)
-        assert (await anext(feed)).micro_batches[0].cp_group == (0, 1, 2, 3)
+        first = await anext(feed)
+        assert first.micro_batches[0].cp_group == (0, 1, 2, 3)
         kill(feed)
         await anyio.sleep(1)
         run.kept.gone = {0}
         again = await anext(run.feed(2, incarnation=1))
+        name = next(iter(run.rollouts))
         with pytest.raises(
-            sb.errors.RankLostError, match=r"\['0-0'\] are gone with their producer, and the ranks that share"
+            sb.errors.RankLostError, match=rf"\['{name}'\] are gone with their producer, and the ranks that share"
         ):
             _ = again.micro_batches
         tasks.cancel_scope.cancel()
@@ -114,55 +82,45 @@ async def test_a_part_that_is_gone_once_the_others_have_begun_is_an_error() -> N
 
 async def test_only_the_parts_of_a_payload_are_fetched() -> None:
     run = Run()
-    async with run.balancer as balancer, anyio.create_task_group() as tasks:
-        await run.put(remote=True)
-        balancer.end()
-        for rank in range(4):
-            tasks.start_soon(run.train, rank)
-        await run.serve()
+    await run.run(make_rollouts(LENGTHS), remote=True)
     run.check()
-    whole = sum(r.nbytes for r in run.rollouts.values())
-    row = sum(column[0].nbytes for column in run.rollouts["0-0"].tokens.values())
-    degree = next(len(mb.cp_group) for mb in run.seen[0][0].micro_batches if mb.cp_group)
-    assert run.kept.num_bytes <= whole + row * 4 * degree, "more than the parts, their halos and a chunk's rest"
+    rollouts = list(run.rollouts.values())
+    row = sum(column[0].nbytes for column in rollouts[0].tokens.values())
+    degree = next(len(mb.cp_group) for batch in run.seen for mb in batch.micro_batches if mb.cp_group)
+    most = sum(one.nbytes for one in rollouts) + row * 4 * degree
+    assert run.kept.num_bytes <= most, "more than the parts, their halos and a chunk's rest"
 
 
 async def test_a_part_that_only_one_member_cannot_get_is_nobodys() -> None:
     run = Run()
-
-    async with run.balancer as balancer, anyio.create_task_group() as tasks:
-        await run.put(remote=True)
-        balancer.end()
-        unlucky = run.kept.without(0)
-
-        async def train(rank: int) -> None:
-            kept = unlucky if rank == 1 else run.kept
-            async for batch in sb.RankFeed(kept.port(run.transport, rank)):
-                run.seen[rank][batch.step] = batch
-
-        for rank in range(4):
-            tasks.start_soon(train, rank)
+    async with run.balancer, anyio.create_task_group() as tasks:
+        await run.put(make_rollouts(LENGTHS), remote=True)
+        run.balancer.end()
+        for rank in (0, 2, 3):
+            tasks.start_soon(run.train, rank)
+        await settle()  # they have connected
+        run.kept = run.kept.without(0)
+        tasks.start_soon(run.train, 1)
         await run.serve()
-    shared = [mb for one in run.seen.values() for mb in one[0].micro_batches if mb.cp_group]
+    shared = [mb for batch in run.seen for mb in batch.micro_batches if mb.cp_group]
     assert shared
     assert all(not mb.packed()["loss_mask"].any() and not mb.packed()["input_ids"].any() for mb in shared)
     assert not any(mb.packed().rollout_weights.any() for mb in shared)
-    batches = [one[0] for one in run.seen.values()]
     left = len(LENGTHS) - 1, sum(LENGTHS[1:])
-    assert {(one.global_num_rollouts, one.global_num_tokens) for one in batches} == {left}
+    assert {(one.global_num_rollouts, one.global_num_tokens) for one in run.seen} == {left}
     assert run.balancer.statistics().evicted["lost"] == 1
 
 
 async def test_knobs_that_come_later_share_rollouts_that_a_lost_rank_takes_a_part_of() -> None:
     """serve() began without ``context_parallel``: those that share with the lost rank begin it again all the same."""
-    balancer = sb.StreamBalancer(config(context_parallel=sb.ContextParallel(sizes=(1,), min_tokens=2048)))
+    balancer = sb.StreamBalancer(sb.BalancerConfig(**KNOBS))
     crew = Crew(MemoryNetwork(dp_size=4), {1: (0, "barrier")})
     async with balancer, anyio.create_task_group() as tasks:
         tasks.start_soon(partial(sb.serve, balancer, crew.network, on_rank_loss="replan"))
         for rank in range(4):
             tasks.start_soon(crew.train, rank)
         await anyio.sleep(1)
-        balancer.reconfigure(context_parallel={"sizes": (1, 2, 4), "min_tokens": 100})
+        balancer.reconfigure(context_parallel=SHARED)
         for rollout in make_rollouts(LENGTHS):
             await balancer.put(rollout)
         balancer.end()

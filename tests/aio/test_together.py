@@ -311,8 +311,11 @@ FOUND = {
     # a group above a step's size; one whose filter answers late, or that is abandoned, in the midst of a step
     "changes+groups+open": tuple(range(6)),
     # a declared group of which a rollout was lost with its producer was never forgotten; a rank that came back and was
-    # given the step after one that others still worked on was believed to have that one in its weights
-    "changes+direct+groups+journal+late+replan+roles": (120, 122, 5262),
+    # given the step after one that others still worked on was believed to have that one in its weights; one that had
+    # not said its weights was thrown out by a controller that had lost an acknowledgement
+    "changes+direct+groups+journal+late+replan+roles": (120, 122, 5262, 3888),
+    # ranks that had left before a crash that forgot it were waited for by a controller with nothing to do
+    "changes+direct+groups+journal+late+open+replan+roles": (3201, 20195),
 }
 """Features and seeds of faults that were found here."""
 

@@ -154,11 +154,14 @@ def _hash(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def run_rank(address: str, rank: int, dp_size: int, incarnation: int, step_s: float, pipe: Any) -> None:
+def run_rank(
+    address: str, rank: int, dp_size: int, incarnation: int, step_s: float, movers: Sequence[str] | None, pipe: Any
+) -> None:
     """A trainer: tells every step it has done, and how it ended."""
     torch.set_num_threads(1)
     try:
-        for batch in sb.RankFeed(address, rank=rank, dp_size=dp_size, incarnation=incarnation):
+        feed = sb.RankFeed(address, rank=rank, dp_size=dp_size, incarnation=incarnation, movers=movers)
+        for batch in feed:
             for mb in batch.micro_batches:
                 packed = mb.packed()
                 assert packed["input_ids"].equal(torch.cat([r.tokens["input_ids"] for r in mb.rollouts]))
@@ -175,8 +178,16 @@ def run_rank(address: str, rank: int, dp_size: int, incarnation: int, step_s: fl
 class Rank:
     """A rank's process, and what it has told."""
 
-    def __init__(self, address: str | None, rank: int, dp_size: int, incarnation: int = 0, step_s: float = 0.0) -> None:
-        self.process, self.pipe = forked(run_rank, address, rank, dp_size, incarnation, step_s)
+    def __init__(
+        self,
+        address: str | None,
+        rank: int,
+        dp_size: int,
+        incarnation: int = 0,
+        step_s: float = 0.0,
+        movers: Sequence[str] | None = None,
+    ) -> None:
+        self.process, self.pipe = forked(run_rank, address, rank, dp_size, incarnation, step_s, movers)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         assert self.process.pid

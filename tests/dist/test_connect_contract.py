@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import anyio
 import pytest
 from guard import GUARD_S
-from helpers import attend, until
+from helpers import until
+from on_a_port import served
 from remote_producer import RemoteProducer, make, names, start_controller, verdict_of
 
 import stream_balancer as sb
-
-Served = tuple[sb.StreamBalancer, sb.TorchTransport]
-
-
-@asynccontextmanager
-async def served(*, of_transport: dict[str, int] | None = None, **knobs: Any) -> AsyncIterator[Served]:
-    """A balancer, and where it is served. Full at four."""
-    config = sb.BalancerConfig(**{"dp_size": 1, "batch_size": 4, "window": 4, "capacity": 4, **knobs})
-    with anyio.fail_after(GUARD_S):
-        async with (
-            sb.TorchTransport.listen(dp_size=1, **(of_transport or {})) as transport,
-            sb.StreamBalancer(config) as balancer,
-            anyio.create_task_group() as tasks,
-        ):
-            tasks.start_soon(attend, balancer, transport)
-            yield balancer, transport
-            tasks.cancel_scope.cancel()
 
 
 def waiting(balancer: sb.StreamBalancer) -> list[str]:
@@ -47,7 +30,7 @@ def refusal(put: Callable[[], object]) -> tuple[str, str]:
 
 async def test_every_refusal_is_the_balancer_s_own() -> None:
     knobs: dict[str, Any] = {"micro_batches": {"max_tokens": 50}, "limits": {"bytes": 10_000}}
-    async with served(**knobs) as (balancer, transport):
+    async with served(capacity=4, **knobs) as (balancer, transport):
         with RemoteProducer(transport.address) as remote:
             assert await remote.do("put", (5, "a")) == ("accepted", "")
             bad: list[tuple[Any, ...]] = [
@@ -82,7 +65,7 @@ async def test_every_refusal_is_the_balancer_s_own() -> None:
 
 
 async def test_a_full_balancer_holds_back_and_lets_in_first_come_first_served() -> None:
-    async with served() as (balancer, transport):
+    async with served(capacity=4) as (balancer, transport):
         with RemoteProducer(transport.address) as remote, RemoteProducer(transport.address, backend="trio") as other:
             for n in range(4):
                 await balancer.put(make(3, f"here{n}"))

@@ -14,7 +14,8 @@ import anyio
 import msgspec
 import pytest
 from guard import GUARD_S
-from helpers import attend, until
+from helpers import until
+from on_a_port import served
 
 import stream_balancer as sb
 from stream_balancer.net.handshake import Handshake
@@ -99,44 +100,29 @@ QUIET = {"half a message": put()[:20], "half a payload": put()[:-30], "nothing":
 async def test_hostile_producers_are_sent_away_and_others_notice_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """They know the token, and break the protocol."""
     caplog.set_level(logging.WARNING, "stream_balancer.net")
-    config = sb.BalancerConfig(dp_size=1, batch_size=4, window=64)
-    with anyio.fail_after(GUARD_S):
-        async with (
-            sb.TorchTransport.listen(dp_size=1, token=TOKEN, max_put_bytes=2**20, staged_bytes=2**19) as transport,
-            sb.StreamBalancer(config) as balancer,
-            anyio.create_task_group() as tasks,
-        ):
-            tasks.start_soon(attend, balancer, transport)
-            async with sb.connect(transport.address, token=TOKEN) as healthy:
-                await healthy.put(make_rollout(3, "first"))
-                for attacks, warned in ((PRODUCERS, 1), (QUIET, 0)):
-                    for name, message in attacks.items():
-                        caplog.clear()
-                        await anyio.to_thread.run_sync(attack, transport.address, message, bool(warned))
-                        await healthy.put(make_rollout(3, f"after {name} {warned}"))
-                        assert len(caplog.records) == (warned and name != CLOSED), (name, caplog.text)
-                held = {r.rollout_id for r in balancer.snapshot().waiting}
-                assert len(held) == 1 + len(PRODUCERS) + len(QUIET) + 1
-                assert "once" in held  # what came before the offence was in order
-            tasks.cancel_scope.cancel()
+    options = {"token": TOKEN, "max_put_bytes": 2**20, "staged_bytes": 2**19}
+    async with served(window=64, listen=options) as (balancer, transport):
+        async with sb.connect(transport.address, token=TOKEN) as healthy:
+            await healthy.put(make_rollout(3, "first"))
+            for attacks, warned in ((PRODUCERS, 1), (QUIET, 0)):
+                for name, message in attacks.items():
+                    caplog.clear()
+                    await anyio.to_thread.run_sync(attack, transport.address, message, bool(warned))
+                    await healthy.put(make_rollout(3, f"after {name} {warned}"))
+                    assert len(caplog.records) == (warned and name != CLOSED), (name, caplog.text)
+            held = {r.rollout_id for r in balancer.snapshot().waiting}
+            assert len(held) == 1 + len(PRODUCERS) + len(QUIET) + 1
+            assert "once" in held  # what came before the offence was in order
 
 
 async def test_a_producer_that_does_not_keep_to_its_limits_is_sent_away(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "stream_balancer.net")
-    config = sb.BalancerConfig(dp_size=1, batch_size=4, window=4, capacity=4)
-    with anyio.fail_after(GUARD_S):
-        async with (
-            sb.TorchTransport.listen(dp_size=1, token=TOKEN, staged_bytes=len(put()) + 400) as transport,
-            sb.StreamBalancer(config) as balancer,
-            anyio.create_task_group() as tasks,
-        ):
-            tasks.start_soon(attend, balancer, transport)
-            for n in range(4):
-                await balancer.put(make_rollout(3, f"here{n}"))
-            greedy = b"".join(put(f"greedy{n}", n) for n in range(4))  # all of them wait for room
-            await anyio.to_thread.run_sync(attack, transport.address, greedy, True)
-            await until(lambda: "have no reply" in caplog.text and not balancer.statistics().blocked_puts)
-            tasks.cancel_scope.cancel()
+    async with served(capacity=4, listen={"token": TOKEN, "staged_bytes": len(put()) + 400}) as (balancer, transport):
+        for n in range(4):
+            await balancer.put(make_rollout(3, f"here{n}"))
+        greedy = b"".join(put(f"greedy{n}", n) for n in range(4))  # all of them wait for room
+        await anyio.to_thread.run_sync(attack, transport.address, greedy, True)
+        await until(lambda: "have no reply" in caplog.text and not balancer.statistics().blocked_puts)
 
 
 def attack(address: str, message: bytes, wait: bool) -> None:

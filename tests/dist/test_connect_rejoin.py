@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 
 import anyio
 import pytest
-from guard import GUARD_S
-from helpers import attend
+from on_a_port import served
 
 import stream_balancer as sb
 from stream_balancer.net.listener import split_address
@@ -66,28 +65,21 @@ def breaking_network(address: str) -> Iterator[BreakingNetwork]:
 
 async def test_every_put_is_accepted_once_wherever_the_connection_breaks(caplog: pytest.LogCaptureFixture) -> None:
     accepted: list[str] = []
-    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, capacity=4)
-    with anyio.fail_after(GUARD_S):
-        async with (
-            sb.TorchTransport.listen(dp_size=1) as transport,
-            sb.StreamBalancer(config) as balancer,
-            anyio.create_task_group() as tasks,
-        ):
-            tasks.start_soon(attend, balancer, transport)
+    async with served(batch_size=2, window=2, capacity=4) as (balancer, transport), anyio.create_task_group() as tasks:
 
-            async def train() -> None:
-                async for batch in balancer.batches():
-                    accepted.extend(r.rollout_id for rank in batch.ranks for r in rank.rollouts)
+        async def train() -> None:
+            async for batch in balancer.batches():
+                accepted.extend(r.rollout_id for rank in batch.ranks for r in rank.rollouts)
 
-            tasks.start_soon(train)
-            with breaking_network(transport.address) as network:
-                async with sb.connect(network.address, rejoin=True) as producer, anyio.create_task_group() as puts:
-                    for n in range(NUM_ROLLOUTS):
-                        puts.start_soon(producer.put, make_rollout(10, str(n)))
-                broken = network.broken
-            balancer.end()
-            await anyio.wait_all_tasks_blocked()
-            tasks.cancel_scope.cancel()
+        tasks.start_soon(train)
+        with breaking_network(transport.address) as network:
+            async with sb.connect(network.address, rejoin=True) as producer, anyio.create_task_group() as puts:
+                for n in range(NUM_ROLLOUTS):
+                    puts.start_soon(producer.put, make_rollout(10, str(n)))
+            broken = network.broken
+        balancer.end()
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
     assert sorted(accepted, key=int) == [str(n) for n in range(NUM_ROLLOUTS)]
     assert broken > 4
     assert "waits for the controller to be there again" in caplog.text

@@ -245,12 +245,8 @@ def _crash_test(folder: Path, kills: int, least: int, seed: int, interval_s: flo
 
 
 def _opened(folder: Path) -> Any:
-    journal = sb.Journal(folder)
-    try:
-        journal.open()
-    finally:
-        anyio.run(journal.aclose)
-    return journal.recovered
+    with sb.blocking(config(), journal=folder) as balancer:
+        return balancer.recovered
 
 
 def test_what_was_accepted_is_trained_on_once_whatever_is_killed(tmp_path: Path) -> None:

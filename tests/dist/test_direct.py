@@ -6,35 +6,18 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import anyio
 import pytest
 import torch
-from guard import GUARD_S
-from helpers import attend, until
+from helpers import until
+from on_a_port import served
 from remote_producer import Rank, RemoteProducer, fingerprint, make, names
 
 import stream_balancer as sb
 from stream_balancer.wire.codec import RemoteRollout
-
-Served = tuple[sb.StreamBalancer, sb.TorchTransport]
-
-
-@asynccontextmanager
-async def served(dp_size: int, *, rejoin_timeout_s: float = 0.0, **knobs: Any) -> AsyncIterator[Served]:
-    """A balancer that is served; ends when all is acknowledged."""
-    config = sb.BalancerConfig(**{"dp_size": dp_size, "batch_size": 8, "window": 12, "capacity": 24, **knobs})
-    with anyio.fail_after(GUARD_S):
-        async with (
-            sb.TorchTransport.listen(dp_size=dp_size) as transport,
-            sb.StreamBalancer(config) as balancer,
-            anyio.create_task_group() as tasks,
-        ):
-            tasks.start_soon(lambda: sb.serve(balancer, transport, rejoin_timeout_s=rejoin_timeout_s))
-            yield balancer, transport
 
 
 def specs(producer: str, count: int, seed: int) -> list[tuple[Any, ...]]:
@@ -65,7 +48,7 @@ async def test_tokens_bypass_the_controller_and_arrive_exactly_once() -> None:
     orders = [specs(name, 45, seed) for seed, name in enumerate("ab")]
     local = [(20 + n, f"local.{n}", None, "rich") for n in range(10)]  # mixed with puts through the controller
     with ExitStack() as stack:
-        async with served(2) as (balancer, transport):
+        async with served(sb.serve, dp_size=2, batch_size=8, window=12, capacity=24) as (balancer, transport):
             ranks = [Rank(transport.address, rank, 2) for rank in range(2)]
             remotes = [stack.enter_context(RemoteProducer(transport.address, hand_over="direct")) for _ in orders]
             async with anyio.create_task_group() as producers:
@@ -92,7 +75,7 @@ async def test_tokens_in_flight_that_died_with_their_producer_are_masked_and_cou
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The steps before are trained on, the one that needs them too, without them; on all ranks alike."""
-    async with served(1, batch_size=4, window=4, policy="fifo") as (balancer, transport):
+    async with served(sb.serve, policy="fifo") as (balancer, transport):
         with RemoteProducer(transport.address, hand_over="direct", label="the victim") as victim:
             for n in range(4):
                 await balancer.put(make(9, f"safe{n}"))
@@ -113,7 +96,7 @@ async def test_tokens_in_flight_that_died_with_their_producer_are_masked_and_cou
 
 
 async def test_payloads_are_held_until_acknowledged_and_then_dropped() -> None:
-    async with served(1, batch_size=4, window=4, capacity=16) as (balancer, transport):
+    async with served(sb.serve, capacity=16) as (balancer, transport):
         async with sb.connect(transport.address, hand_over="direct") as producer:  # the rank is in the same process
             for n in range(4):
                 await producer.put(make(30, f"r{n}"))
@@ -142,7 +125,7 @@ async def test_a_mask_of_another_name_is_counted_where_it_is() -> None:
         columns = {"input_ids": torch.arange(3), "logprobs": torch.zeros(3), "old_logprobs": torch.ones(3)}
         return sb.Rollout(tokens={**columns, "response_mask": torch.tensor([0, 1, 1])}, rollout_id=name)
 
-    async with served(1, batch_size=4, window=4, loss_mask_column="response_mask") as (balancer, transport):
+    async with served(sb.serve, loss_mask_column="response_mask") as (balancer, transport):
         async with sb.connect(transport.address, hand_over="direct") as producer:
             with pytest.raises(sb.errors.RolloutError, match="loss_mask_column='response_mask'"):
                 await producer.put(one("not told"))
@@ -163,15 +146,12 @@ async def test_a_mask_of_another_name_is_counted_where_it_is() -> None:
 
 
 async def test_without_serve_nobody_could_fetch_so_it_is_refused() -> None:
-    config = sb.BalancerConfig(dp_size=1, batch_size=4)
-    with anyio.fail_after(GUARD_S):
-        async with sb.TorchTransport.listen(dp_size=1) as transport, sb.StreamBalancer(config) as balancer:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(attend, balancer, transport)
-                async with sb.connect(transport.address, hand_over="direct") as producer:
-                    with pytest.raises(sb.errors.RolloutError, match="serve"):
-                        await producer.put(make(3, "a"))
-                tasks.cancel_scope.cancel()
+    async with (
+        served() as (_, transport),
+        sb.connect(transport.address, hand_over="direct") as producer,
+    ):
+        with pytest.raises(sb.errors.RolloutError, match="serve"):
+            await producer.put(make(3, "a"))
 
 
 def test_hand_over_has_two_values() -> None:

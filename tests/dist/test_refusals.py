@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ import anyio.to_thread
 import msgspec
 import pytest
 from guard import GUARD_S
-from helpers import attend
+from on_a_port import served
 
 import stream_balancer as sb
 from stream_balancer.net import handshake
@@ -41,26 +40,13 @@ def puts(address: str, **options: Any) -> None:
     anyio.run(main)
 
 
-@asynccontextmanager
-async def controller() -> AsyncIterator[sb.TorchTransport]:
-    with anyio.fail_after(GUARD_S):
-        async with (
-            sb.TorchTransport.listen(dp_size=1, token=TOKEN) as transport,
-            sb.StreamBalancer(sb.BalancerConfig(dp_size=1, batch_size=1)) as balancer,
-            anyio.create_task_group() as tasks,
-        ):
-            tasks.start_soon(attend, balancer, transport)
-            yield transport
-            tasks.cancel_scope.cancel()
-
-
 @pytest.mark.parametrize("joins", [iterates, puts])
 async def test_another_version_of_the_library(joins: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     hello = handshake.Handshake.hello
     monkeypatch.setattr(
         handshake.Handshake, "hello", lambda self: msgspec.structs.replace(hello(self), protocol=PROTOCOL + 1)
     )
-    async with controller() as transport:
+    async with served(listen={"token": TOKEN}) as (_, transport):
         with pytest.raises(
             sb.errors.RefusedError, match="Install the same version of stream_balancer everywhere"
         ) as refused:

@@ -103,6 +103,22 @@ class Worker:
         anyio.run(main)
         return accepted
 
+    def transports(self) -> list[str]:
+        """What carries each object of this worker's that the tests' keeper holds; by itself that is the store."""
+        kept = self._balancer.producer._kept
+        owner = kept.owner.address.rpartition("/")[2]
+        boxes = ray.get(ray.get_actor(KEEPER).give.remote(owner, list({key >> 24 for key in kept._kept})))
+        return [box[0].tensor_transport() for box in boxes]
+
+    def released(self) -> int:
+        """Waits until nothing is needed here any more, and returns how many tensors Ray holds here for others."""
+        anyio.run(self._balancer.producer.released)
+        deadline = time.monotonic() + GUARD_S
+        store = ray._private.worker.global_worker.rdt_manager.rdt_store
+        while store.get_num_objects() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return store.get_num_objects()
+
 
 class MeshRank:
     """One process of a mesh of 2 x 2: two DP ranks of two model-parallel peers."""
@@ -187,7 +203,8 @@ def keeper() -> Any:
 def host_among_others(config: BalancerConfig, **given: Any) -> tuple[RayBalancer, Callable[[], None]]:
     """As :func:`host`, in the shared actor; and what stops it."""
     folder = given.get("journal")
-    kept = None if folder is not None else (keeper(), f"{ray.get_runtime_context().namespace}/{KEEPER}")
+    transport = given.get("tensor_transport")
+    kept = None if folder is not None else (keeper(), f"{ray.get_runtime_context().namespace}/{KEEPER}", transport)
     options = (
         config,
         kept,

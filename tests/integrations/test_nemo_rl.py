@@ -52,11 +52,8 @@ class Buffer:
 
     def add(self, name: str, weight: int, lengths: list[int] | None, *, ready: bool = True) -> None:
         ids = [f"{name}_g{n}" for n in range(len(lengths or [1]))]
-        self.meta_list.append(
-            KVBatchMeta(partition_id="p", task_name="train", sample_ids=ids, sequence_lengths=lengths)
-            if ready
-            else None
-        )
+        meta = KVBatchMeta(partition_id="p", task_name="train", sample_ids=ids, sequence_lengths=lengths)
+        self.meta_list.append(meta if ready else None)
         self.start_weight_list.append(weight)
         self.ready_list.append(ready)
 
@@ -93,6 +90,7 @@ def test_it_is_a_prompt_group_sampler() -> None:
 
 
 OF_TWO: dict[str, list[int]] = {"a": [90, 1], "b": [10, 10], "c": [10, 10], "d": [88, 3]}
+OLD = {"old": [1000], "a": [10], "b": [10]}
 OF_ANY = {"a": [50], "b": [20, 30], "c": [1], "d": [7, 7, 7]}
 
 
@@ -102,12 +100,7 @@ OF_ANY = {"a": [50], "b": [20, 30], "c": [1], "d": [7, 7, 7]}
         (OF_TWO, {}, {}, ({"a", "d"}, {"b", "c"})),
         (OF_ANY, {}, {"cost": "quadratic"}, ({"a", "b"},)),  # counted as groups, whatever their size
         # as old as allowed: it goes though it does not balance
-        (
-            {"old": [1000], "a": [10], "b": [10]},
-            {"old": 3},
-            {"max_staleness_versions": 2},
-            ({"old", "a"}, {"old", "b"}),
-        ),
+        (OLD, {"old": 3}, {"max_staleness_versions": 2}, ({"old", "a"}, {"old", "b"})),
         ({"a": [1], "b": [1]}, {"b": 6}, {}, ({"a"},)),  # of a future version
     ],
 )
@@ -213,10 +206,8 @@ def test_balanced_selections_are_better_than_the_oldest() -> None:
         for number, lengths in enumerate(groups):
             buffer.add(f"g{number}", 0, lengths)
         meta, _ = select(BalancedSampler(buffer, dp_size=8), 0, 4, 4)
-        for name, lengths in {
-            "ours": meta.sequence_lengths,
-            "oldest": [n for group in groups[:4] for n in group],
-        }.items():
+        oldest = [n for group in groups[:4] for n in group]
+        for name, lengths in (("ours", meta.sequence_lengths), ("oldest", oldest)):
             excess[name].append(planning.lower_bound(lengths, 8) / (sum(lengths) / 8) - 1)
     assert np.mean(excess["ours"]) < 0.6 * np.mean(excess["oldest"])
 

@@ -70,23 +70,19 @@ def test_schedule_keeps_slimes_invariants(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "count", "says"),
+    ("changes", "count", "size", "says"),
     [
-        ({"use_dynamic_batch_size": False}, 8, "there is nothing to plan with fixed micro-batches"),
-        ({}, 7, "num_rollouts=7 do not fill one step of global_batch_size=8"),
+        ({"use_dynamic_batch_size": False}, 8, 8, "there is nothing to plan with fixed micro-batches"),
+        ({}, 7, 8, "num_rollouts=7 do not fill one step of global_batch_size=8"),
+        ({}, 3, 3, "step 0 has too few samples for 4 ranks"),
     ],
 )
-def test_what_cannot_be_scheduled_is_said(changes: dict[str, Any], count: int, says: str) -> None:
+def test_what_cannot_be_scheduled_is_said(changes: dict[str, Any], count: int, size: int, says: str) -> None:
     for kind in (ValueError, AssertionError):
         with pytest.raises(kind, match=says):
             build_dp_schedule(
-                args_of(**changes), parallel(2), [1] * count, global_batch_size=8, rollout_indices=list(range(count))
+                args_of(**changes), parallel(4), [1] * count, global_batch_size=size, rollout_indices=[*range(count)]
             )
-
-
-def test_too_few_samples_for_the_ranks_is_said() -> None:
-    with pytest.raises(ValueError, match="step 0 has too few samples for 4 ranks"):
-        build_dp_schedule(args_of(), parallel(4), [1] * 3, global_batch_size=3, rollout_indices=[0, 1, 2])
 
 
 def test_patch_leaves_fixed_micro_batches_to_slime_and_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,5 +137,8 @@ def test_what_cannot_be_one_tensordict_is_refused() -> None:
         tensordict_from([short, make_rollout(2, "b")])
     small = sb.Rollout(tokens={"input_ids": torch.ones(2, dtype=torch.int32)})
     for side in (None, "left"):
-        with pytest.raises(ValueError, match=r"differ in a column: torch.int64 \[1\] and torch.int32 \[2\]"):
+        with pytest.raises(ValueError, match=r"'a' and '.*' differ in their tokens: .*int64.* and .*int32"):
             tensordict_from([short, small], padding_side=side)  # type: ignore[arg-type]
+    images = [sb.Rollout(tokens={"input_ids": [1]}, tensors={"image": torch.ones(*size)}) for size in ((1, 2), (1, 3))]
+    with pytest.raises(ValueError, match=r"differ in the shape of a tensor: \[\(1, 2\), \(1, 3\)\]"):
+        tensordict_from(images)

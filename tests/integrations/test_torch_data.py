@@ -58,19 +58,15 @@ def shares_of(steps: Sequence[Sequence[Sequence[int]]]) -> list[RankBatch]:
     ]
 
 
-def dataset_of(steps: Sequence[Sequence[Sequence[int]]], *, auto_ack: bool = True, **options: Any) -> RolloutDataset:
+def dataset_of(steps: Sequence[Sequence[Sequence[int]]], *, auto_ack: bool = True, **options: Any) -> Any:
     feed: Any = Feed(shares_of(steps), auto_ack)
     return RolloutDataset(feed, **options)
 
 
-def feed_of(dataset: RolloutDataset) -> Feed:
-    feed: Any = dataset._feed
-    assert isinstance(feed, Feed)
-    return feed
-
-
-def any_feed(share: RankBatch) -> Any:
-    return Feed([share])
+def dataset_with(**rollout: Any) -> RolloutDataset:
+    """One step of one rollout."""
+    feed: Any = Feed([rank_batch([sb.Rollout(**rollout)])])
+    return RolloutDataset(feed)
 
 
 def loader(dataset: RolloutDataset, **options: Any) -> DataLoader[Any]:
@@ -105,22 +101,18 @@ def test_every_micro_batch_comes_once_with_its_boundaries_and_denominators(steps
             *("step", "micro_batch", "is_last_micro_batch"),
             *("global_num_rollouts", "global_num_tokens", "global_num_loss_tokens", "global_num_executions"),
         }
-        for name in packed:
-            assert item[name].dtype == packed[name].dtype, name
-            assert torch.equal(item[name], packed[name]), name
-        for name in ("cu_seqlens", "position_ids", "rollout_weights"):
-            assert torch.equal(item[name], getattr(packed, name)), name
+        beside = {name: getattr(packed, name) for name in ("cu_seqlens", "position_ids", "rollout_weights")}
+        for name, column in {**packed, **beside}.items():
+            assert item[name].dtype == column.dtype, name
+            assert torch.equal(item[name], column), name
         assert item["max_seqlen"] == packed.max_seqlen
-        assert [item[f"global_num_{of}"] - item["step"] for of in ("rollouts", "tokens", "loss_tokens")] == [
-            100,
-            200,
-            300,
-        ]
+        denominators = [item[f"global_num_{of}"] - item["step"] for of in ("rollouts", "tokens", "loss_tokens")]
+        assert denominators == [100, 200, 300]
 
 
 def test_a_share_is_acknowledged_when_the_next_is_asked_for_and_not_before() -> None:
     dataset = dataset_of(STEPS)
-    feed = feed_of(dataset)
+    feed = dataset._feed
     seen = [(item["step"], list(feed.acknowledged), feed.taken) for item in loader(dataset)]
     assert seen == [(0, [], 1), (0, [], 1), (1, [0], 2), (2, [0, 1], 3), (2, [0, 1], 3), (2, [0, 1], 3)]
     assert feed.acknowledged == [0, 1, 2]
@@ -133,22 +125,22 @@ def test_leaving_early_acknowledges_nothing_and_loses_nothing() -> None:
         for item in loader(dataset):
             items.append(item)
             break
-        assert feed_of(dataset).acknowledged == list(range(items[-1]["step"]))
+        assert dataset._feed.acknowledged == list(range(items[-1]["step"]))
     assert boundaries(items) == BOUNDARIES
     assert list(loader(dataset)) == [] == list(loader(dataset))  # the end is the end
-    assert feed_of(dataset).acknowledged == [0, 1, 2]
+    assert dataset._feed.acknowledged == [0, 1, 2]
 
 
 def test_a_loop_may_acknowledge_for_itself() -> None:
     dataset = dataset_of(STEPS, auto_ack=False)
     for item in loader(dataset):
-        assert feed_of(dataset).acknowledged == ([0, 1] if item["step"] == 2 else [])
+        assert dataset._feed.acknowledged == ([0, 1] if item["step"] == 2 else [])
         if item["step"] == 1:
             dataset.acknowledge(item)
-    assert feed_of(dataset).acknowledged == [0, 1]
+    assert dataset._feed.acknowledged == [0, 1]
     dataset.acknowledge(item)
     dataset.acknowledge(item)
-    assert feed_of(dataset).acknowledged == [0, 1, 2]
+    assert dataset._feed.acknowledged == [0, 1, 2]
 
 
 BESIDE = ("attention_mask", "position_ids", "lengths", "rollout_weights")
@@ -198,18 +190,12 @@ def test_a_layout_that_raises_loses_no_micro_batch() -> None:
 
 @pytest.mark.parametrize("name", ["step", "cu_seqlens"])
 def test_a_column_of_the_datasets_own_name_is_refused(name: str) -> None:
-    share = shares_of([[[1]]])[0]
-    rollout = sb.Rollout(tokens={"input_ids": [1]}, scalars={name: 1.0})
-    object.__setattr__(share, "micro_batches", (sb.types.MicroBatch.of([rollout]),))
     with pytest.raises(ValueError, match=f"columns or scalars named \\['{name}'\\], which RolloutDataset gives"):
-        next(iter(RolloutDataset(any_feed(share))))
+        next(iter(dataset_with(tokens={"input_ids": [1]}, scalars={name: 1.0})))
 
 
 def test_own_position_ids_are_the_rollouts() -> None:
-    share = shares_of([[[1]]])[0]
-    rollout = sb.Rollout(tokens={"input_ids": [1, 2], "position_ids": [7, 8]})
-    object.__setattr__(share, "micro_batches", (sb.types.MicroBatch.of([rollout]),))
-    (item,) = loader(RolloutDataset(any_feed(share)))
+    (item,) = loader(dataset_with(tokens={"input_ids": [1, 2], "position_ids": [7, 8]}))
     assert item["position_ids"].tolist() == [7, 8]
 
 
@@ -242,7 +228,7 @@ def lightning_module(dataset: RolloutDataset, *, prefetch: bool) -> Any:
 
         def train_on(self, batch: dict[str, Any]) -> Any:
             self.trained += boundaries([batch])
-            self.acknowledged.append(list(feed_of(dataset).acknowledged))
+            self.acknowledged.append(list(dataset._feed.acknowledged))
             return (self.weight * batch["logprobs"]).sum() / batch["global_num_loss_tokens"]
 
     class Ahead(Base):
@@ -263,36 +249,26 @@ def lightning_module(dataset: RolloutDataset, *, prefetch: bool) -> Any:
 
 def fit(module: Any, dataset: RolloutDataset, **options: Any) -> None:
     lightning = pytest.importorskip("lightning")
-    lightning.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        barebones=False,
-        **options,
-    ).fit(module, loader(dataset))
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    lightning.Trainer(accelerator="cpu", **quiet, **options).fit(module, loader(dataset))
 
 
-BEFORE = [[], [], [0], [0, 1], [0, 1], [0, 1]]  # acknowledged when each micro-batch of STEPS is trained on
-
-
-@pytest.mark.parametrize("options", [{"max_epochs": 1}, {"max_epochs": 3, "limit_train_batches": 2}])
-def test_lightning_with_dataloader_iter(options: dict[str, int]) -> None:
-    dataset = dataset_of(STEPS)
-    module = lightning_module(dataset, prefetch=False)
+@pytest.mark.parametrize(
+    ("auto_ack", "options"),
+    [
+        (True, {"max_epochs": 1}),
+        (True, {"max_epochs": 3, "limit_train_batches": 2}),
+        (False, {"max_epochs": 1}),  # in a hook
+    ],
+)
+def test_lightning_with_dataloader_iter_or_acknowledgements_in_a_hook(*, auto_ack: bool, options: Any) -> None:
+    dataset = dataset_of(STEPS, auto_ack=auto_ack)
+    module = lightning_module(dataset, prefetch=not auto_ack)
     fit(module, dataset, **options)
     assert module.trained == BOUNDARIES
-    assert module.acknowledged == BEFORE
-
-
-def test_lightning_that_acknowledges_in_a_hook() -> None:
-    dataset = dataset_of(STEPS, auto_ack=False)
-    module = lightning_module(dataset, prefetch=True)
-    fit(module, dataset, max_epochs=1)
-    assert module.trained == BOUNDARIES
-    assert module.acknowledged == BEFORE
-    assert feed_of(dataset).acknowledged == [0, 1, 2]
+    # when each micro-batch is trained on
+    assert module.acknowledged == [[], [], [0], [0, 1], [0, 1], [0, 1]]
+    assert auto_ack or dataset._feed.acknowledged == [0, 1, 2]
 
 
 def test_lightning_that_would_acknowledge_too_early_is_refused() -> None:
@@ -300,7 +276,7 @@ def test_lightning_that_would_acknowledge_too_early_is_refused() -> None:
     module = lightning_module(dataset, prefetch=True)
     with pytest.raises(RuntimeError, match="Lightning fetches one batch ahead"):
         fit(module, dataset, max_epochs=1)
-    assert feed_of(dataset).taken == 0
+    assert dataset._feed.taken == 0
 
 
 # --- accelerate -------------------------------------------------------------------------------------------------------
@@ -313,7 +289,7 @@ def test_accelerate_that_prepared_the_loader_is_refused(auto_ack: bool) -> None:
     prepared = accelerate.Accelerator(cpu=True).prepare(loader(dataset))
     with pytest.raises(RuntimeError, match=r"went through accelerator.prepare\(\)"):
         next(iter(prepared))
-    assert feed_of(dataset).taken == 0
+    assert dataset._feed.taken == 0
 
 
 # --- both, on two ranks -----------------------------------------------------------------------------------------------

@@ -117,8 +117,7 @@ def two_rows() -> dict[str, Any]:
 
 def test_what_a_rollout_is() -> None:
     first, second = rollouts_from(two_rows(), group_size=2)
-    assert first.tokens["input_ids"].tolist() == [1, 4, 5, 6]
-    assert first.tokens["loss_mask"].tolist() == [0, 1, 0, 1]
+    assert (first.tokens["input_ids"].tolist(), first.tokens["loss_mask"].tolist()) == ([1, 4, 5, 6], [0, 1, 0, 1])
     assert second.tokens["input_ids"].tolist() == [2, 3, 7]
     assert (first.scalars["advantages"], second.scalars["advantages"]) == (0.5, -0.5)
     assert first.group_id == second.group_id is not None
@@ -356,9 +355,7 @@ def test_the_real_loader_and_collator_train_on_our_plan(token_budget: int) -> No
     assert all(batch["input_ids"].shape[1] <= (token_budget or 1000) for batch in batches)
     assert trainer._trained_groups == set(range(8))
     assert math.isclose(sum(float(b["global_n_tokens"][0]) for b in batches), sum(LENGTHS) - len(LENGTHS))
-    imbalance = trainer._metrics["train"]["batch/row_imbalance"]
-    assert len(imbalance) == len(batches)
-    assert sum(batch["advantages"].numel() for batch in batches) > 0
+    assert len(trainer._metrics["train"]["batch/row_imbalance"]) == len(batches)
 
 
 def test_async_grpo_trains_on_two_ranks_and_ends_with_the_stream(tmp_path: Path) -> None:

@@ -18,13 +18,10 @@ pytest.importorskip("transfer_queue")
 import verl.trainer.ppo.v1.replay_buffer as home
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
-from verl.utils.import_utils import load_extern_object
 
 from stream_balancer.integrations.partitions import get_seqlen_balanced_partitions
 from stream_balancer.integrations.verl import sampler
 from stream_balancer.integrations.verl.sampler import SamplerKnobs
-
-NAME = "BalancedReplayBuffer"
 
 
 class Queue:
@@ -56,7 +53,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 
 
 def buffer_of(threshold: int = 1000, strategy: str = "drop", **kwargs: Any) -> Any:
-    return getattr(sampler, NAME)(
+    return sampler.BalancedReplayBuffer(
         trainer_mode="separate_async",
         trainer_config={},
         max_off_policy_threshold=threshold,
@@ -77,17 +74,11 @@ def loads(batch: KVBatchMeta, dp_size: int) -> list[int]:
     return per_rank.sum(axis=1).tolist()
 
 
-def test_it_is_verls_replay_buffer() -> None:
-    loaded = load_extern_object("pkg://stream_balancer.integrations.verl.sampler", NAME)
-    assert loaded is getattr(sampler, NAME)
-    assert issubclass(loaded, home.ReplayBufferAsync)
-
-
 def test_verls_trainer_builds_it() -> None:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     settings = {
-        "custom_sampler": {"path": "pkg://stream_balancer.integrations.verl.sampler", "name": NAME},
+        "custom_sampler": {"path": "pkg://stream_balancer.integrations.verl.sampler", "name": "BalancedReplayBuffer"},
         "max_off_policy_threshold": 4,
         "max_off_policy_strategy": "drop",
         "sampler_kwargs": {"dp_size": 8, "max_skips": 3},
@@ -95,7 +86,8 @@ def test_verls_trainer_builds_it() -> None:
     config = OmegaConf.create({"trainer": {"v1": {"sampler": settings, "separate_async": {}}}})
     trainer = SimpleNamespace(config=config, trainer_mode="separate_async", _add_prompts_to_generate=lambda n: n)
     buffer = PPOTrainer._build_replay_buffer(trainer)
-    assert isinstance(buffer, getattr(sampler, NAME))
+    assert isinstance(buffer, sampler.BalancedReplayBuffer)
+    assert isinstance(buffer, home.ReplayBufferAsync)
     assert buffer.knobs == SamplerKnobs(dp_size=8, max_skips=3)
     assert all(hasattr(buffer, name) for name in ("wait_for_sampleable", "get_sampleable_count"))
 
@@ -232,9 +224,9 @@ def test_it_waits_for_the_window_and_no_longer_than_the_deadline(
 )
 def test_knobs_that_cannot_work_are_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        getattr(sampler, NAME)(trainer_mode="separate_async", sampler_kwargs=kwargs)
+        sampler.BalancedReplayBuffer(trainer_mode="separate_async", sampler_kwargs=kwargs)
 
 
 def test_a_sync_trainer_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to choose"):
-        getattr(sampler, NAME)(trainer_mode="sync", sampler_kwargs={"dp_size": 2})
+        sampler.BalancedReplayBuffer(trainer_mode="sync", sampler_kwargs={"dp_size": 2})

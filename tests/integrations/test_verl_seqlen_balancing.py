@@ -51,11 +51,6 @@ def test_the_signature_is_verls(name: str) -> None:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Partition
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def test_groups_stay_together_through_our_partition(patched: None) -> None:
     lengths = [100] * 4 + [200] * 4 + [150] * 4 + [50] * 4
     uids = [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
@@ -65,9 +60,7 @@ def test_groups_stay_together_through_our_partition(patched: None) -> None:
     assert [sum(lengths[i] for i in part) for part in parts] == [1000, 1000]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Micro-batches
-# ---------------------------------------------------------------------------------------------------------------------
+# --- micro-batches ----------------------------------------------------------------------------------------------------
 
 
 def padded_batch(lengths: list[int], width: int) -> TensorDict:
@@ -178,9 +171,7 @@ def test_rows_without_a_token_are_placed() -> None:
     assert sorted(chain.from_iterable(positions)) == [0, 1, 2, 3]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Installed into verl
-# ---------------------------------------------------------------------------------------------------------------------
+# --- installed into verl ----------------------------------------------------------------------------------------------
 
 
 def test_patch_reaches_every_module_and_can_be_undone() -> None:
@@ -221,15 +212,8 @@ def test_verl_patches_itself_where_the_environment_says_so() -> None:
         "print(theirs.rearrange_micro_batches is ours.rearrange_micro_batches)"
     )
     environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "stream_balancer.integrations.verl.autopatch"}
-    said = subprocess.run(
-        ending_with_us(sys.executable, "-c", code),
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=GUARD_S,
-        check=True,
-    )
-    assert said.stdout.split() == ["True"]
+    said = subprocess.check_output(ending_with_us(sys.executable, "-c", code), env=environment, timeout=GUARD_S)
+    assert said.split() == [b"True"]
 
 
 def test_the_ranks_of_a_group_agree(tmp_path: Path) -> None:

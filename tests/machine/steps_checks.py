@@ -100,6 +100,8 @@ def groups_of(part: Part) -> list[int]:
 
 
 def check_weights(world: World, process: Process, number: int) -> None:
+    if process.held.weights is None:
+        return
     lacks = range(process.num_trained, number)
     may_lack = world.config.auto_ack and world.some_acked.issuperset(lacks)
     is_known = process.num_trained == number or may_lack

@@ -32,6 +32,8 @@ class Config:
     """A launcher restarts all ranks when one dies."""
     commits: bool = False
     """Loops take all micro-batches of a step at once."""
+    silent: bool = False
+    """Some processes that are started again do not say their weights, and take others' when they meet."""
     begins_early: bool = False
     """Plain loops begin with an open step."""
     faults: tuple[str, ...] = ()
@@ -74,4 +76,6 @@ def random_config(seed: int) -> Config:
         kinds.append("user_ack")
     config.faults = tuple(kind for kind in kinds if r.random() < 0.7)
     config.num_faults = r.choice([0, 1, 2, 3, 5, 8])
+    # what it has trained on other weights than those of a checkpoint nobody could go on from
+    config.silent = meets and not all_die and config.auto_ack and r.random() < 0.5
     return config

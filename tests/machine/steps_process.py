@@ -14,7 +14,6 @@ from stream_balancer.client.held import Fact, Held, HeldWork, Part
 from stream_balancer.core.steps.orders import (
     Behind,
     Order,
-    Refuse,
     SendDrop,
     SendGo,
     SendRecall,
@@ -112,9 +111,6 @@ class Process:
 
     def receive(self) -> None:
         order = self.down.popleft()
-        if isinstance(order, Refuse):
-            self.world.kill(self.rank)
-            return
         if isinstance(order, Behind):
             self.is_behind = True
             return
@@ -243,6 +239,8 @@ class Process:
         self.meeting = self.world.meeting(part, seal)
         is_member = self.meeting.index is None or self.meeting.members.get(self.place) == self.incarnation
         check(is_member, "seal", "{} enters a meeting that is over: {}", self.place, seal)
+        if self.held.weights is None and self.meeting.index is None:
+            self.take_weights_of(self.meeting)
         self.meeting.inside.add(self.place)
         self.world.try_to_meet(self.meeting)
 
@@ -283,6 +281,13 @@ class Process:
         self.held.acked = min(self.world.checkpoint[1], weights) if self.world.config.meets else 0
         return weights
 
+    def take_weights_of(self, meeting: Meeting) -> None:
+        """Those of who meets, or of the checkpoint: a process that has not said its weights has none of its own."""
+        said = [self.world.processes[place] for place in meeting.members]
+        there = [process.weights for process in said if process.held.weights is not None]
+        saved = {number: index for number, index in self.world.checkpoint[0].items() if number < meeting.number}
+        self.weights = dict(there[0] if there else saved)
+
     def save(self) -> None:
         if self.world.config.meets:
             if not self.counts:
@@ -298,6 +303,8 @@ class Process:
         if self.part is not None and self.held.parts.get(self.part.number) is not self.part:
             self.leave_step()
         newest = max((drop.step for drop in drops if drop.met), default=-1)
+        if self.held.weights is None and self.held.left_behind is None:
+            return
         if newest >= 0 and self.is_trainer and self.world.config.meets:
             if self.num_trained <= newest:
                 self.take_other_weights(newest + 1)

@@ -187,6 +187,10 @@ class World:
         fact, *args = process.up.popleft()
         who, ledger = process.place, self.ledger
         if fact == "joined":
+            # the host refuses one that was given up, and renumbers a new process
+            if process.incarnation <= ledger.fenced.get(process.rank, -1):
+                self.kill(process.rank)
+                return
             has, weights = args
             seats, depth = self.seats_of(process.rank), self.config.depth
             ledger.joined(*who, process.incarnation, has, weights=weights, seats=seats, depth=depth)
@@ -215,7 +219,10 @@ class World:
         seats = self.processes_of(rank)
         saved = min(self.saved.get(process.place, 0) for process in seats)
         says_weights = saved and self.rng.random() < 0.5
+        is_silent = self.config.silent and incarnation > 0 and self.rng.random() < 0.5
         for process in seats:
+            if is_silent:
+                continue
             if self.config.meets:
                 process.held.weights = process.copy_weights()
             elif says_weights:
@@ -317,7 +324,7 @@ class World:
         """Dead ranks are started again, or given up where they will not be."""
         ledger = self.ledger
         dead = {process.rank: process.incarnation for process in self.processes.values() if not process.alive}
-        gone = {one for one in self.left if self.config.meets or not ledger.unacknowledged(one)}
+        gone = {one for one in self.left if self.config.meets or not ledger.rank(one).active}
         for one in sorted(dead.keys() - gone):
             rank = ledger.ranks.get(one)
             if one.number in self.wanted[one.role] or (rank is not None and rank.active):

@@ -149,7 +149,8 @@ def test_idle_ranks_get_what_was_released_and_nothing_shared_is_asked_for() -> N
     play.plan("0@0 1@1 2@2 3@2/8 4@2 5@2 6@3/8")
     play.train("0", [0])
     assert play.train("1", [1]) == ["recall 2 [4 5]"]
-    assert play.released("2", 0, 1, [5]) == ["replan [5] over 0 1"]
+    # 3 was not asked for
+    assert play.released("2", 0, 1, [5, 3]) == ["replan [5] over 0 1"]
 
 
 def test_roles_stay_until_every_step_is_acknowledged() -> None:
@@ -252,9 +253,31 @@ def test_a_fenced_rank_is_no_member_before_it_comes_again() -> None:
     play = Play("0 1", restarted=True)
     play.ledger.restore_rank(RankId("", 1), 3, fenced=True)
     assert play.ledger.members("") == [RankId("", 0)]
-    assert play.join("1", incarnation=3) == ["refuse 1"]
     play.join("1", incarnation=4)
     assert play.ledger.members("") == [RankId("", 0), RankId("", 1)]
+
+
+def test_a_process_that_does_not_say_its_weights_has_no_part_in_steps_before_its_first() -> None:
+    """A controller that was started again lacks the acknowledgements of a step that the one before had not given it."""
+    play = Play("0 1 2", restarted=True)
+    play.restore("0@0 1@1 2@2", "0 1 2")
+    play.restore("0@0 1@1 2@2", "0 1 2", 1)
+    first, second, third = ({1: held(str(rank), uid=1)} for rank in range(3))
+    play.join("0", has=first, weights=1)
+    play.join("1", has=second, weights=1)
+    assert play.join("2", incarnation=1, has=third, weights=None) == []
+    assert play.ack("0") == ["rankack 0"]
+    assert play.ack("1") == ["rankack 1", "ack"]
+
+
+def test_others_do_what_a_process_that_begins_later_does_not() -> None:
+    """The others were started again too, and lack the step."""
+    play = Play("0 1 2", restarted=True)
+    play.restore("0@0 1@1 2@2", "0 1 2")
+    play.restore("0@0 1@1 2@2", "0 1 2", 1)
+    play.join("2", incarnation=1, has={1: held("2", uid=1)}, weights=None)
+    play.join("0", incarnation=1)
+    assert "replan [2] over 0 1" in play.join("1", incarnation=1)
 
 
 # -- a process ---------------------------------------------------------------------------------------------------------
@@ -267,6 +290,15 @@ def test_a_second_answer_to_a_fetch_is_ignored() -> None:
     process.fetched(0, 0, 0, {})
     process.fetched(0, 0, 0, {"r0": "lost"})
     assert process.out == [("fetched", 0, 1, (0,), {})]
+
+
+def test_a_step_that_was_never_its_own_leaves_a_process_behind_if_its_weights_are_older() -> None:
+    drop = m.Drop(2, True, "the others have met without it")
+    news, older = Held(meets=True), Held(meets=True, weights=2)
+    for process in (news, older):
+        process.take(drop)
+    assert news.left_behind is None
+    assert older.left_behind == drop
 
 
 def test_another_plan_of_a_number_is_told_apart_though_it_is_made_later() -> None:

@@ -411,6 +411,22 @@ async def test_beyond_the_budget_a_session_is_read_once_others_have_their_replie
         assert (host.service.staging.nbytes, host.service.staging.paused) == (0, {})
 
 
+async def test_what_a_session_had_staged_is_free_once_it_is_gone() -> None:
+    async with hosted(keep_s=0.0) as (host, _, session), anyio.create_task_group() as tasks:
+        caller = session()
+
+        async def put() -> None:
+            with pytest.raises(BrokenResourceError):
+                await caller.ask("take", ("a", 5.0), Payload.of(np.zeros(1000, dtype=np.uint8)))
+
+        tasks.start_soon(put)
+        await settle()
+        assert host.service.staging.nbytes > 1000
+        caller.dialer.cut()
+        await anyio.sleep(10)
+        assert (host.service.staging.nbytes, host.taken) == (0, [])
+
+
 async def test_closing_takes_back_what_waits_and_says_what_became_of_it() -> None:
     async with hosted() as (host, _, session), anyio.create_task_group() as tasks:
         caller = session()
@@ -458,6 +474,15 @@ async def test_a_connection_that_is_lost_again_and_again_is_dialled_less_and_les
         await anyio.sleep(20)
         assert caller.dialer.joined < 40
         tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("number", [None, 3])
+def test_only_what_was_sent_may_have_been_accepted(number: int | None) -> None:
+    pending = Pending("put", accepted_if="DuplicateRolloutError")
+    pending.number = number
+    text = str(pending.lost("the controller", "it broke"))
+    assert ("so it was not accepted. Connect and put it again" in text) == (number is None)
+    assert ("not known. Connect and put it again: a DuplicateRolloutError then" in text) == (number is not None)
 
 
 def test_bytes_that_are_still_coming_count() -> None:

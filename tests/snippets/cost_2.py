@@ -1,4 +1,4 @@
 import stream_balancer as sb
 
 pass  # the snippet
-assert config.cost.quadratic == 1.0
+assert config.cost.prior.quadratic == 1.0

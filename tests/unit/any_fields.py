@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
-from stream_balancer.host.records import HeldRollout, Records, write_rollouts
+from stream_balancer.host.records import HeldRollout, Records, write_row
 from stream_balancer.types import Rollout
 
 
@@ -274,7 +274,7 @@ def checkpointed(rollout: Rollout) -> Rollout:
 def journalled(rollout: Rollout) -> Rollout:
     """Written as a row of a journal, and read from it."""
     records = Records()
-    records.take("row 7", bytes(write_rollouts("row 7", [HeldRollout(rollout, 0.0, 0)])))
+    records.take("row 7", bytes(write_row("row 7", [HeldRollout(rollout, 0.0, 0)])))
     assert not records.damage
     return records.held[rollout.rollout_id].rollout
 

@@ -97,7 +97,6 @@ class TestConfig:
             ),
             ({"capacity": 33}, "nothing to choose from: capacity \\(33\\)"),
             ({"cost": sb.cost.PaddedCost()}, "window='auto' does not work with a padded cost"),
-            ({"window": "automatic"}, "window must be an int >= 1 or 'auto' or None, not 'automatic'"),
         ],
     )
     def test_what_cannot_work_is_refused(self, knobs: dict[str, Any], said: str) -> None:

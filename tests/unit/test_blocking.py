@@ -11,12 +11,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import facade_stubs
 import pytest
 from helpers import config
 
 import stream_balancer as sb
 from stream_balancer.testing import BACKENDS, make_rollout, make_rollouts
+
+
+def fill(balancer: sb.BlockingBalancer, count: int) -> None:
+    for rollout in make_rollouts([2] * count):
+        balancer.put(rollout)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -43,8 +47,7 @@ def test_threads_put_and_a_plain_loop_trains(backend: Any) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_errors_cross_the_threads(backend: Any) -> None:
     with sb.blocking(config(window=4, capacity=4), backend=backend) as balancer:
-        for rollout in make_rollouts([2] * 4):
-            balancer.put_nowait(rollout)
+        fill(balancer, 4)
         with pytest.raises(sb.errors.WouldBlock):
             balancer.put_nowait(make_rollout(2))
         with pytest.raises(sb.errors.DuplicateRolloutError):
@@ -63,8 +66,7 @@ def test_errors_cross_the_threads(backend: Any) -> None:
 def test_closing_frees_a_thread_that_waits() -> None:
     told: list[type[BaseException]] = []
     with sb.blocking(config(window=4, capacity=4)) as balancer:
-        for rollout in make_rollouts([2] * 4):
-            balancer.put(rollout)
+        fill(balancer, 4)
 
         def blocked() -> None:
             try:
@@ -145,8 +147,7 @@ def test_an_interrupted_for_is_begun_again(backend: Any, anew: bool) -> None:
             lambda: next(made.append(balancer.batches()) or made[0]),  # type: ignore[func-returns-value]
             lambda: bool(made) and "nobody" not in balancer.why_no_batch(),
         )
-        for rollout in make_rollouts([2] * 8):
-            balancer.put(rollout)
+        fill(balancer, 8)
         balancer.end()
         steps = [(batch.step, batch.num_rollouts) for batch in (balancer.batches() if anew else made[0])]
         assert steps == [(0, 4), (1, 4)]
@@ -157,8 +158,7 @@ def test_an_interrupted_for_is_begun_again(backend: Any, anew: bool) -> None:
 def test_an_interrupted_put_was_not_accepted(backend: Any, siblings: int) -> None:
     late = [make_rollout(2, f"late{n}", group_id="g" if siblings else None) for n in range(siblings or 1)]
     with sb.blocking(config(window=4, capacity=4), backend=backend) as balancer:
-        for rollout in make_rollouts([2] * 4):
-            balancer.put(rollout)
+        fill(balancer, 4)
         put: Callable[[], object] = lambda: balancer.put_group(late) if siblings else balancer.put(late[0])  # noqa: E731
         interrupted(put, lambda: balancer.statistics().blocked_puts > 0)
         assert balancer.statistics().blocked_puts == 0
@@ -189,8 +189,7 @@ def test_a_handler_of_signals_that_raises_nothing_takes_no_call_back() -> None:
     before = signal.signal(signal.SIGINT, mine := lambda *_: heard.set())
     try:
         with sb.blocking(config(window=4, capacity=4)) as balancer, ThreadPoolExecutor(1) as pool:
-            for rollout in make_rollouts([2] * 4):
-                balancer.put(rollout)
+            fill(balancer, 4)
 
             def interrupt_and_make_room() -> None:
                 while not balancer.statistics().blocked_puts:
@@ -212,8 +211,7 @@ def test_a_handler_of_signals_that_raises_nothing_takes_no_call_back() -> None:
 
 def test_a_timeout_means_that_it_did_not_happen() -> None:
     with sb.blocking(config(window=4, capacity=4)) as balancer:
-        for rollout in make_rollouts([2] * 4):
-            balancer.put(rollout)
+        fill(balancer, 4)
         with pytest.raises(TimeoutError, match=r"within 0.01 s, and was taken back"):
             balancer.put(make_rollout(2, "late"), timeout_s=0.01)
         assert next(balancer.batches()).num_rollouts == 4
@@ -265,10 +263,6 @@ def test_the_blocking_forms_have_all_that_the_others_have(whole: Any, blocking: 
             assert inspect.signature(method).parameters.keys() <= inspect.signature(other).parameters.keys(), name
             assert not inspect.iscoroutinefunction(other), name
             assert inspect.getdoc(other), name
-
-
-def test_type_checkers_see_what_there_is() -> None:
-    assert facade_stubs.PATH.read_text() == facade_stubs.text(), "run: python tests/facade_stubs.py"
 
 
 def in_a_fork(function: Callable[[], object]) -> str:

@@ -24,10 +24,6 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def words(text: str) -> list[str]:
-    return text.split()
-
-
 def refused(*arguments: object) -> str:
     """The one line of an error."""
     result = run(*arguments)
@@ -47,23 +43,15 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-class TestHelp:
-    def test_version(self) -> None:
-        result = run("--version")
-        assert (result.exit_code, result.stdout) == (0, f"stream-balancer {stream_balancer.__version__}\n")
+@pytest.mark.parametrize("arguments", [("--help",), ("-h",), ()])
+def test_help_names_the_commands(arguments: tuple[str, ...]) -> None:
+    assert {"demo", "replay", "tune", "status"} <= {*run(*arguments).output.split()}
 
-    @pytest.mark.parametrize("arguments", [("--help",), ("-h",), ()])
-    def test_help_names_the_commands(self, arguments: tuple[str, ...]) -> None:
-        text = run(*arguments).output
-        assert "demo" in text
-        assert "replay" in text
-        assert "tune" in text
 
-    def test_module_runs(self) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "stream_balancer", "--version"], capture_output=True, text=True, check=False
-        )
-        assert (done.returncode, done.stdout) == (0, f"stream-balancer {stream_balancer.__version__}\n")
+def test_the_module_runs_and_says_its_version() -> None:
+    command = [sys.executable, "-m", "stream_balancer", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"stream-balancer {stream_balancer.__version__}\n")
 
 
 class TestReplay:
@@ -77,17 +65,18 @@ class TestReplay:
         assert "\x1b" not in result.stderr, "no display where there is no terminal: a line now and then"
 
     def test_json(self, trace: Path) -> None:
-        options = words("--dp-size 4 --batch-size 16 --window 48 --max-skips 12 --capacity 96 --deadline-s 500")
-        more = (*options, *words("--cost quadratic --slots 8 --counts equal --seed 3 --warm-up 2 --json"))
+        more = [
+            *("--dp-size", 4, "--batch-size", 16, "--window", 48, "--max-skips", 12, "--capacity", 96),
+            *("--deadline-s", 500, "--cost", "quadratic", "--slots", 8, "--counts", "equal", "--seed", 3),
+            *("--warm-up", 2, "--json"),
+        ]
         result = run("replay", trace, *more)
         assert result.exit_code == 0, result.output
         assert result.stdout.count("\n") == 1
         found: dict[str, Any] = json.loads(result.stdout)
         assert found["trace"]["rollouts"] == 400
         assert found["trace"]["groups"] == 100
-        assert found["knobs"]["window"] == 48
-        assert found["knobs"]["deadline_s"] == 500.0
-        assert found["knobs"]["counts"] == "equal"
+        assert [found["knobs"][name] for name in ("window", "deadline_s", "counts")] == [48, 500.0, "equal"]
         assert list(found["policies"]) == ["round_robin", "fifo", "window"]
         for policy, report in found["policies"].items():
             assert report["policy"] == policy
@@ -153,6 +142,7 @@ class TestReplay:
         told = run("replay", "generate:rg:40").stdout
         assert "put waited" not in told
         assert "Too short a run for a steady state" in told
+        assert "left out" not in told, "the figures are of all dispatches"
 
     def test_costs(self, tmp_path: Path) -> None:
         model = tmp_path / "config.json"
@@ -185,16 +175,11 @@ class TestMistakes:
         [
             (("--window", 8), "window (8) must be >= batch_size (32)"),
             (("--dp-size", 0), "--dp-size 0: must be an int >= 1"),
-            (("--batch-size", 4), "batch_size (4) must be >= dp_size (8)"),
-            (("--window", 99, "--capacity", 64), "window (99) must be <= capacity (64)"),
             (("--deadline-s", "nan"), "--deadline-s nan: must be a finite number"),
-            (("--max-skips", 1), "max_skips (1) is too small"),
             ((*CP, "1,two"), "--context-parallel.sizes 1,two: must be powers of two in ascending order"),
             ((*CP, "2,4"), "context_parallel.sizes must be powers of two in ascending order, beginning with 1"),
-            (("--context-parallel.overhead", -1), "--context-parallel.overhead -1: must be a finite number >= 0"),
             ((*RANGE, "16"), "--step-size.rollouts 16: must be two ints >= 1"),
             ((*RANGE, "16:many"), "--step-size.rollouts 16:many: must be two ints"),
-            ((*RANGE, "4:64"), "begins below dp_size (8)"),
             (("--slots", 0), "slots (0) must be >= 1"),
             (("--tokens-per-second", 0), "tokens_per_second (0.0) a finite number > 0"),
             (("--warm-up", -1), "warm_up must be >= 0"),
@@ -204,22 +189,12 @@ class TestMistakes:
             (("--trainer", "fast"), "--trainer fast: must be instant, matched, or a number"),
             (("--trainer", "-3"), "trainer must be 'instant', 'matched' or work units per second"),
             (("--cost", "flops"), "cost 'flops': no such cost model. Use tokens"),
-            (("--cost", "quadratic:1:2:3"), "cost 'quadratic:1:2:3': "),
-            (("--cost", "quadratic:-1:1"), "must be a finite number >= 0"),
             (("--cost", "absent.json"), "cost 'absent.json': "),
             (("--micro-batches.max-tokens", 50), "above micro_batches.max_tokens (50)"),
-            (("--groups.size", 5), "must be a multiple of groups.size (5)"),
         ],
     )
     def test_every_refused_knob_is_one_line(self, trace: Path, options: tuple[object, ...], message: str) -> None:
         assert message in refused("replay", trace, *options)
-
-    def test_a_config_json_that_lacks_a_size(self, tmp_path: Path) -> None:
-        model = tmp_path / "config.json"
-        model.write_text('{"model_type": "llama", "hidden_size": 64}')
-        assert "the configuration has no 'vocab_size'" in refused("replay", "generate:rg:50", "--cost", model)
-        model.write_text("{")
-        assert f"cost '{model}': " in refused("replay", "generate:rg:50", "--cost", model)
 
 
 class TestDemo:
@@ -261,15 +236,14 @@ class TestDemo:
 
 @pytest.mark.usefixtures("short_sweeps")
 class TestTune:
-    OPTIONS = words("--dp-size 2 --batch-size 4 --slots 8 --windows 4,8 --max-skips 12 --processes 1")
+    OPTIONS = ("--dp-size", 2, "--batch-size", 4, "--slots", 8, "--windows", "4,8", "--max-skips", 12, "--processes", 1)
 
     def test_table_and_recommendation(self, trace: Path) -> None:
         result = run("tune", trace, *self.OPTIONS)
         assert result.exit_code == 0, result.output
         assert "lengths: 400 rollouts a run; 2 ranks, 4 rollouts a dispatch" in result.stdout
-        for word in ("round-robin", "arrival order", "recommended", "added age"):
+        for word in ("round-robin", "arrival order", "recommended", "added age", "Recommended: window="):
             assert word in result.stdout
-        assert "Recommended: window=" in result.stdout
         assert "\x1b" not in result.stderr, "no display where there is no terminal: a line now and then"
 
     @pytest.mark.slow
@@ -278,12 +252,8 @@ class TestTune:
         result = run("tune", trace, *self.OPTIONS, "--deadlines", "none,60", "--json", "--plot", picture)
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout)
-        assert [(o["window"], o["deadline_s"]) for o in found["outcomes"]] == [
-            (4, None),
-            (4, 60.0),
-            (8, None),
-            (8, 60.0),
-        ]
+        tried = [(o["window"], o["deadline_s"]) for o in found["outcomes"]]
+        assert tried == [(4, None), (4, 60.0), (8, None), (8, 60.0)]
         assert picture.read_text().startswith("<!doctype html>")
 
     def test_with_a_trainer_that_takes_time_window_and_capacity(self, trace: Path) -> None:

@@ -89,7 +89,7 @@ def test_packed_copies_no_token_and_is_aligned() -> None:
 
 
 def test_small_columns_are_sent_together() -> None:
-    pieces = codec.encode([MicroBatch.of([make_rollout(50, str(i)) for i in range(64)])]).payload.pieces
+    pieces = codec.encode([MicroBatch.of([make_rollout(50, str(i)) for i in range(64)])]).payload.views()
     assert len(pieces) < 2 * 4
 
 

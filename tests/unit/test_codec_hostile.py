@@ -201,7 +201,7 @@ def _changed(encoded: Encoded, **changes: Any) -> bytes:
         ({"lengths": [3, 5, 7, 11]}, "bytes"),
         ({"lengths": [3, 5, 7, 2**48]}, "more than"),
         ({"loss_tokens": [4, 0, 0, 0]}, "impossible number of loss tokens"),
-        ({"prefixes": [3, 0, 0, 0]}, "more tokens than it has"),
+        ({"prefix": [3, 0, 0, 0]}, "more tokens than it has"),
         ({"padding": [0]}, "padding copies"),
         ({"padding": [4], "loss_tokens": [0] * 4}, "padding copies"),
         ({"padding": [1, 0], "loss_tokens": [0] * 4}, "padding copies"),
@@ -230,9 +230,9 @@ def _changed(encoded: Encoded, **changes: Any) -> bytes:
         ({"tensors": [[("a", 0, ()), ("a", 0, ())], [], [], []]}, "two tensors"),
         ({"ids": ["a"]}, "different lengths"),
         ({"ids": [1, 2, 3, 4]}, "cannot be read"),
-        ({"versions": [1]}, "different lengths"),
+        ({"version": [1]}, "different lengths"),
         ({"metadata": [[]] * 4}, "cannot be read"),
-        ({"group_ids": [None] * 4}, "no group"),
+        ({"group_id": [None] * 4}, "no group"),
     ],
 )  # fmt: skip
 def test_impossible_headers_are_refused(changes: dict[str, Any], says: str) -> None:

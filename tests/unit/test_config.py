@@ -290,11 +290,6 @@ def test_plain_data_that_is_none(knobs: Any, says: str) -> None:
         sb.BalancerConfig.from_dict(knobs)
 
 
-def test_a_missing_knob_is_an_error_of_the_config() -> None:
-    with pytest.raises(sb.errors.ConfigError, match="dp_size is missing"):
-        sb.BalancerConfig(batch_size=4)  # type: ignore[call-arg]
-
-
 def test_a_config_from_plain_data() -> None:
     text = """
         {dp_size: 2, batch_size: 8, max_skips: null, cost: quadratic:2:1, speeds: [1, 0.5],

@@ -6,6 +6,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from helpers import polled
 from invariants import verify
 
 import stream_balancer as sb
@@ -70,8 +71,7 @@ def test_a_knob_changed_between_the_halves_of_a_group_does_not_forget_the_first(
     core.reconfigure(core.config.replace(deadline_s=50.0))
     core.add(make_rollout(6, group_id="g"), 1.0)
     core.force_flush()
-    batch = core.poll(1.0)
-    assert batch is not None
+    batch = polled(core, 1.0)
     assert batch.num_rollouts == 1
 
 

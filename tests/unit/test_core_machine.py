@@ -172,8 +172,8 @@ class CoreMachine(RuleBasedStateMachine):
     def group_name(self, group: int) -> str:
         """Of a group that is not closed: what was is refused, see :meth:`declare_group`."""
         name = f"g{group}"
-        closed = self.core.state.buffer.groups.closed()
-        while closed.get(name) is not None:
+        declared = self.core.state.buffer.groups.declared
+        while (one := declared(name)) is not None and one.closed and one.size is not None:
             name += "'"
         return name
 
@@ -484,14 +484,14 @@ class CoreMachine(RuleBasedStateMachine):
             config = config.replace(dp_size=1, min_batch_size=1)
         before = self.core.statistics(self.now)
         groups = self.core.state.buffer.groups
-        incomplete, sizes, closed = groups.incomplete(), groups.open_sizes(), groups.closed()
+        incomplete, declared = groups.incomplete(), groups.declarations()
         self.core = learning_core(config)
         self.evictions = Evictions(self.core)
         self.core.observers.append(self.orders)
         self.now += 3.0  # the clock of the new process is another one
         self.core.restore(snapshot, self.now)
         groups = self.core.state.buffer.groups
-        assert (groups.open_sizes(), groups.closed()) == (sizes, closed)
+        assert groups.declarations() == declared
         assert incomplete.items() <= groups.incomplete().items()
         self.ended = False
         flying = {r.rollout_id for b in snapshot.in_flight for r in b.rollouts if not r.is_padding}

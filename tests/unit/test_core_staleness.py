@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from helpers import polled
 from invariants import verify
 
 import stream_balancer as sb
@@ -22,8 +23,7 @@ def core_of(**knobs: Any) -> BalancerCore:
 
 
 def dispatch(core: BalancerCore) -> sb.Batch:
-    batch = core.poll(0.0)
-    assert batch is not None
+    batch = polled(core)
     verify(core)
     return batch
 

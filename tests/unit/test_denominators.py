@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from helpers import polled
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,9 +20,7 @@ def a_batch(lengths: list[int], dp_size: int) -> Batch:
     for rollout in make_rollouts(lengths):
         core.add(rollout, 0.0)
     core.end()
-    batch = core.poll(0.0)
-    assert batch is not None
-    return batch
+    return polled(core)
 
 
 def sealed(batch: Batch, *gone: str) -> Seal:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from codec_help import carried
+from helpers import polled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariants import verify
@@ -70,8 +71,7 @@ def planned(executions: Sequence[Sequence[sb.Rollout]], **knobs: object) -> sb.B
     for its in executions:
         core.add_all(its, 0.0)
     core.end()
-    batch = core.poll(0.0)
-    assert batch is not None
+    batch = polled(core)
     assert core.finished
     return batch
 
@@ -168,8 +168,7 @@ def delivered_again(executions: Sequence[Sequence[sb.Rollout]], **knobs: object)
     for _ in range(2):
         state, core = state_dict(core.snapshot(0.0)), core_of(**knobs)
         core.restore(read_state_dict(state), 0.0)
-        batch = core.poll(0.0)
-        assert batch is not None
+        batch = polled(core)
     return batch
 
 
@@ -208,8 +207,7 @@ def test_rollouts_without_executions_are_one_each_and_padding_none() -> None:
     core.add_all([make_rollout(3, "a")], 0.0)
     core.add_all([make_rollout(5, "b")], 0.0)
     core.end()
-    batch = core.poll(0.0)
-    assert batch is not None
+    batch = polled(core)
     assert (batch.num_executions, batch.num_padding) == (2, 1)
     weights = [mb.packed().execution_weights.tolist() for share in batch.ranks for mb in share.micro_batches]
     assert sorted(weights) == [[0.0], [1.0], [1.0]]
@@ -249,8 +247,7 @@ def test_executions_leave_whole_whatever_they_became(data: st.DataObject) -> Non
             verify(core)
     core.end()
     while not core.finished:
-        batch = core.poll(0.0)
-        assert batch is not None
+        batch = polled(core)
         real = [r for r in batch.rollouts if not r.is_padding]
         assert len(real) <= 16
         assert batch.num_executions == len({(r.group_id, r.execution_id) for r in real})

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from traces import trace_of
 
-from stream_balancer.tools.generation import Generation, finish_times, issue_order, seconds_per_rollout
+from stream_balancer.tools.generation import Generation, issue_order, seconds_per_rollout
 from stream_balancer.tools.length_models import generate_trace
-from stream_balancer.tools.trace import Trace
 
-
-def trace_of(output: list[int], arrival: list[float] | None = None, groups: list[int] | None = None) -> Trace:
-    return Trace(
-        prompt_tokens=np.ones(len(output), dtype=np.int64),
-        output_tokens=np.array(output),
-        group_ids=np.arange(len(output)) if groups is None else np.array(groups),
-        arrival_s=None if arrival is None else np.array(arrival),
-    )
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+from peers import finish_times
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(0, 99))
@@ -56,7 +52,7 @@ class TestByHand:
 class TestEveryStream:
     @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 50), st.integers(0, 9))
     def test_every_row_once_and_slots_never_overbooked(self, output: list[int], slots: int, seed: int) -> None:
-        trace = trace_of(output)
+        trace = trace_of(output, prompt=1)
         finish = finish_times(trace, slots, tokens_per_second=1.0, seed=seed)
         assert (finish >= 0).all()
         begin = finish - trace.output_tokens

@@ -52,7 +52,7 @@ def report(
 
 
 def causes(core: BalancerCore) -> dict[str, float]:
-    return {cause: seconds for cause, seconds in core.statistics(100.0).idle_seconds.items() if seconds}
+    return {cause: seconds for cause, seconds in core.statistics(100.0).idle_seconds.items() if seconds > 1e-9}
 
 
 def test_imbalance_is_split_by_the_lower_bound() -> None:

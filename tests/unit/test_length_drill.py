@@ -6,6 +6,7 @@ the long ones.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ import torch
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.tools.generation import finish_times
 from stream_balancer.tools.trace import Trace, load_trace
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+from peers import finish_times
 
 SLOTS = 256
 FEW = 2000  # rollouts of a trace; the long form takes them all

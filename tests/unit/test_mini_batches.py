@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import polled
 from hypothesis import given
 from hypothesis import strategies as st
 from invariants import verify
@@ -127,8 +128,7 @@ def test_what_holds_for_every_step(given: tuple[sb.BalancerConfig, list[Rollout]
     for rollout in rollouts:
         core.add(rollout, 0.0)
     core.end()
-    batch = core.poll(0.0)
-    assert batch is not None
+    batch = polled(core)
     verify(core)
     pieces = of_ranks(batch)  # as many on every rank
     assert 1 <= len(pieces) <= config.step_size.mini_batches
@@ -243,8 +243,7 @@ def a_batch(lengths: list[int], **knobs: Any) -> sb.Batch:
     for number, length in enumerate(lengths):
         core.add(make_rollout(length, f"r{number}"), 0.0)
     core.end()
-    batch = core.poll(0.0)
-    assert batch is not None
+    batch = polled(core)
     return batch
 
 
@@ -267,12 +266,10 @@ def test_planned_again_for_other_ranks_each_keeps_its_rollouts_and_denominators(
     core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=12, step_size=sb.StepSize(mini_batches=4), capacity=48))
     for number in range(24):
         core.add(make_rollout(1 + number * number % 50), 0.0)
-    before = core.poll(0.0)
-    assert before is not None
+    before = polled(core)
     core.nack(before.step)
     core.reconfigure(core.config.replace(dp_size=dp_size))
-    after = core.poll(0.0)
-    assert after is not None
+    after = polled(core)
     assert len(after.ranks) == dp_size
     for old, new in zip(of_ranks(before), of_ranks(after), strict=True):
         assert {r.rollout_id for r in real(old)} == {r.rollout_id for r in real(new)}

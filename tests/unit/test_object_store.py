@@ -48,7 +48,7 @@ def keeper(monkeypatch: pytest.MonkeyPatch) -> Keeper:
 
 
 def test_references_of_several_puts_travel_together_and_none_is_forgotten(keeper: Keeper) -> None:
-    store = InStore(keeper, "keeper", "label")
+    store = InStore(keeper, "keeper", None, "label")
     threads = [threading.Thread(target=store.keep, args=([make_rollout(4, f"r{n}")],)) for n in range(8)]
     for thread in threads:
         thread.start()
@@ -62,15 +62,29 @@ def test_references_of_several_puts_travel_together_and_none_is_forgotten(keeper
 
 
 def test_what_is_dropped_before_the_keeper_was_told_is_not_held_for_ever(keeper: Keeper) -> None:
-    store = InStore(keeper, "keeper", "label")
+    store = InStore(keeper, "keeper", None, "label")
     handles = store.keep([make_rollout(4, "r"), make_rollout(4, "s")])
     store.drop([handle.key for handle in handles])
     assert keeper.calls == [("keep", [0]), ("drop", [0])]
 
 
+def test_an_object_stays_while_one_of_its_rollouts_is_needed(keeper: Keeper) -> None:
+    store = InStore(keeper, "keeper", None, "label")
+    first, second = [store.keep([make_rollout(4, f"{name}{n}") for n in range(2)]) for name in "ab"]
+    for handle in (*first, *second):
+        store.answered([handle.key], accepted=True)
+    store.retain({first[1].key, second[0].key})
+    assert keeper.calls == [("keep", [0, 1])]
+    store.retain({second[0].key})
+    assert keeper.calls[1:] == [("drop", [0])]
+    store.close()
+    assert keeper.calls[2:] == [("drop", [1])]
+    assert not len(store)
+
+
 @pytest.mark.parametrize("degree", [1, 2])
 def test_a_rank_gets_the_rollout_or_its_part_of_it(keeper: Keeper, degree: int) -> None:
-    store = InStore(keeper, "space/keeper", "label")
+    store = InStore(keeper, "space/keeper", None, "label")
     wholes = [rollout(3), rollout(4)]
     handles = store.keep(wholes)
     away = [remote(one, handle.owner, handle.key) for one, handle in zip(wholes, handles, strict=True)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,35 +23,26 @@ def rollout(name: str, length: int = 3, *, group: str | None = None, version: in
     return sb.Rollout(tokens={"input_ids": IDS[:length]}, rollout_id=name, group_id=group, version=version)
 
 
+_SHOWN: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "accepted": lambda rollouts, now: ([r.rollout_id for r in rollouts], now),
+    "planned": lambda waiting, knobs, reason: (waiting.costs.tolist(), reason),
+    "dispatched": lambda batch: (batch.step,),
+    "acknowledged": lambda batch: (batch.step,),
+    "evicted": lambda rollout, reason: (rollout.rollout_id, reason),
+    "version_set": lambda version: (version,),
+}
+
+
 class Recording(Observer):
-    """Every event with what identifies its subject."""
+    """Events with what identifies their subject."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
+        for name in _SHOWN:
+            setattr(self, name, partial(self._note, name))
 
-    def accepted(self, rollouts: Any, now: float) -> None:
-        self.events.append(("accepted", [r.rollout_id for r in rollouts], now))
-
-    def dispatched(self, batch: sb.Batch) -> None:
-        self.events.append(("dispatched", batch.step))
-
-    def acknowledged(self, batch: sb.Batch) -> None:
-        self.events.append(("acknowledged", batch.step))
-
-    def evicted(self, rollout: sb.Rollout, reason: str) -> None:
-        self.events.append(("evicted", rollout.rollout_id, reason))
-
-    def version_set(self, version: int) -> None:
-        self.events.append(("version_set", version))
-
-    def planned(self, waiting: Any, knobs: Any, reason: str) -> None:
-        self.events.append(("planned", waiting.costs.tolist(), reason))
-
-    def reconfigured(self, before: sb.BalancerConfig) -> None:
-        self.events.append(("reconfigured", before.window))
-
-    def restored(self, snapshot: Any) -> None:
-        self.events.append(("restored", snapshot.next_step))
+    def _note(self, name: str, *values: Any) -> None:
+        self.events.append((name, *_SHOWN[name](*values)))
 
     def taken(self) -> list[tuple[Any, ...]]:
         events, self.events = self.events, []

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import stubs
 from guard import GUARD_S
 
 import stream_balancer as sb
@@ -23,20 +24,11 @@ def in_a_new_process(code: str) -> str:
     ).stdout
 
 
-def seen_by_type_checkers() -> dict[str, str]:
-    """Name -> module, from the imports under TYPE_CHECKING."""
-    tree = ast.parse(Path(sb.__file__).read_text())
-    (guarded,) = (n for n in tree.body if isinstance(n, ast.If))
-    imports = [n for n in guarded.body if isinstance(n, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
-
-
 def test_every_public_name_is_what_type_checkers_see() -> None:
-    seen = seen_by_type_checkers()
-    assert set(sb.__all__) <= seen.keys()
-    for name, module in seen.items():
-        if module != "stream_balancer":
-            assert getattr(sb, name) is vars(importlib.import_module(module))[name], name
+    for path, text in stubs.files().items():
+        assert path.read_text() == text, "run: python tests/stubs.py"
+    for name, module in sb._MODULE_OF.items():
+        assert getattr(sb, name) is vars(importlib.import_module(f"stream_balancer.{module}"))[name], name
     assert all(isinstance(module, ModuleType) for module in (sb.cost, sb.errors, sb.planning, sb.types))
     assert [name for name in dir(sb) if not name.startswith("__")] == sb.__all__
     assert len(sb.__all__) == 24

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stream_balancer.planning import OversizeError, Plan, PlanKnobs, Waiting, partition, plan_batch
 from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.planning.context_parallel import place
-from stream_balancer.planning.plan import part_cost
+from stream_balancer.planning.plan import part_cost, work_in
 from stream_balancer.planning.rank_speeds import FixedCosts
 from stream_balancer.planning.shareable import Shareable, part_tokens
 
@@ -99,12 +99,10 @@ def gang(plan: Plan, parts: list[list[float]]) -> list[float]:
 
 def parts_of(plan: Plan, costs: Floats, overhead: float) -> list[list[float]]:
     """[rank][micro_batch] what it takes."""
+    works = [work_in(Waiting.of(costs), its) for its in plan.ranks]
     return [
-        [
-            float(part_cost(costs[one].sum(), np.int64(degree), overhead))
-            for one, degree in zip(its, of_rank, strict=True)
-        ]
-        for its, of_rank in zip(plan.ranks, degrees_of(plan), strict=True)
+        part_cost(work, np.array(of_rank, dtype=np.int64), overhead).tolist()
+        for work, of_rank in zip(works, degrees_of(plan), strict=True)
     ]
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stream_balancer.planning import form_micro_batches, partition
+from stream_balancer.planning.bounds import lockstep_bound
 
 Case = tuple[np.ndarray, np.ndarray, int, int]
 """Tokens, costs, ranks, token cap."""
@@ -62,13 +65,20 @@ def best_finish(case: Case, speeds: np.ndarray, *, equal: bool, capped: bool, ov
     return best
 
 
-def best_locksteps(case: Case) -> float:
+def best_locksteps(
+    costs: Sequence[float], tokens: Sequence[int], num_ranks: int, cap: int, speeds: Sequence[float] | None = None
+) -> float:
     """The least sum of the costliest micro-batches, over all ways to fill them and to lay them out."""
-    tokens, costs, num_ranks, cap = case
+    rate = np.ones(num_ranks) if speeds is None else np.array(speeds)
+
+    def time_of(loads: list[float]) -> float:
+        fill = loads + [0.0] * (-len(loads) % num_ranks)
+        orders: Iterable[Sequence[float]] = [sorted(fill, reverse=True)] if speeds is None else permutations(fill)
+        return min(float(np.max(np.reshape(order, (-1, num_ranks)) / rate, axis=1).sum()) for order in orders)
 
     def least(i: int, rooms: list[int], loads: list[float]) -> float:
-        if i == tokens.size:
-            return sum(sorted(loads, reverse=True)[::num_ranks])
+        if i == len(costs):
+            return time_of(loads)
         ways = [least(i + 1, [*rooms, cap - tokens[i]], [*loads, costs[i]])]
         for one, room in enumerate(rooms):
             if room >= tokens[i]:
@@ -139,7 +149,21 @@ def test_locksteps() -> None:
         took = np.zeros((max(map(len, ranks)), num_ranks))
         for rank, share in enumerate(ranks):
             took[: len(share), rank] = [costs[one].sum() for one in share]
-        above.append(float(took.max(axis=1).sum()) / best_locksteps(case) - 1)
+        above.append(float(took.max(axis=1).sum()) / best_locksteps(costs, tokens, num_ranks, cap) - 1)
     assert min(above) >= -1e-9
     assert np.mean(above) <= 0.02  # a lockstep more is taken only where it saves 2 %
     assert np.mean(np.array(above) > 0.02) <= 0.1
+
+
+@given(st.data())
+def test_no_step_in_locksteps_beats_the_bound(data: st.DataObject) -> None:
+    speeds = data.draw(st.sampled_from([None, None, (2.0, 1.0), (0.3, 1.0, 1.7)]))
+    num_ranks = len(speeds) if speeds else data.draw(st.integers(1, 3))
+    cap = data.draw(st.integers(6, 12))
+    tokens = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=4 if speeds else 6))
+    power = data.draw(st.sampled_from([0, 1, 2, None]))
+    costs = [float(data.draw(st.integers(0, 20)) if power is None else t**power) for t in tokens]
+    bound = lockstep_bound(costs, tokens, num_ranks, cap, speeds)
+    held = [min(one, cap) for one in tokens]  # alone in its micro-batch above the cap
+    assert bound <= best_locksteps(costs, held, num_ranks, cap, speeds) * (1 + 1e-12)
+    assert bound >= sum(costs) / (num_ranks if speeds is None else sum(speeds)) * (1 - 1e-12)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import permutations
-
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from test_planning_selection import Stream
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
-from stream_balancer.planning.bounds import lockstep_bound
+from stream_balancer.planning import PlanKnobs, plan_batch
 from stream_balancer.planning.cost_order import CostOrder
 from stream_balancer.planning.lockstep_choice import CappedStep, choose_lockstep
 from stream_balancer.testing import make_rollout
@@ -27,42 +23,6 @@ def step_time(costs, ranks, speeds=None):
     return float(works.max(axis=1).sum())
 
 
-def optimum(costs, tokens, num_ranks, cap, speeds):
-    """By trying everything: all ways to fill bins, and all ways to put them into locksteps."""
-    rate = np.ones(num_ranks) if speeds is None else np.array(speeds)
-
-    def time_of(loads):
-        fill = loads + [0.0] * (-len(loads) % num_ranks)
-        orders = [sorted(fill, reverse=True)] if speeds is None else permutations(fill)
-        return min(float(np.max(np.reshape(order, (-1, num_ranks)) / rate, axis=1).sum()) for order in orders)
-
-    def least(i, rooms, loads):
-        if i == len(costs):
-            return time_of(loads)
-        ways = [least(i + 1, [*rooms, cap - tokens[i]], [*loads, costs[i]])]
-        for one, room in enumerate(rooms):
-            if room >= tokens[i]:
-                into = [r - tokens[i] * (n == one) for n, r in enumerate(rooms)]
-                ways.append(least(i + 1, into, [load + costs[i] * (n == one) for n, load in enumerate(loads)]))
-        return min(ways)
-
-    return least(0, [], [])
-
-
-@given(st.data())
-def test_no_step_beats_the_bound(data):
-    speeds = data.draw(st.sampled_from([None, None, (2.0, 1.0), (0.3, 1.0, 1.7)]))
-    num_ranks = len(speeds) if speeds else data.draw(st.integers(1, 3))
-    cap = data.draw(st.integers(6, 12))
-    tokens = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=4 if speeds else 6))
-    power = data.draw(st.sampled_from([0, 1, 2, None]))
-    costs = [data.draw(st.integers(0, 20)) for _ in tokens] if power is None else [t**power for t in tokens]
-    bound = lockstep_bound(costs, tokens, num_ranks, cap, speeds)
-    held = [min(one, cap) for one in tokens]  # alone in its micro-batch above the cap
-    assert bound <= optimum(costs, held, num_ranks, cap, speeds) * (1 + 1e-12)
-    assert bound >= sum(costs) / (num_ranks if speeds is None else sum(speeds)) * (1 - 1e-12)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Who goes
 # ---------------------------------------------------------------------------------------------------------------------
@@ -71,26 +31,20 @@ def test_no_step_beats_the_bound(data):
 def run(lengths, knobs, window, steps, warm_up=0):
     """Dispatch after dispatch from a full window. -> [steps] (work per rank, time, tokens) of the steps after the
     warm-up; the guarantees are checked on the way."""
-    held, skips, taken = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), 0
-    figures = []
+    stream, taken, figures = Stream(), 0, []
     for step in range(steps):
-        new = lengths[taken : taken + window - held.size]
+        new = lengths[taken : taken + window - stream.costs.size]
         taken += new.size
-        held, skips = np.concatenate((held, new)), np.concatenate((skips, np.zeros(new.size, dtype=np.int64)))
-        costs = held * (held + 24576.0)
-        none = np.zeros(held.size, dtype=np.bool_)
-        waiting = Waiting(costs, held, skips, none, np.full(held.size, -1), ~none)
-        ranks = plan_batch(waiting, knobs, num_rollouts=knobs.batch_size, step=step).ranks
-        chosen = np.concatenate([one for share in ranks for one in share])
+        stream.come(new * (new + 24576.0), lengths=new)
+        ranks = plan_batch(stream.columns, knobs, num_rollouts=knobs.batch_size, step=step).ranks
+        chosen, held = np.concatenate([one for share in ranks for one in share]), stream.lengths
         assert np.unique(chosen).size == chosen.size == knobs.batch_size
         assert all(held[one].sum() <= knobs.max_tokens_per_micro_batch for share in ranks for one in share)
         assert len({len(share) for share in ranks}) == 1
         if step >= warm_up:
-            figures.append((costs[chosen].sum() / knobs.num_ranks, step_time(costs, ranks), held[chosen].sum()))
-        stays = np.ones(held.size, dtype=np.bool_)
-        stays[chosen] = False
-        held, skips = held[stays], skips[stays] + 1
-        assert (skips <= knobs.max_skips).all()
+            work = stream.costs[chosen].sum() / knobs.num_ranks
+            figures.append((work, step_time(stream.costs, ranks), held[chosen].sum()))
+        stream.go(chosen, knobs.max_skips)
     return np.array(figures)
 
 
@@ -139,7 +93,7 @@ def test_rollouts_cut_at_the_longest_length_go_in_locksteps_of_their_own(sigma, 
 
 def step_of(tokens, must=(), remaining=8, **knobs):
     tokens = np.array(tokens)
-    given = {"patience": 8, "num_rollouts": 12, "num_ranks": 2, "max_tokens": 100, **knobs}
+    given = {"num_rollouts": 12, "num_ranks": 2, "max_tokens": 100, **knobs}
     going = np.zeros(tokens.size, dtype=np.bool_)
     going[list(must)] = True
     left = np.where(going, 0, remaining)

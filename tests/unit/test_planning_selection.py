@@ -48,8 +48,7 @@ def check(plan, columns, knobs):
     assert all(one.size for share in plan.ranks for one in share)
     loads = [sum(columns.costs[one].sum() for one in share) for share in plan.ranks]
     np.testing.assert_allclose(plan.loads, loads)
-    assert plan.avoidable_imbalance >= 0
-    assert plan.unavoidable_imbalance >= 0
+    assert plan.finish >= plan.lower_bound * (1 - 1e-12)
     if chosen.size and plan.loads.sum() > 0 and knobs.speeds is None:
         assert plan.imbalance == pytest.approx(latest_finish(plan, columns, knobs) / plan.loads.mean() - 1, abs=1e-9)
     if chosen.size >= knobs.num_ranks and knobs.max_tokens_per_micro_batch is None and knobs.groups != "same_rank":
@@ -272,6 +271,27 @@ def test_outliers_wait_and_then_go_together():
         stream.go(chosen, 6)
     alone = [number for number in heavies_together[10:] if number]
     assert min(alone) >= 4  # one for every rank, never one for a step
+
+
+def test_a_heavy_tail_idles_little_for_little_delay_of_its_longest() -> None:
+    """Seeded faults: no reserve, no level beyond what must go, no filling up, or any balance below 1.3 idle 17.2 % or
+    more; all that is heavy kept for the day of the outliers delays the heaviest tenth by more."""
+    knobs, work, took, delays = PlanKnobs(num_ranks=8, batch_size=32, max_skips=8), 0.0, 0.0, []
+    for seed in range(1, 4):
+        lengths = np.clip(np.random.default_rng(seed).lognormal(7.5, 1.3, 2048), 64, 65536)
+        costs, stream = lengths * (lengths + 24576.0), Stream()
+        heavy = np.quantile(costs, 0.9)
+        for step in range(60):
+            came = 32 * step + 32 * (step > 0)
+            stream.come(costs[came : 32 * step + 64])
+            plan = plan_batch(stream.columns, knobs, num_rollouts=32, step=step)
+            chosen = picked(plan)
+            if step >= 10:
+                work, took = work + stream.costs[chosen].sum() / 8, took + plan.finish
+                delays += stream.skips[chosen][stream.costs[chosen] > heavy].tolist()
+            stream.go(chosen, 8)
+    assert 1 - work / took < 0.168
+    assert np.mean(delays) < 3.25
 
 
 @pytest.mark.parametrize(("skips", "goes"), [(0, False), (3, False), (8, True)])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from test_planning_selection import Stream
 
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.cost_order import CostOrder
@@ -139,22 +140,13 @@ def test_swaps_keep_groups_whole_and_their_number(how: str, data: st.DataObject)
 
 def test_a_stream_of_groups_idles_little() -> None:
     """Groups of 8, 32 rollouts on 8 ranks, quadratic cost: without swaps 0.8 %."""
-    rng = np.random.default_rng(8)
-    mean = finish = 0.0
-    waiting: list[list[float]] = []
+    rng, stream, mean, finish = np.random.default_rng(8), Stream(), 0.0, 0.0
     knobs = PlanKnobs(num_ranks=8, batch_size=32, max_skips=8, groups="same_batch", group_size=8)
-    skips = np.empty(0, dtype=np.int64)
     for step in range(20):
-        while len(waiting) < 8:
+        while stream.costs.size < 64:
             lengths = rng.choice(np.exp(8.0 + 0.4 * rng.standard_normal() + 0.4 * rng.standard_normal(3)), 8)
-            waiting.append((lengths * lengths + 24_576.0 * lengths).tolist())
-            skips = np.append(skips, np.zeros(8, dtype=np.int64))
-        columns = replace(Waiting.of(np.concatenate(waiting)), groups=np.repeat(np.arange(8), 8), skips=skips)
-        plan = plan_batch(columns, knobs, num_rollouts=64, step=step)
+            stream.come(lengths * lengths + 24_576.0 * lengths, grouped=True)
+        plan = plan_batch(stream.columns, knobs, num_rollouts=64, step=step)
         mean, finish = mean + plan.loads.mean(), finish + plan.loads.max()
-        stays = np.ones(64, dtype=bool)
-        stays[np.concatenate([one for share in plan.ranks for one in share])] = False
-        waiting = [group for group, stay in zip(waiting, stays[::8], strict=True) if stay]
-        skips = skips[stays] + 1
-        assert skips.max() <= 8
+        stream.go(np.concatenate([one for share in plan.ranks for one in share]), 8)
     assert 1.0 - mean / finish < 0.005

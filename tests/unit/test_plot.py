@@ -11,7 +11,7 @@ import pytest
 
 import stream_balancer as sb
 from stream_balancer.tools.length_models import LengthModel
-from stream_balancer.tools.plot import page, write_plot
+from stream_balancer.tools.plot import check_plot, page
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def test_a_name_is_text(report: sb.TuneReport) -> None:
     assert "<script>" not in page(replace(report, trace_name="<script>alert(1)</script>"))
 
 
-def test_another_suffix_or_folder_is_refused(report: sb.TuneReport, tmp_path: Path) -> None:
+def test_another_suffix_or_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(sb.errors.ConfigError, match=r"something\.html, not 'front\.png'"):
-        write_plot(report, tmp_path / "front.png")
+        check_plot(tmp_path / "front.png")
     with pytest.raises(sb.errors.ConfigError, match="there is no folder"):
-        write_plot(report, tmp_path / "nowhere" / "front.html")
+        check_plot(tmp_path / "nowhere" / "front.html")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from evictions import learning_core
+from helpers import polled
 from invariants import verify
 
 import stream_balancer as sb
@@ -76,8 +77,7 @@ def test_every_rollout_is_there_once_without_the_ranks_that_are_lost(more: dict[
     core = BalancerCore(sb.BalancerConfig(dp_size=8, batch_size=64, window=64, loss_mask_column="loss_mask", **more))
     for number in range(0, 64, 4):
         core.add_all([rollout(number + k, chance) for k in range(4)], 0.0)
-    batch = core.poll(0.0)
-    assert batch is not None
+    batch = polled(core)
     whole = counted(batch.ranks)
     assert len(whole) == 64
     left, shares = list(range(8)), {rank: [share] for rank, share in enumerate(batch.ranks)}
@@ -100,8 +100,7 @@ def test_seconds_that_ranks_of_the_former_plan_reported_do_not_count() -> None:
     config = sb.BalancerConfig(dp_size=3, batch_size=6, window=6)
     core = learning_core(config)
     core.add_all([make_rollout(90, f"r{n}") for n in range(6)], 0.0)
-    batch = core.poll(0.0)
-    assert batch is not None
+    batch = polled(core)
     core.record_step(StepTiming(batch.step, 0, 100.0), 0.0)
     core.nack(batch.step)
     core.reconfigure(replace(config, dp_size=2))

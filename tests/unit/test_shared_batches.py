@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from codec_help import carried
+from helpers import polled
 from hypothesis import given
 from invariants import verify
 from scripted import same_rollout
@@ -19,7 +19,7 @@ from stream_balancer.core import batching
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.testing import make_rollout
-from stream_balancer.types import Batch, MicroBatch, Rollout, SharedRollout
+from stream_balancer.types import Batch, Rollout, SharedRollout
 from stream_balancer.types.shared import join_column
 
 
@@ -32,12 +32,6 @@ def core_of(lengths: list[int], *, dp_size: int = 4, **knobs: Any) -> BalancerCo
         prompt = length // 2 if number % 2 else 0
         core.add(make_rollout(length, f"r{number}", prompt_tokens=prompt, seed=number), now=0.0)
     return core
-
-
-def polled(core: BalancerCore) -> Batch:
-    batch = core.poll(now=1.0)
-    assert batch is not None
-    return batch
 
 
 LENGTHS = [401, 7, 130, 9, 31, 33, 40]
@@ -85,7 +79,7 @@ def check_whole(batch: Batch, rollouts: dict[str, Rollout]) -> None:
 
 def test_a_batch_of_parts_is_acknowledged_as_wholes() -> None:
     core = core_of(LENGTHS)
-    batch = polled(core)
+    batch = polled(core, 1.0)
     assert batch.has_shared
     assert batch.loads == tuple(core.in_flight()[0].ranks[rank].load for rank in range(4))
     assert batch.finish == max(batch.loads)
@@ -115,7 +109,7 @@ def same_batch(one: Batch, other: Batch) -> None:
 def test_a_checkpoint_has_a_step_in_flight_as_it_was() -> None:
     core = core_of(LENGTHS)
     rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
-    batch = polled(core)
+    batch = polled(core, 1.0)
     assert batch.has_shared
     written = state_dict(core.snapshot(2.0))
     size = sum(row.nbytes for row in written["rollouts"])
@@ -135,10 +129,10 @@ def test_a_checkpoint_has_a_step_in_flight_as_it_was() -> None:
 def test_other_ranks_get_another_plan_of_the_same_rollouts(dp_size: int) -> None:
     core = core_of(LENGTHS)
     rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
-    assert polled(core).has_shared
+    assert polled(core, 1.0).has_shared
     core.nack(0)
     core.reconfigure(replace(core.config, dp_size=dp_size, min_batch_size=dp_size))
-    again = polled(core)
+    again = polled(core, 1.0)
     assert len(again.ranks) == dp_size
     check_whole(again, rollouts)
     verify(core)
@@ -161,37 +155,21 @@ def test_whatever_the_planner_shares(lengths: list[int], long: list[int], sync: 
         micro_batches=sb.MicroBatches(max_tokens=5000),
     )
     rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
-    batch = polled(core)
+    batch = polled(core, 1.0)
     check_whole(batch, rollouts)
     verify(core)
-    got = [carried(*one.micro_batches) for one in batch.ranks]
-    for name, whole in rollouts.items():
-        layouts = [mb for one in got for mb in one.micro_batches if name in [r.rollout_id for r in mb.rollouts]]
-        if layouts[0].cp_group:
-            _joins_to(layouts, whole)
     if sync == "step":
-        for one in got:
+        for one in batch.ranks:
             degrees = [max(len(mb.cp_group), 1) for mb in one.micro_batches]
             assert degrees == sorted(degrees, reverse=True)
     core.acknowledge(0)
     verify(core)
 
 
-def _joins_to(members: list[MicroBatch], whole: Rollout) -> None:
-    place = [r.rollout_id for r in members[0].rollouts].index(whole.rollout_id)
-    layouts = [mb.packed() for mb in members]
-    rows = slice(*layouts[0].cu_seqlens[place : place + 2].tolist())
-    for name, column in MicroBatch.of([whole]).packed().columns.items():
-        assert torch.equal(join_column([one[name][rows] for one in layouts], whole.num_tokens), column)
-        following = join_column([one.next(name)[rows] for one in layouts], whole.num_tokens)
-        assert torch.equal(following[:-1], column[1:])
-        assert not following[-1].any()
-
-
 def test_what_others_take_over_is_not_shared_anew() -> None:
     """Of a step that is not shared, after ``context_parallel.sizes`` came: who is left is no aligned block."""
     core = core_of([4000, *[100] * 12], context_parallel=sb.ContextParallel(sizes=(1,), min_tokens=1))
-    batch = polled(core)
+    batch = polled(core, 1.0)
     core.reconfigure(core.config.replace(context_parallel={"sizes": (1, 2, 4)}))
     parts = batching.lay_out(core.state, list(batch.rollouts), batch.rollouts, step=batch.step, num_ranks=2)
     assert all(parts)

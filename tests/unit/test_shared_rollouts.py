@@ -18,12 +18,6 @@ DEGREES = (2, 4, 8, 3)
 LENGTHS = (1, 2, 3, 7, 8, 9, 64, 129)
 
 
-def slice_column(column: torch.Tensor, degree: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a member, and the rows behind its chunks."""
-    part = part_of(Rollout(tokens={"input_ids": range(len(column)), "it": column}), degree, place)  # type: ignore[dict-item]
-    return part.tokens["it"], part.behind["it"]
-
-
 def a_rollout(num_tokens: int, name: str = "r", *, mask: bool = True) -> Rollout:
     generator = torch.Generator().manual_seed(num_tokens)
     tokens = {
@@ -63,9 +57,6 @@ def test_each_member_holds_its_two_chunks(num_tokens: int, degree: int) -> None:
             assert torch.equal(part.tokens[name], naive_part(column, degree, place))
             assert torch.equal(torch.cat(rows_of(part, name)), part.tokens[name])
             assert torch.equal(torch.cat(rows_behind(part, name)), part.behind[name])
-            rows, behind = slice_column(column, degree, place)
-            assert torch.equal(rows, part.tokens[name])
-            assert torch.equal(behind, part.behind[name])
 
 
 @given(

@@ -11,23 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from traces import trace_of
 
-from stream_balancer.config import BalancerConfig
+from stream_balancer.config import BalancerConfig, Policy
+from stream_balancer.core.machine import BalancerCore
 from stream_balancer.cost import QuadraticCost
 from stream_balancer.errors import RolloutError
+from stream_balancer.tools.generation import Generation
 from stream_balancer.tools.length_models import generate_trace
-from stream_balancer.tools.simulate import as_policy, simulate
+from stream_balancer.tools.simulate import as_policy, report_of, simulate
 from stream_balancer.tools.simulation_report import SimulationReport
+from stream_balancer.tools.simulation_run import Run, shared_prefixes
 from stream_balancer.tools.trace import Trace, load_trace
-
-
-def trace_of(output: list[int], arrival: list[float] | None = None, groups: list[int] | None = None) -> Trace:
-    return Trace(
-        prompt_tokens=np.zeros(len(output)),  # type: ignore[arg-type]
-        output_tokens=np.array(output),
-        group_ids=np.arange(len(output)) if groups is None else np.array(groups),
-        arrival_s=None if arrival is None else np.array(arrival),
-    )
 
 
 def knobs(**changes: Any) -> BalancerConfig:
@@ -202,13 +197,8 @@ class TestSegments:
         config = knobs(policy="fifo")
         report = simulate(trace_of([10] * 800), config, slots=40, tokens_per_second=1.0, warm_up=0)
         assert (report.staleness.p10, report.staleness.p90) == (10.0, 10.0)
-        evicting = simulate(
-            trace_of([10] * 800),
-            config.replace(staleness={"max_versions": 4}),
-            slots=40,
-            tokens_per_second=1.0,
-            warm_up=0,
-        )
+        bounded = config.replace(staleness={"max_versions": 4})
+        evicting = simulate(trace_of([10] * 800), bounded, slots=40, tokens_per_second=1.0, warm_up=0)
         assert evicting.evicted > 100
         assert evicting.staleness.max <= 4
 
@@ -271,16 +261,15 @@ MEASURED = {
 }
 
 
-_FIRST = "rg_qwen3b_rl_g3"
+_FIRST, *_OTHERS = MEASURED
 
 
-@pytest.mark.parametrize("name", [_FIRST, *(pytest.param(n, marks=pytest.mark.slow) for n in MEASURED if n != _FIRST)])
+@pytest.mark.parametrize("name", [_FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in _OTHERS)])
 def test_real_traces_reproduce_what_was_measured(traces_dir: Path, name: str) -> None:
     recorded = load_trace(traces_dir / f"{name}.csv.gz")
     trace = replace(recorded, group_ids=np.arange(len(recorded))).resampled(32 * 220, seed=1)
     config = BalancerConfig(dp_size=8, batch_size=32, cost=QuadraticCost(), policy="fifo")
-    number = np.arange(220)
-    idle = simulate(trace, config).steps.segment((number >= 50) & (number < 200)).idle_fraction
+    idle = simulate(trace, config).steps.segment(slice(50, 200)).idle_fraction
     assert 100 * idle == pytest.approx(MEASURED[name], abs=4.0, rel=0.05)
 
 
@@ -292,3 +281,38 @@ def test_the_last_few_are_fewer_than_the_ranks(policy: Any, sync: Any) -> None:
     check_report(report, trace)
     assert report.steps.rollouts.tolist() == [8, 1]
     assert report.padding_copies == 3
+
+
+# --- prompts that siblings share, rollouts that several ranks share ---------------------------------------------------
+
+
+def test_siblings_share_their_prompt_where_it_is_the_same() -> None:
+    trace = Trace(
+        prompt_tokens=np.array([500, 500, 70, 80, 40, 300, 300]),
+        output_tokens=np.array([100, 0, 9, 9, 9, 1, 7]),
+        group_ids=np.array([0, 0, 1, 1, 2, 3, 3]),
+    )
+    assert shared_prefixes(trace).tolist() == [500, 499, 0, 0, 0, 300, 300]  # a token of its own at least
+
+
+@pytest.mark.parametrize("policy", ["fifo", "window"])
+def test_what_sharing_adds_counts_as_idle_in_the_simulator_and_in_statistics(policy: Policy) -> None:
+    lengths = np.random.default_rng(5).lognormal(8.0, 1.7, 600).clip(16, 200_000).astype(np.int64)
+    trace = trace_of(lengths.tolist())
+    config = as_policy(
+        BalancerConfig(dp_size=8, batch_size=32, cost=QuadraticCost(), context_parallel={"sizes": (1, 2, 4, 8)}), policy
+    )
+    core = BalancerCore(config)
+    run = Run(trace, core, Generation(trace, 64, 30.0, 0), float("inf"))
+    run.to_the_end(None)
+    steps = report_of(run, 0).steps
+    costs = np.asarray(config.cost(lengths))
+    work = np.bincount(run.step_of, weights=costs) / 8
+    assert steps.mean_load == pytest.approx(work)
+    added = steps.rank_work.mean(axis=1) - work
+    assert (added > -1e-9 * work).all()
+    assert added.max() > 0.05 * work.max()
+    assert (steps.lower_bound <= steps.step_work * (1 + 1e-9)).all()
+    assert core.statistics(0.0).idle_fraction == pytest.approx(1 - work.sum() / steps.step_work.sum())
+    whole = simulate(trace, config.replace(context_parallel={"sizes": (1,)}), slots=64, warm_up=0)
+    assert whole.overall.idle_fraction > 1.3 * (1 - work.sum() / steps.step_work.sum())

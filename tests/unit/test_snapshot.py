@@ -15,6 +15,7 @@ from invariants import verify
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
+from stream_balancer.host.plan_rows import plan_of
 
 
 def rich_rollout(n: int) -> sb.Rollout:
@@ -74,24 +75,10 @@ def test_everything_comes_back_through_torch_save() -> None:
     assert after.skips.tolist() == before.skips.tolist()
     assert after.past_ids == before.past_ids
     assert (after.version, after.next_step) == (before.version, before.next_step)
-    for a, b in zip(before.in_flight, after.in_flight, strict=True):
-        assert (a.step, a.reason, a.loads, a.lower_bound, a.num_rollouts, a.num_tokens) == (
-            b.step,
-            b.reason,
-            b.loads,
-            b.lower_bound,
-            b.num_rollouts,
-            b.num_tokens,
-        )
-        for x, y in zip(a.ranks, b.ranks, strict=True):
-            assert [mb.lengths for mb in x.micro_batches] == [mb.lengths for mb in y.micro_batches]
-            assert all(same(r, s) for r, s in zip(x.rollouts, y.rollouts, strict=True))
-            assert (x.step, x.rank, x.load, x.global_num_loss_tokens) == (
-                y.step,
-                y.rank,
-                y.load,
-                y.global_num_loss_tokens,
-            )
+    assert [plan_of(batch) for batch in after.in_flight] == [plan_of(batch) for batch in before.in_flight]
+    for x, y in zip(before.in_flight, after.in_flight, strict=True):
+        assert all(same(a, b) for a, b in zip(x.rollouts, y.rollouts, strict=True))
+        assert (x.num_tokens, x.ranks[1].denominators) == (y.num_tokens, y.ranks[1].denominators)
 
 
 def test_knobs_that_refuse_a_rollout_say_which_and_change_nothing() -> None:

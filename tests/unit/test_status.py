@@ -75,10 +75,10 @@ def test_the_page_says_it_all() -> None:
         "run 7",
         "6 wait (window 8), 1,200 tokens, the oldest for 90.0 s",
         "min 1, max 900",
-        "3,005 accepted, nan in flight",
+        "3,005 accepted, ? in flight",
         "stale 3",
         "window 12",
-        "5.0% predicted (nan% unavoidable), nan% measured",
+        "5.0% predicted (? unavoidable), ? measured",
         "window 60, transport 20",
         "policy version   7",
         "mean 1.25, p99 2, max 3",
@@ -120,12 +120,13 @@ def test_ranks_are_told_while_serve_runs(backend: str) -> None:
             prometheus.exporter(balancer, port=0) as port,
         ):
             tasks.start_soon(sb.serve, balancer, transport)
-            sb.RankFeed(transport.connect(0, depth=1))
+            feed = sb.RankFeed(transport.connect(0, depth=1))
             await until(lambda: any(state.connected for state in balancer.rank_states()))
             result = await anyio.to_thread.run_sync(run, port, "--once")
             tasks.cancel_scope.cancel()
-            assert result.exit_code == 0, result.output
-            return result.stdout
+        feed.close()
+        assert result.exit_code == 0, result.output
+        return result.stdout
 
     text = anyio.run(main, backend=backend)
     assert "! not connected: ranks 1" in text

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import config
+from helpers import config, polled
 from hypothesis import given
 from hypothesis import strategies as st
 from test_planning_selection import Stream, waiting
@@ -98,8 +98,7 @@ def varied(**knobs: Any) -> BalancerCore:
 
 
 def size_of(core: BalancerCore, now: float = 0.0) -> int:
-    batch = core.poll(now)
-    assert batch is not None
+    batch = polled(core, now)
     assert batch.ranks[0].global_num_rollouts == batch.num_rollouts  # what a loss divides by
     return batch.num_rollouts
 
@@ -121,8 +120,7 @@ def test_a_checkpoint_holds_what_is_to_be_given_back() -> None:
     core = after_an_outlier()
     fresh = varied(deadline_s=10.0)
     fresh.restore(read_state_dict(state_dict(core.snapshot(0.0))), 0.0)
-    again = fresh.poll(0.0)
-    assert again is not None
+    polled(fresh)
     assert surplus_of(fresh) == 8  # what is delivered again was counted before
     for one in (core, fresh):
         filled(one, [10] * 16)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import polled
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
@@ -55,8 +56,7 @@ def test_statistics_say_who_waits_and_who_went() -> None:
     assert (told["math"].waiting, told["math"].mean_wait_s, told["math"].share) == (3, (10 + 8 + 7) / 3, None)
     assert (told["code"].waiting, told["code"].mean_wait_s) == (2, (9 + 5) / 2)
     core.add(rollout(5), 10.0)
-    batch = core.poll(10.0)
-    assert batch is not None
+    batch = polled(core, 10.0)
     went = [one.stratum for one in batch.rollouts]
     told = core.statistics(10.0).strata
     assert {name: one.share for name, one in told.items()} == {name: went.count(name) / 4 for name in told}
@@ -78,8 +78,7 @@ def test_a_checkpoint_and_a_redelivery_know_the_stratum() -> None:
     again.restore(read_state_dict(torch.load(file, weights_only=True)), 5.0)
     before, after = (one.statistics(5.0).strata for one in (core, again))
     assert {name: one.waiting for name, one in after.items()} == {name: one.waiting for name, one in before.items()}
-    batch = again.poll(5.0)
-    assert batch is not None
+    batch = polled(again, 5.0)
     assert "agent" in {one.stratum for one in batch.rollouts}
 
 
@@ -91,8 +90,7 @@ def test_what_is_held_back_for_its_age_lacks_in_no_share() -> None:
     assert core.poll(0.0) is not None
     for number in range(8):
         core.add(rollout(900 if number == 6 else 50, "agent" if number == 6 else "math", version=2), 0.0)
-    batch = core.poll(0.0)
-    assert batch is not None
+    batch = polled(core)
     assert {one.version for one in batch.rollouts} == {2}
     assert "agent" in {one.stratum for one in batch.rollouts}
 

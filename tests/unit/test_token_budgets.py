@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from helpers import polled
 
 import stream_balancer as sb
 from stream_balancer.config.figures import most_waiting_tokens
@@ -20,12 +21,6 @@ def core_of(lengths: list[int] | None = None, *, siblings: int | None = None, **
     for rollout in make_rollouts(lengths or [], siblings=siblings):
         core.add(rollout, 0.0)
     return core
-
-
-def polled(core: BalancerCore, now: float = 0.0) -> sb.Batch:
-    batch = core.poll(now)
-    assert batch is not None
-    return batch
 
 
 def test_a_step_leaves_once_the_window_holds_its_tokens() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -38,37 +37,22 @@ def test_columns_may_be_tensors_arrays_or_lists() -> None:
     [
         ({"tokens": {}}, "column 'input_ids'"),
         ({"tokens": {"input_ids": torch.empty(0, dtype=torch.int64)}}, "no tokens"),
-        ({"tokens": {"input_ids": []}}, "must be integers"),  # an empty list is a float tensor to torch
         ({"tokens": {"input_ids": torch.zeros(3)}}, "must be integers"),
+        ({"scalars": {"advantage": np.zeros(3)}}, "must be one number"),
         ({"tokens": {"input_ids": torch.zeros(3, 1, dtype=torch.int64)}}, "must be integers"),
-        ({"tokens": {"input_ids": IDS, "logprobs": torch.zeros(4)}}, "input_ids has 5 tokens"),
         ({"tokens": {"input_ids": IDS, "x": torch.tensor(1)}}, "Per-token columns"),
-        ({"tokens": {"input_ids": IDS, "x": torch.zeros(5, dtype=torch.complex64)}}, "cannot travel"),
         ({"tokens": {"input_ids": IDS, "x": ["a"] * 5}}, "cannot become a tensor"),
-        ({"tokens": {"input_ids": IDS, "x": torch.zeros(5, 5).to_sparse()}}, "to_dense"),
         ({"tokens": {"input_ids": IDS, "loss_mask": torch.ones(5, 2)}}, "loss_mask must be"),
         ({"scalars": {"advantage": "high"}}, "must be a number"),
-        ({"scalars": {"advantage": np.zeros(3)}}, "must be one number"),
-        ({"scalars": {"input_ids": 1}}, "both token columns and scalars"),
         ({"tensors": {"pixels": object()}}, "cannot become a tensor"),
-        ({"metadata": {"a": {1: 2}}}, "keys must be str"),
-        ({"metadata": {"a": [1, {"b": object()}]}}, r"metadata\['a'\]\[1\]\['b'\] is a object"),
-        ({"metadata": {"a": 2**63}}, "64 bits"),
         ({"rollout_id": ""}, "non-empty str"),
-        ({"rollout_id": 7}, "non-empty str"),
-        ({"rollout_id": "x" * 513}, "at most 512"),
-        ({"rollout_id": "\ud800"}, "UTF-8"),
         ({"group_id": ""}, "group_id must be"),
-        ({"version": "new"}, "version must be"),
         ({"version": (3, 2)}, "version must be"),
-        ({"cost": math.nan}, "cost must be"),
         ({"cost": -1.0}, "cost must be"),
         ({"group_id": "g", "prefix": 5}, "prefix must be from 0 to 4, not 5: of 5 tokens"),
         ({"group_id": "g", "prefix": -1}, "prefix must be from 0"),
         ({"group_id": "g", "prefix": 2**70}, "prefix must be from 0"),
         ({"group_id": "g", "prefix": True}, "prefix must be an int, not True"),
-        ({"group_id": "g", "prefix": 2.0}, "prefix must be an int"),
-        ({"group_id": "g", "prefix": None}, "prefix must be an int"),
         ({"prefix": 2}, "prefix is 2, but there is no group_id"),
     ],
 )

@@ -71,13 +71,10 @@ class Book:
         return [one for one in ids if self.is_member(one)]
 
     def is_member(self, one: RankId) -> bool:
-        if one.number not in self.wanted.get(one.role, ()):
-            return False
-        rank = self.ranks.get(one)
         # a rank that never came yet is waited for; one that was given up is not
-        if rank is None or rank.is_given_up:
-            return rank is None and one not in self.fenced
-        return rank.incarnation > self.fenced.get(one, -2)
+        rank = self.ranks.get(one)
+        incarnation = -1 if rank is None else rank.incarnation
+        return one.number in self.wanted.get(one.role, ()) and incarnation > self.fenced.get(one, -2)
 
     def may_own(self, step: StepState, item: Item, owner: RankId | None) -> bool:
         return owner is not None and (self.is_member(owner) if item.role else owner in step.participants)

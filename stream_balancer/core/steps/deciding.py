@@ -147,7 +147,8 @@ def _begin_again(book: Book, share: Share) -> None:
     step, rank = share.step, share.rank
     share.attempt = step.attempts
     # whatever its seats have said was of the attempt before
-    share.waiting, share.go, share.recalled, share.answers, share.num_sent = 0, {}, {}, 0, 0
+    share.waiting, share.recalled, share.answers, share.num_sent = 0, {}, 0, 0
+    share.go.clear()
     step.recalls.discard(rank.id)
     step.at_barrier.discard(rank.id)
     step.unasked.add(rank.id)
@@ -424,13 +425,14 @@ def _go(book: Book, share: Share) -> None:
     """Items with remote payloads begin on all who compute them together, with the same masks, or on none."""
     step, rank = share.step, share.rank
     for item in share.items.values():
-        told = share.go.get(item.id, 0)
-        if not item.remote or item.sent != rank.full or told == rank.full or (item.group is None and rank.full == 1):
+        # who computes alone begins by itself once it has its payloads
+        is_alone = item.group is None and rank.full == 1
+        if not item.remote or is_alone or item.sent != rank.full or item.id in share.go:
             continue
         parts = step.parts(item)
         if all(part.owner is not None and part.id not in step.unfetched for part in parts):
-            book.tell(rank, rank.full & ~told, SendGo, step.number, frozenset([item.id]), step.gone_of(parts))
-            share.go[item.id] = rank.full
+            book.tell(rank, rank.full, SendGo, step.number, frozenset([item.id]), step.gone_of(parts))
+            share.go.add(item.id)
 
 
 def _send_seal(book: Book, share: Share, seal: StepSeal) -> None:

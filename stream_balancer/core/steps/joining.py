@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from stream_balancer.core.steps.book import Book
-from stream_balancer.core.steps.orders import Refuse, SendDrop, SendRewind
+from stream_balancer.core.steps.orders import SendDrop, SendRewind
 from stream_balancer.core.steps.state import HeldStep, Item, Rank, RankId, Share, StepState
 
 
@@ -28,13 +28,10 @@ class Joining(Book):
         depth: int = 2,
     ) -> None:
         """A process has come, or come again, and says what it has; its ``weights`` have all steps before that one.
-        None: those that its next step needs. O(its items, steps in flight and ranks)."""
+        None: those that its first step needs. An incarnation that was given up is turned away before: others have its
+        work, and may be in a meeting without it. O(its items, steps in flight and ranks)."""
         rank, bit = self.rank(one), 1 << seat
-        # others have its work, and may be in a meeting without it
-        if incarnation <= self.fenced.get(one, -1):
-            self.out.append(Refuse(one, seat))
-            return
-        if rank.is_given_up or rank.full != (1 << seats) - 1 or rank.incarnation != incarnation:
+        if rank.full != (1 << seats) - 1 or rank.incarnation != incarnation:
             self._supersede(rank, (1 << seats) - 1)
         rank.incarnation, rank.depth, rank.is_given_up, rank.is_warned = incarnation, depth, False, False
         # what it had said before it came again may be of weights that are gone
@@ -46,7 +43,13 @@ class Joining(Book):
         rank.ended &= ~bit
         for number, held in has.items():
             self._drop_unknown(one, seat, number, held)
+        # Which weights it has taken, only its user knows: they are those that its first step needs, and what comes
+        # before is in them, or is done by others.
+        first = min(has, default=0) if weights is None and self.meets and not one.role else 0
         for step in self.steps.values():
+            if step.number < first and one in step.shares and not step.shares[one].is_acked:
+                self._take_out(step, one)
+                continue
             if (self.meets or not step.is_settled) and not one.role:
                 (step.met.add if rank.furthest > step.number else step.met.discard)(one)
             if (share := step.shares.get(one)) is not None:
@@ -72,16 +75,20 @@ class Joining(Book):
         # it may live on behind a broken network, with a gradient that others make again
         self.fenced[one] = max(self.fenced.get(one, -1), rank.incarnation)
         for step in self.steps.values():
-            share = step.remove_rank(one)
-            step.settling.discard(one)
-            step.met.discard(one)
-            for item in () if share is None else share.items.values():
-                # columns of a role are here, whoever has computed them
-                if not item.has_columns:
-                    step.torn.update(() if item.group is None else (item.group,))
-                    self.disown(step, item)
-            self.touch(step)
+            self._take_out(step, one)
         self.touch_all_ranks()
+
+    def _take_out(self, step: StepState, one: RankId) -> None:
+        """The rank has no part in the step any more: others do it, where they cannot have met with it."""
+        share = step.remove_rank(one)
+        step.settling.discard(one)
+        step.met.discard(one)
+        for item in () if share is None else share.items.values():
+            # columns of a role are here, whoever has computed them
+            if not item.has_columns:
+                step.torn.update(() if item.group is None else (item.group,))
+                self.disown(step, item)
+        self.touch(step)
 
     def restore_rank(self, one: RankId, incarnation: int, *, fenced: bool) -> None:
         """The last incarnation of a rank that came before the controller was started again; was it given up?"""
@@ -226,7 +233,7 @@ class Joining(Book):
         share.finished = _flag(share.finished, bit, is_past)
         share.waiting = _flag(share.waiting, bit, current is not None and current.waiting)
         # it may have missed what it was told: each item is told again
-        share.go = {}
+        share.go.clear()
         if rank.id.role:
             share.sealed &= ~bit
         else:

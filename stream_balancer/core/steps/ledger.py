@@ -69,22 +69,8 @@ class Ledger(Joining):
     def wants_step(self) -> bool:
         """Room for one more step on every rank: the planner may choose as late as this. O(ranks)."""
         members = [self.members(role) for role in self.wanted]
-        return all(members) and all(self.room(one) > 0 for ones in members for one in ones)
-
-    def room(self, one: RankId) -> int:
-        """Steps that may be planned for it now. O(its active steps)."""
-        rank = self.ranks.get(one)
-        return 0 if rank is None else rank.room
-
-    def unacknowledged(self, one: RankId) -> list[int]:
-        """Steps that the rank has not acknowledged, ascending. O(its active steps)."""
-        rank = self.ranks.get(one)
-        return [] if rank is None else list(rank.active)
-
-    def owes(self, one: RankId, seat: int) -> bool:
-        """The process has not acknowledged all that its rank was given. O(its active steps)."""
-        rank = self.ranks.get(one)
-        return rank is not None and any(not share.acked >> seat & 1 for share in rank.active.values())
+        ranks = [self.ranks.get(one) for ones in members for one in ones]
+        return all(members) and all(rank is not None and rank.room > 0 for rank in ranks)
 
     def items_of(self, number: int, one: RankId) -> list[Item]:
         """Items of one rank in one step, as they are trained on."""
@@ -190,7 +176,8 @@ class Ledger(Joining):
         share = self._share_of(one, seat, number, attempt)
         if share is None or not share.answers >> seat & 1:
             return
-        for id_ in items:
+        # what it was not asked for is not its to give: it would be done by two, or by nobody
+        for id_ in share.recalled.keys() & {*items}:
             # the seats of a rank answer one by one: an item is free once all have given it back
             share.recalled[id_] |= 1 << seat
         share.answers &= ~(1 << seat)

@@ -86,13 +86,6 @@ class Behind(NamedTuple):
         return min(self.weights, *self.others.values())
 
 
-class Refuse(NamedTuple):
-    """Turn the process away: its rank was given up, and others have its work. Only a new incarnation may come."""
-
-    rank: RankId
-    seat: int
-
-
 class SendEnd(NamedTuple):
     """Tell the process that there are no more steps for it."""
 
@@ -131,5 +124,5 @@ class Ack(NamedTuple):
 
 Order: TypeAlias = (
     SendWork | SendGo | SendRecall | SendSeal | SendRewind | SendDrop | SendEnd
-    | Behind | Refuse | Replan | Mask | RankAck | Ack
+    | Behind | Replan | Mask | RankAck | Ack
 )  # fmt: skip

@@ -113,8 +113,8 @@ class Share:
     back: int = 0
     finished: int = 0
     acked: int = 0
-    go: dict[int, int] = field(default_factory=dict)
-    """Seats that were told Go, by item."""
+    go: set[int] = field(default_factory=set)
+    """Items that all seats were told to begin."""
     recalled: dict[int, int] = field(default_factory=dict)
     """Seats that gave it back, by item."""
     answers: int = 0
@@ -177,7 +177,7 @@ class Rank:
     def weights(self) -> int | None:
         """Weights of the seat that is least far. None: not all have said."""
         known = self.weights_of.values()
-        return min(known) if len(known) == self.full.bit_length() else None
+        return min(known) if len(known) == self.seats else None
 
     @property
     def furthest(self) -> int:
@@ -187,7 +187,7 @@ class Rank:
     @property
     def acked(self) -> int:
         """The last step that all its seats have acknowledged."""
-        return min(self.acked_of.values()) if len(self.acked_of) == self.full.bit_length() else -1
+        return min(self.acked_of.values()) if len(self.acked_of) == self.seats else -1
 
     @property
     def room(self) -> int:

@@ -28,7 +28,7 @@ from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.errors import ClosedResourceError, JournalError, RolloutError
 from stream_balancer.field_docs import documented
 from stream_balancer.host.journal.handed import Handed
-from stream_balancer.host.journal.store import DiskFullError, Statement, Store, add, remove, retract
+from stream_balancer.host.journal.store import DiskFullError, Store, remove, retract
 from stream_balancer.host.journal.writer import CLOSED, Writer, Writing
 from stream_balancer.host.plan_rows import plan_of
 from stream_balancer.host.records import (
@@ -44,7 +44,6 @@ from stream_balancer.host.records import (
     held_of,
     rollout_key,
     row_name,
-    write_row,
 )  # fmt: skip
 from stream_balancer.types import Batch, EvictReason, Rollout
 
@@ -211,7 +210,7 @@ class Journal(Observer):
             self._writer.leaving = True
             # it may be opened again, for another balancer
             self._core.observers.remove(self)
-            with suppress(JournalError):
+            with suppress(JournalError, ClosedResourceError):
                 await self.flush()
             await anyio.lowlevel.checkpoint()  # puts that were just written notice the end, and retract
         await anyio.to_thread.run_sync(self._close)
@@ -234,7 +233,7 @@ class Journal(Observer):
 
     def write(self, rollouts: Sequence[Rollout], step: int, size: GroupSize | None = None) -> Writing:
         """Rollouts that are about to be accepted take the last place in the queue, with the ``size`` that is declared
-        of their group; :meth:`written` must follow.
+        of their group. Where they are not accepted, :meth:`retract` must follow.
 
         Raises RolloutError if they could never fit, ClosedResourceError once closed.
         """
@@ -245,73 +244,37 @@ class Journal(Observer):
                     f"{MAX_ROLLOUT_BYTES}. Put large tensors elsewhere, and their names into metadata"
                 )
         # by the wall clock: only that means something to the next process
-        item = self._writing([HeldRollout(rollout, time.time(), step) for rollout in rollouts])
-        item.may_be_refused = True
+        rows: list[HeldRollout | Fact] = [HeldRollout(rollout, time.time(), step) for rollout in rollouts]
         if size is not None:
             # In the same transaction as the rollouts: after a crash a group has both or neither.
-            item.statements = self._rows([Group(size.group_id, size.size, closed=False)])
-        self._enqueue(item)
-        return item
-
-    async def written(self, item: Writing) -> None:
-        """Return once they are on the disk. If cancelled, or on an error, they are not in the journal.
-
-        Raises JournalError if the disk is full or failing.
-        """
-        try:
-            await item.written()
-        except BaseException:
-            self.retract(item)
-            raise
+            rows.append(Group(size.group_id, size.size, closed=False))
+        return self._enqueue(Writing(rows, may_be_refused=True))
 
     def retract(self, item: Writing) -> None:
         """Rollouts that were written have not been accepted after all."""
-        self._change([retract(range(item.number, item.number + len(item.held)))])
-
-    def declare(self, group_id: str, declared: Declared | None) -> None:
-        """Declaration of a group now; None: none any more."""
-        if declared is None:
-            self._change([remove([f"group {group_id}"])])
-        else:
-            self.put(Group(group_id, *declared))
+        self._change(Writing(retracted=range(item.number, item.number + len(item.rows))))
 
     def put(self, *facts: Fact) -> None:
         """Facts hold now, in place of those with the same keys. On the disk by the time the next put or :meth:`flush`
         returns."""
-        self._change(self._rows(facts))
+        self._change(Writing(facts))
 
     async def flush(self) -> None:
         """Return once all that was enqueued so far is on the disk. Waits while it is full; raises JournalError if it is
-        failing."""
-        item = Writing()
-        self._enqueue(item)
-        await item.written()
+        failing, ClosedResourceError if it is closed meanwhile."""
+        await self._enqueue(Writing()).written()
 
-    def _change(self, statements: Sequence[Statement]) -> None:
+    def _change(self, item: Writing) -> None:
         with suppress(ClosedResourceError):  # after the end nobody writes any more; it will be delivered again
-            self._enqueue(Writing(statements))
+            self._enqueue(item)
 
-    def _enqueue(self, item: Writing) -> None:
+    def _enqueue(self, item: Writing) -> Writing:
         if self._writer is None:
             raise ClosedResourceError(CLOSED)
+        # numbered in the event loop, in the order of the calls: that in which rollouts wait again
+        item.number, self._next_number = self._next_number, self._next_number + len(item.rows)
         self._writer.enqueue(item)
-
-    def _writing(self, held: Sequence[HeldRollout]) -> Writing:
-        return Writing(held=held, number=self._numbers(len(held)))
-
-    def _rows(self, facts: Iterable[Fact]) -> list[Statement]:
-        keys = [fact.key for fact in facts]
-        rows = [
-            (number, fact.key, write_row(row_name(number, fact.key), [fact]))
-            for number, fact in enumerate(facts, self._numbers(len(keys)))
-        ]
-        return [remove(keys), add(rows)]
-
-    def _numbers(self, count: int) -> int:
-        """The first of so many numbers. In the event loop, in the order of the calls: that in which rollouts wait
-        again."""
-        self._next_number += count
-        return self._next_number - count
+        return item
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -331,7 +294,10 @@ class Journal(Observer):
         self._finish([rollout.rollout_id for rollout, _ in evicted], done)
 
     def group_declared(self, group_id: str, declared: Declared | None) -> None:
-        self.declare(group_id, declared)
+        if declared is None:
+            self._change(Writing(void=[f"group {group_id}"]))
+        else:
+            self.put(Group(group_id, *declared))
 
     def version_set(self, version: int) -> None:
         self.put(self._totals())
@@ -342,13 +308,12 @@ class Journal(Observer):
         if snapshot is self._restoring:
             return
         records = Records()
-        for fact in facts_of(snapshot):
-            records.add(fact)
-            self.put(fact)
+        records.facts = facts_of(snapshot)
+        self.put(*records.facts)
         self._follow(records)
         # one row each, as puts have: a rollout that is done takes its row with it
         for held in held_of(snapshot, time.time()):
-            self._enqueue(self._writing([held]))
+            self._change(Writing([held]))
 
     def _finish(self, ids: Iterable[str], past: Sequence[str], *void: str) -> None:
         """Rollouts are held no more, and facts of the keys ``void`` hold no more. ``past``: ids that are refused from
@@ -364,7 +329,7 @@ class Journal(Observer):
             while self._num_done - len(done[0].ids) >= remember_ids:
                 self._num_done -= len(done[0].ids)
                 keys.append(done.popleft().key)
-        self._change([remove(keys), *self._rows(facts)])
+        self._change(Writing(facts, void=keys))
 
     def _totals(self) -> Totals:
         state = self._core.state

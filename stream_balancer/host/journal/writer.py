@@ -18,8 +18,8 @@ from functools import partial
 import anyio
 
 from stream_balancer.errors import ClosedResourceError, JournalError, to_raise
-from stream_balancer.host.journal.store import DiskFullError, Statement, Store, add
-from stream_balancer.host.records import HeldRollout, rollout_key, row_name, write_rollouts
+from stream_balancer.host.journal.store import DiskFullError, Statement, Store, add, remove, retract
+from stream_balancer.host.records import Fact, HeldRollout, row_name, write_row
 from stream_balancer.net.loops import in_loop
 
 COMMIT_BYTES = 64 * 2**20  # most that is written together
@@ -33,42 +33,46 @@ _log = logging.getLogger("stream_balancer.journal")
 
 @dataclass(slots=True, eq=False)
 class Writing:
-    """Rows to be written together, and the tasks that wait for them and for all before."""
+    """Changes to be written together, and the tasks that wait for them and for all before."""
 
-    statements: Sequence[Statement] = ()
-    held: Sequence[HeldRollout] = ()
-    """Rollouts, whose rows are made in the thread."""
-    number: int = 0
-    """Number of the first rollout's row."""
+    rows: Sequence[HeldRollout | Fact] = ()
+    """New rows, each fact in place of the one with its key. They become bytes in the thread."""
+    void: Sequence[str] = ()
+    """Keys of rows that hold no more."""
+    retracted: range = range(0)
+    """Numbers of rows that hold no more, whatever others of the same key do."""
     may_be_refused: bool = False
     """A put; all else describes what has happened."""
+    number: int = 0
+    """Number of the first new row."""
     settled: anyio.Event = field(default_factory=anyio.Event)
     error: Exception | None = None
 
     async def written(self) -> None:
         """Return once they are on the disk; waits while that is full. Raises JournalError if it is failing, or has
-        refused a put."""
+        refused a put; ClosedResourceError if it is full and the journal is closed."""
         await self.settled.wait()
         if self.error is not None:
             raise to_raise(self.error)
 
     @property
     def nbytes(self) -> int:
-        return sum(one.rollout.nbytes + 1024 for one in self.held)
+        return sum(one.rollout.nbytes + 1024 for one in self.rows if isinstance(one, HeldRollout))
 
-    def all_statements(self) -> Sequence[Statement]:
-        """With the rows of the rollouts; none, and the ``error``, where these cannot be written."""
-        if not self.held:
-            return self.statements
+    def statements(self) -> list[Statement]:
+        """Statements that make the changes; none, and the ``error``, for a put whose rollouts cannot be written."""
+        numbered = enumerate(self.rows, self.number)
         try:
-            rows = [
-                (number, key := rollout_key(one.rollout.rollout_id), write_rollouts(row_name(number, key), [one]))
-                for number, one in enumerate(self.held, self.number)
-            ]
-        except Exception as error:  # noqa: BLE001 - the put is refused, and the journal goes on
-            self.error = error
+            rows = [(number, one.key, write_row(row_name(number, one.key), [one])) for number, one in numbered]
+        except Exception as error:
+            # what has happened cannot be refused: a journal without it would say something else
+            if not self.may_be_refused:
+                raise
+            self.error = error  # and the journal goes on
             return []
-        return [add(rows), *self.statements]
+        facts = [one.key for one in self.rows if not isinstance(one, HeldRollout)]
+        made = [remove([*self.void, *facts]), retract(self.retracted), add(rows)]
+        return [(sql, values) for sql, values in made if values]
 
 
 class Writer:
@@ -79,7 +83,7 @@ class Writer:
         self._queued = threading.Condition()
         self._queue: deque[Writing] = deque()  # guarded by _queued
         self.leaving = self._closing = False
-        """The end is near: a task that waits for a full disk is woken all the same."""
+        """The end is near: who waits for a full disk gets ClosedResourceError."""
         # the event loop's own
         self._in_loop, self._waking = in_loop(), False
         # the thread's own
@@ -183,7 +187,7 @@ class Writer:
             self._store.check_room(num_bytes)
 
     def _commit(self, items: Sequence[Writing]) -> None:
-        if statements := [one for item in items for one in item.all_statements()]:
+        if statements := [one for item in items for one in item.statements()]:
             self._store.commit(statements)
 
     def _note_full(self, full: bool) -> None:
@@ -208,9 +212,14 @@ class Writer:
         for item in items:
             # the first error is the cause: what was refused before stays refused for its own reason
             item.error = item.error or self._broken
+        kept = set(self._kept)
+        if self.leaving:
+            # nobody waits for a full disk any more, and a batch whose plan is not on it must not be handed out
+            for item in kept:
+                item.error = ClosedResourceError(CLOSED)
+            kept = set()
         # One call into the loop for all of them: each would be a wake-up of it.
-        waiting = set() if self.leaving else set(self._kept)
-        self._in_loop(partial(_set_all, [item.settled for item in items if item not in waiting]))
+        self._in_loop(partial(_set_all, [item.settled for item in items if item not in kept]))
 
 
 def _set_all(events: Sequence[anyio.Event]) -> None:

@@ -109,7 +109,8 @@ def _rows_of(trajectory: Mapping[str, Any]) -> list[sb.Rollout]:
     if missing := {"input_ids", "attention_mask"} - trajectory.keys():
         raise ValueError(f"a trajectory has no {sorted(missing)}; it has {sorted(trajectory)}")
     mask = trajectory["attention_mask"]
-    rows, count = _rows.Rows(_rows.spans(mask), mask.shape[1]), len(mask)
+    count = len(mask)
+    entries: dict[str, Any] = {}
     each: list[dict[str, Any]] = [{} for _ in mask]
     shared = {}
     for key, value in trajectory.items():
@@ -117,18 +118,16 @@ def _rows_of(trajectory: Mapping[str, Any]) -> list[sb.Rollout]:
             continue
         # one entry a row, by its length: AReaL's dicts say nothing else of what belongs to whom
         if isinstance(value, Tensor) and value.ndim and len(value) == count:
-            rows.tensor(key, value)
+            entries[key] = value
         elif not (isinstance(value, list) and len(value) == count):
             shared[key] = value
         elif all(isinstance(item, Mapping) for item in value):
-            for fields, inputs in zip(rows.fields, value, strict=True):
-                fields["tensors"] |= {f"{key}.{inner}": torch.as_tensor(tensor) for inner, tensor in inputs.items()}
+            entries |= {f"{key}.{inner}": [torch.as_tensor(item[inner]) for item in value] for inner in value[0]}
         else:
             for of_row, item in zip(each, value, strict=True):
                 of_row[key] = item
-    rows.add("metadata", "each", each)
-    rows.add("metadata", "shared", [shared] * count)
-    return rows.rollouts(group_size=count if count > 1 else None)
+    entries |= {"each": each, "shared": [shared] * count}
+    return _rows.rollouts_of(entries, _rows.spans(mask), mask.shape[1], group_size=count if count > 1 else None)
 
 
 # --- trajectories out -------------------------------------------------------------------------------------------------
@@ -156,18 +155,14 @@ def _place(rollout: sb.Rollout) -> int:
 
 
 def _trajectory(rows: list[sb.Rollout]) -> dict[str, Any]:
-    taken = _rows.together(rows)
-    width = max(taken.lengths)
-    out: dict[str, Any] = {name: _rows.padded(columns, width, "right") for name, columns in taken.tokens.items()}
-    out["attention_mask"] = _rows.mask_of(taken.lengths, width, "right")
-    out |= _rows.float32(taken.scalars)
-    for name, tensors in taken.tensors.items():
+    out: dict[str, Any] = {}
+    for name, entry in _rows.entries_of(rows, "right", dtypes=dict.fromkeys(rows[0].scalars, torch.float32)).items():
         key, dot, inner = name.partition(".")
         if dot:
-            for inputs, tensor in zip(out.setdefault(key, [{} for _ in rows]), tensors, strict=True):
+            for inputs, tensor in zip(out.setdefault(key, [{} for _ in rows]), entry.unbind(), strict=True):
                 inputs[inner] = tensor
         else:
-            out[name] = _rows.stacked(tensors)
+            out[name] = entry
     each = [row.metadata.get("each", {}) for row in rows]
     return {
         **out,

@@ -51,7 +51,6 @@ def rollouts_from(
     kept = before if prompt_length is None else [prompt_length] * count
     after = (inputs["completion_mask"] != 0).sum(1).tolist()
     where = [slice(begins - tokens, begins + others) for tokens, others in zip(kept, after, strict=True)]
-    rows = _rows.Rows(where, begins + long)
 
     def whole(completion: Tensor, prompt: Tensor | None = None) -> Tensor:
         """``[B, begins + C, ...]``, zero where there is no prompt."""
@@ -61,25 +60,26 @@ def rollouts_from(
             column[:, begins - wide : begins][prompts] = prompt[prompts]
         return column
 
-    rows.tensor("input_ids", whole(inputs["completion_ids"], inputs["prompt_ids"]))
-    # what a tool wrote is context, not the policy's own
-    rows.tensor("loss_mask", whole(inputs["completion_mask"] * inputs.get("tool_mask", 1)))
+    entries: dict[str, Any] = {
+        "input_ids": whole(inputs["completion_ids"], inputs["prompt_ids"]),
+        # what a tool wrote is context, not the policy's own
+        "loss_mask": whole(inputs["completion_mask"] * inputs.get("tool_mask", 1)),
+        _PROMPT: [[tokens - own, tokens] for tokens, own in zip(kept, before, strict=True)],
+    }
     on_both = []
     for name in inputs.keys() - _MASKS_AND_IDS:
         value = inputs[name]
-        if not isinstance(value, Tensor):
-            if value is not None:
-                rows.add("tensors" if isinstance(value[0], Tensor) else "metadata", name, value)
-        elif value.ndim >= 2 and value.shape[1] == long:
-            rows.tensor(name, whole(value))
-        elif value.ndim >= 2 and value.shape[1] == wide + long:
+        is_tensor = isinstance(value, Tensor)
+        if is_tensor and value.ndim >= 2 and value.shape[1] == long:
+            entries[name] = whole(value)
+        elif is_tensor and value.ndim >= 2 and value.shape[1] == wide + long:
             on_both.append(name)
-            rows.tensor(name, whole(value[:, wide:], value[:, :wide]))
-        elif value.ndim:
-            rows.tensor(name, value)
-    rows.add("metadata", _PROMPT, [[tokens - own, tokens] for tokens, own in zip(kept, before, strict=True)])
-    rows.add("metadata", _ON_BOTH, [on_both] * count)
-    return rows.rollouts(group_size=group_size, version=version)
+            entries[name] = whole(value[:, wide:], value[:, :wide])
+        # numbers of the whole batch belong to no row
+        elif value is not None and not (is_tensor and value.ndim == 0):
+            entries[name] = value
+    entries[_ON_BOTH] = [on_both] * count
+    return _rows.rollouts_of(entries, where, begins + long, group_size=group_size, version=version)
 
 
 def inputs_from(share: Any, *, pad_token_id: int) -> list[dict[str, Any]]:

@@ -104,25 +104,23 @@ class BalancedReplayBuffer(ReplayBufferAsync):  # type: ignore[misc] # verl says
             return oldest, rows, steps
         # a set has no order: the oldest first, as verl takes them
         by_age = sorted(sampleable_keys, key=lambda uid: (steps.get(uid, 0), uid))
-        lengths = _lengths_by_group(rows, by_age)
-        places = choose_groups(
-            list(lengths.values()),
-            [_workload(own) for own in lengths.values()],
+        chosen = choose_groups(
+            _lengths_by_group(rows, by_age),
+            _workload,
             batch_size,
             self.knobs.dp_size,
-            skips=[self._skips.get(uid, 0) for uid in by_age],
+            skips=self._skips,
             max_skips=self.knobs.max_skips,
             step=self._global_steps,
-            due=[self._stale_next(steps.get(uid, self._global_steps)) for uid in by_age],
+            due={uid for uid in by_age if self._stale_next(steps.get(uid, self._global_steps))},
             counts="equal",
         )
-        chosen = {by_age[place] for place in places}
-        self._skips = {uid: self._skips.get(uid, 0) + 1 for uid in by_age if uid not in chosen}
+        self._skips = {uid: self._skips.get(uid, 0) + 1 for uid in set(by_age).difference(chosen)}
         self._report = {
             "training/window/waiting": len(by_age),
             "training/window/skips_max": max(self._skips.values(), default=0),
         }
-        return [uid for uid in by_age if uid in chosen], rows, steps
+        return chosen, rows, steps
 
     def _stale_next(self, steps: int) -> bool:
         """verl would drop this group at the next step."""
@@ -149,9 +147,9 @@ def _lengths_by_group(rows: Mapping[str, Mapping[str, Any]], uids: Sequence[str]
     return lengths
 
 
-def _workload(lengths: Sequence[int]) -> np.ndarray[Any, Any]:
+def _workload(lengths: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """verl's answer to how much work a length is, with which it deals the batch to the ranks later."""
-    work: np.ndarray[Any, Any] = calculate_workload(torch.tensor(lengths, dtype=torch.int64)).numpy()
+    work: np.ndarray[Any, Any] = calculate_workload(torch.as_tensor(lengths, dtype=torch.int64)).numpy()
     return work.astype(np.float64)
 
 

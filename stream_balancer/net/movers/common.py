@@ -1,9 +1,10 @@
-"""Common to all movers: their connection, notes to the other end, and the thread that packs."""
+"""A way for bulk bytes beside the socket, as a connection sees it; and what all such ways share."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,13 +12,15 @@ from stream_balancer.net.messages import MoverNote
 
 if TYPE_CHECKING:
     from stream_balancer.net.connection import Connection
+    from stream_balancer.net.messages import Envelope
+    from stream_balancer.wire.payload import Memory, Payload
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
 
 
-class CommonMover:
-    """Part that all movers share."""
+class Mover(ABC):
+    """An end of a mover. Called in the I/O thread."""
 
     name: ClassVar[str]
     number: ClassVar[int]
@@ -26,6 +29,27 @@ class CommonMover:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.ready = False
+        """Set up at both ends: bytes may go this way."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Set it up with the other end."""
+
+    @abstractmethod
+    def send(self, payload: Payload, go: Callable[[Sequence[int]], None]) -> bool:
+        """``go(where)`` lets the message leave; those behind it wait for that. False: not now, use the socket."""
+
+    @abstractmethod
+    def receive(self, envelope: Envelope, ready: Callable[[Memory], None]) -> None:
+        """``ready(memory)``, once all runs are there; messages behind it wait for that. Raises WireError."""
+
+    @abstractmethod
+    def note(self, body: bytes) -> None:
+        """The other end's mover says something. Raises WireError for what makes no sense."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """The connection is over."""
 
     def _tell(self, body: bytes) -> None:
         """A note to the other end."""

@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from stream_balancer.errors import WireError
-from stream_balancer.net.movers.common import CommonMover
+from stream_balancer.net.movers.common import Mover
 from stream_balancer.net.pool import Shelf, lease, room_for
 from stream_balancer.wire.payload import Memory
 
@@ -65,7 +65,7 @@ class _Buffer:
         self.where = (number, self.file.fd, os.fstat(self.file.fd).st_ino, size)
 
 
-class SharedMemory(CommonMover):
+class SharedMemory(Mover):
     """An end of the mover."""
 
     name, number = "shared_memory", 1

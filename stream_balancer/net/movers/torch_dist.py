@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from stream_balancer.errors import WireError
-from stream_balancer.net.movers.common import CommonMover
+from stream_balancer.net.movers.common import Mover
 
 if TYPE_CHECKING:
     from stream_balancer.net.connection import Connection
@@ -65,7 +65,7 @@ class _Transfer(NamedTuple):
     tensors: list[Any]
 
 
-class TorchDist(CommonMover):
+class TorchDist(Mover):
     """An end of the mover. Threads: one of gloo's for all pairs of the process, and one here where bytes arrive."""
 
     name, number = "torch_dist", 2

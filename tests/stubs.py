@@ -1,5 +1,5 @@
-"""What type checkers see of the classes that :func:`stream_balancer.facade.facade` makes: ``python
-tests/facade_stubs.py`` writes ``stream_balancer/facades.pyi``, and a test compares."""
+"""Stubs for type checkers: of the names that ``stream_balancer`` imports when they are first used, and of the classes
+that :func:`stream_balancer.facade.facade` makes. ``python tests/stubs.py`` writes them, and a test compares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stream_balancer import facade
 from stream_balancer.client import producer
 from stream_balancer.host import blocking
 
-PATH = Path(sb.__file__).with_name("facades.pyi")
+FOLDER = Path(sb.__file__).parent
 MADE: dict[type, type] = {
     facade.BlockingSlot: facade.Slot,
     facade.BlockingReservation: facade.Reservation,
@@ -21,14 +21,15 @@ MADE: dict[type, type] = {
     producer.BlockingProducer: sb.Producer,
     blocking.BlockingBalancer: sb.StreamBalancer,
 }
-HEAD = """# Written by `python tests/facade_stubs.py`.
-# ruff: noqa: E501
+WRITTEN = "# Written by `python tests/stubs.py`.\n"
+HEAD = """# ruff: noqa: E501
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self
 
 from stream_balancer.config import BalancerConfig
+from stream_balancer.core.accept import Accept
 from stream_balancer.core.diagnosis import RankState
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.facade import Facade
@@ -36,18 +37,28 @@ from stream_balancer.host.blocking import OwnLoop
 from stream_balancer.host.journal import Recovered
 from stream_balancer.host.recorder import Recorder
 from stream_balancer.statistics import Statistics, Straggler
-from stream_balancer.types import Batch, Rollout
+from stream_balancer.types import Batch, EvictReason, Rollout
 """
 RETURNS = {"Slot": "BlockingSlot", "Reservation": "BlockingReservation", "Batches": "BlockingBatches"}
 
 
-def text() -> str:
-    """The whole file."""
-    return HEAD + "".join(stub(made, target) for made, target in MADE.items())
+def files() -> dict[Path, str]:
+    """Text of each file."""
+    facades = HEAD + "".join(stub(made, target) for made, target in MADE.items())
+    homes = {("." + sb._MODULE_OF[name], name) for name in sb._MODULE_OF} | {(".", name) for name in sb._MODULES}
+    names = "".join(f"from {home} import {name} as {name}\n" for home, name in sorted(homes))
+    listed = "".join(f'    "{name}",\n' for name in sb.__all__)
+    return {
+        FOLDER / "facades.pyi": WRITTEN + facades,
+        FOLDER / "__init__.pyi": f"{WRITTEN}\n{names}\n__version__: str\n__all__ = [\n{listed}]\n",
+    }
 
 
 def stub(made: type, target: type) -> str:
     lines = [f"\nclass {made.__name__}({made.__base__.__name__}):"]  # type: ignore[union-attr]
+    if made is blocking.BlockingBalancer:  # its options, by name
+        options = _parameters(target.__init__).removesuffix(")")  # type: ignore[misc]
+        lines.append(f'    def __init__{options}, backend: Literal["asyncio", "trio"] = ...) -> None: ...')
     for name, member in vars(made).items():
         if name in ("__enter__", "__iter__", "__next__"):
             lines.append(f"    def {name}(self) -> {_special(target, name)}: ...")
@@ -81,4 +92,5 @@ def _returned(member: Any) -> str:
 
 
 if __name__ == "__main__":
-    PATH.write_text(text())
+    for path, text in files().items():
+        path.write_text(text)

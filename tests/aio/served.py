@@ -1,0 +1,66 @@
+"""A balancer, its ranks in one event loop, and what their trainers got."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import anyio
+from kept import Kept
+
+import stream_balancer as sb
+from stream_balancer.testing import MemoryNetwork
+from stream_balancer.types import RankBatch, Rollout
+
+
+class Served:
+    """``kept`` holds payloads of rollouts that are put with ``remote=True``."""
+
+    def __init__(self, *, roles: Mapping[str, Sequence[str]] | None = None, **knobs: Any) -> None:
+        config = sb.BalancerConfig(**knobs)
+        self.evicted: list[tuple[str, str]] = []
+        self.balancer = sb.StreamBalancer(config, on_evict=lambda one, why: self.evicted.append((one.rollout_id, why)))
+        self.network = MemoryNetwork(dp_size=config.dp_size)
+        self.kept = Kept(self.network)
+        self.roles = roles or {}
+        self.ranks = range(config.dp_size)
+        self.seen: list[RankBatch] = []
+        """Rank batches in the order in which they came."""
+        self.rollouts: dict[str, Rollout] = {}
+
+    def feed(self, rank: int, **join: Any) -> sb.RankFeed:
+        return sb.RankFeed(self.kept.port(self.network, rank, **join))
+
+    async def train(self, rank: int, **join: Any) -> None:
+        async for batch in self.feed(rank, **join):
+            self.seen.append(batch)
+
+    def of_rank(self, rank: int) -> list[RankBatch]:
+        return [batch for batch in self.seen if batch.rank == rank]
+
+    async def put(self, rollouts: Iterable[Rollout], *, remote: bool = False) -> None:
+        for rollout in rollouts:
+            self.rollouts[rollout.rollout_id] = rollout
+            await self.balancer.put(self.kept.remote(rollout) if remote else rollout)
+
+    async def serve(self, **options: Any) -> None:
+        with anyio.fail_after(3600):  # virtual
+            await sb.serve(self.balancer, self.network, **({"roles": self.roles} | options))
+
+    async def run(
+        self, rollouts: Iterable[Rollout], *others: Callable[[], Any], remote: bool = False, **options: Any
+    ) -> None:
+        """To the end: every rank of the trainer trains on what is put."""
+        async with self.balancer, anyio.create_task_group() as tasks:
+            for rank in self.ranks:
+                tasks.start_soon(self.train, rank)
+            for other in (partial(self.serve, **options), *others):
+                tasks.start_soon(other)
+            await self.put(rollouts, remote=remote)
+            self.balancer.end()
+
+
+def real(batches: Iterable[RankBatch]) -> list[Rollout]:
+    """Rollouts of these that are no padding copies."""
+    return [rollout for batch in batches for rollout in batch.rollouts if not rollout.is_padding]
