@@ -1,6 +1,6 @@
 """A recorded stream through TransferQueue's own processes: ``python transfer_queue_stream.py TRACE SAMPLER...``.
 
-Two clients put four rows at a time, a controller with the sampler and two storage units hold them, two ranks read in
+Two ranks put four rows at a time, a controller with the sampler and two storage units hold them, and the ranks read in
 lockstep. Prints what each sampler did as a line of JSON.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,17 @@ SAMPLERS = {
 
 @ray.remote(num_cpus=0)
 class Client:
-    """A rollout worker, or a rank."""
+    """A rank that rolls out, too."""
 
     def __init__(self) -> None:
         transfer_queue.init()
         self.queue = transfer_queue.get_client()
 
     def put(self, partition: str, lengths: dict[int, int]) -> None:
-        every = [*lengths.items()]
-        for some in (every[at : at + 4] for at in range(0, len(every), 4)):
-            rows = [torch.full((length,), name) for name, length in some]
-            ids = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-            fields, tags = TensorDict({"input_ids": ids}, len(some)), [{"total_lengths": length} for _, length in some]
-            transfer_queue.kv_batch_put([f"{name}" for name, _ in some], partition, fields, tags)
+        rows = [torch.full((length,), name) for name, length in lengths.items()]
+        ids = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        fields, tags = TensorDict({"input_ids": ids}, len(rows)), [{"total_lengths": n} for n in lengths.values()]
+        transfer_queue.kv_batch_put([f"{name}" for name in lengths], partition, fields, tags)
 
     def read(self, partition: str, rank: int, step: int, *, end: bool) -> list[list[tuple[int, int, float]]] | None:
         """Micro-batches of (row, tokens, weight), read from the storage units; None where there is nothing yet."""
@@ -62,14 +59,14 @@ class Client:
 def run(kind: str, lengths: list[int], clients: list[Any]) -> dict[str, Any]:
     controller = ray.get_actor("TransferQueueController", namespace="transfer_queue")
     ray.get(controller.register_sampler.remote(SAMPLERS[kind]()))
-    halves = [{row: lengths[row] for row in range(first, len(lengths), 2)} for first in (0, 1)]
-    puts = [client.put.remote(kind, half) for client, half in zip(clients, halves, strict=False)]
+    coming = [{row: lengths[row] for row in range(first, first + 4)} for first in range(0, len(lengths), 4)]
     steps: list[list[Any]] = []
     share: list[Any] = [None] * RANKS
     while True:
-        ended = not ray.wait(puts, num_returns=len(puts), timeout=0)[1]
+        puts = [client.put.remote(kind, coming.pop()) for client in clients if coming]
+        ended = not ray.get(puts)
         missing = [rank for rank in range(RANKS) if share[rank] is None]
-        asked = [clients[2 + rank].read.remote(kind, rank, len(steps), end=ended) for rank in missing]
+        asked = [clients[rank].read.remote(kind, rank, len(steps), end=ended) for rank in missing]
         for rank, answer in zip(missing, ray.get(asked), strict=True):
             share[rank] = answer
         if all(one is not None for one in share):
@@ -77,9 +74,6 @@ def run(kind: str, lengths: list[int], clients: list[Any]) -> dict[str, Any]:
             share = [None] * RANKS
         elif ended:
             break  # and theirs leaves what does not fill a step
-        else:
-            time.sleep(0.02)
-    ray.get(puts)
     loads = [[sum(n for one in of_rank for _, n, weight in one if weight) for of_rank in step] for step in steps]
     trained = [row for step in steps for of_rank in step for one in of_rank for row, _, weight in one if weight]
     return {
@@ -96,10 +90,18 @@ def run(kind: str, lengths: list[int], clients: list[Any]) -> dict[str, Any]:
 
 def main(trace: Path, kinds: list[str]) -> None:
     lengths = random.Random(0).sample(sb.load_trace(trace).lengths.tolist(), ROWS)
-    ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
+    ray.init(
+        "local",
+        num_cpus=4,  # Ray starts as many processes at once
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=200 * 2**20,
+        # Ray's own 15 lets its workers wait behind whatever else the machine does
+        _system_config={"worker_niceness": 0},
+    )
     config = {"controller": {"polling_mode": True}, "backend": {"SimpleStorage": {"num_data_storage_units": 2}}}
     transfer_queue.init(OmegaConf.create(config))
-    clients = [Client.remote() for _ in range(2 + RANKS)]
+    clients = [Client.remote() for _ in range(RANKS)]
     for kind in kinds:
         sys.stdout.write(json.dumps(run(kind, lengths, clients)) + "\n")
         sys.stdout.flush()
