@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,6 +56,8 @@ class LengthModel:
                 raise ValueError(f"{rule}: {self}")
 
 
+_LRM = LengthModel(mu=7.44, sigma_between=1.51, sigma_within=0.36, cap=30_000, siblings=5, prompt_mu=4.5)
+
 PRESETS: Mapping[str, LengthModel] = {
     # Fits to the traces described in docs/tuning.md: mu, between-group and within-group sigma of ln(output), share
     # at cap.
@@ -69,7 +71,10 @@ PRESETS: Mapping[str, LengthModel] = {
         prompt_mu=5.2,
         prompt_sigma=0.7,
     ),
-    "lrm": LengthModel(mu=7.44, sigma_between=1.51, sigma_within=0.36, cap=30_000, siblings=5, prompt_mu=4.5),
+    "lrm": _LRM,
+    # Cut at the 80th and at the 95th percentile: in training a fifth of the rollouts may end at the longest length.
+    "lrm-truncated": replace(_LRM, cap=6_300, cap_share=0.2),
+    "lrm-truncated-95": replace(_LRM, cap=21_900, cap_share=0.05),
     "misguided": LengthModel(mu=7.64, sigma_between=0.94, sigma_within=0.43, cap=40_000, siblings=3, prompt_mu=4.5),
     "tau": LengthModel(
         mu=7.59, sigma_between=0.66, sigma_within=0.60, cap=32_768, siblings=4, prompt_mu=7.15, prompt_sigma=0.05
