@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import steps_checks as checks
-from steps_invariants import InvariantError, check
+from steps_checks import InvariantError, check
 
 from stream_balancer.client.held import Fact, Held, HeldWork, Part
 from stream_balancer.core.steps.orders import (

@@ -7,15 +7,14 @@ fault that is left. So every order of events is possible, and a seed replays one
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import steps_checks as checks
+from steps_checks import InvariantError, check
 from steps_config import Config
-from steps_describe import describe
-from steps_invariants import InvariantError, check
 from steps_planner import Planner
 from steps_process import Act, Meeting, Place, Process
 from steps_random_faults import faults_of, give_up
@@ -74,7 +73,6 @@ class World:
         self.faults_left = config.num_faults
         self.ended = False
         self.num_idle = 0
-        self.counts = Counter[str]()
         self.wanted = {TRAIN: set(range(config.ranks))} | {role: set(range(config.role_ranks)) for role in config.roles}
         self.start_controller()
         for role, numbers in self.wanted.items():
@@ -139,7 +137,6 @@ class World:
 
     def carry_out(self) -> None:
         for order in self.ledger.orders():
-            self.counts[type(order).__name__] += 1
             if isinstance(order, Replan):
                 checks.check_certain(self, order.step, order)
                 self.replans.append(order)
@@ -370,11 +367,16 @@ class World:
             # A look at what a process can do may itself have moved it: only the third time without a move is a stall.
             self.num_idle = 0 if moves else self.num_idle + 1
             if self.num_idle == 3:
-                raise InvariantError("stall", describe(self))
+                raise InvariantError("stall", self.describe())
             if moves:
                 acts, weights = zip(*moves, strict=True)
                 self.rng.choices(acts, weights)[0]()
-        raise InvariantError("stall", f"no end after {limit} moves: {describe(self)}")
+        raise InvariantError("stall", f"no end after {limit} moves: {self.describe()}")
+
+    def describe(self) -> str:
+        """For a schedule that came to a stand."""
+        parts = [part for process in self.processes.values() for part in (process.place, *process.held.parts.values())]
+        return "\n".join(map(repr, (self.config, self.left, self.fenced, *self.ledger.steps.values(), *parts)))
 
 
 def copy_of(item: Item) -> Item:
