@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import chain
-from typing import Any
-
-import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
-from any_fields import all_of, fields
-from codec_help import carried, put, received, rollout
-from hypothesis import HealthCheck, given, settings
+from codec_help import carried, received, rollout
 from scripted import awkward_micro_batches, same_rollout
 
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import SUPPORTED_DTYPES, ExecutionSize, MicroBatch, Rollout
 from stream_balancer.wire import codec
-from stream_balancer.wire import encode as encoding
 
 
 def some() -> list[list[Rollout]]:
@@ -44,35 +36,6 @@ def test_everything_comes_back(cut: list[list[Rollout]]) -> None:
     assert [one.rollout_id for one in got.rollouts] == [one.rollout_id for its in cut for one in its]
 
 
-@given(fields())
-@settings(suppress_health_check=[HealthCheck.too_slow])
-def test_whatever_may_be_a_rollout_travels(its: dict[str, Any]) -> None:
-    try:
-        sent = Rollout(**its)
-    except ValueError:
-        return
-    assert all_of(put(sent)[0]) == all_of(sent)
-    assert all_of(carried([sent]).micro_batches[0].rollouts[0]) == all_of(sent)
-
-
-@given(
-    cut=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=4),
-    dtype=st.sampled_from(SUPPORTED_DTYPES),
-    tail=st.lists(st.integers(0, 3), max_size=2),
-)
-def test_any_shape_comes_back(cut: list[list[int]], dtype: torch.dtype, tail: list[int]) -> None:
-    def one(name: str, length: int) -> Rollout:
-        raw = torch.arange(length * 8 * max(int(np.prod(tail)), 1), dtype=torch.int64).to(torch.uint8)
-        if dtype is torch.bool:
-            raw = raw % 2
-        column = raw[: length * dtype.itemsize * int(np.prod(tail))].view(dtype).view(length, *tail)
-        return Rollout(tokens={"input_ids": torch.arange(length) * 2**30, "extra": column}, rollout_id=name)
-
-    sent = [[one(f"{m}.{i}", length) for i, length in enumerate(lengths)] for m, lengths in enumerate(cut)]
-    got = carried(*sent)
-    assert all(same_rollout(a, b) for a, b in zip(chain.from_iterable(sent), got.rollouts, strict=True))
-
-
 def test_packed_copies_no_token_and_is_aligned() -> None:
     encoded = codec.encode([MicroBatch.of(its) for its in some()])
     memory = received(encoded)
@@ -93,23 +56,6 @@ def test_small_columns_are_sent_together() -> None:
     assert len(pieces) < 2 * 4
 
 
-def test_the_loop_that_plans_collects_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever sends them does, once for all processes of a rank."""
-    seen: list[torch.Tensor] = []
-    collect = encoding.bytes_of
-    monkeypatch.setattr(encoding, "bytes_of", lambda one: (seen.append(one), collect(one))[1])
-    payload = codec.encode([MicroBatch.of([make_rollout(9000, str(i)) for i in range(4)])]).payload
-    assert not seen
-    assert payload.views() == payload.views()
-    assert len(seen) == 2 * 4 + 1, "each once, and what is gathered"
-
-
-def test_who_trains_on_packed_columns_makes_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    got = carried(*some())
-    monkeypatch.setattr(codec.Decoded, "rollout", None)
-    assert [one.packed()["input_ids"].numel() for one in got.micro_batches] == [6, 130]
-
-
 def test_executions_have_their_sizes_in_the_step() -> None:
     whole = [rollout(0, execution_id="e", group_id="g"), rollout(1, execution_id="f")]
     sizes = (ExecutionSize(4, 30), ExecutionSize(1, 2))
@@ -119,16 +65,6 @@ def test_executions_have_their_sizes_in_the_step() -> None:
     got.resize({("g", "e"): (3, 20), (None, "e"): (9, 9)})
     assert got.micro_batches[0].execution_sizes == (ExecutionSize(3, 20), ExecutionSize(1, 2))
     assert list(got.micro_batches[0].packed().executions) == [(3, 20), (1, 2)]
-
-
-def test_micro_batches_are_views_of_the_copy_on_a_device() -> None:
-    encoded = codec.encode([MicroBatch.of(its) for its in some()])
-    got = codec.decode(encoded.header, received(encoded))
-    there = got.buffer.clone()
-    got.move(there)
-    for ours, theirs in zip(some(), got.micro_batches, strict=True):
-        assert all(same_rollout(a, b) for a, b in zip(ours, theirs.rollouts, strict=True))
-    assert got.rollouts[0].tokens["input_ids"].untyped_storage().data_ptr() == there.data_ptr()
 
 
 def test_rollouts_with_different_columns_are_named() -> None:

@@ -9,9 +9,7 @@ import pydoc
 import pytest
 
 import stream_balancer as sb
-from stream_balancer import field_docs as _field_docs
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.field_docs import documented
 from stream_balancer.host.journal import Recovered
 from stream_balancer.statistics import CostFit, Straggler
 from stream_balancer.types import SharedRollout
@@ -32,20 +30,3 @@ def test_help_explains_every_public_field(cls: type) -> None:
             _, found, after = text.partition(f"\n    {field.name}:\n        ")
             assert found, field.name
             assert after.split("\n")[0] in shown
-
-
-def test_without_source_the_docstring_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    @documented
-    @dataclasses.dataclass
-    class Made:
-        """What it is."""
-
-        size: int
-        """Bytes."""
-
-    def no_source(cls: type) -> str:
-        raise OSError("could not get source code")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_field_docs.inspect, "getsource", no_source)
-        assert Made.__doc__ == "What it is."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from invariants import verify
 from test_executions import (
-    DIVISORS,
-    Divide,
-    delivered_again,
     from_the_journal,
-    gradient_of_one_batch,
-    gradient_of_ranks,
-    over_the_wire,
-    planned,
-    some_executions,
 )
 
 import stream_balancer as sb
@@ -52,26 +43,6 @@ def unique_tokens(micro_batch: sb.types.MicroBatch) -> int:
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("divide", DIVISORS)
-def test_the_gradient_of_each_equals_that_of_one_padded_batch_of_its_rollouts(divide: Divide) -> None:
-    executions = some_executions(seed=3)
-    knobs: dict[str, Any] = {"micro_batches": {"max_tokens": 60, "oversize": "alone"}, "step_size": {"mini_batches": 2}}
-    batch = planned(executions, **knobs)
-    ways = [batch, over_the_wire(batch), from_the_journal(batch), delivered_again(executions, **knobs)]
-    for way in ways:
-        pieces = of_ranks(way)
-        assert len(pieces) == 2
-        for parts in pieces:
-            its = {(r.group_id, r.execution_id) for r in real(parts)}
-            together = [one for one in executions if (one[0].group_id, one[0].execution_id) in its]
-            assert sum(map(len, together)) == len(real(parts)), "samples of an execution are in one mini-batch"
-            whole = gradient_of_one_batch(together, divide)
-            found = gradient_of_ranks(replace(batch, ranks=parts), divide)
-            assert (found - whole).abs().max() <= 1e-6 * whole.abs().max()
-        whole = gradient_of_one_batch(executions, divide)
-        assert (gradient_of_ranks(way, divide) - whole).abs().max() <= 1e-6 * whole.abs().max(), "as is the step's"
 
 
 # -- what holds for every cut ------------------------------------------------------------------------------------------
