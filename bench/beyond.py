@@ -205,7 +205,7 @@ class Table:
             self._bar(means.idle),
             sd=round(float(np.std(each, ddof=min(1, len(each) - 1))), 2),
             bound=round(100.0 * (1.0 - whole.work / whole.bound), 2),
-            delay=round(float(np.mean([report.delay_dispatches.mean for report in reports])), 2),
+            delay=round(float(np.mean([report.delay_steps.mean for report in reports])), 2),
             time=round(step / next(iter(self._steps.values())), 4),
         )
         if mode.whole_groups:
@@ -225,7 +225,7 @@ class Table:
         for seed, stream in zip(self._seeds, streams, strict=True):
             report = sb.simulate(stream, mode.config(stream, COST), slots=mode.slots, seed=seed, trainer="matched")
             idle.append(100.0 * report.whole_idle_fraction)
-            delay.append(report.delay_dispatches.mean)
+            delay.append(report.delay_steps.mean)
         self._whole[mode.name] = float(np.mean(idle))
         most = self._bar(means.whole)
         bar = None if most is None else most * self._whole[means.against]

@@ -1,4 +1,4 @@
-"""What a plan costs: CPU time of one dispatch over a steady stream, also under a token cap.
+"""What a plan costs: CPU time of one step over a steady stream, also under a token cap.
 
 python bench/plan_time.py [--json] [--quick]
 """

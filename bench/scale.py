@@ -1,7 +1,7 @@
-"""How far one planner goes: dispatches, loop blocks, memory and simulated runs up to 4,096 ranks, 131,072 waiting and
+"""How far one planner goes: steps, loop blocks, memory and simulated runs up to 4,096 ranks, 131,072 waiting and
 10^6 rollouts.
 
-A dispatch is the whole ``core.poll``: columns, plan, batch, commit. All rollouts have the same payload, so that what is
+A step is the whole ``core.poll``: columns, plan, batch, commit. All rollouts have the same payload, so that what is
 measured is the balancer and Python, never tokens. Each part runs in a process of its own, with a clean heap.
 Run: ``python bench/scale.py [--json] [--part memory|block|dispatch|simulate|shard]``, or beside another checkout, in
 turns: ``python bench/scale.py --beside PATH``.
@@ -45,11 +45,11 @@ def config_of(num_ranks: int, batch_size: int, waiting: int) -> sb.BalancerConfi
     return sb.BalancerConfig(dp_size=num_ranks, batch_size=batch_size, window=waiting, cost=sb.cost.QuadraticCost())
 
 
-def dispatch_times(num_ranks: int, batch_size: int, waiting: int, dispatches: int) -> dict[str, float]:
+def dispatch_times(num_ranks: int, batch_size: int, waiting: int, steps: int) -> dict[str, float]:
     """CPU time of a poll and of its acknowledgement with so many waiting at each, and of the puts between them. The
     batch before has been dropped by then: its rollouts are the caller's to free."""
     core = BalancerCore(config_of(num_ranks, batch_size, waiting))
-    source = make_rollouts(waiting + (dispatches + 2) * batch_size)
+    source = make_rollouts(waiting + (steps + 2) * batch_size)
     now = 0.0
 
     def fill(count: int) -> float:
@@ -63,7 +63,7 @@ def dispatch_times(num_ranks: int, batch_size: int, waiting: int, dispatches: in
 
     fill(waiting)
     polls, acknowledgements, puts, excess = [], [], [], []
-    for number in range(dispatches + 2):
+    for number in range(steps + 2):
         start = time.process_time()
         batch = core.poll(now)
         middle = time.process_time()
@@ -99,12 +99,12 @@ def exponent(sizes: list[int], seconds: list[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
-def dispatch_rows(rows: Rows, dispatches: int) -> None:
-    """Time per dispatch at each size, and how it grows. Without Python's cycle collector: see the blocks for that."""
+def dispatch_rows(rows: Rows, steps: int) -> None:
+    """Time per step at each size, and how it grows. Without Python's cycle collector: see the blocks for that."""
     gc.disable()
     known: dict[tuple[int, int, int], float] = {}
     for size in dict.fromkeys([*WINDOW_GROWS, *BATCH_GROWS, *ALL_GROW, *FEW_EACH]):
-        found: dict[str, Any] = {name: round(value, 3) for name, value in dispatch_times(*size, dispatches).items()}
+        found: dict[str, Any] = {name: round(value, 3) for name, value in dispatch_times(*size, steps).items()}
         known[size] = found.pop("poll_ms")
         ranks, batch, waiting = size
         most = {(512, 4096, 131072): 20, (512, 16384, 131072): 60}.get(size)
@@ -117,16 +117,16 @@ def dispatch_rows(rows: Rows, dispatches: int) -> None:
     ):
         fitted = [size for size in series if size[0] >= SMALLEST_FITTED]
         power = exponent([size[column] for size in fitted], [known[size] for size in fitted])
-        rows.add(f"time of a dispatch grows with {name}: power", power, "power", most_power)
+        rows.add(f"time of a step grows with {name}: power", power, "power", most_power)
 
 
-def beside_rows(rows: Rows, other: Path, dispatches: int) -> None:
+def beside_rows(rows: Rows, other: Path, steps: int) -> None:
     """Dispatches and puts of this checkout and of another one, each time in a process of its own, in turns."""
     here = Path(__file__).resolve().parent.parent
     for size in dict.fromkeys([*WINDOW_GROWS, *BATCH_GROWS, (64, 1024, 2048), (32, 256, 512)]):
         found: dict[Path, list[dict[str, float]]] = {here: [], other: []}
         for where in (here, other, other, here, here, other):
-            command = [sys.executable, __file__, "--as-peer", json.dumps([*size, dispatches])]
+            command = [sys.executable, __file__, "--as-peer", json.dumps([*size, steps])]
             done = subprocess.run(
                 command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(where)}
             )
@@ -137,12 +137,12 @@ def beside_rows(rows: Rows, other: Path, dispatches: int) -> None:
             rows.add(name, ours, unit, other=round(theirs, 2), ratio=round(ours / theirs, 2))
 
 
-async def longest_block_s(num_ranks: int, batch_size: int, waiting: int, dispatches: int) -> tuple[list[float], float]:
-    """-> (for each dispatch the longest time in which the event loop ran nothing else; the same without dispatches).
+async def longest_block_s(num_ranks: int, batch_size: int, waiting: int, steps: int) -> tuple[list[float], float]:
+    """-> (for each step the longest time in which the event loop ran nothing else; the same without steps).
 
     A task that does nothing but yield notes the gaps between its turns, while producers put and a trainer iterates.
     """
-    todo = make_rollouts(waiting + (dispatches + 3) * batch_size)
+    todo = make_rollouts(waiting + (steps + 3) * batch_size)
     blocks: list[float] = []
     gap = 0.0
 
@@ -168,7 +168,7 @@ async def longest_block_s(num_ranks: int, batch_size: int, waiting: int, dispatc
             for _ in range(8):
                 tasks.start_soon(produce, balancer)
             batches = balancer.batches()
-            for number in range(dispatches + 1):
+            for number in range(steps + 1):
                 gap = 0.0
                 await anext(batches)
                 await anyio.lowlevel.checkpoint()
@@ -179,19 +179,19 @@ async def longest_block_s(num_ranks: int, batch_size: int, waiting: int, dispatc
     return blocks, quiet
 
 
-def block_rows(rows: Rows, dispatches: int) -> None:
-    """The longest block of the event loop per dispatch, under load, on asyncio."""
+def block_rows(rows: Rows, steps: int) -> None:
+    """The longest block of the event loop per step, under load, on asyncio."""
     for collector in ("on", "off"):
         gc.collect()
         gc.enable() if collector == "on" else gc.disable()
         for ranks, batch, waiting in ((64, 4096, 16384), (512, 16384, 131072), (4096, 65536, 131072)):
-            blocks, quiet = anyio.run(longest_block_s, ranks, batch, waiting, dispatches)
+            blocks, quiet = anyio.run(longest_block_s, ranks, batch, waiting, steps)
             rows.add(
-                f"longest block of the loop per dispatch, {batch} of {waiting} on {ranks} ranks, gc {collector}",
+                f"longest block of the loop per step, {batch} of {waiting} on {ranks} ranks, gc {collector}",
                 statistics.median(blocks) * 1e3,
                 "ms",
                 worst=round(max(blocks) * 1e3, 2),
-                without_dispatches=round(quiet * 1e3, 2),
+                without_steps=round(quiet * 1e3, 2),
             )
 
 
@@ -199,7 +199,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * BYTES_OF_A_PAGE
 
 
-def memory_rows(rows: Rows, dispatches: int) -> None:
+def memory_rows(rows: Rows, steps: int) -> None:
     """Bytes for each waiting rollout besides its tensors: the balancer's own, and the Rollout object's. What a tensor
     weighs before it holds anything is torch's, and given beside."""
     ids = torch.zeros(LONGEST, dtype=torch.int64)
@@ -229,10 +229,10 @@ def _memory_of(rows: Rows, tensors: list[torch.Tensor]) -> None:
     rows.add(f"balancer's book-keeping per waiting rollout, {waiting} waiting", own, "B")
     rows.add(f"Rollout object with its dict and id, {waiting} waiting", of_rollout, "B")
     rows.add(f"both, per waiting rollout, {waiting} waiting", own + of_rollout, "B", 1024)
-    rows.add(f"on top during a dispatch, per waiting rollout, {waiting} waiting", planning, "B")
+    rows.add(f"on top during a step, per waiting rollout, {waiting} waiting", planning, "B")
 
 
-def simulate_rows(rows: Rows, dispatches: int) -> None:
+def simulate_rows(rows: Rows, steps: int) -> None:
     """Whole simulated runs with an instant trainer: every rollout through the core once."""
     for count, ranks, batch, waiting in (
         (100_000, 512, 4096, 8192),
@@ -249,7 +249,7 @@ def simulate_rows(rows: Rows, dispatches: int) -> None:
             seconds,
             "s",
             us_per_rollout=round(seconds / count * 1e6, 1),
-            dispatches=report.num_batches,
+            steps=report.num_batches,
             idle_percent=round(100 * report.overall.idle_fraction, 3),
         )
 
@@ -289,7 +289,7 @@ def sharded(num_ranks: int, batch_size: int, waiting: int, num_cells: int, steps
     return 1.0 - mean / slowest, statistics.median(times) * 1e3
 
 
-def shard_rows(rows: Rows, dispatches: int) -> None:
+def shard_rows(rows: Rows, steps: int) -> None:
     """What cells with a planner of their own cost in balance, where all ranks meet at every step."""
     gc.disable()
     for cells in (1, 2, 8):
@@ -308,15 +308,15 @@ PARTS: dict[str, Callable[[Rows, int], None]] = {
 
 
 def main() -> None:
-    options = arguments(__doc__, part=None, dispatches=9, beside=None)
+    options = arguments(__doc__, part=None, steps=9, beside=None)
     rows = Rows(options.json)
     if options.as_peer:
         gc.disable()
         print(json.dumps(dispatch_times(*options.as_peer)))
     elif options.beside:
-        beside_rows(rows, Path(options.beside).resolve(), options.dispatches)
+        beside_rows(rows, Path(options.beside).resolve(), options.steps)
     elif options.part:
-        PARTS[options.part](rows, options.dispatches)
+        PARTS[options.part](rows, options.steps)
     else:
         for part in PARTS:
             subprocess.run([sys.executable, *sys.argv, "--part", part], check=True)

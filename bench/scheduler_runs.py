@@ -125,7 +125,7 @@ class Figures:
     time: float
     """Over the least that a first-in-first-out step of as much work can take."""
     delay: float
-    """Mean, dispatches."""
+    """Mean, steps."""
     longest_delay: int
     token_variation: float
     """Of the steps: standard deviation / mean."""
@@ -153,7 +153,7 @@ class Record:
     layouts: list[tuple[Ints, Layout]] = field(default_factory=list)
     """Of each step: what it was shown, as positions in the run; and its plan, as positions among those."""
     delays: list[int] = field(default_factory=list)
-    """Of each rollout that went, dispatches."""
+    """Of each rollout that went, steps."""
     ms: list[float] = field(default_factory=list)
 
 

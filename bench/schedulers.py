@@ -5,7 +5,7 @@ python bench/schedulers.py [--all] [--json] [--results FILE] [--plot FILE.html] 
 
 A row is a scheduler (bench/scheduler_list.py) on a stream and a size of step. Idle is the share of rank time that is
 not work, where ranks meet once a step and where they meet at every micro-batch. Time is a step's over the least that
-any layout of the oldest rollouts can take: only a choice among more of them gets below 1. Delay is in dispatches that
+any layout of the oldest rollouts can take: only a choice among more of them gets below 1. Delay is in steps that
 a rollout waits. Tokens: by how much those of a step vary (standard deviation / mean). Plan: milliseconds of one core
 for all ranks together. Streams begin in mid-run, and nothing was tuned on their seeds.
 """

@@ -11,7 +11,7 @@ have chosen; the best one is known only in hindsight.
 
 kept: how many must wait (window) and how many may (capacity), both in batches, with a trainer that takes time:
 generation 0.7, 1 and 1.4 times as fast as balanced ranks train. Whole idle time, the wait for rollouts included; beside
-it the idle time of the steps, and the mean and 99th percentile of the delay in dispatches.
+it the idle time of the steps, and the mean and 99th percentile of the delay in steps.
 
 cost: seconds that `AutoWindow.observe` takes, over those of the plan it precedes, and the longest single call.
 """
@@ -105,7 +105,7 @@ def auto(rows: Rows, seeds: int, steps: int) -> None:
         (64, 16, sb.cost.TokenCost()),
     ):
         name = f"{batch}/{ranks} {'tok' if isinstance(cost, sb.cost.TokenCost) else 'flops'}"
-        rows.text(f"window='auto', {name}, {steps} dispatches of a drifting stream")
+        rows.text(f"window='auto', {name}, {steps} steps of a drifting stream")
         gaps, ages, best_ages, idles, best_idles = [], [], [], [], []
         for seed in range(seeds):
             trace = trace_of(drifting(batch * steps, 100 + seed))
@@ -134,7 +134,7 @@ def auto(rows: Rows, seeds: int, steps: int) -> None:
 def _figures(trace: sb.Trace, config: sb.BalancerConfig) -> tuple[float, float]:
     """Idle in percent and mean age, of the whole run."""
     report = sb.simulate(trace, config, tolerance=3e-3, warm_up=0)
-    return 100 * report.idle_fraction, report.delay_dispatches.mean
+    return 100 * report.idle_fraction, report.delay_steps.mean
 
 
 # --- how many must wait, and how many may ----------------------------------------------------------------------------
@@ -160,8 +160,8 @@ def kept(rows: Rows, folder: Path, seeds: int) -> None:
                         "%",
                         deviation=round(float(whole.std(ddof=1)), 2) if seeds > 1 else None,
                         of_steps=round(100 * float(np.mean([run.idle_fraction for run in runs])), 2),
-                        delay=round(float(np.mean([run.delay_dispatches.mean for run in runs])), 2),
-                        delay_p99=round(float(np.mean([run.delay_dispatches.p99 for run in runs])), 1),
+                        delay=round(float(np.mean([run.delay_steps.mean for run in runs])), 2),
+                        delay_p99=round(float(np.mean([run.delay_steps.p99 for run in runs])), 1),
                     )
 
 
@@ -184,7 +184,7 @@ SIZES = ((32, 8, True), (64, 8, True), (64, 32, False), (256, 32, True), (1024, 
 
 
 def cost(rows: Rows, steps: int) -> None:
-    rows.text("window='auto': what it adds to a dispatch (CPU time)")
+    rows.text("window='auto': what it adds to a step (CPU time)")
     for batch, ranks, flops in SIZES:
         windows = tuple(round(width * batch) for width in (1.0, 1.25, 1.5, 2.0, 3.0))
         knobs = PlanKnobs(ranks, batch, 8)
@@ -195,9 +195,7 @@ def cost(rows: Rows, steps: int) -> None:
         name = f"{batch}/{ranks} {'flops' if flops else 'tok'}"
         rows.add(f"cost {name}: plan", 1e3 * float(np.mean(planning)), "ms")
         rows.add(f"cost {name}: added", 100 * float(extra.sum() / planning.sum()), "%", 10.0)
-        rows.add(
-            f"cost {name}: 99th percentile of what a dispatch adds", 1e3 * float(np.quantile(extra, 0.99)), "ms", 3.0
-        )
+        rows.add(f"cost {name}: 99th percentile of what a step adds", 1e3 * float(np.quantile(extra, 0.99)), "ms", 3.0)
 
 
 def _drive(costs: Floats, knobs: PlanKnobs, chooser: AutoWindow, steps: int) -> tuple[Floats, Floats]:

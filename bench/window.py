@@ -4,7 +4,7 @@ python bench/window.py [--json] [--seeds 20] [--trace-seeds 6] [--steps 200] [--
                        [--only-mode TEXT]
 
 A row is a setting of the knobs over a stream of lengths, run by `sb.simulate` in mid-run: mean over seeds, its standard
-deviation, delays in dispatches (mean and p99 over seeds, the longest of all), the correlation of length and delay, and
+deviation, delays in steps (mean and p99 over seeds, the longest of all), the correlation of length and delay, and
 by how much the tokens of a step vary. The warm-up and the tail are left out. A new setting is one more line of MODES.
 """
 
@@ -151,7 +151,7 @@ def measure(rows: Rows, label: str, runs: Sequence[sb.SimulationReport], bar: fl
     of_the_stratum: dict[str, Any] = {}
     if runs[0].strata:
         of_the_stratum["steps_without"] = mean(lambda run: 100 * run.strata["a"].steps_without)
-        of_the_stratum["delay_of_stratum"] = mean(lambda run: run.strata["a"].delay_dispatches.mean)
+        of_the_stratum["delay_of_stratum"] = mean(lambda run: run.strata["a"].delay_steps.mean)
     for run in runs:
         most = run.config.max_skips
         assert most is None or run.max_skips_seen <= most, f"{label}: passed over {run.max_skips_seen} times"
@@ -162,9 +162,9 @@ def measure(rows: Rows, label: str, runs: Sequence[sb.SimulationReport], bar: fl
         bar,
         sd=round(float(np.std(idle, ddof=1)), 2) if len(idle) > 1 else 0.0,
         bound=mean(lambda run: 100 * run.figures.unavoidable_idle),
-        delay=mean(lambda run: run.delay_dispatches.mean),
-        p99=mean(lambda run: run.delay_dispatches.p99),
-        longest=int(max(run.delay_dispatches.max for run in runs)),
+        delay=mean(lambda run: run.delay_steps.mean),
+        p99=mean(lambda run: run.delay_steps.p99),
+        longest=int(max(run.delay_steps.max for run in runs)),
         correlation=mean(lambda run: run.length_bias.length_delay_correlation),
         token_variation=mean(lambda run: run.figures.token_variation or 0.0),
         **of_the_stratum,

@@ -92,7 +92,7 @@ class StratumStatistics:
     mean_wait_s: float
     """Seconds that these have waited, in the mean; 0.0 if none waits."""
     share: float | None
-    """Share of the rollouts of about the last 50 dispatches; None before the first."""
+    """Share of the rollouts of about the last 50 steps; None before the first."""
 
 
 @documented
@@ -118,12 +118,12 @@ class Statistics:
     evicted: Mapping[EvictReason, int]
     """Rollouts given up, by reason, ever."""
     batches: Mapping[Reason, int]
-    """Dispatches by reason, ever."""
+    """Steps by reason, ever."""
     dispatched_tokens: int
     """Tokens dispatched, ever, padding copies not counted."""
     token_variation: float | None
     """Coefficient of variation of the tokens of a step: their standard deviation over their mean, over all steps ever.
-    0.0 = every step trains on as many tokens; what varies is noise in the gradient. None before the first dispatch."""
+    0.0 = every step trains on as many tokens; what varies is noise in the gradient. None before the first step."""
     surplus_rollouts: int
     """Rollouts that steps took beyond ``batch_size`` so far, and later ones give back; 0 without
     ``step_size.rollouts``."""
@@ -152,7 +152,7 @@ class Statistics:
     """Rollouts in flight that ``batches()`` will give again: their batches were restored from a checkpoint."""
     unavoidable_idle_fraction: float | None
     """The part of ``idle_fraction`` that no assignment of the same rollouts could have avoided: outliers. None before
-    the first dispatch."""
+    the first step."""
     length_bias: LengthBiasSummary
     """Delay of long rollouts beside short ones; see :class:`LengthBiasSummary`."""
     idle_fraction: float | None
@@ -182,9 +182,9 @@ class Statistics:
     """Rollouts dispatched since this balancer was made for which ``max_versions`` was not checked: they had no
     version, or the balancer had none yet."""
     window: int
-    """Rollouts that a dispatch waits for: the knob, or what ``window="auto"`` has chosen."""
+    """Rollouts that a step waits for: the knob, or what ``window="auto"`` has chosen."""
     window_tokens: int | None
-    """Tokens that a dispatch waits for under ``step_size.tokens``; None where it waits for rollouts only."""
+    """Tokens that a step waits for under ``step_size.tokens``; None where it waits for rollouts only."""
     strata: Mapping[str, StratumStatistics]
     """Figures of each stratum (environment, data set) that has come; empty where no rollout named one."""
     idle_by_window: Mapping[int, float] = field(default_factory=dict)

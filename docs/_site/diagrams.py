@@ -9,7 +9,7 @@ DARK = "#333333"
 
 
 def timeline() -> plt.Figure:
-    """Puts, dispatches, steps, acknowledgements and policy versions of two ranks, with one batch prefetched."""
+    """Puts, batches, steps, acknowledgements and policy versions of two ranks, with one batch prefetched."""
     figure, axis = plt.subplots(figsize=(8.6, 3.4), layout="constrained")
     rows = {"rollouts finish (put)": 4.0, "the window": 3.0, "rank 0": 2.0, "rank 1": 1.0, "policy version": 0.0}
     for at in (
@@ -37,9 +37,9 @@ def timeline() -> plt.Figure:
         8.3,
     ):
         axis.plot([at, at], [3.8, 4.2], color=DARK, linewidth=1.2)
-    dispatches = [1.1, 2.0, 4.9, 7.9]  # the first fills a queue, the second is prefetched, then one for each step done
+    steps = [1.1, 2.0, 4.9, 7.9]  # the first fills a queue, the second is prefetched, then one for each step done
     steps = [(1.3, 4.8), (4.9, 7.8), (7.9, 10.0)]
-    for number, at in enumerate(dispatches):
+    for number, at in enumerate(steps):
         axis.annotate(
             f"batch {number}", (at, 2.42), (at, 3.2), ha="center", fontsize=8, arrowprops={"arrowstyle": "->"}
         )
@@ -47,7 +47,7 @@ def timeline() -> plt.Figure:
         for row, late in ((2.0, 0.0), (1.0, 0.12)):
             axis.barh(row, ends - begins - 0.12 + (late if number < 2 else 0), left=begins, height=0.34, color=BUSY)
             axis.text(begins + 0.1, row, f"step {number}", color="white", va="center", fontsize=8)
-    for number, at in enumerate(dispatches[1:], start=1):
+    for number, at in enumerate(steps[1:], start=1):
         width = (steps[number][0] if number < 3 else 10.0) - at
         axis.barh(2.31, width, left=at, height=0.16, color=SENT)
         axis.barh(1.31, width, left=at, height=0.16, color=SENT)

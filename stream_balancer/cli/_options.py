@@ -26,7 +26,7 @@ from stream_balancer.tools.trace import Trace, load_trace
 
 DEFAULTS = {"dp_size": 8, "batch_size": 32}
 """Knobs that a balancer needs, and a look at lengths need not be given."""
-DEFAULT_GENERATED = 20_000  # rollouts of generate:NAME without a number: hundreds of dispatches, a second or two
+DEFAULT_GENERATED = 20_000  # rollouts of generate:NAME without a number: hundreds of steps, a second or two
 GENERATE = "generate:"
 USER_ERROR = 2  # typer's own code for bad usage
 

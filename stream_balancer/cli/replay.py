@@ -36,7 +36,7 @@ class Replay(Simulated):
     KNOBS: ClassVar = (*Simulated.KNOBS, "window", "step_size.window_tokens", "deadline_s", "max_skips", "capacity")
 
     warm_up: int | None = None
-    """Dispatches to leave out of the figures. (default: 3 x max skips, at most a quarter)"""
+    """Steps to leave out of the figures. (default: 3 x max skips, at most a quarter)"""
 
     def run(self) -> None:
         # imported here: `--help` must not wait for torch
@@ -91,7 +91,7 @@ def _print(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any],
     stdout().print(
         f"[bold]{trace.name}[/bold]: {len(trace):,} rollouts, {trace.num_tokens:,} tokens; length p50 "
         f"{np.median(trace.lengths):,.0f}, longest {trace.lengths.max():,}; {arrivals}; trainer {how['trainer']}\n"
-        f"{config.dp_size} ranks, {batch_text(config)} a dispatch, window {window}, max_skips "
+        f"{config.dp_size} ranks, {batch_text(config)} a step, window {window}, max_skips "
         f"{config.max_skips}, deadline {deadline_text(config.deadline_s)}, cost {cost}",
         table(
             ["", *_NAMES.values()],
@@ -128,7 +128,7 @@ def _rows(trace: Trace, reports: Reports, how: dict[str, Any]) -> dict[str, Show
             f"{s:,.0f}" for s in (r.delay_s.p50, r.delay_s.p99, r.delay_s.max)
         ),
         "passed over, mean / p99 / max": lambda r, _: (
-            f"{r.delay_dispatches.mean:.2f} / {r.delay_dispatches.p99:.0f} / {r.max_skips_seen}"
+            f"{r.delay_steps.mean:.2f} / {r.delay_steps.p99:.0f} / {r.max_skips_seen}"
         ),
         "staleness mean / max, steps": lambda r, _: f"{r.staleness.mean:.2f} / {r.staleness.max:.0f}",
         # no number where every rollout waited alike
@@ -138,7 +138,7 @@ def _rows(trace: Trace, reports: Reports, how: dict[str, Any]) -> dict[str, Show
     for stratum in reports["window"].strata:
         rows[f"{stratum}: share / steps without"] = partial(_of_stratum, stratum)
     rows["padding copies, evicted"] = lambda r, _: f"{r.padding_copies}, {r.evicted}"
-    rows["dispatches"] = lambda r, _: ", ".join(f"{n} {why}" for why, n in r.reasons.items())
+    rows["steps"] = lambda r, _: ", ".join(f"{n} {why}" for why, n in r.reasons.items())
     return rows
 
 
@@ -155,7 +155,7 @@ def _verdict(reports: Reports, parts: Mapping[Policy, Segment], *, steady: bool)
     """The conclusion, in a sentence or two."""
     if not steady:
         yield (
-            "Too short a run for a steady state: the figures are of all dispatches, tail included. "
+            "Too short a run for a steady state: the figures are of all steps, tail included. "
             "Try --rollouts 10000, or a smaller batch."
         )
     idle = {policy: part.idle_fraction for policy, part in parts.items()}

@@ -40,7 +40,7 @@ _LINES = {
 _COUNTS = {  # figures with a label
     "waiting lengths": "waiting_length_tokens",
     "evicted": "evicted_rollouts",
-    "batches": "dispatches",
+    "batches": "batches",
     "idle seconds": "idle_seconds",
     "versions behind": "training_age_versions",
 }

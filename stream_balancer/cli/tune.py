@@ -30,7 +30,7 @@ class Tune(Simulated):
     """
 
     max_age: float = 2.0
-    """Most added mean delay to recommend, in dispatches: an extra batch of window is one."""
+    """Most added mean delay to recommend, in steps: an extra batch of window is one."""
     tolerance: float = 0.0025
     """Idle fraction that is not worth a larger window."""
     windows: str | None = None
@@ -93,7 +93,7 @@ def _print(report: TuneReport, cost: str, plot: Path | None) -> None:
     again = f", the trace {report.times} times over" if report.times > 1 else ""
     stdout().print(
         f"[bold]{report.trace_name}[/bold]: {report.num_rollouts:,} rollouts a run{again}; {config.dp_size} ranks, "
-        f"{batch_text(config)} a dispatch, cost {cost}; {len(report.outcomes)} settings, those on the front:",
+        f"{batch_text(config)} a step, cost {cost}; {len(report.outcomes)} settings, those on the front:",
         _table(report),
         f"[bold]{report.reason}[/bold]",
         f"Recommended: {chosen.knobs_of_size}, max_skips={chosen.report.config.max_skips}, deadline "
@@ -126,7 +126,7 @@ def _figures(o: Outcome) -> list[str]:
         f"{o.compared_idle:.2%}",
         f"{o.idle_error:.2%}",
         f"{o.added_age:.2f}",
-        f"{run.delay_dispatches.p99:.0f}/{run.delay_dispatches.max:.0f}",
+        f"{run.delay_steps.p99:.0f}/{run.delay_steps.max:.0f}",
         f"{run.figures.token_variation:.0%}",
         f"{run.delay_s.p99:,.0f}",
         f"{o.short_batches:.0%}" if o.short_batches else "",

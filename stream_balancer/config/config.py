@@ -108,7 +108,7 @@ class BalancerConfig(Knobs):
                 return False
             return most_versions is None or window <= (most_versions + 1) * self.batch_size
 
-        # three batches: a wider one delays by more than two dispatches, which nobody gets unasked
+        # three batches: a wider one delays by more than two steps, which nobody gets unasked
         limit = 3 * self.batch_size + whole if capacity is None else capacity // whole * whole
         windows = tuple(window for window in window_choices(self.batch_size, whole, limit) if legal(window))
         if len(windows) < 2:

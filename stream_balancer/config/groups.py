@@ -104,14 +104,14 @@ class StepSize(metaclass=Values):
     """Steps of another size than ``batch_size`` rollouts, and steps in several parts."""
 
     tokens: Count | None = None
-    """Tokens per dispatch, instead of ``batch_size``. So many rollouts (or whole groups) go that their tokens come
+    """Tokens per step, instead of ``batch_size``. So many rollouts (or whole groups) go that their tokens come
     nearest to this. More go where ``max_skips`` demands it, or where some rank would get none. See
     docs/planning.md for what it costs."""
     window_tokens: Count | None = None
     """Under ``tokens``, instead of ``window``: dispatch once this many tokens wait. Default ``2 * tokens`` if no
     ``window`` is given."""
     rollouts: Range | None = None
-    """Least and most rollouts per dispatch, ``(16, 64)`` for example. A step that is long because of an outlier takes
+    """Least and most rollouts per step, ``(16, 64)`` for example. A step that is long because of an outlier takes
     more rollouts, so that all ranks have work, and later steps take fewer until the mean is ``batch_size`` again. What
     a loss divides by varies with it: see docs/planning.md. None = ``batch_size`` every time."""
     mini_batches: Count = 1

@@ -45,19 +45,19 @@ class Knobs(metaclass=Values):
     dp_size: Count
     """DP ranks that take part in every step."""
     batch_size: Knob[Count | None, int] = DERIVED
-    """Rollouts per dispatch, over all ranks. With ``step_size.rollouts``, on average. Under ``step_size.tokens``, which
+    """Rollouts per step, over all ranks. With ``step_size.rollouts``, on average. Under ``step_size.tokens``, which
     takes its place, it is read as the fewest that a full dispatch has: one for each micro-batch that every rank must
     run, in whole groups."""
     window: Knob[Count | Literal["auto"] | None, int] = DERIVED
     """How many must wait until a batch leaves, chosen from all that wait; default 2 * batch_size. That is most of the
-    balance a window can buy, for one dispatch of mean queueing delay; every further ``batch_size`` adds another
+    balance a window can buy, for one step of mean queueing delay; every further ``batch_size`` adds another
     (Little's law). ``"auto"``: the smallest of :attr:`auto_windows` from which waiting longer would save hardly
     any idle time, fitted to the lengths that come; read back, it is the one in force. See docs/tuning.md."""
     deadline_s: Seconds | None = None
     """How long the oldest may wait for the window, in seconds. Then a batch may be smaller than ``batch_size``, which
     is why the default is None: wait for the window."""
     max_skips: Knob[Count | Literal["auto"] | None, int | None] = AUTO
-    """No rollout is passed over by more dispatches than this; default 16, or what window and capacity need. The strong
+    """No rollout is passed over by more steps than this; default 16, or what window and capacity need. The strong
     knob on heavy tails: twice as many leave a third to four fifths of the idle time, at the same mean delay, and the
     longest wait is twice as long. None = no bound: outliers may wait for the drain. Holds while no more than
     ``capacity`` wait: see bench/results/planning_proofs.md."""

@@ -65,7 +65,7 @@ class Buffer:
     lengths: Ints
     """[n] tokens of each."""
     skips: Ints
-    """[n] dispatches that passed each over."""
+    """[n] steps that passed each over."""
     arrived_at: Floats
     """[n] arrival times in seconds, oldest first."""
     versions: Ints
@@ -170,7 +170,7 @@ class Buffer:
         return removed
 
     def pass_over(self, could_go: Bools) -> None:
-        """A dispatch leaves these ([n] bool) behind: count it, but not for incomplete groups, which could not go.
+        """A step leaves these ([n] bool) behind: count it, but not for incomplete groups, which could not go.
         O(n)."""
         # [n] a bool adds 0 or 1
         self.skips[:] += self.complete & could_go

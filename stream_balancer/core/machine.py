@@ -178,7 +178,7 @@ class BalancerCore:
             waiting, plan = make_plan(state, due, num_rollouts)
             rows = rows_of(plan)
             batch = make_batch(state, plan, rows, reason, now)
-            # before the dispatch, which moves the rows that these columns are views of
+            # before the step, which moves the rows that these columns are views of
             self.observers.emit("planned", waiting, state.pricing.knobs, reason)
             self._dispatch(batch, rows, now if asked_at is None else asked_at, now)
         state.in_flight.begin_training(state.staleness.version)

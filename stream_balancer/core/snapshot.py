@@ -30,7 +30,7 @@ class Snapshot:
     waited_s: NDArray[np.float64]
     """[n] seconds each has waited."""
     skips: NDArray[np.int64]
-    """[n] dispatches that passed each over."""
+    """[n] steps that passed each over."""
     in_flight: tuple[Batch, ...]
     """Dispatched and not acknowledged, oldest first."""
     group_departures: Mapping[str, int]

@@ -18,7 +18,7 @@ MOST_STRATA = 1_000
 
 
 class Strata:
-    """The strata that have come, by number, and their shares of the last dispatches."""
+    """The strata that have come, by number, and their shares of the last steps."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}

@@ -44,7 +44,7 @@ class Triggers:
         """The window counts as full for as long as this is so."""
         self._buffer = buffer
         self._staleness = staleness
-        # a put found no room since the last dispatch
+        # a put found no room since the last step
         self._force_flush = False
         # no deadline batch before then: too few are ready
         self._not_before = -math.inf
@@ -52,7 +52,7 @@ class Triggers:
         self._sendable: Sendable | None = None
 
     def force_flush(self) -> None:
-        """The window counts as full until the next dispatch."""
+        """The window counts as full until the next step."""
         self._force_flush = True
 
     def changed(self) -> None:

@@ -371,7 +371,7 @@ class StreamBalancer(OfOneProcess):
         return self.parts.core.snapshot(self._lifetime.now("snapshot"))
 
     async def async_state_dict(self) -> dict[str, Any]:
-        """:meth:`state_dict` of this instant, written in a worker thread while puts and dispatches go on."""
+        """:meth:`state_dict` of this instant, written in a worker thread while puts and batches go on."""
         snapshot = self.snapshot()
         return await anyio.to_thread.run_sync(state_dict, snapshot, limiter=anyio.CapacityLimiter(1))
 

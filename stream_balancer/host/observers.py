@@ -80,7 +80,7 @@ class Notices(Learner):
         if waiting > most_waiting(config) and config.max_skips is not None and config.step_size.tokens is None:
             self._warn_once(
                 "%d rollouts were recovered, above what may wait (%d): until no more than that do, some may be passed "
-                "over by more dispatches than max_skips (%d). Use the capacity of before",
+                "over by more steps than max_skips (%d). Use the capacity of before",
                 waiting,
                 most_waiting(config),
                 config.max_skips,

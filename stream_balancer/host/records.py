@@ -146,7 +146,7 @@ class HeldRollout(NamedTuple):
     arrived_at: float
     """Seconds; since the epoch in a journal, since the snapshot (below zero) in a checkpoint."""
     step: int
-    """Number of the next dispatch when it came: how many have passed it over follows."""
+    """Number of the next step when it came: how many have passed it over follows."""
 
     @property
     def key(self) -> str:

@@ -32,7 +32,7 @@ _GATE_POLL_S = 0.005  # NeMo-RL offers a version to read, and nothing to wait fo
 class BalancedSampler:
     """NeMo-RL's ``PromptGroupSampler``: the best-balanced subset of the prompt groups that are ready.
 
-    Admission is gated as its ``ready_first`` policy gates: at most ``max_staleness_versions`` (K) dispatches ahead of
+    Admission is gated as its ``ready_first`` policy gates: at most ``max_staleness_versions`` (K) steps ahead of
     the trainer, and nothing is ever thrown away. A group that is v versions old may be passed over K - v times more:
     the planner keeps every such deadline feasible, and admission lets in no more than K + 1 steps can take. So none is
     older than K when it is selected, but one that was still being generated, and at worst those it then displaces.

@@ -2,7 +2,7 @@
 
 Beside the live buffer there is a **shadow** for each window that may be chosen: a buffer of costs alone, from which the
 planner's own ``choose_batch`` sends batches as if that window were in force. Each chunk of new arrivals goes through
-all shadows, one or two at each dispatch: so they are compared on the same rollouts, and a dispatch costs a tenth more,
+all shadows, one or two at each step: so they are compared on the same rollouts, and a step costs a tenth more,
 since choosing is cheap beside the partition, which shadows do without. What a shadow's batches must idle at least
 (their lower bounds) is averaged with a memory of some dozens of them, so lengths that drift are followed.
 
@@ -34,16 +34,16 @@ TARGET = 0.001
 SHRINK = 0.0005
 """... and below which a smaller window is trusted."""
 MEMORY = 40.0
-"""Dispatches of a shadow after which a batch counts a third. Fewer follow faster, and noise moves the window."""
+"""Steps of a shadow after which a batch counts a third. Fewer follow faster, and noise moves the window."""
 LEAST = 8
-"""Dispatches of every shadow before the first fit."""
+"""Steps of every shadow before the first fit."""
 AGREE = 8
 """Fits in a row that must find a smaller window sure before it is taken: a window that is too small idles far more
 than one that is too large ages."""
 
 
 def moves_per_dispatch(batch_size: int, num_ranks: int) -> float:
-    """Shadows that move at a dispatch, so that they take about a tenth of the time of its plan (bench/tune.py).
+    """Shadows that move at a step, so that they take about a tenth of the time of its plan (bench/tune.py).
 
     Choosing is a twentieth of a plan up to 64 rollouts, where the partition is searched for longest, and an eighth to a
     quarter of larger ones, and where a rank has fewer than 4.
@@ -54,7 +54,7 @@ def moves_per_dispatch(batch_size: int, num_ranks: int) -> float:
 
 
 class AutoWindow:
-    """Chooses the window. ``observe`` before every dispatch; ``window`` is what to wait for from then on."""
+    """Chooses the window. ``observe`` before every step; ``window`` is what to wait for from then on."""
 
     def __init__(self, batch_size: int, windows: Sequence[int], window: int) -> None:
         self.windows = tuple(windows)
@@ -72,14 +72,14 @@ class AutoWindow:
     @property
     def idle_by_window(self) -> dict[int, float]:
         """Idle share that each window would have, in the recent past; empty before the first fit."""
-        if min(shadow.dispatches for shadow in self._shadows) < LEAST:
+        if min(shadow.steps for shadow in self._shadows) < LEAST:
             return {}
         return {shadow.window: shadow.idle for shadow in self._shadows}
 
     def observe(self, waiting: Waiting, knobs: PlanKnobs) -> None:
         """A batch is about to leave: the next shadows see a chunk of arrivals, and after the last one the window is
         fitted anew. O(window log window)."""
-        # Half a move for each dispatch adds up, so a large batch moves a shadow every other time.
+        # Half a move for each step adds up, so a large batch moves a shadow every other time.
         self._credit += moves_per_dispatch(self._batch_size, knobs.num_ranks)
         while self._credit >= 1.0:
             self._credit -= 1.0
@@ -101,8 +101,8 @@ class AutoWindow:
             shadow.rescale(factor)
 
     def _arrivals(self, waiting: Waiting) -> tuple[Floats, Ints]:
-        """Costs and groups of what came, or became complete, since the last dispatch; of a batch of them at most."""
-        # [W] nobody has passed over what came since the last dispatch; what waits for siblings comes once it is
+        """Costs and groups of what came, or became complete, since the last step; of a batch of them at most."""
+        # [W] nobody has passed over what came since the last step; what waits for siblings comes once it is
         # complete
         new = np.flatnonzero((waiting.skips == 0) & waiting.group_complete)[-self._batch_size :]
         labels = waiting.groups[new]
@@ -137,7 +137,7 @@ class _Shadow:
 
     def __init__(self, window: int) -> None:
         self.window = window
-        self.dispatches = self.surplus = 0
+        self.steps = self.surplus = 0
         self.mean = self.bound = 0.0
         # [held and to come] those that have not entered the window yet are the last
         self.costs, self.groups, self.skips = _NOTHING, _NO_LABELS, _NO_LABELS
@@ -185,7 +185,7 @@ class _Shadow:
         keep = 1.0 - 1.0 / MEMORY
         self.mean = self.mean * keep + mean
         self.bound = self.bound * keep + max(bound, mean)
-        self.dispatches += 1
+        self.steps += 1
 
     def rescale(self, factor: float) -> None:
         self.costs = self.costs * factor
@@ -233,7 +233,7 @@ class WindowLearner(Learner):
             self._core.set_window(self._auto.window)
 
     def restored(self, snapshot: Snapshot) -> None:
-        """Begin with the window that the other balancer had found: shadows fill within some dozens of dispatches."""
+        """Begin with the window that the other balancer had found: shadows fill within some dozens of steps."""
         if self._auto is not None and snapshot.auto_window is not None:
             self._begin(int(snapshot.auto_window["window"]))
 

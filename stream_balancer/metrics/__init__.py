@@ -59,7 +59,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("acknowledged_rollouts", "Rollouts trained on.", "acknowledged", "counter"),
     Metric("nacked_rollouts", "Rollouts of batches given back.", "nacked", "counter"),
     Metric("evicted_rollouts", "Rollouts given up, by reason.", "evicted", "counter", "reason"),
-    Metric("dispatches", "Batches, by the reason they left.", "batches", "counter", "reason"),
+    Metric("batches", "Batches, by the reason they left.", "batches", "counter", "reason"),
     Metric("dispatched_tokens", "Tokens dispatched, padding not counted.", "dispatched_tokens", "counter"),
     Metric(
         "token_variation",
@@ -93,9 +93,9 @@ METRICS: tuple[Metric, ...] = (
         "cost_fit.prediction_error",
     ),
     Metric("rank_speed", "Measured speed of each rank; the median rank's is 1.", "cost_fit.speeds", label="rank"),
-    Metric("mean_delay_dispatches", "Dispatches that passed a rollout over.", "length_bias.mean_delay"),
+    Metric("mean_delay_steps", "Steps that passed a rollout over.", "length_bias.mean_delay"),
     Metric(
-        "delay_of_length_decile_dispatches",
+        "delay_of_length_decile_steps",
         "The same for the shortest tenth of the rollouts (0) to the longest (9).",
         "length_bias.delay_per_decile",
         label="decile",
@@ -107,7 +107,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("stratum_waiting_rollouts", "Rollouts of a stratum in the window.", "strata.*.waiting", label="stratum"),
     Metric("stratum_mean_wait_seconds", "How long these have waited.", "strata.*.mean_wait_s", label="stratum"),
-    Metric("stratum_share", "Its share of the last dispatches.", "strata.*.share", label="stratum"),
+    Metric("stratum_share", "Its share of the last steps.", "strata.*.share", label="stratum"),
     Metric("training_age_versions", "How old rollouts were when trained on.", "training_age", label="statistic"),
     Metric(
         "unchecked_rollouts",
@@ -116,8 +116,8 @@ METRICS: tuple[Metric, ...] = (
         "counter",
     ),
     Metric("policy_version", "Policy version last set.", "version"),
-    Metric("window_rollouts", "Rollouts that a dispatch waits for: the knob, or what auto chose.", "window"),
-    Metric("window_tokens", "Tokens that a dispatch waits for, under step_size.tokens.", "window_tokens"),
+    Metric("window_rollouts", "Rollouts that a step waits for: the knob, or what auto chose.", "window"),
+    Metric("window_tokens", "Tokens that a step waits for, under step_size.tokens.", "window_tokens"),
     Metric("window_idle_fraction", "What each window of window='auto' would idle.", "idle_by_window", label="window"),
 )
 
@@ -159,7 +159,7 @@ def _parts(label: str | None, found: Any) -> Iterable[tuple[str | None, Any]]:
 
 
 def figures(statistics: Statistics, prefix: str = "stream_balancer/") -> dict[str, float]:
-    """All that is known, flat: ``{"stream_balancer/waiting_rollouts": 37.0, "stream_balancer/dispatches/window": 12.0,
+    """All that is known, flat: ``{"stream_balancer/waiting_rollouts": 37.0, "stream_balancer/batches/window": 12.0,
     ...}``, for loggers that take a dict of numbers. What is not known yet (NaN) is left out. O(metrics)."""
     return {
         prefix + metric.name + (f"/{label}" if label is not None else ""): value

@@ -11,7 +11,7 @@ class CostOrder:
     """Positions by cost; of equal ones the older first.
 
     This one sorts when it is first asked for more than the heaviest. ``core.buffer`` has one that is kept up to
-    date over puts and dispatches.
+    date over puts and batches.
 
     Examples:
         >>> order = CostOrder(np.array([500.0, 400.0, 2400.0, 400.0]))  # oldest first

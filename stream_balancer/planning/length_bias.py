@@ -38,8 +38,8 @@ class LengthBias:
 
     Examples:
         >>> bias = LengthBias()
-        >>> bias.record([100, 200, 400], delays_dispatches=[0, 0, 0])  # the short ones left at once,
-        >>> bias.record([1600, 800, 3200], delays_dispatches=[1, 0, 2])  # long ones were passed over
+        >>> bias.record([100, 200, 400], delays_steps=[0, 0, 0])  # the short ones left at once,
+        >>> bias.record([1600, 800, 3200], delays_steps=[1, 0, 2])  # long ones were passed over
         >>> summary = bias.summary()
         >>> summary.mean_delay, round(summary.length_delay_correlation, 2)
         (0.5, 0.98)
@@ -53,10 +53,10 @@ class LengthBias:
         # [3, 3] sums of products of (1, length, delay): whole numbers, so exact up to 2^53
         self._moments = np.zeros((3, 3))
 
-    def record(self, lengths: ArrayLike, delays_dispatches: ArrayLike) -> None:
-        """Rollouts left: [n] tokens of each, and [n] dispatches that passed each over."""
+    def record(self, lengths: ArrayLike, delays_steps: ArrayLike) -> None:
+        """Rollouts left: [n] tokens of each, and [n] steps that passed each over."""
         length = np.asarray(lengths, dtype=np.float64)
-        delay = np.asarray(delays_dispatches, dtype=np.float64)
+        delay = np.asarray(delays_steps, dtype=np.float64)
         if length.shape != delay.shape:
             raise ValueError(f"lengths {length.shape} and delays {delay.shape} must be alike: one of each per rollout.")
         # logarithmic buckets: a tail of 100,000 tokens and answers of 100 at one relative precision, in fixed memory

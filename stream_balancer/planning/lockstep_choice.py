@@ -67,7 +67,7 @@ class CappedStep:
     must: Bools
     """[W] goes in any case; at most num_rollouts of them."""
     remaining: Ints
-    """[W] dispatches that may still pass it over; those with the most are the new ones."""
+    """[W] steps that may still pass it over; those with the most are the new ones."""
     num_rollouts: int
     """How many go, < W."""
     num_ranks: int
@@ -166,7 +166,7 @@ class _Pool:
         self.tokens: Ints = step.tokens[self.positions]
         self._must, self._oldest = must[self.positions], oldest[self.positions]
         new = step.remaining == step.remaining.max()
-        self._arrivals = _SUPPLY * step.num_rollouts / int(np.count_nonzero(new))  # a dispatch, for each new one
+        self._arrivals = _SUPPLY * step.num_rollouts / int(np.count_nonzero(new))  # a step, for each new one
         self._new_costs = np.sort(step.order.costs[new & outlier])
 
     def batches(self) -> Bools:
@@ -247,7 +247,7 @@ def choose_neighbours(
     Args:
         by_cost: the order of all W by their work; positions are oldest first.
         must: [W] goes in any case; at most num_rollouts of them.
-        remaining: [W] dispatches that may still pass it over.
+        remaining: [W] steps that may still pass it over.
         num_rollouts: how many go, < W.
         num_ranks: micro-batches in a lockstep.
         number: micro-batches per rank, so the number of locksteps.

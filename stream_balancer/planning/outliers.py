@@ -51,7 +51,7 @@ class Candidates:
     must: Bools
     """[U] goes in any case."""
     remaining: Ints
-    """[U] dispatches that may still pass it over; the units with the most are the new ones."""
+    """[U] steps that may still pass it over; the units with the most are the new ones."""
     num_more: int
     """How many others go; at most the number of others."""
     ranks: float
@@ -200,7 +200,7 @@ def _forecast(units: Candidates, numbers: Floats) -> float:
 def _best_level(units: Candidates, others: Ints, must_peak: float) -> float:
     """How long the step should be: least is to be wasted, by this step and by those of the outliers that it leaves.
 
-    Each outlier left will need a step as long as itself, the more surely the fewer dispatches it may still wait. Such a
+    Each outlier left will need a step as long as itself, the more surely the fewer steps it may still wait. Such a
     step serves all that are lower: so one adds only its height above the next lower one left (above the fair share, if
     it is the lowest), times the greatest urgency of itself and those above. O(n) for n others, which are sorted.
     """

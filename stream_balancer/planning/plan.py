@@ -27,7 +27,7 @@ class Waiting:
     lengths: Ints
     """[W] tokens of each, >= 1."""
     skips: Ints
-    """[W] dispatches that left it behind so far, since it was ready."""
+    """[W] steps that left it behind so far, since it was ready."""
     due: Bools
     """[W] must go now: its deadline passed, or it is about to go stale."""
     groups: Ints

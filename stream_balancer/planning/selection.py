@@ -26,7 +26,7 @@ more idle)."""
 
 
 _UNBOUNDED = 2**62
-"""More skips than any run has dispatches: ``max_skips=None``."""
+"""More skips than any run has steps: ``max_skips=None``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Units:
     costs: Floats
     """[U] summed cost."""
     remaining: Ints
-    """[U] dispatches that may still leave it behind; 0 = must go now."""
+    """[U] steps that may still leave it behind; 0 = must go now."""
     due: Bools
     """[U] a member is due."""
     ready: Bools
@@ -304,9 +304,9 @@ def _take(go: Bools, candidates: Ints, sizes: Ints, room: int) -> int:
 
 
 def forced_units(units: Units) -> Bools:
-    """[U] must go so that nobody is ever passed over by more than max_skips dispatches.
+    """[U] must go so that nobody is ever passed over by more than max_skips steps.
 
-    Of the units with at most j skips left, at most j batches may stay behind: the next j dispatches take them (earliest
+    Of the units with at most j skips left, at most j batches may stay behind: the next j steps take them (earliest
     deadline first: Liu and Layland 1973; proof in bench/results/planning_proofs.md). From j = waiting / batch on that
     is all of them: O(W), however large max_skips is.
     """

@@ -52,7 +52,7 @@ class Generation:
     and not counted. Without recorded arrivals, then, neither the first rollouts are short nor the last ones long.
 
     ``whole_groups``: siblings of what is in flight at second 0 that are finished by then come at second 0, since a
-    balancer that sends groups whole holds them. ``step_s``: seconds between two dispatches before second 0.
+    balancer that sends groups whole holds them. ``step_s``: seconds between two steps before second 0.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Generation:
         step_s: float = math.inf,
     ) -> None:
         self.dry_step: int | None = None
-        """Dispatches made when a slot first found no prompt; None before, and with recorded arrivals."""
+        """Steps made when a slot first found no prompt; None before, and with recorded arrivals."""
         self.started_step = np.zeros(len(trace), dtype=np.int64)
-        """[n] dispatches made when each row's rollout began (when it arrived, where arrivals are recorded): below 0 for
+        """[n] steps made when each row's rollout began (when it arrived, where arrivals are recorded): below 0 for
         those that were in flight at second 0."""
         self._running: list[tuple[float, int, int]]  # (finish, issued as the n-th, row), a heap
         self._left = set(range(len(trace)))

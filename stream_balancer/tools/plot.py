@@ -81,7 +81,7 @@ def _front(report: TuneReport) -> str:
         min(0.0, *ages),  # a small capacity can make less delay than no window
         max(1.0, *ages) * 1.05,
         most_idle * 1.05,
-        ("added mean queueing delay, dispatches", "idle fraction of rank time"),
+        ("added mean queueing delay, steps", "idle fraction of rank time"),
         lambda idle: f"{100 * idle:.3g} %",
     )
     for value in ticks(max(1.0, *ages) * 1.05):
@@ -107,13 +107,13 @@ def _describe(o: Outcome) -> str:
     deadline = "none" if config.deadline_s is None else f"{config.deadline_s:g} s"
     return (
         f"{o.knobs_of_size}, max_skips {config.max_skips}, deadline {deadline}: idle {o.compared_idle:.2%}, "
-        f"{o.added_age:.2f} dispatches"
+        f"{o.added_age:.2f} steps"
     )
 
 
 def _deciles(outcome: Outcome) -> str:
     delays = [0.0 if math.isnan(delay) else delay for delay in outcome.report.length_bias.delay_per_decile]
-    names = "length decile, shortest to longest", "mean dispatches waited"
+    names = "length decile, shortest to longest", "mean steps waited"
     chart = _Chart(0.0, 10.0, max(0.1, *delays) * 1.1, names, "{:.3g}".format)
     for decile, delay in enumerate(delays):
         left, right, top = chart.x(decile + 0.15), chart.x(decile + 0.85), chart.y(delay)

@@ -32,11 +32,11 @@ from stream_balancer.tools.trace import Trace
 
 TrainerSpeed: TypeAlias = float | Literal["instant", "matched"]
 """How fast a rank trains: work per second in the cost model's unit; ``"instant"``: it takes every batch the moment one
-is ready, so that exactly the window waits at each dispatch; ``"matched"``: perfectly balanced ranks would just keep up
+is ready, so that exactly the window waits at each step; ``"matched"``: perfectly balanced ranks would just keep up
 with generation, so that all imbalance shows as time."""
 
 WARM_UP_SKIPS = 3
-"""Dispatches of warm-up, in ``max_skips``: until then the window holds fewer outliers than in the long run."""
+"""Steps of warm-up, in ``max_skips``: until then the window holds fewer outliers than in the long run."""
 UNBOUNDED_WARM_UP = 50
 """The same without ``max_skips``."""
 WARM_UP_PART = 4
@@ -89,19 +89,19 @@ def simulate(
     :param slots: rollouts generated at a time. Ignored where arrivals are recorded.
     :param tokens_per_second: of one slot. Ignored where arrivals are recorded.
     :param trainer: ``"instant"``, ``"matched"``, or work per second and rank: see :data:`TrainerSpeed`.
-    :param warm_up: dispatches left out of the figures; None = 3 x ``max_skips``, but at most a quarter of those before
+    :param warm_up: steps left out of the figures; None = 3 x ``max_skips``, but at most a quarter of those before
         the tail.
     :param seed: for the order in which groups are generated.
     :param tolerance: how near to the lower bound partitions are sought; 0.003 takes three fifths of the time, and shows
         up to 0.1 points more idle time.
-    :param progress: called with the number of rollouts dispatched or evicted so far, after every dispatch.
+    :param progress: called with the number of rollouts dispatched or evicted so far, after every step.
 
     Raises ConfigError for slots, speeds or a warm-up that make no sense, and RolloutError for a rollout the config
     refuses (above the token cap).
     """
     check_generation(slots, tokens_per_second)
     if warm_up is not None and warm_up < 0:
-        raise ConfigError(f"warm_up must be >= 0 dispatches, not {warm_up!r}")
+        raise ConfigError(f"warm_up must be >= 0 steps, not {warm_up!r}")
     rollout_s = seconds_per_rollout(trace, slots, tokens_per_second)
     # generation's pace first: a matched trainer is as fast as that
     rate = _work_per_second(trainer, trace, config, rollout_s)
@@ -162,13 +162,13 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
         evicted=run.num_evicted,
         padding_copies=run.num_padding,
         reasons=dict(Counter(steps.reason)),
-        # dispatches are numbered from 0, so a step's number is its row
+        # steps are numbered from 0, so a step's number is its row
         warm_up=steps.segment(slice(first)),
         steady=steps.segment(slice(first, last)),
         tail=steps.segment(slice(last, None)),
         overall=steps.segment(slice(None)),
         delay_s=Quantiles.of(delay_s[chosen]),
-        delay_dispatches=Quantiles.of(skips[chosen]),
+        delay_steps=Quantiles.of(skips[chosen]),
         max_skips_seen=int((run.step_of - _ready_step(run))[run.step_of >= 0].max(initial=0)),
         staleness=Quantiles.of((run.step_of - run.generation.started_step)[chosen]),
         length_bias=_length_bias(lengths[chosen], skips[chosen]),
@@ -184,7 +184,7 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
 
 
 def _warm_up(run: Run) -> int:
-    """Dispatches until the window is in its steady state; generation is from the first."""
+    """Steps until the window is in its steady state; generation is from the first."""
     skips = run.config.max_skips
     return UNBOUNDED_WARM_UP if skips is None else WARM_UP_SKIPS * skips
 
@@ -200,14 +200,14 @@ def _by_stratum(run: Run, chosen: Bools, delays: Ints) -> dict[str, StratumRepor
         found[name] = StratumReport(
             share=int(of_it.sum()) / max(num_rollouts, 1),
             steps_without=1.0 - np.unique(run.step_of[of_it]).size / max(num_steps, 1),
-            delay_dispatches=Quantiles.of(delays[of_it]),
+            delay_steps=Quantiles.of(delays[of_it]),
         )
     return found
 
 
 def _ready_step(run: Run) -> Ints:
-    """[n] dispatches made when a rollout could go: when it was accepted, or the last of its siblings was. For one
-    whose group stayed short, the dispatch that took it."""
+    """[n] steps made when a rollout could go: when it was accepted, or the last of its siblings was. For one
+    whose group stayed short, the step that took it."""
     size = run.config.groups.kept
     if size is None:
         return run.accepted_step

@@ -1,4 +1,4 @@
-"""Figures of a simulated run: totals over dispatches, quantiles, and every step. Values only."""
+"""Figures of a simulated run: totals over steps, quantiles, and every step. Values only."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from stream_balancer.config import BalancerConfig, Policy
 from stream_balancer.planning import LengthBiasSummary
 from stream_balancer.planning.arrays import Floats, Ints
 
-LEAST_STEADY = 8  # dispatches; fewer are no steady state
+LEAST_STEADY = 8  # steps; fewer are no steady state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Totals over some consecutive dispatches."""
+    """Totals over some consecutive steps."""
 
     batches: int
-    """Dispatches."""
+    """Steps."""
     rollouts: int
     """Rollouts, padding copies not counted."""
     tokens: int
     """Tokens of the rollouts."""
     token_variation: float
-    """Coefficient of variation of the tokens of a dispatch: their standard deviation over their mean; 0.0 without
+    """Coefficient of variation of the tokens of a step: their standard deviation over their mean; 0.0 without
     tokens."""
     idle_fraction: float
     """1 - sum(mean load) / sum(step time): the part of rank time spent waiting for the slowest rank, predicted, and on
@@ -39,7 +39,7 @@ class Segment:
     unavoidable_idle: float
     """Part that no assignment of the same rollouts can remove. Only a window that chooses others can."""
     work_s: float
-    """Trainer time: sum over dispatches of the slowest rank, in units of the cost model (seconds if that is in
+    """Trainer time: sum over steps of the slowest rank, in units of the cost model (seconds if that is in
     seconds)."""
 
 
@@ -70,14 +70,14 @@ class StratumReport:
     share: float
     """Share of the dispatched rollouts."""
     steps_without: float
-    """Fraction of the dispatches that had none of it."""
-    delay_dispatches: Quantiles
-    """Dispatches between its rollouts' accepted puts and their own."""
+    """Fraction of the steps that had none of it."""
+    delay_steps: Quantiles
+    """Steps between its rollouts' accepted puts and their own."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Steps:
-    """Columns ``[S]``, an entry per dispatch, in order."""
+    """Columns ``[S]``, an entry per step, in order."""
 
     at_s: Floats
     """Seconds of virtual time at which it was dispatched."""
@@ -98,7 +98,7 @@ class Steps:
 
     @staticmethod
     def of(records: Sequence[tuple[Any, ...]], dp_size: int) -> Steps:
-        """Columns from these fields of each dispatch, in their order."""
+        """Columns from these fields of each step, in their order."""
         made: dict[str, Any] = {}
         for field, column in zip(fields(Steps), zip(*records, strict=True) if records else [()] * 8, strict=True):
             whole = np.int64 if field.name in ("rollouts", "tokens") else np.float64
@@ -148,9 +148,9 @@ class SimulationReport:
     padding_copies: int
     """Zero-weight copies made for ranks that would have had nothing to run."""
     reasons: Mapping[str, int]
-    """Dispatches by reason, all of them."""
+    """Steps by reason, all of them."""
     warm_up: Segment
-    """The first dispatches, left out of the figures above."""
+    """The first steps, left out of the figures above."""
     steady: Segment
     """Between warm-up and tail."""
     tail: Segment
@@ -159,10 +159,10 @@ class SimulationReport:
     """Every dispatch."""
     delay_s: Quantiles
     """Seconds a rollout waited in the window, from its accepted put to its dispatch."""
-    delay_dispatches: Quantiles
-    """Dispatches between its accepted put and its own: 0 = the next one took it."""
+    delay_steps: Quantiles
+    """Steps between its accepted put and its own: 0 = the next one took it."""
     max_skips_seen: int
-    """The most dispatches that ever left behind a rollout that could have gone (whose siblings were all there), in the
+    """The most steps that ever left behind a rollout that could have gone (whose siblings were all there), in the
     whole run: at most ``max_skips``."""
     staleness: Quantiles
     """Trainer steps begun between a rollout's first token and its dispatch (from its arrival, where arrivals are
@@ -171,9 +171,9 @@ class SimulationReport:
     """How far delay depends on length, and how far batches differ from what arrived; NaN where delay or length is
     constant. See docs/tuning.md."""
     arrived_lengths: Quantiles
-    """Tokens of the rollouts that came while the steady dispatches were made."""
+    """Tokens of the rollouts that came while the steady steps were made."""
     dispatched_lengths: Quantiles
-    """Tokens of the rollouts in those dispatches. Where it differs from ``arrived_lengths``, the window holds them
+    """Tokens of the rollouts in those steps. Where it differs from ``arrived_lengths``, the window holds them
     back."""
     strata: Mapping[str, StratumReport]
     """Figures of each stratum that the trace names."""
@@ -200,13 +200,13 @@ class SimulationReport:
 
     @property
     def shown_steps(self) -> slice:
-        """The dispatches that the figures are of."""
+        """The steps that the figures are of."""
         first = self.warm_up.batches
         return slice(first, first + self.steady.batches) if self.is_steady else slice(0, self.num_batches)
 
     @property
     def num_batches(self) -> int:
-        """Dispatches, all of them."""
+        """Steps, all of them."""
         return self.overall.batches
 
     @property
@@ -221,7 +221,7 @@ class SimulationReport:
         shown, at_s = self.shown_steps, self.steps.at_s
         if self.num_batches == 0 or math.isinf(self.work_per_second):
             return math.nan
-        # up to the dispatch after the last one shown, so that its wait is counted once
+        # up to the step after the last one shown, so that its wait is counted once
         end_s = float(at_s[shown.stop]) if shown.stop < self.num_batches else self.elapsed_s
         time_s = end_s - float(at_s[shown.start])
         work_s = float(self.steps.mean_load[shown].sum()) / self.work_per_second

@@ -69,7 +69,7 @@ class Run(Observer):
         self.num_evicted = 0
         self.num_padding = 0
         self.records: list[tuple[Any, ...]] = []
-        """Fields of :class:`Steps`, for each dispatch."""
+        """Fields of :class:`Steps`, for each step."""
 
     def to_the_end(self, progress: Callable[[int], None] | None) -> None:
         while True:
@@ -84,7 +84,7 @@ class Run(Observer):
             wakeup = self.core.next_wakeup() if self.busy_until is None else self.busy_until
             moment = min(self.generation.next_finish, wakeup)
             # rollouts are left, and the core promises that these leave some day
-            assert moment < math.inf, f"nothing can leave after {self.step} dispatches: {self.core.config!r}"
+            assert moment < math.inf, f"nothing can leave after {self.step} steps: {self.core.config!r}"
             self.now = max(self.now, moment)
             # One rollout at a time, then the trainer again: a window that fills in the middle of a burst leaves there,
             # as it would live.

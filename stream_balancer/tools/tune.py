@@ -40,7 +40,7 @@ LEAST_BATCHES = 400
 PARTITION_TOLERANCE = 3e-3
 """Tolerance of every run: three fifths of the time for 0.1 points of idle time, of every setting alike."""
 AGE_SLACK = 0.05
-"""Dispatches by which a measured mean delay may exceed a bound: a window of 2 batches measures 0.98 to 1.03, not 1."""
+"""Steps by which a measured mean delay may exceed a bound: a window of 2 batches measures 0.98 to 1.03, not 1."""
 FEW_SHORT = 0.01
 """Fraction of batches that a deadline may cut short in a setting worth recommending: batch_size is not ours to
 change."""
@@ -69,7 +69,7 @@ def tune(
     :param trace: best one of your own: ``balancer.record("lengths.csv")``, then ``load_trace``. One of less than 400
         batches is repeated until it is as long.
     :param config: the knobs that are not swept; what is derived from the window follows it.
-    :param max_added_age: the most mean dispatches of waiting to recommend, above those without a window.
+    :param max_added_age: the most mean steps of waiting to recommend, above those without a window.
     :param tolerance: idle fraction that is not worth a larger window, a looser ``max_skips`` or a longer deadline.
     :param windows: rollouts, or tokens under ``step_size.tokens``; None = 1 to 3 batches. Then, for each,
         ``capacities``, ``max_skips`` (None in it: no bound) and ``deadlines_s`` (None in it: no deadline) in every
@@ -138,7 +138,7 @@ def tune(
 
 def _check(max_added_age: float, tolerance: float, processes: int) -> None:
     for name, value, least, below, words in (
-        ("max_added_age", max_added_age, 0, math.inf, "a finite number of dispatches >= 0"),
+        ("max_added_age", max_added_age, 0, math.inf, "a finite number of steps >= 0"),
         ("tolerance", tolerance, 0, 1.0, "an idle fraction in 0..1"),
         ("processes", processes, 1, math.inf, "an int >= 1"),
     ):
@@ -237,7 +237,7 @@ def _why(choice: Outcome, fifo: Outcome) -> str:
     return (
         f"{choice.knobs_of_size} idles {choice.compared_idle:.1%} of rank time"
         f"{', the wait for rollouts included,' if choice.in_time else ''} where arrival order with "
-        f"the best partition idles {fifo.compared_idle:.1%}, for {choice.added_age:.2f} dispatches of mean queueing "
+        f"the best partition idles {fifo.compared_idle:.1%}, for {choice.added_age:.2f} steps of mean queueing "
         "delay."
     )
 

@@ -15,7 +15,7 @@ from stream_balancer.planning.arrays import Floats
 from stream_balancer.tools.simulation_report import SimulationReport
 
 BLOCKS = 20
-"""Blocks of consecutive dispatches, for the standard error: outliers that wait for each other make neighbours alike."""
+"""Blocks of consecutive steps, for the standard error: outliers that wait for each other make neighbours alike."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -27,11 +27,11 @@ class Outcome:
     compared_idle: float
     """Fraction of rank time without work: ``whole_idle_fraction``, or ``idle_fraction`` with an instant trainer."""
     idle_error: float
-    """Standard error of ``compared_idle``, from blocks of consecutive dispatches."""
+    """Standard error of ``compared_idle``, from blocks of consecutive steps."""
     added_age: float
-    """Mean dispatches that a rollout waited through, above arrival order without a window (``policy="fifo"``)."""
+    """Mean steps that a rollout waited through, above arrival order without a window (``policy="fifo"``)."""
     short_batches: float
-    """Fraction of the dispatches that the deadline sent before they were full."""
+    """Fraction of the steps that the deadline sent before they were full."""
 
     @property
     def in_time(self) -> bool:
@@ -40,7 +40,7 @@ class Outcome:
 
     @property
     def window(self) -> int:
-        """Rollouts that a dispatch waits for, or tokens under ``step_size.tokens``."""
+        """Rollouts that a step waits for, or tokens under ``step_size.tokens``."""
         config = self.report.config
         return config.window if config.step_size.window_tokens is None else config.step_size.window_tokens
 
@@ -82,7 +82,7 @@ class TuneReport:
     config: BalancerConfig
     """The knobs that were not swept."""
     max_added_age: float
-    """The bound the recommendation keeps, dispatches."""
+    """The bound the recommendation keeps, steps."""
     tolerance: float
     """Idle fraction that is not worth a larger window."""
     round_robin: Outcome
@@ -134,19 +134,19 @@ def outcome_of(report: SimulationReport, fifo: SimulationReport) -> Outcome:
         short = late & (steps.tokens[shown] + report.dispatched_lengths.max < config.step_size.tokens)
     in_time = math.isfinite(report.work_per_second)
     time = steps.step_work[shown]
-    if in_time:  # from each dispatch to the next, in units of work
+    if in_time:  # from each step to the next, in units of work
         time = np.diff(np.append(steps.at_s, report.elapsed_s))[shown] * report.work_per_second
     return Outcome(
         report=report,
         compared_idle=report.whole_idle_fraction if in_time else report.idle_fraction,
         idle_error=_error_of_idle(steps.mean_load[shown], time),
-        added_age=report.delay_dispatches.mean - fifo.delay_dispatches.mean,
+        added_age=report.delay_steps.mean - fifo.delay_steps.mean,
         short_batches=float(np.mean(short)) if short.size else 0.0,
     )
 
 
 def _error_of_idle(mean_load: Floats, time: Floats) -> float:
-    """Standard error of 1 - sum(mean) / sum(time): jackknife over blocks of consecutive dispatches."""
+    """Standard error of 1 - sum(mean) / sum(time): jackknife over blocks of consecutive steps."""
     # steps side by side are alike, since outliers wait for each other: blocks are nearly independent
     blocks = min(BLOCKS, time.size)
     if blocks < 2:

@@ -122,18 +122,18 @@ class TestShadows:
             assert np.flatnonzero(choose_batch(waiting, knobs, num_rollouts=16)).tolist() == sorted(sent.tolist())
 
     @pytest.mark.parametrize(
-        ("seeds", "dispatches", "error"),
+        ("seeds", "steps", "error"),
         [((3,), 250, 0.04), pytest.param((3, 5, 7), 400, 0.006, marks=pytest.mark.soak)],
     )
     def test_they_foresee_what_a_fixed_window_idles(
-        self, seeds: tuple[int, ...], dispatches: int, error: float, monkeypatch: pytest.MonkeyPatch
+        self, seeds: tuple[int, ...], steps: int, error: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """In the mean of three streams: a shadow sees a part of each, and one stream's tail tells little."""
         monkeypatch.setattr(auto_window, "MEMORY", 1e9)
         foreseen: dict[int, list[float]] = defaultdict(list)
         fixed: dict[int, list[float]] = defaultdict(list)
         for seed in seeds:
-            lengths = lognormal(32 * dispatches, 0.9, seed=seed)
+            lengths = lognormal(32 * steps, 0.9, seed=seed)
             core = core_of()
             run(core, lengths)
             for window, idle in core.statistics(0.0).idle_by_window.items():
@@ -175,7 +175,7 @@ class TestChoice:
         def figures(window: int | str) -> tuple[float, float]:
             report = sb.simulate(trace, config(window=window, **knobs), tolerance=0.05)  # hardly any partition
             assert report.max_skips_seen <= 12
-            return report.overall.unavoidable_idle, report.delay_dispatches.mean
+            return report.overall.unavoidable_idle, report.delay_steps.mean
 
         best_idle, best_age = min(figures(window) for window in config().auto_windows)
         idle, age = figures("auto")

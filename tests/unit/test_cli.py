@@ -59,7 +59,7 @@ class TestReplay:
         result = run("replay", trace, "--dp-size", 4, "--batch-size", 16, "--slots", 8)
         assert result.exit_code == 0, result.output
         assert "lengths: 400 rollouts" in result.stdout
-        assert "4 ranks, 16 rollouts a dispatch, window 32, max_skips 16, deadline none, cost tokens" in result.stdout
+        assert "4 ranks, 16 rollouts a step, window 32, max_skips 16, deadline none, cost tokens" in result.stdout
         for word in ("round-robin", "arrival order", "window", "idle fraction", "wait p50 / p99 / max"):
             assert word in result.stdout
         assert "\x1b" not in result.stderr, "no display where there is no terminal: a line now and then"
@@ -88,7 +88,7 @@ class TestReplay:
     def test_a_budget_in_tokens(self, trace: Path) -> None:
         result = run("replay", trace, "--step-size.tokens", 9000, "--step-size.window-tokens", 20000)
         assert result.exit_code == 0, result.output
-        assert "9,000 tokens a dispatch, window 20,000 tokens" in " ".join(result.stdout.split())
+        assert "9,000 tokens a step, window 20,000 tokens" in " ".join(result.stdout.split())
         assert "tokens of a step, std / mean" in result.stdout
         both = run("replay", trace, "--step-size.tokens", 9000, "--batch-size", 32)
         assert both.exit_code == 2
@@ -142,7 +142,7 @@ class TestReplay:
         told = run("replay", "generate:rg:40").stdout
         assert "put waited" not in told
         assert "Too short a run for a steady state" in told
-        assert "left out" not in told, "the figures are of all dispatches"
+        assert "left out" not in told, "the figures are of all steps"
 
     def test_costs(self, tmp_path: Path) -> None:
         model = tmp_path / "config.json"
@@ -241,7 +241,7 @@ class TestTune:
     def test_table_and_recommendation(self, trace: Path) -> None:
         result = run("tune", trace, *self.OPTIONS)
         assert result.exit_code == 0, result.output
-        assert "lengths: 400 rollouts a run; 2 ranks, 4 rollouts a dispatch" in result.stdout
+        assert "lengths: 400 rollouts a run; 2 ranks, 4 rollouts a step" in result.stdout
         for word in ("round-robin", "arrival order", "recommended", "added age", "Recommended: window="):
             assert word in result.stdout
         assert "\x1b" not in result.stderr, "no display where there is no terminal: a line now and then"
@@ -269,7 +269,7 @@ class TestTune:
         [
             (("--windows", "4;8"), "--windows 4;8: must be numbers with commas between, as in 32,64"),
             (("--deadlines", "never"), "--deadlines never: must be numbers with commas between, or none among them"),
-            (("--max-age", -1), "max_added_age must be a finite number of dispatches >= 0, not -1.0"),
+            (("--max-age", -1), "max_added_age must be a finite number of steps >= 0, not -1.0"),
             (("--plot", "front.png"), "a plot is called something.html, not 'front.png'"),
         ],
     )

@@ -88,7 +88,7 @@ def test_a_grouped_balancer_refuses_a_rollout_without_a_group() -> None:
 
 @pytest.mark.parametrize("max_skips", [None, 10**8, 10**30])
 def test_no_bound_costs_nothing_and_plans_alike(max_skips: int | None) -> None:
-    """Work and memory follow what waits: 10^8 allocated 750 MB at every dispatch."""
+    """Work and memory follow what waits: 10^8 allocated 750 MB at every step."""
     core = core_of(dp_size=2, batch_size=4, window=12, max_skips=max_skips)
     assert core.config.max_skips == max_skips
     core.add_all(list(make_rollouts([3, 4, 500, 4, 3, 4, 5, 3, 4, 3, 3, 4], minimal=True)), 0.0)

@@ -71,7 +71,7 @@ def test_figures_are_flat_finite_and_named_alike() -> None:
     said = figures(statistics, prefix="b/")
     assert said["b/waiting_rollouts"] == 8.0
     assert said["b/accepted_rollouts"] == 16.0
-    assert said["b/dispatches/window"] == 2.0
+    assert said["b/batches/window"] == 2.0
     assert said["b/policy_version"] == 3.0
     assert said["b/waiting_length_tokens/max"] == statistics.waiting_lengths[-1]
     assert all(type(value) is float and math.isfinite(value) for value in said.values())
@@ -102,7 +102,7 @@ def test_a_scrape_tells_what_statistics_tell(backend: str) -> None:
     }
     assert samples[("stream_balancer_waiting_rollouts",)] == statistics.waiting == 8
     assert samples[("stream_balancer_accepted_rollouts_total",)] == 16
-    assert samples[("stream_balancer_dispatches_total", "window")] == 2
+    assert samples[("stream_balancer_batches_total", "window")] == 2
     assert samples[("stream_balancer_waiting_length_tokens", "max")] == statistics.waiting_lengths[-1]
     counters = {"stream_balancer_" + metric.name + "_total" for metric in METRICS if metric.kind == "counter"}
     assert counters <= {name for name, *_ in samples}

@@ -1,4 +1,4 @@
-"""plan_batch: who goes now. The guarantees are driven over many dispatches, at tiny sizes."""
+"""plan_batch: who goes now. The guarantees are driven over many steps, at tiny sizes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ heavy_tails = st.sampled_from([0.0, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 40.0, 200.0, 1
 
 
 class Stream:
-    """What waits, over many dispatches."""
+    """What waits, over many steps."""
 
     def __init__(self):
         self.costs, self.label = np.empty(0), 0

@@ -58,7 +58,7 @@ def check_report(report: SimulationReport, trace: Trace) -> None:
     assert 0 <= report.max_skips_seen <= config.max_skips
     assert 0 <= report.delay_s.p50 <= report.delay_s.p99 <= report.delay_s.max
     if config.groups.size is None:
-        assert report.delay_dispatches.max <= report.max_skips_seen
+        assert report.delay_steps.max <= report.max_skips_seen
     assert report.blocked_s >= 0
     assert json.loads(json.dumps(report.to_dict(), allow_nan=False)) == report.to_dict()
 
@@ -173,7 +173,7 @@ class TestStrata:
         shared = simulate(trace, config.replace(stratum_shares={"agent": 0.06}), slots=32).strata["agent"]
         assert usual.share == pytest.approx(1 / 8, abs=0.03)
         assert shared.steps_without < 0.1 < usual.steps_without
-        assert shared.delay_dispatches.mean < usual.delay_dispatches.mean
+        assert shared.delay_steps.mean < usual.delay_steps.mean
         assert simulate(trace_of([5] * 40), knobs()).strata == {}
 
 
@@ -193,7 +193,7 @@ class TestSegments:
         assert simulate(trace_of([5] * 1_200), knobs(max_skips=None)).warm_up.batches == 50
 
     def test_the_first_dispatches_are_as_stale_as_all(self) -> None:
-        """Every rollout takes 10 dispatches to generate, also those that are in flight at the beginning."""
+        """Every rollout takes 10 steps to generate, also those that are in flight at the beginning."""
         config = knobs(policy="fifo")
         report = simulate(trace_of([10] * 800), config, slots=40, tokens_per_second=1.0, warm_up=0)
         assert (report.staleness.p10, report.staleness.p90) == (10.0, 10.0)
@@ -209,7 +209,7 @@ class TestSegments:
         assert not simulate(generate_trace(40), knobs(policy="fifo"), slots=1, warm_up=3).is_steady
         assert simulate(generate_trace(52), knobs(policy="fifo"), slots=1, warm_up=3).is_steady
         assert report.idle_fraction == report.overall.idle_fraction == pytest.approx(1 - 9 / 11)
-        assert report.delay_dispatches.mean == 0.0
+        assert report.delay_steps.mean == 0.0
         assert report.arrived_lengths.mean == 6.0
 
     def test_idle_by_hand(self) -> None:

@@ -33,8 +33,8 @@ stream_balancer_waiting_length_tokens{quantile="max"} 900.0
 stream_balancer_window_rollouts 8.0
 stream_balancer_oldest_wait_seconds 90.0
 stream_balancer_accepted_rollouts_total 3005.0
-stream_balancer_dispatches_total{reason="window"} 12.0
-stream_balancer_dispatches_total{reason="deadline"} 0.0
+stream_balancer_batches_total{reason="window"} 12.0
+stream_balancer_batches_total{reason="deadline"} 0.0
 stream_balancer_evicted_rollouts_total{reason="stale"} 3.0
 stream_balancer_idle_fraction 0.05
 stream_balancer_idle_seconds_total{cause="window"} 60.0
@@ -168,7 +168,7 @@ def test_the_command_reads_a_port_or_a_url(exported: Exported) -> None:
         assert result.exit_code == 0, result.output
         assert "1 wait (window 8)" in result.stdout
     found = json.loads(run(exported.port, "--once", "--json").stdout)
-    assert (found["waiting_rollouts"], found["dispatches"]["window"]) == (1.0, 0.0)
+    assert (found["waiting_rollouts"], found["batches"]["window"]) == (1.0, 0.0)
 
 
 def test_the_page_is_made_anew_until_the_balancer_is_gone(exported: Exported) -> None:

@@ -144,8 +144,8 @@ class TestSweep:
     @pytest.mark.parametrize(
         ("wrong", "said"),
         [
-            ({"max_added_age": -1.0}, "max_added_age must be a finite number of dispatches >= 0"),
-            ({"max_added_age": math.inf}, "max_added_age must be a finite number of dispatches >= 0"),
+            ({"max_added_age": -1.0}, "max_added_age must be a finite number of steps >= 0"),
+            ({"max_added_age": math.inf}, "max_added_age must be a finite number of steps >= 0"),
             ({"tolerance": 1.0}, "tolerance must be an idle fraction in 0..1"),
             ({"processes": 0}, "processes must be an int >= 1"),
             (
