@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import anyio
+from anyio.abc import TaskGroup
+from helpers import attend
 from kept import Kept
 
 import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork
 from stream_balancer.types import RankBatch, Rollout
+
+
+@asynccontextmanager
+async def serving(
+    balancer: sb.StreamBalancer, *, by: Callable[..., Any] = sb.serve, **options: Any
+) -> AsyncIterator[tuple[sb.StreamBalancer, MemoryNetwork, TaskGroup]]:
+    """A balancer that is served, its network, and tasks beside; until all is done where it was ended, else until the
+    block is left."""
+    async with balancer, MemoryNetwork(dp_size=balancer.config.dp_size) as network, anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(by, **options), balancer, network)
+        yield balancer, network, tasks
+        if by is not sb.serve or not balancer.ended:
+            tasks.cancel_scope.cancel()
+
+
+attended = partial(serving, by=attend)
+"""The same for producers only: the test itself takes the batches."""
+
+
+def feeds_of(network: MemoryNetwork, *, depth: int = 2, **options: Any) -> list[sb.RankFeed]:
+    return [sb.RankFeed(network.connect(rank, depth=depth), **options) for rank in range(network.dp_size)]
+
+
+async def drain(feed: sb.RankFeed, got: list[Any] | None = None) -> None:
+    """To its end."""
+    async for step in feed:
+        if got is not None:
+            got.append(step)
 
 
 class Served:

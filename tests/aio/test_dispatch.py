@@ -1,66 +1,48 @@
-"""``serve``: late binding, credits, acknowledgements, ranks that go and come, and what cancellation leaves behind."""
+"""``serve``: late binding, credits, acknowledgements, ranks that go and come, what it learns of them, and silence."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import anyio
+import helpers
 import pytest
-from helpers import kill, settle
+from helpers import fill, give, kill, settle
 from scripted import Filled
+from served import drain, feeds_of, serving
 
 import stream_balancer as sb
+from stream_balancer.core.step_times import StepTiming
 from stream_balancer.testing import MemoryNetwork, make_rollout
+from stream_balancer.types import Batch
+
+config = partial(helpers.config, batch_size=2, window=2, capacity=64)
 
 
-def feeds_of(transport: MemoryNetwork, *, depth: int = 2) -> list[sb.RankFeed]:
-    return [sb.RankFeed(transport.connect(rank, depth=depth)) for rank in range(transport.dp_size)]
-
-
-async def test_a_rank_that_joins_again_before_its_loss_is_known_is_not_busy() -> None:
-    got: list[str] = []
-    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=4)
-    async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=1) as transport:
-        network = transport.connect(0, rejoin=True)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(sb.serve, rejoin_timeout_s=1.0), balancer, transport)
-            for n in range(12):
-                tasks.start_soon(balancer.put, make_rollout(3, str(n)))
-            async for share in sb.RankFeed(network):
-                got += [r.rollout_id for r in share.rollouts if not r.is_padding]
-                if share.step < 3:
-                    network.cut("the network broke", seen_by=[1])
-                    await anyio.sleep(0.1)
-                elif share.step == 3:
-                    balancer.end()
-    assert sorted(got, key=int) == [str(n) for n in range(12)]
-    assert network.joined == 4
-    assert balancer.statistics().acknowledged == 12
-
-
-@pytest.mark.parametrize("report_is_lost", [False, True])
-async def test_a_connection_that_breaks_after_the_end_is_joined_again(report_is_lost: bool) -> None:
-    """Else ``serve`` would wait for ever for what the rank has done."""
+@pytest.mark.parametrize("lost", ["before it is known", "after the end", "with a report"])
+async def test_a_connection_that_breaks_is_joined_again(lost: str) -> None:
+    """Before the controller knows of it, the rank is not busy; after the end, ``serve`` waits for what it has done."""
     got: list[int] = []
     async with Filled(3, 1) as filled, MemoryNetwork(dp_size=1) as transport:
         network = transport.connect(0, rejoin=True)
         with anyio.fail_after(5):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(partial(sb.serve, rejoin_timeout_s=math.inf), filled.balancer, transport)
+                tasks.start_soon(partial(sb.serve, rejoin_timeout_s=1.0), filled.balancer, transport)
                 async with sb.RankFeed(network) as feed:
                     async for share in feed:
                         got.append(share.step)
                         await settle()
-                        if share.step == 2:
-                            if report_is_lost:
-                                network.hold()
-                                share.ack()
+                        if lost == "with a report" and share.step == 2:
+                            network.hold()
+                            share.ack()
+                        if (lost == "before it is known") == (share.step < 2):
                             network.cut("the network broke", seen_by=[1])
-    assert got == [0, 1, 2]
-    assert filled.acknowledged_steps == [0, 1, 2]
-    assert network.joined == 2
+                            await anyio.sleep(0.1)
+    assert got == filled.acknowledged_steps == [0, 1, 2]
+    assert network.joined == (3 if lost == "before it is known" else 2)
 
 
 async def test_a_batch_is_taken_only_when_every_rank_has_room() -> None:
@@ -100,16 +82,15 @@ async def test_a_batch_is_taken_only_when_every_rank_has_room() -> None:
 )
 async def test_options_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        await sb.serve(sb.StreamBalancer(a_config()), MemoryNetwork(dp_size=2), **options)
+        await sb.serve(sb.StreamBalancer(config()), MemoryNetwork(dp_size=2), **options)
 
 
 async def test_nothing_wakes_up_while_idle() -> None:
     transport = MemoryNetwork(dp_size=2)
     async with Filled(1, 2, hold=True) as filled, anyio.create_task_group() as tasks:
         tasks.start_soon(sb.serve, filled.balancer, transport)
-        feeds = feeds_of(transport)
-        for feed in feeds:
-            await anext(feed)
+        for feed in feeds_of(transport):
+            tasks.start_soon(drain, feed)
         before = anyio.current_time()
         await anyio.sleep(10_000_000)  # noqa: ASYNC116 - with a periodic wake-up of any kind this would take for ever
         assert anyio.current_time() - before >= 10_000_000
@@ -121,13 +102,9 @@ def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 async def test_a_stall_is_explained_and_again_when_it_has_doubled(caplog: pytest.LogCaptureFixture) -> None:
-    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8)
-    transport = MemoryNetwork(dp_size=2)
-    async with sb.StreamBalancer(config) as balancer, transport, anyio.create_task_group() as tasks:
-        tasks.start_soon(sb.serve, balancer, transport)
+    async with serving(sb.StreamBalancer(config(batch_size=4, window=8))) as (balancer, transport, tasks):
         first = sb.RankFeed(transport.connect(0, depth=1))
-        for number in range(3):
-            balancer.put_nowait(make_rollout(3, f"r{number}"))
+        await fill(balancer, [3] * 3)
         await anyio.sleep(61)
         why = "3 rollouts wait (window 8), the oldest for 60 s; no deadline_s is set"
         assert reports(caplog) == [f"no batch for 60 s: rank 1 has not connected in 60 s; {why}"]
@@ -137,8 +114,7 @@ async def test_a_stall_is_explained_and_again_when_it_has_doubled(caplog: pytest
         assert reports(caplog)[1:] == [f"no batch for 120 s: {why}"]
         await anyio.sleep(2)
         assert len(reports(caplog)) == 3, "after 60, 120 and 240 s"
-        for number in range(3, 12):
-            balancer.put_nowait(make_rollout(3, f"r{number}"))
+        await fill(balancer, [3] * 9, prefix="more")
         await anyio.sleep(600)
         held = "has given no credit for 480 s; the oldest step it has not acknowledged is 0"
         assert reports(caplog)[-1].startswith(f"no batch for 480 s: rank 0 {held}; rank 1 {held}; 8 rollouts wait")
@@ -147,27 +123,6 @@ async def test_a_stall_is_explained_and_again_when_it_has_doubled(caplog: pytest
         balancer.end()
         for feed in (first, second):
             tasks.start_soon(drain, feed)
-
-
-async def drain(feed: sb.RankFeed) -> None:
-    async for _ in feed:
-        pass
-
-
-async def test_ranks_that_do_not_finish_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    transport = MemoryNetwork(dp_size=2)
-
-    async def slow() -> None:
-        async for _ in sb.RankFeed(transport.connect(1)):
-            await anyio.sleep(100)
-
-    async with Filled(1, 2) as filled, anyio.create_task_group() as tasks:
-        tasks.start_soon(slow)
-        tasks.start_soon(drain, sb.RankFeed(transport.connect(0)))
-        await sb.serve(filled.balancer, transport, report_after_s=30)
-    assert reports(caplog) == [
-        f"all batches were sent {seconds} s ago; not yet done with them: rank 1" for seconds in (30, 60)
-    ]
 
 
 def test_a_trainer_cannot_have_computed_for_less_than_nothing() -> None:
@@ -181,34 +136,21 @@ def test_a_trainer_cannot_have_computed_for_less_than_nothing() -> None:
 # -- what the user does with steps that ranks have, or that serve() finds ----------------------------------------------
 
 
-def a_config(**knobs: Any) -> sb.BalancerConfig:
-    return sb.BalancerConfig(dp_size=2, batch_size=2, window=2, **knobs)
-
-
-async def filled(balancer: sb.StreamBalancer, steps: int) -> None:
-    for number in range(2 * steps):
-        await balancer.put(make_rollout(4, f"r{number}"))
-
-
 async def all_steps(feeds: list[sb.RankFeed]) -> list[list[int]]:
     """What each feed still gives, side by side."""
-    got: list[list[int]] = [[] for _ in feeds]
-
-    async def collect(feed: sb.RankFeed, into: list[int]) -> None:
-        into.extend([batch.step async for batch in feed])
-
+    got: list[list[Any]] = [[] for _ in feeds]
     with anyio.fail_after(1000):
         async with anyio.create_task_group() as tasks:
             for feed, into in zip(feeds, got, strict=True):
-                tasks.start_soon(collect, feed, into)
-    return got
+                tasks.start_soon(drain, feed, into)
+    return [[step.step for step in into] for into in got]
 
 
 @pytest.mark.parametrize("how", ["acknowledge", "nack"])
 async def test_a_step_that_was_given_up_leaves_a_gap_and_one_that_is_given_back_comes_in_its_place(how: str) -> None:
     transport = MemoryNetwork(dp_size=2)
-    async with sb.StreamBalancer(a_config(capacity=64)) as balancer:
-        await filled(balancer, 4)
+    async with sb.StreamBalancer(config()) as balancer:
+        await fill(balancer, [4] * 8)
         taken = balancer.batches(auto_ack=False)
         for _ in range(3):
             await anext(taken)
@@ -221,52 +163,120 @@ async def test_a_step_that_was_given_up_leaves_a_gap_and_one_that_is_given_back_
         assert balancer.statistics().acknowledged == 8
 
 
-@pytest.mark.parametrize("how", ["acknowledge", "acknowledge_through"])
-async def test_the_user_and_the_ranks_may_both_acknowledge(how: str) -> None:
-    transport = MemoryNetwork(dp_size=2)
-    async with sb.StreamBalancer(a_config(capacity=64)) as balancer:
-        await filled(balancer, 3)
+@pytest.mark.parametrize("how", ["acknowledge", "acknowledge_through", "nack"])
+async def test_the_user_and_the_ranks_may_both_acknowledge_and_a_step_they_have_is_not_given_back(how: str) -> None:
+    async with serving(sb.StreamBalancer(config())) as (balancer, transport, _):
+        await fill(balancer, [4] * 6)
         balancer.end()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sb.serve, balancer, transport)
-            feeds = feeds_of(transport)
-            for feed in feeds:
-                assert (await anext(feed)).step == 0
-            await settle()
+        feeds = feeds_of(transport)
+        for feed in feeds:
+            assert (await anext(feed)).step == 0
+        await settle()
+        if how == "nack":
+            with pytest.raises(ValueError, match="next incarnation"):
+                balancer.nack(0)
+        else:
             getattr(balancer, how)(0)  # a checkpoint holds it; the ranks say so a moment later
-            assert await all_steps(feeds) == [[1, 2], [1, 2]]
-        assert balancer.statistics().acknowledged == 6
+        assert await all_steps(feeds) == [[1, 2], [1, 2]]
+    assert balancer.statistics().acknowledged == 6
 
 
 async def test_what_a_checkpoint_holds_is_not_delivered_to_a_rank_that_comes_back() -> None:
-    transport = MemoryNetwork(dp_size=2)
-    async with sb.StreamBalancer(a_config(capacity=64)) as balancer:
-        await filled(balancer, 3)
+    async with serving(sb.StreamBalancer(config()), rejoin_timeout_s=math.inf) as (balancer, transport, _):
+        await fill(balancer, [4] * 6)
         balancer.end()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(sb.serve, balancer, transport, rejoin_timeout_s=math.inf))
-            healthy, victim = feeds_of(transport, depth=4)
-            for feed in (healthy, victim):
-                for step in range(2):
-                    assert (await anext(feed)).step == step
-            await settle()
-            kill(victim)
-            balancer.acknowledge_through(1)
-            again = sb.RankFeed(transport.connect(1, incarnation=1))
-            assert await all_steps([again, healthy]) == [[2], [2]]
-        stats = balancer.statistics()
-        assert (stats.acknowledged, stats.in_flight) == (6, 0)
+        healthy, victim = feeds_of(transport, depth=4)
+        for feed in (healthy, victim):
+            for step in range(2):
+                assert (await anext(feed)).step == step
+        await settle()
+        kill(victim)
+        balancer.acknowledge_through(1)
+        again = sb.RankFeed(transport.connect(1, incarnation=1))
+        assert await all_steps([again, healthy]) == [[2], [2]]
+    assert (balancer.statistics().acknowledged, balancer.statistics().in_flight) == (6, 0)
 
 
-async def test_nack_while_serve_delivers_is_refused_where_it_is_called() -> None:
-    transport = MemoryNetwork(dp_size=2)
-    async with sb.StreamBalancer(a_config(capacity=64)) as balancer:
-        await filled(balancer, 2)
+@pytest.mark.parametrize("auto_ack", [True, False])
+async def test_a_step_is_acknowledged_after_its_last_epoch(auto_ack: bool) -> None:
+    """Ranks that train two epochs over the mini-batches of a step."""
+    trained: list[list[tuple[int, int]]] = [[], []]
+    knobs = config(batch_size=8, window=8, step_size=sb.StepSize(mini_batches=2))
+    async with serving(sb.StreamBalancer(knobs)) as (balancer, transport, tasks):
+
+        async def train(feed: sb.RankFeed) -> None:
+            async for rank_batch in feed:
+                for mini_batch in rank_batch.epochs(2):
+                    await anyio.sleep(1)
+                    trained[feed.rank].append((rank_batch.step, mini_batch.global_num_tokens))
+                    assert rank_batch.step in [batch.step for batch in balancer.in_flight()]
+                assert balancer.statistics().acknowledged <= 8 * rank_batch.step
+                if not auto_ack:
+                    rank_batch.ack()
+
+        for feed in feeds_of(transport, auto_ack=auto_ack):
+            tasks.start_soon(train, feed)
+        await fill(balancer, [3 * n + 1 for n in range(24)])
         balancer.end()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sb.serve, balancer, transport)
-            feeds = feeds_of(transport)
-            await settle()
-            with pytest.raises(ValueError, match="next incarnation"):
-                balancer.nack(0)
-            assert await all_steps(feeds) == [[0, 1], [0, 1]]
+    assert trained[0] == trained[1], "all ranks run the same mini-batches in the same order"
+    assert len(trained[0]) == 3 * 2 * 2
+    assert balancer.statistics().acknowledged == 24
+
+
+# -- what it learns of its ranks ---------------------------------------------------------------------------------------
+
+
+class Timings(sb.Observer):
+    """What ranks have reported."""
+
+    def __init__(self) -> None:
+        self.all: list[StepTiming] = []
+
+    def timed(self, batch: Batch, timings: Sequence[StepTiming], now: float) -> None:
+        """An event of the balancer."""
+        self.all += timings
+
+
+async def test_serve_hands_on_how_long_each_rank_had_been_ready() -> None:
+    async with serving(sb.StreamBalancer(config())) as (balancer, transport, tasks):
+        balancer.observers.append(told := Timings())
+        await anyio.sleep(0.001)
+        early = sb.RankFeed(transport.connect(0, depth=1))
+        await anyio.sleep(7.0)
+        late = sb.RankFeed(transport.connect(1, depth=1))
+        await fill(balancer, [3, 4])
+        balancer.end()
+        for feed in (early, late):
+            tasks.start_soon(drain, feed)
+    assert [one.ready_s for one in told.all] == pytest.approx([7.0, 0.0], abs=0.01)
+
+
+async def test_serve_hands_on_how_long_a_step_was_with_other_roles() -> None:
+    async def compute(feed: sb.RankFeed) -> None:
+        async for batch in feed:
+            await anyio.sleep(5.0 + batch.step)
+            give(batch, {"ref_logprobs": [m.packed()["input_ids"] * 2.0 for m in batch.micro_batches]})
+
+    async with serving(sb.StreamBalancer(config()), roles={"ref": ["ref_logprobs"]}) as (balancer, transport, tasks):
+        balancer.observers.append(told := Timings())
+        await fill(balancer, [3, 4, 5, 6])
+        balancer.end()
+        for feed in feeds_of(transport, depth=1):
+            tasks.start_soon(drain, feed)
+            tasks.start_soon(compute, sb.RankFeed(transport.connect(feed.rank, depth=1, role="ref")))
+    assert [(one.step, round(one.roles_s, 2)) for one in told.all] == [(0, 5.0), (0, 5.0), (1, 6.0), (1, 6.0)]
+
+
+async def test_serve_names_a_slow_rank_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def train(feed: sb.RankFeed) -> None:
+        async for batch in feed:
+            feed.add_compute_s(batch.num_tokens * (1.5 if feed.rank == 1 else 1.0))
+
+    async with serving(sb.StreamBalancer(config(dp_size=3, batch_size=3, window=3))) as (balancer, transport, tasks):
+        for feed in feeds_of(transport, depth=1):
+            tasks.start_soon(train, feed)
+        for number in range(10 * 3):
+            await balancer.put(make_rollout(8, f"r{number}"))
+        balancer.end()
+    (said,) = reports(caplog)
+    assert said.startswith("rank 1 takes 1.50 times as long as the median rank for the same work, since step 0")

@@ -44,6 +44,30 @@ async def test_reservers_are_admitted_in_order_and_do_not_poll() -> None:
         assert balancer.statistics().reserved == 0
 
 
+async def test_statistics_say_how_long_rollouts_waited_for_room_and_for_a_slot() -> None:
+    """Of tasks that wait still, that have what they waited for, and that were cancelled."""
+    waiting = partial(make_rollout, 3, version=0)
+    async with sb.StreamBalancer(config(capacity=8)) as balancer, anyio.create_task_group() as tasks:
+        balancer.set_version(0)
+        for n in range(8):
+            await balancer.put(waiting(f"r{n}"))
+        assert balancer.statistics().producer_idle_seconds == {"put": 0.0, "reserve": 0.0}
+        with anyio.move_on_after(3.0):
+            await balancer.put_group([waiting(f"a{n}", group_id="a") for n in range(4)])
+        tasks.start_soon(balancer.put, waiting("b"))
+        tasks.start_soon(balancer.reserve(2).__aenter__)
+        await anyio.sleep(5.0)
+        assert balancer.statistics().producer_idle_seconds == pytest.approx({"put": 3.0 * 4 + 5.0, "reserve": 5.0 * 2})
+        await anext(balancer.batches())
+        await settle()
+        assert balancer.statistics().blocked_puts == 0
+        await anyio.sleep(7.0)
+        idle_s = balancer.statistics().producer_idle_seconds
+        assert idle_s["put"] == pytest.approx(17.0, abs=0.5)
+        assert "17.0 s idle in put()" in str(balancer.statistics())
+        tasks.cancel_scope.cancel()
+
+
 async def test_a_reserver_that_waits_wakes_a_trainer_that_waits_for_the_window() -> None:
     """Nobody generates and nobody may begin, so the window is as full as it gets."""
     async with sb.StreamBalancer(config()) as balancer, anyio.create_task_group() as tasks:
