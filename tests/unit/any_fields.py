@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import io
 import struct
 from collections import OrderedDict
 from types import MappingProxyType
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from codec_help import carried, put
+from cores import saved
 from hypothesis import strategies as st
 from invariants import verify
 from torch import Tensor
@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.host.records import HeldRollout, Records, write_row
 from stream_balancer.types import Rollout
 
@@ -260,10 +259,7 @@ def checkpointed(rollout: Rollout) -> Rollout:
     """Saved by torch and loaded."""
     core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2))
     core.add(rollout, 0.0)
-    file = io.BytesIO()
-    torch.save(state_dict(core.snapshot(0.0)), file)
-    file.seek(0)
-    snapshot = read_state_dict(torch.load(file, weights_only=True))
+    snapshot = saved(core)
     assert not snapshot.set_aside
     restored = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2))
     restored.restore(snapshot, 0.0)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cores import saved
 from numpy.typing import NDArray
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.learn import attach, auto_window
-from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, plan_batch
 
 IDS = torch.zeros(1, dtype=torch.uint8)
 
@@ -105,22 +102,6 @@ class TestConfig:
 
 
 class TestShadows:
-    def test_they_choose_what_the_planner_chooses(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("stream_balancer.planning.planner._TRIED", 0)  # no swap of groups, which are of one
-        rng = np.random.default_rng(0)
-        knobs = PlanKnobs(4, 16, 9, groups="same_batch", group_size=1)
-        for step in range(50):
-            size = 48
-            waiting = replace(
-                Waiting.of(np.exp(rng.normal(0.0, 1.2, size))),
-                skips=np.sort(rng.integers(0, 9, size))[::-1],
-                due=rng.random(size) < 0.05,
-                groups=np.arange(size),
-            )
-            plan = plan_batch(waiting, knobs, num_rollouts=16, step=step)
-            sent = np.concatenate([one for share in plan.ranks for one in share])
-            assert np.flatnonzero(choose_batch(waiting, knobs, num_rollouts=16)).tolist() == sorted(sent.tolist())
-
     @pytest.mark.parametrize(
         ("seeds", "steps", "error"),
         [((3,), 250, 0.04), pytest.param((3, 5, 7), 400, 0.006, marks=pytest.mark.soak)],
@@ -163,33 +144,13 @@ class TestChoice:
         assert told[140] == 32
         assert min(told[-100:]) > 32
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
-    def test_on_a_drifting_stream_it_is_as_good_as_the_best_fixed_window_and_younger(self, seed: int) -> None:
-        """The short form of bench/tune.py's: medians fall by a third, tails grow."""
-        count = 32 * 400
-        progress = np.arange(count) / count
-        trace = trace_of(lognormal(count, 0.6 + 0.7 * progress, seed, 7.6 + math.log(2 / 3) * progress))
-        knobs = {"max_skips": 12, "capacity": 192}
-
-        def figures(window: int | str) -> tuple[float, float]:
-            report = sb.simulate(trace, config(window=window, **knobs), tolerance=0.05)  # hardly any partition
-            assert report.max_skips_seen <= 12
-            return report.overall.unavoidable_idle, report.delay_steps.mean
-
-        best_idle, best_age = min(figures(window) for window in config().auto_windows)
-        idle, age = figures("auto")
-        # seeds 1 to 5: between 0.002 below and 0.016 above, at 0.4 to 0.9 of the age
-        assert idle <= best_idle + 0.02
-        assert age <= best_age
-
 
 class TestState:
     def test_a_checkpoint_keeps_the_window(self) -> None:
         core = core_of()
         run(core, lognormal(32 * 120, 0.1, seed=0))
         restored = core_of()
-        restored.restore(read_state_dict(state_dict(core.snapshot(1.0))), 1.0)
+        restored.restore(saved(core, 1.0), 1.0)
         assert restored.config == core.config
         assert restored.config.window == 32
         assert restored.statistics(0.0).idle_by_window == {}

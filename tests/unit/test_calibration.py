@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from evictions import learning_core
+from cores import learning_core, saved
 from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.step_times import StepTiming
-from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.learn.calibration import Calibration
 from stream_balancer.planning.rank_speeds import FixedCosts, work_rates
+from stream_balancer.statistics import CostFit
 from stream_balancer.types.shared import tokens_of
 
 IDS = torch.zeros(8000, dtype=torch.int32)
@@ -92,6 +91,12 @@ def config(**knobs: object) -> sb.BalancerConfig:
     return sb.BalancerConfig(**{**chosen, **knobs})  # type: ignore[arg-type]
 
 
+def fit_of(core: BalancerCore) -> CostFit:
+    fit = core.statistics(0.0).cost_fit
+    assert fit is not None
+    return fit
+
+
 def slow_first(_: int) -> list[float]:
     return [1 / 1.5] + [1.0] * 7
 
@@ -99,8 +104,7 @@ def slow_first(_: int) -> list[float]:
 def test_the_law_of_the_machine_is_found() -> None:
     core, machine = learning_core(config()), Machine()
     train(core, machine, 60)
-    fit = core.statistics(0.0).cost_fit
-    assert fit is not None
+    fit = fit_of(core)
     assert fit.steps == 59, "the first step does not count"
     assert fit.prediction_error < 0.05
     assert fit.seconds_per_token == pytest.approx(1e-5, rel=0.15)
@@ -114,8 +118,7 @@ def test_the_law_is_found_where_ranks_share_rollouts() -> None:
     shared = config(context_parallel={"sizes": (1, 2, 4, 8), "min_tokens": 1}, micro_batches=None, window=32)
     core, machine = learning_core(shared), Machine(0, c=0.001, noise=0.01)
     train(core, machine, 90)
-    fit = core.statistics(0.0).cost_fit
-    assert fit is not None
+    fit = fit_of(core)
     assert fit.seconds_per_token_pair / fit.seconds_per_token == pytest.approx(5e-4, rel=0.15), "as without sharing"
 
 
@@ -125,9 +128,7 @@ def test_a_slow_rank_gets_less_until_all_finish_together(seed: int) -> None:
     ratios = train(core, machine, 60, slow_first)
     assert np.mean(ratios[:5]) > 1.3
     assert np.mean(ratios[30:]) < 1.05
-    fit = core.statistics(0.0).cost_fit
-    assert fit is not None
-    assert fit.speeds[0] == pytest.approx(1 / 1.5, rel=0.04)
+    assert fit_of(core).speeds[0] == pytest.approx(1 / 1.5, rel=0.04)
 
 
 def test_a_rank_that_becomes_slow_and_recovers_is_followed() -> None:
@@ -151,18 +152,8 @@ def test_seconds_that_include_waiting_teach_nothing() -> None:
         core.record_step(StepTiming(batch.step, 0, 1.0), 0.0)
         core.record_step(StepTiming(batch.step, 1, 1.0, own=False), 0.0)
         core.acknowledge(batch.step)
-    stats = core.statistics(0.0)
-    assert stats.cost_fit is not None
-    assert stats.cost_fit.steps == 0
-    assert stats.measured_idle_fraction == 0.0
-
-
-def test_impossible_seconds_teach_nothing() -> None:
-    learned = Calibration(sb.cost.CalibratedCost(), 2)
-    work = [[(np.array([5, 6]), 1)], [(np.array([7]), 1)]]
-    for seconds in ([0.0, 1.0], [-1.0, 1.0], [float("nan"), 1.0], [float("inf"), 1.0]):
-        assert not learned.observe(work, seconds)
-    assert learned.fit().steps == 0
+    assert fit_of(core).steps == 0
+    assert core.statistics(0.0).measured_idle_fraction == 0.0
 
 
 def test_rollouts_that_bring_their_own_cost_are_left_alone() -> None:
@@ -182,11 +173,8 @@ def test_rollouts_that_bring_their_own_cost_are_left_alone() -> None:
 def test_a_checkpoint_continues_where_it_was() -> None:
     core, machine = learning_core(config()), Machine(7)
     train(core, machine, 40, slow_first)
-    file = io.BytesIO()
-    torch.save(state_dict(core.snapshot(0.0)), file)
-    file.seek(0)
     again = learning_core(config())
-    again.restore(read_state_dict(torch.load(file, weights_only=True)), 0.0)
+    again.restore(saved(core), 0.0)
     verify(again)
     assert again.statistics(0.0).cost_fit == core.statistics(0.0).cost_fit
     now, before = (one.state.buffer.waiting(np.zeros(0, bool)).costs for one in (again, core))
@@ -202,9 +190,7 @@ def test_a_checkpoint_for_other_ranks_keeps_the_law_and_not_the_speeds() -> None
     train(core, machine, 40, slow_first)
     again = learning_core(config(dp_size=4))
     again.restore(core.snapshot(0.0), 0.0)
-    before, after = core.statistics(0.0).cost_fit, again.statistics(0.0).cost_fit
-    assert before is not None
-    assert after is not None
+    before, after = fit_of(core), fit_of(again)
     assert after.seconds_per_token == before.seconds_per_token
     assert after.speeds == (1.0,) * 4
     train(again, machine, 10, lambda _: [1.0] * 4)
@@ -222,9 +208,7 @@ def test_another_model_by_reconfigure_and_back() -> None:
     assert core.state.pricing.knobs.speeds is None
     train(core, machine, 2)
     core.reconfigure(core.config.replace(cost=sb.cost.CalibratedCost()))
-    fit = core.statistics(0.0).cost_fit
-    assert fit is not None
-    assert fit.steps == 0
+    assert fit_of(core).steps == 0
 
 
 def test_padded_micro_batches_are_priced_as_padded() -> None:

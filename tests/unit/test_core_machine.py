@@ -6,14 +6,13 @@ Tiny sizes, so that rare paths run: buffers that fill, groups that never complet
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
-from evictions import Evictions, learning_core
+from cores import Evictions, learning_core, saved
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -30,7 +29,6 @@ import stream_balancer as sb
 from stream_balancer.config.figures import least_batch_size
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.step_times import StepTiming
-from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.planning import PlanKnobs, Waiting
 
 IDS = torch.zeros(64, dtype=torch.int64)
@@ -475,10 +473,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(dp_size_changes=st.booleans())
     def crash_and_restore(self, dp_size_changes: bool) -> None:
         """A new balancer continues from a checkpoint written and read with torch, perhaps on other ranks."""
-        file = io.BytesIO()
-        torch.save(state_dict(self.core.snapshot(self.now)), file)
-        file.seek(0)
-        snapshot = read_state_dict(torch.load(file, weights_only=True))
+        snapshot = saved(self.core, self.now)
         config = self.core.config
         if dp_size_changes and config.dp_size > 1 and config.groups.keep != "same_rank":
             config = config.replace(dp_size=1, min_batch_size=1)

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from evictions import learning_core
+from cores import learning_core
 from hypothesis import given
 from hypothesis import strategies as st
 from invariants import verify

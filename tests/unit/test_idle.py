@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from evictions import learning_core
+from cores import learning_core
 from hypothesis import given
 from hypothesis import strategies as st
 

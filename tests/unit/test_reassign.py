@@ -9,7 +9,7 @@ from itertools import repeat
 from typing import Any
 
 import pytest
-from evictions import learning_core
+from cores import learning_core
 from helpers import polled
 from invariants import verify
 

@@ -163,20 +163,6 @@ class TestTimes:
         assert report.elapsed_s == 64.0
 
 
-class TestStrata:
-    def test_a_share_keeps_a_long_environment_in_every_step(self) -> None:
-        lengths = generate_trace(1_200, "tau", seed=3).lengths
-        agent = np.arange(1_200) % 8 == 0
-        trace = replace(trace_of(np.where(agent, 30_000, lengths).tolist()), strata=np.where(agent, "agent", ""))
-        config = knobs(batch_size=16, cost=QuadraticCost(), max_skips=16)
-        usual = simulate(trace, config, slots=32).strata["agent"]
-        shared = simulate(trace, config.replace(stratum_shares={"agent": 0.06}), slots=32).strata["agent"]
-        assert usual.share == pytest.approx(1 / 8, abs=0.03)
-        assert shared.steps_without < 0.1 < usual.steps_without
-        assert shared.delay_steps.mean < usual.delay_steps.mean
-        assert simulate(trace_of([5] * 40), knobs()).strata == {}
-
-
 class TestSegments:
     def test_warm_up_and_tail_are_shown_and_left_out(self) -> None:
         trace = generate_trace(3_000, "lrm", seed=0)

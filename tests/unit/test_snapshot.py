@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import io
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
+from cores import saved
 from helpers import config
 from invariants import verify
+from scripted import awkward_micro_batches, same_rollout
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
@@ -19,31 +19,10 @@ from stream_balancer.host.plan_rows import plan_of
 
 
 def rich_rollout(n: int) -> sb.Rollout:
-    return sb.Rollout(
-        tokens={
-            "input_ids": torch.arange(n + 1) * 2**33,
-            "logprobs": torch.linspace(-1, 0, n + 1, dtype=torch.bfloat16),
-            "loss_mask": torch.arange(n + 1) % 2 == 0,
-            "topk": torch.arange(3 * (n + 1), dtype=torch.int32).view(n + 1, 3),
-        },
-        scalars={"advantage": n / 7, "reward": n},
-        tensors={"pixels": torch.full((2, n), n, dtype=torch.uint8)} if n % 2 else {},
-        metadata={"prompt": f"p{n}", "nested": {"a": [1, 2.5, None, True, b"x"]}},
-        rollout_id=f"r{n}",
-        version=(n, n + 1),
-        cost=None if n % 3 else float(n),
-    )
-
-
-def same(a: sb.Rollout, b: sb.Rollout) -> bool:
-    return (
-        a.tokens.keys() == b.tokens.keys()
-        and all(torch.equal(a.tokens[k], b.tokens[k]) and a.tokens[k].dtype == b.tokens[k].dtype for k in a.tokens)
-        and a.tensors.keys() == b.tensors.keys()
-        and all(torch.equal(a.tensors[k], b.tensors[k]) for k in a.tensors)
-        and (a.rollout_id, dict(a.scalars), dict(a.metadata), a.version, a.cost, a.is_padding, a.num_loss_tokens)
-        == (b.rollout_id, dict(b.scalars), dict(b.metadata), b.version, b.cost, b.is_padding, b.num_loss_tokens)
-    )
+    """Something in every field, and bytes of every dtype."""
+    first = awkward_micro_batches()[0][0]
+    tokens = {name: column.repeat(n + 1, *[1] * (column.ndim - 1)) for name, column in first.tokens.items()}
+    return replace(first, tokens=tokens, rollout_id=f"r{n}", version=(n, n + 1), cost=None if n % 3 else float(n))
 
 
 def busy_core() -> BalancerCore:
@@ -58,26 +37,18 @@ def busy_core() -> BalancerCore:
     return core
 
 
-def through_torch_save(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
-
-
 def test_everything_comes_back_through_torch_save() -> None:
     core = busy_core()
     before = core.snapshot(20.0)
-    after = read_state_dict(through_torch_save(state_dict(before)))
-    assert all(same(a, b) for a, b in zip(before.waiting, after.waiting, strict=True))
+    after = saved(core, 20.0)
+    assert all(same_rollout(a, b) for a, b in zip(before.waiting, after.waiting, strict=True))
     assert after.waited_s.tolist() == before.waited_s.tolist()
     assert after.skips.tolist() == before.skips.tolist()
     assert after.past_ids == before.past_ids
     assert (after.version, after.next_step) == (before.version, before.next_step)
     assert [plan_of(batch) for batch in after.in_flight] == [plan_of(batch) for batch in before.in_flight]
     for x, y in zip(before.in_flight, after.in_flight, strict=True):
-        assert all(same(a, b) for a, b in zip(x.rollouts, y.rollouts, strict=True))
+        assert all(same_rollout(a, b) for a, b in zip(x.rollouts, y.rollouts, strict=True))
         assert (x.num_tokens, x.ranks[1].denominators) == (y.num_tokens, y.ranks[1].denominators)
 
 
@@ -113,7 +84,7 @@ def test_a_damaged_row_is_set_aside_and_the_rest_comes_back(
     monkeypatch.setattr("stream_balancer.host.checkpoint._ROLLOUTS_TOGETHER", 3)
     core = busy_core()
     (batch,) = core.in_flight()
-    state = through_torch_save(state_dict(core.snapshot(20.0)))
+    state = state_dict(core.snapshot(20.0))
     state["rollouts"][0][at] ^= 255
     with sb.blocking(config()) as balancer:
         lost, void = balancer.load_state_dict(state)
@@ -130,7 +101,7 @@ def test_a_damaged_row_is_set_aside_and_the_rest_comes_back(
 
 @pytest.mark.parametrize("at", [0, 20, -1])
 def test_damaged_facts_are_named_and_rollouts_come_back(at: int) -> None:
-    state = through_torch_save(state_dict(busy_core().snapshot(20.0)))
+    state = state_dict(busy_core().snapshot(20.0))
     state["facts"][at] ^= 255
     snapshot = read_state_dict(state)
     assert snapshot.set_aside

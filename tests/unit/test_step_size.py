@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cores import saved
 from helpers import config, polled
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,6 @@ from test_planning_selection import Stream, waiting
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.planning import PlanKnobs, choose_batch, plan_batch, smallest_max_skips
 from stream_balancer.planning.step_size import surplus_after
 
@@ -119,7 +119,7 @@ def after_an_outlier(**knobs: Any) -> BalancerCore:
 def test_a_checkpoint_holds_what_is_to_be_given_back() -> None:
     core = after_an_outlier()
     fresh = varied(deadline_s=10.0)
-    fresh.restore(read_state_dict(state_dict(core.snapshot(0.0))), 0.0)
+    fresh.restore(saved(core, 0.0), 0.0)
     polled(fresh)
     assert surplus_of(fresh) == 8  # what is delivered again was counted before
     for one in (core, fresh):

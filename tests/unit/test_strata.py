@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 import torch
+from cores import saved
 from helpers import polled
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.metrics import figures
 
 
@@ -71,11 +70,8 @@ def test_a_checkpoint_and_a_redelivery_know_the_stratum() -> None:
     for number in range(8):
         core.add(rollout(900 if number == 7 else 50, "agent" if number > 5 else "math"), 0.0)
     assert core.poll(0.0) is not None
-    file = io.BytesIO()
-    torch.save(state_dict(core.snapshot(1.0)), file)
-    file.seek(0)
     again = core_of(stratum_shares={"agent": 0.25})
-    again.restore(read_state_dict(torch.load(file, weights_only=True)), 5.0)
+    again.restore(saved(core, 1.0), 5.0)
     before, after = (one.statistics(5.0).strata for one in (core, again))
     assert {name: one.waiting for name, one in after.items()} == {name: one.waiting for name, one in before.items()}
     batch = polled(again, 5.0)

@@ -214,22 +214,3 @@ class TestGenerate:
     def test_a_model_that_describes_no_lengths(self, changes: dict[str, float], rule: str) -> None:
         with pytest.raises(ValueError, match=rule):
             LengthModel(**({"mu": 5.0, "sigma_between": 1.0, "sigma_within": 1.0} | changes))  # type: ignore[arg-type]
-
-
-class TestRealTraces:
-    FILES = (
-        ("rg_qwen3b_rl_g3", 30_300, 10_100),
-        ("lrm_token_economy_g5", 2_178, 437),
-        ("misguided_thinking_g3", 2_666, 889),
-        ("tau_airline_gpt4o_g4", 200, 50),
-        ("azure_2023_conv", 19_366, None),
-        ("mooncake_conversation", 12_031, None),
-        ("nemo_gym_mixed_envs", 499, 101),
-    )
-
-    @pytest.mark.parametrize(("name", "rows", "groups"), FILES)
-    def test_each_loads(self, traces_dir: Path, name: str, rows: int, groups: int | None) -> None:
-        trace = load_trace(traces_dir / f"{name}.csv.gz")
-        assert (trace.name, len(trace)) == (name, rows)
-        assert groups is None or trace.num_groups == groups
-        assert (trace.arrival_s is None) == (name not in ("azure_2023_conv", "mooncake_conversation"))

@@ -1,9 +1,15 @@
-"""What a core evicts, for tests."""
+"""Cores with learners, what they evict, and what a checkpoint makes of them."""
 
 from __future__ import annotations
 
+import io
+
+import torch
+
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.snapshot import Snapshot
+from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.learn import attach
 from stream_balancer.types import EvictReason
 
@@ -29,3 +35,11 @@ def learning_core(config: sb.BalancerConfig) -> BalancerCore:
     core = BalancerCore(config)
     attach(core)
     return core
+
+
+def saved(core: BalancerCore, now: float = 0.0) -> Snapshot:
+    """What a checkpoint has of it, through ``torch.save``."""
+    file = io.BytesIO()
+    torch.save(state_dict(core.snapshot(now)), file)
+    file.seek(0)
+    return read_state_dict(torch.load(file, weights_only=True))
