@@ -170,6 +170,9 @@ class Statistics:
     """The same for each rank."""
     rank_busy_seconds: tuple[float, ...] = ()
     """Seconds each rank computed in those steps."""
+    producer_idle_seconds: Mapping[Literal["put", "reserve"], float] = field(default_factory=dict)
+    """Seconds that rollouts waited for room in ``put``, or to begin in ``reserve()``, summed over them, since this
+    balancer was made: generation that idles, beside the ranks that do. See docs/tuning.md."""
     straggler: Straggler | None = None
     """The slowest of the ranks that are slow step after step; None while there is none."""
     cost_fit: CostFit | None = None
@@ -206,6 +209,9 @@ class Statistics:
             "idle": f"{_percent(self.idle_fraction)} predicted ({_percent(self.unavoidable_idle_fraction)} "
             f"unavoidable), {_percent(self.measured_idle_fraction)} measured",
             "idle seconds": ", ".join(f"{s:,.1f} {cause}" for cause, s in self.idle_seconds.items() if s >= 0.05),
+            "producers": ", ".join(
+                f"{s:,.1f} s idle in {call}()" for call, s in self.producer_idle_seconds.items() if s >= 0.05
+            ),
             "versions": self._versions_text(),
             "slow": "" if self.straggler is None else str(self.straggler),
         }

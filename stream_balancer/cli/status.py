@@ -42,8 +42,11 @@ _COUNTS = {  # figures with a label
     "evicted": "evicted_rollouts",
     "batches": "batches",
     "idle seconds": "idle_seconds",
+    "producers idle": "producer_idle_seconds",
     "versions behind": "training_age_versions",
 }
+_NEED = {"idle_seconds": ("no_data",), "producer_idle_seconds": ("put", "reserve")}
+"""Causes that more machines on the other side end."""
 
 
 def status(
@@ -144,6 +147,13 @@ def _lines(now: Figures, before: Figures | None) -> Iterator[tuple[str, str]]:
         names = ("accepted_rollouts", "acknowledged_rollouts", "dispatched_tokens")
         put, trained, tokens = ((_ones(now)[name] - _ones(before)[name]) / seconds for name in names)
         yield "per second", f"{put:,.1f} rollouts put, {trained:,.1f} trained on, {tokens:,.0f} tokens dispatched"
+        # seconds a second are how many idle at a time: the pair that says which side lacks machines
+        ranks, rollouts = ((_waited(now, name) - _waited(before, name)) / seconds for name in _NEED)
+        yield "idle at a time", f"{ranks:,.1f} ranks without rollouts, {rollouts:,.1f} rollouts without room or slot"
+
+
+def _waited(figures: Figures, name: str) -> float:
+    return sum(seconds for cause, seconds in figures.get(name, {}).items() if cause in _NEED[name])
 
 
 def _ranks(now: Figures) -> Iterator[tuple[str, ...]]:

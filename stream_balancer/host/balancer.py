@@ -422,8 +422,10 @@ class StreamBalancer(OfOneProcess):
         """A snapshot that adds up: accepted == waiting + in_flight + acknowledged + evicted."""
         parts, waits, now = self.parts, self.parts.wakeups, self._lifetime.now("statistics")
         return parts.core.statistics(
-            now, blocked_puts=len(waits.puts), reserved=parts.reservations.running, blocked_reserves=len(waits.reserves)
-        )
+            now, blocked_puts=len(waits.puts), reserved=parts.reservations.running,
+            blocked_reserves=len(waits.reserves),
+            producer_idle_seconds={"put": waits.puts.waited_s(now), "reserve": waits.reserves.waited_s(now)},
+        )  # fmt: skip
 
     def rank_states(self) -> list[RankState]:
         """Knowledge of ``serve()`` about each rank; empty while it does not run."""

@@ -93,6 +93,7 @@ class PendingPut(Waiter):
         self.group_id = getattr(first, "group_id", None) if size is None else size.group_id
         self._puts = puts
         self._rollouts = rollouts
+        self.count = len(rollouts)
         self._complete = complete
         self._size = size
 

@@ -75,7 +75,7 @@ class Waiter:
     group_id: str | None
     """Group whose members wake it out of turn."""
     count: int
-    """Rollouts that a reserver wants to begin."""
+    """Rollouts that it puts, or wants to begin."""
 
 
 class WaitQueue:
@@ -87,6 +87,8 @@ class WaitQueue:
         """For puts, too, which ask whether there is one."""
         self._of_group: dict[str, list[Waiter]] = {}
         self._reporter = reporter
+        # rollouts that wait now; and the seconds of those that do not, less the times at which these began to
+        self._count, self._waited_s = 0, 0.0
 
     def __len__(self) -> int:
         return len(self.waiters)
@@ -96,11 +98,20 @@ class WaitQueue:
         """The one that has waited longest."""
         return next(iter(self.waiters), None)
 
+    def waited_s(self, now: float) -> float:
+        """Seconds that rollouts have waited here, those of a task that waits with n counted n times. O(1)."""
+        return self._waited_s + self._count * now
+
+    def _change(self, count: int) -> None:
+        self._count += count
+        self._waited_s -= count * anyio.current_time()
+
     def wait(self, waiter: Waiter, attempt: Callable[[], _T | None]) -> Coroutine[Any, Any, _T]:
         """Take the last place now. -> the result of ``attempt()``, made whenever the task is woken, as soon as that is
         not None. The waiter leaves the queue in any case: also if it raises, or the task is cancelled."""
         waiter.wake = anyio.Event()
         self.waiters[waiter] = None
+        self._change(waiter.count)
         if waiter.group_id is not None:
             self._of_group.setdefault(waiter.group_id, []).append(waiter)
         return self._wait(waiter, attempt)
@@ -126,6 +137,7 @@ class WaitQueue:
     def _leave(self, waiter: Waiter) -> None:
         """O(waiting siblings)."""
         del self.waiters[waiter]
+        self._change(-waiter.count)
         if waiter.group_id is not None:
             siblings = self._of_group[waiter.group_id]
             siblings.remove(waiter)

@@ -84,6 +84,13 @@ METRICS: tuple[Metric, ...] = (
         "rank",
     ),
     Metric("rank_busy_seconds", "Seconds each rank computed.", "rank_busy_seconds", "counter", "rank"),
+    Metric(
+        "producer_idle_seconds",
+        "Rollout seconds without generation: waiting for room, or for a slot.",
+        "producer_idle_seconds",
+        "counter",
+        "cause",
+    ),
     Metric("straggler_rank", "A rank that is slow step after step; absent while there is none.", "straggler.rank"),
     Metric("straggler_slowdown", "Its seconds over the median rank's for the same work.", "straggler.slowdown"),
     Metric("straggler_since_seconds", "Since when.", "straggler.since_s"),

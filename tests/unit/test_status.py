@@ -40,6 +40,8 @@ stream_balancer_idle_fraction 0.05
 stream_balancer_idle_seconds_total{cause="window"} 60.0
 stream_balancer_idle_seconds_total{cause="transport"} 20.0
 stream_balancer_idle_seconds_total{cause="no_data"} 0.0
+stream_balancer_producer_idle_seconds_total{cause="put"} 45.0
+stream_balancer_producer_idle_seconds_total{cause="reserve"} 0.0
 stream_balancer_rank_busy_seconds_total{rank="0"} 60.0
 stream_balancer_rank_busy_seconds_total{rank="1"} 60.0
 stream_balancer_rank_idle_seconds_total{rank="0"} 40.0
@@ -70,7 +72,7 @@ def run(*arguments: object) -> Result:
 
 
 def test_the_page_says_it_all() -> None:
-    text = text_of(BUSY, BUSY.replace("3005.0", "3000.0"))
+    text = text_of(BUSY, BUSY.replace("3005.0", "3000.0").replace('"put"} 45.0', '"put"} 13.0'))
     for part in (
         "run 7",
         "6 wait (window 8), 1,200 tokens, the oldest for 90.0 s",
@@ -83,6 +85,8 @@ def test_the_page_says_it_all() -> None:
         "policy version   7",
         "mean 1.25, p99 2, max 3",
         "0.5 rollouts put",
+        "producers idle   put 45",
+        "0.0 ranks without rollouts, 3.2 rollouts without room or slot",
         "60.0%",
         "! rank 1 takes 1.40 times as long as the median rank, since 7,200 s",
         "! not connected: ranks 1",
