@@ -32,11 +32,17 @@ def has_signal(rollouts: Sequence[sb.Rollout]) -> bool:
     return torch.tensor([r.scalars["reward"] for r in rollouts]).std() > 0  # type: ignore[return-value]
 
 
-async def test_what_is_turned_down_is_counted_and_told() -> None:
+async def test_what_is_turned_down_is_counted_and_told_and_what_is_bad_is_not_judged() -> None:
     gone: list[tuple[str, str]] = []
+    asked: list[str] = []
+
+    def accept(rollouts: Sequence[sb.Rollout]) -> bool:
+        asked.append(rollouts[0].rollout_id)
+        return rollouts[0].num_tokens > 2
+
     async with sb.StreamBalancer(
-        config(),
-        accept=lambda rollouts: rollouts[0].num_tokens > 2,
+        config(micro_batches=sb.MicroBatches(max_tokens=10)),
+        accept=accept,
         on_evict=lambda r, why: gone.append((r.rollout_id, why)),
     ) as balancer:
         await balancer.put(make_rollout(3, "long"))
@@ -48,6 +54,9 @@ async def test_what_is_turned_down_is_counted_and_told() -> None:
         assert (stats.accepted, stats.evicted["filtered"]) == (3, 2)
         with pytest.raises(sb.errors.DuplicateRolloutError, match="is done"):
             await balancer.put(make_rollout(2, "short"))
+        with pytest.raises(sb.errors.RolloutError, match="11 tokens"):
+            await balancer.put(make_rollout(11, "bad"))
+        assert "bad" not in asked
 
 
 async def test_a_group_without_signal_goes_as_a_whole() -> None:
@@ -143,25 +152,29 @@ async def test_verdicts_do_not_change_the_order_of_those_that_wait_for_room() ->
         tasks.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_what_it_raises_comes_out_of_the_put(is_async: bool) -> None:
-    def fail(rollouts: Sequence[sb.Rollout]) -> bool:
-        raise LookupError("no reward model")
+def fail(rollouts: Sequence[sb.Rollout]) -> bool:
+    raise LookupError("no reward model")
 
-    async def fail_later(rollouts: Sequence[sb.Rollout]) -> bool:
-        await checkpoint()
-        raise LookupError("no reward model")
 
-    async with sb.StreamBalancer(config(), accept=fail_later if is_async else fail) as balancer:
-        with pytest.raises(LookupError):
+async def fail_later(rollouts: Sequence[sb.Rollout]) -> bool:
+    await checkpoint()
+    return fail(rollouts)
+
+
+@pytest.mark.parametrize(
+    ("accept", "error", "says"),
+    [
+        (fail, LookupError, "no reward model"),
+        (fail_later, LookupError, "no reward model"),
+        (lambda rollouts: None, TypeError, "accept= returned None: return True"),
+    ],
+    ids=["raises", "raises later", "no return"],
+)
+async def test_what_it_raises_comes_out_of_the_put(accept: Any, error: type[Exception], says: str) -> None:
+    async with sb.StreamBalancer(config(), accept=accept) as balancer:
+        with pytest.raises(error, match=says):
             await balancer.put(make_rollout(3))
         assert balancer.statistics().accepted == 0
-
-
-async def test_a_forgotten_return_is_told() -> None:
-    async with sb.StreamBalancer(config(), accept=lambda rollouts: None) as balancer:  # type: ignore[arg-type, return-value]
-        with pytest.raises(TypeError, match="accept= returned None: return True"):
-            await balancer.put(make_rollout(3))
 
 
 async def test_put_nowait_cannot_wait_for_a_verdict() -> None:
@@ -178,45 +191,6 @@ async def test_put_nowait_cannot_wait_for_a_verdict() -> None:
         with pytest.raises(sb.errors.WouldBlock, match="use put"):
             balancer.put_nowait(make_rollout(3))
     assert inspect.getcoroutinestate(answers[0]) == inspect.CORO_CLOSED
-
-
-async def test_a_bad_rollout_is_refused_not_judged() -> None:
-    asked: list[Any] = []
-    async with sb.StreamBalancer(
-        config(micro_batches=sb.MicroBatches(max_tokens=10)), accept=lambda rollouts: not asked.append(rollouts)
-    ) as balancer:
-        with pytest.raises(sb.errors.RolloutError, match="11 tokens"):
-            await balancer.put(make_rollout(11))
-        assert asked == []
-
-
-@pytest.mark.parametrize("how", ["cancel", "end", "aclose"])
-async def test_nothing_was_accepted_if_it_stops_during_the_verdict(how: str) -> None:
-    async def accept(rollouts: Sequence[sb.Rollout]) -> bool:
-        await anyio.sleep(10.0)
-        return True
-
-    outcome: list[str] = []
-
-    async def put() -> None:
-        try:
-            await balancer.put(make_rollout(3))
-            outcome.append("accepted")
-        except sb.errors.ClosedResourceError:
-            outcome.append("closed")
-
-    async with sb.StreamBalancer(config(), accept=accept) as balancer:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(put)
-            await anyio.sleep(1.0)
-            if how == "cancel":
-                tasks.cancel_scope.cancel()
-            elif how == "end":
-                balancer.end()
-            else:
-                await balancer.aclose()
-        assert outcome == ([] if how == "cancel" else ["closed"])
-        assert balancer.statistics().accepted == 0
 
 
 # -- nack --------------------------------------------------------------------------------------------------------------

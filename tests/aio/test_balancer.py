@@ -5,9 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import anyio
+import helpers
+import numpy as np
 import pytest
 from helpers import config, settle
 from invariants import verify
@@ -18,8 +22,7 @@ from stream_balancer.testing import make_rollout, make_rollouts
 
 
 async def fill(balancer: sb.StreamBalancer, count: int, start: int = 0) -> None:
-    for rollout in make_rollouts(range(1, count + 1), prefix=f"f{start}-"):
-        await balancer.put(rollout)
+    await helpers.fill(balancer, range(1, count + 1), prefix=f"f{start}-")
 
 
 def ids(batch: sb.Batch) -> set[str]:
@@ -29,12 +32,12 @@ def ids(batch: sb.Batch) -> set[str]:
 # -- when a batch leaves -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(["trainer", "w1", "w2", "clock"])))
+@pytest.mark.parametrize("order", list(itertools.permutations(["trainer", "w1", "w2"])), ids="-".join)
 async def test_a_full_window_has_no_latency_whatever_the_order_of_starting(order: tuple[str, ...]) -> None:
     async with sb.StreamBalancer(config(deadline_s=50.0)) as balancer:
         left: list[float] = []
 
-        async def trainer() -> None:
+        async def trainer(_: str) -> None:
             async for _ in balancer.batches():
                 left.append(anyio.current_time())
                 if len(left) == 2:
@@ -45,15 +48,9 @@ async def test_a_full_window_has_no_latency_whatever_the_order_of_starting(order
                 await anyio.sleep(1.0)
                 await balancer.put(rollout)
 
-        async def clock() -> None:
-            await anyio.sleep(2.5)
-
         async with anyio.create_task_group() as tasks:
             for name in order:
-                if name in ("w1", "w2"):
-                    tasks.start_soon(worker, name)
-                else:
-                    tasks.start_soon({"trainer": trainer, "clock": clock}[name])
+                tasks.start_soon(trainer if name == "trainer" else worker, name)
         # 2 rollouts a second fill the window of 8 at 4 s; the 4 left behind and 4 more fill it again at 6 s
         assert left == [4.0, 6.0]
 
@@ -172,24 +169,8 @@ async def test_a_put_waits_while_the_buffer_is_full_and_resumes_after_a_dispatch
             assert done == [10.0]
 
 
-async def test_capacity_bytes_holds_puts_back_and_lets_the_window_go() -> None:
-    async with sb.StreamBalancer(config(window=8, capacity=64, limits=sb.Limits(bytes=400))) as balancer:
-        for n in range(5):
-            await balancer.put(make_rollout(10, f"r{n}", minimal=True))  # 80 bytes each
-        with anyio.move_on_after(5.0):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(balancer.put, make_rollout(10, "r5", minimal=True))
-                await settle()
-                assert balancer.statistics().blocked_puts == 1
-                batch = await anext(balancer.batches())
-                assert (batch.reason, batch.num_rollouts) == ("window", 4)
-        assert balancer.statistics().waiting == 2
-        with pytest.raises(sb.errors.RolloutError, match=r"808 bytes of tensors, above limits.bytes \(400\)"):
-            await balancer.put(make_rollout(101, minimal=True))
-
-
-async def test_a_put_without_room_wakes_a_trainer_that_waits_for_the_window() -> None:
-    """Nothing more can come in, so the window is as full as it gets."""
+async def test_limits_bytes_holds_puts_back_and_lets_the_window_go() -> None:
+    """Nothing more can come in, so the window is as full as it gets: a trainer that waits for it is woken."""
     async with sb.StreamBalancer(config(window=8, capacity=64, limits=sb.Limits(bytes=400))) as balancer:
         batches: list[sb.Batch] = []
 
@@ -203,7 +184,10 @@ async def test_a_put_without_room_wakes_a_trainer_that_waits_for_the_window() ->
             await settle()
             assert not batches
             await balancer.put(make_rollout(10, "r5", minimal=True))
-        assert [batch.num_rollouts for batch in batches] == [4]
+        assert [(batch.reason, batch.num_rollouts) for batch in batches] == [("window", 4)]
+        assert balancer.statistics().waiting == 2
+        with pytest.raises(sb.errors.RolloutError, match=r"808 bytes of tensors, above limits.bytes \(400\)"):
+            await balancer.put(make_rollout(101, minimal=True))
 
 
 async def test_siblings_of_a_waiting_group_are_let_into_a_full_buffer() -> None:
@@ -281,20 +265,6 @@ async def test_closing_leaves_all_that_was_not_acknowledged_restorable() -> None
     assert sorted(name for batch in again for name in ids(batch)) == sorted(held)
 
 
-async def test_end_wakes_a_waiting_trainer() -> None:
-    async with sb.StreamBalancer(config()) as balancer:
-        got: list[sb.Batch] = []
-
-        async def trainer() -> None:
-            got.extend([batch async for batch in balancer.batches()])
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(trainer)
-            await settle()
-            balancer.end()
-        assert got == []
-
-
 async def test_put_after_end_and_after_close() -> None:
     async with sb.StreamBalancer(config()) as balancer:
         balancer.end()
@@ -310,25 +280,39 @@ async def test_put_after_end_and_after_close() -> None:
 
 
 @pytest.mark.parametrize("how", ["end", "aclose"])
-async def test_ending_tells_those_who_wait(how: str) -> None:
-    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer:
-        await fill(balancer, 4)
-        told: list[str] = []
+@pytest.mark.parametrize("wait", ["room", "verdict", "turn", "version"])
+async def test_ending_tells_those_who_wait(wait: str, how: str) -> None:
+    async def accept(rollouts: Sequence[sb.Rollout]) -> bool:
+        await anyio.sleep(10.0 if rollouts[0].rollout_id == "judged" else 0.0)
+        return True
 
-        async def blocked() -> None:
+    knobs = config(window=4, capacity=4, staleness=sb.Staleness(max_versions=0))
+    told: list[str] = []
+    async with sb.StreamBalancer(knobs, accept=accept) as balancer, anyio.create_task_group() as tasks:
+        balancer.set_version(0)
+        calls = {
+            "room": lambda: balancer.put(make_rollout(2, version=0)),
+            "verdict": lambda: balancer.put(make_rollout(2, "judged", version=0)),
+            "turn": lambda: balancer.reserve().__aenter__(),
+            "version": lambda: balancer.version_after(0),
+        }
+
+        async def waits() -> None:
             with pytest.raises(sb.errors.ClosedResourceError):
-                await balancer.put(make_rollout(2, "blocked"))
-            told.append("put")
+                await calls[wait]()
+            told.append(wait)
 
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(blocked)
-            await settle()
-            if how == "end":
-                balancer.end()
-            else:
-                await balancer.aclose()
-        assert told == ["put"]
-        assert balancer.statistics().accepted == 4
+        await fill(balancer, 4)
+        tasks.start_soon(waits)
+        await settle()
+        if how == "end":
+            balancer.end()
+            await anyio.sleep(11.0)  # the verdict is there
+            # what waits is still drained, and the trainer goes on
+            assert told == ([] if wait == "version" else [wait])
+        await balancer.aclose()
+    assert told == [wait]
+    assert balancer.statistics().accepted == 4
 
 
 # -- one trainer -------------------------------------------------------------------------------------------------------
@@ -379,8 +363,6 @@ class BrokenCost:
     padded = False
 
     def __call__(self, lengths: Any) -> Any:
-        import numpy as np
-
         lengths = np.asarray(lengths, dtype=float)
         return np.where(lengths == 13, math.nan, lengths)
 
@@ -403,6 +385,12 @@ class BrokenCost:
         ),
         ({"cost": BrokenCost()}, make_rollout(13), sb.errors.RolloutError, "the cost model gave nan"),
         ({}, make_rollout(3).padding_copy("p"), sb.errors.RolloutError, "padding copy"),
+        (
+            {},
+            replace(make_rollout(3), scalars={"other": 1.0}),
+            sb.errors.RolloutError,
+            r"has scalars \['other'\], but the first rollout had \['advantage'\]",
+        ),
         ({}, {"input_ids": [1, 2]}, TypeError, r"takes a Rollout, not dict"),
     ],
 )
@@ -419,15 +407,6 @@ async def test_a_refused_put_leaves_the_buffer_as_it_was(
                 balancer.put_nowait(rollout)
         assert balancer.statistics() == before
         verify(balancer.parts.core)
-
-
-async def test_scalars_must_agree() -> None:
-    async with sb.StreamBalancer(config()) as balancer:
-        await balancer.put(sb.Rollout(tokens={"input_ids": [1]}, scalars={"reward": 1.0}))
-        with pytest.raises(
-            sb.errors.RolloutError, match=r"has scalars \['advantage'\], but the first rollout had \['reward'\]"
-        ):
-            await balancer.put(sb.Rollout(tokens={"input_ids": [1]}, scalars={"advantage": 1.0}))
 
 
 # -- knobs are live ----------------------------------------------------------------------------------------------------
@@ -454,23 +433,16 @@ async def test_a_nearer_deadline_takes_effect_at_once() -> None:
         ({"windw": 8}, "no such knob"),
         ({"dp_size": 5}, r"must be >= dp_size \(5\)"),
         ({"groups": {"size": 2}}, "groups.size cannot change: groups are counted by it"),
+        ({"cost": BrokenCost()}, "the cost model gave nan"),
     ],
 )
 async def test_bad_knobs_change_nothing(changes: dict[str, Any], says: str) -> None:
     async with sb.StreamBalancer(config()) as balancer:
-        await fill(balancer, 3)
+        await helpers.fill(balancer, [1, 2, 13])
         before = balancer.config, balancer.statistics()
         with pytest.raises(sb.errors.ConfigError, match=says):
             balancer.reconfigure(**changes)
         assert (balancer.config, balancer.statistics()) == before
-
-
-async def test_reconfigured_costs_must_be_finite_too() -> None:
-    async with sb.StreamBalancer(config()) as balancer:
-        await balancer.put(make_rollout(13, "r"))
-        with pytest.raises(sb.errors.ConfigError, match="the cost model gave nan"):
-            balancer.reconfigure(cost=BrokenCost())
-        assert balancer.config.cost == sb.cost.TokenCost()
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -522,3 +494,74 @@ async def test_recovering_more_than_the_capacity_is_warned_of(caplog: pytest.Log
         balancer.load_state_dict(state)
         assert balancer.statistics().waiting == 20
     assert "20 rollouts were recovered, above what may wait (8)" in caplog.text
+
+
+# -- nothing moves -----------------------------------------------------------------------------------------------------
+
+
+def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name == "stream_balancer.balancer"]
+
+
+@pytest.mark.parametrize(
+    ("after_s", "lines", "why"),
+    [
+        (60, 4, "a batch is ready; nobody iterates batches(); 1 puts wait for room"),
+        (10, 6, "1 rollout waits (window 4), the oldest for 10 s"),
+        (math.inf, 0, ""),
+    ],
+    ids=["nobody iterates", "producers died", "silence is wanted"],
+)
+async def test_a_stall_is_told_by_who_waits_and_each_time_it_has_doubled(
+    after_s: float, lines: int, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with sb.StreamBalancer(config(window=4, capacity=4), report_after_s=after_s) as balancer:
+        with anyio.move_on_after(500):
+            if after_s == 60:
+                await fill(balancer, 5)
+            await balancer.put(make_rollout(2))
+            await anext(balancer.batches())
+    told = [f"no batch for {after_s * 2**number} s" for number in range(lines)]
+    assert [line.partition(":")[0] for line in reports(caplog)] == told
+    assert why in "".join(reports(caplog)[:1])
+
+
+async def test_who_may_not_begin_is_told_and_nobody_while_batches_leave_in_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(fill, balancer, 40)
+        batches = balancer.batches()
+        for _ in range(10):
+            await anyio.sleep(50)
+            await anext(batches)
+        assert reports(caplog) == []
+        async with balancer.reserve(4):
+            with anyio.move_on_after(100):
+                async with balancer.reserve():
+                    pass
+    assert len(reports(caplog)) == 1
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan])
+def test_a_bad_time_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="report_after_s must be > 0"):
+        sb.StreamBalancer(config(), report_after_s=value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "warned"), [(0, 2, False), (1, 2, True), (1, 4, True), (1, 1, False), (None, 2, False)]
+)
+async def test_a_balancer_on_every_rank_is_noticed(
+    rank: int | None, world_size: int, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: rank is not None)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: world_size)
+    async with sb.StreamBalancer(config(window=4)) as balancer:
+        await fill(balancer, 4)
+        balancer.end()
+        assert [batch.step async for batch in balancer.batches()] == [0]
+    told = reports(caplog)
+    assert len(told) == warned
+    assert all("sb.serve" in line and "sb.connect" in line and "rank 1 " in line for line in told)

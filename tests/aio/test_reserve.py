@@ -112,19 +112,6 @@ async def test_a_cancelled_reserver_passes_its_turn_on(passes: int) -> None:
         assert (stats.reserved, stats.blocked_reserves) == (0, 0)
 
 
-async def test_leaving_gives_back_what_was_not_put() -> None:
-    async with sb.StreamBalancer(config()) as balancer:
-        reservation = balancer.reserve(3)
-        slot = await reservation.__aenter__()
-        await slot.put(make_rollout(3, "one"))
-        assert balancer.statistics().reserved == 2
-        await reservation.__aexit__(LookupError, LookupError("generation failed"), None)
-        assert balancer.statistics().reserved == 0
-        with pytest.raises(sb.errors.ClosedResourceError, match="place is given back"):
-            await slot.put(make_rollout(3, "two"))
-        assert balancer.statistics().waiting == 1
-
-
 async def test_a_slot_dates_its_rollouts() -> None:
     async with sb.StreamBalancer(config(staleness=sb.Staleness(max_versions=3))) as balancer:
         balancer.set_version(5)
@@ -152,31 +139,6 @@ async def test_groups_that_lack_a_sibling_do_not_hold_up_those_who_would_begin_o
                     for _ in range(3):
                         await slot.put(sb.Rollout(tokens={"input_ids": [1]}, group_id=group))
         assert balancer.statistics().waiting == 9
-
-
-@pytest.mark.parametrize("how", ["end", "aclose"])
-async def test_ending_tells_reservers(how: str) -> None:
-    async with sb.StreamBalancer(config(batch_size=2, window=2, staleness=sb.Staleness(max_versions=0))) as balancer:
-        async with balancer.reserve(2):
-            told: list[int] = []
-
-            async def work(number: int) -> None:
-                with pytest.raises(sb.errors.ClosedResourceError):
-                    async with balancer.reserve():
-                        raise AssertionError
-                told.append(number)
-
-            async with anyio.create_task_group() as tasks:
-                for number in range(3):
-                    tasks.start_soon(work, number)
-                await settle()
-                if how == "end":
-                    balancer.end()
-                else:
-                    await balancer.aclose()
-            assert sorted(told) == [0, 1, 2]
-        with pytest.raises(sb.errors.ClosedResourceError):
-            await balancer.reserve().__aenter__()
 
 
 @pytest.mark.parametrize("cancelled", [False, True])

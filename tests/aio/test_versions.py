@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import anyio
-import pytest
 from helpers import config, settle
 
 import stream_balancer as sb
@@ -37,24 +36,6 @@ async def test_version_after_returns_at_once_where_there_is_a_later_one_and_else
         assert balancer.version == 6
         assert await balancer.version_after(2) == 6
         tasks.cancel_scope.cancel()
-
-
-async def test_who_waits_for_a_version_learns_that_the_balancer_was_closed() -> None:
-    raised: list[Exception] = []
-
-    async def wait(balancer: sb.StreamBalancer) -> None:
-        with pytest.raises(sb.errors.ClosedResourceError, match="version_after") as error:
-            await balancer.version_after(1)
-        raised.append(error.value)
-
-    async with anyio.create_task_group() as tasks, sb.StreamBalancer(config()) as balancer:
-        balancer.set_version(1)
-        tasks.start_soon(wait, balancer)
-        await settle()
-        balancer.end()
-        await settle()
-        assert not raised  # what waits is still drained, and the trainer goes on
-    assert raised
 
 
 async def test_a_version_from_a_checkpoint_is_one() -> None:
