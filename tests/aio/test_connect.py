@@ -1,36 +1,28 @@
-"""Puts from elsewhere, over the memory twin: the same contract, under virtual time, cancelled at every pass."""
+"""Puts from elsewhere, over the memory twin, and every other way to put: accept= first, then room, and cancelled at
+either it was not accepted."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
 import pytest
-from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
-from helpers import attend, settle, waiting, wire_of
+from helpers import attend, fill, settle, waiting, wire_of
+from invariants import verify
+from served import attended
 from test_cancellation import How, cancelled_after, config, ways
 
 import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork, make_rollout, make_rollouts
 
-
-@asynccontextmanager
-async def attended() -> AsyncIterator[tuple[sb.StreamBalancer, MemoryNetwork, TaskGroup]]:
-    """A balancer that takes producers' puts."""
-    async with (
-        sb.StreamBalancer(config()) as balancer,
-        MemoryNetwork(dp_size=2) as transport,
-        anyio.create_task_group() as tasks,
-    ):
-        tasks.start_soon(attend, balancer, transport)
-        yield balancer, transport, tasks
-        tasks.cancel_scope.cancel()
+WAYS = ["put", "put_group", "slot", "slot_group", "producer", "producer_group"]
+LATE = ["late0", "late1"]
 
 
 async def test_put_waits_while_the_balancer_is_full_and_errors_keep_their_words() -> None:
-    async with attended() as (balancer, transport, tasks):
+    async with attended(sb.StreamBalancer(config())) as (balancer, transport, tasks):
         producer = sb.connect(transport.connect_producer())
         await settle()
         for rollout in make_rollouts([3] * 4):
@@ -61,7 +53,7 @@ async def test_put_waits_while_the_balancer_is_full_and_errors_keep_their_words(
 async def test_the_controller_checks_a_group_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A producer may be a program of another make."""
     monkeypatch.setattr("stream_balancer.client.producer.check_group", lambda _: None)
-    async with attended() as (balancer, transport, _):
+    async with attended(sb.StreamBalancer(config())) as (balancer, transport, _):
         producer = sb.connect(transport.connect_producer())
         for group in ([make_rollout(3, "a", group_id="g"), make_rollout(3, "b", group_id="h")], [make_rollout(3, "a")]):
             with pytest.raises(sb.errors.RolloutError, match="siblings that share one group_id"):
@@ -75,7 +67,7 @@ async def test_the_controller_checks_a_group_itself(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("passes", range(14))
 async def test_a_cancelled_put_was_not_accepted(how: How, passes: int, held: bool) -> None:
-    async with attended() as (balancer, transport, _):
+    async with attended(sb.StreamBalancer(config())) as (balancer, transport, _):
         outlet = transport.connect_producer()
         producer = sb.connect(outlet)
         for rollout in make_rollouts([3] * 4):
@@ -108,7 +100,7 @@ async def test_a_cancelled_put_was_not_accepted(how: How, passes: int, held: boo
 
 
 async def test_a_killed_producer_s_parked_put_is_withdrawn() -> None:
-    async with attended() as (balancer, transport, tasks):
+    async with attended(sb.StreamBalancer(config())) as (balancer, transport, tasks):
         outlet, other = transport.connect_producer(), sb.connect(transport.connect_producer())
         producer = sb.connect(outlet)
         for rollout in make_rollouts([3] * 4):
@@ -146,3 +138,54 @@ async def test_a_put_that_waited_for_room_waits_on_for_who_attends_next() -> Non
                 await settle()
                 assert len(waiting(balancer)) == 2
                 tasks.cancel_scope.cancel()
+
+
+# -- every way to put --------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def full_balancer(way: str) -> AsyncIterator[tuple[sb.StreamBalancer, Callable[[], Awaitable[None]]]]:
+    """A balancer without room, whose ``accept=`` takes 10 s for late rollouts; and a put of such, in this way."""
+
+    async def accept(rollouts: Sequence[sb.Rollout]) -> bool:
+        await anyio.sleep(10.0 if rollouts[0].rollout_id in LATE else 0.0)
+        return True
+
+    by, group = way.partition("_")[::2]
+    rollouts = [make_rollout(3, name, group_id="g" if group else None) for name in LATE[: 2 if group else 1]]
+    async with (
+        attended(sb.StreamBalancer(config(), accept=accept)) as (balancer, transport, _),
+        balancer.reserve(2) as slot,
+    ):
+        to = {"put": balancer, "slot": slot, "producer": sb.connect(transport.connect_producer())}[by]
+        await fill(balancer, [3] * 4)
+        yield balancer, (lambda: to.put_group(rollouts)) if group else (lambda: to.put(rollouts[0]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_it_is_filtered_and_then_waits_for_room(way: str) -> None:
+    async with full_balancer(way) as (balancer, put), anyio.create_task_group() as tasks:
+        tasks.start_soon(put)
+        await anyio.sleep(9.0)
+        assert balancer.statistics().blocked_puts == 0
+        await anyio.sleep(2.0)
+        assert balancer.statistics().blocked_puts == 1
+        assert balancer.statistics().accepted == 4
+        await anext(balancer.batches())
+        await settle()
+        assert waiting(balancer) == LATE[: 1 + way.endswith("group")]
+        assert balancer.statistics().blocked_puts == 0
+
+
+@pytest.mark.parametrize("after_s", [5.0, 15.0])
+@pytest.mark.parametrize("way", WAYS)
+async def test_cancelled_on_the_way_it_was_not_accepted(way: str, after_s: float) -> None:
+    async with full_balancer(way) as (balancer, put):
+        with anyio.move_on_after(after_s):
+            await put()
+        await settle()
+        await anext(balancer.batches())
+        await anyio.sleep(20.0)
+        stats = balancer.statistics()
+        assert (stats.accepted, stats.waiting, stats.blocked_puts, stats.reserved) == (4, 0, 0, 2)
+        verify(balancer.parts.core)

@@ -44,6 +44,33 @@ async def test_reservers_are_admitted_in_order_and_do_not_poll() -> None:
         assert balancer.statistics().reserved == 0
 
 
+async def test_a_slot_says_when_its_rollout_would_be_too_old() -> None:
+    async with sb.StreamBalancer(config()) as balancer, anyio.create_task_group() as tasks:
+        over: list[str] = []
+
+        async def generate(name: str) -> None:
+            async with balancer.reserve() as slot:
+                await slot.stale()
+                over.append(name)
+
+        tasks.start_soon(generate, "before the first version")
+        for version, expected in ((0, 0), (1, 0), (2, 1), (3, 1), (9, 3)):
+            balancer.set_version(version)
+            await settle()
+            assert len(over) == expected
+            if version < 3:
+                tasks.start_soon(generate, f"at {version}")
+                await settle()
+        balancer.reconfigure(staleness={"on_stale": "send"})
+        async with balancer.reserve() as slot:
+            balancer.set_version(20)
+            with anyio.move_on_after(5.0) as waited:
+                await slot.stale()
+            assert waited.cancelled_caught
+            balancer.reconfigure(staleness={"on_stale": "evict"})
+            await slot.stale()
+
+
 async def test_statistics_say_how_long_rollouts_waited_for_room_and_for_a_slot() -> None:
     """Of tasks that wait still, that have what they waited for, and that were cancelled."""
     waiting = partial(make_rollout, 3, version=0)
