@@ -143,16 +143,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.ended)
     @rule(length=st.integers(1, 64), group=st.integers(0, 3), lag=st.integers(0, 2))
     def add(self, length: int, group: int, lag: int) -> None:
-        config = self.core.config
-        grouped = config.groups.size is not None and (group > 0 or config.groups.keep != "free")
-        version = None if self.version is None else max(self.version - lag, 0)
-        rollout = sb.Rollout(
-            tokens={"input_ids": IDS[:length]},
-            metadata={"stratum": "ab"[length % 2]} if length % 3 else {},
-            rollout_id=str(next(self.names)),
-            group_id=self.group_name(group) if grouped else None,
-            version=version,
-        )
+        rollout = self.rollout(length, group, lag)
         before = self.core.statistics(self.now)
         try:
             self.core.add(rollout, self.now)
@@ -166,6 +157,17 @@ class CoreMachine(RuleBasedStateMachine):
         else:
             self.accepted[rollout.rollout_id] = rollout
             self.take_evicted()
+
+    def rollout(self, length: int, group: int, lag: int) -> sb.Rollout:
+        config = self.core.config
+        grouped = config.groups.size is not None and (group > 0 or config.groups.keep != "free")
+        return sb.Rollout(
+            tokens={"input_ids": IDS[:length]},
+            metadata={"stratum": "ab"[length % 2]} if length % 3 else {},
+            rollout_id=str(next(self.names)),
+            group_id=self.group_name(group) if grouped else None,
+            version=None if self.version is None else max(self.version - lag, 0),
+        )
 
     def group_name(self, group: int) -> str:
         """Of a group that is not closed: what was is refused, see :meth:`declare_group`."""
@@ -328,23 +330,14 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.ended)
     @rule(length=st.integers(1, 64), group=st.integers(0, 3), lag=st.integers(0, 2))
     def filter_out(self, length: int, group: int, lag: int) -> None:
-        config = self.core.config
-        grouped = config.groups.size is not None and (group > 0 or config.groups.keep != "free")
-        version = None if self.version is None else max(self.version - lag, 0)
-        name = str(next(self.names))
-        rollout = sb.Rollout(
-            tokens={"input_ids": IDS[:length]},
-            rollout_id=name,
-            group_id=self.group_name(group) if grouped else None,
-            version=version,
-        )
+        rollout = self.rollout(length, group, lag)
         asked = self.core.state.admission.completed_by([rollout])
         if asked is None or rollout.nbytes > (self.core.config.limits.bytes or math.inf):
             return
         before = self.core.statistics(self.now)
         self.core.filter_out([rollout], self.now)
         after = self.core.statistics(self.now)
-        self.accepted[name] = rollout
+        self.accepted[rollout.rollout_id] = rollout
         self.take_evicted()
         assert {r.rollout_id for r in asked} <= self.evicted
         assert after.accepted == before.accepted + 1
@@ -453,11 +446,7 @@ class CoreMachine(RuleBasedStateMachine):
         """The same step; in the same plan, unless that was for other ranks."""
         assert again is not None
         assert (again.step, again.reason, again.num_tokens) == (batch.step, batch.reason, batch.num_tokens)
-        denominators = [
-            (one.global_num_rollouts, one.global_num_tokens, one.global_num_loss_tokens, one.global_num_executions)
-            for one in (again.ranks[0], batch.ranks[0])
-        ]
-        assert denominators[0] == denominators[1]
+        assert again.ranks[0].denominators == batch.ranks[0].denominators
         if len(batch.ranks) == self.core.config.dp_size:
             plans = [
                 [[[r.rollout_id for r in mb.rollouts] for mb in share.micro_batches] for share in one.ranks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from invariants import verify
 from torch import Tensor
 
 import stream_balancer as sb
+from stream_balancer.core.batching import lay_out
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
@@ -274,3 +276,45 @@ def test_what_is_left_of_an_execution_is_agreed_upon() -> None:
     seal = seal_of(StepPlan((), [batch], 0, 0.0), 1, [0, 1], gone)
     assert (seal.sizes.rollouts, seal.sizes.executions) == (3, 2)
     assert seal.resized == (ResizedExecution("g", "partly", 2, 10),)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"micro_batches": {"max_tokens": 160, "multiple_of": 2}},
+        {"groups": {"size": 2, "keep": "same_rank"}},
+        {"speeds": (1.0, 0.5, 1.0, 1.0, 2.0, 1.0)},
+        {"policy": "round_robin"},
+    ],
+    ids=str,
+)
+def test_what_lost_ranks_owed_is_on_those_that_are_left_and_counts_as_before(more: dict[str, Any]) -> None:
+    core = core_of(**{"dp_size": 6, "batch_size": 64, **more})
+    for its in some_executions(16):
+        core.add_all(its, 0.0)
+    core.end()
+    batch = polled(core)
+    held = {rank: list(share.micro_batches) for rank, share in enumerate(batch.ranks)}
+
+    def counted() -> list[Any]:
+        every = [
+            (r, size)
+            for its in held.values()
+            for mb in its
+            for r, size in zip(mb.rollouts, mb.execution_sizes, strict=True)
+        ]
+        return sorted((r.rollout_id, size) for r, size in every if not r.is_padding)
+
+    whole = counted()
+    for lost in (3, 0, 5):  # the third takes with it what it had taken over
+        owed = [r for mb in held.pop(lost) for r in mb.rollouts if not r.is_padding]
+        speeds = core.config.speeds and [core.config.speeds[rank] for rank in held]
+        parts = lay_out(core.state, owed, batch.rollouts, step=batch.step, num_ranks=len(held), speeds=speeds)
+        for its, part in zip(held.values(), parts, strict=True):
+            its += part
+            assert all(one.num_tokens <= (core.config.micro_batches.max_tokens or 10**9) for one in part)
+            assert not len(part) % core.config.micro_batches.multiple_of
+        assert counted() == whole
+    assert core.in_flight() == (batch,)
+    verify(core)

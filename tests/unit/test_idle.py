@@ -85,19 +85,20 @@ def test_seconds_of_a_step_that_was_planned_for_more_ranks_count() -> None:
     assert core.statistics(0.0).rank_busy_seconds == (6.0, 1.0)
 
 
-def test_waiting_is_for_data_until_enough_are_there_then_for_the_window() -> None:
-    core = core_with(CONFIG, [5] * 4, at=[1.0, 3.0, 6.0, 8.0])
-    report(core, poll(core, 8.0, asked_at=0.0), [1.0, 1.0])
-    assert causes(core) == {"no_data": pytest.approx(2 * 3.0), "window": pytest.approx(2 * 5.0)}
-
-
-def test_a_rank_waits_for_rollouts_then_for_other_ranks_then_for_its_share_to_come() -> None:
-    core = core_with(CONFIG, [5] * 4, at=[0.0, 0.0, 0.0, 4.0])
-    report(core, poll(core, 4.0, asked_at=0.0), [1.0, 1.0], waited_s=9.0, ready_s=3.0)
-    assert causes(core) == {"window": pytest.approx(2 * 4.0), "transport": pytest.approx(2 * 2.0)}
-    core = core_with(CONFIG, [5] * 4, at=[0.0, 0.0, 0.0, 4.0])
-    report(core, poll(core, 4.0, asked_at=0.0), [1.0, 1.0], waited_s=0.5)  # the queue hid the rest
-    assert causes(core) == {"window": pytest.approx(2 * 0.5)}
+@pytest.mark.parametrize(
+    ("at", "waited", "of_rank"),
+    [
+        ([1.0, 3.0, 6.0, 8.0], {}, {"no_data": 3.0, "window": 5.0}),
+        ([0.0, 0.0, 0.0, 4.0], {"waited_s": 9.0, "ready_s": 3.0}, {"window": 4.0, "transport": 2.0}),
+        ([0.0, 0.0, 0.0, 4.0], {"waited_s": 0.5}, {"window": 0.5}),  # the queue hid the rest
+    ],
+)
+def test_a_rank_waits_for_data_then_for_the_window_then_for_other_ranks_then_for_its_share_to_come(
+    at: list[float], waited: dict[str, float], of_rank: dict[str, float]
+) -> None:
+    core = core_with(CONFIG, [5] * 4, at=at)
+    report(core, poll(core, at[-1], asked_at=0.0), [1.0, 1.0], **waited)
+    assert causes(core) == pytest.approx({cause: 2 * seconds for cause, seconds in of_rank.items()})
 
 
 def test_steps_that_a_rank_never_reports_cost_no_memory() -> None:
@@ -159,9 +160,7 @@ def test_every_second_has_one_cause(
     assert figures.idle_seconds == pytest.approx(sums)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Who is slow
-# ---------------------------------------------------------------------------------------------------------------------
+# -- who is slow -------------------------------------------------------------------------------------------------------
 
 NUM_RANKS = 4
 IDS = torch.zeros(1000, dtype=torch.int64)
@@ -231,3 +230,16 @@ def test_neither_milliseconds_nor_a_few_slow_steps_are_a_straggler(
     for _ in range(steps):
         report(core, poll(core, 0.0), seconds)
     assert (core.statistics(0.0).straggler is not None) == found
+
+
+def test_seconds_that_ranks_of_the_former_plan_reported_do_not_count() -> None:
+    core = core_with(CONFIG.replace(window=6, dp_size=3, batch_size=6), [90] * 6)
+    batch = poll(core, 0.0)
+    core.record_step(StepTiming(batch.step, 0, 100.0), 0.0)
+    core.nack(batch.step)
+    core.reconfigure(core.config.replace(dp_size=2))
+    assert core.poll(0.0) is not None
+    core.record_step(StepTiming(batch.step, 1, 1.0), 0.0)
+    assert not any(core.statistics(0.0).rank_busy_seconds)
+    core.record_step(StepTiming(batch.step, 0, 3.0), 0.0)
+    assert core.statistics(0.0).rank_busy_seconds[:2] == (3.0, 1.0)
