@@ -1,0 +1,143 @@
+"""The demo's parts: its model and cost, its rollouts' lengths and tokens, its figures from runs made by hand."""
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+from stream_balancer_demo.model import build_model, loss_sum, training_cost
+from stream_balancer_demo.options import DemoOptions
+from stream_balancer_demo.rank import RankRun, StepDone
+from stream_balancer_demo.report import comparison, summarize
+from stream_balancer_demo.rollouts import checksum, load_workload, make_rollout
+
+import stream_balancer as sb
+from stream_balancer.types import MicroBatch
+
+OPTIONS = DemoOptions(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64)
+ROLLOUTS = [make_rollout(name, 7 + number, 1, "g", 32) for number, name in enumerate("abcd")]
+SUMS = {rollout.rollout_id: checksum(rollout) for rollout in ROLLOUTS}
+
+
+def test_packed_loss_and_gradients_are_sums_over_rollouts():
+    together, alone = build_model(OPTIONS, torch.float64), build_model(OPTIONS, torch.float64)
+    loss = loss_sum(together, MicroBatch.of(ROLLOUTS))
+    loss.backward()
+    one_by_one = sum(loss_sum(alone, MicroBatch.of([r])) for r in ROLLOUTS)
+    one_by_one.backward()
+    torch.testing.assert_close(loss, one_by_one, rtol=1e-12, atol=0)
+    for a, b in zip(together.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_the_cost_model_counts_every_weight_of_the_model():
+    named = build_model(OPTIONS).named_parameters()
+    matrices = sum(p.numel() for name, p in named if p.ndim == 2 and "embedding" not in name)
+    assert training_cost(OPTIONS).flops_per_token == 6 * matrices
+
+
+MADE = ("r1", 12, 3, "p1", 64)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.csv"
+    rows = "\n".join(f"g{i // 2},{10 * i},{100 * (i + 1)}" for i in range(10))
+    path.write_text(f"group_id,prompt_tokens,output_tokens\n{rows}\n")
+    return path
+
+
+def test_a_rollout_is_made_from_its_name_alone():
+    rollout = make_rollout(*MADE)
+    assert rollout.num_tokens == 12
+    assert rollout.tokens["loss_mask"].tolist() == [False] * 3 + [True] * 9
+    assert 0 <= int(rollout.tokens["input_ids"].min()) <= int(rollout.tokens["input_ids"].max()) < 64
+    assert checksum(rollout) == checksum(make_rollout(*MADE))
+
+
+def test_the_checksum_sees_every_change():
+    rollout = make_rollout(*MADE)
+    ids, mask = rollout.tokens["input_ids"], rollout.tokens["loss_mask"]
+    other = torch.where(torch.arange(12) == 5, ids ^ 1, ids)
+    columns = [(other, mask), (ids, ~mask), (ids.to(torch.int32), mask)]
+    changed = [type(rollout)(tokens={"input_ids": i, "loss_mask": m}, rollout_id="r1") for i, m in columns]
+    changed.append(type(rollout)(tokens={"input_ids": ids}, rollout_id="r1"))
+    assert len({checksum(rollout), *map(checksum, changed)}) == 5
+
+
+@pytest.mark.parametrize("rollouts", [4, 10, 25])
+def test_as_many_rollouts_as_asked_for_scaled_until_the_longest_fits(trace, rollouts):
+    options = DemoOptions(trace=trace, rollouts=rollouts, max_length=109)
+    work = load_workload(options)
+    assert work.lengths["longest"] == 109
+    assert work.lengths["tokens"] == sum(r.num_tokens for r in work.rollouts)
+    assert len({r.rollout_id for r in work.rollouts}) == len(work.rollouts) == rollouts
+    assert [*map(checksum, work.rollouts)] == [*map(checksum, load_workload(options).rollouts)]
+    small = load_workload(DemoOptions(trace=trace, rollouts=rollouts, scale=1e-6))
+    assert all((r.num_tokens, r.num_loss_tokens) == (2, 1) for r in small.rollouts), "a prompt and an output"
+    assert load_workload(DemoOptions(rollouts=rollouts)).lengths["longest"] == DemoOptions().max_length
+
+
+@pytest.fixture(scope="module")
+def said():
+    """Statistics of two steps over the four."""
+    with sb.blocking(sb.BalancerConfig(dp_size=2, batch_size=2, window=4)) as balancer:
+        for rollout in ROLLOUTS:
+            balancer.put(rollout)
+        balancer.end()
+        assert len(list(balancer.batches())) == 2
+        return balancer.statistics()
+
+
+def step(number, seconds, *ids, micro_batches=1):
+    return StepDone(number, seconds, micro_batches, 0.5, [(i, SUMS.get(i, 0)) for i in ids])
+
+
+RANKS = (RankRun([step(0, 1.0, "a"), step(1, 2.0, "d")], 7), RankRun([step(0, 3.0, "b"), step(1, 2.0, "c")], 7))
+
+
+def test_figures(said):
+    run = summarize("window", said, [1.0, 3.0, 2.0], 9.0, RANKS, ROLLOUTS)
+    assert (run["num_steps"], run["num_rollouts"], run["num_tokens"], run["wall_s"]) == (2, 4, 34, 9.0)
+    assert (run["compute_s"], run["slowest_s"], run["final_loss"]) == ([3.0, 5.0], 5.0, 1.0)
+    assert run["idle_fraction"] == pytest.approx(1 - (2.0 + 2.0) / 5.0)
+    assert run["predicted_idle_fraction"] == said.idle_fraction < 0.1
+    assert run["tokens_per_second"] == pytest.approx(34 / 5.0)
+    assert run["step_variance_s2"] == pytest.approx((1.0 + 0.0) / 2)
+    assert (run["delay_p50_s"], run["delay_p99_s"]) == (2.0, pytest.approx(2.98))
+    assert run["reasons"] == {"drain": 2}
+    assert run["exactly_once"]
+
+
+@pytest.mark.parametrize(
+    ("rank_1", "problem"),
+    [
+        (RankRun([step(0, 1.0, "b"), step(1, 1.0)], 7), "1 rollouts not trained on, or with other tokens: c"),
+        (RankRun([step(0, 1.0, "b"), step(1, 1.0, "c", "a")], 7), "trained on more than once, or never put: a"),
+        (RankRun([step(0, 1.0, "b"), step(1, 1.0, "c", "x")], 7), "trained on more than once, or never put: x"),
+        (RankRun([step(0, 1.0, "b"), StepDone(1, 1.0, 1, 0.5, [("c", 1)])], 7), "with other tokens: c"),
+        (RankRun([step(0, 1.0, "b", "c")], 7), "different steps"),
+        (RankRun([step(0, 1.0, "b"), step(1, 1.0, "c", micro_batches=2)], 7), "different numbers of micro-batches"),
+        (RankRun(RANKS[1].steps, 8), "different parameters"),
+    ],
+)
+def test_everything_that_is_not_exactly_once_is_named(said, rank_1, problem):
+    run = summarize("window", said, [1.0, 3.0, 2.0], 9.0, [RANKS[0], rank_1], ROLLOUTS)
+    assert not run["exactly_once"]
+    assert any(problem in text for text in run["problems"]), run["problems"]
+    assert "EXACTLY ONCE FAILED\nbalanced: " in shown(run, run)
+
+
+def shown(usual, balanced):
+    console = Console(file=io.StringIO(), width=140)
+    console.print(comparison(usual, balanced))
+    return console.file.getvalue()
+
+
+def test_both_runs_stand_side_by_side(said):
+    text = shown(
+        *(summarize(policy, said, [1.0, 3.0, 2.0], 9.0, RANKS, ROLLOUTS) for policy in ("round_robin", "window"))
+    )
+    for part in ("round-robin", "balanced", "20.0%", "× 1.00", "drain 2", "3.00, 5.00", "8"):
+        assert part in text
+    assert "Exactly once: in both runs all 4 rollouts" in text
