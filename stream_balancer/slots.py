@@ -28,6 +28,10 @@ class Admits(Protocol):
         accepted."""
         ...
 
+    async def stale(self, slot: Slot) -> None:
+        """Wait until a rollout of this slot would be too old."""
+        ...
+
     def settle(self, slot: Slot, count: int) -> None:
         """So many rollouts of a slot were put, or never will be. From any thread in which the slot is used."""
         ...
@@ -64,6 +68,12 @@ class Slot:
     async def put_group(self, rollouts: Sequence[Rollout], *, complete: bool = False) -> None:
         """As the balancer's ``put_group``, in the places that were kept."""
         await self._put(rollouts, complete)
+
+    async def stale(self) -> None:
+        """Wait until the policy has moved on so far that what is put here would be evicted as too old
+        (``staleness.max_versions``): stop generating then. In another process also once the slot was lost with its
+        connection. Waits for ever where no rollout is too old; raises ClosedResourceError as ``version_after`` does."""
+        await self._home.stale(self)
 
     def release(self) -> None:
         """Give back the places of rollouts that will not be put; leaving the block does it. Never blocks, may be called

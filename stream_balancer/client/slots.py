@@ -47,6 +47,10 @@ class RemoteSlots:
         """See :class:`~stream_balancer.slots.Admits`."""
         await self._put((slot.number, complete, True), rollouts)
 
+    async def stale(self, slot: Slot) -> None:
+        """See :class:`~stream_balancer.slots.Admits`."""
+        await self._session.ask("stale", slot.number, waits_for="no rollout is too old")
+
     def settle(self, slot: Slot, count: int) -> None:
         """See :class:`~stream_balancer.slots.Admits`. The balancer counts what was put by itself."""
         # the balancer has counted each put by itself: it needs to hear of the end only

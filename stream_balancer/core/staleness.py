@@ -54,9 +54,9 @@ class RolloutAges:
 
     # -- one rollout ---------------------------------------------------------------------------------------------------
 
-    def is_too_old(self, rollout: Rollout) -> bool:
-        """True if it is to be evicted. O(1)."""
-        oldest, version = self._oldest_kept(), rollout.min_version
+    def is_too_old(self, version: int | None) -> bool:
+        """True if a rollout that began at this version is to be evicted. O(1)."""
+        oldest = self._oldest_kept()
         return oldest is not None and version is not None and version < oldest
 
     def add(self, rollout: Rollout) -> None:

@@ -78,7 +78,7 @@ class BalancerState:
         if rollout.group_id is not None and buffer.groups.is_abandoned(rollout.group_id):
             self.evict([rollout], "abandoned")
             return
-        if rollout.version is not None and self.staleness.is_too_old(rollout):
+        if rollout.version is not None and self.staleness.is_too_old(rollout.min_version):
             if rollout.group_id is not None and buffer.groups.size is not None:
                 # else its siblings wait for ever
                 buffer.groups.join(rollout.group_id, rollout.execution_id)

@@ -115,9 +115,10 @@ class StreamBalancer(OfOneProcess):
         wakeups = Wakeups(core, throttle, StallReporter(report_after_s, partial(_why_stalled, self), _log))
         self._journal = None if journal is None else Journal(journal)
         puts = Puts(core, lifetime, wakeups, accept=accept, journal=self._journal)
+        versions = Versions(core, lifetime)
         self.parts = Parts(
-            core, puts, Reservations(core, lifetime, wakeups, throttle, puts),
-            Consumer(core, lifetime, wakeups, self._journal), wakeups, Versions(core, lifetime),
+            core, puts, Reservations(core, lifetime, wakeups, throttle, puts, versions),
+            Consumer(core, lifetime, wakeups, self._journal), wakeups, versions,
             ProducerRegistry(self.end, num_producers),
         )  # fmt: skip
         self._lifetime = lifetime
@@ -207,6 +208,8 @@ class StreamBalancer(OfOneProcess):
         ``staleness.max_versions`` when it is dispatched: instead of throwing long rollouts away, begin fewer. Holds if
         every rollout comes this way, and ``set_version`` is called at most once per batch, before the next is asked
         for. See docs/staleness.md for the rule. Leaving the block gives back what was not put.
+
+        ``await slot.stale()`` returns once what is put would be evicted all the same, say where a version was skipped.
 
         Without ``staleness`` the limit is ``capacity``. Raises :class:`ConfigError` for knobs under which the bound
         could not hold or the window not fill, ValueError for a ``count`` that could never be admitted; entering raises

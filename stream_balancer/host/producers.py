@@ -101,7 +101,7 @@ class Producers(Observer):
         self._parts.producers.attended = True
         self._methods: dict[str, Method] = {
             "put": self._put, "declare": self._declare, "reserve": self._reserve, "release": self._release,
-            "keep": self._keep, "version_after": self._version_after, "end": self._end,
+            "stale": self._stale, "keep": self._keep, "version_after": self._version_after, "end": self._end,
             "statistics": self._statistics, "set_version": self._set_version,
         }  # fmt: skip
         for peer in self._peers():
@@ -336,6 +336,11 @@ class Producers(Observer):
         slot = peer.data.slots.pop(_read(_Count, asked.args), None)
         if slot is not None:
             slot.release()
+
+    def _stale(self, peer: Peer, asked: Asked) -> Any:
+        slot = peer.data.slots.get(_read(_Count, asked.args))
+        # one that was lost is not waited for: others have begun in its place
+        return None if slot is None else slot.stale()
 
     def _version_after(self, peer: Peer, asked: Asked) -> Any:
         return self._balancer.version_after(_read(_Version | None, asked.args))

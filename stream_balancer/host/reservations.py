@@ -17,6 +17,7 @@ from stream_balancer.core.throttle import Throttle, check_reserve
 from stream_balancer.errors import ClosedResourceError
 from stream_balancer.host.lifetime import Lifetime
 from stream_balancer.host.puts import Puts
+from stream_balancer.host.versions import Versions
 from stream_balancer.host.wakeups import Waiter, Wakeups
 from stream_balancer.slots import Reservation, Slot
 from stream_balancer.types import Rollout
@@ -26,12 +27,14 @@ class Reservations:
     """Admission of slots, first come first served."""
 
     def __init__(
-        self, core: BalancerCore, lifetime: Lifetime, wakeups: Wakeups, throttle: Throttle, puts: Puts
-    ) -> None:
+        self, core: BalancerCore, lifetime: Lifetime, wakeups: Wakeups, throttle: Throttle, puts: Puts,
+        versions: Versions,
+    ) -> None:  # fmt: skip
         self._core = core
         self._lifetime = lifetime
         self._wakeups = wakeups
         self._throttle = throttle
+        self._versions = versions
         self.puts = puts
         """Puts of slots go here."""
 
@@ -85,6 +88,11 @@ class Reservations:
     async def put_in(self, slot: Slot, rollouts: Sequence[Rollout], complete: bool | None) -> None:
         """See :class:`Admits`."""
         await self.puts.put(rollouts, complete=complete)
+
+    async def stale(self, slot: Slot) -> None:
+        """See :class:`Admits`."""
+        while not self._core.state.staleness.is_too_old(slot.version):
+            await self._versions.after(self._versions.current)
 
     def settle(self, slot: Slot, count: int) -> None:
         """See :class:`Admits`."""

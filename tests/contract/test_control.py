@@ -166,6 +166,40 @@ async def test_a_slot_keeps_its_place_and_gives_it_back(kind: str) -> None:
         await producer.aclose()
 
 
+async def test_a_slot_says_when_its_rollout_would_be_too_old(kind: str) -> None:
+    """Generation stops then, and another begins in its place: what was put would have been evicted."""
+    async with served(kind, **THROTTLED) as network:
+        feed, producer = network.feed(), network.producer()
+        feed.set_version(2)
+        await producer.version_after(None)
+        stopped: list[int] = []
+
+        async def work() -> None:
+            async with producer.reserve() as slot:
+                await slot.stale()
+                stopped.append(producer.version or 0)
+                await slot.put(make_rollout(3, "late"))
+                with anyio.move_on_after(0):
+                    await slot.stale()
+                    stopped.append(-1)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(work)
+            await _until(producer, lambda statistics: statistics.reserved == 1)
+            feed.set_version(3)
+            await producer.version_after(2)
+            assert not stopped
+            async with producer.reserve() as young:
+                with anyio.move_on_after(0.05):
+                    await young.stale()
+                    stopped.append(-2)
+            feed.set_version(4)
+        assert stopped == [4]
+        statistics = await producer.statistics()
+        assert (statistics.evicted["stale"], statistics.reserved) == (1, 0)
+        await producer.aclose()
+
+
 async def test_a_dead_producer_gives_back_what_it_had_reserved(kind: str) -> None:
     """Others begin in its place."""
     async with served(kind, **THROTTLED) as network:
