@@ -86,20 +86,4 @@ def test_figures_of_a_layout_made_by_hand() -> None:
     assert once.over_cap == 2
 
 
-@pytest.mark.parametrize(
-    ("layout", "says"),
-    [
-        ([[[0, 1]], [[2]]], "planned 3 of 4 rollouts"),
-        ([[[0, 1]], [[1, 2, 3]]], "every rollout once"),
-        ([[[0, 1, 2, 3]]], "no plan for 2 ranks"),
-        ([[[0, 0, 1]], [[2, 3]]], "every rollout once"),
-    ],
-)
-def test_a_plan_that_is_none_is_refused(layout: Any, says: str) -> None:
-    run = scheduler_runs.Run.of(stream(), batch_size=4, ranks=2, steps=1)
-    wrong = Scheduler("wrong", "", lambda: lambda step: layout)
-    with pytest.raises(ValueError, match=says):
-        scheduler_runs.planned(run, wrong, wrong.load(), "step", 1.0)
-
-
 # --- others' files ----------------------------------------------------------------------------------------------------

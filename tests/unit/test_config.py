@@ -155,6 +155,12 @@ def test_a_bad_value_names_the_knob(name: str, says: str, value: object) -> None
 
 
 TOKENS: dict[str, Any] = {"batch_size": None, "step_size": {"tokens": 1000}}
+
+
+def of_window(tokens: int) -> dict[str, Any]:
+    return {"batch_size": None, "step_size": {"tokens": 1000, "window_tokens": tokens}}
+
+
 SHARED: dict[str, Any] = {"context_parallel": {"sizes": (1, 2)}}
 PREFIXES: dict[str, Any] = {"groups": {"share_prefixes": True}}
 SAME_RANK: dict[str, Any] = {"size": 4, "keep": "same_rank"}
@@ -190,28 +196,16 @@ SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
         ({"batch_size": None}, r"give batch_size \(rollouts per step\) or step_size\.tokens"),
         ({"step_size": {"tokens": 1000}}, r"batch_size \(16\) and step_size.tokens \(1000\) exclude one another"),
         ({"step_size": {"window_tokens": 1000}}, r"window_tokens \(1000\) needs step_size.tokens"),
-        (
-            {"batch_size": None, "window": 32, "step_size": {"tokens": 1000, "window_tokens": 1000}},
-            r"window \(32\) and step_size.window_tokens \(1000\) exclude",
-        ),
-        (
-            {"batch_size": None, "step_size": {"tokens": 1000, "window_tokens": 999}},
-            r"window_tokens \(999\) must be >= step_size.tokens \(1000\)",
-        ),
+        ({**of_window(1000), "window": 32}, r"window \(32\) and step_size.window_tokens \(1000\) exclude"),
+        (of_window(999), r"window_tokens \(999\) must be >= step_size.tokens \(1000\)"),
         ({**TOKENS, "limits": {"tokens": 1999}}, r"limits.tokens \(1999\) must be >= .*window_tokens \(2000\)"),
         ({**TOKENS, "window": 32, "limits": {"tokens": 999}}, r"limits.tokens \(999\) must be >= .*tokens \(1000\)"),
         ({**TOKENS, "max_skips": 3}, "max_skips .3. is too small .* limits.tokens"),
-        (
-            {"batch_size": None, "policy": "fifo", "step_size": {"tokens": 1000, "window_tokens": 2000}},
-            "Leave window_tokens out",
-        ),
+        ({**of_window(2000), "policy": "fifo"}, "Leave window_tokens out"),
         ({**TOKENS, "min_batch_size": 3}, "ranks would run padding only"),
         ({"stratum_shares": {f"{n}": 0.001 for n in range(17)}}, r"do not fit into a step .* \(16\) .* 17 together"),
-        ({"stratum_shares": {"a": 0.1, "b": 0.1, "c": 0.1}, "groups": {"size": 8}}, "24 together"),
-        (
-            {"stratum_shares": {"a": 0.1, "b": 0.1, "c": 0.1}, "step_size": {"rollouts": (2, 24)}, "dp_size": 2},
-            "3 together",
-        ),
+        ({"stratum_shares": dict.fromkeys("abc", 0.1), "groups": {"size": 8}}, "24 together"),
+        ({"stratum_shares": dict.fromkeys("abc", 0.1), "step_size": {"rollouts": (2, 24)}, "dp_size": 2}, "3 together"),
         *[
             ({**PREFIXES, **knobs}, f"share_prefixes does not work with {says}")
             for knobs, says in (
@@ -232,6 +226,26 @@ SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
                 (SLOW, "speeds"),
             )
         ],
+        *[
+            ({"dp_size": 2, "batch_size": 8, "window": 16, "step_size": {"rollouts": steps}, **knobs}, says)
+            for steps, knobs, says in (
+                ((9, 16), {}, r"batch_size \(8\) is the mean of step_size.rollouts \(9, 16\)"),
+                ((4, 7), {}, "it must lie in it"),
+                ((8, 8), {}, "or leave it out for batch_size rollouts every time"),
+                ((4, 33), {}, r"reaches above capacity \(32\)"),
+                ((1, 16), {}, r"begins below dp_size \(2\) x micro_batches.multiple_of \(1\)"),
+                ((4, 16), {"micro_batches": {"multiple_of": 4}}, "some micro-batches would be empty"),
+                ((4, 16), {"min_batch_size": 5}, r"min_batch_size \(5\) must be <= the least"),
+                ((4, 15), {"counts": "equal"}, "must be multiples of 2.* Change 15"),
+                ((3, 15), {"groups": {"size": 2}}, "must be multiples of 2.* Change 3 and 15"),
+                ((2, 16), {"groups": {"size": 2, "keep": "same_rank"}}, "holds fewer than 2 groups of 2"),
+                ((4, 16), {"sync": "micro_batch"}, "does not work with sync='micro_batch'"),
+                ((4, 16), {"cost": sb.cost.PaddedCost()}, "does not work with a padded cost"),
+                ((4, 16), {"policy": "fifo", "window": None}, "needs policy='window'"),
+                ((4, 16), {"max_skips": 6, "capacity": 32}, "Use max_skips >= 7"),
+            )
+        ],
+        ({**TOKENS, "window": None, "step_size": {"tokens": 90, "rollouts": (4, 16)}}, "exclude one another"),
         *[
             ({"window": "auto", **knobs}, f"window='auto' {says}")
             for knobs, says in (

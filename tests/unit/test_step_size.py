@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from cores import saved
 from helpers import config, polled
 from hypothesis import given
@@ -138,37 +137,3 @@ def test_a_short_step_gives_back_too_and_is_not_made_up_for() -> None:
     assert surplus_of(core) == 0
     filled(core, [10] * 16)
     assert size_of(core) == 8
-
-
-@pytest.mark.parametrize(
-    ("knobs", "says"),
-    [
-        ({"step_size": {"rollouts": (4, 16), "tokens": 90}, "batch_size": None, "window": None}, "exclude one another"),
-        ({"step_size": {"rollouts": 16}}, "must be two ints"),
-        ({"step_size": {"rollouts": (16,)}}, "must be two ints"),
-        ({"step_size": {"rollouts": (4, 8.5)}}, "step_size.rollouts must be two ints >= 1"),
-        ({"step_size": {"rollouts": (9, 16)}}, r"batch_size \(8\) is the mean of step_size.rollouts \(9, 16\)"),
-        ({"step_size": {"rollouts": (4, 7)}}, "it must lie in it"),
-        ({"step_size": {"rollouts": (8, 8)}}, "or leave it out for batch_size rollouts every time"),
-        ({"step_size": {"rollouts": (4, 33)}}, r"reaches above capacity \(32\)"),
-        ({"step_size": {"rollouts": (1, 16)}}, r"begins below dp_size \(2\) x micro_batches.multiple_of \(1\)"),
-        (
-            {"step_size": {"rollouts": (4, 16)}, "micro_batches": {"multiple_of": 4}},
-            "some micro-batches would be empty",
-        ),
-        ({"step_size": {"rollouts": (4, 16)}, "min_batch_size": 5}, r"min_batch_size \(5\) must be <= the least"),
-        ({"step_size": {"rollouts": (4, 15)}, "counts": "equal"}, "must be multiples of 2.* Change 15"),
-        ({"step_size": {"rollouts": (3, 15)}, "groups": {"size": 2}}, "must be multiples of 2.* Change 3 and 15"),
-        (
-            {"step_size": {"rollouts": (2, 16)}, "groups": {"size": 2, "keep": "same_rank"}},
-            "or the least of step_size.rollouts, holds fewer than 2 groups of 2",
-        ),
-        ({"step_size": {"rollouts": (4, 16)}, "sync": "micro_batch"}, "does not work with sync='micro_batch'"),
-        ({"step_size": {"rollouts": (4, 16)}, "cost": sb.cost.PaddedCost()}, "does not work with a padded cost"),
-        ({"step_size": {"rollouts": (4, 16)}, "policy": "fifo", "window": None}, "needs policy='window'"),
-        ({"step_size": {"rollouts": (4, 16)}, "max_skips": 6, "capacity": 32}, "Use max_skips >= 7"),
-    ],
-)
-def test_ranges_that_cannot_work(knobs: dict[str, Any], says: str) -> None:
-    with pytest.raises(sb.errors.ConfigError, match=says):
-        config(**{"batch_size": 8, "window": 16, **knobs})

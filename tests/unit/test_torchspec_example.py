@@ -90,16 +90,3 @@ def test_samples_of_every_engine_have_a_length(kind: str) -> None:
     assert controller.try_dispatch_batch()
     loads = [sum(lengths[int(one.mooncake_key)] for one in share) for share in controller.dispatched[0]]
     assert kind == "none" or max(loads) == min(loads) == 190
-
-
-def test_a_pool_balances_what_the_oldest_cannot() -> None:
-    excess: dict[str, float] = {}
-    for kind in (Controller, Balanced):
-        controller, rng = kind(8, 2), random.Random(1)
-        for number in range(96):
-            shapes = {"input_ids": (int(rng.lognormvariate(6, 1)) + 1,)}
-            controller.sample_pool.append(SimpleNamespace(mooncake_key=str(number), tensor_shapes=shapes))
-        assert controller.try_dispatch_batch()
-        loads = [sum(result.tensor_shapes["input_ids"][-1] for result in share) for share in controller.dispatched[0]]
-        excess[kind.__name__] = max(loads) / (sum(loads) / 8) - 1
-    assert excess["Balanced"] < excess["Controller"] / 3
