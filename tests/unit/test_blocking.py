@@ -63,26 +63,6 @@ def test_errors_cross_the_threads(backend: Any) -> None:
             balancer.put(make_rollout(2))
 
 
-def test_closing_frees_a_thread_that_waits() -> None:
-    told: list[type[BaseException]] = []
-    with sb.blocking(config(window=4, capacity=4)) as balancer:
-        fill(balancer, 4)
-
-        def blocked() -> None:
-            try:
-                balancer.put(make_rollout(2, "blocked"))
-            except sb.errors.ClosedResourceError as error:
-                told.append(type(error))
-
-        thread = threading.Thread(target=blocked, daemon=True)
-        thread.start()
-        while not balancer.statistics().blocked_puts:
-            pass
-        balancer.close()
-        thread.join()
-    assert told == [sb.errors.ClosedResourceError]
-
-
 def test_what_serving_raises_comes_out_at_the_end() -> None:
     transport = sb.TorchTransport.listen(dp_size=3)
 
@@ -113,7 +93,7 @@ def test_after_the_block_it_is_closed(backend: Any) -> None:
 
 
 def interrupted(wait: Callable[[], object], until: Callable[[], bool]) -> None:
-    """A real Ctrl-C once the main thread waits; see tests/dist/interrupts.py for other moments."""
+    """A real Ctrl-C once the main thread waits; see tests/dist/test_interrupts.py for other moments."""
 
     entered, raised = threading.Event(), threading.Event()
 
@@ -286,3 +266,38 @@ def in_a_fork(function: Callable[[], object]) -> str:
 def test_a_forked_process_is_told_to_connect() -> None:
     with sb.blocking(config()) as balancer:
         assert "sb.connect" in in_a_fork(lambda: balancer.put(make_rollout(2)))
+
+
+READ_THE_CLOCK: dict[str, Callable[[sb.StreamBalancer], object]] = {
+    "put_nowait": lambda balancer: balancer.put_nowait(make_rollout(3)),
+    "record_step_seconds": lambda balancer: balancer.record_step_seconds(0, 0, 1.0),
+    "straggler": lambda balancer: balancer.straggler(),
+    "snapshot": lambda balancer: balancer.snapshot(),
+    "state_dict": lambda balancer: balancer.state_dict(),
+    "load_state_dict": lambda balancer: balancer.load_state_dict({}),
+    "statistics": lambda balancer: balancer.statistics(),
+    "why_no_batch": lambda balancer: balancer.why_no_batch(),
+}
+
+
+@pytest.mark.parametrize("method", READ_THE_CLOCK)
+def test_a_method_that_reads_the_clock_names_sb_blocking(method: str) -> None:
+    balancer = sb.StreamBalancer(sb.BalancerConfig(dp_size=2, batch_size=4))
+    with pytest.raises(RuntimeError, match=r"outside of any event loop's tasks.*sb\.blocking\(config\)") as caught:
+        READ_THE_CLOCK[method](balancer)
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__  # anyio's error says nothing that this one does not
+
+
+def test_every_other_plain_method_needs_none() -> None:
+    balancer = sb.StreamBalancer(sb.BalancerConfig(dp_size=2, batch_size=4, groups=sb.Groups(size=2)))
+    balancer.reconfigure(window=6)
+    balancer.set_version(3)
+    balancer.abandon_group("g")
+    balancer.acknowledge_through(7)
+    assert balancer.in_flight() == ()
+    assert balancer.rank_states() == []
+    balancer.reserve(2)
+    balancer.batches()
+    balancer.end()
+    assert balancer.ended

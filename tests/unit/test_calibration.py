@@ -243,24 +243,6 @@ WINDOWED = sb.cost.LayerSumCost(
 )
 
 
-@pytest.mark.parametrize(
-    "prior",
-    [
-        WINDOWED,
-        sb.cost.TokenCost(),
-        sb.cost.QuadraticCost(2.0, 3.0),
-        sb.cost.LayerSumCost(flops_per_token=1.0, attention=(sb.cost.AttentionPairs(2.0, chunk=100),)),
-        sb.cost.LayerSumCost(flops_per_token=1.0, attention=(sb.cost.AttentionPairs(2.0, causal=False),)),
-        sb.cost.LayerSumCost(flops_per_token=3.0),
-        sb.cost.TransformerCost(hidden_size=8, num_layers=1, num_heads=2, intermediate_size=16, vocab_size=10),
-    ],
-)
-def test_a_layer_sum_is_taken_apart_into_tokens_and_pairs(prior: sb.cost.LayerSum) -> None:
-    lengths = np.array([1.0, 17.0, 999.0, 30000.0])
-    parts = prior.flops_per_token * lengths + prior.flops_per_pair * prior.pairs(lengths)
-    assert parts == pytest.approx(prior(lengths), rel=1e-12)
-
-
 def test_pairs_within_a_window_are_learned() -> None:
     """Kernels compute attention at a third of the rate of matmuls: no other sum of tokens and L^2 fits."""
     true = sb.cost.LayerSumCost(

@@ -144,17 +144,6 @@ class TestReplay:
         assert "Too short a run for a steady state" in told
         assert "left out" not in told, "the figures are of all steps"
 
-    def test_costs(self, tmp_path: Path) -> None:
-        model = tmp_path / "config.json"
-        sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 128}
-        model.write_text(json.dumps(sizes | {"vocab_size": 1000, "model_type": "llama"}))
-        idle = set()
-        for cost in ("tokens", "quadratic", "quadratic:0:1", "padded", str(model)):
-            result = run("replay", "generate:rg:400", "--cost", cost, "--json")
-            assert result.exit_code == 0, result.output
-            idle.add(json.loads(result.stdout)["policies"]["round_robin"]["idle_fraction"])
-        assert len(idle) >= 4
-
 
 class TestMistakes:
     def test_a_trace_that_is_not_there(self, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traces import trace_of
 
-from stream_balancer.tools.generation import Generation, issue_order, seconds_per_rollout
+from stream_balancer.tools.generation import issue_order, seconds_per_rollout
 from stream_balancer.tools.length_models import generate_trace
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
@@ -40,13 +40,6 @@ class TestByHand:
         trace = trace_of([9, 1, 1], arrival=[100.0, 101.5, 103.0])
         assert finish_times(trace, slots=1).tolist() == [0.0, 1.5, 3.0]
         assert seconds_per_rollout(trace, 1, 1.0) == 1.0
-
-    def test_in_flight_at_second_0_began_steps_ago(self) -> None:
-        """Each takes 10 s, and a batch leaves every second."""
-        generation = Generation(trace_of([10] * 400), 40, 1.0, seed=0, step_s=1.0)
-        begun = np.sort(generation.started_step)[:40]
-        assert begun.min() == -10
-        assert begun.mean() == pytest.approx(-5.5, abs=1.5)
 
 
 class TestEveryStream:

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
-from stream_balancer.types.tensors import FlatColumns
 
 lengths_lists = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
@@ -156,19 +155,6 @@ def test_what_is_spread_is_zero_on_padding_copies(layout: str, value: float) -> 
     real = sb.Rollout(tokens={"input_ids": [1, 2]}, scalars={"advantage": 1.0})
     copied = sb.Rollout(tokens={"input_ids": [1, 2]}, scalars={"advantage": value})
     assert spread_out(layout, "advantage", [real, copied.padding_copy("p")]) == [[1.0, 1.0], [0.0]]
-
-
-@pytest.mark.parametrize("layout", ["packed", "nested"])  # meta tensors cannot be padded: no mask to choose by
-def test_what_is_spread_lies_where_the_tokens_do(layout: str) -> None:
-    flat = FlatColumns(
-        {"input_ids": torch.ones(3, device="meta"), "loss_mask": torch.ones(3, device="meta")},
-        (2, 1),
-        {"advantage": [1.0, 2.0]},
-        torch.ones(2, device="meta"),
-        [(1, 1), (1, 1)],
-    )
-    micro_batch = sb.types.MicroBatch((), flat.lengths, lambda: flat)
-    assert getattr(micro_batch, layout)().per_token("advantage").device.type == "meta"
 
 
 def test_a_column_of_ones_own_called_targets_is_not_lost_in_the_shift() -> None:

@@ -16,11 +16,11 @@ import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import EVENTS, Observer
 
-IDS = torch.zeros(64, dtype=torch.int64)
+TOKENS = torch.zeros(64, dtype=torch.int64)
 
 
-def rollout(name: str, length: int = 3, *, group: str | None = None, version: int | None = None) -> sb.Rollout:
-    return sb.Rollout(tokens={"input_ids": IDS[:length]}, rollout_id=name, group_id=group, version=version)
+def event(name: str, length: int = 3, *, group: str | None = None, version: int | None = None) -> sb.Rollout:
+    return sb.Rollout(tokens={"input_ids": TOKENS[:length]}, rollout_id=name, group_id=group, version=version)
 
 
 _SHOWN: dict[str, Callable[..., tuple[Any, ...]]] = {
@@ -62,8 +62,8 @@ def test_an_observer_has_a_method_for_every_event_and_no_other() -> None:
 
 def test_the_life_of_a_batch() -> None:
     core, recording = observed()
-    core.add(rollout("a", 3), 1.0)
-    core.add_all([rollout("b", 5)], 2.0)
+    core.add(event("a", 3), 1.0)
+    core.add_all([event("b", 5)], 2.0)
     assert core.poll(2.0) is not None
     core.nack(0)
     assert core.poll(3.0) is not None
@@ -81,11 +81,11 @@ def test_the_life_of_a_batch() -> None:
 def test_what_is_evicted_follows_its_cause() -> None:
     core, recording = observed(staleness=sb.Staleness(max_versions=0), batch_size=4, window=4, capacity=8)
     core.set_version(1)
-    core.add(rollout("old", version=0), 0.0)
-    core.add(rollout("a", version=1), 0.0)
+    core.add(event("old", version=0), 0.0)
+    core.add(event("a", version=1), 0.0)
     core.set_version(2)
-    core.filter_out([rollout("bad", version=2)], 0.0)
-    core.add(rollout("gone", version=2), 0.0)
+    core.filter_out([event("bad", version=2)], 0.0)
+    core.add(event("gone", version=2), 0.0)
     core.evict_lost(lambda one: one.rollout_id == "gone")
     assert recording.taken() == [
         ("version_set", 1),
@@ -111,10 +111,10 @@ def test_an_observer_that_raises_is_logged_and_nothing_is_lost(caplog: pytest.Lo
     core.observers.insert(0, Broken())
     with caplog.at_level(logging.ERROR, logger="stream_balancer.balancer"):
         core.set_version(0)
-        core.add_all([rollout("a", version=0), rollout("b", version=0)], 0.0)
+        core.add_all([event("a", version=0), event("b", version=0)], 0.0)
         assert core.poll(0.0) is not None
         core.acknowledge(0)
-        core.add(rollout("c", version=0), 0.0)
+        core.add(event("c", version=0), 0.0)
         core.set_version(1)
     verify(core)
     kinds = ["version_set", "accepted", "planned", "dispatched", "acknowledged", "accepted", "version_set", "evicted"]

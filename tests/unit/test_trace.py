@@ -134,18 +134,6 @@ class TestLoad:
                 found = error
             assert (found.lengths >= 1).all() if isinstance(found, Trace) else str(found).startswith(str(path))
 
-    @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2**31 - 1), st.integers(1, 2**31 - 1)), min_size=1))
-    def test_round_trip(self, folder: Path, rows: list[tuple[int, int, int]]) -> None:
-        (path := folder / "f.csv").write_text("\n".join([HEADER, *(",".join(map(str, row)) for row in rows)]))
-        trace = load_trace(path)
-        assert list(zip(trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)) == [
-            (prompt, output) for _, prompt, output in rows
-        ]
-        names = [row[0] for row in rows]
-        for a, label_a in zip(names, trace.group_ids, strict=True):
-            for b, label_b in zip(names, trace.group_ids, strict=True):
-                assert (a == b) == (label_a == label_b)
-
 
 class TestTrace:
     @pytest.mark.parametrize(

@@ -1,13 +1,23 @@
-"""Every link of the pages leads somewhere, every command names what exists. Their code: test_snippets.py."""
+"""Pages, help() and docstrings: links lead somewhere, names exist, every field is explained, every example runs."""
 
 from __future__ import annotations
 
+import dataclasses
+import doctest
+import inspect
+import pydoc
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from architecture import modules
 
 import stream_balancer as sb
+from stream_balancer.core.snapshot import Snapshot
+from stream_balancer.host.journal import Recovered
+from stream_balancer.statistics import CostFit, Straggler
+from stream_balancer.types import SharedRollout, trees
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -84,3 +94,43 @@ def _anchor(heading: str) -> str:
     """As the site and GitHub make it."""
     words = re.sub(r"[`*]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)).strip().lower()
     return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", words))
+
+
+CLASSES = [
+    sb.MicroBatches, sb.Rollout, sb.types.MicroBatch, sb.types.RankBatch, sb.Batch, sb.Statistics, Snapshot,
+    Straggler, CostFit, Recovered, SharedRollout,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_help_explains_every_public_field(cls: type) -> None:
+    shown = pydoc.plain(pydoc.render_doc(cls))
+    text = inspect.getdoc(cls)
+    assert text is not None
+    for field in dataclasses.fields(cls):
+        if not field.name.startswith("_"):
+            _, found, after = text.partition(f"\n    {field.name}:\n        ")
+            assert found, field.name
+            assert after.split("\n")[0] in shown
+
+
+WITH_EXAMPLES = [module for module, path in modules().items() if ">>> " in path.read_text()]
+VALUES = {"OversizeError", "Plan", "PlanKnobs", "Waiting", "LengthBiasSummary"}  # shown where they are made
+MUST_HAVE = [
+    *(getattr(sb.planning, name) for name in sb.planning.__all__ if name not in VALUES),
+    *(getattr(sb.cost, name) for name in sb.cost.__all__ if name.endswith("Cost")),
+    trees.tree,
+    sb.types.MicroBatch,
+]
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
+def test_examples_give_what_they_show(module: str) -> None:
+    result = doctest.testmod(import_module(module))
+    assert result.failed == 0
+    assert result.attempted > 0
+
+
+@pytest.mark.parametrize("thing", MUST_HAVE, ids=lambda thing: thing.__name__)
+def test_what_computes_has_an_example(thing: object) -> None:
+    assert "Examples:\n" in (thing.__doc__ or "")

@@ -1,0 +1,411 @@
+"""The core, call by call: groups, knobs that change while rollouts wait, staleness, strata, its weight."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+from helpers import polled
+from invariants import verify
+
+import stream_balancer as sb
+from stream_balancer.config.figures import longest_rollout
+from stream_balancer.core.groups import GroupSize
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.metrics import figures
+from stream_balancer.testing import make_rollout, make_rollouts
+
+
+def grouped() -> BalancerCore:
+    return BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4)))
+
+
+def test_a_sibling_lost_in_flight_may_come_again_by_itself() -> None:
+    core = grouped()
+    core.add_all(list(make_rollouts([3, 4, 5, 6], siblings=4)), 0.0)
+    batch = polled(core)
+    core.mark_missing(batch.step, ["r1"])
+    core.acknowledge(batch.step)
+    verify(core)
+    stats = core.statistics(0.0)
+    assert (stats.acknowledged, stats.evicted["lost"]) == (3, 1)
+    core.add(make_rollout(4, "r1", group_id="g0"), 0.0)  # its siblings have been trained on
+    assert core.state.buffer.groups.incomplete() == {}
+    core.force_flush()
+    again = polled(core)
+    assert again.num_rollouts == 1
+    assert core.state.buffer.groups.departed() == {}
+
+
+async def test_abandoning_makes_room_and_calls_on_evict() -> None:
+    gone: list[tuple[str, str]] = []
+    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, capacity=4, groups=sb.Groups(size=2))
+    async with sb.StreamBalancer(config, on_evict=lambda r, why: gone.append((r.rollout_id, why))) as balancer:
+        await balancer.put(make_rollout(3, "r0", group_id="g0"))
+        assert balancer.abandon_group("g0") == 1
+        await balancer.put_group(list(make_rollouts([3, 4], prefix="s", siblings=2)))
+        assert gone == [("r0", "abandoned"), ("s0", "abandoned"), ("s1", "abandoned")]
+
+
+def test_the_loss_of_a_group_that_was_done_takes_nothing_from_the_next_of_its_name() -> None:
+    """A rollout that came beyond the size begins the group anew, while those that left may still be lost."""
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=2, groups=sb.Groups(size=2)))
+    core.add_all(list(make_rollouts([3, 4], siblings=2)), 0.0)
+    batch = polled(core)
+    core.add(make_rollout(5, "r2", group_id="g0"), 0.0)
+    core.mark_missing(batch.step, {"r0", "r1"})
+    core.acknowledge(batch.step)
+    assert core.state.buffer.groups.incomplete() == {"g0": 1}
+    verify(core)
+
+
+# -- groups of another size --------------------------------------------------------------------------------------------
+
+CLOSE = GroupSize("g0", None)
+
+
+def siblings(count: int, prefix: str = "r") -> list[sb.Rollout]:
+    return [make_rollout(3 + n, f"{prefix}{n}", group_id="g0") for n in range(count)]
+
+
+def sent(core: BalancerCore) -> tuple[int, tuple[str, ...]] | None:
+    core.force_flush()
+    batch = core.poll(0.0)
+    return None if batch is None else (batch.num_rollouts, batch.incomplete_groups)
+
+
+def test_sizes_that_cannot_be_are_refused_and_change_nothing() -> None:
+    core = grouped()
+    core.add_all(siblings(3), 0.0)
+    for size, text in (
+        (2, "3 of it have come already"),
+        (0, "from 1 to batch_size"),
+        (5, "from 1 to batch_size"),
+        (True, "from 1 to batch_size"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            core.add_all([], 0.0, GroupSize("g0", size))
+    core.add_all([], 0.0, GroupSize("g0", 4))
+    with pytest.raises(ValueError, match="declared to have 4 before"):
+        core.add_all([], 0.0, GroupSize("g0", 3))
+    with pytest.raises(sb.errors.RolloutError, match="takes 1 more executions, not 2: 3 have come"):
+        core.add_all(siblings(2, "s"), 0.0)
+    core.add_all([], 0.0, CLOSE)
+    with pytest.raises(ValueError, match="declared to have 3 before"):
+        core.add_all([], 0.0, GroupSize("g0", 4))
+    with pytest.raises(ValueError, match="group_id"):
+        core.add_all([], 0.0, GroupSize(7, 4))  # type: ignore[arg-type]
+    free = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, groups=sb.Groups(size=4, keep="free")))
+    with pytest.raises(ValueError, match="keeps no groups"):
+        free.add_all([], 0.0, CLOSE)
+    free.add_all(siblings(2), 0.0, CLOSE)  # who puts need not know
+    assert free.statistics(0.0).waiting == 2
+
+
+def test_what_is_lost_of_a_closed_group_may_come_again_or_is_given_up_by_closing_it_again() -> None:
+    core = grouped()
+    core.add_all(siblings(3), 0.0, CLOSE)
+    core.evict_lost(lambda rollout: rollout.rollout_id == "r1")
+    assert sent(core) is None
+    core.add_all(siblings(2)[1:], 0.0)
+    core.evict_lost(lambda rollout: rollout.rollout_id == "r2")
+    verify(core)
+    core.add_all([], 0.0, CLOSE)
+    assert sent(core) == (2, ())
+    verify(core)
+
+
+def reconfigurable(**knobs: Any) -> BalancerCore:
+    return BalancerCore(sb.BalancerConfig(**{"dp_size": 1, "batch_size": 2, "window": 4, **knobs}))
+
+
+def test_a_rollout_above_the_cap_comes_in_if_ranks_may_share_it() -> None:
+    config = sb.BalancerConfig(
+        dp_size=4,
+        batch_size=4,
+        context_parallel=sb.ContextParallel(sizes=(1, 2, 4, 8)),
+        micro_batches=sb.MicroBatches(max_tokens=51),
+        cost=sb.cost.QuadraticCost(),
+    )
+    assert longest_rollout(config) == 200, "four ranks with two chunks of 25 tokens each"
+    assert longest_rollout(config.replace(context_parallel={"sizes": (1,)})) == 51
+    assert longest_rollout(config.replace(micro_batches={"max_tokens": None})) is None
+    core = BalancerCore(config)
+    core.add(make_rollout(200), 0.0)
+    with pytest.raises(sb.errors.RolloutError, match=r"201 tokens, above .*tokens \(51\) on each of 4 ranks"):
+        core.add(make_rollout(201), 0.0)
+    with pytest.raises(
+        sb.errors.ConfigError, match=r"\(51\) on each of 2 ranks with micro_batches.oversize='refuse' is below rollout"
+    ):
+        core.reconfigure(config.replace(context_parallel={"sizes": (1, 2)}))
+
+
+@pytest.mark.parametrize(
+    "before", [{"micro_batches": {"max_tokens": 100}}, {}, {"micro_batches": {"oversize": "alone"}}]
+)
+def test_a_token_cap_below_a_waiting_rollout_is_refused(before: dict[str, Any]) -> None:
+    core = reconfigurable(**before)
+    core.add_all(list(make_rollouts([3, 70, 5, 6])), 0.0)
+    config = core.config
+    with pytest.raises(
+        sb.errors.ConfigError,
+        match=r"\(50\).*has 70 tokens.*cap >= 70 until it has left, or set micro_batches.oversize=",
+    ):
+        core.reconfigure(config.replace(micro_batches={"max_tokens": 50, "oversize": "refuse"}))
+    assert core.config is config
+    core.reconfigure(config.replace(micro_batches={"max_tokens": 70, "oversize": "refuse"}))
+    core.reconfigure(config.replace(micro_batches={"max_tokens": 50, "oversize": "alone"}))
+    with pytest.raises(sb.errors.ConfigError, match="has 70 tokens"):  # what waits is oversize already
+        core.reconfigure(core.config.replace(micro_batches={"oversize": "refuse"}))
+    while (batch := core.poll(0.0)) is not None:
+        core.acknowledge(batch.step)
+    core.end()
+    assert core.poll(0.0) is not None
+
+
+def test_a_knob_changed_between_the_halves_of_a_group_does_not_forget_the_first() -> None:
+    """Half of a group left at its deadline; the buffer is empty when a knob changes."""
+    core = reconfigurable(groups=sb.Groups(size=2), deadline_s=1.0)
+    core.add(make_rollout(5, group_id="g"), 0.0)
+    assert core.poll(1.0) is not None
+    core.reconfigure(core.config.replace(deadline_s=50.0))
+    core.add(make_rollout(6, group_id="g"), 1.0)
+    core.force_flush()
+    batch = polled(core, 1.0)
+    assert batch.num_rollouts == 1
+
+
+def test_a_grouped_balancer_refuses_a_rollout_without_a_group() -> None:
+    core = reconfigurable(batch_size=8, window=8, groups=sb.Groups(size=8))
+    with pytest.raises(
+        sb.errors.RolloutError, match=r"groups.size=8, but rollout 'r' has no group_id.*the same group_id, or"
+    ):
+        core.add(make_rollout(5, "r"), 0.0)
+    assert core.statistics(0.0).accepted == 0
+    core = reconfigurable(batch_size=8, window=8, groups=sb.Groups(size=8, keep="free"))  # there groups play no part
+    core.add(make_rollout(5), 0.0)
+
+
+@pytest.mark.parametrize("max_skips", [None, 10**8, 10**30])
+def test_no_bound_costs_nothing_and_plans_alike(max_skips: int | None) -> None:
+    """Work and memory follow what waits: 10^8 allocated 750 MB at every step."""
+    core = reconfigurable(dp_size=2, batch_size=4, window=12, max_skips=max_skips)
+    assert core.config.max_skips == max_skips
+    core.add_all(list(make_rollouts([3, 4, 500, 4, 3, 4, 5, 3, 4, 3, 3, 4], minimal=True)), 0.0)
+    tracemalloc.start()
+    batch = core.poll(0.0)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert batch is not None
+    assert peak_bytes < 10**6
+    assert 500 not in [r.num_tokens for r in batch.rollouts]  # an outlier may wait
+    core.end()
+    while core.poll(0.0) is not None:
+        pass
+    verify(core)
+
+
+def versioned(**knobs: Any) -> BalancerCore:
+    core = BalancerCore(
+        sb.BalancerConfig(
+            **{"dp_size": 1, "batch_size": 2, "window": 2, "capacity": 8, "staleness": {"max_versions": 1}, **knobs}
+        )
+    )
+    core.set_version(1)
+    return core
+
+
+def dispatch(core: BalancerCore) -> sb.Batch:
+    batch = polled(core)
+    verify(core)
+    return batch
+
+
+def put_versions(core: BalancerCore, *versions: int, group_id: str | None = None) -> list[str]:
+    rollouts = [make_rollout(3, version=version, group_id=group_id) for version in versions]
+    core.add_all(rollouts, 0.0)
+    verify(core)
+    return [rollout.rollout_id for rollout in rollouts]
+
+
+def test_only_those_too_old_for_the_step_ahead_are_held_back() -> None:
+    core = versioned()
+    put_versions(core, 1, 1)
+    first = dispatch(core)
+    (old,) = put_versions(core, 0)
+    young = put_versions(core, 1, 1)
+    assert core.state.staleness.num_held_back == 1
+    assert {r.rollout_id for r in dispatch(core).rollouts} == set(young), "with one step more they are too old: due"
+    put_versions(core, 2)
+    assert core.poll(0.0) is None
+    core.acknowledge(first.step)
+    core.acknowledge(first.step + 1)
+    assert old in {r.rollout_id for r in dispatch(core).rollouts}, "nothing is ahead of it any more"
+
+
+def test_siblings_of_one_that_is_held_back_are_held_back() -> None:
+    core = versioned(groups=sb.Groups(size=2))
+    put_versions(core, 1, 1, group_id="a")
+    dispatch(core)
+    put_versions(core, 0, 2, group_id="b")
+    assert core.state.triggers.sendable()[:2] == (0, 0)
+    assert core.poll(0.0) is None
+    young = put_versions(core, 2, 2, group_id="c")
+    assert {r.rollout_id for r in dispatch(core).rollouts} == set(young)
+
+
+def test_a_step_given_back_is_ahead_again() -> None:
+    core = versioned()
+    put_versions(core, 1, 1)
+    batch = dispatch(core)
+    core.finish_training(batch.step)
+    assert core.state.in_flight.steps_ahead == 0
+    core.nack(batch.step)
+    verify(core)
+    assert core.state.in_flight.steps_ahead == 1, "it will be trained on, and may make a version"
+
+
+def test_a_rollout_ages_until_its_training_begins() -> None:
+    core = versioned(staleness=sb.Staleness(max_versions=3, on_stale="send"))
+    put_versions(core, 1, 1, 1, 0)
+    dispatch(core)
+    second = dispatch(core)
+    age = core.statistics(0.0).training_age
+    assert age is not None
+    assert (age.rollouts, age.max) == (2, 0), "the second waits for the first"
+    core.set_version(3)
+    core.finish_training(0)
+    age = core.statistics(0.0).training_age
+    assert age is not None
+    assert (age.rollouts, age.max) == (4, 3 - min(r.version for r in second.rollouts))  # type: ignore[type-var,operator]
+    core.acknowledge(0)
+    core.acknowledge(second.step)
+    assert core.statistics(0.0).training_age == age
+
+
+def in_stratum(num_tokens: int, stratum: Any = None, **more: Any) -> sb.Rollout:
+    metadata = {} if stratum is None else {"stratum": stratum}
+    return sb.Rollout(tokens={"input_ids": torch.arange(num_tokens)}, metadata=metadata, **more)
+
+
+def of_strata(**knobs: Any) -> BalancerCore:
+    return BalancerCore(sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "cost": sb.cost.QuadraticCost(), **knobs}))
+
+
+def strata_of_steps(core: BalancerCore, steps: int) -> list[int]:
+    """Long rollouts of "agent" in each step; they are an eighth of what comes."""
+    found, now = [], 0.0
+    for _ in range(steps):
+        while (batch := core.poll(now)) is None:
+            now += 1.0
+            number = core.state.counts.accepted
+            core.add(in_stratum(900 if number % 8 == 0 else 50, "agent" if number % 8 == 0 else "math"), now)
+        found.append(sum(one.stratum == "agent" for one in batch.rollouts))
+    return found
+
+
+def test_a_stratum_of_long_rollouts_is_in_every_step_while_it_waits() -> None:
+    assert 0 in strata_of_steps(of_strata(max_skips=None), 20), "outliers wait for each other"
+    core = of_strata(max_skips=None, stratum_shares={"agent": 0.1})
+    found = strata_of_steps(core, 40)
+    waits = core.statistics(0.0).strata["agent"].waiting
+    assert waits <= 1, "one goes with every step in which one waits"
+    assert sum(found) >= 20, "an eighth of 160"
+
+
+def test_statistics_say_who_waits_and_who_went() -> None:
+    core = of_strata()
+    assert core.statistics(0.0).strata == {}
+    core.add(in_stratum(5), 0.0)
+    assert core.statistics(0.0).strata == {}
+    for number, stratum in enumerate(["math", "code", "math", "math", None, "code"]):
+        core.add(in_stratum(5, stratum), float(number))
+    told = core.statistics(10.0).strata
+    assert (told["math"].waiting, told["math"].mean_wait_s, told["math"].share) == (3, (10 + 8 + 7) / 3, None)
+    assert (told["code"].waiting, told["code"].mean_wait_s) == (2, (9 + 5) / 2)
+    core.add(in_stratum(5), 10.0)
+    batch = polled(core, 10.0)
+    went = [one.stratum for one in batch.rollouts]
+    told = core.statistics(10.0).strata
+    assert {name: one.share for name, one in told.items()} == {name: went.count(name) / 4 for name in told}
+    said = figures(core.statistics(10.0), prefix="")
+    assert said["stratum_waiting_rollouts/math"] == told["math"].waiting
+    assert said["stratum_share/code"] == told["code"].share
+    assert "stratum_mean_wait_seconds/code" in said
+
+
+def test_what_is_held_back_for_its_age_lacks_in_no_share() -> None:
+    core = of_strata(staleness=sb.Staleness(max_versions=0), stratum_shares={"agent": 0.25})
+    core.set_version(0)
+    for _ in range(8):
+        core.add(in_stratum(50, "math", version=0), 0.0)
+    assert core.poll(0.0) is not None
+    for number in range(8):
+        core.add(in_stratum(900 if number == 6 else 50, "agent" if number == 6 else "math", version=2), 0.0)
+    batch = polled(core)
+    assert {one.version for one in batch.rollouts} == {2}
+    assert "agent" in {one.stratum for one in batch.rollouts}
+
+
+@pytest.mark.parametrize("stratum", [7, ["math"], {"name": "math"}])
+def test_a_stratum_that_is_no_str_is_refused(stratum: Any) -> None:
+    with pytest.raises(sb.errors.RolloutError, match="that must be a str"):
+        of_strata().add(in_stratum(5, stratum), 0.0)
+
+
+def test_prompts_are_no_strata() -> None:
+    core = of_strata(window=4)
+    for number in range(1_000):
+        core.add(in_stratum(1, f"{number}"), 0.0)
+        core.poll(0.0)
+    with pytest.raises(sb.errors.RolloutError, match="at most 1000 environments"):
+        core.add(in_stratum(1, "one more"), 0.0)
+    core.add(in_stratum(1, "7"), 0.0)
+
+
+MANY = torch.zeros(64, dtype=torch.int64)
+
+
+def named(length: int, name: str) -> sb.Rollout:
+    return sb.Rollout(tokens={"input_ids": MANY[:length]}, rollout_id=name)
+
+
+def dispatch_all(num_rollouts: int) -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=4, batch_size=16, cost=sb.cost.QuadraticCost()))
+    for number in range(num_rollouts):
+        core.add(named(1 + number % 60, str(number)), float(number))
+        batch = core.poll(float(number))
+        if batch is not None:
+            core.acknowledge(batch.step)
+
+
+def num_alive() -> int:
+    return sum(type(one) in (sb.Rollout, sb.Batch, sb.types.RankBatch, sb.types.MicroBatch) for one in gc.get_objects())
+
+
+def test_nothing_waits_for_pythons_cycle_collector() -> None:
+    dispatch_all(64)  # first-time costs
+    gc.collect()
+    gc.disable()
+    try:
+        before = num_alive()
+        dispatch_all(400)
+        assert num_alive() == before
+    finally:
+        gc.enable()
+
+
+def test_book_keeping_is_small_and_linear() -> None:
+    rollouts = [named(1 + number % 60, str(number)) for number in range(8192)]
+    core = BalancerCore(sb.BalancerConfig(dp_size=4, batch_size=16, window=16384))
+    tracemalloc.start()
+    sizes = []
+    for number, one in enumerate(rollouts):
+        core.add(one, float(number))
+        if number + 1 in (1024, 8192):
+            sizes.append(tracemalloc.get_traced_memory()[0] / (number + 1))
+    tracemalloc.stop()
+    assert max(sizes) < 256  # bytes for each waiting rollout; its columns alone are 72
