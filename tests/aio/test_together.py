@@ -105,6 +105,10 @@ class Team:
         self.evicted: list[tuple[str, str]] = []
         self.num_evicted_before = 0
         """By a controller that died: who comes after it may not know."""
+        self.computed = Counter[str]()
+        """By the role."""
+        # a process that dies while the controller is away is another matter
+        self.role_dies = math.inf if "journal" in features else random.Random(seed + len(features)).randrange(1, 30)
         self.is_over = False
         self.config = self._config()
         wild = "changes" in features
@@ -183,13 +187,20 @@ class Team:
             **(ROLE if "roles" in self.features else {}),
         }
 
-    async def compute(self, rank: int) -> None:
-        """A rank of the role."""
+    async def compute(self, rank: int, **join: Any) -> None:
+        """A rank of the role. One of them dies, and another takes its place, or the others do its work."""
         rejoin = {"rejoin": True} if "journal" in self.features else {}
-        async for step in sb.RankFeed(self.connect(rank, role="ref", **rejoin)):
+        peer = self.connect(rank, role="ref", **rejoin, **join)
+        dies_after = self.role_dies if rank == 1 and not join else math.inf
+        async for step in sb.RankFeed(peer):
             async for micro_batch in step:
                 await anyio.sleep(0.3)
+                if (dies_after := dies_after - 1) < 0:
+                    peer.cut()
+                    return None if "replan" in self.features else await self.compute(rank, incarnation=1)
                 micro_batch.give(ref=-micro_batch.packed()["input_ids"].float())
+                self.computed.update(one.rollout_id for one in micro_batch.rollouts if not one.is_padding)
+        return None
 
     async def run(self) -> sb.StreamBalancer:
         with anyio.fail_after(200_000):  # virtual
@@ -290,6 +301,8 @@ class Team:
                 (size,) = {(end.rollouts, end.tokens) for end in lane.ends[step]}
                 assert size[0] == max(len({name for name, _ in gradient}), 1)  # all gone: nothing is divided by 0
             assert not lane.errors
+        if not self.features & {"journal", "resize", "shared"}:
+            assert max(self.computed.values(), default=1) == 1, "columns are computed once"
         assert len({tuple(sorted(lane.trained)) for lane in self.lanes}) == 1, "all seats train on the same"
         verify(balancer.parts.core)
 
