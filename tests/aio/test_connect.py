@@ -8,11 +8,10 @@ from contextlib import asynccontextmanager
 
 import anyio
 import pytest
-from anyio.lowlevel import checkpoint
 from helpers import attend, fill, settle, waiting, wire_of
 from invariants import verify
 from served import attended
-from test_cancellation import How, cancelled_after, config, ways
+from test_cancellation import config
 
 import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork, make_rollout, make_rollouts
@@ -61,42 +60,6 @@ async def test_the_controller_checks_a_group_itself(monkeypatch: pytest.MonkeyPa
         assert balancer.statistics().accepted == 0
         await producer.put_group([make_rollout(3, name, group_id="g") for name in "ab"])
         assert balancer.statistics().accepted == 2
-
-
-@ways
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("passes", range(14))
-async def test_a_cancelled_put_was_not_accepted(how: How, passes: int, held: bool) -> None:
-    async with attended(sb.StreamBalancer(config())) as (balancer, transport, _):
-        outlet = transport.connect_producer()
-        producer = sb.connect(outlet)
-        for rollout in make_rollouts([3] * 4):
-            await producer.put(rollout)
-        batches = balancer.batches()
-        returned = False
-
-        async def make_room() -> None:
-            for _ in range(4):
-                await checkpoint()
-            if held:
-                wire_of(outlet).hold()  # the reply hangs in the wire
-            await anext(batches)
-            for _ in range(6):
-                await checkpoint()
-            wire_of(outlet).release()
-
-        async def victim() -> None:
-            nonlocal returned
-            await producer.put(make_rollout(2, "victim"))
-            returned = True
-            for _ in range(30):
-                await checkpoint()
-
-        outcome = await cancelled_after(passes, how, victim, make_room)
-        await settle()
-        assert ("victim" in waiting(balancer)) == returned
-        assert not outcome.finished or how == "timeout"  # a late cancellation is not swallowed
-        assert balancer.statistics().blocked_puts == 0
 
 
 async def test_a_killed_producer_s_parked_put_is_withdrawn() -> None:

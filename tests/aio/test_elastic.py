@@ -88,26 +88,6 @@ async def test_more_ranks_once_they_are_wanted() -> None:
     assert sum(trainers.trained.values()) == len(trainers.trained) == 24
 
 
-async def test_a_rank_that_is_no_more_may_be_one_again() -> None:
-    async with training(2, 1.0) as (balancer, trainers, tasks):
-        balancer.reconfigure(dp_size=1)
-        balancer.reconfigure(dp_size=2)  # it has not done what it was given, and goes back to its place
-        await put(balancer, "b", 12)
-        await anyio.sleep(10.0)
-        assert trainers.sizes == {0: [2, 2], 1: [2, 2]}
-        balancer.reconfigure(dp_size=1)
-        await settle()
-        assert trainers.ended == [1], "it was told of the end"
-        balancer.reconfigure(dp_size=2)
-        await put(balancer, "c", 12)
-        await anyio.sleep(10.0)
-        assert trainers.sizes == {0: [2, 2], 1: [2, 2]}
-        tasks.start_soon(trainers.train, 1, 1.0)
-        await anyio.sleep(10.0)
-    assert trainers.sizes == {0: [2, 2, 2], 1: [2, 2, 2]}
-    assert sum(trainers.trained.values()) == len(trainers.trained) == 36
-
-
 @pytest.mark.parametrize("resized_first", [True, False])
 async def test_a_lost_rank_that_is_no_more_is_not_waited_for(resized_first: bool) -> None:
     """``serve`` raises, and the next one has the steps planned for the others."""

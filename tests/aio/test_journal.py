@@ -29,8 +29,7 @@ from test_cancellation import How, cancelled_after, ways
 
 import stream_balancer as sb
 from stream_balancer.host.journal import store, writer
-from stream_balancer.host.journal.store import Store, add
-from stream_balancer.host.records import HeldRollout, rollout_key, row_name, write_row
+from stream_balancer.host.records import rollout_key
 from stream_balancer.testing import MemoryNetwork, make_rollout, make_rollouts
 from stream_balancer.types import Batch
 
@@ -171,31 +170,6 @@ async def test_a_put_that_cannot_reach_the_disk_says_why(tmp_path: Path) -> None
             balancer.put_nowait(make_rollout(3))
 
 
-async def test_producers_elsewhere(tmp_path: Path, disk: Disk) -> None:
-    """Returning means on the disk for them too, and a refusal keeps its words."""
-    async with (
-        sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer,
-        MemoryNetwork(dp_size=2) as transport,
-        anyio.create_task_group() as tasks,
-    ):
-        tasks.start_soon(attend, balancer, transport)
-        producer = sb.connect(transport.connect_producer())
-        with disk.stopped():
-            for rollout in make_rollouts([3] * 20):
-                tasks.start_soon(producer.put, rollout)
-                await checkpoint()
-            await disk.reached()
-            assert not waiting(balancer)
-        await until(lambda: len(waiting(balancer)) == 20)
-        with pytest.raises(sb.errors.DuplicateRolloutError):
-            await producer.put(make_rollout(3, "r0"))
-        disk.error = sqlite3.SQLITE_FULL
-        with pytest.raises(sb.errors.JournalError, match="is full"):
-            await producer.put(make_rollout(3, "x"))
-        disk.error = None
-        tasks.cancel_scope.cancel()
-
-
 # -- after a crash -----------------------------------------------------------------------------------------------------
 
 
@@ -325,37 +299,6 @@ async def test_a_rollout_that_new_knobs_refuse_is_named_and_nothing_is_lost(tmp_
             pass
     async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
         assert waiting(balancer) == ["long"]
-
-
-def write_before(folder: Path, rollouts: Sequence[sb.Rollout]) -> None:
-    """A journal as a version with fewer checks may have left it."""
-    database = Store(folder)
-    database.open()
-    database.begin()
-    for number, one in enumerate(rollouts):
-        key = rollout_key(one.rollout_id)
-        row = write_row(row_name(number, key), [HeldRollout(one, 0.0, 0)])
-        database.commit([add([(number, key, row)])])
-    database.close()
-
-
-async def test_one_bad_record_is_set_aside_and_the_others_come_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rollouts = list(make_rollouts([3] * 5))
-    object.__setattr__(rollouts[1], "version", 2**63)
-    object.__setattr__(rollouts[3], "num_loss_tokens", 99)  # the description as a whole is impossible
-    await anyio.to_thread.run_sync(write_before, tmp_path, rollouts)
-    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
-        assert waiting(balancer) == ["r0", "r2", "r4"]
-        assert balancer.statistics().accepted == 3
-        assert balancer.recovered is not None
-        first, second = balancer.recovered.damage
-        assert "row 1: rollout 'r1': " in first
-        assert "row 3: rollout 'r3': " in second
-        for sentence in (first, second):
-            assert sentence in caplog.text
-        await balancer.put(make_rollout(3, "r1"))  # it is not held: the producer may put it again
 
 
 @pytest.mark.parametrize("how", ["journal", "damaged journal", "state_dict"])

@@ -83,23 +83,6 @@ async def test_a_step_has_the_columns_of_all_roles() -> None:
     assert run.balancer.statistics().acknowledged == 43
 
 
-async def test_a_rank_of_the_trainer_that_dies_gets_the_columns_again_without_computing_them_again() -> None:
-    run = Run(roles=ROLES, dp_size=2)
-    run.ranks = range(1, 2)
-
-    async def dying() -> None:
-        feed = run.feed(0)
-        for _ in range(2):
-            await anext(feed)
-        kill(feed)
-        await run.train(0, incarnation=1)
-
-    await run.run(lengths(*range(1, 41)), dying, *run.computing(0, 1), rejoin_timeout_s=60)
-    run.check()
-    assert [batch.step for batch in run.of_rank(0)] == [1, 2, 3, 4]
-    assert len(run.computed) == len(set(run.computed))
-
-
 async def test_a_lost_rank_of_a_role_ends_serve_by_name_when_nobody_waits_for_it() -> None:
     run = Run(dp_size=2)
     async with run.balancer:
@@ -206,32 +189,6 @@ async def test_a_step_begins_when_its_first_columns_are_there() -> None:
                 number += 1
             assert number == 4
     assert trained == [0] * 4 + [1] * 4
-
-
-@pytest.mark.parametrize("seats", [1, 2])
-async def test_a_role_whose_connection_broke_goes_on(seats: int) -> None:
-    """Nothing in it is dear: it computes again what it had not given."""
-    run = Run()
-    async with run.balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(run.train, 0)
-        peers = [run.network.connect(0, role="ref", seat=seat, seats=seats, rejoin=True) for seat in range(seats)]
-
-        async def compute(peer: Any, feed: sb.RankFeed) -> None:
-            async for batch in feed:
-                columns = computed("ref", batch.micro_batches)
-                if batch.step == 1 and peer.joined == 1:
-                    peer.cut()
-                    await anyio.sleep(1)
-                give(batch, columns)
-
-        for peer in peers:
-            tasks.start_soon(compute, peer, sb.RankFeed(peer))
-        tasks.start_soon(partial(run.serve, rejoin_timeout_s=60))
-        await run.put(lengths(*(3 * n % 50 + 1 for n in range(24))))
-        run.balancer.end()
-    run.check()
-    assert [batch.step for batch in run.seen] == [0, 1, 2]
-    assert [peer.joined for peer in peers] == [2] * seats
 
 
 async def test_a_role_that_is_not_asked_for_anything_learns_so() -> None:

@@ -126,16 +126,6 @@ async def test_no_rollout_is_trained_on_too_old(seed: int) -> None:
     assert stats.training_age.mean == pytest.approx(sum(world.ages) / len(world.ages))
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-async def test_an_on_policy_trainer_that_accumulates_is_not_kept_waiting(depth: int) -> None:
-    """max_versions=0: a batch leaves only when the one before is done with, acknowledged or not."""
-    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=4, staleness=sb.Staleness(max_versions=0))
-    world = World(config, 1)
-    stats = await world.run(depth=depth, num_rollouts=80, accumulate=3)
-    assert set(world.ages) == {0}
-    assert stats.acknowledged + stats.evicted["stale"] == 80
-
-
 async def test_rollouts_of_the_present_are_prefetched_as_far_as_they_may() -> None:
     config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, capacity=40, staleness=sb.Staleness(max_versions=2))
     transport = MemoryNetwork(dp_size=1)

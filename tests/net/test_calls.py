@@ -205,123 +205,8 @@ async def test_a_storm_of_calls_cuts_and_cancels(seed: int, restarts: bool, anyi
             assert set(host.taken) == set(fate.returned)
             if not restarts:
                 assert sum(len(peer.open) for peer in host.service.peers.values()) == 0
+                assert host.service.staging.nbytes == 0
             tasks.cancel_scope.cancel()
-
-
-CASES = [("asyncio", "scope"), ("asyncio", "native"), ("asyncio", "timeout"), ("trio", "scope")]
-
-
-@pytest.mark.parametrize(("anyio_backend", "how"), CASES, indirect=["anyio_backend"])
-@pytest.mark.parametrize("fault", ["none", "cut", "hold"])
-@pytest.mark.parametrize("passes", range(2, 28, 2))
-async def test_a_call_is_cancelled_at_every_await_whatever_fails(how: str, fault: str, passes: int) -> None:
-    async with hosted() as (host, _, session):
-        caller = session(rejoin=True, linger_s=1e9)
-        fate = Fate()
-
-        async def victim() -> None:
-            await fate.call(caller, "victim", 0.0)
-            for _ in range(60):
-                await anyio.lowlevel.checkpoint()
-
-        async def fail() -> None:
-            for _ in range(passes // 2):
-                await anyio.lowlevel.checkpoint()
-            if fault != "none":
-                getattr(caller.dialer, fault)()
-            await anyio.sleep(1)
-            caller.dialer.release()
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(fail)
-            if how == "scope":
-                async with anyio.create_task_group() as inner:
-                    inner.start_soon(victim)
-                    for _ in range(passes):
-                        await anyio.lowlevel.checkpoint()
-                    inner.cancel_scope.cancel()
-            else:
-                task = asyncio.ensure_future(victim() if how == "native" else asyncio.wait_for(victim(), 1e9))
-                for _ in range(passes):
-                    await asyncio.sleep(0)
-                task.cancel()
-                await asyncio.wait([task])
-                assert task.cancelled()  # a late one is not swallowed
-        assert (host.taken, fate.unknown) == (fate.returned, [])
-        assert fate.returned + fate.cancelled == ["victim"]
-
-
-async def test_a_lost_session_goes_on_and_gets_each_reply_once() -> None:
-    """Four calls are on their way: one is answered and its reply lost, two are worked on, one never came."""
-    async with hosted() as (host, _, session), anyio.create_task_group() as tasks:
-        caller = session(rejoin=True)
-        await take(caller, "first")
-        for name in ("a", "b"):
-            tasks.start_soon(take, caller, name, 5.0)
-        await settle()
-        caller.dialer.hold()
-        tasks.start_soon(take, caller, "never came")
-        await settle()
-        caller.dialer.cut()
-        await anyio.sleep(1)
-        assert (host.taken, host.begun) == (["first", "never came"], 4)
-        await anyio.sleep(5)
-        assert sorted(host.taken) == ["a", "b", "first", "never came"]
-        assert host.begun == 4
-        assert not host.service.peers[caller._join.session].open
-
-
-async def test_a_reply_that_is_made_before_its_repetition_has_come_is_sent_once() -> None:
-    async with hosted() as (host, _, session), anyio.create_task_group() as tasks:
-        opened: list[Welcome] = []
-
-        def on_open(welcome: Welcome) -> None:
-            opened.append(welcome)
-            if len(opened) == 2:
-                caller.dialer.hold()
-
-        caller = session(rejoin=True, on_open=on_open)
-        tasks.start_soon(take, caller, "a", 1.0)
-        await anyio.sleep(0.5)
-        caller.dialer.cut()
-        await anyio.sleep(1)
-        caller.dialer.release()
-        await take(caller, "b")
-        assert (host.taken, host.begun, len(opened)) == (["a", "b"], 2, 2)
-
-
-async def test_who_joins_again_before_its_loss_is_known_takes_its_own_place() -> None:
-    async with hosted() as (host, _, session), anyio.create_task_group() as tasks:
-        caller = session(rejoin=True)
-        tasks.start_soon(take, caller, "a", 2.0)
-        await settle()
-        caller.dialer.cut(seen_by=(1,))
-        await anyio.sleep(3)
-        assert (host.taken, host.begun, len(host.service.peers)) == (["a"], 1, 1)
-        assert host.peers[0] is host.peers[1]
-        assert host.ends == [("end", "lost")]
-
-
-async def test_what_a_controller_had_accepted_before_it_was_started_again_is_accepted() -> None:
-    async with hosted() as (host, network, session), anyio.create_task_group() as tasks:
-        caller, done = session(rejoin=True), anyio.Event()
-
-        async def call() -> None:
-            await take(caller, "a", 1.0)
-            done.set()
-
-        tasks.start_soon(call)
-        await anyio.sleep(0.5)
-        caller.dialer.hold()
-        await anyio.sleep(1)
-        assert (host.taken, done.is_set()) == (["a"], False)
-        host.service.close()
-        host.service = Service(network.listen)
-        tasks.start_soon(host.attend)
-        caller.dialer.cut()
-        await done.wait()
-        assert (host.taken, host.begun) == (["a"], 2)
-        tasks.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("keep_s", [0.0, 3.0])
@@ -409,22 +294,6 @@ async def test_beyond_the_budget_a_session_is_read_once_others_have_their_replie
         await anyio.sleep(10)
         assert len(host.taken) == 6
         assert (host.service.staging.nbytes, host.service.staging.paused) == (0, {})
-
-
-async def test_what_a_session_had_staged_is_free_once_it_is_gone() -> None:
-    async with hosted(keep_s=0.0) as (host, _, session), anyio.create_task_group() as tasks:
-        caller = session()
-
-        async def put() -> None:
-            with pytest.raises(BrokenResourceError):
-                await caller.ask("take", ("a", 5.0), Payload.of(np.zeros(1000, dtype=np.uint8)))
-
-        tasks.start_soon(put)
-        await settle()
-        assert host.service.staging.nbytes > 1000
-        caller.dialer.cut()
-        await anyio.sleep(10)
-        assert (host.service.staging.nbytes, host.taken) == (0, [])
 
 
 async def test_closing_takes_back_what_waits_and_says_what_became_of_it() -> None:

@@ -195,16 +195,6 @@ def test_shared_memory_that_runs_out_sends_that_one_by_the_socket(
     there.heard.wait_for(1)
 
 
-def test_torch_dist_does_not_stage_without_bound(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_dist, "_MOST_STAGED_BYTES", MB - 1)
-    there, here = network.meet("torch_dist")
-    monkeypatch.setattr(torch_dist.TorchDist, "_pack", lambda *_: pytest.fail("beyond the bound"))
-    for number in range(12):
-        here.send(call(number), payload_of(number, MB, 4))
-    there.heard.wait_for(12)
-    assert [message for message, _ in there.heard.messages] == [*map(call, range(12))]
-
-
 @pytest.mark.parametrize(
     ("wanted", "again", "found"),
     [
