@@ -198,14 +198,6 @@ def test_outliers_are_gathered_so_that_the_other_mini_batches_need_not_wait(mini
     assert idle[False] < idle[True] / 4, idle
 
 
-def test_the_mini_batch_with_the_outliers_is_another_one_in_every_step() -> None:
-    knobs = PlanKnobs(num_ranks=2, batch_size=8, max_skips=16, mini_batches=2)
-    step_of = Waiting.of(np.array([100.0, 100.0, *[1.0] * 6]))
-    plan = plan_batch(step_of, knobs, num_rollouts=8, step=0)
-    cuts = [in_mini_batches(plan_batch, step_of, knobs, plan, step=step, in_order=False) for step in range(4)]
-    assert [int(one.mini_batches[0].loads.max()) >= 100 for one in cuts] == [True, False, True, False]
-
-
 # -- what a rank does with them ----------------------------------------------------------------------------------------
 
 

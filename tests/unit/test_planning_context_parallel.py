@@ -158,18 +158,6 @@ def test_never_later_than_without_sharing(
         ]
 
 
-@pytest.mark.parametrize("sigma", [0.7, 2.0])
-@pytest.mark.parametrize("seed", range(6))
-def test_the_choice_from_the_window_knows_nothing_of_sharing(seed: int, sigma: float) -> None:
-    costs, lengths = heavy_tail(64, seed, sigma)
-    knobs = knobs_of(8, 16)  # two a rank: then rollouts are swapped with waiting ones
-    chosen = [
-        sorted({int(i) for its in planned(costs, lengths, one).ranks for mb in its for i in mb})
-        for one in (knobs, replace(knobs, cp_sizes=(1,)))
-    ]
-    assert chosen[0] == chosen[1]
-
-
 @pytest.mark.parametrize("overhead", [0.0, 0.15, 1.2])
 @pytest.mark.parametrize("seed", range(8))
 def test_no_plan_beats_the_bound(seed: int, overhead: float) -> None:

@@ -9,8 +9,6 @@ from test_planning_selection import Stream
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.planning import PlanKnobs, plan_batch
-from stream_balancer.planning.cost_order import CostOrder
-from stream_balancer.planning.lockstep_choice import CappedStep, choose_lockstep
 from stream_balancer.testing import make_rollout
 
 
@@ -89,28 +87,6 @@ def test_rollouts_cut_at_the_longest_length_go_in_locksteps_of_their_own(sigma, 
     figures = run(lengths, capped(8, 128, longest), 256, 28, warm_up=8)
     before = run(lengths, capped(8, 128, longest, 0), 128, 28, warm_up=8)
     assert idle(figures) <= 0.8 * idle(before)
-
-
-def step_of(tokens, must=(), remaining=8, **knobs):
-    tokens = np.array(tokens)
-    given = {"num_rollouts": 12, "num_ranks": 2, "max_tokens": 100, **knobs}
-    going = np.zeros(tokens.size, dtype=np.bool_)
-    going[list(must)] = True
-    left = np.where(going, 0, remaining)
-    return CappedStep(CostOrder(tokens**2.0), tokens, going, left, **given)
-
-
-def chosen(step):
-    go = choose_lockstep(step)
-    assert go.sum() == step.num_rollouts
-    assert go[step.must].all()
-    return np.flatnonzero(go).tolist()
-
-
-def test_a_lone_outlier_waits_for_company():
-    assert chosen(step_of([100] + [20] * 23)) == list(range(1, 13))
-    assert chosen(step_of([100] + [20] * 20 + [100] + [20] * 2))[:2] == [1, 2]  # no need to go yet
-    assert 0 in chosen(step_of([100] + [20] * 23, must=[0]))
 
 
 @pytest.mark.parametrize("policy", ["window", "fifo", "round_robin"])

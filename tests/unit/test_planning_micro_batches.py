@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from stream_balancer.planning import OversizeError, form_micro_batches, lower_bound
 from stream_balancer.planning.bins_on_ranks import least_finish_bound
-from stream_balancer.planning.bounds import lockstep_bound
 from stream_balancer.planning.packing import Packer
 
 lengths_of_any_kind = st.lists(
@@ -129,15 +128,6 @@ def test_a_lockstep_more_only_where_it_saves_more_than_it_costs():
         numbers.add(more := check(lengths, ranks, 8, 65536) - least)
         assert more == 0 or step_time(costs, ranks) <= 0.98 * step_time(costs, few)
     assert numbers == {0, 1}  # seed 0 fills the two locksteps of the least number to 98.4 %
-
-
-@pytest.mark.parametrize(("seed", "percent"), [(9, 0.7), (25, 1.0)])
-def test_locksteps_are_searched_from_two_starts(seed, percent):
-    """Neither suffices: by level alone 1.08 % above the bound in the one, fullest first alone 2.25 in the other."""
-    lengths, costs = heavy(seed, 64)
-    ranks = form_micro_batches(lengths, costs, 8, max_tokens=32768, sync="micro_batch")
-    bound = lockstep_bound(costs, lengths, 8, 32768)
-    assert 1 - bound / step_time(costs, ranks) < percent / 100
 
 
 # ---------------------------------------------------------------------------------------------------------------------

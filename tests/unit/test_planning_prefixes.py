@@ -14,7 +14,7 @@ from test_planning_context_parallel import check_degrees
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
 from stream_balancer.planning.plan import part_cost, work_in
-from stream_balancer.planning.prefixes import _exchanged, prefix_bound
+from stream_balancer.planning.prefixes import prefix_bound
 from stream_balancer.planning.rank_speeds import FixedCosts
 
 
@@ -152,19 +152,6 @@ def test_no_layout_at_all_is_done_before_the_bound(waiting, ranks):
     best = optimum(waiting, ranks)
     assert prefix_bound(waiting.sets(), ranks) <= best * (1 + 1e-9)
     assert best <= plan(waiting, knobs_of(waiting, ranks)).finish * (1 + 1e-9) <= 1.5 * best
-
-
-@given(steps(), st.integers(2, 6), st.integers(0, 7))
-def test_the_last_rank_is_done_earlier_with_every_exchange(waiting, ranks, step):
-    siblings, base = waiting.sets(), np.arange(ranks) * 100.0
-    rank_of = (np.arange(waiting.costs.size) * (step + 1) + step) % ranks
-    # as `place_siblings` asks: no rank that has nothing to give is late
-    while (after := _exchanged(siblings, base, rank_of, enough=float(base.max()))) is not None:
-        before = base + siblings.loads(rank_of, ranks)
-        changed = np.flatnonzero(base + siblings.loads(after, ranks) != before)
-        assert changed.size <= 2
-        assert (base + siblings.loads(after, ranks))[changed].max() < before.max()
-        rank_of = after
 
 
 @given(

@@ -7,62 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_planning_selection import Stream
 
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
-from stream_balancer.planning.cost_order import CostOrder
-from stream_balancer.planning.swaps import swap_with_waiting
-
-costs_lists = st.lists(
-    st.sampled_from([0.04, 0.05, 0.06, 0.5, 1.0, 2.0]) | st.floats(0.01, 3.0), min_size=9, max_size=40
-)
-
-
-def idle(costs: np.ndarray, shares: list[list[np.ndarray]], speeds: np.ndarray | None = None) -> float:
-    loads = np.array([sum(float(costs[one].sum()) for one in share) for share in shares])
-    rate = np.ones(len(shares)) if speeds is None else speeds
-    return 1.0 - float(loads.sum()) / float(rate.sum()) / float((loads / rate).max())
-
-
-@given(costs_lists, st.integers(2, 4), st.integers(0, 2**16), st.booleans(), st.booleans())
-def test_idle_never_grows_and_nothing_is_lost(
-    values: list[float], num_ranks: int, seed: int, slow: bool, capped: bool
-) -> None:
-    costs = np.array(values)
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(len(costs))
-    lengths = rng.integers(1, 10, len(costs))
-    chosen = order[: 2 * num_ranks]
-    shares = [np.split(chosen[rank::num_ranks], 2 if rank % 2 else 1) for rank in range(num_ranks)]
-    shares = [[np.sort(one) for one in share] for share in shares]
-    cap = max(int(lengths[one].sum()) for share in shares for one in share) if capped else None
-    speeds = np.linspace(0.5, 1.0, num_ranks) if slow else None
-    fixed = np.zeros(len(costs), dtype=bool)
-    fixed[chosen[0]] = True
-    after = swap_with_waiting(costs, shares, fixed, CostOrder(costs), speeds, lengths, cap)
-    assert idle(costs, after, speeds) <= idle(costs, shares, speeds) + 1e-9
-    assert [[len(one) for one in share] for share in after] == [[len(one) for one in share] for share in shares]
-    assert cap is None or max(int(lengths[one].sum()) for share in after for one in share) <= cap
-    taken = np.concatenate([one for share in after for one in share]).tolist()
-    assert len(set(taken)) == len(taken)
-    assert set(taken) <= set(order.tolist())
-    assert int(chosen[0]) in taken
-
-
-@given(st.permutations(range(1, 13)))
-def test_the_latest_rank_comes_as_near_to_the_level_as_one_swap_can(values: list[int]) -> None:
-    costs = np.array(values, dtype=np.float64)
-    late, other = float(costs[:3].sum()), float(costs[3:5].sum())
-    level = max((late + other) / 2, float(costs[:5].max()))
-    found = [late - costs[out] + costs[into] for out in range(3) for into in range(5, 12)]
-    best = max((one for one in found if one <= level), default=0.0)
-    assume(late > 1.05 * level and best >= other)
-    keeps = np.isin(np.arange(12), [3, 4])
-    after = swap_with_waiting(costs, [[np.arange(3)], [np.arange(3, 5)]], keeps, CostOrder(costs))
-    assert float(costs[after[0][0]].sum()) == best
-
 
 # -- groups -----------------------------------------------------------------------------------------------------------
 

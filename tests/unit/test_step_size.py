@@ -17,7 +17,6 @@ import stream_balancer as sb
 from stream_balancer.config.figures import most_waiting_tokens
 from stream_balancer.core.diagnosis import why_no_batch
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.throttle import check_reserve
 from stream_balancer.planning import PlanKnobs, choose_batch, plan_batch, smallest_max_skips
 from stream_balancer.planning.step_size import surplus_after
 from stream_balancer.testing import make_rollout, make_rollouts
@@ -250,8 +249,3 @@ def test_knobs_may_change_from_rollouts_to_tokens_and_back() -> None:
     assert polled(core).num_rollouts == 1
     core.reconfigure(sb.BalancerConfig(dp_size=1, batch_size=2, window=2))
     assert polled(core).num_rollouts == 2
-
-
-def test_places_cannot_be_reserved() -> None:
-    with pytest.raises(sb.errors.ConfigError, match=r"not known in rollouts under step_size\.tokens"):
-        check_reserve(sb.BalancerConfig(dp_size=1, step_size=sb.StepSize(tokens=100)), 1)
