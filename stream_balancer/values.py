@@ -201,11 +201,11 @@ def num_nonzero(mask: Tensor, first: int = 0) -> int:
     """Non-zero numbers of a ``loss_mask`` ``[n]``, from one of them on."""
     if mask.ndim != 1:
         raise RolloutError(f": loss_mask must be [L], not {list(mask.shape)}")
-    if mask.dtype in _FLOAT8:  # torch cannot count them
-        raise RolloutError(f": loss_mask has dtype {mask.dtype}; make it bool")
     try:
         return int(np.count_nonzero(mask.numpy()[first:]))  # half of the time that torch takes
     except (TypeError, RuntimeError):  # on an accelerator, or of a kind that numpy does not know
+        if mask.dtype in _FLOAT8:  # torch cannot count them
+            raise RolloutError(f": loss_mask has dtype {mask.dtype}; make it bool") from None
         return int(torch.count_nonzero(mask[first:]))
 
 

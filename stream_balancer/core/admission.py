@@ -15,7 +15,7 @@ from stream_balancer.core.pricing import Pricing
 from stream_balancer.core.strata import MOST_STRATA, Strata
 from stream_balancer.errors import ConfigError, DuplicateRolloutError, RolloutError
 from stream_balancer.types import Rollout
-from stream_balancer.values import plain_name
+from stream_balancer.values import MAX_COST, plain_name
 
 Schema = tuple[dict[str, tuple[object, tuple[int, ...]]], frozenset[str]]
 """Token columns with dtype and trailing shape, and names of scalars: alike for all rollouts of a balancer."""
@@ -41,9 +41,8 @@ class Admission:
         self._limits = config.limits
         self._most_waiting = most_waiting(config)
         self._most_waiting_tokens = most_waiting_tokens(config)
-        # columns of rollouts that need not be looked at for their mask: those that are held have it under this name
-        keeps_names = self.schema is not None and config.loss_mask_column in (None, "loss_mask")
-        self._names = self.schema[0].keys() if keeps_names and self.schema is not None else None
+        self.looks_at_masks = self.schema is None or config.loss_mask_column not in (None, "loss_mask")
+        """False where the columns of those that are held say enough of the mask's name."""
 
     def know(self, rollout: Rollout) -> None:
         """The first rollout is taken in: others must be like it."""
@@ -52,8 +51,6 @@ class Admission:
 
     def with_loss_masks(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         """The rollouts as they may be taken in: their masks called ``loss_mask``. Raises RolloutError."""
-        if len(rollouts) == 1 and isinstance(rollouts[0], Rollout) and rollouts[0].tokens.keys() == self._names:
-            return rollouts
         column = self.config.loss_mask_column
         return [_with_loss_mask(r, column) if isinstance(r, Rollout) else r for r in rollouts]
 
@@ -127,7 +124,9 @@ class Admission:
             _check_stratum(rollout, self._buffer.strata)
         if self.schema is not None:
             _check_schema(rollout, self.schema)
-        return self.pricing.cost_of(rollout)
+        # lengths repeat, and their cost is kept: no call of ours for it
+        cost = self.pricing.cost_of_length(tokens) if rollout.cost is None else rollout.cost
+        return cost if 0 <= cost <= MAX_COST else self.pricing.cost_of(rollout)
 
     def _check_together(self, rollouts: Sequence[Rollout]) -> None:
         if len({r.rollout_id for r in rollouts}) < len(rollouts):

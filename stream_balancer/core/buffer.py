@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 from sortedcontainers import SortedList
 
-from stream_balancer.core.columns import RowTable
 from stream_balancer.core.groups import SiblingGroups
 from stream_balancer.core.strata import Strata
 from stream_balancer.planning import Waiting
@@ -34,12 +33,17 @@ _COLUMNS = {
 }  # fmt: skip
 """By name what a row holds where nobody writes."""
 _PLACES = {name: place for place, name in enumerate(_COLUMNS)}
+_FIRST_ROWS = 64
 _ARRIVAL_BITS = 40
 _NO_LABEL = -2  # of no row
 _REBUILD_SHARE = 16
 """From a sixteenth of all on, to take keys out of the sorted list one by one costs more than to build it anew."""
 
 _to_bytes, _to_bits = struct.Struct("<d").pack, struct.Struct("<q").unpack
+
+
+def _empty(rows: int) -> tuple[NDArray[Any], ...]:
+    return tuple(np.full(rows, value) for value in _COLUMNS.values())
 
 
 class _ByCost(CostOrder):
@@ -92,7 +96,9 @@ class Buffer:
         """Bytes of their tensors."""
         self.num_waiting = 0
         """The number that ``len()`` gives, for puts."""
-        self._columns = RowTable(*_COLUMNS.values())
+        # the columns, with free space around rows [_start, _end); replaced where they grow
+        self._arrays = _empty(_FIRST_ROWS)
+        self._start = self._end = 0
         # by arrival number, so in the order of rows
         self._rollouts: dict[int, Rollout] = {}
         self._keys: SortedList[int] = SortedList()
@@ -107,7 +113,7 @@ class Buffer:
     def __getattr__(self, name: str) -> NDArray[Any]:
         if name not in _PLACES:
             raise AttributeError(name)
-        return self._columns[_PLACES[name]]
+        return self._arrays[_PLACES[name]][self._start : self._end]
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
@@ -115,10 +121,13 @@ class Buffer:
         """Take a rollout in as the youngest. O(log n), amortised."""
         # -0.0 has the bits of a negative number
         cost += 0.0
-        number, num_tokens, num_bytes, row = self.num_added, rollout.num_tokens, rollout.nbytes, self._columns.new_row()
+        number, num_tokens, num_bytes, row = self.num_added, rollout.num_tokens, rollout.nbytes, self._end
+        if row == len(self._arrays[0]):
+            row = self._make_room()
+        self._end = row + 1
         self._rollouts[number] = rollout
         self._keys.add(_to_bits(_to_bytes(cost))[0] << _ARRIVAL_BITS | number)
-        costs, lengths, all_skips, arrived_at, versions, labels, strata, _, sizes, numbers = self._columns.arrays
+        costs, lengths, all_skips, arrived_at, versions, labels, strata, _, sizes, numbers = self._arrays
         numbers[row] = number
         costs[row] = cost
         lengths[row] = num_tokens
@@ -165,9 +174,29 @@ class Buffer:
             for key in self._keys_of(ascending[~stays]):
                 self._keys.remove(key)
         self._ascending = kept(ascending, keep)
-        self._columns.remove(keep)
+        self._remove_rows(keep)
         self.num_waiting -= rows.size
         return removed
+
+    def _remove_rows(self, keep: Bools) -> None:
+        """Rows leave but those to keep ([n]); these keep their order. O(rows up to the last one that leaves)."""
+        behind = int(np.flatnonzero(~keep)[-1]) + 1
+        stay = np.flatnonzero(keep[:behind]) + self._start
+        first, stop = self._start + behind - stay.size, self._start + behind
+        # the few older rows move up, since most that leave are near the front
+        for array in self._arrays:
+            array[first:stop] = array[stay]
+        self._start = first
+
+    def _make_room(self) -> int:
+        """Back to the front, in twice the space unless half of it is free there. -> the first row behind the last."""
+        rows, space = self._end - self._start, len(self._arrays[0])
+        # else removals have freed half of it in front, and moving back is room enough
+        before, self._arrays = self._arrays, _empty(2 * space if 2 * rows > space else space)
+        for old, new in zip(before, self._arrays, strict=True):
+            new[:rows] = old[self._start : self._end]
+        self._start, self._end = 0, rows
+        return rows
 
     def pass_over(self, could_go: Bools) -> None:
         """A step leaves these ([n] bool) behind: count it, but not for incomplete groups, which could not go.

@@ -22,7 +22,7 @@ from stream_balancer.types import Batch, Reason
 def ready_rows(state: BalancerState, opened: OpenStep) -> Ints:
     """Rows of the buffer that leave before the step is complete; empty while too few wait. O(n log n), and O(1) where
     none has come that could make a row."""
-    if state.triggers.sendable().ready - opened.num_taken < least_rollouts(state.config):
+    if state.triggers.sendable()[1] - opened.num_taken < least_rollouts(state.config):
         return np.empty(0, dtype=np.int64)
     may = state.triggers.available(np.zeros(len(state.buffer), dtype=np.bool_))
     return opened.choose(state.config, state.buffer, may, complete=False)

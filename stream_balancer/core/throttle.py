@@ -81,7 +81,7 @@ class Throttle:
     def is_stuck(self, state: BalancerState) -> bool:
         """True if the window cannot fill while nothing more may begin: not with what is running, though a full batch is
         ready; or nothing is running, and anything is ready. Then a force flush is due. O(1)."""
-        ready, config = state.triggers.sendable().ready, state.config
+        ready, config = state.triggers.sendable()[1], state.config
         # nothing is being generated: no put will fill the window
         if self.running == 0:
             return ready > 0

@@ -14,7 +14,6 @@ rollouts make the best batch is planned elsewhere (``planning``); how old they a
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,14 +22,6 @@ from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.staleness import RolloutAges
 from stream_balancer.planning.arrays import Bools
 from stream_balancer.types import Reason
-
-
-class Sendable(NamedTuple):
-    """Waiting rollouts that are not held back for their age."""
-
-    waiting: int
-    ready: int
-    """Number of these that are not held back by an incomplete group either."""
 
 
 class Triggers:
@@ -48,8 +39,8 @@ class Triggers:
         self._force_flush = False
         # no deadline batch before then: too few are ready
         self._not_before = -math.inf
-        # counted when it is asked for
-        self._sendable: Sendable | None = None
+        # counted when it is asked for, where some are held back
+        self._sendable: tuple[int, int] | None = None
 
     def force_flush(self) -> None:
         """The window counts as full until the next step."""
@@ -85,7 +76,7 @@ class Triggers:
 
     def reason(self, now: float, due: Bools) -> tuple[Reason | None, int]:
         """Why a batch leaves now, and how many rollouts could go with it; None if none does. O(n)."""
-        ready, available = self.sendable().ready, int(np.count_nonzero(self.available(due)))
+        (_, ready), available = self.sendable(), int(np.count_nonzero(self.available(due)))
         if self.ended:
             return ("drain", available) if available else (None, 0)
         if self._window_is_full(ready) and available:
@@ -154,16 +145,15 @@ class Triggers:
             may = may | np.isin(labels, np.unique(labels[due & ~may]))
         return may & ~self._staleness.held_back() if self._staleness.num_held_back else may
 
-    def sendable(self) -> Sendable:
-        """Waiting rollouts that are not held back for their age. O(1) where none is held back; else O(n) once after
-        every change."""
+    def sendable(self) -> tuple[int, int]:
+        """Waiting rollouts that are not held back for their age; and how many of these no incomplete group holds back
+        either. O(1) where none is held back; else O(n) once after every change."""
+        buffer = self._buffer
+        if not self._staleness.num_held_back:
+            return buffer.num_waiting, buffer.num_waiting - buffer.groups.num_incomplete
         if self._sendable is None:
-            buffer = self._buffer
-            self._sendable = Sendable(buffer.num_waiting, buffer.num_waiting - buffer.groups.num_incomplete)
-            if self._staleness.num_held_back:
-                free = ~self._staleness.held_back()
-                ready = int(np.count_nonzero(buffer.complete & free))
-                self._sendable = Sendable(int(np.count_nonzero(free)), ready)
+            free = ~self._staleness.held_back()
+            self._sendable = int(np.count_nonzero(free)), int(np.count_nonzero(buffer.complete & free))
         return self._sendable
 
     def _oldest_arrival(self) -> float:

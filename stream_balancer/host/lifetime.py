@@ -7,11 +7,12 @@ where plain methods read it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import anyio
+import anyio.lowlevel
 
 from stream_balancer.errors import ClosedResourceError
 
@@ -24,17 +25,22 @@ class Lifetime:
         """``aclose()`` was called."""
         self._thread: int | None = None
         self._clock: Callable[[], float] = anyio.current_time
+        self.checkpoint: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint
+        """As anyio's, which asks at each call whose event loop it is in."""
 
     def enter(self, method: str) -> None:
         """A task called ``method``, so this is the event loop's thread. Raises like :meth:`check_thread`."""
+        if self._thread == threading.get_ident():
+            return
         self.check_thread(method)
         self._thread = threading.get_ident()
-        with contextlib.suppress(RuntimeError):  # trio's loop is no asyncio loop: anyio's way, which is slower, is left
-            self._clock = asyncio.get_running_loop().time
+        # trio's loop is no asyncio loop: anyio's way, which is slower, is left
+        if (loop := asyncio._get_running_loop()) is not None:
+            self._clock, self.checkpoint = loop.time, partial(asyncio.sleep, 0)
 
     def leave(self) -> None:
         """Closed: what is left may be looked at from another event loop."""
-        self._thread, self._clock = None, anyio.current_time
+        self._thread, self._clock, self.checkpoint = None, anyio.current_time, anyio.lowlevel.checkpoint
 
     def check_thread(self, method: str) -> None:
         """Raise RuntimeError in another thread than the event loop's."""

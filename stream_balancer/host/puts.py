@@ -22,7 +22,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal, TypeAlias
 
 import anyio
-import anyio.lowlevel
 
 from stream_balancer.core.accept import Accept, call_accept, decision_of
 from stream_balancer.core.groups import GroupSize, closed
@@ -62,8 +61,8 @@ class Puts:
     ) -> None:
         """Return once they are accepted; see :class:`PendingPut`, and :meth:`StreamBalancer.put`."""
         self.lifetime.enter("put")
-        await anyio.lowlevel.checkpoint()  # before they are taken: nothing may be awaited after it
-        rest = PendingPut(self, rollouts, complete=complete, size=size).begin(anyio.current_time())
+        await self.lifetime.checkpoint()  # before they are taken: nothing may be awaited after it
+        rest = PendingPut(self, rollouts, complete=complete, size=size).begin(self.lifetime.now("put"))
         if rest is not None:
             await rest
 
@@ -101,7 +100,8 @@ class PendingPut(Waiter):
         """Go as far as possible without waiting; what is returned must be awaited. Raises what refuses the rollouts;
         WouldBlock where it would have to wait and may not."""
         puts = self._puts
-        puts.lifetime.check_open("put")
+        if puts.lifetime.closed:
+            puts.lifetime.check_open("put")
         if puts.journal is not None and not may_wait:
             raise WouldBlock("put_nowait() cannot wait for the journal's disk, where accepted rollouts are: use put()")
         # most puts are one rollout, which cannot disagree with its group
@@ -109,7 +109,8 @@ class PendingPut(Waiter):
             check_group(self._rollouts)
             self._size = closed(self.group_id) if self._complete else None
         # before accept= is asked: it may look at the masks
-        self._rollouts = puts.core.state.admission.with_loss_masks(self._rollouts)
+        if puts.core.state.admission.looks_at_masks:
+            self._rollouts = puts.core.state.admission.with_loss_masks(self._rollouts)
         if puts.accept is not None:
             return self._filter(puts.accept, now, may_wait)
         return self._write(puts.journal) if puts.journal is not None else self._take_or_queue(now, may_wait)
@@ -213,8 +214,10 @@ class PendingPut(Waiter):
             return False
         if self._size is not None:
             wakeups.changed()  # fewer places are kept for siblings
-        # Last: it may wake tasks, which find the rollouts held.
-        wakeups.added(self.group_id)
+        # Last: it may wake tasks, which find the rollouts held. Nobody else has more room for them.
+        wakeups.wake_consumer()
+        if self.group_id is not None:
+            wakeups.puts.wake_siblings(self.group_id)
         return True
 
 

@@ -207,12 +207,6 @@ class Wakeups:
         ):
             self._consumer.set()
 
-    def added(self, group_id: str | None) -> None:
-        """Rollouts were added, of this group. Nobody else has more room for it."""
-        self.wake_consumer()
-        if group_id is not None:
-            self.puts.wake_siblings(group_id)
-
     def changed(self) -> None:
         """A batch has left, a step is done, rollouts were evicted, knobs or the version are others."""
         self.wake_consumer()
