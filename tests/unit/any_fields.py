@@ -32,16 +32,8 @@ class Text(str):
         return "something else"
 
 
-class Number(float):
-    """A float, and yet not exactly one."""
-
-
-class Whole(int):
-    """An int, and yet not exactly one."""
-
-
-class Raw(bytes):
-    """Bytes, and yet not exactly."""
+Number, Whole, Raw = type("Number", (float,), {}), type("Whole", (int,), {}), type("Raw", (bytes,), {})
+"""A float, an int, bytes, and yet not exactly."""
 
 
 class Colour(str, enum.Enum):  # noqa: UP042 - what people have

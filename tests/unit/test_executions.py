@@ -148,12 +148,7 @@ def gradient_of_one_batch(executions: Sequence[Sequence[sb.Rollout]], divide: Di
 
 def over_the_wire(batch: sb.Batch) -> sb.Batch:
     shares = [replace(one, micro_batches=carried(*one.micro_batches).micro_batches) for one in batch.ranks]
-    return sb.Batch(
-        **{name: getattr(batch, name) for name in ("step", "reason", "num_rollouts", "num_tokens", "loads")},
-        finish=batch.finish,
-        lower_bound=batch.lower_bound,
-        ranks=tuple(shares),
-    )
+    return replace(batch, ranks=tuple(shares))
 
 
 def from_the_journal(batch: sb.Batch) -> sb.Batch:
@@ -182,17 +177,8 @@ def test_gradient_equals_that_of_one_padded_batch(divide: Divide) -> None:
     assert batch.num_padding
     assert min(len(rank_batch.micro_batches) for rank_batch in batch.ranks) > 1
     assert batch.num_executions == len(executions) < batch.num_rollouts
-    ranks_of = {
-        (r.group_id, r.execution_id): {
-            one.rank
-            for one in batch.ranks
-            for r1 in one.rollouts
-            if r1.execution_id == r.execution_id and r1.group_id == r.group_id
-        }
-        for r in batch.rollouts
-        if not r.is_padding
-    }
-    assert max(map(len, ranks_of.values())) > 1  # some are on several ranks
+    places = {(r.group_id, r.execution_id, one.rank) for one in batch.ranks for r in one.rollouts if not r.is_padding}
+    assert len(places) > batch.num_executions, "some are on several ranks"
     whole = gradient_of_one_batch(executions, divide)
     ways = {
         "planned": batch,

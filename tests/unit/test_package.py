@@ -218,19 +218,6 @@ def test_an_adapter_uses_public_names_only(module: str) -> None:
             assert node.attr in of_alias[node.value.id], ast.unparse(node)
 
 
-def test_the_graph_sees_relative_imports_functions_and_types(tmp_path: Path) -> None:
-    package = tmp_path / NAME
-    (package / "a").mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "a" / "__init__.py").write_text("from .b import x\n")
-    (package / "a" / "b.py").write_text(f"def f():\n    from {NAME} import c\n")
-    (package / "c.py").write_text(f"import typing\nif typing.TYPE_CHECKING:\n    import {NAME}.a\n")
-    a, b, c = f"{NAME}.a", f"{NAME}.a.b", f"{NAME}.c"
-    assert edges(tmp_path) == {a: {b}, b: {c}, c: {a}}
-    assert circles(edges(tmp_path)) == [[a, b, c]]
-    assert circles(edges(tmp_path, typing=False)) == []
-
-
 def test_the_architecture_page_shows_the_same_layers() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", page, re.MULTILINE)

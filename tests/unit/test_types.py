@@ -54,35 +54,6 @@ def test_columns_may_be_tensors_arrays_or_lists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"tokens": {}}, "column 'input_ids'"),
-        ({"tokens": {"input_ids": torch.empty(0, dtype=torch.int64)}}, "no tokens"),
-        ({"tokens": {"input_ids": torch.zeros(3)}}, "must be integers"),
-        ({"scalars": {"advantage": np.zeros(3)}}, "must be one number"),
-        ({"tokens": {"input_ids": torch.zeros(3, 1, dtype=torch.int64)}}, "must be integers"),
-        ({"tokens": {"input_ids": FIVE, "x": torch.tensor(1)}}, "Per-token columns"),
-        ({"tokens": {"input_ids": FIVE, "x": ["a"] * 5}}, "cannot become a tensor"),
-        ({"tokens": {"input_ids": FIVE, "loss_mask": torch.ones(5, 2)}}, "loss_mask must be"),
-        ({"scalars": {"advantage": "high"}}, "must be a number"),
-        ({"tensors": {"pixels": object()}}, "cannot become a tensor"),
-        ({"rollout_id": ""}, "non-empty str"),
-        ({"group_id": ""}, "group_id must be"),
-        ({"version": (3, 2)}, "version must be"),
-        ({"cost": -1.0}, "cost must be"),
-        ({"group_id": "g", "prefix": 5}, "prefix must be from 0 to 4, not 5: of 5 tokens"),
-        ({"group_id": "g", "prefix": -1}, "prefix must be from 0"),
-        ({"group_id": "g", "prefix": 2**70}, "prefix must be from 0"),
-        ({"group_id": "g", "prefix": True}, "prefix must be an int, not True"),
-        ({"prefix": 2}, "prefix is 2, but there is no group_id"),
-    ],
-)
-def test_a_bad_rollout_says_what_and_why(fields: dict[str, object], says: str) -> None:
-    with pytest.raises(sb.errors.RolloutError, match=says):
-        sb.Rollout(**{"tokens": {"input_ids": FIVE}, **fields})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
     ("versions", "version"),
     [
         ([-1, -1, 3, 3, 4], (3, 4)),
@@ -222,6 +193,22 @@ def columns(count: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "names"),
     [
+        ({"tokens": {}}, "column 'input_ids'"),
+        ({"tokens": {"input_ids": torch.empty(0, dtype=torch.int64)}}, "no tokens"),
+        ({"tokens": {"input_ids": torch.zeros(3)}}, "must be integers"),
+        ({"scalars": {"advantage": np.zeros(3)}}, "must be one number"),
+        ({"tokens": {"input_ids": IDS, "x": torch.tensor(1)}}, "Per-token columns"),
+        ({"tokens": {"input_ids": IDS, "x": ["a"] * 3}}, "cannot become a tensor"),
+        ({"tokens": {"input_ids": IDS, "loss_mask": torch.ones(3, 2)}}, "loss_mask must be"),
+        ({"scalars": {"advantage": "high"}}, "must be a number"),
+        ({"tensors": {"pixels": object()}}, "cannot become a tensor"),
+        ({"group_id": ""}, "group_id must be"),
+        ({"version": (3, 2)}, "version must be"),
+        ({"group_id": "g", "prefix": 3}, "prefix must be from 0 to 2, not 3: of 3 tokens"),
+        ({"group_id": "g", "prefix": -1}, "prefix must be from 0"),
+        ({"group_id": "g", "prefix": 2**70}, "prefix must be from 0"),
+        ({"group_id": "g", "prefix": True}, "prefix must be an int, not True"),
+        ({"prefix": 2}, "prefix is 2, but there is no group_id"),
         ({"metadata": [("a", 1)]}, "metadata must be a mapping"),
         ({"metadata": None}, "metadata must be a mapping"),
         ({"metadata": {"a": {"b": ["\ud800"]}}}, r"metadata\['a'\]\['b'\]\[0\] .* UTF-8"),
