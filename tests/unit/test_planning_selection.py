@@ -1,17 +1,24 @@
-"""plan_batch: who goes now. The guarantees are driven over many steps, at tiny sizes."""
+"""Who goes now: plan_batch and planning.choose. The guarantees are driven over many steps, at tiny sizes."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stream_balancer.planning import PlanKnobs, Waiting, plan_batch, smallest_max_skips
+import stream_balancer as sb
+from stream_balancer import planning
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.planning import LengthBias, Plan, PlanKnobs, Waiting, plan_batch, smallest_max_skips
 from stream_balancer.planning.baselines import plan_fifo
 from stream_balancer.planning.selection import Units, forced_units
+from stream_balancer.testing import make_rollout
 
 
 def waiting(costs, *, lengths=None, skips=None, due=None, groups=None, complete=None, strata=None):
@@ -274,8 +281,7 @@ def test_outliers_wait_and_then_go_together():
 
 
 def test_a_heavy_tail_idles_little_for_little_delay_of_its_longest() -> None:
-    """Seeded faults: no reserve, no level beyond what must go, no filling up, or any balance below 1.3 idle 17.2 % or
-    more; all that is heavy kept for the day of the outliers delays the heaviest tenth by more."""
+    """Seeded faults: half of what stays free to go, no level beyond what must go, or no filling up idle more."""
     knobs, work, took, delays = PlanKnobs(num_ranks=8, batch_size=32, max_skips=8), 0.0, 0.0, []
     for seed in range(1, 4):
         lengths = np.clip(np.random.default_rng(seed).lognormal(7.5, 1.3, 2048), 64, 65536)
@@ -290,8 +296,9 @@ def test_a_heavy_tail_idles_little_for_little_delay_of_its_longest() -> None:
                 work, took = work + stream.costs[chosen].sum() / 8, took + plan.finish
                 delays += stream.skips[chosen][stream.costs[chosen] > heavy].tolist()
             stream.go(chosen, 8)
-    assert 1 - work / took < 0.168
-    assert np.mean(delays) < 3.25
+    print(1 - work / took, np.mean(delays))
+    assert 1 - work / took < 0.14
+    assert np.mean(delays) < 3.8
 
 
 @pytest.mark.parametrize(("skips", "goes"), [(0, False), (3, False), (8, True)])
@@ -330,3 +337,296 @@ def test_fewer_rollouts_than_ranks_leave_the_last_ranks_empty():
 )
 def test_smallest_max_skips(window, batch, capacity, group, least):
     assert smallest_max_skips(window, batch, capacity, group) == least
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+def plan_groups(
+    costs_of: list[list[float]], num_ranks: int, batch_size: int, *, max_skips: int = 8, **more: Any
+) -> tuple[set[int], Plan]:
+    """-> (the groups that go, the plan). ``more``: ``must``, ``incomplete``: groups; ``tokens``; and knobs."""
+    costs = np.concatenate(costs_of)
+    labels = np.repeat(np.arange(len(costs_of)), [len(group) for group in costs_of])
+    of = {name: np.isin(labels, more.pop(name, [])) for name in ("must", "incomplete")}
+    waiting = replace(
+        Waiting.of(costs), groups=labels, skips=np.where(of["must"], max_skips, 0), group_complete=~of["incomplete"]
+    )
+    waiting = replace(waiting, lengths=np.array(more.pop("tokens", waiting.lengths)))
+    more = {"groups": "same_batch", **more}
+    knobs = PlanKnobs(num_ranks, batch_size, max_skips, group_size=max(map(len, costs_of)), **more)
+    plan = plan_batch(waiting, knobs, num_rollouts=int((~of["incomplete"]).sum()), step=0)
+    return set(labels[np.concatenate([one for share in plan.ranks for one in share])].tolist()), plan
+
+
+UNEVEN = [[900.0, 100.0], [500.0, 100.0], [900.0, 110.0], [700.0, 100.0], [520.0, 90.0]]
+
+
+def test_a_group_is_swapped_for_a_waiting_one_that_makes_the_step_even() -> None:
+    went, plan = plan_groups(UNEVEN, 2, 4)
+    assert went != {0, 1}
+    assert plan.imbalance < 0.01
+
+
+def test_an_incomplete_group_does_not_come_in() -> None:
+    went, _ = plan_groups(UNEVEN, 2, 4, incomplete=[2, 3, 4])
+    assert went == {0, 1}
+    sums = [800.0, 650.0, 850.0, 650.0, 750.0, 600.0, 500.0, 700.0]  # of groups that stay on one rank each
+    whole: dict[str, Any] = {"groups": "same_rank", "incomplete": [5]}
+    assert 5 in plan_groups([[0.6 * one, 0.4 * one] for one in sums], 2, 8, groups="same_rank")[0]
+    assert 5 not in plan_groups([[0.6 * one, 0.4 * one] for one in sums], 2, 8, **whole)[0]
+
+
+ALMOST = [[400.0, 250.0], [400.0, 150.0], [400.0, 100.0], [600.0, 150.0]]
+"""The third group instead of the first makes the step even."""
+
+
+def test_no_group_comes_in_that_costs_ranks_in_step_a_micro_batch_more() -> None:
+    in_step: dict[str, Any] = {"sync": "micro_batch", "max_tokens_per_micro_batch": 100}
+    assert plan_groups(ALMOST, 2, 4, tokens=[50] * 8, **in_step)[0] == {1, 2}
+    assert plan_groups(ALMOST, 2, 4, tokens=[50, 50, 50, 50, 100, 50, 50, 50], **in_step)[0] == {0, 1}
+
+
+@pytest.mark.parametrize("how", ["same_batch", "same_rank"])
+@settings(max_examples=40)
+@given(st.data())
+def test_swaps_keep_groups_whole_and_their_number(how: str, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=4, max_size=16), "sizes")
+    costs = np.array(data.draw(st.lists(st.floats(0.01, 100.0), min_size=sum(sizes), max_size=sum(sizes)), "costs"))
+    groups = [one.tolist() for one in np.split(costs, np.cumsum(sizes)[:-1])]
+    must = data.draw(st.sets(st.integers(0, len(sizes) - 1), max_size=2), "must")
+    num_ranks, counts = data.draw(st.integers(1, 3), "ranks"), data.draw(st.sampled_from(["free", "equal"]), "counts")
+    cap = data.draw(st.sampled_from([None, 150]), "cap")
+    more: dict[str, Any] = {"groups": how, "counts": counts, "max_tokens_per_micro_batch": cap, "must": list(must)}
+    if data.draw(st.booleans(), "slow"):
+        more["speeds"] = np.linspace(0.5, 1.0, num_ranks)
+    went, plan = plan_groups(groups, num_ranks, 6, **more)
+    picked = np.sort(np.concatenate([one for share in plan.ranks for one in share]))
+    assert picked.size == sum(sizes[group] for group in went) <= 6  # every one of them once
+    assert picked.size > min(6, sum(sizes)) - max(sizes)
+    assert must <= went
+    if counts == "equal" and how == "same_batch":
+        held = [sum(map(len, share)) for share in plan.ranks]
+        assert max(held) - min(held) <= 1
+    if how == "same_rank":
+        homes = [set(np.repeat(np.arange(len(sizes)), sizes)[np.concatenate(share)]) for share in plan.ranks if share]
+        assert sum(map(len, homes)) == len(went)
+
+
+def test_a_stream_of_groups_idles_little() -> None:
+    """Groups of 8, 32 rollouts on 8 ranks, quadratic cost: without swaps 0.8 %."""
+    rng, stream, mean, finish = np.random.default_rng(8), Stream(), 0.0, 0.0
+    knobs = PlanKnobs(num_ranks=8, batch_size=32, max_skips=8, groups="same_batch", group_size=8)
+    for step in range(20):
+        while stream.costs.size < 64:
+            lengths = rng.choice(np.exp(8.0 + 0.4 * rng.standard_normal() + 0.4 * rng.standard_normal(3)), 8)
+            stream.come(lengths * lengths + 24_576.0 * lengths, grouped=True)
+        plan = plan_batch(stream.columns, knobs, num_rollouts=64, step=step)
+        mean, finish = mean + plan.loads.mean(), finish + plan.loads.max()
+        stream.go(np.concatenate([one for share in plan.ranks for one in share]), 8)
+    assert 1.0 - mean / finish < 0.005
+
+
+def step_time(costs, ranks, speeds=None):
+    """Sum over locksteps of the rank that is done last."""
+    rate = np.ones(len(ranks)) if speeds is None else speeds
+    works = np.zeros((max(map(len, ranks)), len(ranks)))
+    for rank, share in enumerate(ranks):
+        works[: len(share), rank] = [costs[one].sum() / rate[rank] for one in share]
+    return float(works.max(axis=1).sum())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who goes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def run(lengths, knobs, window, steps, warm_up=0):
+    """Dispatch after dispatch from a full window. -> [steps] (work per rank, time, tokens) of the steps after the
+    warm-up; the guarantees are checked on the way."""
+    stream, taken, figures = Stream(), 0, []
+    for step in range(steps):
+        new = lengths[taken : taken + window - stream.costs.size]
+        taken += new.size
+        stream.come(new * (new + 24576.0), lengths=new)
+        ranks = plan_batch(stream.columns, knobs, num_rollouts=knobs.batch_size, step=step).ranks
+        chosen, held = np.concatenate([one for share in ranks for one in share]), stream.lengths
+        assert np.unique(chosen).size == chosen.size == knobs.batch_size
+        assert all(held[one].sum() <= knobs.max_tokens_per_micro_batch for share in ranks for one in share)
+        assert len({len(share) for share in ranks}) == 1
+        if step >= warm_up:
+            work = stream.costs[chosen].sum() / knobs.num_ranks
+            figures.append((work, step_time(stream.costs, ranks), held[chosen].sum()))
+        stream.go(chosen, knobs.max_skips)
+    return np.array(figures)
+
+
+def idle(figures):
+    return 100 * (1 - figures[:, 0].sum() / figures[:, 1].sum())
+
+
+def capped(num_ranks, batch_size, cap, max_skips=8, **more):
+    return PlanKnobs(
+        num_ranks=num_ranks,
+        batch_size=batch_size,
+        max_skips=max_skips,
+        sync="micro_batch",
+        max_tokens_per_micro_batch=cap,
+        **more,
+    )
+
+
+def tails(seed, n, sigma=1.2, longest=32768):
+    drawn = np.random.default_rng(seed).lognormal(np.log(3000), sigma, n)
+    return np.clip(drawn, 64, longest).astype(np.int64)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "longest", "room", "batch", "ranks"),
+    [(1.2, 32768, 1.0, 64, 8), (0.6, 32768, 1.0, 64, 4), (1.5, 65536, 2.0, 64, 8), (0.1, 4096, 1.3, 64, 8)],
+)
+def test_a_window_is_never_worse_than_first_in_first_out(sigma, longest, room, batch, ranks):
+    cap, steps = int(room * longest), 24
+    figures = {1: [], 2: []}
+    for seed in (41, 42):
+        lengths = tails(seed, batch * (steps + 4), sigma, longest)
+        for width, max_skips in ((1, 0), (2, 8)):
+            figures[width].append(run(lengths, capped(ranks, batch, cap, max_skips), width * batch, steps, warm_up=8))
+    first, window = (idle(np.concatenate(figures[width])) for width in (1, 2))
+    assert window <= first + 0.1
+
+
+@pytest.mark.parametrize(("sigma", "longest"), [(0.6, 6_000), (0.9, 4_000)])
+def test_rollouts_cut_at_the_longest_length_go_in_locksteps_of_their_own(sigma, longest):
+    lengths = tails(44, 128 * 30, sigma, longest)  # an eighth, and a third, are cut
+    figures = run(lengths, capped(8, 128, longest), 256, 28, warm_up=8)
+    before = run(lengths, capped(8, 128, longest, 0), 128, 28, warm_up=8)
+    assert idle(figures) <= 0.8 * idle(before)
+
+
+@pytest.mark.parametrize("policy", ["window", "fifo", "round_robin"])
+@pytest.mark.parametrize("cost", [sb.cost.QuadraticCost(), sb.cost.PaddedCost()])
+def test_a_batchs_imbalance_is_that_of_its_micro_batches(policy, cost):
+    """Ranks of equal sums still wait for each other, micro-batch by micro-batch."""
+    knobs = {"sync": "micro_batch", "micro_batches": sb.MicroBatches(max_tokens=100), "policy": policy, "cost": cost}
+    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=16, window=16, **knobs))
+    for number, length in enumerate([90, 70, 60, 10, 20, 30, 40, 50, 55, 45, 35, 25, 15, 5, 65, 12]):
+        core.add(make_rollout(length, f"r{number}"), 0.0)
+    batch = core.poll(0.0)
+
+    def time_of(micro_batch):
+        costs = [0.0 if r.is_padding else float(cost(r.num_tokens)) for r in micro_batch.rollouts]
+        return len(costs) * max(costs) if cost.padded else sum(costs)
+
+    micro_batches = [rank.micro_batches for rank in batch.ranks]
+    took = sum(max(map(time_of, together)) for together in zip(*micro_batches, strict=True))
+    mean = sum(batch.loads) / 2
+    assert batch.finish == pytest.approx(took)
+    assert batch.finish >= max(batch.loads)
+    assert batch.lower_bound <= batch.finish * (1 + 1e-12)
+    assert batch.imbalance == pytest.approx(took / mean - 1)
+    assert core.statistics(0.0).idle_fraction == pytest.approx(1 - mean / took)
+
+
+def test_a_pool_of_ones_own_passes_nobody_over_too_often() -> None:
+    random = np.random.default_rng(0)
+    pool, idle, taken = [(int(length), 0) for length in random.lognormal(6, 1.2, 32).astype(int) + 1], [], 0
+    for step in range(60):
+        lengths, skips = zip(*pool, strict=True)
+        go = planning.choose(lengths, dp_size=4, batch_size=16, max_skips=8, skips=skips, step=step)
+        assert go.size == 16
+        assert (np.diff(go) > 0).all()
+        parts = planning.partition(np.array(lengths)[go], 4)
+        loads = [np.array(lengths)[go][part].sum() for part in parts]
+        idle.append(1 - np.mean(loads) / max(loads))
+        taken += go.size
+        assert max(skips) <= 8
+        left = [(length, skipped + 1) for place, (length, skipped) in enumerate(pool) if place not in go]
+        pool = left + [(int(length), 0) for length in random.lognormal(6, 1.2, 16).astype(int) + 1]
+    assert taken == 60 * 16
+    assert np.mean(idle) < 0.1
+
+
+def test_siblings_go_together_and_who_is_due_goes() -> None:
+    groups = [7, 3, 7, 3, 5, 5, 9]
+    go = planning.choose([10] * 7, dp_size=2, batch_size=4, groups=groups, due=[False] * 4 + [True] * 2 + [False])
+    assert sorted(groups[place] for place in go) in ([3, 3, 5, 5], [5, 5, 7, 7])
+    assert planning.choose([5, 6], dp_size=1, batch_size=9).tolist() == [0, 1]
+    one = planning.choose([10, 10, 10, 10], [1.0, 9.0, 1.0, 1.0], dp_size=2, batch_size=2)
+    assert 1 not in one, "what balances is the work, not the tokens"
+
+
+def test_groups_are_complete_as_they_stand_unless_their_size_is_given() -> None:
+    groups = [7, 7, 7, 3, 3, 5]
+    go = planning.choose([10] * 6, dp_size=2, batch_size=5, groups=groups)
+    assert sorted(groups[place] for place in go) == [3, 3, 7, 7, 7]
+    go = planning.choose([10] * 6, dp_size=2, batch_size=5, groups=groups, group_size=2 + 1)
+    assert [groups[place] for place in go] == [7, 7, 7], "3 and 5 wait for siblings"
+    alone = planning.choose([10] * 4, dp_size=2, batch_size=2, groups=[-1, -1, -1, -1])
+    assert alone.size == 2, "a negative label is no group"
+
+
+def test_what_is_chosen_is_int64_even_where_nothing_may_go() -> None:
+    go = planning.choose([10, 10], dp_size=1, batch_size=4, groups=[1, 2], group_size=2)
+    assert go.shape == (0,)
+    assert go.dtype == np.int64
+    assert planning.choose([10, 10], dp_size=1, batch_size=1).dtype == np.int64
+    whole = planning.choose([10] * 6, dp_size=2, batch_size=5, groups=[1, 1, 1, 2, 2, 2])
+    assert whole.tolist() == [0, 1, 2], "two groups are more than a batch, and none is cut"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"lengths": []}, "lengths must be"),
+        ({"lengths": [1, 0]}, "tokens >= 1"),
+        ({"costs": [1.0]}, "costs as many"),
+        ({"skips": [1, 2, 3]}, r"skips must be \[2\]"),
+        ({"groups": [1]}, r"groups must be \[2\]"),
+        ({"skips": 3}, r"skips must be \[2\]"),
+        ({"due": True}, r"due must be \[2\]"),
+        ({"skips": [0, -1]}, "skips must be whole numbers >= 0"),
+        ({"skips": [0.5, 1.0]}, "skips must be whole numbers"),
+        ({"due": [2, 0]}, r"due must be \[2\] booleans"),
+        ({"groups": [0.5, 1.0]}, "groups must be whole numbers"),
+        ({"lengths": [1.5, 2.0]}, "lengths must be whole numbers"),
+        ({"lengths": [[3, 4]]}, r"lengths must be \[n\]"),
+        ({"lengths": 3}, r"lengths must be \[n\]"),
+        ({"max_skips": -1}, r"max_skips \(-1\) must be >= 0"),
+        ({"counts": "even"}, "counts must be"),
+        ({"dp_size": 3}, "every rank gets a rollout"),
+        ({"groups": [1, 1], "group_size": 3}, r"group_size \(3\) must be .* batch_size \(2\)"),
+        ({"groups": [1, 1], "group_size": 1}, r"group 1 has 2 rollouts, more than group_size \(1\)"),
+        ({"groups": [1, 1, 1], "lengths": [1, 1, 1]}, r"group 1 has 3 rollouts, more than batch_size \(2\)"),
+        ({"group_size": 2}, "group_size is given without groups"),
+    ],
+)
+def test_columns_that_do_not_fit(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        planning.choose(**{"lengths": [3, 4], "dp_size": 1, "batch_size": 2} | changes)
+
+
+def test_agrees_with_numpy():
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(8, 1, 20_000).round() + 1
+    delays = rng.integers(0, 3, 20_000) + (lengths > np.quantile(lengths, 0.9)) * 2
+    bias = LengthBias()
+    for start in range(0, 20_000, 50):
+        bias.record(lengths[start : start + 50], delays[start : start + 50])
+    summary = bias.summary()
+    assert summary.num_dispatched == 20_000
+    assert summary.mean_delay == pytest.approx(delays.mean())
+    assert summary.length_delay_correlation == pytest.approx(np.corrcoef(lengths, delays)[0, 1])
+    deciles = [delays[part].mean() for part in np.array_split(np.argsort(lengths), 10)]
+    assert summary.delay_per_decile == pytest.approx(deciles, abs=0.3)
+
+
+def test_nothing_yet_is_nan():
+    bias = LengthBias()
+    bias.record([], [])
+    assert math.isnan(bias.summary().mean_delay)
+    assert all(map(math.isnan, bias.summary().delay_per_decile))
+    bias.record([5, 5], [0, 1])
+    assert math.isnan(bias.summary().length_delay_correlation)
+    with pytest.raises(ValueError, match="alike"):
+        bias.record([5, 6], [0])
