@@ -19,18 +19,18 @@ from stream_balancer.types import RankBatch, Rollout
 
 @asynccontextmanager
 async def serving(
-    balancer: sb.StreamBalancer, *, by: Callable[..., Any] = sb.serve, **options: Any
+    balancer: sb.StreamBalancer, *, by: Callable[..., Any] = sb.serve, until_end: bool = True, **options: Any
 ) -> AsyncIterator[tuple[sb.StreamBalancer, MemoryNetwork, TaskGroup]]:
-    """A balancer that is served, its network, and tasks beside; until all is done where it was ended, else until the
-    block is left."""
+    """A balancer that is served, its network, and tasks beside; until all is done where it was ended and ``until_end``,
+    else until the block is left."""
     async with balancer, MemoryNetwork(dp_size=balancer.config.dp_size) as network, anyio.create_task_group() as tasks:
         tasks.start_soon(partial(by, **options), balancer, network)
         yield balancer, network, tasks
-        if by is not sb.serve or not balancer.ended:
+        if not (until_end and balancer.ended):
             tasks.cancel_scope.cancel()
 
 
-attended = partial(serving, by=attend)
+attended = partial(serving, by=attend, until_end=False)
 """The same for producers only: the test itself takes the batches."""
 
 

@@ -3,44 +3,31 @@ tests/contract."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
+from anyio.abc import TaskGroup
 from helpers import settle, waiting, wire_of
+from served import serving
 
 import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork, make_rollout
 
-KNOBS: dict[str, Any] = {"batch_size": 4, "window": 4}
-THROTTLED: dict[str, Any] = {"batch_size": 4, "window": 8, "staleness": {"max_versions": 1}}
+KNOBS: dict[str, Any] = {"dp_size": 1, "batch_size": 4, "window": 4}
+THROTTLED: dict[str, Any] = {"dp_size": 1, "batch_size": 4, "window": 8, "staleness": {"max_versions": 1}}
 
 
-class Harness:
-    def __init__(self, balancer: sb.StreamBalancer, transport: MemoryNetwork) -> None:
-        self.balancer, self.transport = balancer, transport
-
-    def producer(self, *, rejoin: bool = False) -> sb.Producer:
-        return sb.connect(self.transport.connect_producer(rejoin=rejoin))
-
-    def feed(self) -> sb.RankFeed:
-        return sb.RankFeed(self.transport.connect(0))
+def over_memory(
+    knobs: dict[str, Any] = THROTTLED, **options: Any
+) -> AbstractAsyncContextManager[tuple[sb.StreamBalancer, MemoryNetwork, TaskGroup]]:
+    return serving(sb.StreamBalancer(sb.BalancerConfig(**knobs), **options), until_end=False)
 
 
-@asynccontextmanager
-async def over_memory(*, num_producers: int | None = None, accept: Any = None, **knobs: Any) -> AsyncIterator[Harness]:
-    config = sb.BalancerConfig(**{"dp_size": 1, **knobs})
-    async with (
-        sb.StreamBalancer(config, num_producers=num_producers, accept=accept) as balancer,
-        MemoryNetwork(dp_size=1) as transport,
-        anyio.create_task_group() as tasks,
-    ):
-        tasks.start_soon(sb.serve, balancer, transport)
-        yield Harness(balancer, transport)
-        tasks.cancel_scope.cancel()
+def connected(network: MemoryNetwork, *, rejoin: bool = False) -> sb.Producer:
+    return sb.connect(network.connect_producer(rejoin=rejoin))
 
 
 # -- joining again, and who counts as the last -------------------------------------------------------------------------
@@ -48,47 +35,47 @@ async def over_memory(*, num_producers: int | None = None, accept: Any = None, *
 
 async def test_a_slot_outlives_its_connection() -> None:
     """The controller gives it back with the connection; the producer has it again, at the version it began with."""
-    async with over_memory(**THROTTLED) as harness:
-        harness.balancer.set_version(4)
-        producer = harness.producer(rejoin=True)
+    async with over_memory() as (balancer, network, _):
+        balancer.set_version(4)
+        producer = connected(network, rejoin=True)
         async with producer.reserve(4) as slot:
             await slot.put(make_rollout(3, "a"))
-            harness.balancer.set_version(5)
+            balancer.set_version(5)
             wire_of(producer).cut("the network broke")
             await settle()
-            assert harness.balancer.statistics().reserved == 3
+            assert balancer.statistics().reserved == 3
             assert await producer.version_after(4) == 5
             await slot.put(make_rollout(3, "b"))
             assert slot.left == 2
         await settle()
-        assert harness.balancer.statistics().reserved == 0
-        held = harness.balancer.snapshot().waiting
+        assert balancer.statistics().reserved == 0
+        held = balancer.snapshot().waiting
         assert [(r.rollout_id, r.min_version) for r in held] == [("a", 4), ("b", 4)]
 
 
 async def test_what_is_admitted_after_its_reserver_has_gone_is_given_back() -> None:
-    async with over_memory(**THROTTLED) as harness:
-        producer = sb.connect(harness.transport.connect_producer(), linger_s=1.0)
+    async with over_memory() as (balancer, network, tasks):
+        producer = sb.connect(network.connect_producer(), linger_s=1.0)
         await producer.statistics()
 
         async def reserve() -> None:
             with anyio.fail_after(1), pytest.raises(sb.errors.BrokenResourceError, match="is not known"):
                 await producer.reserve(3).__aenter__()
 
-        async with anyio.create_task_group() as tasks, harness.balancer.reserve(8):
+        async with anyio.create_task_group() as tasks, balancer.reserve(8):
             tasks.start_soon(reserve)
             await settle()
             wire_of(producer).hold()
-        assert harness.balancer.statistics().reserved == 3
+        assert balancer.statistics().reserved == 3
         wire_of(producer).release()
         await producer.statistics()
-        assert harness.balancer.statistics().reserved == 0
+        assert balancer.statistics().reserved == 0
         await producer.aclose()
 
 
 async def test_the_end_of_a_producer_takes_back_what_waits_to_be_reserved() -> None:
-    async with over_memory(**THROTTLED) as harness, harness.balancer.reserve(8), anyio.create_task_group() as tasks:
-        producer = harness.producer()
+    async with over_memory() as (balancer, network, tasks), balancer.reserve(8):
+        producer = connected(network)
 
         async def reserve() -> None:
             with pytest.raises(sb.errors.ClosedResourceError):
@@ -105,47 +92,47 @@ async def test_a_put_that_is_cancelled_gives_its_place_back_to_its_slot() -> Non
         await anyio.sleep(10)
         return True
 
-    async with over_memory(accept=accept, **THROTTLED) as harness, harness.producer().reserve(2) as slot:
+    async with over_memory(accept=accept) as (balancer, network, _), connected(network).reserve(2) as slot:
         with anyio.move_on_after(1):
             await slot.put(make_rollout(3, "a"))
-        assert (slot.left, harness.balancer.statistics().reserved) == (2, 2)
+        assert (slot.left, balancer.statistics().reserved) == (2, 2)
 
 
 async def test_a_slot_in_whose_place_others_have_begun_is_given_back_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    async with over_memory(**THROTTLED) as harness:
-        producer = harness.producer(rejoin=True)
+    async with over_memory() as (balancer, network, _):
+        producer = connected(network, rejoin=True)
         async with producer.reserve(5) as slot:
             await slot.put(make_rollout(3, "a"))
             wire = wire_of(producer)
             wire.cut("the network broke", seen_by=[0])  # the controller's end
             await settle()
             assert "it had reserved and not put. Rollouts: 4" in caplog.text
-            async with harness.balancer.reserve(7):
+            async with balancer.reserve(7):
                 wire.cut("the network broke", seen_by=[1])
                 await settle()
                 assert "a slot of version 0 was given back, rollouts still to come: 4; others have begun" in caplog.text
                 with pytest.raises(sb.errors.BrokenResourceError, match="its slot was given back"):
                     await slot.put(make_rollout(3, "b"))
         await settle()
-        assert harness.balancer.statistics().reserved == 0
-        assert waiting(harness.balancer) == ["a"]
+        assert balancer.statistics().reserved == 0
+        assert waiting(balancer) == ["a"]
 
 
 async def test_a_producer_that_joins_again_takes_the_place_of_its_own_connection() -> None:
     """The controller does not know yet that it is lost: the slot is not counted twice."""
-    async with over_memory(**THROTTLED) as harness:
-        producer = harness.producer(rejoin=True)
+    async with over_memory() as (balancer, network, _):
+        producer = connected(network, rejoin=True)
         async with producer.reserve(8) as slot:
             wire_of(producer).cut("the network broke", seen_by=[1])
             await settle()
-            assert harness.balancer.statistics().reserved == 8
+            assert balancer.statistics().reserved == 8
             await slot.put(make_rollout(3, "a"))
 
 
 @pytest.mark.parametrize("held", [False, True])
 async def test_what_was_put_in_a_slot_and_lost_its_reply_is_put_once(held: bool) -> None:
-    async with over_memory(**THROTTLED) as harness, anyio.create_task_group() as tasks:
-        producer = harness.producer(rejoin=True)
+    async with over_memory() as (balancer, network, tasks):
+        producer = connected(network, rejoin=True)
         async with producer.reserve(2) as slot:
             wire = wire_of(producer)
             if held:
@@ -155,34 +142,34 @@ async def test_what_was_put_in_a_slot_and_lost_its_reply_is_put_once(held: bool)
             wire.cut("the network broke")
             await settle()
             assert slot.left == 1
-            assert waiting(harness.balancer) == ["a"]
+            assert waiting(balancer) == ["a"]
         await settle()
-        assert harness.balancer.statistics().reserved == 0
+        assert balancer.statistics().reserved == 0
 
 
 async def test_a_reserver_that_waits_goes_on_waiting_on_the_next_connection() -> None:
-    async with over_memory(**THROTTLED) as harness, anyio.create_task_group() as tasks:
-        producer = harness.producer(rejoin=True)
+    async with over_memory() as (balancer, network, tasks):
+        producer = connected(network, rejoin=True)
         admitted = anyio.Event()
 
         async def wait() -> None:
             async with producer.reserve(8):
                 admitted.set()
 
-        async with harness.balancer.reserve(1):
+        async with balancer.reserve(1):
             tasks.start_soon(wait)
             await settle()
             wire_of(producer).cut("the network broke")
             await settle()
-            assert harness.balancer.statistics().blocked_reserves == 1
+            assert balancer.statistics().blocked_reserves == 1
             assert not admitted.is_set()
         await admitted.wait()
 
 
 @pytest.mark.parametrize("passes", range(8))
 async def test_a_reserver_that_is_cancelled_on_the_way_leaves_no_slot_behind(passes: int) -> None:
-    async with over_memory(**THROTTLED) as harness:
-        producer = harness.producer()
+    async with over_memory() as (balancer, network, tasks):
+        producer = connected(network)
         async with anyio.create_task_group() as tasks:
 
             async def wait() -> None:
@@ -194,12 +181,12 @@ async def test_a_reserver_that_is_cancelled_on_the_way_leaves_no_slot_behind(pas
                 await anyio.lowlevel.checkpoint()
             tasks.cancel_scope.cancel()
         await settle()
-        assert harness.balancer.statistics().reserved == 0
+        assert balancer.statistics().reserved == 0
 
 
 async def test_a_lost_producer_s_own_reserver_is_not_admitted_to_what_it_gave_back() -> None:
-    async with over_memory(**THROTTLED) as harness, anyio.create_task_group() as tasks:
-        producer = harness.producer()
+    async with over_memory() as (balancer, network, tasks):
+        producer = connected(network)
 
         async def wait() -> None:
             with pytest.raises(sb.errors.BrokenResourceError):
@@ -209,27 +196,27 @@ async def test_a_lost_producer_s_own_reserver_is_not_admitted_to_what_it_gave_ba
         async with producer.reserve(8):
             tasks.start_soon(wait)
             await settle()
-            assert harness.balancer.statistics().blocked_reserves == 1
+            assert balancer.statistics().blocked_reserves == 1
             wire_of(producer).cut("killed")
             await settle()
-        stats = harness.balancer.statistics()
+        stats = balancer.statistics()
         assert (stats.reserved, stats.blocked_reserves) == (0, 0)
 
 
 async def test_a_producer_that_may_come_back_holds_no_place_that_its_reserver_got_meanwhile() -> None:
     """It may have been killed: nobody would ever give the place back, and the window could not fill."""
-    async with over_memory(**THROTTLED) as harness, anyio.create_task_group() as tasks:
-        producer = harness.producer(rejoin=True)
+    async with over_memory() as (balancer, network, tasks):
+        producer = connected(network, rejoin=True)
         first = await producer.reserve(8).__aenter__()
         tasks.start_soon(producer.reserve(8).__aenter__)
         await settle()
-        other = harness.balancer.reserve(8)
+        other = balancer.reserve(8)
         tasks.start_soon(other.__aenter__)
         await settle()
-        assert harness.balancer.statistics().blocked_reserves == 2
+        assert balancer.statistics().blocked_reserves == 2
         wire_of(producer).cut("killed")
         with anyio.fail_after(1):
-            while harness.balancer.statistics().blocked_reserves:  # noqa: ASYNC110 - in virtual time
+            while balancer.statistics().blocked_reserves:  # noqa: ASYNC110 - in virtual time
                 await anyio.sleep(0.001)
         await other.__aexit__(None, None, None)
         tasks.cancel_scope.cancel()
@@ -237,7 +224,7 @@ async def test_a_producer_that_may_come_back_holds_no_place_that_its_reserver_go
 
 
 async def test_slots_outlive_the_serve_that_admitted_them() -> None:
-    config = sb.BalancerConfig(dp_size=1, **THROTTLED)
+    config = sb.BalancerConfig(**THROTTLED)
     async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=1) as transport:
         producer = sb.connect(transport.connect_producer())
         async with anyio.create_task_group() as tasks:
@@ -255,96 +242,93 @@ async def test_slots_outlive_the_serve_that_admitted_them() -> None:
 
 
 async def test_a_slot_that_is_open_when_the_balancer_ends_is_given_back() -> None:
-    async with over_memory(**THROTTLED) as harness, harness.producer().reserve(2) as slot:
-        feed = harness.feed()
+    async with over_memory() as (balancer, network, _), connected(network).reserve(2) as slot:
+        feed = sb.RankFeed(network.connect(0))
         feed.end()
         assert [batch async for batch in feed] == []
         await settle()
-        assert harness.balancer.statistics().reserved == 0
+        assert balancer.statistics().reserved == 0
         with pytest.raises(sb.errors.ClosedResourceError, match="takes no more rollouts"):
             await slot.put(make_rollout(3, "a"))
 
 
 async def test_the_balancer_ends_once_as_many_producers_have_ended_as_take_part() -> None:
     """However late one of them connects, and though another was lost meanwhile."""
-    async with over_memory(num_producers=2, **KNOBS) as harness:
-        first = harness.producer()
+    async with over_memory(KNOBS, num_producers=2) as (balancer, network, _):
+        first = connected(network)
         await first.end()
         await first.aclose()
-        lost = harness.producer()
+        lost = connected(network)
         await settle()
         wire_of(lost).cut("killed")
         await settle()
-        assert not harness.balancer.ended
-        assert (
-            "producers that have ended: 1 of num_producers=2; no other one is connected"
-            in harness.balancer.why_no_batch()
-        )
-        await harness.producer().end()
-        assert harness.balancer.ended
+        assert not balancer.ended
+        assert "producers that have ended: 1 of num_producers=2; no other one is connected" in balancer.why_no_batch()
+        await connected(network).end()
+        assert balancer.ended
 
 
 async def test_a_worker_that_has_ended_and_is_started_again_does_not_end_for_another() -> None:
     """As when torchrun starts all workers again, since one has failed."""
-    async with over_memory(num_producers=2, **KNOBS) as harness:
-        first, second = harness.producer(), harness.producer()
+    async with over_memory(KNOBS, num_producers=2) as (balancer, network, _):
+        first, second = connected(network), connected(network)
         await first.end()
         await first.aclose()
         wire_of(second).cut("killed")
-        first, second = harness.producer(), harness.producer()
+        first, second = connected(network), connected(network)
         await settle()
         await first.end()
-        assert not harness.balancer.ended
-        assert "connected and not ended: memory" in harness.balancer.why_no_batch()
+        assert not balancer.ended
+        assert "connected and not ended: memory" in balancer.why_no_batch()
         await second.put(make_rollout(3, "late"))
         await second.end()
-        assert harness.balancer.ended
+        assert balancer.ended
 
 
 async def test_producers_that_have_not_come_or_left_are_named() -> None:
-    async with over_memory(**KNOBS) as harness:
+    async with over_memory(KNOBS) as (balancer, network, _):
         await settle()
-        assert "no producer has connected" in harness.balancer.why_no_batch()
-        await harness.balancer.put(make_rollout(3, "own"))
-        assert "producer" not in harness.balancer.why_no_batch()
-    async with over_memory(num_producers=3, **KNOBS) as harness:
-        producer = harness.producer()
+        assert "no producer has connected" in balancer.why_no_batch()
+        await balancer.put(make_rollout(3, "own"))
+        assert "producer" not in balancer.why_no_batch()
+    async with over_memory(KNOBS, num_producers=3) as (balancer, network, _):
+        producer = connected(network)
         await settle()
         why = "producers that have ended: 0 of num_producers=3; connected and not ended: memory; not connected yet: 2"
-        assert why in harness.balancer.why_no_batch()
+        assert why in balancer.why_no_batch()
         await producer.aclose()
         await settle()
         why = "no other one is connected; left without end(): memory; not connected yet: 2"
-        assert why in harness.balancer.why_no_batch()
-        ended = [harness.producer() for _ in range(2)]
+        assert why in balancer.why_no_batch()
+        ended = [connected(network) for _ in range(2)]
         for one in ended:
             await one.end()
-        assert "producers that have ended: 2 of num_producers=3; no other one" in harness.balancer.why_no_batch()
-        assert "not connected yet" not in harness.balancer.why_no_batch()
+        assert "producers that have ended: 2 of num_producers=3; no other one" in balancer.why_no_batch()
+        assert "not connected yet" not in balancer.why_no_batch()
 
 
 async def test_a_number_of_producers_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="num_producers must be >= 1, not 0"):
-        sb.StreamBalancer(sb.BalancerConfig(dp_size=1, **KNOBS), num_producers=0)
+        sb.StreamBalancer(sb.BalancerConfig(**KNOBS), num_producers=0)
 
 
 async def test_a_rank_that_goes_on_from_an_older_checkpoint_may_set_its_version(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A warning on both sides; what it set before by itself must not go backwards."""
-    async with over_memory(**KNOBS) as harness:
-        harness.balancer.set_version(7)
-        feed = harness.feed()
+    async with over_memory(KNOBS) as (balancer, network, _):
+        balancer.set_version(7)
+        feed = sb.RankFeed(network.connect(0))
         await settle()
         assert feed.version == 7
         feed.set_version(5)
         assert feed.version == 7
         await settle()
-        assert harness.balancer.version == 7
+        assert balancer.version == 7
         assert "rank 0 set version 5, which is 7 by now: passed over" in caplog.text
         assert "version 5 was set here, which is 7 by now: passed over" in caplog.text
         with pytest.raises(ValueError, match="must not go backwards: it is 5"):
             feed.set_version(4)
         feed.set_version(8)
         await settle()
-        assert harness.balancer.version == 8
+        assert balancer.version == 8
