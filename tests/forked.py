@@ -12,7 +12,6 @@ import ctypes
 import functools
 import multiprocessing
 import os
-import runpy
 import secrets
 import signal
 import socket
@@ -34,12 +33,9 @@ from guard import GUARD_S
 from stream_balancer.tools.processes import exit_with_parent
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    [
-        "forked",
-        *(f"stream_balancer.{name}" for name in ("client.feed", "host.journal", "net.movers.torch_dist")),
-    ]
-)
+# torch's first optimizer imports torch._dynamo, which takes as long as torch itself
+PRELOADED = ["torch._dynamo", *(f"stream_balancer.{name}" for name in ("client.feed", "host.journal"))]
+PROCESSES.set_forkserver_preload(["forked", "pytest", "stream_balancer.net.movers.torch_dist", *PRELOADED])
 
 
 @functools.cache
@@ -51,7 +47,7 @@ def start_server() -> None:
 
 
 class Python:
-    """``python -W error *arguments``: ``-c code``, ``-m module ...`` or ``file ...``. Used like ``subprocess.Popen``.
+    """``python -W error *arguments``: ``-c code ...`` or ``file ...``. Used like ``subprocess.Popen``.
 
     :param finalize: end as an interpreter does, destructors and all, which takes half a second. Otherwise threads are
         joined and exit handlers run, and no more.
@@ -67,14 +63,11 @@ class Python:
         (out, its_out), (errors, its_errors) = PROCESSES.Pipe(duplex=False), PROCESSES.Pipe(duplex=False)
         place, variables = str(cwd or Path.cwd()), dict(os.environ if environment is None else environment)
         self.args = tuple(map(str, arguments))
-        self._process = PROCESSES.Process(
-            target=_run, args=(self.args, place, variables, its_out, its_errors, finalize)
-        )
+        given = (self.args, place, variables, its_out, its_errors, finalize)
+        self._process = PROCESSES.Process(target=_run, args=given)
         self._process.start()
-        for pipe in (its_out, its_errors):
-            pipe.close()
         self.stdout, self.stderr = (open(os.dup(pipe.fileno())) for pipe in (out, errors))  # noqa: SIM115
-        for pipe in (out, errors):
+        for pipe in (its_out, its_errors, out, errors):
             pipe.close()
 
     @property
@@ -130,11 +123,9 @@ def free_port() -> int:
     """Of those that a system does not give away by itself: it would to the next that connects somewhere, before whoever
     is told of this one has imported torch and listens."""
     while True:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_server(("127.0.0.1", 10_000 + secrets.randbelow(22_000))) as free,
-        ):
-            return int(free.getsockname()[1])
+        port = 10_000 + secrets.randbelow(22_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def forked(target: Callable[..., object], *args: Any, daemon: bool = True) -> tuple[BaseProcess, Connection]:
@@ -173,11 +164,9 @@ def run_world(size: int, *arguments: object) -> str:
 
 
 @contextlib.contextmanager
-def started(
-    *arguments: object, environment: Mapping[str, str] | None = None, finalize: bool = False
-) -> Iterator[Python]:
-    """A process that is ended in any case."""
-    process = Python(*arguments, environment=environment, finalize=finalize)
+def started(*arguments: object, **options: Any) -> Iterator[Python]:
+    """A :class:`Python` that is ended in any case."""
+    process = Python(*arguments, **options)
     try:
         yield process
     finally:
@@ -200,17 +189,12 @@ def launch(*arguments: str) -> None:
 
     script = get_args_parser().parse_args(arguments).training_script
     sys.path.insert(0, str(Path(script).parent))  # as an interpreter does with the file it is given
-    multiprocessing.set_forkserver_preload(["stream_balancer.client.feed", "torch.distributed.run"])
+    multiprocessing.set_forkserver_preload([*PRELOADED, "torch.distributed.run"])
     main(["--standalone", "--start-method", "forkserver", "--run-path", *arguments])
 
 
 def _run(
-    arguments: tuple[str, ...],
-    cwd: str,
-    environment: dict[str, str],
-    out: Connection,
-    errors: Connection,
-    finalize: bool,
+    arguments: tuple[str, ...], cwd: str, environment: dict[str, str], out: Any, errors: Any, finalize: bool
 ) -> NoReturn:
     os.setpgid(0, 0)
     exit_with_parent()
@@ -235,10 +219,7 @@ def _exit_code(how: str, *rest: str) -> int:
     """Runs the program as ``__main__``, in the main thread."""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
-        if how == "-m":
-            sys.argv = [*rest]
-            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-        elif how == "-c":
+        if how == "-c":
             sys.argv = ["-c", *rest[1:]]
             exec(compile(rest[0], "<string>", "exec"), vars(main))
         else:

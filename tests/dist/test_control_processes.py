@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
-import signal
 import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import anyio
 import pytest
-from forked import forked, hear
 from guard import GUARD_S
+from processes import Child, served
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout
@@ -27,23 +26,14 @@ BATCH_SIZE = 8
 
 
 async def test_threads_reserve_wait_and_ask_with_blocking_methods() -> None:
-    config = sb.BalancerConfig(dp_size=1, batch_size=4, window=4)
-    async with (
-        sb.StreamBalancer(config) as balancer,
-        sb.TorchTransport.listen(dp_size=1) as transport,
-        anyio.create_task_group() as tasks,
-        sb.connect(transport.address) as producer,
-        sb.RankFeed(transport.address, rank=0, dp_size=1) as feed,
-    ):
-        tasks.start_soon(sb.serve, balancer, transport)
-        feed.set_version(2)
+    async with served(sb.serve) as (_, transport):
 
-        def work() -> sb.Statistics:
+        def work(producer: sb.Producer, feed: sb.RankFeed) -> sb.Statistics:
+            feed.set_version(2)
             blocking = producer.blocking
             assert blocking.version_after(None, timeout_s=GUARD_S) == blocking.version == 2
-            with pytest.raises(
-                TimeoutError, match=r"version_after\(\) had no answer within 0.01 s: no version was set"
-            ):
+            says = r"version_after\(\) had no answer within 0.01 s: no version was set"
+            with pytest.raises(TimeoutError, match=says):
                 blocking.version_after(2, timeout_s=0.01)
             with blocking.reserve(2) as slot:
                 slot.put(make_rollout(3, "a"))
@@ -55,9 +45,10 @@ async def test_threads_reserve_wait_and_ask_with_blocking_methods() -> None:
             blocking.end()
             return statistics
 
-        statistics = await anyio.to_thread.run_sync(work)
-        assert (statistics.accepted, statistics.reserved, statistics.version) == (1, 0, 2)
-        assert [r.rollout_id async for batch in feed for r in batch.rollouts] == ["a"]
+        async with sb.connect(transport.address) as producer, sb.RankFeed(transport.address, rank=0, dp_size=1) as feed:
+            statistics = await anyio.to_thread.run_sync(work, producer, feed)
+            assert (statistics.accepted, statistics.reserved, statistics.version) == (1, 0, 2)
+            assert [r.rollout_id async for batch in feed for r in batch.rollouts] == ["a"]
 
 
 # -- workers, rank and controller in processes of their own ------------------------------------------------------------
@@ -109,18 +100,18 @@ class Drill:
         self.ages: Counter[int] = Counter()
         self.ids: list[str] = []
         self.killed: Counter[str] = Counter()
-        self._num_workers = self._incarnation = 0
+        self._num_workers = 0
         self.workers = [self._worker() for _ in range(WORKERS)]
 
-    def _worker(self) -> Any:
+    def _worker(self) -> Child:
         self._num_workers += 1
-        return forked(run_worker, self.address, self._num_workers, self.delay_s)[0]
+        return Child(run_worker, self.address, self._num_workers, self.delay_s)
 
     def run(self) -> None:
         """Until the rank has trained on everything."""
-        process, pipe = forked(run_rank, self.address, 0, self.total, self.delay_s)
+        rank = Child(run_rank, self.address, 0, self.total, self.delay_s)
         told: dict[int, Any] = {}
-        while (news := hear(pipe)) != "ended":
+        while (news := rank.hear()) != "ended":
             step, ages, ids = news
             is_new, told[step] = step not in told, (ages, ids)
             if is_new:
@@ -130,39 +121,30 @@ class Drill:
             self.ages.update([age for age in ages if age > 1])  # of a step that came again, too
             if self._chance.random() < 0.2 * BATCH_SIZE / self._kill_every:
                 self.killed["rank"] += 1
-                os.kill(process.pid, signal.SIGKILL)
-                process.join()
-                self._incarnation += 1
-                process, pipe = forked(run_rank, self.address, self._incarnation, self.total, self.delay_s)
+                rank.kill()
+                rank.process.join()
+                rank = Child(run_rank, self.address, self.killed["rank"], self.total, self.delay_s)
             else:
-                pipe.send(len(self.ids))
+                rank.pipe.send(len(self.ids))
         for worker in self.workers:
-            worker.join(GUARD_S)
-            assert worker.exitcode == 0
+            worker.process.join(GUARD_S)
+            assert worker.process.exitcode == 0
 
     def _kill_a_worker(self) -> None:
-        if len(self.ids) < self._next_kill or len(self.ids) >= self.total - self._kill_every:
-            return
-        self._next_kill += self._kill_every
-        self.killed["worker"] += 1
-        victim = self.workers.pop(self._chance.randrange(WORKERS))
-        os.kill(victim.pid, signal.SIGKILL)
-        self.workers.append(self._worker())
+        if self._next_kill <= len(self.ids) < self.total - self._kill_every:
+            self._next_kill += self._kill_every
+            self.killed["worker"] += 1
+            self.workers.pop(self._chance.randrange(WORKERS)).kill()
+            self.workers.append(self._worker())
 
 
-async def _drill(**options: Any) -> Drill:
-    config = sb.BalancerConfig(
-        dp_size=1, batch_size=BATCH_SIZE, window=2 * BATCH_SIZE, staleness=sb.Staleness(max_versions=1)
-    )
-    async with (
-        sb.StreamBalancer(config) as balancer,
-        sb.TorchTransport.listen(dp_size=1) as transport,
-        anyio.create_task_group() as tasks,
-    ):
+async def _drill(guard_s: float = GUARD_S, **options: Any) -> Drill:
+    serve = partial(sb.serve, rejoin_timeout_s=GUARD_S)
+    knobs = {"batch_size": BATCH_SIZE, "window": 2 * BATCH_SIZE, "staleness": sb.Staleness(max_versions=1)}
+    async with served(serve, guard_s=guard_s, **knobs) as (balancer, transport):
         balancer.set_version(0)
         drill = Drill(transport.address or "", **options)
-        tasks.start_soon(anyio.to_thread.run_sync, drill.run)
-        await sb.serve(balancer, transport, rejoin_timeout_s=GUARD_S)
+        await anyio.to_thread.run_sync(drill.run)
     statistics = balancer.statistics()
     assert sum(statistics.evicted.values()) == 0
     assert (statistics.reserved, statistics.waiting, statistics.in_flight) == (0, 0, 0)
@@ -175,16 +157,14 @@ async def _drill(**options: Any) -> Drill:
 
 @pytest.mark.processes
 async def test_nothing_older_than_max_staleness_is_trained_on_though_workers_and_the_rank_are_killed() -> None:
-    with anyio.fail_after(GUARD_S):
-        drill = await _drill(total=240, kill_every=60, delay_s=0.002, seed=1)
+    drill = await _drill(total=240, kill_every=60, delay_s=0.002, seed=1)
     assert drill.killed["worker"] >= 2
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
 async def test_nothing_of_ten_thousand_rollouts_is_older_than_max_staleness() -> None:
-    with anyio.fail_after(2900):
-        drill = await _drill(total=10_000, kill_every=200, delay_s=0.003, seed=2)
+    drill = await _drill(2900, total=10_000, kill_every=200, delay_s=0.003, seed=2)
     logger.info("ages at training: %s; killed: %s", sorted(drill.ages.items()), dict(drill.killed))
     assert drill.killed["worker"] >= 48
     assert drill.killed["rank"] >= 1

@@ -1,5 +1,6 @@
-"""Every example runs as its first line says."""
+"""Every example runs as its first line says; and so does the benchmark for an accelerator, at toy sizes."""
 
+import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -9,70 +10,58 @@ import pytest
 from forked import free_port, run_python, run_world, started, torchrun
 from guard import GUARD_S
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+ALONE = {
+    "single_process.py": r"(step .*\n){7}step .*\(drain\)(.|\n)*",
+    "blocking_loop.py": r"(.|\n)*200 rollouts accepted\n",
+    "shared_prefixes.py": r"dense \S+ s, with shared prefixes \S+ s: \S+ of it\n",
+    "torchspec_dispatch.py": r"(.|\n)*",
+}
+UNDER_TORCHRUN = {"torchrun_single_controller.py", "torchrun_every_rank_generates.py", "torchrun_and_workers.py"}
 
 
-def run(example):
-    done = run_python(EXAMPLES / example)
-    assert done.returncode == 0, done.stderr
+def run(path, *options):
+    done = run_python(path, *options)
+    assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
 
 def test_every_example_is_tested_and_short():
     files = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
-    torchrun = {"torchrun_single_controller.py", "torchrun_every_rank_generates.py", "torchrun_and_workers.py"}
-    elsewhere = {"torchspec_dispatch.py", "ray_cluster.py"}  # tests/unit, tests/integrations
-    restarts = {"torchrun_restarts.py"}  # test_restart_drill.py
-    whole = {"single_process.py", "blocking_loop.py", "shared_prefixes.py", *elsewhere, *torchrun}
-    assert files.keys() == whole | restarts
-    assert all(text.count("\n") < (150 if name in restarts else 90) for name, text in files.items())
+    elsewhere = {"ray_cluster.py", "torchrun_restarts.py"}  # tests/integrations, test_restart_drill.py
+    assert files.keys() == {*ALONE, *UNDER_TORCHRUN, *elsewhere}
+    assert all(text.count("\n") < (150 if "restarts" in name else 90) for name, text in files.items())
 
 
-def test_single_process():
-    out = run("single_process.py")
-    assert out.count("step ") == 8
-    assert "(drain)" in out
-
-
-def test_blocking_loop():
-    out = run("blocking_loop.py")
-    assert out.endswith("200 rollouts accepted\n")
-
-
-def test_shared_prefixes():
-    assert re.fullmatch(r"dense \S+ s, with shared prefixes \S+ s: \S+ of it\n", run("shared_prefixes.py"))
-
-
-WORLDS = [(1, run_world), (2, run_world), pytest.param(2, torchrun, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize(("ranks", "launch"), WORLDS)
-def test_torchrun_single_controller(ranks, launch):
-    out = launch(ranks, EXAMPLES / "torchrun_single_controller.py")
-    assert f"{96} rollouts trained on {ranks} ranks" in out
+@pytest.mark.parametrize("name", ALONE)
+def test_what_runs_alone(name):
+    few = (EXAMPLES / name).read_text().replace("for group in range(12)", "for group in range(2)")
+    out = run("-c", few)
+    assert re.fullmatch(ALONE[name], out), out
+    if name == "torchspec_dispatch.py":
+        round_robin, balanced = (float(line.split(" has ")[1].partition("%")[0]) for line in out.splitlines())
+        assert balanced < 1 < round_robin
 
 
 @pytest.mark.parametrize(
-    ("ranks", "launch", "hand_over"),
+    ("ranks", "launch", "name", "options", "rollouts"),
     [
-        *((ranks, run_world, hand_over) for ranks in (1, 2) for hand_over in ("direct", "balancer")),
-        pytest.param(2, torchrun, "direct", marks=pytest.mark.slow),
+        (1, run_world, "torchrun_single_controller.py", (), 96),
+        pytest.param(2, torchrun, "torchrun_single_controller.py", (), 96, marks=pytest.mark.slow),
+        (2, run_world, "torchrun_every_rank_generates.py", ("direct",), 96),
+        (1, run_world, "torchrun_every_rank_generates.py", ("balancer",), 48),
+        (2, run_world, "torchrun_and_workers.py", (), 96),
+        pytest.param(2, torchrun, "torchrun_and_workers.py", (), 96, marks=pytest.mark.slow),
     ],
 )
-def test_torchrun_every_rank_generates(ranks, launch, hand_over):
-    out = launch(ranks, EXAMPLES / "torchrun_every_rank_generates.py", hand_over)
-    assert f"{48 * ranks} rollouts trained on {ranks} ranks" in out
-
-
-@pytest.mark.parametrize(("ranks", "launch"), WORLDS)
-def test_torchrun_and_workers(ranks, launch, monkeypatch):
+def test_what_runs_under_torchrun(ranks, launch, name, options, rollouts, monkeypatch):
     monkeypatch.setenv("BALANCER_PORT", str(free_port()))
-    example = EXAMPLES / "torchrun_and_workers.py"
     with ThreadPoolExecutor(1) as beside:
-        worker = beside.submit(run_python, example, "worker")
-        out = launch(ranks, example)
-        assert worker.result().returncode == 0, worker.result().stderr
-    assert f"{96} rollouts trained on {ranks} ranks" in out
+        worker = beside.submit(run, EXAMPLES / name, "worker") if "workers" in name else None
+        out = launch(ranks, EXAMPLES / name, *options)
+        assert worker is None or worker.result() is not None
+    assert f"{rollouts} rollouts trained on {ranks} ranks" in out
 
 
 FAILS = """
@@ -95,7 +84,13 @@ def test_an_error_in_the_training_of_rank_0_ends_its_process_with_the_controller
     assert "the loss is not a number" in errors
 
 
-def test_torchspec_dispatch():
-    out = run("torchspec_dispatch.py")
-    round_robin, balanced = (float(line.split(" has ")[1].partition("%")[0]) for line in out.splitlines())
-    assert balanced < 1 < round_robin
+@pytest.mark.slow
+def test_every_part_of_the_benchmark_for_an_accelerator_prints_its_rows():
+    """Whoever has one for ten minutes loses none."""
+    out = run(ROOT / "bench" / "accelerator.py", "--device", "cpu", "--json")
+    rows = {row["name"]: row["value"] for row in map(json.loads, out.splitlines())}
+    for policy in ("round-robin", "arrival order, best partition", "window 2x"):
+        assert rows[f"{policy}: step"] > 0
+    assert rows["all ranks alike, calibrated from FLOPs: prediction error, from step 30"] > 0
+    assert rows["a step beside a copy, over a step alone"] > 0
+    assert rows["the trainer waits for a batch that was copied beside the step"] > 0

@@ -3,7 +3,6 @@ whoever dies."""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 from contextlib import ExitStack
@@ -13,20 +12,14 @@ import anyio
 import pytest
 import torch
 from helpers import until
-from on_a_port import served
-from remote_producer import Rank, RemoteProducer, fingerprint, make, names
+from processes import END, Rank, RemoteProducer, Spec, fingerprint, make, names, served
 
 import stream_balancer as sb
 from stream_balancer.wire.codec import RemoteRollout
 
 
-def specs(producer: str, count: int, seed: int) -> list[tuple[Any, ...]]:
-    chance = random.Random(seed)
-    return [(1 + int(chance.lognormvariate(5, 1)), f"{producer}.{n}", None, "rich") for n in range(count)]
-
-
-def expected(*puts: list[tuple[Any, ...]]) -> dict[str, Any]:
-    return {spec[1]: fingerprint(make(*spec)) for put in puts for spec in put}
+def expected(specs: list[Spec]) -> dict[str, Any]:
+    return {spec[1]: fingerprint(make(*spec)) for spec in specs}
 
 
 def trained(told: list[list[Any]]) -> dict[str, Any]:
@@ -39,36 +32,33 @@ def trained(told: list[list[Any]]) -> dict[str, Any]:
     return seen
 
 
-async def puts_all(remote: RemoteProducer, orders: list[tuple[Any, ...]]) -> None:
-    for spec in orders:
-        assert await remote.do("put", spec) == ("accepted", "")
-
-
 async def test_tokens_bypass_the_controller_and_arrive_exactly_once() -> None:
-    orders = [specs(name, 45, seed) for seed, name in enumerate("ab")]
+    chance = random.Random(0)
+    away = [[(1 + int(chance.lognormvariate(5, 1)), f"{p}.{n}", None, "rich") for n in range(45)] for p in "ab"]
     local = [(20 + n, f"local.{n}", None, "rich") for n in range(10)]  # mixed with puts through the controller
     with ExitStack() as stack:
         async with served(sb.serve, dp_size=2, batch_size=8, window=12, capacity=24) as (balancer, transport):
             ranks = [Rank(transport.address, rank, 2) for rank in range(2)]
-            remotes = [stack.enter_context(RemoteProducer(transport.address, hand_over="direct")) for _ in orders]
-            async with anyio.create_task_group() as producers:
-                for remote, order in zip(remotes, orders, strict=True):
-                    producers.start_soon(puts_all, remote, order)
-                for spec in local:
-                    await balancer.put(make(*spec))
-                await until(lambda: balancer.statistics().accepted > 40)
-                for rollout in balancer.snapshot().waiting:
-                    tensors = (*rollout.tokens.values(), *rollout.tensors.values())
-                    away = all(tensor.is_meta for tensor in tensors)
-                    assert away == isinstance(rollout, RemoteRollout) == (not rollout.rollout_id.startswith("local"))
+            remotes = [
+                stack.enter_context(RemoteProducer(transport.address, [[spec] for spec in specs], hand_over="direct"))
+                for specs in away
+            ]
+            for spec in local:
+                await balancer.put(make(*spec))
+            await until(lambda: balancer.statistics().accepted > 40)
+            for rollout in balancer.snapshot().waiting:
+                tensors = (*rollout.tokens.values(), *rollout.tensors.values())
+                is_away = all(tensor.is_meta for tensor in tensors)
+                assert is_away == isinstance(rollout, RemoteRollout) == (not rollout.rollout_id.startswith("local"))
+            assert [await anyio.to_thread.run_sync(remote.hear) for remote in remotes] == [45, 45]
             balancer.end()
         told = [await anyio.to_thread.run_sync(rank.told) for rank in ranks]
         for remote in remotes:
             await anyio.to_thread.run_sync(remote.leave)  # at once: nothing is held any more
-        assert [said[-1] for said in told] == [("end", ""), ("end", "")]
-        assert trained(told) == expected(*orders, local)
-        stats = balancer.statistics()
-        assert (stats.acknowledged, sum(stats.evicted.values())) == (100, 0)
+    assert [said[-1] for said in told] == [END, END]
+    assert trained(told) == expected([*away[0], *away[1], *local])
+    stats = balancer.statistics()
+    assert (stats.acknowledged, sum(stats.evicted.values())) == (100, 0)
 
 
 async def test_tokens_in_flight_that_died_with_their_producer_are_masked_and_counted(
@@ -76,13 +66,13 @@ async def test_tokens_in_flight_that_died_with_their_producer_are_masked_and_cou
 ) -> None:
     """The steps before are trained on, the one that needs them too, without them; on all ranks alike."""
     async with served(sb.serve, policy="fifo") as (balancer, transport):
-        with RemoteProducer(transport.address, hand_over="direct", label="the victim") as victim:
-            for n in range(4):
-                await balancer.put(make(9, f"safe{n}"))
-            await puts_all(victim, [(9, f"v{n}") for n in range(3)])
+        for n in range(4):
+            await balancer.put(make(9, f"safe{n}"))
+        specs = [[(9, f"v{n}")] for n in range(3)]
+        with RemoteProducer(transport.address, specs, hand_over="direct", label="the victim") as victim:
+            assert await anyio.to_thread.run_sync(victim.hear) == 3
             await balancer.put(make(9, "survivor"))
-            assert victim.process.pid
-            os.kill(victim.process.pid, signal.SIGSTOP)  # it answers nobody any more
+            victim.kill(signal.SIGSTOP)  # it answers nobody any more
             rank = Rank(transport.address, 0, 1, step_s=0.3)
             await until(lambda: balancer.statistics().waiting == 0)  # the rank trains on 0 and fetches 1
             victim.kill()
@@ -95,65 +85,41 @@ async def test_tokens_in_flight_that_died_with_their_producer_are_masked_and_cou
     assert "the victim" in caplog.text
 
 
-async def test_payloads_are_held_until_acknowledged_and_then_dropped() -> None:
-    async with served(sb.serve, capacity=16) as (balancer, transport):
-        async with sb.connect(transport.address, hand_over="direct") as producer:  # the rank is in the same process
-            for n in range(4):
-                await producer.put(make(30, f"r{n}"))
-            held = producer._kept
-            assert held is not None
-            with pytest.raises(ValueError, match="are kept by their producers"):
-                balancer.state_dict()
-            feed = sb.RankFeed(transport.address, rank=0, dp_size=1)
-            batch = await anext(feed)
-            assert {r.rollout_id: fingerprint(r) for r in batch.rollouts} == expected([(30, f"r{n}") for n in range(4)])
-            assert len(held) == 4
-            batch.ack()
-            await producer.released()
-            assert len(held) == 0
-            await producer.put(make(30, "last"))
-            assert len(held) == 1
-            balancer.end()
-            async for batch in feed:
-                assert names(batch.rollouts) == ["last"]
-        with pytest.raises(sb.errors.ClosedResourceError):
-            await producer.put(make(3, "late"))
-
-
-async def test_a_mask_of_another_name_is_counted_where_it_is() -> None:
+async def test_payloads_are_held_until_acknowledged_and_their_mask_may_have_any_name() -> None:
     def one(name: str) -> sb.Rollout:
         columns = {"input_ids": torch.arange(3), "logprobs": torch.zeros(3), "old_logprobs": torch.ones(3)}
         return sb.Rollout(tokens={**columns, "response_mask": torch.tensor([0, 1, 1])}, rollout_id=name)
 
-    async with served(sb.serve, loss_mask_column="response_mask") as (balancer, transport):
-        async with sb.connect(transport.address, hand_over="direct") as producer:
+    async with served(sb.serve, capacity=16, loss_mask_column="response_mask") as (balancer, transport):
+        async with sb.connect(transport.address, hand_over="direct") as untold:
             with pytest.raises(sb.errors.RolloutError, match="loss_mask_column='response_mask'"):
-                await producer.put(one("not told"))
-        async with (
-            sb.connect(transport.address, hand_over="direct", loss_mask_column="response_mask") as producer,
-            sb.RankFeed(transport.address, rank=0, dp_size=1) as feed,
-        ):
+                await untold.put(one("not told"))
+        options: dict[str, Any] = {"hand_over": "direct", "loss_mask_column": "response_mask"}
+        async with sb.connect(transport.address, **options) as producer:  # the rank is in the same process
             for n in range(4):
                 await producer.put(one(f"r{n}"))
+            with pytest.raises(ValueError, match="are kept by their producers"):
+                balancer.state_dict()
+            feed = sb.RankFeed(transport.address, rank=0, dp_size=1)
             batch = await anext(feed)
             packed = batch.micro_batches[0].packed()
             assert batch.global_num_loss_tokens == 8
             assert packed["loss_mask"].tolist() == [0, 1, 1] * 4
             assert packed["old_logprobs"].tolist() == [1.0] * 12
+            held = producer._kept
+            assert held is not None
+            assert len(held) == 4
             batch.ack()
+            await producer.released()
+            assert len(held) == 0
+            await producer.put(one("last"))
             balancer.end()
-            assert [batch async for batch in feed] == []
+            assert [name async for batch in feed for name in names(batch.rollouts)] == ["last"]
 
 
 async def test_without_serve_nobody_could_fetch_so_it_is_refused() -> None:
-    async with (
-        served() as (_, transport),
-        sb.connect(transport.address, hand_over="direct") as producer,
-    ):
+    async with served() as (_, transport), sb.connect(transport.address, hand_over="direct") as producer:
         with pytest.raises(sb.errors.RolloutError, match="serve"):
             await producer.put(make(3, "a"))
-
-
-def test_hand_over_has_two_values() -> None:
     with pytest.raises(ValueError, match="hand_over"):
         sb.connect("tcp://127.0.0.1:1", hand_over="fast")  # type: ignore[arg-type]

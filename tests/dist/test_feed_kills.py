@@ -9,15 +9,12 @@ from typing import Any
 
 import anyio
 import pytest
-from forked import PROCESSES
 from guard import GUARD_S
-from remote_producer import Rank, fingerprint
+from processes import END, Child, Rank, fingerprint
 from scripted import ScriptedBalancer, make_batch
 
 import stream_balancer as sb
 from stream_balancer.errors import RankLostError
-
-END = ("end", "")
 
 
 def _expected(step: int, rank: int, num_tokens: int) -> tuple[int, dict[str, Any]]:
@@ -25,22 +22,22 @@ def _expected(step: int, rank: int, num_tokens: int) -> tuple[int, dict[str, Any
     return step, {rollout.rollout_id: fingerprint(rollout) for rollout in share.rollouts}
 
 
-async def _drill(seed: int, mover: str, kills: int, steps: int, num_tokens: int = 100_000, step_s: float = 0.1) -> None:
+async def _drill(seed: int, mover: str, kills: int, steps: int, num_tokens: int = 100_000) -> None:
     """Kill rank 1 at random moments, and start it again, until all is delivered."""
     movers = [] if mover == "socket" else [mover]
     chance = random.Random(seed)
     balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=num_tokens) for step in range(steps)])
     async with sb.TorchTransport.listen(dp_size=2, movers=movers) as transport:
-        address = transport.address or ""
-        healthy = Rank(address, 0, 2, step_s=step_s, movers=movers)
+        join: dict[str, Any] = {"step_s": 0.1, "movers": movers}
+        healthy = Rank(transport.address, 0, 2, **join)
         lives: list[Rank] = []
 
         async def reaper() -> None:
             for incarnation in range(kills):
-                lives.append(Rank(address, 1, 2, incarnation, step_s, movers))
+                lives.append(Rank(transport.address, 1, 2, incarnation=incarnation, **join))
                 await anyio.sleep(chance.uniform(0.0, 0.3))
                 lives[-1].kill()
-            lives.append(Rank(address, 1, 2, kills, step_s, movers))
+            lives.append(Rank(transport.address, 1, 2, incarnation=kills, **join))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(reaper)
@@ -50,11 +47,10 @@ async def _drill(seed: int, mover: str, kills: int, steps: int, num_tokens: int 
     assert told_healthy == [*(_expected(step, 0, num_tokens) for step in range(steps)), END]
     assert told[-1].pop() == END
     assert balancer.acknowledged == list(range(steps))
-    flat = [said for life in told for said in life]
-    by_step = {said[0]: said for said in flat}
+    by_step = {said[0]: said for life in told for said in life}
     assert by_step == {step: _expected(step, 1, num_tokens) for step in range(steps)}
-    for life in told:  # in order, and without a gap
-        assert [said[0] for said in life] == list(range(life[0][0], life[0][0] + len(life))) if life else True
+    for life in filter(None, told):  # in order, and without a gap
+        assert [said[0] for said in life] == list(range(life[0][0], life[0][0] + len(life)))
     for before, after in pairwise(told):
         if before and after:  # at most the one step whose acknowledgement the kill may have cut off comes again
             assert after[0][0] >= before[-1][0]
@@ -68,22 +64,19 @@ MOVERS = ["socket", "shared_memory", "torch_dist"]
 async def test_kills_at_random_moments(mover: str) -> None:
     with anyio.fail_after(GUARD_S):
         # the kills come within 1.2 s, before a rank could be through
-        await _drill(1, mover, kills=4, steps=30)
+        await _drill(1, mover, kills=4, steps=20)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mover", MOVERS)
 async def test_fifty_kills_in_a_row(mover: str) -> None:
     with anyio.fail_after(1000):
-        if mover != "torch_dist":
-            await _drill(2, mover, kills=50, steps=150)
-            return
         # a rank that comes again goes by the socket: each kill over torch's own pair needs a run of its own
-        for seed in range(50):
-            await _drill(seed, mover, kills=1, steps=6)
+        for seed, kills, steps in [(2, 50, 150)] if mover != "torch_dist" else [(seed, 1, 6) for seed in range(50)]:
+            await _drill(seed, mover, kills, steps)
 
 
-def _acknowledge_and_return(address: str, raises: bool) -> None:
+def _acknowledge_and_return(address: str, raises: bool, _: Any) -> None:
     """A child that ends without closing its feed: multiprocessing then runs no ``atexit``."""
     feed = sb.RankFeed(address, rank=0, dp_size=1, auto_ack=False)
     next(feed).ack()
@@ -97,10 +90,9 @@ async def test_what_a_child_acknowledged_last_arrives_though_it_ends_at_once(rai
     balancer = ScriptedBalancer([make_batch(step, 1) for step in range(2)])
     with anyio.fail_after(GUARD_S):
         async with sb.TorchTransport.listen(dp_size=1) as transport:
-            child = PROCESSES.Process(target=_acknowledge_and_return, args=(transport.address or "", raises))
-            child.start()
+            child = Child(_acknowledge_and_return, transport.address, raises)
             with pytest.raises(RankLostError, match="rank 0"):
                 await sb.serve(balancer, transport)
-            await anyio.to_thread.run_sync(child.join, GUARD_S)
+            await anyio.to_thread.run_sync(child.told)
     assert balancer.acknowledged == [0]
-    assert child.exitcode == int(raises)
+    assert child.process.exitcode == int(raises)

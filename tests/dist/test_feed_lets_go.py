@@ -7,7 +7,6 @@ import os
 import queue
 import resource
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,8 +14,8 @@ from multiprocessing.connection import Connection
 
 import anyio
 import pytest
-from forked import forked, hear
 from guard import GUARD_S
+from processes import Child, wait_until
 from scripted import ScriptedBalancer, make_batch
 
 import stream_balancer as sb
@@ -111,10 +110,9 @@ def _holds_many(told: Connection) -> None:
 
 @pytest.mark.skipif(not available(["shared_memory"]), reason="needs memfd")
 def test_batches_that_a_trainer_holds_cost_no_descriptors() -> None:
-    process, told = forked(_holds_many)
-    assert hear(told) == [1000 * step for step in range(200)]
-    process.join(GUARD_S)
-    assert process.exitcode == 0
+    child = Child(_holds_many)
+    assert child.told() == [[1000 * step for step in range(200)]]
+    assert child.process.exitcode == 0
 
 
 def _open_here() -> tuple[int, set[str]]:
@@ -123,20 +121,16 @@ def _open_here() -> tuple[int, set[str]]:
     return len(os.listdir("/proc/self/fd")), {name for name in names if not name.startswith("AnyIO")}
 
 
-def _no_more_than(before: tuple[int, set[str]]) -> bool:
-    now = _open_here()
-    return now[0] <= before[0] and now[1] <= before[1]
-
-
-@pytest.mark.parametrize("movers", [[], ["shared_memory"], ["torch_dist"]], ids=str)
-@pytest.mark.parametrize("how", ["closed", "lost", "ended"])
+@pytest.mark.parametrize(
+    ("how", "movers"), [("closed", []), ("lost", ["shared_memory"]), ("ended", ["torch_dist"])], ids=str
+)
 def test_descriptors_and_threads_go_at_once(how: str, movers: list[str]) -> None:
     """Not when the garbage collector runs; and whoever holds the feed, or batches of it."""
     with controller() as (address, stop):
         sb.RankFeed(address, rank=0, dp_size=2).close()  # the I/O thread is there
         gc.disable()
         try:
-            before = _open_here()
+            fds, threads = _open_here()
             feed = sb.RankFeed(address, rank=0, dp_size=1, movers=movers)
             held = [next(feed)]
             if how == "ended":
@@ -147,12 +141,12 @@ def test_descriptors_and_threads_go_at_once(how: str, movers: list[str]) -> None
                 stop()
                 with pytest.raises(RankLostError):
                     held += list(feed)
-            deadline = time.monotonic() + GUARD_S
-            while not _no_more_than(before) and time.monotonic() < deadline:
-                time.sleep(0.005)  # the controller's end, which is in this process, too
-            fds, threads = _open_here()
-            assert fds <= before[0]
-            assert threads <= before[1]
+
+            def is_gone() -> bool:
+                now = _open_here()
+                return now[0] <= fds and now[1] <= threads
+
+            wait_until(is_gone, f"open: {_open_here()}")  # the controller's end, which is in this process, too
             assert held
         finally:
             gc.enable()

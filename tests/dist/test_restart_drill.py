@@ -3,9 +3,9 @@ process that trains the same steps."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +21,7 @@ from forked import free_port
 
 import stream_balancer as sb
 
-HERE = Path(__file__).parent
-EXAMPLE = HERE.parents[1] / "examples" / "torchrun_restarts.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_restarts.py"
 TURN = ("worker 0", "rank0", "rank1", "control")
 
 
@@ -37,6 +36,7 @@ class Run:
             "PROMPTS": str(prompts),
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
         }
         self.log = (folder / "log").open("w")
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -48,7 +48,7 @@ class Run:
         command: list[str | Path] = [sys.executable, EXAMPLE, kind, self.folder, *number]
         if kind == "train":
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=100"]
-            command = [sys.executable, *launcher, HERE / "restarts_rank.py", EXAMPLE, kind, self.folder]
+            command = [sys.executable, *launcher, __file__, EXAMPLE, kind, self.folder]
         self.processes[name] = subprocess.Popen(
             command, env=self.environment, stdout=self.log, stderr=self.log, start_new_session=True
         )
@@ -147,14 +147,29 @@ def replayed(folder: Path, steps: dict[int, list[str]]) -> dict[str, torch.Tenso
     return dict(model.state_dict())
 
 
-def load_example(folder: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("torchrun_restarts", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    example, arguments = importlib.util.module_from_spec(spec), sys.argv
-    sys.argv = [str(EXAMPLE), "replay", str(folder)]
-    try:
-        spec.loader.exec_module(example)
-    finally:
-        sys.argv = arguments
-    return example
+def load_example(folder: Path) -> SimpleNamespace:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(EXAMPLE), "replay", str(folder)])
+        return SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
+
+
+def run_rank() -> None:
+    """The example's rank writes down its process, and the rollouts that every step gave it."""
+    folder, rank = Path(sys.argv[2]), os.environ["RANK"]
+    (folder / f"rank{rank}.pid").write_text(str(os.getpid()))
+    log = (folder / f"rank{rank}.steps").open("a")
+    begin = sb.RankFeed.__next__
+
+    def noted(feed: sb.RankFeed) -> sb.Step:
+        step = begin(feed)
+        log.write(" ".join([str(step.step), *(one.rollout_id for one in step.rollouts if not one.is_padding)]) + "\n")
+        log.flush()
+        return step
+
+    sb.RankFeed.__next__ = noted  # type: ignore[assignment,method-assign]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    run_rank()

@@ -1,23 +1,33 @@
-"""An address that is wrong says so, and a put that never had a connection does not claim that the balancer is full."""
+"""An address that is wrong, and who is refused, says so; nothing that never had a connection claims that the balancer
+is full, and who is refused does not come again with the same."""
 
 from __future__ import annotations
 
 import logging
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import anyio
+import anyio.to_thread
+import msgspec
 import pytest
 from forked import free_port
 from guard import GUARD_S
 from helpers import answering, until
+from processes import served
 from torch._C._distributed_c10d import TCPStore
 
 import stream_balancer as sb
 from stream_balancer.net import connection as _connection
+from stream_balancer.net import handshake
 from stream_balancer.net import session as _session
+from stream_balancer.net.connection import Connection
+from stream_balancer.net.listener import Listener
+from stream_balancer.net.messages import PROTOCOL, Join
 from stream_balancer.testing import make_rollout
 
 Tries = Callable[[str], object]
@@ -33,7 +43,7 @@ def puts(address: str) -> object:
         return producer.put(make_rollout(3))
 
 
-TRIES = [opens_a_feed, puts]
+both = pytest.mark.parametrize("tries", [opens_a_feed, puts])
 
 
 def nobody_there() -> str:
@@ -60,33 +70,23 @@ def foreign_server(says: bytes | None) -> Iterator[str]:
             peer.close()
 
 
-@pytest.mark.parametrize("tries", TRIES)
-@pytest.mark.parametrize("host", ["no.such.host.invalid", "no such host", "x..y"])
-def test_an_unknown_host_is_an_error_at_once(tries: Tries, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@both
+def test_what_is_no_address_is_an_error_at_once(tries: Tries, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)  # no name server is asked
-    with pytest.raises(ValueError, match=f"there is no host '{host}'.*Check the address tcp://{host}:29400"):
-        tries(f"tcp://{host}:29400")
-
-
-@pytest.mark.parametrize("tries", TRIES)
-@pytest.mark.parametrize(
-    "address", ["127.0.0.1:1", "tcp://127.0.0.1", "tcp://:29400", "tcp://host:0", "tcp://host:70000"]
-)
-def test_what_is_no_address_is_an_error_at_once(tries: Tries, address: str) -> None:
-    with pytest.raises(ValueError, match="is not an address of a controller"):
-        tries(address)
-
-
-@pytest.mark.parametrize("tries", TRIES)
-def test_a_source_of_another_kind_is_an_error_at_once(tries: Tries) -> None:
+    for host in ("no.such.host.invalid", "no such host", "x..y"):
+        with pytest.raises(ValueError, match=f"there is no host '{host}'.*Check the address tcp://{host}:29400"):
+            tries(f"tcp://{host}:29400")
+    for address in ("127.0.0.1:1", "tcp://127.0.0.1", "tcp://:29400", "tcp://host:0", "tcp://host:70000"):
+        with pytest.raises(ValueError, match="is not an address of a controller"):
+            tries(address)
     with pytest.raises(TypeError, match="29400 says nothing of a controller: expected its address"):
         tries(29400)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("tries", TRIES)
+@both
 @pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(100)])
 def test_something_else_that_answers_is_an_error(tries: Tries, says: bytes) -> None:
     with foreign_server(says) as address:
@@ -94,14 +94,24 @@ def test_something_else_that_answers_is_an_error(tries: Tries, says: bytes) -> N
             tries(address)
 
 
-@pytest.mark.parametrize("tries", TRIES)
-@pytest.mark.parametrize("kind", ["silent", "hangs up", "store"])
-def test_something_else_that_does_not_answer_is_an_error_in_the_end(
-    tries: Tries, kind: str, monkeypatch: pytest.MonkeyPatch
+@both
+@pytest.mark.parametrize("kind", ["silent", "hangs up", "store", "nobody"])
+def test_what_does_not_answer_is_an_error_in_the_end_and_a_warning_meanwhile(
+    tries: Tries, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_connection, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(_session, "_WARN_AFTER_S", 0.1)
     monkeypatch.setattr(sys.modules[__name__], "GUARD_S", 1.0)  # a busy machine takes a moment to try
+    caplog.set_level(logging.WARNING, "stream_balancer.net")
     error = sb.errors.RankLostError if tries is opens_a_feed else sb.errors.BrokenResourceError
+    if kind == "nobody":
+        address = nobody_there()
+        refused = f"nobody answers at {address}: Connection refused"
+        with pytest.raises(error, match=f"not connected within connect_timeout_s=1.0: {refused}"):
+            tries(address)
+        (record,) = caplog.records
+        assert record.message.endswith(f"is not connected: {refused}; trying again")
+        return
     with pytest.raises(error, match=r"accepts the connection, but .*Either something else listens there"):
         if kind == "store":
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -111,67 +121,81 @@ def test_something_else_that_does_not_answer_is_an_error_in_the_end(
                 tries(address)
 
 
-@pytest.mark.parametrize("tries", TRIES)
-def test_nobody_there_is_a_warning_and_then_an_error(
-    tries: Tries, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(_session, "_WARN_AFTER_S", 0.1)
-    caplog.set_level(logging.WARNING, "stream_balancer.net")
-    address = nobody_there()
-    refused = f"nobody answers at {address}: Connection refused"
-    kind = sb.errors.RankLostError if tries is opens_a_feed else sb.errors.BrokenResourceError
-    with pytest.raises(kind, match=f"not connected within connect_timeout_s=1.0: {refused}"):
-        if tries is opens_a_feed:
-            next(sb.RankFeed(address, rank=0, dp_size=1, connect_timeout_s=1.0))
-        else:
-            sb.connect(address, connect_timeout_s=1.0).blocking.put(make_rollout(3))
-    (record,) = caplog.records
-    assert record.message.endswith(f"is not connected: {refused}; trying again")
-
-
 async def test_a_put_that_was_never_connected_does_not_blame_the_balancer() -> None:
     producer = sb.connect(nobody_there())
     problem = r"not connected: (nobody answers at tcp://127.0.0.1:\d+|it has just begun)"
-
-    def put_both_ways() -> None:
-        with pytest.raises(TimeoutError, match=f"put\\(\\) was not accepted within 0.2 s: {problem}"):
-            producer.blocking.put(make_rollout(3), timeout_s=0.2)
-        with pytest.raises(TimeoutError, match=f"put\\(\\) was not accepted within 0.05 s: {problem}"):
-            producer.blocking.put_nowait(make_rollout(3), timeout_s=0.05)
-
-    await anyio.to_thread.run_sync(put_both_ways)
+    for put, timeout_s in ((producer.blocking.put, 0.2), (producer.blocking.put_nowait, 0.05)):
+        with pytest.raises(TimeoutError, match=f"put\\(\\) was not accepted within {timeout_s} s: {problem}"):
+            await anyio.to_thread.run_sync(partial(put, make_rollout(3), timeout_s=timeout_s))
     await producer.aclose()
 
 
-async def test_a_controller_that_is_too_busy_to_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_controller_that_is_too_busy_to_answer_or_not_there_yet_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks and producers may start before their controller."""
     monkeypatch.setattr(_connection, "HANDSHAKE_S", 0.05)
     with anyio.fail_after(GUARD_S):
         with foreign_server(None) as address:
             producer = sb.connect(address)
             await until(lambda: "does not answer" in str(producer._session.problem))
-        balancer = sb.StreamBalancer(sb.BalancerConfig(dp_size=1, batch_size=2, window=2))
-        port = int(address.rpartition(":")[2])
         monkeypatch.setattr(_connection, "HANDSHAKE_S", GUARD_S)
-        async with producer, balancer, sb.TorchTransport.listen(dp_size=1, port=port) as transport:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(sb.serve, balancer, transport)
-                await producer.put(make_rollout(3, "late"))
-                tasks.cancel_scope.cancel()
-
-
-async def test_a_port_that_was_closed_is_tried_until_somebody_listens() -> None:
-    """Ranks and producers may start before their controller."""
-    address = nobody_there()
-    balancer = sb.StreamBalancer(sb.BalancerConfig(dp_size=1, batch_size=1, window=1))
-    with anyio.fail_after(GUARD_S):
-        async with sb.RankFeed(address, rank=0, dp_size=1) as feed, sb.connect(address) as producer, balancer:
-            port = int(address.rpartition(":")[2])
-            async with (
-                sb.TorchTransport.listen(dp_size=1, port=port) as transport,
-                anyio.create_task_group() as tasks,
-            ):
-                tasks.start_soon(sb.serve, balancer, transport)
+        port = int(address.rpartition(":")[2])
+        async with producer, sb.RankFeed(address, rank=0, dp_size=1) as feed:
+            async with served(sb.serve, listen={"port": port}, batch_size=1, window=1) as (balancer, _):
                 await producer.put(make_rollout(3, "late"))
                 batch = await anext(feed)
                 assert [rollout.rollout_id for rollout in batch.rollouts] == ["late"]
-                tasks.cancel_scope.cancel()
+                batch.ack()
+                balancer.end()
+                assert [step async for step in feed] == []
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@both
+async def test_another_version_of_the_library(tries: Tries, monkeypatch: pytest.MonkeyPatch) -> None:
+    hello = handshake.Handshake.hello
+    other = lambda self: msgspec.structs.replace(hello(self), protocol=PROTOCOL + 1)  # noqa: E731
+    monkeypatch.setattr(handshake.Handshake, "hello", other)
+    async with served() as (_, transport):
+        with pytest.raises(sb.errors.RefusedError, match="Install the same version of stream_balancer") as refused:
+            await anyio.to_thread.run_sync(tries, transport.address)
+    assert (refused.value.reason, isinstance(refused.value, ValueError)) == ("protocol", True)
+
+
+@both
+async def test_a_controller_that_closes_before_it_has_served(tries: Tries) -> None:
+    """Who waited to be let in hears it."""
+    transport = sb.TorchTransport.listen(dp_size=1)
+
+    async def close_it() -> None:
+        await until(lambda: bool(transport.service._jobs))
+        await transport.aclose()
+
+    with anyio.fail_after(GUARD_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(close_it)
+            with pytest.raises(sb.errors.RefusedError, match="closed its transport") as refused:
+                await anyio.to_thread.run_sync(tries, transport.address)
+    assert (refused.value.reason, isinstance(refused.value, sb.errors.BrokenResourceError)) == ("closed", True)
+
+
+def test_a_feed_says_who_it_is_each_time_that_it_joins() -> None:
+    """Else its own former connection would keep it out."""
+    sessions: list[bytes] = []
+    twice = threading.Event()
+
+    def cut_off(connection: Connection, join: Join) -> None:
+        sessions.append(join.session)
+        if len(sessions) == 2:
+            twice.set()
+        connection.abort()
+
+    listener = Listener("127.0.0.1", 0, b"", cut_off)
+    with sb.RankFeed(listener.address, rank=0, dp_size=1):
+        assert twice.wait(GUARD_S)
+    listener.close()
+    assert len(set(sessions)) == 1
+    assert len(sessions[0]) == 16
