@@ -9,7 +9,6 @@ from functools import partial
 import anyio
 import anyio.lowlevel
 import pytest
-from wakeups import count_wakeups
 
 from stream_balancer.testing import AutojumpEventLoop, virtual_time_backend
 
@@ -53,21 +52,6 @@ async def test_timers_fire_in_order_and_cancelled_ones_do_not_hold_the_clock() -
             await anyio.sleep(2.0)
     assert order == [(1.0, 1.0), (3.0, 3.0), (5.0, 5.0)]
     assert anyio.current_time() == 5.0
-
-
-async def test_idle_means_no_wakeups() -> None:
-    event = anyio.Event()
-
-    async def setter() -> None:
-        await anyio.sleep(10_000.0)
-        event.set()
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(setter)
-        await anyio.lowlevel.checkpoint()
-        with count_wakeups() as wakeups:
-            await event.wait()
-    assert 1 <= wakeups.count <= 4
 
 
 def test_call_soon_threadsafe_wakes_a_loop_without_timers() -> None:

@@ -13,6 +13,7 @@ import anyio
 import pytest
 from anyio.abc import TaskGroup
 from helpers import kill, settle
+from served import serving
 
 import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork, make_rollout
@@ -49,16 +50,14 @@ async def put(balancer: sb.StreamBalancer, name: str, number: int) -> None:
 @asynccontextmanager
 async def training(dp_size: int, seconds: float = 0.0) -> AsyncIterator[tuple[sb.StreamBalancer, Trainers, TaskGroup]]:
     """So many ranks train, ``seconds`` a step, and have been given the first; on leaving, until the end."""
-    async with sb.StreamBalancer(knobs(dp_size)) as balancer, MemoryNetwork(dp_size=dp_size) as transport:
+    async with serving(sb.StreamBalancer(knobs(dp_size))) as (balancer, transport, tasks):
         trainers = Trainers(transport)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sb.serve, balancer, transport)
-            for rank in range(dp_size):
-                tasks.start_soon(trainers.train, rank, seconds)
-            await put(balancer, "a", 12)
-            await settle()
-            yield balancer, trainers, tasks
-            balancer.end()
+        for rank in range(dp_size):
+            tasks.start_soon(trainers.train, rank, seconds)
+        await put(balancer, "a", 12)
+        await settle()
+        yield balancer, trainers, tasks
+        balancer.end()
 
 
 async def test_fewer_ranks_from_the_next_batch_on() -> None:

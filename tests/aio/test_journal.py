@@ -11,7 +11,6 @@ import resource
 import shutil
 import sqlite3
 import threading
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
@@ -218,29 +217,6 @@ async def _ended(balancer: sb.StreamBalancer) -> Any:
         yield batch
 
 
-async def test_a_retried_put_is_accepted_once(tmp_path: Path) -> None:
-    """Two tasks put one id at once, then a producer that saw the crash puts it again."""
-    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
-        verdicts: Counter[str] = Counter()
-
-        async def put() -> None:
-            try:
-                await balancer.put(make_rollout(3, "a"))
-                verdicts["accepted"] += 1
-            except sb.errors.DuplicateRolloutError:
-                verdicts["refused"] += 1
-
-        async with anyio.create_task_group() as tasks:
-            for _ in range(3):
-                tasks.start_soon(put)
-        assert verdicts == {"accepted": 1, "refused": 2}
-        after = await crash(balancer)
-    async with sb.StreamBalancer(config(), journal=after) as balancer:
-        assert waiting(balancer) == ["a"]
-        with pytest.raises(sb.errors.DuplicateRolloutError):
-            await balancer.put(make_rollout(3, "a"))
-
-
 async def test_for_other_ranks_the_plan_is_made_anew(tmp_path: Path) -> None:
     async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
         await fill(balancer, [3] * 4)
@@ -382,21 +358,6 @@ async def test_an_end_that_came_as_the_last_producer_left_is_remembered(tmp_path
         assert balancer.ended
 
 
-async def test_producers_of_a_job_that_is_started_again_are_waited_for(tmp_path: Path) -> None:
-    """One had ended before, and all come again, as new processes: it does not count twice."""
-    for life in range(2):
-        async with attended(tmp_path, num_producers=2) as (balancer, transport):
-            first, second = [sb.connect(transport.connect_producer()) for _ in range(2)]
-            await first.put(make_rollout(3, f"{life}-first"))
-            await second.put(make_rollout(3, f"{life}-second"))
-            await first.end()
-            assert not balancer.ended
-            assert "producers that have ended: 1 of num_producers=2" in balancer.why_no_batch() or life == 1
-            if life == 1:
-                await second.end()
-                assert balancer.ended
-
-
 async def test_a_checkpoint_is_taken_over(tmp_path: Path) -> None:
     async with sb.StreamBalancer(config()) as balancer:
         batches = balancer.batches(auto_ack=False)
@@ -490,19 +451,6 @@ async def test_a_put_that_end_or_aclose_overtakes_was_not_accepted(tmp_path: Pat
 async def expect_closed(wait: Callable[[Any], Awaitable[object]], what: Any) -> None:
     with pytest.raises(sb.errors.ClosedResourceError):
         await wait(what)
-
-
-async def test_however_many_puts_wait_for_room_at_the_end_none_comes_back(tmp_path: Path) -> None:
-    """All of them are on the disk by then, and retract before the journal is closed."""
-    knobs = config(capacity=4)
-    async with sb.StreamBalancer(knobs, journal=tmp_path) as balancer, anyio.create_task_group() as tasks:
-        await fill(balancer, [3] * 4, prefix="held")
-        for rollout in make_rollouts([3] * 300):
-            tasks.start_soon(expect_closed, balancer.put, rollout)
-        await until(lambda: balancer.statistics().blocked_puts == 300)
-        await balancer.aclose()
-    async with sb.StreamBalancer(knobs, journal=tmp_path) as balancer:
-        assert waiting(balancer) == [f"held{number}" for number in range(4)]
 
 
 # -- the disk ----------------------------------------------------------------------------------------------------------

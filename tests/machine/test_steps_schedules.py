@@ -6,7 +6,7 @@ from steps_play import Play, held, items_of
 
 from stream_balancer.client.held import Held
 from stream_balancer.core.steps.orders import SendWork
-from stream_balancer.core.steps.state import RankId, StepSeal
+from stream_balancer.core.steps.state import RankId
 from stream_balancer.net import messages as m
 
 
@@ -33,25 +33,6 @@ def test_a_step_is_uncertain_while_a_living_rank_holds_its_seal() -> None:
     assert play.at_barrier("0", 0, 1, 1) == ["replan [1] over 0"]  # "seal 1 failed, I am back"
 
 
-def test_a_seat_that_came_back_is_not_sent_the_seal_again() -> None:
-    play = Play("0", seats=2)
-    play.plan("0@0")
-    play.train("0.0", [0])
-    assert play.train("0.1", [0]) == ["seal 0.0 #1 of 0", "seal 0.1 #1 of 0"]
-    assert play.at_barrier("0.0", 0, 1, 1) == []
-    assert play.at_barrier("0.1", 0, 1, 1) == ["seal 0.0 #2 of 0", "seal 0.1 #2 of 0"]
-
-
-def test_nobody_meets_while_a_rank_is_not_connected() -> None:
-    play = Play()
-    play.plan("0@0 1@1")
-    play.train("1", [1])
-    play.lost("1")
-    assert play.train("0", [0]) == []
-    back = held("1+", waiting=True)
-    assert play.join("1", has={0: back}) == ["seal 0 #1 of 0 1", "seal 1 #1 of 0 1"]
-
-
 def test_a_step_whose_only_holder_died_is_done_again_by_those_who_left_it() -> None:
     play = Play()
     play.plan("0@0 1@1")
@@ -76,17 +57,6 @@ def test_a_rank_behind_takes_other_weights_and_says_so() -> None:
     assert play.finished("1", 0, 0) == ["send 1 s1 [1]"]
 
 
-def test_a_part_of_something_shared_is_lost() -> None:
-    play = Play("0 1 2")
-    play.plan("0@0/9 1@1/9 2@1 3@2")
-    play.train("0", [0])
-    play.done("1", 0, 1, [1, 2])
-    play.lost("1")
-    assert play.gave_up("1") == ["rewind 0 attempt 2", "replan [1 2 0] over 0 2"]
-    assert play.done("0", 0, 1, [0]) == []  # of the attempt that was thrown away
-    assert play.train("2", [3]) == []
-
-
 def test_an_answer_that_names_a_rank_which_is_gone_is_out_of_date() -> None:
     play = Play("0 1 2")
     play.plan("0@0 1@1/8 2@2/8")
@@ -98,38 +68,11 @@ def test_an_answer_that_names_a_rank_which_is_gone_is_out_of_date() -> None:
     assert play.orders() == ["replan [2 1] over 0"]
 
 
-def test_groups_begin_on_all_ranks_or_on_none() -> None:
-    play = Play()
-    play.plan("0@0/9* 1@1/9*")
-    assert play.fetched("0", 0, 1, [0], []) == []
-    assert play.fetched("1", 0, 1, [1], ["r0"]) == ["go 0 [0]", "go 1 [1]"]
-
-
 def test_a_plain_seal_follows_the_last_item_and_the_last_payload() -> None:
     play = Play("0 ref0", meets=False)
     assert play.plan("0@0<2 1@0* 2@ref0") == ["send 0 [1]", "send ref0 [2]"]
     assert play.fetched("0", 0, 1, [1], ["r1"]) == ["mask"]
     assert play.done("ref0", 0, 1, [2]) == ["send 0 [0]", "seal 0 #1 of 0", "seal ref0"]
-
-
-def test_a_seat_that_came_back_gets_no_more_steps_than_it_has_room_for() -> None:
-    play = Play("0", seats=2)
-    for step in range(3):
-        play.plan(f"{step}@0", step)
-        play.taken("0.0", step, 1)
-        play.taken("0.1", step, 1)
-    play.lost("0.1")
-    assert play.join("0", 1) == ["send 0.1 [0]", "send 0.1 s1 [1]"]
-    assert play.taken("0.1", 0, 1) == ["send 0.1 s2 [2]"]
-
-
-def test_what_one_seat_gives_back_and_another_has_begun_stays() -> None:
-    play = Play("0 1", seats=2, moves=True)
-    play.plan("0@0 1@1 2@1 3@1")
-    play.train("0.0", [0])
-    assert play.train("0.1", [0]) == ["recall 1.0 [1 2 3]", "recall 1.1 [1 2 3]"]
-    assert play.released("1.0", 0, 1, [2, 3]) == []
-    assert play.released("1.1", 0, 1, [3]) == ["replan [3] over 0", "send 1.0 [2]"]
 
 
 def test_nobody_meets_while_a_seat_has_not_answered_a_recall() -> None:
@@ -144,15 +87,6 @@ def test_nobody_meets_while_a_seat_has_not_answered_a_recall() -> None:
     assert play.released("1.1", 0, 1, []) == ["send 1.0 [2 3]"]
 
 
-def test_idle_ranks_get_what_was_released_and_nothing_shared_is_asked_for() -> None:
-    play = Play("0 1 2 3", moves=True)
-    play.plan("0@0 1@1 2@2 3@2/8 4@2 5@2 6@3/8")
-    play.train("0", [0])
-    assert play.train("1", [1]) == ["recall 2 [4 5]"]
-    # 3 was not asked for
-    assert play.released("2", 0, 1, [5, 3]) == ["replan [5] over 0 1"]
-
-
 def test_roles_stay_until_every_step_is_acknowledged() -> None:
     play = Play("0 ref0")
     play.plan("0@0<1 1@ref0")
@@ -161,17 +95,6 @@ def test_roles_stay_until_every_step_is_acknowledged() -> None:
     assert play.train("0", [0]) == ["seal 0 #1 of 0"]
     assert play.meet("0") == ["end 0"]
     assert play.ack("0") == ["rankack 0", "ack", "end ref0"]
-
-
-def test_a_rank_without_a_part_is_needed_until_the_others_have_met() -> None:
-    play = Play()
-    play.plan("0@0 1@1")
-    play.ledger.resized("", [0, 1, 2])
-    assert play.join("2") == []
-    play.ledger.end()
-    play.train("0", [0])
-    assert play.train("1", [1]) == ["seal 0 #1 of 0 1", "seal 1 #1 of 0 1"]
-    assert "end 2" in play.meet("0")
 
 
 def test_an_acknowledgement_of_a_step_that_is_not_finished_does_not_count() -> None:
@@ -212,20 +135,6 @@ def test_a_report_that_crosses_a_drop_is_not_of_the_new_plan() -> None:
 # -- a controller that was started again -------------------------------------------------------------------------------
 
 
-def test_a_step_that_is_as_planned_goes_on_after_a_restart() -> None:
-    play = Play(restarted=True)
-    play.restore("0@0 1@0 2@1", "0 1")
-    assert play.join("0", has={0: held("0+ 1")}) == []
-    assert play.join("1") == ["send 1 [2]"]
-
-
-def test_a_step_that_was_changed_is_begun_again_after_a_restart() -> None:
-    play = Play(restarted=True)
-    play.restore("0@0 1@0 2@1", "0 1")
-    play.join("0", has={0: held("0+ 1 2")})
-    assert play.join("1") == ["rewind 0 attempt 2", "send 0 [0 1]", "send 1 [2]"]
-
-
 def test_what_was_masked_before_a_restart_is_masked_when_it_is_sent_again() -> None:
     play = Play("0", restarted=True)
     play.restore("0@0* 1@0", "0", gone=["r0"])
@@ -233,20 +142,6 @@ def test_what_was_masked_before_a_restart_is_masked_when_it_is_sent_again() -> N
     (send,) = play.ledger.orders()
     assert isinstance(send, SendWork)
     assert send.gone == {"r0"}
-
-
-def test_a_newer_seal_makes_the_one_before_it_void() -> None:
-    play = Play(restarted=True)
-    play.restore("0@0 1@1", "0 1")
-    ranks = RankId("", 0), RankId("", 1)
-    play.join("0", has={0: held("0+", waiting=True, came_back=1, seal=StepSeal(0, 1, ranks))})
-    assert play.join("1", has={0: held("1+", seal=StepSeal(0, 2, ranks))}) == ["seal 0 #2 of 0 1"]
-
-
-def test_who_has_acknowledged_before_a_restart_is_not_waited_for() -> None:
-    play = Play(meets=False, restarted=True)
-    play.restore("0@0* 1@1", "0 1", acked="0")
-    assert play.join("1") == ["send 1 [1]", "seal 1 #1000 of 0 1"]
 
 
 def test_a_fenced_rank_is_no_member_before_it_comes_again() -> None:
@@ -281,15 +176,6 @@ def test_others_do_what_a_process_that_begins_later_does_not() -> None:
 
 
 # -- a process ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_second_answer_to_a_fetch_is_ignored() -> None:
-    process = Held(meets=True)
-    process.take(m.Work(0, 0, 1, (m.WorkItem(0, remote=True),), m.StepHead(1, 0.0, True)))
-    process.fetched(0, 7, 0, {"r0": "lost"})  # of another plan
-    process.fetched(0, 0, 0, {})
-    process.fetched(0, 0, 0, {"r0": "lost"})
-    assert process.out == [("fetched", 0, 1, (0,), {})]
 
 
 def test_a_step_that_was_never_its_own_leaves_a_process_behind_if_its_weights_are_older() -> None:

@@ -124,14 +124,6 @@ def test_other_sizes_than_were_described_are_missing(owners: Callable[[str], Pay
     assert missing == {"r5": "it does not have payload 0"}
 
 
-def test_nothing_is_asked_for_after_close(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
-    got, asked = carried([elsewhere(LOCAL[0], owners("a"))]), threading.Event()
-    fetcher.close()
-    Io.current().do(lambda: (fetcher.fetch(got, lambda _: None), asked.set()))
-    assert asked.wait(GUARD_S)
-    assert not fetcher._sources, "a session that nobody would close"
-
-
 def test_much_is_asked_for_in_shares(
     owners: Callable[[str], PayloadOwner], fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
