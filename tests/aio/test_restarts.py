@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -232,45 +231,6 @@ async def two_seats_a_rank(
             await balancer.put(make_rollout(8, f"r{number}"))
         balancer.end()
         yield balancer, tasks
-
-
-@pytest.mark.parametrize("sooner", [0, 2])
-@pytest.mark.parametrize("busy_s", [5.0, 30.0], ids=["trained", "in the midst"])
-async def test_a_step_that_ranks_have_before_there_are_more_is_trained_once(
-    tmp_path: Path, disk: Disk, busy_s: float, sooner: int
-) -> None:
-    """It was planned for those that were there, and the next controller would plan it for more."""
-    network, trained = MemoryNetwork(dp_size=2), Counter[str]()
-    life = Life(tmp_path, disk, network)
-
-    async def train(rank: int) -> None:
-        async for batch in sb.RankFeed(network.connect(rank, rejoin=True)):
-            await anyio.sleep(busy_s)
-            trained.update(one.rollout_id for one in batch.rollouts if not one.is_padding)
-
-    async with anyio.create_task_group() as ranks:
-        for rank in range(2):
-            ranks.start_soon(train, rank)
-        async with life.serving(range(SIZE)) as (balancer, tasks):
-            await anyio.sleep(1.0)
-            balancer.reconfigure(dp_size=3)
-            disk.delay_s = 3.0  # what the ranks acknowledge is not on the disk when it dies
-            await anyio.sleep(5.0)
-            disk.die()
-            tasks.cancel_scope.cancel()
-        disk.delay_s = 0.0
-        assert len(trained) == (SIZE if busy_s < 6.0 else 0)
-
-        async def join() -> None:
-            await anyio.sleep(sooner)
-            await train(2)
-
-        ranks.start_soon(join)
-        async with life.serving(range(SIZE, 2 * SIZE)) as (balancer, _):
-            assert balancer.config.dp_size == 3
-            balancer.end()
-    assert trained == Counter(f"r{number}" for number in range(2 * SIZE))
-    assert balancer.statistics().acknowledged == 2 * SIZE
 
 
 async def test_a_rank_of_which_one_process_is_lost_is_given_up_and_the_others_are_told() -> None:
