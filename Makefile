@@ -51,7 +51,7 @@ soak: install  ## the long drills: kill tests, fuzzing, property tests on many e
 	$(PYTEST) -m "hypothesis and not soak and not browser" --hypothesis-profile long $(LONG) $(ARGS) $(IF_NONE_CHOSEN)
 	$(BIN)/python -m pytest -m soak $(LONG) $(ARGS) $(IF_NONE_CHOSEN)
 
-architecture: install  ## lines, layers, circles, the way of a put, from the imports; ARGS="../other ." compares
+architecture: install  ## lines, layers, circles, from the imports; ARGS="../other ." compares
 	$(BIN)/python tests/architecture.py $(ARGS)
 
 bench: install  ## every benchmark that needs nothing but the project

@@ -2,16 +2,14 @@
 
     python tests/architecture.py [CHECKOUT ...]
 
-Several checkouts stand side by side: a commit in a worktree of its own beside today's. Everything but the
-way of a put is read from the syntax trees, so old commits need not run. ``tests/unit/test_imports.py`` judges by the
-same graph.
+Several checkouts stand side by side: a commit in a worktree of its own beside today's. All is read from the syntax
+trees, so old commits need not run. ``tests/unit/test_package.py`` judges by the same graph. How many files a plain run
+goes through is on docs/run_files.md.
 """
 
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
 import sys
 import tokenize
 from collections.abc import Callable, Iterable, Iterator
@@ -137,10 +135,6 @@ def layers(root: Path = ROOT) -> int:
     return max(map(depth, joined))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sizes
-# ---------------------------------------------------------------------------------------------------------------------
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -190,80 +184,6 @@ def refuses_a_knob(node: ast.AST) -> bool:
     return isinstance(raised, ast.Call) and isinstance(raised.func, ast.Name) and raised.func.id == "ConfigError"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The way of a put
-# ---------------------------------------------------------------------------------------------------------------------
-
-_PUT = """
-import sys, threading, time
-from pathlib import Path
-import anyio, torch
-import stream_balancer as sb
-
-functions, threads, on, address, ready = set(), set(), [], [], threading.Event()
-top = str(Path(sb.__file__).parent) + "/"
-
-def note(frame, event, argument):
-    if on and event == "call" and frame.f_code.co_filename.startswith(top):
-        functions.add((frame.f_code.co_filename[len(top):], frame.f_code.co_firstlineno))
-        threads.add(threading.get_ident())
-
-async def control():
-    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2)
-    async with sb.TorchTransport.listen(dp_size=1) as transport, sb.StreamBalancer(config) as balancer:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sb.serve, balancer, transport)
-            address.append(transport.address)
-            ready.set()
-
-def put(n):
-    producer.put(sb.Rollout(tokens={"input_ids": torch.arange(8)}, rollout_id=str(n)))
-
-def seen():
-    files = {file for file, _ in functions}
-    return f"{len(files)} files, {len(functions)} functions, {len(threads)} threads"
-
-threading.setprofile(note)  # before any of our threads: they all are watched
-sys.setprofile(note)
-threading.Thread(target=anyio.run, args=(control,), daemon=True).start()
-ready.wait()
-feed = iter(sb.RankFeed(address[0], rank=0, dp_size=1))
-with sb.connect(address[0]) as producer:
-    put(0), put(1)
-    next(feed)  # everybody has met
-    time.sleep(0.5)  # what the rank says of that batch is no part of a put
-    on.append(True)
-    put(2)  # waits in the window
-    accepted = seen()
-    put(3)
-    next(feed).micro_batches[0].packed()
-    put(4), put(5)
-    next(feed)  # acknowledges
-    trained = seen()
-    on.clear()
-    sys.setprofile(None)
-    import os
-    sys.stdout.write(f"{accepted}; {trained}")
-    sys.stdout.flush()
-    os._exit(0)
-"""
-
-
-def way_of_a_put(root: Path) -> str:
-    """Files and functions of the package that run, and in how many threads, while a rollout is put over TCP,
-    dispatched, laid out on its rank and acknowledged; nobody joins or leaves meanwhile. Empty where it cannot run."""
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", _PUT], env=env, capture_output=True, text=True, timeout=30, cwd=root, check=False
-    )
-    return run.stdout
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def measure(root: Path) -> dict[str, object]:
     """Every figure of one checkout."""
     package = list(modules(root).values())
@@ -283,7 +203,6 @@ def measure(root: Path) -> dict[str, object]:
         "layers": layers(root),
         "circles of imports": "; ".join(together) or 0,
         "longest module": f"{longest[1]} {longest[0]}",
-        "a put over TCP until it returns, until acknowledged": way_of_a_put(root),
     }
 
 

@@ -48,7 +48,6 @@ def test_what_runs_alone(name):
     ("ranks", "launch", "name", "options", "rollouts"),
     [
         (1, run_world, "torchrun_single_controller.py", (), 96),
-        pytest.param(2, torchrun, "torchrun_single_controller.py", (), 96, marks=pytest.mark.slow),
         (2, run_world, "torchrun_every_rank_generates.py", ("direct",), 96),
         (1, run_world, "torchrun_every_rank_generates.py", ("balancer",), 48),
         (2, run_world, "torchrun_and_workers.py", (), 96),

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import re
+import importlib
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import anyio
 import torch
 import torch.distributed as dist
 from anyio.abc import TaskGroup
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
 
 import stream_balancer as sb
+from stream_balancer import serve
 from stream_balancer.net.address import current_world
 from stream_balancer.testing import MemoryNetwork
 
 GUARD_S = 120.0  # against hangs
-
-
-def block(page: str, number: int) -> str:
-    """A Python block of a page of the docs, for the one that goes on from it."""
-    text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
-    return re.findall(r"```python\n(.*?)```", text, re.S)[number]
 
 
 def rollout(n: int = 0) -> sb.Rollout:

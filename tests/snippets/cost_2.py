@@ -1,4 +1,4 @@
-import stream_balancer as sb
+from tests.snippets._stage import *
 
 pass  # the snippet
 assert config.cost.prior.quadratic == 1.0

@@ -1,10 +1,4 @@
-from contextlib import nullcontext
-from types import SimpleNamespace
-
-import torch
-
-import stream_balancer as sb
-from tests.snippets._stage import world
+from tests.snippets._stage import *
 
 model = torch.nn.Linear(1, 1)
 model.no_sync = nullcontext

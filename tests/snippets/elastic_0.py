@@ -1,5 +1,4 @@
-import stream_balancer as sb
-from tests.snippets._stage import controller
+from tests.snippets._stage import *
 
 rank, dp_size, gradient, met = 0, 1, [], []
 

@@ -1,8 +1,4 @@
-import anyio
-
-import stream_balancer as sb
-from stream_balancer import serve
-from tests.snippets._stage import in_memory
+from tests.snippets._stage import *
 
 
 async def train(feed):

@@ -1,9 +1,4 @@
-import anyio
-import torch
-
-import stream_balancer as sb
-from stream_balancer import serve
-from stream_balancer.testing import MemoryNetwork
+from tests.snippets._stage import *
 
 lengths = []
 

@@ -1,4 +1,4 @@
-import stream_balancer as sb
+from tests.snippets._stage import *
 
 with sb.blocking(sb.BalancerConfig(dp_size=8, batch_size=64)) as balancer:
     pass  # the snippet

@@ -1,8 +1,4 @@
-import anyio
-
-import stream_balancer as sb
-from stream_balancer import serve
-from tests.snippets._stage import in_memory
+from tests.snippets._stage import *
 
 sizes = []
 
@@ -19,7 +15,7 @@ async def main():
             for feed in feeds:
                 await anext(feed)
             await feeds[1].aclose()  # without acknowledging
-            while transport.dp_size == 2:  # noqa: ASYNC110
+            while transport.dp_size == 2:
                 await anyio.sleep(0.01)
             await train(sb.RankFeed(transport.connect(0, incarnation=1)))
 

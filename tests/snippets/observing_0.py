@@ -1,6 +1,4 @@
-import anyio
-
-import stream_balancer as sb
+from tests.snippets._stage import *
 
 config = sb.BalancerConfig(dp_size=1, batch_size=2)
 

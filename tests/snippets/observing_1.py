@@ -1,6 +1,4 @@
-import anyio
-
-import stream_balancer as sb
+from tests.snippets._stage import *
 
 
 class Log(list):

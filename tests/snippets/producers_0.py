@@ -1,10 +1,6 @@
-import anyio
+from tests.snippets._stage import *
 
-import stream_balancer as sb
-from tests.snippets._stage import controller
-from tests.snippets._stage import rollout as numbered
-
-rollout = numbered(1)
+rollout = rollout(1)
 there = sb.connect
 sb.connect = lambda given: there(address)
 

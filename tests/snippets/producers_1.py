@@ -1,8 +1,6 @@
-import stream_balancer as sb
-from tests.snippets._stage import controller
-from tests.snippets._stage import rollout as numbered
+from tests.snippets._stage import *
 
-rollout = numbered(1)
+rollout = rollout(1)
 there = sb.connect
 sb.connect = lambda: there(address)  # as inside torchrun
 

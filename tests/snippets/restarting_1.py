@@ -1,9 +1,4 @@
-import tempfile
-
-import anyio
-
-import stream_balancer as sb
-from tests.snippets._stage import rollout
+from tests.snippets._stage import *
 
 rollout = rollout()
 config = sb.BalancerConfig(dp_size=1, batch_size=2)

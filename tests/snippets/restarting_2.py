@@ -1,9 +1,4 @@
-import tempfile
-
-import anyio
-
-import stream_balancer as sb
-from tests.snippets._stage import rollout
+from tests.snippets._stage import *
 
 saved, trained, lives = [-1], [], []
 load_checkpoint, save_checkpoint = lambda: saved[-1], saved.append

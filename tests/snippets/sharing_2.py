@@ -1,8 +1,4 @@
-import anyio
-import torch
-from torch.nn.functional import cross_entropy
-
-import stream_balancer as sb
+from tests.snippets._stage import *
 
 called = []
 groups = {(0, 1): "the ring"}

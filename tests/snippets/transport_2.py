@@ -1,5 +1,4 @@
-import stream_balancer as sb
-from tests.snippets._stage import controller
+from tests.snippets._stage import *
 
 saved, taken = [], []
 accumulate, time_to_save, save_checkpoint = taken.append, lambda step: step % 2, lambda: saved.append(len(taken))

@@ -1,8 +1,4 @@
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-
-import stream_balancer as sb
-from tests.snippets._stage import controller
+from tests.snippets._stage import *
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dp = tp = 1
