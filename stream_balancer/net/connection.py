@@ -212,11 +212,14 @@ class Connection:
         try:
             while self._items and not self._waits_for_mover and not self._close_sent:
                 message, payload = self._items.popleft()
-                if payload.size >= MOVER_BYTES and self._begin_moving(message, payload):
+                size = payload.size if payload.runs else 0
+                if size >= MOVER_BYTES and self._begin_moving(message, payload):
                     continue
-                parts: list[memoryview | bytes] = [frame(message, payload.total, payload.runs), *payload.views()]
+                parts: list[memoryview | bytes] = [frame(message, payload.total, payload.runs)]
+                if size:
+                    parts += payload.views()
                 # a dozen iovecs cost more than their bytes
-                self._outgoing.extend([b"".join(parts)] if payload.size <= _JOIN_BYTES else parts)
+                self._outgoing.extend([b"".join(parts)] if 0 < size <= _JOIN_BYTES else parts)
                 self._close_sent = isinstance(message, Close)
             self._flush()
         except Exception as error:  # noqa: BLE001 - a message that cannot be sent: what comes after it must not be

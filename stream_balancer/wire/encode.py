@@ -41,7 +41,9 @@ from stream_balancer.wire.payload import NOTHING, Payload
 from stream_balancer.wire.remote import Handle, RemoteRollout, remote_of
 
 _ZEROS = memoryview(bytes(ALIGNMENT))
-_FIELDS = attrgetter("rollout_id", "is_padding", "tensors", *PER_ROLLOUT)
+_FIELDS = attrgetter(
+    "rollout_id", "is_padding", "tensors", "tokens", "num_tokens", "num_loss_tokens", *PER_ROLLOUT
+)  # fmt: skip
 _GATHERED_BYTES = 2**14
 """Below that, on average, a copy costs less than a view."""
 
@@ -60,7 +62,8 @@ def encode(micro_batches: Sequence[MicroBatch], *, max_bytes: int = MAX_BYTES) -
     than ``max_bytes`` would be needed. O(columns x rollouts).
     """
     rollouts = list(chain.from_iterable(micro_batch.rollouts for micro_batch in micro_batches))
-    header = _header(rollouts, [len(micro_batch.rollouts) for micro_batch in micro_batches])
+    shares = any(micro_batch.cp_group for micro_batch in micro_batches)
+    header = _header(rollouts, [len(micro_batch.rollouts) for micro_batch in micro_batches], shares=shares)
     header.execution_sizes = _execution_sizes(micro_batches)
     header.shared = [
         Shared(number, micro_batch.cp_group, micro_batch.cp_rank)
@@ -150,13 +153,16 @@ _NOT_NUMPYS = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 # --- the header ------------------------------------------------------------------------------------------------------
 
 
-def _header(rollouts: Sequence[Rollout], blocks: list[int]) -> Header:
+def _header(rollouts: Sequence[Rollout], blocks: list[int], *, shares: bool = False) -> Header:
+    """``shares``: some are parts, of which the whole's lengths are told."""
     if not rollouts:
         raise ValueError("no rollouts to encode")
     # by attrgetter, zip and compress, which loop in C
-    ids, are_padding, tensors, *others = zip(*map(_FIELDS, rollouts), strict=True)
+    ids, are_padding, tensors, tokens, lengths, loss_tokens, *others = zip(*map(_FIELDS, rollouts), strict=True)
+    if shares:
+        tokens, lengths, loss_tokens = (tuple(map(of, rollouts)) for of in (columns_of, tokens_of, loss_tokens_of))
     header = Header(
-        _columns(rollouts), blocks, list(map(tokens_of, rollouts)), list(map(loss_tokens_of, rollouts)), list(ids),
+        _columns(rollouts, tokens), blocks, list(lengths), list(loss_tokens), list(ids),
         padding=list(compress(range(len(ids)), are_padding)),
     )  # fmt: skip
     for (name, nothing), values in zip(PER_ROLLOUT.items(), others, strict=True):
@@ -170,21 +176,18 @@ def _header(rollouts: Sequence[Rollout], blocks: list[int]) -> Header:
     return header
 
 
-def _columns(rollouts: Sequence[Rollout]) -> tuple[Column, ...]:
-    first = rollouts[0]
+def _columns(rollouts: Sequence[Rollout], tokens: Sequence[Mapping[str, Tensor]]) -> tuple[Column, ...]:
+    first, likes = rollouts[0], list[tuple[str, torch.dtype, int, tuple[int, ...]]]()
     # slices of shapes cost more than all else here, and most columns have one number a token
-    likes = [
-        (name, like.dtype, like.ndim, () if like.ndim == 1 else tuple(like.shape[1:]))
-        for name, like in columns_of(first).items()
-    ]
-    for rollout in rollouts[1:]:
-        its = columns_of(rollout)
+    for name, like in tokens[0].items():
+        likes.append((name, like.dtype, like.ndim, () if like.ndim == 1 else tuple(like.shape[1:])))
+    for rollout, its in zip(rollouts[1:], tokens[1:], strict=True):
         for name, dtype, ndim, shape in likes:
             own = its.get(name)
             if own is None or own.dtype is not dtype or own.ndim != ndim or (ndim > 1 and own.shape[1:] != shape):
                 raise _differ(rollout, first, name)
         if len(its) != len(likes):
-            raise _differ(rollout, first, *(its.keys() - columns_of(first).keys()))
+            raise _differ(rollout, first, *(its.keys() - tokens[0].keys()))
     return tuple([Column(name, DTYPE_INDEX[dtype], shape) for name, dtype, _, shape in likes])
 
 
