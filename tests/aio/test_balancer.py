@@ -55,45 +55,37 @@ async def test_a_full_window_has_no_latency_whatever_the_order_of_starting(order
         assert left == [4.0, 6.0]
 
 
-async def test_a_deadline_fires_exactly_at_its_time() -> None:
-    async with sb.StreamBalancer(config(deadline_s=30.0)) as balancer:
-        await anyio.sleep(5.0)
-        await fill(balancer, 2)
-        await anyio.sleep(10.0)
-        await balancer.put(make_rollout(9, "late"))
-        batch = await anext(balancer.batches())
-        assert anyio.current_time() == 35.0
-        assert (batch.reason, batch.num_rollouts) == ("deadline", 3)
-
-
-async def test_a_deadline_waits_for_min_batch_size() -> None:
-    async with sb.StreamBalancer(config(deadline_s=30.0, min_batch_size=3)) as balancer:
-        await fill(balancer, 2)
-
-        async def late() -> None:
-            await anyio.sleep(100.0)
-            await balancer.put(make_rollout(9))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(late)
-            batch = await anext(balancer.batches())
-        assert (anyio.current_time(), batch.reason, batch.num_rollouts) == (100.0, "deadline", 3)
-
-
-async def test_rollouts_about_to_go_stale_leave_without_a_full_window() -> None:
-    async with sb.StreamBalancer(config(window=12, staleness=sb.Staleness(max_versions=1))) as balancer:
+@pytest.mark.parametrize(
+    ("knobs", "events", "leaves"),
+    [
+        ({"deadline_s": 30.0}, [(5.0, 2), (15.0, 1)], (35.0, "deadline", 3)),
+        ({"deadline_s": 30.0, "min_batch_size": 3}, [(0.0, 2), (100.0, 1)], (100.0, "deadline", 3)),
+        ({"deadline_s": 1000.0}, [(0.0, 3), (5.0, {"deadline_s": 20.0})], (20.0, "deadline", 3)),
+        ({"window": 12, "staleness": {"max_versions": 1}}, [(0.0, 6), (7.0, {"version": 6})], (7.0, "age", 4)),
+    ],
+    ids=["deadline", "min_batch_size", "nearer deadline", "about to go stale"],
+)
+async def test_a_batch_leaves_without_a_full_window(
+    knobs: dict[str, Any], events: list[tuple[float, Any]], leaves: tuple[float, str, int]
+) -> None:
+    """At its time exactly. Events: how many rollouts are put then, or what changes."""
+    async with sb.StreamBalancer(config(**knobs)) as balancer, anyio.create_task_group() as tasks:
         balancer.set_version(5)
-        for rollout in make_rollouts([4] * 6):
-            await balancer.put(make_rollout(rollout.num_tokens, rollout.rollout_id, version=5))
-        async with anyio.create_task_group() as tasks:
 
-            async def policy_moves_on() -> None:
-                await anyio.sleep(7.0)
-                balancer.set_version(6)
+        async def play() -> None:
+            for at_s, event in events:
+                await anyio.sleep(at_s - anyio.current_time())
+                if isinstance(event, int):
+                    for rollout in make_rollouts([4] * event, prefix=f"{at_s}-"):
+                        await balancer.put(replace(rollout, version=5))
+                elif "version" in event:
+                    balancer.set_version(**event)
+                else:
+                    balancer.reconfigure(**event)
 
-            tasks.start_soon(policy_moves_on)
-            batch = await anext(balancer.batches())
-        assert (anyio.current_time(), batch.reason, batch.num_rollouts) == (7.0, "age", 4)
+        tasks.start_soon(play)
+        batch = await anext(balancer.batches())
+        assert (anyio.current_time(), batch.reason, batch.num_rollouts) == leaves
 
 
 async def test_stale_rollouts_are_evicted_and_told() -> None:
@@ -410,20 +402,6 @@ async def test_a_refused_put_leaves_the_buffer_as_it_was(
 
 
 # -- knobs are live ----------------------------------------------------------------------------------------------------
-
-
-async def test_a_nearer_deadline_takes_effect_at_once() -> None:
-    async with sb.StreamBalancer(config(deadline_s=1000.0)) as balancer:
-        await fill(balancer, 3)
-        async with anyio.create_task_group() as tasks:
-
-            async def later() -> None:
-                await anyio.sleep(5.0)
-                balancer.reconfigure(deadline_s=20.0)
-
-            tasks.start_soon(later)
-            batch = await anext(balancer.batches())
-        assert (anyio.current_time(), batch.reason) == (20.0, "deadline")
 
 
 @pytest.mark.parametrize(
