@@ -5,8 +5,8 @@ slowest rank. A step wastes time only if one rollout is heavier than a rank's fa
 is if `ranks * heaviest > work`. The window is there to prevent that, in three ways, tried in this order:
 
     first in, first out   the oldest balance, and no outlier waits behind them: nothing to do
-    without outliers      outliers stay behind, and with them as many of the heaviest others as will have to fill their
-                          step on the day they go (by a forecast); the oldest of the rest go
+    without outliers      outliers stay behind, and with them most of what is heavier than the lightest that make a
+                          step: it fills their step on the day they go
     outlier batch         an outlier must go: its step is long in any case, so it is filled up with the heaviest that
                           wait
 
@@ -27,17 +27,12 @@ _BALANCED = 1.02
 """A step whose heaviest rollout is within 2 % of the fair share counts as balanced: chasing less costs more delay than
 it saves idle time (measured: 1.05 costs 0.2-1 points of idle time and saves no delay)."""
 
-_SUPPLY = 0.7
-"""How much of the arrivals still to come is trusted to fill an outlier's step. 0.25-1 all work; less means more is
-held back, hence more delay for heavy rollouts and 1-3 points less idle time on the heaviest tails."""
+_MAY_GO = 0.25
+"""How much of what stays behind while outliers wait is free to go for its age: a quarter of it, the lightest. With
+none light tails idle a third more; half of it sends the fillers of the outliers (heavy tails: 1-2 points more)."""
 
 _ROUNDING = 1e-9
 """Scores of levels this near to each other (as a part of the highest level) are equal."""
-
-_RESERVE_STEPS = 6
-"""Sizes of the reserve that are tried, from none to the whole window."""
-
-_FIXPOINT_ROUNDS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +74,8 @@ def choose(units: Candidates) -> Bools:
         >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])  # oldest first
         >>> nothing, outlier = np.zeros(8, dtype=np.bool_), costs == 2400.0
         >>> units = Candidates(CostOrder(costs), costs, must=nothing, remaining=np.full(8, 8), num_more=4, ranks=2.0)
-        >>> np.flatnonzero(choose(units))  # the oldest below the outlier, which stays
-        array([0, 1, 3, 4])
+        >>> np.flatnonzero(choose(units))  # light ones: the outlier stays, and 500 and 450 for it
+        array([1, 3, 5, 6])
         >>> units = Candidates(CostOrder(costs), costs, must=outlier, remaining=np.full(8, 8), num_more=3, ranks=2.0)
         >>> np.flatnonzero(choose(units))  # it must go: 500 + 450 + 420 lie on the other rank
         array([0, 2, 4, 6])
@@ -94,9 +89,8 @@ def choose(units: Candidates) -> Bools:
         return go
     go[np.flatnonzero(~must)[:num_more]] = True
     # all that follows is measured against the step that first in, first out would send
-    fair = units.fair_share(go)
     by_part = units.order if units.parts is units.costs else CostOrder(units.parts)
-    if by_part.heaviest + units.filler <= fair:
+    if by_part.heaviest + units.filler <= units.fair_share(go):
         return go  # most steps end here: a window must not reorder what balances anyway
     # [others] units, ascending by part: so the first num_more are the lightest step there is, which says whether any
     # step beside what must go can balance
@@ -107,94 +101,14 @@ def choose(units: Candidates) -> Bools:
     lightest[others[:num_more]] = True
     most = float(units.parts[others[num_more - 1]]) + units.filler
     if must_peak <= most or must_peak <= units.fair_share(lightest):
-        without = _without_outliers(units, others, by_part.heaviest + units.filler, must_peak, fair)
-        return lightest if without is None else without
+        # the oldest of the light ones: all that is heavier waits, and fills the step of the outliers
+        light = np.zeros_like(must)
+        light[others[: num_more + int(_MAY_GO * (num_others - num_more))]] = True
+        oldest, go = np.flatnonzero(light)[:num_more], must.copy()
+        go[oldest] = True
+        heaviest = max(float(units.parts[oldest].max()) + units.filler, must_peak)
+        return go if heaviest <= units.fair_share(go) else lightest
     return _outlier_batch(units, others, must_peak)
-
-
-def _without_outliers(units: Candidates, others: Ints, peak: float, must_peak: float, fair: float) -> Bools | None:
-    """A step without the outliers: the oldest that balance, and enough heavy ones left behind to fill the outliers'
-    step. None if no such step balances.
-
-    Without that reserve the fillers leave first, and every outlier later goes alone: measured, 18 % idle instead of
-    12 % on the heaviest recorded tail.
-    """
-    # heavier than a rank's fair share: whichever step it goes in, the other ranks wait
-    outliers = units.parts + units.filler > fair
-    # the outlier that must go first sets the day that fillers are kept for
-    patience = max(1, int(units.remaining[outliers].min())) if outliers.any() else 1
-    needed = units.ranks * peak
-    # [U] how many like it arrive until then: arrivals are foreseen to be like the newest units
-    new = units.remaining == units.remaining.max()
-    arrivals = np.where(new, _SUPPLY * patience * units.num_more / np.count_nonzero(new), 0.0)
-    # [U] place of those that need not go in the order of their parts: the reserve is all of them from one place on
-    place = np.full(new.size, -1)
-    place[others] = np.arange(others.size)
-    spare, best = others.size - units.num_more, None
-    # the smallest reserve that suffices: all beyond it would only delay heavy rollouts
-    for size in sorted({spare * attempt // _RESERVE_STEPS for attempt in range(_RESERVE_STEPS + 1)}):
-        first = others.size - size
-        go = _oldest_balanced(units, (place >= 0) & (place < first), must_peak)
-        if go is None:
-            continue
-        best = go
-        if _forecast(units, arrivals + ((place >= first) & ~go)) >= needed:
-            return go
-    return best
-
-
-def _oldest_balanced(units: Candidates, may_go: Bools, must_peak: float) -> Bools | None:
-    """`must` and the oldest of those that may go beside them, below the highest level at which such a step balances.
-
-    The level falls until it is a fixed point: work of the oldest below it >= ranks * level. None if there is none.
-    Looks only as far back from the oldest as it has to: what is rejected never depends on what is newer.
-    """
-    must = units.must
-    seen = 2 * (int(np.count_nonzero(must)) + units.num_more)
-    while True:
-        # the oldest only; doubled until nothing is missing
-        taken, short = _highest_level(units, np.flatnonzero(may_go[:seen]), must_peak)
-        if not short or seen >= must.size:
-            break
-        seen *= 2
-    if taken is None:
-        return None
-    go = must.copy()
-    go[taken] = True
-    return go
-
-
-def _highest_level(units: Candidates, pool: Ints, must_peak: float) -> tuple[Ints | None, bool]:
-    """-> (those of the pool, oldest first, that go beside `must`, or None; whether a longer pool might have some)."""
-    costs, parts, num_more = units.costs, units.parts, units.num_more
-    must_work = float(costs[units.must].sum())
-    for _ in range(_FIXPOINT_ROUNDS):
-        if pool.size < num_more:
-            return None, True
-        # The pool is by age, so its first are the oldest that the level allows. Of single rollouts, what takes the
-        # place of those thrown out weighs less: so the level only falls, to a fixed point.
-        taken = pool[:num_more]
-        level = _BALANCED * (must_work + float(costs[taken].sum())) / units.ranks
-        if must_peak > level:
-            return None, False
-        if float(parts[taken].max()) + units.filler <= level:
-            return taken, False
-        pool = pool[parts[pool] + units.filler <= level]
-    return None, False
-
-
-def _forecast(units: Candidates, numbers: Floats) -> float:
-    """Work in the heaviest units of a later step, given how many there will be of each ([U]): what is kept for it, and
-    what is still to arrive. What stays without being reserved is not counted: first in, first out takes it before."""
-    size = units.num_more + int(np.count_nonzero(units.must))
-    heaviest_first = units.order.ascending()[::-1]
-    seen = 2 * size
-    # only as far down as a step takes
-    while (total := np.cumsum(numbers[heaviest_first[:seen]]))[-1] < size and seen < numbers.size:
-        seen *= 2
-    # as many as a step takes: the last of them counts in part
-    taken = np.minimum(total, size)
-    return float(np.diff(taken, prepend=0.0) @ units.costs[heaviest_first[:seen]])
 
 
 def _best_level(units: Candidates, others: Ints, must_peak: float) -> float:

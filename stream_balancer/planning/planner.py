@@ -66,9 +66,9 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
         >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])  # oldest first
         >>> waiting = Waiting.of(costs)
         >>> knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8)
-        >>> plan = plan_batch(waiting, knobs, num_rollouts=4, step=0)  # the 2400 waits; 420 goes for 450
+        >>> plan = plan_batch(waiting, knobs, num_rollouts=4, step=0)  # the 2400 waits, and what fills its step
         >>> plan.ranks, plan.loads  # [rank][micro_batch] -> positions, [rank]
-        ([[array([0, 3])], [array([1, 6])]], array([800., 820.]))
+        ([[array([3, 6])], [array([5, 7])]], array([720., 730.]))
         >>> waiting.skips[2] = 8  # now it must go: a step as long as it is, filled up with the oldest
         >>> plan = plan_batch(waiting, knobs, num_rollouts=4, step=0)
         >>> plan.ranks, plan.loads
@@ -125,7 +125,7 @@ def choose_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, surpl
         >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])
         >>> knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8)
         >>> np.flatnonzero(choose_batch(Waiting.of(costs), knobs, num_rollouts=4))
-        array([0, 1, 3, 4])
+        array([1, 3, 5, 6])
     """
     units = Units.of(waiting, knobs)
     _, go = select_step(waiting, units, knobs, num_rollouts, surplus)
