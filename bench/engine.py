@@ -6,8 +6,11 @@ Run: ``python bench/engine.py [--json]``.
 
 from __future__ import annotations
 
+import resource
 import statistics
+import sys
 import time
+from typing import NamedTuple
 
 import anyio
 import numpy as np
@@ -27,15 +30,31 @@ def make_rollouts(count: int, seed: int) -> list[sb.Rollout]:
     return [sb.Rollout(tokens={"input_ids": ids[:n]}, rollout_id=f"{seed}-{i}") for i, n in enumerate(lengths.tolist())]
 
 
-async def throughput(rollouts: list[sb.Rollout], waiting: int) -> float:
-    """Rollouts per second from put to dispatch, with about ``waiting`` of them in the window all the time."""
+class Rate(NamedTuple):
+    """From put to dispatch."""
+
+    per_second: float
+    cpu_us: float
+    """CPU time of a rollout."""
+    switches: float
+    """Context switches of a thousand rollouts."""
+
+
+def used() -> tuple[float, float, int]:
+    """Seconds of a clock, of CPU, and context switches so far."""
+    its = resource.getrusage(resource.RUSAGE_SELF)
+    return time.perf_counter(), time.process_time(), its.ru_nvcsw + its.ru_nivcsw
+
+
+async def throughput(rollouts: list[sb.Rollout], waiting: int) -> Rate:
+    """With about ``waiting`` rollouts in the window all the time."""
     config = sb.BalancerConfig(dp_size=DP_SIZE, batch_size=BATCH_SIZE, window=waiting, cost=sb.cost.QuadraticCost())
     async with sb.StreamBalancer(config) as balancer:
         fill, rest = rollouts[: waiting - 1], rollouts[waiting - 1 :]
         for rollout in fill:
             balancer.put_nowait(rollout)
         todo = iter(rest)
-        start = time.perf_counter()
+        start = used()
 
         async def produce() -> None:
             for rollout in todo:
@@ -53,9 +72,26 @@ async def throughput(rollouts: list[sb.Rollout], waiting: int) -> float:
                 dispatched += batch.num_rollouts
                 if dispatched >= len(rest) - BATCH_SIZE:
                     break
-            seconds = time.perf_counter() - start
+            seconds, cpu_s, switches = (now - then for now, then in zip(used(), start, strict=True))
             tasks.cancel_scope.cancel()
-    return dispatched / seconds
+    return Rate(dispatched / seconds, 1e6 * cpu_s / dispatched, 1e3 * switches / dispatched)
+
+
+async def calls_of_a_put() -> int:
+    """Calls of ``put_nowait``, of Python and of C, for a rollout of one column."""
+    calls = 0
+
+    def note(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    async with sb.StreamBalancer(sb.BalancerConfig(dp_size=8, batch_size=256)) as balancer:
+        first, second = (sb.Rollout(tokens={"input_ids": torch.zeros(8, dtype=torch.int64)}) for _ in range(2))
+        balancer.put_nowait(first)  # what others must be like, and the cost of its length
+        sys.setprofile(note)
+        balancer.put_nowait(second)
+        sys.setprofile(None)
+    return calls - 1  # the last is setprofile
 
 
 def put_seconds(waiting: int, probes: int = 2000) -> tuple[float, float]:
@@ -132,9 +168,13 @@ def rates(rows: Rows, repeats: int) -> None:
     waiting = 16384
     rollouts = make_rollouts(waiting + 12 * BATCH_SIZE, 0)
     for backend in ("asyncio", "trio"):
-        rate = statistics.median(anyio.run(throughput, rollouts, waiting, backend=backend) for _ in range(repeats))
+        rates = [anyio.run(throughput, rollouts, waiting, backend=backend) for _ in range(repeats)]
+        rate, cpu_us, switches = map(statistics.median, zip(*rates, strict=True))
         name = f"await put to dispatch, {waiting} waiting, {NUM_PRODUCERS} producers, {backend}"
         rows.add(name, rate, "rollouts/s", 20_000, at_least=True)
+        rows.add(f"{name}: CPU of a rollout", cpu_us, "us")
+        rows.add(f"{name}: context switches of 1000 rollouts", switches, "switches")
+    rows.add("calls of a put_nowait, of Python and of C", anyio.run(calls_of_a_put), "calls", 50)
     sizes = (1024, 16384, 131072)
     runs = [[put_seconds(size) for size in sizes] for _ in range(repeats)]
     for k, size in enumerate(sizes):
