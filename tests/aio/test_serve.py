@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from crew import Crew
 from helpers import settle
+from served import serving
 
 import stream_balancer as sb
 from stream_balancer.net.messages import Report
@@ -57,52 +58,34 @@ ABOUT = {"rank": 0, "dp_size": 1, "incarnation": 0, "depth": 2}
 
 
 @pytest.mark.parametrize(
-    "about", [None, {}, {**ABOUT, "more": 1}, {**ABOUT, "has": {0: [1]}}, {**ABOUT, "rank": 7}, {**ABOUT, "depth": 0}],
-    ids=str,
-)  # fmt: skip
-async def test_who_does_not_say_who_it_is_does_not_come_in(about: Any) -> None:
-    async with sb.StreamBalancer(knobs(1)) as balancer, anyio.create_task_group() as tasks:
-        network = MemoryNetwork(dp_size=1)
-        tasks.start_soon(sb.serve, balancer, network)
-        ends: list[Exception] = []
-        Session(network.dialer(), "rank", about=about, on_end=ends.append).begin()
-        await settle()
-        await settle()
-        assert [isinstance(end, sb.errors.RefusedError) for end in ends] == [True]
-        crew = Crew(network)
-        tasks.start_soon(crew.train, 0)
-        await put(balancer, 8)
-        balancer.end()
-    assert len(crew.met) == 2
-
-
-@pytest.mark.parametrize(
-    ("report", "says"),
+    ("about", "report", "says"),
     [
-        (Report("invented", 0), "which nobody knows"),
-        (Report("at_barrier", 0, about=b"\xc1"), "cannot be read"),
-        (Report("finished", 0, about=msgspec.msgpack.encode("soon")), "cannot be read"),
+        *((about, None, "") for about in [None, {}, {**ABOUT, "more": 1}, {**ABOUT, "has": {0: [1]}}]),
+        *(({**ABOUT, **wrong}, None, "") for wrong in [{"rank": 7}, {"depth": 0}]),
+        (ABOUT, Report("invented", 0), "which nobody knows"),
+        (ABOUT, Report("at_barrier", 0, about=msgspec.Raw(b"\xc1")), "cannot be read"),
+        (ABOUT, Report("finished", 0, about=msgspec.Raw(msgspec.msgpack.encode("soon"))), "cannot be read"),
     ],
-    ids=lambda one: one if isinstance(one, str) else f"{one.fact} {one.step} {one.items}",
-)  # fmt: skip
-async def test_what_is_no_report_ends_its_rank_and_no_other(report: Report, says: str) -> None:
-    if isinstance(report.about, bytes):
-        report = msgspec.structs.replace(report, about=msgspec.Raw(report.about))
-    async with sb.StreamBalancer(knobs(1)) as balancer, anyio.create_task_group() as tasks:
-        network = MemoryNetwork(dp_size=1)
-        tasks.start_soon(partial(sb.serve, balancer, network, rejoin_timeout_s=math.inf))
+    ids=lambda one: one.fact if isinstance(one, Report) else str(one),
+)
+async def test_who_talks_nonsense_is_told_and_no_other_rank_minds(about: Any, report: Report | None, says: str) -> None:
+    """Who does not say who it is does not come in."""
+    async with serving(sb.StreamBalancer(knobs(1)), rejoin_timeout_s=math.inf) as (balancer, network, tasks):
         ends: list[Exception] = []
         session = Session(
-            network.dialer(), "rank", about=ABOUT, on_end=ends.append, admit=lambda *_: None, on_message=lambda *_: None
+            network.dialer(), "rank", about=about, on_end=ends.append, admit=lambda *_: None, on_message=lambda *_: None
         )
         session.begin()
         await put(balancer, 4)
-        await settle()
-        await settle()
-        session.send(report)
-        await settle()
-        await settle()
-        assert [says in str(end) for end in ends] == [True], "it hears why"
+        for _ in range(2):
+            await settle()
+        if report is not None:
+            session.send(report)
+            for _ in range(2):
+                await settle()
+        [end] = ends
+        assert says in str(end)
+        assert isinstance(end, sb.errors.RefusedError) or report is not None
         crew = Crew(network)
         tasks.start_soon(partial(crew.train, 0, incarnation=1))
         balancer.end()
