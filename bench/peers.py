@@ -70,7 +70,7 @@ def trace_folder(given: str | None) -> Path | None:
 
 
 def traces(folder: Path | None) -> Iterator[Trace]:
-    for path in sorted(folder.glob("*.csv.gz")) if folder else []:
+    for path in sorted([*folder.glob("*.csv"), *folder.glob("*.csv.gz")]) if folder else []:
         yield load_trace(path)
 
 

@@ -1,13 +1,16 @@
 """Schedulers of trainers side by side: the same rollouts, in the order in which they finish, under the same token cap.
 
-python bench/schedulers.py [--all] [--json] [--results FILE] [--plot FILE.html] [--traces DIR] [--only NAME]
-                           [--stream TEXT,TEXT] [--steps 48] [--seconds 15] [--seed 7000]
+python bench/schedulers.py [--all] [--json] [--results FILE] [--page FILE.html] [--traces DIR] [--schedulers FILE.py]
+                           [--only NAME] [--stream TEXT,TEXT] [--steps 48] [--seconds 15] [--seed 7000]
 
 A row is a scheduler (bench/scheduler_list.py) on a stream and a size of step. Idle is the share of rank time that is
 not work, where ranks meet once a step and where they meet at every micro-batch. Time is a step's over the least that
 any layout of the oldest rollouts can take: only a choice among more of them gets below 1. Delay is in steps that
 a rollout waits. Tokens: by how much those of a step vary (standard deviation / mean). Plan: milliseconds of one core
 for all ranks together. Streams begin in mid-run, and nothing was tuned on their seeds.
+
+A file of schedulers is Python that registers them as scheduler_list does: ``@scheduler("mine", "where it is from")`` on
+a function that returns the planner. A page is one table of all figures, which a click on a heading sorts.
 """
 
 from __future__ import annotations
@@ -16,22 +19,22 @@ import json
 import math
 import os
 import platform
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
 from _common import arguments
-from bars import bars
 from micro_batches import LIKE, odc_seconds, trace_flops
 from peers import Floats, Ints, trace_folder, traces
 from scheduler_list import SCHEDULERS, Plan, Scheduler
 from scheduler_runs import FIRST_SEED, Figures, Run, Stream, measure
+from scoreboard import page
 
 import stream_balancer as sb
 from stream_balancer.tools.length_models import LengthModel
@@ -47,8 +50,6 @@ MOST_ROLLOUTS, LEAST_STEPS = 8_192, 12
 """Rollouts that are enough for the figures of a run, but so many steps at least."""
 SLOW_MS = 1_000.0
 """A scheduler whose plan takes longer is not run at larger sizes; the table says so."""
-
-MEETINGS = ("ranks meet once a step", "at every micro-batch")
 
 
 def micro_seconds(lengths: Ints) -> Floats:
@@ -102,12 +103,6 @@ def table(rows: Sequence[Figures], left_out: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def chart(run: Run, rows: Sequence[Figures]) -> str:
-    """The same as bars, and what the table is headed with."""
-    drawn = bars({once.scheduler: (once.idle / 100, often.idle / 100) for once, often in ranked(rows)}, MEETINGS)
-    return f"<h2>{escape(run.stream)}, {run.batch_size:,} rollouts on {run.ranks} ranks: idle</h2>{drawn}"
-
-
 def compare(
     run: Run, plans: dict[Scheduler, Plan], seconds: float, too_slow: dict[Scheduler, str]
 ) -> tuple[list[Figures], dict[str, str]]:
@@ -152,7 +147,8 @@ def main() -> None:
         all=False,
         traces=None,
         results=None,
-        plot=None,
+        page=None,
+        schedulers=None,
         only="",
         stream="",
         steps=48,
@@ -160,14 +156,19 @@ def main() -> None:
         seed=FIRST_SEED,
     )
     torch.set_num_threads(1)  # plans are timed on one core: waiting threads would count as work, or not at all
+    if options.traces is not None and not Path(options.traces).is_dir():
+        sys.exit(f"--traces {options.traces} is no folder")
+    if options.schedulers is not None:
+        runpy.run_path(options.schedulers)
     plans, missing = available(options.only)
     for one, why in missing.items():
         print(f"not available: {one.name}: {why}", file=sys.stderr)
-    charts: list[str] = []
+    lines: list[str] = []
     with Path(options.results or os.devnull).open("w", encoding="utf-8") as results:
 
         def write(row: dict[str, Any]) -> None:
             line = json.dumps(row)
+            lines.append(line)
             print(line, file=results, flush=True)
             if options.json:
                 print(line, flush=True)
@@ -188,13 +189,11 @@ def main() -> None:
                 for name, why in left_out.items():
                     size = {"stream": stream.name, "batch_size": batch_size, "ranks": ranks}
                     write({"scheduler": name, **size, "left_out": why})
-                charts.append(chart(run, found))
                 if not options.json:
                     print(f"\n{stream.name}, {batch_size} rollouts on {ranks} ranks, cap {run.max_tokens:,} tokens")
                     print(table(found, left_out), flush=True)
-    if options.plot is not None:
-        head = '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Schedulers</title></head>'
-        Path(options.plot).write_text(f"{head}<body>{''.join(charts)}</body></html>\n", encoding="utf-8")
+    if options.page is not None:
+        Path(options.page).write_text(page(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

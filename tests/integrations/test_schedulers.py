@@ -11,6 +11,7 @@ pytest.importorskip("verl")
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 import scheduler_runs
 import schedulers
+import scoreboard
 
 import stream_balancer as sb
 
@@ -30,3 +31,10 @@ def test_plans_have_every_rollout_once_and_keep_the_cap(scheduler: schedulers.Sc
         assert row.steps == 4
         assert 0.0 <= row.idle < 100.0
         assert row.over_cap == 0 or scheduler.name.startswith("OpenRLHF")
+
+
+def test_a_page_has_a_row_of_all_that_was_written() -> None:
+    results = Path(__file__).parents[2] / "bench" / "results" / "schedulers.jsonl"
+    html = scoreboard.page(results.read_text().splitlines())
+    assert html.count("<tr>") == 1 + results.read_text().count('"stream":')
+    assert html.index("<td>stream_balancer") < html.index("<td>round-robin")
