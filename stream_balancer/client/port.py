@@ -179,7 +179,7 @@ class Port:
     def _about(self) -> dict[str, Any]:
         with self.lock:
             # under the lock, as one picture: what comes in between would be said twice or not at all
-            says = {"next_step": self.held.weights, "version": self.session.version, "has": self.held.has()}
+            says = {"next_step": self.held.weights, "has": self.held.has()}
             return self.who._asdict() | says | {"goes_on": self._was_in}
 
     def _on_open(self, _: m.Welcome) -> None:

@@ -41,7 +41,6 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch_bytes: Count = 2**40
     next_step: Count | None = None
     """The weights contain all steps before this one; None: not said."""
-    version: int | None = None
     has: dict[int, HeldStep] = {}
     goes_on: bool = False
     """The process was in before, and was not started with other weights: ranks that go on may be at different steps."""
