@@ -47,7 +47,7 @@ def test_what_runs_alone(name):
 @pytest.mark.parametrize(
     ("ranks", "launch", "name", "options", "rollouts"),
     [
-        (1, run_world, "torchrun_single_controller.py", (), 96),
+        (2, run_world, "torchrun_single_controller.py", (), 96),
         (2, run_world, "torchrun_every_rank_generates.py", ("direct",), 96),
         (1, run_world, "torchrun_every_rank_generates.py", ("balancer",), 48),
         (2, run_world, "torchrun_and_workers.py", (), 96),

@@ -7,21 +7,27 @@ import itertools
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from forked import free_port
+from forked import Python, free_port, started
 
 import stream_balancer as sb
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_restarts.py"
+# a pipe that nobody reads would stop a launcher that has said much
+LAUNCH = """
+import forked, os, sys
+for number in (1, 2):
+    os.dup2(os.open(sys.argv[1], os.O_CREAT | os.O_APPEND | os.O_WRONLY), number)
+forked.launch(*sys.argv[2:])
+"""
 TURN = ("worker 0", "rank0", "rank1", "control")
 
 
@@ -36,30 +42,27 @@ class Run:
             "PROMPTS": str(prompts),
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(sys.path),
         }
-        self.log = (folder / "log").open("w")
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.all = ExitStack()
+        self.processes: dict[str, Python] = {}
         for name in ("control", "worker 0", "worker 1", "train"):
             self.start(name)
 
     def start(self, name: str) -> None:
         kind, *number = name.split()
-        command: list[str | Path] = [sys.executable, EXAMPLE, kind, self.folder, *number]
+        command: list[object] = [EXAMPLE, kind, self.folder, *number]
         if kind == "train":
-            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=100"]
-            command = [sys.executable, *launcher, __file__, EXAMPLE, kind, self.folder]
-        self.processes[name] = subprocess.Popen(
-            command, env=self.environment, stdout=self.log, stderr=self.log, start_new_session=True
-        )
+            launcher = ["--nproc-per-node=2", "--max-restarts=100", __file__]
+            command = ["-c", LAUNCH, self.folder / "log", *launcher, *command]
+        self.processes[name] = self.all.enter_context(started(*command, environment=self.environment))
 
     @property
     def is_over(self) -> bool:
-        return self.processes["train"].poll() is not None
+        return self.processes["train"].returncode is not None
 
     def keep_up(self) -> None:
         for name, process in list(self.processes.items()):
-            if name != "train" and process.poll() not in (None, 0):
+            if name != "train" and process.returncode not in (None, 0):
                 self.start(name)
 
     def kill(self, name: str) -> None:
@@ -77,14 +80,8 @@ class Run:
 @contextmanager
 def running(folder: Path, prompts: int) -> Iterator[Run]:
     run = Run(folder, prompts)
-    try:
+    with run.all:
         yield run
-    finally:
-        for process in run.processes.values():
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        run.log.close()
 
 
 @pytest.mark.parametrize(
