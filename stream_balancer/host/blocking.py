@@ -72,14 +72,14 @@ class _Call(Generic[T]):
         """Take the call back: once it has ended, it is as if it had not been made."""
         self._is_withdrawn = True
         # without a scope it has not begun, and will not; or it has ended, and the interrupt came before its thread knew
-        if self._scope is None or self.ended.is_set():
+        if self._scope is None or self.ended.is_set:
             self._end()
         else:
             self._scope.cancel()
 
     def close(self) -> None:
         """Fail a call that the loop, which is over, will not finish."""
-        if not self.ended.is_set():
+        if not self.ended.is_set:
             self.error = ClosedResourceError("this balancer is closed: its `with` block was left")
             self._end()
 
@@ -195,9 +195,9 @@ class _LoopThread(Here):
             )
         self._open.add(call)  # first: who ends the loop in this moment closes what it finds there
         call.ended.then(lambda: self._open.discard(call))
-        self._in_loop(lambda: call.close() if self._leaving.is_set() else self._tasks.start_soon(call.run))
+        self._in_loop(lambda: call.close() if self._leaving.is_set else self._tasks.start_soon(call.run))
         # the loop may have ended between the check and the hand-over: nobody else would end this call
-        if self._ended.is_set():
+        if self._ended.is_set:
             call.close()
 
     def _raise_error(self) -> None:

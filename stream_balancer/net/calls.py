@@ -94,7 +94,7 @@ class Pending:
     def resolve(self, error: Exception | None, answer: Answered | None = None) -> None:
         """The reply; the first one counts."""
         # a reply and the loss of the connection may come in either order
-        if not self.signal.is_set():
+        if not self.signal.is_set:
             self.error, self.answer, self.payload = error, answer or self.answer, NOTHING
             self.signal.set()
 

@@ -238,19 +238,16 @@ atexit.register(_stop)
 class Signal:
     """Set once, by any thread; waited for by coroutines of asyncio and trio, and by threads."""
 
-    __slots__ = ("_set", "_waiters")
+    __slots__ = ("_waiters", "is_set")
 
     def __init__(self) -> None:
-        self._set = False
+        self.is_set = False
         self._waiters: list[Job] = []
-
-    def is_set(self) -> bool:
-        return self._set
 
     def set(self) -> None:
         """Wake all who wait. Idempotent."""
         # first: who appends too late to be found below sees the flag
-        self._set = True
+        self.is_set = True
         with suppress(IndexError):
             while True:
                 self._waiters.pop()()
@@ -259,7 +256,7 @@ class Signal:
         """Call the job when this is set: now, or in the thread that sets it."""
         # before the flag is looked at: who sets it later finds the job, who set it before is seen below
         self._waiters.append(job)
-        if self._set:
+        if self.is_set:
             self.set()
 
     async def wait(self) -> None:
@@ -269,7 +266,7 @@ class Signal:
             self.wait_in_thread(blocking_deadline.at)
             return
         event = anyio.Event()
-        if self._set:
+        if self.is_set:
             event.set()
         else:
             loop = in_loop()
@@ -281,24 +278,24 @@ class Signal:
         if hasattr(blocking_deadline, "at"):
             with suppress(TimeoutError):
                 self.wait_in_thread(time.monotonic() + seconds)
-            return self._set
+            return self.is_set
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + seconds) as scope:
-            while not self._set and not scope.cancel_called:
+            while not self.is_set and not scope.cancel_called:
                 # asyncio's task.cancel() goes through shields
                 with suppress(anyio.get_cancelled_exc_class()):
                     await self.wait()
-        return self._set
+        return self.is_set
 
     def wait_in_thread(self, deadline: float | None) -> None:
         """Raises TimeoutError. Each wait has a lock of its own, released in C: no interrupt can break it."""
-        if self._set:
+        if self.is_set:
             return
         lock = threading.Lock()
         lock.acquire()
         self.then(lock.release)
         # a lock refuses longer waits than TIMEOUT_MAX
         left = -1.0 if deadline is None else min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
-        if not lock.acquire(timeout=left) and not self._set:
+        if not lock.acquire(timeout=left) and not self.is_set:
             raise TimeoutError
 
 

@@ -197,7 +197,7 @@ class Session:
         while self._waiting:
             pending = self._waiting[0]
             # resolved: it was taken back while it waited
-            if self._over is not None or pending.signal.is_set():
+            if self._over is not None or pending.signal.is_set:
                 self._waiting.popleft()
                 if self._over is not None:
                     pending.resolve(self._over(pending))
@@ -314,7 +314,7 @@ class Session:
 
     @property
     def _may_dial(self) -> bool:
-        return not self._left.is_set() and (self._over is None or (self._is_closing and self._takes_leave))
+        return not self._left.is_set and (self._over is None or (self._is_closing and self._takes_leave))
 
     def _dial(self) -> None:
         if self._may_dial:
@@ -379,7 +379,7 @@ class Session:
     def _fail(self, error: BaseException) -> None:
         """For good."""
         # the first end counts: a refusal is followed by the loss of its connection
-        if self._left.is_set():
+        if self._left.is_set:
             return
         # the error behind it says more, with the exception's own type
         if isinstance(error, ConnectionEnd) and error.kind == "refused":
@@ -398,13 +398,13 @@ class Session:
 
     def _end(self, error: Exception) -> None:
         self._stop_timers()
-        if not self._left.is_set():
+        if not self._left.is_set:
             self._left.set()
             self._on_end(error)
 
     def _leave(self) -> None:
         """Calls that wait are done, those that were sent are taken back; the last reply closes the connection."""
-        if self._left.is_set() or self._is_closing:
+        if self._left.is_set or self._is_closing:
             return
         self._is_closing = True
         self._stop_timers()

@@ -331,7 +331,10 @@ def _lists_of(header: Header) -> list[tuple[str, Sequence[Any]]]:
 
 def _fields_at(index: int, lists: Iterable[tuple[str, Sequence[Any]]]) -> dict[str, Any]:
     """Fields of a rollout but columns and ``is_padding``; without tensors."""
-    return {"tensors": {}} | PER_ROLLOUT | {field: its[index] for field, its in lists}
+    fields = {"tensors": {}} | PER_ROLLOUT
+    for field, its in lists:
+        fields[field] = its[index]
+    return fields
 
 
 # --- puts ------------------------------------------------------------------------------------------------------------

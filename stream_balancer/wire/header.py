@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
-from operator import attrgetter, le, lt
+from operator import attrgetter, le, lt, methodcaller
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -47,6 +47,7 @@ MAX_BYTES = 2**40
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _FLOATS_OF_8_BITS = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _FIRST = attrgetter("first")
+_is_padding = methodcaller("startswith", PADDING_PREFIX)
 
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
@@ -180,7 +181,7 @@ def read_header(raw: msgspec.Raw | bytes, *, needs: str = "input_ids") -> Header
     if header.padding:
         if not _ascends(header.padding, count) or any(loss_tokens[index] for index in header.padding):
             raise WireError("the list of padding copies is wrong")
-    elif any(name.startswith(PADDING_PREFIX) for name in header.ids):
+    elif any(map(_is_padding, header.ids)):
         raise WireError(f"an id begins with {PADDING_PREFIX!r}: so the balancer names its padding copies")
     if header.scalars and not all(map(names.isdisjoint, header.scalars)):
         raise WireError("a name is both a column and a scalar")

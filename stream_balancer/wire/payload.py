@@ -29,7 +29,7 @@ class Payload(NamedTuple):
     def views(self) -> list[memoryview]:
         """Bytes of the pieces. Raises ValueError if they are more or fewer than the runs take."""
         pieces = self.pieces() if callable(self.pieces) else self.pieces
-        views = list(map(memoryview, pieces))
+        views = [memoryview(piece) for piece in pieces]
         found = sum(map(len, views))
         # a rollout that was changed meanwhile would shift all that follows on this connection
         if found != self.size:
