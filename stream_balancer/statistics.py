@@ -138,6 +138,8 @@ class Statistics:
     """Seconds the oldest of these rollouts has waited; 0.0 if there is none."""
     short_groups: int
     """Groups that were closed with fewer than ``groups.size``, or sent before all their siblings had come, ever."""
+    cut_siblings: int
+    """Siblings that groups left without (``groups.min_size``), ever. Those that came late are ``evicted["late"]``."""
     blocked_puts: int = 0
     """Puts that are waiting for room now."""
     reserved: int = 0

@@ -86,6 +86,12 @@ def given(c: Any) -> Iterator[str]:
             f"groups.keep={c.groups.keep!r} needs groups.size, the siblings of a group: without it groups play no "
             "part. Give it"
         )
+    if c.groups.min_size is not None and not (c.groups.kept or 0) / 2 <= c.groups.min_size < (c.groups.kept or 0):
+        yield (
+            f"groups.min_size ({c.groups.min_size}) must be at least half of groups.size ({c.groups.size}), and below "
+            "it, and groups.keep not 'free': half of a group says how long the others may take. Change it, or leave "
+            "it out"
+        )
     if _not_powers(c.context_parallel.sizes):
         yield (
             "context_parallel.sizes must be powers of two in ascending order, beginning with 1, as in (1, 2, 4, 8), "

@@ -49,6 +49,13 @@ class Groups(metaclass=Values):
     size: Count | None = None
     """Siblings per group: executions, each a rollout or all with one ``execution_id``. Every rollout must have a group
     then, unless they are kept "free". None = groups play no part."""
+    min_size: Count | None = None
+    """A group may leave with so many siblings, at least half of ``size``, once the others are stragglers: those that
+    come later are evicted as "late", and ``statistics().length_bias`` says what that does to lengths. ``accept=`` is
+    not asked about such a group. None = it waits for all."""
+    patience: Amount = 2.0
+    """Stragglers are those that take so many times as long as half of the group took, since its ``expect_group()`` or
+    its first rollout. 0 = as soon as ``min_size`` have come."""
     keep: Keep = "same_batch"
     """Siblings leave in the "same_batch", on the "same_rank" (costs balance), or "free". Only with ``size``."""
     share_prefixes: bool = False

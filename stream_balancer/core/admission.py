@@ -213,6 +213,9 @@ class Admission:
         group_id = rollouts[0].group_id if size is None else size.group_id
         if group_id is None or buffer.groups.size is None:
             return list(rollouts) or None
+        if buffer.groups.is_abandoned(group_id):
+            # it is evicted, whatever accept= would say; and those that wait have been asked about, or were cut
+            return None
         group, wanted = buffer.groups.get(group_id), buffer.groups.size_of(group_id)
         arrived = 0 if group is None else group.arrived
         if not rollouts and (arrived >= wanted or not arrived):

@@ -140,7 +140,7 @@ class Buffer:
         if rollout.metadata and (stratum := rollout.stratum) is not None:
             strata[row] = self.strata.number_of(stratum)
         if rollout.group_id is not None and self.groups.size is not None:
-            labels[row] = self.groups.join(rollout.group_id, rollout.execution_id)
+            labels[row] = self.groups.join(rollout.group_id, rollout.execution_id, now)
         self.num_added = number + 1
         self.num_waiting += 1
         self.num_tokens += num_tokens

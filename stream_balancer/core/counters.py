@@ -18,7 +18,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.accepted = self.acknowledged = self.nacked = self.peak_waiting = self.dispatched_tokens = 0
-        self.squared_tokens = self.padding_copies = self.short_groups = 0
+        self.squared_tokens = self.padding_copies = self.short_groups = self.cut_siblings = 0
         self.surplus = 0
         """Rollouts that steps took beyond ``batch_size``, and later ones give back."""
         self.evicted: Counter[EvictReason] = Counter(dict.fromkeys(get_args(EvictReason), 0))
@@ -50,6 +50,7 @@ class Counts:
             "dispatched_tokens",
             "padding_copies",
             "short_groups",
+            "cut_siblings",
         )
         loads, bounds, slowest = self.mean_loads, self.lower_bounds, self.max_loads
         return {

@@ -7,19 +7,23 @@ eight is eight executions, however many rollouts they became.
 
     (unknown) --sibling--> open --all have come--> complete --all have left--> (unknown)
               --expect---> open --all have come, or close--> closed: takes no more, and is remembered
-                            `--abandon--> abandoned: what still comes is not wanted, and is remembered
+                            |--abandon--> abandoned: what still comes is not wanted, and is remembered
+                            `--cut------> closed, with those that have come; what still comes is too late
 
-A group may leave once all its siblings have come: ``size`` of them, or as many as was declared for this group. The rows
+A group may leave once all its siblings have come: ``size`` of them, or as many as was declared for this group; or once
+``min_size`` have, and the others take ``patience`` times as long as half of the group did. The rows
 of the siblings are the buffer's; here a group is a label, a small number that rows carry, so that completeness is one
 vector operation over them.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from heapq import heappop, heappush
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -49,6 +53,8 @@ class Declared(NamedTuple):
     """Siblings of the group; None: it was abandoned."""
     closed: bool
     """The group takes no more."""
+    late: bool = False
+    """It was cut: what still comes is evicted, and not refused."""
 
 
 @dataclass(slots=True)
@@ -65,6 +71,10 @@ class SiblingGroup:
     """Executions that have come."""
     waiting: int = 0
     """Rollouts that wait."""
+    began: float | None = None
+    """When its size was declared, or the first of it came, in seconds."""
+    half_s: float = 0.0
+    """Seconds from then until half of it had come: the median of all, whenever the rest comes."""
     executions: dict[str, int] = field(default_factory=dict)
     """Rollouts that wait, of each execution with an id that has come."""
 
@@ -88,6 +98,10 @@ class SiblingGroups:
     def __init__(self, size: int | None, remember: int = 100_000) -> None:
         self.size = size
         """Siblings of a whole group; None where groups play no part."""
+        self.min_size: int | None = None
+        """Siblings with which a group may leave without its stragglers; None: it waits for all."""
+        self.patience = 0.0
+        """... once these take so many times as long as half of the group did."""
         self.remember = remember
         """How many groups that take no more are known."""
         self.num_awaited = 0
@@ -97,23 +111,27 @@ class SiblingGroups:
         self.changed: list[str] = []
         """Groups of which something else is :meth:`declared` now. Whoever notifies of it empties this list."""
         self._groups: dict[str, SiblingGroup] = {}
-        # size of each that takes no more; None: abandoned
-        self._closed: OrderedDict[str, int | None] = OrderedDict()
+        # of each that takes no more
+        self._closed: OrderedDict[str, Declared] = OrderedDict()
+        # (when it is cut, if it lacks siblings by then; group), a heap
+        self._cuts: list[tuple[float, str]] = []
         # used again: the array by label stays small
         self._free_labels: list[int] = []
         self._lacking_by_label = np.zeros(_FIRST_LABELS, dtype=np.int64)
 
     # -- siblings come and leave ---------------------------------------------------------------------------------------
 
-    def join(self, group_id: str, execution_id: str | None = None) -> int:
-        """A rollout waits from now on. -> its group's label. O(1)."""
+    def join(self, group_id: str, execution_id: str | None = None, now: float = 0.0) -> int:
+        """A rollout waits from now on. -> its group's label. O(1); O(log groups) with ``min_size``."""
         group = self._groups.get(group_id) or self._new(group_id)
         # a rollout of an execution that has come before is no new sibling
         self._update(group, arrived=int(execution_id not in group.executions), waiting=1)
+        if self.min_size is not None:
+            self._time(group_id, group, self.min_size, now)
         if execution_id is not None:
             group.executions[execution_id] = group.executions.get(execution_id, 0) + 1
         if group.declared and group.arrived == group.size:
-            self._close(group_id, group.size)
+            self._close(group_id, Declared(group.size, closed=True))
         return group.label
 
     def leave(self, group_id: str | None, execution_id: str | None = None, *, never_came: bool = False) -> None:
@@ -122,6 +140,8 @@ class SiblingGroups:
         group = self.get(group_id)
         if group is None or group_id is None:
             return
+        # what would come again of a group that was cut would be too late
+        never_came = never_came and not self.is_abandoned(group_id)
         if execution_id is not None and execution_id in group.executions:
             group.executions[execution_id] -= 1
             never_came = never_came and not group.executions[execution_id]
@@ -155,19 +175,20 @@ class SiblingGroups:
 
     def abandon(self, group_id: str) -> None:
         """Siblings that still come are not wanted; those that wait are being trained on. O(1)."""
-        self._close(group_id, None)
+        self._close(group_id, Declared(None, closed=True))
         group = self._groups.get(group_id)
         if group is not None and not group.waiting:
             self.forget(group_id)
 
     def restore(self, declared: Mapping[str, Declared], departed: Mapping[str, int]) -> None:
         """Take over :meth:`declarations` and :meth:`departed` of a snapshot, before its rollouts join: what waits of a
-        closed group is complete, what waits of an abandoned one is not wanted. O(groups)."""
+        closed group is complete, what waits of an abandoned one is not wanted. Those that were cut are closed until
+        :meth:`cut` is called again. O(groups)."""
         if self.size is None:
             return
-        for group_id, (size, is_closed) in declared.items():
+        for group_id, (size, is_closed, _) in declared.items():
             if is_closed or size is None:
-                self._close(group_id, size)
+                self._close(group_id, Declared(size, closed=True))
                 continue
             group = self._new(group_id)
             group.declared = group.expected = True
@@ -176,14 +197,61 @@ class SiblingGroups:
             group = self._groups.get(group_id) or self._new(group_id)
             self._update(group, arrived=number)
             if group.declared and group.arrived >= group.size:
-                self._close(group_id, group.size)
+                self._close(group_id, Declared(group.size, closed=True))
             self._forget_if_done(group_id, group)
+
+    # -- stragglers ----------------------------------------------------------------------------------------------------
+
+    def next_cut(self) -> float:
+        """When the next group will have waited long enough for its stragglers; inf if none waits. O(1) amortised, but
+        for a logarithm."""
+        while self._cuts and not self._is_short(self._cuts[0][1]):
+            heappop(self._cuts)
+        return self._cuts[0][0] if self._cuts else math.inf
+
+    def overdue(self, now: float) -> list[str]:
+        """Groups that wait for nothing but stragglers, and have waited long enough. Each is said once, and to be
+        :meth:`cut`."""
+        found = []
+        while self.next_cut() <= now:
+            found.append(heappop(self._cuts)[1])
+        return list(dict.fromkeys(found))
+
+    def cut(self, group_id: str) -> int:
+        """The group is those that have come, and what still comes is too late. -> siblings that it lacked. O(1)."""
+        group = self._groups.get(group_id)
+        if group is None:
+            before = self._closed.get(group_id)
+            self._close(group_id, Declared(0 if before is None else before.size, closed=True, late=True))
+            return 0
+        lacked, group.declared = group.lacks, True
+        self._update(group, size=group.arrived)
+        self._close(group_id, Declared(group.arrived, closed=True, late=True))
+        return lacked
+
+    def _is_short(self, group_id: str) -> bool:
+        group = self._groups.get(group_id)
+        return group is not None and group.lacks > 0 and group.arrived >= (self.min_size or group.size)
+
+    def _time(self, group_id: str, group: SiblingGroup, min_size: int, now: float) -> None:
+        """A sibling has come now."""
+        if group.began is None:
+            group.began = now
+        half = -(-group.size // 2)
+        if group.arrived == half:
+            group.half_s = now - group.began
+        # of fewer than half nobody knows how long the group takes
+        if group.arrived >= max(min_size, half) and group.lacks:
+            heappush(self._cuts, (group.began + self.patience * group.half_s, group_id))
 
     # -- how many there are --------------------------------------------------------------------------------------------
 
     def check_put(self, group_id: str, number: int, execution_ids: Iterable[str | None] = ()) -> None:
         """Raise RolloutError if a group does not take so many more executions, or has one of these. O(ids)."""
-        group, size = self._groups.get(group_id), self._closed.get(group_id)
+        group, size = self._groups.get(group_id), self._closed_size(group_id)
+        # what is not wanted is evicted, and no worker's fault
+        if self.is_abandoned(group_id):
+            return
         if group is not None and group.executions:
             for execution_id in execution_ids:
                 if execution_id in group.executions:
@@ -209,7 +277,7 @@ class SiblingGroups:
         if size is None or self.is_abandoned(group_id):
             return
         group = self._groups.get(group_id)
-        before = group.size if group is not None and group.declared else self._closed.get(group_id)
+        before = group.size if group is not None and group.declared else self._closed_size(group_id)
         if before is not None and before != size:
             raise ValueError(
                 f"expect_group({group_id!r}, {size}): it was declared to have {before} before. To let it go with those "
@@ -220,7 +288,7 @@ class SiblingGroups:
                 f"expect_group({group_id!r}, {size}): {group.arrived} of it have come already. Expect at least as many"
             )
 
-    def set_size(self, wanted: GroupSize) -> None:
+    def set_size(self, wanted: GroupSize, now: float = 0.0) -> None:
         """Declare how many siblings a group has; :meth:`check_size` comes before. O(1)."""
         group_id, size = wanted
         group = self._groups.get(group_id)
@@ -228,12 +296,14 @@ class SiblingGroups:
             return
         if group is None:
             group = self._new(group_id)
+        if group.began is None:
+            group.began = now
         group.declared, group.expected = True, size is not None
         self._update(group, size=group.arrived if size is None else size)
         if group.arrived < group.size:
             self.changed.append(group_id)
             return
-        self._close(group_id, group.size)
+        self._close(group_id, Declared(group.size, closed=True))
         if not group.waiting:
             self.forget(group_id)
 
@@ -251,18 +321,29 @@ class SiblingGroups:
         return None if group_id is None else self._groups.get(group_id)
 
     def is_abandoned(self, group_id: str | None) -> bool:
-        """True if siblings that come are not wanted any more. O(1)."""
-        return group_id is not None and self._closed.get(group_id, 0) is None
+        """True if siblings that come are not wanted any more: it was abandoned, or cut. O(1)."""
+        return self.why_unwanted(group_id) is not None
+
+    def why_unwanted(self, group_id: str | None) -> Literal["abandoned", "late"] | None:
+        """Reason for which siblings that come are evicted; None where they are not. O(1)."""
+        closed = None if group_id is None else self._closed.get(group_id)
+        if closed is None or not (closed.late or closed.size is None):
+            return None
+        return "late" if closed.late else "abandoned"
+
+    def _closed_size(self, group_id: str) -> int | None:
+        closed = self._closed.get(group_id)
+        return None if closed is None else closed.size
 
     def size_of(self, group_id: str) -> int:
         """Siblings that a group must have before it may leave; 1 where groups play no part. O(1)."""
         group = self._groups.get(group_id)
-        return group.size if group is not None else self._closed.get(group_id) or self.size or 1
+        return group.size if group is not None else self._closed_size(group_id) or self.size or 1
 
     def declared(self, group_id: str) -> Declared | None:
         """Declaration of a group; None: nothing that is still known. O(1)."""
         if group_id in self._closed:
-            return Declared(self._closed[group_id], closed=True)
+            return self._closed[group_id]
         group = self._groups.get(group_id)
         return Declared(group.size, closed=False) if group is not None and group.declared else None
 
@@ -308,9 +389,9 @@ class SiblingGroups:
                 self.changed.append(group_id)
         # else the count must outlive the siblings that have left
 
-    def _close(self, group_id: str, size: int | None) -> None:
+    def _close(self, group_id: str, declared: Declared) -> None:
         """The group takes no more. So many such groups are known."""
-        self._closed[group_id] = size
+        self._closed[group_id] = declared
         # said again, it is the youngest: the oldest are forgotten first
         self._closed.move_to_end(group_id)
         self.changed.append(group_id)
@@ -323,7 +404,7 @@ class SiblingGroups:
             # what stands behind is old numbers: a label is written before it is read
             self._lacking_by_label = np.resize(self._lacking_by_label, 2 * label)
         # a sibling of it was lost, or is to be planned again
-        closed = self._closed.get(group_id)
+        closed = self._closed_size(group_id)
         size = (self.size or 0) if closed is None else closed
         group = self._groups[group_id] = SiblingGroup(label, size, declared=closed is not None)
         self._lacking_by_label[label] = size

@@ -96,7 +96,7 @@ class BalancerCore:
         for rollout, cost in zip(rollouts, costs, strict=True):
             state.hold(rollout, cost, now)
         if size is not None:
-            state.set_group_size(size)
+            state.set_group_size(size, now)
         if rollouts:
             self.observers.emit("accepted", rollouts, now)
         if state.evicted or state.buffer.groups.changed:
@@ -114,7 +114,7 @@ class BalancerCore:
             for rollout, cost in zip(rollouts, costs, strict=True):
                 state.hold(rollout, cost, now)
             if size is not None:
-                state.set_group_size(size)
+                state.set_group_size(size, now)
             state.evict(state.buffer.remove(state.buffer.siblings(group_id)), "filtered")
             state.changed()
         self._publish()
@@ -148,10 +148,19 @@ class BalancerCore:
         """When ``poll`` will give a batch if nothing else happens: ``-inf`` = now, ``inf`` = never. See
         :meth:`Triggers.next_wakeup`."""
         opened, at = self.state.open_step, self.state.triggers.next_wakeup()
+        at = min(at, self.state.buffer.groups.next_cut())
         again = self.state.in_flight.again and self._gives_again
         if again or (opened is not None and at > -math.inf and ready_rows(self.state, opened).size):
             return -math.inf
         return at
+
+    def cut_stragglers(self, now: float) -> bool:
+        """Groups that have enough siblings, and have waited long enough for the others (``groups.min_size``), go
+        without them: before a ``poll``, at its ``now``. -> whether there were any. O(n) if so."""
+        found = self.state.cut_stragglers(now)
+        if found:
+            self._publish()
+        return found
 
     def poll(self, now: float, asked_at: float | None = None) -> Batch | None:
         """A batch, if one leaves now; then it is in flight until ``acknowledge(batch.step)``. ``asked_at``: since when

@@ -87,6 +87,10 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
         most = int(skips) if config.max_skips is None else config.max_skips
         (cost,) = state.admission.check([rollout])
         state.hold(rollout, cost, now - float(waited_s), min(int(skips), most))
+    for group_id, declared in snapshot.groups.items():
+        # those of it that wait came in time
+        if declared.late and groups.size is not None:
+            groups.cut(group_id)
     # the snapshot has all that is declared; of what is not known any more it is said
     groups.changed = [name for name in groups.changed if groups.declared(name) is None]
     state.in_flight.restore(snapshot.in_flight, snapshot.next_step)

@@ -52,12 +52,15 @@ class BalancerState:
         """Rows that have left of the step that is under way; None where steps begin once they are complete."""
         self.evicted: list[tuple[Rollout, EvictReason]] = []
         """Rollouts evicted by the call that is running, which no observer was notified of yet."""
+        self.use(config)
 
     def use(self, config: BalancerConfig) -> None:
         """Other knobs are in force for every part but :attr:`pricing`; see :meth:`reprice`."""
         self.config = self.staleness.config = self.triggers.config = config
         self.admission.use(config)
-        self.buffer.groups.remember = config.remember_ids
+        groups = self.buffer.groups
+        groups.remember, groups.patience = config.remember_ids, config.groups.patience
+        groups.min_size = None if groups.size is None else config.groups.min_size
 
     def reprice(self, pricing: Pricing) -> float:
         """Other prices are in force. -> the cost of what waits over what it was. Raises RolloutError, and changes
@@ -75,13 +78,13 @@ class BalancerState:
         buffer = self.buffer
         if self.admission.schema is None:
             self.admission.know(rollout)
-        if rollout.group_id is not None and buffer.groups.is_abandoned(rollout.group_id):
-            self.evict([rollout], "abandoned")
+        if rollout.group_id is not None and (unwanted := buffer.groups.why_unwanted(rollout.group_id)) is not None:
+            self.evict([rollout], unwanted)
             return
         if rollout.version is not None and self.staleness.is_too_old(rollout.min_version):
             if rollout.group_id is not None and buffer.groups.size is not None:
                 # else its siblings wait for ever
-                buffer.groups.join(rollout.group_id, rollout.execution_id)
+                buffer.groups.join(rollout.group_id, rollout.execution_id, now)
                 buffer.groups.leave(rollout.group_id, rollout.execution_id)
                 self.triggers.changed()
             self.evict([rollout], "stale")
@@ -97,13 +100,23 @@ class BalancerState:
         if buffer.num_waiting > self.counts.peak_waiting:
             self.counts.peak_waiting = buffer.num_waiting
 
-    def set_group_size(self, wanted: GroupSize) -> None:
+    def set_group_size(self, wanted: GroupSize, now: float) -> None:
         """How many siblings a group has is declared: it may be complete now. O(n)."""
         groups = self.buffer.groups
-        groups.set_size(wanted)
+        groups.set_size(wanted, now)
         if groups.size is not None and wanted.size is None and groups.size_of(wanted.group_id) < groups.size:
             self.counts.short_groups += 1
         self.changed()
+
+    def cut_stragglers(self, now: float) -> bool:
+        """Groups that have waited long enough for their stragglers are complete without them. -> whether there were
+        any. O(n) if so."""
+        lacked = [self.buffer.groups.cut(group_id) for group_id in self.buffer.groups.overdue(now)]
+        if lacked:
+            self.counts.short_groups += len(lacked)
+            self.counts.cut_siblings += sum(lacked)
+            self.changed()
+        return bool(lacked)
 
     def dispatch(self, batch: Batch, rows: Ints) -> None:
         """A batch leaves: these rows of the buffer, in the plan's order. O(n)."""
@@ -124,6 +137,9 @@ class BalancerState:
     def evict(self, rollouts: Sequence[Rollout], reason: EvictReason) -> None:
         """Rollouts that wait no longer, and will not be trained on. Lost ones may be put again. O(1) each."""
         self.counts.evicted[reason] += len(rollouts)
+        # both take the long ones
+        if reason in ("late", "stale"):
+            self.length_bias.cut([rollout.num_tokens for rollout in rollouts])
         # Collected, not notified: an observer must not see the state in the middle of a change. The call that is
         # running publishes them at its end.
         self.evicted += [(rollout, reason) for rollout in rollouts]

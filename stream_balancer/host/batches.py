@@ -66,6 +66,9 @@ class Consumer:
         await anyio.lowlevel.checkpoint()
         while True:
             self._check(iterator)
+            # before anything is looked at: their groups are complete now
+            if self._core.cut_stragglers(anyio.current_time()):
+                self._wakeups.changed()
             # reservers that wait may be all that could fill the window: then what there is must leave
             self._wakeups.flush_if_stuck()
             # a row before anything else: its step is under way, and nothing may leave between two rows of it

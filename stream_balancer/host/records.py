@@ -70,6 +70,8 @@ class Group(msgspec.Struct, array_like=True, tag="group"):
     """Siblings of the group. None: it was abandoned; or, where it is not closed, as many as have come."""
     closed: bool
     """The group takes no more."""
+    late: bool = False
+    """What still comes is too late."""
 
     @property
     def key(self) -> str:
@@ -298,7 +300,7 @@ class Records:
             in_flight=tuple(flying),
             group_departures=left,
             groups={
-                name: Declared(one.size if one.closed or one.size else came[name], name in closed)
+                name: Declared(one.size if one.closed or one.size else came[name], name in closed, one.late)
                 for name, one in declared.items()
             },
             past_ids=tuple(chain.from_iterable(one.ids for one in self.all_of(Done))),

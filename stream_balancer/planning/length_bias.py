@@ -7,10 +7,13 @@ Pure: the caller passes in what was dispatched.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from stream_balancer.planning.arrays import Floats, Ints
 
 _PER_OCTAVE = 16
 """Histogram buckets per doubling of the length: quantiles are exact to 4.4 %."""
@@ -31,6 +34,14 @@ class LengthBiasSummary:
     """[10] mean delay of the shortest tenth of the rollouts, the next tenth, ... (up to the histogram's 4.4 %)."""
     length_delay_correlation: float
     """Pearson's r of length and delay; 0 = blind to length."""
+    num_cut: int
+    """Rollouts evicted since they took long ("late", "stale")."""
+    cut_per_decile: tuple[float, ...]
+    """[10] how many of these were as long as the shortest tenth of those that left, the next tenth, ... (in the last:
+    and longer)."""
+    length_shift: float
+    """Mean length of those that left, over that of these and the evicted together: 0.97 = what is trained on is 3 %
+    shorter than what was generated; 1.0 = no difference."""
 
 
 class LengthBias:
@@ -48,8 +59,9 @@ class LengthBias:
     """
 
     def __init__(self) -> None:
-        # [2, buckets] rollouts, and their delays
-        self._buckets = np.zeros((2, _NUM_BUCKETS))
+        # [3, buckets] rollouts, their delays; and those that were cut
+        self._buckets = np.zeros((3, _NUM_BUCKETS))
+        self._cut_tokens = 0
         # [3, 3] sums of products of (1, length, delay): whole numbers, so exact up to 2^53
         self._moments = np.zeros((3, 3))
 
@@ -59,27 +71,47 @@ class LengthBias:
         delay = np.asarray(delays_steps, dtype=np.float64)
         if length.shape != delay.shape:
             raise ValueError(f"lengths {length.shape} and delays {delay.shape} must be alike: one of each per rollout.")
-        # logarithmic buckets: a tail of 100,000 tokens and answers of 100 at one relative precision, in fixed memory
-        octaves = np.log2(np.maximum(length, 1.0))
-        bucket = np.clip(octaves * _PER_OCTAVE, 0, _NUM_BUCKETS - 1).astype(np.int64)
+        bucket = _bucket_of(length)
         columns = np.stack((np.ones(length.size), length, delay))
         self._buckets[0] += np.bincount(bucket, minlength=_NUM_BUCKETS)
         self._buckets[1] += np.bincount(bucket, weights=delay, minlength=_NUM_BUCKETS)
         self._moments += columns @ columns.T
 
+    def cut(self, lengths: Sequence[int]) -> None:
+        """Rollouts of so many tokens were evicted since they took long."""
+        self._buckets[2] += np.bincount(_bucket_of(np.array(lengths, dtype=np.float64)), minlength=_NUM_BUCKETS)
+        self._cut_tokens += sum(lengths)
+
     def summary(self) -> LengthBiasSummary:
         """The figures so far."""
-        count, _, delay = self._moments[0].tolist()
+        count, tokens, delay = self._moments[0].tolist()
         spread = self._moments - np.outer(self._moments[0], self._moments[0]) / max(count, 1.0)
         scale = math.sqrt(max(spread[1, 1] * spread[2, 2], 0.0))
         deciles = [math.nan] * 10  # one object: two reports of nothing are equal
+        cut_deciles, num_cut, shift = deciles, int(self._buckets[2].sum()), math.nan
         if count:
             so_far = np.pad(np.cumsum(self._buckets, axis=1), ((0, 0), (1, 0)))
             # interpolated, so that a bucket that lies in two deciles counts in both, in proportion
-            deciles = (np.diff(np.interp(np.linspace(0.0, count, 11), *so_far)) / (count / 10)).tolist()
+            edges = np.linspace(0.0, count, 11)
+            deciles = (np.diff(np.interp(edges, *so_far[:2])) / (count / 10)).tolist()
+            # what is shorter than all that left is in the first, what is longer in the last
+            cut = np.interp(edges, so_far[0], so_far[2])
+            cut_deciles = np.diff([0.0, *cut[1:-1], num_cut]).tolist()
+            shift = (tokens / count) / ((tokens + self._cut_tokens) / (count + num_cut)) if tokens else math.nan
         return LengthBiasSummary(
             num_dispatched=int(count),
             mean_delay=delay / count if count else math.nan,
             delay_per_decile=tuple(deciles),
             length_delay_correlation=float(spread[1, 2]) / scale if scale else math.nan,
+            num_cut=num_cut,
+            cut_per_decile=tuple(cut_deciles),
+            length_shift=shift,
         )
+
+
+def _bucket_of(lengths: Floats) -> Ints:
+    """[n] logarithmic buckets: a tail of 100,000 tokens and answers of 100 at one relative precision, in fixed
+    memory."""
+    octaves = np.log2(np.maximum(lengths, 1.0))
+    buckets: Ints = np.clip(octaves * _PER_OCTAVE, 0, _NUM_BUCKETS - 1).astype(np.int64)
+    return buckets

@@ -106,6 +106,7 @@ class Run(Observer):
                 self.busy_until = None
                 if self.versioned:
                     self._let_in()
+            self.core.cut_stragglers(self.now)
             batch = self.core.poll(self.now)
             if batch is None:
                 return

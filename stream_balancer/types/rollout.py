@@ -34,7 +34,7 @@ from stream_balancer.values import (
     version_of,
 )
 
-EvictReason: TypeAlias = Literal["stale", "lost", "filtered", "abandoned"]
+EvictReason: TypeAlias = Literal["stale", "lost", "filtered", "abandoned", "late"]
 """Why a rollout was given up instead of dispatched: it was too old, the producer that held its tokens is gone,
 ``accept=`` turned it down, or :meth:`StreamBalancer.abandon_group` gave its group up."""
 

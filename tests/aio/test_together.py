@@ -135,6 +135,8 @@ class Team:
         groups: dict[str, Any] = {"size": pick([1, 2, 3, 4]), "keep": pick(["same_batch", "same_rank", "free"])}
         if self.features & {"open", "late"} and groups["keep"] == "same_rank":
             groups["keep"] = "same_batch"
+        if groups["keep"] != "free" and groups["size"] > 1 and pick([True, False]):
+            groups |= {"min_size": -(-groups["size"] // 2), "patience": pick([0.0, 2.0, 9.0])}
         return {
             "batch_size": size,
             "window": size if "open" in self.features else pick([size, 2 * size]),

@@ -141,7 +141,11 @@ BAD_VALUES: list[tuple[str, str, list[object]]] = [
     ("context_parallel.sizes", "must be powers of two in ascending order, beginning with 1", [(), (2,), (1, 3), 4]),
     ("context_parallel.sizes", "must be powers of two", [(1, 4, 2), (1, 1, 2), (0, 1), (1, 2.0), (True, 2), "12"]),
     ("step_size.rollouts", "must be two ints >= 1", [16, (16,), (4, 8.5)]),
-    ("groups", r"must be Groups\(...\), or a mapping with some of size, keep, share_prefixes, not", [8, "same_rank"]),
+    (
+        "groups",
+        r"must be Groups\(...\), or a mapping with some of size, min_size, patience, keep, .*, not",
+        [8, "same_rank"],
+    ),
 ]
 
 
@@ -279,7 +283,7 @@ def test_what_may_seem_odd_and_works() -> None:
         ({"windw": 3}, r"no such knob: windw\. Did you mean window\?"),
         ({"xyz": 3}, r"no such knob: xyz\. The knobs are: .*window"),
         ({"groups": {"siz": 3}}, r"no such knob: groups\.siz\. Did you mean size\?"),
-        ({"groups": {"xyz": 3}}, r"no such knob: groups\.xyz\. The knobs are: keep, share_prefixes, size"),
+        ({"groups": {"xyz": 3}}, r"no such knob: groups\.xyz\. The knobs are: keep, min_size, .*, size"),
         ({"share_prefix": True}, r"Did you mean groups=Groups\(share_prefixes=\.\.\.\)\?"),
         ({"limits.bytes": 3}, r"Did you mean limits=Limits\(bytes=\.\.\.\)\?"),
         ({"self": 3}, "no such knob: self"),

@@ -61,7 +61,12 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
         capacity=window + draw(st.integers(0, 2)) * unit,
         limits=sb.Limits(bytes=draw(st.sampled_from([None, None, 8 * 100]))),
         deadline_s=draw(st.sampled_from([None, 1.0, 5.0])),
-        groups=sb.Groups(size=group_size, keep=groups),
+        groups=sb.Groups(
+            size=group_size,
+            keep=groups,
+            min_size=draw(st.sampled_from([-(-group_size // 2), None])) if group_size and groups != "free" else None,
+            patience=draw(st.sampled_from([2.0, 0.0])),
+        ),
         counts=counts,
         micro_batches=sb.MicroBatches(
             max_tokens=cap,
@@ -240,6 +245,11 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule()
     def poll(self) -> None:
+        short = [*self.core.state.buffer.groups.incomplete()]
+        if self.core.cut_stragglers(self.now):
+            cut = [name for name in short if (self.core.state.buffer.groups.declared(name) or (0, 0, False))[2]]
+            assert cut
+            assert not self.core.state.buffer.groups.incomplete().keys() & cut
         config, before = self.core.config, self.core.statistics(self.now)
         ready = self.core.next_wakeup()
         batch = self.core.poll(self.now)
@@ -264,6 +274,19 @@ class CoreMachine(RuleBasedStateMachine):
         for name in self.accepted.keys() - self.dispatched - self.evicted - held_back if free else ():
             self.passed_over[name] = self.passed_over.get(name, 0) + 1
             assert self.passed_over[name] <= config.max_skips
+
+    @precondition(lambda self: not self.ended)
+    @rule(length=st.integers(1, 64))
+    def come_late(self, length: int) -> None:
+        """Of a group that has left without it, or is about to."""
+        groups, before = self.core.state.buffer.groups, self.core.statistics(self.now)
+        for name in [name for name, one in groups.declarations().items() if one.late][:1]:
+            late = sb.Rollout(tokens={"input_ids": IDS[:length]}, rollout_id=str(next(self.names)), group_id=name)
+            self.core.add(late, self.now)
+            self.accepted[late.rollout_id] = late
+            self.take_evicted()
+            after = self.core.statistics(self.now)
+            assert (after.waiting, after.evicted["late"]) == (before.waiting, before.evicted["late"] + 1)
 
     @rule(data=st.data())
     def acknowledge(self, data: st.DataObject) -> None:
@@ -524,7 +547,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def take_evicted(self) -> None:
         for rollout, reason in self.evictions.take():
-            assert reason in ("stale", "filtered", "lost", "abandoned")
+            assert reason in ("stale", "filtered", "lost", "abandoned", "late")
             assert rollout.rollout_id not in self.evicted | self.dispatched
             self.evicted.add(rollout.rollout_id)
 

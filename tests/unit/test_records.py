@@ -261,14 +261,14 @@ def test_a_group_closed_by_a_put_that_was_cut_short_has_what_is_there(planned: b
         records.add(plan_row(0, ["r0"], ["r1", "r2"]))
     snapshot = records.snapshot(1.0)
     assert len(snapshot.in_flight) == int(planned)
-    assert snapshot.groups == {"g": (3, True)}
+    assert snapshot.groups == {"g": (3, True, False)}
 
 
 # -- the journal's rows, after anything that may happen ----------------------------------------------------------------
 
 
 OFTEN = ["put"] * 6 + ["plan", "done"]
-EVENTS = [*OFTEN, "twice", "plan", "done", "lost", "void", "version", "close", "abandon", "filtered"]
+EVENTS = [*OFTEN, "twice", "plan", "done", "lost", "void", "version", "close", "cut", "abandon", "filtered"]
 
 
 class AtOnce:
@@ -356,6 +356,8 @@ class Run:
                 if declared is None or not declared.closed:
                     self.journal.write([], core.state.in_flight.next_step, size)
                 core.add_all([], 0.0, size)
+            case "cut":
+                core.cut_stragglers(0.0)
             case "abandon" if self.config.groups.size:
                 core.abandon_group(group)
 
@@ -366,7 +368,7 @@ def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
     group_size, remember_ids = chance.choice([(None, 0), (None, 5), (4, 3), (4, 1000)])
     config = sb.BalancerConfig(
         dp_size=2, batch_size=4, window=4, capacity=1000, staleness=sb.Staleness(max_versions=3), max_skips=None,
-        groups=sb.Groups(size=group_size), remember_ids=remember_ids,
+        groups=sb.Groups(size=group_size, min_size=group_size and 2, patience=0.0), remember_ids=remember_ids,
     )  # fmt: skip
     run = Run(tmp_path, config, chance)
     for _ in range(4):

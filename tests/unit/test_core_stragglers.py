@@ -1,0 +1,137 @@
+"""Groups that do not wait for their slowest siblings: when they are cut, and what becomes of what comes later."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from helpers import polled
+from invariants import verify
+
+import stream_balancer as sb
+from stream_balancer.core.groups import GroupSize
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.errors import ConfigError
+from stream_balancer.host.checkpoint import read_state_dict, state_dict
+from stream_balancer.testing import make_rollout
+
+
+def cutting(min_size: int = 2, patience: float = 2.0, **knobs: Any) -> BalancerCore:
+    groups = sb.Groups(size=4, min_size=min_size, patience=patience)
+    return BalancerCore(sb.BalancerConfig(**{"dp_size": 1, "batch_size": 4, "window": 4, "groups": groups} | knobs))
+
+
+def sibling(name: str, tokens: int = 3, group_id: str = "g0") -> sb.Rollout:
+    return make_rollout(tokens, name, group_id=group_id)
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "patience", "cut_at"),
+    [
+        ([0.0, 5.0], 2.0, 10.0),
+        ([0.0, 5.0, 6.0], 2.0, 10.0),
+        ([100.0, 105.0], 3.0, 115.0),
+        ([0.0, 5.0], 0.0, 0.0),  # as soon as there are enough
+        ([0.0], 2.0, math.inf),
+        ([0.0, 1.0, 2.0, 3.0], 2.0, math.inf),
+    ],
+)
+def test_the_others_may_take_so_many_times_as_long_as_half_of_the_group(
+    arrivals: list[float], patience: float, cut_at: float
+) -> None:
+    core = cutting(patience=patience, window=8)
+    for number, at in enumerate(arrivals):
+        core.add(sibling(f"r{number}"), at)
+    assert core.next_wakeup() == cut_at
+    if cut_at < math.inf:
+        before = max(cut_at - 0.5, 0.0)
+        assert core.cut_stragglers(before) == (patience == 0.0)
+        assert core.cut_stragglers(cut_at) == (patience != 0.0)
+        assert core.next_wakeup() == math.inf
+        stats = core.statistics(cut_at)
+        assert (stats.short_groups, stats.cut_siblings) == (1, 4 - len(arrivals))
+    verify(core)
+
+
+def test_a_group_takes_as_long_as_since_it_was_expected() -> None:
+    core = cutting(window=8)
+    core.add_all([], 10.0, GroupSize("g0", 4))
+    core.add_all([sibling("r0"), sibling("r1")], 40.0)
+    assert core.next_wakeup() == 70.0
+
+
+def test_a_group_of_another_size_is_cut_by_its_own_half() -> None:
+    core = cutting(window=8, batch_size=8)
+    core.add_all([], 0.0, GroupSize("few", 2))
+    core.add(sibling("f0", group_id="few"), 1.0)
+    core.add_all([], 0.0, GroupSize("many", 8))
+    for number in range(4):
+        core.add(sibling(f"m{number}", group_id="many"), 1.0 + number)
+        assert core.next_wakeup() == (8.0 if number == 3 else math.inf)
+
+
+def test_what_comes_after_its_group_was_cut_is_evicted_and_its_length_is_counted() -> None:
+    core = cutting()
+    for at in (0.0, 1.0):
+        core.add(sibling(f"r{at:.0f}", 100), at)
+    assert core.cut_stragglers(2.0)
+    core.add(sibling("in the window", 300), 2.5)
+    core.force_flush()
+    batch = polled(core, 3.0)
+    assert {r.rollout_id for r in batch.rollouts} == {"r0", "r1"}
+    assert (batch.ranks[0].global_num_rollouts, batch.incomplete_groups) == (2, ())
+    core.acknowledge(batch.step)
+    core.add_all([sibling("later", 400)], 9.0, GroupSize("g0", 4))
+    stats = core.statistics(9.0)
+    assert (stats.evicted["late"], stats.cut_siblings, stats.waiting, stats.acknowledged) == (2, 2, 0, 2)
+    bias = stats.length_bias
+    assert bias.num_cut == 2
+    assert bias.cut_per_decile == (0.0,) * 9 + (2.0,)
+    assert bias.length_shift == pytest.approx(100 / 225)
+    verify(core)
+
+
+def test_what_is_lost_of_a_group_that_was_cut_is_not_waited_for() -> None:
+    core = cutting(window=8)
+    core.add_all([sibling("r0"), sibling("r1")], 0.0)
+    assert core.cut_stragglers(0.0)
+    assert core.evict_lost(lambda one: one.rollout_id == "r0") == ["r0"]
+    assert core.state.buffer.num_ready == 1
+    core.add(sibling("r0"), 1.0)
+    assert core.statistics(1.0).evicted["late"] == 1
+    core.force_flush()
+    assert polled(core, 1.0).num_rollouts == 1
+    verify(core)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_group_that_was_cut_stays_so_in_a_checkpoint(leaves: bool) -> None:
+    core, other = cutting(window=8), cutting(window=8)
+    core.add_all([sibling("r0"), sibling("r1")], 0.0)
+    core.cut_stragglers(0.0)
+    if leaves:
+        core.force_flush()
+        core.acknowledge(polled(core).step)
+    other.restore(read_state_dict(state_dict(core.snapshot(5.0))), 5.0)
+    assert other.state.buffer.num_ready == (0 if leaves else 2)
+    other.add(sibling("r2"), 6.0)
+    stats = other.statistics(6.0)
+    assert (stats.evicted["late"], stats.evicted["abandoned"], stats.waiting) == (1, 0, 0 if leaves else 2)
+    assert other.state.buffer.groups.declared("g0") == (2, True, True)
+    verify(other)
+
+
+def test_abandoning_a_group_that_was_cut_gives_up_the_rest_of_it() -> None:
+    core = cutting(window=8)
+    core.add_all([sibling("r0"), sibling("r1")], 0.0)
+    core.cut_stragglers(0.0)
+    assert core.abandon_group("g0") == 2
+    core.add(sibling("r2"), 1.0)
+    assert core.statistics(1.0).evicted["abandoned"] == 3
+
+
+@pytest.mark.parametrize("groups", [{"min_size": 1}, {"min_size": 4}, {"keep": "free", "min_size": 2}, {"size": None}])
+def test_a_least_size_that_says_nothing_is_refused(groups: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"groups\.min_size"):
+        sb.BalancerConfig(dp_size=1, batch_size=4, groups={"size": 4, "min_size": 2} | groups)
