@@ -144,6 +144,13 @@ class TestReplay:
         assert "Too short a run for a steady state" in told
         assert "left out" not in told, "the figures are of all steps"
 
+    def test_the_cost_of_a_model_by_its_configuration(self, tmp_path: Path) -> None:
+        sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 128}
+        (model := tmp_path / "config.json").write_text(json.dumps(sizes | {"vocab_size": 1000, "model_type": "llama"}))
+        result = run("replay", "generate:rg:400", "--cost", model, "--json")
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["knobs"]["cost"] == str(model)
+
 
 class TestMistakes:
     def test_a_trace_that_is_not_there(self, tmp_path: Path) -> None:

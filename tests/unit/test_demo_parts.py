@@ -36,25 +36,12 @@ def test_the_cost_model_counts_every_weight_of_the_model():
     assert training_cost(OPTIONS).flops_per_token == 6 * matrices
 
 
-MADE = ("r1", 12, 3, "p1", 64)
-
-
 @pytest.fixture
 def trace(tmp_path):
     path = tmp_path / "trace.csv"
     rows = "\n".join(f"g{i // 2},{10 * i},{100 * (i + 1)}" for i in range(10))
     path.write_text(f"group_id,prompt_tokens,output_tokens\n{rows}\n")
     return path
-
-
-def test_the_checksum_sees_every_change():
-    rollout = make_rollout(*MADE)
-    ids, mask = rollout.tokens["input_ids"], rollout.tokens["loss_mask"]
-    other = torch.where(torch.arange(12) == 5, ids ^ 1, ids)
-    columns = [(other, mask), (ids, ~mask), (ids.to(torch.int32), mask)]
-    changed = [type(rollout)(tokens={"input_ids": i, "loss_mask": m}, rollout_id="r1") for i, m in columns]
-    changed.append(type(rollout)(tokens={"input_ids": ids}, rollout_id="r1"))
-    assert len({checksum(rollout), *map(checksum, changed)}) == 5
 
 
 @pytest.mark.parametrize("rollouts", [4, 10, 25])

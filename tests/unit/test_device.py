@@ -193,18 +193,3 @@ def test_a_feed_to_a_real_accelerator(accelerator: torch.device) -> None:
         step, number = map(int, name.split("."))
         assert column.device.type == accelerator.type
         assert torch.equal(column.cpu(), torch.arange(1000 + number % 2) + 1000 * step)
-
-
-@pytest.mark.accelerator
-def test_the_host_waits_for_an_accelerator(accelerator: torch.device) -> None:
-    pace, work, ends = Pace(accelerator), torch.rand(2048, 2048, device=accelerator), []
-    for begun in range(5):
-        pace.keep()
-        assert all(end.query() for end in ends[: max(begun - 1, 0)])
-        for _ in range(20):
-            work = work @ work.T / 2048
-        ends.append(torch.Event(accelerator))
-        ends[-1].record()
-    pace.keep()
-    pace.finish()
-    assert all(end.query() for end in ends)

@@ -7,13 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from traces import trace_of
 
 from stream_balancer.tools.generation import issue_order, seconds_per_rollout
-from stream_balancer.tools.length_models import generate_trace
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 from peers import finish_times
@@ -53,29 +51,3 @@ class TestEveryStream:
             assert np.count_nonzero((begin <= moment) & (finish > moment + 1e-9)) <= slots
         assert finish.max() <= sum(output) / min(slots, len(output)) + 2 * max(output)
         assert finish.tolist() == finish_times(trace, slots, tokens_per_second=1.0, seed=seed).tolist()
-
-
-class TestMidRun:
-    """The first rollouts are like all others, and so are the last."""
-
-    @pytest.mark.parametrize("slots", [16, 64, 256])
-    def test_lengths_and_their_rate_are_the_same_from_beginning_to_end(self, slots: int) -> None:
-        lengths, rates = np.zeros(8), np.zeros(8)
-        for seed in range(6):
-            trace = generate_trace(3_000, "tau", seed=seed)
-            finish = finish_times(trace, slots, seed=seed)
-            edges = np.linspace(0.0, len(trace) * seconds_per_rollout(trace, slots, 30.0), 9)
-            part = np.clip(np.digitize(finish, edges) - 1, 0, 7)
-            rates += np.bincount(part, minlength=8) / len(trace) * 8 / 6
-            lengths += np.bincount(part, weights=trace.output_tokens, minlength=8) / trace.output_tokens.sum() * 8 / 6
-        assert rates == pytest.approx(np.ones(8), abs=0.12)
-        assert lengths == pytest.approx(np.ones(8), abs=0.2)
-
-    def test_groups_are_not_torn_at_second_0(self) -> None:
-        """Without, a group in flight would wait for its siblings until they are generated again, at the end."""
-        trace = generate_trace(2_000, "lrm", seed=3)
-        finish = finish_times(trace, 64, seed=1, whole_groups=True)
-        spans = [np.ptp(finish[trace.group_ids == group]) for group in range(trace.num_groups)]
-        assert max(spans) <= trace.output_tokens.max() / 30.0
-        assert np.count_nonzero(finish == 0.0) < 64
-        assert np.ptp(finish_times(trace, 64, seed=1)) < 1.2 * np.ptp(finish)

@@ -18,7 +18,6 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.learn import attach, auto_window
 from stream_balancer.learn.calibration import Calibration
-from stream_balancer.planning.rank_speeds import FixedCosts, work_rates
 from stream_balancer.statistics import CostFit
 from stream_balancer.types.shared import tokens_of
 
@@ -133,6 +132,7 @@ def test_a_slow_rank_gets_less_until_all_finish_together(seed: int) -> None:
     assert np.mean(ratios[:5]) > 1.3
     assert np.mean(ratios[30:]) < 1.05
     assert fit_of(core).speeds[0] == pytest.approx(1 / 1.5, rel=0.04)
+    assert fit_of(core).prediction_error < 0.05, "of each rank by its speed"
 
 
 def test_a_rank_that_becomes_slow_and_recovers_is_followed() -> None:
@@ -265,17 +265,6 @@ def test_pairs_within_a_window_are_learned() -> None:
     assert learned.fit().seconds_per_token_pair == pytest.approx(1e-15 * true.flops_per_pair, rel=0.01)
 
 
-@pytest.mark.parametrize(("fixed", "work"), [(1e100, 1e-300), (1e100, 1.0), (1e20, 5e-324), (1.0, 5e-324), (1e-300, 1)])
-@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 0.5, 1 / 3, 1e-3)])
-def test_every_rank_has_a_rate_however_much_or_little_fixed_costs_are(
-    fixed: float, work: float, speeds: tuple[float, ...]
-) -> None:
-    rates = work_rates(np.array(speeds), FixedCosts(fixed, fixed), work, 3)
-    assert np.isfinite(rates).all()
-    assert (rates > 0.0).all(), "no plan can be made for a rank of speed 0"
-    assert rates.sum() == pytest.approx(sum(speeds))
-
-
 @pytest.mark.parametrize("numbers", [(2, 2), (2, 3)])
 def test_a_micro_batchs_overhead_is_learned_where_their_numbers_differ(numbers: tuple[int, int]) -> None:
     learned = Calibration(sb.cost.CalibratedCost(sb.cost.QuadraticCost(2000.0, 1.0)), 2)
@@ -305,6 +294,8 @@ def test_clocks_that_no_trainer_has_end_nothing() -> None:
     """Twelve orders of magnitude between two ranks leave digits for one of them only: the sums become singular."""
     learned = Calibration(sb.cost.CalibratedCost(sb.cost.TokenCost(), half_life_steps=2), 2)
     one = [np.array([1, 1])]
+    for seconds in ([0.0, 1.0], [-1.0, 1.0], [float("nan"), 1.0], [float("inf"), 1.0]):
+        assert not learned.observe(alone([one, one]), seconds)
     for seconds in [[1e-6, 1e-6], [1e-6, 1e-6], [1e-6, 1e6], [1e6, 1e-6]] * 5:
         learned.observe(alone([one, one]), seconds)
     fit = learned.fit()

@@ -237,3 +237,15 @@ def test_planned_again_for_other_ranks_each_keeps_its_rollouts_and_denominators(
     for old, new in zip(of_ranks(before), of_ranks(after), strict=True):
         assert {r.rollout_id for r in real(old)} == {r.rollout_id for r in real(new)}
         _check_piece(core.config, new)
+
+
+def test_siblings_that_share_a_prefix_and_fill_a_mini_batch_stay_together() -> None:
+    config = sb.BalancerConfig(
+        dp_size=1, batch_size=8, groups={"size": 2, "share_prefixes": True}, step_size={"mini_batches": 4}
+    )
+    core = BalancerCore(config)
+    for number, length in enumerate([10, 9, 9, 8, 3, 2, 2, 2]):
+        ids = {"input_ids": torch.arange(length)}
+        core.add(Rollout(tokens=ids, rollout_id=f"r{number}", group_id=f"g{number // 2}", prefix=1), 0.0)
+    core.end()
+    assert [len({r.group_id for r in real(parts)}) for parts in of_ranks(polled(core))] == [1] * 4

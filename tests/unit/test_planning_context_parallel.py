@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_balancer.planning import OversizeError, Plan, PlanKnobs, Waiting, partition, plan_batch
+from stream_balancer.planning import OversizeError, Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.arrays import Floats, Ints
-from stream_balancer.planning.context_parallel import place
 from stream_balancer.planning.plan import part_cost, work_in
 from stream_balancer.planning.rank_speeds import FixedCosts
 from stream_balancer.planning.shareable import Shareable, part_tokens
@@ -248,11 +247,3 @@ def test_ranks_change_places_without_leaving_their_blocks() -> None:
         check_degrees(plan)
         seen.add(tuple(plan.loads.argsort(kind="stable").tolist()))
     assert len(seen) >= 8
-
-
-def test_an_even_step_stays_as_it_is() -> None:
-    costs = np.full(32, 1e8)
-    plan = planned(costs, np.full(32, 9000), knobs_of(8, 32))
-    assert not plan.degrees
-    step = Shareable.of(costs, np.full(32, 9000), knobs_of(8, 32))
-    assert place(step, max(costs[one].sum() for one in partition(costs, 8))) is None

@@ -181,7 +181,7 @@ LONG_ALIGN, SWE_SMITH = (14_000, 0.55, 65_536), (30_000, 0.7, 131_072)
 
 
 @pytest.mark.parametrize("lengths_like", [LONG_ALIGN, SWE_SMITH])
-@pytest.mark.parametrize("size", [16, 32, 64])
+@pytest.mark.parametrize("size", [32])
 @pytest.mark.parametrize("percent", [0.0, 0.05])
 def test_idle_time_is_near_the_bound(lengths_like, size, percent):
     median, sigma, longest = lengths_like

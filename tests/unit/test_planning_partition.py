@@ -69,21 +69,6 @@ def test_equal_counts_bound_sees_the_company_of_heavy_ones_that_share_a_rank(hea
     assert finish(costs, partition(costs, 8, "equal")) == lower_bound(costs, 8, "equal")
 
 
-@pytest.mark.parametrize(("n", "num_ranks"), [(4096, 128), (256, 8)])
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("light", [0.0, 1e-6])
-@pytest.mark.parametrize("counts", ["free", "equal"])
-def test_rollouts_that_weigh_nothing_do_not_spoil_the_partition(n, num_ranks, share, light, counts):
-    rng = np.random.default_rng(3)
-    lengths = np.clip(rng.lognormal(np.log(4096) - 0.5, 1, n), 64, 32768).round()
-    lengths[rng.random(n) < share] = light
-    shares = partition(lengths, num_ranks, counts)
-    check(lengths, shares, num_ranks, counts)
-    few = int((lengths > light).sum()) < 6 * num_ranks  # so few do not reach the bound
-    assert finish(lengths, shares) <= lower_bound(lengths, num_ranks, counts) * (1.01 if few else 1 + 1.1e-4)
-    assert max(map(len, shares)) <= 2 * n / num_ranks
-
-
 ADVERSARIES = {
     "all equal": np.full(500, 7.0),
     "all zero": np.zeros(500),
@@ -111,7 +96,7 @@ def test_adversaries(name, counts, num_ranks):
     check(costs, partition(costs, num_ranks, counts, speeds), num_ranks, counts)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("n", "num_ranks", "counts", "within"),
     [(256, 8, "free", 1e-4), (256, 8, "equal", 1e-4), (512, 32, "free", 1e-4), (64, 8, "free", 1e-3)],

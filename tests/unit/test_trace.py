@@ -181,12 +181,6 @@ class TestGenerate:
         assert trace.lengths.min() >= 1
         assert trace.output_tokens.max() == model.cap
 
-    def test_bad_requests(self) -> None:
-        with pytest.raises(TraceError, match="no length model is called 'gpt'; use one of rg, lrm"):
-            generate_trace(5, "gpt")
-        with pytest.raises(TraceError, match="at least 1 rollout, not 0"):
-            generate_trace(0)
-
     @pytest.mark.parametrize(
         ("changes", "rule"),
         [
