@@ -24,6 +24,7 @@ from forked import free_port
 from guard import GUARD_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from their_own_tests import patched
 
 from stream_balancer.integrations.areal import allocate, patch, rollouts_from, trajectories_from
 from stream_balancer.testing import make_rollout
@@ -82,8 +83,7 @@ def test_patched_areal_balances_ranks_and_micro_batches_by_name() -> None:
     rng = np.random.default_rng(5)
     lengths = rng.lognormal(6, 1, 64).astype(int).tolist()
     cap = max(lengths) * 2
-    put_back = patch()
-    try:
+    with patched(patch):
         assert dist_rollout.get_allocate_fn("balanced") is data.get_allocate_fn("balanced") is allocate
         assert data.get_allocate_fn("kk") is seqpack.kk_allocate
         with pytest.raises(ValueError, match="Unknown packing algorithm 'fast'"):
@@ -92,8 +92,6 @@ def test_patched_areal_balances_ranks_and_micro_batches_by_name() -> None:
             name: data.allocate_balanced_mbs(MicroBatchSpec(max_tokens_per_mb=cap, packing_algorithm=name), lengths)
             for name in ("ffd", "kk", "balanced")
         }
-    finally:
-        put_back()
     assert originals == (seqpack.get_allocate_fn, data.get_allocate_fn, dist_rollout.get_allocate_fn)
     assert "balanced" not in seqpack.PACKING_ALGORITHMS
     heaviest = {name: max(sum(lengths[i] for i in mb) for mb in mbs) for name, mbs in found.items()}
@@ -104,12 +102,9 @@ def test_patched_areal_balances_ranks_and_micro_batches_by_name() -> None:
 
 def test_areals_own_micro_batching_splits_what_we_give_out() -> None:
     trajectories = trajectories_from([make_rollout(n, f"r{n}", prompt_tokens=1) for n in (3, 9, 4, 5, 2, 8)])
-    put_back = patch()
-    try:
+    with patched(patch):
         spec = MicroBatchSpec(max_tokens_per_mb=12, packing_algorithm="balanced")
         split = data.split_padded_tensor_dict_into_mb_list(data.concat_padded_tensors(trajectories), spec)
-    finally:
-        put_back()
     sums = [int(mb["attention_mask"].sum()) for mb in split.mbs]
     assert sum(sums) == 31
     assert max(sums) <= 12
@@ -149,11 +144,8 @@ def configured(process: subprocess.Popen[bytes], port: int, config: Any) -> str:
 
 
 def test_a_worker_process_knows_the_algorithm(tmp_path: Path) -> None:
-    put_back = patch()
-    try:
+    with patched(patch):
         config = serialize_value(MicroBatchSpec(packing_algorithm="balanced"))
-    finally:
-        put_back()
     with (
         worker("areal.infra.rpc.rpc_server", tmp_path / "theirs") as theirs,
         worker("stream_balancer.integrations.areal.worker", tmp_path / "ours") as ours,

@@ -91,13 +91,10 @@ def test_in_place_of_the_real_one_and_not_worse(name: str, equal_size: bool) -> 
     rng = np.random.default_rng(7)
     batches = [rng.lognormal(7, 1, n).astype(int).tolist() for n in (16, 32, 64, 128, 256)]
     before = [worst_excess(b, theirs(b, 8, equal_size=equal_size), equal_size=equal_size) for b in batches]
-    put_back = patch(module)
-    try:
+    with their_own_tests.patched(patch, module):
         ours = module.get_seqlen_balanced_partitions
         assert ours is get_seqlen_balanced_partitions
         after = [worst_excess(b, ours(b, 8, equal_size=equal_size), equal_size=equal_size) for b in batches]
-    finally:
-        put_back()
     assert module.get_seqlen_balanced_partitions is theirs
     assert np.mean(after) <= np.mean(before) + 1e-4
     assert max(after) <= max(before) + 1e-4
@@ -137,7 +134,6 @@ def test_rolls_batch_balance_gives_every_rank_alike(monkeypatch: pytest.MonkeyPa
 
     kinds: list[dict[str, Any]] = [{"minibatch_size": 128}, {"minibatch_size": 64, "keep_minibatch": True}]
     theirs = [idle(**kind) for kind in kinds]
-    put_back = patch(functionals)
-    ours = [idle(**kind) for kind in kinds]
-    put_back()
+    with their_own_tests.patched(patch, functionals):
+        ours = [idle(**kind) for kind in kinds]
     assert all(after < before / 4 for before, after in zip(theirs, ours, strict=True)), (theirs, ours)

@@ -62,9 +62,8 @@ def test_ranks_wait_less_with_the_same_samples_and_as_few_micro_batches(batch: A
     for seed in range(4):
         lengths = np.minimum(np.random.default_rng(seed).lognormal(6.5, 1, 64).astype(int) + 1, 2048).tolist()
         theirs = batch.prepare_batch(samples(lengths), 2048, 8, work)
-        put_back = patch()
-        ours = batch.prepare_batch(samples(lengths), 2048, 8, work)
-        put_back()
+        with their_own_tests.patched(patch):
+            ours = batch.prepare_batch(samples(lengths), 2048, 8, work)
         trained = sorted((ids, at) for rank in ours for one in rank for ids, at in zip(one.input_ids, one.position_ids))  # noqa: B905
         assert trained == sorted((place, at) for place, length in enumerate(lengths) for at in range(length))
         assert all(len(one.input_ids) <= 2048 for rank in ours for one in rank)
@@ -75,9 +74,8 @@ def test_ranks_wait_less_with_the_same_samples_and_as_few_micro_batches(batch: A
 
 
 def test_columns_stay_with_their_tokens_truncated_and_padded_as_prime_rl_does(batch: Any) -> None:
-    put_back = patch()
-    ((one,), (other,)) = batch.prepare_batch(samples([9, 3, 4]), 8, 2, work, pad_to_multiple_of=8)
-    put_back()
+    with their_own_tests.patched(patch):
+        ((one,), (other,)) = batch.prepare_batch(samples([9, 3, 4]), 8, 2, work, pad_to_multiple_of=8)
     assert one.input_ids == [0] * 8
     assert other.input_ids == [2] * 4 + [1] * 3 + [1]
     assert other.inference_logprobs == [-0.02] * 4 + [-0.01] * 3 + [0.0]
@@ -92,8 +90,5 @@ def test_prime_rls_plan_remains_where_ours_does_not_apply(batch: Any) -> None:
     cases = [samples([5, 4, 4]) + images, samples([5, 4, 4]) + samples([4], routed_experts=experts)]
     cases += [samples([5, 4, 4]), samples([5])]  # too few for two ranks with as many micro-batches
     expected = [batch.prepare_batch(case, 5, 2, work) for case in cases]
-    put_back = patch()
-    try:
+    with their_own_tests.patched(patch):
         assert [batch.prepare_batch(case, 5, 2, work) for case in cases] == expected
-    finally:
-        put_back()

@@ -161,8 +161,7 @@ def test_ranks_wait_less_than_with_miles_schedule_and_no_cap_is_exceeded(miles: 
         )
 
     theirs = measured()
-    put_back = slime.patch("miles", cost=cost)
-    ours = measured()
-    put_back()
+    with their_own_tests.patched(slime.patch, "miles", cost=cost):
+        ours = measured()
     assert ours[0] < theirs[0] / 10
     assert ours[1:] == (0, theirs[2])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -299,8 +298,7 @@ def test_two_ranks_have_the_gradients_of_a_plain_loop_and_wait_less(tmp_path: Pa
     """The loops of docs/trl.md; see torch_data_rank.py."""
     for name in ("lightning", "accelerate"):
         pytest.importorskip(name)
-    torchrun(HERE / "torch_data_rank.py", str(tmp_path))
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = torchrun(HERE / "torch_data_rank.py", tmp_path)
     for of in ("by_accelerate", "by_lightning"):
         assert found[of]["gradients_apart"] < 1e-5
         assert found[of]["idle"] < found["plain"]["idle"] / 2

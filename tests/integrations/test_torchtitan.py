@@ -61,9 +61,8 @@ def test_fewer_rows_and_alike_ones_meet(module: Any, rows_each: int) -> None:
         rng = np.random.default_rng(seed)
         lengths = np.minimum(rng.lognormal(7, 1, 128).astype(int) + 1, SEQ_LEN).tolist()
         theirs = grid_of(module, lengths, rows_each)
-        put_back = patch()
-        ours = grid_of(module, lengths, rows_each)
-        put_back()
+        with their_own_tests.patched(patch):
+            ours = grid_of(module, lengths, rows_each)
         rows = [row for of_ranks in ours for of_rank in of_ranks for row in of_rank]
         assert sorted(i for row in rows for i in row) == list(range(128))
         assert all(sum(lengths[i] for i in row) <= SEQ_LEN for row in rows)
@@ -92,9 +91,8 @@ def test_it_is_found_on_main_and_in_0_3_0(home: str, monkeypatch: pytest.MonkeyP
     module.Batcher = Batcher  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torchtitan", ModuleType("torchtitan"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    put_back = patch()
-    assert sorted(Batcher()._assign_training_samples_to_rows(["a" * 7, "b" * 6])) == [["a" * 7], ["b" * 6]]
-    put_back()
+    with their_own_tests.patched(patch):
+        assert sorted(Batcher()._assign_training_samples_to_rows(["a" * 7, "b" * 6])) == [["a" * 7], ["b" * 6]]
     assert Batcher()._assign_training_samples_to_rows(["a", "b"]) == [["a", "b"]]
     monkeypatch.delitem(sys.modules, module.__name__)
     with pytest.raises(ImportError, match=r"no torchtitan\.rl\.components\.batcher and no torchtitan\.experiments"):
@@ -103,7 +101,6 @@ def test_it_is_found_on_main_and_in_0_3_0(home: str, monkeypatch: pytest.MonkeyP
 
 def test_few_samples_are_left_to_torchtitan_and_none_are_none(module: Any) -> None:
     theirs = [grid_of(module, lengths) for lengths in ([], [5, 4, 3])]
-    put_back = patch()
-    assert [grid_of(module, lengths) for lengths in ([], [5, 4, 3])] == theirs
-    put_back()
+    with their_own_tests.patched(patch):
+        assert [grid_of(module, lengths) for lengths in ([], [5, 4, 3])] == theirs
     assert module.Batcher._assign_training_samples_to_rows.__module__ == module.__name__

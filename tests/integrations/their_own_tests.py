@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -35,6 +37,16 @@ THEIRS = {
     "miles": Theirs("radixark/miles", ".", "tests/fast/utils/test_dp_schedule.py"),
 }
 PATCHES = {"prime-rl": prime_rl.patch, "slime": slime.patch, "miles": lambda: slime.patch("miles")}
+
+
+@contextmanager
+def patched(patch: Callable[..., Callable[[], object]], *arguments: Any, **options: Any) -> Iterator[None]:
+    """Ours in the place of theirs, until the end of the block."""
+    put_back = patch(*arguments, **options)
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def checkout(repository: str) -> Path:

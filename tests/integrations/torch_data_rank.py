@@ -3,7 +3,6 @@ against a plain DDP loop that deals the same rollouts out in their order. Rank 0
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -170,9 +169,7 @@ def main(folder: Path) -> None:
     for train in (by_accelerate, by_lightning):
         ours = balanced(everything, train)
         found[train.__name__] = {"gradients_apart": apart(ours, theirs), "idle": idle()}
-    if dist.get_rank() == 0:
-        (folder / "found.json").write_text(json.dumps(found))
-    leave()
+    leave(folder, found)
 
 
 if __name__ == "__main__":
