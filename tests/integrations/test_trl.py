@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from dataclasses import replace
@@ -18,6 +17,7 @@ from guard import GUARD_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import rank_batch
+from their_own_tests import patched
 from two_ranks import HERE, torchrun
 
 import stream_balancer as sb
@@ -184,15 +184,13 @@ LOSS_TYPES = ("dapo", "grpo", "cispo", "vespo", "sapo", "dr_grpo", "luspo", "bnp
 
 @pytest.mark.slow
 def test_grpo_stays_on_trls_own_course_for_thirty_steps(tmp_path: Path) -> None:
-    torchrun(HERE / "trl_grpo_rank.py", str(tmp_path), "30", "dapo", "grpo")
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = torchrun(HERE / "trl_grpo_rank.py", tmp_path, "30", "dapo", "grpo")
     assert max(found["gradients_apart"].values()) < 1e-5, found
 
 
 def test_grpo_trains_on_two_ranks_with_trls_own_gradient(tmp_path: Path) -> None:
     """Every loss type; see trl_grpo_rank.py."""
-    torchrun(HERE / "trl_grpo_rank.py", str(tmp_path), "2", *LOSS_TYPES)
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = torchrun(HERE / "trl_grpo_rank.py", tmp_path, "2", *LOSS_TYPES)
     assert set(found["gradients_apart"]) == set(LOSS_TYPES)
     assert max(found["gradients_apart"].values()) < 1e-5, found
     theirs, ours = found["theirs"], found["ours"]
@@ -334,21 +332,17 @@ def test_the_real_loader_and_collator_train_on_our_plan(token_budget: int) -> No
     config = sb.BalancerConfig(
         dp_size=2, batch_size=8, window=16, micro_batches=sb.MicroBatches(max_tokens=cap), sync="micro_batch"
     )
-    put_back = patch()
-    try:
-        with sb.blocking(config) as balancer:
-            source = RolloutSource(balancer, SimpleNamespace(gradient_accumulation_steps=1))
-            for rollout in rollouts_from_samples(sample(n, length, n // 2) for n, length in enumerate(LENGTHS)):
-                balancer.put(rollout)
-            balancer.end()
-            trainer = trainer_of(source, 2, token_budget=token_budget)
-            batches = list(async_grpo_trainer.AsyncGRPOTrainer.get_train_dataloader(trainer))
-            source.update_model_version(1)
-            assert balancer.statistics().version == 1
-            assert source.rollout_buffer.qsize() == 0
-            source.stop()
-    finally:
-        put_back()
+    with patched(patch), sb.blocking(config) as balancer:
+        source = RolloutSource(balancer, SimpleNamespace(gradient_accumulation_steps=1))
+        for rollout in rollouts_from_samples(sample(n, length, n // 2) for n, length in enumerate(LENGTHS)):
+            balancer.put(rollout)
+        balancer.end()
+        trainer = trainer_of(source, 2, token_budget=token_budget)
+        batches = list(async_grpo_trainer.AsyncGRPOTrainer.get_train_dataloader(trainer))
+        source.update_model_version(1)
+        assert balancer.statistics().version == 1
+        assert source.rollout_buffer.qsize() == 0
+        source.stop()
     trained = [label for batch in batches for row in batch["shift_labels"].tolist() for label in row if label != -100]
     assert sorted(trained) == sorted(1000 * n + i for n, length in enumerate(LENGTHS) for i in range(1, length))
     assert all(batch["input_ids"].shape[0] == 2 for batch in batches)
@@ -360,8 +354,7 @@ def test_the_real_loader_and_collator_train_on_our_plan(token_budget: int) -> No
 
 def test_async_grpo_trains_on_two_ranks_and_ends_with_the_stream(tmp_path: Path) -> None:
     """With TRL's own gradient, a rank of padding copies alone included; see trl_async_rank.py."""
-    torchrun(HERE / "trl_async_rank.py", str(tmp_path))
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = torchrun(HERE / "trl_async_rank.py", tmp_path)
     assert found["steps"] == 3
     assert found["gradients_apart"] < 1e-5
     assert found["acknowledged"] == [0, 1, 2]
@@ -424,9 +417,8 @@ def test_a_step_is_acknowledged_with_the_optimizer_step_that_has_the_last_of_it(
                 yield batch
 
         balancer.acknowledge, balancer.batches = watched, noted  # type: ignore[method-assign]
-        put_back = patch()
-        loader = async_grpo_trainer.AsyncGRPOTrainer.get_train_dataloader(trainer_of(source, 1, token_budget=0))
-        put_back()
+        with patched(patch):
+            loader = async_grpo_trainer.AsyncGRPOTrainer.get_train_dataloader(trainer_of(source, 1, token_budget=0))
         batches_of_trainer = iter(Accelerator(cpu=True).prepare(loader))
         while chunk := [one for one in (next(batches_of_trainer, None) for _ in range(accumulation)) if one]:
             for batch in chunk:

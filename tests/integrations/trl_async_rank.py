@@ -4,7 +4,6 @@ it found as JSON."""
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import sys
@@ -92,7 +91,6 @@ def trls_own(model: str, folder: Path, of_three_steps: list[RolloutSample]) -> G
 
 
 def main(folder: Path) -> None:
-    is_main = os.environ["RANK"] == "0"
     model = saved_model(folder / f"model{os.environ['RANK']}")
     everything = samples()
     alone = everything[-1:] * PER_STEP  # TRL cannot train on less: the mean over copies is that of the one
@@ -126,14 +124,8 @@ def main(folder: Path) -> None:
     )
     exec(code, here)
     ours, trainer = gradients, here["trainer"]
-    if is_main:
-        found = {
-            "gradients_apart": apart(ours.steps, theirs.steps),
-            "steps": trainer.state.global_step,
-            "acknowledged": acknowledged,
-        }
-        (folder / "found.json").write_text(json.dumps(found))
-    leave()
+    found = {"steps": trainer.state.global_step, "acknowledged": acknowledged}
+    leave(folder, found | {"gradients_apart": apart(ours.steps, theirs.steps)})
 
 
 if __name__ == "__main__":
