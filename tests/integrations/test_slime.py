@@ -69,6 +69,13 @@ def test_schedule_keeps_slimes_invariants(data: st.DataObject) -> None:
         assert of_step == set(range(step * per_step, (step + 1) * per_step))
 
 
+def test_ranks_that_share_a_sample_hold_as_many_times_more() -> None:
+    call = {"total_lengths": [30, 20, 40, 10] * 6, "global_batch_size": 24, "rollout_indices": [*range(24)]}
+    shared = build_dp_schedule(args_of(max_tokens_per_gpu=50), parallel(2, cp_size=2), **call)
+    assert shared == build_dp_schedule(args_of(max_tokens_per_gpu=100), parallel(2), **call)
+    assert shared != build_dp_schedule(args_of(max_tokens_per_gpu=50), parallel(2), **call)
+
+
 @pytest.mark.parametrize(
     ("changes", "count", "size", "says"),
     [
