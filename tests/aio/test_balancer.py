@@ -304,6 +304,8 @@ async def test_ending_tells_those_who_wait(wait: str, how: str) -> None:
             assert told == ([] if wait == "version" else [wait])
         await balancer.aclose()
     assert told == [wait]
+    with pytest.raises(sb.errors.ClosedResourceError):
+        await calls[wait]()
     assert balancer.statistics().accepted == 4
 
 

@@ -24,7 +24,7 @@ from stream_balancer.net.listener import Listener
 from stream_balancer.net.loops import Io
 from stream_balancer.net.service import Peer, Service
 from stream_balancer.net.session import Session
-from stream_balancer.types import Rollout
+from stream_balancer.types import MicroBatch, Rollout
 from stream_balancer.wire.codec import Decoded, Owner, Wanted
 
 LOCAL = [rollout(n) for n in range(6)]
@@ -85,6 +85,21 @@ def test_holes_are_filled_from_all_owners(owners: Callable[[str], PayloadOwner],
     assert len(fetcher._sources) == 2, "connections stay open"
 
 
+def test_parts_are_cut_by_who_keeps_the_whole(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
+    a = owners("a")
+    away = [elsewhere(LOCAL[5], a), elsewhere(LOCAL[2], a)]
+    for degree, place in ((2, 0), (2, 1), (8, 3)):
+        group = tuple(range(degree))
+        got = carried(MicroBatch.shared(away, group, place), [elsewhere(LOCAL[1], a)])
+        assert fetched(fetcher, got) == {}
+        whole = carried(MicroBatch.shared([LOCAL[5], LOCAL[2]], group, place), [LOCAL[1]])
+        for ours, theirs in zip(whole.micro_batches, got.micro_batches, strict=True):
+            ours_packed, theirs_packed = ours.packed(), theirs.packed()
+            for name in ours_packed.columns:
+                assert torch.equal(ours_packed[name], theirs_packed[name])
+                assert torch.equal(ours_packed.next(name), theirs_packed.next(name))
+
+
 def test_what_is_gone_is_named_and_the_rest_comes(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
     a, b, left = owners("a"), owners("b"), owners("left")
     mixed = [elsewhere(LOCAL[0], a), elsewhere(LOCAL[1], b), elsewhere(LOCAL[2], left), elsewhere(LOCAL[3], a)]
@@ -122,6 +137,14 @@ def test_other_sizes_than_were_described_are_missing(owners: Callable[[str], Pay
     [handle] = owners("a").keep([LOCAL[0]])
     missing = fetched(fetcher, carried([remote(LOCAL[5], handle.owner, handle.key)]))
     assert missing == {"r5": "it does not have payload 0"}
+
+
+def test_nothing_is_asked_for_after_close(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
+    got, asked = carried([elsewhere(LOCAL[0], owners("a"))]), threading.Event()
+    fetcher.close()
+    Io.current().do(lambda: (fetcher.fetch(got, lambda _: None), asked.set()))
+    assert asked.wait(GUARD_S)
+    assert not fetcher._sources, "a session that nobody would close"
 
 
 def test_much_is_asked_for_in_shares(
