@@ -121,7 +121,11 @@ def _rows(trace: Trace, reports: Reports, how: dict[str, Any]) -> dict[str, Show
         rows |= {
             "idle, the wait for rollouts included": lambda r, _: f"{r.whole_idle_fraction:.2%}",
             "end to end, s": lambda r, _: f"{r.elapsed_s:,.0f}",
-            "put waited, mean s": lambda r, _: f"{r.blocked_s:,.1f}",
+            "generation idle: put waited": lambda r, _: (
+                f"{r.blocked_s * r.num_rollouts / (how['slots'] * r.elapsed_s):.2%}"
+                if trace.arrival_s is None
+                else f"{r.blocked_s:,.1f} s a rollout"
+            ),
         }
     rows |= {
         "wait p50 / p99 / max, s": lambda r, _: " / ".join(
