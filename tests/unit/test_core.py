@@ -520,3 +520,11 @@ def test_an_observer_that_raises_is_logged_and_nothing_is_lost(caplog: pytest.Lo
     kinds = ["version_set", "accepted", "planned", "dispatched", "acknowledged", "accepted", "version_set", "evicted"]
     assert [event[0] for event in recording.taken()] == kinds
     assert [r.getMessage().rsplit(" ", 1)[1].strip("'") for r in caplog.records] == kinds
+
+
+def test_micro_batches_are_filled_up_to_a_multiple_with_padding_copies() -> None:
+    knobs = {"batch_size": 3, "window": 3, "micro_batches": {"max_tokens": 10, "multiple_of": 2}}
+    core = reconfigurable(**knobs)
+    core.add_all(list(make_rollouts([10, 10, 10])), 0.0)
+    batch = polled(core)
+    assert (len(batch.ranks[0].micro_batches), batch.num_padding) == (4, 1)
