@@ -37,15 +37,19 @@ class Replay(Simulated):
 
     warm_up: int | None = None
     """Steps to leave out of the figures. (default: 3 x max skips, at most a quarter)"""
+    certify: bool = False
+    """Prove how little any schedule of these arrivals could idle."""
 
     def run(self) -> None:
         # imported here: `--help` must not wait for torch
         from stream_balancer.tools.shown import Bars
-        from stream_balancer.tools.simulate import as_policy, simulate
+        from stream_balancer.tools.simulate import as_policy, check_certifiable, simulate
 
         # refused here, before a bar is shown
         lengths, config = self.lengths(), self.balancer()
         runs = {policy: as_policy(config, policy) for policy in _NAMES}
+        if self.certify:
+            check_certifiable(config)
         how = self.simulation() | {"warm_up": self.warm_up}
         reports: Reports = {}
         with Bars() as bars:
@@ -53,7 +57,8 @@ class Replay(Simulated):
             for policy, bar in added.items():
                 bars.start_task(bar)
                 show = partial(bars.show, bar, total=len(lengths))
-                reports[policy] = simulate(lengths, runs[policy], progress=show, **how)
+                certify = self.certify and policy == config.policy
+                reports[policy] = simulate(lengths, runs[policy], certify=certify, progress=show, **how)
         if self.json:
             knobs = {path: attrgetter(path)(config) for path in self.KNOBS} | {"cost": self.cost}
             policies = {policy: report.to_dict() for policy, report in reports.items()}
@@ -99,6 +104,7 @@ def _print(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any],
             bold=["idle fraction"],
         ),
         *_verdict(reports, parts, steady=steady),
+        *_proven(reports[config.policy]),
         sep="\n",
     )
 
@@ -149,6 +155,16 @@ def _rows(trace: Trace, reports: Reports, how: dict[str, Any]) -> dict[str, Show
 def _of_stratum(stratum: str, report: SimulationReport, part: Segment) -> str:
     of_it = report.strata[stratum]
     return f"{of_it.share:.1%} / {of_it.steps_without:.0%}"
+
+
+def _proven(report: SimulationReport) -> Iterator[str]:
+    found = report.certificate
+    if found is not None:
+        # the same work in both, without padding copies and fixed costs
+        ours = 1 - found.work / (report.config.dp_size * report.overall.work_s)
+        bound = f"no schedule with this window is below {found.idle:.1%}, which is proven"
+        nothing = "that any schedule with this window has to idle is not proven"
+        yield f"Whole run, drain included: idle {ours:.1%}; {bound if found.idle > 0 else nothing}."
 
 
 GOOD_ENOUGH = 0.02  # idle fraction of arrival order with a good partition below which a window has little left to win

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from stream_balancer.config import BalancerConfig, Policy
 from stream_balancer.planning import LengthBiasSummary
 from stream_balancer.planning.arrays import Floats, Ints
+from stream_balancer.tools.certify import Certificate
 
 LEAST_STEADY = 8  # steps; fewer are no steady state
 
@@ -187,6 +188,9 @@ class SimulationReport:
     """Every dispatch."""
     step_of: Ints
     """[n] the step each rollout of the trace was dispatched in; -1 = evicted."""
+    certificate: Certificate | None = None
+    """Bound that no schedule to which rollouts come as they did here gets below, drain included; None where it was not
+    asked for."""
 
     @property
     def is_steady(self) -> bool:

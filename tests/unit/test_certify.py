@@ -1,0 +1,192 @@
+"""Certificates: never above the optimum by enumeration, whatever the prices; refusals; the line of ``replay``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traces import trace_of
+from typer.testing import CliRunner
+
+from stream_balancer.cli import app
+from stream_balancer.config import BalancerConfig
+from stream_balancer.errors import ConfigError
+from stream_balancer.tools.certify import certify
+from stream_balancer.tools.length_models import generate_trace
+from stream_balancer.tools.simulate import simulate
+
+
+@cache
+def step_time(costs: tuple[int, ...], *, equal: bool) -> float:
+    """Least time of a step on two ranks, over all layouts."""
+    num = len(costs)
+    least, total = math.inf, sum(costs)
+    for ones in itertools.product((0, 1), repeat=num):
+        if not equal or num // 2 <= sum(ones) <= -(-num // 2):
+            one = sum(itertools.compress(costs, ones))
+            least = min(least, max(one, total - one))
+    return least
+
+
+def optimum(costs: list[int], batch: int, window: int, capacity: int, skips: int, *, equal: bool) -> float:
+    """Least total time on two ranks: all arrivals that window and capacity allow, all choices, all layouts."""
+    num, steps = len(costs), -(-len(costs) // batch)
+
+    @cache
+    def go(step: int, arrived: int, waiting: tuple[tuple[int, int], ...]) -> float:
+        if step == steps:
+            return 0.0
+        best = math.inf
+        least, most = (max(arrived, min(num, step * batch + room)) for room in (window, capacity))
+        for now in range(least, most + 1):
+            here = waiting + tuple((one, 0) for one in range(arrived, now))
+            size = min(batch, num - step * batch)
+            if len(here) < size:
+                continue
+            for taken in itertools.combinations(here, size):
+                left = [one for one in here if one not in taken]
+                if all(passed < skips for _, passed in left):
+                    time = step_time(tuple(sorted(costs[one] for one, _ in taken)), equal=equal)
+                    best = min(best, time + go(step + 1, now, tuple((one, passed + 1) for one, passed in left)))
+        return best
+
+    return go(0, 0, ())
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
+    batch = draw(st.sampled_from([2, 4]))
+    window = draw(st.integers(batch, 2 * batch))
+    costs = draw(st.lists(st.integers(0, 9) | st.integers(20, 40), min_size=batch, max_size=9).filter(any))
+    capacity = window + draw(st.integers(0, 1))
+    skips = draw(st.integers(-(-capacity // batch) - 1, 3))
+    return costs, {
+        "batch_size": batch,
+        "window": window,
+        "capacity": capacity,
+        "max_skips": skips,
+        "equal_counts": draw(st.booleans()),
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.sampled_from([0, 20, 60]), st.data())
+def test_no_certificate_is_above_the_optimum_whatever_the_prices(
+    case: tuple[list[int], dict[str, Any]], rounds: int, data: st.DataObject
+) -> None:
+    costs, how = case
+    best = optimum(
+        costs, how["batch_size"], how["window"], how["capacity"], how["max_skips"], equal=how["equal_counts"]
+    )
+    some = st.none() | st.lists(st.integers(-20, 60), min_size=len(costs), max_size=len(costs))
+    drawn = data.draw(some)
+    prices = None if drawn is None else np.array(drawn, dtype=np.float64)
+    found = certify(np.array(costs, dtype=np.float64), ranks=2, rounds=rounds, prices=prices, **how)
+    assert sum(costs) / 2 * (1 - 1e-9) <= found.total_time <= best
+
+
+def test_outliers_that_never_meet_are_proven_to_idle() -> None:
+    costs = np.array([9.0] + [1.0] * 13 + [8.0, 1.0])
+    how: dict[str, Any] = {"batch_size": 4, "ranks": 2, "window": 8, "max_skips": 1}
+    prices = np.where(costs > 1, costs - 1.5, 0.5)
+    by_hand = certify(costs, **how, prices=prices, rounds=0)
+    assert by_hand.total_time == pytest.approx(21)
+    assert by_hand.idle == pytest.approx(1 - 31 / 42)
+    assert by_hand.num_steps == 4
+    assert 20.5 < certify(costs, **how).total_time <= 21
+
+
+def test_more_freedom_never_proves_more() -> None:
+    costs = np.ceil(np.random.default_rng(3).pareto(1.1, 480) * 5 + 1)
+    how: dict[str, Any] = {"batch_size": 8, "ranks": 4, "rounds": 100}
+    by_skips = [certify(costs, **how, window=16, max_skips=skips).total_time for skips in (2, 4, 8, None)]
+    by_capacity = [certify(costs, **how, window=16, capacity=room, max_skips=4).total_time for room in (16, 24, 32)]
+    for figures in (by_skips, by_capacity):
+        # searches end a little below what could be proven
+        assert all(tight >= loose * 0.995 for tight, loose in itertools.pairwise(figures))
+        assert figures[0] > figures[-1]
+    recorded = np.maximum(-(-(np.arange(480) + 1 - 16) // 8), 0)
+    assert certify(costs, **how, arrived=recorded, max_skips=4).total_time == by_skips[1]
+
+
+@pytest.mark.parametrize(
+    ("costs", "how", "said"),
+    [
+        ([], {}, "costs must be finite"),
+        ([1.0, math.nan], {}, "costs must be finite"),
+        ([0.0, 0.0], {}, "one of them above 0"),
+        ([-1.0, 2.0], {}, "costs must be finite"),
+        ([1.0] * 9, {"ranks": 0}, "must hold"),
+        ([1.0] * 9, {"window": 1}, "must hold"),
+        ([1.0] * 9, {"capacity": 3}, "must hold"),
+        ([1.0] * 9, {"window": 8, "max_skips": 1}, "no schedule exists"),
+        ([1.0] * 9, {"prices": np.full(9, 1e9)}, "too large to be checked"),
+    ],
+)
+def test_a_stream_without_schedule_is_refused(costs: list[float], how: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        certify(np.array(costs), **{"batch_size": 2, "ranks": 2, "window": 4, "max_skips": 4, "rounds": 0} | how)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"deadline_s": 5.0}, "deadline_s=None"),
+        ({"batch_size": None, "step_size": {"tokens": 900}}, "step_size.tokens=None"),
+        ({"step_size": {"rollouts": (3, 5)}}, "step_size.rollouts=None"),
+        ({"groups": {"size": 2}}, "groups.size=None"),
+        ({"groups": {"share_prefixes": True}}, "groups.share_prefixes=False"),
+        ({"context_parallel": {"sizes": (1, 2), "overhead": 0.1}}, "context_parallel.sizes"),
+        ({"staleness": {"max_versions": 3}}, "staleness.max_versions=None"),
+        ({"speeds": (1.0, 2.0)}, "speeds=None"),
+    ],
+)
+def test_a_config_of_which_nothing_is_proven_is_refused(knobs: dict[str, Any], said: str) -> None:
+    given = {"dp_size": 2, "batch_size": 4, "cost": "quadratic"} | knobs
+    config = BalancerConfig(**{name: value for name, value in given.items() if value is not None})
+    with pytest.raises(ConfigError, match=said):
+        simulate(generate_trace(40, "rg"), config, certify=True)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "trainer"),
+    [({}, "instant"), ({}, "matched"), ({"counts": "equal"}, "instant"), ({"speeds": (2.0,) * 4}, "matched")],
+)
+def test_our_run_takes_at_least_what_is_proven_of_it(knobs: dict[str, Any], trainer: Any) -> None:
+    config = BalancerConfig(**{"dp_size": 4, "batch_size": 8, "cost": "quadratic"} | knobs)
+    said: list[int] = []
+    report = simulate(generate_trace(160, "lrm"), config, slots=16, trainer=trainer, certify=True, progress=said.append)
+    found = report.certificate
+    assert found is not None
+    assert found.work / 4 * (1 - 1e-9) <= found.total_time <= report.overall.work_s
+    assert found.num_steps == report.num_batches
+    assert said[-1] == 160
+    assert report.to_dict()["certificate"]["idle"] == found.idle
+
+
+def test_replay_prints_the_bound_beside_ours() -> None:
+    command = ["replay", "generate:lognormal:160", "--dp-size", "4", "--batch-size", "8", "--cost", "quadratic"]
+    told = CliRunner().invoke(app, [*command, "--certify"])
+    assert told.exit_code == 0, told.output
+    assert "Whole run, drain included: idle" in told.stdout
+    assert "proven" in told.stdout
+    figures = json.loads(CliRunner().invoke(app, [*command, "--certify", "--json"]).stdout)["policies"]
+    assert 0 <= figures["window"]["certificate"]["idle"] <= figures["window"]["overall"]["idle_fraction"] + 1e-9
+    assert figures["fifo"]["certificate"] is None
+    refused = CliRunner().invoke(app, [*command, "--certify", "--deadline-s", "5"])
+    assert (refused.exit_code, "certify needs deadline_s=None" in refused.stderr) == (2, True)
+    even = CliRunner().invoke(app, ["replay", "generate:tau:64", "--dp-size", "2", "--batch-size", "16", "--certify"])
+    assert "is not proven" in even.stdout
+
+
+def test_steps_that_limits_cut_short_are_refused() -> None:
+    config = BalancerConfig(dp_size=2, batch_size=4, window=4, limits={"tokens": 100})
+    with pytest.raises(ConfigError, match="one smaller"):
+        simulate(trace_of([30, 30, 60, 10] * 8), config, certify=True)
