@@ -75,6 +75,15 @@ def test_a_plain_seal_follows_the_last_item_and_the_last_payload() -> None:
     assert play.done("ref0", 0, 1, [2]) == ["send 0 [0]", "seal 0 #1 of 0", "seal ref0"]
 
 
+def test_what_one_seat_gives_back_and_another_has_begun_stays() -> None:
+    play = Play("0 1", seats=2, moves=True)
+    play.plan("0@0 1@1 2@1 3@1")
+    play.train("0.0", [0])
+    assert play.train("0.1", [0]) == ["recall 1.0 [1 2 3]", "recall 1.1 [1 2 3]"]
+    assert play.released("1.0", 0, 1, [2, 3]) == []
+    assert play.released("1.1", 0, 1, [3]) == ["replan [3] over 0", "send 1.0 [2]"]
+
+
 def test_nobody_meets_while_a_seat_has_not_answered_a_recall() -> None:
     """One seat has trained what the other, which now waits, has given back."""
     play = Play("0 1", seats=2, moves=True)
