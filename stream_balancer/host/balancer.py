@@ -209,8 +209,6 @@ class StreamBalancer(OfOneProcess):
         every rollout comes this way, and ``set_version`` is called at most once per batch, before the next is asked
         for. See docs/staleness.md for the rule. Leaving the block gives back what was not put.
 
-        ``await slot.stale()`` returns once what is put would be evicted all the same, say where a version was skipped.
-
         Without ``staleness`` the limit is ``capacity``. Raises :class:`ConfigError` for knobs under which the bound
         could not hold or the window not fill, ValueError for a ``count`` that could never be admitted; entering raises
         ClosedResourceError after ``end()`` or ``aclose()``.
