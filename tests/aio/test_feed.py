@@ -74,6 +74,7 @@ async def test_without_auto_ack_it_leaves_with_the_last_acknowledgement() -> Non
         assert filled.balancer.rank_states()[0].connected
         feed.acknowledge_through(10**9)
     assert filled.acknowledged_steps == [0, 1]
+    assert anyio.current_time() < 60, "it was waited for"
     assert len(steps[0].rollouts) == 4, "it may be read when all is over"
 
 

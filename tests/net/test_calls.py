@@ -209,6 +209,61 @@ async def test_a_storm_of_calls_cuts_and_cancels(seed: int, restarts: bool, anyi
             tasks.cancel_scope.cancel()
 
 
+async def test_a_lost_session_goes_on_and_gets_each_reply_once() -> None:
+    """Four calls are on their way: one is answered and its reply lost, two are worked on, one never came."""
+    async with hosted() as (host, _, session), anyio.create_task_group() as tasks:
+        caller = session(rejoin=True)
+        await take(caller, "first")
+        for name in ("a", "b"):
+            tasks.start_soon(take, caller, name, 5.0)
+        await settle()
+        caller.dialer.hold()
+        tasks.start_soon(take, caller, "never came")
+        await settle()
+        caller.dialer.cut()
+        await anyio.sleep(1)
+        assert (host.taken, host.begun) == (["first", "never came"], 4)
+        await anyio.sleep(5)
+        assert sorted(host.taken) == ["a", "b", "first", "never came"]
+        assert host.begun == 4
+        assert not host.service.peers[caller._join.session].open
+
+
+async def test_a_reply_that_is_made_before_its_repetition_has_come_is_sent_once() -> None:
+    async with hosted() as (host, _, session), anyio.create_task_group() as tasks:
+        opened: list[Welcome] = []
+
+        def on_open(welcome: Welcome) -> None:
+            opened.append(welcome)
+            if len(opened) == 2:
+                caller.dialer.hold()
+
+        caller = session(rejoin=True, on_open=on_open)
+        tasks.start_soon(take, caller, "a", 1.0)
+        await anyio.sleep(0.5)
+        caller.dialer.cut()
+        await anyio.sleep(1)
+        caller.dialer.release()
+        await take(caller, "b")
+        assert (host.taken, host.begun, len(opened)) == (["a", "b"], 2, 2)
+
+
+async def test_what_a_session_had_staged_is_free_once_it_is_gone() -> None:
+    async with hosted(keep_s=0.0) as (host, _, session), anyio.create_task_group() as tasks:
+        caller = session()
+
+        async def put() -> None:
+            with pytest.raises(BrokenResourceError):
+                await caller.ask("take", ("a", 5.0), Payload.of(np.zeros(1000, dtype=np.uint8)))
+
+        tasks.start_soon(put)
+        await settle()
+        assert host.service.staging.nbytes > 1000
+        caller.dialer.cut()
+        await anyio.sleep(10)
+        assert (host.service.staging.nbytes, host.taken) == (0, [])
+
+
 @pytest.mark.parametrize("keep_s", [0.0, 3.0])
 async def test_a_session_that_does_not_come_back_is_withdrawn(keep_s: float) -> None:
     """At once, or when it has had the time to."""
