@@ -43,8 +43,8 @@ from stream_balancer.wire.statistics import decode_statistics
 __all__ = ["BlockingProducer", "Producer", "connect"]
 
 _log = logging.getLogger("stream_balancer.net")
-_ENDED = "put() after end(): the balancer takes no more rollouts. Put before calling end()"
-_ENDED_HERE = "put() after end() of this producer: it puts no more. Put before calling end()"
+_ENDED = "put() after end(): the balancer takes no more rollouts. Put before end()"
+_ENDED_HERE = "put() after end() of this producer: it puts no more. Put before end()"
 _CLOSED = "put() on a closed producer: close() was called, or its 'with' block was left"
 _ONE_LOOP = "this producer lives in one event loop, which {} would stop. Await put()"
 # so long is the reply to a put_nowait() that has come too late waited for

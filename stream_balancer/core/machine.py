@@ -1,8 +1,7 @@
 """The core of a balancer: rollouts in, batches out, acknowledgements back. Every change of a balancer's state is a
 method of :class:`BalancerCore`.
 
-Pure: time is an argument, nothing waits, nothing is sent. The shell (``host.balancer``) and the simulator drive
-the same object::
+Pure: time is an argument, nothing waits, nothing is sent. ``host.balancer`` and the simulator drive the same object::
 
     add(rollout, now) --> waiting --poll(now)--> in flight --acknowledge(step)--> done
                              |                       `--nack(step)--> poll gives it again, same plan
@@ -63,9 +62,7 @@ class BalancerCore:
         """Costs of the rollouts of one put. Raises what ``add_all`` would raise, except WouldBlock; changes nothing.
         O(columns)."""
         if self.state.triggers.ended:
-            raise ClosedResourceError(
-                "put() after end(): the balancer takes no more rollouts. Put before calling end()"
-            )
+            raise ClosedResourceError("put() after end(): the balancer takes no more rollouts. Put before end()")
         admission = self.state.admission
         # first: a retry is a duplicate, whatever its group
         costs = [admission.check_one(rollouts[0])] if len(rollouts) == 1 else admission.check(rollouts)
@@ -147,8 +144,8 @@ class BalancerCore:
     def next_wakeup(self) -> float:
         """When ``poll`` will give a batch if nothing else happens: ``-inf`` = now, ``inf`` = never. See
         :meth:`Triggers.next_wakeup`."""
-        opened, at = self.state.open_step, self.state.triggers.next_wakeup()
-        at = min(at, self.state.buffer.groups.next_cut())
+        opened = self.state.open_step
+        at = min(self.state.triggers.next_wakeup(), self.state.buffer.groups.next_cut())
         again = self.state.in_flight.again and self._gives_again
         if again or (opened is not None and at > -math.inf and ready_rows(self.state, opened).size):
             return -math.inf
@@ -157,16 +154,14 @@ class BalancerCore:
     def cut_stragglers(self, now: float) -> bool:
         """Groups that have enough siblings, and have waited long enough for the others (``groups.min_size``), go
         without them: before a ``poll``, at its ``now``. -> whether there were any. O(n) if so."""
-        found = self.state.cut_stragglers(now)
-        if found:
+        if found := self.state.cut_stragglers(now):
             self._publish()
         return found
 
     def poll(self, now: float, asked_at: float | None = None) -> Batch | None:
         """A batch, if one leaves now; then it is in flight until ``acknowledge(batch.step)``. ``asked_at``: since when
-        somebody waits for it.
-
-        A few vector operations of O(n) in waiting rollouts, plus the plan. If the planner raises, nothing has changed.
+        somebody waits for it. A few vector operations of O(n) in waiting rollouts, plus the plan. If the planner
+        raises, nothing has changed.
         """
         state = self.state
         batch = state.in_flight.next_redelivery()
@@ -302,15 +297,11 @@ class BalancerCore:
         if self.state.in_flight.finish_training(step):
             self.state.advance()
 
-    def nack(self, step: int) -> None:
-        """A batch in flight was not trained on after all: ``poll`` gives it again, same plan, older steps first. Raises
-        ValueError for a step that is not in flight. O(batches in flight)."""
-        self.state.counts.nacked += self.state.in_flight.redeliver(step)
-        self.state.changed()
-
-    def redeliver(self, batch: Batch) -> None:
-        """A batch in flight reached nobody: the next ``poll`` gives it."""
-        self.state.in_flight.redeliver(batch.step)
+    def nack(self, step: int, *, was_given: bool = True) -> None:
+        """A batch in flight was not trained on after all: ``poll`` gives it again, same plan, older steps first.
+        ``was_given=False``: it reached nobody, and is not counted. Raises ValueError for a step that is not in flight.
+        O(batches in flight)."""
+        self.state.counts.nacked += self.state.in_flight.redeliver(step) * was_given
         self.state.changed()
 
     def record_step(self, timing: StepTiming, now: float) -> None:

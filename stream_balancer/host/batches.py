@@ -88,7 +88,7 @@ class Consumer:
                 is_row = whole is not None and whole.num_rollouts > batch.num_rollouts
                 if whole is None or is_row or len(batch.ranks) == self._core.config.dp_size:
                     return batch
-                self._core.redeliver(whole)
+                self._core.nack(whole.step, was_given=False)
             elif self._core.finished:
                 return None
             else:
@@ -134,7 +134,7 @@ class Consumer:
         # acknowledged meanwhile, or planned again: then there is nothing to give
         held, is_open = self._core.state.in_flight.get(batch.step), self._core.state.open_step is not None
         if held is batch:
-            self._core.redeliver(batch)
+            self._core.nack(batch.step, was_given=False)
         elif is_open and not batch.is_last:
             self._core.open_steps(True)  # its first row: by the time that somebody takes it there may be other ranks
         elif is_open and held is not None:
