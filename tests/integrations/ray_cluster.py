@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import math
 import os
 import random
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -84,24 +86,29 @@ class Worker:
     def put(self, names: list[str], length: int, at_once: int = 16) -> list[str]:
         """The names that were accepted."""
         accepted: list[str] = []
+        left = iter(names)
 
-        async def put(name: str) -> None:
-            await self._balancer.put(make_rollout(length, name))
-            accepted.append(name)
+        async def put() -> None:
+            for name in left:
+                await self._balancer.put(make_rollout(length, name))
+                accepted.append(name)
 
-        async def main() -> None:
-            limiter = anyio.CapacityLimiter(at_once)
-
-            async def limited(name: str) -> None:
-                async with limiter:
-                    await put(name)
-
-            async with anyio.create_task_group() as tasks:
-                for name in names:
-                    tasks.start_soon(limited, name)
-
-        anyio.run(main)
+        anyio.run(_at_once, at_once, put)
         return accepted
+
+    def work(self, number: int, delay_s: float, workers: int) -> int:
+        """Reserve, generate and put until the balancer has ended, so many at the same time. -> rollouts put."""
+        chance, names = random.Random(number), itertools.count()
+
+        async def generate() -> None:
+            with suppress(ClosedResourceError):
+                while True:
+                    async with self._balancer.reserve() as slot:
+                        await anyio.sleep(min(delay_s * chance.paretovariate(1.2), 50 * delay_s))
+                        await slot.put(make_rollout(chance.randrange(1, 40), f"{number}.{next(names)}"))
+
+        anyio.run(_at_once, workers, generate)
+        return next(names)
 
     def transports(self) -> list[str]:
         """What carries each object of this worker's that the tests' keeper holds; by itself that is the store."""
@@ -118,6 +125,12 @@ class Worker:
         while store.get_num_objects() and time.monotonic() < deadline:
             time.sleep(0.05)
         return store.get_num_objects()
+
+
+async def _at_once(number: int, job: Callable[[], Any]) -> None:
+    async with anyio.create_task_group() as tasks:
+        for _ in range(number):
+            tasks.start_soon(job)
 
 
 class MeshRank:
@@ -148,16 +161,7 @@ class OneOf:
     def __getattr__(self, method: str) -> Any:
         if method.startswith("__"):
             raise AttributeError(method)
-        return _Method(self._actor, self._number, method)
-
-
-class _Method:
-    def __init__(self, actor: Any, number: int, name: str) -> None:
-        self._called = actor, number, name
-
-    def remote(self, *args: Any, **kwargs: Any) -> Any:
-        actor, number, name = self._called
-        return actor.call.remote(number, name, *args, **kwargs)
+        return SimpleNamespace(remote=functools.partial(self._actor.call.remote, self._number, method))
 
 
 class Hosts:
@@ -215,35 +219,3 @@ def host_among_others(config: BalancerConfig, **given: Any) -> tuple[RayBalancer
     number = ray.get(hosts().start.remote(*options), timeout=GUARD_S)
     balancer = RayBalancer(OneOf(hosts(), number), config.dp_size, config.loss_mask_column, kept)
     return balancer, lambda: ray.get(hosts().stop.remote(number), timeout=GUARD_S)
-
-
-class ReservingWorker:
-    """Reserves, generates and puts until the balancer has ended, or it is killed."""
-
-    def __init__(self, balancer: RayBalancer, number: int, delay_s: float) -> None:
-        self._balancer, self._number, self._delay_s = balancer, number, delay_s
-
-    def pid(self) -> int:
-        """Of its process."""
-        return os.getpid()
-
-    def work(self, workers: int) -> int:
-        """So many at the same time. -> rollouts put."""
-        chance, num_put = random.Random(self._number), 0
-
-        async def generate(worker: int) -> None:
-            nonlocal num_put
-            with suppress(ClosedResourceError):
-                while True:
-                    async with self._balancer.reserve() as slot:
-                        await anyio.sleep(min(self._delay_s * chance.paretovariate(1.2), 50 * self._delay_s))
-                        await slot.put(make_rollout(chance.randrange(1, 40), f"{self._number}.{worker}.{num_put}"))
-                        num_put += 1
-
-        async def main() -> None:
-            async with anyio.create_task_group() as tasks:
-                for worker in range(workers):
-                    tasks.start_soon(generate, worker)
-
-        anyio.run(main)
-        return num_put

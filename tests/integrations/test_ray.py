@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import signal
 import subprocess
@@ -26,11 +25,9 @@ ray = pytest.importorskip("ray")
 from ray_cluster import STORE_BYTES, Worker, host_among_others, kill  # noqa: E402
 
 import stream_balancer as sb  # noqa: E402
-from stream_balancer.client.object_store import INLINE_BYTES  # noqa: E402
+from stream_balancer.client.object_store import INLINE_BYTES as STORED  # noqa: E402
 from stream_balancer.ray import RayBalancer, host  # noqa: E402
 from stream_balancer.testing import make_rollout  # noqa: E402
-
-STORED = INLINE_BYTES  # tokens that make a rollout go to the object store
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -47,8 +44,6 @@ pytestmark = pytest.mark.usefixtures("nodes")
 
 
 # --- puts and feeds --------------------------------------------------------------------------------------------------
-
-_NAMES = (f"r{n}" for n in itertools.count())
 
 
 @asynccontextmanager
@@ -73,15 +68,16 @@ async def hosted(*, alone: bool = False, **knobs: Any) -> AsyncIterator[RayBalan
                 await anyio.to_thread.run_sync(stop)
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    while not await condition():  # noqa: ASYNC110 - an actor has no event for a test
+async def until(balancer: RayBalancer, condition: Callable[[sb.Statistics], bool]) -> None:
+    while not condition(await balancer.statistics()):  # noqa: ASYNC110 - an actor has no event for a test
         await anyio.sleep(0.01)
 
 
-async def train(balancer: RayBalancer, rank: int = 0) -> list[sb.Rollout]:
+async def train(balancer: RayBalancer, rank: int, got: list[sb.Rollout]) -> None:
     """Everything this rank gets."""
     async with balancer.feed(rank=rank) as feed:
-        return [rollout async for batch in feed for rollout in batch.rollouts if not rollout.is_padding]
+        async for batch in feed:
+            got.extend(rollout for rollout in batch.rollouts if not rollout.is_padding)
 
 
 async def verdict(put: Awaitable[object]) -> tuple[str, str]:
@@ -92,21 +88,13 @@ async def verdict(put: Awaitable[object]) -> tuple[str, str]:
     return "accepted", ""
 
 
-def rollouts_of_all_sizes() -> list[sb.Rollout]:
+async def test_bits_and_fields_arrive_as_they_were_put() -> None:
     """Inline and stored, with every kind of field."""
     lengths = [1, 7, STORED, 300, 2 * STORED, STORED + 1, 5, 6]
-    return [make_rollout(length, f"s{n}", group_id=f"g{n // 2}", version=n) for n, length in enumerate(lengths)]
-
-
-async def test_bits_and_fields_arrive_as_they_were_put() -> None:
+    made = [make_rollout(length, f"s{n}", group_id=f"g{n // 2}", version=n) for n, length in enumerate(lengths)]
+    got: list[sb.Rollout] = []
     async with hosted(capacity=8, window=8) as balancer, anyio.create_task_group() as tasks:
-        made = rollouts_of_all_sizes()
-        got: list[sb.Rollout] = []
-
-        async def collect() -> None:
-            got.extend(await train(balancer))
-
-        tasks.start_soon(collect)
+        tasks.start_soon(train, balancer, 0, got)
         for rollout in made[:4]:
             await balancer.put(rollout)
         await balancer.put_group(made[4:6])
@@ -136,10 +124,6 @@ async def test_what_is_acknowledged_is_freed() -> None:
             assert not len(held)
 
 
-async def _blocked(balancer: RayBalancer, count: int) -> bool:
-    return (await balancer.statistics()).blocked_puts == count
-
-
 # --- deaths ----------------------------------------------------------------------------------------------------------
 
 
@@ -156,24 +140,16 @@ async def test_a_killed_worker_s_waiting_rollouts_are_named_and_the_rest_go_on()
         inline = await _asked(doomed.put.remote([f"i{n}" for n in range(3)], 5, 1))
         await balancer.put(make_rollout(STORED, "mine"))
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: _lost(balancer, 6))
+        await until(balancer, lambda now: now.evicted["lost"] == 6)
         assert {(lost.rollout_id, lost.holder, lost.step) for lost in await balancer.lost_rollouts()} == {
             (name, label, None) for name in stored
         }
         await balancer.put(make_rollout(STORED, "d0"))  # it may be put again
-        got: list[str] = []
-
-        async def collect() -> None:
-            got.extend(rollout.rollout_id for rollout in await train(balancer))
-
-        tasks.start_soon(collect)
+        got: list[sb.Rollout] = []
+        tasks.start_soon(train, balancer, 0, got)
         await balancer.end()
         await balancer.producer.released()
-    assert sorted(got) == sorted([*inline, "mine", "d0"])
-
-
-async def _lost(balancer: RayBalancer, count: int) -> bool:
-    return (await balancer.statistics()).evicted["lost"] == count
+    assert sorted(one.rollout_id for one in got) == sorted([*inline, "mine", "d0"])
 
 
 @pytest.fixture
@@ -212,14 +188,15 @@ async def test_a_killed_node_during_training(nodes: Any, doomed_node: Any) -> No
         for name in mine[:60]:
             await balancer.put(make_rollout(STORED, name))
         go_on = anyio.Event()
-        await until(lambda: _waiting(balancer, 48))
+        await until(balancer, lambda now: now.waiting >= 48)
         await anyio.to_thread.run_sync(lambda: nodes.remove_node(doomed_node, allow_graceful=False))
         with pytest.raises(ray.exceptions.RayError):
             await _asked(putting)
         go_on.set()
         for name in mine[60:]:
             await balancer.put(make_rollout(STORED, name))
-        await until(lambda: _gone(balancer, label))
+        while label in await balancer._call("producers"):  # noqa: ASYNC110 - then what it had is evicted, or in flight
+            await anyio.sleep(0.01)
         await balancer.end()
         await balancer.producer.released()
         async with balancer.producer:
@@ -235,15 +212,6 @@ async def test_a_killed_node_during_training(nodes: Any, doomed_node: Any) -> No
     assert stats.evicted["lost"] == len(named)
 
 
-async def _waiting(balancer: RayBalancer, count: int) -> bool:
-    return (await balancer.statistics()).waiting >= count
-
-
-async def _gone(balancer: RayBalancer, label: str) -> bool:
-    """The actor has noticed that this producer is dead: what it had is evicted, or in flight."""
-    return label not in await balancer._call("producers")
-
-
 @also_on_trio_when_slow
 async def test_a_killed_actor_comes_back_from_its_journal(tmp_path: Path) -> None:
     """Workers and ranks wait for it by themselves; every rollout is trained on once, though it dies at any moment."""
@@ -252,18 +220,15 @@ async def test_a_killed_actor_comes_back_from_its_journal(tmp_path: Path) -> Non
         hosted(alone=True, journal=tmp_path / "journal", **knobs) as balancer,
         anyio.create_task_group() as tasks,
     ):
-        trained: list[str] = []
+        got: list[sb.Rollout] = []
         accepted: list[str] = []
-
-        async def collect(rank: int) -> None:
-            trained.extend(rollout.rollout_id for rollout in await train(balancer, rank))
 
         async def put(name: str, length: int) -> None:
             await balancer.put(make_rollout(length, name))
             accepted.append(name)
 
         for rank in range(2):
-            tasks.start_soon(collect, rank)
+            tasks.start_soon(train, balancer, rank, got)
         for round_ in range(3):
             async with anyio.create_task_group() as puts:
                 for n in range(60):
@@ -272,9 +237,8 @@ async def test_a_killed_actor_comes_back_from_its_journal(tmp_path: Path) -> Non
                     await anyio.sleep(0.03)
                     await anyio.to_thread.run_sync(kill, balancer.actor)
         await balancer.end()
-    assert len(trained) == len(set(trained))
-    assert sorted(trained) == sorted(accepted)
-    assert len(accepted) == 180
+    assert sorted(one.rollout_id for one in got) == sorted(accepted)
+    assert len(accepted) == len(set(accepted)) == 180
 
 
 @also_on_trio_when_slow
@@ -289,7 +253,7 @@ async def test_an_actor_without_a_journal_is_lost_for_good() -> None:
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(put)
-            await until(lambda: _blocked(balancer, 1))
+            await until(balancer, lambda now: now.blocked_puts == 1)
             await anyio.to_thread.run_sync(kill, balancer.actor)
         [(kind, text)] = outcome
         assert kind == "BrokenResourceError"
@@ -331,7 +295,7 @@ async def test_a_rank_that_stays_away_stops_the_balancer_if_asked_to() -> None:
         await anext(feed)
         feed._port.session.connection.abort()  # type: ignore[attr-defined, union-attr]
         with pytest.raises(sb.errors.BrokenResourceError):
-            await until(lambda: _blocked(balancer, -1))
+            await until(balancer, lambda now: False)
         with pytest.raises(sb.errors.BrokenResourceError):
             await balancer.put(make_rollout(5, "late"))
         await feed.aclose()
@@ -377,12 +341,13 @@ async def test_a_full_store_holds_puts_back(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_more_than_the_store_holds_goes_through_it() -> None:
     """Four times the store's size; accepted rollouts are bounded by limits.bytes."""
     async with hosted(capacity=64, window=4, limits=sb.Limits(bytes=32 * 2**20), staged_bytes=2**24) as balancer:
-        sums: list[int] = []
+        trained = 0
 
         async def collect() -> None:
+            nonlocal trained
             async with balancer.feed(rank=0) as feed:
-                async for batch in feed:
-                    sums.extend(int(r.tokens["input_ids"].numel()) for r in batch.rollouts if not r.is_padding)
+                async for batch in feed:  # holds none of them
+                    trained += sum(not r.is_padding for r in batch.rollouts)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(collect)
@@ -391,7 +356,7 @@ async def test_more_than_the_store_holds_goes_through_it() -> None:
                     ids = torch.full((2**19,), n)  # 4 MiB
                     puts.start_soon(balancer.put, sb.Rollout(tokens={"input_ids": ids}, rollout_id=f"big{n}"))
             await balancer.end()
-        assert len(sums) == 4 * STORE_BYTES // 2**22
+        assert trained == 4 * STORE_BYTES // 2**22
 
 
 @pytest.mark.parametrize("journal", [[], pytest.param(["--journal"], marks=pytest.mark.slow)], ids=["store", "journal"])
