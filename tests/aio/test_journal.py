@@ -620,6 +620,11 @@ async def test_the_folder_is_bounded_by_what_ever_waited_at_once(
         assert balancer.statistics().in_flight == 4
 
 
+def declared(balancer: sb.StreamBalancer) -> dict[str, tuple[int | None, bool]]:
+    """Sizes of groups that were told, and whether no more of them comes."""
+    return {name: (one.size, one.closed) for name, one in balancer.snapshot().groups.items()}
+
+
 async def test_groups_of_another_size_survive(tmp_path: Path) -> None:
     """What was declared, closed and abandoned; and with the rollouts of the same put, never without them."""
     knobs = config(groups=sb.Groups(size=4), window=4, capacity=16)
@@ -637,17 +642,12 @@ async def test_groups_of_another_size_survive(tmp_path: Path) -> None:
         await balancer.close_group("e")
         after = await crash(balancer)
     async with sb.StreamBalancer(knobs, journal=at_once) as balancer:
-        groups = balancer.parts.core.state.buffer.groups
-        assert groups.declarations() == {"e": (3, False), "c": (2, True)}
-        assert groups.incomplete() == {"e": 2}
+        assert declared(balancer) == {"e": (3, False), "c": (2, True)}
+        assert balancer.parts.core.state.buffer.groups.incomplete() == {"e": 2}
         verify(balancer.parts.core)
     for _ in range(2):
         async with sb.StreamBalancer(knobs, journal=after) as balancer:
-            assert balancer.parts.core.state.buffer.groups.declarations() == {
-                "e": (2, True),
-                "c": (2, True),
-                "a": (None, True),
-            }
+            assert declared(balancer) == {"e": (2, True), "c": (2, True), "a": (None, True)}
             for name in ("e", "c"):
                 with pytest.raises(sb.errors.RolloutError, match="takes 0 more"):
                     await balancer.put(make_rollout(3, group_id=name))
@@ -677,5 +677,4 @@ async def test_a_put_that_is_cancelled_declares_nothing(tmp_path: Path, disk: Di
                             await checkpoint()
         after = await crash(balancer)
     async with sb.StreamBalancer(knobs, journal=after) as balancer:
-        groups = balancer.parts.core.state.buffer.groups
-        assert (groups.declarations(), len(waiting(balancer))) == ({"g": (3, False)}, 4)
+        assert (declared(balancer), len(waiting(balancer))) == ({"g": (3, False)}, 4)
