@@ -226,9 +226,10 @@ async def test_a_column_that_rollouts_have_already_is_refused() -> None:
     async with run.balancer as balancer, anyio.create_task_group() as tasks:
         for n in range(16):
             await balancer.put(sb.Rollout(tokens={"input_ids": [1, n]}, scalars={"input_ids2": 3.0}))
-        run.feed(0), run.feed(0, role="ref")
+        feeds = run.feed(0), run.feed(0, role="ref")  # one that is dropped leaves
         with pytest.raises(ValueError, match=r"role 'ref' is to give 'input_ids2', which rollout .* has already"):
             await run.serve()
+        assert feeds
         tasks.cancel_scope.cancel()
 
 
