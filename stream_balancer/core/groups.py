@@ -54,7 +54,7 @@ class Declared(NamedTuple):
     closed: bool
     """The group takes no more."""
     late: bool = False
-    """It was cut: what still comes is evicted, and not refused."""
+    """Siblings that still come are evicted, and not refused: the group was cut."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class SiblingGroups:
         self.min_size: int | None = None
         """Siblings with which a group may leave without its stragglers; None: it waits for all."""
         self.patience = 0.0
-        """... once these take so many times as long as half of the group did."""
+        """Times as long as half of the group took, after which it leaves without the others."""
         self.remember = remember
         """How many groups that take no more are known."""
         self.num_awaited = 0

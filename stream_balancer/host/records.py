@@ -71,7 +71,7 @@ class Group(msgspec.Struct, array_like=True, tag="group"):
     closed: bool
     """The group takes no more."""
     late: bool = False
-    """What still comes is too late."""
+    """Siblings that still come are too late."""
 
     @property
     def key(self) -> str:
