@@ -49,7 +49,7 @@ def test_outliers_wait_for_company_and_ranks_finish_together() -> None:
     sampler, partition = BalancedSampler(2), Partition(LENGTHS)
     shares = [ask(sampler, partition, rank, 0) for rank in (1, 0)]
     assert not {0, 6} & {row for share in shares for row in share}
-    assert {sum(LENGTHS[row] for row in share) for share in shares} == {400}
+    assert len({sum(LENGTHS[row] for row in share) for share in shares}) == 1
 
 
 def test_a_window_is_waited_for_and_a_row_without_its_length_is_not_in_it() -> None:
