@@ -75,6 +75,10 @@ class SiblingGroup:
     """When its size was declared, or the first of it came, in seconds."""
     half_s: float = 0.0
     """Seconds from then until half of it had come: the median of all, whenever the rest comes."""
+    last: float = 0.0
+    """When the last of it came."""
+    cut_at: float = math.inf
+    """When it is cut, if it lacks siblings by then."""
     executions: dict[str, int] = field(default_factory=dict)
     """Rollouts that wait, of each execution with an id that has come."""
 
@@ -126,8 +130,14 @@ class SiblingGroups:
         group = self._groups.get(group_id) or self._new(group_id)
         # a rollout of an execution that has come before is no new sibling
         self._update(group, arrived=int(execution_id not in group.executions), waiting=1)
+        if group.began is None:
+            group.began = now
+        group.last = now
+        # not only at half: another size may be declared afterwards
+        if 2 * group.arrived <= group.size + 1:
+            group.half_s = now - group.began
         if self.min_size is not None:
-            self._time(group_id, group, self.min_size, now)
+            self._schedule(group_id, group)
         if execution_id is not None:
             group.executions[execution_id] = group.executions.get(execution_id, 0) + 1
         if group.declared and group.arrived == group.size:
@@ -205,7 +215,7 @@ class SiblingGroups:
     def next_cut(self) -> float:
         """When the next group will have waited long enough for its stragglers; inf if none waits. O(1) amortised, but
         for a logarithm."""
-        while self._cuts and not self._is_short(self._cuts[0][1]):
+        while self._cuts and not self._is_due(*self._cuts[0]):
             heappop(self._cuts)
         return self._cuts[0][0] if self._cuts else math.inf
 
@@ -229,20 +239,29 @@ class SiblingGroups:
         self._close(group_id, Declared(group.arrived, closed=True, late=True))
         return lacked
 
-    def _is_short(self, group_id: str) -> bool:
-        group = self._groups.get(group_id)
-        return group is not None and group.lacks > 0 and group.arrived >= (self.min_size or group.size)
+    def reschedule(self) -> None:
+        """Other knobs are in force. O(groups)."""
+        self._cuts.clear()
+        for group_id, group in self._groups.items():
+            group.cut_at = math.inf
+            self._schedule(group_id, group)
 
-    def _time(self, group_id: str, group: SiblingGroup, min_size: int, now: float) -> None:
-        """A sibling has come now."""
-        if group.began is None:
-            group.began = now
-        half = -(-group.size // 2)
-        if group.arrived == half:
-            group.half_s = now - group.began
+    def _is_due(self, at: float, group_id: str) -> bool:
+        group = self._groups.get(group_id)
+        return group is not None and group.cut_at == at and self._may_leave(group)
+
+    def _may_leave(self, group: SiblingGroup) -> bool:
         # of fewer than half nobody knows how long the group takes
-        if group.arrived >= max(min_size, half) and group.lacks:
-            heappush(self._cuts, (group.began + self.patience * group.half_s, group_id))
+        return group.lacks > 0 and 2 * group.arrived >= max(2 * (self.min_size or group.size), group.size)
+
+    def _schedule(self, group_id: str, group: SiblingGroup) -> None:
+        """Siblings have come, or the size or the knobs are others."""
+        if group.began is None or self.min_size is None or not self._may_leave(group):
+            return
+        at = group.began + self.patience * group.half_s
+        if at != group.cut_at:
+            group.cut_at = at
+            heappush(self._cuts, (at, group_id))
 
     # -- how many there are --------------------------------------------------------------------------------------------
 
@@ -302,6 +321,7 @@ class SiblingGroups:
         self._update(group, size=group.arrived if size is None else size)
         if group.arrived < group.size:
             self.changed.append(group_id)
+            self._schedule(group_id, group)
             return
         self._close(group_id, Declared(group.size, closed=True))
         if not group.waiting:

@@ -59,8 +59,11 @@ class BalancerState:
         self.config = self.staleness.config = self.triggers.config = config
         self.admission.use(config)
         groups = self.buffer.groups
-        groups.remember, groups.patience = config.remember_ids, config.groups.patience
-        groups.min_size = None if groups.size is None else config.groups.min_size
+        groups.remember = config.remember_ids
+        timing = None if groups.size is None else config.groups.min_size, config.groups.patience
+        if timing != (groups.min_size, groups.patience):
+            groups.min_size, groups.patience = timing
+            groups.reschedule()
 
     def reprice(self, pricing: Pricing) -> float:
         """Other prices are in force. -> the cost of what waits over what it was. Raises RolloutError, and changes

@@ -71,6 +71,43 @@ def test_a_group_of_another_size_is_cut_by_its_own_half() -> None:
         assert core.next_wakeup() == (8.0 if number == 3 else math.inf)
 
 
+@pytest.mark.parametrize("before", [{"min_size": None}, {"min_size": 3}, {"patience": 100.0}])
+def test_other_knobs_hold_for_groups_that_have_begun(before: dict[str, Any]) -> None:
+    core = cutting(window=8)
+    wanted = core.config
+    core.reconfigure(wanted.replace(groups=before))
+    for at in (10.0, 15.0):
+        core.add(sibling(f"r{at}"), at)
+    core.reconfigure(wanted)
+    assert core.next_wakeup() == 20.0
+
+
+def test_a_size_that_is_declared_later_holds_for_the_time_too() -> None:
+    core = cutting(min_size=4, window=8, groups={"size": 8, "min_size": 4}, batch_size=8)
+    for at in (0.0, 10.0, 20.0):
+        core.add(sibling(f"r{at}"), at)
+    core.add_all([], 20.0, GroupSize("g0", 5))
+    core.add(sibling("r3"), 30.0)
+    assert core.next_wakeup() == 40.0
+    core = cutting(window=8, batch_size=8)
+    core.add_all([sibling("s0"), sibling("s1")], 5.0)
+    core.add_all([], 6.0, GroupSize("g0", 8))
+    assert core.next_wakeup() == math.inf
+    assert not core.cut_stragglers(100.0)
+
+
+def test_a_name_that_is_used_again_begins_anew() -> None:
+    core = cutting()
+    for name, group_id, at in (("h0", "h", 0.0), ("h1", "h", 99.0), ("a0", "g", 0.0), ("a1", "g", 100.0)):
+        core.add(sibling(name, group_id=group_id), at)
+    core.add_all([sibling("a2", group_id="g"), sibling("a3", group_id="g")], 110.0)
+    core.acknowledge(polled(core, 110.0).step)
+    core.add(sibling("b0", group_id="g"), 150.0)
+    core.add(sibling("b1", group_id="g"), 190.0)
+    assert core.cut_stragglers(199.0)
+    assert core.next_wakeup() == 230.0
+
+
 def test_what_comes_after_its_group_was_cut_is_evicted_and_its_length_is_counted() -> None:
     core = cutting()
     for at in (0.0, 1.0):
