@@ -246,6 +246,13 @@ class SiblingGroups:
             group.cut_at = math.inf
             self._schedule(group_id, group)
 
+    def restart(self, now: float) -> None:
+        """What waits was restored: when its groups began is not known, so their time begins anew. O(groups)."""
+        for group in self._groups.values():
+            if group.began is not None:
+                group.half_s, group.began, group.last = now - group.began, now, now
+        self.reschedule()
+
     def _is_due(self, at: float, group_id: str) -> bool:
         group = self._groups.get(group_id)
         return group is not None and group.cut_at == at and self._may_leave(group)
@@ -258,7 +265,10 @@ class SiblingGroups:
         """Siblings have come, or the size or the knobs are others."""
         if group.began is None or self.min_size is None or not self._may_leave(group):
             return
-        at = group.began + self.patience * group.half_s
+        at = group.began
+        # nor right after another one: siblings come in bursts
+        if self.patience:
+            at = max(at + self.patience * group.half_s, group.last + group.half_s)
         if at != group.cut_at:
             group.cut_at = at
             heappush(self._cuts, (at, group_id))

@@ -87,6 +87,7 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
         most = int(skips) if config.max_skips is None else config.max_skips
         (cost,) = state.admission.check([rollout])
         state.hold(rollout, cost, now - float(waited_s), min(int(skips), most))
+    groups.restart(now)
     for group_id, declared in snapshot.groups.items():
         # those of it that wait came in time
         if declared.late and groups.size is not None:

@@ -13,6 +13,7 @@ methods, each of which leaves every invariant intact.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -105,15 +106,18 @@ class BalancerState:
 
     def set_group_size(self, wanted: GroupSize, now: float) -> None:
         """How many siblings a group has is declared: it may be complete now. O(n)."""
-        groups = self.buffer.groups
+        groups, before = self.buffer.groups, self.buffer.groups.declared(wanted.group_id)
         groups.set_size(wanted, now)
-        if groups.size is not None and wanted.size is None and groups.size_of(wanted.group_id) < groups.size:
+        closes = wanted.size is None and not (before is not None and before.closed)
+        if groups.size is not None and closes and groups.size_of(wanted.group_id) < groups.size:
             self.counts.short_groups += 1
         self.changed()
 
     def cut_stragglers(self, now: float) -> bool:
-        """Groups that have waited long enough for their stragglers are complete without them. -> whether there were
-        any. O(n) if so."""
+        """Groups that have waited long enough for their stragglers are complete without them, unless a batch leaves
+        before. -> whether there were any. O(n) if so."""
+        if self.open_step is None and self.triggers.next_wakeup() == -math.inf:
+            return False
         lacked = [self.buffer.groups.cut(group_id) for group_id in self.buffer.groups.overdue(now)]
         if lacked:
             self.counts.short_groups += len(lacked)

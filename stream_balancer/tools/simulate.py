@@ -195,6 +195,7 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
     chosen = (run.step_of >= begin) & (run.step_of < end)
     # what came in the same stretch, dispatched or not: else long rollouts that are held back would not be seen
     came = (run.accepted_step >= begin) & (run.accepted_step < end)
+    missed = (run.step_of < 0) & (run.accepted_step >= begin) & (run.accepted_step <= end)
     skips = run.step_of - run.accepted_step
     delay_s = run.dispatched_s - run.accepted_s
     lengths = run.trace.lengths
@@ -216,7 +217,7 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
         delay_steps=Quantiles.of(skips[chosen]),
         max_skips_seen=int((run.step_of - _ready_step(run))[run.step_of >= 0].max(initial=0)),
         staleness=Quantiles.of((run.step_of - run.generation.started_step)[chosen]),
-        length_bias=_length_bias(lengths[chosen], skips[chosen]),
+        length_bias=_length_bias(lengths[chosen], skips[chosen], lengths[missed]),
         arrived_lengths=Quantiles.of(lengths[came]),
         dispatched_lengths=Quantiles.of(lengths[chosen]),
         strata=_by_stratum(run, chosen, skips),
@@ -256,14 +257,16 @@ def _ready_step(run: Run) -> Ints:
     size = run.config.groups.kept
     if size is None:
         return run.accepted_step
-    groups = run.trace.group_ids
+    groups, went = run.trace.group_ids, run.step_of >= 0
     last = np.zeros(int(groups.max()) + 1, dtype=np.int64)
-    np.maximum.at(last, groups, run.accepted_step)
+    # a sibling that came too late was not waited for
+    np.maximum.at(last, groups[went], run.accepted_step[went])
     return np.where(np.bincount(groups)[groups] < size, run.step_of, last[groups])
 
 
-def _length_bias(went: Ints, skips: Ints) -> LengthBiasSummary:
-    """The running figures of ``planning``, over the lengths that went."""
+def _length_bias(went: Ints, skips: Ints, cut: Ints) -> LengthBiasSummary:
+    """The running figures of ``planning``, over the lengths that went, and those that were evicted."""
     bias = LengthBias()
     bias.record(went, skips)
+    bias.cut(cut.tolist())
     return bias.summary()

@@ -106,7 +106,9 @@ class Run(Observer):
                 self.busy_until = None
                 if self.versioned:
                     self._let_in()
-            self.core.cut_stragglers(self.now)
+            # after all that comes at this moment, as a loop's timer
+            if self.generation.next_finish > self.now:
+                self.core.cut_stragglers(self.now)
             batch = self.core.poll(self.now)
             if batch is None:
                 return

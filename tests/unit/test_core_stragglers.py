@@ -30,7 +30,8 @@ def sibling(name: str, tokens: int = 3, group_id: str = "g0") -> sb.Rollout:
     ("arrivals", "patience", "cut_at"),
     [
         ([0.0, 5.0], 2.0, 10.0),
-        ([0.0, 5.0, 6.0], 2.0, 10.0),
+        ([0.0, 5.0, 5.0], 2.0, 10.0),
+        ([0.0, 5.0, 9.0], 2.0, 14.0),  # not right after another one
         ([100.0, 105.0], 3.0, 115.0),
         ([0.0, 5.0], 0.0, 0.0),  # as soon as there are enough
         ([0.0], 2.0, math.inf),
@@ -88,12 +89,55 @@ def test_a_size_that_is_declared_later_holds_for_the_time_too() -> None:
         core.add(sibling(f"r{at}"), at)
     core.add_all([], 20.0, GroupSize("g0", 5))
     core.add(sibling("r3"), 30.0)
-    assert core.next_wakeup() == 40.0
+    assert core.next_wakeup() == 50.0
     core = cutting(window=8, batch_size=8)
     core.add_all([sibling("s0"), sibling("s1")], 5.0)
     core.add_all([], 6.0, GroupSize("g0", 8))
     assert core.next_wakeup() == math.inf
     assert not core.cut_stragglers(100.0)
+
+
+def test_siblings_of_one_burst_are_not_cut() -> None:
+    core = cutting(min_size=3, window=8)
+    core.add_all([], 0.0, GroupSize("g0", 4))
+    core.add_all([sibling("r0"), sibling("r1")], 10.0)
+    core.add(sibling("r2"), 30.0)
+    assert not core.cut_stragglers(30.0)
+    core.add(sibling("r3"), 30.1)
+    assert not sum(core.statistics(31.0).evicted.values())
+
+
+def test_no_group_is_cut_while_a_batch_can_leave_without_it() -> None:
+    core = cutting()
+    core.add_all([sibling(f"h{number}", group_id="h") for number in range(4)], 0.0)
+    core.add_all([sibling("r0"), sibling("r1")], 0.0)
+    assert not core.cut_stragglers(9.0)
+    assert polled(core, 9.0).num_rollouts == 4
+    core.add(sibling("r2"), 9.5)
+    assert core.cut_stragglers(9.5)
+
+
+def test_a_group_that_was_cut_is_short_once() -> None:
+    core = cutting(window=8)
+    core.add_all([sibling("r0"), sibling("r1")], 0.0)
+    core.cut_stragglers(0.0)
+    for rollouts in ([], [sibling("r2")]):
+        core.add_all(rollouts, 1.0, GroupSize("g0", None))
+    assert core.statistics(1.0).short_groups == 1
+
+
+def test_time_begins_anew_in_a_balancer_that_was_started_again() -> None:
+    core, other = cutting(window=8), cutting(window=8)
+    core.add_all([], 0.0, GroupSize("g0", 4))
+    core.add_all([], 0.0, GroupSize("g1", 4))
+    for name, at in (("r0", 100.0), ("r1", 101.0)):
+        core.add(sibling(name), at)
+    other.restore(read_state_dict(state_dict(core.snapshot(103.0))), 203.0)
+    assert other.next_wakeup() == 203.0 + 2 * 3.0
+    for name, at in (("s0", 210.0), ("s1", 211.0)):
+        other.add(sibling(name, group_id="g1"), at)
+    assert other.cut_stragglers(209.0)
+    assert other.next_wakeup() == 212.0
 
 
 def test_a_name_that_is_used_again_begins_anew() -> None:

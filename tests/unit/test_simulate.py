@@ -255,6 +255,18 @@ def test_the_last_few_are_fewer_than_the_ranks(policy: Any, sync: Any) -> None:
     assert report.padding_copies == 3
 
 
+def test_what_groups_leave_without_shows_in_the_bias_and_not_in_what_was_passed_over() -> None:
+    """A group of 3, the last of which comes after the next two steps; nothing else is waited for."""
+    trace = trace_of([9, 9, 8, 8, 8, 7, 7, 7, 90], arrival=[0.0, 1.0, 2.5, 2.5, 2.5, 9.0, 9.0, 9.0, 60.0])
+    trace = replace(trace, group_ids=np.array([0, 0, 1, 1, 1, 2, 2, 2, 0]))
+    config = knobs(dp_size=1, batch_size=3, window=5, groups={"size": 3, "min_size": 2, "patience": 3.0})
+    report = simulate(trace, config, warm_up=0)
+    assert (report.evicted, report.length_bias.num_cut) == (1, 1)
+    assert report.length_bias.length_shift == pytest.approx((63 / 8) / (153 / 9))
+    assert report.step_of[[0, 1, 8]].tolist() == [2, 2, -1]
+    assert report.max_skips_seen == 2
+
+
 # --- prompts that siblings share, rollouts that several ranks share ---------------------------------------------------
 
 
