@@ -15,6 +15,7 @@ from stream_balancer.core.pricing import Pricing
 from stream_balancer.core.strata import MOST_STRATA, Strata
 from stream_balancer.errors import ConfigError, DuplicateRolloutError, RolloutError
 from stream_balancer.types import Rollout
+from stream_balancer.types.shared import check_whole
 from stream_balancer.values import MAX_COST, plain_name
 
 Schema = tuple[dict[str, tuple[object, tuple[int, ...]]], frozenset[str]]
@@ -96,8 +97,10 @@ class Admission:
 
     def check_one(self, rollout: Rollout) -> float:
         """Cost of the rollout. Every put comes here."""
-        if not isinstance(rollout, Rollout):
-            raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
+        if type(rollout) is not Rollout:
+            if not isinstance(rollout, Rollout):
+                raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
+            check_whole(rollout)
         ids, name, tokens, most_bytes = self._ids, rollout.rollout_id, rollout.num_tokens, self._limits.bytes
         # first: a retry is a duplicate, whatever else is wrong with it by now
         if name in ids.held or name in ids.past:

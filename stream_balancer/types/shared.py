@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from stream_balancer.errors import RolloutError
 from stream_balancer.field_docs import documented
 from stream_balancer.types.rollout import Rollout
 from stream_balancer.values import num_nonzero
@@ -129,6 +130,14 @@ class SharedRollout(Rollout):
             return num_nonzero(first, int(self.cp_rank == 0)) + sum(map(num_nonzero, others))
         chunks = chunks_of(self.whole_tokens, self.cp_degree, self.cp_rank)
         return sum(min(max(self.whole_tokens - start, 0), size) for start, size in chunks) - (self.cp_rank == 0)
+
+
+def check_whole(rollout: Rollout) -> None:
+    """Raise RolloutError for a part, of which a put would lose the rest."""
+    if isinstance(rollout, SharedRollout):
+        raise RolloutError(
+            f"rollout {rollout.rollout_id!r} is the part of one that several ranks share. Put the whole rollout"
+        )
 
 
 def part_of(rollout: Rollout, degree: int, place: int) -> SharedRollout:

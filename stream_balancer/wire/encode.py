@@ -22,7 +22,15 @@ from torch import Tensor
 
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import ExecutionSize, MicroBatch, Rollout, SharedRollout
-from stream_balancer.types.shared import columns_of, loss_tokens_of, part_of, rows_behind, rows_of, tokens_of
+from stream_balancer.types.shared import (
+    check_whole,
+    columns_of,
+    loss_tokens_of,
+    part_of,
+    rows_behind,
+    rows_of,
+    tokens_of,
+)
 from stream_balancer.wire.header import (
     ALIGNMENT,
     DTYPE_INDEX,
@@ -96,6 +104,8 @@ def encode_rollouts(rollouts: Sequence[Rollout], *, handles: Sequence[Handle] | 
     Raises RolloutError if one was changed after it was made, and cannot be written any more, or if they do not share
     one set of columns. O(columns x rollouts).
     """
+    for one in rollouts:
+        check_whole(one)
     header = _header(rollouts, [len(rollouts)])
     if handles is None and isinstance(rollouts[0], RemoteRollout):
         # written down where they are not
@@ -177,12 +187,11 @@ def _header(rollouts: Sequence[Rollout], blocks: list[int], *, shares: bool = Fa
 
 
 def _columns(rollouts: Sequence[Rollout], tokens: Sequence[Mapping[str, Tensor]]) -> tuple[Column, ...]:
-    first, likes, described = rollouts[0], list[tuple[str, torch.dtype, int, tuple[int, ...]]](), list[Column]()
+    first, likes = rollouts[0], list[tuple[str, torch.dtype, int, tuple[int, ...]]]()
     # slices of shapes cost more than all else here, and most columns have one number a token
     for name, like in tokens[0].items():
         dtype, ndim, shape = like.dtype, like.ndim, () if like.ndim == 1 else tuple(like.shape[1:])
         likes.append((name, dtype, ndim, shape))
-        described.append(Column(name, DTYPE_INDEX[dtype], shape))
     for rollout, its in zip(rollouts[1:], tokens[1:], strict=True):
         for name, dtype, ndim, shape in likes:
             own = its.get(name)
@@ -190,7 +199,7 @@ def _columns(rollouts: Sequence[Rollout], tokens: Sequence[Mapping[str, Tensor]]
                 raise _differ(rollout, first, name)
         if len(its) != len(likes):
             raise _differ(rollout, first, *(its.keys() - tokens[0].keys()))
-    return tuple(described)
+    return tuple(Column(name, DTYPE_INDEX[dtype], shape) for name, dtype, _, shape in likes)
 
 
 def _differ(rollout: Rollout, first: Rollout, *names: str) -> RolloutError:

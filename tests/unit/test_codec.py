@@ -85,6 +85,9 @@ def test_rollouts_with_different_columns_are_named() -> None:
     wide = Rollout(tokens={"input_ids": torch.arange(2, dtype=torch.int32)}, rollout_id="wide")
     with pytest.raises(RolloutError, match=r"'wide' has torch\.int32 \[2\] as 'input_ids', but .* torch\.int64"):
         codec.encode_rollouts([other, wide])
+    wide.tokens["input_ids"] = torch.zeros(2, dtype=torch.complex64)
+    with pytest.raises(RolloutError, match=r"'other' has torch\.int64"):
+        codec.encode_rollouts([wide, other])
 
 
 def test_what_is_too_large_says_what_to_do() -> None:

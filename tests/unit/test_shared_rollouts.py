@@ -23,6 +23,7 @@ from stream_balancer.integrations.areal import trajectories_from
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import Batch, MicroBatch, Rollout, SharedRollout
 from stream_balancer.types.shared import join_column, part_of
+from stream_balancer.wire.encode import encode_rollouts
 
 DEGREES = (2, 4, 8, 3)
 
@@ -112,8 +113,15 @@ def test_what_cannot_be_shared() -> None:
             part_of(whole, degree, place)
     with pytest.raises(ValueError, match="cannot be shared"):
         part_of(whole.padding_copy("p"), 2, 0)
+    part = part_of(whole, 2, 0)
     with pytest.raises(ValueError, match="cannot be shared"):
-        part_of(part_of(whole, 2, 0), 2, 0)
+        part_of(part, 2, 0)
+    for put in (
+        lambda: BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=1)).add(part, 0.0),
+        lambda: encode_rollouts([part]),
+    ):
+        with pytest.raises(sb.errors.RolloutError, match="Put the whole rollout"):
+            put()
 
 
 def test_adapters_refuse_chunks() -> None:
