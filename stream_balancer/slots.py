@@ -71,8 +71,8 @@ class Slot:
 
     async def stale(self) -> None:
         """Wait until the policy has moved on so far that what is put here would be evicted as too old
-        (``staleness.max_versions``): stop generating then. In another process also once the slot was lost with its
-        connection. Waits for ever where no rollout is too old; raises ClosedResourceError as ``version_after`` does."""
+        (``staleness.max_versions``): stop generating then. Waits for ever where no rollout is too old; raises
+        ClosedResourceError as ``version_after`` does."""
         await self._home.stale(self)
 
     def release(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -162,8 +163,11 @@ def _proven(report: SimulationReport) -> Iterator[str]:
     if found is not None:
         # the same work in both, without padding copies and fixed costs
         ours = 1 - found.work / (report.config.dp_size * report.overall.work_s)
-        bound = f"no schedule with this window is below {found.idle:.1%}, which is proven"
-        nothing = "that any schedule with this window has to idle is not proven"
+        # only where the trainer takes each step at once the window says what there is to choose from
+        is_instant = math.isinf(report.work_per_second) and not report.config.auto_windows
+        which = "with this window" if is_instant else "to which rollouts come as they did here"
+        bound = f"no schedule {which} is below {found.idle:.1%}, which is proven"
+        nothing = f"that any schedule {which} has to idle is not proven"
         yield f"Whole run, drain included: idle {ours:.1%}; {bound if found.idle > 0 else nothing}."
 
 

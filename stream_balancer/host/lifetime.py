@@ -34,8 +34,8 @@ class Lifetime:
             return
         self.check_thread(method)
         self._thread = threading.get_ident()
-        # trio's loop is no asyncio loop: anyio's way, which is slower, is left
-        if (loop := asyncio._get_running_loop()) is not None:
+        # trio's loop is no asyncio loop, even as a guest of one: anyio's way, which is slower, is left
+        if (loop := asyncio._get_running_loop()) is not None and asyncio.current_task(loop) is not None:
             self._clock, self.checkpoint = loop.time, partial(asyncio.sleep, 0)
 
     def leave(self) -> None:

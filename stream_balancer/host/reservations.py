@@ -92,7 +92,7 @@ class Reservations:
     async def stale(self, slot: Slot) -> None:
         """See :class:`Admits`."""
         while not self._core.state.staleness.is_too_old(slot.version):
-            await self._versions.after(self._versions.current)
+            await self._versions.changed()
 
     def settle(self, slot: Slot, count: int) -> None:
         """See :class:`Admits`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import anyio
 import anyio.lowlevel
 
+from stream_balancer.config import BalancerConfig
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
@@ -33,11 +34,18 @@ class Versions(Observer):
         await anyio.lowlevel.checkpoint()
         # in a loop: a checkpoint that is loaded wakes all, perhaps with no newer version
         while (current := self.current) is None or (version is not None and current <= version):
-            self._lifetime.check_open("version_after")
-            await self._changed.wait()
+            await self.changed()
         return current
 
+    async def changed(self) -> None:
+        """Wait for a version, or for other knobs."""
+        self._lifetime.check_open("version_after")
+        await self._changed.wait()
+
     def version_set(self, version: int) -> None:
+        self.wake()
+
+    def reconfigured(self, before: BalancerConfig) -> None:
         self.wake()
 
     def restored(self, snapshot: Snapshot) -> None:

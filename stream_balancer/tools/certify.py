@@ -82,8 +82,10 @@ def certify(
     capacity = window if capacity is None else capacity
     if ranks < 1 or batch_size < 1 or (arrived is None and not batch_size <= window <= capacity):
         raise ValueError("ranks >= 1 and 1 <= batch_size <= window <= capacity must hold")
+    if arrived is not None and (len(arrived) != given.size or (np.diff(arrived) < 0).any()):
+        raise ValueError("arrived must be a step for each cost, and never decrease")
     # by a power of two and down: what is proven for less work holds for more
-    scale = 2.0 ** np.floor(32 - np.log2(given.max()))
+    scale = 2.0 ** min(np.floor(32 - np.log2(given.max())), 1000.0)
     num, steps = given.size, -(-given.size // batch_size)
     # the last step is filled up with rollouts of no cost, which come with it
     spare = batch_size * steps - num

@@ -224,6 +224,19 @@ async def test_put_group_is_all_or_nothing() -> None:
             assert balancer.statistics().waiting == 2
 
 
+async def test_a_list_that_is_used_again_while_its_put_waits_changes_nothing() -> None:
+    async with sb.StreamBalancer(config(dp_size=2, batch_size=2, window=2, capacity=2)) as balancer:
+        await fill(balancer, 2)
+        group = [make_rollout(3, name, group_id="g") for name in ("c", "d")]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(balancer.put_group, group)
+            await anyio.wait_all_tasks_blocked()
+            group[:] = [make_rollout(5, "z", group_id="h")]
+            batches = balancer.batches()
+            await anext(batches)
+        assert ids(await anext(batches)) == {"c", "d"}
+
+
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,10 @@ from functools import partial
 import anyio
 import anyio.lowlevel
 import pytest
+import trio
 
-from stream_balancer.testing import AutojumpEventLoop, virtual_time_backend
+import stream_balancer as sb
+from stream_balancer.testing import AutojumpEventLoop, make_rollout, virtual_time_backend
 
 
 async def test_clock_starts_at_zero_and_lands_exactly_on_a_deadline() -> None:
@@ -71,3 +73,20 @@ def test_call_soon_threadsafe_wakes_a_loop_without_timers() -> None:
 def test_unknown_backend_is_named() -> None:
     with pytest.raises(ValueError, match=r"no event loop is called 'curio'; use one of asyncio, trio"):
         virtual_time_backend("curio")
+
+
+def test_a_balancer_in_trio_that_is_asyncios_guest_goes_by_trio() -> None:
+    async def put_and_take() -> int:
+        async with sb.StreamBalancer(sb.BalancerConfig(dp_size=1, batch_size=1)) as balancer:
+            await balancer.put(make_rollout(3))
+            balancer.end()
+            return (await anext(balancer.batches())).num_rollouts
+
+    async def host() -> int:
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+        wake = loop.call_soon_threadsafe
+        trio.lowlevel.start_guest_run(put_and_take, run_sync_soon_threadsafe=wake, done_callback=done.set_result)
+        return int((await done).unwrap())
+
+    assert asyncio.run(host()) == 1

@@ -71,6 +71,26 @@ async def test_a_slot_says_when_its_rollout_would_be_too_old() -> None:
             await slot.stale()
 
 
+async def test_a_slot_hears_that_rollouts_may_be_less_old_from_now_on() -> None:
+    async with sb.StreamBalancer(config(staleness={"max_versions": 4})) as balancer:
+        balancer.set_version(0)
+        done: list[sb.Slot] = []
+        async with balancer.reserve() as slot, anyio.create_task_group() as tasks:
+            balancer.set_version(2)
+
+            async def wait() -> None:
+                await slot.stale()
+                done.append(slot)
+
+            tasks.start_soon(wait)
+            await settle()
+            assert not done
+            balancer.reconfigure(staleness={"max_versions": 1})
+            await settle()
+            assert done
+            tasks.cancel_scope.cancel()
+
+
 async def test_a_rollout_of_one_token_without_loss_brings_its_reward_and_is_not_trained_on() -> None:
     """Withheld: what was begun too long ago counts in the baseline of its group, which is whole."""
 

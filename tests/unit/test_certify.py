@@ -127,6 +127,8 @@ def test_more_freedom_never_proves_more() -> None:
         ([1.0] * 9, {"window": 1}, "must hold"),
         ([1.0] * 9, {"capacity": 3}, "must hold"),
         ([1.0] * 9, {"window": 8, "max_skips": 1}, "no schedule exists"),
+        ([1.0] * 9, {"arrived": np.zeros(4, dtype=np.int64)}, "arrived must be"),
+        ([1.0] * 9, {"arrived": np.arange(9)[::-1]}, "arrived must be"),
         ([1.0] * 9, {"prices": np.full(9, 1e9)}, "too large to be checked"),
     ],
 )
@@ -182,6 +184,9 @@ def test_replay_prints_the_bound_beside_ours() -> None:
     assert figures["fifo"]["certificate"] is None
     refused = CliRunner().invoke(app, [*command, "--certify", "--deadline-s", "5"])
     assert (refused.exit_code, "certify needs deadline_s=None" in refused.stderr) == (2, True)
+    assert "with this window" in told.stdout
+    slow = CliRunner().invoke(app, [*command, "--certify", "--trainer", "matched"])
+    assert "to which rollouts come as they did here" in " ".join(slow.stdout.split())
     even = CliRunner().invoke(app, ["replay", "generate:tau:64", "--dp-size", "2", "--batch-size", "16", "--certify"])
     assert "is not proven" in even.stdout
 
@@ -190,3 +195,7 @@ def test_steps_that_limits_cut_short_are_refused() -> None:
     config = BalancerConfig(dp_size=2, batch_size=4, window=4, limits={"tokens": 100})
     with pytest.raises(ConfigError, match="one smaller"):
         simulate(trace_of([30, 30, 60, 10] * 8), config, certify=True)
+
+
+def test_costs_may_be_as_small_as_numbers_are() -> None:
+    assert certify(np.full(8, 1e-300), batch_size=4, ranks=2, max_skips=2, window=4).work == pytest.approx(8e-300)
