@@ -107,11 +107,11 @@ async def crowd(rows: Rows, sizes: Sizes) -> None:
     idle_mib = resident_mib()
     with anyio.fail_after(600):
         async with (
-            sb.StreamBalancer(config, num_producers=sizes.producers) as balancer,
+            sb.StreamBalancer(config, num_producers=sizes.producers, report_after_s=600.0) as balancer,
             transport,
             anyio.create_task_group() as tasks,
         ):
-            serve = partial(sb.serve, on_rank_loss="replan", report_after_s=600.0)
+            serve = partial(sb.serve, on_rank_loss="replan")
             tasks.start_soon(serve, balancer, transport)
             await run(rows, balancer, transport.address, sizes, idle_mib)
 

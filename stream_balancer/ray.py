@@ -161,9 +161,9 @@ def host(
 
     ``name``: under which :func:`find` finds it, within Ray's namespace. ``journal``: a folder that the actor writes
     what it accepts to; then tokens travel to the actor, Ray starts it again after a crash, and it goes on where it
-    was. ``accept``, ``num_producers``: as for :class:`stream_balancer.StreamBalancer`. ``accept`` runs in the actor,
-    so Ray pickles it; with tokens in the object store it sees a rollout's scalars, metadata and lengths, and no values
-    of its columns. ``roles``, ``rejoin_timeout_s``, ``report_after_s``: as for :func:`stream_balancer.serve`; by
+    was. ``accept``, ``num_producers``, ``report_after_s``: as for :class:`stream_balancer.StreamBalancer`. ``accept``
+    runs in the actor, so Ray pickles it; with tokens in the object store it sees a rollout's scalars, metadata and
+    lengths, and no values of its columns. ``roles``, ``rejoin_timeout_s``: as for :func:`stream_balancer.serve`; by
     default a lost rank is waited for. ``staged_bytes``, ``max_put_bytes``: what one worker may have on its way, and the
     largest put. ``tensor_transport``: of Ray Direct Transport, "nixl"; then tokens stay in the workers' memory, and
     ranks read them there, past the object stores (docs/ray.md). ``actor_options``: for ``Actor.options(...)``: its
@@ -205,8 +205,11 @@ def host(
         .remote(
             config,
             keeper,
-            {"journal": journal and os.fspath(journal), "accept": accept, "num_producers": num_producers},
-            {"rejoin_timeout_s": rejoin_timeout_s, "report_after_s": report_after_s, "roles": roles},
+            {
+                **{"journal": journal and os.fspath(journal), "accept": accept},
+                **{"num_producers": num_producers, "report_after_s": report_after_s},
+            },
+            {"rejoin_timeout_s": rejoin_timeout_s, "roles": roles},
             {"staged_bytes": staged_bytes, "max_put_bytes": max_put_bytes},
         )
     )

@@ -21,7 +21,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import anyio
@@ -112,7 +111,7 @@ class StreamBalancer(OfOneProcess):
         num_producers: int | None = None,
     ) -> None:
         core, throttle, lifetime = BalancerCore(config), Throttle(), Lifetime()
-        wakeups = Wakeups(core, throttle, StallReporter(report_after_s, partial(_why_stalled, self), _log))
+        wakeups = Wakeups(core, throttle, StallReporter(report_after_s, self._why_stalled, _log))
         self._journal = None if journal is None else Journal(journal)
         puts = Puts(core, lifetime, wakeups, accept=accept, journal=self._journal)
         versions = Versions(core, lifetime)
@@ -443,8 +442,5 @@ class StreamBalancer(OfOneProcess):
         producers = "" if self.ended else self.parts.producers.why_not_ended(any_rollouts=any_rollouts)
         return "; ".join(filter(None, [why, producers]))
 
-
-def _why_stalled(balancer: StreamBalancer, seconds: float) -> str:
-    """The line in the log after so long without a batch; none where ``serve()`` writes it, which knows the ranks."""
-    serving = balancer.parts.consumer.rank_states is not None
-    return "" if serving else f"no batch for {seconds:.0f} s: {balancer.why_no_batch()}"
+    def _why_stalled(self, seconds: float) -> str:
+        return f"no batch for {seconds:.0f} s: {self.why_no_batch()}"

@@ -22,11 +22,11 @@ import anyio
 import msgspec
 
 from stream_balancer.core.step_times import StepTiming
-from stream_balancer.core.steps.state import Item, Share
+from stream_balancer.core.steps.state import Item
 from stream_balancer.errors import WireError
+from stream_balancer.host.in_flight import InFlight
 from stream_balancer.host.producers import Producers
 from stream_balancer.host.ranks import Member
-from stream_balancer.host.sending import InFlight
 from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import Join, Report
 from stream_balancer.net.service import Peer, Service
@@ -137,13 +137,9 @@ class Peers:
             case _:
                 raise WireError(f"{member.name} reports {fact!r}, which nobody knows")
 
-    def _share(self, member: Member, step: int) -> Share | None:
-        there = self._here.ledger.steps.get(step)
-        return None if there is None else there.shares.get(member.id)
-
     def _items(self, member: Member, report: Report) -> list[Item]:
         """Items that the report names, and that are still the rank's own."""
-        share = self._share(member, report.step)
+        share = member.rank.active.get(report.step)
         if share is None or share.attempt != report.attempt:
             return []
         # those that were taken away meanwhile are another rank's to report
@@ -155,7 +151,7 @@ class Peers:
         lost = {one.rollout_id: one for one in there if one.rollout_id in missing and not one.is_padding}
         if not lost:
             return
-        self._here.balancer.parts.core.mark_missing(report.step, [*lost])
+        self._here.core.mark_missing(report.step, [*lost])
         texts = []
         for name, rollout in [*lost.items()][:_MOST_NAMED]:
             remote = remote_of(rollout)
@@ -167,7 +163,7 @@ class Peers:
 
     def _finished(self, member: Member, seat: int, report: Report) -> None:
         times: Times | None = _read(report, Times | None)
-        share = self._share(member, report.step)
+        share = member.rank.active.get(report.step)
         # once for all seats of a rank: they work at the same time
         if times is not None and not member.id.role and share is not None and not share.finished:
             self._record(member, report.step, times)
@@ -195,7 +191,7 @@ class Peers:
             roles_s=plan.begun_at.get(member.id, now) - plan.planned_at if self._here.columns.names else 0.0,
             worked_on=plan.worked_on(place, self._here.ledger.items_of(step, member.id)),
         )
-        self._here.balancer.parts.core.record_step(timing, now)
+        self._here.core.record_step(timing, now)
 
 
 def _read(report: Report, kind: Any) -> Any:

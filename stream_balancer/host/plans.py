@@ -14,18 +14,22 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import msgspec
 
 from stream_balancer.core.batching import lay_out
+from stream_balancer.core.executions import denominators_of, execution_of, sizes_of
 from stream_balancer.core.state import BalancerState
 from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.orders import Replan as ReplanOrder
 from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId
 from stream_balancer.host.plan_rows import mini_batches_of
+from stream_balancer.net.messages import ResizedExecution, Seal, Sizes
 from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout, SharedRollout
+from stream_balancer.types.shared import whole_rollouts
 from stream_balancer.wire.remote import remote_of
 
 
@@ -58,6 +62,11 @@ class StepPlan:
     def is_complete(self) -> bool:
         """The step is planned to its end. False: more rows of it come."""
         return self.batch.is_last
+
+    @property
+    def sizes(self) -> Sizes:
+        """Denominators of a complete step if nothing is masked."""
+        return Sizes(*(self.batch.ranks[0].denominators or ()))
 
     @property
     def rollouts(self) -> Iterator[Rollout]:
@@ -195,6 +204,41 @@ def _unshared(mb: MicroBatch) -> MicroBatch:
 def _whole(rollout: Rollout) -> Rollout:
     whole = rollout.whole if isinstance(rollout, SharedRollout) else None
     return rollout if whole is None else whole
+
+
+def seal_of(plan: StepPlan, number: int, ranks: Sequence[int], gone: Collection[str]) -> Seal:
+    """The seal of a complete step: by what every rank divides once the rollouts that are ``gone`` are masked. The same
+    for the same plan and masks, on whichever controller. O(1) where none is, else O(rollouts)."""
+    batch = plan.batch
+    # a rollout whose payload is gone takes part as a padding copy of weight 0, so the plan stays
+    parts = [one.mini_batches for one in batch.ranks] if batch.ranks[0].mini_batch_sizes else []
+    lost = {execution_of(rollout) for rollout in plan.rollouts if rollout.rollout_id in gone} if gone else set()
+    # an execution may be lost in part: what is left of it is divided by what is left
+    left = sizes_of(rollout for rollout in plan.rollouts if rollout.rollout_id not in gone) if lost else {}
+    return Seal(
+        step=batch.step,
+        number=number,
+        ranks=tuple(ranks),
+        sizes=_less(batch.ranks[0].denominators or (), plan.rollouts, gone),
+        mini_batches=tuple(
+            _less(of[0].denominators or (), chain.from_iterable(part.rollouts for part in of), gone)
+            for of in zip(*parts, strict=True)
+        ),
+        resized=tuple(
+            ResizedExecution(*key, *left[key]) for key in left if key in lost and not isinstance(key, str)
+        ),
+        gone=tuple(sorted(gone)),
+    )  # fmt: skip
+
+
+def _less(planned: Sequence[int], rollouts: Iterable[Rollout], gone: Collection[str]) -> Sizes:
+    """Sizes of what is left of these rollouts. Of a shared one no rank trains on its part when another has none."""
+    # nearly always: only then do denominators follow from the plan
+    if not gone:
+        return Sizes(*planned)
+    left = [one for one in whole_rollouts(rollouts) if not one.is_padding and one.rollout_id not in gone]
+    # at least 1: where everything is gone the sums are 0, and 0 / 0 would put NaN into every weight
+    return Sizes(*(max(now, min(was, 1)) for now, was in zip(denominators_of(left), planned, strict=True)))
 
 
 _generation = 0

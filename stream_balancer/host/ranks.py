@@ -7,13 +7,14 @@ and deadlines. Belongs to the event loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated
 
 import anyio
 import msgspec
 
 from stream_balancer.core.diagnosis import RankState
+from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.state import TRAIN, HeldStep, Rank, RankId
 from stream_balancer.errors import RankLostError, WireError, rank_name, refused_error
@@ -65,15 +66,12 @@ class Member:
         """Name for people."""
         self.peers: dict[int, Peer] = {}
         """Connected processes of the rank, by seat."""
-        self.max_bytes = 2**40
         self.last_step: int | None = None
         """The last step that was sent to it."""
         self.sessions: set[bytes] = set()
         """Sessions of its processes, since it was given up last."""
         self.fenced: set[bytes] = set()
         """Sessions of those that were given up with it."""
-        self.ended = False
-        """The rank knows that no more steps come."""
         self.error: RankLostError | None = None
         """Cause of its loss, if it was there before."""
         self.give_up_at = math.inf
@@ -81,6 +79,11 @@ class Member:
         self.since = anyio.current_time()
         """Time at which it last became ready, or ceased to be."""
         self._was_ready = False
+
+    @property
+    def ended(self) -> bool:
+        """The rank knows that no more steps come."""
+        return self.rank.ended == self.rank.full
 
     @property
     def came(self) -> Came:
@@ -115,14 +118,14 @@ class Ranks:
     def __init__(
         self,
         ledger: Ledger,
+        core: BalancerCore,
         roles: Iterable[str],
         dp_size: int,
         rejoin_timeout_s: float,
-        next_step: Callable[[], int],
-        came: Collection[Came] = (),
+        came: Collection[Came],
     ) -> None:
-        """``next_step``: the number of the next new step. ``came``: who was in before."""
-        self._ledger, self._rejoin_timeout_s, self._next_step = ledger, rejoin_timeout_s, next_step
+        """``came``: who was in before."""
+        self._ledger, self._core, self._rejoin_timeout_s = ledger, core, rejoin_timeout_s
         self._roles = (TRAIN, *roles)
         self.members: dict[RankId, Member] = {}
         for one in came:
@@ -137,10 +140,8 @@ class Ranks:
 
     def _restore(self, came: Came) -> None:
         one = RankId(came.role, came.rank)
-        self._ledger.restore_rank(one, came.incarnation, fenced=came.is_fenced)
-        member = self._member(one)
-        member.ended = came.is_ended
-        member.fenced.update(came.sessions)
+        self._ledger.restore_rank(one, came.incarnation, fenced=came.is_fenced, ended=came.is_ended)
+        self._member(one).fenced.update(came.sessions)
 
     def __getitem__(self, one: RankId) -> Member:
         return self.members[one]
@@ -250,7 +251,7 @@ class Ranks:
 
     def _check_weights(self, about: About) -> None:
         """A process that was started says what its weights contain: that must go with what others are at."""
-        ours, has = self._next_step(), about.next_step
+        ours, has = self._core.state.in_flight.next_step, about.next_step
         if has is None:
             return
         who = rank_name(about.rank, TRAIN)
@@ -286,8 +287,6 @@ class Ranks:
             member.peers.clear()
             member.last_step = None
         member.peers[about.seat] = peer
-        member.max_bytes = about.max_batch_bytes
-        member.ended = False
         member.since = anyio.current_time()
         # one process that is back is not its rank: the clock runs until all are
         if len(member.peers) == about.seats:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 
-from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.orders import (
     Ack,
     Behind,
@@ -28,12 +26,9 @@ from stream_balancer.core.steps.orders import (
 )
 from stream_balancer.core.steps.state import RankId
 from stream_balancer.errors import refused_error
-from stream_balancer.host.balancer import StreamBalancer
-from stream_balancer.host.columns import Columns
-from stream_balancer.host.journal.handed import Handed
-from stream_balancer.host.plans import StepPlan, laid_out_anew
-from stream_balancer.host.ranks import Ranks, different_weights
-from stream_balancer.host.seals import seal_of, sizes_of_plan
+from stream_balancer.host.in_flight import InFlight
+from stream_balancer.host.plans import StepPlan, laid_out_anew, seal_of
+from stream_balancer.host.ranks import different_weights
 from stream_balancer.net import messages
 from stream_balancer.net.messages import Message, MiniBatchHead, Notify, Sizes, StepHead, Work, WorkItem
 from stream_balancer.net.service import Peer
@@ -41,23 +36,6 @@ from stream_balancer.wire.codec import Encoded, encode
 from stream_balancer.wire.payload import NOTHING, Payload
 
 logger = logging.getLogger("stream_balancer.dispatch")
-
-
-@dataclass(eq=False, slots=True)
-class InFlight:
-    """Steps in flight, as one run of ``serve`` knows them."""
-
-    balancer: StreamBalancer
-    ledger: Ledger
-    ranks: Ranks
-    columns: Columns
-    handed: Handed
-    lockstep: bool
-    """Ranks meet at every micro-batch, and others may take over the work of a lost one."""
-    speeds: Mapping[int, float]
-    """Speeds by the rank's number; none, if they were not given."""
-    plans: dict[int, StepPlan] = field(default_factory=dict)
-    """Plans by step."""
 
 
 class Sender:
@@ -103,11 +81,10 @@ class Sender:
                 self._end(order)
             case Replan():
                 self._replan(order)
-            case Mask():
-                self._here.handed.add(order.step, self._here.plans[order.step].uid, gone=order.gone)
-            case RankAck():
-                if (plan := self._here.plans.get(order.step)) is not None:
-                    self._here.handed.add(order.step, plan.uid, ranks=[order.rank.number])
+            case Mask() | RankAck():
+                # else it is acknowledged by all, which the journal is told by the balancer
+                if order.step in self._here.ledger.steps:
+                    self._here.note(self._here.plans[order.step])
             case Ack():
                 self._ack(order)
 
@@ -123,7 +100,7 @@ class Sender:
 
     def _send(self, order: SendWork) -> None:
         plan, member = self._here.plans[order.step], self._here.ranks[order.rank]
-        encoded = self._encode(order, member.max_bytes)
+        encoded = self._encode(order)
         work = Work(
             step=order.step,
             uid=order.uid,
@@ -140,9 +117,10 @@ class Sender:
         if order.items:
             plan.begun_at.setdefault(order.rank, anyio.current_time())
 
-    def _encode(self, order: SendWork, max_bytes: int) -> Encoded:
+    def _encode(self, order: SendWork) -> Encoded:
         """The same for all processes of a rank. Copies no token."""
-        if not order.items:
+        peer = self._peer(order)
+        if not order.items or peer is None:
             return Encoded(Work.__struct_defaults__[3], NOTHING)
         key = order.step, tuple(item.id for item in order.items)
         encoded = self._encoded.get(key)
@@ -151,7 +129,7 @@ class Sender:
             joined = self._here.columns.joined
             # a role is sent what the balancer has; the trainer gets what roles have added
             its = [item.payload if item.role else joined(order.step, item.payload) for item in order.items]
-            encoded = self._encoded[key] = encode(its, max_bytes=max_bytes)
+            encoded = self._encoded[key] = encode(its, max_bytes=peer.data.max_batch_bytes)
         return encoded
 
     def _head(self, plan: StepPlan, one: RankId) -> StepHead:
@@ -172,7 +150,7 @@ class Sender:
         if not plan.is_complete or (plan.is_remote and not order.rank.role):
             return None
         share = self._here.ledger.steps[order.step].shares[order.rank]
-        return None if share.unsent else sizes_of_plan(plan)
+        return None if share.unsent else plan.sizes
 
     def _seal(self, order: SendSeal) -> None:
         seal, plan = order.seal, self._here.plans[order.seal.step]
@@ -203,10 +181,8 @@ class Sender:
             peer.fail(refused_error("value", different_weights(order.rank.number, order.weights, others)))
 
     def _end(self, order: SendEnd) -> None:
-        member = self._here.ranks[order.rank]
-        member.ended = True
         # It may be gone for good as soon as it knows: the next controller must not wait for it.
-        self._here.handed.note(member.came)
+        self._here.handed.note(self._here.ranks[order.rank].came)
         self._behind_disk.append((order, self._peer(order), Notify(end=True)))
 
     # to the balancer
@@ -214,7 +190,7 @@ class Sender:
     def _replan(self, order: Replan) -> None:
         here = self._here
         items = laid_out_anew(
-            here.plans[order.step], order, here.ledger, here.balancer.parts.core.state, here.speeds,
+            here.plans[order.step], order, here.ledger, here.core.state, here.speeds,
             lockstep=here.lockstep,
         )  # fmt: skip
         here.ledger.replanned(order.step, [item.id for item in order.items], items)
@@ -225,10 +201,10 @@ class Sender:
         del here.plans[order.step]
         here.columns.drop(order.step)
         # with the acknowledgement, which counts them as lost
-        here.balancer.parts.core.mark_missing(order.step, order.gone)
+        here.core.mark_missing(order.step, order.gone)
         with suppress(ValueError):  # the user was first: acknowledge_through() at a checkpoint
             here.balancer.acknowledge(order.step)
-        here.handed.keep(here.plans)
+        here.handed.forget(order.step)
         self._log_straggler()
 
     def _log_straggler(self) -> None:

@@ -38,19 +38,18 @@ import anyio
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.observer import Observer
-from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.state import TRAIN, Item, RankId
 from stream_balancer.errors import ConfigError
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.batches import Batches
-from stream_balancer.host.columns import Columns, check_roles
+from stream_balancer.host.columns import check_roles
+from stream_balancer.host.in_flight import InFlight
 from stream_balancer.host.peers import Peers
 from stream_balancer.host.plans import StepPlan, items_of, new_generation, uid_of
-from stream_balancer.host.ranks import Member, Ranks
-from stream_balancer.host.sending import InFlight, Sender
-from stream_balancer.host.stalls import why_stalled
+from stream_balancer.host.ranks import Member
+from stream_balancer.host.records import Acked
+from stream_balancer.host.sending import Sender
 from stream_balancer.host.transport import TorchTransport, Transport
-from stream_balancer.host.wakeups import StallReporter
 from stream_balancer.net.listener import split_address
 from stream_balancer.types import Batch
 
@@ -66,7 +65,6 @@ async def serve(
     rejoin_timeout_s: float = 0.0,
     on_rank_loss: OnRankLoss = "raise",
     move_late: bool = False,
-    report_after_s: float = 60.0,
     roles: Mapping[str, Sequence[str]] | None = None,
     open: bool = False,
 ) -> None:
@@ -92,8 +90,8 @@ async def serve(
     You may acknowledge too, with ``balancer.acknowledge_through(step)`` at a checkpoint: what ranks report of these
     steps later changes nothing, and a rank that comes back does not get them again.
 
-    When nothing was dispatched for ``report_after_s``, a warning in the log says why: which rank gives no credit, or
-    how many rollouts wait for what; again after twice that time, and so on (``math.inf`` = never).
+    When nothing was dispatched for the balancer's ``report_after_s``, a warning in the log says why: which rank gives
+    no credit, or how many rollouts wait for what; again after twice that time, and so on.
 
     ``roles={"ref": ["ref_logprobs"]}``: another model computes these columns, on ``dp_size`` ranks of its own, which
     open ``RankFeed(..., role="ref")`` and give them item by item. The trainer's ranks begin with a micro-batch once its
@@ -129,35 +127,20 @@ async def serve(
                 f"dp_size={config.dp_size}. Give both the same number of data-parallel ranks; if that has changed "
                 "since the transport was made, call transport.resize() first"
             )
-        await _Server(
-            balancer, transport, rejoin_timeout_s=rejoin_timeout_s, replan=on_rank_loss == "replan",
-            move_late=move_late, open=open, report_after_s=report_after_s, roles=roles or {},
-        ).run()  # fmt: skip
+        here = InFlight(
+            balancer, roles or {}, transport.dp_size, rejoin_timeout_s, replan=on_rank_loss == "replan", moves=move_late
+        )
+        await _Server(here, transport, open=open).run()
 
 
 class _Server(Observer):
     """A run of ``serve``."""
 
-    def __init__(
-        self, balancer: StreamBalancer, transport: Transport, *, rejoin_timeout_s: float, replan: bool,
-        move_late: bool, open: bool, report_after_s: float, roles: Mapping[str, Sequence[str]],
-    ) -> None:  # fmt: skip
-        self._balancer, self._transport = balancer, transport
-        self._replan, self._open = replan, open
-        self._core, self._consumer = balancer.parts.core, balancer.parts.consumer
-        handed = self._consumer.handed
-        self._ledger = Ledger(meets=replan or move_late, moves=move_late, generation=new_generation())
-        # ranks may live longer than this run, and than the controller: what is known of them is passed on
-        came = [*handed.came.values()]
-        self._ranks = Ranks(self._ledger, roles, transport.dp_size, rejoin_timeout_s, self._next_step, came)
-        self._here = InFlight(
-            balancer, self._ledger, self._ranks, Columns(roles), handed,
-            lockstep=replan and balancer.config.sync == "micro_batch",
-            speeds=dict(enumerate(balancer.config.speeds or ())),
-        )  # fmt: skip
-        self._sender = Sender(self._here)
-        self._peers = Peers(self._here, transport.service, self._wake)
-        self._reporter = StallReporter(report_after_s, partial(why_stalled, self._here), logger)
+    def __init__(self, here: InFlight, transport: Transport, *, open: bool) -> None:
+        self._here, self._transport, self._open = here, transport, open
+        self._balancer, self._ledger, self._ranks = here.balancer, here.ledger, here.ranks
+        self._sender, self._peers = Sender(here), Peers(here, transport.service, self._wake)
+        self._reporter = here.balancer.parts.wakeups.reporter
         self._facts, self._changes = anyio.Event(), anyio.Event()
         self._failure: Exception | None = None
         self._is_over = False
@@ -166,7 +149,9 @@ class _Server(Observer):
         for batch in self._balancer.in_flight():
             self._balancer.nack(batch.step)  # batches() gives all of them again, in the order of their steps
         # from here on nack() is refused, and why_no_batch() knows of the ranks
-        self._consumer.rank_states = self._ranks.states
+        consumer, reporter = self._balancer.parts.consumer, self._reporter
+        before = reporter.why, reporter.log
+        consumer.rank_states, reporter.why, reporter.log = self._ranks.states, self._here.why_stalled, logger
         self._balancer.observers.append(self)
         try:
             async with anyio.create_task_group() as tasks:
@@ -176,7 +161,7 @@ class _Server(Observer):
                 await self._or_fail(partial(self._plan, tasks), tasks)
                 tasks.cancel_scope.cancel()
         finally:
-            self._consumer.rank_states = None
+            consumer.rank_states, reporter.why, reporter.log = None, *before
             self._balancer.observers.remove(self)
             # before the next serve(): its ranks must dial again, and say anew what they have
             self._peers.leave(is_over=self._is_over)
@@ -205,7 +190,7 @@ class _Server(Observer):
             # As late as possible, when every rank has room: until then rollouts stay in the window, where later ones
             # may still make a better step.
             # Once nothing more comes, nobody need have room for it: after a restart, ranks may have left that know it.
-            await self._until(lambda: self._wants_step() or self._core.finished)
+            await self._until(lambda: self._wants_step() or self._here.core.finished)
             ready_at = anyio.current_time()
             batch = await anext(batches, None)
             if batch is None:
@@ -261,10 +246,10 @@ class _Server(Observer):
 
     async def _note(self, plan: StepPlan) -> None:
         """Facts of the plan that its row in the journal does not have are on the disk before ranks can meet."""
-        numbers, step, handed = [one.number for one in plan.ranks], plan.batch.step, self._here.handed
+        numbers, handed = [one.number for one in plan.ranks], self._here.handed
         # what is known of an earlier plan of this step must not be taken for this one's
-        if not plan.is_complete or numbers != [*range(len(numbers))] or step in handed.acked:
-            handed.planned(step, plan.uid, numbers)
+        if not plan.is_complete or numbers != [*range(len(numbers))] or handed.acked(plan.batch.step):
+            self._here.note(plan)
             await handed.flush()
 
     async def _lead(self, plan: StepPlan, batches: Batches) -> None:
@@ -290,24 +275,21 @@ class _Server(Observer):
             member.note_readiness()
         self._wake()
 
-    def _next_step(self) -> int:
-        return self._core.state.in_flight.next_step
-
     # -- a restart -----------------------------------------------------------------------------------------------------
 
     async def _restore(self, batches: Batches) -> None:
         """Steps that were in flight before, or in the journal, go on with the ranks that they were planned for, if
         these are there; and where lost ranks are replaced, since some may have met in them. Others are planned anew."""
-        handed, in_flight = self._here.handed, self._core.state.in_flight
-        while (before := in_flight.next_redelivery()) is not None:
-            members, there = self._ledger.members(TRAIN), handed.acked.get(before.step)
-            numbers = (there and there.planned_for) or [*range(len(before.ranks))]
+        here, core = self._here, self._here.core
+        while (before := core.state.in_flight.next_redelivery()) is not None:
+            members, there = self._ledger.members(TRAIN), here.handed.acked(before.step)
+            numbers = [*range(len(before.ranks))] if there is None else there.planned_for
             # What ranks were given is noted unless they were the first ones, and so is who of these was given up since:
             # a plan of which nothing is noted, where they are others, no rank has seen.
             is_given = there is not None or [one.number for one in members] == [*range(len(members))]
             # A plain rank in the midst of its part cannot stop: while all that have one are there, the plan holds.
             are_there = {*numbers} <= {one.number for one in members}
-            batch = self._core.give_as_planned() if is_given and (self._replan or are_there) else None
+            batch = core.give_as_planned() if is_given and (here.replan or are_there) else None
             if batch is not None:
                 members = [RankId(TRAIN, number) for number in numbers]
             else:
@@ -317,8 +299,8 @@ class _Server(Observer):
             # What is noted is of this plan. Of a step that was open its uid cannot be made again.
             if there is not None and not remade and [one.number for one in members] == numbers:
                 plan.uid = there.uid
-            known = handed.of_plan(batch.step, plan.uid)
-            self._here.plans[batch.step] = plan
+            known = there if there is not None and there.uid == plan.uid else Acked(batch.step, plan.uid)
+            here.plans[batch.step] = plan
             self._ledger.restore(
                 batch.step, plan.uid, self._items(plan),
                 # others were given their parts before the crash: they must not be waited for
@@ -326,14 +308,13 @@ class _Server(Observer):
                 acked=[RankId(TRAIN, rank) for rank in known.ranks], gone=known.gone, remade=remade,
             )  # fmt: skip
             await self._note(plan)
-        # what is said of steps that are over must not be taken for later ones of the same number
-        handed.keep(self._here.plans)
         # steps below are done: whoever still has one is told to drop it
-        self._ledger.last_acked = min(self._here.plans, default=self._next_step()) - 1
-        if self._replan:
+        next_step = core.state.in_flight.next_step
+        self._ledger.last_acked = min(here.plans, default=next_step) - 1
+        if here.replan:
             # Ranks that were there before are lost, if they do not come back: those that would meet in a step to come,
             # or have a part in one under way.
-            came = {RankId(came.role, came.rank) for came in handed.came.values()}
+            came = {RankId(came.role, came.rank) for came in here.handed.came}
             wanted = chain.from_iterable(map(self._ledger.members, self._ledger.wanted))
             self._ranks.expect(came.intersection(wanted).union(*(s.participants for s in self._ledger.steps.values())))
 
@@ -362,17 +343,17 @@ class _Server(Observer):
         steps = [*lost.rank.active]
         # It was told of the end before a crash that forgot it, and has left: there is nothing that others must do.
         if ledger.ended and not ledger.steps:
-            lost.ended, lost.give_up_at = True, math.inf
+            lost.error, lost.give_up_at = error, math.inf
             return
         # the last one of its kind cannot be replaced
-        if not self._replan or not {*ledger.members(lost.id.role)} - {lost.id}:
+        if not self._here.replan or not {*ledger.members(lost.id.role)} - {lost.id}:
             raise error
         # first the ledger: orders made from here on name it no more
         ledger.gave_up(lost.id)
         self._ranks.remove(lost)
         self._here.handed.note(lost.came)
         for step in () if lost.id.role else steps:
-            self._here.handed.add(step, self._here.plans[step].uid, lost=[lost.id.number])
+            self._here.note(self._here.plans[step])
         # Before others are sent its work: after a crash, both would have it.
         await self._here.handed.flush()
         logger.warning(

@@ -26,15 +26,16 @@ _T = TypeVar("_T")
 class StallReporter:
     """A line in the log when nothing has moved for long: once, and each time the stall has doubled.
 
-    ``why(seconds)`` gives the line, after so many seconds without a move; ``""`` for none. Whoever waits anyway is the
-    clock: :meth:`wait` wakes when the next line is due, and at most once in that time while batches leave.
+    ``why(seconds)`` gives the line, after so many seconds without a move; ``serve()`` gives another one, which knows
+    the ranks. Whoever waits anyway is the clock: :meth:`wait` wakes when the next line is due, and at most once in that
+    time while batches leave.
     """
 
     def __init__(self, after_s: float, why: Callable[[float], str], log: logging.Logger) -> None:
         if not after_s > 0:
             raise ValueError(f"report_after_s must be > 0 (math.inf = never), not {after_s}")
         self._after_s = self._due_s = after_s
-        self._why, self._log = why, log
+        self.why, self.log = why, log
         self._began = -math.inf
         self._waiting = 0
 
@@ -60,9 +61,7 @@ class StallReporter:
     def _report(self) -> None:
         # not at equal times: a night without rollouts is ten lines, not five hundred
         self._due_s *= 2
-        line = self._why(anyio.current_time() - self._began)
-        if line:
-            self._log.warning("%s", line)
+        self.log.warning("%s", self.why(anyio.current_time() - self._began))
 
 
 class Waiter:

@@ -75,7 +75,6 @@ async def test_a_batch_is_taken_only_when_every_rank_has_room() -> None:
     ("options", "told"),
     [
         *(({"rejoin_timeout_s": value}, "rejoin_timeout_s must be >= 0") for value in (-1.0, math.nan)),
-        *(({"report_after_s": value}, "report_after_s must be > 0") for value in (0.0, -1.0, math.nan)),
         ({"on_rank_loss": "wait"}, "must be 'raise' or 'replan'"),
     ],
     ids=str,

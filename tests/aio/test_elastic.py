@@ -7,7 +7,6 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 
 import anyio
 import pytest
@@ -126,7 +125,8 @@ async def test_a_lost_rank_that_is_no_more_is_not_waited_for(resized_first: bool
 @pytest.mark.parametrize("seed", range(5))
 async def test_whatever_the_order_of_changes_every_rollout_is_trained_on_once(seed: int) -> None:
     chance = random.Random(seed)
-    async with sb.StreamBalancer(knobs(2, capacity=48)) as balancer, MemoryNetwork(dp_size=2) as transport:
+    balancer = sb.StreamBalancer(knobs(2, capacity=48), report_after_s=math.inf)
+    async with balancer, MemoryNetwork(dp_size=2) as transport:
         trained: Counter[str] = Counter()
 
         async def train(rank: int) -> None:
@@ -140,7 +140,7 @@ async def test_whatever_the_order_of_changes_every_rollout_is_trained_on_once(se
                 await anyio.sleep(1.0)
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(sb.serve, report_after_s=math.inf), balancer, transport)
+            tasks.start_soon(sb.serve, balancer, transport)
             for rank in range(4):
                 tasks.start_soon(train, rank)
             for n in range(200):

@@ -38,16 +38,17 @@ class Life:
 
     def __init__(self, folder: Path, disk: Disk, network: MemoryNetwork, **options: Any) -> None:
         self.folder, self.disk, self.network, self.options = folder, disk, network, options
+        self.report_after_s = 1e9
 
     def balancer(self) -> sb.StreamBalancer:
         config = sb.BalancerConfig(dp_size=self.network.dp_size, batch_size=SIZE, window=SIZE)
-        return sb.StreamBalancer(config, journal=self.folder)
+        return sb.StreamBalancer(config, journal=self.folder, report_after_s=self.report_after_s)
 
     @asynccontextmanager
     async def serving(self, numbers: Iterable[int]) -> AsyncIterator[tuple[sb.StreamBalancer, TaskGroup]]:
         """Ends with its ``serve``; rollouts of these numbers were put."""
         async with self.balancer() as balancer, anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(sb.serve, report_after_s=1e9, **self.options), balancer, self.network)
+            tasks.start_soon(partial(sb.serve, **self.options), balancer, self.network)
             for number in numbers:
                 await balancer.put(make_rollout(8, f"r{number}"))
             yield balancer, tasks
@@ -70,7 +71,7 @@ class Life:
         async with self.balancer() as balancer:
             balancer.end()
             with anyio.fail_after(1000):
-                await sb.serve(balancer, self.network, report_after_s=1e9, **self.options)
+                await sb.serve(balancer, self.network, **self.options)
         return balancer
 
 
@@ -116,9 +117,10 @@ async def test_who_left_before_its_acknowledgement_was_on_the_disk_is_named(
         ranks.start_soon(train)
         await life.until_killed(2 * SIZE, lambda: bool(left), end=True)
     disk.is_dead, disk.delay_s = False, 0.0
+    life.report_after_s = 60.0
     async with life.balancer() as balancer, anyio.create_task_group() as tasks:
         balancer.end()
-        tasks.start_soon(partial(sb.serve, balancer, network, report_after_s=60.0))
+        tasks.start_soon(sb.serve, balancer, network)
         await anyio.sleep(100)
         [line] = [line for line in caplog.messages if line.startswith("all batches were sent")]
         assert "not yet done with them: rank 0. Not connected: rank 0. If it has left" in line
@@ -290,7 +292,7 @@ async def test_what_a_producer_keeps_is_trained_on_after_its_controller_was_kill
             assert balancer.recovered is not None
             assert balancer.recovered.waiting + balancer.recovered.in_flight > 0
             with anyio.fail_after(1000):
-                await sb.serve(balancer, network, report_after_s=1e9)
+                await sb.serve(balancer, network)
     crew.check(balancer, 5 * SIZE)
 
 

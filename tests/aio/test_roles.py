@@ -237,11 +237,11 @@ async def test_a_stall_names_the_role(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(roles=ROLES, dp_size=2)
     caplog.set_level(logging.WARNING, "stream_balancer.dispatch")
     async with run.balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(run.serve, report_after_s=30))
+        tasks.start_soon(run.serve)
         feeds = [run.feed(rank) for rank in run.ranks] + [run.feed(rank, role="value") for rank in run.ranks]
         ref = run.feed(0, role="ref")
         tasks.start_soon(run.put, lengths(*range(1, 61)))
-        await anyio.sleep(31)
+        await anyio.sleep(61)
         assert "rank 1 of role 'ref' has not connected in" in caplog.text
         late = run.feed(1, role="ref")
         batch = await anext(ref)
@@ -250,7 +250,7 @@ async def test_a_stall_names_the_role(caplog: pytest.LogCaptureFixture) -> None:
             batch = await anext(feed)
             give(batch, computed("value", batch.micro_batches))
         caplog.clear()
-        await anyio.sleep(100)
+        await anyio.sleep(200)
         assert "step 0 waits for the columns of rank 1 of role 'ref'" in caplog.text
         assert late.waiting_s == 0.0
         tasks.cancel_scope.cancel()

@@ -119,11 +119,11 @@ async def test_a_network_that_nobody_uses_any_more_is_freed() -> None:
 async def test_a_feed_that_is_not_closed_keeps_serve_for_a_minute_and_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with sb.StreamBalancer(knobs()) as balancer:
+    async with sb.StreamBalancer(knobs(), report_after_s=40) as balancer:
         network = MemoryNetwork(dp_size=2)
         with anyio.fail_after(100):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(partial(sb.serve, balancer, network, report_after_s=40))
+                tasks.start_soon(sb.serve, balancer, network)
                 feeds = [sb.RankFeed(network.connect(rank), auto_ack=False) for rank in range(2)]
                 await put(balancer, 4)
                 for feed in feeds:

@@ -177,6 +177,7 @@ class Team:
         if "changes" in self.features:
             more["accept"] = self.workers.accept
         config = self.config.replace(dp_size=self.dp_size)
+        more["report_after_s"] = math.inf if "journal" in self.features else 60.0
         return sb.StreamBalancer(config, on_evict=lambda one, why: self.evicted.append((one.rollout_id, why)), **more)
 
     def options(self) -> dict[str, Any]:
@@ -185,7 +186,6 @@ class Team:
             "on_rank_loss": "replan" if "replan" in self.features else "raise",
             "move_late": "late" in self.features,
             "open": "open" in self.features,
-            "report_after_s": math.inf if "journal" in self.features else 60.0,
             **(ROLE if "roles" in self.features else {}),
         }
 

@@ -90,9 +90,11 @@ class Joining(Book):
                 self.disown(step, item)
         self.touch(step)
 
-    def restore_rank(self, one: RankId, incarnation: int, *, fenced: bool) -> None:
-        """The last incarnation of a rank that came before the controller was started again; was it given up?"""
-        self.rank(one).incarnation = incarnation
+    def restore_rank(self, one: RankId, incarnation: int, *, fenced: bool, ended: bool = False) -> None:
+        """The last incarnation of a rank that came before the controller was started again; was it given up, or told of
+        the end?"""
+        rank = self.rank(one)
+        rank.incarnation, rank.ended = incarnation, rank.full * ended
         if fenced:
             self.fenced[one] = incarnation
 

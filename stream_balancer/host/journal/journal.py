@@ -173,7 +173,7 @@ class Journal(Observer):
         return snapshot
 
     def _follow(self, records: Records) -> None:
-        self.handed.follow(records.all_of(Acked), records.all_of(Came))
+        self.handed.follow([*records.all_of(Acked), *records.all_of(Came)])
         self._done = deque(records.all_of(Done))
         self._num_done = sum(len(one.ids) for one in self._done)
 
