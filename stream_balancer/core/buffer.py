@@ -1,18 +1,17 @@
 """The waiting rollouts, in two orders: by arrival, and by (cost, arrival).
 
-By arrival they are rows of numpy columns, which the planner reads as they are. By cost they are in a
-``sortedcontainers.SortedList`` of one integer a rollout, ``bits of the cost << 40 | arrival number``. The bits of
-floats >= 0 sort as the floats do, and an integer is three times cheaper to keep than a pair. The planner reads that
-order as an array of rows, which is carried from batch to batch: to read 131,072 integers one by one takes a third of a
-dispatch. Storage only: what may enter and what leaves is decided in :mod:`stream_balancer.core.machine`. Pure: no
-clock, no torch, no waiting.
+By arrival they are rows of numpy columns, which the planner reads as they are. By cost they are an array of rows, which
+is carried from batch to batch; those that came since it was read are in a ``sortedcontainers.SortedList`` beside it, and
+are merged in when it is read next. So each rollout is in one of the two: nothing is sorted twice, and what leaves is
+taken out by one gather. The list has an integer for each, ``bits of the cost << 40 | row``: the bits of floats >= 0 sort
+as the floats do, and a pair weighs three times as much, and is looked at by Python's garbage collector. Storage only: what may enter and what leaves is decided in
+:mod:`stream_balancer.core.machine`. Pure: no clock, no torch, no waiting.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -34,31 +33,13 @@ _COLUMNS = {
 """By name what a row holds where nobody writes."""
 _PLACES = {name: place for place, name in enumerate(_COLUMNS)}
 _FIRST_ROWS = 64
-_ARRIVAL_BITS = 40
-_NO_LABEL = -2  # of no row
-_REBUILD_SHARE = 16
-"""From a sixteenth of all on, to take keys out of the sorted list one by one costs more than to build it anew."""
+_ROW_BITS = 40
 
 _to_bytes, _to_bits = struct.Struct("<d").pack, struct.Struct("<q").unpack
 
 
 def _empty(rows: int) -> tuple[NDArray[Any], ...]:
     return tuple(np.full(rows, value) for value in _COLUMNS.values())
-
-
-class _ByCost(CostOrder):
-    """The order of what waits, for the planner, which most often asks for the heaviest only."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        super().__init__(buffer.costs)
-        self._buffer = buffer
-
-    @property
-    def heaviest(self) -> float:
-        return self._buffer.heaviest
-
-    def ascending(self) -> Ints:
-        return self._buffer.by_cost()
 
 
 class Buffer:
@@ -101,11 +82,11 @@ class Buffer:
         self._start = self._end = 0
         # by arrival number, so in the order of rows
         self._rollouts: dict[int, Rollout] = {}
-        self._keys: SortedList[int] = SortedList()
-        # of the oldest rows, as many as it has; None: not known
-        # Carried, since all else is slower. CPU at 131,072 waiting, 4,096 of which leave: this array 1.3 ms; the list
-        # read as integers 14 ms, by its chunks 14 ms, one np.sort of packed costs and rows 7.6 ms, np.argsort 14 ms.
-        self._ascending: Ints | None = None
+        # those that came since the order was read
+        self._young: SortedList[int] = SortedList()
+        # the others' rows. Carried, since all else is slower. CPU at 131,072 waiting, 4,096 of which leave: this array
+        # 1.3 ms, a sorted list of all read one by one 14 ms, and to take keys out of it 9 ms; np.argsort 14 ms.
+        self._ascending = np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
         return self.num_waiting
@@ -119,14 +100,13 @@ class Buffer:
 
     def add(self, rollout: Rollout, cost: float, now: float, skips: int = 0) -> None:
         """Take a rollout in as the youngest. O(log n), amortised."""
-        # -0.0 has the bits of a negative number
-        cost += 0.0
         number, num_tokens, num_bytes, row = self.num_added, rollout.num_tokens, rollout.nbytes, self._end
         if row == len(self._arrays[0]):
             row = self._make_room()
         self._end = row + 1
         self._rollouts[number] = rollout
-        self._keys.add(_to_bits(_to_bytes(cost))[0] << _ARRIVAL_BITS | number)
+        # -0.0 has the bits of a negative number
+        self._young.add(_to_bits(_to_bytes(cost + 0.0))[0] << _ROW_BITS | self.num_waiting)
         costs, lengths, all_skips, arrived_at, versions, labels, strata, _, sizes, numbers = self._arrays
         numbers[row] = number
         costs[row] = cost
@@ -147,8 +127,8 @@ class Buffer:
         self.num_bytes += num_bytes
 
     def remove(self, rows: Ints, *, never_came: bool = False) -> list[Rollout]:
-        """Take k rows out; the others keep their order. ``never_came``: their groups lack them again. O(k log n), and
-        a few vector operations of O(n)."""
+        """Take k rows out; the others keep their order. ``never_came``: their groups lack them again. O(k), and a few
+        vector operations of O(n)."""
         if not rows.size:
             return []
         removed = self.rollouts(rows)
@@ -162,18 +142,7 @@ class Buffer:
                 self.groups.leave(rollout.group_id, rollout.execution_id, never_came=never_came)
         keep = np.ones(self.num_waiting, dtype=bool)
         keep[rows] = False
-        # The list and this array have one order, so what is true of a place in one holds for the same place in the
-        # other.
-        ascending = self.by_cost()
-        stays = keep[ascending]
-        if rows.size * _REBUILD_SHARE >= keep.size:
-            self._keys = SortedList(compress(self._keys, stays.tolist()))
-        else:
-            # neighbours lie in the same part of the list
-            # at 4,096 of 131,072 that takes 7 to 9 ms, a list built anew 18
-            for key in self._keys_of(ascending[~stays]):
-                self._keys.remove(key)
-        self._ascending = kept(ascending, keep)
+        self._ascending = kept(self.by_cost(), keep)
         self._remove_rows(keep)
         self.num_waiting -= rows.size
         return removed
@@ -206,9 +175,9 @@ class Buffer:
 
     def reprice(self, costs: Floats) -> None:
         """Replace the costs of all rows (a new cost model). O(n log n)."""
-        self.costs[:] = costs + 0.0
-        self._keys = SortedList(self._keys_of(np.arange(self.num_waiting)))
-        self._ascending = None
+        self.costs[:] = costs
+        self._young.clear()
+        self._ascending = np.argsort(costs, kind="stable")
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -221,29 +190,19 @@ class Buffer:
             due=due,
             groups=self.labels,
             group_complete=self.complete,
-            order=_ByCost(self),
+            order=CostOrder(self.costs, self.by_cost()),
             strata=self.stratum_numbers if len(self.strata) else None,
         )
 
-    @property
-    def heaviest(self) -> float:
-        """The greatest cost; 0.0 if nothing waits. O(1)."""
-        if not self._keys:
-            return 0.0
-        cost: float = struct.unpack("<d", struct.pack("<q", self._keys[-1] >> _ARRIVAL_BITS))[0]
-        return cost
-
     def by_cost(self) -> Ints:
         """[n] all rows, lightest first; of equal costs the older first. O(n): what came since the last call is merged
-        in; O(n log n) at the first call, and at the first after new prices."""
-        if self._ascending is None:
-            self._ascending = np.argsort(self.costs, kind="stable")
-        known = self._ascending.size
-        if known < self.num_waiting:
-            young = known + np.argsort(self.costs[known:], kind="stable")
-            # [young] where each goes among the known; side="right": of equal costs the older comes first
+        in."""
+        if self._young:
+            young = np.array([key & ((1 << _ROW_BITS) - 1) for key in self._young], dtype=np.int64)
+            # [young] where each goes among the others; side="right": of equal costs the older comes first
             places = np.searchsorted(self.costs[self._ascending], self.costs[young], side="right")
             self._ascending = np.insert(self._ascending, places, young)
+            self._young.clear()
         return self._ascending
 
     def rollouts(self, rows: Ints | None = None) -> list[Rollout]:
@@ -281,9 +240,6 @@ class Buffer:
     def siblings(self, group_id: str) -> Ints:
         """Rows of the rollouts of a group that wait here, and are not being trained on. O(n)."""
         group = self.groups.get(group_id)
-        label = _NO_LABEL if group is None else group.label
-        return np.flatnonzero((self.labels == label) & ~self.taken)
-
-    def _keys_of(self, rows: Ints) -> list[int]:
-        bits, numbers = self.costs[rows].view(np.int64).tolist(), self._numbers[rows].tolist()
-        return [bit << _ARRIVAL_BITS | number for bit, number in zip(bits, numbers, strict=True)]
+        if group is None:
+            return np.empty(0, dtype=np.int64)
+        return np.flatnonzero((self.labels == group.label) & ~self.taken)
