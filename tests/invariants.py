@@ -13,18 +13,17 @@ __all__ = ["verify", "verify_buffer"]
 
 def verify(core: BalancerCore) -> None:
     """Nothing is lost or doubled, and every count is what would be counted now."""
-    state = core.state
-    verify_buffer(state.buffer)
-    batches, again = state.in_flight.batches(), state.in_flight.num_redelivering
+    verify_buffer(core.buffer)
+    batches, again = core.in_flight.batches(), core.in_flight.num_redelivering
     assert [batch.step for batch in batches] == sorted(batch.step for batch in batches)
-    assert all(batch.step < state.in_flight.next_step for batch in batches)
-    assert again == sum(batch.num_rollouts for batch in batches if batch not in state.in_flight.delivered())
+    assert all(batch.step < core.in_flight.next_step for batch in batches)
+    assert again == sum(batch.num_rollouts for batch in batches if batch not in core.in_flight.delivered())
     flying = [r.rollout_id for batch in batches for r in batch.rollouts if not r.is_padding]
-    waiting = [r.rollout_id for r in state.buffer.rollouts()]
-    counts = state.counts
+    waiting = [r.rollout_id for r in core.buffer.rollouts()]
+    counts = core.counts
     assert counts.accepted == len(waiting) + len(flying) + counts.acknowledged + counts.evicted.total()
     assert len({*waiting, *flying}) == len(waiting) + len(flying)
-    assert state.ids.held == {*waiting, *flying}
+    assert core.ids.held == {*waiting, *flying}
     _verify_ages(core)
 
 
@@ -76,16 +75,16 @@ def _verify_groups(buffer: Buffer, rollouts: list[Rollout]) -> None:
 
 def _verify_ages(core: BalancerCore) -> None:
     """What is due or held back for its age, counted anew."""
-    state, config = core.state, core.config
-    staleness, versions, labels = state.staleness, state.buffer.versions, state.buffer.labels
+    config = core.config
+    staleness, versions, labels = core.staleness, core.buffer.versions, core.buffer.labels
     held, due = staleness.held_back(), staleness.due()
     free = ~held
-    assert state.triggers.sendable()[:2] == (int(free.sum()), int((state.buffer.complete & free).sum()))
+    assert core.triggers.sendable()[:2] == (int(free.sum()), int((core.buffer.complete & free).sum()))
     if config.staleness.max_versions is None or staleness.version is None:
         assert not held.any()
         assert not due.any()
         return
-    oldest = staleness.version - config.staleness.max_versions + state.in_flight.steps_ahead
+    oldest = staleness.version - config.staleness.max_versions + core.in_flight.steps_ahead
     assert staleness.num_due == int(due.sum()) == int((versions <= oldest).sum())
     alone = (versions < oldest) & (config.staleness.on_stale == "evict")
     assert staleness.num_held_back == int(alone.sum())

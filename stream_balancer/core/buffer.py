@@ -1,11 +1,12 @@
 """The waiting rollouts, in two orders: by arrival, and by (cost, arrival).
 
-By arrival they are rows of numpy columns, which the planner reads as they are. By cost they are an array of rows, which
-is carried from batch to batch; those that came since it was read are in a ``sortedcontainers.SortedList`` beside it, and
-are merged in when it is read next. So each rollout is in one of the two: nothing is sorted twice, and what leaves is
-taken out by one gather. The list has an integer for each, ``bits of the cost << 40 | row``: the bits of floats >= 0 sort
-as the floats do, and a pair weighs three times as much, and is looked at by Python's garbage collector. Storage only: what may enter and what leaves is decided in
-:mod:`stream_balancer.core.machine`. Pure: no clock, no torch, no waiting.
+By arrival they are rows of numpy columns, which the planner reads as they are. By cost they are an array of rows,
+which is carried from batch to batch; those that came since it was read are in a ``sortedcontainers.SortedList`` beside
+it, and are merged in when it is read next. So each rollout is in one of the two: nothing is sorted twice, and what
+leaves is taken out by one gather. The list has an integer for each, ``bits of the cost << 40 | row``: the bits of
+floats >= 0 sort as the floats do, and a pair weighs three times as much, and keeps the garbage collector busy. Storage
+only: what may enter and what leaves is decided in :mod:`stream_balancer.core.machine`. Pure: no clock, no torch, no
+waiting.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Pure: time is an argument, nothing waits, nothing is sent. ``host.balancer`` and
                              `--set_version, abandon_group, evict_lost, filter_out--> evicted
 
 The data lie in the parts of :class:`~stream_balancer.core.state.BalancerState`, which anybody may read
-(``core.state.buffer``). Each method here checks first and raises with everything as it was, then changes the parts, and
+(``core.buffer``). Each method here checks first and raises with everything as it was, then changes the parts, and
 last notifies the observers. A poll that gives no batch has no side effects.
 """
 
@@ -35,40 +35,36 @@ from stream_balancer.core.snapshot import Snapshot, restored_state, take_snapsho
 from stream_balancer.core.state import BalancerState
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.errors import ClosedResourceError, ConfigError, RolloutError, WouldBlock
+from stream_balancer.planning import Waiting
 from stream_balancer.planning.arrays import Ints
 from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.statistics import Statistics
 from stream_balancer.types import Batch, Rollout
 
 
-class BalancerCore:
-    """The core of a balancer. Not thread-safe; times are seconds on any monotonic clock."""
+class BalancerCore(BalancerState):
+    """The core of a balancer: its state, to be read only, and all that changes it. Not thread-safe; times are seconds
+    on any monotonic clock."""
 
     def __init__(self, config: BalancerConfig, *, tolerance: float = TOLERANCE) -> None:
         """``tolerance``: how near to the lower bound partitions are sought; simulations may do with less."""
+        super().__init__(config, tolerance)
         self.observers = Observers()
         """Observers of every event, in this order; see :mod:`stream_balancer.core.observer`."""
-        self.state = BalancerState(config, tolerance)
-        """The state now; to be read only."""
-
-    @property
-    def config(self) -> BalancerConfig:
-        """The knobs in force."""
-        return self.state.config
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def check(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> list[float]:
         """Costs of the rollouts of one put. Raises what ``add_all`` would raise, except WouldBlock; changes nothing.
         O(columns)."""
-        if self.state.triggers.ended:
+        if self.triggers.ended:
             raise ClosedResourceError("put() after end(): the balancer takes no more rollouts. Put before end()")
-        admission = self.state.admission
+        admission = self.admission
         # first: a retry is a duplicate, whatever its group
         costs = [admission.check_one(rollouts[0])] if len(rollouts) == 1 else admission.check(rollouts)
         if size is not None or (rollouts and rollouts[0].group_id is not None):
             admission.check_group(rollouts, size)
-        if self.state.open_step is not None:
+        if self.open_step is not None:
             self._check_rows(rollouts, RolloutError)
         return costs
 
@@ -83,142 +79,150 @@ class BalancerCore:
         Raises WouldBlock when full, ClosedResourceError after ``end()``, RolloutError (DuplicateRolloutError) for one
         that cannot be dispatched, ValueError for an impossible size. Whatever is raised, nothing has changed.
         """
-        state, costs = self.state, self.check(rollouts, size)
-        if not state.admission.has_room(rollouts, size):
+        costs = self.check(rollouts, size)
+        if not self.admission.has_room(rollouts, size):
             # the window cannot fill any further
-            state.triggers.force_flush()
+            self.triggers.force_flush()
             raise WouldBlock
         # from here on nothing may raise: half of a group must not be held
-        state.counts.accepted += len(rollouts)
+        self.counts.accepted += len(rollouts)
         for rollout, cost in zip(rollouts, costs, strict=True):
-            state.hold(rollout, cost, now)
+            self.hold(rollout, cost, now)
         if size is not None:
-            state.set_group_size(size, now)
+            self.set_group_size(size, now)
         if rollouts:
             self.observers.emit("accepted", rollouts, now)
-        if state.evicted or state.buffer.groups.changed:
+        if self.evicted or self.buffer.groups.changed:
             self._publish()
 
     def filter_out(self, rollouts: Sequence[Rollout], now: float, size: GroupSize | None = None) -> None:
         """Rollouts that ``accept=`` refused are accepted and evicted at once, with the waiting siblings of their
         group. Raises like ``add_all``, but never for want of room. O(n)."""
-        state, costs = self.state, self.check(rollouts, size)
+        costs = self.check(rollouts, size)
         group_id = rollouts[0].group_id if size is None else size.group_id
-        state.counts.accepted += len(rollouts)
-        if group_id is None or state.buffer.groups.size is None:
-            state.evict(rollouts, "filtered")
+        self.counts.accepted += len(rollouts)
+        if group_id is None or self.buffer.groups.size is None:
+            self.evict(rollouts, "filtered")
         else:  # through the buffer, which counts then that all siblings have come
             for rollout, cost in zip(rollouts, costs, strict=True):
-                state.hold(rollout, cost, now)
+                self.hold(rollout, cost, now)
             if size is not None:
-                state.set_group_size(size, now)
-            state.evict(state.buffer.remove(state.buffer.siblings(group_id)), "filtered")
-            state.changed()
+                self.set_group_size(size, now)
+            self.evict_rows(self.buffer.siblings(group_id), "filtered")
         self._publish()
 
     def force_flush(self) -> None:
         """The window counts as full until a batch leaves, since nothing more can come in."""
-        self.state.triggers.force_flush()
+        self.triggers.force_flush()
 
     def set_stuck(self, stuck: bool) -> None:
         """The window counts as full now, or no longer, because throttled generation waits for a batch to leave."""
-        self.state.triggers.stuck = stuck
+        self.triggers.stuck = stuck
 
     def end(self) -> None:
         """No more rollouts will come: drain what is left, also if it is fewer than the ranks. May be called twice."""
-        self.state.triggers.ended = True
+        self.triggers.ended = True
         self._publish("ended")
 
     @property
     def ended(self) -> bool:
         """No more rollouts will come."""
-        return self.state.triggers.ended
+        return self.triggers.ended
 
     @property
     def finished(self) -> bool:
         """Ended, and nothing waits any more. Batches may still be in flight."""
-        return self.ended and not len(self.state.buffer) and not self.state.in_flight.again
+        return self.ended and not len(self.buffer) and not self.in_flight.again
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def next_wakeup(self) -> float:
         """When ``poll`` will give a batch if nothing else happens: ``-inf`` = now, ``inf`` = never. See
         :meth:`Triggers.next_wakeup`."""
-        opened = self.state.open_step
-        at = min(self.state.triggers.next_wakeup(), self.state.buffer.groups.next_cut())
-        again = self.state.in_flight.again and self._gives_again
-        if again or (opened is not None and at > -math.inf and ready_rows(self.state, opened).size):
+        if self.in_flight.again and self._to_give_again() is not None:
             return -math.inf
-        return at
+        at = min(self.triggers.next_wakeup(), self.buffer.groups.next_cut())
+        is_row_ready = self.open_step is not None and at > -math.inf and ready_rows(self, self.open_step).size
+        return -math.inf if is_row_ready else at
 
     def cut_stragglers(self, now: float) -> bool:
         """Groups that have enough siblings, and have waited long enough for the others (``groups.min_size``), go
-        without them: before a ``poll``, at its ``now``. -> whether there were any. O(n) if so."""
-        if found := self.state.cut_stragglers(now):
+        without them, unless a batch leaves before: call before a ``poll``, at its ``now``. -> whether there were any.
+        O(n) if so."""
+        if self.open_step is None and self.triggers.next_wakeup() == -math.inf:
+            return False
+        lacked = [self.buffer.groups.cut(group_id) for group_id in self.buffer.groups.overdue(now)]
+        if lacked:
+            self.counts.short_groups += len(lacked)
+            self.counts.cut_siblings += sum(lacked)
+            self.changed()
             self._publish()
-        return found
+        return bool(lacked)
 
     def poll(self, now: float, asked_at: float | None = None) -> Batch | None:
         """A batch, if one leaves now; then it is in flight until ``acknowledge(batch.step)``. ``asked_at``: since when
         somebody waits for it. A few vector operations of O(n) in waiting rollouts, plus the plan. If the planner
         raises, nothing has changed.
         """
-        state = self.state
-        batch = state.in_flight.next_redelivery()
-        if batch is not None and self._gives_again:
-            batch = self._redeliver(batch)
-        elif state.open_step is not None:
-            return self._next_row(state.open_step, now, now if asked_at is None else asked_at)
-        else:
-            # O(1), for the many polls between two batches
-            if now < state.triggers.next_wakeup():
-                return None
-            # next_wakeup() is a lower bound, made of counts; only now are columns looked at, and there may be no reason
-            # after all (past the deadline, but too few are in whole groups).
-            due = state.triggers.due(now)
-            reason, num_rollouts = state.triggers.reason(now, due)
-            if reason is None:
-                return None
-            waiting, plan = make_plan(state, due, num_rollouts)
-            rows = rows_of(plan)
-            batch = make_batch(state, plan, rows, reason, now)
-            # before the step, which moves the rows that these columns are views of
-            self.observers.emit("planned", waiting, state.pricing.knobs, reason)
-            self._dispatch(batch, rows, now if asked_at is None else asked_at, now)
-        state.in_flight.begin_training(state.staleness.version)
-        self._publish("dispatched", batch)
-        return batch
+        asked_at, again = now if asked_at is None else asked_at, self._to_give_again()
+        if again is not None:
+            # planned again, if that was for another number of ranks
+            batch = again if len(again.ranks) == self.config.dp_size else plan_again(self, again)
+            self.in_flight.redelivered(batch)
+            return self._given(batch)
+        if self.open_step is not None:
+            return self._next_row(self.open_step, now, asked_at)
+        # O(1), for the many polls between two batches
+        if now < self.triggers.next_wakeup():
+            return None
+        # next_wakeup() is a lower bound, made of counts; only now are columns looked at, and there may be no reason
+        # after all (past the deadline, but too few are in whole groups).
+        due = self.triggers.due(now)
+        reason, num_rollouts = self.triggers.reason(now, due)
+        if reason is None:
+            return None
+        waiting, plan = make_plan(self, due, num_rollouts)
+        rows = rows_of(plan)
+        batch = make_batch(self, plan, rows, reason, now)
+        return self._leave(batch, rows, waiting, asked_at, now)
 
-    def _dispatch(self, batch: Batch, rows: Ints, asked_at: float, now: float) -> None:
+    def _leave(self, batch: Batch, rows: Ints, waiting: Waiting, asked_at: float, now: float) -> Batch:
         """Rows of the buffer leave, for which somebody has waited since ``asked_at``."""
-        buffer = self.state.buffer
+        buffer = self.buffer
+        # before the step, which moves the rows that these columns are views of
+        self.observers.emit("planned", waiting, self.pricing.knobs, batch.reason)
         # The arrival from which on a batch of the least size could have left: what ranks waited before that is for want
         # of rollouts, what they waited after it is the price of the window.
         # of all that came, held back or not
         enough = min(self.config.min_batch_size, len(buffer)) - 1
         enough_at = float(buffer.arrived_at[enough])
-        self.state.dispatch(batch, rows)
+        self.dispatch(batch, rows)
         self._publish("left", batch, asked_at, enough_at, now)
+        return self._given(batch)
 
-    @property
-    def _gives_again(self) -> bool:
-        """A batch in flight leaves again next. Not between two rows of a step: gradients would be added up of both."""
-        opened = self.state.open_step
-        return bool(self.state.in_flight.again) and not (opened is not None and opened.num_taken)
+    def _given(self, batch: Batch) -> Batch:
+        self.in_flight.begin_training(self.staleness.version)
+        self._publish("dispatched", batch)
+        return batch
+
+    def _to_give_again(self) -> Batch | None:
+        """The batch in flight that leaves again next. None between two rows of a step: gradients would be added up of
+        both."""
+        opened = self.open_step
+        return None if opened is not None and opened.num_taken else self.in_flight.next_redelivery()
 
     def open_steps(self, wanted: bool) -> None:
         """Steps begin before they are complete from now on, or do not: ``poll`` gives their rows. A step that is under
         way is forgotten, and all of its rollouts wait. Raises ConfigError for knobs that rows cannot respect."""
         opened = OpenStep(self.config) if wanted else None
         if wanted:
-            self._check_rows(self.state.buffer.rollouts(), ConfigError)
-        self.state.use_open_step(opened)
-        self.state.evict_too_old()
+            self._check_rows(self.buffer.rollouts(), ConfigError)
+        self.use_open_step(opened)
         self._publish()
 
     def _check_rows(self, rollouts: Sequence[Rollout], error: type[ValueError]) -> None:
         """Refuse samples of executions that may leave in two rows of a step."""
-        if self.state.buffer.groups.size is None and any(one.execution_id is not None for one in rollouts):
+        if self.buffer.groups.size is None and any(one.execution_id is not None for one in rollouts):
             raise error(
                 "batches(open=True) with execution_id needs groups.size: else samples of one execution may leave in "
                 "two rows, and nobody would know by how many to divide. Give groups.size, or iterate batches()"
@@ -227,99 +231,79 @@ class BalancerCore:
     def _next_row(self, opened: OpenStep, now: float, asked_at: float) -> Batch | None:
         """The next row of the step that is under way, if one leaves now. The step is complete when a batch would
         leave, for the reasons that those have."""
-        state = self.state
-        due = state.triggers.due(now)
-        reason = state.triggers.reason(now, due)[0] if now >= state.triggers.next_wakeup() else None
+        due = self.triggers.due(now)
+        reason = self.triggers.reason(now, due)[0] if now >= self.triggers.next_wakeup() else None
         if reason is None:
-            rows = ready_rows(state, opened)
+            rows = ready_rows(self, opened)
             if not rows.size:
                 return None
-            row = make_row(state, opened, rows, "window", now)
+        else:
+            rows = opened.choose(self.config, self.buffer, self.triggers.available(due), complete=True)
+        row = make_row(self, opened, rows, reason or "window", now)
+        self.take(opened, row, rows)
+        if reason is None:
             opened.waited_s += now - asked_at
-            state.take(row, rows)
             return row
-        rows = opened.choose(state.config, state.buffer, state.triggers.available(due), complete=True)
-        row = make_row(state, opened, rows, reason, now)
-        state.take(row, rows)
-        whole, rows = make_whole(state, opened, row, now)
-        state.open_step = OpenStep(state.config)
-        self.observers.emit("planned", state.buffer.waiting(due), state.pricing.knobs, reason)
-        self._dispatch(whole, rows, asked_at - opened.waited_s, now)
-        state.in_flight.begin_training(state.staleness.version)
-        self._publish("dispatched", whole)
+        whole, rows = make_whole(self, opened, row, now)
+        self.open_step = OpenStep(self.config)
+        self._leave(whole, rows, self.buffer.waiting(due), asked_at - opened.waited_s, now)
         return replace(row, ranks=tuple(replace(one, denominators=whole.ranks[0].denominators) for one in row.ranks))
-
-    def _redeliver(self, batch: Batch) -> Batch:
-        """The batch leaves again, in the plan that it had; planned again if that was for another number of ranks."""
-        state = self.state
-        if len(batch.ranks) != state.config.dp_size:
-            batch = plan_again(state, batch)
-        state.in_flight.redelivered(batch)
-        return batch
 
     def give_as_planned(self) -> Batch | None:
         """The oldest batch that is to be given again, in the plan that it had, for however many ranks: those that hold
         it may have trained on it."""
-        in_flight = self.state.in_flight
-        batch = in_flight.next_redelivery()
-        if batch is not None:
-            in_flight.redelivered(batch)
-            in_flight.begin_training(self.state.staleness.version)
-            self._publish("dispatched", batch)
-        return batch
-
-    def in_flight(self) -> tuple[Batch, ...]:
-        """Batches given out and not yet acknowledged, oldest first; not those that ``poll`` will give again."""
-        return self.state.in_flight.delivered()
+        batch = self.in_flight.next_redelivery()
+        if batch is None:
+            return None
+        self.in_flight.redelivered(batch)
+        return self._given(batch)
 
     def acknowledge(self, step: int) -> Batch:
         """A batch has been trained on: its rollouts need not be kept. Raises ValueError for a step that is not in
         flight."""
-        state = self.state
-        batch, missing = state.in_flight.acknowledge(step)
+        batch, missing = self.in_flight.acknowledge(step)
         # Missing rollouts are not remembered as done: their payloads are lost, and who generates them anew may put the
         # same id.
-        state.finish(r.rollout_id for r in batch.rollouts if not r.is_padding and r.rollout_id not in missing)
-        state.counts.acknowledged += batch.num_rollouts - len(missing)
+        self.finish(r.rollout_id for r in batch.rollouts if not r.is_padding and r.rollout_id not in missing)
+        self.counts.acknowledged += batch.num_rollouts - len(missing)
         if missing:
             lost = [r for r in batch.rollouts if not r.is_padding and r.rollout_id in missing]
-            state.evict(lost, "lost")
+            self.evict(lost, "lost")
             for one in {execution_of(rollout): rollout for rollout in lost}.values():
                 # generated anew, they complete their groups again
-                state.buffer.groups.expect_again(one.group_id, one.execution_id)
-        state.advance()
+                self.buffer.groups.expect_again(one.group_id, one.execution_id)
+        self.advance()
         self._publish("acknowledged", batch)
         return batch
 
     def finish_training(self, step: int) -> None:
         """The trainer asks for more: it is through with this step, and may acknowledge it later. Not before its
         version, if it makes one. O(n) under ``staleness.max_versions``."""
-        if self.state.in_flight.finish_training(step):
-            self.state.advance()
+        if self.in_flight.finish_training(step):
+            self.advance()
 
     def nack(self, step: int, *, was_given: bool = True) -> None:
         """A batch in flight was not trained on after all: ``poll`` gives it again, same plan, older steps first.
         ``was_given=False``: it reached nobody, and is not counted. Raises ValueError for a step that is not in flight.
         O(batches in flight)."""
-        self.state.counts.nacked += self.state.in_flight.redeliver(step) * was_given
-        self.state.changed()
+        self.counts.nacked += self.in_flight.redeliver(step) * was_given
+        self.changed()
 
     def record_step(self, timing: StepTiming, now: float) -> None:
         """A rank reports the seconds of a step. When all of its ranks have, observers are told ("timed")."""
-        state = self.state
-        timings, batch = state.in_flight.time(timing), state.in_flight.get(timing.step)
+        timings, batch = self.in_flight.time(timing), self.in_flight.get(timing.step)
         if timings is None or batch is None:
             return
-        state.counts.record_seconds([one.seconds for one in timings])
+        self.counts.record_seconds([one.seconds for one in timings])
         # by the loads as planned the rank that took work over would look slow
         if any(one.worked_on for one in timings):
             work = [one.worked_on or (batch.ranks[one.rank],) for one in timings]
-            batch = state.pricing.worked_on(batch, work)
+            batch = self.pricing.worked_on(batch, work)
         self._publish("timed", batch, timings, now)
 
     def learn(self, learned: Learned) -> None:
         """Plan with what seconds have taught from now on. O(n log n)."""
-        factor = self.state.reprice(self.state.pricing.under(self.config, learned))
+        factor = self.reprice(self.pricing.under(self.config, learned))
         if factor != 1.0:
             self._publish("repriced", factor)
 
@@ -328,50 +312,45 @@ class BalancerCore:
     def set_version(self, version: int) -> None:
         """The policy moved on. Evicts what is now too stale (``on_stale="evict"``). Raises ValueError if it goes
         backwards. O(n)."""
-        self.state.staleness.set_version(version)
-        self.state.evict_too_old()
-        self.state.changed()
-        self._publish("version_set", self.state.staleness.version)
+        self.staleness.set_version(version)
+        self.changed()
+        self._publish("version_set", self.staleness.version)
 
     def evict_lost(self, is_lost: Callable[[Rollout], bool]) -> list[str]:
         """Waiting rollouts whose payloads are lost are evicted. -> their ids, which may be put again. Those in flight
         stay. O(n)."""
-        buffer = self.state.buffer
+        buffer = self.buffer
         rows = np.array([row for row, one in enumerate(buffer.rollouts()) if is_lost(one)], dtype=np.int64)
         # a row's are being trained on: what a rank could not get of them it says itself
         rows = rows[~buffer.taken[rows]]
         if not rows.size:
             return []
-        rollouts = buffer.remove(rows, never_came=True)
-        self.state.evict(rollouts, "lost")
-        self.state.changed()
+        rollouts = self.evict_rows(rows, "lost")
         self._publish()
         return [rollout.rollout_id for rollout in rollouts]
 
     def mark_missing(self, step: int, rollout_ids: Iterable[str]) -> None:
         """A rank could not get the payloads of these rollouts, and trains the step without them: once it is
         acknowledged they count as evicted ("lost"), not as acknowledged. May be repeated."""
-        self.state.in_flight.mark_missing(step, rollout_ids)
+        self.in_flight.mark_missing(step, rollout_ids)
 
     def abandon_group(self, group_id: str) -> int:
         """Siblings of a group that wait are evicted, and from now on those that still come. -> rollouts evicted now.
         Raises ValueError where groups play no part. O(n)."""
-        state = self.state
-        state.admission.check_keeps_groups(group_id)
-        rollouts = state.buffer.remove(state.buffer.siblings(group_id))
-        state.buffer.groups.abandon(group_id)
-        state.evict(rollouts, "abandoned")
-        state.changed()
+        self.admission.check_keeps_groups(group_id)
+        rollouts = self.evict_rows(self.buffer.siblings(group_id), "abandoned")
+        self.buffer.groups.abandon(group_id)
+        self.changed()
         self._publish()
         return len(rollouts)
 
     def _publish(self, event: str | None = None, *values: object) -> None:
         """Notify of an event, of groups of which the call that ends here has declared something, and of what it has
         evicted."""
-        evicted, groups = self.state.evicted, self.state.buffer.groups
+        evicted, groups = self.evicted, self.buffer.groups
         # taken first: an observer may call the core, which publishes then what that call evicts
         if evicted:
-            self.state.evicted = []
+            self.evicted = []
         if event is not None and self.observers:
             self.observers.emit(event, *values)
         if groups.changed:
@@ -389,39 +368,37 @@ class BalancerCore:
         """Take new knobs. Another ``dp_size`` holds from the next plan on: what was given out stays as it is, and is
         planned again if it is to be given again. Raises ConfigError, changing nothing, for a knob that cannot change
         while rollouts are held."""
-        state, before = self.state, self.config
-        if state.open_step is not None:
+        before = self.config
+        if self.open_step is not None:
             check_open(config)
-            if config.dp_size != before.dp_size and state.open_step.num_taken:
+            if config.dp_size != before.dp_size and self.open_step.num_taken:
                 raise ConfigError(
                     "dp_size cannot change in the middle of a step of batches(open=True): ranks have gradients of it. "
                     "Change it after the step's last row"
                 )
         if config.groups.kept != before.groups.kept:
             raise ConfigError("groups.size cannot change: groups are counted by it. Make another balancer with it")
-        state.admission.check_waiting(config)
+        self.admission.check_waiting(config)
         try:  # the last check: nothing has changed yet
-            factor = state.reprice(state.pricing.under(config))
+            factor = self.reprice(self.pricing.under(config))
         except RolloutError as error:
             raise ConfigError(f"this cost does not fit a rollout that waits: {error}") from None
-        state.use(config)
-        if state.open_step is not None and config.dp_size != before.dp_size:
-            state.open_step = OpenStep(config)
-        # staleness.max_versions may be smaller now
-        state.evict_too_old()
-        state.changed()
+        self.use(config)
+        if self.open_step is not None and config.dp_size != before.dp_size:
+            self.open_step = OpenStep(config)
+        self.changed()
         self._publish("reconfigured", before)
         if factor != 1.0:
             self._publish("repriced", factor)
 
     def set_window(self, window: int) -> None:
         """Wait for so many rollouts from the next batch on; one of ``config.auto_windows``. O(1)."""
-        self.state.use(at_window(self.config, window))
+        self.use(at_window(self.config, window))
 
     def snapshot(self, now: float) -> Snapshot:
         """All that is held now, and what learners have learned. Rollouts are shared, not copied. O(n) pointers."""
         learned = ChainMap(*(one.learned() for one in self.observers if isinstance(one, Learner)))
-        return take_snapshot(self.state, now, learned)
+        return take_snapshot(self, now, learned)
 
     def restore(self, snapshot: Snapshot, now: float) -> None:
         """Take over a snapshot's state, under this balancer's own knobs. Batches in flight will be given again, same
@@ -430,14 +407,15 @@ class BalancerCore:
         Raises ValueError if this balancer already took rollouts, RolloutError if a rollout does not fit the knobs; then
         nothing has changed.
         """
-        if self.state.counts.accepted or self.state.in_flight.next_step:
+        if self.counts.accepted or self.in_flight.next_step:
             raise ValueError(
                 "load_state_dict() needs a fresh balancer: this one has taken rollouts. Load before the first put"
             )
         # made aside, so that a snapshot that does not fit leaves this state as it was
-        before, self.state = self.state, restored_state(self.config, self.state.tolerance, snapshot, now)
+        restored = restored_state(self.config, self.tolerance, snapshot, now)
         # nothing has left, or this balancer were not fresh; that no more will come may have been said
-        self.state.open_step, self.state.triggers.ended = before.open_step, before.triggers.ended
+        restored.open_step, restored.triggers.ended = self.open_step, self.ended
+        vars(self).update(vars(restored))
         self._publish("restored", snapshot)
 
     # -- record --------------------------------------------------------------------------------------------------------
@@ -447,4 +425,4 @@ class BalancerCore:
         for one in self.observers:
             if isinstance(one, Learner):
                 figures |= one.figures(now)
-        return report.statistics(self.state, now, figures)
+        return report.statistics(self, now, figures)

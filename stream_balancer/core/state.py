@@ -13,7 +13,6 @@ methods, each of which leaves every invariant intact.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -113,18 +112,6 @@ class BalancerState:
             self.counts.short_groups += 1
         self.changed()
 
-    def cut_stragglers(self, now: float) -> bool:
-        """Groups that have waited long enough for their stragglers are complete without them, unless a batch leaves
-        before. -> whether there were any. O(n) if so."""
-        if self.open_step is None and self.triggers.next_wakeup() == -math.inf:
-            return False
-        lacked = [self.buffer.groups.cut(group_id) for group_id in self.buffer.groups.overdue(now)]
-        if lacked:
-            self.counts.short_groups += len(lacked)
-            self.counts.cut_siblings += sum(lacked)
-            self.changed()
-        return bool(lacked)
-
     def dispatch(self, batch: Batch, rows: Ints) -> None:
         """A batch leaves: these rows of the buffer, in the plan's order. O(n)."""
         buffer = self.buffer
@@ -156,17 +143,17 @@ class BalancerState:
         else:
             self.finish(rollout.rollout_id for rollout in rollouts)
 
-    def evict_too_old(self) -> None:
-        """Evict what cannot be trained on in time any more. O(n) under ``staleness.max_versions``."""
-        rows = self.staleness.too_old()
-        if rows.size:
-            self.evict(self.buffer.remove(rows), "stale")
+    def evict_rows(self, rows: Ints, reason: EvictReason) -> list[Rollout]:
+        """The same of rows of the buffer. -> their rollouts. O(n)."""
+        rollouts = self.buffer.remove(rows, never_came=reason == "lost")
+        if rollouts:
+            self.evict(rollouts, reason)
             self.changed()
+        return rollouts
 
-    def take(self, row: Batch, rows: Ints) -> None:
+    def take(self, opened: OpenStep, row: Batch, rows: Ints) -> None:
         """A row of the open step leaves; ``rows`` of the buffer, which it goes on waiting in. O(n)."""
-        assert self.open_step is not None
-        self.open_step.add(row)
+        opened.add(row)
         self.buffer.taken[rows] = True
         # its training has begun: it cannot become too old for that
         self.buffer.versions[rows] = NO_VERSION
@@ -180,17 +167,18 @@ class BalancerState:
             oldest = [rollout.min_version for rollout in buffer.rollouts(rows)]
             buffer.versions[rows] = [NO_VERSION if version is None else version for version in oldest]
             buffer.taken[rows] = False
-            self.changed()
+        self.changed()
 
     def finish(self, rollout_ids: Iterable[str]) -> None:
         """Ids that are done: trained on, or evicted. O(1) each."""
         self.ids.finish(rollout_ids, self.config.remember_ids)
 
     def changed(self) -> None:
-        """The waiting rollouts, the version, the steps ahead or the knobs have changed. O(n) under
-        ``staleness.max_versions``."""
+        """The waiting rollouts, the version, the steps ahead or the knobs have changed: what cannot be trained on in
+        time any more is evicted. O(n) under ``staleness.max_versions``."""
         self.staleness.recount()
         self.triggers.changed()
+        self.evict_rows(self.staleness.too_old(), "stale")
 
     def advance(self) -> None:
         """The trainer is through with a batch: what waits may be young enough now, and the next one is trained on."""

@@ -135,9 +135,9 @@ class StreamBalancer(OfOneProcess):
             self.observers.append(observer)
 
     def __repr__(self) -> str:
-        state = self.parts.core.state
-        then = "ended" if self.ended else f"step {state.in_flight.next_step} is next"
-        return f"{type(self).__name__}({state.buffer.num_waiting} wait, window {self.config.window}, {then})"
+        core = self.parts.core
+        then = "ended" if self.ended else f"step {core.in_flight.next_step} is next"
+        return f"{type(self).__name__}({core.buffer.num_waiting} wait, window {self.config.window}, {then})"
 
     @property
     def config(self) -> BalancerConfig:
@@ -247,7 +247,7 @@ class StreamBalancer(OfOneProcess):
         the step of the checkpoint that was loaded. May be repeated; steps that are not in flight are passed over.
         """
         self._lifetime.check_thread("acknowledge_through")
-        for number in self.parts.core.state.in_flight.steps_through(step):
+        for number in self.parts.core.in_flight.steps_through(step):
             self.parts.consumer.acknowledge(number)
 
     def nack(self, step: int) -> None:
@@ -261,7 +261,7 @@ class StreamBalancer(OfOneProcess):
 
     def in_flight(self) -> tuple[Batch, ...]:
         """Batches dispatched and not yet acknowledged, oldest first."""
-        return self.parts.core.in_flight()
+        return self.parts.core.in_flight.delivered()
 
     def record_step_seconds(
         self, step: int, rank: int, seconds: float, *, own: bool = True, waited_s: float | None = None,
@@ -346,7 +346,7 @@ class StreamBalancer(OfOneProcess):
         self.parts.versions.wake()
         with anyio.CancelScope(shield=True):
             if self._journal is not None:
-                if self.parts.core.finished and not self.parts.core.in_flight():
+                if self.parts.core.finished and not self.parts.core.in_flight.delivered():
                     self.parts.producers.forget()
                 await self._journal.aclose()
             if self._recorder is not None:
@@ -437,8 +437,8 @@ class StreamBalancer(OfOneProcess):
         812 s; no deadline_s is set"``. ``serve()`` logs it, with the ranks' part, when nothing moves for long."""
         core, now = self.parts.core, self._lifetime.now("why_no_batch")
         ready, taker = core.next_wakeup() <= now, self.parts.consumer.taker
-        statistics, any_rollouts = self.statistics(), core.state.counts.accepted > 0
-        why = why_no_batch(core.state, statistics, taker=taker, ready=ready, ended=self.ended)
+        statistics, any_rollouts = self.statistics(), core.counts.accepted > 0
+        why = why_no_batch(core, statistics, taker=taker, ready=ready, ended=self.ended)
         producers = "" if self.ended else self.parts.producers.why_not_ended(any_rollouts=any_rollouts)
         return "; ".join(filter(None, [why, producers]))
 

@@ -84,7 +84,7 @@ class Consumer:
                     await self._written(self._journal, batch)
                 # The disk was awaited above, and reconfigure(dp_size=...) may have come meanwhile. A row is for those
                 # who have the rows before it.
-                whole = self._core.state.in_flight.get(batch.step)
+                whole = self._core.in_flight.get(batch.step)
                 is_row = whole is not None and whole.num_rollouts > batch.num_rollouts
                 if whole is None or is_row or len(batch.ranks) == self._core.config.dp_size:
                     return batch
@@ -132,7 +132,7 @@ class Consumer:
     def give_again(self, batch: Batch) -> None:
         """A batch that was not taken: the next iteration gives it, unless it was acknowledged meanwhile."""
         # acknowledged meanwhile, or planned again: then there is nothing to give
-        held, is_open = self._core.state.in_flight.get(batch.step), self._core.state.open_step is not None
+        held, is_open = self._core.in_flight.get(batch.step), self._core.open_step is not None
         if held is batch:
             self._core.nack(batch.step, was_given=False)
         elif is_open and not batch.is_last:

@@ -33,7 +33,7 @@ class Notices(Learner):
             return
         # looked at when they leave, not at each put, which costs nothing then
         unknown = [r for r in batch.rollouts if r.version is None and not r.is_padding]
-        self._num_unchecked += len(unknown) if self._core.state.staleness.version is not None else batch.num_rollouts
+        self._num_unchecked += len(unknown) if self._core.staleness.version is not None else batch.num_rollouts
         if unknown:
             self._warn_once(
                 "staleness.max_versions=%d is not checked for rollouts without a version, which are never too old: %d "
@@ -47,7 +47,7 @@ class Notices(Learner):
     def acknowledged(self, batch: Batch) -> None:
         """The first step may well be trained before there is a version."""
         most = self._core.config.staleness.max_versions
-        if most is not None and self._core.state.staleness.version is None:
+        if most is not None and self._core.staleness.version is None:
             self._num_unversioned_steps += 1
             # a trainer that acknowledges first sets the first version after its first acknowledgement
             if self._num_unversioned_steps > 1:
@@ -59,13 +59,13 @@ class Notices(Learner):
 
     def ended(self) -> None:
         """Groups that lack siblings leave all the same."""
-        if groups := incomplete_groups(self._core.state):
-            number = len(self._core.state.buffer.groups.incomplete())
+        if groups := incomplete_groups(self._core):
+            number = len(self._core.buffer.groups.incomplete())
             self._warn_once("end(): groups that lack siblings leave incomplete (%d): %s", number, groups)
 
     def closed(self) -> None:
         """The balancer is closed, perhaps with batches that were trained and not acknowledged."""
-        steps = [batch.step for batch in self._core.in_flight()]
+        steps = [batch.step for batch in self._core.in_flight.delivered()]
         # who leaves in the midst of a run means to come back: only a run to its end was not acknowledged
         if steps and self._core.finished:
             self._warn_once(
@@ -76,7 +76,7 @@ class Notices(Learner):
 
     def restored(self, snapshot: Snapshot) -> None:
         """``max_skips`` was proven for no more than may wait."""
-        waiting, config = len(self._core.state.buffer), self._core.config
+        waiting, config = len(self._core.buffer), self._core.config
         if waiting > most_waiting(config) and config.max_skips is not None and config.step_size.tokens is None:
             self._warn_once(
                 "%d rollouts were recovered, above what may wait (%d): until no more than that do, some may be passed "

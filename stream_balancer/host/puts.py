@@ -111,8 +111,8 @@ class PendingPut(Waiter):
             check_group(self._rollouts)
             self._size = closed(self.group_id) if self._complete else None
         # before accept= is asked: it may look at the masks
-        if puts.core.state.admission.looks_at_masks:
-            self._rollouts = puts.core.state.admission.with_loss_masks(self._rollouts)
+        if puts.core.admission.looks_at_masks:
+            self._rollouts = puts.core.admission.with_loss_masks(self._rollouts)
         if puts.accept is not None:
             return self._filter(puts.accept, now, may_wait)
         return self._write(puts.journal) if puts.journal is not None else self._take_or_queue(now, may_wait)
@@ -123,7 +123,7 @@ class PendingPut(Waiter):
         """Ask ``accept``, unless others of the group must still come: then the last of them asks."""
         core = self._puts.core
         core.check(self._rollouts, self._size)  # a bad rollout is refused, whatever accept= would say
-        question = core.state.admission.completed_by(self._rollouts, self._size)
+        question = core.admission.completed_by(self._rollouts, self._size)
         # None: siblings are still to come, and whoever brings the last of them asks for all
         answer = True if question is None else call_accept(accept, question)
         if isinstance(answer, bool):
@@ -138,7 +138,7 @@ class PendingPut(Waiter):
     async def _finish_filter(self, asked: tuple[str, ...], answer: Awaitable[Any]) -> None:
         """``asked``: ids of the rollouts that the answer is about."""
         keep, now = decision_of(await answer), anyio.current_time()
-        question = self._puts.core.state.admission.completed_by(self._rollouts, self._size)
+        question = self._puts.core.admission.completed_by(self._rollouts, self._size)
         # While an async accept= thought, any other task may have run: a sibling may have been put, evicted or
         # abandoned, so that the answer is about a group that is no more.
         if question is None or _ids(question) != asked:
@@ -166,10 +166,10 @@ class PendingPut(Waiter):
         core.check(self._rollouts, self._size)  # a bad rollout is not written
         # A group that takes no more stays as it is, whatever is declared of it.
         size = self._size
-        before = None if size is None else core.state.buffer.groups.declared(size.group_id)
+        before = None if size is None else core.buffer.groups.declared(size.group_id)
         if before is not None and before.closed:
             size = None
-        return self._finish_journal(journal, journal.write(self._rollouts, core.state.in_flight.next_step, size))
+        return self._finish_journal(journal, journal.write(self._rollouts, core.in_flight.next_step, size))
 
     async def _finish_journal(self, journal: Journal, written: Writing) -> None:
         try:
@@ -185,7 +185,7 @@ class PendingPut(Waiter):
             journal.retract(written)
             if self._size is not None:
                 # the earlier declaration of the group still holds
-                name, groups = self._size.group_id, self._puts.core.state.buffer.groups
+                name, groups = self._size.group_id, self._puts.core.buffer.groups
                 journal.group_declared(name, groups.declared(name))
             raise
 
@@ -194,7 +194,7 @@ class PendingPut(Waiter):
     def _take_or_queue(self, now: float, may_wait: bool = True) -> Rest:
         core, queue = self._puts.core, self._puts.wakeups.puts
         # those who wait go first; but a sibling needs no room, and may be what a full buffer waits for
-        if queue.waiters and self._rollouts and not core.state.admission.is_sibling(self._rollouts[0]):
+        if queue.waiters and self._rollouts and not core.admission.is_sibling(self._rollouts[0]):
             core.check(self._rollouts, self._size)  # a bad rollout is refused now, not after a long wait
         elif self._take(now):
             return None

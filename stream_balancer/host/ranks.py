@@ -251,7 +251,7 @@ class Ranks:
 
     def _check_weights(self, about: About) -> None:
         """A process that was started says what its weights contain: that must go with what others are at."""
-        ours, has = self._core.state.in_flight.next_step, about.next_step
+        ours, has = self._core.in_flight.next_step, about.next_step
         if has is None:
             return
         who = rank_name(about.rank, TRAIN)

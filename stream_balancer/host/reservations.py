@@ -77,10 +77,10 @@ class Reservations:
         # who resumes was admitted under the knobs of that time
         if began is None:
             check_reserve(self._core.config, count)  # the knobs may have changed while it waited
-        now = self._core.state.staleness.version or 0
+        now = self._core.staleness.version or 0
         # never newer than now: a restarted controller may know an older version than the producer
         version = now if began is None else min(began, now)
-        if self._throttle.room(self._core.state, version) < count:
+        if self._throttle.room(self._core, version) < count:
             self._wakeups.wake_consumer()
             return None
         return Slot(self, self._throttle.admit(version, count), version, count)
@@ -91,7 +91,7 @@ class Reservations:
 
     async def stale(self, slot: Slot) -> None:
         """See :class:`Admits`."""
-        while not self._core.state.staleness.is_too_old(slot.version):
+        while not self._core.staleness.is_too_old(slot.version):
             await self._versions.changed()
 
     def settle(self, slot: Slot, count: int) -> None:

@@ -190,7 +190,7 @@ class Sender:
     def _replan(self, order: Replan) -> None:
         here = self._here
         items = laid_out_anew(
-            here.plans[order.step], order, here.ledger, here.core.state, here.speeds,
+            here.plans[order.step], order, here.ledger, here.core, here.speeds,
             lockstep=here.lockstep,
         )  # fmt: skip
         here.ledger.replanned(order.step, [item.id for item in order.items], items)

@@ -281,7 +281,7 @@ class _Server(Observer):
         """Steps that were in flight before, or in the journal, go on with the ranks that they were planned for, if
         these are there; and where lost ranks are replaced, since some may have met in them. Others are planned anew."""
         here, core = self._here, self._here.core
-        while (before := core.state.in_flight.next_redelivery()) is not None:
+        while (before := core.in_flight.next_redelivery()) is not None:
             members, there = self._ledger.members(TRAIN), here.handed.acked(before.step)
             numbers = [*range(len(before.ranks))] if there is None else there.planned_for
             # What ranks were given is noted unless they were the first ones, and so is who of these was given up since:
@@ -309,7 +309,7 @@ class _Server(Observer):
             )  # fmt: skip
             await self._note(plan)
         # steps below are done: whoever still has one is told to drop it
-        next_step = core.state.in_flight.next_step
+        next_step = core.in_flight.next_step
         self._ledger.last_acked = min(here.plans, default=next_step) - 1
         if here.replan:
             # Ranks that were there before are lost, if they do not come back: those that would meet in a step to come,

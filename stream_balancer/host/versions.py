@@ -26,7 +26,7 @@ class Versions(Observer):
     @property
     def current(self) -> int | None:
         """The one last set; None before the first."""
-        return self._core.state.staleness.version
+        return self._core.staleness.version
 
     async def after(self, version: int | None) -> int:
         """See :meth:`StreamBalancer.version_after`."""

@@ -190,19 +190,17 @@ class Wakeups:
         """While a reserver waits, only rollouts that are being generated can fill the window: if they are too few, let
         a full batch go; if there are none, whatever waits. Not past a reserver that can be admitted, and only for as
         long as that is so: a short batch beside what is being generated would break the bound."""
-        first, state = self.reserves.first, self._core.state
-        self._core.set_stuck(
-            first is not None and self._throttle.is_stuck(state) and self._throttle.room(state) < first.count
-        )
+        first, core = self.reserves.first, self._core
+        core.set_stuck(first is not None and self._throttle.is_stuck(core) and self._throttle.room(core) < first.count)
 
     def wake_consumer(self) -> None:
         """A batch may be able to leave earlier than the consumer knows."""
         core = self._core
-        if self.reserves.waiters or core.state.triggers.stuck:
+        if self.reserves.waiters or core.triggers.stuck:
             self.flush_if_stuck()
         # most of the puts between two batches change nothing for it: no task switch for them
         if self._consumer is not None and (
-            core.next_wakeup() < self._consumer_wakes_at or (core.state.triggers.ended and core.finished)
+            core.next_wakeup() < self._consumer_wakes_at or (core.triggers.ended and core.finished)
         ):
             self._consumer.set()
 
@@ -212,7 +210,7 @@ class Wakeups:
         self.puts.wake_first()
         first = self.reserves.first
         # not in vain: whoever cannot be admitted would wake the consumer, and that the next reserver
-        if first is not None and (self._core.ended or self._throttle.room(self._core.state) >= first.count):
+        if first is not None and (self._core.ended or self._throttle.room(self._core) >= first.count):
             first.wake.set()
 
     def end(self) -> None:

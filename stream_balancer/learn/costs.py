@@ -35,7 +35,7 @@ class CostLearner(Learner):
         if calibration is None or not all(one.own for one in timings):
             return
         # costs that are not the model's would teach it something else
-        if self._core.state.pricing.has_own_costs:
+        if self._core.pricing.has_own_costs:
             return
         # in a former controller's plan: speeds are of today's ranks
         if len(timings) != self._core.config.dp_size:

@@ -89,7 +89,7 @@ async def test_siblings_that_come_one_by_one_are_judged_when_the_last_is_there(g
         stats = balancer.statistics()
         assert (stats.accepted, stats.evicted["filtered"], stats.waiting) == (6, 3, 3)
         verify(balancer.parts.core)
-        assert balancer.parts.core.state.buffer.groups.num_awaited == 0  # the group that was turned down keeps no place
+        assert balancer.parts.core.buffer.groups.num_awaited == 0  # the group that was turned down keeps no place
 
 
 async def test_a_group_that_changed_meanwhile_is_asked_about_again() -> None:

@@ -643,7 +643,7 @@ async def test_groups_of_another_size_survive(tmp_path: Path) -> None:
         after = await crash(balancer)
     async with sb.StreamBalancer(knobs, journal=at_once) as balancer:
         assert declared(balancer) == {"e": (3, False), "c": (2, True)}
-        assert balancer.parts.core.state.buffer.groups.incomplete() == {"e": 2}
+        assert balancer.parts.core.buffer.groups.incomplete() == {"e": 2}
         verify(balancer.parts.core)
     for _ in range(2):
         async with sb.StreamBalancer(knobs, journal=after) as balancer:

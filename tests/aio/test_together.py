@@ -250,7 +250,7 @@ class Team:
             tasks.cancel_scope.cancel()
 
     def _is_between_sizes(self, balancer: sb.StreamBalancer) -> bool:
-        return any(len(batch.ranks) != balancer.config.dp_size for batch in balancer.parts.core.in_flight())
+        return any(len(batch.ranks) != balancer.config.dp_size for batch in balancer.parts.core.in_flight.delivered())
 
     async def _deliver(self, balancer: sb.StreamBalancer) -> None:
         await sb.serve(balancer, self.network, **self.options())

@@ -38,11 +38,11 @@ def test_a_sibling_lost_in_flight_may_come_again_by_itself() -> None:
     stats = core.statistics(0.0)
     assert (stats.acknowledged, stats.evicted["lost"]) == (3, 1)
     core.add(make_rollout(4, "r1", group_id="g0"), 0.0)  # its siblings have been trained on
-    assert core.state.buffer.groups.incomplete() == {}
+    assert core.buffer.groups.incomplete() == {}
     core.force_flush()
     again = polled(core)
     assert again.num_rollouts == 1
-    assert core.state.buffer.groups.departed() == {}
+    assert core.buffer.groups.departed() == {}
 
 
 async def test_abandoning_makes_room_and_calls_on_evict() -> None:
@@ -63,7 +63,7 @@ def test_the_loss_of_a_group_that_was_done_takes_nothing_from_the_next_of_its_na
     core.add(make_rollout(5, "r2", group_id="g0"), 0.0)
     core.mark_missing(batch.step, {"r0", "r1"})
     core.acknowledge(batch.step)
-    assert core.state.buffer.groups.incomplete() == {"g0": 1}
+    assert core.buffer.groups.incomplete() == {"g0": 1}
     verify(core)
 
 
@@ -244,7 +244,7 @@ def test_only_those_too_old_for_the_step_ahead_are_held_back() -> None:
     first = dispatch(core)
     (old,) = put_versions(core, 0)
     young = put_versions(core, 1, 1)
-    assert core.state.staleness.num_held_back == 1
+    assert core.staleness.num_held_back == 1
     assert {r.rollout_id for r in dispatch(core).rollouts} == set(young), "with one step more they are too old: due"
     put_versions(core, 2)
     assert core.poll(0.0) is None
@@ -258,7 +258,7 @@ def test_siblings_of_one_that_is_held_back_are_held_back() -> None:
     put_versions(core, 1, 1, group_id="a")
     dispatch(core)
     put_versions(core, 0, 2, group_id="b")
-    assert core.state.triggers.sendable()[:2] == (0, 0)
+    assert core.triggers.sendable()[:2] == (0, 0)
     assert core.poll(0.0) is None
     young = put_versions(core, 2, 2, group_id="c")
     assert {r.rollout_id for r in dispatch(core).rollouts} == set(young)
@@ -269,10 +269,10 @@ def test_a_step_given_back_is_ahead_again() -> None:
     put_versions(core, 1, 1)
     batch = dispatch(core)
     core.finish_training(batch.step)
-    assert core.state.in_flight.steps_ahead == 0
+    assert core.in_flight.steps_ahead == 0
     core.nack(batch.step)
     verify(core)
-    assert core.state.in_flight.steps_ahead == 1, "it will be trained on, and may make a version"
+    assert core.in_flight.steps_ahead == 1, "it will be trained on, and may make a version"
 
 
 def test_a_rollout_ages_until_its_training_begins() -> None:
@@ -308,7 +308,7 @@ def strata_of_steps(core: BalancerCore, steps: int) -> list[int]:
     for _ in range(steps):
         while (batch := core.poll(now)) is None:
             now += 1.0
-            number = core.state.counts.accepted
+            number = core.counts.accepted
             core.add(in_stratum(900 if number % 8 == 0 else 50, "agent" if number % 8 == 0 else "math"), now)
         found.append(sum(one.stratum == "agent" for one in batch.rollouts))
     return found

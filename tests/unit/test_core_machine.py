@@ -177,7 +177,7 @@ class CoreMachine(RuleBasedStateMachine):
     def group_name(self, group: int) -> str:
         """Of a group that is not closed: what was is refused, see :meth:`declare_group`."""
         name = f"g{group}"
-        declared = self.core.state.buffer.groups.declared
+        declared = self.core.buffer.groups.declared
         while (one := declared(name)) is not None and one.closed and one.size is not None:
             name += "'"
         return name
@@ -203,7 +203,7 @@ class CoreMachine(RuleBasedStateMachine):
             for number, its in enumerate(lengths)
             for length in its
         ]
-        groups, before = self.core.state.buffer.groups, self.core.statistics(self.now)
+        groups, before = self.core.buffer.groups, self.core.statistics(self.now)
         new = groups.get(name) is None
         arrived = 0 if new else groups.get(name).arrived
         try:
@@ -218,14 +218,14 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.lists(st.sampled_from([0.0, 1e-6, 0.5, 1.0, 1e6]), min_size=3, max_size=3), own=st.booleans())
     def clocks_of_a_step(self, seconds: list[float], own: bool) -> None:
-        for batch in self.core.in_flight()[:1]:
+        for batch in self.core.in_flight.delivered()[:1]:
             for rank in range(len(batch.ranks)):
                 self.core.record_step(StepTiming(batch.step, rank, seconds[rank], own=own), 0.0)
 
     @precondition(lambda self: bool(self.accepted))
     @rule(data=st.data())
     def add_again(self, data: st.DataObject) -> None:
-        held = sorted(r.rollout_id for b in self.core.in_flight() for r in b.rollouts if not r.is_padding)
+        held = sorted(r.rollout_id for b in self.core.in_flight.delivered() for r in b.rollouts if not r.is_padding)
         if not held or self.ended:
             return
         again = sb.Rollout(tokens={"input_ids": IDS[:3]}, rollout_id=data.draw(st.sampled_from(held)))
@@ -245,11 +245,11 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule()
     def poll(self) -> None:
-        short = [*self.core.state.buffer.groups.incomplete()]
+        short = [*self.core.buffer.groups.incomplete()]
         if self.core.cut_stragglers(self.now):
-            cut = [name for name in short if (self.core.state.buffer.groups.declared(name) or (0, 0, False))[2]]
+            cut = [name for name in short if (self.core.buffer.groups.declared(name) or (0, 0, False))[2]]
             assert cut
-            assert not self.core.state.buffer.groups.incomplete().keys() & cut
+            assert not self.core.buffer.groups.incomplete().keys() & cut
         config, before = self.core.config, self.core.statistics(self.now)
         ready = self.core.next_wakeup()
         batch = self.core.poll(self.now)
@@ -279,7 +279,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(length=st.integers(1, 64))
     def come_late(self, length: int) -> None:
         """Of a group that has left without it, or is about to."""
-        groups, before = self.core.state.buffer.groups, self.core.statistics(self.now)
+        groups, before = self.core.buffer.groups, self.core.statistics(self.now)
         for name in [name for name, one in groups.declarations().items() if one.late][:1]:
             late = sb.Rollout(tokens={"input_ids": IDS[:length]}, rollout_id=str(next(self.names)), group_id=name)
             self.core.add(late, self.now)
@@ -290,7 +290,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def acknowledge(self, data: st.DataObject) -> None:
-        steps = [b.step for b in self.core.in_flight()]
+        steps = [b.step for b in self.core.in_flight.delivered()]
         if steps:
             step = data.draw(st.sampled_from(steps))
             self.core.acknowledge(step)
@@ -300,7 +300,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def acknowledge_without_some(self, data: st.DataObject) -> None:
         """A rank trained a step without rollouts whose payloads were lost; these may be put again."""
-        for batch in self.core.in_flight()[:1]:
+        for batch in self.core.in_flight.delivered()[:1]:
             real = sorted(r.rollout_id for r in batch.rollouts if not r.is_padding)
             missing = set(data.draw(st.lists(st.sampled_from(real), min_size=1, max_size=3, unique=True)))
             before = self.core.statistics(self.now)
@@ -318,21 +318,23 @@ class CoreMachine(RuleBasedStateMachine):
     @rule()
     def worked_through(self) -> None:
         """The trainer is through with the oldest batch, and acknowledges it later."""
-        for batch in self.core.in_flight()[:1]:
+        for batch in self.core.in_flight.delivered()[:1]:
             self.core.finish_training(batch.step)
 
     def too_old_now(self) -> list[sb.Rollout]:
         """Rollouts that wait because every batch before them may make a version."""
-        c, version = self.core.config, self.core.state.staleness.version
+        c, version = self.core.config, self.core.staleness.version
         if c.staleness.max_versions is None or c.staleness.on_stale == "send" or version is None:
             return []
-        latest = version + len(self.core.in_flight())  # at the least that many are not worked through, or it is later
+        latest = version + len(
+            self.core.in_flight.delivered()
+        )  # at the least that many are not worked through, or it is later
         waiting = [self.accepted[name] for name in self.accepted.keys() - self.dispatched - self.evicted]
         return [r for r in waiting if r.min_version is not None and latest - r.min_version > c.staleness.max_versions]
 
     @rule(data=st.data())
     def nack(self, data: st.DataObject) -> None:
-        flying = list(self.core.in_flight())
+        flying = list(self.core.in_flight.delivered())
         if not flying:
             return
         chosen = data.draw(st.lists(st.sampled_from(flying), min_size=1, max_size=3, unique_by=id))
@@ -342,7 +344,7 @@ class CoreMachine(RuleBasedStateMachine):
         verify(self.core)
         after = self.core.statistics(self.now)
         assert after.redelivering == sum(b.num_rollouts for b in chosen) == after.nacked - before.nacked
-        assert {b.step for b in self.core.in_flight()} == {b.step for b in flying} - {b.step for b in chosen}
+        assert {b.step for b in self.core.in_flight.delivered()} == {b.step for b in flying} - {b.step for b in chosen}
         if data.draw(st.booleans()):
             self.core.acknowledge(chosen.pop().step)  # it was trained on after all
         for batch in sorted(chosen, key=lambda b: b.step):
@@ -354,7 +356,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(length=st.integers(1, 64), group=st.integers(0, 3), lag=st.integers(0, 2))
     def filter_out(self, length: int, group: int, lag: int) -> None:
         rollout = self.rollout(length, group, lag)
-        asked = self.core.state.admission.completed_by([rollout])
+        asked = self.core.admission.completed_by([rollout])
         if asked is None or rollout.nbytes > (self.core.config.limits.bytes or math.inf):
             return
         before = self.core.statistics(self.now)
@@ -380,7 +382,7 @@ class CoreMachine(RuleBasedStateMachine):
         number = self.core.abandon_group(name)
         after = self.core.statistics(self.now)
         assert after.evicted["abandoned"] - before.evicted["abandoned"] == before.waiting - after.waiting == number
-        assert name not in self.core.state.buffer.groups.incomplete()
+        assert name not in self.core.buffer.groups.incomplete()
         self.take_evicted()
         if not self.ended and after.waiting < 3:
             self.add(3, group, 0)
@@ -390,7 +392,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(group=st.integers(0, 3), size=st.sampled_from([None, 1, 2, 3, 4]), lengths=st.lists(LENGTHS, max_size=3))
     def declare_group(self, group: int, size: int | None, lengths: list[int]) -> None:
         """How many siblings a group has is told, with its last ones or by itself."""
-        config, name, groups = self.core.config, self.group_name(group), self.core.state.buffer.groups
+        config, name, groups = self.core.config, self.group_name(group), self.core.buffer.groups
         if config.groups.kept is None:
             with pytest.raises(ValueError, match="keeps no groups"):
                 self.core.add_all([], self.now, GroupSize(name, size))
@@ -458,12 +460,16 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(dp_size=st.sampled_from([2, 1, 3]))
     def resize(self, dp_size: int) -> None:
         """There are other ranks from the next plan on, whatever is in flight."""
-        flying, before = self.core.in_flight(), self.core.statistics(self.now)
+        flying, before = self.core.in_flight.delivered(), self.core.statistics(self.now)
         with contextlib.suppress(sb.errors.ConfigError):  # too few rollouts for so many ranks, or half a group for one
             self.core.reconfigure(self.core.config.replace(dp_size=dp_size, max_skips=self.core.config.max_skips))
             assert self.core.config.dp_size == dp_size
         after = self.core.statistics(self.now)
-        assert (after.waiting, after.in_flight, self.core.in_flight()) == (before.waiting, before.in_flight, flying)
+        assert (after.waiting, after.in_flight, self.core.in_flight.delivered()) == (
+            before.waiting,
+            before.in_flight,
+            flying,
+        )
 
     def check_again(self, again: sb.Batch | None, batch: sb.Batch) -> None:
         """The same step; in the same plan, unless that was for other ranks."""
@@ -490,14 +496,14 @@ class CoreMachine(RuleBasedStateMachine):
         if dp_size_changes and config.dp_size > 1 and config.groups.keep != "same_rank":
             config = config.replace(dp_size=1, min_batch_size=1)
         before = self.core.statistics(self.now)
-        groups = self.core.state.buffer.groups
+        groups = self.core.buffer.groups
         incomplete, declared = groups.incomplete(), groups.declarations()
         self.core = learning_core(config)
         self.evictions = Evictions(self.core)
         self.core.observers.append(self.orders)
         self.now += 3.0  # the clock of the new process is another one
         self.core.restore(snapshot, self.now)
-        groups = self.core.state.buffer.groups
+        groups = self.core.buffer.groups
         assert groups.declarations() == declared
         assert incomplete.items() <= groups.incomplete().items()
         self.ended = False
@@ -532,7 +538,7 @@ class CoreMachine(RuleBasedStateMachine):
                 break
             self.poll()
             if self.core.next_wakeup() > self.now:  # what waits must wait for the batches before it
-                for batch in self.core.in_flight():
+                for batch in self.core.in_flight.delivered():
                     self.core.acknowledge(batch.step)
         assert self.core.finished
         assert self.accepted.keys() == self.dispatched | self.evicted
@@ -606,7 +612,7 @@ class CoreMachine(RuleBasedStateMachine):
     def check_groups(self, batch: sb.Batch) -> None:
         """Siblings that waited together leave together, unless the group is flagged as incomplete."""
         waiting = {self.accepted[n].group_id for n in self.accepted.keys() - self.dispatched - self.evicted} - {None}
-        left = {r.group_id for r in self.core.state.buffer.rollouts()} - {None}
+        left = {r.group_id for r in self.core.buffer.rollouts()} - {None}
         for share in batch.ranks:
             for r in share.rollouts:
                 if r.group_id is not None and r.group_id in left & waiting:

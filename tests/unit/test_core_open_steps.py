@@ -83,12 +83,12 @@ class Trainer:
             self._check_step(row)
         else:
             assert row.num_rollouts >= config.dp_size
-            assert not self.core.state.in_flight.get(row.step)
+            assert not self.core.in_flight.get(row.step)
         return True
 
     def _check_step(self, last: Batch) -> None:
         its = [r for row in self.rows for r in row.rollouts if not r.is_padding]
-        (whole,) = [batch for batch in self.core.in_flight() if batch.step == last.step]
+        (whole,) = [batch for batch in self.core.in_flight.delivered() if batch.step == last.step]
         assert sorted(r.rollout_id for r in its) == sorted(r.rollout_id for r in whole.rollouts if not r.is_padding)
         assert len({r.rollout_id for r in its}) == len(its) == whole.num_rollouts == last.ranks[1].global_num_rollouts
         assert sum(r.num_tokens for r in its) == last.ranks[0].global_num_tokens == whole.num_tokens
@@ -103,7 +103,7 @@ class Trainer:
 
     def acknowledge(self) -> None:
         for step in list(self.in_flight):
-            if self.core.state.in_flight.get(step) is not None:
+            if self.core.in_flight.get(step) is not None:
                 batch = self.core.acknowledge(step)
                 self.trained.update(r.rollout_id for r in batch.rollouts if not r.is_padding)
         self.in_flight.clear()
@@ -136,7 +136,7 @@ def test_rows_add_up_to_steps_and_every_rollout_is_in_one(
             case "acknowledge":
                 trainer.acknowledge()
             case "nack":
-                for batch in core.in_flight()[:1]:
+                for batch in core.in_flight.delivered()[:1]:
                     core.nack(batch.step)
         verify(core)
     core.end()
@@ -192,7 +192,7 @@ def test_siblings_that_are_trained_on_stay_when_a_late_one_is_turned_down() -> N
     trainer = Trainer(core)
     assert trainer.take(), "both are in a row"
     late = of_group("g", 2)
-    assert core.state.admission.completed_by(late) == late, "accept= is not asked about what is trained on"
+    assert core.admission.completed_by(late) == late, "accept= is not asked about what is trained on"
     core.filter_out(late, 0.0)
     verify(core)
     assert core.statistics(0.0).evicted["filtered"] == 1

@@ -178,7 +178,7 @@ def test_what_is_lost_of_a_group_that_was_cut_is_not_waited_for() -> None:
     core.add_all([sibling("r0"), sibling("r1")], 0.0)
     assert core.cut_stragglers(0.0)
     assert core.evict_lost(lambda one: one.rollout_id == "r0") == ["r0"]
-    assert core.state.buffer.num_ready == 1
+    assert core.buffer.num_ready == 1
     core.add(sibling("r0"), 1.0)
     assert core.statistics(1.0).evicted["late"] == 1
     core.force_flush()
@@ -195,11 +195,11 @@ def test_a_group_that_was_cut_stays_so_in_a_checkpoint(leaves: bool) -> None:
         core.force_flush()
         core.acknowledge(polled(core).step)
     other.restore(read_state_dict(state_dict(core.snapshot(5.0))), 5.0)
-    assert other.state.buffer.num_ready == (0 if leaves else 2)
+    assert other.buffer.num_ready == (0 if leaves else 2)
     other.add(sibling("r2"), 6.0)
     stats = other.statistics(6.0)
     assert (stats.evicted["late"], stats.evicted["abandoned"], stats.waiting) == (1, 0, 0 if leaves else 2)
-    assert other.state.buffer.groups.declared("g0") == (2, True, True)
+    assert other.buffer.groups.declared("g0") == (2, True, True)
     verify(other)
 
 

@@ -114,7 +114,7 @@ def test_the_law_of_the_machine_is_found() -> None:
     assert fit.seconds_per_token_pair == pytest.approx(5e-9, rel=0.15)
     assert fit.seconds_per_micro_batch + fit.seconds_per_step == pytest.approx(0.03, rel=0.3)
     assert fit.speeds == pytest.approx([1.0] * 8, abs=0.04)
-    assert core.state.pricing.knobs.speeds is None, "noise does not make a rank slow"
+    assert core.pricing.knobs.speeds is None, "noise does not make a rank slow"
 
 
 def test_the_law_is_found_where_ranks_share_rollouts() -> None:
@@ -181,7 +181,7 @@ def test_a_checkpoint_continues_where_it_was() -> None:
     again.restore(saved(core), 0.0)
     verify(again)
     assert again.statistics(0.0).cost_fit == core.statistics(0.0).cost_fit
-    now, before = (one.state.buffer.waiting(np.zeros(0, bool)).costs for one in (again, core))
+    now, before = (one.buffer.waiting(np.zeros(0, bool)).costs for one in (again, core))
     assert now == pytest.approx(before, rel=0.01), "what had moved by too little for another plan is in force"
     for _ in range(3):
         core.add(sb.Rollout(tokens={"input_ids": IDS[:99]}), 0.0)
@@ -206,10 +206,10 @@ def test_another_model_by_reconfigure_and_back() -> None:
     learned = core.statistics(0.0).cost_fit
     core.reconfigure(core.config.replace(deadline_s=5.0))
     assert core.statistics(0.0).cost_fit == learned, "another knob changed"
-    assert core.state.pricing.knobs.speeds is not None
+    assert core.pricing.knobs.speeds is not None
     core.reconfigure(core.config.replace(cost=sb.cost.TokenCost()))
     assert core.statistics(0.0).cost_fit is None
-    assert core.state.pricing.knobs.speeds is None
+    assert core.pricing.knobs.speeds is None
     train(core, machine, 2)
     core.reconfigure(core.config.replace(cost=sb.cost.CalibratedCost()))
     assert fit_of(core).steps == 0
@@ -285,8 +285,8 @@ def test_what_is_learned_of_micro_batches_is_planned_with_unless_it_is_given(giv
     knobs = {"micro_batches": {"max_tokens": 8000, "overhead_cost": given}}
     core, machine = learning_core(config(**knobs)), Machine(13, c=0.05, d=0.01, noise=0.01)
     train(core, machine, 60)
-    learned = core.state.pricing.knobs.fixed_costs.micro_batch
-    seconds = float(core.state.pricing.model(np.array([2000]))[0]) / (1e-5 * 2000 + 5e-9 * 2000**2)
+    learned = core.pricing.knobs.fixed_costs.micro_batch
+    seconds = float(core.pricing.model(np.array([2000]))[0]) / (1e-5 * 2000 + 5e-9 * 2000**2)
     assert learned / seconds == (pytest.approx(0.05, rel=0.3) if given is None else 0.0)
 
 

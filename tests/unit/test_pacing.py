@@ -62,12 +62,12 @@ class World:
 
     @property
     def blocked(self) -> bool:
-        return self.throttle.room(self.core.state) < self.unit
+        return self.throttle.room(self.core) < self.unit
 
     def begin(self) -> bool:
         if self.blocked:
             return False
-        version = self.core.state.staleness.version or 0
+        version = self.core.staleness.version or 0
         self.slots.append((self.throttle.admit(version, self.unit), version))
         return True
 
@@ -98,18 +98,18 @@ class World:
         self.throttle.settle(self.slots.pop(index)[0], self.unit)
 
     def dispatch(self) -> bool:
-        if self.blocked and self.throttle.is_stuck(self.core.state):
+        if self.blocked and self.throttle.is_stuck(self.core):
             self.core.force_flush()
         batch = self.core.poll(0.0)
         if batch is not None:
             oldest = min(r.min_version or 0 for r in batch.rollouts if not r.is_padding)
-            trained_at = (self.core.state.staleness.version or 0) + len(self.core.in_flight()) - 1  # at the latest
+            trained_at = (self.core.staleness.version or 0) + len(self.core.in_flight.delivered()) - 1  # at the latest
             assert trained_at - oldest <= (self.config.staleness.max_versions or 0)
             self.let_in()
         return batch is not None
 
     def acknowledge(self) -> None:
-        flying = self.core.in_flight()
+        flying = self.core.in_flight.delivered()
         if flying:
             self.trained += 1
             self.core.set_version(self.trained)  # first the version, then the acknowledgement
@@ -145,7 +145,7 @@ def test_nothing_is_ever_too_old_and_it_never_gets_stuck(config: sb.BalancerConf
                 world.acknowledge()
         while world.dispatch():
             pass
-        while world.core.in_flight():
+        while world.core.in_flight.delivered():
             world.acknowledge()
         if not world.slots:
             assert world.trained > before or not world.blocked

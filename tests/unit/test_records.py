@@ -118,7 +118,7 @@ def test_a_damaged_row_is_set_aside_and_the_rest_comes_back(
     """The plan of a batch in flight is void without its rollouts, and the others of it wait again, as the oldest."""
     monkeypatch.setattr("stream_balancer.host.checkpoint._ROLLOUTS_TOGETHER", 3)
     core = busy_core()
-    (batch,) = core.in_flight()
+    (batch,) = core.in_flight.delivered()
     state = state_dict(core.snapshot(20.0))
     state["rollouts"][0][at] ^= 255
     with sb.blocking(config()) as balancer:
@@ -314,7 +314,7 @@ class Run:
     def put(self, name: str, group_id: str | None, version: int) -> None:
         rollout = make_rollout(1 + self.puts % 5, name, group_id=group_id, version=version)
         self.puts += 1
-        written = self.journal.write([rollout], self.core.state.in_flight.next_step)
+        written = self.journal.write([rollout], self.core.in_flight.next_step)
         try:
             self.core.add(rollout, 0.0)
         except ValueError:  # a duplicate, or its group takes no more
@@ -322,8 +322,8 @@ class Run:
 
     def happen(self) -> None:
         core, chance = self.core, self.chance
-        flying = [batch.step for batch in core.in_flight()]
-        version = core.state.staleness.version or 0
+        flying = [batch.step for batch in core.in_flight.delivered()]
+        version = core.staleness.version or 0
         group = f"g{chance.randrange(8)}"
         match chance.choice(EVENTS):
             case "put":
@@ -334,11 +334,11 @@ class Run:
                 core.force_flush()
                 core.poll(0.0)
             case "done" if flying:
-                batch = chance.choice(core.in_flight())
+                batch = chance.choice(core.in_flight.delivered())
                 missing = [r.rollout_id for r in batch.rollouts if chance.random() < 0.2]
                 core.mark_missing(batch.step, missing)
                 core.acknowledge(batch.step)
-                assert not {*missing} & core.state.ids.past.keys(), "they may be put again"
+                assert not {*missing} & core.ids.past.keys(), "they may be put again"
             case "filtered":
                 core.filter_out([make_rollout(2, f"bad{self.puts}", version=version, group_id=f"bad{self.puts}")], 0.0)
                 self.puts += 1
@@ -352,9 +352,9 @@ class Run:
                 core.set_version(version + 1)
             case "close" if self.config.groups.size:
                 size = GroupSize(group, None)
-                declared = core.state.buffer.groups.declared(group)
+                declared = core.buffer.groups.declared(group)
                 if declared is None or not declared.closed:
-                    self.journal.write([], core.state.in_flight.next_step, size)
+                    self.journal.write([], core.in_flight.next_step, size)
                 core.add_all([], 0.0, size)
             case "cut":
                 core.cut_stragglers(0.0)

@@ -197,7 +197,7 @@ def same_batch(one: Batch, other: Batch) -> None:
 
 def test_a_checkpoint_has_a_step_in_flight_as_it_was() -> None:
     core = core_of(LENGTHS)
-    rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
+    rollouts = {r.rollout_id: r for r in core.buffer.rollouts()}
     batch = polled(core, 1.0)
     assert batch.has_shared
     written = state_dict(core.snapshot(2.0))
@@ -217,7 +217,7 @@ def test_a_checkpoint_has_a_step_in_flight_as_it_was() -> None:
 @pytest.mark.parametrize("dp_size", [2, 1, 6, 3])
 def test_other_ranks_get_another_plan_of_the_same_rollouts(dp_size: int) -> None:
     core = core_of(LENGTHS)
-    rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
+    rollouts = {r.rollout_id: r for r in core.buffer.rollouts()}
     assert polled(core, 1.0).has_shared
     core.nack(0)
     core.reconfigure(replace(core.config, dp_size=dp_size, min_batch_size=dp_size))
@@ -243,7 +243,7 @@ def test_whatever_the_planner_shares(lengths: list[int], long: list[int], sync: 
         context_parallel=sb.ContextParallel(sizes=(1, 2, 4, 8), min_tokens=1),
         micro_batches=sb.MicroBatches(max_tokens=5000),
     )
-    rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
+    rollouts = {r.rollout_id: r for r in core.buffer.rollouts()}
     batch = polled(core, 1.0)
     check_whole(batch, rollouts)
     verify(core)
@@ -260,6 +260,6 @@ def test_what_others_take_over_is_not_shared_anew() -> None:
     core = core_of([4000, *[100] * 12], context_parallel=sb.ContextParallel(sizes=(1,), min_tokens=1))
     batch = polled(core, 1.0)
     core.reconfigure(core.config.replace(context_parallel={"sizes": (1, 2, 4)}))
-    parts = batching.lay_out(core.state, list(batch.rollouts), batch.rollouts, step=batch.step, num_ranks=2)
+    parts = batching.lay_out(core, list(batch.rollouts), batch.rollouts, step=batch.step, num_ranks=2)
     assert all(parts)
     assert not any(mb.cp_group for part in parts for mb in part)

@@ -99,7 +99,7 @@ WAIT = "rollouts wait (window 64), the oldest for"
 )
 def test_the_balancers_part(knobs: dict[str, Any], statistics: Statistics, expected: str) -> None:
     config = sb.BalancerConfig(dp_size=2, batch_size=32, window=64, **knobs)
-    assert why_no_batch(BalancerCore(config).state, statistics) == expected
+    assert why_no_batch(BalancerCore(config), statistics) == expected
 
 
 async def test_who_takes_batches_is_named() -> None:

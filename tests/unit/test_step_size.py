@@ -91,7 +91,7 @@ def test_an_outliers_step_takes_more_and_later_ones_give_it_back() -> None:
 
 
 def filled(core: BalancerCore, lengths: list[int], now: float = 0.0) -> None:
-    first = core.state.counts.accepted
+    first = core.counts.accepted
     for number, length in enumerate(lengths):
         ids = {"input_ids": np.zeros(length, dtype=np.int64)}
         core.add(sb.Rollout(tokens=ids, rollout_id=f"{first + number}"), now)
@@ -155,7 +155,7 @@ def test_a_step_leaves_once_the_window_holds_its_tokens() -> None:
     core = budgeted([40] * 4)
     assert core.next_wakeup() == math.inf
     assert core.poll(0.0) is None
-    assert "160 tokens wait (window 200)" in why_no_batch(core.state, core.statistics(0.0))
+    assert "160 tokens wait (window 200)" in why_no_batch(core, core.statistics(0.0))
     core.add(make_rollout(40), 0.0)
     assert core.next_wakeup() == -math.inf
     batch = polled(core)
@@ -182,7 +182,7 @@ def test_whole_groups_go_and_incomplete_ones_do_not_count() -> None:
     batch = polled(core)
     assert (batch.num_rollouts, batch.num_tokens, batch.incomplete_groups) == (4, 100, ())
     core.add_all(list(make_rollouts([40, 40], prefix="a", siblings=4)), 1.0)  # half a group: g0 is done, these are new
-    assert core.state.buffer.num_tokens == 180
+    assert core.buffer.num_tokens == 180
     assert core.poll(1.0) is None, "100 of these tokens are ready"
     core.add_all(list(make_rollouts([10, 10], prefix="b", siblings=4)), 1.0)
     assert polled(core, 1.0).num_rollouts == 4

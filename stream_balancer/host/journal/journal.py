@@ -284,7 +284,7 @@ class Journal(Observer):
 
     def acknowledged(self, batch: Batch) -> None:
         # Rollouts that no rank could get are not among the past ids: they may be put again.
-        ids, past = [r.rollout_id for r in batch.rollouts if not r.is_padding], self._core.state.ids.past
+        ids, past = [r.rollout_id for r in batch.rollouts if not r.is_padding], self._core.ids.past
         # with the rollouts, in one transaction: a plan without them would be damage
         self._finish(ids, [name for name in ids if name in past], f"plan {batch.step}", f"acked {batch.step}")
 
@@ -332,6 +332,6 @@ class Journal(Observer):
         self._change(Writing(facts, void=keys))
 
     def _totals(self) -> Totals:
-        state = self._core.state
-        departed = state.buffer.groups.departed()
-        return Totals(state.in_flight.next_step, state.staleness.version, state.counts.totals(), departed)
+        core = self._core
+        departed = core.buffer.groups.departed()
+        return Totals(core.in_flight.next_step, core.staleness.version, core.counts.totals(), departed)
