@@ -1,9 +1,8 @@
-"""Balancers that are filled, batches without a plan, and whether what arrived is what was sent."""
+"""Balancers that are filled, rank batches without a plan, and whether what arrived is what was sent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any, Self
 
 import anyio
@@ -11,60 +10,7 @@ import torch
 from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer.types import SUPPORTED_DTYPES, Batch, Denominators, MicroBatch, RankBatch, Rollout
-
-
-class ScriptedBalancer(sb.StreamBalancer):
-    """Has these batches in flight, to be delivered as they are; remembers what was acknowledged. With ``hold``, it does
-    not end after the last."""
-
-    def __init__(self, batches: Sequence[Batch], *, hold: bool = False) -> None:
-        dp_size, count = len(batches[0].ranks), sum(batch.num_rollouts for batch in batches)
-        super().__init__(sb.BalancerConfig(dp_size=dp_size, batch_size=batches[0].num_rollouts))
-        empty = self.parts.core.snapshot(0.0)
-        counts = {**empty.counts, "accepted": count}
-        last = batches[-1].step
-        self.parts.core.restore(replace(empty, in_flight=tuple(batches), next_step=last + 1, counts=counts), 0.0)
-        if not hold:
-            self.end()
-        self.acknowledged: list[int] = []
-        """Steps, in the order they were acknowledged."""
-        self.observers.append(_Acknowledged(self.acknowledged))
-
-
-class _Acknowledged(sb.Observer):
-    def __init__(self, steps: list[int]) -> None:
-        self._steps = steps
-
-    def acknowledged(self, batch: Batch) -> None:
-        """An event of the balancer."""
-        self._steps.append(batch.step)
-
-
-def make_batch(step: int, dp_size: int, *, num_tokens: int = 5, micro_batches: int = 2) -> Batch:
-    """A small batch whose every token tells its step and rank; two rollouts in each micro-batch."""
-    sizes = Denominators(4 * dp_size, 100, 50, 3 * dp_size)
-    shares = []
-    for rank in range(dp_size):
-        cut = [
-            [_small_rollout(step, rank, f"{step}.{rank}.{m}.{i}", num_tokens + i) for i in range(2)]
-            for m in range(micro_batches)
-        ]
-        shares.append(rank_batch(*cut, step=step, rank=rank, dp_size=dp_size, denominators=sizes))
-    tokens = sum(share.num_tokens for share in shares)
-    loads = tuple(share.load for share in shares)
-    return Batch(
-        step=step, reason="window", ranks=tuple(shares), num_rollouts=sum(share.num_rollouts for share in shares),
-        num_tokens=tokens, loads=loads, finish=max(loads), lower_bound=tokens / dp_size,
-    )  # fmt: skip
-
-
-def _small_rollout(step: int, rank: int, name: str, length: int) -> Rollout:
-    return Rollout(
-        tokens={"input_ids": torch.arange(length) + 1000 * step, "logprobs": torch.full((length,), float(rank))},
-        scalars={"advantage": float(step)},
-        rollout_id=name,
-    )
+from stream_balancer.types import SUPPORTED_DTYPES, Denominators, MicroBatch, RankBatch, Rollout
 
 
 def rank_batch(*micro_batches: MicroBatch | Iterable[Rollout], **fields: Any) -> RankBatch:

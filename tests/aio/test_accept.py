@@ -59,14 +59,6 @@ async def test_what_is_turned_down_is_counted_and_told_and_what_is_bad_is_not_ju
         assert "bad" not in asked
 
 
-async def test_a_group_without_signal_goes_as_a_whole() -> None:
-    async with sb.StreamBalancer(config(), accept=has_signal) as balancer:
-        await balancer.put_group([rewarded("a0", 0.0, "a"), rewarded("a1", 1.0, "a")])
-        await balancer.put_group([rewarded("b0", 1.0, "b"), rewarded("b1", 1.0, "b")])
-        assert waiting(balancer) == ["a0", "a1"]
-        assert balancer.statistics().evicted["filtered"] == 2
-
-
 @pytest.mark.parametrize("groups", ["same_batch", "same_rank"])
 async def test_siblings_that_come_one_by_one_are_judged_when_the_last_is_there(groups: str) -> None:
     asked: list[int] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -88,39 +87,6 @@ async def test_a_batch_leaves_without_a_full_window(
         assert (anyio.current_time(), batch.reason, batch.num_rollouts) == leaves
 
 
-async def test_stale_rollouts_are_evicted_and_told() -> None:
-    told: list[tuple[str, str]] = []
-    async with sb.StreamBalancer(
-        config(staleness=sb.Staleness(max_versions=1)), on_evict=lambda r, why: told.append((r.rollout_id, why))
-    ) as balancer:
-        balancer.set_version(3)
-        await balancer.put(make_rollout(3, "old", version=2))
-        await balancer.put(make_rollout(3, "range", version=(2, 3)))
-        await balancer.put(make_rollout(3, "new", version=3))
-        await balancer.put(make_rollout(3, "unknown"))
-        balancer.set_version(4)
-        assert told == [("old", "stale"), ("range", "stale")]
-        await balancer.put(make_rollout(3, "too late", version=2))
-        assert told[-1] == ("too late", "stale")
-        stats = balancer.statistics()
-        assert (stats.waiting, stats.accepted, stats.evicted["stale"], stats.version) == (2, 5, 3, 4)
-        with pytest.raises(ValueError, match="must not go backwards"):
-            balancer.set_version(3)
-
-
-async def test_a_callback_that_raises_is_logged_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    def angry(rollout: sb.Rollout, reason: str) -> None:
-        raise RuntimeError("no")
-
-    async with sb.StreamBalancer(config(staleness=sb.Staleness(max_versions=0)), on_evict=angry) as balancer:
-        balancer.set_version(1)
-        with caplog.at_level(logging.ERROR):
-            await balancer.put(make_rollout(2, "r", version=0))
-        assert "angry" in caplog.text
-        assert "failed at 'evicted'" in caplog.text
-        assert balancer.statistics().evicted["stale"] == 1
-
-
 # -- nothing polls -----------------------------------------------------------------------------------------------------
 
 
@@ -138,27 +104,6 @@ async def test_nothing_wakes_while_idle() -> None:
 
 
 # -- backpressure ------------------------------------------------------------------------------------------------------
-
-
-async def test_a_put_waits_while_the_buffer_is_full_and_resumes_after_a_dispatch() -> None:
-    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer:
-        await fill(balancer, 4)
-        with pytest.raises(sb.errors.WouldBlock):
-            balancer.put_nowait(make_rollout(2))
-        done: list[float] = []
-
-        async def blocked() -> None:
-            await balancer.put(make_rollout(2, "blocked"))
-            done.append(anyio.current_time())
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(blocked)
-            await anyio.sleep(10.0)
-            assert not done
-            assert balancer.statistics().blocked_puts == 1
-            await anext(balancer.batches())
-            await settle()
-            assert done == [10.0]
 
 
 async def test_limits_bytes_holds_puts_back_and_lets_the_window_go() -> None:
@@ -180,32 +125,6 @@ async def test_limits_bytes_holds_puts_back_and_lets_the_window_go() -> None:
         assert balancer.statistics().waiting == 2
         with pytest.raises(sb.errors.RolloutError, match=r"808 bytes of tensors, above limits.bytes \(400\)"):
             await balancer.put(make_rollout(101, minimal=True))
-
-
-async def test_siblings_of_a_waiting_group_are_let_into_a_full_buffer() -> None:
-    knobs = config(batch_size=4, window=4, capacity=8, groups=sb.Groups(size=4), max_skips=8)
-    async with sb.StreamBalancer(knobs) as balancer:
-        for g in range(2):
-            await balancer.put(make_rollout(3, f"g{g}-0", group_id=f"g{g}"))
-        async with anyio.create_task_group() as tasks:
-            for g in (0, 1):  # the places of all siblings are kept: nobody is held back
-                for n in range(1, 4):
-                    await balancer.put(make_rollout(3, f"g{g}-{n}", group_id=f"g{g}"))
-            tasks.start_soon(balancer.put, make_rollout(3, "g2-0", group_id="g2"))
-            await settle()
-            assert balancer.statistics().blocked_puts == 1
-            first = await anext(balancer.batches())
-            assert {r.group_id for r in first.rollouts} in ({"g0"}, {"g1"})
-
-
-async def test_an_incomplete_group_goes_at_its_deadline_flagged() -> None:
-    async with sb.StreamBalancer(config(batch_size=4, groups=sb.Groups(size=2), deadline_s=10.0)) as balancer:
-        await balancer.put_group(list(make_rollouts([3, 4], prefix="whole", siblings=2)))
-        await balancer.put(make_rollout(3, "half", group_id="half"))
-        batch = await anext(balancer.batches())
-        assert (anyio.current_time(), batch.reason) == (10.0, "deadline")
-        assert ids(batch) == {"whole0", "whole1", "half"}
-        assert batch.incomplete_groups == ("half",)
 
 
 async def test_put_group_is_all_or_nothing() -> None:
@@ -240,20 +159,6 @@ async def test_a_list_that_is_used_again_while_its_put_waits_changes_nothing() -
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-async def test_end_drains_everything_also_fewer_than_the_ranks() -> None:
-    async with sb.StreamBalancer(config(dp_size=4, batch_size=8)) as balancer:
-        await fill(balancer, 9)
-        balancer.end()
-        batches = [batch async for batch in balancer.batches()]
-        assert [(b.reason, b.num_rollouts, b.num_padding) for b in batches] == [("drain", 8, 0), ("drain", 1, 3)]
-        tail = batches[1]
-        assert sorted(r.is_padding for r in tail.rollouts) == [False, True, True, True]
-        assert all(share.global_num_rollouts == 1 for share in tail.ranks)
-        assert all(len(share.micro_batches) == 1 for share in tail.ranks)
-        stats = balancer.statistics()
-        assert (stats.acknowledged, stats.padding_copies) == (9, 3)
-
-
 async def test_closing_leaves_all_that_was_not_acknowledged_restorable() -> None:
     async with sb.StreamBalancer(config(window=4, batch_size=2)) as balancer:
         await fill(balancer, 6)
@@ -268,20 +173,6 @@ async def test_closing_leaves_all_that_was_not_acknowledged_restorable() -> None
         again = [batch async for batch in balancer.batches()]
     assert (again[0].step, ids(again[0])) == (flying.step, ids(flying))
     assert sorted(name for batch in again for name in ids(batch)) == sorted(held)
-
-
-async def test_put_after_end_and_after_close() -> None:
-    async with sb.StreamBalancer(config()) as balancer:
-        balancer.end()
-        balancer.end()
-        with pytest.raises(sb.errors.ClosedResourceError, match=r"put\(\) after end\(\)"):
-            await balancer.put(make_rollout(3))
-        with pytest.raises(sb.errors.ClosedResourceError, match=r"put\(\) after end\(\)"):
-            balancer.put_nowait(make_rollout(3))
-    with pytest.raises(sb.errors.ClosedResourceError, match="closed balancer"):
-        await balancer.put(make_rollout(3))
-    with pytest.raises(sb.errors.ClosedResourceError, match="closed"):
-        await anext(balancer.batches())
 
 
 @pytest.mark.parametrize("how", ["end", "aclose"])

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import helpers
 import pytest
-from helpers import fill, give, kill, settle
+from helpers import fill, give, settle
 from scripted import Filled
 from served import drain, feeds_of, serving
 
@@ -178,48 +178,6 @@ async def test_the_user_and_the_ranks_may_both_acknowledge_and_a_step_they_have_
             getattr(balancer, how)(0)  # a checkpoint holds it; the ranks say so a moment later
         assert await all_steps(feeds) == [[1, 2], [1, 2]]
     assert balancer.statistics().acknowledged == 6
-
-
-async def test_what_a_checkpoint_holds_is_not_delivered_to_a_rank_that_comes_back() -> None:
-    async with serving(sb.StreamBalancer(config()), rejoin_timeout_s=math.inf) as (balancer, transport, _):
-        await fill(balancer, [4] * 6)
-        balancer.end()
-        healthy, victim = feeds_of(transport, depth=4)
-        for feed in (healthy, victim):
-            for step in range(2):
-                assert (await anext(feed)).step == step
-        await settle()
-        kill(victim)
-        balancer.acknowledge_through(1)
-        again = sb.RankFeed(transport.connect(1, incarnation=1))
-        assert await all_steps([again, healthy]) == [[2], [2]]
-    assert (balancer.statistics().acknowledged, balancer.statistics().in_flight) == (6, 0)
-
-
-@pytest.mark.parametrize("auto_ack", [True, False])
-async def test_a_step_is_acknowledged_after_its_last_epoch(auto_ack: bool) -> None:
-    """Ranks that train two epochs over the mini-batches of a step."""
-    trained: list[list[tuple[int, int]]] = [[], []]
-    knobs = config(batch_size=8, window=8, step_size=sb.StepSize(mini_batches=2))
-    async with serving(sb.StreamBalancer(knobs)) as (balancer, transport, tasks):
-
-        async def train(feed: sb.RankFeed) -> None:
-            async for rank_batch in feed:
-                for mini_batch in rank_batch.epochs(2):
-                    await anyio.sleep(1)
-                    trained[feed.rank].append((rank_batch.step, mini_batch.global_num_tokens))
-                    assert rank_batch.step in [batch.step for batch in balancer.in_flight()]
-                assert balancer.statistics().acknowledged <= 8 * rank_batch.step
-                if not auto_ack:
-                    rank_batch.ack()
-
-        for feed in feeds_of(transport, auto_ack=auto_ack):
-            tasks.start_soon(train, feed)
-        await fill(balancer, [3 * n + 1 for n in range(24)])
-        balancer.end()
-    assert trained[0] == trained[1], "all ranks run the same mini-batches in the same order"
-    assert len(trained[0]) == 3 * 2 * 2
-    assert balancer.statistics().acknowledged == 24
 
 
 # -- what it learns of its ranks ---------------------------------------------------------------------------------------

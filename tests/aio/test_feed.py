@@ -11,13 +11,14 @@ import anyio
 import pytest
 import torch
 from helpers import config, fill, settle
-from scripted import Filled, ScriptedBalancer, make_batch
+from scripted import Filled
 from served import drain, serving
 
 import stream_balancer as sb
 from stream_balancer.net import messages as m
 from stream_balancer.net.connection import Connection
-from stream_balancer.testing import MemoryNetwork
+from stream_balancer.testing import MemoryNetwork, make_rollout
+from stream_balancer.types import MicroBatch
 from stream_balancer.wire.codec import encode
 
 one_rank = partial(config, dp_size=1, batch_size=2, window=2)
@@ -40,8 +41,12 @@ async def test_a_plain_loop_where_steps_may_change_is_told_what_to_do() -> None:
 async def test_what_the_weights_contain_is_not_trained_on_again(how: str, auto_ack: bool) -> None:
     """Other ranks' weights are no checkpoint: a step would be gone that nobody has saved. A number that the feed was
     opened with is a checkpoint's."""
-    balancer, is_checkpoint = ScriptedBalancer([make_batch(number, 1) for number in range(3)]), how == "next_step"
-    async with serving(balancer) as (_, network, _):
+    is_checkpoint, network = how == "next_step", MemoryNetwork(dp_size=1)
+    async with Filled(3, 1) as filled, anyio.create_task_group() as tasks:
+        before = filled.balancer.batches(auto_ack=False)
+        for _ in range(3):
+            await anext(before)
+        tasks.start_soon(sb.serve, filled.balancer, network)
         feed = sb.RankFeed(network.connect(0, depth=3), auto_ack=auto_ack, next_step=2 if is_checkpoint else None)
         await settle()
         if not is_checkpoint:
@@ -49,12 +54,12 @@ async def test_what_the_weights_contain_is_not_trained_on_again(how: str, auto_a
         step = await anext(feed)
         assert step.step == 2
         await settle()
-        assert balancer.acknowledged == ([0, 1] if auto_ack or is_checkpoint else [])
+        assert filled.acknowledged_steps == ([0, 1] if auto_ack or is_checkpoint else [])
         with pytest.raises(ValueError, match="lack step 1"):
             feed.load_state_dict({"next_step": 1})
         step.ack()
         await settle()
-        assert balancer.acknowledged == [0, 1, 2]
+        assert filled.acknowledged_steps == [0, 1, 2]
         assert feed.state_dict() == {"next_step": 3}
         await drain(feed)
 
@@ -114,7 +119,7 @@ async def test_two_tasks_cannot_iterate_one_feed() -> None:
 async def test_work_that_cannot_be_is_refused(counts: tuple[int, ...], most_bytes: int, says: str) -> None:
     """Mini-batches that are not all of a step; more bytes than the rank takes, before there is memory for them."""
     head = m.StepHead(1, 2.5, mini_batches=tuple(m.MiniBatchHead(count, 1.0, 2, 20, 20, 2) for count in counts))
-    encoded = encode(make_batch(0, 1, micro_batches=2).ranks[0].micro_batches)
+    encoded = encode([MicroBatch.of([make_rollout(5)]) for _ in range(2)])
     items = (m.WorkItem(0), m.WorkItem(1))
 
     class Controller:

@@ -217,20 +217,6 @@ async def _ended(balancer: sb.StreamBalancer) -> Any:
         yield batch
 
 
-async def test_for_other_ranks_the_plan_is_made_anew(tmp_path: Path) -> None:
-    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
-        await fill(balancer, [3] * 4)
-        await anext(balancer.batches())
-        after = await crash(balancer)
-    for dp_size in (4, 3, 2):
-        async with sb.StreamBalancer(config(dp_size=dp_size), journal=after) as balancer:
-            assert balancer.statistics().redelivering == 4
-            batch = await anext(balancer.batches())
-            assert (batch.step, len(batch.ranks)) == (0, dp_size)
-            assert sorted(r.rollout_id for r in batch.rollouts if not r.is_padding) == ["r0", "r1", "r2", "r3"]
-            after = await crash(balancer)  # with the plan for these ranks
-
-
 async def test_a_plan_that_is_on_its_way_to_the_disk_is_made_again_for_other_ranks(tmp_path: Path, disk: Disk) -> None:
     """Who asked gets the batch for the ranks that there are when the disk has it."""
     async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
@@ -265,16 +251,6 @@ async def test_an_observer_may_acknowledge_what_it_sees_leave(tmp_path: Path) ->
     async with sb.StreamBalancer(config(), journal=after) as balancer:
         assert balancer.recovered is not None
         assert (balancer.recovered.damage, balancer.recovered.steps) == ((), ())
-
-
-async def test_a_rollout_that_new_knobs_refuse_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
-    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
-        await balancer.put(make_rollout(30, "long"))
-    with pytest.raises(sb.errors.RolloutError, match="'long' has 30 tokens"):
-        async with sb.StreamBalancer(config(micro_batches=sb.MicroBatches(max_tokens=20)), journal=tmp_path):
-            pass
-    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
-        assert waiting(balancer) == ["long"]
 
 
 @pytest.mark.parametrize("how", ["journal", "damaged journal", "state_dict"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import anyio
@@ -118,20 +117,6 @@ async def test_a_rank_that_begins_late_is_helped_too() -> None:
         # two were waiting when it was asked: of the four that it has not begun, it keeps one
         assert (crew.planned[0, 3], crew.begun[0, 3]) == (4, 1)
         assert crew.met_at[0] - began_at == pytest.approx(10.4, rel=0.01)
-
-
-async def test_a_slow_rank_is_helped_once_the_columns_are_there() -> None:
-    async with sb.StreamBalancer(knobs(4, batch_size=64)) as balancer, MemoryNetwork(dp_size=4) as transport:
-        crew = LateCrew(transport, {2: 1.5})
-
-        async def compute(rank: int) -> None:
-            async for step in sb.RankFeed(transport.connect(rank, role="ref")):
-                async for micro_batch in step:
-                    micro_batch.give(ref=micro_batch.packed()["input_ids"].float())
-
-        await run(balancer, crew, [10] * 64, *(partial(compute, rank) for rank in range(4)), roles={"ref": ["ref"]})
-        crew.check(balancer, 64)
-        assert (crew.planned[0, 2], crew.begun[0, 2]) == (4, 3)
 
 
 async def test_seconds_are_learned_from_what_each_rank_did() -> None:

@@ -44,15 +44,6 @@ async def test_what_is_gone_is_masked_counted_and_named(caplog: pytest.LogCaptur
         assert said in message
 
 
-async def test_a_rollout_that_is_gone_shares_its_prompt_with_nobody() -> None:
-    """There are zeros in its place; the others still share theirs."""
-    run = Served(dp_size=1, batch_size=3)
-    run.kept.gone = {1}
-    await run.run([replace(one, group_id="g", prefix=4) for one in make_rollouts([5, 7, 9])], remote=True)
-    (batch,) = run.seen
-    assert sorted((r.num_tokens, r.prefix) for r in batch.rollouts) == [(5, 4), (7, 0), (9, 4)]
-
-
 async def test_an_execution_of_which_a_sample_is_gone_still_weighs_one() -> None:
     """The other samples weigh more, on whichever rank they are; one of which all is gone counts no more."""
     run, samples = two_ranks(), (("partly", [10, 20, 30]), ("gone", [40]))

@@ -16,7 +16,7 @@ from served import Served, real
 from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer.testing import MemoryNetwork, make_rollouts
+from stream_balancer.testing import make_rollouts
 from stream_balancer.types import MicroBatch, Rollout
 
 pytestmark = pytest.mark.anyio
@@ -96,28 +96,6 @@ async def test_a_lost_rank_of_a_role_ends_serve_by_name_when_nobody_waits_for_it
         assert raised.value.rank == 1
         assert [batch.step for batch in run.balancer.in_flight()] == [0]
         assert (waiting.rank, [feed.waiting_s for feed in trainers]) == (0, [0.0, 0.0])
-
-
-async def test_what_was_computed_is_asked_for_again_by_the_next_serve() -> None:
-    run = Run(dp_size=2)
-    async with run.balancer:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run.serve)
-            await run.put(lengths(*range(1, 17)))
-            trainers = [run.feed(rank) for rank in run.ranks]
-            for feed in [run.feed(rank, role="ref") for rank in run.ranks]:
-                batch = await anext(feed)
-                give(batch, computed("ref", batch.micro_batches))
-            for feed in trainers:
-                assert (await anext(feed)).step == 0
-            tasks.cancel_scope.cancel()
-        run.network = MemoryNetwork(dp_size=2)
-        run.balancer.end()
-        async with anyio.create_task_group() as tasks:
-            for job in (run.serve, *run.computing(), *(partial(run.train, rank) for rank in run.ranks)):
-                tasks.start_soon(job)
-    run.check()
-    assert sorted(run.computed) == [("ref", rank, step) for rank in (0, 1) for step in (0, 1)]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -254,21 +232,6 @@ async def test_a_stall_names_the_role(caplog: pytest.LogCaptureFixture) -> None:
         assert "step 0 waits for the columns of rank 1 of role 'ref'" in caplog.text
         assert late.waiting_s == 0.0
         tasks.cancel_scope.cancel()
-
-
-async def test_a_role_learns_versions_and_may_ask() -> None:
-    run = Run()
-    async with run.balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(run.serve)
-        feed = run.feed(0, role="ref")
-        run.balancer.set_version(3)
-        await anyio.sleep(1)
-        assert feed.version == 3
-        assert (await feed.async_statistics()).waiting == 0
-        feed.end()
-        tasks.start_soon(run.train, 0)
-        async for batch in feed:
-            raise AssertionError(batch)
 
 
 async def test_what_a_role_could_not_fetch_is_masked_for_the_trainer_though_that_could() -> None:

@@ -60,5 +60,4 @@ for (let node = walker.nextNode(); node; node = walker.nextNode()) {
 }
 for (const picture of document.images)
     if (!picture.complete || !picture.naturalWidth) found.pictures.push(picture.src);
-found.scheme = document.body.dataset.mdColorScheme || null;
 return found;

@@ -24,7 +24,7 @@ def opened(browser: Browser, tmp_path_factory: pytest.TempPathFactory, short_swe
 
 
 def test_nothing_complains_and_nothing_is_fetched(opened: Visit) -> None:
-    assert opened.complaints == opened.requests == opened.links == []
+    assert opened.complaints == opened.requests == []
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: f"{view.width_px}-{view.scheme}")

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urldefrag
 
 from chromium import VIEWS, Browser, View
 
-__all__ = ["HERE", "ROOT", "Served", "Visit", "broken", "nothing_to_search", "visit"]
+__all__ = ["HERE", "ROOT", "Served", "Visit", "nothing_to_search", "visit"]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -30,8 +29,6 @@ class Visit(NamedTuple):
     seen: dict[View, dict[str, Any]]
     complaints: list[str]
     requests: list[str]
-    links: list[str]
-    ids: set[str]
 
 
 def visit(browser: Browser, url: str) -> Visit:
@@ -44,25 +41,7 @@ def visit(browser: Browser, url: str) -> Visit:
     for view in VIEWS:
         browser.look(view)
         seen[view] = browser.ask(script, view.width_px)
-    links, ids = browser.ask(
-        "return [[...document.querySelectorAll('a[href]')].map(a => a.href), "
-        "[...document.querySelectorAll('[id], a[name]')].map(e => e.id || e.name)]"
-    )
-    return Visit(seen, browser.complaints(), browser.requests(), links, set(ids))
-
-
-def broken(visits: dict[str, Visit], served: Served) -> list[str]:
-    """Links of these pages (address -> what was found) to nowhere; those that leave the site are not followed."""
-    found = []
-    for page, about in visits.items():
-        for link in sorted({link for link in about.links if link.startswith(served.url)}):
-            url, anchor = urldefrag(link)
-            if url in visits:
-                if anchor and anchor not in visits[url].ids:
-                    found.append(f"{page}: {link}: no such place on that page")
-            elif not (served.folder / url.removeprefix(served.url)).is_file():
-                found.append(f"{page}: {link}: no such page")
-    return found
+    return Visit(seen, browser.complaints(), browser.requests())
 
 
 @contextmanager

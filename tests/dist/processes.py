@@ -17,6 +17,7 @@ import torch.distributed as dist
 from forked import forked, free_port, hear
 from guard import GUARD_S
 from helpers import attend
+from scripted import Filled
 
 import stream_balancer as sb
 
@@ -153,6 +154,12 @@ def fingerprint(rollout: sb.Rollout) -> tuple[Any, ...]:
     columns = sorted((name, str(c.dtype), list(c.shape), _hash(c)) for name, c in rollout.tokens.items())
     tensors = sorted((name, str(t.dtype), list(t.shape), _hash(t)) for name, t in rollout.tensors.items())
     return columns, tensors, dict(rollout.scalars), rollout.metadata, rollout.num_loss_tokens, rollout.group_id
+
+
+def given(filled: Filled, rank: int) -> list[tuple[int, Any]]:
+    """What :func:`train` tells of all steps of a rank, as they were planned."""
+    shares = [filled.share(step, rank) for step in range(filled.steps)]
+    return [(one.step, {r.rollout_id: fingerprint(r) for r in one.rollouts}) for one in shares]
 
 
 def _hash(tensor: torch.Tensor) -> int:

@@ -11,11 +11,10 @@ import json
 import logging
 import os
 import random
-import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -68,9 +67,8 @@ class Weights:
                 assert rollout.num_tokens == length(int(rollout.rollout_id))
                 self._file.write(f"{rollout.rollout_id}\n")
 
-    def save(self, extra: Callable[[], object] = lambda: None) -> None:
+    def save(self) -> None:
         self._file.flush()
-        extra()
         write_whole(self._checkpoint, json.dumps([self.step, self._ledger.stat().st_size]))
 
     def ids(self) -> list[int]:
@@ -85,9 +83,6 @@ def numbers(path: Path, least: int) -> Iterator[int]:
         if number >= least and path.exists():
             return
         yield number
-
-
-# -- with the journal: a controller, two ranks -------------------------------------------------------------------------
 
 
 def _control(folder: Path, least: int) -> None:
@@ -166,18 +161,16 @@ def _watch(folder: Path, address: str, feed: sb.RankFeed) -> None:
 
 
 class Lives:
-    """Processes that are killed and started again."""
+    """A controller and two ranks, which are killed and started again."""
 
-    def __init__(self, *starts: tuple[Callable[..., None], tuple[Any, ...]]) -> None:
-        self._starts = starts
+    def __init__(self, folder: Path, least: int) -> None:
+        self._folder, self._least = folder, least
         self._count = itertools.count()
-        self._running = [self._start(index) for index in range(len(starts))]
+        self._running = [self._start(index) for index in range(3)]
 
     def _start(self, index: int) -> Any:
-        target, args = self._starts[index]
-        if target is _train:
-            args = (*args, next(self._count))
-        process = PROCESSES.Process(target=target, args=args, daemon=True)
+        args = (self._folder, index - 1, next(self._count)) if index else (self._folder, self._least)
+        process = PROCESSES.Process(target=_train if index else _control, args=args, daemon=True)
         process.start()
         return process
 
@@ -192,7 +185,7 @@ class Lives:
         """Start again whoever ended before all is done; an error in one of them is an error here."""
         for index, process in enumerate(self._running):
             if process.exitcode is not None and not done.exists():
-                assert process.exitcode == 0, f"{self._starts[index][0].__name__} failed"
+                assert process.exitcode == 0, f"{'rank' if index else 'controller'} failed"
                 self._running[index] = self._start(index)
 
     def end(self) -> None:
@@ -201,13 +194,13 @@ class Lives:
             process.join()
 
 
-def _drive(folder: Path, lives: Lives, kills: int, seed: int, victims: list[list[int]], interval_s: float) -> None:
+def _drive(folder: Path, lives: Lives, kills: int, seed: int, interval_s: float) -> None:
     chance = random.Random(seed)
     try:
         for _ in range(kills):
             time.sleep(chance.uniform(0.0, interval_s))
             lives.keep_alive(folder / "done")
-            lives.kill(chance.choice(victims))
+            lives.kill(chance.choice([[0], [0], [0], [1], [2], [1, 2], [0, 1], [0, 1, 2]]))
         (folder / "stop").touch()
         give_up = time.monotonic() + 2 * GUARD_S
         while not (folder / "done").exists():
@@ -218,127 +211,20 @@ def _drive(folder: Path, lives: Lives, kills: int, seed: int, victims: list[list
         lives.end()
 
 
-def _crash_test(folder: Path, kills: int, least: int, seed: int, interval_s: float) -> None:
-    lives = Lives((_control, (folder, least)), (_train, (folder, 0)), (_train, (folder, 1)))
-    _drive(folder, lives, kills, seed, [[0], [0], [0], [1], [2], [1, 2], [0, 1], [0, 1, 2]], interval_s)
-    accepted = [int(line) for line in (folder / "accepted").read_text().split()]
-    ranks = [Weights(folder / f"rank{rank}") for rank in range(2)]
+@pytest.mark.parametrize(
+    ("kills", "least", "seed", "interval_s"),
+    [(8, 600, 1, 1.0), pytest.param(200, 20_000, 2, 1.5, marks=[pytest.mark.soak, pytest.mark.timeout(900)])],
+)
+def test_what_was_accepted_is_trained_on_once_whatever_is_killed(
+    tmp_path: Path, kills: int, least: int, seed: int, interval_s: float
+) -> None:
+    _drive(tmp_path, Lives(tmp_path, least), kills, seed, interval_s)
+    accepted = [int(line) for line in (tmp_path / "accepted").read_text().split()]
+    ranks = [Weights(tmp_path / f"rank{rank}") for rank in range(2)]
     trained = [number for rank in ranks for number in rank.ids()]
     assert Counter(trained) == Counter(accepted)
     assert len(set(trained)) == len(trained) >= least
     assert ranks[0].step == ranks[1].step
-    with sb.blocking(config(), journal=folder / "journal") as balancer:
+    with sb.blocking(config(), journal=tmp_path / "journal") as balancer:
         recovered = balancer.recovered
         assert (recovered.waiting, recovered.in_flight, recovered.damage) == (0, 0, ())
-
-
-def test_what_was_accepted_is_trained_on_once_whatever_is_killed(tmp_path: Path) -> None:
-    _crash_test(tmp_path, kills=8, least=600, seed=1, interval_s=1.0)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-def test_two_hundred_kills(tmp_path: Path) -> None:
-    _crash_test(tmp_path, kills=200, least=20_000, seed=2, interval_s=1.5)
-
-
-# -- without: what the last checkpoint promised ------------------------------------------------------------------------
-
-
-def _alone(folder: Path, least: int, retry: bool) -> None:
-    logging.disable()
-    torch.set_num_threads(1)
-    anyio.run(_trainer_and_workers, folder, least, retry)
-
-
-async def _trainer_and_workers(folder: Path, least: int, retry: bool) -> None:
-    """Weights and balancer in one checkpoint, so that they go back together."""
-    said = _appended(folder / "said")
-    begun = (folder / "said").read_text().count("a ")
-    weights = Weights(folder / "trainer")
-    states = sorted(folder.glob("state-*"), key=lambda path: int(path.stem.split("-")[1]))
-    async with sb.StreamBalancer(config()) as balancer, anyio.create_task_group() as tasks:
-        promise = Weights(folder / "trainer").ids()
-        for path in states:
-            if int(path.stem.split("-")[1]) == weights.step:
-                state = torch.load(path, weights_only=True)
-                balancer.load_state_dict(state)
-                held = balancer.snapshot()
-                promise += [int(r.rollout_id) for r in held.waiting]
-                promise += [int(r.rollout_id) for b in held.in_flight for r in b.rollouts if not r.is_padding]
-        # in a file of its own: a kill may cut a long line in two, a short one it does not
-        kept = folder / f"promise-{time.monotonic_ns()}"
-        kept.write_text(json.dumps(promise))
-        os.write(said, f"r {kept.name}\n".encode())
-        first = 0 if retry else 10**6 * (begun + 1)  # without retries every life has ids of its own
-        todo = (first + number for number in numbers(folder / "stop", least))
-
-        async def work() -> None:
-            for number in todo:
-                try:
-                    await balancer.put(make_rollout(length(number), str(number)))
-                except sb.errors.DuplicateRolloutError:
-                    continue
-                os.write(said, f"a {number}\n".encode())
-                await anyio.lowlevel.checkpoint()
-
-        async def train() -> None:
-            async for batch in balancer.batches(auto_ack=False):
-                weights.train(batch.step, batch.rollouts)
-                balancer.acknowledge(batch.step)
-                if batch.step % 5 == 4:
-                    save()
-            save()
-
-        def save() -> None:
-            path = folder / f"state-{weights.step}"
-            weights.save(lambda: torch.save(balancer.state_dict(), path))
-            os.write(said, b"s\n")
-            for old in folder.glob("state-*"):
-                if old != path:
-                    old.unlink()
-
-        tasks.start_soon(train)
-        async with anyio.create_task_group() as workers:
-            for _ in range(NUM_WORKERS):
-                workers.start_soon(work)
-        balancer.end()
-    (folder / "done").touch()
-
-
-def _checkpoint_test(folder: Path, kills: int, least: int, retry: bool, interval_s: float) -> None:
-    _drive(folder, Lives((_alone, (folder, least, retry))), kills, 3, [[0]], interval_s)
-    expected: set[int] = set()
-    saved: set[int] = set()
-    for line in (folder / "said").read_text().splitlines():
-        if line == "s":
-            saved = expected.copy()
-        elif line.startswith("a "):
-            expected.add(int(line[2:]))
-        else:
-            promise = set(json.loads((folder / line[2:]).read_text()))
-            assert promise >= saved, "the checkpoint does not hold what was accepted before it"
-            expected = promise
-    trained = Weights(folder / "trainer").ids()
-    assert Counter(trained) == Counter(expected)
-    if retry:
-        assert sorted(trained) == list(range(len(trained)))
-    assert len(trained) >= least
-
-
-@pytest.mark.parametrize(
-    ("retry", "kills", "least", "interval_s"),
-    [
-        (True, 5, 200, 1.0),
-        pytest.param(False, 5, 200, 1.0, marks=pytest.mark.slow),
-        *(
-            pytest.param(retry, 100, 20_000, 1.5, marks=[pytest.mark.soak, pytest.mark.timeout(600)])
-            for retry in (True, False)
-        ),
-    ],
-)
-def test_without_a_journal_what_the_checkpoint_promised_is_trained_on(
-    tmp_path: Path, retry: bool, kills: int, least: int, interval_s: float
-) -> None:
-    _checkpoint_test(tmp_path, kills, least, retry, interval_s)
-    shutil.rmtree(tmp_path, ignore_errors=True)

@@ -10,24 +10,21 @@ from typing import Any
 import anyio
 import pytest
 from guard import GUARD_S
-from processes import END, Child, Rank, fingerprint
-from scripted import ScriptedBalancer, make_batch
+from processes import END, Child, Rank, given
+from scripted import Filled
 
 import stream_balancer as sb
 from stream_balancer.errors import RankLostError
 
 
-def _expected(step: int, rank: int, num_tokens: int) -> tuple[int, dict[str, Any]]:
-    share = make_batch(step, 2, num_tokens=num_tokens).ranks[rank]
-    return step, {rollout.rollout_id: fingerprint(rollout) for rollout in share.rollouts}
-
-
-async def _drill(seed: int, mover: str, kills: int, steps: int, num_tokens: int = 100_000) -> None:
+async def _drill(seed: int, mover: str, kills: int, steps: int) -> None:
     """Kill rank 1 at random moments, and start it again, until all is delivered."""
     movers = [] if mover == "socket" else [mover]
     chance = random.Random(seed)
-    balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=num_tokens) for step in range(steps)])
-    async with sb.TorchTransport.listen(dp_size=2, movers=movers) as transport:
+    async with (
+        Filled(steps, 2, num_tokens=100_000) as filled,
+        sb.TorchTransport.listen(dp_size=2, movers=movers) as transport,
+    ):
         join: dict[str, Any] = {"step_s": 0.1, "movers": movers}
         healthy = Rank(transport.address, 0, 2, **join)
         lives: list[Rank] = []
@@ -41,14 +38,14 @@ async def _drill(seed: int, mover: str, kills: int, steps: int, num_tokens: int 
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(reaper)
-            await sb.serve(balancer, transport, rejoin_timeout_s=GUARD_S)
+            await sb.serve(filled.balancer, transport, rejoin_timeout_s=GUARD_S)
         told_healthy = await anyio.to_thread.run_sync(healthy.told)
         told = [await anyio.to_thread.run_sync(rank.told) for rank in lives]
-    assert told_healthy == [*(_expected(step, 0, num_tokens) for step in range(steps)), END]
+    assert told_healthy == [*given(filled, 0), END]
     assert told[-1].pop() == END
-    assert balancer.acknowledged == list(range(steps))
+    assert filled.acknowledged_steps == list(range(steps))
     by_step = {said[0]: said for life in told for said in life}
-    assert by_step == {step: _expected(step, 1, num_tokens) for step in range(steps)}
+    assert [by_step[step] for step in sorted(by_step)] == given(filled, 1)
     for life in filter(None, told):  # in order, and without a gap
         assert [said[0] for said in life] == list(range(life[0][0], life[0][0] + len(life)))
     for before, after in pairwise(told):
@@ -87,12 +84,11 @@ def _acknowledge_and_return(address: str, raises: bool, _: Any) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("raises", [False, True])
 async def test_what_a_child_acknowledged_last_arrives_though_it_ends_at_once(raises: bool) -> None:
-    balancer = ScriptedBalancer([make_batch(step, 1) for step in range(2)])
     with anyio.fail_after(GUARD_S):
-        async with sb.TorchTransport.listen(dp_size=1) as transport:
+        async with Filled(2, 1) as filled, sb.TorchTransport.listen(dp_size=1) as transport:
             child = Child(_acknowledge_and_return, transport.address, raises)
             with pytest.raises(RankLostError, match="rank 0"):
-                await sb.serve(balancer, transport)
+                await sb.serve(filled.balancer, transport)
             await anyio.to_thread.run_sync(child.told)
-    assert balancer.acknowledged == [0]
+    assert filled.acknowledged_steps == [0]
     assert child.process.exitcode == int(raises)

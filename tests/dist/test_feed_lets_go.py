@@ -16,7 +16,7 @@ import anyio
 import pytest
 from guard import GUARD_S
 from processes import Child, wait_until
-from scripted import ScriptedBalancer, make_batch
+from scripted import Filled
 
 import stream_balancer as sb
 from stream_balancer.errors import RankLostError
@@ -74,8 +74,9 @@ def controller() -> Iterator[tuple[str, Stop]]:
                 tasks.cancel_scope.cancel()
 
     async def deliver(transport: sb.TorchTransport) -> None:
-        with suppress(RankLostError):
-            await sb.serve(ScriptedBalancer([make_batch(step, 1) for step in range(STEPS)]), transport)
+        async with Filled(STEPS, 1) as filled:
+            with suppress(RankLostError):
+                await sb.serve(filled.balancer, transport)
 
     thread = threading.Thread(target=anyio.run, args=(main,), daemon=True)
     thread.start()
@@ -99,9 +100,12 @@ def _holds_many(told: Connection) -> None:
     steps = 200
 
     async def main() -> None:
-        balancer = ScriptedBalancer([make_batch(step, 1) for step in range(steps)])
-        async with sb.TorchTransport.listen(dp_size=1) as transport, anyio.create_task_group() as tasks:
-            tasks.start_soon(sb.serve, balancer, transport)
+        async with (
+            Filled(steps, 1) as filled,
+            sb.TorchTransport.listen(dp_size=1) as transport,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(sb.serve, filled.balancer, transport)
             held = [batch async for batch in sb.RankFeed(transport.address, rank=0, dp_size=1)]
             told.send([int(batch.micro_batches[0].packed()["input_ids"][0]) for batch in held])
 

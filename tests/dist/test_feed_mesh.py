@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from forked import free_port
 from guard import GUARD_S
-from processes import END, Child, fingerprint, train
-from scripted import ScriptedBalancer, make_batch
+from processes import END, Child, given, train
+from scripted import Filled
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import stream_balancer as sb
@@ -52,50 +52,46 @@ async def told(process: Child) -> list[Any]:
     return await anyio.to_thread.run_sync(process.told)
 
 
-def expected(steps: range, rank: int, num_tokens: int) -> list[Any]:
-    shares = [make_batch(step, 2, num_tokens=num_tokens).ranks[rank] for step in steps]
-    return [*((one.step, {r.rollout_id: fingerprint(r) for r in one.rollouts}) for one in shares), END]
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "shape", [DP_TP, ((1, 2, 2), ("replicate", "shard", "tp"), ("replicate", "shard"))], ids=["dp_tp", "hsdp"]
 )
 async def test_all_peers_get_the_same_and_hear_the_end(shape: Shape) -> None:
-    port, steps = free_port(), range(0, 20, 2)  # those between were given up
-    balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=5000) for step in steps])
+    port = free_port()
     with anyio.fail_after(GUARD_S):
-        async with sb.TorchTransport.listen(dp_size=2) as transport:
+        async with Filled(10, 2, num_tokens=5000) as filled, sb.TorchTransport.listen(dp_size=2) as transport:
             processes = [started(transport.address, rank, port=port, shape=shape) for rank in range(4)]
-            await sb.serve(balancer, transport)
+            await sb.serve(filled.balancer, transport)
             said = [await told(process) for process in processes]
     for world_rank in range(4):
-        assert said[world_rank] == expected(steps, world_rank // 2, 5000), world_rank
-    assert balancer.acknowledged == list(steps)
+        assert said[world_rank] == [*given(filled, world_rank // 2), END], world_rank
+    assert filled.acknowledged_steps == list(range(10))
 
 
 @pytest.mark.processes
 async def test_a_killed_process_comes_back_with_its_group() -> None:
     """Whoever is left of the rank would wait for it in a collective: a launcher starts all of them again."""
-    steps, tokens = range(16), 100_000
-    balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=tokens) for step in steps])
     with anyio.fail_after(GUARD_S):
-        async with sb.TorchTransport.listen(dp_size=2) as transport, anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(sb.serve, balancer, transport, rejoin_timeout_s=GUARD_S))
+        async with (
+            Filled(16, 2, num_tokens=100_000) as filled,
+            sb.TorchTransport.listen(dp_size=2) as transport,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(partial(sb.serve, filled.balancer, transport, rejoin_timeout_s=GUARD_S))
             healthy = [started(transport.address, rank) for rank in range(2)]
             first = [started(transport.address, rank, step_s=0.05) for rank in (2, 3)]
-            while len(balancer.acknowledged) < 3:
+            while len(filled.acknowledged_steps) < 3:
                 await anyio.sleep(0.005)
             for process in first:
                 process.kill()
             victim = await told(first[1])
             again = [started(transport.address, rank, incarnation=1) for rank in (2, 3)]
             one, peer, resumed, resumed_peer = [await told(process) for process in (*healthy, *again)]
-    assert one == peer == expected(steps, 0, tokens)
+    assert one == peer == [*given(filled, 0), END]
     first_step = resumed[0][0]
-    assert resumed == resumed_peer == expected(range(first_step, 16), 1, tokens)
+    assert resumed == resumed_peer == [*given(filled, 1)[first_step:], END]
     assert 3 <= first_step <= victim[-1][0] + 1
-    assert balancer.acknowledged == list(steps)
+    assert filled.acknowledged_steps == list(range(16))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from forked import Python, started
 from guard import GUARD_S
 from helpers import answering
 from processes import Child, served, world_of
-from scripted import ScriptedBalancer, make_batch
+from scripted import Filled
 from torch._C._distributed_c10d import Store, TCPStore
 
 import stream_balancer as sb
@@ -63,12 +63,15 @@ def control(mode: str) -> None:
     """A controller that ends in the middle."""
 
     async def main() -> None:
-        balancer = ScriptedBalancer([make_batch(step, 1) for step in range(2)], hold=True)
-        async with sb.TorchTransport.listen(dp_size=1) as transport, anyio.create_task_group() as tasks:
+        async with (
+            Filled(2, 1, hold=True) as filled,
+            sb.TorchTransport.listen(dp_size=1) as transport,
+            anyio.create_task_group() as tasks,
+        ):
             say(transport.address)
-            tasks.start_soon(sb.serve, balancer, transport)
+            tasks.start_soon(sb.serve, filled.balancer, transport)
             if mode == "unclosed":
-                while not balancer.acknowledged:
+                while not filled.acknowledged_steps:
                     await anyio.sleep(0.01)
                 os._exit(0)
 
@@ -90,10 +93,13 @@ def test_every_way_out_of_the_loop_ends_the_process_cleanly() -> None:
 
 async def _ways_out() -> None:
     modes = {"break": 0, "exit": 3, "raise": 1, "unclosed": 0, "ctrl-c": 0}
-    balancer = ScriptedBalancer([make_batch(step, len(modes)) for step in range(2)], hold=True)
     with anyio.fail_after(GUARD_S):
-        async with sb.TorchTransport.listen(dp_size=len(modes)) as transport, anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(sb.serve, balancer, transport, rejoin_timeout_s=GUARD_S))
+        async with (
+            Filled(2, len(modes), hold=True) as filled,
+            sb.TorchTransport.listen(dp_size=len(modes)) as transport,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(partial(sb.serve, filled.balancer, transport, rejoin_timeout_s=GUARD_S))
             ranks = {}
             for rank, mode in enumerate([*modes, "unconnected"]):
                 context = started(__file__, mode, transport.address, rank % len(modes), len(modes), finalize=True)
@@ -120,10 +126,9 @@ def in_world(rank: int, backend: str) -> list[int]:
     acknowledged: list[int] = []
 
     async def serve() -> None:
-        balancer = ScriptedBalancer([make_batch(step, dist.get_world_size()) for step in range(12)])
-        async with sb.TorchTransport.in_world() as transport:
-            await sb.serve(balancer, transport)
-        acknowledged.extend(balancer.acknowledged)
+        async with Filled(12, dist.get_world_size()) as filled, sb.TorchTransport.in_world() as transport:
+            await sb.serve(filled.balancer, transport)
+        acknowledged.extend(filled.acknowledged_steps)
 
     controller = threading.Thread(target=anyio.run, args=(serve,), kwargs={"backend": backend})
     if rank == 0:
@@ -208,11 +213,15 @@ def test_a_killed_rank_or_controller_is_missed_though_its_children_live() -> Non
     children: list[int] = []
 
     async def lose_a_rank() -> None:
-        async with sb.TorchTransport.listen(dp_size=1) as transport, anyio.create_task_group() as tasks:
+        async with (
+            Filled(1, 1, hold=True) as filled,
+            sb.TorchTransport.listen(dp_size=1) as transport,
+            anyio.create_task_group() as tasks,
+        ):
             rank = Child(train_beside_children, transport.address, daemon=False)
             tasks.start_soon(anyio.to_thread.run_sync, kill_parent, rank, children)
             with pytest.raises(RankLostError, match="rank 0"), anyio.fail_after(GUARD_S):
-                await sb.serve(ScriptedBalancer([make_batch(0, 1)], hold=True), transport)
+                await sb.serve(filled.balancer, transport)
 
     anyio.run(lose_a_rank)
     controller = Child(control_beside_children, daemon=False)
@@ -255,16 +264,19 @@ async def test_a_feed_goes_on_when_the_store_it_joined_through_has_died() -> Non
     host = Child(_host_store)
     port = await anyio.to_thread.run_sync(host.hear)
     stores: list[Store] = [TCPStore("127.0.0.1", port, is_master=False) for _ in range(2)]
-    balancer = ScriptedBalancer([make_batch(step, 1) for step in range(5)])
     with anyio.fail_after(GUARD_S):
-        async with sb.TorchTransport(stores[0], dp_size=1) as transport, anyio.create_task_group() as tasks:
-            tasks.start_soon(sb.serve, balancer, transport)
+        async with (
+            Filled(5, 1) as filled,
+            sb.TorchTransport(stores[0], dp_size=1) as transport,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(sb.serve, filled.balancer, transport)
             feed = sb.RankFeed(stores[1], rank=0, dp_size=1)
             assert (await anext(feed)).step == 0
             host.process.kill()
             host.process.join()
             assert [batch.step async for batch in feed] == [1, 2, 3, 4]
-    assert balancer.acknowledged == list(range(5))
+    assert filled.acknowledged_steps == list(range(5))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from forked import run_python
-from processes import world_of
-
-import stream_balancer as sb
 
 STARTS_TORCHRUN = """
 import forked, runpy, subprocess, sys
@@ -56,32 +52,3 @@ def test_a_few_steps(start, options, policy, steps):
     assert 0 < report["reward_start"] < 0.5
     assert 0 <= report["idle"] < 1
     assert report["staleness"] > 0
-
-
-def differences(rank: int) -> list[float]:
-    """Of the example's backward() on this rank's share, in DDP, from the gradient of one padded batch."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    sys.path.insert(0, str(ROOT / "tests" / "unit"))
-    import test_grpo_example as grpo
-
-    config = sb.BalancerConfig(dp_size=2, batch_size=32, micro_batches={"max_tokens": 125})
-    with sb.blocking(config) as balancer:  # planning is deterministic: the same on every rank
-        for rollout in grpo.make_rollouts(64):
-            balancer.put(rollout)
-        balancer.end()
-        batches = list(balancer.batches())
-    found = []
-    for batch in batches:
-        model = DistributedDataParallel(grpo.new_model())
-        grpo.backward(model, batch.ranks[rank], grpo.TEMPERATURE)
-        whole = grpo.gradient_of_padded_batch(list(batch.rollouts))
-        found.append(float((grpo.flat_gradient(model) - whole).norm() / whole.norm()))
-    return found
-
-
-@pytest.mark.slow
-def test_gradient_under_ddp():
-    first, _ = world_of(2, differences)
-    assert len(first) == 2
-    assert max(first) <= 1e-10

@@ -28,45 +28,6 @@ def grouped() -> BalancerCore:
     return BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, groups=sb.Groups(size=4)))
 
 
-def test_a_sibling_lost_in_flight_may_come_again_by_itself() -> None:
-    core = grouped()
-    core.add_all(list(make_rollouts([3, 4, 5, 6], siblings=4)), 0.0)
-    batch = polled(core)
-    core.mark_missing(batch.step, ["r1"])
-    core.acknowledge(batch.step)
-    verify(core)
-    stats = core.statistics(0.0)
-    assert (stats.acknowledged, stats.evicted["lost"]) == (3, 1)
-    core.add(make_rollout(4, "r1", group_id="g0"), 0.0)  # its siblings have been trained on
-    assert core.buffer.groups.incomplete() == {}
-    core.force_flush()
-    again = polled(core)
-    assert again.num_rollouts == 1
-    assert core.buffer.groups.departed() == {}
-
-
-async def test_abandoning_makes_room_and_calls_on_evict() -> None:
-    gone: list[tuple[str, str]] = []
-    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, capacity=4, groups=sb.Groups(size=2))
-    async with sb.StreamBalancer(config, on_evict=lambda r, why: gone.append((r.rollout_id, why))) as balancer:
-        await balancer.put(make_rollout(3, "r0", group_id="g0"))
-        assert balancer.abandon_group("g0") == 1
-        await balancer.put_group(list(make_rollouts([3, 4], prefix="s", siblings=2)))
-        assert gone == [("r0", "abandoned"), ("s0", "abandoned"), ("s1", "abandoned")]
-
-
-def test_the_loss_of_a_group_that_was_done_takes_nothing_from_the_next_of_its_name() -> None:
-    """A rollout that came beyond the size begins the group anew, while those that left may still be lost."""
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=2, groups=sb.Groups(size=2)))
-    core.add_all(list(make_rollouts([3, 4], siblings=2)), 0.0)
-    batch = polled(core)
-    core.add(make_rollout(5, "r2", group_id="g0"), 0.0)
-    core.mark_missing(batch.step, {"r0", "r1"})
-    core.acknowledge(batch.step)
-    assert core.buffer.groups.incomplete() == {"g0": 1}
-    verify(core)
-
-
 # -- groups of another size --------------------------------------------------------------------------------------------
 
 CLOSE = GroupSize("g0", None)
@@ -74,12 +35,6 @@ CLOSE = GroupSize("g0", None)
 
 def siblings(count: int, prefix: str = "r") -> list[sb.Rollout]:
     return [make_rollout(3 + n, f"{prefix}{n}", group_id="g0") for n in range(count)]
-
-
-def sent(core: BalancerCore) -> tuple[int, tuple[str, ...]] | None:
-    core.force_flush()
-    batch = core.poll(0.0)
-    return None if batch is None else (batch.num_rollouts, batch.incomplete_groups)
 
 
 def test_sizes_that_cannot_be_are_refused_and_change_nothing() -> None:
@@ -108,19 +63,6 @@ def test_sizes_that_cannot_be_are_refused_and_change_nothing() -> None:
         free.add_all([], 0.0, CLOSE)
     free.add_all(siblings(2), 0.0, CLOSE)  # who puts need not know
     assert free.statistics(0.0).waiting == 2
-
-
-def test_what_is_lost_of_a_closed_group_may_come_again_or_is_given_up_by_closing_it_again() -> None:
-    core = grouped()
-    core.add_all(siblings(3), 0.0, CLOSE)
-    core.evict_lost(lambda rollout: rollout.rollout_id == "r1")
-    assert sent(core) is None
-    core.add_all(siblings(2)[1:], 0.0)
-    core.evict_lost(lambda rollout: rollout.rollout_id == "r2")
-    verify(core)
-    core.add_all([], 0.0, CLOSE)
-    assert sent(core) == (2, ())
-    verify(core)
 
 
 def reconfigurable(**knobs: Any) -> BalancerCore:
@@ -238,43 +180,6 @@ def put_versions(core: BalancerCore, *versions: int, group_id: str | None = None
     return [rollout.rollout_id for rollout in rollouts]
 
 
-def test_only_those_too_old_for_the_step_ahead_are_held_back() -> None:
-    core = versioned()
-    put_versions(core, 1, 1)
-    first = dispatch(core)
-    (old,) = put_versions(core, 0)
-    young = put_versions(core, 1, 1)
-    assert core.staleness.num_held_back == 1
-    assert {r.rollout_id for r in dispatch(core).rollouts} == set(young), "with one step more they are too old: due"
-    put_versions(core, 2)
-    assert core.poll(0.0) is None
-    core.acknowledge(first.step)
-    core.acknowledge(first.step + 1)
-    assert old in {r.rollout_id for r in dispatch(core).rollouts}, "nothing is ahead of it any more"
-
-
-def test_siblings_of_one_that_is_held_back_are_held_back() -> None:
-    core = versioned(groups=sb.Groups(size=2))
-    put_versions(core, 1, 1, group_id="a")
-    dispatch(core)
-    put_versions(core, 0, 2, group_id="b")
-    assert core.triggers.sendable()[:2] == (0, 0)
-    assert core.poll(0.0) is None
-    young = put_versions(core, 2, 2, group_id="c")
-    assert {r.rollout_id for r in dispatch(core).rollouts} == set(young)
-
-
-def test_a_step_given_back_is_ahead_again() -> None:
-    core = versioned()
-    put_versions(core, 1, 1)
-    batch = dispatch(core)
-    core.finish_training(batch.step)
-    assert core.in_flight.steps_ahead == 0
-    core.nack(batch.step)
-    verify(core)
-    assert core.in_flight.steps_ahead == 1, "it will be trained on, and may make a version"
-
-
 def test_a_rollout_ages_until_its_training_begins() -> None:
     core = versioned(staleness=sb.Staleness(max_versions=3, on_stale="send"))
     put_versions(core, 1, 1, 1, 0)
@@ -300,27 +205,6 @@ def in_stratum(num_tokens: int, stratum: Any = None, **more: Any) -> sb.Rollout:
 
 def of_strata(**knobs: Any) -> BalancerCore:
     return BalancerCore(sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "cost": sb.cost.QuadraticCost(), **knobs}))
-
-
-def strata_of_steps(core: BalancerCore, steps: int) -> list[int]:
-    """Long rollouts of "agent" in each step; they are an eighth of what comes."""
-    found, now = [], 0.0
-    for _ in range(steps):
-        while (batch := core.poll(now)) is None:
-            now += 1.0
-            number = core.counts.accepted
-            core.add(in_stratum(900 if number % 8 == 0 else 50, "agent" if number % 8 == 0 else "math"), now)
-        found.append(sum(one.stratum == "agent" for one in batch.rollouts))
-    return found
-
-
-def test_a_stratum_of_long_rollouts_is_in_every_step_while_it_waits() -> None:
-    assert 0 in strata_of_steps(of_strata(max_skips=None), 20), "outliers wait for each other"
-    core = of_strata(max_skips=None, stratum_shares={"agent": 0.1})
-    found = strata_of_steps(core, 40)
-    waits = core.statistics(0.0).strata["agent"].waiting
-    assert waits <= 1, "one goes with every step in which one waits"
-    assert sum(found) >= 20, "an eighth of 160"
 
 
 def test_statistics_say_who_waits_and_who_went() -> None:
@@ -522,11 +406,3 @@ def test_an_observer_that_raises_is_logged_and_nothing_is_lost(caplog: pytest.Lo
     kinds = ["version_set", "accepted", "planned", "dispatched", "acknowledged", "accepted", "version_set", "evicted"]
     assert [event[0] for event in recording.taken()] == kinds
     assert [r.getMessage().rsplit(" ", 1)[1].strip("'") for r in caplog.records] == kinds
-
-
-def test_micro_batches_are_filled_up_to_a_multiple_with_padding_copies() -> None:
-    knobs = {"batch_size": 3, "window": 3, "micro_batches": {"max_tokens": 10, "multiple_of": 2}}
-    core = reconfigurable(**knobs)
-    core.add_all(list(make_rollouts([10, 10, 10])), 0.0)
-    batch = polled(core)
-    assert (len(batch.ranks[0].micro_batches), batch.num_padding) == (4, 1)

@@ -170,50 +170,6 @@ def opened(**knobs: object) -> BalancerCore:
     return core
 
 
-def of_group(name: str, *numbers: int, length: int = 3) -> list[sb.Rollout]:
-    return [
-        sb.Rollout(tokens={"input_ids": [0] * length}, rollout_id=f"{name}{number}", group_id=name)
-        for number in numbers
-    ]
-
-
-def trained_in_the_end(trainer: Trainer) -> list[str]:
-    trainer.core.end()
-    while trainer.take():
-        trainer.core.statistics(0.0)
-    assert trainer.core.finished
-    trainer.acknowledge()
-    return sorted(trainer.trained)
-
-
-def test_siblings_that_are_trained_on_stay_when_a_late_one_is_turned_down() -> None:
-    core = opened()
-    core.add_all(of_group("g", 0, 1), 0.0)
-    trainer = Trainer(core)
-    assert trainer.take(), "both are in a row"
-    late = of_group("g", 2)
-    assert core.admission.completed_by(late) == late, "accept= is not asked about what is trained on"
-    core.filter_out(late, 0.0)
-    verify(core)
-    assert core.statistics(0.0).evicted["filtered"] == 1
-    assert trained_in_the_end(trainer) == ["g0", "g1"]
-
-
-def test_a_group_that_is_trained_on_can_be_abandoned() -> None:
-    core = opened()
-    core.add_all(of_group("g", 0, 1), 0.0)
-    trainer = Trainer(core)
-    assert trainer.take()
-    assert core.abandon_group("g") == 0
-    verify(core)
-    core.add_all(of_group("g", 2), 0.0)
-    core.add_all(of_group("h", 0), 0.0)
-    assert core.statistics(0.0).evicted["abandoned"] == 1
-    assert core.statistics(0.0).open_groups == 1
-    core.add_all(of_group("h", 1), 0.0)
-    assert trained_in_the_end(trainer) == ["g0", "g1", "h0", "h1"]
-
-
 def test_an_execution_without_groups_is_refused_at_its_put() -> None:
     core = opened(groups=sb.Groups(size=None))
     one = sb.Rollout(tokens={"input_ids": [0]}, execution_id="e")

@@ -173,45 +173,6 @@ def test_what_comes_after_its_group_was_cut_is_evicted_and_its_length_is_counted
     verify(core)
 
 
-def test_what_is_lost_of_a_group_that_was_cut_is_not_waited_for() -> None:
-    core = cutting(window=8)
-    core.add_all([sibling("r0"), sibling("r1")], 0.0)
-    assert core.cut_stragglers(0.0)
-    assert core.evict_lost(lambda one: one.rollout_id == "r0") == ["r0"]
-    assert core.buffer.num_ready == 1
-    core.add(sibling("r0"), 1.0)
-    assert core.statistics(1.0).evicted["late"] == 1
-    core.force_flush()
-    assert polled(core, 1.0).num_rollouts == 1
-    verify(core)
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-def test_a_group_that_was_cut_stays_so_in_a_checkpoint(leaves: bool) -> None:
-    core, other = cutting(window=8), cutting(window=8)
-    core.add_all([sibling("r0"), sibling("r1")], 0.0)
-    core.cut_stragglers(0.0)
-    if leaves:
-        core.force_flush()
-        core.acknowledge(polled(core).step)
-    other.restore(read_state_dict(state_dict(core.snapshot(5.0))), 5.0)
-    assert other.buffer.num_ready == (0 if leaves else 2)
-    other.add(sibling("r2"), 6.0)
-    stats = other.statistics(6.0)
-    assert (stats.evicted["late"], stats.evicted["abandoned"], stats.waiting) == (1, 0, 0 if leaves else 2)
-    assert other.buffer.groups.declared("g0") == (2, True, True)
-    verify(other)
-
-
-def test_abandoning_a_group_that_was_cut_gives_up_the_rest_of_it() -> None:
-    core = cutting(window=8)
-    core.add_all([sibling("r0"), sibling("r1")], 0.0)
-    core.cut_stragglers(0.0)
-    assert core.abandon_group("g0") == 2
-    core.add(sibling("r2"), 1.0)
-    assert core.statistics(1.0).evicted["abandoned"] == 3
-
-
 @pytest.mark.parametrize("groups", [{"min_size": 1}, {"min_size": 4}, {"keep": "free", "min_size": 2}, {"size": None}])
 def test_a_least_size_that_says_nothing_is_refused(groups: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"groups\.min_size"):

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from codec_help import received
-from scripted import Filled, make_batch, same_rollout
+from scripted import Filled, same_rollout
 from torch import Tensor
 
 import stream_balancer as sb
 from stream_balancer.client.device import Pace, Streams, Uploader
 from stream_balancer.client.port import Arrived
 from stream_balancer.net.pool import Pool, aligned
+from stream_balancer.testing import make_rollout
 from stream_balancer.types import MicroBatch
 from stream_balancer.wire.codec import Decoded, decode, encode
 
@@ -90,7 +91,7 @@ class Work:
 
 
 def micro_batches_of(step: int) -> tuple[MicroBatch, ...]:
-    return make_batch(step, 1, num_tokens=20_000).ranks[0].micro_batches
+    return tuple(MicroBatch.of([make_rollout(20_000 + n, f"{step}.{n}", seed=step)]) for n in range(2))
 
 
 def assert_is_step(work: Work, step: int) -> None:
