@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 
 import anyio
 import pytest
-from anyio.abc import TaskGroup
 from helpers import kill, settle
 from served import serving
 
@@ -30,15 +28,12 @@ class Trainers:
         self.trained: Counter[str] = Counter()
         self.sizes: dict[int, list[int]] = {}
         """By rank, ``dp_size`` of each step."""
-        self.ended: list[int] = []
 
-    async def train(self, rank: int, seconds: float = 0.0, *, incarnation: int = 0) -> None:
-        async for share in sb.RankFeed(self.transport.connect(rank, incarnation=incarnation)):
-            await anyio.sleep(seconds)
+    async def train(self, rank: int) -> None:
+        async for share in sb.RankFeed(self.transport.connect(rank)):
             assert (share.rank, share.dp_size > rank) == (rank, True)
             self.trained.update(r.rollout_id for r in share.rollouts if not r.is_padding)
             self.sizes.setdefault(rank, []).append(share.dp_size)
-        self.ended.append(rank)
 
 
 async def put(balancer: sb.StreamBalancer, name: str, number: int) -> None:
@@ -46,35 +41,15 @@ async def put(balancer: sb.StreamBalancer, name: str, number: int) -> None:
         await balancer.put(make_rollout(1 + 7 * n % 30, f"{name}{n}"))
 
 
-@asynccontextmanager
-async def training(dp_size: int, seconds: float = 0.0) -> AsyncIterator[tuple[sb.StreamBalancer, Trainers, TaskGroup]]:
-    """So many ranks train, ``seconds`` a step, and have been given the first; on leaving, until the end."""
-    async with serving(sb.StreamBalancer(knobs(dp_size))) as (balancer, transport, tasks):
+async def test_more_ranks_once_they_are_wanted() -> None:
+    async with serving(sb.StreamBalancer(knobs(2))) as (balancer, transport, tasks):
         trainers = Trainers(transport)
-        for rank in range(dp_size):
-            tasks.start_soon(trainers.train, rank, seconds)
+        for rank in range(2):
+            tasks.start_soon(trainers.train, rank)
         await put(balancer, "a", 12)
         await settle()
-        yield balancer, trainers, tasks
-        balancer.end()
-
-
-async def test_fewer_ranks_from_the_next_batch_on() -> None:
-    async with training(3, 1.0) as (balancer, trainers, _):
-        balancer.reconfigure(dp_size=2)
-        await anyio.sleep(10.0)
-        assert trainers.ended == [2], "a rank that is no more sees the end, behind what it was given"
-        await put(balancer, "b", 24)
-    assert trainers.sizes == {0: [3, 2, 2], 1: [3, 2, 2], 2: [3]}
-    assert sum(trainers.trained.values()) == len(trainers.trained) == 36
-    assert balancer.statistics().acknowledged == 36
-    assert [len(balancer.statistics().rank_busy_seconds), trainers.transport.dp_size] == [3, 2]
-
-
-async def test_more_ranks_once_they_are_wanted() -> None:
-    async with training(2) as (balancer, trainers, tasks):
         with pytest.raises(ValueError, match="announces dp_size=3, but the controller balances for dp_size=2"):
-            await anext(sb.RankFeed(trainers.transport.connect(2, dp_size=3)))
+            await anext(sb.RankFeed(transport.connect(2, dp_size=3)))
         balancer.reconfigure(dp_size=3)
         await put(balancer, "b", 12)
         await settle()
@@ -82,6 +57,7 @@ async def test_more_ranks_once_they_are_wanted() -> None:
         assert balancer.statistics().redelivering == 12, "what was asked for before is for whoever is there"
         tasks.start_soon(trainers.train, 2)
         await settle()
+        balancer.end()
     assert trainers.sizes == {0: [2, 3], 1: [2, 3], 2: [3]}
     assert sum(trainers.trained.values()) == len(trainers.trained) == 24
 

@@ -11,8 +11,8 @@ import resource
 import shutil
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,15 @@ import helpers
 import pytest
 from anyio.lowlevel import checkpoint
 from guard import GUARD_S
-from helpers import attend, fill, until, waiting
+from helpers import fill, until, waiting
 from invariants import verify
+from served import attended
 from test_cancellation import How, cancelled_after, ways
 
 import stream_balancer as sb
 from stream_balancer.host.journal import store, writer
 from stream_balancer.host.records import rollout_key
-from stream_balancer.testing import MemoryNetwork, make_rollout, make_rollouts
+from stream_balancer.testing import make_rollout, make_rollouts
 from stream_balancer.types import Batch
 
 MAX_PASSES = 12
@@ -286,24 +287,11 @@ async def test_the_end_is_not_remembered(tmp_path: Path) -> None:
         await balancer.put(make_rollout(3))
 
 
-@asynccontextmanager
-async def attended(folder: Path, **options: int) -> AsyncIterator[tuple[sb.StreamBalancer, MemoryNetwork]]:
-    """A balancer of a journal, which producers connect to."""
-    async with (
-        sb.StreamBalancer(config(), journal=folder, **options) as balancer,
-        MemoryNetwork(dp_size=2) as transport,
-        anyio.create_task_group() as tasks,
-    ):
-        tasks.start_soon(attend, balancer, transport)
-        yield balancer, transport
-        tasks.cancel_scope.cancel()
-
-
 async def test_producers_that_have_ended_are_counted_on(tmp_path: Path) -> None:
     """``end()`` returns once it is on the disk: the producer may be gone when the controller is started again."""
     folder = tmp_path / "j"
     for life in range(3):
-        async with attended(folder, num_producers=2) as (balancer, transport):
+        async with attended(sb.StreamBalancer(config(), journal=folder, num_producers=2)) as (balancer, transport, _):
             assert balancer.ended == (life == 2)
             if life < 2:
                 producer = sb.connect(transport.connect_producer())
@@ -321,7 +309,7 @@ async def test_producers_that_have_ended_are_counted_on(tmp_path: Path) -> None:
 
 async def test_an_end_that_came_as_the_last_producer_left_is_remembered(tmp_path: Path) -> None:
     folder = tmp_path / "j"
-    async with attended(folder) as (balancer, transport):
+    async with attended(sb.StreamBalancer(config(), journal=folder)) as (balancer, transport, _):
         first, second = [sb.connect(transport.connect_producer()) for _ in range(2)]
         await first.put(make_rollout(3, "a"))
         await second.put(make_rollout(3, "b"))

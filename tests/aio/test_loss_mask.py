@@ -6,14 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 import helpers
 import pytest
 import torch
-from helpers import attend
+from served import attended
 
 import stream_balancer as sb
-from stream_balancer.testing import MemoryNetwork
 from stream_balancer.types import Batch
 
 config = partial(helpers.config, window=4)
@@ -56,19 +54,13 @@ async def test_padding_copies_are_never_trained_on() -> None:
 
 
 async def test_a_producer_elsewhere_need_not_know() -> None:
-    async with (
-        sb.StreamBalancer(config(loss_mask_column="response_mask")) as balancer,
-        anyio.create_task_group() as tasks,
-    ):
-        transport = MemoryNetwork(dp_size=2)
-        tasks.start_soon(attend, balancer, transport)
+    async with attended(sb.StreamBalancer(config(loss_mask_column="response_mask"))) as (balancer, transport, _):
         async with sb.connect(transport.connect_producer()) as producer:
             for number in range(4):
                 await producer.put(rollout(f"r{number}", response_mask=[0, 1, 1]))
             with pytest.raises(sb.errors.RolloutError, match="no column 'response_mask', which loss_mask_column names"):
                 await producer.put(rollout("bad"))
         check(await anext(balancer.batches()))
-        tasks.cancel_scope.cancel()
 
 
 def test_it_comes_back_from_a_journal_and_a_checkpoint(tmp_path: Path) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import anyio
 import helpers
 import pytest
-from helpers import attend, settle, waiting
+from helpers import settle, waiting
+from served import attended
 
 import stream_balancer as sb
-from stream_balancer.testing import MemoryNetwork, make_rollout
+from stream_balancer.testing import make_rollout
 
 config = partial(helpers.config, groups=sb.Groups(size=4), window=4, capacity=16)
 
@@ -22,21 +22,10 @@ def siblings(count: int, prefix: str = "r") -> list[sb.Rollout]:
     return [make_rollout(3 + n, f"{prefix}{n}", group_id="g") for n in range(count)]
 
 
-@asynccontextmanager
-async def attended(balancer: sb.StreamBalancer) -> AsyncIterator[sb.Producer]:
-    async with MemoryNetwork(dp_size=2) as transport, anyio.create_task_group() as tasks:
-        tasks.start_soon(attend, balancer, transport)
-        yield sb.connect(transport.connect_producer())
-        tasks.cancel_scope.cancel()
-
-
 async def test_a_worker_that_lost_a_sibling_lets_the_step_go_without_it() -> None:
     """Seven of eight would wait for ever: three of four here."""
-    async with (
-        sb.StreamBalancer(config()) as balancer,
-        attended(balancer) as producer,
-        anyio.create_task_group() as tasks,
-    ):
+    async with attended(sb.StreamBalancer(config())) as (balancer, network, tasks):
+        producer = sb.connect(network.connect_producer())
         got: list[sb.Batch] = []
 
         async def train() -> None:
@@ -58,7 +47,8 @@ async def test_a_worker_that_lost_a_sibling_lets_the_step_go_without_it() -> Non
 
 
 async def test_every_producer_tells_what_the_balancer_is_told() -> None:
-    async with sb.StreamBalancer(config()) as balancer, attended(balancer) as producer:
+    async with attended(sb.StreamBalancer(config())) as (balancer, network, _):
+        producer = sb.connect(network.connect_producer())
         await producer.expect_group("g", 3)
         await producer.put_group(siblings(2))
         for there, here in (
@@ -83,7 +73,8 @@ async def test_every_producer_tells_what_the_balancer_is_told() -> None:
 
 
 async def test_a_balancer_that_keeps_no_groups_says_so() -> None:
-    async with sb.StreamBalancer(helpers.config()) as balancer, attended(balancer) as producer:
+    async with attended(sb.StreamBalancer(helpers.config())) as (_, network, _):
+        producer = sb.connect(network.connect_producer())
         for tell in (producer.close_group("g"), producer.abandon_group("g"), producer.expect_group("g", 2)):
             with pytest.raises(ValueError, match="keeps no groups"):
                 await tell

@@ -8,12 +8,13 @@ from pathlib import Path
 import anyio
 import helpers
 import pytest
-from helpers import attend, settle
+from helpers import settle
 from in_loop import journals_in_loop
+from served import attended
 
 import stream_balancer as sb
 from stream_balancer.core.groups import Declared
-from stream_balancer.testing import MemoryNetwork, make_rollout
+from stream_balancer.testing import make_rollout
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,13 +48,9 @@ class Heard(sb.Observer):
 
 async def test_a_step_leaves_without_the_straggler_which_is_evicted_when_it_comes() -> None:
     """By a worker elsewhere, whose put returns as usual."""
-    async with (
-        sb.StreamBalancer(config(window=6, batch_size=6, groups=sb.Groups(size=3, min_size=2))) as balancer,
-        MemoryNetwork(dp_size=2) as network,
-        anyio.create_task_group() as tasks,
-    ):
+    knobs = config(window=6, batch_size=6, groups=sb.Groups(size=3, min_size=2))
+    async with attended(sb.StreamBalancer(knobs)) as (balancer, network, tasks):
         balancer.observers.append(heard := Heard())
-        tasks.start_soon(attend, balancer, network)
         producer = sb.connect(network.connect_producer())
         got: list[tuple[float, sb.Batch]] = []
 
@@ -82,7 +79,6 @@ async def test_a_step_leaves_without_the_straggler_which_is_evicted_when_it_come
         assert heard.said[0][2] - began == pytest.approx(20.0, abs=0.1)
         statistics = await producer.statistics()
         assert (statistics.evicted["late"], statistics.cut_siblings, statistics.short_groups) == (1, 1, 2)
-        tasks.cancel_scope.cancel()
 
 
 async def test_a_reserver_that_waits_gets_what_a_cut_group_leaves() -> None:

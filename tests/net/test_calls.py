@@ -248,22 +248,6 @@ async def test_a_reply_that_is_made_before_its_repetition_has_come_is_sent_once(
         assert (host.taken, host.begun, len(opened)) == (["a", "b"], 2, 2)
 
 
-async def test_what_a_session_had_staged_is_free_once_it_is_gone() -> None:
-    async with hosted(keep_s=0.0) as (host, _, session), anyio.create_task_group() as tasks:
-        caller = session()
-
-        async def put() -> None:
-            with pytest.raises(BrokenResourceError):
-                await caller.ask("take", ("a", 5.0), Payload.of(np.zeros(1000, dtype=np.uint8)))
-
-        tasks.start_soon(put)
-        await settle()
-        assert host.service.staging.nbytes > 1000
-        caller.dialer.cut()
-        await anyio.sleep(10)
-        assert (host.service.staging.nbytes, host.taken) == (0, [])
-
-
 @pytest.mark.parametrize("keep_s", [0.0, 3.0])
 async def test_a_session_that_does_not_come_back_is_withdrawn(keep_s: float) -> None:
     """At once, or when it has had the time to."""
@@ -272,15 +256,17 @@ async def test_a_session_that_does_not_come_back_is_withdrawn(keep_s: float) -> 
 
         async def call() -> None:
             with pytest.raises(BrokenResourceError, match="whether it was accepted is not known"):
-                await take(caller, "a", 5.0)
+                await caller.ask("take", ("a", 5.0), Payload.of(np.zeros(1000, dtype=np.uint8)))
 
         tasks.start_soon(call)
         await settle()
+        assert host.service.staging.nbytes > 1000
         caller.dialer.cut("the network broke")
         await anyio.sleep(2)
         assert host.ends == [("end", "lost"), ("gone", "lost")][: 1 if keep_s else 2]
         await anyio.sleep(10)
         assert (host.taken, host.service.peers, host.ends[1:]) == ([], {}, [("gone", "lost")])
+        assert host.service.staging.nbytes == 0
 
 
 async def test_at_most_so_many_calls_and_bytes_are_on_their_way() -> None:

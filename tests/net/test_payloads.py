@@ -24,7 +24,7 @@ from stream_balancer.net.listener import Listener
 from stream_balancer.net.loops import Io
 from stream_balancer.net.service import Peer, Service
 from stream_balancer.net.session import Session
-from stream_balancer.types import MicroBatch, Rollout
+from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Decoded, Owner, Wanted
 
 LOCAL = [rollout(n) for n in range(6)]
@@ -83,21 +83,6 @@ def test_holes_are_filled_from_all_owners(owners: Callable[[str], PayloadOwner],
         assert fetched(fetcher, got) == {}
         same(got, LOCAL)
     assert len(fetcher._sources) == 2, "connections stay open"
-
-
-def test_parts_are_cut_by_who_keeps_the_whole(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
-    a = owners("a")
-    away = [elsewhere(LOCAL[5], a), elsewhere(LOCAL[2], a)]
-    for degree, place in ((2, 0), (2, 1), (8, 3)):
-        group = tuple(range(degree))
-        got = carried(MicroBatch.shared(away, group, place), [elsewhere(LOCAL[1], a)])
-        assert fetched(fetcher, got) == {}
-        whole = carried(MicroBatch.shared([LOCAL[5], LOCAL[2]], group, place), [LOCAL[1]])
-        for ours, theirs in zip(whole.micro_batches, got.micro_batches, strict=True):
-            ours_packed, theirs_packed = ours.packed(), theirs.packed()
-            for name in ours_packed.columns:
-                assert torch.equal(ours_packed[name], theirs_packed[name])
-                assert torch.equal(ours_packed.next(name), theirs_packed.next(name))
 
 
 def test_what_is_gone_is_named_and_the_rest_comes(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:

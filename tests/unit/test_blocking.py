@@ -118,21 +118,6 @@ def interrupted(wait: Callable[[], object], until: Callable[[], bool]) -> None:
     thread.join()
 
 
-@pytest.mark.parametrize("anew", [True, False], ids=["a new iterator", "the same iterator"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_interrupted_for_is_begun_again(backend: Any, anew: bool) -> None:
-    with sb.blocking(config(), backend=backend) as balancer:
-        made: list[Any] = []
-        interrupted(
-            lambda: next(made.append(balancer.batches()) or made[0]),  # type: ignore[func-returns-value]
-            lambda: bool(made) and "nobody" not in balancer.why_no_batch(),
-        )
-        fill(balancer, 8)
-        balancer.end()
-        steps = [(batch.step, batch.num_rollouts) for batch in (balancer.batches() if anew else made[0])]
-        assert steps == [(0, 4), (1, 4)]
-
-
 @pytest.mark.parametrize("siblings", [0, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_interrupted_put_was_not_accepted(backend: Any, siblings: int) -> None:

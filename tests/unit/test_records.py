@@ -232,16 +232,6 @@ def held_rows(*rollouts: sb.Rollout, arrived_at: float = 0.0, step: int = 0) -> 
     return records
 
 
-def test_a_plan_whose_rollout_is_lost_is_not_kept() -> None:
-    records = held_rows(make_rollout(3, "a"), make_rollout(3, "b"))
-    records.add(plan_row(0, ["a"], ["lost"]))
-    snapshot = records.snapshot(0.0)
-    assert [r.rollout_id for r in snapshot.waiting] == ["a", "b"]
-    assert snapshot.set_aside == ("step 0: its plan names rollouts that are lost",)
-    assert records.damage.keys() == {"plan 0"}
-    assert snapshot.next_step == 1
-
-
 def test_ages_survive() -> None:
     records = Records()
     for number, (arrived_at, step) in enumerate([(10.0, 0), (9.0, 2), (12.0, 3)]):  # a wall clock may step back
