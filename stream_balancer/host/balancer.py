@@ -42,14 +42,11 @@ from stream_balancer.facade import OfOneProcess
 from stream_balancer.host.batches import Batches, Consumer
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.host.journal import Journal, Recovered
-from stream_balancer.host.lifetime import Lifetime
 from stream_balancer.host.observers import Notices
 from stream_balancer.host.producer_registry import ProducerRegistry
-from stream_balancer.host.puts import Puts
+from stream_balancer.host.puts import PendingPut, Puts
 from stream_balancer.host.recorder import Recorder
 from stream_balancer.host.records import Ended
-from stream_balancer.host.reservations import Reservations
-from stream_balancer.host.versions import Versions
 from stream_balancer.host.wakeups import StallReporter, Wakeups
 from stream_balancer.slots import Reservation
 from stream_balancer.statistics import Statistics, Straggler
@@ -64,10 +61,8 @@ class Parts:
 
     core: BalancerCore
     puts: Puts
-    reservations: Reservations
     consumer: Consumer
     wakeups: Wakeups
-    versions: Versions
     producers: ProducerRegistry
 
 
@@ -110,17 +105,16 @@ class StreamBalancer(OfOneProcess):
         report_after_s: float = 60.0,
         num_producers: int | None = None,
     ) -> None:
-        core, throttle, lifetime = BalancerCore(config), Throttle(), Lifetime()
-        wakeups = Wakeups(core, throttle, StallReporter(report_after_s, self._why_stalled, _log))
+        core, throttle = BalancerCore(config), Throttle()
+        self._wakeups = wakeups = Wakeups(core, throttle, StallReporter(report_after_s, self._why_stalled, _log))
         self._journal = None if journal is None else Journal(journal)
-        puts = Puts(core, lifetime, wakeups, accept=accept, journal=self._journal)
-        versions = Versions(core, lifetime)
         self.parts = Parts(
-            core, puts, Reservations(core, lifetime, wakeups, throttle, puts, versions),
-            Consumer(core, lifetime, wakeups, self._journal), wakeups, versions,
+            core,
+            Puts(core, wakeups, throttle, accept, self._journal),
+            Consumer(core, wakeups, self._journal),
+            wakeups,
             ProducerRegistry(self.end, num_producers),
-        )  # fmt: skip
-        self._lifetime = lifetime
+        )
         self._idle = learn.attach(core)
         if self._journal is not None:
             self.parts.producers.write = self._journal.put
@@ -128,7 +122,7 @@ class StreamBalancer(OfOneProcess):
         self.observers: list[Observer] = core.observers
         """Observers of what happens (:class:`Observer`), notified in this order in the loop's thread. Append yours."""
         self._notices = Notices(core)
-        self.observers += [self._notices, self.parts.versions]
+        self.observers.append(self._notices)
         if on_evict is not None:
             observer = Observer()
             observer.evicted = on_evict  # type: ignore[assignment, method-assign]
@@ -147,7 +141,7 @@ class StreamBalancer(OfOneProcess):
     @property
     def ended(self) -> bool:
         """True once ``end()`` or ``aclose()`` was called: puts raise ClosedResourceError."""
-        return self._lifetime.closed or self.parts.core.ended
+        return self._wakeups.closed or self.parts.core.ended
 
     @property
     def recovered(self) -> Recovered | None:
@@ -194,7 +188,9 @@ class StreamBalancer(OfOneProcess):
 
     def put_nowait(self, rollout: Rollout) -> None:
         """:meth:`put`, or WouldBlock if the buffer is full or others are waiting to put. O(log n)."""
-        self.parts.puts.put_nowait(rollout)
+        # No checkpoint, unlike put(): it must be callable from a callback of the loop, where nothing can be awaited.
+        # an object all the same: every put goes one way, and this one never gets into a queue
+        PendingPut(self.parts.puts, [rollout]).begin(self._wakeups.now("put_nowait"), may_wait=False)
 
     def reserve(self, count: int = 1) -> Reservation:
         """A slot for rollouts that are still to be generated::
@@ -212,7 +208,7 @@ class StreamBalancer(OfOneProcess):
         could not hold or the window not fill, ValueError for a ``count`` that could never be admitted; entering raises
         ClosedResourceError after ``end()`` or ``aclose()``.
         """
-        return self.parts.reservations.reserve(count)
+        return self.parts.puts.reserve(count)
 
     # -- batches out ---------------------------------------------------------------------------------------------------
 
@@ -246,7 +242,7 @@ class StreamBalancer(OfOneProcess):
         For exactly-once training call it when a checkpoint is saved, and after a restart, before the first batch, with
         the step of the checkpoint that was loaded. May be repeated; steps that are not in flight are passed over.
         """
-        self._lifetime.check_thread("acknowledge_through")
+        self._wakeups.check_thread("acknowledge_through")
         for number in self.parts.core.in_flight.steps_through(step):
             self.parts.consumer.acknowledge(number)
 
@@ -275,24 +271,29 @@ class StreamBalancer(OfOneProcess):
         for a rank that the step has not, and for seconds that cannot be.
         """
         timing = StepTiming(step, rank, seconds, own, waited_s, ready_s)
-        self.parts.core.record_step(timing, self._lifetime.now("record_step_seconds"))
+        self.parts.core.record_step(timing, self._wakeups.now("record_step_seconds"))
 
     def straggler(self) -> Straggler | None:
         """A rank that is slower than the others, step after step; ``serve()`` logs it when it is found. O(ranks)."""
-        return self._idle.straggler(self._lifetime.now("straggler"))
+        return self._idle.straggler(self._wakeups.now("straggler"))
 
     # -- control -------------------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int | None:
         """Policy version last set; None before the first."""
-        return self.parts.versions.current
+        return self.parts.core.staleness.version
 
     async def version_after(self, version: int | None) -> int:
         """Wait for a policy version later than ``version`` (None: for any), and return the newest; at once where there
         is one. Raises ClosedResourceError once :meth:`aclose` was called.
         """
-        return await self.parts.versions.after(version)
+        self._wakeups.enter("version_after")
+        await anyio.lowlevel.checkpoint()
+        # in a loop: other knobs, or a checkpoint that is loaded, wake all, perhaps with no newer version
+        while (current := self.version) is None or (version is not None and current <= version):
+            await self._wakeups.version_changes()
+        return current
 
     def set_version(self, version: int) -> None:
         """The policy moved on. Rollouts more than ``staleness.max_versions`` behind are evicted, or sent on, as
@@ -300,9 +301,9 @@ class StreamBalancer(OfOneProcess):
 
         Raises ValueError if it goes backwards.
         """
-        self._lifetime.check_thread("set_version")
+        self._wakeups.check_thread("set_version")
         self.parts.core.set_version(version)
-        self.parts.wakeups.changed()
+        self._wakeups.version_changed()
 
     def abandon_group(self, group_id: str) -> int:
         """Give a group up, of which a sibling will never come: what waits of it is evicted ("abandoned"), now, and what
@@ -311,9 +312,9 @@ class StreamBalancer(OfOneProcess):
         To train on the rest of it instead, call :meth:`close_group`. To sample the prompt again, give the new siblings
         another ``group_id``. Raises ValueError where groups play no part.
         """
-        self._lifetime.check_thread("abandon_group")
+        self._wakeups.check_thread("abandon_group")
         number = self.parts.core.abandon_group(group_id)
-        self.parts.wakeups.changed()
+        self._wakeups.changed()
         return number
 
     def reconfigure(self, /, **changes: Any) -> None:
@@ -324,26 +325,26 @@ class StreamBalancer(OfOneProcess):
 
         Raises :class:`ConfigError`, changing nothing, for a value or combination that cannot work.
         """
-        self._lifetime.check_thread("reconfigure")
+        self._wakeups.check_thread("reconfigure")
         self.parts.core.reconfigure(self.config.replace(**changes))
-        self.parts.wakeups.changed()
+        self._wakeups.version_changed()
 
     def end(self) -> None:
         """No more rollouts will come: drain what waits, also if it is fewer than the ranks; then ``batches()`` ends.
 
         Puts that are waiting for room raise ClosedResourceError: they were not accepted. May be called twice.
         """
-        self._lifetime.check_thread("end")
+        self._wakeups.check_thread("end")
         self.parts.core.end()
-        self.parts.wakeups.end()
+        self._wakeups.end()
 
     async def aclose(self) -> None:
         """Stop at once: whoever waits in ``put`` or ``batches()`` gets ClosedResourceError. May be called twice."""
-        self._lifetime.check_thread("aclose")
+        self._wakeups.check_thread("aclose")
         self._notices.closed()
-        self._lifetime.closed = True
-        self.parts.wakeups.end()
-        self.parts.versions.wake()
+        self._wakeups.closed = True
+        self._wakeups.end()
+        self._wakeups.version_changed()
         with anyio.CancelScope(shield=True):
             if self._journal is not None:
                 if self.parts.core.finished and not self.parts.core.in_flight.delivered():
@@ -352,10 +353,10 @@ class StreamBalancer(OfOneProcess):
             if self._recorder is not None:
                 await anyio.to_thread.run_sync(self._recorder.close)
         await anyio.lowlevel.checkpoint()
-        self._lifetime.leave()
+        self._wakeups.leave()
 
     async def __aenter__(self) -> Self:
-        self._lifetime.enter("__aenter__")
+        self._wakeups.enter("__aenter__")
         if self._journal is not None:
             await self._journal.recover(self.parts.core)
             self.parts.producers.follow(self._journal.records.only(Ended))
@@ -368,7 +369,7 @@ class StreamBalancer(OfOneProcess):
 
     def snapshot(self) -> Snapshot:
         """Everything that is held at this instant, sharing the rollouts. O(n) pointers."""
-        return self.parts.core.snapshot(self._lifetime.now("snapshot"))
+        return self.parts.core.snapshot(self._wakeups.now("snapshot"))
 
     async def async_state_dict(self) -> dict[str, Any]:
         """:meth:`state_dict` of this instant, written in a worker thread while puts and batches go on."""
@@ -393,12 +394,12 @@ class StreamBalancer(OfOneProcess):
 
         A journal is newer than any checkpoint: with one that held something this raises ValueError too.
         """
-        now = self._lifetime.now("load_state_dict")
+        now = self._wakeups.now("load_state_dict")
         snapshot = read_state_dict(state)
         if self._journal is not None:
             self._journal.check_empty()
         self.parts.core.restore(snapshot, now)
-        self.parts.wakeups.wake_consumer()
+        self._wakeups.version_changed()
         return snapshot.set_aside
 
     # -- record --------------------------------------------------------------------------------------------------------
@@ -410,8 +411,8 @@ class StreamBalancer(OfOneProcess):
         Never fails a put: what goes wrong with the disk is logged, and kept in the returned object's ``error``. Raises
         :class:`ConfigError` for another suffix, AlreadyInUseError while it records elsewhere.
         """
-        self._lifetime.check_thread("record")
-        self._lifetime.check_open("record")
+        self._wakeups.check_thread("record")
+        self._wakeups.check_open("record")
         if self._recorder is not None and self._recorder.error is None:
             raise AlreadyInUseError(f"record() was called before: arrivals go to {self._recorder.path}")
         self._recorder = Recorder(path)
@@ -420,9 +421,9 @@ class StreamBalancer(OfOneProcess):
 
     def statistics(self) -> Statistics:
         """A snapshot that adds up: accepted == waiting + in_flight + acknowledged + evicted."""
-        parts, waits, now = self.parts, self.parts.wakeups, self._lifetime.now("statistics")
+        parts, waits, now = self.parts, self._wakeups, self._wakeups.now("statistics")
         return parts.core.statistics(
-            now, blocked_puts=len(waits.puts), reserved=parts.reservations.running,
+            now, blocked_puts=len(waits.puts), reserved=parts.puts.throttle.running,
             blocked_reserves=len(waits.reserves),
             producer_idle_seconds={"put": waits.puts.waited_s(now), "reserve": waits.reserves.waited_s(now)},
         )  # fmt: skip
@@ -435,7 +436,7 @@ class StreamBalancer(OfOneProcess):
     def why_no_batch(self) -> str:
         """Reason for which dispatching waits now, in a sentence: ``"37 rollouts wait (window 64), the oldest for
         812 s; no deadline_s is set"``. ``serve()`` logs it, with the ranks' part, when nothing moves for long."""
-        core, now = self.parts.core, self._lifetime.now("why_no_batch")
+        core, now = self.parts.core, self._wakeups.now("why_no_batch")
         ready, taker = core.next_wakeup() <= now, self.parts.consumer.taker
         statistics, any_rollouts = self.statistics(), core.counts.accepted > 0
         why = why_no_batch(core, statistics, taker=taker, ready=ready, ended=self.ended)

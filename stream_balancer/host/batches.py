@@ -24,7 +24,6 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import AlreadyInUseError
 from stream_balancer.host.journal import Journal
 from stream_balancer.host.journal.handed import Handed
-from stream_balancer.host.lifetime import Lifetime
 from stream_balancer.host.wakeups import Wakeups
 from stream_balancer.types import Batch
 
@@ -36,8 +35,8 @@ RankStates: TypeAlias = Callable[[], list[RankState]]
 class Consumer:
     """Taker of batches: one iterator at a time, the trainer's or ``serve()``'s."""
 
-    def __init__(self, core: BalancerCore, lifetime: Lifetime, wakeups: Wakeups, journal: Journal | None) -> None:
-        self._core, self._lifetime, self._wakeups, self._journal = core, lifetime, wakeups, journal
+    def __init__(self, core: BalancerCore, wakeups: Wakeups, journal: Journal | None) -> None:
+        self._core, self._wakeups, self._journal = core, wakeups, journal
         self.handed = Handed() if journal is None else journal.handed
         """Reports of ranks on steps in flight, under ``serve()``."""
         self._iterator: Batches | None = None
@@ -47,7 +46,7 @@ class Consumer:
 
     def iterate(self, *, auto_ack: bool, open: bool = False) -> Batches:
         """The iterator that takes over; see :meth:`StreamBalancer.batches`."""
-        self._lifetime.check_thread("batches")
+        self._wakeups.check_thread("batches")
         self._check_alone()
         if self.rank_states is None:
             _warn_where_every_rank_balances(self._core.config.dp_size)
@@ -60,7 +59,7 @@ class Consumer:
 
     async def next_batch(self, iterator: Batches) -> Batch | None:
         """The next batch, or None at the end. If cancelled, no batch was taken."""
-        self._lifetime.enter("batches")
+        self._wakeups.enter("batches")
         asked_at = anyio.current_time()
         # before the poll: what is awaited after it must give the batch back if it is cancelled
         await anyio.lowlevel.checkpoint()
@@ -79,9 +78,14 @@ class Consumer:
                 # the batch.
                 self._wakeups.reporter.moved()
                 self._wakeups.changed()
-                # a row before the last is in no journal: after a crash its step begins anew
+                # A plan is on the disk before anybody trains on it, so that it is the same after a crash; a row before
+                # the last is in no journal: its step begins anew then.
                 if self._journal is not None and batch.is_last:
-                    await self._written(self._journal, batch)
+                    try:
+                        await self._journal.flush()
+                    except BaseException:
+                        self.give_again(batch)
+                        raise
                 # The disk was awaited above, and reconfigure(dp_size=...) may have come meanwhile. A row is for those
                 # who have the rows before it.
                 whole = self._core.in_flight.get(batch.step)
@@ -95,17 +99,9 @@ class Consumer:
                 # Nothing was awaited since the poll above, so what it saw still holds when the wait begins.
                 await self._wakeups.wait_for_batch()
 
-    async def _written(self, journal: Journal, batch: Batch) -> None:
-        """A plan is on the disk before anybody trains on it, so that it is the same after a crash."""
-        try:
-            await journal.flush()
-        except BaseException:
-            self.give_again(batch)
-            raise
-
     def acknowledge(self, step: int) -> None:
         """See :meth:`StreamBalancer.acknowledge`."""
-        self._lifetime.check_thread("acknowledge")
+        self._wakeups.check_thread("acknowledge")
         self._core.acknowledge(step)
         if self._undelivered is not None and self._undelivered.step == step:
             self._undelivered = None
@@ -118,7 +114,7 @@ class Consumer:
 
     def nack(self, step: int) -> None:
         """See :meth:`StreamBalancer.nack`."""
-        self._lifetime.check_thread("nack")
+        self._wakeups.check_thread("nack")
         if self.rank_states is not None:
             raise ValueError(
                 f"nack({step}) while serve() delivers to ranks, which have the step. A rank gets its rank batch again "
@@ -151,7 +147,7 @@ class Consumer:
         return "nobody" if self._iterator is None else "busy"
 
     def _check(self, iterator: Batches) -> None:
-        self._lifetime.check_open("batches")
+        self._wakeups.check_open("batches")
         if iterator is not self._iterator:
             raise AlreadyInUseError(
                 "another iterator over this balancer was made after this one and took over. " + _ONE_TRAINER

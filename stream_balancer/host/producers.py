@@ -194,7 +194,7 @@ class Producers(Observer):
         for number, missing, version in asked:
             # What a former connection has brought is on its way, or accepted: the rest is still to come.
             count = given_back.get(number, missing)
-            slot = self._parts.reservations.resume(count, version) if count and not self._balancer.ended else None
+            slot = self._parts.puts.try_admit(count, version) if count and not self._balancer.ended else None
             if slot is not None:
                 producer.slots[number] = slot
             elif count:
@@ -316,7 +316,7 @@ class Producers(Observer):
         number, count = _read(_Reserve, asked.args)
         # here, in the order of calls: an error is the reply, and nothing was reserved
         check_reserve(self._balancer.config, count)
-        begun = self._parts.reservations.begin(count)
+        begun = self._parts.puts.begin(count)
         if isinstance(begun, Slot):
             return self._admitted(peer, number, begun)
         return self._waiting(peer, asked, self._finish_reserve(peer, number, begun))

@@ -19,18 +19,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import anyio
+import anyio.lowlevel
 
 from stream_balancer.core.accept import Accept, call_accept, decision_of
 from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.errors import WouldBlock
+from stream_balancer.core.throttle import Throttle, check_reserve
+from stream_balancer.errors import ClosedResourceError, WouldBlock
 from stream_balancer.host.journal import Journal, Writing
-from stream_balancer.host.lifetime import Lifetime
 from stream_balancer.host.wakeups import Waiter, Wakeups
-from stream_balancer.slots import check_group
+from stream_balancer.slots import Reservation, Slot, check_group
 from stream_balancer.types import Rollout
 
 Rest: TypeAlias = Coroutine[Any, Any, object] | None
@@ -38,21 +40,13 @@ Rest: TypeAlias = Coroutine[Any, Any, object] | None
 
 
 class Puts:
-    """The way into a balancer's buffer."""
+    """The way into a balancer's buffer, and slots for rollouts that are still to be generated. How many may begin is
+    counted by the throttle; here is who gets a slot, and when (:class:`~stream_balancer.slots.Admits`)."""
 
     def __init__(
-        self,
-        core: BalancerCore,
-        lifetime: Lifetime,
-        wakeups: Wakeups,
-        *,
-        accept: Accept | None,
-        journal: Journal | None,
+        self, core: BalancerCore, wakeups: Wakeups, throttle: Throttle, accept: Accept | None, journal: Journal | None
     ) -> None:
-        self.core = core
-        self.lifetime = lifetime
-        self.wakeups = wakeups
-        self.accept = accept
+        self.core, self.wakeups, self.throttle, self.accept = core, wakeups, throttle, accept
         self.journal = journal
         """Where rollouts are written before their put returns; None without one."""
 
@@ -60,23 +54,74 @@ class Puts:
         self, rollouts: Sequence[Rollout], *, complete: bool | None = None, size: GroupSize | None = None
     ) -> None:
         """Return once they are accepted; see :class:`PendingPut`, and :meth:`StreamBalancer.put`."""
-        self.lifetime.enter("put")
-        await self.lifetime.checkpoint()  # before they are taken: nothing may be awaited after it
-        rest = PendingPut(self, rollouts, complete=complete, size=size).begin(self.lifetime.now("put"))
+        self.wakeups.enter("put")
+        await self.wakeups.checkpoint()  # before they are taken: nothing may be awaited after it
+        rest = PendingPut(self, rollouts, complete=complete, size=size).begin(self.wakeups.now("put"))
         if rest is not None:
             await rest
-
-    def put_nowait(self, rollout: Rollout) -> None:
-        """Accept it now, or raise; see :meth:`StreamBalancer.put_nowait`."""
-        # No checkpoint, unlike put(): it must be callable from a callback of the loop, where nothing can be awaited.
-        # an object all the same: every put goes one way, and this one never gets into a queue
-        PendingPut(self, [rollout]).begin(self.lifetime.now("put_nowait"), may_wait=False)
 
     def evict_lost(self, lost: Callable[[Rollout], bool]) -> list[str]:
         """Evict waiting rollouts whose tokens are gone with their producer. -> their ids."""
         ids = self.core.evict_lost(lost)
         self.wakeups.changed()
         return ids
+
+    # slots
+
+    def reserve(self, count: int) -> Reservation:
+        """A reservation that was not entered yet. Raises like :meth:`StreamBalancer.reserve`."""
+        check_reserve(self.core.config, count)
+        return Reservation(self, count)
+
+    async def admit(self, count: int) -> Slot:
+        """Wait until ``count`` more may begin. If cancelled, nothing was reserved."""
+        self.wakeups.enter("reserve")
+        await anyio.lowlevel.checkpoint()
+        begun = self.begin(count)
+        return begun if isinstance(begun, Slot) else await begun
+
+    def begin(self, count: int) -> Slot | Coroutine[Any, Any, Slot]:
+        """A slot; or a place in the queue, and what is returned must be awaited for it. Raises as :meth:`admit`."""
+        # nobody overtakes those who wait
+        if not self.wakeups.reserves and (slot := self.try_admit(count)) is not None:
+            return slot
+        waiter = Waiter()
+        waiter.group_id, waiter.count = None, count
+        rest = self.wakeups.reserves.wait(waiter, partial(self.try_admit, count))
+        self.wakeups.wake_consumer()  # nobody may begin: the window may be as full as it gets
+        return rest
+
+    def try_admit(self, count: int, began: int | None = None) -> Slot | None:
+        """A slot, if so many may begin now. ``began``: the version of one that was given back because its producer was
+        taken for lost, which has generated on meanwhile; None if others have begun since, so that it would break the
+        bound."""
+        if self.wakeups.closed or self.core.ended:
+            raise ClosedResourceError("reserve() after end() or aclose(): the balancer takes no more rollouts")
+        # who resumes was admitted under the knobs of that time
+        if began is None:
+            check_reserve(self.core.config, count)  # the knobs may have changed while it waited
+        now = self.core.staleness.version or 0
+        # never newer than now: a restarted controller may know an older version than the producer
+        version = now if began is None else min(began, now)
+        if self.throttle.room(self.core, version) < count:
+            self.wakeups.wake_consumer()
+            return None
+        return Slot(self, self.throttle.admit(version, count), version, count)
+
+    async def put_in(self, slot: Slot, rollouts: Sequence[Rollout], complete: bool | None) -> None:
+        """A slot's put is a put like any other."""
+        await self.put(rollouts, complete=complete)
+
+    async def stale(self, slot: Slot) -> None:
+        """Wait until a rollout of this slot would be too old."""
+        while not self.core.staleness.is_too_old(slot.version):
+            await self.wakeups.version_changes()
+
+    def settle(self, slot: Slot, count: int) -> None:
+        """So many rollouts of a slot were put, or never will be."""
+        if count:
+            self.throttle.settle(slot.number, count)
+            self.wakeups.changed()
 
 
 class PendingPut(Waiter):
@@ -100,8 +145,8 @@ class PendingPut(Waiter):
         """Go as far as possible without waiting; what is returned must be awaited. Raises what refuses the rollouts;
         WouldBlock where it would have to wait and may not."""
         puts = self._puts
-        if puts.lifetime.closed:
-            puts.lifetime.check_open("put")
+        if puts.wakeups.closed:
+            puts.wakeups.check_open("put")
         if puts.journal is not None and not may_wait:
             raise WouldBlock("put_nowait() cannot wait for the journal's disk, where accepted rollouts are: use put()")
         # most puts are one rollout, which cannot disagree with its group
@@ -115,7 +160,7 @@ class PendingPut(Waiter):
             self._rollouts = puts.core.admission.with_loss_masks(self._rollouts)
         if puts.accept is not None:
             return self._filter(puts.accept, now, may_wait)
-        return self._write(puts.journal) if puts.journal is not None else self._take_or_queue(now, may_wait)
+        return self._go_on(now, may_wait)
 
     # -- filtered by accept= -------------------------------------------------------------------------------------------
 
@@ -144,15 +189,14 @@ class PendingPut(Waiter):
         if question is None or _ids(question) != asked:
             rest = self.begin(now)  # siblings came or left meanwhile: ask again
         else:
-            self._puts.lifetime.check_open("put")
+            self._puts.wakeups.check_open("put")
             rest = self._filtered(keep, now)
         if rest is not None:
             await rest
 
     def _filtered(self, keep: bool, now: float, may_wait: bool = True) -> Rest:
         if keep:
-            journal = self._puts.journal
-            return self._take_or_queue(now, may_wait) if journal is None else self._write(journal)
+            return self._go_on(now, may_wait)
         # needs no room, so it is never queued: a refused one must not wait for a place
         self._puts.core.filter_out(self._rollouts, now, self._size)
         self._puts.wakeups.changed()  # siblings that waited have made room
@@ -160,23 +204,25 @@ class PendingPut(Waiter):
 
     # -- journalled ----------------------------------------------------------------------------------------------------
 
-    def _write(self, journal: Journal) -> Rest:
-        core = self._puts.core
+    def _go_on(self, now: float, may_wait: bool) -> Rest:
+        core, journal, size = self._puts.core, self._puts.journal, self._size
+        if journal is None:
+            return self._take_or_queue(now, may_wait)
         # Checked again when it is taken: what is legal now may be a duplicate once the disk has answered.
-        core.check(self._rollouts, self._size)  # a bad rollout is not written
+        core.check(self._rollouts, size)  # a bad rollout is not written
         # A group that takes no more stays as it is, whatever is declared of it.
-        size = self._size
         before = None if size is None else core.buffer.groups.declared(size.group_id)
-        if before is not None and before.closed:
-            size = None
-        return self._finish_journal(journal, journal.write(self._rollouts, core.in_flight.next_step, size))
+        written = journal.write(
+            self._rollouts, core.in_flight.next_step, None if before is not None and before.closed else size
+        )
+        return self._finish_journal(journal, written)
 
     async def _finish_journal(self, journal: Journal, written: Writing) -> None:
         try:
             # Between here and the taking below the rollouts are on the disk and not in the buffer. A crash then brings
             # back rollouts whose put had not returned, which a retry finds as duplicates: never lost, never doubled.
             await written.written()
-            self._puts.lifetime.check_open("put")
+            self._puts.wakeups.check_open("put")
             rest = self._take_or_queue(anyio.current_time())
             if rest is not None:
                 await rest
@@ -203,7 +249,7 @@ class PendingPut(Waiter):
         return queue.wait(self, self._try_again)
 
     def _try_again(self) -> Literal[True] | None:
-        self._puts.lifetime.check_open("put")
+        self._puts.wakeups.check_open("put")
         return True if self._take(anyio.current_time()) else None
 
     def _take(self, now: float) -> bool:
