@@ -42,6 +42,7 @@ from stream_balancer.facade import OfOneProcess
 from stream_balancer.host.batches import Batches, Consumer
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.host.journal import Journal, Recovered
+from stream_balancer.host.journal.handed import Handed
 from stream_balancer.host.observers import Notices
 from stream_balancer.host.producer_registry import ProducerRegistry
 from stream_balancer.host.puts import PendingPut, Puts
@@ -111,7 +112,7 @@ class StreamBalancer(OfOneProcess):
         self.parts = Parts(
             core,
             Puts(core, wakeups, throttle, accept, self._journal),
-            Consumer(core, wakeups, self._journal),
+            Consumer(core, wakeups, Handed() if self._journal is None else self._journal.handed),
             wakeups,
             ProducerRegistry(self.end, num_producers),
         )
@@ -359,7 +360,7 @@ class StreamBalancer(OfOneProcess):
         self._wakeups.enter("__aenter__")
         if self._journal is not None:
             await self._journal.recover(self.parts.core)
-            self.parts.producers.follow(self._journal.records.only(Ended))
+            self.parts.producers.follow((self._journal.records.all_of(Ended) or [Ended()])[-1])
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -22,7 +22,6 @@ import anyio.lowlevel
 from stream_balancer.core.diagnosis import RankState, Taker
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import AlreadyInUseError
-from stream_balancer.host.journal import Journal
 from stream_balancer.host.journal.handed import Handed
 from stream_balancer.host.wakeups import Wakeups
 from stream_balancer.types import Batch
@@ -35,10 +34,8 @@ RankStates: TypeAlias = Callable[[], list[RankState]]
 class Consumer:
     """Taker of batches: one iterator at a time, the trainer's or ``serve()``'s."""
 
-    def __init__(self, core: BalancerCore, wakeups: Wakeups, journal: Journal | None) -> None:
-        self._core, self._wakeups, self._journal = core, wakeups, journal
-        self.handed = Handed() if journal is None else journal.handed
-        """Reports of ranks on steps in flight, under ``serve()``."""
+    def __init__(self, core: BalancerCore, wakeups: Wakeups, handed: Handed) -> None:
+        self._core, self._wakeups, self.handed = core, wakeups, handed
         self._iterator: Batches | None = None
         self._undelivered: Batch | None = None  # the last row of an open step, if it did not reach the trainer
         self.rank_states: RankStates | None = None
@@ -80,9 +77,9 @@ class Consumer:
                 self._wakeups.changed()
                 # A plan is on the disk before anybody trains on it, so that it is the same after a crash; a row before
                 # the last is in no journal: its step begins anew then.
-                if self._journal is not None and batch.is_last:
+                if batch.is_last:
                     try:
-                        await self._journal.flush()
+                        await self.handed.flush()
                     except BaseException:
                         self.give_again(batch)
                         raise

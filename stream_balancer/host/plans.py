@@ -26,7 +26,7 @@ from stream_balancer.core.state import BalancerState
 from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.orders import Replan as ReplanOrder
 from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId
-from stream_balancer.host.plan_rows import mini_batches_of
+from stream_balancer.host.records import mini_batches_of
 from stream_balancer.net.messages import ResizedExecution, Seal, Sizes
 from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout, SharedRollout
 from stream_balancer.types.shared import whole_rollouts

@@ -16,23 +16,25 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
-from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec.structs import astuple
 
-from stream_balancer.core.executions import execution_of
+from stream_balancer.core.batching import micro_batch_of, rank_batches
+from stream_balancer.core.counters import Counts
+from stream_balancer.core.executions import execution_of, sizes_in, sizes_of
 from stream_balancer.core.groups import Declared
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.errors import WireError
-from stream_balancer.host.plan_rows import PlanRow, batch_of, plan_of
-from stream_balancer.types import EvictReason, Rollout
+from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout, cheapest_to_copy
 from stream_balancer.wire import codec
 from stream_balancer.wire.payload import Memory
 
-FORMAT = 7
+FORMAT = 8
 """Version of all that is written here."""
 _ALIGNMENT = 64  # of the codec's memory in a row
 _PREFIX = struct.Struct("<II")  # checksum of the row's name and of what follows; bytes of the facts
@@ -50,19 +52,41 @@ class Rollouts(msgspec.Struct, array_like=True, tag="rollouts"):
     """The codec's."""
 
 
-class Done(msgspec.Struct, array_like=True, tag="done"):
+class Fact(msgspec.Struct, array_like=True):
+    """A fact, of which the journal keeps one row for each key."""
+
+    num_named: ClassVar[int] = 1
+    """So many of the first fields are in the key."""
+
+    @property
+    def key(self) -> str:
+        """Kind of fact, and what it is about."""
+        return " ".join(map(str, (self.__struct_config__.tag, *astuple(self)[: self.num_named])))
+
+
+class PlanRow(Fact, tag="plan"):
+    """A batch in flight, without its rollouts' contents."""
+
+    step: int
+    reason: Reason
+    ranks: list[list[tuple[float, list[tuple[int, list[str]]]]]]
+    """``[rank][mini_batch]`` load, and of each micro-batch by how many ranks its rollouts are shared, and their ids."""
+    padding: list[str]
+    """Ids that are padding copies."""
+    finish: float
+    lower_bound: float
+    incomplete_groups: list[str]
+
+
+class Done(Fact, tag="done"):
     """Ids that are refused: their rollouts were trained on, or evicted."""
 
     number: int
     """In the order in which they were done."""
     ids: list[str]
 
-    @property
-    def key(self) -> str:
-        return f"done {self.number}"
 
-
-class Group(msgspec.Struct, array_like=True, tag="group"):
+class Group(Fact, tag="group"):
     """Declaration of a group."""
 
     group_id: str
@@ -73,14 +97,11 @@ class Group(msgspec.Struct, array_like=True, tag="group"):
     late: bool = False
     """Siblings that still come are too late."""
 
-    @property
-    def key(self) -> str:
-        return f"group {self.group_id}"
 
-
-class Totals(msgspec.Struct, array_like=True, tag="totals"):
+class Totals(Fact, tag="totals"):
     """Numbers of the whole balancer."""
 
+    num_named = 0
     next_step: int = 0
     """Number of the next new batch."""
     version: int | None = None
@@ -89,32 +110,27 @@ class Totals(msgspec.Struct, array_like=True, tag="totals"):
     departed: dict[str, int] = {}
     """Siblings that have left, of groups that are not done."""
 
-    key = "totals"
 
-
-class Acked(msgspec.Struct, array_like=True, tag="acked", frozen=True):
-    """Reports of ranks on a step in flight."""
+class Acked(Fact, tag="acked"):
+    """A step in flight, as far as no plan says it."""
 
     step: int
     uid: int
-    """Checksum of the plan: the reports say nothing of another one."""
+    """Checksum of the plan: the rest says nothing of another one."""
     ranks: list[int] = []
     """Trainer's ranks that have acknowledged it."""
     gone: list[str] = []
     """Rollouts that are masked on all ranks."""
     planned_for: list[int] = []
-    """Trainer's ranks of the plan; empty where they are those from 0 on."""
+    """Trainer's ranks of the plan."""
     lost: list[int] = []
-    """Ranks of the plan that were given up: others have their work."""
-
-    @property
-    def key(self) -> str:
-        return f"acked {self.step}"
+    """Those of the plan that were given up: others have their work."""
 
 
-class Came(msgspec.Struct, array_like=True, tag="came", frozen=True):
+class Came(Fact, tag="came"):
     """A rank that has come at some time."""
 
+    num_named = 2
     role: str
     rank: int
     incarnation: int
@@ -126,19 +142,14 @@ class Came(msgspec.Struct, array_like=True, tag="came", frozen=True):
     is_ended: bool = False
     """The rank was told of the end: once it has acknowledged everything, nobody need wait for it."""
 
-    @property
-    def key(self) -> str:
-        return f"came {self.rank} {self.role}"
 
-
-class Ended(msgspec.Struct, array_like=True, tag="ended", frozen=True):
+class Ended(Fact, tag="ended"):
     """Producers in other processes that put no more."""
 
+    num_named = 0
     sessions: list[bytes] = []
     all: bool = False
     """The end waits for no other producer."""
-
-    key = "ended"
 
 
 class HeldRollout(NamedTuple):
@@ -155,13 +166,10 @@ class HeldRollout(NamedTuple):
         return rollout_key(self.rollout.rollout_id)
 
 
-Fact: TypeAlias = PlanRow | Done | Group | Totals | Acked | Came | Ended
-"""Facts of which the journal keeps one row for each key."""
 Kind = TypeVar("Kind", bound=Fact)
-Single = TypeVar("Single", Totals, Ended)
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[Rollouts | Fact])
+_decoder = msgspec.msgpack.Decoder(list[Rollouts | PlanRow | Done | Group | Totals | Acked | Came | Ended])
 
 
 def rollout_key(rollout_id: str) -> str:
@@ -197,7 +205,7 @@ def write_row(name: str, rows: Sequence[Fact | HeldRollout], *, sealed: bool = T
     return row
 
 
-def read_row(name: str, row: Memory, *, sealed: bool = True) -> tuple[list[Rollouts | Fact], Memory]:
+def read_row(name: str, row: Memory, *, sealed: bool = True) -> tuple[Sequence[Rollouts | Fact], Memory]:
     """The facts of a row, and a view of its columns. Raises WireError for damaged bytes."""
     inside = row.data
     crc, size = _PREFIX.unpack_from(inside) if row.size >= _PREFIX.size else (0, 0)
@@ -213,6 +221,71 @@ def read_row(name: str, row: Memory, *, sealed: bool = True) -> tuple[list[Rollo
 
 def _checksum(name: str, row: memoryview) -> int:
     return zlib.crc32(row[_CRC.size :], zlib.crc32(name.encode()))
+
+
+# --- a plan as a row --------------------------------------------------------------------------------------------------
+
+
+def plan_of(batch: Batch) -> PlanRow:
+    """A batch without its rollouts' contents."""
+    return PlanRow(
+        step=batch.step,
+        reason=batch.reason,
+        ranks=[mini_batches_of(rank_batch) for rank_batch in batch.ranks],
+        padding=[r.rollout_id for r in batch.rollouts if r.is_padding],
+        finish=batch.finish,
+        lower_bound=batch.lower_bound,
+        incomplete_groups=list(batch.incomplete_groups),
+    )
+
+
+def mini_batches_of(rank_batch: RankBatch) -> list[tuple[float, list[tuple[int, list[str]]]]]:
+    """A rank's part of a :attr:`PlanRow.ranks`."""
+    micro_batches = iter(rank_batch.micro_batches)
+    # one mini-batch is written like several: what is read is one format
+    sizes = [size[:2] for size in rank_batch.mini_batch_sizes] or [(len(rank_batch.micro_batches), rank_batch.load)]
+    return [
+        (
+            load,
+            [(max(len(mb.cp_group), 1), [r.rollout_id for r in mb.rollouts]) for mb in islice(micro_batches, number)],
+        )
+        for number, load in sizes
+    ]
+
+
+def batch_of(plan: PlanRow, rollouts: Mapping[str, Rollout]) -> Batch:
+    """The batch again, from its rollouts. Raises KeyError for one that is missing."""
+    names = [name for rank in plan.ranks for _, its in rank for _, names in its for name in names]
+    # in the order of the plan, each once: which is copied for padding depends on it
+    real = [rollouts[name] for name in dict.fromkeys(names) if name not in plan.padding]
+    found = {rollout.rollout_id: rollout for rollout in real}
+    for name in plan.padding:
+        found[name] = cheapest_to_copy(real).padding_copy(name)  # as the core chose it
+    executions = sizes_of(real)
+
+    def micro_batch(rank: int, degree: int, names: list[str]) -> MicroBatch:
+        its = [found[name] for name in names]
+        return micro_batch_of(its, rank, degree, sizes_in(executions, its))
+
+    # denominators are those of a mini-batch over all ranks, so they are made from its columns
+    mini_batches = list(zip(*plan.ranks, strict=True))
+    ranks = rank_batches(
+        plan.step,
+        [[[micro_batch(rank, *one) for one in its] for rank, (_, its) in enumerate(of)] for of in mini_batches],
+        [[load for load, _ in of] for of in mini_batches],
+    )
+    return Batch(
+        step=plan.step,
+        reason=plan.reason,
+        ranks=ranks,
+        num_rollouts=ranks[0].global_num_rollouts,
+        num_tokens=ranks[0].global_num_tokens,
+        loads=tuple(one.load for one in ranks),
+        finish=plan.finish,
+        lower_bound=plan.lower_bound,
+        num_padding=len(plan.padding),
+        incomplete_groups=tuple(plan.incomplete_groups),
+    )
 
 
 # --- what rows add up to ---------------------------------------------------------------------------------------------
@@ -234,10 +307,6 @@ class Records:
     def all_of(self, kind: type[Kind]) -> list[Kind]:
         """Facts of a kind, oldest first. O(facts)."""
         return [one for one in self.facts if isinstance(one, kind)]
-
-    def only(self, kind: type[Single]) -> Single:
-        """The fact of a kind that has one row; before it was written, one that says nothing."""
-        return (self.all_of(kind) or [kind()])[-1]
 
     def take(self, name: str, row: Any, *, sealed: bool = True) -> None:
         """Take in a row, views of it if it is an array; or note its damage under its name."""
@@ -274,7 +343,7 @@ class Records:
                 self.damage[plan.key] = f"step {plan.step}: its plan names rollouts that are lost"
         planned = {r.rollout_id for batch in flying for r in batch.rollouts if not r.is_padding}
         waiting = [held for name, held in self.held.items() if name not in planned]
-        totals, waits = self.only(Totals), Counter(_groups_of(held.rollout for held in waiting))
+        totals, waits = (self.all_of(Totals) or [Totals()])[-1], Counter(_groups_of(held.rollout for held in waiting))
         # Damage must not turn it back: ranks would take a number that comes twice for the same step. So it is at least
         # what plans and rollouts know.
         known = (*(plan.step + 1 for plan in plans), *(held.step for held in self.held.values()))
@@ -289,8 +358,7 @@ class Records:
         left = {name: number for name, number in left.items() if name not in done}
         came = waits + Counter(left)  # of those that are done, too
         came.update([name for name in _groups_of(rollouts[name] for name in planned) if name not in came])
-        counts = {"acknowledged": 0} | totals.counts
-        counts["evicted"] = dict.fromkeys(get_args(EvictReason), 0) | counts.get("evicted", {})
+        counts = Counts().totals() | totals.counts
         # What was set aside was never accepted here, or the totals would not add up again.
         gone = counts["acknowledged"] + sum(counts["evicted"].values())
         return Snapshot(

@@ -21,8 +21,8 @@ from stream_balancer.core.batching import lay_out
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
-from stream_balancer.host.plan_rows import batch_of, plan_of
 from stream_balancer.host.plans import StepPlan, seal_of
+from stream_balancer.host.records import batch_of, plan_of
 from stream_balancer.net.messages import ResizedExecution
 from stream_balancer.testing import make_rollout
 from stream_balancer.types.tensors import Packed

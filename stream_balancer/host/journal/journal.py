@@ -30,7 +30,6 @@ from stream_balancer.field_docs import documented
 from stream_balancer.host.journal.handed import Handed
 from stream_balancer.host.journal.store import DiskFullError, Store, remove, retract
 from stream_balancer.host.journal.writer import CLOSED, Writer, Writing
-from stream_balancer.host.plan_rows import plan_of
 from stream_balancer.host.records import (
     Acked,
     Came,
@@ -42,6 +41,7 @@ from stream_balancer.host.records import (
     Totals,
     facts_of,
     held_of,
+    plan_of,
     rollout_key,
     row_name,
 )  # fmt: skip
