@@ -249,7 +249,7 @@ def simulate_rows(rows: Rows, steps: int) -> None:
             seconds,
             "s",
             us_per_rollout=round(seconds / count * 1e6, 1),
-            steps=report.num_batches,
+            steps=report.overall.batches,
             idle_percent=round(100 * report.overall.idle_fraction, 3),
         )
 

@@ -90,10 +90,12 @@ def _print(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any],
     window = f"{config.window}" if in_tokens is None else f"{in_tokens:,} tokens"
     # of the same stretch for all three, or a warm-up would be compared with a steady state
     steady = all(report.is_steady for report in reports.values())
-    parts = {policy: report.steady if steady else report.overall for policy, report in reports.items()}
+    parts = {policy: report.figures if steady else report.overall for policy, report in reports.items()}
     rows = _rows(trace, reports, how)
     if steady:
-        rows["  left out: warm-up, tail"] = lambda r, _: f"{r.warm_up.batches}, {r.tail.batches}"
+        rows["  left out: warm-up, tail"] = lambda r, _: (
+            f"{r.shown_steps.start}, {r.overall.batches - r.shown_steps.stop}"
+        )
     stdout().print(
         f"[bold]{trace.name}[/bold]: {len(trace):,} rollouts, {trace.num_tokens:,} tokens; length p50 "
         f"{np.median(trace.lengths):,.0f}, longest {trace.lengths.max():,}; {arrivals}; trainer {how['trainer']}\n"

@@ -135,10 +135,11 @@ def auto_window(c: Knobs) -> Iterator[str]:
 
 def combinations(c: Knobs) -> Iterator[str]:
     """Knobs together: what could deadlock, or never fire."""
-    if c.batch_size < c.dp_size:
+    if least_batch_size(c) < c.dp_size * c.micro_batches.multiple_of:
         yield (
-            f"batch_size ({c.batch_size}) must be >= dp_size ({c.dp_size}): some ranks would get nothing in every "
-            "step. Raise batch_size"
+            f"batch_size ({c.batch_size}), or the least of step_size.rollouts {c.step_size.rollouts}, must be >= "
+            f"dp_size ({c.dp_size}) x micro_batches.multiple_of ({c.micro_batches.multiple_of}): some micro-batches "
+            "would be empty. Raise it, or lower multiple_of"
         )
     if c.window < c.batch_size:
         yield (
@@ -160,31 +161,29 @@ def combinations(c: Knobs) -> Iterator[str]:
             f"limits.tokens ({c.limits.tokens}) must be >= step_size.tokens ({c.step_size.tokens}): so many could "
             "never wait. Raise limits.tokens or lower step_size.tokens"
         )
-    if c.window > c.capacity:
+    if c.window > (room := c.capacity - c.capacity % (c.groups.kept or 1)):
         then = "no batch would ever leave" if c.deadline_s is None else "every batch would wait for deadline_s"
         yield (
-            f"window ({c.window}) must be <= capacity ({c.capacity}): it could never fill, and {then}. Raise capacity "
-            "or lower window"
+            f"window ({c.window}) must be <= {room}, the whole groups that fit into capacity ({c.capacity}): it could "
+            f"never fill, and {then}. Raise capacity or lower window"
         )
     if c.min_batch_size < c.dp_size:
         yield (
             f"min_batch_size ({c.min_batch_size}) must be >= dp_size ({c.dp_size}): ranks would run padding only. "
             "Raise it"
         )
-    if c.min_batch_size > (c.batch_size if c.step_size.tokens is None else c.capacity):
+    if c.min_batch_size > (most := least_batch_size(c) if c.step_size.tokens is None else c.capacity):
         yield (
-            f"min_batch_size ({c.min_batch_size}) must be <= batch_size ({c.batch_size}), or under step_size.tokens <= "
-            f"capacity ({c.capacity}): a deadline could not be kept. Lower it"
+            f"min_batch_size ({c.min_batch_size}) must be <= {most}: batch_size or the least of step_size.rollouts, "
+            "which a step may have, or under step_size.tokens capacity. A deadline could not be kept. Lower it"
         )
-    if c.policy != "window" and c.step_size.window_tokens not in (None, c.step_size.tokens):
+    if c.policy != "window" and not (
+        c.window == c.batch_size and c.step_size.window_tokens in (None, c.step_size.tokens)
+    ):
         yield (
-            f"policy {c.policy!r} sends the oldest step_size.tokens, so window_tokens ({c.step_size.window_tokens}) "
-            f"must equal tokens ({c.step_size.tokens}). Leave window_tokens out"
-        )
-    if c.policy != "window" and c.window != c.batch_size:
-        yield (
-            f"policy {c.policy!r} sends the oldest batch_size rollouts, so window ({c.window}) must equal batch_size "
-            f"({c.batch_size}). Leave window out"
+            f"policy {c.policy!r} sends the oldest, as many as a step has, so window ({c.window}) must equal "
+            f"batch_size ({c.batch_size}), and window_tokens ({c.step_size.window_tokens}) step_size.tokens "
+            f"({c.step_size.tokens}). Leave window and window_tokens out"
         )
     if c.max_skips is not None and c.max_skips < (least := least_max_skips(c)):
         yield (
@@ -193,21 +192,11 @@ def combinations(c: Knobs) -> Iterator[str]:
             f"{least}, or a smaller window or capacity"
         )
     # groups
-    if _above(c.groups.size, c.batch_size):
-        yield (
-            f"groups.size ({c.groups.size}) must be <= batch_size ({c.batch_size}): a group could not leave in one "
-            "batch. Raise batch_size, or leave groups out"
-        )
     if c.batch_size % (c.groups.kept or 1):
         yield (
             f"batch_size ({c.batch_size}) must be a multiple of groups.size ({c.groups.size}) while "
             f"groups.keep={c.groups.keep!r}: whole groups could not make a full batch. Change batch_size, or use "
             "groups.keep='free'"
-        )
-    if c.window > c.capacity - c.capacity % (c.groups.kept or 1):
-        yield (
-            f"window ({c.window}) is more than the whole groups of {c.groups.size} that fit into capacity "
-            f"({c.capacity}): it could never fill. Raise capacity or lower window"
         )
     if c.groups.keep == "same_rank" and least_batch_size(c) < c.dp_size * (c.groups.size or 1):
         yield (
@@ -235,12 +224,6 @@ def combinations(c: Knobs) -> Iterator[str]:
         yield (
             "micro_batches.counts='free' needs sync='step': ranks that meet at every micro-batch would wait for ever "
             "for one that has fewer. Leave micro_batches.counts out"
-        )
-    if c.micro_batches.multiple_of > 1 and c.batch_size < c.dp_size * c.micro_batches.multiple_of:
-        yield (
-            f"micro_batches.multiple_of ({c.micro_batches.multiple_of}) x dp_size ({c.dp_size}) is more than "
-            f"batch_size ({c.batch_size}): some micro-batches would be empty. Lower micro_batches.multiple_of or raise "
-            "batch_size"
         )
     if c.step_size.mini_batches > 1 and c.batch_size < c.step_size.mini_batches * (fewest := _least_of_mini_batch(c)):
         yield (
@@ -280,17 +263,6 @@ def varying(c: Knobs) -> Iterator[str]:
         yield (
             f"step_size.rollouts {c.step_size.rollouts} reaches above capacity ({c.capacity}): so many rollouts could "
             "never wait. Raise capacity, or lower step_size.rollouts"
-        )
-    if least_batch_size(c) < c.dp_size * c.micro_batches.multiple_of:
-        yield (
-            f"step_size.rollouts {c.step_size.rollouts} begins below dp_size ({c.dp_size}) x micro_batches.multiple_of "
-            f"({c.micro_batches.multiple_of}): some micro-batches would be empty. Raise its least"
-        )
-    if c.min_batch_size > least_batch_size(c):
-        yield (
-            f"min_batch_size ({c.min_batch_size}) must be <= the least of step_size.rollouts {c.step_size.rollouts}: a "
-            "step that gives back what others took beyond batch_size has so few. Lower min_batch_size, or raise the "
-            "least"
         )
     multiple = step_multiple(c.dp_size, c.counts, c.groups.keep, c.groups.size)
     if odd := [one for one in (least_batch_size(c), c.batch_size, most_rollouts(c)) if one % multiple]:

@@ -29,7 +29,7 @@ from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.tools.certify import Certificate
 from stream_balancer.tools.certify import certify as certify_stream
 from stream_balancer.tools.generation import Generation, check_generation, seconds_per_rollout
-from stream_balancer.tools.simulation_report import LEAST_STEADY, Quantiles, SimulationReport, Steps, StratumReport
+from stream_balancer.tools.simulation_report import Quantiles, SimulationReport, Steps, StratumReport
 from stream_balancer.tools.simulation_run import Run
 from stream_balancer.tools.trace import Trace
 
@@ -44,6 +44,8 @@ UNBOUNDED_WARM_UP = 50
 """The same without ``max_skips``."""
 WARM_UP_PART = 4
 """But never more than a quarter of a short run."""
+LEAST_STEADY = 8
+"""Steps; fewer are no steady state."""
 WINDOW_UNGIVEN: dict[str, Any] = {
     "window": None,
     "step_size": {"window_tokens": None},
@@ -190,49 +192,46 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
     last = sum(reason != "drain" for reason in steps.reason)
     if run.generation.dry_step is not None:
         last = min(last, run.generation.dry_step)
-    first = min(_warm_up(run), last // WARM_UP_PART) if warm_up is None else min(warm_up, last)
-    begin, end = (first, last) if last - first >= LEAST_STEADY else (0, run.step)
+    skips = run.config.max_skips
+    usual = UNBOUNDED_WARM_UP if skips is None else WARM_UP_SKIPS * skips
+    first = min(usual, last // WARM_UP_PART) if warm_up is None else min(warm_up, last)
+    is_steady = last - first >= LEAST_STEADY
+    begin, end = (first, last) if is_steady else (0, run.step)
+    # steps are numbered from 0, so a step's number is its row
+    shown = slice(begin, end)
     chosen = (run.step_of >= begin) & (run.step_of < end)
     # what came in the same stretch, dispatched or not: else long rollouts that are held back would not be seen
     came = (run.accepted_step >= begin) & (run.accepted_step < end)
     missed = (run.step_of < 0) & (run.accepted_step >= begin) & (run.accepted_step <= end)
-    skips = run.step_of - run.accepted_step
+    delays = run.step_of - run.accepted_step
     delay_s = run.dispatched_s - run.accepted_s
-    lengths = run.trace.lengths
+    lengths, counts = run.trace.lengths, run.core.state.counts
     return SimulationReport(
         trace_name=run.trace.name,
-        policy=run.config.policy,
         config=run.config,
         num_rollouts=len(run.trace),
         num_tokens=run.trace.num_tokens,
-        evicted=run.num_evicted,
-        padding_copies=run.num_padding,
+        evicted=counts.evicted.total(),
+        padding_copies=counts.padding_copies,
         reasons=dict(Counter(steps.reason)),
-        # steps are numbered from 0, so a step's number is its row
-        warm_up=steps.segment(slice(first)),
-        steady=steps.segment(slice(first, last)),
-        tail=steps.segment(slice(last, None)),
+        is_steady=is_steady,
+        shown_steps=shown,
+        figures=steps.segment(shown),
         overall=steps.segment(slice(None)),
         delay_s=Quantiles.of(delay_s[chosen]),
-        delay_steps=Quantiles.of(skips[chosen]),
+        delay_steps=Quantiles.of(delays[chosen]),
         max_skips_seen=int((run.step_of - _ready_step(run))[run.step_of >= 0].max(initial=0)),
         staleness=Quantiles.of((run.step_of - run.generation.started_step)[chosen]),
-        length_bias=_length_bias(lengths[chosen], skips[chosen], lengths[missed]),
+        length_bias=_length_bias(lengths[chosen], delays[chosen], lengths[missed]),
         arrived_lengths=Quantiles.of(lengths[came]),
         dispatched_lengths=Quantiles.of(lengths[chosen]),
-        strata=_by_stratum(run, chosen, skips),
+        strata=_by_stratum(run, chosen, delays),
         elapsed_s=run.now,
         work_per_second=run.rate,
         blocked_s=float((run.accepted_s - run.finished_s).mean()),
         steps=steps,
         step_of=run.step_of,
     )
-
-
-def _warm_up(run: Run) -> int:
-    """Steps until the window is in its steady state; generation is from the first."""
-    skips = run.config.max_skips
-    return UNBOUNDED_WARM_UP if skips is None else WARM_UP_SKIPS * skips
 
 
 def _by_stratum(run: Run, chosen: Bools, delays: Ints) -> dict[str, StratumReport]:

@@ -11,12 +11,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_balancer.config import BalancerConfig, Policy
+from stream_balancer.config import BalancerConfig
 from stream_balancer.planning import LengthBiasSummary
 from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.tools.certify import Certificate
-
-LEAST_STEADY = 8  # steps; fewer are no steady state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +47,7 @@ class Quantiles:
     """Quantiles of a distribution; all 0.0 if it is empty."""
 
     mean: float
-    p10: float
     p50: float
-    p90: float
     p99: float
     max: float
 
@@ -59,9 +55,9 @@ class Quantiles:
     def of(values: NDArray[Any]) -> Quantiles:
         """The quantiles of ``[n]`` numbers."""
         if values.size == 0:
-            return Quantiles(mean=0.0, p10=0.0, p50=0.0, p90=0.0, p99=0.0, max=0.0)
-        p10, p50, p90, p99 = np.quantile(values, (0.1, 0.5, 0.9, 0.99)).tolist()
-        return Quantiles(mean=float(values.mean()), p10=p10, p50=p50, p90=p90, p99=p99, max=float(values.max()))
+            return Quantiles(mean=0.0, p50=0.0, p99=0.0, max=0.0)
+        p50, p99 = np.quantile(values, (0.5, 0.99)).tolist()
+        return Quantiles(mean=float(values.mean()), p50=p50, p99=p99, max=float(values.max()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,13 +127,10 @@ class SimulationReport:
     """Figures of a balancer's run over a trace.
 
     Figures at the top level are of the steady state: without the warm-up (a window that has just been filled holds no
-    outliers yet that it put off) and without the tail (which holds what it has put off). Both are shown beside it, and
-    ``overall`` is everything. If the run is too short for a steady state, ``overall`` stands in: see ``is_steady``.
+    outliers yet that it put off) and without the tail (which holds what it has put off). ``overall`` is everything.
     """
 
     trace_name: str
-    policy: Policy
-    """``"window"``, ``"fifo"`` or ``"round_robin"``."""
     config: BalancerConfig
     """The knobs it ran with."""
     num_rollouts: int
@@ -150,12 +143,13 @@ class SimulationReport:
     """Zero-weight copies made for ranks that would have had nothing to run."""
     reasons: Mapping[str, int]
     """Steps by reason, all of them."""
-    warm_up: Segment
-    """The first steps, left out of the figures above."""
-    steady: Segment
-    """Between warm-up and tail."""
-    tail: Segment
-    """From the moment generation had no prompt left for a free slot (where arrivals are recorded: from ``end()``)."""
+    is_steady: bool
+    """False if the run was too short to have a steady state, and the figures are of the whole run."""
+    shown_steps: slice
+    """The steps that the figures are of: before them is the warm-up, and behind them the tail, from the moment
+    generation had no prompt left for a free slot (where arrivals are recorded: from ``end()``)."""
+    figures: Segment
+    """Totals over these steps."""
     overall: Segment
     """Every dispatch."""
     delay_s: Quantiles
@@ -193,27 +187,6 @@ class SimulationReport:
     asked for."""
 
     @property
-    def is_steady(self) -> bool:
-        """False if the run was too short to have a steady state, and the figures are of the whole run."""
-        return self.steady.batches >= LEAST_STEADY
-
-    @property
-    def figures(self) -> Segment:
-        """``steady``, or ``overall`` where there is no steady state."""
-        return self.steady if self.is_steady else self.overall
-
-    @property
-    def shown_steps(self) -> slice:
-        """The steps that the figures are of."""
-        first = self.warm_up.batches
-        return slice(first, first + self.steady.batches) if self.is_steady else slice(0, self.num_batches)
-
-    @property
-    def num_batches(self) -> int:
-        """Steps, all of them."""
-        return self.overall.batches
-
-    @property
     def idle_fraction(self) -> float:
         """Predicted part of rank time spent waiting for the slowest rank: 1 - sum(mean load) / sum(slowest)."""
         return self.figures.idle_fraction
@@ -223,10 +196,10 @@ class SimulationReport:
         """Part of rank time without work, the wait for rollouts included: 1 - work / (ranks x time). Without that wait
         it is :attr:`idle_fraction`; NaN with an instant trainer, which has nothing to do but wait."""
         shown, at_s = self.shown_steps, self.steps.at_s
-        if self.num_batches == 0 or math.isinf(self.work_per_second):
+        if at_s.size == 0 or math.isinf(self.work_per_second):
             return math.nan
         # up to the step after the last one shown, so that its wait is counted once
-        end_s = float(at_s[shown.stop]) if shown.stop < self.num_batches else self.elapsed_s
+        end_s = float(at_s[shown.stop]) if shown.stop < at_s.size else self.elapsed_s
         time_s = end_s - float(at_s[shown.start])
         work_s = float(self.steps.mean_load[shown].sum()) / self.work_per_second
         return max(1.0 - work_s / time_s, 0.0) if time_s > 0 else 0.0
@@ -234,7 +207,7 @@ class SimulationReport:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: every figure, without the columns (``steps``, ``step_of``) and without the config; None for what
         is no number in JSON."""
-        names = [f.name for f in fields(self) if f.name not in ("config", "steps", "step_of")]
-        names += ["figures", "num_batches", "is_steady", "idle_fraction", "whole_idle_fraction"]
+        names = [f.name for f in fields(self) if f.name not in ("config", "shown_steps", "steps", "step_of")]
+        names += ["idle_fraction", "whole_idle_fraction"]
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode({name: getattr(self, name) for name in names}))
         return plain

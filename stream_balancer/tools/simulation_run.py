@@ -14,12 +14,11 @@ import numpy as np
 import torch
 
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.observer import Observer
 from stream_balancer.errors import WouldBlock
 from stream_balancer.planning.arrays import Ints
 from stream_balancer.tools.generation import Generation
 from stream_balancer.tools.trace import Trace
-from stream_balancer.types import Batch, EvictReason, Rollout
+from stream_balancer.types import Batch, Rollout
 
 
 def shared_prefixes(trace: Trace) -> Ints:
@@ -33,14 +32,13 @@ def shared_prefixes(trace: Trace) -> Ints:
     return np.minimum(prefixes, trace.lengths - 1)  # a rollout has at least one token of its own
 
 
-class Run(Observer):
+class Run:
     """A run over a trace, and what is recorded of it, by rollout and by step."""
 
     def __init__(self, trace: Trace, core: BalancerCore, generation: Generation, work_per_second: float) -> None:
         config = core.config
         self.trace, self.config, self.generation = trace, config, generation
         self.core = core
-        core.observers.append(self)
         self.rate = work_per_second
         self.lengths: list[int] = trace.lengths.tolist()
         # of all at once: a cost model is numpy, and a call for one length takes as long as for thousands
@@ -65,11 +63,14 @@ class Run(Observer):
         self.finished_s, self.accepted_s, self.dispatched_s = np.zeros(num), np.zeros(num), np.zeros(num)
         self.accepted_step = np.zeros(num, dtype=np.int64)
         self.step_of = np.full(num, -1, dtype=np.int64)
-        self.num_gone = 0
-        self.num_evicted = 0
-        self.num_padding = 0
+        self.num_dispatched = 0
         self.records: list[tuple[Any, ...]] = []
         """Fields of :class:`Steps`, for each step."""
+
+    @property
+    def num_gone(self) -> int:
+        """Rollouts dispatched or evicted."""
+        return self.num_dispatched + self.core.state.counts.evicted.total()
 
     def to_the_end(self, progress: Callable[[int], None] | None) -> None:
         while True:
@@ -122,9 +123,7 @@ class Run(Observer):
         rows = np.array([int(r.rollout_id) for r in batch.rollouts if not r.is_padding], dtype=np.int64)
         self.step_of[rows] = batch.step
         self.dispatched_s[rows] = self.now
-        self.num_gone += rows.size
-        # a padding copy has its original's tokens, but is no row of the trace
-        self.num_padding += batch.num_padding
+        self.num_dispatched += rows.size
         # what it adds to share a rollout is no work: it counts as idle
         mean, slowest = (sum(batch.loads) - batch.sharing_cost) / len(batch.loads), batch.finish
         bound = min(max(batch.lower_bound, mean), slowest)  # padding can put it outside: keep the parts >= 0
@@ -171,7 +170,3 @@ class Run(Observer):
             else self.cost_list[row],  # one of its own would hide the prefix's
             metadata={"stratum": self.strata[row]} if self.strata[row] else {},
         )
-
-    def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
-        self.num_evicted += 1
-        self.num_gone += 1

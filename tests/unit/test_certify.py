@@ -168,7 +168,7 @@ def test_our_run_takes_at_least_what_is_proven_of_it(knobs: dict[str, Any], trai
     found = report.certificate
     assert found is not None
     assert found.work / 4 * (1 - 1e-9) <= found.total_time <= report.overall.work_s
-    assert found.num_steps == report.num_batches
+    assert found.num_steps == report.overall.batches
     assert said[-1] == 160
     assert report.to_dict()["certificate"]["idle"] == found.idle
 

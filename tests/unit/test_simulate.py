@@ -34,23 +34,23 @@ def check_report(report: SimulationReport, trace: Trace) -> None:
     went = report.step_of >= 0
     assert int(np.count_nonzero(went)) + report.evicted == len(trace) == report.num_rollouts
     assert report.num_tokens == trace.num_tokens
-    assert np.bincount(report.step_of[went], minlength=report.num_batches).tolist() == steps.rollouts.tolist()
-    tokens = np.bincount(report.step_of[went], weights=trace.lengths[went], minlength=report.num_batches)
+    assert np.bincount(report.step_of[went], minlength=report.overall.batches).tolist() == steps.rollouts.tolist()
+    tokens = np.bincount(report.step_of[went], weights=trace.lengths[went], minlength=report.overall.batches)
     assert tokens.tolist() == steps.tokens.tolist()
     assert (steps.rollouts >= 1).all()
     assert config.step_size.tokens is not None or (steps.rollouts <= config.batch_size).all()
     assert (np.diff(steps.at_s) >= 0).all()
-    assert sum(report.reasons.values()) == report.num_batches
+    assert sum(report.reasons.values()) == report.overall.batches
     tolerance = 1e-9 * (1 + steps.step_work)
     assert (steps.mean_load <= steps.lower_bound + tolerance).all()
     assert (steps.lower_bound <= steps.step_work + tolerance).all()
     work = np.asarray(config.cost(trace.lengths))[went].sum()
     if config.speeds is None:
         assert steps.mean_load.sum() * config.dp_size == pytest.approx(work)
-    parts = (report.warm_up, report.steady, report.tail)
-    for name in ("batches", "rollouts", "tokens", "work_s"):
-        assert sum(getattr(p, name) for p in parts) == pytest.approx(getattr(report.overall, name))
-    for part in (*parts, report.overall):
+    for part, chosen in ((report.figures, report.shown_steps), (report.overall, slice(None))):
+        assert part.batches == steps.rollouts[chosen].size
+        assert (part.rollouts, part.tokens) == (steps.rollouts[chosen].sum(), steps.tokens[chosen].sum())
+        assert part.work_s == pytest.approx(steps.step_work[chosen].sum())
         assert 0 <= part.avoidable_idle <= part.idle_fraction <= 1
         assert part.avoidable_idle + part.unavoidable_idle == pytest.approx(part.idle_fraction)
         assert part.idle_fraction < 1 - 1 / config.dp_size + 1e-9 or config.speeds or config.cost.padded
@@ -180,20 +180,20 @@ class TestSegments:
         report = simulate(trace, knobs(batch_size=16, cost=QuadraticCost(), max_skips=8), slots=64)
         check_report(report, trace)
         assert report.is_steady
-        assert report.idle_fraction == report.steady.idle_fraction
         tokens = report.steps.tokens[report.shown_steps]
         assert report.figures.token_variation == pytest.approx(tokens.std() / tokens.mean())
-        assert report.warm_up.batches == 3 * 8
-        assert 2 <= report.tail.batches <= 4
+        assert report.shown_steps.start == 3 * 8
+        assert 2 <= report.overall.batches - report.shown_steps.stop <= 4
         short = simulate(generate_trace(800, "lrm", seed=0), report.config, slots=64)
-        assert short.warm_up.batches == (short.warm_up.batches + short.steady.batches) // 4
-        assert simulate(trace_of([5] * 1_200), knobs(max_skips=None)).warm_up.batches == 50
+        assert short.shown_steps.start == short.shown_steps.stop // 4
+        assert simulate(trace_of([5] * 1_200), knobs(max_skips=None)).shown_steps.start == 50
 
     def test_the_first_dispatches_are_as_stale_as_all(self) -> None:
         """Every rollout takes 10 steps to generate, also those that are in flight at the beginning."""
         config = knobs(policy="fifo")
         report = simulate(trace_of([10] * 800), config, slots=40, tokens_per_second=1.0, warm_up=0)
-        assert (report.staleness.p10, report.staleness.p90) == (10.0, 10.0)
+        assert report.staleness.p50 == 10.0
+        assert report.staleness.mean == pytest.approx(10.0, abs=0.05)
         bounded = config.replace(staleness={"max_versions": 4})
         evicting = simulate(trace_of([10] * 800), bounded, slots=40, tokens_per_second=1.0, warm_up=0)
         assert evicting.evicted > 100
