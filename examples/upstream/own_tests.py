@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PROJECTS))
     parser.add_argument("--trace", help="recorded lengths, for the idle time")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     lengths = sb.load_trace(options.trace).lengths.tolist() if options.trace else []
     sys.stdout.write("| project | commit | lines added | own tests before | after | idle before | after |\n")
     sys.stdout.write("|---|---|---|---|---|---|---|\n")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from stream_balancer.cost.flops import ATTENTION_PASSES, MATMUL_PASSES, AttentionPairs, LayerSumCost
 
@@ -21,14 +21,9 @@ class _Reach(NamedTuple):
     chunk: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Attention, or an MLP, of one layer: multiply-adds of a forward pass."""
-
-    weights: float = 0.0
-    """Per token: the weights it passes through, and what else is linear in the length."""
-    pairs: tuple[tuple[_Reach, int], ...] = ()
-    """Per attended pair, by reach."""
+_Work: TypeAlias = Mapping[_Reach | None, float]
+"""Multiply-adds of a forward pass: per attended pair, by reach, and, under None, per token: the weights that it passes
+through, and what else is linear in the length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +92,15 @@ def layer_sum_of(config: Any, *, causal: bool = True) -> LayerSumCost:
     fields = _text(config)
     family = _family_of(fields)
     # the embedding is a lookup: only the projection to the vocabulary is work
-    weights = float(fields.size("hidden_size") * fields.size("vocab_size"))
-    pairs: Counter[_Reach] = Counter()
+    total: Counter[Any] = Counter({None: fields.size("hidden_size") * fields.size("vocab_size")})
     for part in _parts(fields, family):
-        weights += part.weights
-        for reach, multiply_adds in part.pairs:
-            pairs[reach if causal else _Reach()] += multiply_adds
+        for reach, multiply_adds in part.items():
+            total[reach if causal or reach is None else _Reach()] += multiply_adds  # type: ignore[assignment]
     return LayerSumCost(
-        flops_per_token=MATMUL_PASSES * 2.0 * weights,
+        flops_per_token=MATMUL_PASSES * 2.0 * total.pop(None),
         attention=tuple(
-            AttentionPairs(ATTENTION_PASSES * 2.0 * multiply_adds, *reach, causal=causal)
-            for reach, multiply_adds in pairs.items()
+            AttentionPairs(ATTENTION_PASSES * 2.0 * multiply_adds, reach.window, reach.chunk, causal)
+            for reach, multiply_adds in total.items()
         ),
     )
 
@@ -140,18 +133,18 @@ def _family_of(fields: _Fields) -> _Family:
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
-def _parts(fields: _Fields, family: _Family) -> Iterator[_Part]:
+def _parts(fields: _Fields, family: _Family) -> Iterator[_Work]:
     for index, kind in enumerate(_kinds(fields, family)):
         if kind in _REACHES:
             yield _attention(fields, family, kind, index)
         elif kind in ("linear_attention", "mamba") and family.recurrent:
-            yield _Part(family.recurrent(fields))
+            yield {None: family.recurrent(fields)}
         elif not family.one_block or kind not in ("mlp", "moe"):
             raise ValueError(f"layer {index} is of kind {kind!r}, which is not known here; {INSTEAD}")
         if kind == "moe" or (not family.one_block and _has_experts(fields, family, index)):
-            yield _Part(_experts(fields, family))
+            yield {None: _experts(fields, family)}
         elif kind == "mlp" or not family.one_block:
-            yield _Part(float(family.mlp_matrices * fields.size("hidden_size") * fields.size(family.dense_width)))
+            yield {None: family.mlp_matrices * fields.size("hidden_size") * fields.size(family.dense_width)}
 
 
 _REACHES: dict[str, Callable[[_Fields], _Reach]] = {
@@ -181,7 +174,7 @@ def _kinds(fields: _Fields, family: _Family) -> list[str]:
     return ["sliding_attention" if window else "full_attention"] * fields.size("num_hidden_layers")
 
 
-def _attention(fields: _Fields, family: _Family, kind: str, index: int) -> _Part:
+def _attention(fields: _Fields, family: _Family, kind: str, index: int) -> _Work:
     hidden, heads = fields.sizes("hidden_size", "num_attention_heads")
     reach = _REACHES[kind](fields)
     if fields.get("kv_lora_rank") is not None:
@@ -192,7 +185,7 @@ def _attention(fields: _Fields, family: _Family, kind: str, index: int) -> _Part
     value = fields.optional("v_head_dim") or key
     queries = (2 if family.query_gate else 1) * heads * key
     weights = hidden * (queries + kv_heads * (key + value) + heads * value)
-    return _Part(weights, ((reach, heads * (key + value)),))
+    return {None: weights, reach: heads * (key + value)}
 
 
 def _quotient(hidden: int, heads: int) -> int:
@@ -201,7 +194,7 @@ def _quotient(hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def _latent_attention(fields: _Fields, reach: _Reach, kind: str, index: int) -> _Part:
+def _latent_attention(fields: _Fields, reach: _Reach, kind: str, index: int) -> _Work:
     """Multi-head latent attention: keys and values are computed from a small vector per token."""
     hidden, heads = fields.sizes("hidden_size", "num_attention_heads")
     latent, rope, nope, value = fields.sizes("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -210,14 +203,14 @@ def _latent_attention(fields: _Fields, reach: _Reach, kind: str, index: int) -> 
     # small models project queries directly, without a latent
     weights = query_latent * (hidden + heads * key) if query_latent else hidden * heads * key
     weights += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
-    pairs = [(reach, heads * (key + value))]
+    work: dict[_Reach | None, float] = {None: weights, reach: heads * (key + value)}
     # the indexer of sparse attention looks at every pair, however few of them attention then uses
     kinds = fields.get("indexer_types")
     if kind == "indexed_attention" and (kinds is None or kinds[index] == "full"):
         indexer_heads, size, rank = fields.sizes("index_n_heads", "index_head_dim", "q_lora_rank")
-        weights += rank * indexer_heads * size + hidden * (size + indexer_heads)
-        pairs.append((_Reach(), indexer_heads * (size + 1)))
-    return _Part(weights, tuple(pairs))
+        work[None] += rank * indexer_heads * size + hidden * (size + indexer_heads)
+        work[_Reach()] = indexer_heads * (size + 1)
+    return work
 
 
 # -- linear attention and state spaces ---------------------------------------------------------------------------------
@@ -287,7 +280,7 @@ def _experts(fields: _Fields, family: _Family) -> float:
         number = fields.get(*_NUM_SHARED)
         shared = (family.shared_experts if number is None else number) * width
     chosen = fields.size(*_TOP_K)
-    return float(hidden * (family.mlp_matrices * (chosen * width + shared) + fields.size(*_NUM_EXPERTS)))
+    return hidden * (family.mlp_matrices * (chosen * width + shared) + fields.size(*_NUM_EXPERTS))
 
 
 # -- what is known -----------------------------------------------------------------------------------------------------

@@ -18,15 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from stream_balancer.cost.flops import (
-    ATTENTION_PASSES,
-    MATMUL_PASSES,
-    AttentionPairs,
-    LayerSum,
-    LayerSumCost,
-    check_flops,
-    check_grows,
-)
+from stream_balancer.cost.flops import AttentionPairs, LayerSum, LayerSumCost, check_flops, check_grows
 from stream_balancer.cost.hf_config import layer_sum_of
 from stream_balancer.errors import ConfigError
 
@@ -94,18 +86,11 @@ class QuadraticCost(LayerSum):
         return x * (self.linear + self.quadratic * x)
 
 
-_SIZES = {
-    **dict.fromkeys(
-        ["hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "active_experts"], ""
-    ),
-    **dict.fromkeys(["num_kv_heads", "head_dim"], " or None"),
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerCost(LayerSum):
     """FLOPs of one training step (forward and backward) of a decoder whose layers are alike and attend to the whole
-    rollout, of L tokens, by its sizes. For other models see :meth:`from_hf_config`.
+    rollout, of L tokens, by its sizes. For other models see :meth:`from_hf_config`, which names these sizes as a
+    configuration has them where one is refused.
 
     Per layer and token, forward: 2 FLOPs per weight of the projections and the (active) MLP, and ``4 * heads *
     head_dim`` per attended token pair; L(L+1)/2 pairs under a causal mask. The vocabulary projection counts once per
@@ -143,21 +128,20 @@ class TransformerCost(LayerSum):
     """Pairs of all layers."""
 
     def __post_init__(self) -> None:
-        for name, optional in _SIZES.items():
-            value = getattr(self, name)
-            if not (value is None and optional) and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"TransformerCost.{name} must be an int >= 1{optional}, not {value!r}")
-        kv_heads = self.num_kv_heads or self.num_heads
-        if self.num_heads % kv_heads:
-            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({kv_heads})")
-        head_dim = self.head_dim or self.hidden_size // self.num_heads
-        projections = 2 * self.hidden_size * head_dim * (self.num_heads + kv_heads)
-        mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size * self.active_experts
-        weights = self.num_layers * (projections + mlp) + self.hidden_size * self.vocab_size
-        # 2: a multiply and an add; 4: these for the score, and again for the weighted value
-        pairs = AttentionPairs(ATTENTION_PASSES * 4.0 * self.num_layers * self.num_heads * head_dim, causal=self.causal)
-        object.__setattr__(self, "flops_per_token", MATMUL_PASSES * 2.0 * weights)
-        object.__setattr__(self, "attention", (pairs,))
+        sizes = {
+            # a model type of layers alike, with an MLP of three matrices or of two
+            "model_type": "llama" if self.gated_mlp else "gpt_neox",
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "intermediate_size": self.intermediate_size * self.active_experts,
+            "vocab_size": self.vocab_size,
+            "head_dim": self.head_dim,
+        }
+        made = layer_sum_of(sizes, causal=self.causal)
+        object.__setattr__(self, "flops_per_token", made.flops_per_token)
+        object.__setattr__(self, "attention", made.attention)
 
     @staticmethod
     def from_hf_config(config: Any, *, causal: bool = True) -> LayerSumCost:

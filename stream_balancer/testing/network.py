@@ -56,16 +56,15 @@ class MemoryNetwork:
         seat: int = 0, seats: int = 1, rejoin: bool = False,
     ) -> MemoryPeer:  # fmt: skip
         """Where a rank is; give it to RankFeed. A refused one raises in the feed's iteration, as between processes."""
-        dp_size = self.dp_size if dp_size is None else dp_size
-        return MemoryPeer(
-            self, self.address, rank=rank, dp_size=dp_size, incarnation=incarnation, depth=depth, role=role, seat=seat,
+        return self.dialer(
+            rank=rank, dp_size=dp_size or self.dp_size, incarnation=incarnation, depth=depth, role=role, seat=seat,
             seats=seats, rejoin=rejoin,
         )  # fmt: skip
 
-    def connect_producer(self, *, rejoin: bool = False, **options: Any) -> MemoryPeer:
-        """Where a producer is; give it to ``sb.connect``. ``rejoin``: it connects again if it is cut. ``options``: of
-        ``sb.connect``."""
-        return MemoryPeer(self, self.address, rejoin=rejoin, **options)
+    def connect_producer(self, **options: Any) -> MemoryPeer:
+        """Where a producer is; give it to ``sb.connect``, whose keywords ``options`` are, and ``rejoin``: it connects
+        again if it is cut."""
+        return self.dialer(**{"rejoin": False, **options})
 
     def dialer(self, address: str = address, **options: Any) -> MemoryPeer:
         """Where anybody else is."""
@@ -159,7 +158,7 @@ class MemoryPeer:
 
     def elsewhere(self, address: str) -> MemoryPeer:
         """A dialer for another address of the same network."""
-        return MemoryPeer(self.network, address)
+        return self.network.dialer(address)
 
     def listen(self, arrived: Arrived) -> MemoryListener:
         """An address of its own, where others of the network come in."""

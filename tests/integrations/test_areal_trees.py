@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stream_balancer as sb
-from stream_balancer.integrations.areal.trees import packed_tree, trie_of
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from areal_trees import packed_tree, trie_of
 
 pytest.importorskip("areal")
 

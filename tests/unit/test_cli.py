@@ -78,8 +78,7 @@ class TestReplay:
         assert found["trace"]["groups"] == 100
         assert [found["knobs"][name] for name in ("window", "deadline_s", "counts")] == [48, 500.0, "equal"]
         assert list(found["policies"]) == ["round_robin", "fifo", "window"]
-        for policy, report in found["policies"].items():
-            assert report["policy"] == policy
+        for report in found["policies"].values():
             assert report["overall"]["rollouts"] == 400
             assert 0 <= report["idle_fraction"] < 1
         assert found["policies"]["window"]["max_skips_seen"] <= 12

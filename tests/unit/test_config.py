@@ -239,7 +239,11 @@ SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
                 ((4, 33), {}, r"reaches above capacity \(32\)"),
                 ((1, 16), {}, r"rollouts \(1, 16\), must be >= dp_size \(2\) x micro_batches.multiple_of \(1\)"),
                 ((4, 16), {"micro_batches": {"multiple_of": 4}}, "some micro-batches would be empty"),
-                ((4, 16), {"min_batch_size": 5}, r"min_batch_size \(5\) must be <= 4: .* the least of step_size.rollouts"),
+                (
+                    (4, 16),
+                    {"min_batch_size": 5},
+                    r"min_batch_size \(5\) must be <= 4: .* the least of step_size.rollouts",
+                ),
                 ((4, 15), {"counts": "equal"}, "must be multiples of 2.* Change 15"),
                 ((3, 15), {"groups": {"size": 2}}, "must be multiples of 2.* Change 3 and 15"),
                 ((2, 16), {"groups": {"size": 2, "keep": "same_rank"}}, "holds fewer than 2 groups of 2"),

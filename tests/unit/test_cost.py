@@ -164,13 +164,13 @@ def shape(name: str) -> dict[str, Any]:
             lambda: sb.cost.TransformerCost(
                 hidden_size=8, num_layers=0, num_heads=1, intermediate_size=1, vocab_size=1
             ),
-            "num_layers must be",
+            "'num_hidden_layers' must be an int >= 1, not 0",
         ),
         (
             lambda: sb.cost.TransformerCost(
-                hidden_size=8, num_layers=1, num_heads=3, num_kv_heads=2, intermediate_size=1, vocab_size=1
+                hidden_size=8, num_layers=1, num_heads=3, intermediate_size=1, vocab_size=1
             ),
-            "multiple of num_kv_heads",
+            "has no 'head_dim'",
         ),
     ],
 )
