@@ -205,7 +205,7 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
     missed = (run.step_of < 0) & (run.accepted_step >= begin) & (run.accepted_step <= end)
     delays = run.step_of - run.accepted_step
     delay_s = run.dispatched_s - run.accepted_s
-    lengths, counts = run.trace.lengths, run.core.state.counts
+    lengths, counts = run.trace.lengths, run.core.counts
     return SimulationReport(
         trace_name=run.trace.name,
         config=run.config,

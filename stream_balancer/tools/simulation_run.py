@@ -70,7 +70,7 @@ class Run:
     @property
     def num_gone(self) -> int:
         """Rollouts dispatched or evicted."""
-        return self.num_dispatched + self.core.state.counts.evicted.total()
+        return self.num_dispatched + self.core.counts.evicted.total()
 
     def to_the_end(self, progress: Callable[[int], None] | None) -> None:
         while True:
