@@ -60,7 +60,7 @@ def _verify_groups(buffer: Buffer, rollouts: list[Rollout]) -> None:
     for name, siblings in waiting.items():
         rows = [row for row, one in enumerate(rollouts) if one.group_id == name]
         assert set(buffer.labels[rows].tolist()) == {groups.get(name).label}
-        lacks = max(groups.size_of(name) - groups.get(name).arrived, 0) if not groups.is_abandoned(name) else 0
+        lacks = max(groups.size_of(name) - groups.get(name).arrived, 0) if not groups.why_unwanted(name) else 0
         assert groups.get(name).waiting
         assert len({one.execution_id or one.rollout_id for one in siblings}) <= groups.get(name).arrived
         assert buffer.complete[rows].all() == (lacks == 0)

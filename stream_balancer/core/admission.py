@@ -196,7 +196,7 @@ class Admission:
             return False
         groups = self._buffer.groups
         group = groups.get(rollout.group_id)
-        return (group is not None and group.waiting > 0) or groups.is_abandoned(rollout.group_id)
+        return (group is not None and group.waiting > 0) or groups.why_unwanted(rollout.group_id) is not None
 
     def check_waiting(self, config: BalancerConfig) -> None:
         """Raise ConfigError if a rollout that waits could not leave under these knobs. O(n)."""
@@ -216,7 +216,7 @@ class Admission:
         group_id = rollouts[0].group_id if size is None else size.group_id
         if group_id is None or buffer.groups.size is None:
             return list(rollouts) or None
-        if buffer.groups.is_abandoned(group_id):
+        if buffer.groups.why_unwanted(group_id):
             # it is evicted, whatever accept= would say; and those that wait have been asked about, or were cut
             return None
         group, wanted = buffer.groups.get(group_id), buffer.groups.size_of(group_id)

@@ -71,14 +71,12 @@ class SiblingGroup:
     """Executions that have come."""
     waiting: int = 0
     """Rollouts that wait."""
-    began: float | None = None
+    began: float = math.inf
     """When its size was declared, or the first of it came, in seconds."""
     half_s: float = 0.0
     """Seconds from then until half of it had come: the median of all, whenever the rest comes."""
     last: float = 0.0
     """When the last of it came."""
-    cut_at: float = math.inf
-    """When it is cut, if it lacks siblings by then."""
     executions: dict[str, int] = field(default_factory=dict)
     """Rollouts that wait, of each execution with an id that has come."""
 
@@ -130,18 +128,14 @@ class SiblingGroups:
         group = self._groups.get(group_id) or self._new(group_id)
         # a rollout of an execution that has come before is no new sibling
         self._update(group, arrived=int(execution_id not in group.executions), waiting=1)
-        if group.began is None:
-            group.began = now
-        group.last = now
+        group.began, group.last = min(group.began, now), now
         # not only at half: another size may be declared afterwards
         if 2 * group.arrived <= group.size + 1:
             group.half_s = now - group.began
-        if self.min_size is not None:
-            self._schedule(group_id, group)
         if execution_id is not None:
             group.executions[execution_id] = group.executions.get(execution_id, 0) + 1
-        if group.declared and group.arrived == group.size:
-            self._close(group_id, Declared(group.size, closed=True))
+        self._schedule(group_id, group)
+        self._close_if_whole(group_id, group)
         return group.label
 
     def leave(self, group_id: str | None, execution_id: str | None = None, *, never_came: bool = False) -> None:
@@ -151,18 +145,17 @@ class SiblingGroups:
         if group is None or group_id is None:
             return
         # what would come again of a group that was cut would be too late
-        never_came = never_came and not self.is_abandoned(group_id)
+        never_came = never_came and not self.why_unwanted(group_id)
         if execution_id is not None and execution_id in group.executions:
             group.executions[execution_id] -= 1
-            never_came = never_came and not group.executions[execution_id]
-            if never_came:
+            if never_came := never_came and not group.executions[execution_id]:
                 del group.executions[execution_id]
         self._update(group, arrived=-1 if never_came else 0, waiting=-1)
         self._forget_if_done(group_id, group)
 
     def expect_again(self, group_id: str | None, execution_id: str | None = None) -> None:
         """An execution that has left its group may come again. O(1)."""
-        if group_id is None or self.size is None or self.is_abandoned(group_id):
+        if group_id is None or self.size is None or self.why_unwanted(group_id):
             return
         group = self._groups.get(group_id)
         # the whole group has left, and was forgotten as done
@@ -186,9 +179,8 @@ class SiblingGroups:
     def abandon(self, group_id: str) -> None:
         """Siblings that still come are not wanted; those that wait are being trained on. O(1)."""
         self._close(group_id, Declared(None, closed=True))
-        group = self._groups.get(group_id)
-        if group is not None and not group.waiting:
-            self.forget(group_id)
+        if (group := self._groups.get(group_id)) is not None:
+            self._forget_if_done(group_id, group)
 
     def restore(self, declared: Mapping[str, Declared], departed: Mapping[str, int]) -> None:
         """Take over :meth:`declarations` and :meth:`departed` of a snapshot, before its rollouts join: what waits of a
@@ -206,8 +198,7 @@ class SiblingGroups:
         for group_id, number in departed.items():
             group = self._groups.get(group_id) or self._new(group_id)
             self._update(group, arrived=number)
-            if group.declared and group.arrived >= group.size:
-                self._close(group_id, Declared(group.size, closed=True))
+            self._close_if_whole(group_id, group)
             self._forget_if_done(group_id, group)
 
     # -- stragglers ----------------------------------------------------------------------------------------------------
@@ -215,17 +206,22 @@ class SiblingGroups:
     def next_cut(self) -> float:
         """When the next group will have waited long enough for its stragglers; inf if none waits. O(1) amortised, but
         for a logarithm."""
-        while self._cuts and not self._is_due(*self._cuts[0]):
+        while self._cuts:
+            at, group_id = self._cuts[0]
+            group = self._groups.get(group_id)
+            if group is not None and self._cut_at(group) == at:
+                return at
+            # it has all of its siblings by now, or the next one makes it wait longer
             heappop(self._cuts)
-        return self._cuts[0][0] if self._cuts else math.inf
+        return math.inf
 
     def overdue(self, now: float) -> list[str]:
         """Groups that wait for nothing but stragglers, and have waited long enough. Each is said once, and to be
         :meth:`cut`."""
-        found = []
+        found: dict[str, None] = {}
         while self.next_cut() <= now:
-            found.append(heappop(self._cuts)[1])
-        return list(dict.fromkeys(found))
+            found[heappop(self._cuts)[1]] = None
+        return list(found)
 
     def cut(self, group_id: str) -> int:
         """The group is those that have come, and what still comes is too late. -> siblings that it lacked. O(1)."""
@@ -243,54 +239,46 @@ class SiblingGroups:
         """Other knobs are in force. O(groups)."""
         self._cuts.clear()
         for group_id, group in self._groups.items():
-            group.cut_at = math.inf
             self._schedule(group_id, group)
 
     def restart(self, now: float) -> None:
         """What waits was restored: when its groups began is not known, so their time begins anew. O(groups)."""
         for group in self._groups.values():
-            if group.began is not None:
+            if group.began < math.inf:
                 group.half_s, group.began, group.last = now - group.began, now, now
         self.reschedule()
 
-    def _is_due(self, at: float, group_id: str) -> bool:
-        group = self._groups.get(group_id)
-        return group is not None and group.cut_at == at and self._may_leave(group)
-
-    def _may_leave(self, group: SiblingGroup) -> bool:
+    def _cut_at(self, group: SiblingGroup) -> float:
+        """Time at which the group will have waited long enough for its stragglers; inf while too few have come, or
+        none lacks."""
         # of fewer than half nobody knows how long the group takes
-        return group.lacks > 0 and 2 * group.arrived >= max(2 * (self.min_size or group.size), group.size)
+        if self.min_size is None or not group.lacks or group.arrived < max(self.min_size, group.size / 2):
+            return math.inf
+        # nor right after another one: siblings come in bursts
+        late = max(group.began + self.patience * group.half_s, group.last + group.half_s)
+        return late if self.patience else group.began
 
     def _schedule(self, group_id: str, group: SiblingGroup) -> None:
         """Siblings have come, or the size or the knobs are others."""
-        if group.began is None or self.min_size is None or not self._may_leave(group):
-            return
-        at = group.began
-        # nor right after another one: siblings come in bursts
-        if self.patience:
-            at = max(at + self.patience * group.half_s, group.last + group.half_s)
-        if at != group.cut_at:
-            group.cut_at = at
+        if (at := self._cut_at(group)) < math.inf:
             heappush(self._cuts, (at, group_id))
 
     # -- how many there are --------------------------------------------------------------------------------------------
 
     def check_put(self, group_id: str, number: int, execution_ids: Iterable[str | None] = ()) -> None:
         """Raise RolloutError if a group does not take so many more executions, or has one of these. O(ids)."""
-        group, size = self._groups.get(group_id), self._closed_size(group_id)
+        group, declared = self._groups.get(group_id), self.declared(group_id)
         # what is not wanted is evicted, and no worker's fault
-        if self.is_abandoned(group_id):
+        if self.why_unwanted(group_id):
             return
-        if group is not None and group.executions:
-            for execution_id in execution_ids:
-                if execution_id in group.executions:
-                    raise RolloutError(
-                        f"execution {execution_id!r} of group {group_id!r} has come already, and may have left. Put "
-                        "all of its rollouts in one put_group(), so that the group is not complete before"
-                    )
+        for execution_id in execution_ids if group is not None and group.executions else ():
+            if group is not None and execution_id in group.executions:
+                raise RolloutError(
+                    f"execution {execution_id!r} of group {group_id!r} has come already, and may have left. Put all of "
+                    "its rollouts in one put_group(), so that the group is not complete before"
+                )
+        size = None if declared is None else declared.size
         arrived = size if group is None else group.arrived
-        if group is not None and group.declared:
-            size = group.size
         if size is None or arrived is None or arrived + number <= size:
             return
         raise RolloutError(
@@ -303,14 +291,13 @@ class SiblingGroups:
     def check_size(self, wanted: GroupSize) -> None:
         """Raise ValueError for a size that contradicts what came, or what was declared before. O(1)."""
         group_id, size = wanted
-        if size is None or self.is_abandoned(group_id):
+        if size is None or self.why_unwanted(group_id):
             return
-        group = self._groups.get(group_id)
-        before = group.size if group is not None and group.declared else self._closed_size(group_id)
-        if before is not None and before != size:
+        group, before = self._groups.get(group_id), self.declared(group_id)
+        if before is not None and before.size != size:
             raise ValueError(
-                f"expect_group({group_id!r}, {size}): it was declared to have {before} before. To let it go with those "
-                "that have come, call close_group()"
+                f"expect_group({group_id!r}, {size}): it was declared to have {before.size} before. To let it go with "
+                "those that have come, call close_group()"
             )
         if group is not None and group.arrived > size:
             raise ValueError(
@@ -321,20 +308,16 @@ class SiblingGroups:
         """Declare how many siblings a group has; :meth:`check_size` comes before. O(1)."""
         group_id, size = wanted
         group = self._groups.get(group_id)
-        if self.size is None or self.is_abandoned(group_id) or (group is None and group_id in self._closed):
+        if self.size is None or self.why_unwanted(group_id) or (group is None and group_id in self._closed):
             return
         if group is None:
             group = self._new(group_id)
-        if group.began is None:
-            group.began = now
+        group.began = min(group.began, now)
         group.declared, group.expected = True, size is not None
         self._update(group, size=group.arrived if size is None else size)
-        if group.arrived < group.size:
-            self.changed.append(group_id)
-            self._schedule(group_id, group)
-            return
-        self._close(group_id, Declared(group.size, closed=True))
-        if not group.waiting:
+        self.changed.append(group_id)
+        self._schedule(group_id, group)
+        if self._close_if_whole(group_id, group) and not group.waiting:
             self.forget(group_id)
 
     # -- questions -----------------------------------------------------------------------------------------------------
@@ -350,12 +333,8 @@ class SiblingGroups:
         """A group of which siblings have come that are not all done, or whose size is declared. O(1)."""
         return None if group_id is None else self._groups.get(group_id)
 
-    def is_abandoned(self, group_id: str | None) -> bool:
-        """True if siblings that come are not wanted any more: it was abandoned, or cut. O(1)."""
-        return self.why_unwanted(group_id) is not None
-
     def why_unwanted(self, group_id: str | None) -> Literal["abandoned", "late"] | None:
-        """Reason for which siblings that come are evicted; None where they are not. O(1)."""
+        """Reason for which siblings that come are evicted: it was abandoned, or cut; None where they are not. O(1)."""
         closed = None if group_id is None else self._closed.get(group_id)
         if closed is None or not (closed.late or closed.size is None):
             return None
@@ -409,7 +388,7 @@ class SiblingGroups:
     def _forget_if_done(self, group_id: str, group: SiblingGroup) -> None:
         if group.waiting:
             return
-        if group.arrived >= group.size > 0 or self.is_abandoned(group_id):
+        if group.arrived >= group.size > 0 or self.why_unwanted(group_id):
             self.forget(group_id)
         # all of it were lost: as if it had never begun; what was to be expected of it still is
         elif group.arrived == 0:
@@ -418,6 +397,12 @@ class SiblingGroups:
             if self._closed.pop(group_id, None) is not None:
                 self.changed.append(group_id)
         # else the count must outlive the siblings that have left
+
+    def _close_if_whole(self, group_id: str, group: SiblingGroup) -> bool:
+        """A group of a declared size takes no more once all have come. -> whether that is so."""
+        if is_whole := group.declared and group.arrived >= group.size:
+            self._close(group_id, Declared(group.size, closed=True))
+        return is_whole
 
     def _close(self, group_id: str, declared: Declared) -> None:
         """The group takes no more. So many such groups are known."""

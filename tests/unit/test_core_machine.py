@@ -213,7 +213,7 @@ class CoreMachine(RuleBasedStateMachine):
             return
         self.accepted |= {rollout.rollout_id: rollout for rollout in rollouts}
         self.take_evicted()
-        if groups.size is not None and not groups.is_abandoned(name) and not new:
+        if groups.size is not None and not groups.why_unwanted(name) and not new:
             assert groups.get(name).arrived == arrived + len(lengths)
 
     @rule(seconds=st.lists(st.sampled_from([0.0, 1e-6, 0.5, 1.0, 1e6]), min_size=3, max_size=3), own=st.booleans())
