@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from stream_balancer.core.diagnosis import why_ranks_wait
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.state import RankId
+from stream_balancer.core.steps.state import Item, RankId
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.columns import Columns
-from stream_balancer.host.plans import StepPlan, new_generation
+from stream_balancer.host.plans import StepPlan, laid_out_anew, new_generation
 from stream_balancer.host.ranks import Ranks
 from stream_balancer.host.records import Acked
 
@@ -31,11 +31,15 @@ class InFlight:
         self.speeds = dict(enumerate(balancer.config.speeds or ()))
         """Speeds by the rank's number; none, if they were not given."""
         self.columns = Columns(roles)
-        self.ledger = Ledger(meets=replan or moves, moves=moves, generation=new_generation())
+        self.ledger = Ledger(self._lay_out, meets=replan or moves, moves=moves, generation=new_generation())
         # ranks may live longer than this run, and than the controller: what is known of them is passed on
         self.ranks = Ranks(self.ledger, self.core, roles, dp_size, rejoin_timeout_s, self.handed.came)
         self.plans: dict[int, StepPlan] = {}
         """By step."""
+
+    def _lay_out(self, step: int, old: list[Item], over: list[RankId]) -> list[Item]:
+        plan, core = self.plans[step], self.core
+        return laid_out_anew(plan, old, over, self.ledger, core, self.speeds, lockstep=self.lockstep)
 
     def note(self, plan: StepPlan) -> None:
         """Write what the next controller must know of a step and what follows from no plan: who has acknowledged it,

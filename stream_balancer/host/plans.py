@@ -24,7 +24,6 @@ from stream_balancer.core.batching import lay_out
 from stream_balancer.core.executions import denominators_of, execution_of, sizes_of
 from stream_balancer.core.state import BalancerState
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.orders import Replan as ReplanOrder
 from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId
 from stream_balancer.host.records import mini_batches_of
 from stream_balancer.net.messages import ResizedExecution, Seal, Sizes
@@ -153,7 +152,8 @@ def _note(item: Item, of_roles: dict[str, list[int]]) -> None:
 
 def laid_out_anew(
     plan: StepPlan,
-    order: ReplanOrder,
+    old: Sequence[Item],
+    over: Sequence[RankId],
     ledger: Ledger,
     state: BalancerState,
     speeds: Mapping[int, float],
@@ -162,7 +162,6 @@ def laid_out_anew(
 ) -> list[Item]:
     """Items without an owner, over other ranks. The trainer's are planned anew; a role's keep their ids, since others
     wait for them. As fast as a plan of so many rollouts."""
-    old, over = order.items, order.over
     if old[0].role:
         # Each computes whole what it had a part of: twice, but it needs nobody, and any rank can be the last.
         return [
@@ -176,12 +175,12 @@ def laid_out_anew(
     if not rollouts:
         return []
     of_roles: dict[str, list[int]] = {}
-    for item in ledger.steps[order.step].items.values():
+    for item in ledger.steps[plan.batch.step].items.values():
         if item.role:
             _note(item, of_roles)
     parts = lay_out(
-        state, rollouts, plan.rollouts, step=order.step, num_ranks=len(over), lockstep=lockstep, had=plan.num_padding,
-        speeds=[speeds.get(one.number, 1.0) for one in over] if speeds else None,
+        state, rollouts, plan.rollouts, step=plan.batch.step, num_ranks=len(over), lockstep=lockstep,
+        speeds=[speeds.get(one.number, 1.0) for one in over] if speeds else None, had=plan.num_padding,
     )  # fmt: skip
     plan.num_padding += sum(mb.rollouts[0].is_padding for of_rank in parts for mb in of_rank)
     groups = {index: ledger.new_id() for index in range(len(parts[0]))} if lockstep else {}

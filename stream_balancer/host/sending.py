@@ -12,10 +12,8 @@ import anyio
 from stream_balancer.core.steps.orders import (
     Ack,
     Behind,
-    Mask,
+    Note,
     Order,
-    RankAck,
-    Replan,
     SendDrop,
     SendEnd,
     SendGo,
@@ -27,7 +25,7 @@ from stream_balancer.core.steps.orders import (
 from stream_balancer.core.steps.state import RankId
 from stream_balancer.errors import refused_error
 from stream_balancer.host.in_flight import InFlight
-from stream_balancer.host.plans import StepPlan, laid_out_anew, seal_of
+from stream_balancer.host.plans import StepPlan, seal_of
 from stream_balancer.host.ranks import different_weights
 from stream_balancer.net import messages
 from stream_balancer.net.messages import Message, MiniBatchHead, Notify, Sizes, StepHead, Work, WorkItem
@@ -79,9 +77,7 @@ class Sender:
                 self._refuse(order)
             case SendEnd():
                 self._end(order)
-            case Replan():
-                self._replan(order)
-            case Mask() | RankAck():
+            case Note():
                 # else it is acknowledged by all, which the journal is told by the balancer
                 if order.step in self._here.ledger.steps:
                     self._here.note(self._here.plans[order.step])
@@ -186,14 +182,6 @@ class Sender:
         self._behind_disk.append((order, self._peer(order), Notify(end=True)))
 
     # to the balancer
-
-    def _replan(self, order: Replan) -> None:
-        here = self._here
-        items = laid_out_anew(
-            here.plans[order.step], order, here.ledger, here.core, here.speeds,
-            lockstep=here.lockstep,
-        )  # fmt: skip
-        here.ledger.replanned(order.step, [item.id for item in order.items], items)
 
     def _ack(self, order: Ack) -> None:
         here = self._here

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from stream_balancer.client.held import Part
-from stream_balancer.core.steps.orders import Ack, Order, SendWork
+from stream_balancer.core.steps.orders import Ack, SendWork
 from stream_balancer.core.steps.state import Piece, RankId
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def check_not_met(world: World, process: Process, number: int) -> None:
         check(not has, "again", "{} trains on step {}, {} has it", process.place, number, other.place)
 
 
-def check_certain(world: World, number: int, order: Order) -> None:
+def check_certain(world: World, number: int, order: object) -> None:
     """No living process may be in the meeting of the step."""
     is_new = isinstance(order, SendWork) and not order.items
     if not world.config.meets or is_new:

@@ -1,4 +1,4 @@
-"""A planner that cuts rollouts at random, and answers a Replan."""
+"""A planner that cuts rollouts at random, also those that have no rank any more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from steps_config import Config
 
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.orders import Replan
 from stream_balancer.core.steps.state import Item, Piece, RankId
 
 Cut = tuple[RankId, tuple[Piece, ...], int | None]
@@ -55,23 +54,23 @@ class Planner:
         self.num_rollouts += 1
         return Piece(f"r{self.num_rollouts}")
 
-    def replanned(self, ledger: Ledger, order: Replan) -> list[Item]:
+    def replanned(self, ledger: Ledger, old: list[Item], over: list[RankId]) -> list[Item]:
         """A role's items get another owner; a trainer's are cut anew, those of a group in one collective again."""
-        if order.items[0].role:
-            owners = [self.rng.choice(order.over) for _ in order.items]
+        if old[0].role:
+            owners = [self.rng.choice(over) for _ in old]
             return [
                 Item(item.id, owner, item.pieces, item.role, remote=item.remote)
-                for item, owner in zip(order.items, owners, strict=True)
+                for item, owner in zip(old, owners, strict=True)
             ]
-        alone = [item for item in order.items if item.group is None]
+        alone = [item for item in old if item.group is None]
         groups = defaultdict[int, list[Item]](list)
-        for item in order.items:
+        for item in old:
             if item.group is not None:
                 groups[item.group].append(item)
-        news = [new for item in alone for new in self._cut_anew(ledger, item, order.over)]
-        return news + [new for parts in groups.values() for new in self._shared_anew(ledger, parts, order.over)]
+        news = [new for item in alone for new in self._cut_anew(ledger, item, over)]
+        return news + [new for parts in groups.values() for new in self._shared_anew(ledger, parts, over)]
 
-    def _cut_anew(self, ledger: Ledger, item: Item, over: tuple[RankId, ...]) -> list[Item]:
+    def _cut_anew(self, ledger: Ledger, item: Item, over: list[RankId]) -> list[Item]:
         rollouts = dict.fromkeys(piece.rollout for piece in item.pieces)
         cuts = [tuple(piece for piece in item.pieces if piece.rollout == rollout) for rollout in rollouts]
         if not cuts or self.rng.random() < 0.5:
@@ -81,7 +80,7 @@ class Planner:
             for pieces in cuts
         ]
 
-    def _shared_anew(self, ledger: Ledger, parts: list[Item], over: tuple[RankId, ...]) -> list[Item]:
+    def _shared_anew(self, ledger: Ledger, parts: list[Item], over: list[RankId]) -> list[Item]:
         group, pieces = ledger.new_id(), [piece for item in parts for piece in item.pieces]
         needs = tuple({needed for item in parts for needed in item.needs})
         chosen = list(over) if self.config.lockstep else self.rng.sample(over, min(len(over), len(pieces)))

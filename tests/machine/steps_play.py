@@ -22,7 +22,8 @@ class Play:
 
     def __init__(self, ranks: str = "0 1", *, seats: int = 1, restarted: bool = False, **options: Any) -> None:
         self.seats, self.ranks = seats, ranks.split()
-        self.ledger = Ledger(generation=int(restarted), **options)
+        self.ledger = Ledger(self._lay_out, generation=int(restarted), **options)
+        self.replans: list[str] = []
         for role in {rank_of(rank).role for rank in self.ranks} | {TRAIN}:
             self.ledger.resized(role, [one.number for one in map(rank_of, self.ranks) if one.role == role])
         if not restarted:
@@ -38,9 +39,14 @@ class Play:
         self.ledger.appended(step, items_of(text), complete=complete)
         return self.orders()
 
-    def replan(self, old: Iterable[int], text: str, step: int = 0) -> list[str]:
-        assert self.ledger.replanned(step, old, items_of(text))
-        return self.orders()
+    def _lay_out(self, step: int, items: list[Item], over: list[RankId]) -> list[Item]:
+        """Item 3 becomes item 13, each alone, rank after rank; a role's keeps its number."""
+        ids = " ".join(str(item.id) for item in items)
+        self.replans.append(f"replan [{ids}] over " + " ".join(f"{one.role}{one.number}" for one in over))
+        return [
+            Item(item.id if item.role else item.id + 10, over[at % len(over)], item.pieces, item.role, item.needs)
+            for at, item in enumerate(items)
+        ]
 
     def restore(self, text: str, participants: str, step: int = 0, **options: Any) -> None:
         options["acked"] = [rank_of(rank) for rank in options.get("acked", "").split()]
@@ -78,7 +84,10 @@ class Play:
         return [order for one in who for order in self.acknowledged(one, step)]
 
     def orders(self) -> list[str]:
-        return [self._text(order) for order in self.ledger.orders()]
+        """What was laid out anew, and the orders."""
+        orders = [self._text(order) for order in self.ledger.orders()]
+        replans, self.replans = self.replans, []
+        return replans + orders
 
     def _text(self, order: Order) -> str:
         kind, fields = type(order).__name__, order._asdict()
@@ -93,8 +102,6 @@ class Play:
             words.append(f"#{seal.number} of " + " ".join(str(one.number) for one in seal.ranks))
         if "items" in fields:
             words.append("[" + " ".join(str(getattr(item, "id", item)) for item in fields["items"]) + "]")
-        if "over" in fields:
-            words.append("over " + " ".join(f"{one.role}{one.number}" for one in fields["over"]))
         if kind == "SendRewind":
             words.append(f"attempt {fields['attempt']}")
         words += ["met"] * bool(fields.get("met"))

@@ -56,7 +56,10 @@ def may_give_up(world: World, one: RankId) -> bool:
 
 
 def give_up(world: World, one: RankId) -> None:
+    steps = [] if one.role else [*world.ledger.ranks[one].active]
     world.ledger.gave_up(one)
+    for number in steps:
+        world.note(number)
     world.fenced[one] = max(world.fenced.get(one, -1), world.journal.incarnations.get(one, -1))
     if world.rng.random() < 0.5 and not world.processes[one, 0].alive:
         world.left.add(one)

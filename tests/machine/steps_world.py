@@ -7,7 +7,6 @@ fault that is left. So every order of events is possible, and a seed replays one
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from steps_random_faults import faults_of, give_up
 
 from stream_balancer.client.held import HeldWork, Part
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.orders import Ack, Mask, RankAck, Replan, SendGo, SendRewind, SendSeal, SendWork
+from stream_balancer.core.steps.orders import Ack, Note, SendGo, SendRewind, SendSeal, SendWork
 from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId, StepSeal
 
 Plan = tuple[int, list[Item], list[RankId]]
@@ -29,12 +28,12 @@ Plan = tuple[int, list[Item], list[RankId]]
 
 
 class Journal:
-    """Plans, acknowledgements, masks and incarnations, which outlive the controller."""
+    """Plans, notes on steps, and incarnations, which outlive the controller."""
 
     def __init__(self) -> None:
         self.plans: dict[int, Plan] = {}
-        self.rank_acks = defaultdict[int, list[RankId]](list)
-        self.masks: dict[int, frozenset[str]] = {}
+        self.notes: dict[int, tuple[set[RankId], set[RankId], set[str]]] = {}
+        """Who is left of a step, who of these has acknowledged it, and what is masked."""
         self.incarnations: dict[RankId, int] = {}
         self.acked: set[int] = set()
 
@@ -83,9 +82,10 @@ class World:
 
     def start_controller(self) -> None:
         config, journal = self.config, self.journal
-        ledger = self.ledger = self.make_ledger(meets=config.meets, moves=config.moves, generation=self.generation)
+        ledger = self.ledger = self.make_ledger(
+            self.lay_out, meets=config.meets, moves=config.moves, generation=self.generation
+        )
         self.generation += 1
-        self.replans: list[Replan] = []
         self.columns.clear()
         for role, numbers in self.wanted.items():
             ledger.resized(role, numbers)
@@ -94,8 +94,9 @@ class World:
         ledger.last_acked = max(journal.acked, default=-1)
         for number in sorted(journal.plans):
             uid, items, participants = journal.plans[number]
-            acked, gone = journal.rank_acks[number], journal.masks.get(number, ())
-            ledger.restore(number, uid, map(copy_of, items), participants, acked=acked, gone=gone)
+            left, acked, gone = journal.notes.get(number, (participants, (), ()))
+            there = [one for one in participants if one in left]
+            ledger.restore(number, uid, map(copy_of, items), there, acked=acked, gone=gone)
         if self.ended:
             ledger.end()
 
@@ -126,10 +127,15 @@ class World:
         self.next_step += 1
         self.plan(self.next_step - 1)
 
-    def replan(self) -> None:
-        order = self.replans.pop(self.rng.randrange(len(self.replans)))
-        news = self.planner.replanned(self.ledger, order)
-        self.ledger.replanned(order.step, [item.id for item in order.items], news)
+    def lay_out(self, step: int, items: list[Item], over: list[RankId]) -> list[Item]:
+        checks.check_certain(self, step, items)
+        return self.planner.replanned(self.ledger, items, over)
+
+    def note(self, number: int) -> None:
+        """As the host does: all that is so now."""
+        if (step := self.ledger.steps.get(number)) is not None:
+            acked = {one for one in step.participants if step.shares[one].is_acked}
+            self.journal.notes[number] = set(step.participants), acked, set(step.gone)
 
     def end(self) -> None:
         self.ended = True
@@ -137,13 +143,8 @@ class World:
 
     def carry_out(self) -> None:
         for order in self.ledger.orders():
-            if isinstance(order, Replan):
-                checks.check_certain(self, order.step, order)
-                self.replans.append(order)
-            elif isinstance(order, Mask):
-                self.journal.masks[order.step] = order.gone
-            elif isinstance(order, RankAck):
-                self.journal.rank_acks[order.step].append(order.rank)
+            if isinstance(order, Note):
+                self.note(order.step)
             elif isinstance(order, Ack):
                 self.acknowledge(order)
             else:
@@ -349,8 +350,6 @@ class World:
         if open_steps and all(map(ledger.members, self.wanted)):
             for number in open_steps:
                 yield (lambda number=number: self.append(number)), 0.6
-        if self.replans:
-            yield self.replan, 2
 
     def run(self, limit: int = 20_000) -> None:
         """Until all is done. Raises InvariantError."""

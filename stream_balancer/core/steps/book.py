@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 from stream_balancer.core.steps.orders import Order
 from stream_balancer.core.steps.state import TRAIN, Item, Rank, RankId, Share, StepState, seats_of
+
+LayOut: TypeAlias = Callable[[int, list[Item], list[RankId]], Iterable[Item]]
+"""Plans anew: items of a step that have no owner, and ranks -> items of these ranks in place of those, with ids that
+rise in one order of groups on all ranks. Those of a role keep their ids."""
 
 
 class Book:
     """Every step that is planned and not acknowledged, every rank, and what facts have touched."""
 
-    def __init__(self, *, meets: bool = True, moves: bool = False, generation: int = 0) -> None:
-        self.meets, self.moves, self.generation = meets, moves, generation
+    def __init__(self, lay_out: LayOut, *, meets: bool = True, moves: bool = False, generation: int = 0) -> None:
+        self.lay_out, self.meets, self.moves, self.generation = lay_out, meets, moves, generation
         self.steps: dict[int, StepState] = {}
         self.ranks: dict[RankId, Rank] = {}
         self.wanted: dict[str, set[int]] = {TRAIN: set()}
@@ -76,12 +81,18 @@ class Book:
         incarnation = -1 if rank is None else rank.incarnation
         return one.number in self.wanted.get(one.role, ()) and incarnation > self.fenced.get(one, -2)
 
-    def may_own(self, step: StepState, item: Item, owner: RankId | None) -> bool:
-        return owner is not None and (self.is_member(owner) if item.role else owner in step.participants)
+    def add(self, step: StepState, items: Iterable[Item]) -> None:
+        """More items of a step."""
+        for item in items:
+            step.add(item)
+            self.own(step, item, item.owner)
+            if item.owner is None and item.group is not None:
+                step.torn.add(item.group)
 
     def own(self, step: StepState, item: Item, owner: RankId | None) -> None:
         """Give the item, which no process has, to a rank; to none if that rank is not there."""
-        item.owner = owner if self.may_own(step, item, owner) else None
+        is_there = owner is not None and (self.is_member(owner) if item.role else owner in step.participants)
+        item.owner = owner if is_there else None
         if item.owner is None:
             step.ownerless[item.id] = item
             self.touch(step)

@@ -6,8 +6,7 @@ from stream_balancer.core.steps.book import Book
 from stream_balancer.core.steps.orders import (
     Ack,
     Behind,
-    Mask,
-    Replan,
+    Note,
     SendDrop,
     SendEnd,
     SendGo,
@@ -166,14 +165,13 @@ def _replan(book: Book, step: StepState) -> None:
         return
     idle = _idle(book, step)
     for role, is_released in sorted({(item.role, item.is_released) for item in step.ownerless.values()}):
-        items = tuple(it for it in step.ownerless.values() if (it.role, it.is_released) == (role, is_released))
+        items = [it for it in step.ownerless.values() if (it.role, it.is_released) == (role, is_released)]
         everybody = book.members(role) if role else sorted(step.participants)
-        over = tuple((is_released and idle) or everybody)
-        question = tuple(item.id for item in items), over
-        # once: the planner may take longer than the next fact does
-        if over and question not in step.asked:
-            step.asked.append(question)
-            book.out.append(Replan(step.number, items, over))
+        if over := (is_released and idle) or everybody:
+            made = book.lay_out(step.number, items, over)
+            for item in items:
+                step.remove(step.ownerless.pop(item.id))
+            book.add(step, made)
 
 
 def _recall(book: Book, step: StepState) -> None:
@@ -238,7 +236,7 @@ def _seal(book: Book, step: StepState) -> None:
     step.seals = max(step.seals + 1, book.generation * 1000)
     step.seal = StepSeal(step.number, step.seals, tuple(sorted(step.participants)), frozenset(step.gone))
     if step.gone:
-        book.out.append(Mask(step.number, step.seal.gone))
+        book.out.append(Note(step.number))
     for one in step.participants:
         step.shares[one].sealed = step.shares[one].back = 0
         if book.meets:

@@ -10,7 +10,9 @@ from collections.abc import Collection, Iterable, Mapping
 
 from stream_balancer.core.steps.book import Book
 from stream_balancer.core.steps.orders import SendDrop, SendRewind
-from stream_balancer.core.steps.state import HeldStep, Item, Rank, RankId, Share, StepState
+from stream_balancer.core.steps.state import TRAIN, HeldStep, Item, Rank, RankId, Share, StepState
+
+_ALL = -1  # seats, however many there were
 
 
 class Joining(Book):
@@ -116,14 +118,13 @@ class Joining(Book):
         # what others have in their weights: all say that first.
         is_settled = not (self.meets or remade)
         step = self.steps[number] = StepState(number, uid, is_complete=True, is_settled=is_settled, gone=set(gone))
-        step.participants.update(participants)
+        # all are given up: those that there are now do it, and may have begun before the restart
+        step.participants.update(list(participants) or self.members(TRAIN))
         # whoever has acknowledged it has nothing more to say of it
         step.settling.update(step.participants.difference(acked))
         for one in step.participants:
             self.share(step, one)
-        for item in items:
-            step.add(item)
-            self.own(step, item, item.owner)
+        self.add(step, items)
         for one in step.participants.intersection(acked):
             share = step.shares[one]
             share.acked, step.is_kept = share.rank.full, self.meets
@@ -146,7 +147,7 @@ class Joining(Book):
         recalled, share.recalled = share.recalled, {}
         for id_, seats in recalled.items():
             item = share.items[id_]
-            if seats == rank.full:
+            if seats & rank.full == rank.full:
                 del share.items[id_]
                 share.unsent.pop(id_, None)
                 self.disown(step, item)
@@ -179,23 +180,11 @@ class Joining(Book):
         was_acked = [share.is_acked for share in shares]
         rank.full, rank.links, rank.weights_of, rank.acked_of, rank.stale = full, 0, {}, {}, {}
         for share, acked in zip(shares, was_acked, strict=True):
-            step = share.step
             share.acked = full if acked else 0
-            # in weights that a process can come back to: nothing of it is sent again
-            if acked and not rank.id.role:
-                continue
-            share.opened = share.taken = share.waiting = share.sealed = share.back = share.finished = 0
-            step.holders.discard(rank.id)
-            for item in share.items.values():
-                _forget(step, share, item, item.sent)
-            for id_ in share.recalled:
-                share.recalled[id_] = full
-            if share.answers or share.recalled:
-                share.answers = 0
-                self.gave_back(share)
-            share.note_waiting()
+            self._says(share, _ALL, None, 0)
 
     def _says(self, share: Share, bit: int, held: HeldStep | None, weights: int) -> None:
+        """What was believed of a seat, or of all, gives way to what it says."""
         step, rank = share.step, share.rank
         # a late word on what is in saved weights changes nothing
         if share.is_acked and not rank.id.role:

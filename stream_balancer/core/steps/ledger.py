@@ -6,7 +6,9 @@ ranks, one step of four micro-batches; rank 1 dies after its first one, which wa
 
 >>> from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId
 >>> zero, one = RankId(TRAIN, 0), RankId(TRAIN, 1)
->>> ledger = Ledger(meets=True)
+>>> def lay_out(step, items, over):
+...     return [Item(ledger.new_id(), over[0], item.pieces) for item in items]
+>>> ledger = Ledger(lay_out, meets=True)
 >>> ledger.resized(TRAIN, [0, 1])
 >>> ledger.joined(zero, 0, 0, {})
 >>> ledger.joined(one, 0, 0, {})
@@ -21,22 +23,17 @@ ranks, one step of four micro-batches; rank 1 dies after its first one, which wa
 >>> ledger.orders()
 []
 >>> ledger.gave_up(one)
->>> replan, = ledger.orders()
->>> [item.id for item in replan.items], replan.over
-([2, 3], (RankId(role='', number=0),))
->>> news = [Item(ledger.new_id(), zero, item.pieces) for item in replan.items]
->>> ledger.replanned(0, [2, 3], news)
-True
->>> [(type(order).__name__, len(order.items)) for order in ledger.orders()]
-[('SendWork', 2)]
->>> ledger.done(zero, 0, 0, 1, [item.id for item in news])
+>>> send, = ledger.orders()
+>>> send.rank.number, [piece.rollout for item in send.items for piece in item.pieces]
+(0, ['r2', 'r3'])
+>>> ledger.done(zero, 0, 0, 1, [item.id for item in send.items])
 >>> ledger.at_barrier(zero, 0, 0, 1)
 >>> [[one.number for one in order.seal.ranks] for order in ledger.orders()]
 [[0]]
 >>> ledger.finished(zero, 0, 0, 1)
 >>> ledger.acknowledged(zero, 0, 0)
 >>> ledger.orders()
-[RankAck(step=0, rank=RankId(role='', number=0)), Ack(step=0, gone=frozenset())]
+[Note(step=0), Ack(step=0, gone=frozenset())]
 
 A trainer's item that is done lies in the gradient of one process, and dies with it; a role's is kept: its columns are
 here. A rank that holds a seal may be in the collective at this moment. Until every holder has said "finished" or "it
@@ -50,12 +47,12 @@ from collections.abc import Iterable
 
 from stream_balancer.core.steps.deciding import acknowledge, look_at_rank, look_at_step
 from stream_balancer.core.steps.joining import Joining
-from stream_balancer.core.steps.orders import Order, RankAck, SendDrop
+from stream_balancer.core.steps.orders import Note, Order, SendDrop
 from stream_balancer.core.steps.state import TRAIN, Item, RankId, Share, StepState, in_order
 
 
 class Ledger(Joining):
-    """Facts go in, orders come out.
+    """Facts go in, orders come out. ``lay_out`` is asked within :meth:`orders`, and answers at once.
 
     ``meets``: the trainer's ranks meet once in a step through the feed, report ``at_barrier`` and ``finished``, and
     wait for the seal in between; else each trains on its own, and gets again what it has not acknowledged. ``moves``:
@@ -92,33 +89,9 @@ class Ledger(Joining):
     def appended(self, number: int, items: Iterable[Item], *, complete: bool = False) -> None:
         """More of an open step; ``complete``: no more comes."""
         step = self.steps[number]
-        for item in items:
-            step.add(item)
-            self.own(step, item, item.owner)
-            if item.owner is None and item.group is not None:
-                step.torn.add(item.group)
+        self.add(step, items)
         step.is_complete = step.is_complete or complete
         self.touch(step, everybody=True)
-
-    def replanned(self, number: int, old: Iterable[int], new: Iterable[Item]) -> bool:
-        """The answer to a Replan: ``new`` items, with ids that rise in one order of groups on all ranks, in place of
-        ``old``; those of a role keep their ids. False, and nothing is done, if it is out of date: what still has no
-        owner is asked for again."""
-        step, ids, items = self.steps.get(number), list(old), list(new)
-        if step is None:
-            return False
-        # also where it is out of date: what still has no owner must be asked for again
-        step.asked.clear()
-        self.touch(step)
-        # a rank may have come back, or another been lost, while the planner worked
-        is_current = all(id_ in step.ownerless for id_ in ids)
-        if not is_current or not all(self.may_own(step, item, item.owner) for item in items):
-            return False
-        # only now: an answer that is refused takes no item away
-        for id_ in ids:
-            step.remove(step.ownerless.pop(id_))
-        self.appended(number, items)
-        return True
 
     def resized(self, role: str, numbers: Iterable[int]) -> None:
         """Ranks that take part from the next step on."""
@@ -240,7 +213,7 @@ class Ledger(Joining):
                 step.acks += 1
                 step.is_kept = self.meets
                 rank.activate(share)
-                self.out.append(RankAck(step.number, one))
+                self.out.append(Note(step.number))
                 self.touch(step)
         self.ranks_touched[one] = None
 

@@ -93,26 +93,10 @@ class SendEnd(NamedTuple):
     seat: int
 
 
-class Replan(NamedTuple):
-    """Lay these items, which have no owner, out over these ranks. The answer is :meth:`Ledger.replanned`."""
+class Note(NamedTuple):
+    """Write into the journal, before later orders leave, what is masked of the step, and who has acknowledged it."""
 
     step: int
-    items: tuple[Item, ...]
-    over: tuple[RankId, ...]
-
-
-class Mask(NamedTuple):
-    """Write into the journal, before later orders leave, what is masked of the step: a seal says so."""
-
-    step: int
-    gone: frozenset[str]
-
-
-class RankAck(NamedTuple):
-    """Write into the journal that this rank has acknowledged the step."""
-
-    step: int
-    rank: RankId
 
 
 class Ack(NamedTuple):
@@ -124,5 +108,5 @@ class Ack(NamedTuple):
 
 Order: TypeAlias = (
     SendWork | SendGo | SendRecall | SendSeal | SendRewind | SendDrop | SendEnd
-    | Behind | Replan | Mask | RankAck | Ack
+    | Behind | Note | Ack
 )  # fmt: skip

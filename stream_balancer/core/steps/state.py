@@ -219,8 +219,6 @@ class StepState:
     shares: dict[RankId, Share] = field(default_factory=dict)
     is_complete: bool = False
     ownerless: dict[int, Item] = field(default_factory=dict)
-    asked: list[tuple[tuple[int, ...], tuple[RankId, ...]]] = field(default_factory=list)
-    """Items and ranks of Replans that have no answer yet."""
     groups: dict[int, dict[int, Item]] = field(default_factory=dict)
     torn: set[int] = field(default_factory=set)
     """Groups of which a part was lost."""
