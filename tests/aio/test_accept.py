@@ -113,21 +113,6 @@ async def test_a_group_that_changed_meanwhile_is_asked_about_again() -> None:
         assert balancer.statistics().evicted["filtered"] == 1
 
 
-async def test_a_slow_verdict_delays_its_own_put_and_no_other() -> None:
-    async def accept(rollouts: Sequence[sb.Rollout]) -> bool:
-        await anyio.sleep(10.0 if rollouts[0].rollout_id == "slow" else 0.0)
-        return True
-
-    async with sb.StreamBalancer(config(), accept=accept) as balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(balancer.put, make_rollout(3, "slow"))
-        await settle()
-        await fill(balancer, [3] * 3)
-        assert anyio.current_time() == 0.0
-        assert waiting(balancer) == ["r0", "r1", "r2"]
-        await anyio.sleep(10.5)
-        assert waiting(balancer) == ["r0", "r1", "r2", "slow"]
-
-
 async def test_verdicts_do_not_change_the_order_of_those_that_wait_for_room() -> None:
     async def accept(rollouts: Sequence[sb.Rollout]) -> bool:
         return rollouts[0].rollout_id != "r3"

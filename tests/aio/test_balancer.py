@@ -449,3 +449,23 @@ async def test_a_balancer_on_every_rank_is_noticed(
     told = reports(caplog)
     assert len(told) == warned
     assert all("sb.serve" in line and "sb.connect" in line and "rank 1 " in line for line in told)
+
+
+async def test_a_version_from_a_checkpoint_is_one() -> None:
+    async with sb.StreamBalancer(config()) as first:
+        first.set_version(7)
+        for rollout in make_rollouts([3, 4]):
+            await first.put(rollout)
+        state = first.state_dict()
+    async with sb.StreamBalancer(config()) as second, anyio.create_task_group() as tasks:
+        seen: list[int] = []
+
+        async def follow() -> None:
+            seen.append(await second.version_after(None))
+
+        tasks.start_soon(follow)
+        await settle()
+        second.load_state_dict(state)
+        await settle()
+        assert seen == [7]
+        assert second.version == 7

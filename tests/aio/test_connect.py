@@ -20,35 +20,6 @@ WAYS = ["put", "put_group", "slot", "slot_group", "producer", "producer_group"]
 LATE = ["late0", "late1"]
 
 
-async def test_put_waits_while_the_balancer_is_full_and_errors_keep_their_words() -> None:
-    async with attended(sb.StreamBalancer(config())) as (balancer, transport, tasks):
-        producer = sb.connect(transport.connect_producer())
-        await settle()
-        for rollout in make_rollouts([3] * 4):
-            await producer.put(rollout)
-        assert balancer.statistics().accepted == 4
-        with pytest.raises(sb.errors.DuplicateRolloutError) as there:
-            await producer.put(make_rollout(3, "r0"))
-        with pytest.raises(sb.errors.DuplicateRolloutError) as here:
-            balancer.put_nowait(make_rollout(3, "r0"))
-        assert str(there.value) == str(here.value)
-        done = anyio.Event()
-
-        async def late() -> None:
-            await producer.put_group([make_rollout(2, f"g{n}", group_id="g") for n in range(2)])
-            done.set()
-
-        tasks.start_soon(late)
-        await settle()
-        assert not done.is_set()
-        await anext(balancer.batches())
-        await settle()
-        assert done.is_set()
-        balancer.end()
-        with pytest.raises(sb.errors.ClosedResourceError, match=r"after end\(\)"):
-            await producer.put(make_rollout(3, "y"))
-
-
 async def test_the_controller_checks_a_group_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A producer may be a program of another make."""
     monkeypatch.setattr("stream_balancer.client.producer.check_group", lambda _: None)

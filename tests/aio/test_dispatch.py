@@ -71,6 +71,32 @@ async def test_a_batch_is_taken_only_when_every_rank_has_room() -> None:
         tasks.cancel_scope.cancel()
 
 
+async def test_rollouts_of_the_present_are_prefetched_as_far_as_they_may() -> None:
+    """``max_versions`` bounds the age at training, and no more."""
+    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, capacity=40, staleness=sb.Staleness(max_versions=2))
+    transport = MemoryNetwork(dp_size=1)
+    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
+        balancer.set_version(5)
+        for n in range(20):
+            await balancer.put(make_rollout(3, f"r{n}", version=5))
+        tasks.start_soon(sb.serve, balancer, transport)
+        feed = sb.RankFeed(transport.connect(0, depth=9))
+        await anyio.sleep(1.0)
+        assert len(balancer.in_flight()) == 3  # trained at versions 5, 6 and 7
+        for step in range(3):
+            await anext(feed)
+            await anyio.sleep(1.0)  # it trains; that it is through with the one before has been told by now
+            balancer.set_version(6 + step)
+            await anyio.sleep(1.0)
+            assert len(balancer.in_flight()) == (3 if step == 0 else 2 if step == 1 else 1)
+        stats = balancer.statistics()
+        assert (stats.evicted["stale"], stats.waiting) == (14, 0)
+        assert stats.training_age is not None
+        assert stats.training_age.max == 2
+        await feed.aclose()
+        tasks.cancel_scope.cancel()
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -44,33 +44,6 @@ async def test_reservers_are_admitted_in_order_and_do_not_poll() -> None:
         assert balancer.statistics().reserved == 0
 
 
-async def test_a_slot_says_when_its_rollout_would_be_too_old() -> None:
-    async with sb.StreamBalancer(config()) as balancer, anyio.create_task_group() as tasks:
-        over: list[str] = []
-
-        async def generate(name: str) -> None:
-            async with balancer.reserve() as slot:
-                await slot.stale()
-                over.append(name)
-
-        tasks.start_soon(generate, "before the first version")
-        for version, expected in ((0, 0), (1, 0), (2, 2), (3, 3), (9, 4)):
-            balancer.set_version(version)
-            await settle()
-            assert len(over) == expected
-            if version < 3:
-                tasks.start_soon(generate, f"at {version}")
-                await settle()
-        balancer.reconfigure(staleness={"on_stale": "send"})
-        async with balancer.reserve() as slot:
-            balancer.set_version(20)
-            with anyio.move_on_after(5.0) as waited:
-                await slot.stale()
-            assert waited.cancelled_caught
-            balancer.reconfigure(staleness={"on_stale": "evict"})
-            await slot.stale()
-
-
 async def test_a_slot_hears_that_rollouts_may_be_less_old_from_now_on() -> None:
     async with sb.StreamBalancer(config(staleness={"max_versions": 4})) as balancer:
         balancer.set_version(0)
@@ -89,31 +62,6 @@ async def test_a_slot_hears_that_rollouts_may_be_less_old_from_now_on() -> None:
             await settle()
             assert done
             tasks.cancel_scope.cancel()
-
-
-async def test_a_rollout_of_one_token_without_loss_brings_its_reward_and_is_not_trained_on() -> None:
-    """Withheld: what was begun too long ago counts in the baseline of its group, which is whole."""
-
-    def rollout(name: str, tokens: int, version: int | None) -> sb.Rollout:
-        mask = [0] if tokens == 1 else [0, *[1] * (tokens - 1)]
-        return sb.Rollout(
-            tokens={"input_ids": [0] * tokens, "loss_mask": mask}, scalars={"reward": float(tokens)}, rollout_id=name,
-            group_id="g", version=version,
-        )  # fmt: skip
-
-    async with sb.StreamBalancer(config(groups={"size": 4}, window=4)) as balancer:
-        balancer.set_version(0)
-        async with balancer.reserve(4) as slot:
-            balancer.set_version(7)
-            await slot.stale()
-            await slot.put(rollout("long", 1, balancer.version))
-            for name, tokens in (("a", 3), ("b", 4), ("c", 5)):
-                await slot.put(rollout(name, tokens, balancer.version))
-        batch = await anext(balancer.batches())
-    assert sorted(r.scalars["reward"] for r in batch.rollouts) == [1.0, 3.0, 4.0, 5.0]
-    assert batch.ranks[0].global_num_loss_tokens == 2 + 3 + 4
-    assert not batch.incomplete_groups
-    assert not sum(balancer.statistics().evicted.values())
 
 
 async def test_statistics_say_how_long_rollouts_waited_for_room_and_for_a_slot() -> None:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import anyio
 import helpers
 import pytest
 from helpers import settle
-from in_loop import journals_in_loop
 from served import attended
 
 import stream_balancer as sb
 from stream_balancer.core.groups import Declared
 from stream_balancer.testing import make_rollout
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_blocking_calls() -> None:
-    """A journal writes in the loop."""
-
 
 GROUPS = sb.Groups(size=4, min_size=3)
 config = partial(helpers.config, groups=GROUPS, window=4, capacity=16)
@@ -106,28 +98,6 @@ async def test_a_reserver_that_waits_gets_what_a_cut_group_leaves() -> None:
             with anyio.fail_after(100.0):
                 await anyio.sleep_forever()
         assert [batch.num_rollouts for batch in steps] == [3]
-
-
-@pytest.mark.parametrize("left", [False, True])
-async def test_a_cut_is_in_the_journal(tmp_path: Path, left: bool) -> None:
-    with journals_in_loop():
-        async with sb.StreamBalancer(config(), journal=tmp_path) as first, anyio.create_task_group() as tasks:
-            await first.put_group([sibling(f"r{n}") for n in range(3)])
-            if left:
-                await first.put_group([sibling("s", "h")], complete=True)
-            tasks.start_soon(anext, first.batches())
-            await settle()
-            assert first.statistics().cut_siblings == 1
-            assert bool(first.statistics().in_flight) == left
-            tasks.cancel_scope.cancel()
-        async with sb.StreamBalancer(config(), journal=tmp_path) as second:
-            await second.put(sibling("r3"))
-            statistics = second.statistics()
-            assert statistics.evicted["late"] == 1
-            assert statistics.waiting + statistics.redelivering == (4 if left else 3)
-            await second.put_group([sibling("t", "i")], complete=True)
-            batch = await anext(second.batches())
-            assert {"r0", "r1", "r2"} <= {one.rollout_id for one in batch.rollouts}
 
 
 async def test_accept_is_not_asked_about_what_is_late_nor_again_about_what_waits() -> None:

@@ -183,27 +183,6 @@ def test_a_timeout_means_that_it_did_not_happen() -> None:
         balancer.put(make_rollout(2, "late"))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_places_are_reserved_by_threads(backend: Any) -> None:
-    with sb.blocking(
-        config(staleness=sb.Staleness(max_versions=1), batch_size=2, window=2), backend=backend
-    ) as balancer:
-        balancer.set_version(5)
-        with balancer.reserve(2) as slot:
-            assert (slot.version, slot.left) == (5, 2)
-            slot.put(make_rollout(2, "a"))
-            slot.put_group([make_rollout(2, "b", group_id="g")])
-            assert slot.left == 0
-        with balancer.reserve():
-            assert balancer.statistics().reserved == 1
-        assert balancer.statistics().reserved == 0
-        batch = next(balancer.batches())
-        assert {r.version for r in batch.rollouts} == {5}
-        balancer.end()
-        with pytest.raises(sb.errors.ClosedResourceError), balancer.reserve():
-            pass
-
-
 ASYNC_ONLY = {  # for the event loop
     "aclose": "close",
     "async_state_dict": "state_dict",
@@ -272,17 +251,3 @@ def test_a_method_that_reads_the_clock_names_sb_blocking(method: str) -> None:
         READ_THE_CLOCK[method](balancer)
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__  # anyio's error says nothing that this one does not
-
-
-def test_every_other_plain_method_needs_none() -> None:
-    balancer = sb.StreamBalancer(sb.BalancerConfig(dp_size=2, batch_size=4, groups=sb.Groups(size=2)))
-    balancer.reconfigure(window=6)
-    balancer.set_version(3)
-    balancer.abandon_group("g")
-    balancer.acknowledge_through(7)
-    assert balancer.in_flight() == ()
-    assert balancer.rank_states() == []
-    balancer.reserve(2)
-    balancer.batches()
-    balancer.end()
-    assert balancer.ended

@@ -10,7 +10,6 @@ import pytest
 import torch
 from stream_balancer_demo.model import Decoder
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 import stream_balancer as sb
 from stream_balancer.types.trees import Tree
@@ -19,16 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from shared_prefixes import Attend, by_flex_attention, by_node, loss_sum
 
 VOCABULARY = 32
-
-
-def by_mask(tree: Tree) -> Attend:
-    """The dense mask."""
-    mask = tree.attention_mask()
-
-    def attend(*qkv: Tensor) -> Tensor:
-        return scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in qkv), attn_mask=mask)[0].transpose(0, 1)
-
-    return attend
 
 
 def dense_loss_sum(model: Decoder, micro_batch: sb.types.MicroBatch) -> Tensor:
@@ -79,7 +68,7 @@ def _flex_attention_learns_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     "ignore:flex_attention called without torch.compile", "ignore:The .grad attribute of a Tensor"
 )
 @pytest.mark.parametrize("trained", ["answers", "tokens of prompts, too"])
-@pytest.mark.parametrize("attention", [by_mask, by_node, by_flex_attention])
+@pytest.mark.parametrize("attention", [by_node, by_flex_attention])
 def test_loss_and_gradients_are_those_of_dense_training(attention: Callable[[Tree], Attend], trained: str) -> None:
     torch.manual_seed(0)
     model = Decoder(vocab_size=VOCABULARY, hidden_size=64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -212,21 +211,6 @@ def test_a_checkpoint_has_a_step_in_flight_as_it_was() -> None:
     check_whole(again, rollouts)
     assert other.acknowledge(0).num_rollouts == len(LENGTHS)
     verify(other)
-
-
-@pytest.mark.parametrize("dp_size", [2, 1, 6, 3])
-def test_other_ranks_get_another_plan_of_the_same_rollouts(dp_size: int) -> None:
-    core = core_of(LENGTHS)
-    rollouts = {r.rollout_id: r for r in core.buffer.rollouts()}
-    assert polled(core, 1.0).has_shared
-    core.nack(0)
-    core.reconfigure(replace(core.config, dp_size=dp_size, min_batch_size=dp_size))
-    again = polled(core, 1.0)
-    assert len(again.ranks) == dp_size
-    check_whole(again, rollouts)
-    verify(core)
-    core.acknowledge(0)
-    verify(core)
 
 
 @given(

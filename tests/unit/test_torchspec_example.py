@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import example as always
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,23 +69,3 @@ def test_all_are_dispatched_once_in_equal_counts_and_nobody_waits_for_ever(
     assert all(len(share) == per_rank for shares in controller.dispatched for share in shares)
     waited = [step - int(key.partition("/")[0]) for step, names in enumerate(went) for key in names]
     assert max(waited) <= 8
-
-
-def engines(kind: str, tokens: int) -> dict[str, tuple[int, ...]] | None:
-    """Shapes as TorchSpec's engines give them."""
-    return {
-        "with input_ids": {"hidden_states": (tokens, 96), "input_ids": (tokens,)},
-        "hidden states alone": {"hidden_states": (1, tokens, 96), "last_hidden_states": (1, tokens, 32)},
-        "none": None,
-    }[kind]
-
-
-@pytest.mark.parametrize("kind", ["with input_ids", "hidden states alone", "none"])
-def test_samples_of_every_engine_have_a_length(kind: str) -> None:
-    lengths = [900, 100, 120, 80, 4000, 110, 950, 90]
-    controller = Balanced(2, 2)
-    for number, tokens in enumerate(lengths):
-        controller.sample_pool.append(SimpleNamespace(mooncake_key=str(number), tensor_shapes=engines(kind, tokens)))
-    assert controller.try_dispatch_batch()
-    loads = [sum(lengths[int(one.mooncake_key)] for one in share) for share in controller.dispatched[0]]
-    assert kind == "none" or max(loads) == min(loads) == 190
