@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 
 import anyio
 import pytest
-from helpers import attend, fill, settle, waiting, wire_of
+from helpers import attend, fill, settle, waiting
 from invariants import verify
 from served import attended
 from test_cancellation import config
 
 import stream_balancer as sb
-from stream_balancer.testing import MemoryNetwork, make_rollout, make_rollouts
+from stream_balancer.testing import MemoryNetwork, make_rollout
 
 WAYS = ["put", "put_group", "slot", "slot_group", "producer", "producer_group"]
 LATE = ["late0", "late1"]
@@ -31,27 +31,6 @@ async def test_the_controller_checks_a_group_itself(monkeypatch: pytest.MonkeyPa
         assert balancer.statistics().accepted == 0
         await producer.put_group([make_rollout(3, name, group_id="g") for name in "ab"])
         assert balancer.statistics().accepted == 2
-
-
-async def test_a_killed_producer_s_parked_put_is_withdrawn() -> None:
-    async with attended(sb.StreamBalancer(config())) as (balancer, transport, tasks):
-        outlet, other = transport.connect_producer(), sb.connect(transport.connect_producer())
-        producer = sb.connect(outlet)
-        for rollout in make_rollouts([3] * 4):
-            await other.put(rollout)
-
-        async def pending() -> None:
-            with pytest.raises(sb.errors.BrokenResourceError, match="DuplicateRolloutError"):
-                await producer.put(make_rollout(2, "parked"))
-
-        tasks.start_soon(pending)
-        await settle()
-        assert balancer.statistics().blocked_puts == 1
-        wire_of(outlet).cut("connection closed by peer")
-        await settle()
-        assert balancer.statistics().blocked_puts == 0
-        await anext(balancer.batches())
-        await other.put(make_rollout(2, "healthy"))
 
 
 async def test_a_put_that_waited_for_room_waits_on_for_who_attends_next() -> None:

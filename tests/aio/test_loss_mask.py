@@ -43,16 +43,6 @@ async def test_the_column_may_have_any_name(column: str) -> None:
         check(await anext(balancer.batches()))
 
 
-async def test_padding_copies_are_never_trained_on() -> None:
-    async with sb.StreamBalancer(config(loss_mask_column="response_mask")) as balancer:
-        await balancer.put(rollout("a", response_mask=[0, 1, 1]))
-        balancer.end()
-        batch = await anext(balancer.batches())
-        (copy,) = [r for r in batch.rollouts if r.is_padding]
-        assert copy.tokens["loss_mask"].tolist() == [0]
-        assert batch.ranks[0].global_num_loss_tokens == 2
-
-
 async def test_a_producer_elsewhere_need_not_know() -> None:
     async with attended(sb.StreamBalancer(config(loss_mask_column="response_mask"))) as (balancer, transport, _):
         async with sb.connect(transport.connect_producer()) as producer:

@@ -117,15 +117,6 @@ def test_no_group_is_cut_while_a_batch_can_leave_without_it() -> None:
     assert core.cut_stragglers(9.5)
 
 
-def test_a_group_that_was_cut_is_short_once() -> None:
-    core = cutting(window=8)
-    core.add_all([sibling("r0"), sibling("r1")], 0.0)
-    core.cut_stragglers(0.0)
-    for rollouts in ([], [sibling("r2")]):
-        core.add_all(rollouts, 1.0, GroupSize("g0", None))
-    assert core.statistics(1.0).short_groups == 1
-
-
 def test_time_begins_anew_in_a_balancer_that_was_started_again() -> None:
     core, other = cutting(window=8), cutting(window=8)
     core.add_all([], 0.0, GroupSize("g0", 4))

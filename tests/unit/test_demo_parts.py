@@ -4,7 +4,6 @@ import io
 
 import pytest
 from rich.console import Console
-from stream_balancer_demo.model import build_model, training_cost
 from stream_balancer_demo.options import DemoOptions
 from stream_balancer_demo.rank import RankRun, StepDone
 from stream_balancer_demo.report import comparison, summarize
@@ -15,12 +14,6 @@ import stream_balancer as sb
 OPTIONS = DemoOptions(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64)
 ROLLOUTS = [make_rollout(name, 7 + number, 1, "g", 32) for number, name in enumerate("abcd")]
 SUMS = {rollout.rollout_id: checksum(rollout) for rollout in ROLLOUTS}
-
-
-def test_the_cost_model_counts_every_weight_of_the_model():
-    named = build_model(OPTIONS).named_parameters()
-    matrices = sum(p.numel() for name, p in named if p.ndim == 2 and "embedding" not in name)
-    assert training_cost(OPTIONS).flops_per_token == 6 * matrices
 
 
 @pytest.fixture

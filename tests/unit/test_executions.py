@@ -88,16 +88,8 @@ def token_losses(weights: Tensor, ids: Tensor, advantages: Tensor) -> Tensor:
 Divide = Callable[[Packed, Tensor, sb.types.RankBatch], Tensor]
 
 
-def by_tokens(packed: Packed, sums: Tensor, batch: sb.types.RankBatch) -> Tensor:
-    return sums.sum() / batch.global_num_loss_tokens
-
-
 def by_rollouts(packed: Packed, sums: Tensor, batch: sb.types.RankBatch) -> Tensor:
     return (sums * packed.rollout_weights).sum() / batch.global_num_rollouts
-
-
-def by_executions(packed: Packed, sums: Tensor, batch: sb.types.RankBatch) -> Tensor:
-    return sums.sum() / batch.global_num_executions
 
 
 def by_samples_of_executions(packed: Packed, sums: Tensor, batch: sb.types.RankBatch) -> Tensor:
@@ -108,7 +100,7 @@ def by_tokens_of_executions(packed: Packed, sums: Tensor, batch: sb.types.RankBa
     return (sums / packed.execution_loss_tokens).sum() / batch.global_num_executions
 
 
-DIVISORS: list[Divide] = [by_tokens, by_rollouts, by_executions, by_samples_of_executions, by_tokens_of_executions]
+DIVISORS: list[Divide] = [by_rollouts, by_samples_of_executions, by_tokens_of_executions]
 
 
 def gradient_of_ranks(batch: sb.Batch, divide: Divide) -> Tensor:
@@ -134,9 +126,7 @@ def gradient_of_one_batch(executions: Sequence[Sequence[sb.Rollout]], divide: Di
     of_execution = torch.tensor([number for number, its in enumerate(executions) for _ in its])
     each = [(sums[of_execution == n], tokens[of_execution == n]) for n in range(len(executions))]
     loss = {
-        by_tokens: lambda: sums.sum() / tokens.sum(),
         by_rollouts: lambda: sums.mean(),
-        by_executions: lambda: torch.stack([its.sum() for its, _ in each]).mean(),
         by_samples_of_executions: lambda: torch.stack([its.mean() for its, _ in each]).mean(),
         by_tokens_of_executions: lambda: torch.stack([its.sum() / t.sum().clamp(min=1) for its, t in each]).mean(),
     }[divide]()

@@ -142,13 +142,6 @@ def test_a_rank_that_becomes_slow_and_recovers_is_followed() -> None:
     assert np.mean(ratios[62:]) < 1.04
 
 
-def test_a_wrong_prior_is_left_behind() -> None:
-    core, machine = learning_core(config(cost=sb.cost.CalibratedCost(sb.cost.TokenCost()))), Machine(6, b=2e-8)
-    ratios = train(core, machine, 50)
-    assert np.mean(ratios[20:]) < np.mean(ratios[:3])
-    assert np.mean(ratios[20:]) < 1.05
-
-
 def test_seconds_that_include_waiting_teach_nothing() -> None:
     core, machine = learning_core(config(dp_size=2, batch_size=8)), Machine()
     for _ in range(5):
@@ -263,21 +256,6 @@ def test_pairs_within_a_window_are_learned() -> None:
     )
     assert learned.fit().prediction_error < 1e-3
     assert learned.fit().seconds_per_token_pair == pytest.approx(1e-15 * true.flops_per_pair, rel=0.01)
-
-
-@pytest.mark.parametrize("numbers", [(2, 2), (2, 3)])
-def test_a_micro_batchs_overhead_is_learned_where_their_numbers_differ(numbers: tuple[int, int]) -> None:
-    learned = Calibration(sb.cost.CalibratedCost(sb.cost.QuadraticCost(2000.0, 1.0)), 2)
-    machine = Machine(12, c=0.02, d=0.03)
-    for _ in range(60):
-        shares = [[machine.random.integers(100, 4000, 3) for _ in range(machine.random.choice(numbers))] for _ in "ab"]
-        learned.observe(alone(shares), machine.measured(np.array([machine.work_s(one) for one in alone(shares)])))
-    seconds = float(learned.in_force.model([2000])[0]) / (1e-5 * 2000 + 5e-9 * 2000**2)  # work in a second
-    step_s, micro_batch_s = (fixed / seconds for fixed in learned.in_force.fixed_costs)
-    if numbers == (2, 2):
-        assert (step_s, micro_batch_s) == (pytest.approx(0.07, rel=0.2), 0.0)
-    else:
-        assert micro_batch_s == pytest.approx(0.02, rel=0.25)
 
 
 @pytest.mark.parametrize("given", [None, 0.0])

@@ -15,7 +15,6 @@ from traces import trace_of
 from stream_balancer.config import BalancerConfig, Policy
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.cost import QuadraticCost
-from stream_balancer.errors import RolloutError
 from stream_balancer.tools.generation import Generation
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.simulate import as_policy, report_of, simulate
@@ -146,13 +145,6 @@ class TestTimes:
         assert report.steps.at_s.tolist() == at_s
         assert {name: getattr(report, name) for name in said} == said
 
-    def test_seconds_waited(self) -> None:
-        report = simulate(trace_of([1] * 8, [*range(8)]), knobs(window=4, capacity=8), warm_up=0)
-        assert (report.delay_s.p50, report.delay_s.max) == (1.5, 3.0)
-        report = simulate(trace_of([10, 1, 1, 1] * 2, [0.0] * 8), knobs(window=4), trainer=1.0, warm_up=0)
-        assert report.whole_idle_fraction == pytest.approx(report.idle_fraction), "all at once"
-        assert report.idle_fraction > 0.3
-
     def test_a_full_buffer_blocks_puts_and_slots(self) -> None:
         """One slot, a token each at 1 token/s, room for four: the slot starts anew only when its put returned."""
         trace = trace_of([1] * 12)
@@ -229,20 +221,6 @@ class TestSegments:
         report = simulate(trace, config, warm_up=0)
         assert report.steps.step_work.tolist() == [work]
         assert report.steps.mean_load.tolist() == [7.0]
-
-
-def test_a_rollout_above_the_cap_is_refused_by_name() -> None:
-    with pytest.raises(RolloutError, match=r"rollout '1' has 9 tokens, above micro_batches\.max_tokens"):
-        simulate(trace_of([5, 9], arrival=[0.0, 1.0]), knobs(micro_batches={"max_tokens": 8}))
-
-
-def test_fifo_beats_round_robin_and_the_window_beats_fifo() -> None:
-    trace = generate_trace(6_000, "lognormal", seed=3)
-    config = BalancerConfig(dp_size=8, batch_size=64, cost=QuadraticCost())
-    idle = {p: simulate(trace, as_policy(config, p)).idle_fraction for p in ("round_robin", "fifo", "window")}
-    assert idle["round_robin"] == pytest.approx(0.51, abs=0.05)
-    assert idle["fifo"] == pytest.approx(0.198, abs=0.04)
-    assert idle["window"] < 0.03
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "fifo", "window"])
