@@ -11,7 +11,6 @@ from stream_balancer_demo.rollouts import checksum, load_workload, make_rollout
 
 import stream_balancer as sb
 
-OPTIONS = DemoOptions(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64)
 ROLLOUTS = [make_rollout(name, 7 + number, 1, "g", 32) for number, name in enumerate("abcd")]
 SUMS = {rollout.rollout_id: checksum(rollout) for rollout in ROLLOUTS}
 
