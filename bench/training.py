@@ -29,7 +29,7 @@ from stream_balancer_demo.options import DemoOptions
 
 from stream_balancer import BalancerConfig, Rollout, StreamBalancer
 from stream_balancer.core.step_times import StepTiming
-from stream_balancer.cost import CalibratedCost, CostModel, LayerSum, TokenCost
+from stream_balancer.cost import CalibratedCost, CostModel, LayerSumCost, TokenCost
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.trace import load_trace
 from stream_balancer.types import MicroBatch
@@ -275,7 +275,7 @@ def calibration(rows: Rows, trainer: Trainer, options: argparse.Namespace, setti
     steps = max(options.calibration_steps, LEARNED + 5)
     rollouts = stream(argparse.Namespace(**{**vars(options), "steps": steps + 5}))
     one_slow = [SLOW] + [1.0] * (options.ranks - 1)
-    assert isinstance(setting.cost, LayerSum)
+    assert isinstance(setting.cost, LayerSumCost)
     models: dict[str, CostModel] = {
         "FLOPs": setting.cost,
         "calibrated from FLOPs": CalibratedCost(setting.cost),

@@ -6,7 +6,7 @@ numpy: no torch, no clock, no waiting. Write your own by giving a callable with 
 ``models`` has the models, ``flops`` the sum over a decoder's layers, ``hf_config`` reads it off a configuration.
 """
 
-from stream_balancer.cost.flops import AttentionPairs, LayerSum, LayerSumCost
+from stream_balancer.cost.flops import AttentionPairs, LayerSumCost
 from stream_balancer.cost.models import (
     CalibratedCost,
     CostModel,
@@ -21,7 +21,6 @@ __all__ = [
     "AttentionPairs",
     "CalibratedCost",
     "CostModel",
-    "LayerSum",
     "LayerSumCost",
     "PaddedCost",
     "QuadraticCost",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -70,58 +69,14 @@ class AttentionPairs:
         return work
 
 
-class LayerSum:
-    """Base of the cost models: what follows from the work per token, and that of attention."""
-
-    __slots__ = ()
-
-    padded = False
-    """Rollouts are packed."""
-
-    # a dataclass would take a property of its base for the default value of a field
-    if TYPE_CHECKING:
-
-        @property
-        def flops_per_token(self) -> float: ...
-        @property
-        def attention(self) -> tuple[AttentionPairs, ...]: ...
-
-    @property
-    def flops_per_pair(self) -> float:
-        """Per pair of tokens that every layer attends to."""
-        return sum(part.flops for part in self.attention)
-
-    def attention_flops(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """``[n]`` lengths -> ``[n]`` float64 FLOPs of attention. O(n) per reach."""
-        x = np.asarray(lengths, dtype=np.float64)
-        return sum((part(x) for part in self.attention), start=np.zeros_like(x))
-
-    def pairs(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """``[n]`` lengths -> ``[n]`` float64 token pairs that attention reaches, the mean over its layers by their
-        FLOPs: work is ``flops_per_token * L + flops_per_pair * pairs(L)``. L^2 where a model has no attention."""
-        if len(self.attention) == 1:
-            return self.attention[0].pairs(lengths)
-        if not self.attention:
-            return np.square(np.asarray(lengths, dtype=np.float64))
-        return self.attention_flops(lengths) / self.flops_per_pair
-
-    def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """``[n]`` lengths -> ``[n]`` float64 work. O(n) per reach."""
-        x = np.asarray(lengths, dtype=np.float64)
-        work = self.flops_per_token * x
-        # every put asks for one length: no more arrays than it takes
-        for part in self.attention:
-            work = work + part(x)
-        return work
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSumCost(LayerSum):
+class LayerSumCost:
     """FLOPs of one training step (forward and backward) over a rollout of L tokens, summed over the model's layers:
     ``flops_per_token * L``, and for every reach of attention FLOPs per pair times the pairs within that reach.
 
-    ``TransformerCost.from_hf_config`` makes one of a model's configuration. Write your own for a model that it
-    refuses: measure or count FLOPs per token and per pair. Only ratios matter, so any unit will do.
+    The other cost models are ways to make one: ``TransformerCost.from_hf_config`` of a model's configuration. Write
+    your own for a model that it refuses: measure or count FLOPs per token and per pair. Only ratios matter, so any unit
+    will do.
 
     Examples:
         >>> windowed = LayerSumCost(  # five layers of six reach 1024 tokens
@@ -136,17 +91,42 @@ class LayerSumCost(LayerSum):
     attention: tuple[AttentionPairs, ...] = ()
     """Pairs for every reach; none for a model without softmax attention."""
 
+    padded = False
+    """Rollouts are packed."""
+
     def __post_init__(self) -> None:
-        check_flops("LayerSumCost.flops_per_token", self.flops_per_token)
-        check_grows(self)
+        check_flops(f"{type(self).__name__}.flops_per_token", self.flops_per_token)
+        # else every partition would be balanced, and one rank may get all
+        if self.flops_per_token + self.flops_per_pair <= 0:
+            raise ValueError(f"{self!r}: all FLOPs are 0, so every rollout would cost nothing")
+
+    @property
+    def flops_per_pair(self) -> float:
+        """Per pair of tokens that every layer attends to."""
+        return sum(part.flops for part in self.attention)
+
+    def attention_flops(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """``[n]`` lengths -> ``[n]`` float64 FLOPs of attention. O(n) per reach."""
+        x = np.asarray(lengths, dtype=np.float64)
+        return sum((part(x) for part in self.attention), start=np.zeros_like(x))
+
+    def pairs(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """``[n]`` lengths -> ``[n]`` float64 token pairs that attention reaches, the mean over its layers by their
+        FLOPs: work is ``flops_per_token * L + flops_per_pair * pairs(L)``. L^2 where a model has no attention."""
+        if not self.attention:
+            return np.square(np.asarray(lengths, dtype=np.float64))
+        return self.attention_flops(lengths) / self.flops_per_pair
+
+    def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """``[n]`` lengths -> ``[n]`` float64 work. O(n) per reach."""
+        x = np.asarray(lengths, dtype=np.float64)
+        work = self.flops_per_token * x
+        # every put asks for one length: no more arrays than it takes
+        for part in self.attention:
+            work = work + part(x)
+        return work
 
 
 def check_flops(name: str, flops: float) -> None:
     if not (math.isfinite(flops) and flops >= 0):
         raise ValueError(f"{name} must be a finite number >= 0, not {flops!r}")
-
-
-def check_grows(model: LayerSum) -> None:
-    """Raise ValueError where nothing costs anything: every partition would be balanced, and one rank may get all."""
-    if model.flops_per_token + model.flops_per_pair <= 0:
-        raise ValueError(f"{model!r}: all FLOPs are 0, so every rollout would cost nothing")

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from stream_balancer.cost.flops import AttentionPairs, LayerSum, LayerSumCost, check_flops, check_grows
+from stream_balancer.cost.flops import AttentionPairs, LayerSumCost
 from stream_balancer.cost.hf_config import layer_sum_of
 from stream_balancer.errors import ConfigError
 
@@ -37,8 +37,7 @@ class CostModel(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TokenCost(LayerSum):
+class TokenCost(LayerSumCost):
     """Work = tokens. Right while attention is a small part: short rollouts, or wide models.
 
     Examples:
@@ -46,48 +45,33 @@ class TokenCost(LayerSum):
         array([ 100.,  500., 1000., 2000., 4000.])
     """
 
-    flops_per_token = 1.0
-    attention = ()
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(flops_per_token=1.0)
 
     def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """``[n]`` lengths -> ``[n]`` float64 tokens."""
         return np.asarray(lengths, dtype=np.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class QuadraticCost(LayerSum):
-    """Work = linear * L + quadratic * L^2, in any unit: only the ratio of the two matters for balance.
+class QuadraticCost(LayerSumCost):
+    """Work = linear * L + quadratic * L^2, in any unit: only the ratio of the two matters for balance. 24576 to 1 is a
+    decoder layer of hidden size 4096 (6 * hidden), a 7B model.
 
     Examples:
         >>> QuadraticCost(linear=1000.0, quadratic=1.0)([100, 500, 1000, 2000, 4000])  # pairs: half of it at 1000
         array([  110000.,   750000.,  2000000.,  6000000., 20000000.])
     """
 
-    linear: float = 24576.0
-    """Weight of a token. 24576 with quadratic=1 is a decoder layer of hidden size 4096 (6 * hidden), a 7B model."""
-    quadratic: float = 1.0
-    """Weight of a token pair."""
+    __slots__ = ()
 
-    attention: tuple[AttentionPairs, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        check_flops("QuadraticCost.linear", self.linear)
-        check_flops("QuadraticCost.quadratic", self.quadratic)
-        object.__setattr__(self, "attention", (AttentionPairs(self.quadratic, causal=False),))
-        check_grows(self)
-
-    @property
-    def flops_per_token(self) -> float:
-        return self.linear
-
-    def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """``[n]`` lengths -> ``[n]`` float64 work."""
-        x = np.asarray(lengths, dtype=np.float64)
-        return x * (self.linear + self.quadratic * x)
+    def __init__(self, linear: float = 24576.0, quadratic: float = 1.0) -> None:
+        """Weights of a token, and of a token pair."""
+        super().__init__(flops_per_token=linear, attention=(AttentionPairs(quadratic, causal=False),))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformerCost(LayerSum):
+class TransformerCost(LayerSumCost):
     """FLOPs of one training step (forward and backward) of a decoder whose layers are alike and attend to the whole
     rollout, of L tokens, by its sizes. For other models see :meth:`from_hf_config`, which names these sizes as a
     configuration has them where one is refused.
@@ -105,43 +89,40 @@ class TransformerCost(LayerSum):
         array([  46.,   94.,  195.,  419., 2380.])
     """
 
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int | None = None
-    """Key/value heads (grouped-query attention); None = ``num_heads``."""
-    intermediate_size: int
-    """Width of one MLP, or of one expert."""
-    vocab_size: int
-    head_dim: int | None = None
-    """Size of a head; None = ``hidden_size / num_heads``."""
-    active_experts: int = 1
-    """Experts each token passes through (top-k plus shared ones); 1 for a dense model."""
-    gated_mlp: bool = True
-    """Three MLP matrices (SwiGLU) instead of two."""
-    causal: bool = True
-    """Count half of the token pairs, as kernels that skip masked blocks do; False for kernels that do not."""
+    __slots__ = ()
 
-    flops_per_token: float = field(init=False, repr=False, compare=False)
-    """FLOPs per token, forward and backward, attention pairs not counted."""
-    attention: tuple[AttentionPairs, ...] = field(init=False, repr=False, compare=False)
-    """Pairs of all layers."""
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        intermediate_size: int,
+        vocab_size: int,
+        head_dim: int | None = None,
+        active_experts: int = 1,
+        gated_mlp: bool = True,
+        causal: bool = True,
+    ) -> None:
+        """``num_kv_heads``: key/value heads (grouped-query attention); None = ``num_heads``. ``intermediate_size``:
+        width of one MLP, or of one expert. ``head_dim``: None = ``hidden_size / num_heads``. ``active_experts``:
+        experts each token passes through (top-k plus shared ones); 1 for a dense model. ``gated_mlp``: three MLP
+        matrices (SwiGLU) instead of two. ``causal``: count half of the token pairs, as kernels that skip masked blocks
+        do; False for kernels that do not."""
         sizes = {
             # a model type of layers alike, with an MLP of three matrices or of two
-            "model_type": "llama" if self.gated_mlp else "gpt_neox",
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "intermediate_size": self.intermediate_size * self.active_experts,
-            "vocab_size": self.vocab_size,
-            "head_dim": self.head_dim,
+            "model_type": "llama" if gated_mlp else "gpt_neox",
+            "hidden_size": hidden_size,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_kv_heads,
+            "intermediate_size": intermediate_size * active_experts,
+            "vocab_size": vocab_size,
+            "head_dim": head_dim,
         }
-        made = layer_sum_of(sizes, causal=self.causal)
-        object.__setattr__(self, "flops_per_token", made.flops_per_token)
-        object.__setattr__(self, "attention", made.attention)
+        made = layer_sum_of(sizes, causal=causal)
+        super().__init__(flops_per_token=made.flops_per_token, attention=made.attention)
 
     @staticmethod
     def from_hf_config(config: Any, *, causal: bool = True) -> LayerSumCost:
@@ -170,7 +151,6 @@ class TransformerCost(LayerSum):
         return layer_sum_of(config, causal=causal)
 
 
-@dataclass(frozen=True, slots=True)
 class PaddedCost(TokenCost):
     """Work of a padded micro-batch: rollouts x the longest of them, so alike lengths belong together.
 
@@ -181,6 +161,8 @@ class PaddedCost(TokenCost):
         >>> cost.padded
         True
     """
+
+    __slots__ = ()
 
     padded = True
     """Micro-batches are padded to their longest rollout."""
@@ -205,7 +187,7 @@ class CalibratedCost:
         array([  110000.,   750000.,  2000000.,  6000000., 20000000.])
     """
 
-    prior: LayerSum = field(default_factory=QuadraticCost)
+    prior: LayerSumCost = field(default_factory=QuadraticCost)
     """Belief before the first measurements, and about directions that they do not show: ``TransformerCost`` for the
     FLOPs of your model, or any other model of ``sb.cost``."""
     half_life_steps: float = 30.0
@@ -216,7 +198,7 @@ class CalibratedCost:
         half_life = self.half_life_steps
         if isinstance(half_life, bool) or not isinstance(half_life, int | float) or not 1 <= half_life < math.inf:
             raise ValueError(f"CalibratedCost.half_life_steps must be a finite number >= 1, not {half_life!r}")
-        if not isinstance(self.prior, LayerSum):
+        if not isinstance(self.prior, LayerSumCost):
             raise ValueError(
                 f"CalibratedCost.prior must be a cost model that does not learn itself, not {self.prior!r}; use "
                 "QuadraticCost(), TransformerCost(...), LayerSumCost(...), TokenCost() or PaddedCost()"

@@ -27,23 +27,23 @@ def in_lockstep(lengths: ArrayLike, work: ArrayLike, num_ranks: int, max_tokens:
     return [[micro_batch.tolist() for micro_batch in of_rank] for of_rank in plan]
 
 
-def fewest(
+def packed(
     tokens: np.ndarray[Any, Any], work: np.ndarray[Any, Any], cap: int, *, multiple_of: int = 1, at_least: int = 1
 ) -> list[list[int]] | None:
-    """Positions in as few groups as were found, a multiple of ``multiple_of``: alike in ``work``, each of at most
-    ``cap`` tokens, none empty. None if that takes more groups than there are items."""
-    # no fewer groups can hold the tokens, so the search begins there
-    least = max(at_least, -(-int(tokens.sum()) // cap))
-    for number in range(-(-least // multiple_of) * multiple_of, tokens.size + 1, multiple_of):
-        for weight in (work, tokens):  # nearly full: only exchanges find a way
-            found = planning.partition(weight, number)
-            if all(one.size and tokens[one].sum() <= cap for one in found):
-                return [one.tolist() for one in found]
-        # a partition balances work and knows no cap: where it fails, packing may still find a way
-        (packed,) = planning.form_micro_batches(np.maximum(tokens, 1), work, 1, max_tokens=cap, multiple_of=number)
-        if len(packed) == number and all(tokens[one].sum() <= cap for one in packed):
-            return [one.tolist() for one in packed]
-    return None
+    """Positions in as few groups as were found, ``at_least`` so many and a multiple of ``multiple_of``: alike in
+    ``work``, each of at most ``cap`` tokens, or of one item. None if that takes more groups than there are items."""
+    tokens, number = np.maximum(tokens, 1), -(-at_least // multiple_of) * multiple_of
+    # what fits in fewer is spread over so many
+    for multiple in (multiple_of, number):
+        (found,) = planning.form_micro_batches(tokens, work, 1, max_tokens=cap, multiple_of=multiple, oversize="alone")
+        if len(found) >= number:
+            break
+    fewer = len(found) - multiple_of
+    if number <= fewer and tokens.sum() <= fewer * cap:  # nearly full: only exchanges find a way
+        exchanged = planning.partition(tokens, fewer)
+        if all(tokens[one].sum() <= cap for one in exchanged):
+            found = exchanged
+    return [one.tolist() for one in found] if number <= len(found) and len(found) % multiple_of == 0 else None
 
 
 def choose_groups(

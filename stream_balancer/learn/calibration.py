@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stream_balancer.core.pricing import Learned
-from stream_balancer.cost import CalibratedCost, LayerSum
+from stream_balancer.cost import CalibratedCost, LayerSumCost
 from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.planning.plan import part_cost
 from stream_balancer.planning.rank_speeds import NO_FIXED_COSTS, FixedCosts
@@ -250,7 +250,7 @@ _OF_THE_LAW = ("_steps", "_typical", "_typical_s", "_products", "_answers", "_pa
 _OF_RANKS = ("_log_speeds", "_recent")
 
 
-def _cost(prior: LayerSum, of_token: float, of_pair: float, lengths: ArrayLike) -> Floats:
+def _cost(prior: LayerSumCost, of_token: float, of_pair: float, lengths: ArrayLike) -> Floats:
     """``[n]`` lengths -> ``[n]`` float64 work."""
     x = np.asarray(lengths, dtype=np.float64)
     return of_token * x + of_pair * prior.pairs(x)

@@ -1,4 +1,4 @@
 from tests.snippets._stage import *
 
 pass  # the snippet
-assert config.cost.prior.quadratic == 1.0
+assert config.cost.prior.flops_per_pair == 1.0

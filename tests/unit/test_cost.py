@@ -130,8 +130,8 @@ def shape(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: sb.cost.QuadraticCost(linear=-1.0), "QuadraticCost.linear must be"),
-        (lambda: sb.cost.QuadraticCost(quadratic=math.nan), "QuadraticCost.quadratic must be"),
+        (lambda: sb.cost.QuadraticCost(linear=-1.0), "QuadraticCost.flops_per_token must be"),
+        (lambda: sb.cost.QuadraticCost(quadratic=math.nan), r"AttentionPairs.flops must be .* not nan"),
         (lambda: sb.cost.QuadraticCost(linear=0, quadratic=0), "would cost nothing"),
         (lambda: sb.cost.AttentionPairs(-1.0), "AttentionPairs.flops must be"),
         (lambda: sb.cost.AttentionPairs(1.0, window=0), "AttentionPairs.window must be"),

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import stream_balancer as sb
 from stream_balancer.integrations import _rows
-from stream_balancer.integrations._plans import fewest
+from stream_balancer.integrations._plans import packed
 from stream_balancer.integrations.partitions import replace
 
 __all__ = ["ALGORITHM", "allocate", "patch", "rollouts_from", "trajectories_from"]
@@ -60,7 +60,8 @@ def allocate(
             f"{work.size} sequences cannot be put into at least {asked} groups, none of them empty. Lower n_mbs or "
             "n_mbs_divisor, or give more sequences"
         )
-    found = fewest(work, work, max(int(capacity), 1), multiple_of=n_groups_divisor, at_least=asked)
+    tokens = np.ceil(work).astype(np.int64)
+    found = packed(tokens, work, max(int(capacity), 1), multiple_of=n_groups_divisor, at_least=asked)
     return [[index] for index in range(work.size)] if found is None else found
 
 

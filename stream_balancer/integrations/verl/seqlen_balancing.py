@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stream_balancer import planning
-from stream_balancer.integrations._plans import UnplannableError, fewest
+from stream_balancer.integrations._plans import UnplannableError, packed
 
 logger = logging.getLogger("stream_balancer.verl")
 
@@ -73,8 +72,7 @@ def rearrange_micro_batches(
             max_token_len,
             int(tokens.max()),
         )
-    tokens = np.minimum(tokens, max_token_len)  # exactly full: nothing else goes with it
-    bins = fewest(tokens, work, max_token_len, multiple_of=every) if widest <= max_token_len else []
+    bins = packed(tokens, work, max_token_len, multiple_of=every)
     needs = _Needs(max(tokens.size + 1 if bins is None else len(bins), min_num_micro_batch or 1), tokens.size, widest)
     agreed = needs
     if dp_group is not None and same_micro_num_in_dp and dist.is_initialized():
@@ -82,15 +80,9 @@ def rearrange_micro_batches(
     number = -(-agreed.micro_batches // every) * every
     # after the collective, so that nobody waits in one for a rank that has raised
     _check(agreed, number, max_token_len)
+    if bins is None or len(bins) != number:
+        bins = packed(tokens, work, max_token_len, multiple_of=number)
     assert bins is not None
-    if len(bins) != number:
-        more = planning.partition(work, number)
-        if all(tokens[one].sum() <= max_token_len for one in more):
-            bins = [one.tolist() for one in more]
-        while len(bins) < number:  # what fitted under the cap still does
-            bins.sort(key=len)
-            largest = bins.pop()
-            bins += [largest[::2], largest[1::2]]
     # the position breaks ties: ranks that cut alike must order alike
     bins.sort(key=lambda one: (work[one].sum(), one[0]), reverse=True)
     if use_dynamic_bsz_balance:
