@@ -195,12 +195,11 @@ class _Server(Observer):
             batch = await anext(batches, None)
             if batch is None:
                 break
-            plan = self._planned(batch, self._ledger.members(TRAIN), ready_at)
-            if batch.is_last:
-                await self._note(plan)
-            # ranks may have come or gone while the batch was planned and written
+            plan = self._here.plans[batch.step] if batch.is_last else self._planned(batch)
+            plan.ready_s = {one: max(ready_at - self._ranks[one].since, 0.0) for one in plan.ranks}
+            # ranks may have come or gone while the batch was written
             members = self._ledger.members(TRAIN)
-            if len(members) != len(batch.ranks) or not self._all_take_part(members):
+            if len(batch.ranks) != len(members) or plan.ranks != (*members,) or not self._all_take_part(members):
                 batches.give_back(batch)
             else:
                 await self._lead(plan, batches)
@@ -232,45 +231,35 @@ class _Server(Observer):
         """Every rank has come at some time. One that is wanted again after it was told of the end leaves first."""
         return all(self._ranks[one].was_here and not self._ranks[one].ended for one in members)
 
-    def _planned(self, batch: Batch, ranks: Sequence[RankId], ready_at: float) -> StepPlan:
-        """``ready_at``: when the last rank had room."""
-        # one rollout stands for all: every rollout of a balancer has the same columns
-        self._here.columns.check_new(batch.ranks[0].micro_batches[0].rollouts[0])
-        return StepPlan(
-            ranks=tuple(ranks),
-            batches=[batch],
-            uid=uid_of(batch, ranks, 0 if batch.is_last else new_generation()),
-            planned_at=anyio.current_time(),
-            ready_s={one: max(ready_at - self._ranks[one].since, 0.0) for one in ranks},
-        )
+    def _planned(self, batch: Batch) -> StepPlan:
+        ranks, salt = self._ledger.members(TRAIN), 0 if batch.is_last else new_generation()
+        plan = StepPlan((*ranks,), [batch], uid_of(batch, ranks, salt), anyio.current_time())
+        self._here.plans[batch.step] = plan
+        return plan
 
-    async def _note(self, plan: StepPlan) -> None:
-        """Facts of the plan that its row in the journal does not have are on the disk before ranks can meet."""
-        numbers, handed = [one.number for one in plan.ranks], self._here.handed
-        # what is known of an earlier plan of this step must not be taken for this one's
-        if not plan.is_complete or numbers != [*range(len(numbers))] or handed.acked(plan.batch.step):
-            self._here.note(plan)
-            await handed.flush()
+    def dispatched(self, batch: Batch) -> None:
+        """A step is complete, and about to be written: with it, which ranks get it, before these can meet."""
+        # of an open step, and of one that goes on after a restart, there is a plan
+        is_planned = batch.step in self._ledger.steps
+        self._here.note(self._here.plans[batch.step] if is_planned else self._planned(batch))
 
     async def _lead(self, plan: StepPlan, batches: Batches) -> None:
         """A batch leaves; of an open step its first row, and the others as they form."""
-        self._here.plans[plan.batch.step] = plan
         self._ledger.planned(plan.batch.step, self._items(plan), complete=plan.is_complete, uid=plan.uid)
         self._left()
         while not plan.is_complete:
             row = await anext(batches)
-            if row.is_last:
-                await self._note(plan)
             plan.batches.append(row)
             self._ledger.appended(row.step, self._items(plan), complete=row.is_last)
             self._left()
 
     def _items(self, plan: StepPlan) -> list[Item]:
+        # one rollout stands for all: every rollout of a balancer has the same columns
+        self._here.columns.check_new(plan.batch.ranks[0].micro_batches[0].rollouts[0])
         roles = {role: self._ledger.members(role) for role in self._here.columns.names}
         return items_of(plan, roles, share=self._ledger.meets, lockstep=self._here.lockstep)
 
     def _left(self) -> None:
-        self._reporter.moved()
         for member in self._ranks.members.values():
             member.note_readiness()
         self._wake()
@@ -282,32 +271,27 @@ class _Server(Observer):
         these are there; and where lost ranks are replaced, since some may have met in them. Others are planned anew."""
         here, core = self._here, self._here.core
         while (before := core.in_flight.next_redelivery()) is not None:
-            members, there = self._ledger.members(TRAIN), here.handed.acked(before.step)
-            numbers = [*range(len(before.ranks))] if there is None else there.planned_for
-            # What ranks were given is noted unless they were the first ones, and so is who of these was given up since:
-            # a plan of which nothing is noted, where they are others, no rank has seen.
-            is_given = there is not None or [one.number for one in members] == [*range(len(members))]
+            there, members = here.handed.acked(before.step), self._ledger.members(TRAIN)
+            numbers = [] if there is None else there.planned_for
             # A plain rank in the midst of its part cannot stop: while all that have one are there, the plan holds.
-            are_there = {*numbers} <= {one.number for one in members}
-            batch = core.give_as_planned() if is_given and (here.replan or are_there) else None
-            if batch is not None:
-                members = [RankId(TRAIN, number) for number in numbers]
+            are_there = here.replan or {*numbers} <= {one.number for one in members}
+            # a plan of which nothing is noted no rank has seen
+            is_given = are_there and len(numbers) == len(before.ranks)
+            if there is not None and is_given:
+                ranks = tuple(RankId(TRAIN, number) for number in numbers)
+                plan = here.plans[before.step] = StepPlan(ranks, [before], there.uid, anyio.current_time())
             else:
-                batch = await anext(batches)
-            plan = self._planned(batch, members, anyio.current_time())
-            remade = len(batch.ranks) != len(before.ranks)
-            # What is noted is of this plan. Of a step that was open its uid cannot be made again.
-            if there is not None and not remade and [one.number for one in members] == numbers:
-                plan.uid = there.uid
-            known = there if there is not None and there.uid == plan.uid else Acked(batch.step, plan.uid)
-            here.plans[batch.step] = plan
+                plan = here.plans[(await anext(batches)).step]
+                there = Acked(before.step, plan.uid)
             self._ledger.restore(
-                batch.step, plan.uid, self._items(plan),
+                before.step, plan.uid, self._items(plan),
                 # others were given their parts before the crash: they must not be waited for
-                [one for one in plan.ranks if one.number not in known.lost],
-                acked=[RankId(TRAIN, rank) for rank in known.ranks], gone=known.gone, remade=remade,
+                [one for one in plan.ranks if one.number not in there.lost],
+                acked=[RankId(TRAIN, rank) for rank in there.ranks], gone=there.gone,
+                remade=len(plan.ranks) != len(before.ranks),
             )  # fmt: skip
-            await self._note(plan)
+            if is_given:
+                core.give_as_planned()
         # steps below are done: whoever still has one is told to drop it
         next_step = core.in_flight.next_step
         self._ledger.last_acked = min(here.plans, default=next_step) - 1
@@ -363,7 +347,7 @@ class _Server(Observer):
     def _follow_the_ranks(self) -> None:
         """The balancer plans for those that are left, and for one that has come back; not in the midst of a step."""
         # the rows of one step are for the same ranks, as a gradient is
-        is_open = any(not plan.is_complete for plan in self._here.plans.values())
+        is_open = any(not step.is_complete for step in self._ledger.steps.values())
         if is_open or len(self._ledger.wanted[TRAIN]) == self._balancer.config.dp_size:
             return
         numbers, speeds = self._ranks.numbers, self._here.speeds

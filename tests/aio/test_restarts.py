@@ -206,10 +206,10 @@ async def test_a_rank_comes_back_while_a_plan_without_it_is_being_written(tmp_pa
     """The next controller takes nothing that was said of that plan for the one that followed it."""
     crew = Crew(MemoryNetwork(dp_size=2), {0: (0, "work")})
     async with without_rank_0(tmp_path, disk, crew) as (balancer, tasks, ranks):
-        disk.delay_s = 3.0  # of the puts, of the plan, of the ranks it is for
+        disk.delay_s = 3.0  # of the puts, then of the plan and the ranks it is for
         for number in range(SIZE, 2 * SIZE):
             tasks.start_soon(balancer.put, make_rollout(8, f"r{number}"))
-        await anyio.sleep(7.5)
+        await anyio.sleep(4.5)
         ranks.start_soon(partial(crew.train, 0, incarnation=1))
         with anyio.fail_after(100):
             while not any((rank, step) == (0, 1) for rank, step, _ in crew.trained):  # noqa: ASYNC110
