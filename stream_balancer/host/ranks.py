@@ -88,12 +88,19 @@ class Member:
     @property
     def came(self) -> Came:
         """Facts of it that the next controller must know."""
-        return Came(*self.id, self.rank.incarnation, self.rank.is_given_up, sorted(self.fenced), is_ended=self.ended)
+        return Came(self.id, self.rank.incarnation, self.rank.is_given_up, sorted(self.fenced), is_ended=self.ended)
 
     @property
-    def was_here(self) -> bool:
-        """The rank has come at some time."""
-        return bool(self.peers) or self.error is not None
+    def takes_part(self) -> bool:
+        """The rank has come at some time. One that is wanted again after it was told of the end leaves first."""
+        return bool(self.peers or self.error) and not self.ended
+
+    @property
+    def is_finished(self) -> bool:
+        """The rank has nothing left to receive or to acknowledge, and need not be told of the end any more."""
+        # lost: an error with a connection means that it has come back in part
+        is_lost = self.error is not None and not self.peers
+        return (self.ended or is_lost) and not self.rank.active
 
     def note_readiness(self) -> None:
         """Remember since when it has room for a step, or has none."""
@@ -112,7 +119,7 @@ class Member:
         return RankLostError(text, rank=self.id.number, step=step, cause=cause)
 
 
-class Ranks:
+class Ranks(dict[RankId, Member]):
     """Ranks of one run of ``serve``."""
 
     def __init__(
@@ -127,29 +134,20 @@ class Ranks:
         """``came``: who was in before."""
         self._ledger, self._core, self._rejoin_timeout_s = ledger, core, rejoin_timeout_s
         self._roles = (TRAIN, *roles)
-        self.members: dict[RankId, Member] = {}
         for one in came:
-            self._restore(one)
+            ledger.restore_rank(one.who, one.incarnation, fenced=one.is_fenced, ended=one.is_ended)
+            self[one.who].fenced.update(one.sessions)
         for role in self._roles:
-            numbers = {*range(dp_size), *(one.rank for one in came if one.role == role and not one.is_ended)}
+            numbers = {*range(dp_size), *(one.who.number for one in came if one.who.role == role and not one.is_ended)}
             # numbers of ranks that were given up stay free until somebody comes with one
             there = sorted(numbers.difference(one.number for one in ledger.fenced if one.role == role))
             self._want(role, set(there[:dp_size] or range(dp_size)))
         self.num_places = max(dp_size, self.numbers[-1] + 1)
         """Ranks have numbers below this; some may be missing, where a lost rank was given up."""
 
-    def _restore(self, came: Came) -> None:
-        one = RankId(came.role, came.rank)
-        self._ledger.restore_rank(one, came.incarnation, fenced=came.is_fenced, ended=came.is_ended)
-        self._member(one).fenced.update(came.sessions)
-
-    def __getitem__(self, one: RankId) -> Member:
-        return self.members[one]
-
-    def _member(self, one: RankId) -> Member:
-        if one not in self.members:
-            self.members[one] = Member(self._ledger.rank(one))
-        return self.members[one]
+    def __missing__(self, one: RankId) -> Member:
+        member = self[one] = Member(self._ledger.rank(one))
+        return member
 
     @property
     def numbers(self) -> list[int]:
@@ -157,9 +155,10 @@ class Ranks:
         return sorted(self._ledger.wanted[TRAIN])
 
     def _want(self, role: str, numbers: set[int]) -> None:
-        for number in numbers:
-            self._member(RankId(role, number))
         self._ledger.resized(role, numbers)
+        # they are waited for
+        for number in numbers:
+            self[RankId(role, number)]
 
     # more ranks, or fewer
 
@@ -170,17 +169,15 @@ class Ranks:
             new = [number for number in range(dp_size) if number not in there][: dp_size - len(there)]
             self._want(role, {*there, *new})
         self.num_places = self.numbers[-1] + 1
-        for member in self.members.values():
+        for member in self.values():
             if member.error is not None and not self._is_wanted(member):
                 member.give_up_at = anyio.current_time()  # nobody comes back to a place that is no more
-                self._forget_if_done(member)
 
     def expect(self, ranks: Iterable[RankId]) -> None:
         """Ranks that were in before this process began: they come back in time, or are given up as any lost rank is."""
         for one in ranks:
-            member = self._member(one)
-            if not member.peers:
-                member.give_up_at = anyio.current_time() + max(self._rejoin_timeout_s, _DIAL_S)
+            if not self[one].peers:
+                self[one].give_up_at = anyio.current_time() + max(self._rejoin_timeout_s, _DIAL_S)
 
     def remove(self, member: Member) -> None:
         """The rank was given up, with those of its processes that are still there."""
@@ -204,7 +201,7 @@ class Ranks:
             about = _decoder.decode(join.about)
         except msgspec.DecodeError as error:
             raise WireError(f"what a rank says of itself cannot be read: {error}") from None
-        member, who = self.members.get(about.id), rank_name(about.rank, about.role)
+        member, who = self.get(about.id), rank_name(about.rank, about.role)
         # of a feed that was opened for another number of ranks, which was right at that time
         if (about.dp_size != self.num_places or about.rank >= self.num_places) and not about.goes_on:
             raise refused_error(
@@ -266,19 +263,19 @@ class Ranks:
         if about.goes_on or self._ledger.meets:
             return
         others = {
-            one.number: member.rank.furthest
-            for one, member in self.members.items()
-            if not one.role and one.number != about.rank and member.peers and member.rank.weights_of
+            one: member.rank.furthest
+            for one, member in self.items()
+            if not one.role and one != about.id and member.peers and member.rank.weights_of
         }
         # another rank may be through with the step that it has begun, and not have said so yet
         if any(has != there and not (has == there + 1 and there in self._ledger.steps) for there in others.values()):
-            raise refused_error("value", different_weights(about.rank, has, others))
+            raise refused_error("value", different_weights(about.id, has, others))
 
     def attach(self, peer: Peer) -> tuple[Member, int]:
         """A process that was admitted is here. What it has, the ledger is told. -> its rank, and its seat."""
         about: About = peer.data
         one = about.id
-        member = self._member(one)
+        member = self[one]
         member.sessions.add(peer.session)
         # all its processes start again together: what older ones still send does not count
         if about.incarnation > member.rank.incarnation:
@@ -319,39 +316,34 @@ class Ranks:
             # the earliest time counts: a second process that is lost must not prolong the wait for the first
             wait_s = self._rejoin_timeout_s if self._is_wanted(member) else 0.0
             member.give_up_at = min(member.give_up_at, anyio.current_time() + wait_s)
-        self._forget_if_done(member)
-
-    def _forget_if_done(self, member: Member) -> None:
-        """A rank that has acknowledged all need not come back after the end."""
-        if (self._ledger.ended or not self._is_wanted(member)) and self.is_finished(member):
-            member.give_up_at = math.inf
 
     # questions
-
-    def is_finished(self, member: Member) -> bool:
-        """The rank has nothing left to receive or to acknowledge, and need not be told of the end any more."""
-        # lost: an error with a connection means that it has come back in part
-        is_lost = member.error is not None and not member.peers
-        return (member.ended or is_lost) and not member.rank.active
 
     @property
     def unfinished(self) -> list[Member]:
         """Ranks that have not acknowledged all, or were not told of the end; in order."""
         return [
             member
-            for _, member in sorted(self.members.items())
-            if not self.is_finished(member) and (self._is_wanted(member) or member.peers or member.error)
+            for _, member in sorted(self.items())
+            if not member.is_finished and (self._is_wanted(member) or member.peers or member.error)
         ]
 
     @property
     def connected(self) -> list[Member]:
         """Ranks of which a process is connected, in order."""
-        return [member for _, member in sorted(self.members.items()) if member.peers]
+        return [member for _, member in sorted(self.items()) if member.peers]
 
     @property
-    def next_to_give_up(self) -> Member:
-        """The lost rank whose time is over first; of several, one with work that others must do."""
-        return min(self.members.values(), key=lambda member: (member.give_up_at, not member.rank.active))
+    def next_to_give_up(self) -> tuple[float, Member]:
+        """The lost rank whose time is over first, and when; of several, one with work that others must do."""
+
+        def until(member: Member) -> tuple[float, bool]:
+            # one that has acknowledged all need not come back after the end
+            is_done = (self._ledger.ended or not self._is_wanted(member)) and member.is_finished
+            return math.inf if is_done else member.give_up_at, not member.rank.active
+
+        first = min(self.values(), key=until)
+        return until(first)[0], first
 
     def states(self, roles: Collection[str] = (TRAIN,)) -> list[RankState]:
         """State of each rank of these roles that takes part, by role and number."""
@@ -367,16 +359,16 @@ class Ranks:
                 step=next(iter(member.rank.active), None),
                 role=one.role,
             )
-            for one, member in sorted(self.members.items())
+            for one, member in sorted(self.items())
             if one.role in roles and self._is_wanted(member)
         ]
 
 
-def different_weights(rank: int, has: int, others: Mapping[int, int]) -> str:
+def different_weights(one: RankId, has: int, others: Mapping[RankId, int]) -> str:
     """Text that says why ranks cannot go on together."""
     lowest = min(has, *others.values())
-    theirs = ", ".join(f"rank {number}'s all before {there}" for number, there in sorted(others.items()))
+    theirs = ", ".join(f"rank {other.number}'s all before {there}" for other, there in sorted(others.items()))
     return (
-        f"the weights of rank {rank} contain all steps before {has}, and {theirs}: they would train on different "
+        f"the weights of rank {one.number} contain all steps before {has}, and {theirs}: they would train on different "
         f"weights. Go back together to those before step {lowest}, or take another rank's, and say which by next_step="
     )

@@ -22,13 +22,13 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec.structs import astuple
 
 from stream_balancer.core.batching import micro_batch_of, rank_batches
 from stream_balancer.core.counters import Counts
 from stream_balancer.core.executions import execution_of, sizes_in, sizes_of
 from stream_balancer.core.groups import Declared
 from stream_balancer.core.snapshot import Snapshot
+from stream_balancer.core.steps.state import RankId
 from stream_balancer.errors import WireError
 from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout, cheapest_to_copy
 from stream_balancer.wire import codec
@@ -55,13 +55,14 @@ class Rollouts(msgspec.Struct, array_like=True, tag="rollouts"):
 class Fact(msgspec.Struct, array_like=True):
     """A fact, of which the journal keeps one row for each key."""
 
-    num_named: ClassVar[int] = 1
-    """So many of the first fields are in the key."""
+    is_single: ClassVar[bool] = False
+    """One row says all; else the first field is in the key."""
 
     @property
     def key(self) -> str:
         """Kind of fact, and what it is about."""
-        return " ".join(map(str, (self.__struct_config__.tag, *astuple(self)[: self.num_named])))
+        kind = str(self.__struct_config__.tag)
+        return kind if self.is_single else f"{kind} {getattr(self, self.__struct_fields__[0])}"
 
 
 class PlanRow(Fact, tag="plan"):
@@ -101,7 +102,7 @@ class Group(Fact, tag="group"):
 class Totals(Fact, tag="totals"):
     """Numbers of the whole balancer."""
 
-    num_named = 0
+    is_single = True
     next_step: int = 0
     """Number of the next new batch."""
     version: int | None = None
@@ -130,9 +131,7 @@ class Acked(Fact, tag="acked"):
 class Came(Fact, tag="came"):
     """A rank that has come at some time."""
 
-    num_named = 2
-    role: str
-    rank: int
+    who: RankId
     incarnation: int
     """The last incarnation."""
     is_fenced: bool = False
@@ -146,7 +145,7 @@ class Came(Fact, tag="came"):
 class Ended(Fact, tag="ended"):
     """Producers in other processes that put no more."""
 
-    num_named = 0
+    is_single = True
     sessions: list[bytes] = []
     all: bool = False
     """The end waits for no other producer."""

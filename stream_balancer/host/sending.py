@@ -150,10 +150,7 @@ class Sender:
 
     def _seal(self, order: SendSeal) -> None:
         seal, plan = order.seal, self._here.plans[order.seal.step]
-        if order.rank.role:
-            message = messages.Seal(seal.step, seal.number, (), Sizes(0, 0, 0, 0), gone=tuple(sorted(seal.gone)))
-        else:
-            message = seal_of(plan, seal.number, [one.number for one in seal.ranks], seal.gone)
+        message = seal_of(plan, seal.number, [one.number for one in seal.ranks], seal.gone)
         # What is masked must be known to the next controller, if some of the ranks have met by then.
         if seal.gone:
             self._behind_disk.append((order, self._peer(order), message))
@@ -171,10 +168,8 @@ class Sender:
         self._tell(order, messages.Drop(step, order.met, text))
 
     def _refuse(self, order: Behind) -> None:
-        others = {one.number: there for one, there in order.others.items()}
-        peer = self._peer(order)
-        if peer is not None:
-            peer.fail(refused_error("value", different_weights(order.rank.number, order.weights, others)))
+        if (peer := self._peer(order)) is not None:
+            peer.fail(refused_error("value", different_weights(order.rank, order.weights, order.others)))
 
     def _end(self, order: SendEnd) -> None:
         # It may be gone for good as soon as it knows: the next controller must not wait for it.

@@ -27,7 +27,6 @@ Four tasks, and what each waits for::
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -199,7 +198,8 @@ class _Server(Observer):
             plan.ready_s = {one: max(ready_at - self._ranks[one].since, 0.0) for one in plan.ranks}
             # ranks may have come or gone while the batch was written
             members = self._ledger.members(TRAIN)
-            if len(batch.ranks) != len(members) or plan.ranks != (*members,) or not self._all_take_part(members):
+            is_current = len(batch.ranks) == len(members) and plan.ranks == (*members,)
+            if not is_current or not all(self._ranks[one].takes_part for one in members):
                 batches.give_back(batch)
             else:
                 await self._lead(plan, batches)
@@ -225,11 +225,7 @@ class _Server(Observer):
         members, steps = self._ledger.members(TRAIN), self._ledger.steps.values()
         # Ranks that are to do the work of lost ones in earlier steps must not begin with later ones.
         is_settled = len(members) == self._balancer.config.dp_size and not any(step.settling for step in steps)
-        return is_settled and self._ledger.wants_step and self._all_take_part(members)
-
-    def _all_take_part(self, members: Sequence[RankId]) -> bool:
-        """Every rank has come at some time. One that is wanted again after it was told of the end leaves first."""
-        return all(self._ranks[one].was_here and not self._ranks[one].ended for one in members)
+        return is_settled and self._ledger.wants_step and all(self._ranks[one].takes_part for one in members)
 
     def _planned(self, batch: Batch) -> StepPlan:
         ranks, salt = self._ledger.members(TRAIN), 0 if batch.is_last else new_generation()
@@ -260,7 +256,7 @@ class _Server(Observer):
         return items_of(plan, roles, share=self._ledger.meets, lockstep=self._here.lockstep)
 
     def _left(self) -> None:
-        for member in self._ranks.members.values():
+        for member in self._ranks.values():
             member.note_readiness()
         self._wake()
 
@@ -298,7 +294,7 @@ class _Server(Observer):
         if here.replan:
             # Ranks that were there before are lost, if they do not come back: those that would meet in a step to come,
             # or have a part in one under way.
-            came = {RankId(came.role, came.rank) for came in here.handed.came}
+            came = {came.who for came in here.handed.came}
             wanted = chain.from_iterable(map(self._ledger.members, self._ledger.wanted))
             self._ranks.expect(came.intersection(wanted).union(*(s.participants for s in self._ledger.steps.values())))
 
@@ -312,13 +308,13 @@ class _Server(Observer):
                 await self._sender.carry_out(orders)
             self._follow_the_ranks()
             # after the orders: what the lost rank said last may have been all that was missing
-            lost = self._ranks.next_to_give_up
-            if lost.give_up_at <= anyio.current_time():
+            until, lost = self._ranks.next_to_give_up
+            if until <= anyio.current_time():
                 await self._give_up(lost)
                 continue
             self._changes.set()
             self._changes = anyio.Event()
-            with anyio.CancelScope(deadline=lost.give_up_at):
+            with anyio.CancelScope(deadline=until):
                 await facts.wait()
 
     async def _give_up(self, lost: Member) -> None:
@@ -327,7 +323,7 @@ class _Server(Observer):
         steps = [*lost.rank.active]
         # It was told of the end before a crash that forgot it, and has left: there is nothing that others must do.
         if ledger.ended and not ledger.steps:
-            lost.error, lost.give_up_at = error, math.inf
+            lost.error = error
             return
         # the last one of its kind cannot be replaced
         if not self._here.replan or not {*ledger.members(lost.id.role)} - {lost.id}:

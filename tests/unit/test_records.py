@@ -28,6 +28,7 @@ import stream_balancer as sb
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.snapshot import Snapshot
+from stream_balancer.core.steps.state import RankId
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.host.journal import Journal, Recovered, journal
 from stream_balancer.host.journal.store import PAGE_BYTES, Store
@@ -170,7 +171,7 @@ FACTS: list[Fact] = [
     Group("g", None, closed=True),
     Totals(2, None, {"batches": {"window": 1}, "acknowledged": 4}, {"g": 2}),
     Acked(3, 2**60, [0, 2], ["a"]),
-    Came("ref", 1, 7, True, [b"\x00\xff"]),
+    Came(RankId("ref", 1), 7, True, [b"\x00\xff"]),
     Ended([b"\x00\xff"], True),
 ]
 
