@@ -64,7 +64,7 @@ class Peers:
         # producers stay: their puts go on, and the next serve() answers what is left
         for peer in [peer for member in self._here.ranks.connected for peer in member.peers.values()]:
             # the transport may live on, with nobody who attends: this run must not live with it
-            peer.on_report = peer.on_end = _ignore
+            peer.on_report, peer.on_end = lambda *_: None, lambda _: None
             if is_over:
                 # the news of the end arrives before
                 peer.close("all is done")
@@ -104,14 +104,10 @@ class Peers:
     # what ranks report
 
     def _on_report(self, member: Member, seat: int, peer: Peer, report: Report, memory: Memory | None) -> None:
-        # what one that was superseded or given up still says does not count
-        if member.peers.get(seat) is peer:
-            self._take_in(member, seat, report, memory)
-            member.note_readiness()
-            self._changed()
-
-    def _take_in(self, member: Member, seat: int, report: Report, memory: Memory | None) -> None:
         """Raises WireError for what the rank cannot mean: the service ends its connection, and it is lost."""
+        # what one that was superseded or given up still says does not count
+        if member.peers.get(seat) is not peer:
+            return
         ledger, fact = self._here.ledger, report.fact
         # the attempt tells what was on its way when the step began again from what belongs to it
         of_share = member.id, seat, report.step, report.attempt
@@ -136,6 +132,8 @@ class Peers:
                 ledger.acknowledged(member.id, seat, report.step)
             case _:
                 raise WireError(f"{member.name} reports {fact!r}, which nobody knows")
+        member.note_readiness()
+        self._changed()
 
     def _items(self, member: Member, report: Report) -> list[Item]:
         """Items that the report names, and that are still the rank's own."""
@@ -199,7 +197,3 @@ def _read(report: Report, kind: Any) -> Any:
         return msgspec.msgpack.decode(report.about, type=kind)
     except msgspec.DecodeError as error:
         raise WireError(f"what is said of {report.fact!r} cannot be read: {error}") from None
-
-
-def _ignore(*_: object) -> None:
-    """A report or an end that comes after the run."""

@@ -165,11 +165,11 @@ def laid_out_anew(
     if old[0].role:
         # Each computes whole what it had a part of: twice, but it needs nobody, and any rank can be the last.
         return [
-            Item(it.id, over[place % len(over)], it.pieces, it.role, remote=it.remote, payload=_unshared(it.payload))
+            Item(it.id, over[place % len(over)], it.pieces, it.role, remote=it.remote, payload=_whole_of(it.payload))
             for place, it in enumerate(old)
         ]
     # whole again: other ranks than those that shared a rollout cannot compute its parts
-    wholes = [one for item in old for one in map(_whole, item.payload.rollouts) if not one.is_padding]
+    wholes = [one for item in old for one in _whole_of(item.payload).rollouts if not one.is_padding]
     # each once, though several of its parts may be among the items
     rollouts = list({one.rollout_id: one for one in wholes}.values())
     if not rollouts:
@@ -193,16 +193,9 @@ def laid_out_anew(
     return made
 
 
-def _unshared(mb: MicroBatch) -> MicroBatch:
-    if not mb.cp_group:
-        return mb
-    rollouts = [*map(_whole, mb.rollouts)]
-    return MicroBatch.of(rollouts, execution_sizes=mb.execution_sizes)
-
-
-def _whole(rollout: Rollout) -> Rollout:
-    whole = rollout.whole if isinstance(rollout, SharedRollout) else None
-    return rollout if whole is None else whole
+def _whole_of(mb: MicroBatch) -> MicroBatch:
+    rollouts = [(isinstance(one, SharedRollout) and one.whole) or one for one in mb.rollouts]
+    return MicroBatch.of(rollouts, execution_sizes=mb.execution_sizes) if mb.cp_group else mb
 
 
 def seal_of(plan: StepPlan, number: int, ranks: Sequence[int], gone: Collection[str]) -> Seal:

@@ -128,23 +128,21 @@ class PendingPut(Waiter):
     """A put of one rollout, or of siblings. All are accepted, or none. ``complete``: of siblings, whether no more will
     come; None for one rollout by itself. ``size``: what is declared of a group without rollouts."""
 
-    __slots__ = ("_complete", "_puts", "_rollouts", "_size")
+    __slots__ = ("_answer", "_complete", "_may_wait", "_puts", "_rollouts", "_size")
 
     def __init__(
         self, puts: Puts, rollouts: Sequence[Rollout], *, complete: bool | None = None, size: GroupSize | None = None
     ) -> None:
         first = rollouts[0] if rollouts else None  # perhaps no rollout: that is refused later
         self.group_id = getattr(first, "group_id", None) if size is None else size.group_id
-        self._puts = puts
-        self._rollouts = rollouts
+        self._puts, self._rollouts, self._complete, self._size = puts, rollouts, complete, size
         self.count = len(rollouts)
-        self._complete = complete
-        self._size = size
+        self._answer: tuple[list[str], bool] | None = None
 
     def begin(self, now: float, *, may_wait: bool = True) -> Rest:
         """Go as far as possible without waiting; what is returned must be awaited. Raises what refuses the rollouts;
         WouldBlock where it would have to wait and may not."""
-        puts = self._puts
+        puts, self._may_wait = self._puts, may_wait
         if puts.wakeups.closed:
             puts.wakeups.check_open("put")
         if puts.journal is not None and not may_wait:
@@ -158,56 +156,49 @@ class PendingPut(Waiter):
         # before accept= is asked: it may look at the masks
         if puts.core.admission.looks_at_masks:
             self._rollouts = puts.core.admission.with_loss_masks(self._rollouts)
-        if puts.accept is not None:
-            return self._filter(puts.accept, now, may_wait)
-        return self._go_on(now, may_wait)
+        return self._go_on(now) if puts.accept is None else self._filter(puts.accept, now)
 
     # -- filtered by accept= -------------------------------------------------------------------------------------------
 
-    def _filter(self, accept: Accept, now: float, may_wait: bool) -> Rest:
+    def _filter(self, accept: Accept, now: float) -> Rest:
         """Ask ``accept``, unless others of the group must still come: then the last of them asks."""
         core = self._puts.core
         core.check(self._rollouts, self._size)  # a bad rollout is refused, whatever accept= would say
-        question = core.admission.completed_by(self._rollouts, self._size)
+        question, before = core.admission.completed_by(self._rollouts, self._size), self._answer
+        asked = [rollout.rollout_id for rollout in question or ()]
         # None: siblings are still to come, and whoever brings the last of them asks for all
-        answer = True if question is None else call_accept(accept, question)
-        if isinstance(answer, bool):
-            return self._filtered(answer, now, may_wait)
-        if may_wait:
-            return self._finish_filter(_ids(question or ()), answer)
-        if inspect.iscoroutine(answer):
-            # the filter was asked in vain, and is asked again by the next put
-            answer.close()  # or Python warns of a coroutine that was never awaited
-        raise WouldBlock("put_nowait() cannot wait for an accept= that is async: use put()")
-
-    async def _finish_filter(self, asked: tuple[str, ...], answer: Awaitable[Any]) -> None:
-        """``asked``: ids of the rollouts that the answer is about."""
-        keep, now = decision_of(await answer), anyio.current_time()
-        question = self._puts.core.admission.completed_by(self._rollouts, self._size)
-        # While an async accept= thought, any other task may have run: a sibling may have been put, evicted or
-        # abandoned, so that the answer is about a group that is no more.
-        if question is None or _ids(question) != asked:
-            rest = self.begin(now)  # siblings came or left meanwhile: ask again
-        else:
-            self._puts.wakeups.check_open("put")
-            rest = self._filtered(keep, now)
-        if rest is not None:
-            await rest
-
-    def _filtered(self, keep: bool, now: float, may_wait: bool = True) -> Rest:
-        if keep:
-            return self._go_on(now, may_wait)
+        answer: bool | Awaitable[Any] = True
+        if question is not None:
+            # While an async accept= thought, any other task may have run: a sibling may have been put, evicted or
+            # abandoned, so that the answer is about a group that is no more.
+            answer = before[1] if before is not None and before[0] == asked else call_accept(accept, question)
+        if not isinstance(answer, bool):
+            if self._may_wait:
+                return self._finish_filter(asked, answer)
+            if inspect.iscoroutine(answer):
+                # the filter was asked in vain, and is asked again by the next put
+                answer.close()  # or Python warns of a coroutine that was never awaited
+            raise WouldBlock("put_nowait() cannot wait for an accept= that is async: use put()")
+        if answer:
+            return self._go_on(now)
         # needs no room, so it is never queued: a refused one must not wait for a place
-        self._puts.core.filter_out(self._rollouts, now, self._size)
+        core.filter_out(self._rollouts, now, self._size)
         self._puts.wakeups.changed()  # siblings that waited have made room
         return None
 
+    async def _finish_filter(self, asked: list[str], answer: Awaitable[Any]) -> None:
+        """``asked``: ids of the rollouts that the answer is about."""
+        self._answer = asked, decision_of(await answer)
+        rest = self.begin(anyio.current_time())
+        if rest is not None:
+            await rest
+
     # -- journalled ----------------------------------------------------------------------------------------------------
 
-    def _go_on(self, now: float, may_wait: bool) -> Rest:
+    def _go_on(self, now: float) -> Rest:
         core, journal, size = self._puts.core, self._puts.journal, self._size
         if journal is None:
-            return self._take_or_queue(now, may_wait)
+            return self._take_or_queue(now)
         # Checked again when it is taken: what is legal now may be a duplicate once the disk has answered.
         core.check(self._rollouts, size)  # a bad rollout is not written
         # A group that takes no more stays as it is, whatever is declared of it.
@@ -237,14 +228,14 @@ class PendingPut(Waiter):
 
     # -- waiting for room ----------------------------------------------------------------------------------------------
 
-    def _take_or_queue(self, now: float, may_wait: bool = True) -> Rest:
+    def _take_or_queue(self, now: float) -> Rest:
         core, queue = self._puts.core, self._puts.wakeups.puts
         # those who wait go first; but a sibling needs no room, and may be what a full buffer waits for
         if queue.waiters and self._rollouts and not core.admission.is_sibling(self._rollouts[0]):
             core.check(self._rollouts, self._size)  # a bad rollout is refused now, not after a long wait
         elif self._take(now):
             return None
-        if not may_wait:
+        if not self._may_wait:
             raise WouldBlock
         return queue.wait(self, self._try_again)
 
@@ -267,7 +258,3 @@ class PendingPut(Waiter):
         if self.group_id is not None:
             wakeups.puts.wake_siblings(self.group_id)
         return True
-
-
-def _ids(rollouts: Sequence[Rollout]) -> tuple[str, ...]:
-    return tuple(r.rollout_id for r in rollouts)
