@@ -47,7 +47,7 @@ def test_torch_cuts_a_sequence_alike():
     assert world_of(4, cut_by_torch) == [[]] * 4
 
 
-@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+@pytest.mark.parametrize("sync", ["step", pytest.param("micro_batch", marks=pytest.mark.slow)])
 def test_loss_and_gradients_of_a_shared_step_are_those_of_one_process(sync):
     """The example: planned and delivered through the balancer, trained with rings of 2 and of 4, in float32."""
     figures = json.loads(run_world(4, EXAMPLE, sync))

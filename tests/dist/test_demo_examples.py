@@ -34,7 +34,9 @@ def test_every_example_is_tested_and_short():
     assert all(text.count("\n") < (150 if "restarts" in name else 90) for name, text in files.items())
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one == "shared_prefixes.py")) for one in ALONE]
+)
 def test_what_runs_alone(name):
     few = (EXAMPLES / name).read_text().replace("for group in range(12)", "for group in range(2)")
     out = run("-c", few)

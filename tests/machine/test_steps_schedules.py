@@ -94,6 +94,25 @@ def test_roles_stay_until_every_step_is_acknowledged() -> None:
     assert play.ack("0") == ["note", "ack", "end ref0"]
 
 
+def test_whoever_shares_with_those_that_begin_again_begins_again_too() -> None:
+    """Rank 1 has its part of what it computes with rank 2 to do again, and waits for it there."""
+    play = Play("0 1 2")
+    play.plan("0@0/5 1@1/5 2@1/6 3@2/6")
+    play.lost("0")
+    orders = play.gave_up("0")
+    assert orders[:3] == ["replan [0 1] over 1 2", "rewind 1 attempt 2", "rewind 2 attempt 2"]
+    assert orders[3:] == ["send 1 [2 10]", "send 2 [3 11]"]
+
+
+def test_a_role_that_begins_again_computes_nothing_that_is_here() -> None:
+    """Whoever shared it may be gone."""
+    play = Play("0 ref0 ref1")
+    play.plan("0@0<1,2 1@ref0/9 2@ref1/9")
+    play.done("ref0", 0, 1, [1])
+    play.lost("ref1")
+    assert play.gave_up("ref1") == ["replan [2] over ref0", "rewind ref0 attempt 2", "send ref0 [2]"]
+
+
 def test_an_acknowledgement_of_a_step_that_is_not_finished_does_not_count() -> None:
     play = Play()
     play.plan("0@0 1@1")

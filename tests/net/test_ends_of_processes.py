@@ -114,7 +114,7 @@ if sys.argv[3] == "closes":
 """
 
 
-@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("mover", [*MOVERS[:-1], pytest.param(MOVERS[-1], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["closes", "just ends"])
 def test_a_process_that_ends_says_goodbye_if_it_has_closed(network: Network, mover: str, how: str) -> None:
     with started("-c", PROGRAM, network.listen(), mover, how, finalize=True) as program:

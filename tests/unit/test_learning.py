@@ -369,7 +369,10 @@ class TestConfig:
 class TestShadows:
     @pytest.mark.parametrize(
         ("seeds", "steps", "error"),
-        [((3,), 250, 0.04), pytest.param((3, 5, 7), 400, 0.006, marks=pytest.mark.soak)],
+        [
+            pytest.param((3,), 250, 0.04, marks=pytest.mark.slow),
+            pytest.param((3, 5, 7), 400, 0.006, marks=pytest.mark.soak),
+        ],
     )
     def test_they_foresee_what_a_fixed_window_idles(
         self, seeds: tuple[int, ...], steps: int, error: float, monkeypatch: pytest.MonkeyPatch
