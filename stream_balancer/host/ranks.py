@@ -267,8 +267,7 @@ class Ranks(dict[RankId, Member]):
             for one, member in self.items()
             if not one.role and one != about.id and member.peers and member.rank.weights_of
         }
-        # another rank may be through with the step that it has begun, and not have said so yet
-        if any(has != there and not (has == there + 1 and there in self._ledger.steps) for there in others.values()):
+        if any(has != there for there in others.values()):
             raise refused_error("value", different_weights(about.id, has, others))
 
     def attach(self, peer: Peer) -> tuple[Member, int]:
