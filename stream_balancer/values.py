@@ -168,13 +168,14 @@ def plain_columns(given: object) -> tuple[dict[str, Tensor], int]:
     if ids is None:
         raise RolloutError("must be a mapping with a column 'input_ids' (per-token ids, [L])")
     shape = ids.shape
+    # before its dtype: an empty list becomes floats
+    if not ids.numel():
+        raise RolloutError(": no tokens. Drop empty rollouts before put")
     # the most common mistake: a batch of one row, as tokenizers return it
     if len(shape) != 1 or ids.dtype not in _INTEGERS:
         row = " Use ids[0] of a batch of one, and a rollout for each row of a larger one" if len(shape) == 2 else ""
         raise RolloutError(f": input_ids must be integers [L], not {ids.dtype} {list(shape)}.{row}")
     length = shape[0]
-    if length == 0:
-        raise RolloutError(": no tokens. Drop empty rollouts before put")
     if length > MAX_ELEMENTS:
         _check_size(shape)
     for name, column in tokens.items():

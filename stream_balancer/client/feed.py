@@ -436,6 +436,6 @@ def _seat(
         raise ValueError(
             "RankFeed needs rank= and dp_size=, or mesh=, unless it runs inside an initialised torch.distributed world"
         )
-    if not 0 <= rank < dp_size:
-        raise ValueError(f"rank must be in [0, dp_size): rank={rank}, dp_size={dp_size}")
+    if not (isinstance(rank, int) and isinstance(dp_size, int) and 0 <= rank < dp_size):
+        raise ValueError(f"rank and dp_size must be ints, and 0 <= rank < dp_size, not {rank!r} and {dp_size!r}")
     return source, Seat(rank, dp_size, 0, 1)

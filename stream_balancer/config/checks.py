@@ -28,7 +28,7 @@ def refuse(reasons: Iterator[str]) -> None:
 
 def check_cost(cost: CostModel) -> None:
     # isinstance() of a protocol asks the same, at ten times the price
-    if not (callable(cost) and hasattr(cost, "padded")):
+    if isinstance(cost, type) or not (callable(cost) and hasattr(cost, "padded")):
         raise ConfigError(
             "cost must be a cost model (TokenCost(), QuadraticCost(), ... or a callable with a 'padded' "
             f"attribute), not {cost!r}"

@@ -48,6 +48,11 @@ class BalancerCore(BalancerState):
 
     def __init__(self, config: BalancerConfig, *, tolerance: float = TOLERANCE) -> None:
         """``tolerance``: how near to the lower bound partitions are sought; simulations may do with less."""
+        if not isinstance(config, BalancerConfig):
+            raise TypeError(
+                f"config must be a BalancerConfig, not {type(config).__name__}: BalancerConfig.from_dict() takes plain "
+                "data"
+            )
         super().__init__(config, tolerance)
         self.observers = Observers()
         """Observers of every event, in this order; see :mod:`stream_balancer.core.observer`."""

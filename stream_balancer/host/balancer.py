@@ -169,7 +169,8 @@ class StreamBalancer(OfOneProcess):
 
         Raises :class:`RolloutError` if the rollouts do not share one ``group_id``.
         """
-        await self.parts.puts.put(rollouts, complete=bool(complete))
+        # a list of ours: theirs may be used again while this put waits
+        await self.parts.puts.put(list(rollouts), complete=bool(complete))
 
     async def expect_group(self, group_id: str, size: int) -> None:
         """A group has ``size`` rollouts, not ``groups.size``: it may leave once so many have come, and takes no more.

@@ -57,9 +57,10 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
     of a batch in flight is damaged, the others of the batch wait again. Raises ValueError for a dict that is not one,
     or is of another version's format.
     """
-    if state.get("format") != FORMAT:
+    found = state.get("format") if isinstance(state, Mapping) else None
+    if found != FORMAT:
         raise ValueError(
-            f"not a state_dict this version can read: format is {state.get('format')!r}, expected {FORMAT}. "
+            f"not a state_dict this version can read: format is {found!r}, expected {FORMAT}. "
             "Load it with the stream_balancer that wrote it"
         )
     if missing := [name for name in ("rollouts", "facts") if name not in state]:

@@ -149,8 +149,6 @@ class PendingPut(Waiter):
             raise WouldBlock("put_nowait() cannot wait for the journal's disk, where accepted rollouts are: use put()")
         # most puts are one rollout, which cannot disagree with its group
         if self._complete is not None or (len(self._rollouts) != 1 and self._size is None):
-            # a list of ours: theirs may be used again while this put waits
-            self._rollouts = list(self._rollouts)
             check_group(self._rollouts)
             self._size = closed(self.group_id) if self._complete else None
         # before accept= is asked: it may look at the masks

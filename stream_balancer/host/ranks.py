@@ -6,6 +6,7 @@ and deadlines. Belongs to the event loop.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated
@@ -23,6 +24,7 @@ from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import Join
 from stream_balancer.net.service import Peer
 
+logger = logging.getLogger("stream_balancer.dispatch")
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _KEEP_S = 60.0  # a rank whose link broke asks again what had no reply
 _DIAL_S = 5.0
@@ -314,6 +316,9 @@ class Ranks(dict[RankId, Member]):
             member.error = member.error or member.lost(causes.get(end.kind, end.text))
             # the earliest time counts: a second process that is lost must not prolong the wait for the first
             wait_s = self._rejoin_timeout_s if self._is_wanted(member) else 0.0
+            if wait_s > 0:
+                cause = member.error.cause
+                logger.warning("%s was lost, and may come back within %g s: %s", member.name, wait_s, cause)
             member.give_up_at = min(member.give_up_at, anyio.current_time() + wait_s)
 
     # questions

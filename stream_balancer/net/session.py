@@ -92,7 +92,7 @@ class Session:
         self.connection: Connection | None = None
         self.version: int | None = None
         """The policy version that was passed on last."""
-        self.problem: str | None = "it has just begun to connect"
+        self.problem: str | None = "nobody has answered yet"
         """Why there is no connection yet; None once there was one."""
         self.dialer, self._about, self._rejoin, self._timeout_s = dialer, about, rejoin, connect_timeout_s
         # the session number stays for all connections: by it the other end finds what it remembers

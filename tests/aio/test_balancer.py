@@ -307,6 +307,15 @@ async def test_a_refused_put_leaves_the_buffer_as_it_was(
         verify(balancer.parts.core)
 
 
+async def test_what_is_no_config_and_no_list_of_rollouts_is_told() -> None:
+    with pytest.raises(TypeError, match=r"config must be a BalancerConfig, not dict.*BalancerConfig\.from_dict"):
+        sb.StreamBalancer({"dp_size": 2, "batch_size": 4})  # type: ignore[arg-type]
+    async with sb.StreamBalancer(config()) as balancer:
+        with pytest.raises(TypeError, match="'Rollout' object is not iterable"):
+            await balancer.put_group(make_rollout(3))  # type: ignore[arg-type]
+        assert balancer.statistics().waiting == 0
+
+
 # -- knobs are live ----------------------------------------------------------------------------------------------------
 
 

@@ -54,14 +54,18 @@ async def test_ranks_that_say_different_weights_are_refused_with_the_lowest_comm
         tasks.cancel_scope.cancel()
 
 
-async def test_weights_that_differ_by_one_step_are_refused_whichever_rank_comes_first() -> None:
+async def test_weights_that_differ_by_one_step_are_refused_whichever_rank_comes_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """One rank was killed before its checkpoint of a step was there, the other after it."""
-    async with serving(sb.StreamBalancer(knobs()), rejoin_timeout_s=math.inf) as (balancer, network, tasks):
+    async with serving(sb.StreamBalancer(knobs()), rejoin_timeout_s=60) as (balancer, network, tasks):
         await put(balancer, 8)
         feeds = [sb.RankFeed(network.connect(rank), auto_ack=False) for rank in range(2)]
         for feed in feeds:
             assert (await anext(feed)).step == 0
             await feed._port.session.aclose()
+        await settle()
+        assert "rank 1 was lost, and may come back within 60 s: the rank closed its feed" in caplog.text
         late = sb.RankFeed(network.connect(0, incarnation=1), auto_ack=False, next_step=0)
         assert (await anext(late)).step == 0
         with pytest.raises(sb.errors.RefusedError, match="of rank 1 contain all steps before 1, and rank 0's all befo"):

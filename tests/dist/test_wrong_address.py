@@ -123,7 +123,7 @@ def test_what_does_not_answer_is_an_error_in_the_end_and_a_warning_meanwhile(
 
 async def test_a_put_that_was_never_connected_does_not_blame_the_balancer() -> None:
     producer = sb.connect(nobody_there())
-    problem = r"not connected: (nobody answers at tcp://127.0.0.1:\d+|it has just begun)"
+    problem = r"not connected: (nobody answers at tcp://127.0.0.1:\d+|nobody has answered yet)"
     for put, timeout_s in ((producer.blocking.put, 0.2), (producer.blocking.put_nowait, 0.05)):
         with pytest.raises(TimeoutError, match=f"put\\(\\) was not accepted within {timeout_s} s: {problem}"):
             await anyio.to_thread.run_sync(partial(put, make_rollout(3), timeout_s=timeout_s))

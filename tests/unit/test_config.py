@@ -123,7 +123,7 @@ BAD_VALUES: list[tuple[str, str, list[object]]] = [
     ("loss_mask_column", "must be the name of a column of masks", ["", "labels", "input_ids", 3]),
     ("cost", "'token': no such cost model", ["token"]),
     ("cost", "'quadratic:1:x': could not convert", ["quadratic:1:x"]),
-    ("cost", "must be a cost model", [3]),
+    ("cost", "must be a cost model", [3, sb.cost.QuadraticCost]),
     ("cost", "two finite numbers", [NanCost()]),
     *[(name, COUNT, [0, -3, 2.0]) for name in ("micro_batches.max_tokens", "groups.size", "limits.tokens")],
     *[(name, COUNT, [0]) for name in ("limits.bytes", "step_size.tokens", "step_size.window_tokens")],

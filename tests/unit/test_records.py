@@ -149,6 +149,9 @@ def test_damaged_facts_are_named_and_rollouts_come_back(at: int) -> None:
 
 
 def test_other_dicts_are_refused() -> None:
+    for nonsense in (None, [], "state"):
+        with pytest.raises(ValueError, match="format is None, expected 8"):
+            read_state_dict(nonsense)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="format is None, expected 8"):
         read_state_dict({})
     with pytest.raises(ValueError, match=r"format is 2, expected 8\. Load it with the stream_balancer that wrote it"):
@@ -652,6 +655,14 @@ def test_a_child_forked_by_a_dead_controller_does_not_keep_the_lock(tmp_path: Pa
     holder.kill()
     holder.wait()
     assert facts_of(tmp_path / "journal") == 1
+
+
+def test_a_journal_is_a_folder(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.write_text("no folder")
+    with pytest.raises(sb.errors.JournalError, match=rf"journal {path} cannot be opened: File exists\. Give a folder"):
+        Store(path).open()
+    assert path.read_text() == "no folder"
 
 
 def test_the_same_process_is_refused_too_and_the_lock_outlives_the_attempt(tmp_path: Path) -> None:

@@ -195,6 +195,7 @@ def columns(count: int) -> dict[str, Any]:
     [
         ({"tokens": {}}, "column 'input_ids'"),
         ({"tokens": {"input_ids": torch.empty(0, dtype=torch.int64)}}, "no tokens"),
+        ({"tokens": {"input_ids": []}}, "no tokens"),
         ({"tokens": {"input_ids": torch.zeros(3)}}, "must be integers"),
         ({"scalars": {"advantage": np.zeros(3)}}, "must be one number"),
         ({"tokens": {"input_ids": IDS, "x": torch.tensor(1)}}, "Per-token columns"),

@@ -96,10 +96,14 @@ class Store:
     def open(self) -> None:
         """Take the lock, and look what is there. Raises AlreadyInUseError, naming the process that has it; WireError
         for another version's journal, JournalError where something cannot be read."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock_fd = _lock(self.folder)
+        except OSError as error:
+            what = f"the journal {self.folder} cannot be opened: {error.strerror}. Give a folder that can be written"
+            raise JournalError(error.errno, what) from None
         self.folder = self.folder.resolve()
         self._path, self._log_path = self.folder / "journal.db", self.folder / "journal.db-wal"
-        self._lock_fd = _lock(self.folder)
         _open_here.add(self)
         try:
             with self._reading(), self._writing():
