@@ -133,6 +133,10 @@ package: $(TORCH)  ## sdist and wheel into dist/; the wheel is tried in an empty
 	rm -rf dist $(EMPTY)
 	$(BIN)/python -m build --outdir dist .
 	$(PYTHON) -m venv $(EMPTY)
+	$(EMPTY)/bin/python $(PIP_INSTALL) numpy
+	$(EMPTY)/bin/python $(PIP_INSTALL) --no-deps dist/*.whl # planning needs numpy only
+	sed '1,/^```python$$/d;/^```$$/,$$d' docs/planning.md > $(EMPTY)/planning.py
+	cd $(EMPTY) && PYTHONPATH= bin/python planning.py
 	$(call TAKE_TORCH,$(EMPTY))
 	$(EMPTY)/bin/python $(PIP_INSTALL) torch==2.13.0 dist/*.whl
 	cd $(EMPTY) && bin/stream-balancer --version && bin/python -m stream_balancer replay generate:lrm:2000 --dp-size 4 --batch-size 16

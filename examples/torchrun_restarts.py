@@ -96,6 +96,8 @@ def train() -> None:
     feed = sb.RankFeed(
         ADDRESS, rank=rank, dp_size=RANKS, next_step=state["next_step"], auto_ack=False, rejoin=True, depth=1
     )
+    if rank == 0:  # each step makes a version; after a restart the controller's may be newer
+        feed.set_version(state["next_step"])
     for batch in feed:
         optimizer.zero_grad()
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
@@ -103,7 +105,7 @@ def train() -> None:
                 loss = loss_sum(ddp, micro_batch) / batch.global_num_loss_tokens  # of the whole step
                 torch.autograd.backward(loss * RANKS)  # DDP divides by RANKS
         optimizer.step()
-        if feed.version is None or batch.step >= feed.version:  # after a restart these weights may be older
+        if rank == 0:
             feed.set_version(batch.step + 1)
         if (batch.step + 1) % SAVE_EVERY == 0:
             save()
