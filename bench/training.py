@@ -28,7 +28,7 @@ from stream_balancer_demo.model import Decoder, build_model, loss_sum, training_
 from stream_balancer_demo.options import DemoOptions
 
 from stream_balancer import BalancerConfig, Rollout, StreamBalancer
-from stream_balancer.core.step_times import StepTiming
+from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.cost import CalibratedCost, CostModel, LayerSumCost, TokenCost
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.trace import load_trace

@@ -16,7 +16,7 @@ from stream_balancer.core.strata import MOST_STRATA, Strata
 from stream_balancer.errors import ConfigError, DuplicateRolloutError, RolloutError
 from stream_balancer.types import Rollout
 from stream_balancer.types.shared import check_whole
-from stream_balancer.values import MAX_COST, plain_name
+from stream_balancer.values import plain_name
 
 Schema = tuple[dict[str, tuple[object, tuple[int, ...]]], frozenset[str]]
 """Token columns with dtype and trailing shape, and names of scalars: alike for all rollouts of a balancer."""
@@ -128,8 +128,7 @@ class Admission:
         if self.schema is not None:
             _check_schema(rollout, self.schema)
         # lengths repeat, and their cost is kept: no call of ours for it
-        cost = self.pricing.cost_of_length(tokens) if rollout.cost is None else rollout.cost
-        return cost if 0 <= cost <= MAX_COST else self.pricing.cost_of(rollout)
+        return self.pricing.cost_of_length(tokens) if rollout.cost is None else rollout.cost
 
     def _check_together(self, rollouts: Sequence[Rollout]) -> None:
         if len({r.rollout_id for r in rollouts}) < len(rollouts):

@@ -221,7 +221,6 @@ def batch_of_plan(
         ranks=ranks,
         num_rollouts=ranks[0].global_num_rollouts,
         num_tokens=ranks[0].global_num_tokens,
-        loads=tuple(one.load for one in ranks),
         finish=plan.finish,
         lower_bound=plan.lower_bound,
         oldest_wait_s=oldest_wait_s,

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from stream_balancer.statistics import TrainingAge
+from stream_balancer.statistics import Statistics, TrainingAge
 from stream_balancer.types import Batch, EvictReason, Reason
 
 _OLDEST = 1_000  # versions; what is older counts as this old
@@ -42,21 +42,9 @@ class Counts:
 
     def figures(self) -> dict[str, Any]:
         """Fields of ``Statistics`` that follow."""
-        same = (
-            "accepted",
-            "acknowledged",
-            "nacked",
-            "peak_waiting",
-            "dispatched_tokens",
-            "padding_copies",
-            "short_groups",
-            "cut_siblings",
-        )
         loads, bounds, slowest = self.mean_loads, self.lower_bounds, self.max_loads
         return {
-            **{name: getattr(self, name) for name in same},
-            "evicted": dict(self.evicted),
-            "batches": dict(self.batches),
+            **{name: total for name, total in self.totals().items() if name in Statistics.__dataclass_fields__},
             "surplus_rollouts": self.surplus,
             "token_variation": token_variation(self.batches.total(), self.dispatched_tokens, self.squared_tokens),
             # None where nothing is known

@@ -23,17 +23,16 @@ from typing import Any
 import numpy as np
 
 from stream_balancer.config import BalancerConfig, at_window
-from stream_balancer.core import report
 from stream_balancer.core.batching import make_batch, make_plan, plan_again, rows_of
 from stream_balancer.core.executions import execution_of
 from stream_balancer.core.groups import GroupSize
+from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.observer import Learner, Observers
 from stream_balancer.core.open_rows import make_row, make_whole, ready_rows
 from stream_balancer.core.open_step import OpenStep, check_open
 from stream_balancer.core.pricing import Learned
 from stream_balancer.core.snapshot import Snapshot, restored_state, take_snapshot
 from stream_balancer.core.state import BalancerState
-from stream_balancer.core.step_times import StepTiming
 from stream_balancer.errors import ClosedResourceError, ConfigError, RolloutError, WouldBlock
 from stream_balancer.planning import Waiting
 from stream_balancer.planning.arrays import Ints
@@ -430,4 +429,4 @@ class BalancerCore(BalancerState):
         for one in self.observers:
             if isinstance(one, Learner):
                 figures |= one.figures(now)
-        return report.statistics(self, now, figures)
+        return self.report(now, figures)

@@ -25,8 +25,8 @@ from typing import Any
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.groups import Declared
+from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.core.step_times import StepTiming
 from stream_balancer.planning import PlanKnobs, Waiting
 from stream_balancer.types import Batch, EvictReason, Reason, Rollout
 
@@ -125,8 +125,6 @@ class Observers(list[Observer]):
 
 
 def _handlers_of(event: str, observers: Sequence[Observer]) -> list[Callable[..., object]]:
-    """Not the empty ones, since every put emits: what nobody observes costs nothing. An object that was written against
-    fewer events may lack some."""
-    handlers = [getattr(observer, event, None) for observer in observers]
-    empty = getattr(Observer, event)
-    return [handler for handler in handlers if handler is not None and getattr(handler, "__func__", None) is not empty]
+    """Not the empty ones, since every put emits: what nobody observes costs nothing."""
+    handlers, empty = [getattr(observer, event) for observer in observers], getattr(Observer, event)
+    return [handler for handler in handlers if getattr(handler, "__func__", None) is not empty]

@@ -57,7 +57,6 @@ def make_whole(state: BalancerState, opened: OpenStep, last: Batch, now: float) 
         ranks=made,
         num_rollouts=made[0].global_num_rollouts,
         num_tokens=made[0].global_num_tokens,
-        loads=tuple(loads),
         # in lockstep no rank begins a row before all are through with the one before
         finish=sum(row.finish for row in opened.rows) if state.config.sync == "micro_batch" else max(loads),
         lower_bound=earliest_finish(state.pricing.waiting_of(buffer.rollouts(rows)), knobs, np.arange(rows.size)),

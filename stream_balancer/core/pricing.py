@@ -49,7 +49,7 @@ class Pricing:
         """Some rollout that has come brought its own cost."""
         self.model: CostFunction = config.cost if learned is None else learned.model
         """[n] lengths -> [n] costs."""
-        self.cost_of_length = lru_cache(_MOST_LENGTHS)(partial(_one_cost, self.model))
+        self.cost_of_length = lru_cache(_MOST_LENGTHS)(partial(_cost_of, self.model))
         """Tokens -> cost. Lengths repeat, and a model that is asked for one of them takes a third of a put."""
         self.knobs = _plan_knobs(config, learned, tolerance)
         """Knobs that the planner is given."""
@@ -69,31 +69,20 @@ class Pricing:
         rollouts bring their own cost."""
         if self.has_own_costs:
             return np.array([self.cost_of(rollout) for rollout in buffer.rollouts()], dtype=np.float64)
-        costs = np.asarray(self.model(buffer.lengths), dtype=np.float64)
-        for rollout in buffer.rollouts(np.flatnonzero(~((costs >= 0) & (costs <= MAX_COST)))):
-            self.cost_of(rollout)
-        return costs
+        return _costs_of(self.model, buffer.lengths)
 
     def cost_of(self, rollout: Rollout) -> float:
-        """The rollout's own cost, else the model's. Raises RolloutError for one that is no number from 0 to 1e100."""
-        cost = self.cost_of_length(rollout.num_tokens) if rollout.cost is None else rollout.cost
-        # not NaN either
-        if not 0 <= cost <= MAX_COST:
-            raise RolloutError(
-                f"the cost model gave {cost} for rollout {rollout.rollout_id!r} ({rollout.num_tokens} tokens); a cost "
-                f"must be a finite number >= 0 and at most {MAX_COST:g}. Fix {self.model!r}, or give the rollout a "
-                "cost of its own"
-            )
-        return cost
+        """The rollout's own cost, else the model's. Raises RolloutError where that is no number from 0 to 1e100."""
+        return self.cost_of_length(rollout.num_tokens) if rollout.cost is None else rollout.cost
 
     def worked_on(self, batch: Batch, work: Sequence[tuple[RankBatch, ...]]) -> Batch:
         """``batch``, with the loads that its ranks had in the end: ``work[rank]`` is what each trained on, after some
         was moved between them. O(rollouts)."""
-        loads = [
-            load * self._work_of(its) / planned if (planned := self._work_of((one,))) else load
-            for load, its, one in zip(batch.loads, work, batch.ranks, strict=True)
+        ranks = [
+            replace(one, load=one.load * self._work_of(its) / planned) if (planned := self._work_of((one,))) else one
+            for its, one in zip(work, batch.ranks, strict=True)
         ]
-        return replace(batch, loads=tuple(loads))
+        return replace(batch, ranks=tuple(ranks))
 
     def _work_of(self, work: tuple[RankBatch, ...]) -> float:
         rollouts = [r for one in work for r in one.rollouts if not r.is_padding]
@@ -138,8 +127,21 @@ class Pricing:
         return replace(waiting, prefix_costs=costs, prefix_lengths=lengths, siblings=siblings)
 
 
-def _one_cost(model: CostFunction, num_tokens: int) -> float:
-    return float(model(np.array([num_tokens], dtype=np.int64))[0])
+def _costs_of(model: CostFunction, lengths: Ints) -> Floats:
+    """[n] costs of so many tokens. Raises RolloutError where one is no number from 0 to 1e100."""
+    costs = np.asarray(model(lengths), dtype=np.float64)
+    # not NaN either
+    bad = np.flatnonzero(~((costs >= 0) & (costs <= MAX_COST)))
+    if bad.size:
+        raise RolloutError(
+            f"the cost model gave {costs[bad[0]]} for a rollout of {lengths[bad[0]]} tokens; a cost must be a finite "
+            f"number >= 0 and at most {MAX_COST:g}. Fix {model!r}, or give the rollout a cost of its own"
+        )
+    return costs
+
+
+def _cost_of(model: CostFunction, num_tokens: int) -> float:
+    return float(_costs_of(model, np.array([num_tokens], dtype=np.int64))[0])
 
 
 def _plan_knobs(config: BalancerConfig, learned: Learned | None, tolerance: float) -> PlanKnobs:

@@ -56,8 +56,9 @@ class RolloutAges:
 
     def is_too_old(self, version: int | None) -> bool:
         """True if a rollout that began at this version is to be evicted. O(1)."""
-        oldest = self._oldest_kept()
-        return oldest is not None and version is not None and version < oldest
+        oldest = self._oldest_fresh()
+        # in this order: every put asks, and most runs have no bound
+        return oldest is not None and version is not None and version < oldest and self._evicts
 
     def add(self, rollout: Rollout) -> None:
         """A rollout waits from now on. O(1)."""
@@ -69,17 +70,18 @@ class RolloutAges:
 
     # -- all that wait -------------------------------------------------------------------------------------------------
 
-    def recount(self) -> None:
-        """The waiting rollouts, the version or the steps ahead have changed. O(n) under ``max_versions``, else
-        O(1)."""
-        oldest, versions = self._oldest_trainable(), self._buffer.versions
-        self.num_due = 0 if oldest is None else int(np.count_nonzero(versions <= oldest))
-        self.num_held_back = int(np.count_nonzero(versions < oldest)) if oldest is not None and self._evicts else 0
-
-    def too_old(self) -> Ints:
-        """Rows of rollouts that cannot be trained on in time any more, whatever the trainer does. O(n)."""
-        oldest = self._oldest_kept()
-        return np.empty(0, dtype=np.int64) if oldest is None else np.flatnonzero(self._buffer.versions < oldest)
+    def recount(self) -> Ints:
+        """The waiting rollouts, the version or the steps ahead have changed. -> rows of rollouts that cannot be trained
+        on in time any more, whatever the trainer does. O(n) under ``max_versions``, else O(1)."""
+        self.num_due = self.num_held_back = 0
+        oldest, versions = self._oldest_fresh(), self._buffer.versions
+        if oldest is None:
+            return np.empty(0, dtype=np.int64)
+        # the same, but for those that the steps ahead will have made too old
+        trainable = oldest + self._in_flight.steps_ahead
+        self.num_due = int(np.count_nonzero(versions <= trainable))
+        self.num_held_back = int(np.count_nonzero(versions < trainable)) if self._evicts else 0
+        return np.flatnonzero((versions < oldest) & self._evicts)
 
     def due(self) -> Bools:
         """[n] True for rollouts that must leave with the next batch, or are held back already. O(n)."""
@@ -114,11 +116,6 @@ class RolloutAges:
     def _oldest_fresh(self) -> int | None:
         most = self.config.staleness.max_versions
         return None if self.version is None or most is None else self.version - most
-
-    def _oldest_kept(self) -> int | None:
-        oldest = self._oldest_fresh()
-        # in this order: every put asks, and most runs have no bound
-        return None if oldest is None or not self._evicts else oldest
 
     def _oldest_trainable(self) -> int | None:
         oldest = self._oldest_fresh()

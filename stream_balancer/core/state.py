@@ -13,7 +13,8 @@ methods, each of which leaves every invariant intact.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from stream_balancer.core.triggers import Triggers
 from stream_balancer.planning.arrays import Ints
 from stream_balancer.planning.length_bias import LengthBias
 from stream_balancer.planning.step_size import surplus_after
+from stream_balancer.statistics import Statistics
 from stream_balancer.types import Batch, EvictReason, Rollout
 
 
@@ -176,11 +178,35 @@ class BalancerState:
     def changed(self) -> None:
         """The waiting rollouts, the version, the steps ahead or the knobs have changed: what cannot be trained on in
         time any more is evicted. O(n) under ``staleness.max_versions``."""
-        self.staleness.recount()
+        too_old = self.staleness.recount()
         self.triggers.changed()
-        self.evict_rows(self.staleness.too_old(), "stale")
+        self.evict_rows(too_old, "stale")
 
     def advance(self) -> None:
         """The trainer is through with a batch: what waits may be young enough now, and the next one is trained on."""
         self.changed()
         self.in_flight.begin_training(self.staleness.version)
+
+    def report(self, now: float, others: Mapping[str, Any]) -> Statistics:
+        """The figures of this moment; ``others`` as who knows them gives them. O(batches in flight)."""
+        buffer, in_flight = self.buffer, self.in_flight
+        incomplete = buffer.arrived_at[~buffer.complete] if buffer.groups.num_awaited else buffer.arrived_at[:0]
+        return Statistics(
+            waiting=len(buffer),
+            waiting_tokens=buffer.num_tokens,
+            waiting_bytes=buffer.num_bytes,
+            waiting_lengths=buffer.length_quantiles((0.0, 0.5, 0.9, 1.0)),
+            in_flight=sum(batch.num_rollouts for batch in in_flight.batches()),
+            redelivering=in_flight.num_redelivering,
+            open_groups=len(buffer.groups.incomplete()),
+            oldest_open_group_s=max(now - float(incomplete.min(initial=now)), 0.0),
+            oldest_wait_s=max(now - buffer.oldest_arrival, 0.0),
+            length_bias=self.length_bias.summary(),
+            version=self.staleness.version,
+            training_age=in_flight.training_ages.summary(),
+            window=self.config.window,
+            window_tokens=self.config.step_size.window_tokens,
+            strata=buffer.strata.figures(buffer.stratum_numbers, buffer.arrived_at, now),
+            **self.counts.figures(),
+            **others,
+        )

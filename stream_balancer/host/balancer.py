@@ -32,10 +32,10 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.core.accept import Accept
 from stream_balancer.core.diagnosis import RankState, why_no_batch
 from stream_balancer.core.groups import GroupSize
+from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.core.step_times import StepTiming
 from stream_balancer.core.throttle import Throttle
 from stream_balancer.errors import AlreadyInUseError
 from stream_balancer.facade import OfOneProcess

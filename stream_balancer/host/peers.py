@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import anyio
 import msgspec
 
-from stream_balancer.core.step_times import StepTiming
+from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.steps.state import Item
 from stream_balancer.errors import WireError
 from stream_balancer.host.in_flight import InFlight

@@ -279,7 +279,6 @@ def batch_of(plan: PlanRow, rollouts: Mapping[str, Rollout]) -> Batch:
         ranks=ranks,
         num_rollouts=ranks[0].global_num_rollouts,
         num_tokens=ranks[0].global_num_tokens,
-        loads=tuple(one.load for one in ranks),
         finish=plan.finish,
         lower_bound=plan.lower_bound,
         num_padding=len(plan.padding),

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from stream_balancer.config import BalancerConfig
+from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Learner
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.core.step_times import StepTiming
 from stream_balancer.cost import CalibratedCost
 from stream_balancer.learn.calibration import Calibration
 from stream_balancer.planning.arrays import Floats, Ints

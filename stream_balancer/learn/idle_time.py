@@ -20,9 +20,9 @@ from typing import Any, get_args
 import numpy as np
 
 from stream_balancer.config import BalancerConfig
+from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Learner
-from stream_balancer.core.step_times import StepTiming
 from stream_balancer.learn.costs import CostLearner
 from stream_balancer.planning.arrays import Floats
 from stream_balancer.statistics import IdleCause, Straggler

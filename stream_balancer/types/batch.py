@@ -222,8 +222,6 @@ class Batch:
     """Rollouts over all ranks, padding copies not counted."""
     num_tokens: int
     """Tokens over all ranks, padding copies not counted."""
-    loads: tuple[float, ...]
-    """``load`` of each rank batch."""
     finish: float
     """Predicted time of the step, in the unit of ``loads``: the heaviest of them; where ranks meet at every micro-batch
     the sum of the costliest of each index, and in mini-batches the sum of theirs; with a padded cost, padding
@@ -240,6 +238,11 @@ class Batch:
     sharing_cost: float = 0.0
     """Part of ``loads``, over all ranks, beyond the work of the rollouts, because ranks share some; 0.0 in a batch
     restored from a checkpoint."""
+
+    @property
+    def loads(self) -> tuple[float, ...]:
+        """``load`` of each rank batch."""
+        return tuple([one.load for one in self.ranks])
 
     @property
     def is_last(self) -> bool:

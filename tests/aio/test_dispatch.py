@@ -15,7 +15,7 @@ from scripted import Filled
 from served import drain, feeds_of, serving
 
 import stream_balancer as sb
-from stream_balancer.core.step_times import StepTiming
+from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.testing import MemoryNetwork, make_rollout
 from stream_balancer.types import Batch
 

@@ -28,7 +28,7 @@ from invariants import verify
 import stream_balancer as sb
 from stream_balancer.config.figures import least_batch_size
 from stream_balancer.core.groups import GroupSize
-from stream_balancer.core.step_times import StepTiming
+from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.planning import PlanKnobs, Waiting
 
 IDS = torch.zeros(64, dtype=torch.int64)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from invariants import verify
 
 import stream_balancer as sb
+from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.step_times import StepTiming
 from stream_balancer.errors import WouldBlock
 from stream_balancer.types import Batch
 

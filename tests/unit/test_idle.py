@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
+from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.step_times import StepTiming
 from stream_balancer.learn.idle_time import IdleTimes
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import Batch

@@ -14,8 +14,8 @@ from invariants import verify
 from numpy.typing import NDArray
 
 import stream_balancer as sb
+from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.step_times import StepTiming
 from stream_balancer.learn import attach, auto_window
 from stream_balancer.learn.calibration import Calibration
 from stream_balancer.statistics import CostFit
