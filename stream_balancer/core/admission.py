@@ -39,7 +39,6 @@ class Admission:
         self.config = config
         self._most_tokens = longest_rollout(config) if config.micro_batches.oversize == "refuse" else None
         self._needs_group = config.groups.kept is not None
-        self._limits = config.limits
         self._most_waiting = most_waiting(config)
         self._most_waiting_tokens = most_waiting_tokens(config)
         self.looks_at_masks = self.schema is None or config.loss_mask_column not in (None, "loss_mask")
@@ -101,7 +100,7 @@ class Admission:
             if not isinstance(rollout, Rollout):
                 raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
             check_whole(rollout)
-        ids, name, tokens, most_bytes = self._ids, rollout.rollout_id, rollout.num_tokens, self._limits.bytes
+        ids, name, tokens, most_bytes = self._ids, rollout.rollout_id, rollout.num_tokens, self.config.limits.bytes
         # first: a retry is a duplicate, whatever else is wrong with it by now
         if name in ids.held or name in ids.past:
             raise DuplicateRolloutError(ids.why_known(name))
@@ -166,12 +165,11 @@ class Admission:
                 wanted = max(wanted, buffer.groups.size_of(rollouts[0].group_id))
         if wanted > self.num_places():
             return False
-        limits = self._limits
+        limits = config.limits
         if limits.tokens is not None and self._has_all_tokens(limits.tokens):
             return False
         # of memory, so what waits for siblings counts
-        limit = limits.bytes
-        return limit is None or buffer.num_bytes + sum(r.nbytes for r in rollouts) <= limit
+        return limits.bytes is None or buffer.num_bytes + sum(r.nbytes for r in rollouts) <= limits.bytes
 
     def num_places(self) -> int:
         """How many more rollouts may come, but for tokens and bytes: up to ``capacity`` that could leave, and up to

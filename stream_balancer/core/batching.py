@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress
+from typing import Any
 
 import numpy as np
 
@@ -213,14 +214,12 @@ def batch_of_plan(
     same = config.micro_batches.counts == "equal"
     numbers = [_num_micro_batches(one, config, least=1, same=same) for one in mini_batches]
     num_padding = _add_padding(mini_batches, numbers, originals or rollouts, step, had)
-    # Of the planner, not summed anew: a rank batch says the work that the choice was made by.
-    ranks = rank_batches(step, mini_batches, [one.finishes.tolist() for one in plan.pieces])
-    return Batch(
-        step=step,
+    return assembled(
+        step,
+        mini_batches,
+        # of the planner, not summed anew: a rank batch says the work that the choice was made by
+        [one.finishes.tolist() for one in plan.pieces],
         reason=reason,
-        ranks=ranks,
-        num_rollouts=ranks[0].global_num_rollouts,
-        num_tokens=ranks[0].global_num_tokens,
         finish=plan.finish,
         lower_bound=plan.lower_bound,
         oldest_wait_s=oldest_wait_s,
@@ -230,16 +229,19 @@ def batch_of_plan(
     )
 
 
-def rank_batches(
-    step: int, mini_batches: Sequence[Sequence[Sequence[MicroBatch]]], loads: Sequence[Sequence[float]]
-) -> tuple[RankBatch, ...]:
-    """[dp_size] rank batches of a step, from micro-batches ``[mini_batch][rank]`` and loads ``[mini_batch][rank]``.
-    O(rollouts)."""
+def assembled(
+    step: int,
+    mini_batches: Sequence[Sequence[Sequence[MicroBatch]]],
+    loads: Sequence[Sequence[float]],
+    **fields: Any,
+) -> Batch:
+    """The batch of a step, from micro-batches ``[mini_batch][rank]``, loads ``[mini_batch][rank]``, and the fields that
+    do not follow from these. O(rollouts)."""
     # each mini-batch divides by what is in it, the step by all of it
     real = [_real(r for of_rank in one for mb in of_rank for r in mb.rollouts) for one in mini_batches]
     each = [denominators_of(rollouts) for rollouts in real]
     whole = each[0] if len(each) == 1 else denominators_of(list(chain.from_iterable(real)))
-    return tuple(
+    ranks = tuple(
         RankBatch(
             step=step,
             rank=rank,
@@ -256,6 +258,7 @@ def rank_batches(
         )
         for rank in range(len(mini_batches[0]))
     )
+    return Batch(step=step, ranks=ranks, num_rollouts=whole.rollouts, num_tokens=whole.tokens, **fields)
 
 
 def rows_of(plan: Plan) -> Ints:

@@ -63,11 +63,10 @@ class BalancerCore(BalancerState):
         O(columns)."""
         if self.triggers.ended:
             raise ClosedResourceError("put() after end(): the balancer takes no more rollouts. Put before end()")
-        admission = self.admission
         # first: a retry is a duplicate, whatever its group
-        costs = [admission.check_one(rollouts[0])] if len(rollouts) == 1 else admission.check(rollouts)
+        costs = self.admission.check(rollouts)
         if size is not None or (rollouts and rollouts[0].group_id is not None):
-            admission.check_group(rollouts, size)
+            self.admission.check_group(rollouts, size)
         if self.open_step is not None:
             self._check_rows(rollouts, RolloutError)
         return costs
@@ -266,12 +265,11 @@ class BalancerCore(BalancerState):
         """A batch has been trained on: its rollouts need not be kept. Raises ValueError for a step that is not in
         flight."""
         batch, missing = self.in_flight.acknowledge(step)
-        # Missing rollouts are not remembered as done: their payloads are lost, and who generates them anew may put the
-        # same id.
         self.finish(r.rollout_id for r in batch.rollouts if not r.is_padding and r.rollout_id not in missing)
         self.counts.acknowledged += batch.num_rollouts - len(missing)
         if missing:
-            lost = [r for r in batch.rollouts if not r.is_padding and r.rollout_id in missing]
+            # Not remembered as done: their payloads are lost, and who generates them anew may put the same id.
+            lost = [rollout for rollout in batch.rollouts if rollout.rollout_id in missing]
             self.evict(lost, "lost")
             for one in {execution_of(rollout): rollout for rollout in lost}.values():
                 # generated anew, they complete their groups again

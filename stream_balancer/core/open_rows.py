@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.core.batching import in_rows, make_batch, plan_of_all, rank_batches, rows_of
+from stream_balancer.core.batching import assembled, in_rows, make_batch, plan_of_all, rows_of
 from stream_balancer.core.open_step import OpenStep, least_rollouts
 from stream_balancer.core.state import BalancerState
 from stream_balancer.planning import Plan
@@ -51,17 +51,17 @@ def make_whole(state: BalancerState, opened: OpenStep, last: Batch, now: float) 
     rows = np.flatnonzero(buffer.taken)
     # [rank][micro_batch]: the rows one behind the other
     of_ranks = zip(*([one.micro_batches for one in row.ranks] for row in opened.rows), strict=True)
-    made = rank_batches(last.step, [[list(chain.from_iterable(its)) for its in of_ranks]], [loads])
-    whole = replace(
-        last,
-        ranks=made,
-        num_rollouts=made[0].global_num_rollouts,
-        num_tokens=made[0].global_num_tokens,
+    whole = assembled(
+        last.step,
+        [[list(chain.from_iterable(its)) for its in of_ranks]],
+        [loads],
+        reason=last.reason,
         # in lockstep no rank begins a row before all are through with the one before
         finish=sum(row.finish for row in opened.rows) if state.config.sync == "micro_batch" else max(loads),
         lower_bound=earliest_finish(state.pricing.waiting_of(buffer.rollouts(rows)), knobs, np.arange(rows.size)),
         oldest_wait_s=max(now - float(buffer.arrived_at[rows].min()), 0.0),
         num_padding=opened.num_padding,
+        incomplete_groups=last.incomplete_groups,
         sharing_cost=sum(row.sharing_cost for row in opened.rows),
     )
     return whole, rows

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from stream_balancer.core.batching import micro_batch_of, rank_batches
+from stream_balancer.core.batching import assembled, micro_batch_of
 from stream_balancer.core.counters import Counts
 from stream_balancer.core.executions import execution_of, sizes_in, sizes_of
 from stream_balancer.core.groups import Declared
@@ -268,17 +268,11 @@ def batch_of(plan: PlanRow, rollouts: Mapping[str, Rollout]) -> Batch:
 
     # denominators are those of a mini-batch over all ranks, so they are made from its columns
     mini_batches = list(zip(*plan.ranks, strict=True))
-    ranks = rank_batches(
+    return assembled(
         plan.step,
         [[[micro_batch(rank, *one) for one in its] for rank, (_, its) in enumerate(of)] for of in mini_batches],
         [[load for load, _ in of] for of in mini_batches],
-    )
-    return Batch(
-        step=plan.step,
         reason=plan.reason,
-        ranks=ranks,
-        num_rollouts=ranks[0].global_num_rollouts,
-        num_tokens=ranks[0].global_num_tokens,
         finish=plan.finish,
         lower_bound=plan.lower_bound,
         num_padding=len(plan.padding),
