@@ -10,9 +10,10 @@ from collections.abc import Collection, Iterable, Mapping
 
 from stream_balancer.core.steps.book import Book
 from stream_balancer.core.steps.orders import SendDrop, SendRewind
-from stream_balancer.core.steps.state import TRAIN, HeldStep, Item, Rank, RankId, Share, StepState
+from stream_balancer.core.steps.state import TRAIN, HeldItem, HeldStep, Item, Rank, RankId, Share, StepState
 
 _ALL = -1  # seats, however many there were
+_IN_THE_WEIGHTS = HeldItem(done=True, fetched=True, missing=frozenset())
 
 
 class Joining(Book):
@@ -201,22 +202,19 @@ class Joining(Book):
                 self.out.append(SendRewind(rank.id, bit.bit_length() - 1, step.number, share.attempt))
         current = held if held is not None and held.attempt == share.attempt else None
         for item in share.items.values():
-            if is_past:
-                item.sent, item.done = item.sent | bit, item.done | bit
-                self.note_fetched(step, item, bit, rank.full)
-            elif current is None or item.id not in current.items:
+            there = _IN_THE_WEIGHTS if is_past else None if current is None else current.items.get(item.id)
+            if there is None:
                 _forget(step, share, item, bit)
-            else:
-                there = current.items[item.id]
-                # a process that has come again begins anew with what it holds
-                item.is_begun = False
-                item.sent |= bit
-                item.done = _flag(item.done, bit, there.done)
-                step.unfetch(item)
-                item.fetched &= ~bit
-                if there.fetched:
-                    step.gone |= there.missing
-                    self.note_fetched(step, item, bit, rank.full)
+                continue
+            # a process that has come again begins anew with what it holds
+            item.is_begun = False
+            item.sent |= bit
+            item.done = _flag(item.done, bit, there.done)
+            step.unfetch(item)
+            item.fetched &= ~bit
+            if there.fetched:
+                step.gone |= there.missing
+                self.note_fetched(step, item, bit, rank.full)
             if item.sent == rank.full:
                 share.unsent.pop(item.id, None)
         share.opened = _flag(share.opened, bit, is_past or held is not None)

@@ -184,10 +184,11 @@ class Ledger(Joining):
             rank.weights_of[seat] = max(rank.weights_of.get(seat, 0), number + 1)
         for step in [step for step in self.steps.values() if step.number <= number]:
             share = step.shares.get(one)
-            is_through = step.number == number and share is not None and attempt >= share.first
-            if share is not None and rank.links & bit and (is_through or not attempt):
+            if attempt and (step.number < number or share is None or attempt < share.first):
+                continue
+            if share is not None and rank.links & bit:
                 share.finished |= bit
-            if self.meets and not one.role and (is_through or not attempt):
+            if self.meets and not one.role:
                 step.met.add(one)
                 # now it is known that they have met: whoever was left behind leaves the step
                 if len(step.met) == 1:
