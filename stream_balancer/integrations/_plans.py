@@ -17,12 +17,17 @@ class UnplannableError(ValueError, AssertionError):
     """A batch that cannot be dealt as asked. Trainers' own functions assert, and their callers may expect that."""
 
 
-def in_lockstep(lengths: ArrayLike, work: ArrayLike, num_ranks: int, max_tokens: int) -> list[list[list[int]]] | None:
-    """``[rank][micro_batch]`` positions for ranks that meet at every micro-batch, each of at most ``max_tokens``. None
-    where there are too few items for as many micro-batches on every rank."""
-    plan = planning.form_micro_batches(lengths, work, num_ranks, max_tokens=max_tokens, sync="micro_batch")
+def alike(
+    lengths: ArrayLike, work: ArrayLike, num_ranks: int, max_tokens: int, *, multiple_of: int = 1, **knobs: Any
+) -> list[list[list[int]]] | None:
+    """``[rank][micro_batch]`` positions, each of at most ``max_tokens``, by ``planning.form_micro_batches``. None where
+    there are too few items for as many micro-batches on every rank."""
+    plan = planning.form_micro_batches(
+        lengths, work, num_ranks, max_tokens=max_tokens, multiple_of=multiple_of, **knobs
+    )
+    counts = {len(of_rank) for of_rank in plan}
     # a rank that runs fewer would leave the others waiting in a collective
-    if len({len(of_rank) for of_rank in plan}) > 1:
+    if len(counts) > 1 or 0 in counts or max(counts) % multiple_of:
         return None
     return [[micro_batch.tolist() for micro_batch in of_rank] for of_rank in plan]
 

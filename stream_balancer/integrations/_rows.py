@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 import stream_balancer as sb
 
@@ -156,22 +157,22 @@ def entries_of(
     """
     taken = together(rollouts)
     entries: dict[str, Tensor] = {}
-    offsets = _offsets(taken.lengths)  # one for all: torch adds columns only if shared
+    offsets = torch.tensor([*accumulate(taken.lengths, initial=0)])  # one for all: torch adds columns only if shared
     for name, columns in taken.tokens.items():
         if side is None:
             entries[name] = torch.nested.nested_tensor_from_jagged(torch.cat(columns), offsets)
         else:
-            entries[name] = padded(columns, max(taken.lengths), side, (pad_values or {}).get(name, 0))
+            entries[name] = padded(columns, side, (pad_values or {}).get(name, 0))
     if side is not None:
-        entries["attention_mask"] = mask_of(taken.lengths, max(taken.lengths), side)
+        tokens = [torch.ones(length, dtype=torch.bool) for length in taken.lengths]
+        entries["attention_mask"] = padded(tokens, side)
     for name, numbers in taken.scalars.items():
         entries[name] = torch.tensor(numbers, dtype=(dtypes or {}).get(name, _dtype_of(numbers)))
     for name, tensors in taken.tensors.items():
         if len({tensor.shape for tensor in tensors}) == 1 or len({tensor.shape[1:] for tensor in tensors}) > 1:
             entries[name] = stacked(tensors)  # which says what is wrong
         else:
-            each = _offsets([len(tensor) for tensor in tensors])
-            entries[name] = torch.nested.nested_tensor_from_jagged(torch.cat(tensors), each)
+            entries[name] = torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
     return entries
 
 
@@ -180,24 +181,9 @@ def _dtype_of(numbers: Sequence[float | int | bool]) -> torch.dtype:
     return torch.bool if kinds == {bool} else torch.float64 if float in kinds else torch.int64
 
 
-def _offsets(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor(list(accumulate(lengths, initial=0)))
-
-
-def padded(columns: Sequence[Tensor], width: int, side: Side, value: float | bool = 0) -> Tensor:
-    """Columns ``[L, ...]`` of at most ``width`` -> ``[n, width, ...]``, filled with ``value``."""
-    first = columns[0]
-    rows = first.new_full((len(columns), width, *first.shape[1:]), value)
-    for row, column in zip(rows, columns, strict=True):
-        start = 0 if side == "right" else width - column.shape[0]
-        row[start : start + column.shape[0]] = column
-    return rows
-
-
-def mask_of(lengths: Sequence[int], width: int, side: Side) -> Tensor:
-    """[n, width] bool: True where there is a token."""
-    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
-    return mask if side == "right" else mask.flip(1)
+def padded(columns: Sequence[Tensor], side: Side, value: float | bool = 0) -> Tensor:
+    """Columns ``[L, ...]`` -> ``[n, longest, ...]``, filled with ``value``."""
+    return pad_sequence([*columns], batch_first=True, padding_value=value, padding_side=side)
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
@@ -205,11 +191,6 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     if len(shapes := {tuple(tensor.shape) for tensor in tensors}) > 1:
         raise ValueError(f"rollouts differ in the shape of a tensor: {sorted(shapes)}. Give all of them the same")
     return torch.stack(list(tensors))
-
-
-def float32(scalars: dict[str, list[Any]]) -> dict[str, Tensor]:
-    """[n] of each, as trainers keep them."""
-    return {name: torch.tensor(values, dtype=torch.float32) for name, values in scalars.items()}
 
 
 # --- what a rank was given --------------------------------------------------------------------------------------------

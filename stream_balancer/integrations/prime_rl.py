@@ -20,7 +20,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stream_balancer.integrations._plans import in_lockstep
+from stream_balancer.integrations._plans import alike
 from stream_balancer.integrations.partitions import replace
 
 __all__ = ["patch"]
@@ -48,10 +48,10 @@ def patch() -> Callable[[], None]:
     ) -> list[list[Any]]:
         lengths = [min(len(sample.token_ids), seq_len) for sample in rollouts]  # longer ones are truncated
         work = [bin_cost([length]) for length in lengths]
-        plan = in_lockstep(lengths, work, num_train_workers, seq_len)
+        plan = alike(lengths, work, num_train_workers, seq_len, sync="micro_batch")
         plain = all(sample.mm_kwargs is None for sample in rollouts)
-        alike = len({sample.routed_experts is None for sample in rollouts}) == 1
-        if plan is None or not (plain and alike):
+        either = len({sample.routed_experts is None for sample in rollouts}) == 1
+        if plan is None or not (plain and either):
             return theirs(rollouts, seq_len, num_train_workers, bin_cost, pad_to_multiple_of)  # type: ignore[no-any-return]
 
         def made(micro_batch: Sequence[int]) -> Any:

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stream_balancer import planning
-from stream_balancer.integrations._plans import UnplannableError
+from stream_balancer.integrations._plans import UnplannableError, alike
 from stream_balancer.integrations.partitions import replace
 
 __all__ = ["build_dp_schedule", "patch"]
@@ -58,17 +57,22 @@ def build_dp_schedule(
     counts = []
     for step, positions in enumerate(steps):
         lengths = np.array([total_lengths[position] for position in positions])
-        plan = planning.form_micro_batches(
+        plan = alike(
             lengths,
             lengths if cost is None else cost(lengths),
             dp_size,
             # the GPUs of a context-parallel group hold a sample together, so their caps add up
-            max_tokens=args.max_tokens_per_gpu * train_parallel_config["cp_size"],
+            args.max_tokens_per_gpu * train_parallel_config["cp_size"],
             multiple_of=multiple_of,
             oversize="alone",  # as slime's own schedule: at this point a sample can no longer be refused
             rotation=step,
         )
-        counts.append(_same_count(plan, step, multiple_of))
+        if plan is None:
+            raise UnplannableError(
+                f"step {step} has too few samples for {dp_size} ranks with a multiple of {multiple_of} micro-batches "
+                "each. Raise global_batch_size"
+            )
+        counts.append(len(plan[0]))
         for rank, of_rank in enumerate(plan):
             for micro_batch in of_rank:
                 start = len(partitions[rank])
@@ -112,13 +116,3 @@ def _steps(
     if len(rollouts) % global_batch_size and (partial_from is None or len(steps[-1]) < partial_from):
         steps.pop()
     return steps
-
-
-def _same_count(plan: Sequence[Sequence[Any]], step: int, multiple_of: int) -> int:
-    counts = {len(of_rank) for of_rank in plan}
-    if len(counts) > 1 or 0 in counts or max(counts) % multiple_of:
-        raise UnplannableError(
-            f"step {step} has too few samples for {len(plan)} ranks with a multiple of {multiple_of} micro-batches "
-            "each. Raise global_batch_size"
-        )
-    return counts.pop()

@@ -16,7 +16,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from stream_balancer.integrations._plans import in_lockstep
+from stream_balancer.integrations._plans import alike
 
 __all__ = ["patch"]
 
@@ -33,7 +33,8 @@ def patch() -> Callable[[], None]:
     def ours(self: Any, training_samples: list[Any]) -> list[list[Any]]:
         # its rows hold what it packs, which is less than a sample's tokens
         lengths = [max(self.num_tokens_to_pack(sample), 1) for sample in training_samples]
-        plan = in_lockstep(lengths, [float(length) ** 2 for length in lengths], self._dp_degree, self.seq_len)
+        work = [float(length) ** 2 for length in lengths]
+        plan = alike(lengths, work, self._dp_degree, self.seq_len, sync="micro_batch")
         if plan is None:
             return theirs(self, training_samples)  # type: ignore[no-any-return]
         # it deals rows to the ranks in turn

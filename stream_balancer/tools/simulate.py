@@ -29,7 +29,7 @@ from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.tools.certify import Certificate
 from stream_balancer.tools.certify import certify as certify_stream
 from stream_balancer.tools.generation import Generation, check_generation, seconds_per_rollout
-from stream_balancer.tools.simulation_report import Quantiles, SimulationReport, Steps, StratumReport
+from stream_balancer.tools.simulation_report import Quantiles, Segment, SimulationReport, StratumReport, steps_of
 from stream_balancer.tools.simulation_run import Run
 from stream_balancer.tools.trace import Trace
 
@@ -186,10 +186,10 @@ def _work_per_second(trainer: TrainerSpeed, trace: Trace, config: BalancerConfig
 
 def report_of(run: Run, warm_up: int | None) -> SimulationReport:
     """Report of a run that has ended."""
-    steps = Steps.of(run.records, run.config.dp_size)
+    steps = steps_of(run.records, run.config.dp_size)
     # The steady state ends with the drain, or before, when a slot finds no prompt any more: then fewer are
     # generated at a time.
-    last = sum(reason != "drain" for reason in steps.reason)
+    last = int((steps.reason != "drain").sum())
     if run.generation.dry_step is not None:
         last = min(last, run.generation.dry_step)
     skips = run.config.max_skips
@@ -213,11 +213,11 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
         num_tokens=run.trace.num_tokens,
         evicted=counts.evicted.total(),
         padding_copies=counts.padding_copies,
-        reasons=dict(Counter(steps.reason)),
+        reasons=dict(Counter(steps.reason.tolist())),
         is_steady=is_steady,
         shown_steps=shown,
-        figures=steps.segment(shown),
-        overall=steps.segment(slice(None)),
+        figures=Segment.of(steps[shown]),
+        overall=Segment.of(steps),
         delay_s=Quantiles.of(delay_s[chosen]),
         delay_steps=Quantiles.of(delays[chosen]),
         max_skips_seen=int((run.step_of - _ready_step(run))[run.step_of >= 0].max(initial=0)),

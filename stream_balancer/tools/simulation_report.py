@@ -1,11 +1,11 @@
-"""Figures of a simulated run: totals over steps, quantiles, and every step. Values only."""
+"""Figures of a simulated run: every step, totals over steps, quantiles. Values only."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -13,8 +13,22 @@ from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.planning import LengthBiasSummary
-from stream_balancer.planning.arrays import Floats, Ints
+from stream_balancer.planning.arrays import Ints
 from stream_balancer.tools.certify import Certificate
+
+Steps: TypeAlias = Any
+"""A numpy record array, a row per step in order. Columns: ``at_s``, the seconds of virtual time at which it was
+dispatched, and ``reason``, why it left; its ``rollouts``, padding copies not counted, and their ``tokens``. In the cost
+model's unit: ``mean_load`` over ranks, without what it adds to share rollouts; ``lower_bound``, below which no
+assignment has a step (where ranks meet at every micro-batch under a cap, no micro-batches have); ``step_work`` of the
+slowest rank, and ``rank_work`` ``[dp_size]`` of each by itself."""
+
+
+def steps_of(records: Sequence[tuple[Any, ...]], dp_size: int) -> Steps:
+    """Rows of these values, in the order of the columns."""
+    works = [(name, np.float64) for name in ("mean_load", "lower_bound", "step_work")]
+    kinds = [("at_s", np.float64), ("reason", "U8"), ("rollouts", np.int64), ("tokens", np.int64), *works]
+    return np.array(records, dtype=[*kinds, ("rank_work", np.float64, (dp_size,))]).view(np.recarray)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +54,26 @@ class Segment:
     work_s: float
     """Trainer time: sum over steps of the slowest rank, in units of the cost model (seconds if that is in
     seconds)."""
+
+    @staticmethod
+    def of(steps: Steps) -> Segment:
+        """Totals of these steps."""
+        total = float(steps.step_work.sum())
+        mean, bound = float(steps.mean_load.sum()), float(steps.lower_bound.sum())
+        # sums over steps, not a mean of their fractions: a long step idles longer
+        idle = max(1.0 - mean / total, 0.0) if total > 0 else 0.0
+        avoidable = min(max(1.0 - bound / total, 0.0), idle) if total > 0 else 0.0
+        tokens = steps.tokens
+        return Segment(
+            batches=tokens.size,
+            rollouts=int(steps.rollouts.sum()),
+            tokens=int(tokens.sum()),
+            token_variation=float(tokens.std() / tokens.mean()) if tokens.any() else 0.0,
+            idle_fraction=idle,
+            avoidable_idle=avoidable,
+            unavoidable_idle=idle - avoidable,
+            work_s=total,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,56 +104,6 @@ class StratumReport:
     """Fraction of the steps that had none of it."""
     delay_steps: Quantiles
     """Steps between its rollouts' accepted puts and their own."""
-
-
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Steps:
-    """Columns ``[S]``, an entry per step, in order."""
-
-    at_s: Floats
-    """Seconds of virtual time at which it was dispatched."""
-    reason: tuple[str, ...]
-    """Why it left."""
-    rollouts: Ints
-    """Rollouts in it, padding copies not counted."""
-    tokens: Ints
-    """Tokens of the rollouts."""
-    mean_load: Floats
-    """Mean over ranks, in the cost model's unit; without what it adds to share rollouts."""
-    lower_bound: Floats
-    """No assignment has a shorter step; where ranks meet at every micro-batch under a cap, no micro-batches have."""
-    step_work: Floats
-    """The slowest rank."""
-    rank_work: Floats
-    """[S, dp_size] each rank, by itself."""
-
-    @staticmethod
-    def of(records: Sequence[tuple[Any, ...]], dp_size: int) -> Steps:
-        """Columns from these fields of each step, in their order."""
-        made: dict[str, Any] = {}
-        for field, column in zip(fields(Steps), zip(*records, strict=True) if records else [()] * 8, strict=True):
-            whole = np.int64 if field.name in ("rollouts", "tokens") else np.float64
-            made[field.name] = column if field.name == "reason" else np.array(column, dtype=whole)
-        return Steps(**made | {"rank_work": made["rank_work"].reshape(len(records), dp_size)})
-
-    def segment(self, chosen: slice) -> Segment:
-        """Totals over a stretch of steps."""
-        total = float(self.step_work[chosen].sum())
-        mean, bound = float(self.mean_load[chosen].sum()), float(self.lower_bound[chosen].sum())
-        # sums over steps, not a mean of their fractions: a long step idles longer
-        idle = max(1.0 - mean / total, 0.0) if total > 0 else 0.0
-        avoidable = min(max(1.0 - bound / total, 0.0), idle) if total > 0 else 0.0
-        tokens = self.tokens[chosen]
-        return Segment(
-            batches=tokens.size,
-            rollouts=int(self.rollouts[chosen].sum()),
-            tokens=int(tokens.sum()),
-            token_variation=float(tokens.std() / tokens.mean()) if tokens.any() else 0.0,
-            idle_fraction=idle,
-            avoidable_idle=avoidable,
-            unavoidable_idle=idle - avoidable,
-            work_s=total,
-        )
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)

@@ -65,7 +65,7 @@ class Run:
         self.step_of = np.full(num, -1, dtype=np.int64)
         self.num_dispatched = 0
         self.records: list[tuple[Any, ...]] = []
-        """Fields of :class:`Steps`, for each step."""
+        """Columns of ``Steps``, for each step."""
 
     @property
     def num_gone(self) -> int:

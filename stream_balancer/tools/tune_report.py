@@ -126,20 +126,21 @@ def size_knobs(window: int, capacity: int, *, in_tokens: bool) -> dict[str, Any]
 
 def outcome_of(report: SimulationReport, fifo: SimulationReport) -> Outcome:
     """The figures of a run that a sweep compares. ``fifo``: what no window would have done."""
-    steps, shown, config = report.steps, report.shown_steps, report.config
+    steps, config = report.steps[report.shown_steps], report.config
     if config.step_size.tokens is None:
-        short = steps.rollouts[shown] < least_batch_size(config) - (config.groups.size or 1) + 1
+        short = steps.rollouts < least_batch_size(config) - (config.groups.size or 1) + 1
     else:  # with one rollout more it would still have too few tokens
-        late = np.array([reason == "deadline" for reason in steps.reason[shown]], dtype=np.bool_)
-        short = late & (steps.tokens[shown] + report.dispatched_lengths.max < config.step_size.tokens)
+        late = steps.reason == "deadline"
+        short = late & (steps.tokens + report.dispatched_lengths.max < config.step_size.tokens)
     in_time = math.isfinite(report.work_per_second)
-    time = steps.step_work[shown]
+    time = steps.step_work
     if in_time:  # from each step to the next, in units of work
-        time = np.diff(np.append(steps.at_s, report.elapsed_s))[shown] * report.work_per_second
+        until = np.append(report.steps.at_s, report.elapsed_s)
+        time = np.diff(until)[report.shown_steps] * report.work_per_second
     return Outcome(
         report=report,
         compared_idle=report.whole_idle_fraction if in_time else report.idle_fraction,
-        idle_error=_error_of_idle(steps.mean_load[shown], time),
+        idle_error=_error_of_idle(steps.mean_load, time),
         added_age=report.delay_steps.mean - fifo.delay_steps.mean,
         short_batches=float(np.mean(short)) if short.size else 0.0,
     )

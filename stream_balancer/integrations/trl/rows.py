@@ -96,27 +96,25 @@ def inputs_from(share: Any, *, pad_token_id: int) -> list[dict[str, Any]]:
 def _inputs(micro_batch: sb.types.MicroBatch, pad_token_id: int) -> dict[str, Any]:
     rollouts = _rows.with_prompt(micro_batch.rollouts)
     taken, noted = _rows.together(rollouts), rollouts[0].metadata
-    parts = [_parts(rollout) for rollout in rollouts]
-    before = [prompt.stop - prompt.start for prompt, _ in parts]
-    after = [completion.stop - completion.start for _, completion in parts]
-    wide, long = max(before), max(*after, 1)  # TRL needs a column, also where every completion was truncated
+    prompts, completions = zip(*map(_parts, rollouts), strict=True)
 
     def prompt(columns: Sequence[Tensor], value: int = 0) -> Tensor:
-        return _rows.padded([column[one] for column, (one, _) in zip(columns, parts, strict=True)], wide, "left", value)
+        return _rows.padded([column[one] for column, one in zip(columns, prompts, strict=True)], "left", value)
 
     def completion(columns: Sequence[Tensor], value: int = 0) -> Tensor:
-        its = [column[one] for column, (_, one) in zip(columns, parts, strict=True)]
-        return _rows.padded(its, long, "right", value)
+        rows = _rows.padded([column[one] for column, one in zip(columns, completions, strict=True)], "right", value)
+        # TRL needs a column, also where every completion was truncated
+        return rows if rows.shape[1] else rows.new_full((len(rows), 1, *rows.shape[2:]), value)
 
     ids = taken.tokens.pop("input_ids")
     # a padding copy runs through the model like any other rollout, but none of its tokens counts in a loss
-    shown = [0 if rollout.is_padding else tokens for rollout, tokens in zip(rollouts, after, strict=True)]
+    counted = [torch.full((one.num_tokens,), int(not one.is_padding)) for one in rollouts]
     out: dict[str, Any] = {
         "prompt_ids": prompt(ids, pad_token_id),
-        "prompt_mask": _rows.mask_of(before, wide, "left").long(),
+        "prompt_mask": prompt([torch.ones_like(column) for column in ids]).long(),
         "completion_ids": completion(ids, pad_token_id),
-        "completion_mask": _rows.mask_of(shown, long, "right").long(),
-        **_rows.float32(taken.scalars),
+        "completion_mask": completion(counted),
+        **{name: torch.tensor(values, dtype=torch.float32) for name, values in taken.scalars.items()},
     }
     for name in taken.tokens.keys() - {"loss_mask"}:
         out[name] = completion(taken.tokens[name], int(name in _PADDED_WITH_ONES))
