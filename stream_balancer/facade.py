@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import operator
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ClassVar, NoReturn, TypeVar, cast
@@ -60,17 +61,18 @@ def run_here(function: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | 
     """The result of an async function of ours, which waits by blocking this thread. Raises TimeoutError after
     ``timeout_s``."""
     # a coroutine may call another blocking method: its deadline is restored afterwards
-    outer, coroutine = vars(blocking_deadline).copy(), None
+    outer, made = vars(blocking_deadline).copy(), list[Coroutine[Any, Any, T]]()
     blocking_deadline.timeout_s = timeout_s
     blocking_deadline.at = None if timeout_s is None else time.monotonic() + timeout_s
     try:
-        coroutine = function()
+        # made and kept in one call of C: an interrupt after it finds the coroutine, and one before has made none
+        made.extend(map(operator.call, [function]))
         # one step is enough: where it would wait, the wait blocks this thread instead
-        coroutine.send(None)
+        made[0].send(None)
     except StopIteration as done:
         return cast("T", done.value)
     finally:
-        if coroutine is not None:  # an interrupt may have come before it began
+        for coroutine in made:
             coroutine.close()
         vars(blocking_deadline).clear()
         vars(blocking_deadline).update(outer)

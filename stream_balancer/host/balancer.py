@@ -425,8 +425,8 @@ class StreamBalancer(OfOneProcess):
         """A snapshot that adds up: accepted == waiting + in_flight + acknowledged + evicted."""
         parts, waits, now = self.parts, self._wakeups, self._wakeups.now("statistics")
         return parts.core.statistics(
-            now, blocked_puts=len(waits.puts), reserved=parts.puts.throttle.running,
-            blocked_reserves=len(waits.reserves),
+            now, blocked_puts=len(waits.puts.waiters), reserved=parts.puts.throttle.running,
+            blocked_reserves=len(waits.reserves.waiters),
             producer_idle_seconds={"put": waits.puts.waited_s(now), "reserve": waits.reserves.waited_s(now)},
         )  # fmt: skip
 

@@ -51,7 +51,7 @@ class Consumer:
         row, self._undelivered = self._undelivered, None
         if row is not None:
             self._core.nack(row.step)  # the trainer that had the rows before it is gone: the step comes as a whole
-        self._iterator = Batches(self, auto_ack=auto_ack, ahead=self.rank_states is not None)
+        self._iterator = Batches(self, auto_ack=auto_ack)
         return self._iterator
 
     async def next_batch(self, iterator: Batches) -> Batch | None:
@@ -179,11 +179,8 @@ _ONE_TRAINER = "One trainer iterates a balancer; to feed several ranks use serve
 class Batches:
     """The iterator :meth:`StreamBalancer.batches` returns. A class, not a generator: cancelling it loses nothing."""
 
-    def __init__(self, consumer: Consumer, *, auto_ack: bool, ahead: bool) -> None:
-        """``ahead``: the next batch is asked for while trainers work on the last."""
-        self._consumer = consumer
-        self._auto_ack = auto_ack
-        self._ahead = ahead
+    def __init__(self, consumer: Consumer, *, auto_ack: bool) -> None:
+        self._consumer, self._auto_ack = consumer, auto_ack
         self._last_step: int | None = None
 
     def __aiter__(self) -> Batches:
@@ -193,15 +190,13 @@ class Batches:
         """The next batch. If cancelled, none was taken."""
         # first of all: if this call is cancelled, the next one must not acknowledge the step again
         step, self._last_step = self._last_step, None
-        if step is not None and self._auto_ack:
-            self._consumer.acknowledge(step)
-        elif step is not None:
-            self._consumer.worked_through(step)
+        if step is not None:
+            (self._consumer.acknowledge if self._auto_ack else self._consumer.worked_through)(step)
         batch = await self._consumer.next_batch(self)
         if batch is None:
             raise StopAsyncIteration
         # serve() acknowledges by what its ranks say; and of rows only the last one is a step
-        if not self._ahead and batch.is_last:
+        if self._consumer.rank_states is None and batch.is_last:
             self._last_step = batch.step
         return batch
 

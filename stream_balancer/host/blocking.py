@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 from contextvars import copy_context
 from functools import partial
@@ -50,16 +50,14 @@ class _Call(Generic[T]):
         """Exception for which the waiting thread takes the call back, and raises once it has ended."""
         self._function, self._timeout_s, self._undo = function, timeout_s, undo
         self._scope: anyio.CancelScope | None = None
-        self._is_withdrawn = False
 
     async def run(self) -> None:
         try:
             with anyio.move_on_after(self._timeout_s) as self._scope:
-                if not self._is_withdrawn:
+                if self.interrupt is None:
                     self.result = await self._function()
             if self._scope.cancelled_caught:
-                late = TimeoutError(f"it was not done within {self._timeout_s} s, and was taken back")
-                self.error = CancelledError() if self._is_withdrawn else late
+                self.error = TimeoutError(f"it was not done within {self._timeout_s} s, and was taken back")
         except anyio.get_cancelled_exc_class():
             self.close()
             raise
@@ -70,7 +68,6 @@ class _Call(Generic[T]):
 
     def withdraw(self) -> None:
         """Take the call back: once it has ended, it is as if it had not been made."""
-        self._is_withdrawn = True
         # without a scope it has not begun, and will not; or it has ended, and the interrupt came before its thread knew
         if self._scope is None or self.ended.is_set:
             self._end()
@@ -84,8 +81,11 @@ class _Call(Generic[T]):
             self._end()
 
     def _end(self) -> None:
-        if self._is_withdrawn and self._undo is not None and self.result is not None:
-            self._undo(self.result)
+        # what it had got goes back once, whether the interrupt or the end came first
+        if self.interrupt is not None:
+            got, self.result = self.result, None
+            if got is not None and self._undo is not None:
+                self._undo(got)
         self.ended.set()
 
 
@@ -116,10 +116,12 @@ class _LoopThread(Here):
         threading.Thread(target=self._run, name="stream_balancer blocking", daemon=True).start()
         try:
             self._opened.wait_in_thread(None)
-            self._raise_error()
         except BaseException:
             self.stop()
             raise
+        # it could not be entered
+        if self._error is not None:
+            self.stop()
 
     def stop(self) -> None:
         """Cancel the calls that have not ended, leave the resource, end the thread. Idempotent; raises what leaving the
@@ -131,7 +133,8 @@ class _LoopThread(Here):
         # who has set another one since then keeps it
         if is_main and signal.getsignal(signal.SIGINT) == self._on_interrupt:
             signal.signal(signal.SIGINT, self._handler)
-        self._raise_error()
+        if self._error is not None:
+            raise self._error
 
     def do(
         self, function: Callable[[], Awaitable[T]], timeout_s: float | None = None,
@@ -199,11 +202,6 @@ class _LoopThread(Here):
         # the loop may have ended between the check and the hand-over: nobody else would end this call
         if self._ended.is_set:
             call.close()
-
-    def _raise_error(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
 
     def _run(self) -> None:
         try:

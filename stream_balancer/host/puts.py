@@ -83,7 +83,7 @@ class Puts:
     def begin(self, count: int) -> Slot | Coroutine[Any, Any, Slot]:
         """A slot; or a place in the queue, and what is returned must be awaited for it. Raises as :meth:`admit`."""
         # nobody overtakes those who wait
-        if not self.wakeups.reserves and (slot := self.try_admit(count)) is not None:
+        if not self.wakeups.reserves.waiters and (slot := self.try_admit(count)) is not None:
             return slot
         waiter = Waiter()
         waiter.group_id, waiter.count = None, count

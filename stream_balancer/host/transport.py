@@ -44,7 +44,7 @@ class TorchTransport:
 
     def __init__(
         self, store: Store | None = None, *, dp_size: int, host: str = "127.0.0.1", port: int = 0,
-        advertise: str | None = None, token: str | None = None, name: str = "stream_balancer",
+        insecure: bool = False, advertise: str | None = None, token: str | None = None, name: str = "stream_balancer",
         movers: Sequence[str] | None = None, staged_bytes: int = 64 * 2**20,
         max_put_bytes: int = 2**30, most_staged_bytes: int = 2**32, tls: ssl.SSLContext | None = None,
     ) -> None:  # fmt: skip
@@ -70,9 +70,18 @@ class TorchTransport:
             if value < 1:
                 raise ValueError(f"{knob} must be >= 1, not {value}: no put could ever be sent")
         self.dp_size = dp_size
-        for_others = _advertised(host, advertise)
-        secret = token_bytes(token)
-        in_store = None
+        secret, in_store = token_bytes(token), None
+        if store is None and not (insecure or secret or _is_loopback(host)):
+            raise ValueError(
+                f"listen(host={host!r}) without a token: whoever reaches that port could put rollouts, read them and "
+                "stop this process. Set STREAM_BALANCER_TOKEN to the same secret in all processes, or pass token=; or "
+                "insecure=True if the network keeps everybody else out. See docs/security.md"
+            )
+        if advertise is None and host in _EVERYWHERE:
+            raise ValueError(
+                f"host={host!r} listens on every address of this machine, and ranks need one of them: pass "
+                "advertise='<name or address of this machine>' too"
+            )
         if store is not None and not secret:
             # without a secret whoever reaches the port could come in: those who read the store are trusted
             in_store = secrets.token_hex(16)
@@ -86,28 +95,21 @@ class TorchTransport:
             movers=movers,
             most_staged_bytes=most_staged_bytes,
         )
-        self._entry = Entry(for_others, int(self.service.address.rpartition(":")[2]), in_store)
+        self._entry = Entry(advertise or host, int(self.service.address.rpartition(":")[2]), in_store)
         self._directory = None if store is None else Directory(store, name)
         if self._directory is not None:
             self._directory.write(self._entry)
 
     @classmethod
-    def listen(
-        cls, *, dp_size: int, host: str = "127.0.0.1", port: int = 0, insecure: bool = False, **options: Any
-    ) -> Self:
-        """A transport that ranks reach at ``host:port`` (0 = any free one), without a store. See :attr:`address`.
+    def listen(cls, *, dp_size: int, **options: Any) -> Self:
+        """A transport that ranks reach at ``host`` and ``port`` (0 = any free one), without a store. See
+        :attr:`address`. The options are those of the class.
 
         Raises ValueError for a host that other machines reach, without a ``token``: give one, or ``insecure=True`` if
         everybody who reaches that port may put rollouts, read them and stop this process. ``host="0.0.0.0"`` needs
         ``advertise=``, the name or address under which ranks reach this machine.
         """
-        if not (insecure or token_bytes(options.get("token")) or _is_loopback(host)):
-            raise ValueError(
-                f"listen(host={host!r}) without a token: whoever reaches that port could put rollouts, read them and "
-                "stop this process. Set STREAM_BALANCER_TOKEN to the same secret in all processes, or pass token=; or "
-                "insecure=True if the network keeps everybody else out. See docs/security.md"
-            )
-        return cls(dp_size=dp_size, host=host, port=port, **options)
+        return cls(dp_size=dp_size, **options)
 
     @classmethod
     def in_world(cls, **options: Any) -> Self:
@@ -144,16 +146,6 @@ class TorchTransport:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-
-def _advertised(host: str, advertise: str | None) -> str:
-    """The name or address that others are given."""
-    if advertise is None and host in _EVERYWHERE:
-        raise ValueError(
-            f"host={host!r} listens on every address of this machine, and ranks need one of them: pass "
-            "advertise='<name or address of this machine>' too"
-        )
-    return advertise or host
 
 
 def _is_loopback(host: str) -> bool:

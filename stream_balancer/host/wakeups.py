@@ -94,9 +94,6 @@ class WaitQueue:
         # rollouts that wait now; and the seconds of those that do not, less the times at which these began to
         self._count, self._waited_s = 0, 0.0
 
-    def __len__(self) -> int:
-        return len(self.waiters)
-
     @property
     def first(self) -> Waiter | None:
         """The one that has waited longest."""

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import _thread
+import gc
 import inspect
+import operator
 import os
 import signal
 import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import dropwhile
 from typing import Any
 
 import pytest
 from helpers import config
 
 import stream_balancer as sb
+from stream_balancer import facade
 from stream_balancer.testing import BACKENDS, make_rollout, make_rollouts
 
 
@@ -207,6 +213,21 @@ def test_the_blocking_forms_have_all_that_the_others_have(whole: Any, blocking: 
             assert inspect.signature(method).parameters.keys() <= inspect.signature(other).parameters.keys(), name
             assert not inspect.iscoroutinefunction(other), name
             assert inspect.getdoc(other), name
+
+
+def test_an_interrupt_between_making_and_beginning_a_call_leaves_nothing_unawaited() -> None:
+    """All in C: Ctrl-C is looked at when the coroutine has come back, and is in nobody's hands."""
+
+    async def call() -> None:
+        raise AssertionError
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        made = dropwhile(operator.not_, map(operator.call, [_thread.interrupt_main, call]))
+        with pytest.raises(KeyboardInterrupt):
+            facade.run(partial(next, made))
+        gc.collect()
+    assert not said
 
 
 def in_a_fork(function: Callable[[], object]) -> str:

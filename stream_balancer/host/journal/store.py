@@ -88,7 +88,8 @@ class Store:
         """Bytes of the commit that a crash cut short; after :meth:`open`."""
         self.lost_commits = ""
         """More than that which is damaged in the write-ahead log, a sentence; after :meth:`open`."""
-        self._db: sqlite3.Connection | None = None
+        self.db: Any = None
+        """The connection, while it is open."""
         self._lock_fd = -1
 
     # -- in and out ----------------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class Store:
 
     def _open(self) -> None:
         log_bytes = self.log_bytes
-        self._db = db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=0)
+        self.db = db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=0)
         db.text_factory = lambda data: data.decode(errors="replace")  # checksums find what is no text
         for pragma in _PRAGMAS:
             db.execute(f"pragma {pragma}").fetchall()
@@ -156,7 +157,7 @@ class Store:
 
     def close(self) -> None:
         """Release everything; in a forked child, only the lock. Idempotent."""
-        db, self._db = self._db, None
+        db, self.db = self.db, None
         if db is not None:
             with suppress(sqlite3.Error):
                 db.close()
@@ -165,12 +166,6 @@ class Store:
         if fd >= 0:
             os.close(fd)
         _open_here.discard(self)
-
-    @property
-    def db(self) -> sqlite3.Connection:
-        """The connection."""
-        assert self._db is not None
-        return self._db
 
     def _check_log(self, size: int) -> None:
         """Bytes that SQLite does not accept of the write-ahead log. More than one commit: a crash does not look so."""
@@ -331,9 +326,9 @@ def _leave_in_child() -> None:
     """A forked child must not hold the lock of a controller that dies. Nor may it close the database, at its end for
     instance: that would take the write-ahead log away from the controller."""
     for store in list(_open_here):
-        if store._db is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(store._db))
-            store._db = None
+        if store.db is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(store.db))
+            store.db = None
         store.close()
 
 

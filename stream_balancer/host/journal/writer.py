@@ -160,8 +160,15 @@ class Writer:
         if self._broken is not None:
             raise self._broken
         try:
-            # without rollouts, too: else what makes room would fill the log, and with it what is in reserve
-            self._leave_room(sum(item.nbytes for item in items))
+            # Before rollouts fill the disk: plans and acknowledgements, which make room, need some. Without rollouts,
+            # too: else what makes room would fill the log, and with it what is in reserve.
+            num_bytes = sum(item.nbytes for item in items)
+            try:
+                self._store.check_room(num_bytes)
+            except DiskFullError:
+                with suppress(DiskFullError):
+                    self._store.checkpoint()
+                self._store.check_room(num_bytes)
             self._commit(items)
             self._note_full(False)
         except DiskFullError as error:
@@ -176,15 +183,6 @@ class Writer:
                 self._commit(rest)
             except DiskFullError:
                 self._kept = rest
-
-    def _leave_room(self, num_bytes: int) -> None:
-        """Raise DiskFullError before rollouts fill the disk: plans and acknowledgements, which make room, need some."""
-        try:
-            self._store.check_room(num_bytes)
-        except DiskFullError:
-            with suppress(DiskFullError):
-                self._store.checkpoint()
-            self._store.check_room(num_bytes)
 
     def _commit(self, items: Sequence[Writing]) -> None:
         if statements := [one for item in items for one in item.statements()]:
