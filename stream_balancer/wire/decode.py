@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, overload
 
 import msgspec
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from stream_balancer.errors import WireError
@@ -29,7 +30,6 @@ from stream_balancer.wire.header import (
     PER_ROLLOUT,
     Block,
     Header,
-    Hole,
     Owner,
     lay_out,
     lists_of,
@@ -74,6 +74,10 @@ class Wanted(NamedTuple):
                     left.append(piece[size:])
 
 
+# fields of a rollout, as lists_of has them
+_FIELDS = "rollout_id", "num_tokens", "num_loss_tokens", *PER_ROLLOUT
+
+
 def decode(header: msgspec.Raw | bytes, memory: Memory | None) -> Decoded:
     """Result of :func:`~stream_balancer.wire.encode.encode`, as views of ``memory``. Values are trusted, since they
     were checked when they were put; sizes are not. Raises WireError for anything that encode would not have made.
@@ -84,16 +88,16 @@ def decode(header: msgspec.Raw | bytes, memory: Memory | None) -> Decoded:
 class Decoded:
     """Micro-batches in memory that was received."""
 
-    def __init__(self, header: Header, memory: Memory | None) -> None:
-        size = 0 if memory is None else memory.size
+    def __init__(self, header: Header, memory: Memory | None, *, elsewhere: bool = False) -> None:
+        """``elsewhere``: none of the bytes is here, and tensors are on the meta device."""
+        size = MAX_BYTES if elsewhere else 0 if memory is None else memory.size
         self._header, self._layout = header, lay_out(header, size)
         # exactly as many: more would be memory that a peer has had allocated for nothing
-        if memory is None or self._layout.total_bytes != size:
+        if not elsewhere and self._layout.total_bytes != size:
             raise WireError(f"a header describes {self._layout.total_bytes} bytes, but {size} came")
-        self._memory = memory
-        self._lists = _lists_of(header)
+        self._buffer = torch.empty(0, device="meta") if memory is None else torch.from_numpy(memory)
+        self._lists = [*filter(itemgetter(1), zip(_FIELDS, lists_of(header), strict=True))]
         self._padding, self._masked = set(header.padding), set[int]()
-        self._buffer = torch.from_numpy(memory)
         self._views: dict[torch.dtype, Tensor] = {}
         self._is_finished = False
 
@@ -138,18 +142,14 @@ class Decoded:
 
     def holes(self) -> list[Wanted]:
         """Payloads to be fetched into ``places`` before :attr:`micro_batches` are used; without masked ones."""
-        return [self._wanted(hole) for hole in self._header.holes if hole.rollout not in self._masked]
-
-    def _wanted(self, hole: Hole) -> Wanted:
-        shared = self._layout.block_of(hole.rollout).shared
-        return Wanted(
-            self.ids[hole.rollout],
-            self._header.owners[hole.owner],
-            hole.key,
-            1 if shared is None else len(shared.cp_group),
-            0 if shared is None else shared.cp_rank,
-            [self._memory[at : at + size].data for at, size in spans_of(self._header, self._layout, hole.rollout)],
-        )
+        header, layout, memory, found = self._header, self._layout, self._buffer.numpy().data, list[Wanted]()
+        for index, number, key in map(structs.astuple, header.holes):
+            if index not in self._masked:
+                shared = layout.block_of(index).shared
+                degree, place = (1, 0) if shared is None else (len(shared.cp_group), shared.cp_rank)
+                places = [memory[at : at + size] for at, size in spans_of(header, layout, index)]
+                found.append(Wanted(self.ids[index], header.owners[number], key, degree, place, places))
+        return found
 
     def mask(self, rollout_ids: Collection[str]) -> None:
         """Make these rollouts padding copies of zeros: nobody trains on them. Ids of other rollouts are fine.
@@ -196,8 +196,8 @@ class Decoded:
 
     def _view(self, at: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         count = prod(shape)
-        if not count:
-            return torch.empty(tuple(shape), dtype=dtype, device=self._buffer.device)
+        if not count or self._buffer.is_meta:
+            return _without_bytes(tuple(shape), dtype, self._buffer.device)
         # one view of each dtype is kept, and columns are slices of it
         every = self._views.get(dtype)
         if every is None:
@@ -217,10 +217,7 @@ class Decoded:
     def _columns_of(self, index: int) -> list[dict[str, Tensor]]:
         """Columns of one rollout: its rows, and of a part those behind its chunks."""
         block = self._layout.block_of(index)
-        place = index - block.first
-        rows, behind = block.starts[place : place + 2], block.starts[-1] + 2 * place
-        found = [self._columns(block, *rows)]
-        return found if block.shared is None else [*found, self._columns(block, behind, behind + 2)]
+        return [self._columns(block, *rows) for rows in block.rows_of(index)]
 
     def _tensors_of(self, index: int) -> dict[str, Tensor]:
         block = self._layout.block_of(index)
@@ -274,26 +271,21 @@ class Decoded:
 
     def rollout(self, index: int) -> Rollout:
         """A whole rollout, or the part of one that is here. O(columns)."""
-        header, block = self._header, self._layout.block_of(index)
-        length, loss_tokens, shared = header.lengths[index], header.loss_tokens[index], block.shared
-        fields = _fields_at(index, self._lists)
-        fields["is_padding"] = index in self._padding
-        if header.tensors:
-            fields["tensors"] = self._tensors_of(index)
+        fields, shared = self.fields_of(index), self._layout.block_of(index).shared
         if shared is None:
-            rows = block.starts[index - block.first : index - block.first + 2]
-            tokens = self._columns(block, *rows)
-            return Rollout.unchecked(**fields, tokens=tokens, num_tokens=length, num_loss_tokens=loss_tokens)
-        tokens, behind = self._columns_of(index)
-        return SharedRollout(
-            **fields,
-            tokens=tokens,
-            cp_degree=len(shared.cp_group),
-            cp_rank=shared.cp_rank,
-            whole_tokens=length,
-            whole_loss_tokens=loss_tokens,
-            behind=behind,
-        )
+            return Rollout.unchecked(**fields)
+        fields |= {"whole_tokens": fields.pop("num_tokens"), "whole_loss_tokens": fields.pop("num_loss_tokens")}
+        behind, degree = self._columns_of(index)[1], len(shared.cp_group)
+        return SharedRollout(**fields, cp_degree=degree, cp_rank=shared.cp_rank, behind=behind)
+
+    def fields_of(self, index: int) -> dict[str, Any]:
+        """All fields of a whole rollout."""
+        fields = PER_ROLLOUT.copy()
+        for name, its in self._lists:
+            fields[name] = its[index]
+        fields["is_padding"], fields["tensors"] = index in self._padding, self._tensors_of(index)
+        fields["tokens"] = self._columns_of(index)[0]
+        return fields
 
 
 class _Rollouts(Sequence[Rollout]):
@@ -323,20 +315,6 @@ class _Rollouts(Sequence[Rollout]):
         return f"<{len(self)} rollouts>"
 
 
-def _lists_of(header: Header) -> list[tuple[str, Sequence[Any]]]:
-    """Lists that say something of rollouts, by field."""
-    said = filter(itemgetter(1), zip(PER_ROLLOUT, lists_of(header), strict=True))
-    return [("rollout_id", header.ids), *said]
-
-
-def _fields_at(index: int, lists: Iterable[tuple[str, Sequence[Any]]]) -> dict[str, Any]:
-    """Fields of a rollout but columns and ``is_padding``; without tensors."""
-    fields = {"tensors": {}} | PER_ROLLOUT
-    for field, its in lists:
-        fields[field] = its[index]
-    return fields
-
-
 # --- puts ------------------------------------------------------------------------------------------------------------
 
 
@@ -363,34 +341,18 @@ def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | Owner
         raise WireError("a put keeps payloads, and may not")
     if len({(hole.owner, hole.key) for hole in header.holes}) < len(header.holes):
         raise WireError("a payload is named twice")
-    # for its checks alone: no rank may get a header that it has to refuse
-    lay_out(header, MAX_BYTES)
-    lists, padding = _lists_of(header), set(header.padding)
-    found: list[Rollout] = []
+    decoded, found = Decoded(header, None, elsewhere=True), list[Rollout]()
     for index, hole in enumerate(header.holes):
-        length, loss_tokens = header.lengths[index], header.loss_tokens[index]
-        tensors = header.tensors[index] if header.tensors else ()
-        fields = _fields_at(index, lists)
-        fields["tensors"] = {one.name: _elsewhere(one.dtype, one.shape) for one in tensors}
-        found.append(
-            RemoteRollout.unchecked(
-                **_fields_at(index, lists)
-                | {"tensors": {one.name: _elsewhere(one.dtype, one.shape) for one in tensors}},
-                tokens={one.name: _elsewhere(one.dtype, (length, *one.shape)) for one in header.columns},
-                is_padding=index in padding,
-                num_tokens=length,
-                num_loss_tokens=loss_tokens,
-                handle=Handle(header.owners[hole.owner], hole.key),
-                lease=leases.of(header.owners[hole.owner]).hold(hole.key),
-            )
-        )
+        owner = header.owners[hole.owner]
+        handle, lease = Handle(owner, hole.key), leases.of(owner).hold(hole.key)
+        found.append(RemoteRollout.unchecked(**decoded.fields_of(index), handle=handle, lease=lease))
     return found
 
 
 @lru_cache(4096)
-def _elsewhere(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _without_bytes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     # kept: without a byte behind them, all rollouts of one length can have the same
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 # --- columns of roles ------------------------------------------------------------------------------------------------
@@ -399,11 +361,10 @@ def _elsewhere(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 def decode_columns(header: msgspec.Raw | bytes, memory: Memory | None, num_tokens: int) -> dict[str, Tensor]:
     """Columns that a role has computed of a micro-batch of so many tokens. Views of ``memory``. Raises WireError where
     they do not fit."""
-    given = read_header(header, needs="")
+    one, *others = decode_rollouts(header, memory)
     # a role of another version may have cut the micro-batch in another way
-    if given.lengths != [num_tokens]:
-        raise WireError(f"columns of {sum(given.lengths)} tokens came for a micro-batch of {num_tokens}")
-    if given.shared or given.holes or given.tensors or any(column.shape for column in given.columns):
+    if others or one.num_tokens != num_tokens:
+        raise WireError(f"columns of {one.num_tokens} tokens came for a micro-batch of {num_tokens}")
+    if one.tensors or any(column.ndim > 1 for column in one.tokens.values()):
         raise WireError("columns of a role have one number for each token, and come alone")
-    (columns,) = Decoded(given, memory)._columns_of(0)
-    return columns
+    return {name: column for name, column in one.tokens.items() if name != "input_ids"}

@@ -120,20 +120,14 @@ def encode_rollouts(rollouts: Sequence[Rollout], *, handles: Sequence[Handle] | 
 
 def encode_columns(columns: Mapping[str, Tensor], num_tokens: int) -> Encoded:
     """Columns ``[T]`` that a role has computed of a micro-batch, copied. Raises ValueError if one does not fit."""
-    described, pieces = [], list[memoryview]()
-    # checked here: these were never a Rollout, whose constructor looks
+    tokens = {"input_ids": torch.zeros(num_tokens, dtype=torch.uint8)}
     for name, column in columns.items():
         if tuple(column.shape) != (num_tokens,):
             raise ValueError(f"{name!r} has shape {list(column.shape)}, not {[num_tokens]}: a number for each token")
-        if column.dtype not in DTYPE_INDEX:
-            raise ValueError(f"{name!r} has dtype {column.dtype}, which cannot travel")
-        described.append(Column(name, DTYPE_INDEX[column.dtype], ()))
         # the trainer may go on writing into its own
-        _add(pieces, [column.detach().to("cpu", copy=True)], column.nbytes)
-    total = sum(map(len, pieces))
-    # laid out as one rollout of so many tokens
-    header = Header(tuple(described), [1], [num_tokens], [0], ["columns"])
-    return Encoded(_written(header), Payload(total, (0, total), pieces))
+        tokens[name] = column.detach().to("cpu", copy=True)
+    # as one rollout of so many tokens, which refuses what cannot travel
+    return encode_rollouts([Rollout(tokens=tokens, rollout_id="columns")])
 
 
 def payload_of(rollout: Rollout, degree: int = 1, place: int = 0) -> list[memoryview]:

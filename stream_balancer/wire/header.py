@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from math import prod
 from operator import attrgetter, le, lt, methodcaller
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -150,40 +150,38 @@ PER_ROLLOUT: dict[str, Any] = {
     "group_id": None, "execution_id": None, "version": None, "cost": None, "metadata": {}, "scalars": {}, "prefix": 0
 }  # fmt: skip
 """Fields of a rollout that travel as they are, in a list of the same name, and the value that says nothing."""
-lists_of = attrgetter(*PER_ROLLOUT)
-"""Lists of a header."""
+lists_of = attrgetter("ids", "lengths", "loss_tokens", *PER_ROLLOUT)
+"""Lists of a header that become fields of rollouts."""
 
 
 _HEADER = msgspec.msgpack.Decoder(Header)
 
 
-def read_header(raw: msgspec.Raw | bytes, *, needs: str = "input_ids") -> Header:
-    """A header that is possible, so that nobody behind this looks at a length, an index or a name again. ``needs``: a
-    column that there must be. Raises WireError."""
+def read_header(raw: msgspec.Raw | bytes) -> Header:
+    """A header that is possible, so that nobody behind this looks at a length, an index or a name again. Raises
+    WireError."""
     try:
         header = _HEADER.decode(raw)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise WireError(f"the header of rollouts cannot be read: {error}") from None
-    _widths(header.columns)
-    names = _names(header.columns)
-    if needs and needs not in names:
-        raise WireError(f"there is no column {needs!r}")
-    lengths, loss_tokens, count = header.lengths, header.loss_tokens, len(header.lengths)
-    others = filter(None, (*lists_of(header), header.tensors, header.execution_sizes))
-    if {*map(len, (loss_tokens, header.ids, *others))} != {count}:
+    widths, lengths, loss_tokens, count = _widths(header.columns), header.lengths, header.loss_tokens, len(header.ids)
+    its = header.tensors, header.execution_sizes, *lists_of(header)[3:]
+    if {*map(len, (lengths, loss_tokens, *filter(None, its)))} != {count}:
         raise WireError("the header of rollouts has lists of different lengths")
     if sum(header.blocks) != count:
         raise WireError(f"the blocks must hold all {count} rollouts")
     if not all(map(le, loss_tokens, lengths)):
         raise WireError("a rollout has an impossible number of loss tokens")
-    if header.prefix:
-        _check_prefixes(header)
+    if header.prefix and not all(map(lt, header.prefix, lengths)):
+        raise WireError("a rollout shares more tokens than it has")
+    if any(prefix and group is None for prefix, group in zip_longest(header.prefix, header.group_id)):
+        raise WireError("a rollout shares tokens with no group")
     if header.padding:
         if not _ascends(header.padding, count) or any(loss_tokens[index] for index in header.padding):
             raise WireError("the list of padding copies is wrong")
     elif any(map(_is_padding, header.ids)):
         raise WireError(f"an id begins with {PADDING_PREFIX!r}: so the balancer names its padding copies")
-    if header.scalars and not all(map(names.isdisjoint, header.scalars)):
+    if header.scalars and not all(map(widths.keys().isdisjoint, header.scalars)):
         raise WireError("a name is both a column and a scalar")
     if header.tensors and any(len({tensor.name for tensor in own}) != len(own) for own in header.tensors):
         raise WireError("a rollout has two tensors of one name")
@@ -193,16 +191,14 @@ def read_header(raw: msgspec.Raw | bytes, *, needs: str = "input_ids") -> Header
 
 
 @lru_cache(64)
-def _names(columns: tuple[Column, ...]) -> frozenset[str]:
-    return frozenset(column.name for column in columns)
-
-
-@lru_cache(64)
-def _widths(columns: tuple[Column, ...]) -> tuple[int, ...]:
-    """Bytes of a row of each column. Raises WireError for columns that no rollout has. Kept: all puts of a run have the
-    same ones."""
-    if len(_names(columns)) != len(columns):
+def _widths(columns: tuple[Column, ...]) -> dict[str, int]:
+    """Bytes of a row of each column, in their order. Raises WireError for columns that no rollout has. Kept: all puts
+    of a run have the same ones."""
+    widths = {column.name: column.num_bytes for column in columns}
+    if len(widths) != len(columns):
         raise WireError("a column occurs twice")
+    if "input_ids" not in widths:
+        raise WireError("there is no column 'input_ids'")
     for column in columns:
         if column.shape and column.name in ("input_ids", "loss_mask"):
             raise WireError(f"{column.name} must have one number per token")
@@ -211,15 +207,7 @@ def _widths(columns: tuple[Column, ...]) -> tuple[int, ...]:
         # torch counts no such ones
         if column.name == "loss_mask" and column.dtype in _FLOATS_OF_8_BITS:
             raise WireError(f"loss_mask has dtype {column.dtype}")
-    return tuple(column.num_bytes for column in columns)
-
-
-def _check_prefixes(header: Header) -> None:
-    if not all(map(lt, header.prefix, header.lengths)):
-        raise WireError("a rollout shares more tokens than it has")
-    groups = header.group_id or [None] * len(header.lengths)
-    if any(prefix and group is None for prefix, group in zip(header.prefix, groups, strict=True)):
-        raise WireError("a rollout shares tokens with no group")
+    return widths
 
 
 def _check_parts(header: Header) -> None:
@@ -270,6 +258,13 @@ class Block(NamedTuple):
     tensors: list[list[int]]
     """[n] offsets of each rollout's own tensors; empty where no rollout has any."""
 
+    def rows_of(self, rollout: int) -> list[tuple[int, int]]:
+        """First and last row but one of a rollout, and of a part also of those behind its chunks."""
+        place = rollout - self.first
+        behind = self.starts[-1] + 2 * place
+        own = (self.starts[place], self.starts[place + 1])
+        return [own] if self.shared is None else [own, (behind, behind + 2)]
+
 
 class Layout(NamedTuple):
     """Where everything lies."""
@@ -291,7 +286,7 @@ def align(size: int) -> int:
 
 def lay_out(header: Header, max_bytes: int) -> Layout:
     """Raises WireError where more than ``max_bytes`` would be needed. O(columns x blocks + rollouts)."""
-    widths = _widths(header.columns)
+    widths = tuple(_widths(header.columns).values())
     shared = {one.block: one for one in header.shared} if header.shared else {}
     at = 0
     blocks: list[Block] = []
@@ -333,20 +328,14 @@ def runs_of(header: Header, layout: Layout) -> tuple[int, ...]:
 def spans_of(header: Header, layout: Layout, rollout: int) -> list[tuple[int, int]]:
     """(offset, size) of all pieces of a hole, by name, which is the order in which its owner sends them: columns that
     are not late, each with the rows behind its chunks, and then tensors."""
-    block = layout.block_of(rollout)
-    place = rollout - block.first
-    row, end = block.starts[place : place + 2]
-    behind = block.starts[-1] + 2 * place
-    spans = []
+    block, spans = layout.block_of(rollout), list[tuple[int, int]]()
     # by name: the owner's rollout may have its columns in another order
     for _, number in sorted((column.name, number) for number, column in enumerate(header.columns)):
         if number not in header.late:
-            start, width = block.columns[number], layout.widths[number]
-            spans.append((start + row * width, (end - row) * width))
-            if block.shared is not None:
-                spans.append((start + behind * width, 2 * width))
+            at, width = block.columns[number], layout.widths[number]
+            spans += [(at + first * width, (stop - first) * width) for first, stop in block.rows_of(rollout)]
     if block.tensors:
-        own = zip(header.tensors[rollout], block.tensors[place], strict=True)
+        own = zip(header.tensors[rollout], block.tensors[rollout - block.first], strict=True)
         spans += [(at, tensor.num_bytes) for tensor, at in sorted(own, key=lambda its: its[0].name)]
     # empty ones are left out at both ends
     return [(at, size) for at, size in spans if size]
