@@ -20,19 +20,16 @@ from typing import Annotated, Any, Protocol, TypeAlias
 
 import msgspec
 
-from stream_balancer.errors import BrokenResourceError, WireError
+from stream_balancer.errors import WireError
 from stream_balancer.net.calls import Asked, Bytes, Pending
-from stream_balancer.net.connection import Connection
 from stream_balancer.net.listener import Listen, Listener
 from stream_balancer.net.loops import Signal
-from stream_balancer.net.messages import Join, Welcome
 from stream_balancer.net.service import Peer, Service
 from stream_balancer.net.session import Dialer, Session
 from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Decoded, Handle, Owner, Wanted, payload_of
 from stream_balancer.wire.payload import Payload
 
-_CONNECT_S = 10.0
 _CALL_BYTES = 2**26
 """Asked for at once, unless one rollout is larger: replies are copied into their places one by one."""
 
@@ -234,26 +231,15 @@ class _Dialled:
     def _open(self) -> Session:
         if self._session is None:
             self._session = Session(
-                _Once(self._dialer_of(self._owner)), "fetcher", connect_timeout_s=_CONNECT_S,
-                whom=f"owner {self._owner.label}", on_end=self._on_end,
+                # an owner listens for as long as it has payloads
+                self._dialer_of(self._owner), "fetcher", once=True, whom=f"owner {self._owner.label}",
+                on_end=self._on_end,
             )  # fmt: skip
             self._session.begin()
         return self._session
 
     def _on_end(self, _: Exception) -> None:
         self._session = None
-
-
-class _Once:
-    """A dialer whose first failure is final: an owner listens for as long as it has payloads."""
-
-    def __init__(self, dialer: Dialer) -> None:
-        self._dialer, self.io = dialer, dialer.io
-
-    def dial(
-        self, join: Join, welcomed: Callable[[Connection, Welcome], None], failed: Callable[[BaseException], None]
-    ) -> None:
-        self._dialer.dial(join, welcomed, lambda error: failed(BrokenResourceError(str(error))))
 
 
 def _shares(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:

@@ -14,7 +14,7 @@ forget it. The contract is :class:`~stream_balancer.StreamBalancer`'s: returning
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from operator import attrgetter
@@ -31,7 +31,7 @@ from stream_balancer.net.calls import Pending
 from stream_balancer.net.errors import Cancelled
 from stream_balancer.net.loops import Signal
 from stream_balancer.net.messages import Message, Notify, Welcome
-from stream_balancer.net.session import Dialer, Session, own_name
+from stream_balancer.net.session import Dialer, Session
 from stream_balancer.slots import Reservation, check_group
 from stream_balancer.statistics import Statistics
 from stream_balancer.types import Rollout
@@ -55,66 +55,6 @@ _int_of = msgspec.msgpack.Decoder(int).decode
 _welcome_of = msgspec.msgpack.Decoder(tuple[list[int], list[int]] | None).decode
 
 
-def connect(
-    source: Any = None,
-    *,
-    hand_over: Literal["balancer", "direct"] | KeepsPayloads = "balancer",
-    loss_mask_column: str | None = "loss_mask",
-    token: str | None = None,
-    name: str = "stream_balancer",
-    label: str = "",
-    rejoin: bool = False,
-    connect_timeout_s: float | None = None,
-    linger_s: float = 5.0,
-    host: str | None = None,
-    tls: Any = None,
-) -> Producer:
-    """Connect to a served balancer in the background; returns at once, and puts wait for the connection.
-
-    ``hand_over="direct"``: the balancer gets ids, lengths and all that it plans on; tokens stay in this process until
-    the rank that trains on them fetches them, and for as long as its step may have to be repeated. Leaving the
-    ``with`` block then waits until all have been trained on. See docs/producers.md for what a dead producer means.
-
-    ``loss_mask_column``: as the balancer's knob; needed with ``hand_over="direct"`` where it is not "loss_mask", since
-    the mask is counted where the tokens are.
-
-    ``source``: ``"tcp://host:port"`` (``TorchTransport.address``), a c10d Store, None for the initialised world's
-    store, or whoever says where the controller is (``read()``). ``token``: as the transport's (default: the
-    environment's ``STREAM_BALANCER_TOKEN``). ``name``: as the transport's. ``label``: for logs and errors; default host
-    and process id. ``connect_timeout_s``: for the first connection; by default it is tried for ever, with a warning now
-    and then. ``linger_s``: seconds a graceful close, or the reply to a cancelled put, is waited for. ``host``: for
-    direct hand-over, the address ranks reach this process under; default: the one it has on the way to the controller.
-    ``tls``: an ``ssl.SSLContext``, if the transport has one.
-
-    ``rejoin``: the controller is started again from its journal, or only the connection breaks. Then the loss raises
-    nothing: puts wait, with a warning, and what has no reply is put again; the balancer knows what it had accepted
-    among its last ``remember_ids``. With direct hand-over, both keep what is needed of this process by then; a store of
-    your own, which is this producer's alone then, is told what else to drop.
-
-    Raises ValueError for what is not an address. Puts raise ConfigError if there is no such host, RefusedError if the
-    controller refuses this producer or what it has sent, WireError if something else listens there,
-    BrokenResourceError after ``connect_timeout_s``.
-    """
-    if isinstance(hand_over, str) and hand_over not in ("balancer", "direct"):
-        raise ValueError(f"hand_over must be 'balancer' or 'direct', not {hand_over!r}")
-    dialer: Dialer
-    if in_memory := hasattr(source, "dial"):
-        dialer, rejoin, label = source, source.options.get("rejoin", rejoin), label or "memory"
-    else:
-        label = label or own_name()
-        dialer = TcpDialer(current_world()[0] if source is None else source, token=token, name=name, tls=tls)
-
-    def payloads(local: str) -> KeepsPayloads:
-        if not isinstance(hand_over, str):
-            return hand_over
-        return PayloadOwner(source.listen, b"", label) if in_memory else PayloadOwner.over_tcp(label, host or local)
-
-    return Producer(
-        dialer, payloads=None if hand_over == "balancer" else payloads, loss_mask_column=loss_mask_column, label=label,
-        rejoin=rejoin, connect_timeout_s=connect_timeout_s, linger_s=linger_s,
-    )  # fmt: skip
-
-
 class Producer(OfOneProcess):
     """Puts into a balancer elsewhere; any number of tasks and threads may share one.
 
@@ -125,15 +65,58 @@ class Producer(OfOneProcess):
     _in_another_process = "call sb.connect(address) there"
 
     def __init__(
-        self, dialer: Dialer, *, payloads: Callable[[str], KeepsPayloads] | None = None,
-        loss_mask_column: str | None = "loss_mask", label: str = "", rejoin: bool = False,
-        connect_timeout_s: float | None = None, linger_s: float = 5.0,
-    ) -> None:  # fmt: skip
-        """See :func:`connect`. ``payloads``: makes, of this machine's address, where payloads stay."""
-        self._loss_mask_column = loss_mask_column
-        self._keeps, self._opened = payloads, Signal()
-        # once connected
-        self._kept: KeepsPayloads | None = None
+        self,
+        source: Any = None,
+        *,
+        hand_over: Literal["balancer", "direct"] | KeepsPayloads = "balancer",
+        loss_mask_column: str | None = "loss_mask",
+        token: str | None = None,
+        name: str = "stream_balancer",
+        label: str = "",
+        rejoin: bool = False,
+        connect_timeout_s: float | None = None,
+        linger_s: float = 5.0,
+        host: str | None = None,
+        tls: Any = None,
+    ) -> None:
+        """Connect to a served balancer in the background; returns at once, and puts wait for the connection.
+
+        ``hand_over="direct"``: the balancer gets ids, lengths and all that it plans on; tokens stay in this process
+        until the rank that trains on them fetches them, and for as long as its step may have to be repeated. Leaving
+        the ``with`` block then waits until all have been trained on. See docs/producers.md for what a dead producer
+        means.
+
+        ``loss_mask_column``: as the balancer's knob; needed with ``hand_over="direct"`` where it is not "loss_mask",
+        since the mask is counted where the tokens are.
+
+        ``source``: ``"tcp://host:port"`` (``TorchTransport.address``), a c10d Store, None for the initialised world's
+        store, or whoever says where the controller is (``read()``). ``token``: as the transport's (default: the
+        environment's ``STREAM_BALANCER_TOKEN``). ``name``: as the transport's. ``label``: for logs and errors; default
+        host and process id. ``connect_timeout_s``: for the first connection; by default it is tried for ever, with a
+        warning now and then. ``linger_s``: seconds a graceful close, or the reply to a cancelled put, is waited for.
+        ``host``: for direct hand-over, the address ranks reach this process under; default: the one it has on the way
+        to the controller. ``tls``: an ``ssl.SSLContext``, if the transport has one.
+
+        ``rejoin``: the controller is started again from its journal, or only the connection breaks. Then the loss
+        raises nothing: puts wait, with a warning, and what has no reply is put again; the balancer knows what it had
+        accepted among its last ``remember_ids``. With direct hand-over, both keep what is needed of this process by
+        then; a store of your own, which is this producer's alone then, is told what else to drop.
+
+        Raises ValueError for what is not an address. Puts raise ConfigError if there is no such host, RefusedError if
+        the controller refuses this producer or what it has sent, WireError if something else listens there,
+        BrokenResourceError after ``connect_timeout_s``.
+        """
+        if isinstance(hand_over, str) and hand_over not in ("balancer", "direct"):
+            raise ValueError(f"hand_over must be 'balancer' or 'direct', not {hand_over!r}")
+        dialer: Dialer
+        if hasattr(source, "dial"):
+            dialer, rejoin, label = source, source.options.get("rejoin", rejoin), label or "memory"
+        else:
+            dialer = TcpDialer(current_world()[0] if source is None else source, token=token, name=name, tls=tls)
+        self._loss_mask_column, self._direct, self._host = loss_mask_column, hand_over == "direct", host
+        # for tokens that stay here the address is known once connected
+        self._kept = None if isinstance(hand_over, str) else hand_over
+        self._opened = Signal()
         self._ended_here = self._ended = self._is_full = False
         self._session = Session(
             dialer, "producer", name=label, rejoin=rejoin, linger_s=linger_s, connect_timeout_s=connect_timeout_s,
@@ -265,7 +248,7 @@ class Producer(OfOneProcess):
 
     async def _put(self, head: PutHead, rollouts: Sequence[Rollout], linger_s: float | None = None) -> None:
         """A bad rollout raises at its own line: only the copy into a store is made elsewhere."""
-        if self._keeps is not None:
+        if self._direct:
             # before that it is not known where they stay
             await self._opened.wait()
         if self._ended_here:
@@ -345,12 +328,15 @@ class Producer(OfOneProcess):
 
     def _on_open(self, welcome: Welcome) -> None:
         lost, needed = _welcome_of(welcome.about) or ([], [])
+        connection, label, dialer = self._session.connection, self._session.name, self._session.dialer
         if self._kept is not None:
             self._kept.retain({*needed})
-        elif self._keeps is not None:
-            connection = self._session.connection
+        elif self._direct and connection is not None:
             try:
-                self._kept = self._keeps("" if connection is None else connection.local)
+                if hasattr(dialer, "listen"):
+                    self._kept = PayloadOwner(dialer.listen, b"", label)
+                else:
+                    self._kept = PayloadOwner.over_tcp(label, self._host or connection.local)
                 self._session.tell("keep", self._kept.owner)
             except OSError as error:
                 text = f"payloads cannot be kept here: {error}. Give connect(host=) an address of this machine"
@@ -379,6 +365,9 @@ class Producer(OfOneProcess):
             # who needed them is gone
             self._kept.close()
 
+
+connect = Producer
+"""Connects to a served balancer; see :class:`Producer`."""
 
 if TYPE_CHECKING:
     from stream_balancer.facades import BlockingProducer as BlockingProducer

@@ -72,15 +72,15 @@ class Session:
     def __init__(
         self, dialer: Dialer, kind: str, *, name: str = "", about: Any = None, rejoin: bool = False,
         movers: Sequence[str] = (), linger_s: float = 5.0, connect_timeout_s: float | None = None,
-        whom: str = "the controller", on_open: Callable[[Welcome], object] = lambda _: None,
+        once: bool = False, whom: str = "the controller", on_open: Callable[[Welcome], object] = lambda _: None,
         admit: Callable[[Message, int], object] | None = None,
         on_message: Callable[[Message, Memory | None], object] | None = None,
         on_end: Callable[[Exception], object] = lambda _: None, takes_leave: bool = False,
     ) -> None:  # fmt: skip
         """Connects once :meth:`begin` is called. ``about``: what is said of this end when it joins; a function is asked
         anew each time. ``rejoin``: a lost connection fails nothing. ``linger_s``: how long a close, and the reply to a
-        cancelled call, is waited for. ``connect_timeout_s``: for the first connection. ``whom``: the other end, for
-        errors.
+        cancelled call, is waited for. ``connect_timeout_s``: for the first connection. ``once``: a try that fails is
+        the last. ``whom``: the other end, for errors.
 
         All in the I/O thread: ``on_open`` when connected, ``admit`` before bytes behind a message are allocated (raises
         WireError; default: none are taken), ``on_message`` for all but replies, ``on_end`` once: with RefusedError,
@@ -94,7 +94,8 @@ class Session:
         """The policy version that was passed on last."""
         self.problem: str | None = "nobody has answered yet"
         """Why there is no connection yet; None once there was one."""
-        self.dialer, self._about, self._rejoin, self._timeout_s = dialer, about, rejoin, connect_timeout_s
+        self.dialer, self._about, self._rejoin, self._once = dialer, about, rejoin, once
+        self._timeout_s = connect_timeout_s
         # the session number stays for all connections: by it the other end finds what it remembers
         self._join = Join(b"", kind, self.name, secrets.token_bytes(16), tuple(movers))
         self._on_open, self._admit, self._on_message, self._on_end = on_open, admit, on_message, on_end
@@ -355,7 +356,7 @@ class Session:
 
     def _failed(self, error: BaseException) -> None:
         """No connection, this time."""
-        if isinstance(error, _FINAL):
+        if isinstance(error, _FINAL) or self._once:
             self._fail(error)
             return
         # it says why there has never been a connection, and stays None once there was one
@@ -388,19 +389,13 @@ class Session:
             reason, text = error.reason, str(error)
             self.finish(lambda pending: refused_error(reason, f"{text}; {pending.fate}"))
         elif isinstance(error, ConnectionEnd) or not isinstance(error, _FINAL):
-            self._lose(str(error).split("\n", 1)[0][:200])
+            cause = str(error).split("\n", 1)[0][:200]
+            self.finish(lambda pending: pending.lost(self.whom, cause))
         else:
             self.finish(lambda _: to_raise(error))
-        self._end(error if isinstance(error, Exception) else ConnectionEnd.of(error))
-
-    def _lose(self, cause: str) -> None:
-        self.finish(lambda pending: pending.lost(self.whom, cause))
-
-    def _end(self, error: Exception) -> None:
         self._stop_timers()
-        if not self._left.is_set:
-            self._left.set()
-            self._on_end(error)
+        self._left.set()
+        self._on_end(error if isinstance(error, Exception) else ConnectionEnd.of(error))
 
     def _leave(self) -> None:
         """Calls that wait are done, those that were sent are taken back; the last reply closes the connection."""
@@ -435,7 +430,6 @@ class Session:
 
     def _abort(self) -> None:
         """Nothing is to be said any more; or there was no reply, or no answer to the goodbye, in time."""
-        self._lose("the connection was closed here")
+        self._fail(ConnectionEnd("closed", "the connection was closed here"))
         if self.connection is not None:
             self.connection.abort()
-        self._end(ConnectionEnd("closed", "closed here"))
