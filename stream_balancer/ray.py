@@ -23,6 +23,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import anyio
@@ -301,7 +302,13 @@ class RayBalancer:
         await self.producer.put_group(rollouts, complete=complete)
 
     def __getattr__(self, name: str) -> Any:
-        """Further names of producers: ``expect_group``, ``reserve``, ``put_nowait``, ``version``, ``blocking``, ..."""
+        """Further names of producers, and methods of the balancer, to be awaited: ``expect_group``, ``reserve``,
+        ``put_nowait``, ``version``, ``blocking``; ``statistics``, ``why_no_batch``, ``set_version``, ``end`` (whoever
+        still puts; ``balancer.producer.end()`` says that this process puts no more), ``load_state_dict`` (before the
+        first put, and the first rank), ``acknowledge_through``; and ``lost_rollouts``: a list of :class:`LostRollout`,
+        accepted rollouts that will not be trained on because their node or worker died."""
+        if name in _OF_BALANCER:
+            return partial(self._call, name)
         # not all of them: to ask for the producer connects this process
         if name not in _OF_PRODUCER:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -319,47 +326,15 @@ class RayBalancer:
 
     # -- control -------------------------------------------------------------------------------------------------------
 
-    async def statistics(self) -> sb.Statistics:
-        """As :meth:`stream_balancer.StreamBalancer.statistics`."""
-        answer: sb.Statistics = await self._call("statistics")
-        return answer
-
-    async def lost_rollouts(self) -> list[LostRollout]:
-        """Accepted rollouts that will not be trained on because their node or worker died, with its name."""
-        answer: list[LostRollout] = await self._call("lost_rollouts")
-        return answer
-
-    async def why_no_batch(self) -> str:
-        """As :meth:`stream_balancer.StreamBalancer.why_no_batch`."""
-        answer: str = await self._call("why_no_batch")
-        return answer
-
-    async def set_version(self, version: int) -> None:
-        """As :meth:`stream_balancer.StreamBalancer.set_version`."""
-        await self._call("set_version", version)
-
     async def reconfigure(self, **changes: Any) -> None:
         """As :meth:`stream_balancer.StreamBalancer.reconfigure`."""
         await self._call("reconfigure", **changes)
         self.dp_size = changes.get("dp_size", self.dp_size)
 
-    async def acknowledge_through(self, step: int) -> None:
-        """As :meth:`stream_balancer.StreamBalancer.acknowledge_through`."""
-        await self._call("acknowledge_through", step)
-
     async def state_dict(self) -> dict[str, Any]:
         """As :meth:`stream_balancer.StreamBalancer.async_state_dict`."""
         answer: dict[str, Any] = await self._call("async_state_dict")
         return answer
-
-    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As :meth:`stream_balancer.StreamBalancer.load_state_dict`; before the first put, and the first rank."""
-        await self._call("load_state_dict", state)
-
-    async def end(self) -> None:
-        """As :meth:`stream_balancer.StreamBalancer.end`, whoever still puts. ``balancer.producer.end()`` says that
-        this process puts no more."""
-        await self._call("end")
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Result of a call, on either event loop."""
@@ -376,14 +351,10 @@ class RayBalancer:
 
 
 _OF_PRODUCER = {
-    "expect_group",
-    "close_group",
-    "abandon_group",
-    "put_nowait",
-    "reserve",
-    "version",
-    "version_after",
-    "blocking",
-}
+    "expect_group", "close_group", "abandon_group", "put_nowait", "reserve", "version", "version_after", "blocking"
+}  # fmt: skip
+_OF_BALANCER = {
+    "statistics", "why_no_batch", "set_version", "end", "load_state_dict", "acknowledge_through", "lost_rollouts"
+}  # fmt: skip
 _OF_BOTH = {"namespace", "lifetime", "scheduling_strategy"}
 """Options of the actor that the keeper of its references has, too."""

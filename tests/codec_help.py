@@ -55,15 +55,11 @@ def put(*rollouts: Rollout) -> list[Rollout]:
     return decode_rollouts(encoded.header, received(encoded))
 
 
-def leases() -> Leases:
-    return Leases(lambda keys: None, lambda job: job())
-
-
 def remote(local: Rollout, owner: Owner, key: int, its: Leases | None = None) -> RemoteRollout:
     """The rollout, as the controller has it if its owner keeps it."""
     encoded = encode_rollouts([local], handles=[Handle(owner, key)])
     assert encoded.payload.total == 0
-    (found,) = decode_rollouts(encoded.header, None, leases=its or leases())
+    (found,) = decode_rollouts(encoded.header, None, lambda _: its or Leases())
     assert isinstance(found, RemoteRollout)
     return found
 

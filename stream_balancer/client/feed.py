@@ -129,13 +129,12 @@ class RankFeed(OfOneProcess):
             incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._device = torch.device(device)
         uploader = None if self._device.type == "cpu" else Uploader(self._device)
-        if hasattr(source, "options"):
+        if hasattr(source, "who"):
             if mesh is not None or rank is not None or dp_size is not None:
                 raise ValueError("rank=, dp_size= and mesh= are said where the network is connected to")
-            dialer, given = source, {**source.options}
+            dialer, rejoin = source, source.rejoin
+            who = source.who._replace(max_batch_bytes=max_batch_bytes)
             fetcher = Fetcher(lambda owner: source.elsewhere(owner.address))
-            seat = Seat(given.pop("rank"), given.pop("dp_size"), given.pop("seat"), given.pop("seats"))
-            depth, incarnation, role, rejoin = (given[key] for key in ("depth", "incarnation", "role", "rejoin"))
         else:
             source, seat = _seat(source, rank, dp_size, mesh, dp_dim)
             pool = Pool() if uploader is None else Pool(allocate=pinned)
@@ -146,7 +145,7 @@ class RankFeed(OfOneProcess):
             # an accelerator reads pinned memory by itself, and no other process's
             if uploader is not None:
                 movers = [one for one in movers if one != "shared_memory"]
-        who = Who(seat.rank, seat.dp_size, role, seat.seat, seat.seats, incarnation, depth, max_batch_bytes)
+            who = Who(*seat, role, incarnation, depth, max_batch_bytes)
         self._port = Port(
             dialer,
             who,
@@ -154,7 +153,7 @@ class RankFeed(OfOneProcess):
             next_step=next_step,
             uploader=uploader,
             rejoin=rejoin,
-            movers=ways.available(movers or (), again=incarnation > 0),
+            movers=ways.available(movers or (), again=who.incarnation > 0),
             connect_timeout_s=connect_timeout_s,
             linger_s=linger_s,
         )

@@ -48,12 +48,12 @@ class Who(NamedTuple):
 
     rank: int
     dp_size: int
-    role: str
     seat: int
     seats: int
+    role: str
     incarnation: int
     depth: int
-    max_batch_bytes: int
+    max_batch_bytes: int = 2**32
 
 
 class Arrived:

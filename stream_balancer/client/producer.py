@@ -110,7 +110,7 @@ class Producer(OfOneProcess):
             raise ValueError(f"hand_over must be 'balancer' or 'direct', not {hand_over!r}")
         dialer: Dialer
         if hasattr(source, "dial"):
-            dialer, rejoin, label = source, source.options.get("rejoin", rejoin), label or "memory"
+            dialer, rejoin, label = source, source.rejoin or rejoin, label or "memory"
         else:
             dialer = TcpDialer(current_world()[0] if source is None else source, token=token, name=name, tls=tls)
         self._loss_mask_column, self._direct, self._host = loss_mask_column, hand_over == "direct", host
@@ -337,7 +337,6 @@ class Producer(OfOneProcess):
                     self._kept = PayloadOwner(dialer.listen, b"", label)
                 else:
                     self._kept = PayloadOwner.over_tcp(label, self._host or connection.local)
-                self._session.tell("keep", self._kept.owner)
             except OSError as error:
                 text = f"payloads cannot be kept here: {error}. Give connect(host=) an address of this machine"
                 self._session.finish(lambda _: ConfigError(text))

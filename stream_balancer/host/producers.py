@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import anyio
@@ -58,7 +59,7 @@ _Declared = tuple[_Name, _Name, _Count | None]
 _Reserve = tuple[_Count, _Count]
 _READ: dict[Any, Any] = {
     kind: msgspec.msgpack.Decoder(kind).decode
-    for kind in (_About, _Put, _Declared, _Reserve, _Count, _Version | None, tuple[_Version], Owner)
+    for kind in (_About, _Put, _Declared, _Reserve, _Count, _Version | None, tuple[_Version])
 }
 
 
@@ -101,7 +102,7 @@ class Producers(Observer):
         self._parts.producers.attended = True
         self._methods: dict[str, Method] = {
             "put": self._put, "declare": self._declare, "reserve": self._reserve, "release": self._release,
-            "stale": self._stale, "keep": self._keep, "version_after": self._version_after, "end": self._end,
+            "stale": self._stale, "version_after": self._version_after, "end": self._end,
             "statistics": self._statistics, "set_version": self._set_version,
         }  # fmt: skip
         for peer in self._peers():
@@ -114,7 +115,7 @@ class Producers(Observer):
         # before it is in: the answer to its join names the slots that it has lost
         producer = peer.data = peer.data or _Producer()
         about = _read(_About, join.about)
-        keys = [] if about.owner is None else self._leases_of(producer, about.owner, join.session)
+        keys = [] if about.owner is None else self._attach(peer, about.owner)
         return list(self._lost_slots(producer, about.slots)), keys
 
     def on_peer(self, peer: Peer) -> None:
@@ -235,14 +236,9 @@ class Producers(Observer):
         return self._begin(peer, asked, [], size=GroupSize(group_id, size if what == "expect" else None))
 
     def _rollouts(self, peer: Peer, header: msgspec.Raw, memory: Memory | None) -> list[Rollout]:
-        producer: _Producer = peer.data
-        rollouts = decode_rollouts(header, memory, leases=producer.leases)
-        # The producer keeps all of a put, or none; without leases that was refused.
-        if producer.leases is None or not isinstance(rollouts[0], RemoteRollout):
-            return rollouts
-        if any(_owner_of(one) != producer.owner for one in rollouts):
-            raise WireError("a put names payloads of another owner")
-        if self._parts.consumer.taker == "serve":
+        rollouts = decode_rollouts(header, memory, partial(self._leases_of, peer))
+        # the producer keeps all of a put, or none
+        if not isinstance(rollouts[0], RemoteRollout) or self._parts.consumer.taker == "serve":
             return rollouts
         raise RolloutError(
             f"rollout {rollouts[0].rollout_id!r} stays with its producer (hand_over='direct'), but nobody here could "
@@ -290,18 +286,23 @@ class Producers(Observer):
                 producer.settled.set()
                 producer.settled = anyio.Event()
 
-    def _keep(self, peer: Peer, asked: Asked) -> None:
-        self._leases_of(peer.data, _read(Owner, asked.args), peer.session)
+    def _leases_of(self, peer: Peer, owner: Owner) -> Leases:
+        """Leases of what a producer keeps, which has one owner of payloads."""
+        producer: _Producer = peer.data
+        if producer.owner is None:
+            self._attach(peer, owner)
+        if producer.leases is None or owner != producer.owner:
+            raise WireError("a put names payloads of another owner")
+        return producer.leases
 
-    def _leases_of(self, producer: _Producer, owner: Owner, session: bytes) -> list[int]:
+    def _attach(self, peer: Peer, owner: Owner) -> list[int]:
         """Keys of this owner that are needed; from now on it hears of those that are not."""
-
-        journal, leases = self._parts.puts.journal, producer.leases
+        journal, producer, session = self._parts.puts.journal, peer.data, peer.session
         if journal is not None:
-            leases = journal.records.owners.of(owner)
-        elif leases is None or producer.owner != owner:
-            leases = Leases()
-        producer.owner, producer.leases = owner, leases
+            producer.leases = journal.records.owners.of(owner)
+        elif producer.owner != owner:
+            producer.leases = Leases()
+        producer.owner = owner
 
         def tell(keys: tuple[int, ...]) -> None:
             peer = self._service.peers.get(session)
@@ -310,6 +311,7 @@ class Producers(Observer):
                 needs = peer.data.leases.needs
                 peer.send(Notify(dropped=tuple(key for key in keys if not needs(key))))
 
+        leases: Leases = producer.leases
         return leases.attach(tell, self._service.io.do)
 
     def _reserve(self, peer: Peer, asked: Asked) -> Any:

@@ -316,7 +316,7 @@ class Records:
         if not isinstance(fact, Rollouts):
             self.facts.append(fact)
             return
-        rollouts = codec.decode_rollouts(fact.header, columns, leases=self.owners)
+        rollouts = codec.decode_rollouts(fact.header, columns, self.owners.of)
         for one in map(HeldRollout, rollouts, fact.arrived_at, fact.steps):
             # A second one of an id was about to be refused.
             self.held.setdefault(one.rollout.rollout_id, one)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
-from typing import Any, Self, TypeAlias
+from typing import Self, TypeAlias
 
+from stream_balancer.client.port import Who
 from stream_balancer.errors import refused_error
 from stream_balancer.net.address import tell_dialler
 from stream_balancer.net.connection import Connection
@@ -56,19 +57,17 @@ class MemoryNetwork:
         seat: int = 0, seats: int = 1, rejoin: bool = False,
     ) -> MemoryPeer:  # fmt: skip
         """Where a rank is; give it to RankFeed. A refused one raises in the feed's iteration, as between processes."""
-        return self.dialer(
-            rank=rank, dp_size=dp_size or self.dp_size, incarnation=incarnation, depth=depth, role=role, seat=seat,
-            seats=seats, rejoin=rejoin,
-        )  # fmt: skip
+        peer = self.connect_producer(rejoin=rejoin)
+        peer.who = Who(rank, dp_size or self.dp_size, seat, seats, role, incarnation, depth)
+        return peer
 
-    def connect_producer(self, **options: Any) -> MemoryPeer:
-        """Where a producer is; give it to ``sb.connect``, whose keywords ``options`` are, and ``rejoin``: it connects
-        again if it is cut."""
-        return self.dialer(**{"rejoin": False, **options})
+    def connect_producer(self, *, rejoin: bool = False) -> MemoryPeer:
+        """Where a producer is; give it to ``sb.connect``. ``rejoin``: it connects again if it is cut."""
+        return MemoryPeer(self, self.address, rejoin=rejoin)
 
-    def dialer(self, address: str = address, **options: Any) -> MemoryPeer:
+    def dialer(self, address: str = address) -> MemoryPeer:
         """Where anybody else is."""
-        return MemoryPeer(self, address, **options)
+        return MemoryPeer(self, address)
 
     def resize(self, dp_size: int) -> None:
         """So many ranks from now on."""
@@ -135,10 +134,13 @@ class MemoryListener:
 class MemoryPeer:
     """A dialer, what its rank or producer says of itself, and the wire between."""
 
-    def __init__(self, network: MemoryNetwork, address: str, **options: Any) -> None:
+    who: Who
+    """Facts of a rank, which its feed tells."""
+
+    def __init__(self, network: MemoryNetwork, address: str, *, rejoin: bool = False) -> None:
         self.io, self.pool, self.network, self.address = network.io, network.pool, network, address
-        self.options = options
-        """Keywords of RankFeed, or of ``sb.connect``."""
+        self.rejoin = rejoin
+        """Connects again if it is cut."""
         self.joined = 0
         """Times that it was welcomed."""
         self.wire: Wire | None = None

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
 from operator import itemgetter
@@ -37,7 +37,7 @@ from stream_balancer.wire.header import (
     spans_of,
 )  # fmt: skip
 from stream_balancer.wire.payload import Memory
-from stream_balancer.wire.remote import Handle, Leases, Owners, RemoteRollout
+from stream_balancer.wire.remote import Handle, Leases, RemoteRollout
 
 
 class Wanted(NamedTuple):
@@ -319,32 +319,31 @@ class _Rollouts(Sequence[Rollout]):
 
 
 def decode_rollouts(
-    header: msgspec.Raw | bytes, memory: Memory | None, *, leases: Leases | Owners | None = None
+    header: msgspec.Raw | bytes, memory: Memory | None, leases_of: Callable[[Owner], Leases] | None = None
 ) -> list[Rollout]:
-    """Rollouts that were put. ``leases``: of the producer that puts, or of all owners, if payloads may be kept. Values
-    were checked where the rollouts were made; here it is types, ranges and sizes. Raises WireError for anything that
+    """Rollouts that were put. ``leases_of``: of an owner, if payloads may be kept. Values were checked where the
+    rollouts were made; here it is types, ranges and sizes. Raises WireError for anything that
     :func:`~stream_balancer.wire.encode.encode_rollouts` would not have made."""
     read = read_header(header)
     # A padding copy is no mistake of the wire: the balancer says that only it makes those.
     if len(read.blocks) != 1 or read.shared or read.late or read.execution_sizes:
         raise WireError("a put holds whole rollouts, and nothing that only a step has")
     if read.holes:
-        return _kept_rollouts(read, memory, leases)
+        return _kept_rollouts(read, memory, leases_of)
     decoded = Decoded(read, memory)
     return list(map(decoded.rollout, range(len(read.lengths))))
 
 
-def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | Owners | None) -> list[Rollout]:
+def _kept_rollouts(header: Header, memory: Memory | None, leases_of: Callable[[Owner], Leases] | None) -> list[Rollout]:
     has_bytes = memory is not None and memory.size > 0
-    # a producer that did not say it keeps payloads could name another's
-    if leases is None or has_bytes or len(header.holes) != len(header.lengths):
+    if leases_of is None or has_bytes or len(header.holes) != len(header.lengths):
         raise WireError("a put keeps payloads, and may not")
     if len({(hole.owner, hole.key) for hole in header.holes}) < len(header.holes):
         raise WireError("a payload is named twice")
     decoded, found = Decoded(header, None, elsewhere=True), list[Rollout]()
     for index, hole in enumerate(header.holes):
         owner = header.owners[hole.owner]
-        handle, lease = Handle(owner, hole.key), leases.of(owner).hold(hole.key)
+        handle, lease = Handle(owner, hole.key), leases_of(owner).hold(hole.key)
         found.append(RemoteRollout.unchecked(**decoded.fields_of(index), handle=handle, lease=lease))
     return found
 

@@ -67,27 +67,20 @@ def remote_of(rollout: Rollout) -> RemoteRollout | None:
 class Leases:
     """Payloads of one owner that the controller needs."""
 
-    def __init__(
-        self,
-        tell: Callable[[tuple[int, ...]], object] | None = None,
-        soon: Callable[[Callable[[], None]], object] | None = None,
-    ) -> None:
-        """``tell`` is called with keys that are needed no more; ``soon`` runs a function later, from any thread and
-        without waiting: a last reference may die inside a garbage collection. None: the owner is not there yet."""
-        self._tell, self._soon = tell, soon
+    def __init__(self) -> None:
+        self._tell: Callable[[tuple[int, ...]], object] | None = None
+        self._soon: Callable[[Callable[[], None]], object] | None = None
         # weak: a lease lives as long as a rollout that refers to the payload, and nothing else keeps it
         self._held: dict[int, weakref.ref[_Lease]] = {}
         self._dropped: deque[int] = deque()
         self._is_queued = False
 
-    def of(self, _: Owner) -> Leases:
-        """The same leases: a put is its producer's."""
-        return self
-
     def attach(
         self, tell: Callable[[tuple[int, ...]], object], soon: Callable[[Callable[[], None]], object]
     ) -> list[int]:
-        """The owner is there, perhaps again. -> keys of what is needed of it."""
+        """The owner is there, perhaps again. -> keys of what is needed of it. ``tell`` is called with keys that are
+        needed no more; ``soon`` runs a function later, from any thread and without waiting: a last reference may die
+        inside a garbage collection."""
         self._tell, self._soon = tell, soon
         # what the owner keeps is in the answer; what it does not know need not be dropped
         self._dropped.clear()

@@ -228,7 +228,7 @@ def refuse(*_: object) -> object:
 def test_what_is_put_without_waiting_is_kept_as_long_as_somebody_may_fetch_it(
     controller: Service, answer: Callable[..., object]
 ) -> None:
-    controller.answer_here({"keep": lambda *_: None, "put": answer})
+    controller.answer_here({"put": answer})
     with sb.connect(controller.address, hand_over="direct") as producer:
         if answer is refuse:
             with pytest.raises(DuplicateRolloutError):
@@ -250,7 +250,7 @@ def test_what_is_on_its_way_is_kept_when_its_connection_is_lost(controller: Serv
             peer.abort()
         return None
 
-    controller.answer_here({"keep": lambda *_: None, "put": put})
+    controller.answer_here({"put": put})
     with sb.connect(controller.address, hand_over="direct", rejoin=True) as producer:
         producer.put_nowait(LOCAL[0])
         assert len(tries) == 2
@@ -260,7 +260,7 @@ def test_what_is_on_its_way_is_kept_when_its_connection_is_lost(controller: Serv
 
 
 def test_where_payloads_cannot_be_kept_puts_say_so(controller: Service) -> None:
-    controller.answer_here({"keep": lambda *_: None})
+    controller.answer_here({})
     with sb.connect(controller.address, hand_over="direct", host="192.0.2.1") as producer:  # no machine has it
         for _ in range(2):
             with pytest.raises(

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from codec_help import A, B, carried, fill, leases, received, remote, rollout
+from codec_help import A, B, carried, fill, received, remote, rollout
 from helpers import polled
 from hypothesis import given
 from hypothesis import strategies as st
@@ -174,13 +174,14 @@ def test_a_kept_payload_needs_leave_and_a_key_of_its_own() -> None:
     with pytest.raises(WireError, match="may not"):
         codec.decode_rollouts(encoded.header, None)
     with pytest.raises(WireError, match="named twice"):
-        codec.decode_rollouts(encoded.header, None, leases=leases())
+        codec.decode_rollouts(encoded.header, None, lambda _: codec.Leases())
 
 
 def test_the_owner_hears_of_what_is_needed_no_more() -> None:
     told: list[tuple[int, ...]] = []
     jobs: list[object] = []
-    its = codec.Leases(told.append, jobs.append)
+    its = codec.Leases()
+    its.attach(told.append, jobs.append)
     held = [remote(rollout(n), A, n, its) for n in range(5)]
     copies = [held[0].padding_copy("padding-1"), held[1]._changed(group_id="g"), held[2].with_late_columns({})]
     del held[:4]
