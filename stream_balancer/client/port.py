@@ -93,7 +93,6 @@ class Port:
         # reentrant: a look may report, which flushes under the same lock
         self.lock = threading.RLock()
         self.held = Held(who.role, seats=who.seats, weights=next_step, acked=next_step or 0)
-        self._was_in = False
         self.closed = False
         self.over: Exception | None = None
         """Why nothing comes any more."""
@@ -104,13 +103,11 @@ class Port:
         self._news = Signal()
         self._user: object = None
         """The thread or task that waits."""
-        self._flushes = False
         self._uploader, self._fetcher = uploader, fetcher
-        self._broken: WireError | None = None
         # the I/O thread may be quicker than this line
         with self.lock:
             self.session = Session(
-                dialer, "rank", about=self._about, on_open=self._on_open, admit=self._admit,
+                dialer, "rank", about=self._about, on_open=self._flush, admit=self._admit,
                 on_message=self._on_message, on_end=self._on_end, takes_leave=True, **options,
             )  # fmt: skip
             self.session.begin()
@@ -151,10 +148,8 @@ class Port:
 
     def flush(self) -> None:
         """Report what Held has said, behind calls that were made before. The lock is held."""
-        if self.held.out and not self._flushes:
-            # In this order: an interrupt between the two may cost a second job, but no report.
+        if self.held.out:
             self.session.io.do(self._flush)
-            self._flushes = True
 
     def give_up(self, step: int, text: str) -> RankLostError:
         """Leave, so that others do not wait: this rank cannot go on. Returns what is to be raised."""
@@ -180,15 +175,10 @@ class Port:
         with self.lock:
             # under the lock, as one picture: what comes in between would be said twice or not at all
             says = {"next_step": self.held.weights, "has": self.held.has()}
-            return self.who._asdict() | says | {"goes_on": self._was_in}
+            return self.who._asdict() | says | {"goes_on": self.session.problem is None}
 
-    def _on_open(self, _: m.Welcome) -> None:
-        self._was_in = True
-        self._flush()
-
-    def _flush(self) -> None:
+    def _flush(self, _: object = None) -> None:
         with self.lock:
-            self._flushes = False
             # without a connection they wait, and has() says at the next join what they would have
             if self.session.connection is not None:
                 out, self.held.out = self.held.out, []
@@ -200,28 +190,20 @@ class Port:
     def _admit(self, message: m.Message, total: int) -> None:
         # only steps bring bytes to a rank
         if not isinstance(message, m.Work):
-            raise self._refusal(f"{total} bytes behind a {type(message).__name__} message")
+            raise WireError(f"{total} bytes behind a {type(message).__name__} message")
         if total > self.who.max_batch_bytes:
-            raise self._refusal(
+            raise WireError(
                 f"{self.name}: step {message.step} announces {total} bytes, more than max_batch_bytes "
                 f"({self.who.max_batch_bytes}). Raise max_batch_bytes of RankFeed, or lower batch_size"
             )
 
-    def _refusal(self, text: str) -> WireError:
-        self._broken = WireError(text)
-        return self._broken
-
     def _on_message(self, message: m.Message, memory: Memory | None) -> None:
-        try:
-            with self.lock:
-                if isinstance(message, m.Work):
-                    self._take_work(message, memory)
-                else:
-                    self.held.take(message)
-                self.flush()
-        except WireError as error:
-            self._broken = error
-            raise
+        with self.lock:
+            if isinstance(message, m.Work):
+                self._take_work(message, memory)
+            else:
+                self.held.take(message)
+            self.flush()
         self._news.set()
 
     def _take_work(self, work: m.Work, memory: Memory | None) -> None:
@@ -254,8 +236,7 @@ class Port:
 
     def _on_end(self, error: Exception) -> None:
         with self.lock:
-            if self.over is None:
-                self.over = self._broken or self._explained(error)
+            self.over = self.over or self._explained(error)
         # no report would be heard any more, so nothing more is fetched
         self._fetcher.close()
         self._news.set()

@@ -70,7 +70,8 @@ class Peer:
         """Called once it does not come back any more."""
         self.connection: Connection | None = None
         """None while it is lost."""
-        self.losses = 0
+        self.end: ConnectionEnd | None = None
+        """End of its last connection, while it is lost."""
         # of the I/O thread
         self._service, self.io = service, service.io
         self.live: Connection | None = None
@@ -361,7 +362,7 @@ class Service:
             self.io.do(partial(connection.fail, error))
             return
         self.peers[join.session] = peer
-        peer.connection, peer.join = connection, join
+        peer.connection, peer.end, peer.join = connection, None, join
         welcome = msgspec.structs.replace(
             self.limits, known=known, movers=tuple(name for name in self._movers if name in join.movers),
             about=msgspec.Raw(msgspec.msgpack.encode(about)),
@@ -375,22 +376,21 @@ class Service:
         if peer.connection is not connection or connection is None:
             # it has joined again
             return
-        peer.connection = None
-        # the timer below belongs to this loss: after another one it must do nothing
-        peer.losses += 1
+        peer.connection, peer.end = None, end
         if end.kind == "refused":
             _log.warning("the connection to %s %s was closed: %s", peer.kind, peer.name, end.text)
         peer.on_end(end)
         # who closed on purpose does not come back
         if end.kind == "lost" and peer.keep_s > 0:
-            gone = partial(self.do, peer, partial(self._gone, peer, end, peer.losses))
+            gone = partial(self.do, peer, partial(self._gone, peer, end))
             self.io.do(lambda: self.io.after(peer.keep_s, gone))
         else:
-            self._gone(peer, end, peer.losses)
+            self._gone(peer, end)
 
-    def _gone(self, peer: Peer, end: ConnectionEnd, losses: int) -> None:
+    def _gone(self, peer: Peer, end: ConnectionEnd) -> None:
         """Unless it has come back: what still waits of it is withdrawn."""
-        if self.peers.get(peer.session) is peer and peer.connection is None and peer.losses == losses:
+        # the end is of this loss: after another one the timer must do nothing
+        if self.peers.get(peer.session) is peer and peer.end is end:
             del self.peers[peer.session]
             for asked in self._begun:
                 if asked.peer is peer:

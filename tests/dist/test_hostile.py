@@ -238,8 +238,9 @@ def flipped(message: bytes, at: int) -> bytes:
 
 
 def kept() -> bytes:
-    """A put that keeps its payload."""
-    encoded = encode_rollouts([make_rollout(9, "kept")], handles=[Handle(Owner("tcp://nowhere:1", b""), 0)])
+    """A put that says of one payload that another producer keeps it."""
+    handles = [Handle(Owner(f"tcp://nowhere:{number}", b""), 0) for number in (1, 2)]
+    encoded = encode_rollouts([make_rollout(9, f"kept{number}") for number in (1, 2)], handles=handles)
     return called(0, "put", [None, None, True, encoded.header])
 
 
@@ -257,7 +258,7 @@ PRODUCERS = {
     "a put of noise": called(0, "put", random.Random(3).randbytes(512), bytes(512)),
     "a put whose rollouts are noise": called(0, "put", [None, None, True, random.Random(3).randbytes(512)], bytes(512)),
     "a put of nothing": called(0, "put"),
-    "a put that it keeps, but has not said where": kept(),
+    "a put of payloads of two producers": kept(),
     "an unknown method": called(0, "delete"),
     "a group of nobody": called(0, "put", [None, True, True, None]),
     "a slot that is none": putting(args=["x", None, True, HEADER[-1]]),
