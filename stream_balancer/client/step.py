@@ -64,8 +64,6 @@ class Step(OneRank):
     def __init__(self, port: Port, part: Part, acknowledge: Callable[[int], None], waited_s: float, pace: Pace) -> None:
         self._port, self._held, self._part = port, port.held, part
         self._acknowledge, self._pace = acknowledge, pace
-        # the item that the loop works on
-        self._hand: HeldWork | None = None
         self._whole: tuple[MicroBatch, ...] | None = None
         self._end: End | None = None
         # time that the trainer waited inside the step is taken off: it is not its own work
@@ -204,12 +202,12 @@ class Step(OneRank):
         """Wait for the device, without the lock: the I/O thread must go on receiving meanwhile."""
         # what is begun cannot be given to others
         if self._held.meets:
-            if self._hand is not None:
-                self._pace.keep()
             with self._port.lock:
-                is_left = any(not work.begun for work in self._part.work.values())
+                left = [work for work in self._part.work.values() if not work.done]
+            if any(work.begun for work in left):
+                self._pace.keep()
             # idle is who has nothing left to compute, not who has nothing left to enqueue
-            if not is_left:
+            if all(work.begun for work in left):
                 self._pace.finish()
 
     @property
@@ -249,7 +247,6 @@ class Step(OneRank):
             return () if self._has_ended() else None
         made = self._of(work)
         work.begun = True
-        self._hand = work
         return (made,)
 
     def _look_end(self) -> tuple[End, ...] | None:
@@ -304,12 +301,11 @@ class Step(OneRank):
     def _put_down(self) -> None:
         """The loop is through with what it has."""
         for work in self._part.work.values():
-            if work.begun and not work.done and (work is self._hand or self._whole is not None):
+            if work.begun and not work.done:
                 # its columns are what others wait for, so going on is not enough
                 if self._held.role:
                     raise self._owes()
                 self._held.has_done(self._part, work)
-        self._hand = None
 
     def _of(self, work: HeldWork) -> MicroBatch:
         """The micro-batch of an item, the same each time."""

@@ -7,6 +7,7 @@ import logging
 import selectors
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -71,7 +72,7 @@ class Listener:
         self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{self._sock.getsockname()[1]}"
         self._strangers: dict[Connection, None] = {}
         self._knocking: list[Connection] = []
-        self._warnings_left = _MOST_WARNINGS
+        self._warned_at = 0.0
         self._closed = False
         # the selector belongs to the I/O thread
         self.io.do(self._listen)
@@ -137,14 +138,12 @@ class Listener:
         self._arrived(connection, join)
 
     def _warn(self, who: str, why: str) -> None:
-        if self._warnings_left:
-            self._warnings_left -= 1
-            # one line comes back for each that was written, a while after the one before it
-            self.io.after(_WARNING_S * (_MOST_WARNINGS - self._warnings_left), self._forget_warning)
+        # each line takes its seconds of those that have passed, of which so many are kept
+        now = time.monotonic()
+        at = max(self._warned_at, now - _MOST_WARNINGS * _WARNING_S) + _WARNING_S
+        if at <= now:
+            self._warned_at = at
             _log.warning("somebody who connected from %s was sent away: %s", who, why)
-
-    def _forget_warning(self) -> None:
-        self._warnings_left += 1
 
 
 def over_tcp(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,15 +11,23 @@ from stream_balancer.net.messages import MoverNote
 
 if TYPE_CHECKING:
     from stream_balancer.net.connection import Connection
-    from stream_balancer.net.messages import Envelope
-    from stream_balancer.wire.payload import Memory, Payload
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
 
 
-class Mover(ABC):
-    """An end of a mover. Called in the I/O thread."""
+class Mover:
+    """An end of a mover. A subclass has these, which are called in the I/O thread::
+
+        begin()                     set it up with the other end
+        send(payload, go)           go(where) lets the message leave; those behind it wait for that. False: not now,
+                                    use the socket
+        receive(envelope, ready)    ready(memory), once all runs are there; messages behind it wait for that
+        note(body)                  the other end's mover says something
+        close()                     the connection is over
+
+    ``receive`` and ``note`` raise WireError for what makes no sense.
+    """
 
     name: ClassVar[str]
     number: ClassVar[int]
@@ -30,26 +37,6 @@ class Mover(ABC):
         self._connection = connection
         self.ready = False
         """Set up at both ends: bytes may go this way."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Set it up with the other end."""
-
-    @abstractmethod
-    def send(self, payload: Payload, go: Callable[[Sequence[int]], None]) -> bool:
-        """``go(where)`` lets the message leave; those behind it wait for that. False: not now, use the socket."""
-
-    @abstractmethod
-    def receive(self, envelope: Envelope, ready: Callable[[Memory], None]) -> None:
-        """``ready(memory)``, once all runs are there; messages behind it wait for that. Raises WireError."""
-
-    @abstractmethod
-    def note(self, body: bytes) -> None:
-        """The other end's mover says something. Raises WireError for what makes no sense."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """The connection is over."""
 
     def _tell(self, body: bytes) -> None:
         """A note to the other end."""
