@@ -95,6 +95,7 @@ class Decoded:
         # exactly as many: more would be memory that a peer has had allocated for nothing
         if not elsewhere and self._layout.total_bytes != size:
             raise WireError(f"a header describes {self._layout.total_bytes} bytes, but {size} came")
+        self._elsewhere = elsewhere
         self._buffer = torch.empty(0, device="meta") if memory is None else torch.from_numpy(memory)
         self._lists = [*filter(itemgetter(1), zip(_FIELDS, lists_of(header), strict=True))]
         self._padding, self._masked = set(header.padding), set[int]()
@@ -166,8 +167,9 @@ class Decoded:
                 if header.prefix:
                     # zeros are nobody's prompt
                     header.prefix[index] = 0
+                block = self._layout.block_of(index)
                 # on the device, once it is there
-                for its in (*self._columns_of(index), self._tensors_of(index)):
+                for its in (*self._columns_of(block, index), self._tensors_of(block, index)):
                     for tensor in its.values():
                         tensor.zero_()
 
@@ -190,13 +192,13 @@ class Decoded:
         self._is_finished = True
         for index in {hole.rollout for hole in self._header.holes} & self._padding:
             # A padding copy has the payload of its original, and no loss.
-            for columns in self._columns_of(index):
+            for columns in self._columns_of(self._layout.block_of(index), index):
                 if "loss_mask" in columns:
                     columns["loss_mask"].zero_()
 
     def _view(self, at: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         count = prod(shape)
-        if not count or self._buffer.is_meta:
+        if not count or self._elsewhere:
             return _without_bytes(tuple(shape), dtype, self._buffer.device)
         # one view of each dtype is kept, and columns are slices of it
         every = self._views.get(dtype)
@@ -214,13 +216,11 @@ class Decoded:
             found[column.name] = self._view(at, column.dtype, (stop - first, *column.shape))
         return found
 
-    def _columns_of(self, index: int) -> list[dict[str, Tensor]]:
+    def _columns_of(self, block: Block, index: int) -> list[dict[str, Tensor]]:
         """Columns of one rollout: its rows, and of a part those behind its chunks."""
-        block = self._layout.block_of(index)
         return [self._columns(block, *rows) for rows in block.rows_of(index)]
 
-    def _tensors_of(self, index: int) -> dict[str, Tensor]:
-        block = self._layout.block_of(index)
+    def _tensors_of(self, block: Block, index: int) -> dict[str, Tensor]:
         if not block.tensors:
             return {}
         own = zip(self._header.tensors[index], block.tensors[index - block.first], strict=True)
@@ -271,20 +271,22 @@ class Decoded:
 
     def rollout(self, index: int) -> Rollout:
         """A whole rollout, or the part of one that is here. O(columns)."""
-        fields, shared = self.fields_of(index), self._layout.block_of(index).shared
-        if shared is None:
+        fields = self.fields_of(index)
+        if "behind" not in fields:
             return Rollout.unchecked(**fields)
         fields |= {"whole_tokens": fields.pop("num_tokens"), "whole_loss_tokens": fields.pop("num_loss_tokens")}
-        behind, degree = self._columns_of(index)[1], len(shared.cp_group)
-        return SharedRollout(**fields, cp_degree=degree, cp_rank=shared.cp_rank, behind=behind)
+        return SharedRollout(**fields)
 
     def fields_of(self, index: int) -> dict[str, Any]:
-        """All fields of a whole rollout."""
-        fields = PER_ROLLOUT.copy()
+        """All fields of a whole rollout, or of the part of one."""
+        fields, block = PER_ROLLOUT.copy(), self._layout.block_of(index)
         for name, its in self._lists:
             fields[name] = its[index]
-        fields["is_padding"], fields["tensors"] = index in self._padding, self._tensors_of(index)
-        fields["tokens"] = self._columns_of(index)[0]
+        columns, shared = self._columns_of(block, index), block.shared
+        fields["tokens"], fields["tensors"] = columns[0], self._tensors_of(block, index)
+        fields["is_padding"] = index in self._padding
+        if shared is not None:
+            fields |= {"cp_degree": len(shared.cp_group), "cp_rank": shared.cp_rank, "behind": columns[1]}
         return fields
 
 

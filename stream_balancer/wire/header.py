@@ -174,7 +174,7 @@ def read_header(raw: msgspec.Raw | bytes) -> Header:
         raise WireError("a rollout has an impossible number of loss tokens")
     if header.prefix and not all(map(lt, header.prefix, lengths)):
         raise WireError("a rollout shares more tokens than it has")
-    if any(prefix and group is None for prefix, group in zip_longest(header.prefix, header.group_id)):
+    if header.prefix and any(prefix and group is None for prefix, group in zip_longest(header.prefix, header.group_id)):
         raise WireError("a rollout shares tokens with no group")
     if header.padding:
         if not _ascends(header.padding, count) or any(loss_tokens[index] for index in header.padding):
@@ -260,10 +260,11 @@ class Block(NamedTuple):
 
     def rows_of(self, rollout: int) -> list[tuple[int, int]]:
         """First and last row but one of a rollout, and of a part also of those behind its chunks."""
-        place = rollout - self.first
-        behind = self.starts[-1] + 2 * place
-        own = (self.starts[place], self.starts[place + 1])
-        return [own] if self.shared is None else [own, (behind, behind + 2)]
+        place, starts = rollout - self.first, self.starts
+        rows = [(starts[place], starts[place + 1])]
+        if self.shared is not None:
+            rows.append((starts[-1] + 2 * place, starts[-1] + 2 * place + 2))
+        return rows
 
 
 class Layout(NamedTuple):
