@@ -21,7 +21,7 @@ import msgspec
 
 from stream_balancer.errors import RefusalReason, WireError
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE_BYTES = 2**26
 # lists of a message are bounded, so that decoding one cannot take memory without end
 MAX_ENTRIES = 2**18
