@@ -42,7 +42,7 @@ from stream_balancer.client.payloads import Fetcher
 from stream_balancer.client.port import Port, Who
 from stream_balancer.client.seats import Seat, seat_in
 from stream_balancer.client.step import Step
-from stream_balancer.core.staleness import next_version
+from stream_balancer.core.staleness import newer_version
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RankLostError
 from stream_balancer.facade import OfOneProcess, event_loop_here, refuse_in_event_loop, run
 from stream_balancer.net import movers as ways
@@ -326,15 +326,15 @@ class RankFeed(OfOneProcess):
         """The policy moved on, as :meth:`StreamBalancer.set_version`: call it after the optimizer step and before the
         next step is asked for. From any thread, never blocks.
 
-        One rank may say it, or all of them, each the same. One that is older than the controller's, as of an older
-        checkpoint, changes nothing, with a warning. Raises ValueError if it goes backwards from what was set here,
-        ClosedResourceError if the feed was closed before; a lost controller is raised by the iteration.
+        One rank may say it, or all of them, each the same. One that is older than :attr:`version`, as of an older
+        checkpoint, changes nothing, with a warning. Raises ClosedResourceError if the feed was closed before; a lost
+        controller is raised by the iteration.
         """
         self._check_open("set_version()")
-        self._version, current = next_version(self._version, version), self.version
-        if current is not None and current > self._version:
-            _log.warning("version %d was set here, which is %d by now: passed over", self._version, current)
-        self._port.session.tell("set_version", [version])
+        newer = newer_version(self.version, version)
+        if newer is not None:
+            self._version = newer
+            self._port.session.tell("set_version", [newer])
 
     def end(self) -> None:
         """No more rollouts are wanted, as :meth:`StreamBalancer.end`: producers' puts raise ClosedResourceError, what

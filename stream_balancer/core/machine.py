@@ -32,6 +32,7 @@ from stream_balancer.core.open_rows import make_row, make_whole, ready_rows
 from stream_balancer.core.open_step import OpenStep, check_open
 from stream_balancer.core.pricing import Learned
 from stream_balancer.core.snapshot import Snapshot, restored_state, take_snapshot
+from stream_balancer.core.staleness import newer_version
 from stream_balancer.core.state import BalancerState
 from stream_balancer.errors import ClosedResourceError, ConfigError, RolloutError, WouldBlock
 from stream_balancer.planning import Waiting
@@ -312,11 +313,13 @@ class BalancerCore(BalancerState):
     # -- versions and losses -------------------------------------------------------------------------------------------
 
     def set_version(self, version: int) -> None:
-        """The policy moved on. Evicts what is now too stale (``on_stale="evict"``). Raises ValueError if it goes
-        backwards. O(n)."""
-        self.staleness.set_version(version)
-        self.changed()
-        self._publish("version_set", self.staleness.version)
+        """The policy moved on. Evicts what is now too stale (``on_stale="evict"``). An older version changes nothing.
+        O(n)."""
+        newer = newer_version(self.staleness.version, version)
+        if newer is not None:
+            self.staleness.version = newer
+            self.changed()
+            self._publish("version_set", newer)
 
     def evict_lost(self, is_lost: Callable[[Rollout], bool]) -> list[str]:
         """Waiting rollouts whose payloads are lost are evicted. -> their ids, which may be put again. Those in flight

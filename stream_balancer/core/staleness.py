@@ -12,6 +12,8 @@ docs/staleness.md has the rule, bench/results/staleness.md its proof.
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
 from stream_balancer.config import BalancerConfig
@@ -22,16 +24,20 @@ from stream_balancer.planning.arrays import Bools, Ints
 from stream_balancer.types import Rollout
 from stream_balancer.values import plain_policy_version
 
+_log = logging.getLogger("stream_balancer.balancer")
 
-def next_version(current: int | None, version: object) -> int:
-    """The version to be set. Raises ValueError for what is none, and if it goes backwards."""
+
+def newer_version(current: int | None, version: object) -> int | None:
+    """The version to be set; None, with a warning, for one that is older than the ``current`` one, as of an older
+    checkpoint. Raises ValueError for what is no version."""
     try:
         plain = plain_policy_version(version)
     except RolloutError as error:
         raise ValueError(f"set_version(): version {error}") from None
-    if current is not None and plain < current:
-        raise ValueError(f"version must not go backwards: it is {current}, and set_version({plain}) was called")
-    return plain
+    if current is None or plain >= current:
+        return plain
+    _log.warning("set_version(%d): the version is %d already, and stays so", plain, current)
+    return None
 
 
 class RolloutAges:
@@ -47,10 +53,6 @@ class RolloutAges:
         """Waiting rollouts that are too old to leave while so many batches are before them."""
         self._buffer = buffer
         self._in_flight = in_flight
-
-    def set_version(self, version: int) -> None:
-        """The policy moved on. Raises ValueError if it goes backwards."""
-        self.version = next_version(self.version, version)
 
     # -- one rollout ---------------------------------------------------------------------------------------------------
 

@@ -299,9 +299,7 @@ class StreamBalancer(OfOneProcess):
 
     def set_version(self, version: int) -> None:
         """The policy moved on. Rollouts more than ``staleness.max_versions`` behind are evicted, or sent on, as
-        configured.
-
-        Raises ValueError if it goes backwards.
+        configured. An older version than the last one, as of an older checkpoint, changes nothing, with a warning.
         """
         self._wakeups.check_thread("set_version")
         self.parts.core.set_version(version)

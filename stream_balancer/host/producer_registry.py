@@ -69,7 +69,8 @@ class ProducerRegistry:
     def why_not_ended(self, *, any_rollouts: bool) -> str:
         """Which producers the end waits for, or the first rollouts do; empty where none is missing."""
         there = [name for session, name in self._names.items() if session not in self._ended]
-        left = f"left without end(): {', '.join(self._left.values())}" if self._left else ""
+        names = ", ".join(self._left.values())
+        left = f"left without end() (start them again, or call balancer.end()): {names}" if names else ""
         expected = self._num_producers
         if not self._ended and expected is None:
             if left and not there:

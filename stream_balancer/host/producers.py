@@ -348,12 +348,7 @@ class Producers(Observer):
         return self._balancer.version_after(_read(_Version | None, asked.args))
 
     def _set_version(self, peer: Peer, asked: Asked) -> None:
-        [version] = _read(tuple[_Version], asked.args)
-        current = self._balancer.version
-        if current is None or version >= current:
-            self._balancer.set_version(version)
-        else:  # where all ranks set the same, one may be late
-            _log.warning("%s set version %d, which is %d by now: passed over", peer.name, version, current)
+        self._balancer.set_version(*_read(tuple[_Version], asked.args))
 
     def _end(self, peer: Peer, asked: Asked) -> Any:
         """A rank ends the balancer; a producer ends for itself."""

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -458,6 +459,23 @@ async def test_a_balancer_on_every_rank_is_noticed(
     told = reports(caplog)
     assert len(told) == warned
     assert all("sb.serve" in line and "sb.connect" in line and "rank 1 " in line for line in told)
+
+
+async def test_a_version_is_set_again_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A trainer that goes on from an older checkpoint trains steps again, each of which makes its version."""
+    versions = []
+    for _ in range(2):
+        async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
+            if not versions:
+                await fill(balancer, 8)
+            balancer.end()
+            async for batch in balancer.batches(auto_ack=False):
+                balancer.set_version(batch.step + 1)
+                versions.append(balancer.version)
+    assert versions == [1, 2, 2, 2]
+    assert "set_version(1): the version is 2 already, and stays so" in caplog.messages
+    with pytest.raises(ValueError, match=r"set_version\(\): version must be an int, not '3'"):
+        balancer.set_version("3")  # type: ignore[arg-type]
 
 
 async def test_a_version_from_a_checkpoint_is_one() -> None:
