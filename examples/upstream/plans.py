@@ -108,11 +108,16 @@ def steps_of(name: str, lengths: list[int]) -> Iterator[Meetings]:
 def main(name: str, file: Path) -> None:
     lengths = random.Random(0).choices(json.loads(file.read_text()), k=STEPS * ROLLOUTS)
     busy = finish = 0
+    planned: list[int] = []
     for meetings in steps_of(name, lengths):
         for of_ranks in meetings:
+            planned += [length for share in of_ranks for length in share]
             times = [sum(map(work, share)) for share in of_ranks]
             busy += sum(times)
             finish += RANKS * max(times)
+    # the same samples, each once: so the sum of their gradients is the same
+    if sorted(planned) != sorted(lengths):
+        sys.exit(f"{len(planned)} samples were planned, of {len(lengths)}: some are lost, or there twice")
     sys.stdout.write(f"{100 * (1 - busy / finish):.2f} %\n")
 
 

@@ -112,8 +112,8 @@ class LayerSumCost:
 
     def pairs(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """``[n]`` lengths -> ``[n]`` float64 token pairs that attention reaches, the mean over its layers by their
-        FLOPs: work is ``flops_per_token * L + flops_per_pair * pairs(L)``. L^2 where a model has no attention."""
-        if not self.attention:
+        FLOPs: work is ``flops_per_token * L + flops_per_pair * pairs(L)``. L^2 where attention costs nothing."""
+        if not self.flops_per_pair:
             return np.square(np.asarray(lengths, dtype=np.float64))
         return self.attention_flops(lengths) / self.flops_per_pair
 

@@ -50,10 +50,6 @@ class TokenCost(LayerSumCost):
     def __init__(self) -> None:
         super().__init__(flops_per_token=1.0)
 
-    def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """``[n]`` lengths -> ``[n]`` float64 tokens."""
-        return np.asarray(lengths, dtype=np.float64)
-
 
 class QuadraticCost(LayerSumCost):
     """Work = linear * L + quadratic * L^2, in any unit: only the ratio of the two matters for balance. 24576 to 1 is a

@@ -85,7 +85,8 @@ class BalancedSampler:
             for slot, weight in enumerate(buffer.start_weight_list)
             if buffer.ready_list[slot] and weight <= current_train_weight
         ]
-        if len(ready) < max(min_prompt_groups, self._wanted()):
+        # where nothing more is on its way, waiting for the window would never end
+        if len(ready) < max(min_prompt_groups, 1 if all(buffer.ready_list) else self._window):
             return None, 0
         metas = {slot: buffer.meta_list[slot] for slot in ready}
         if any(meta.sequence_lengths is None for meta in metas.values()):
@@ -135,8 +136,3 @@ class BalancedSampler:
         if resume_from_step < 0:
             raise ValueError(f"resume_from_step must be >= 0, not {resume_from_step}")
         self._dispatched = resume_from_step - 1
-
-    def _wanted(self) -> int:
-        """Ready groups to wait for: the window, as long as some are still being generated."""
-        # nothing is on its way, so waiting would never end
-        return 1 if all(self._buffer.ready_list) else self._window

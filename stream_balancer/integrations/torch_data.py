@@ -20,7 +20,6 @@ Only dicts are made here: what a batch is and when it comes is the feed's.
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -72,7 +71,7 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
         self._feed = feed
         self._layout = layout
         self._share: Any = None
-        self._waiting: deque[int] = deque()
+        self._place = 0
         self._ended = False
 
     def acknowledge(self, item: Mapping[str, Any]) -> None:
@@ -90,11 +89,10 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
 
     def __next__(self) -> dict[str, Any]:
         if self._share is None:
-            self._share = self._next_share()
-            self._waiting.extend(range(len(self._share.micro_batches)))
-        item = self._item(self._share, self._waiting[0])
-        self._waiting.popleft()  # only now: if layout= raised, the next call gives the same micro-batch
-        if not self._waiting:
+            self._share, self._place = self._next_share(), 0
+        item = self._item(self._share, self._place)
+        self._place += 1  # only now: if layout= raised, the next call gives the same micro-batch
+        if item["is_last_micro_batch"]:
             self._share = None  # its buffer is used again once the loop has let go of the tensors
         return item
 

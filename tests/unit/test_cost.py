@@ -46,6 +46,8 @@ def test_costs_are_finite_and_grow_with_length(model: CostModel) -> None:
 def test_token_and_quadratic() -> None:
     assert sb.cost.TokenCost()([3, 5]).tolist() == [3.0, 5.0]
     assert sb.cost.QuadraticCost(linear=2.0, quadratic=3.0)([1, 10]).tolist() == [5.0, 320.0]
+    for free in (sb.cost.TokenCost(), sb.cost.QuadraticCost(quadratic=0.0)):
+        assert free.pairs([3, 5]).tolist() == [9.0, 25.0], "what a calibrated cost may learn"
 
 
 SIZES: dict[str, int] = {
