@@ -10,6 +10,7 @@ import importlib
 import json
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,8 +117,10 @@ def main(name: str, file: Path) -> None:
             busy += sum(times)
             finish += RANKS * max(times)
     # the same samples, each once: so the sum of their gradients is the same
-    if sorted(planned) != sorted(lengths):
-        sys.exit(f"{len(planned)} samples were planned, of {len(lengths)}: some are lost, or there twice")
+    lost, twice = Counter(lengths) - Counter(planned), Counter(planned) - Counter(lengths)
+    # TRL's stream has no end: what fills no micro-batch of all ranks waits for more
+    if twice or (lost and name != "trl"):
+        sys.exit(f"of {len(lengths)} samples {lost.total()} are lost, and {twice.total()} are there twice")
     sys.stdout.write(f"{100 * (1 - busy / finish):.2f} %\n")
 
 

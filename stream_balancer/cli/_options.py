@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import msgspec
 import typer
@@ -23,6 +23,9 @@ from stream_balancer.errors import ConfigError, RolloutError, TraceError
 from stream_balancer.field_docs import first_sentence, texts_below_fields
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.trace import Trace, load_trace
+
+if TYPE_CHECKING:
+    from stream_balancer.tools.simulation_report import SimulationReport
 
 DEFAULTS = {"dp_size": 8, "batch_size": 32}
 """Knobs that a balancer needs, and a look at lengths need not be given."""
@@ -234,3 +237,10 @@ def batch_text(config: BalancerConfig) -> str:
 
 def deadline_text(deadline_s: float | None) -> str:
     return "none" if deadline_s is None else f"{deadline_s:g} s"
+
+
+def put_waited(report: SimulationReport) -> str:
+    """Idle time of generation, of the slots' time where there are slots."""
+    # NaN is not itself: recorded arrivals have no slots
+    known = report.generation_idle == report.generation_idle
+    return f"{report.generation_idle:.2%}" if known else f"{report.blocked_s:,.1f} s a rollout"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 import typer
 
-from stream_balancer.cli._options import Simulated, batch_text, deadline_text
+from stream_balancer.cli._options import Simulated, batch_text, deadline_text, put_waited
 
 if TYPE_CHECKING:
     from stream_balancer.config import BalancerConfig, Policy
@@ -130,11 +130,7 @@ def _rows(trace: Trace, reports: Reports, how: dict[str, Any]) -> dict[str, Show
         rows |= {
             "idle, the wait for rollouts included": lambda r, _: f"{r.whole_idle_fraction:.2%}",
             "end to end, s": lambda r, _: f"{r.elapsed_s:,.0f}",
-            "generation idle: put waited": lambda r, _: (
-                f"{r.blocked_s * r.num_rollouts / (how['slots'] * r.elapsed_s):.2%}"
-                if trace.arrival_s is None
-                else f"{r.blocked_s:,.1f} s a rollout"
-            ),
+            "generation idle: put waited": lambda r, _: put_waited(r),
         }
     rows |= {
         "wait p50 / p99 / max, s": lambda r, _: " / ".join(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stream_balancer.cli._options import Simulated, batch_text, deadline_text, fail, value_of
+from stream_balancer.cli._options import Simulated, batch_text, deadline_text, fail, put_waited, value_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -108,7 +108,9 @@ def _table(report: TuneReport) -> Table:
 
     in_time = report.fifo.in_time
     window, idle = ("window / capacity", "whole idle") if in_time else ("window", "idle")
-    headings = ["", window, "max_skips", "deadline", idle, "+-", "added age", "p99/max", "tokens +-", "wait p99, s"]
+    # beside the ranks' idle time that of generation: both say on which side machines are missing
+    beside = "put waited" if in_time else "tokens +-"
+    headings = ["", window, "max_skips", "deadline", idle, "+-", "added age", "p99/max", beside, "wait p99, s"]
     usual = {"round-robin": report.round_robin, "arrival order": report.fifo}
     rows = [[name, "-", "-", "-", *_figures(o)] for name, o in usual.items()]
     # the recommended one may lie behind the front: it is smaller, and idles hardly more
@@ -127,7 +129,7 @@ def _figures(o: Outcome) -> list[str]:
         f"{o.idle_error:.2%}",
         f"{o.added_age:.2f}",
         f"{run.delay_steps.p99:.0f}/{run.delay_steps.max:.0f}",
-        f"{run.figures.token_variation:.0%}",
+        put_waited(run) if o.in_time else f"{run.figures.token_variation:.0%}",
         f"{run.delay_s.p99:,.0f}",
         f"{o.short_batches:.0%}" if o.short_batches else "",
     ]

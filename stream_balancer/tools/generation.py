@@ -70,6 +70,8 @@ class Generation:
         self.started_step = np.zeros(len(trace), dtype=np.int64)
         """[n] steps made when each row's rollout began (when it arrived, where arrivals are recorded): below 0 for
         those that were in flight at second 0."""
+        self.slots = slots if trace.arrival_s is None else math.nan
+        """Rollouts generated at a time; NaN with recorded arrivals."""
         self._running: list[tuple[float, int, int]]  # (finish, issued as the n-th, row), a heap
         self._left = set(range(len(trace)))
         self._without_slot = 0

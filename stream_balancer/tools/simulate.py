@@ -204,7 +204,7 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
     came = (run.accepted_step >= begin) & (run.accepted_step < end)
     missed = (run.step_of < 0) & (run.accepted_step >= begin) & (run.accepted_step <= end)
     delays = run.step_of - run.accepted_step
-    delay_s = run.dispatched_s - run.accepted_s
+    delay_s, blocked_s = run.dispatched_s - run.accepted_s, run.accepted_s - run.finished_s
     lengths, counts = run.trace.lengths, run.core.counts
     return SimulationReport(
         trace_name=run.trace.name,
@@ -228,7 +228,8 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
         strata=_by_stratum(run, chosen, delays),
         elapsed_s=run.now,
         work_per_second=run.rate,
-        blocked_s=float((run.accepted_s - run.finished_s).mean()),
+        blocked_s=float(blocked_s.mean()),
+        generation_idle=float(blocked_s.sum()) / (run.generation.slots * run.now) if run.now else 0.0,
         steps=steps,
         step_of=run.step_of,
     )

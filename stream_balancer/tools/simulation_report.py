@@ -162,6 +162,8 @@ class SimulationReport:
     """Work that a rank trains on in a second, in the cost model's unit; inf: an instant trainer."""
     blocked_s: float
     """Mean seconds a finished rollout waited for ``put`` to accept it."""
+    generation_idle: float
+    """Part of the slots' time in which they waited so; NaN where arrivals are recorded."""
     steps: Steps
     """Every dispatch."""
     step_of: Ints

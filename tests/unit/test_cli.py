@@ -254,7 +254,7 @@ class TestTune:
     def test_with_a_trainer_that_takes_time_window_and_capacity(self, trace: Path) -> None:
         result = run("tune", trace, *self.OPTIONS, "--trainer", "matched", "--capacities", "8,16")
         assert result.exit_code == 0, result.output
-        for word in ("whole", "capacity", " / 16", "Recommended: window="):
+        for word in ("whole", "capacity", " / 16", "put", "Recommended: window="):
             assert word in result.stdout
         assert "the wait for rollouts included" in " ".join(result.stdout.split())
         assert refused("tune", trace, "--capacities", "8").startswith("capacities need a trainer that takes time")

@@ -58,6 +58,7 @@ def check_report(report: SimulationReport, trace: Trace) -> None:
     if config.groups.size is None:
         assert report.delay_steps.max <= report.max_skips_seen
     assert report.blocked_s >= 0
+    assert trace.arrival_s is not None or 0 <= report.generation_idle < 1
     assert json.loads(json.dumps(report.to_dict(), allow_nan=False)) == report.to_dict()
 
 
@@ -151,6 +152,7 @@ class TestTimes:
         report = simulate(trace, knobs(window=4, capacity=4), slots=1, tokens_per_second=1.0, trainer=0.1, warm_up=0)
         assert report.steps.at_s.tolist() == [4.0, 24.0, 44.0]
         assert report.blocked_s == pytest.approx((24 - 9) / 12)
+        assert report.generation_idle == pytest.approx((24 - 9) / 64), "of one slot"
         assert report.elapsed_s == 64.0
 
 
