@@ -60,20 +60,16 @@ _AS_THEY_ARE = frozenset({float, bool, type(None)})  # most of metadata, with no
 
 def plain_name(value: object) -> str:
     """The name of a rollout, a group, a column or a scalar."""
-    if type(value) is not str:
-        if not isinstance(value, str):
-            raise RolloutError(f"must be a non-empty str, not {_short(value)}")
-        value = str.__str__(value)
-    try:
-        size = len(value) if value.isascii() else len(value.encode())
-    except UnicodeEncodeError:
-        raise RolloutError(f"{_short(value)} cannot be written as UTF-8") from None
+    if not isinstance(value, str):
+        raise RolloutError(f"must be a non-empty str, not {_short(value)}")
+    text = _plain_text(value)
+    size = len(text) if text.isascii() else len(text.encode())
     if not 0 < size <= MAX_NAME_BYTES:
         raise RolloutError(
             f"must be a non-empty str of at most {MAX_NAME_BYTES} bytes, not {_short(value)} ({size} bytes). Put long "
             "descriptions into metadata"
         )
-    return value
+    return text
 
 
 # every rollout has the same names of columns and scalars

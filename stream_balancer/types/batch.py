@@ -270,11 +270,6 @@ class Batch:
         """All rollouts, rank by rank, padding copies included. One that several ranks share is there once, whole."""
         return tuple(whole_rollouts(chain.from_iterable(rank_batch.rollouts for rank_batch in self.ranks)))
 
-    @property
-    def has_shared(self) -> bool:
-        """True if several ranks share any of its rollouts. O(micro-batches)."""
-        return any(micro_batch.cp_group for rank_batch in self.ranks for micro_batch in rank_batch.micro_batches)
-
     def __repr__(self) -> str:
         return (
             f"Batch(step={self.step}, reason={self.reason!r}, num_rollouts={self.num_rollouts}, "

@@ -16,7 +16,7 @@ from torch import Tensor
 from stream_balancer.field_docs import documented
 from stream_balancer.types import trees
 from stream_balancer.types.rollout import Rollout
-from stream_balancer.types.shared import SharedRollout, loss_tokens_of, part_of, rows_behind, rows_of
+from stream_balancer.types.shared import SharedRollout, loss_tokens_of, part_of, rows_of
 from stream_balancer.types.tensors import FlatColumns, Nested, Packed, Padded, SharedColumns
 
 if TYPE_CHECKING:
@@ -273,6 +273,8 @@ def _shared_columns(rollouts: Sequence[Rollout]) -> SharedColumns | None:
     parts = [rollout for rollout in rollouts if isinstance(rollout, SharedRollout)]
     if not parts:
         return None
-    behind = {name: torch.cat([one for part in parts for one in rows_behind(part, name)]) for name in parts[0].tokens}
+    behind = {
+        name: torch.cat([one for part in parts for one in rows_of(part, name, behind=True)]) for name in parts[0].tokens
+    }
     lengths = tuple(part.whole_tokens for part in parts)
     return SharedColumns(parts[0].cp_degree, parts[0].cp_rank, lengths, behind)

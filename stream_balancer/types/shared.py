@@ -26,7 +26,6 @@ from torch import Tensor
 from stream_balancer.errors import RolloutError
 from stream_balancer.field_docs import documented
 from stream_balancer.types.rollout import Rollout
-from stream_balancer.values import num_nonzero
 
 
 def chunk_tokens(num_tokens: int, degree: int) -> int:
@@ -98,7 +97,7 @@ class SharedRollout(Rollout):
     """A member's part of a rollout that several ranks share. :func:`part_of` makes it.
 
     ``tokens`` and ``num_tokens`` are of the part, 2c rows; all else is the rollout's: ids, scalars, ``tensors``,
-    metadata. The ``num_loss_tokens`` of all parts sum up to the whole's.
+    metadata. Its ``num_loss_tokens`` are counted with the first of its ranks.
     """
 
     cp_degree: int
@@ -117,19 +116,7 @@ class SharedRollout(Rollout):
     def __post_init__(self) -> None:
         # the whole was checked; its parts need not be
         object.__setattr__(self, "num_tokens", 2 * chunk_tokens(self.whole_tokens, self.cp_degree))
-        object.__setattr__(self, "num_loss_tokens", self._count_loss_tokens())
-
-    def _count_loss_tokens(self) -> int:
-        if self.is_padding:
-            return 0
-        if columns_of(self)["input_ids"].is_meta:
-            # the producer keeps the mask: nothing here can tell whose they are
-            return self.whole_loss_tokens if self.cp_rank == 0 else 0
-        if "loss_mask" in self.tokens:
-            first, *others = rows_of(self, "loss_mask")
-            return num_nonzero(first, int(self.cp_rank == 0)) + sum(map(num_nonzero, others))
-        chunks = chunks_of(self.whole_tokens, self.cp_degree, self.cp_rank)
-        return sum(min(max(self.whole_tokens - start, 0), size) for start, size in chunks) - (self.cp_rank == 0)
+        object.__setattr__(self, "num_loss_tokens", 0 if self.cp_rank else self.whole_loss_tokens)
 
 
 def check_whole(rollout: Rollout) -> None:
@@ -151,7 +138,7 @@ def part_of(rollout: Rollout, degree: int, place: int) -> SharedRollout:
         >>> [part.tokens["input_ids"].tolist() for part in parts]
         [[1, 2, 7, 0], [3, 4, 5, 6]]
         >>> [part.num_loss_tokens for part in parts]
-        [2, 4]
+        [6, 0]
     """
     if not 0 <= place < degree or degree < 2:
         raise ValueError(f"part_of(): place {place} of {degree} ranks; degree must be >= 2, and 0 <= place < degree")
@@ -171,18 +158,15 @@ def part_of(rollout: Rollout, degree: int, place: int) -> SharedRollout:
     )
 
 
-def rows_of(rollout: Rollout, name: str) -> list[Tensor]:
-    """Views that are the rows of its column, one after the other: nothing is copied to slice a part. O(1)."""
-    if isinstance(rollout, SharedRollout) and rollout.whole is not None:
-        return _rows(rollout.whole.tokens[name], rollout.cp_degree, rollout.cp_rank)
+def rows_of(rollout: Rollout, name: str, *, behind: bool = False) -> list[Tensor]:
+    """Views that are the rows of its column, one after the other; or of a part's, those ``behind`` its two chunks.
+    Nothing is copied to slice a part. O(1)."""
+    if isinstance(rollout, SharedRollout):
+        if rollout.whole is not None:
+            return _rows(rollout.whole.tokens[name], rollout.cp_degree, rollout.cp_rank, behind=behind)
+        if behind:
+            return [rollout.behind[name]]
     return [rollout.tokens[name]]
-
-
-def rows_behind(rollout: SharedRollout, name: str) -> list[Tensor]:
-    """The same of the rows behind its two chunks."""
-    if rollout.whole is not None:
-        return _rows(rollout.whole.tokens[name], rollout.cp_degree, rollout.cp_rank, behind=True)
-    return [rollout.behind[name]]
 
 
 def columns_of(rollout: Rollout) -> Mapping[str, Tensor]:

@@ -27,7 +27,6 @@ from stream_balancer.types.shared import (
     columns_of,
     loss_tokens_of,
     part_of,
-    rows_behind,
     rows_of,
     tokens_of,
 )
@@ -138,7 +137,7 @@ def payload_of(rollout: Rollout, degree: int = 1, place: int = 0) -> list[memory
     for name in sorted(rollout.tokens):
         parts += rows_of(one, name)
         if isinstance(one, SharedRollout):
-            parts += rows_behind(one, name)
+            parts += rows_of(one, name, behind=True)
     parts += [rollout.tensors[name] for name in sorted(rollout.tensors)]
     return [bytes_of(part) for part in parts if part.numel()]
 
@@ -259,7 +258,9 @@ def _pieces(header: Header, layout: Layout, rollouts: Sequence[Rollout]) -> list
             else:
                 # parts that hold their columns themselves, or views of the whole's
                 parts = [rows for one in whose for rows in rows_of(one, name)]
-                parts += [rows for one in whose if isinstance(one, SharedRollout) for rows in rows_behind(one, name)]
+                parts += [
+                    rows for one in whose if isinstance(one, SharedRollout) for rows in rows_of(one, name, behind=True)
+                ]
             _add(found, parts, block.rows * layout.widths[number])
         for place, one in enumerate(its, block.first) if block.tensors else ():
             for tensor in one.tensors.values():
