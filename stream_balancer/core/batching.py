@@ -5,7 +5,7 @@ padding copies. Pure: reads the state, changes nothing. When a batch leaves is d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.core.executions import ExecutionKey, denominators_of, execution_of, sizes_in, sizes_of
+from stream_balancer.core.executions import ExecutionKey, denominators_of, execution_of, labels_of, sizes_in, sizes_of
 from stream_balancer.core.open_step import OpenStep
 from stream_balancer.core.state import BalancerState
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
@@ -99,13 +99,13 @@ def _kept_together(rollouts: Sequence[Rollout], most: int) -> Ints:
     """[n] a label for the samples of one execution, which divide by what is in their mini-batch, and for the siblings
     of a group of at most so many; -1 for the others."""
     sizes = Counter(one.group_id for one in rollouts)
-    numbers: dict[object, int] = {}
-    labels = []
-    for one in rollouts:
-        whole = one.group_id is not None and sizes[one.group_id] <= most
-        key = (one.group_id,) if whole else execution_of(one)
-        labels.append(-1 if not whole and one.execution_id is None else numbers.setdefault(key, len(numbers)))
-    return np.array(labels, dtype=np.int64)
+
+    def key(one: Rollout) -> Hashable:
+        if one.group_id is not None and sizes[one.group_id] <= most:
+            return (one.group_id,)
+        return None if one.execution_id is None else execution_of(one)
+
+    return labels_of(map(key, rollouts))
 
 
 def make_batch(

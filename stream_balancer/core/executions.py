@@ -3,10 +3,13 @@ a step holds. Pure counting over rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import TypeAlias
 
+import numpy as np
+
+from stream_balancer.planning.arrays import Ints
 from stream_balancer.types import Denominators, ExecutionSize, Rollout
 
 ExecutionKey: TypeAlias = str | tuple[str | None, str]
@@ -16,6 +19,12 @@ ExecutionKey: TypeAlias = str | tuple[str | None, str]
 def execution_of(rollout: Rollout) -> ExecutionKey:
     """The execution that a rollout is a sample of. O(1)."""
     return rollout.rollout_id if rollout.execution_id is None else (rollout.group_id, rollout.execution_id)
+
+
+def labels_of(keys: Iterable[Hashable]) -> Ints:
+    """[n] a small number for each key, the same for equal ones; -1 for None. O(n)."""
+    numbers: dict[Hashable, int] = {None: -1}
+    return np.array([numbers.setdefault(key, len(numbers) - 1) for key in keys], dtype=np.int64)
 
 
 def num_executions(rollouts: Sequence[Rollout]) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
+from stream_balancer.core.executions import labels_of
 from stream_balancer.errors import RolloutError
 from stream_balancer.planning import PlanKnobs, Waiting
 from stream_balancer.planning.arrays import Floats, Ints
@@ -92,14 +93,12 @@ class Pricing:
         """The planner's columns of rollouts that all go, oldest first. O(n)."""
         number = len(rollouts)
         everybody = np.ones(number, dtype=np.bool_)
-        # -1 = no group; the others are numbered as they come
-        labels: dict[str | None, int] = {None: -1}
         waiting = Waiting(
             costs=np.array([self.cost_of(rollout) for rollout in rollouts], dtype=np.float64),
             lengths=np.array([rollout.num_tokens for rollout in rollouts], dtype=np.int64),
             skips=np.zeros(number, dtype=np.int64),
             due=everybody,
-            groups=np.array([labels.setdefault(r.group_id, len(labels) - 1) for r in rollouts], dtype=np.int64),
+            groups=labels_of(rollout.group_id for rollout in rollouts),
             group_complete=everybody,
         )
         return self.with_prefixes(waiting, rollouts)
@@ -111,15 +110,8 @@ class Pricing:
         """
         if not self._config.groups.share_prefixes:
             return waiting
-        numbers: dict[str | None, int] = {}
         lengths = np.array([0 if r.cost is not None else r.prefix for r in rollouts], dtype=np.int64)
-        siblings = np.array(
-            [
-                numbers.setdefault(r.group_id, len(numbers)) if length else -1
-                for r, length in zip(rollouts, lengths, strict=True)
-            ],
-            dtype=np.int64,
-        )
+        siblings = labels_of(r.group_id if length else None for r, length in zip(rollouts, lengths, strict=True))
         costs, shares = np.zeros(lengths.size), np.flatnonzero(lengths)
         if shares.size:
             # a model is only known to have a price for whole lengths
