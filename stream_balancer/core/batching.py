@@ -15,7 +15,6 @@ import numpy as np
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.executions import ExecutionKey, denominators_of, execution_of, labels_of, sizes_in, sizes_of
-from stream_balancer.core.open_step import OpenStep
 from stream_balancer.core.state import BalancerState
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.arrays import Bools, Ints
@@ -108,16 +107,9 @@ def _kept_together(rollouts: Sequence[Rollout], most: int) -> Ints:
     return labels_of(map(key, rollouts))
 
 
-def make_batch(
-    state: BalancerState,
-    plan: Plan,
-    rows: Ints,
-    reason: Reason,
-    now: float,
-    opened: OpenStep | None = None,
-) -> Batch:
-    """The batch of the next step, or a row of the step that is ``opened``, from a plan and its rows; its rollouts are
-    still in the buffer. O(rollouts in it)."""
+def make_batch(state: BalancerState, plan: Plan, rows: Ints, reason: Reason, now: float, had: int = 0) -> Batch:
+    """The batch of the next step, or a row of an open step that has ``had`` so many padding copies, from a plan and its
+    rows; its rollouts are still in the buffer. O(rollouts in it)."""
     buffer = state.buffer
     rollouts = buffer.rollouts(rows)
     torn = ~buffer.complete[rows] | np.isin(buffer.labels[rows], plan.incomplete_groups)
@@ -125,12 +117,12 @@ def make_batch(
         state.config,
         plan,
         dict(zip(rows.tolist(), rollouts, strict=True)),
-        step=state.in_flight.next_step,
+        state.in_flight.next_step,
         reason=reason,
         oldest_wait_s=max(now - float(buffer.arrived_at[rows].min(initial=now)), 0.0),
         incomplete_groups=tuple(sorted({r.group_id or "" for r in compress(rollouts, torn.tolist())})),
         originals=rollouts or buffer.rollouts(np.flatnonzero(buffer.taken)),
-        had=0 if opened is None else opened.num_padding,
+        had=had,
     )
 
 
@@ -152,7 +144,7 @@ def plan_again(state: BalancerState, batch: Batch) -> Batch:
         state.config,
         plan,
         {row: rollouts[row] for row in rows_of(plan).tolist()},
-        step=batch.step,
+        batch.step,
         reason=batch.reason,
         oldest_wait_s=batch.oldest_wait_s,
         incomplete_groups=batch.incomplete_groups,
@@ -179,8 +171,7 @@ def lay_out(
     plan = plan_of_all(state, rollouts, step, knobs if lockstep else replace(knobs, micro_batch_counts="free"))
     chosen = {row: rollouts[row] for row in rows_of(plan).tolist()}
     micro_batches = _micro_batches(plan, chosen, sizes_of(_real(of_step)))
-    numbers = _num_micro_batches(micro_batches, state.config, least=0, same=lockstep)
-    _add_padding([micro_batches], [numbers], list(chosen.values()), step, had)
+    _fill_up([micro_batches], state.config, list(chosen.values()), step, had, least=0, same=lockstep)
     return micro_batches
 
 
@@ -198,34 +189,29 @@ def batch_of_plan(
     config: BalancerConfig,
     plan: Plan,
     chosen: Mapping[int, Rollout],
-    *,
     step: int,
-    reason: Reason,
-    oldest_wait_s: float,
-    incomplete_groups: tuple[str, ...],
+    *,
     originals: Sequence[Rollout] = (),
     had: int = 0,
+    **fields: Any,
 ) -> Batch:
     """A plan made into a batch. ``chosen``: its rollouts by their rows, in the plan's order. ``originals``: of padding
-    copies, where not these; ``had``: copies of the step so far. O(rollouts)."""
+    copies, where not these; ``had``: copies of the step so far; ``fields``: what the plan does not say. O(rollouts)."""
     rollouts = list(chosen.values())
     executions = sizes_of(rollouts)
     mini_batches = [_micro_batches(one, chosen, executions) for one in plan.pieces]
     same = config.micro_batches.counts == "equal"
-    numbers = [_num_micro_batches(one, config, least=1, same=same) for one in mini_batches]
-    num_padding = _add_padding(mini_batches, numbers, originals or rollouts, step, had)
+    num_padding = _fill_up(mini_batches, config, originals or rollouts, step, had, least=1, same=same)
     return assembled(
         step,
         mini_batches,
         # of the planner, not summed anew: a rank batch says the work that the choice was made by
         [one.finishes.tolist() for one in plan.pieces],
-        reason=reason,
         finish=plan.finish,
         lower_bound=plan.lower_bound,
-        oldest_wait_s=oldest_wait_s,
         num_padding=num_padding,
-        incomplete_groups=incomplete_groups,
         sharing_cost=plan.sharing_cost,
+        **fields,
     )
 
 
@@ -300,33 +286,26 @@ def micro_batch_of(
     return MicroBatch.shared(rollouts, *block_of(rank, degree), sizes)
 
 
-def _num_micro_batches(
-    micro_batches: Sequence[Sequence[MicroBatch]], config: BalancerConfig, *, least: int, same: bool
-) -> list[int]:
-    """[rank] how many it runs: a multiple, at least so many, and the ``same`` number on all ranks."""
-    multiple = config.micro_batches.multiple_of
-    numbers = [max(-(-len(of_rank) // multiple), least) * multiple for of_rank in micro_batches]
-    # a rank that ran fewer where all meet would leave the others waiting in a collective for ever
-    return [max(numbers)] * len(numbers) if same else numbers
-
-
-def _add_padding(
+def _fill_up(
     mini_batches: Sequence[list[list[MicroBatch]]],
-    numbers: Sequence[Sequence[int]],
+    config: BalancerConfig,
     real: Sequence[Rollout],
     step: int,
-    had: int = 0,
+    had: int,
+    *,
+    least: int,
+    same: bool,
 ) -> int:
-    """Every rank gets its number of micro-batches in every mini-batch, in place: a padding copy each where it has
-    fewer. ``had``: padding copies of the step before these. -> how many."""
-    missing = [
-        (of_rank, rank)
-        for ranks, of_ranks in zip(mini_batches, numbers, strict=True)
-        for rank, (of_rank, number) in enumerate(zip(ranks, of_ranks, strict=True))
-        for _ in range(len(of_rank), number)
-    ]
-    if missing:
-        original = cheapest_to_copy(real)
-        for place, (of_rank, rank) in enumerate(missing, had):
-            of_rank.append(MicroBatch.of([original.padding_copy(f"{PADDING_PREFIX}{step}-{rank}-{place}")]))
-    return len(missing)
+    """Every rank gets a multiple of micro-batches in every mini-batch, in place: at least so many, and the ``same``
+    number on all ranks; a padding copy each where it has fewer. ``had``: copies of the step before these. -> how
+    many."""
+    multiple, original, number = config.micro_batches.multiple_of, None, had
+    for ranks in mini_batches:
+        wanted = [max(-(-len(of_rank) // multiple), least) * multiple for of_rank in ranks]
+        for rank, of_rank in enumerate(ranks):
+            # a rank that ran fewer where all meet would leave the others waiting in a collective for ever
+            for _ in range(len(of_rank), max(wanted) if same else wanted[rank]):
+                original = original or cheapest_to_copy(real)
+                of_rank.append(MicroBatch.of([original.padding_copy(f"{PADDING_PREFIX}{step}-{rank}-{number}")]))
+                number += 1
+    return number - had

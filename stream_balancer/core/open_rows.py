@@ -35,7 +35,7 @@ def make_row(state: BalancerState, opened: OpenStep, rows: Ints, reason: Reason,
     if rows.size:
         all_of_them = plan_of_all(state, state.buffer.rollouts(rows), state.in_flight.next_step, state.pricing.knobs)
         plan = opened.spread(in_rows(all_of_them, rows))
-    row = make_batch(state, plan, rows_of(plan) if rows.size else rows, reason, now, opened)
+    row = make_batch(state, plan, rows_of(plan) if rows.size else rows, reason, now, opened.num_padding)
     # what to divide by is known with the last row
     return replace(row, ranks=tuple(replace(one, denominators=None) for one in row.ranks))
 
