@@ -12,7 +12,6 @@ waiting.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -231,12 +230,6 @@ class Buffer:
     def oldest_arrival(self) -> float:
         """Arrival time of the oldest waiting rollout, in seconds; inf if none waits. O(1)."""
         return float(self.arrived_at[0]) if self.num_waiting else float("inf")
-
-    def length_quantiles(self, fractions: Sequence[float]) -> tuple[int, ...]:
-        """Lengths at the given fractions of their order, in tokens; empty if none waits. O(n log n)."""
-        if not self.num_waiting:
-            return ()
-        return tuple(np.quantile(self.lengths, fractions, method="nearest").tolist())
 
     def siblings(self, group_id: str) -> Ints:
         """Rows of the rollouts of a group that wait here, and are not being trained on. O(n)."""

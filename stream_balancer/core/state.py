@@ -34,6 +34,9 @@ from stream_balancer.planning.step_size import surplus_after
 from stream_balancer.statistics import Statistics
 from stream_balancer.types import Batch, EvictReason, Rollout
 
+_SHARES = (0.0, 0.5, 0.9, 1.0)
+"""Quantiles of the lengths that are told."""
+
 
 class BalancerState:
     """All that a balancer knows, without its observers."""
@@ -195,7 +198,9 @@ class BalancerState:
             waiting=len(buffer),
             waiting_tokens=buffer.num_tokens,
             waiting_bytes=buffer.num_bytes,
-            waiting_lengths=buffer.length_quantiles((0.0, 0.5, 0.9, 1.0)),
+            waiting_lengths=tuple(np.quantile(buffer.lengths, _SHARES, method="nearest").tolist())
+            if len(buffer)
+            else (),
             in_flight=sum(batch.num_rollouts for batch in in_flight.batches()),
             redelivering=in_flight.num_redelivering,
             open_groups=len(buffer.groups.incomplete()),

@@ -5,6 +5,7 @@ decided in ``planning.selection``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
@@ -22,9 +23,8 @@ class Strata:
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
-        self._went = np.zeros(0)  # [strata] rollouts dispatched, the older the less
-        # of all rollouts, those without a stratum too
-        self._all_went = 0.0
+        # [1 + strata] rollouts dispatched, the older the less; first those without a stratum
+        self._went = np.zeros(1)
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -44,25 +44,22 @@ class Strata:
         """Rollouts of these strata ([n], -1 for none) have left in one batch. O(n)."""
         if not self._numbers:
             return
-        keep = 1.0 - 1.0 / MEMORY
-        went = np.bincount(numbers[numbers >= 0], minlength=len(self)).astype(np.float64)
-        went[: self._went.size] += keep * self._went
-        self._went, self._all_went = went, keep * self._all_went + numbers.size
+        went = np.bincount(numbers + 1, minlength=1 + len(self)).astype(np.float64)
+        went[: self._went.size] += (1.0 - 1.0 / MEMORY) * self._went
+        self._went = went
 
     def figures(self, numbers: Ints, arrived_at: Floats, now: float) -> dict[str, StratumStatistics]:
         """Figures of each stratum, given those that wait ([n]). O(n), and O(1) where there are none."""
         if not self._numbers:
             return {}
-        waits = numbers >= 0
-        waiting = np.bincount(numbers[waits], minlength=len(self))
-        waited_s = np.bincount(numbers[waits], weights=now - arrived_at[waits], minlength=len(self))
-        went = np.zeros(len(self))
+        count = partial(np.bincount, numbers + 1, minlength=1 + len(self))
+        waiting, waited_s, went = count(), count(weights=now - arrived_at), np.zeros(1 + len(self))
         went[: self._went.size] = self._went
         return {
             stratum: StratumStatistics(
-                waiting=int(waiting[number]),
-                mean_wait_s=float(waited_s[number] / waiting[number]) if waiting[number] else 0.0,
-                share=float(went[number] / self._all_went) if self._all_went else None,
+                waiting=int(waiting[place]),
+                mean_wait_s=float(waited_s[place] / max(waiting[place], 1)),
+                share=float(went[place] / went.sum()) if went.any() else None,
             )
-            for stratum, number in self._numbers.items()
+            for place, stratum in enumerate(self._numbers, 1)
         }

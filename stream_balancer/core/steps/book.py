@@ -104,6 +104,10 @@ class Book:
         self.ranks_touched[item.owner] = None
 
     def disown(self, step: StepState, item: Item) -> None:
+        if item.owner in step.shares:
+            share = step.shares[item.owner]
+            del share.items[item.id]
+            share.unsent.pop(item.id, None)
         step.reset(item)
         self.own(step, item, None)
 

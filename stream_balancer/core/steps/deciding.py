@@ -128,18 +128,13 @@ def _rewind(book: Book, step: StepState) -> None:
 def _renew(book: Book, step: StepState, group: int) -> None:
     """Another number for a group: nobody waits in a collective for a rank that has not begun again. Without owners, if
     one part has none: then it is cut anew."""
-    name, parts = book.new_id(), list(step.groups.pop(group).values())
-    step.groups[name] = {item.id: item for item in parts}
-    is_whole = all(item.owner in step.shares for item in parts)
-    for item in parts:
+    name = book.new_id()
+    parts = step.groups[name] = step.groups.pop(group)
+    is_whole = all(item.owner in step.shares for item in parts.values())
+    for item in parts.values():
         item.group = name
-        if is_whole or item.has_columns:
-            continue
-        if item.owner is not None:
-            share = step.shares[item.owner]
-            del share.items[item.id]
-            share.unsent.pop(item.id, None)
-        book.disown(step, item)
+        if not is_whole and not item.has_columns:
+            book.disown(step, item)
 
 
 def _begin_again(book: Book, share: Share) -> None:

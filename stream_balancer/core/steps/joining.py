@@ -149,8 +149,6 @@ class Joining(Book):
         for id_, seats in recalled.items():
             item = share.items[id_]
             if seats & rank.full == rank.full:
-                del share.items[id_]
-                share.unsent.pop(id_, None)
                 self.disown(step, item)
                 item.is_released = True
                 step.unasked.add(rank.id)
