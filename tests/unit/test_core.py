@@ -65,6 +65,30 @@ def test_sizes_that_cannot_be_are_refused_and_change_nothing() -> None:
     assert free.statistics(0.0).waiting == 2
 
 
+def test_a_sibling_lost_in_flight_may_come_again_by_itself() -> None:
+    core = grouped()
+    core.add_all(siblings(4), 0.0)
+    batch = polled(core)
+    core.mark_missing(batch.step, ["r1"])
+    core.acknowledge(batch.step)
+    core.add(make_rollout(4, "r1", group_id="g0"), 0.0)  # its siblings have been trained on
+    core.force_flush()
+    again = polled(core)
+    assert (again.num_rollouts, again.incomplete_groups) == (1, ())
+    verify(core)
+
+
+def test_the_loss_of_a_group_that_was_done_takes_nothing_from_the_next_of_its_name() -> None:
+    core = grouped()
+    core.add_all(siblings(4), 0.0)
+    batch = polled(core)
+    core.add(make_rollout(5, "next", group_id="g0"), 0.0)
+    core.mark_missing(batch.step, {"r0", "r1"})
+    core.acknowledge(batch.step)
+    assert core.buffer.groups.incomplete() == {"g0": 1}
+    verify(core)
+
+
 def reconfigurable(**knobs: Any) -> BalancerCore:
     return BalancerCore(sb.BalancerConfig(**{"dp_size": 1, "batch_size": 2, "window": 4, **knobs}))
 
@@ -134,6 +158,13 @@ def test_a_grouped_balancer_refuses_a_rollout_without_a_group() -> None:
     assert core.statistics(0.0).accepted == 0
     core = reconfigurable(batch_size=8, window=8, groups=sb.Groups(size=8, keep="free"))  # there groups play no part
     core.add(make_rollout(5), 0.0)
+
+
+def test_a_rank_without_a_rollout_runs_as_many_micro_batches_as_a_multiple_asks_for() -> None:
+    core = reconfigurable(dp_size=2, batch_size=4, micro_batches={"multiple_of": 2, "counts": "free"})
+    core.add(make_rollout(3), 0.0)
+    core.end()
+    assert [len(one.micro_batches) for one in polled(core).ranks] == [2, 2]
 
 
 @pytest.mark.parametrize("max_skips", [None, 10**8, 10**30])

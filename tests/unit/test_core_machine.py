@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -133,6 +134,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.dispatched: set[str] = set()
         self.evicted: set[str] = set()
         self.acknowledged: set[int] = set()
+        self.through: set[int] = set()
+        """Steps in flight that the trainer is through with."""
         self.passed_over: dict[str, int] = {}
         self.step_tokens: list[int] = []
         self.surplus = 0
@@ -156,6 +159,7 @@ class CoreMachine(RuleBasedStateMachine):
             assert self.core.statistics(self.now) == before
             # A put is held back only while a batch can leave to make room for it, now or after those in flight.
             assert self.core.next_wakeup() == -math.inf or self.too_old_now()
+            assert not self.groups_of(self.waiting()) & {rollout.group_id}, "its place is kept"
         except sb.errors.RolloutError:
             assert rollout.nbytes > (self.core.config.limits.bytes or math.inf)
             assert self.core.statistics(self.now) == before
@@ -251,7 +255,8 @@ class CoreMachine(RuleBasedStateMachine):
             assert cut
             assert not self.core.buffer.groups.incomplete().keys() & cut
         config, before = self.core.config, self.core.statistics(self.now)
-        ready = self.core.next_wakeup()
+        ready, held_back = self.core.next_wakeup(), self.too_old_now()
+        short = self.core.buffer.groups.incomplete().keys()
         batch = self.core.poll(self.now)
         if batch is None:
             assert self.core.next_wakeup() > self.now, "a failed poll must not ask to be repeated at once"
@@ -268,8 +273,12 @@ class CoreMachine(RuleBasedStateMachine):
         assert len(real) == batch.num_rollouts
         assert not real & self.dispatched
         assert real <= self.accepted.keys()
+        left = self.groups_of(self.accepted[name] for name in real)
+        assert left & short <= {*batch.incomplete_groups}
+        assert not left & self.groups_of(held_back), "siblings wait for one that is held back"
+        assert not real & {rollout.rollout_id for rollout in held_back}
         self.dispatched |= real
-        free = config.groups.size is None or config.groups.keep == "free"
+        free = config.groups.kept is None
         held_back = {rollout.rollout_id for rollout in self.too_old_now()}
         for name in self.accepted.keys() - self.dispatched - self.evicted - held_back if free else ():
             self.passed_over[name] = self.passed_over.get(name, 0) + 1
@@ -320,17 +329,24 @@ class CoreMachine(RuleBasedStateMachine):
         """The trainer is through with the oldest batch, and acknowledges it later."""
         for batch in self.core.in_flight.delivered()[:1]:
             self.core.finish_training(batch.step)
+            self.through.add(batch.step)
+
+    def waiting(self) -> list[sb.Rollout]:
+        return [self.accepted[name] for name in self.accepted.keys() - self.dispatched - self.evicted]
+
+    def groups_of(self, rollouts: Iterable[sb.Rollout]) -> set[str]:
+        """Groups that stay together, of these."""
+        names = {rollout.group_id for rollout in rollouts} if self.core.config.groups.kept is not None else {None}
+        return {name for name in names if name is not None}
 
     def too_old_now(self) -> list[sb.Rollout]:
         """Rollouts that wait because every batch before them may make a version."""
         c, version = self.core.config, self.core.staleness.version
         if c.staleness.max_versions is None or c.staleness.on_stale == "send" or version is None:
             return []
-        latest = version + len(
-            self.core.in_flight.delivered()
-        )  # at the least that many are not worked through, or it is later
-        waiting = [self.accepted[name] for name in self.accepted.keys() - self.dispatched - self.evicted]
-        return [r for r in waiting if r.min_version is not None and latest - r.min_version > c.staleness.max_versions]
+        latest = version + sum(batch.step not in self.through for batch in self.core.in_flight.delivered())
+        ages = [(r, latest - r.min_version) for r in self.waiting() if r.min_version is not None]
+        return [rollout for rollout, age in ages if age > c.staleness.max_versions]
 
     @rule(data=st.data())
     def nack(self, data: st.DataObject) -> None:
@@ -341,6 +357,7 @@ class CoreMachine(RuleBasedStateMachine):
         before = self.core.statistics(self.now)
         for batch in (*chosen, chosen[0]):
             self.core.nack(batch.step)
+            self.through.discard(batch.step)
         verify(self.core)
         after = self.core.statistics(self.now)
         assert after.redelivering == sum(b.num_rollouts for b in chosen) == after.nacked - before.nacked
@@ -507,6 +524,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert groups.declarations() == declared
         assert incomplete.items() <= groups.incomplete().items()
         self.ended = False
+        self.through = set()
         flying = {r.rollout_id for b in snapshot.in_flight for r in b.rollouts if not r.is_padding}
         self.dispatched -= flying
         self.passed_over = {}

@@ -66,6 +66,11 @@ def test_a_group_of_another_size_is_cut_by_its_own_half() -> None:
     core = cutting(window=8, batch_size=8)
     core.add_all([], 0.0, GroupSize("few", 2))
     core.add(sibling("f0", group_id="few"), 1.0)
+    core.add_all([], 0.0, GroupSize("three", 3))
+    for number, at in enumerate([1.0, 2.0]):
+        core.add(sibling(f"t{number}", group_id="three"), at)
+    assert core.next_wakeup() == 4.0  # half of three are two
+    assert core.cut_stragglers(4.0)
     core.add_all([], 0.0, GroupSize("many", 8))
     for number in range(4):
         core.add(sibling(f"m{number}", group_id="many"), 1.0 + number)
@@ -129,6 +134,16 @@ def test_time_begins_anew_in_a_balancer_that_was_started_again() -> None:
         other.add(sibling(name, group_id="g1"), at)
     assert other.cut_stragglers(209.0)
     assert other.next_wakeup() == 212.0
+
+
+def test_what_is_lost_of_a_group_that_was_cut_is_not_waited_for() -> None:
+    core = cutting()
+    core.add_all([sibling("r0"), sibling("r1")], 0.0)
+    assert core.cut_stragglers(0.0)
+    core.evict_lost(lambda one: one.rollout_id == "r0")
+    core.force_flush()
+    assert polled(core, 1.0).num_rollouts == 1
+    verify(core)
 
 
 def test_a_name_that_is_used_again_begins_anew() -> None:
