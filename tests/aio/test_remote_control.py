@@ -125,6 +125,37 @@ async def test_a_put_that_is_cancelled_gives_its_place_back_to_its_slot() -> Non
         assert (slot.left, balancer.statistics().reserved) == (2, 2)
 
 
+async def test_a_put_whose_reply_was_lost_has_taken_its_place() -> None:
+    async def accept(_: object) -> bool:
+        await anyio.sleep(1)
+        return True
+
+    async with over_memory(accept=accept) as (balancer, network, tasks):
+        producer = connected(network, rejoin=True)
+        async with producer.reserve(2) as slot:
+            tasks.start_soon(slot.put, make_rollout(3, "a"))
+            await anyio.sleep(0.5)
+            wire_of(producer).hold()
+            await anyio.sleep(1)
+            wire_of(producer).cut("the network broke")
+            await settle()
+            assert (slot.left, balancer.statistics().reserved, waiting(balancer)) == (1, 1, ["a"])
+
+
+async def test_the_end_of_a_producer_takes_back_what_waits_to_be_reserved() -> None:
+    async with over_memory() as (balancer, network, tasks), balancer.reserve(8):
+        producer = connected(network)
+
+        async def reserve() -> None:
+            with pytest.raises(sb.errors.ClosedResourceError):
+                await producer.reserve(3).__aenter__()
+
+        tasks.start_soon(reserve)
+        await settle()
+        with anyio.fail_after(1):
+            await producer.end()
+
+
 async def test_a_slot_in_whose_place_others_have_begun_is_given_back_by_name(caplog: pytest.LogCaptureFixture) -> None:
     async with over_memory() as (balancer, network, _):
         producer = connected(network, rejoin=True)

@@ -229,6 +229,28 @@ def test_a_rollout_ages_until_its_training_begins() -> None:
     assert core.statistics(0.0).training_age == age
 
 
+def test_siblings_of_one_that_is_held_back_are_held_back() -> None:
+    core = versioned(groups=sb.Groups(size=2))
+    put_versions(core, 1, 1, group_id="a")
+    dispatch(core)
+    put_versions(core, 0, 2, group_id="b")
+    assert core.poll(0.0) is None
+    young = put_versions(core, 2, 2, group_id="c")
+    assert {r.rollout_id for r in dispatch(core).rollouts} == set(young)
+
+
+def test_a_step_given_back_is_ahead_again() -> None:
+    """It will be trained on, and may make a version."""
+    core = versioned()
+    put_versions(core, 1, 1)
+    batch = dispatch(core)
+    core.finish_training(batch.step)
+    put_versions(core, 0, 0)
+    core.nack(batch.step)
+    assert dispatch(core).step == batch.step
+    assert core.poll(0.0) is None
+
+
 def in_stratum(num_tokens: int, stratum: Any = None, **more: Any) -> sb.Rollout:
     metadata = {} if stratum is None else {"stratum": stratum}
     return sb.Rollout(tokens={"input_ids": torch.arange(num_tokens)}, metadata=metadata, **more)

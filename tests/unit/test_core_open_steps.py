@@ -8,7 +8,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from cores import learning_core
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from invariants import verify
 
@@ -109,6 +109,7 @@ class Trainer:
         self.in_flight.clear()
 
 
+@example(KNOBS[2], [*[("put", 5), ("put", 5), ("row", 0)] * 2, *[("put", 5)] * 4])  # padding copies in several rows
 @given(st.sampled_from(KNOBS), CALLS)
 def test_rows_add_up_to_steps_and_every_rollout_is_in_one(
     knobs: dict[str, object], calls: list[tuple[str, int]]
