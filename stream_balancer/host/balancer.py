@@ -47,7 +47,6 @@ from stream_balancer.host.observers import Notices
 from stream_balancer.host.producer_registry import ProducerRegistry
 from stream_balancer.host.puts import PendingPut, Puts
 from stream_balancer.host.recorder import Recorder
-from stream_balancer.host.records import Ended
 from stream_balancer.host.wakeups import StallReporter, Wakeups
 from stream_balancer.slots import Reservation
 from stream_balancer.statistics import Statistics, Straggler
@@ -109,16 +108,15 @@ class StreamBalancer(OfOneProcess):
         core, throttle = BalancerCore(config), Throttle()
         self._wakeups = wakeups = Wakeups(core, throttle, StallReporter(report_after_s, self._why_stalled, _log))
         self._journal = None if journal is None else Journal(journal)
+        handed = Handed() if self._journal is None else self._journal.handed
         self.parts = Parts(
             core,
             Puts(core, wakeups, throttle, accept, self._journal),
-            Consumer(core, wakeups, Handed() if self._journal is None else self._journal.handed),
+            Consumer(core, wakeups, handed),
             wakeups,
-            ProducerRegistry(self.end, num_producers),
+            ProducerRegistry(handed, self.end, num_producers),
         )
         self._idle = learn.attach(core)
-        if self._journal is not None:
-            self.parts.producers.write = self._journal.put
         self._recorder: Recorder | None = None
         self.observers: list[Observer] = core.observers
         """Observers of what happens (:class:`Observer`), notified in this order in the loop's thread. Append yours."""
@@ -359,7 +357,7 @@ class StreamBalancer(OfOneProcess):
         self._wakeups.enter("__aenter__")
         if self._journal is not None:
             await self._journal.recover(self.parts.core)
-            self.parts.producers.follow((self._journal.records.all_of(Ended) or [Ended()])[-1])
+            self.parts.producers.follow()
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from stream_balancer.errors import WireError
 from stream_balancer.types import MicroBatch, Rollout, SharedRollout
-from stream_balancer.types.shared import join_column, part_of
+from stream_balancer.types.shared import join_column
 from stream_balancer.wire.codec import decode_columns
 from stream_balancer.wire.payload import Memory
 
@@ -58,10 +57,11 @@ class Columns:
         given = self._given.get(step)
         if given is None:
             return micro_batch
-        its = [_with_columns(rollout, given) for rollout in micro_batch.rollouts]
         # made anew, and not changed: other ranks, and a redelivery, may be sent the one without columns
-        made = MicroBatch.of(its, micro_batch.lengths, micro_batch.execution_sizes)
-        return replace(made, cp_group=micro_batch.cp_group, cp_rank=micro_batch.cp_rank)
+        wholes, sizes = [_with_columns(rollout, given) for rollout in micro_batch.rollouts], micro_batch.execution_sizes
+        if micro_batch.cp_group:
+            return MicroBatch.shared(wholes, micro_batch.cp_group, micro_batch.cp_rank, sizes)
+        return MicroBatch.of(wholes, micro_batch.lengths, sizes)
 
     def drop(self, step: int) -> None:
         """The step needs them no more."""
@@ -79,20 +79,18 @@ class Columns:
 
 
 def _with_columns(rollout: Rollout, given: Mapping[str, _Given]) -> Rollout:
-    whole = rollout.whole if isinstance(rollout, SharedRollout) else rollout
-    assert whole is not None
-    # a role keeps the parts of the first plan, though the trainer's may have been laid out anew
-    joined = {name: _join(parts, whole.num_tokens) for name, parts in given.get(whole.rollout_id, {}).items()}
-    if rollout.is_padding and (not joined or any(len(one) != rollout.num_tokens for one in joined.values())):
-        # a copy that was made when others took over: no role has seen it, and it weighs nothing
+    whole = (isinstance(rollout, SharedRollout) and rollout.whole) or rollout
+    if whole.is_padding:
+        # it weighs nothing; and of a copy that was made when others took over no role has seen anything
         columns = next(iter(given.values()))
-        joined = {name: next(iter(parts.values())).new_zeros(rollout.num_tokens) for name, parts in columns.items()}
-    made = whole.with_late_columns(joined)
-    return part_of(made, rollout.cp_degree, rollout.cp_rank) if isinstance(rollout, SharedRollout) else made
-
-
-def _join(parts: Mapping[int, Tensor], num_tokens: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else join_column([parts[part] for part in sorted(parts)], num_tokens)
+        joined = {name: next(iter(parts.values())).new_zeros(whole.num_tokens) for name, parts in columns.items()}
+    else:
+        # a role keeps the parts of the first plan, though the trainer's may have been laid out anew
+        joined = {
+            name: parts[0] if len(parts) == 1 else join_column([parts[n] for n in sorted(parts)], whole.num_tokens)
+            for name, parts in given.get(whole.rollout_id, {}).items()
+        }
+    return whole.with_late_columns(joined)
 
 
 def check_roles(roles: Mapping[str, Iterable[str]]) -> None:

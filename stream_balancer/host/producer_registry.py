@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from stream_balancer.host.journal.handed import Handed
 from stream_balancer.host.records import Ended
 
 _MOST_NAMED = 5
@@ -16,7 +17,7 @@ _MOST_NAMED = 5
 class ProducerRegistry:
     """The producers of one balancer."""
 
-    def __init__(self, end: Callable[[], object], num_producers: int | None) -> None:
+    def __init__(self, handed: Handed, end: Callable[[], object], num_producers: int | None) -> None:
         """``end()`` ends the balancer: once ``num_producers`` have ended (None: one), and all others that are
         connected."""
         if num_producers is not None and num_producers < 1:
@@ -24,18 +25,17 @@ class ProducerRegistry:
                 f"num_producers must be >= 1, not {num_producers}: leave it out to end once one producer has ended and "
                 "no other is connected that has not"
             )
-        self._end, self._num_producers = end, num_producers
+        self._handed, self._end, self._num_producers = handed, end, num_producers
         self._names: dict[bytes, str] = {}  # of those that are connected, by session
         self._left: dict[bytes, str] = {}  # of the last ones that are gone, and have not ended
         self._ended: set[bytes] = set()  # also of controllers before this one, by the journal
         self._is_over = False  # said once: the journal may be another run's by the time that the last ones leave
         self.attended = False
         """Producers in other processes can connect."""
-        self.write: Callable[[Ended], object] = lambda _: None
-        """Puts into the journal who has ended."""
 
-    def follow(self, ended: Ended) -> None:
+    def follow(self) -> None:
         """Go on from what a journal says."""
+        ended = next((one for one in self._handed.rows.values() if isinstance(one, Ended)), Ended())
         self._ended, self._is_over = set(ended.sessions), ended.all
         if self._is_over:  # nobody comes to say it again
             self._end()
@@ -43,7 +43,7 @@ class ProducerRegistry:
     def forget(self) -> None:
         """All is done: the next run with this journal is a new one."""
         if self._ended:
-            self.write(Ended())
+            self._handed.note(Ended())
 
     def joined(self, session: bytes, name: str) -> None:
         """A producer is connected, perhaps again."""
@@ -96,7 +96,7 @@ class ProducerRegistry:
         if self._is_over:
             self._end()
         # with the end itself: a restart in between must not wait for producers that have gone for good
-        self.write(Ended(sorted(self._ended), self._is_over))
+        self._handed.note(Ended(sorted(self._ended), self._is_over))
 
     def _is_last(self) -> bool:
         # One that had ended may have been started again, and end twice: so whoever is connected is waited for.

@@ -1,5 +1,6 @@
-"""Facts of ranks and of steps in flight that outlive ``serve``, and, with a journal, the controller: which ranks have
-acknowledged a step, what is masked in it, which incarnations were given up, and who was told of the end.
+"""Facts of peers and of steps in flight that outlive ``serve``, and, with a journal, the controller: which ranks have
+acknowledged a step, what is masked in it, which incarnations were given up, who was told of the end, and which
+producers have ended.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from msgspec.structs import replace
 
-from stream_balancer.host.records import Acked, Came
+from stream_balancer.host.records import Acked, Came, Fact
 
 
 async def _no_disk() -> None:
@@ -20,17 +21,17 @@ class Handed:
     far is on the disk."""
 
     def __init__(
-        self, write: Callable[[Acked | Came], object] = lambda _: None, flush: Callable[[], Awaitable[None]] = _no_disk
+        self, write: Callable[[Fact], object] = lambda _: None, flush: Callable[[], Awaitable[None]] = _no_disk
     ) -> None:
         self.write, self.flush = write, flush
-        self.rows: dict[str, Acked | Came] = {}
+        self.rows: dict[str, Fact] = {}
         """By key, the last of each."""
 
-    def follow(self, facts: Iterable[Acked | Came]) -> None:
+    def follow(self, facts: Iterable[Fact]) -> None:
         """Go on from what a journal says."""
         self.rows = {one.key: one for one in facts}
 
-    def note(self, fact: Acked | Came) -> None:
+    def note(self, fact: Fact) -> None:
         """The fact holds from now on."""
         # a feed that joins again after each broken link must not cost a transaction each time
         if self.rows.get(fact.key) != fact:

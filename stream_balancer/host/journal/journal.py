@@ -34,6 +34,7 @@ from stream_balancer.host.records import (
     Acked,
     Came,
     Done,
+    Ended,
     Fact,
     Group,
     HeldRollout,
@@ -173,7 +174,7 @@ class Journal(Observer):
         return snapshot
 
     def _follow(self, records: Records) -> None:
-        self.handed.follow([*records.all_of(Acked), *records.all_of(Came)])
+        self.handed.follow(one for one in records.facts if isinstance(one, Acked | Came | Ended))
         self._done = deque(records.all_of(Done))
         self._num_done = sum(len(one.ids) for one in self._done)
 
