@@ -108,7 +108,7 @@ class StreamBalancer(OfOneProcess):
         core, throttle = BalancerCore(config), Throttle()
         self._wakeups = wakeups = Wakeups(core, throttle, StallReporter(report_after_s, self._why_stalled, _log))
         self._journal = None if journal is None else Journal(journal)
-        handed = Handed() if self._journal is None else self._journal.handed
+        handed = self._journal or Handed()
         self.parts = Parts(
             core,
             Puts(core, wakeups, throttle, accept, self._journal),

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import anyio
+
 from stream_balancer.core.diagnosis import why_ranks_wait
 from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.state import Item, RankId
@@ -14,16 +16,19 @@ from stream_balancer.host.columns import Columns
 from stream_balancer.host.plans import StepPlan, laid_out_anew, new_generation
 from stream_balancer.host.ranks import Ranks
 from stream_balancer.host.records import Acked
+from stream_balancer.host.transport import Transport
 
 
 class InFlight:
     """Steps in flight, and the ranks that have them."""
 
     def __init__(
-        self, balancer: StreamBalancer, roles: Mapping[str, Sequence[str]], dp_size: int, rejoin_timeout_s: float, *,
-        replan: bool, moves: bool,
+        self, balancer: StreamBalancer, transport: Transport, roles: Mapping[str, Sequence[str]],
+        rejoin_timeout_s: float, *, replan: bool, moves: bool,
     ) -> None:  # fmt: skip
-        self.balancer, self.core, self.handed = balancer, balancer.parts.core, balancer.parts.consumer.handed
+        self.balancer, self.transport, self.core = balancer, transport, balancer.parts.core
+        self.consumer, self.handed = balancer.parts.consumer, balancer.parts.consumer.handed
+        self.reporter = balancer.parts.wakeups.reporter
         self.replan = replan
         """Others take over the work of a lost rank."""
         self.lockstep = replan and balancer.config.sync == "micro_batch"
@@ -33,9 +38,16 @@ class InFlight:
         self.columns = Columns(roles)
         self.ledger = Ledger(self._lay_out, meets=replan or moves, moves=moves, generation=new_generation())
         # ranks may live longer than this run, and than the controller: what is known of them is passed on
-        self.ranks = Ranks(self.ledger, self.core, roles, dp_size, rejoin_timeout_s, self.handed.came)
+        self.ranks = Ranks(self.ledger, self.core, roles, transport.dp_size, rejoin_timeout_s, self.handed.came)
         self.plans: dict[int, StepPlan] = {}
         """By step."""
+        self.facts, self.changes = anyio.Event(), anyio.Event()
+
+    def wake(self) -> None:
+        """New facts are there: the task that acts looks at them."""
+        # replaced, not cleared: who waits on the old event is woken, who comes later waits for the next fact
+        self.facts.set()
+        self.facts = anyio.Event()
 
     def _lay_out(self, step: int, old: list[Item], over: list[RankId]) -> list[Item]:
         plan, core = self.plans[step], self.core

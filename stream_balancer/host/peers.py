@@ -13,7 +13,6 @@ that the rank has no more is no fault, since it may have been on its way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -24,12 +23,12 @@ import msgspec
 from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.steps.state import Item
 from stream_balancer.errors import WireError
-from stream_balancer.host.in_flight import InFlight
 from stream_balancer.host.producers import Producers
 from stream_balancer.host.ranks import Member
+from stream_balancer.host.sending import Sender
 from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import Join, Report
-from stream_balancer.net.service import Peer, Service
+from stream_balancer.net.service import Peer
 from stream_balancer.wire.codec import remote_of
 from stream_balancer.wire.payload import Memory
 
@@ -46,26 +45,25 @@ class Times(NamedTuple):
     waited_s: float | None
 
 
-class Peers:
-    """Ranks and producers, while they are attended to."""
-
-    def __init__(self, here: InFlight, service: Service, changed: Callable[[], object]) -> None:
-        """``changed()`` is called after each fact."""
-        self._here, self._changed = here, changed
-        self._producers = Producers(here.balancer, service)
+class Peers(Sender):
+    """Steps in flight, and what ranks and producers say while they are attended to."""
 
     async def attend(self) -> None:
         """Serve peers until cancelled."""
+        self._producers = Producers(self.balancer, self.transport.service)
         # versions come in the order in which they are set, also those of calls that are answered meanwhile
         await self._producers.attend(self._admit, self._on_peer)
 
-    def leave(self, *, is_over: bool) -> None:
-        """End of attending. Unless all ``is_over``, ranks see a loss, and may come to the next ``serve``."""
+    is_over = False
+    """Every rank has all, and was told of the end."""
+
+    def leave(self) -> None:
+        """End of attending. Unless all is over, ranks see a loss, and may come to the next ``serve``."""
         # producers stay: their puts go on, and the next serve() answers what is left
-        for peer in [peer for member in self._here.ranks.connected for peer in member.peers.values()]:
+        for peer in [peer for member in self.ranks.connected for peer in member.peers.values()]:
             # the transport may live on, with nobody who attends: this run must not live with it
             peer.on_report, peer.on_end = lambda *_: None, lambda _: None
-            if is_over:
+            if self.is_over:
                 # the news of the end arrives before
                 peer.close("all is done")
             else:
@@ -76,30 +74,30 @@ class Peers:
     def _admit(self, peer: Peer, join: Join) -> Any:
         if join.kind not in ("rank", "producer"):
             raise WireError(f"a {join.kind} joins, and nobody here expects one")
-        return (self._here.ranks if join.kind == "rank" else self._producers).admit(peer, join)
+        return (self.ranks if join.kind == "rank" else self._producers).admit(peer, join)
 
     def _on_peer(self, peer: Peer) -> None:
         if peer.kind == "producer":
             self._producers.on_peer(peer)
             return
-        member, seat = self._here.ranks.attach(peer)
+        member, seat = self.ranks.attach(peer)
         peer.on_report = partial(self._on_report, member, seat, peer)
         peer.on_end = partial(self._on_end, member, seat, peer)
         # only a role sends columns; from others not a byte is taken into memory
         peer.max_report_bytes = _COLUMN_BYTES if member.id.role else 0
-        self._here.handed.note(member.came)
+        self.handed.note(member.came)
         self._producers.tell_version(peer)
         # a rank is through with all steps that its weights contain, whichever controller it has told
-        for number in [number for number in self._here.ledger.steps if number < member.rank.furthest]:
+        for number in [number for number in self.ledger.steps if number < member.rank.furthest]:
             self._note_through(number)
         member.note_readiness()
-        self._changed()
+        self.wake()
 
     def _on_end(self, member: Member, seat: int, peer: Peer, end: ConnectionEnd) -> None:
         # one that was superseded or given up is lost already
         if member.peers.get(seat) is peer:
-            self._here.ranks.detach(member, seat, end)
-            self._changed()
+            self.ranks.detach(member, seat, end)
+            self.wake()
 
     # what ranks report
 
@@ -108,15 +106,15 @@ class Peers:
         # what one that was superseded or given up still says does not count
         if member.peers.get(seat) is not peer:
             return
-        ledger, fact = self._here.ledger, report.fact
+        ledger, fact = self.ledger, report.fact
         # the attempt tells what was on its way when the step began again from what belongs to it
         of_share = member.id, seat, report.step, report.attempt
         match fact:
             case "taken":
                 ledger.taken(*of_share)
             case "done":
-                for item in self._items(member, report) if member.id.role else ():
-                    self._here.columns.add(report.step, member.id.role, item.payload, report.about, memory)
+                for item in self._named(member, report) if member.id.role else ():
+                    self.columns.add(report.step, member.id.role, item.payload, report.about, memory)
                 ledger.done(*of_share, report.items)
             case "fetched":
                 missing: dict[str, str] = _read(report, dict[str, str])
@@ -133,9 +131,9 @@ class Peers:
             case _:
                 raise WireError(f"{member.name} reports {fact!r}, which nobody knows")
         member.note_readiness()
-        self._changed()
+        self.wake()
 
-    def _items(self, member: Member, report: Report) -> list[Item]:
+    def _named(self, member: Member, report: Report) -> list[Item]:
         """Items that the report names, and that are still the rank's own."""
         share = member.rank.active.get(report.step)
         if share is None or share.attempt != report.attempt:
@@ -145,11 +143,11 @@ class Peers:
 
     def _miss(self, member: Member, report: Report, missing: dict[str, str]) -> None:
         """Rollouts take part as padding copies of weight 0: logged here, counted with the step's acknowledgement."""
-        there = chain.from_iterable(item.payload.rollouts for item in self._items(member, report))
+        there = chain.from_iterable(item.payload.rollouts for item in self._named(member, report))
         lost = {one.rollout_id: one for one in there if one.rollout_id in missing and not one.is_padding}
         if not lost:
             return
-        self._here.core.mark_missing(report.step, [*lost])
+        self.core.mark_missing(report.step, [*lost])
         texts = []
         for name, rollout in [*lost.items()][:_MOST_NAMED]:
             remote = remote_of(rollout)
@@ -165,17 +163,17 @@ class Peers:
         # once for all seats of a rank: they work at the same time
         if times is not None and not member.id.role and share is not None and not share.finished:
             self._record(member, report.step, times)
-        self._here.ledger.finished(member.id, seat, report.step, report.attempt)
+        self.ledger.finished(member.id, seat, report.step, report.attempt)
         self._note_through(report.step)
 
     def _note_through(self, number: int) -> None:
-        step = self._here.ledger.steps.get(number)
+        step = self.ledger.steps.get(number)
         if step is not None and all(step.shares[one].finished for one in step.participants):
             # with the last rank's, another step may leave that is as old
-            self._here.balancer.parts.consumer.worked_through(number)
+            self.consumer.worked_through(number)
 
     def _record(self, member: Member, step: int, times: Times) -> None:
-        plan, now = self._here.plans[step], anyio.current_time()
+        plan, now = self.plans[step], anyio.current_time()
         place = plan.place_of(member.id)
         if place is None:
             return
@@ -186,10 +184,10 @@ class Peers:
             own=times.compute_s is not None,
             waited_s=times.waited_s,
             ready_s=plan.ready_s.get(member.id, 0.0),
-            roles_s=plan.begun_at.get(member.id, now) - plan.planned_at if self._here.columns.names else 0.0,
-            worked_on=plan.worked_on(place, self._here.ledger.items_of(step, member.id)),
+            roles_s=plan.begun_at.get(member.id, now) - plan.planned_at if self.columns.names else 0.0,
+            worked_on=plan.worked_on(place, self.ledger.items_of(step, member.id)),
         )
-        self._here.core.record_step(timing, now)
+        self.core.record_step(timing, now)
 
 
 def _read(report: Report, kind: Any) -> Any:

@@ -36,25 +36,22 @@ from stream_balancer.wire.payload import NOTHING, Payload
 logger = logging.getLogger("stream_balancer.dispatch")
 
 
-class Sender:
-    """Carries out orders, in the event loop."""
+class Sender(InFlight):
+    """Steps in flight, and what is sent of them. Belongs to the event loop."""
 
-    def __init__(self, here: InFlight) -> None:
-        self._here = here
-        self._encoded: dict[tuple[int, tuple[int, ...]], Encoded] = {}
-        self._behind_disk: list[tuple[Any, Peer | None, Message]] = []
-        self._slow: tuple[int, int] | None = None  # rank and step of the straggler that was logged
+    _encoded: dict[tuple[int, tuple[int, ...]], Encoded]
+    _behind_disk: list[tuple[Any, Peer | None, Message]]
+    _slow: tuple[int, int] | None = None  # rank and step of the straggler that was logged
 
     async def carry_out(self, orders: Iterable[Order]) -> None:
         """Carry out all of them. Raises what :func:`encode` does, for work that no rank can be sent; waits for the disk
         where a message must not leave before what was noted with it is there."""
+        self._encoded, self._behind_disk = {}, []
         for order in orders:
             self._carry_out(order)
-        self._encoded.clear()
-        behind, self._behind_disk = self._behind_disk, []
-        if behind:
-            await self._here.handed.flush()
-        for order, peer, message in behind:
+        if self._behind_disk:
+            await self.handed.flush()
+        for order, peer, message in self._behind_disk:
             # it may be another process by now, to which the ledger gives orders of its own
             if self._peer(order) is peer:
                 self._tell(order, message)
@@ -79,13 +76,13 @@ class Sender:
                 self._end(order)
             case Note():
                 # else it is acknowledged by all, which the journal is told by the balancer
-                if order.step in self._here.ledger.steps:
-                    self._here.note(self._here.plans[order.step])
+                if order.step in self.ledger.steps:
+                    self.note(self.plans[order.step])
             case Ack():
                 self._ack(order)
 
     def _peer(self, order: Any) -> Peer | None:
-        return self._here.ranks[order.rank].peers.get(order.seat)
+        return self.ranks[order.rank].peers.get(order.seat)
 
     def _tell(self, order: Any, message: Message, payload: Payload = NOTHING) -> None:
         peer = self._peer(order)
@@ -95,7 +92,7 @@ class Sender:
     # to ranks
 
     def _send(self, order: SendWork) -> None:
-        plan, member = self._here.plans[order.step], self._here.ranks[order.rank]
+        plan, member = self.plans[order.step], self.ranks[order.rank]
         encoded = self._encode(order)
         work = Work(
             step=order.step,
@@ -122,7 +119,7 @@ class Sender:
         encoded = self._encoded.get(key)
         # all seats of a rank get the same bytes, and ranks that share items the same items
         if encoded is None:
-            joined = self._here.columns.joined
+            joined = self.columns.joined
             # a role is sent what the balancer has; the trainer gets what roles have added
             its = [item.payload if item.role else joined(order.step, item.payload) for item in order.items]
             encoded = self._encoded[key] = encode(its, max_bytes=peer.data.max_batch_bytes)
@@ -134,22 +131,22 @@ class Sender:
         return StepHead(
             dp_size=len(plan.ranks),
             load=0.0 if planned is None else planned.load,
-            meets=self._here.ledger.meets and not one.role,
+            meets=self.ledger.meets and not one.role,
             mini_batches=() if planned is None else tuple(MiniBatchHead(*it) for it in planned.mini_batch_sizes),
             rank=None if place == one.number else place,
             # what is masked is known when all are through, so no sizes come before: a loop must not wait for them
-            open=not plan.is_complete or (plan.is_remote and self._here.ledger.meets),
+            open=not plan.is_complete or (plan.is_remote and self.ledger.meets),
         )
 
     def _sizes(self, plan: StepPlan, order: SendWork) -> Sizes | None:
         # what is not known yet comes with the seal
         if not plan.is_complete or (plan.is_remote and not order.rank.role):
             return None
-        share = self._here.ledger.steps[order.step].shares[order.rank]
+        share = self.ledger.steps[order.step].shares[order.rank]
         return None if share.unsent else plan.sizes
 
     def _seal(self, order: SendSeal) -> None:
-        seal, plan = order.seal, self._here.plans[order.seal.step]
+        seal, plan = order.seal, self.plans[order.seal.step]
         message = seal_of(plan, seal.number, [one.number for one in seal.ranks], seal.gone)
         # What is masked must be known to the next controller, if some of the ranks have met by then.
         if seal.gone:
@@ -158,7 +155,7 @@ class Sender:
             self._tell(order, message)
 
     def _drop(self, order: SendDrop) -> None:
-        who, step = self._here.ranks[order.rank].name, order.step
+        who, step = self.ranks[order.rank].name, order.step
         text = (
             f"step {step} is in the weights of the other ranks, which have met without {who}. Take another rank's "
             "weights, or start it again"
@@ -173,26 +170,25 @@ class Sender:
 
     def _end(self, order: SendEnd) -> None:
         # It may be gone for good as soon as it knows: the next controller must not wait for it.
-        self._here.handed.note(self._here.ranks[order.rank].came)
+        self.handed.note(self.ranks[order.rank].came)
         self._behind_disk.append((order, self._peer(order), Notify(end=True)))
 
     # to the balancer
 
     def _ack(self, order: Ack) -> None:
-        here = self._here
         # before the balancer is told, which may wake who plans the next step
-        del here.plans[order.step]
-        here.columns.drop(order.step)
+        del self.plans[order.step]
+        self.columns.drop(order.step)
         # with the acknowledgement, which counts them as lost
-        here.core.mark_missing(order.step, order.gone)
+        self.core.mark_missing(order.step, order.gone)
         with suppress(ValueError):  # the user was first: acknowledge_through() at a checkpoint
-            here.balancer.acknowledge(order.step)
-        here.handed.forget(order.step)
+            self.balancer.acknowledge(order.step)
+        self.handed.forget(order.step)
         self._log_straggler()
 
     def _log_straggler(self) -> None:
         """Log each straggler once."""
-        straggler = self._here.balancer.straggler()
+        straggler = self.balancer.straggler()
         slow = None if straggler is None else (straggler.rank, straggler.since_step)
         if slow is not None and slow != self._slow:
             logger.warning("%s", straggler)

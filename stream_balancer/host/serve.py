@@ -42,12 +42,10 @@ from stream_balancer.errors import ConfigError
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.batches import Batches
 from stream_balancer.host.columns import check_roles
-from stream_balancer.host.in_flight import InFlight
 from stream_balancer.host.peers import Peers
 from stream_balancer.host.plans import StepPlan, items_of, new_generation, uid_of
 from stream_balancer.host.ranks import Member
 from stream_balancer.host.records import Acked
-from stream_balancer.host.sending import Sender
 from stream_balancer.host.transport import TorchTransport, Transport
 from stream_balancer.net.listener import split_address
 from stream_balancer.types import Batch
@@ -94,7 +92,7 @@ async def serve(
 
     ``roles={"ref": ["ref_logprobs"]}``: another model computes these columns, on ``dp_size`` ranks of its own, which
     open ``RankFeed(..., role="ref")`` and give them item by item. The trainer's ranks begin with a micro-batch once its
-    columns are here. A step that is with a role holds a credit of the trainer's ranks, so memory is bounded as without.
+    columns are self. A step that is with a role holds a credit of the trainer's ranks, so memory is bounded as without.
 
     ``open=True``: a step begins before it is complete; see :meth:`StreamBalancer.batches`.
 
@@ -126,45 +124,37 @@ async def serve(
                 f"dp_size={config.dp_size}. Give both the same number of data-parallel ranks; if that has changed "
                 "since the transport was made, call transport.resize() first"
             )
-        here = InFlight(
-            balancer, roles or {}, transport.dp_size, rejoin_timeout_s, replan=on_rank_loss == "replan", moves=move_late
+        run = _Server(
+            balancer, transport, roles or {}, rejoin_timeout_s, replan=on_rank_loss == "replan", moves=move_late
         )
-        await _Server(here, transport, open=open).run()
+        await run.serve(open)
 
 
-class _Server(Observer):
+class _Server(Peers, Observer):
     """A run of ``serve``."""
 
-    def __init__(self, here: InFlight, transport: Transport, *, open: bool) -> None:
-        self._here, self._transport, self._open = here, transport, open
-        self._balancer, self._ledger, self._ranks = here.balancer, here.ledger, here.ranks
-        self._sender, self._peers = Sender(here), Peers(here, transport.service, self._wake)
-        self._reporter = here.balancer.parts.wakeups.reporter
-        self._facts, self._changes = anyio.Event(), anyio.Event()
-        self._failure: Exception | None = None
-        self._is_over = False
+    _failure: Exception | None = None
 
-    async def run(self) -> None:
-        for batch in self._balancer.in_flight():
-            self._balancer.nack(batch.step)  # batches() gives all of them again, in the order of their steps
+    async def serve(self, open: bool) -> None:
+        for batch in self.balancer.in_flight():
+            self.balancer.nack(batch.step)  # batches() gives all of them again, in the order of their steps
         # from here on nack() is refused, and why_no_batch() knows of the ranks
-        consumer, reporter = self._balancer.parts.consumer, self._reporter
-        before = reporter.why, reporter.log
-        consumer.rank_states, reporter.why, reporter.log = self._ranks.states, self._here.why_stalled, logger
-        self._balancer.observers.append(self)
+        reporter, before = self.reporter, (self.reporter.why, self.reporter.log)
+        self.consumer.rank_states, reporter.why, reporter.log = self.ranks.states, self.why_stalled, logger
+        self.balancer.observers.append(self)
         try:
             async with anyio.create_task_group() as tasks:
                 # nobody sets this event: the reporter waits as long as serve runs
-                tasks.start_soon(self._reporter.wait, anyio.Event())
+                tasks.start_soon(self.reporter.wait, anyio.Event())
                 # Planning is no task of its own: its end is the end of the others.
-                await self._or_fail(partial(self._plan, tasks), tasks)
+                await self._or_fail(partial(self._plan, tasks, open), tasks)
                 tasks.cancel_scope.cancel()
         finally:
-            consumer.rank_states, reporter.why, reporter.log = None, *before
-            self._balancer.observers.remove(self)
+            self.consumer.rank_states, reporter.why, reporter.log = None, *before
+            self.balancer.observers.remove(self)
             # before the next serve(): its ranks must dial again, and say anew what they have
-            self._peers.leave(is_over=self._is_over)
-            self._here.handed.end()
+            self.leave()
+            self.handed.end()
         if self._failure is not None:
             raise self._failure
 
@@ -178,40 +168,40 @@ class _Server(Observer):
 
     # -- the plan ------------------------------------------------------------------------------------------------------
 
-    async def _plan(self, tasks: anyio.abc.TaskGroup) -> None:
+    async def _plan(self, tasks: anyio.abc.TaskGroup, open: bool) -> None:
         self._follow_the_ranks()
-        batches = self._balancer.batches(auto_ack=False, open=self._open)
+        batches = self.balancer.batches(auto_ack=False, open=open)
         await self._restore(batches)
         # after what was in flight is known: ranks say at once what they have of it
-        for job in (self._peers.attend, self._act):
+        for job in (self.attend, self._act):
             tasks.start_soon(self._or_fail, job, tasks)
         while True:
             # As late as possible, when every rank has room: until then rollouts stay in the window, where later ones
             # may still make a better step.
             # Once nothing more comes, nobody need have room for it: after a restart, ranks may have left that know it.
-            await self._until(lambda: self._wants_step() or self._here.core.finished)
+            await self._until(lambda: self._wants_step() or self.core.finished)
             ready_at = anyio.current_time()
             batch = await anext(batches, None)
             if batch is None:
                 break
-            plan = self._here.plans[batch.step] if batch.is_last else self._planned(batch)
-            plan.ready_s = {one: max(ready_at - self._ranks[one].since, 0.0) for one in plan.ranks}
+            plan = self.plans[batch.step] if batch.is_last else self._planned(batch)
+            plan.ready_s = {one: max(ready_at - self.ranks[one].since, 0.0) for one in plan.ranks}
             # ranks may have come or gone while the batch was written
-            members = self._ledger.members(TRAIN)
+            members = self.ledger.members(TRAIN)
             is_current = len(batch.ranks) == len(members) and plan.ranks == (*members,)
-            if not is_current or not all(self._ranks[one].takes_part for one in members):
+            if not is_current or not all(self.ranks[one].takes_part for one in members):
                 batches.give_back(batch)
             else:
                 await self._lead(plan, batches)
             del batch, plan  # they must not outlive their acknowledgement here
-        self._reporter.moved()
-        self._ledger.end()
-        self._wake()
-        await self._until(lambda: not self._ranks.unfinished)
+        self.reporter.moved()
+        self.ledger.end()
+        self.wake()
+        await self._until(lambda: not self.ranks.unfinished)
         # what they still say after their last acknowledgement is answered: statistics(), set_version()
         with anyio.move_on_after(_LEAVE_S):
-            await self._until(lambda: not self._ranks.connected)
-        if left := self._ranks.connected:
+            await self._until(lambda: not self.ranks.connected)
+        if left := self.ranks.connected:
             names = ", ".join(member.name for member in left)
             logger.warning(
                 "%s: all is done, and the feed was not closed for %d s. serve() ends without; close() a feed that is "
@@ -219,67 +209,67 @@ class _Server(Observer):
                 names,
                 _LEAVE_S,
             )
-        self._is_over = True
+        self.is_over = True
 
     def _wants_step(self) -> bool:
-        members, steps = self._ledger.members(TRAIN), self._ledger.steps.values()
+        members, steps = self.ledger.members(TRAIN), self.ledger.steps.values()
         # Ranks that are to do the work of lost ones in earlier steps must not begin with later ones.
-        is_settled = len(members) == self._balancer.config.dp_size and not any(step.settling for step in steps)
-        return is_settled and self._ledger.wants_step and all(self._ranks[one].takes_part for one in members)
+        is_settled = len(members) == self.balancer.config.dp_size and not any(step.settling for step in steps)
+        return is_settled and self.ledger.wants_step and all(self.ranks[one].takes_part for one in members)
 
     def _planned(self, batch: Batch) -> StepPlan:
-        ranks, salt = self._ledger.members(TRAIN), 0 if batch.is_last else new_generation()
+        ranks, salt = self.ledger.members(TRAIN), 0 if batch.is_last else new_generation()
         plan = StepPlan((*ranks,), [batch], uid_of(batch, ranks, salt), anyio.current_time())
-        self._here.plans[batch.step] = plan
+        self.plans[batch.step] = plan
         return plan
 
     def dispatched(self, batch: Batch) -> None:
         """A step is complete, and about to be written: with it, which ranks get it, before these can meet."""
         # of an open step, and of one that goes on after a restart, there is a plan
-        is_planned = batch.step in self._ledger.steps
-        self._here.note(self._here.plans[batch.step] if is_planned else self._planned(batch))
+        is_planned = batch.step in self.ledger.steps
+        self.note(self.plans[batch.step] if is_planned else self._planned(batch))
 
     async def _lead(self, plan: StepPlan, batches: Batches) -> None:
         """A batch leaves; of an open step its first row, and the others as they form."""
-        self._ledger.planned(plan.batch.step, self._items(plan), complete=plan.is_complete, uid=plan.uid)
+        self.ledger.planned(plan.batch.step, self._items(plan), complete=plan.is_complete, uid=plan.uid)
         self._left()
         while not plan.is_complete:
             row = await anext(batches)
             plan.batches.append(row)
-            self._ledger.appended(row.step, self._items(plan), complete=row.is_last)
+            self.ledger.appended(row.step, self._items(plan), complete=row.is_last)
             self._left()
 
     def _items(self, plan: StepPlan) -> list[Item]:
         # one rollout stands for all: every rollout of a balancer has the same columns
-        self._here.columns.check_new(plan.batch.ranks[0].micro_batches[0].rollouts[0])
-        roles = {role: self._ledger.members(role) for role in self._here.columns.names}
-        return items_of(plan, roles, share=self._ledger.meets, lockstep=self._here.lockstep)
+        self.columns.check_new(plan.batch.ranks[0].micro_batches[0].rollouts[0])
+        roles = {role: self.ledger.members(role) for role in self.columns.names}
+        return items_of(plan, roles, share=self.ledger.meets, lockstep=self.lockstep)
 
     def _left(self) -> None:
-        for member in self._ranks.values():
+        for member in self.ranks.values():
             member.note_readiness()
-        self._wake()
+        self.wake()
 
     # -- a restart -----------------------------------------------------------------------------------------------------
 
     async def _restore(self, batches: Batches) -> None:
         """Steps that were in flight before, or in the journal, go on with the ranks that they were planned for, if
         these are there; and where lost ranks are replaced, since some may have met in them. Others are planned anew."""
-        here, core = self._here, self._here.core
+        core = self.core
         while (before := core.in_flight.next_redelivery()) is not None:
-            there, members = here.handed.acked(before.step), self._ledger.members(TRAIN)
+            there, members = self.handed.acked(before.step), self.ledger.members(TRAIN)
             numbers = [] if there is None else there.planned_for
             # A plain rank in the midst of its part cannot stop: while all that have one are there, the plan holds.
-            are_there = here.replan or {*numbers} <= {one.number for one in members}
+            are_there = self.replan or {*numbers} <= {one.number for one in members}
             # a plan of which nothing is noted no rank has seen
             is_given = are_there and len(numbers) == len(before.ranks)
             if there is not None and is_given:
                 ranks = tuple(RankId(TRAIN, number) for number in numbers)
-                plan = here.plans[before.step] = StepPlan(ranks, [before], there.uid, anyio.current_time())
+                plan = self.plans[before.step] = StepPlan(ranks, [before], there.uid, anyio.current_time())
             else:
-                plan = here.plans[(await anext(batches)).step]
+                plan = self.plans[(await anext(batches)).step]
                 there = Acked(before.step, plan.uid)
-            self._ledger.restore(
+            self.ledger.restore(
                 before.step, plan.uid, self._items(plan),
                 # others were given their parts before the crash: they must not be waited for
                 [one for one in plan.ranks if one.number not in there.lost],
@@ -290,52 +280,52 @@ class _Server(Observer):
                 core.give_as_planned()
         # steps below are done: whoever still has one is told to drop it
         next_step = core.in_flight.next_step
-        self._ledger.last_acked = min(here.plans, default=next_step) - 1
-        if here.replan:
+        self.ledger.last_acked = min(self.plans, default=next_step) - 1
+        if self.replan:
             # Ranks that were there before are lost, if they do not come back: those that would meet in a step to come,
             # or have a part in one under way.
-            came = {came.who for came in here.handed.came}
-            wanted = chain.from_iterable(map(self._ledger.members, self._ledger.wanted))
-            self._ranks.expect(came.intersection(wanted).union(*(s.participants for s in self._ledger.steps.values())))
+            came = {came.who for came in self.handed.came}
+            wanted = chain.from_iterable(map(self.ledger.members, self.ledger.wanted))
+            self.ranks.expect(came.intersection(wanted).union(*(s.participants for s in self.ledger.steps.values())))
 
     # -- orders --------------------------------------------------------------------------------------------------------
 
     async def _act(self) -> None:
         """Carry out what follows from facts, until cancelled. Raises a lost rank's error once its time is over."""
         while True:
-            facts = self._facts
-            while orders := self._ledger.orders():
-                await self._sender.carry_out(orders)
+            facts = self.facts
+            while orders := self.ledger.orders():
+                await self.carry_out(orders)
             self._follow_the_ranks()
             # after the orders: what the lost rank said last may have been all that was missing
-            until, lost = self._ranks.next_to_give_up
+            until, lost = self.ranks.next_to_give_up
             if until <= anyio.current_time():
                 await self._give_up(lost)
                 continue
-            self._changes.set()
-            self._changes = anyio.Event()
+            self.changes.set()
+            self.changes = anyio.Event()
             with anyio.CancelScope(deadline=until):
                 await facts.wait()
 
     async def _give_up(self, lost: Member) -> None:
         """A rank has not come back in time: the others go on without it, if they can."""
-        ledger, error = self._ledger, lost.error or lost.lost(_NOT_BACK)
+        ledger, error = self.ledger, lost.error or lost.lost(_NOT_BACK)
         steps = [*lost.rank.active]
         # It was told of the end before a crash that forgot it, and has left: there is nothing that others must do.
         if ledger.ended and not ledger.steps:
             lost.error = error
             return
         # the last one of its kind cannot be replaced
-        if not self._here.replan or not {*ledger.members(lost.id.role)} - {lost.id}:
+        if not self.replan or not {*ledger.members(lost.id.role)} - {lost.id}:
             raise error
         # first the ledger: orders made from here on name it no more
         ledger.gave_up(lost.id)
-        self._ranks.remove(lost)
-        self._here.handed.note(lost.came)
+        self.ranks.remove(lost)
+        self.handed.note(lost.came)
         for step in () if lost.id.role else steps:
-            self._here.note(self._here.plans[step])
+            self.note(self.plans[step])
         # Before others are sent its work: after a crash, both would have it.
-        await self._here.handed.flush()
+        await self.handed.flush()
         logger.warning(
             "%s is given up: %s. Its unfinished work of steps %s is for the other ranks", lost.name, error.cause, steps
         )
@@ -343,45 +333,39 @@ class _Server(Observer):
     def _follow_the_ranks(self) -> None:
         """The balancer plans for those that are left, and for one that has come back; not in the midst of a step."""
         # the rows of one step are for the same ranks, as a gradient is
-        is_open = any(not step.is_complete for step in self._ledger.steps.values())
-        if is_open or len(self._ledger.wanted[TRAIN]) == self._balancer.config.dp_size:
+        is_open = any(not step.is_complete for step in self.ledger.steps.values())
+        if is_open or len(self.ledger.wanted[TRAIN]) == self.balancer.config.dp_size:
             return
-        numbers, speeds = self._ranks.numbers, self._here.speeds
+        numbers, speeds = self.ranks.numbers, self.speeds
         changes = {"speeds": tuple(speeds.get(number, 1.0) for number in numbers)} if speeds else {}
-        self._balancer.reconfigure(dp_size=len(numbers), **changes)
+        self.balancer.reconfigure(dp_size=len(numbers), **changes)
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def reconfigured(self, before: BalancerConfig) -> None:
         """More ranks, or fewer, take part from now on."""
-        dp_size = self._balancer.config.dp_size
+        dp_size = self.balancer.config.dp_size
         # the second is our own doing: the balancer follows the ranks, not the other way round
-        if dp_size not in (before.dp_size, len(self._ranks.numbers)):
-            self._ranks.resize(dp_size)
-            self._transport.resize(self._ranks.num_places)
-            self._wake()
+        if dp_size not in (before.dp_size, len(self.ranks.numbers)):
+            self.ranks.resize(dp_size)
+            self.transport.resize(self.ranks.num_places)
+            self.wake()
 
     def ended(self) -> None:
         """Ranks may be waited for that have left."""
-        self._wake()
+        self.wake()
 
     def acknowledged(self, batch: Batch) -> None:
         """The user has acknowledged a step, if the ledger has it yet."""
         # an acknowledgement that the ledger itself has ordered comes back here
-        if batch.step in self._ledger.steps:
-            self._ledger.acknowledged_by_user(batch.step)
-            self._wake()
+        if batch.step in self.ledger.steps:
+            self.ledger.acknowledged_by_user(batch.step)
+            self.wake()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """The condition may hold once what follows from new facts was carried out."""
         while not condition():
-            await self._changes.wait()
-
-    def _wake(self) -> None:
-        """New facts are there: the task that acts looks at them."""
-        # replaced, not cleared: who waits on the old event is woken, who comes later waits for the next fact
-        self._facts.set()
-        self._facts = anyio.Event()
+            await self.changes.wait()
 
 
 def _check_knobs(config: BalancerConfig, option: str, *, late: bool = False) -> None:

@@ -5,27 +5,25 @@ producers have ended.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
 from stream_balancer.host.records import Acked, Came, Fact
 
 
-async def _no_disk() -> None:
-    """Without a journal nothing outlives this process."""
-
-
 class Handed:
-    """Facts of one balancer. ``write(fact)`` puts a row into its journal; ``flush()`` returns once all that was said so
-    far is on the disk."""
+    """Facts of one balancer, for this process; with a journal, which is one, for the next, too."""
 
-    def __init__(
-        self, write: Callable[[Fact], object] = lambda _: None, flush: Callable[[], Awaitable[None]] = _no_disk
-    ) -> None:
-        self.write, self.flush = write, flush
+    def __init__(self) -> None:
         self.rows: dict[str, Fact] = {}
         """By key, the last of each."""
+
+    def put(self, *facts: Fact) -> None:
+        """Facts hold now, in place of those with the same keys."""
+
+    async def flush(self) -> None:
+        """Return once all that was said so far is on the disk."""
 
     def follow(self, facts: Iterable[Fact]) -> None:
         """Go on from what a journal says."""
@@ -36,7 +34,7 @@ class Handed:
         # a feed that joins again after each broken link must not cost a transaction each time
         if self.rows.get(fact.key) != fact:
             self.rows[fact.key] = fact
-            self.write(fact)
+            self.put(fact)
 
     def acked(self, step: int) -> Acked | None:
         """Facts of a step, if there are any."""

@@ -80,17 +80,16 @@ class Recovered:
         return bool(self.waiting or self.steps or self.past_ids or self.next_step)
 
 
-class Journal(Observer):
+class Journal(Handed, Observer):
     """A folder that holds what a balancer has accepted and not yet finished. One process at a time."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
         self.path = Path(path)
         self.records = Records()
         """Rows of the journal when it was opened, without the rollouts."""
         self.recovered: Recovered | None = None
         """Content of the journal when it was opened."""
-        self.handed = Handed(self.put, self.flush)
-        """Reports of ranks on steps in flight."""
         self._store = Store(self.path)
         self._next_number = 0  # of a row
         self._writer: Writer | None = None  # from start() on
@@ -174,7 +173,7 @@ class Journal(Observer):
         return snapshot
 
     def _follow(self, records: Records) -> None:
-        self.handed.follow(one for one in records.facts if isinstance(one, Acked | Came | Ended))
+        self.follow(one for one in records.facts if isinstance(one, Acked | Came | Ended))
         self._done = deque(records.all_of(Done))
         self._num_done = sum(len(one.ids) for one in self._done)
 
