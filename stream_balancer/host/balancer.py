@@ -7,10 +7,10 @@
        |  a batch that leaves wakes the oldest     |  reconfigure() or set_version() makes that earlier
        |  waiting put, which wakes the next         `--> the trainer, or serve() to the ranks
 
-What a user calls is here, and nothing else: every method asks one of the parts, which are made and connected in
-``__init__``. The core decides; ``puts``, ``reservations`` and ``batches`` are "decide, or wait and be woken";
-``wakeups`` knows whom a change wakes. Two rules keep rollouts safe under every kind of cancellation: nothing is ever
-handed to a waiting task (it is woken, and takes for itself), and nothing is awaited after the taking.
+What a user calls is here, and nothing else. The core decides; around it is one shell, in three modules: ``wakeups`` knows
+the event loop, who waits in it, and whom a change wakes; ``puts`` and ``batches`` are "decide, or wait and be woken". Two
+rules keep rollouts safe under every kind of cancellation: nothing is ever handed to a waiting task (it is woken, and
+takes for itself), and nothing is awaited after the taking.
 
 All methods belong to the event loop's thread; for threads and plain loops there is :func:`stream_balancer.blocking`.
 """
@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import anyio
@@ -36,34 +35,21 @@ from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.core.throttle import Throttle
 from stream_balancer.errors import AlreadyInUseError
 from stream_balancer.facade import OfOneProcess
-from stream_balancer.host.batches import Batches, Consumer
+from stream_balancer.host.batches import Batches, Shell
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.host.journal import Journal, Recovered
-from stream_balancer.host.journal.handed import Handed
 from stream_balancer.host.observers import Notices
 from stream_balancer.host.producer_registry import ProducerRegistry
-from stream_balancer.host.puts import PendingPut, Puts
+from stream_balancer.host.puts import PendingPut
 from stream_balancer.host.recorder import Recorder
-from stream_balancer.host.wakeups import StallReporter, Wakeups
+from stream_balancer.host.wakeups import StallReporter
 from stream_balancer.slots import Reservation
 from stream_balancer.statistics import Statistics, Straggler
 from stream_balancer.types import Batch, EvictReason, Rollout
 
 _log = logging.getLogger("stream_balancer.balancer")
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Parts of a balancer, for ``serve()``, producers and integrations. No promise for users."""
-
-    core: BalancerCore
-    puts: Puts
-    consumer: Consumer
-    wakeups: Wakeups
-    producers: ProducerRegistry
 
 
 class StreamBalancer(OfOneProcess):
@@ -105,17 +91,9 @@ class StreamBalancer(OfOneProcess):
         report_after_s: float = 60.0,
         num_producers: int | None = None,
     ) -> None:
-        core, throttle = BalancerCore(config), Throttle()
-        self._wakeups = wakeups = Wakeups(core, throttle, StallReporter(report_after_s, self._why_stalled, _log))
-        self._journal = None if journal is None else Journal(journal)
-        handed = self._journal or Handed()
-        self.parts = Parts(
-            core,
-            Puts(core, wakeups, throttle, accept, self._journal),
-            Consumer(core, wakeups, handed),
-            wakeups,
-            ProducerRegistry(handed, self.end, num_producers),
-        )
+        core, reporter = BalancerCore(config), StallReporter(report_after_s, self._why_stalled, _log)
+        self.parts = Shell(core, reporter, accept, None if journal is None else Journal(journal))
+        self.parts.producers = ProducerRegistry(self.parts.handed, self.end, num_producers)
         self._idle = learn.attach(core)
         self._recorder: Recorder | None = None
         self.observers: list[Observer] = core.observers
@@ -140,12 +118,12 @@ class StreamBalancer(OfOneProcess):
     @property
     def ended(self) -> bool:
         """True once ``end()`` or ``aclose()`` was called: puts raise ClosedResourceError."""
-        return self._wakeups.closed or self.parts.core.ended
+        return self.parts.closed or self.parts.core.ended
 
     @property
     def recovered(self) -> Recovered | None:
         """Content of the journal when this balancer was entered; None without a journal."""
-        return None if self._journal is None else self._journal.recovered
+        return None if self.parts.journal is None else self.parts.journal.recovered
 
     # -- rollouts in ---------------------------------------------------------------------------------------------------
 
@@ -157,7 +135,7 @@ class StreamBalancer(OfOneProcess):
         Raises :class:`RolloutError` for a rollout that cannot be dispatched (:class:`DuplicateRolloutError` if its id
         is already held), ClosedResourceError after ``end()`` or ``aclose()``, also while waiting.
         """
-        await self.parts.puts.put([rollout])
+        await self.parts.put([rollout])
 
     async def put_group(self, rollouts: Sequence[Rollout], *, complete: bool = False) -> None:
         """Put siblings of a group at once: all are accepted, or none. Otherwise like :meth:`put`.
@@ -168,7 +146,7 @@ class StreamBalancer(OfOneProcess):
         Raises :class:`RolloutError` if the rollouts do not share one ``group_id``.
         """
         # a list of ours: theirs may be used again while this put waits
-        await self.parts.puts.put(list(rollouts), complete=bool(complete))
+        await self.parts.put(list(rollouts), complete=bool(complete))
 
     async def expect_group(self, group_id: str, size: int) -> None:
         """A group has ``size`` rollouts, not ``groups.size``: it may leave once so many have come, and takes no more.
@@ -176,7 +154,7 @@ class StreamBalancer(OfOneProcess):
         Raises ValueError if another size was declared before, if more have come already, for a size above
         ``batch_size``, and where groups play no part.
         """
-        await self.parts.puts.put([], size=GroupSize(group_id, size))
+        await self.parts.put([], size=GroupSize(group_id, size))
 
     async def close_group(self, group_id: str) -> None:
         """Declare that no sibling of a group will come any more, say where a worker has died: the group leaves short,
@@ -184,13 +162,13 @@ class StreamBalancer(OfOneProcess):
 
         May be repeated. Raises ValueError where groups play no part.
         """
-        await self.parts.puts.put([], size=GroupSize(group_id, None))
+        await self.parts.put([], size=GroupSize(group_id, None))
 
     def put_nowait(self, rollout: Rollout) -> None:
         """:meth:`put`, or WouldBlock if the buffer is full or others are waiting to put. O(log n)."""
         # No checkpoint, unlike put(): it must be callable from a callback of the loop, where nothing can be awaited.
         # an object all the same: every put goes one way, and this one never gets into a queue
-        PendingPut(self.parts.puts, [rollout]).begin(self._wakeups.now("put_nowait"), may_wait=False)
+        PendingPut(self.parts, [rollout]).begin(self.parts.now("put_nowait"), may_wait=False)
 
     def reserve(self, count: int = 1) -> Reservation:
         """A slot for rollouts that are still to be generated::
@@ -208,7 +186,7 @@ class StreamBalancer(OfOneProcess):
         could not hold or the window not fill, ValueError for a ``count`` that could never be admitted; entering raises
         ClosedResourceError after ``end()`` or ``aclose()``.
         """
-        return self.parts.puts.reserve(count)
+        return self.parts.reserve(count)
 
     # -- batches out ---------------------------------------------------------------------------------------------------
 
@@ -229,12 +207,12 @@ class StreamBalancer(OfOneProcess):
         One trainer iterates at a time. A new iterator takes over from an old one, whose next use raises
         :class:`AlreadyInUseError`; while a task is waiting in the old one, this call raises it instead.
         """
-        return self.parts.consumer.iterate(auto_ack=auto_ack, open=open)
+        return self.parts.iterate(auto_ack=auto_ack, open=open)
 
     def acknowledge(self, step: int) -> None:
         """A batch has been trained on; its rollouts need not be kept. Raises ValueError for a step that is not in
         flight."""
-        self.parts.consumer.acknowledge(step)
+        self.parts.acknowledge(step)
 
     def acknowledge_through(self, step: int) -> None:
         """Your checkpoint contains all steps up to and including this one: none of them is delivered again.
@@ -242,9 +220,9 @@ class StreamBalancer(OfOneProcess):
         For exactly-once training call it when a checkpoint is saved, and after a restart, before the first batch, with
         the step of the checkpoint that was loaded. May be repeated; steps that are not in flight are passed over.
         """
-        self._wakeups.check_thread("acknowledge_through")
+        self.parts.check_thread("acknowledge_through")
         for number in self.parts.core.in_flight.steps_through(step):
-            self.parts.consumer.acknowledge(number)
+            self.parts.acknowledge(number)
 
     def nack(self, step: int) -> None:
         """A batch was not trained on after all (the step failed): ``batches()`` gives it again, next, with the same
@@ -253,7 +231,7 @@ class StreamBalancer(OfOneProcess):
         For loops over :meth:`batches`. A rank that iterates a ``RankFeed`` gets its rank batch again by connecting
         under its next incarnation. Raises ValueError for a step that is not in flight, and while ``serve()`` delivers.
         """
-        self.parts.consumer.nack(step)
+        self.parts.nack(step)
 
     def in_flight(self) -> tuple[Batch, ...]:
         """Batches dispatched and not yet acknowledged, oldest first."""
@@ -271,11 +249,11 @@ class StreamBalancer(OfOneProcess):
         for a rank that the step has not, and for seconds that cannot be.
         """
         timing = StepTiming(step, rank, seconds, own, waited_s, ready_s)
-        self.parts.core.record_step(timing, self._wakeups.now("record_step_seconds"))
+        self.parts.core.record_step(timing, self.parts.now("record_step_seconds"))
 
     def straggler(self) -> Straggler | None:
         """A rank that is slower than the others, step after step; ``serve()`` logs it when it is found. O(ranks)."""
-        return self._idle.straggler(self._wakeups.now("straggler"))
+        return self._idle.straggler(self.parts.now("straggler"))
 
     # -- control -------------------------------------------------------------------------------------------------------
 
@@ -288,20 +266,20 @@ class StreamBalancer(OfOneProcess):
         """Wait for a policy version later than ``version`` (None: for any), and return the newest; at once where there
         is one. Raises ClosedResourceError once :meth:`aclose` was called.
         """
-        self._wakeups.enter("version_after")
+        self.parts.enter("version_after")
         await anyio.lowlevel.checkpoint()
         # in a loop: other knobs, or a checkpoint that is loaded, wake all, perhaps with no newer version
         while (current := self.version) is None or (version is not None and current <= version):
-            await self._wakeups.version_changes()
+            await self.parts.version_changes()
         return current
 
     def set_version(self, version: int) -> None:
         """The policy moved on. Rollouts more than ``staleness.max_versions`` behind are evicted, or sent on, as
         configured. An older version than the last one, as of an older checkpoint, changes nothing, with a warning.
         """
-        self._wakeups.check_thread("set_version")
+        self.parts.check_thread("set_version")
         self.parts.core.set_version(version)
-        self._wakeups.version_changed()
+        self.parts.version_changed()
 
     def abandon_group(self, group_id: str) -> int:
         """Give a group up, of which a sibling will never come: what waits of it is evicted ("abandoned"), now, and what
@@ -310,9 +288,9 @@ class StreamBalancer(OfOneProcess):
         To train on the rest of it instead, call :meth:`close_group`. To sample the prompt again, give the new siblings
         another ``group_id``. Raises ValueError where groups play no part.
         """
-        self._wakeups.check_thread("abandon_group")
+        self.parts.check_thread("abandon_group")
         number = self.parts.core.abandon_group(group_id)
-        self._wakeups.changed()
+        self.parts.changed()
         return number
 
     def reconfigure(self, /, **changes: Any) -> None:
@@ -323,40 +301,40 @@ class StreamBalancer(OfOneProcess):
 
         Raises :class:`ConfigError`, changing nothing, for a value or combination that cannot work.
         """
-        self._wakeups.check_thread("reconfigure")
+        self.parts.check_thread("reconfigure")
         self.parts.core.reconfigure(self.config.replace(**changes))
-        self._wakeups.version_changed()
+        self.parts.version_changed()
 
     def end(self) -> None:
         """No more rollouts will come: drain what waits, also if it is fewer than the ranks; then ``batches()`` ends.
 
         Puts that are waiting for room raise ClosedResourceError: they were not accepted. May be called twice.
         """
-        self._wakeups.check_thread("end")
+        self.parts.check_thread("end")
         self.parts.core.end()
-        self._wakeups.end()
+        self.parts.end()
 
     async def aclose(self) -> None:
         """Stop at once: whoever waits in ``put`` or ``batches()`` gets ClosedResourceError. May be called twice."""
-        self._wakeups.check_thread("aclose")
+        self.parts.check_thread("aclose")
         self._notices.closed()
-        self._wakeups.closed = True
-        self._wakeups.end()
-        self._wakeups.version_changed()
+        self.parts.closed = True
+        self.parts.end()
+        self.parts.version_changed()
         with anyio.CancelScope(shield=True):
-            if self._journal is not None:
+            if self.parts.journal is not None:
                 if self.parts.core.finished and not self.parts.core.in_flight.delivered():
                     self.parts.producers.forget()
-                await self._journal.aclose()
+                await self.parts.journal.aclose()
             if self._recorder is not None:
                 await anyio.to_thread.run_sync(self._recorder.close)
         await anyio.lowlevel.checkpoint()
-        self._wakeups.leave()
+        self.parts.leave()
 
     async def __aenter__(self) -> Self:
-        self._wakeups.enter("__aenter__")
-        if self._journal is not None:
-            await self._journal.recover(self.parts.core)
+        self.parts.enter("__aenter__")
+        if self.parts.journal is not None:
+            await self.parts.journal.recover(self.parts.core)
             self.parts.producers.follow()
         return self
 
@@ -367,7 +345,7 @@ class StreamBalancer(OfOneProcess):
 
     def snapshot(self) -> Snapshot:
         """Everything that is held at this instant, sharing the rollouts. O(n) pointers."""
-        return self.parts.core.snapshot(self._wakeups.now("snapshot"))
+        return self.parts.core.snapshot(self.parts.now("snapshot"))
 
     async def async_state_dict(self) -> dict[str, Any]:
         """:meth:`state_dict` of this instant, written in a worker thread while puts and batches go on."""
@@ -392,12 +370,12 @@ class StreamBalancer(OfOneProcess):
 
         A journal is newer than any checkpoint: with one that held something this raises ValueError too.
         """
-        now = self._wakeups.now("load_state_dict")
+        now = self.parts.now("load_state_dict")
         snapshot = read_state_dict(state)
-        if self._journal is not None:
-            self._journal.check_empty()
+        if self.parts.journal is not None:
+            self.parts.journal.check_empty()
         self.parts.core.restore(snapshot, now)
-        self._wakeups.version_changed()
+        self.parts.version_changed()
         return snapshot.set_aside
 
     # -- record --------------------------------------------------------------------------------------------------------
@@ -409,8 +387,8 @@ class StreamBalancer(OfOneProcess):
         Never fails a put: what goes wrong with the disk is logged, and kept in the returned object's ``error``. Raises
         :class:`ConfigError` for another suffix, AlreadyInUseError while it records elsewhere.
         """
-        self._wakeups.check_thread("record")
-        self._wakeups.check_open("record")
+        self.parts.check_thread("record")
+        self.parts.check_open("record")
         if self._recorder is not None and self._recorder.error is None:
             raise AlreadyInUseError(f"record() was called before: arrivals go to {self._recorder.path}")
         self._recorder = Recorder(path)
@@ -419,23 +397,23 @@ class StreamBalancer(OfOneProcess):
 
     def statistics(self) -> Statistics:
         """A snapshot that adds up: accepted == waiting + in_flight + acknowledged + evicted."""
-        parts, waits, now = self.parts, self._wakeups, self._wakeups.now("statistics")
+        parts, now = self.parts, self.parts.now("statistics")
         return parts.core.statistics(
-            now, blocked_puts=len(waits.puts.waiters), reserved=parts.puts.throttle.running,
-            blocked_reserves=len(waits.reserves.waiters),
-            producer_idle_seconds={"put": waits.puts.waited_s(now), "reserve": waits.reserves.waited_s(now)},
+            now, blocked_puts=len(parts.puts.waiters), reserved=parts.throttle.running,
+            blocked_reserves=len(parts.reserves.waiters),
+            producer_idle_seconds={"put": parts.puts.waited_s(now), "reserve": parts.reserves.waited_s(now)},
         )  # fmt: skip
 
     def rank_states(self) -> list[RankState]:
         """Knowledge of ``serve()`` about each rank; empty while it does not run."""
-        read = self.parts.consumer.rank_states
+        read = self.parts.rank_states
         return [] if read is None else read()
 
     def why_no_batch(self) -> str:
         """Reason for which dispatching waits now, in a sentence: ``"37 rollouts wait (window 64), the oldest for
         812 s; no deadline_s is set"``. ``serve()`` logs it, with the ranks' part, when nothing moves for long."""
-        core, now = self.parts.core, self._wakeups.now("why_no_batch")
-        ready, taker = core.next_wakeup() <= now, self.parts.consumer.taker
+        core, now = self.parts.core, self.parts.now("why_no_batch")
+        ready, taker = core.next_wakeup() <= now, self.parts.taker
         statistics, any_rollouts = self.statistics(), core.counts.accepted > 0
         why = why_no_batch(core, statistics, taker=taker, ready=ready, ended=self.ended)
         producers = "" if self.ended else self.parts.producers.why_not_ended(any_rollouts=any_rollouts)

@@ -20,10 +20,9 @@ import anyio
 import anyio.lowlevel
 
 from stream_balancer.core.diagnosis import RankState, Taker
-from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import AlreadyInUseError
-from stream_balancer.host.journal.handed import Handed
-from stream_balancer.host.wakeups import Wakeups
+from stream_balancer.host.producer_registry import ProducerRegistry
+from stream_balancer.host.puts import Puts
 from stream_balancer.types import Batch
 
 _log = logging.getLogger("stream_balancer.balancer")
@@ -31,50 +30,50 @@ _log = logging.getLogger("stream_balancer.balancer")
 RankStates: TypeAlias = Callable[[], list[RankState]]
 
 
-class Consumer:
-    """Taker of batches: one iterator at a time, the trainer's or ``serve()``'s."""
+class Shell(Puts):
+    """What waits around a core: rollouts come in, batches go out to one iterator at a time, the trainer's or
+    ``serve()``'s. Parts of a balancer, for ``serve()``, producers and integrations; no promise for users."""
 
-    def __init__(self, core: BalancerCore, wakeups: Wakeups, handed: Handed) -> None:
-        self._core, self._wakeups, self.handed = core, wakeups, handed
-        self._iterator: Batches | None = None
-        self._undelivered: Batch | None = None  # the last row of an open step, if it did not reach the trainer
-        self.rank_states: RankStates | None = None
-        """Knowledge of ``serve()`` about each rank; it sets this while it runs."""
+    producers: ProducerRegistry
+    rank_states: RankStates | None = None
+    """Knowledge of ``serve()`` about each rank; it sets this while it runs."""
+    _iterator: Batches | None = None
+    _undelivered: Batch | None = None  # the last row of an open step, if it did not reach the trainer
 
     def iterate(self, *, auto_ack: bool, open: bool = False) -> Batches:
         """The iterator that takes over; see :meth:`StreamBalancer.batches`."""
-        self._wakeups.check_thread("batches")
+        self.check_thread("batches")
         self._check_alone()
         if self.rank_states is None:
-            _warn_where_every_rank_balances(self._core.config.dp_size)
-        self._core.open_steps(open)
+            _warn_where_every_rank_balances(self.core.config.dp_size)
+        self.core.open_steps(open)
         row, self._undelivered = self._undelivered, None
         if row is not None:
-            self._core.nack(row.step)  # the trainer that had the rows before it is gone: the step comes as a whole
+            self.core.nack(row.step)  # the trainer that had the rows before it is gone: the step comes as a whole
         self._iterator = Batches(self, auto_ack=auto_ack)
         return self._iterator
 
     async def next_batch(self, iterator: Batches) -> Batch | None:
         """The next batch, or None at the end. If cancelled, no batch was taken."""
-        self._wakeups.enter("batches")
+        self.enter("batches")
         asked_at = anyio.current_time()
         # before the poll: what is awaited after it must give the batch back if it is cancelled
         await anyio.lowlevel.checkpoint()
         while True:
             self._check(iterator)
             # before anything is looked at: their groups are complete now
-            if self._core.cut_stragglers(anyio.current_time()):
-                self._wakeups.changed()
+            if self.core.cut_stragglers(anyio.current_time()):
+                self.changed()
             # reservers that wait may be all that could fill the window: then what there is must leave
-            self._wakeups.flush_if_stuck()
+            self.flush_if_stuck()
             # a row before anything else: its step is under way, and nothing may leave between two rows of it
             again, self._undelivered = self._undelivered, None
-            batch = again or self._core.poll(anyio.current_time(), asked_at)
+            batch = again or self.core.poll(anyio.current_time(), asked_at)
             if batch is not None:
                 # At once, before the disk is waited for: there is room in the buffer from here on, whatever becomes of
                 # the batch.
-                self._wakeups.reporter.moved()
-                self._wakeups.changed()
+                self.reporter.moved()
+                self.changed()
                 # A plan is on the disk before anybody trains on it, so that it is the same after a crash; a row before
                 # the last is in no journal: its step begins anew then.
                 if batch.is_last:
@@ -85,66 +84,66 @@ class Consumer:
                         raise
                 # The disk was awaited above, and reconfigure(dp_size=...) may have come meanwhile. A row is for those
                 # who have the rows before it.
-                whole = self._core.in_flight.get(batch.step)
+                whole = self.core.in_flight.get(batch.step)
                 is_row = whole is not None and whole.num_rollouts > batch.num_rollouts
-                if whole is None or is_row or len(batch.ranks) == self._core.config.dp_size:
+                if whole is None or is_row or len(batch.ranks) == self.core.config.dp_size:
                     return batch
-                self._core.nack(whole.step, was_given=False)
-            elif self._core.finished:
+                self.core.nack(whole.step, was_given=False)
+            elif self.core.finished:
                 return None
             else:
                 # Nothing was awaited since the poll above, so what it saw still holds when the wait begins.
-                await self._wakeups.wait_for_batch()
+                await self.wait_for_batch()
 
     def acknowledge(self, step: int) -> None:
         """See :meth:`StreamBalancer.acknowledge`."""
-        self._wakeups.check_thread("acknowledge")
-        self._core.acknowledge(step)
+        self.check_thread("acknowledge")
+        self.core.acknowledge(step)
         if self._undelivered is not None and self._undelivered.step == step:
             self._undelivered = None
-        self._wakeups.changed()
+        self.changed()
 
     def worked_through(self, step: int) -> None:
         """The trainer asks for more: it is through with this step, and may acknowledge it later."""
-        self._core.finish_training(step)
-        self._wakeups.changed()
+        self.core.finish_training(step)
+        self.changed()
 
     def nack(self, step: int) -> None:
         """See :meth:`StreamBalancer.nack`."""
-        self._wakeups.check_thread("nack")
+        self.check_thread("nack")
         if self.rank_states is not None:
             raise ValueError(
                 f"nack({step}) while serve() delivers to ranks, which have the step. A rank gets its rank batch again "
                 "by connecting under its next incarnation; nack() is for loops over batches()"
             )
-        self._core.nack(step)
+        self.core.nack(step)
         if self._iterator is not None:
             self._iterator._forget(step)
-        self._wakeups.wake_consumer()
+        self.wake_consumer()
 
     def give_again(self, batch: Batch) -> None:
         """A batch that was not taken: the next iteration gives it, unless it was acknowledged meanwhile."""
         # acknowledged meanwhile, or planned again: then there is nothing to give
-        held, is_open = self._core.in_flight.get(batch.step), self._core.open_step is not None
+        held, is_open = self.core.in_flight.get(batch.step), self.core.open_step is not None
         if held is batch:
-            self._core.nack(batch.step, was_given=False)
+            self.core.nack(batch.step, was_given=False)
         elif is_open and not batch.is_last:
-            self._core.open_steps(True)  # its first row: by the time that somebody takes it there may be other ranks
+            self.core.open_steps(True)  # its first row: by the time that somebody takes it there may be other ranks
         elif is_open and held is not None:
             self._undelivered = batch
-        self._wakeups.wake_consumer()
+        self.wake_consumer()
 
     @property
     def taker(self) -> Taker:
         """Taker of batches now."""
         if self.rank_states is not None:
             return "serve"
-        if self._wakeups.consumer_waits:
+        if self.consumer_waits:
             return "asking"
         return "nobody" if self._iterator is None else "busy"
 
     def _check(self, iterator: Batches) -> None:
-        self._wakeups.check_open("batches")
+        self.check_open("batches")
         if iterator is not self._iterator:
             raise AlreadyInUseError(
                 "another iterator over this balancer was made after this one and took over. " + _ONE_TRAINER
@@ -152,7 +151,7 @@ class Consumer:
         self._check_alone()
 
     def _check_alone(self) -> None:
-        if self._wakeups.consumer_waits:
+        if self.consumer_waits:
             raise AlreadyInUseError("another task is already waiting for this balancer's next batch. " + _ONE_TRAINER)
 
 
@@ -179,7 +178,7 @@ _ONE_TRAINER = "One trainer iterates a balancer; to feed several ranks use serve
 class Batches:
     """The iterator :meth:`StreamBalancer.batches` returns. A class, not a generator: cancelling it loses nothing."""
 
-    def __init__(self, consumer: Consumer, *, auto_ack: bool) -> None:
+    def __init__(self, consumer: Shell, *, auto_ack: bool) -> None:
         self._consumer, self._auto_ack = consumer, auto_ack
         self._last_step: int | None = None
 

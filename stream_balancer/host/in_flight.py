@@ -27,8 +27,7 @@ class InFlight:
         rejoin_timeout_s: float, *, replan: bool, moves: bool,
     ) -> None:  # fmt: skip
         self.balancer, self.transport, self.core = balancer, transport, balancer.parts.core
-        self.consumer, self.handed = balancer.parts.consumer, balancer.parts.consumer.handed
-        self.reporter = balancer.parts.wakeups.reporter
+        self.shell, self.handed = balancer.parts, balancer.parts.handed
         self.replan = replan
         """Others take over the work of a lost rank."""
         self.lockstep = replan and balancer.config.sync == "micro_batch"

@@ -170,7 +170,7 @@ class Peers(Sender):
         step = self.ledger.steps.get(number)
         if step is not None and all(step.shares[one].finished for one in step.participants):
             # with the last rank's, another step may leave that is as old
-            self.consumer.worked_through(number)
+            self.shell.worked_through(number)
 
     def _record(self, member: Member, step: int, times: Times) -> None:
         plan, now = self.plans[step], anyio.current_time()

@@ -195,7 +195,7 @@ class Producers(Observer):
         for number, missing, version in asked:
             # What a former connection has brought is on its way, or accepted: the rest is still to come.
             count = given_back.get(number, missing)
-            slot = self._parts.puts.try_admit(count, version) if count and not self._balancer.ended else None
+            slot = self._parts.try_admit(count, version) if count and not self._balancer.ended else None
             if slot is not None:
                 producer.slots[number] = slot
             elif count:
@@ -206,7 +206,7 @@ class Producers(Observer):
         """The producer does not come back."""
         owner = producer.owner
         if owner is not None:
-            lost = self._parts.puts.evict_lost(lambda one: _owner_of(one) == owner)
+            lost = self._parts.evict_lost(lambda one: _owner_of(one) == owner)
             if lost:
                 names = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
                 _log.warning("producer %s took %d waiting rollouts with it: %s", peer.name, len(lost), names)
@@ -238,7 +238,7 @@ class Producers(Observer):
     def _rollouts(self, peer: Peer, header: msgspec.Raw, memory: Memory | None) -> list[Rollout]:
         rollouts = decode_rollouts(header, memory, partial(self._leases_of, peer))
         # the producer keeps all of a put, or none
-        if not isinstance(rollouts[0], RemoteRollout) or self._parts.consumer.taker == "serve":
+        if not isinstance(rollouts[0], RemoteRollout) or self._parts.taker == "serve":
             return rollouts
         raise RolloutError(
             f"rollout {rollouts[0].rollout_id!r} stays with its producer (hand_over='direct'), but nobody here could "
@@ -251,7 +251,7 @@ class Producers(Observer):
     ) -> Any:  # fmt: skip
         """A put that finds no room, or goes to a journal, takes its place in the balancer's queue now, and waits
         there."""
-        pending = PendingPut(self._parts.puts, rollouts, complete=complete, size=size)
+        pending = PendingPut(self._parts, rollouts, complete=complete, size=size)
         try:
             rest = pending.begin(anyio.current_time(), may_wait=may_wait)
         except BaseException:
@@ -297,7 +297,7 @@ class Producers(Observer):
 
     def _attach(self, peer: Peer, owner: Owner) -> list[int]:
         """Keys of this owner that are needed; from now on it hears of those that are not."""
-        journal, producer, session = self._parts.puts.journal, peer.data, peer.session
+        journal, producer, session = self._parts.journal, peer.data, peer.session
         if journal is not None:
             producer.leases = journal.records.owners.of(owner)
         elif producer.owner != owner:
@@ -318,7 +318,7 @@ class Producers(Observer):
         number, count = _read(_Reserve, asked.args)
         # here, in the order of calls: an error is the reply, and nothing was reserved
         check_reserve(self._balancer.config, count)
-        begun = self._parts.puts.begin(count)
+        begun = self._parts.begin(count)
         if isinstance(begun, Slot):
             return self._admitted(peer, number, begun)
         return self._waiting(peer, asked, self._finish_reserve(peer, number, begun))
@@ -365,7 +365,7 @@ class Producers(Observer):
             await producer.settled.wait()
         self._parts.producers.ended(peer.session)
         # Whoever has been told so does not say it again, to a controller that is started again.
-        await self._parts.consumer.handed.flush()
+        await self._parts.handed.flush()
 
     def _statistics(self, peer: Peer, asked: Asked) -> msgspec.Raw:
         return msgspec.Raw(encode_statistics(self._balancer.statistics()))

@@ -139,18 +139,19 @@ class _Server(Peers, Observer):
         for batch in self.balancer.in_flight():
             self.balancer.nack(batch.step)  # batches() gives all of them again, in the order of their steps
         # from here on nack() is refused, and why_no_batch() knows of the ranks
-        reporter, before = self.reporter, (self.reporter.why, self.reporter.log)
-        self.consumer.rank_states, reporter.why, reporter.log = self.ranks.states, self.why_stalled, logger
+        reporter = self.shell.reporter
+        before = reporter.why, reporter.log
+        self.shell.rank_states, reporter.why, reporter.log = self.ranks.states, self.why_stalled, logger
         self.balancer.observers.append(self)
         try:
             async with anyio.create_task_group() as tasks:
                 # nobody sets this event: the reporter waits as long as serve runs
-                tasks.start_soon(self.reporter.wait, anyio.Event())
+                tasks.start_soon(self.shell.reporter.wait, anyio.Event())
                 # Planning is no task of its own: its end is the end of the others.
                 await self._or_fail(partial(self._plan, tasks, open), tasks)
                 tasks.cancel_scope.cancel()
         finally:
-            self.consumer.rank_states, reporter.why, reporter.log = None, *before
+            self.shell.rank_states, reporter.why, reporter.log = None, *before
             self.balancer.observers.remove(self)
             # before the next serve(): its ranks must dial again, and say anew what they have
             self.leave()
@@ -194,7 +195,7 @@ class _Server(Peers, Observer):
             else:
                 await self._lead(plan, batches)
             del batch, plan  # they must not outlive their acknowledgement here
-        self.reporter.moved()
+        self.shell.reporter.moved()
         self.ledger.end()
         self.wake()
         await self._until(lambda: not self.ranks.unfinished)

@@ -164,13 +164,13 @@ class Wakeups:
     O(1) however many tasks wait; O(n) in waiting rollouts under ``staleness.max_versions``, while a reserver waits.
     """
 
-    def __init__(self, core: BalancerCore, throttle: Throttle, reporter: StallReporter) -> None:
+    def __init__(self, core: BalancerCore, reporter: StallReporter) -> None:
+        self.core, self.throttle = core, Throttle()
         self.puts = WaitQueue(reporter)
         """Waiting for room."""
         self.reserves = WaitQueue(reporter)
         """Waiting until they may begin."""
         self.reporter = reporter
-        self._core, self._throttle = core, throttle
         self._consumer: anyio.Event | None = None  # while it waits
         self._consumer_wakes_at = math.inf  # by itself
         self._version = anyio.Event()
@@ -240,7 +240,7 @@ class Wakeups:
         """Return when a batch may be able to leave. For the one consumer."""
         # The event is in place before next_wakeup() is asked, and both in one pass of the loop: no put can fall between
         # the question and the wait.
-        self._consumer, self._consumer_wakes_at = anyio.Event(), self._core.next_wakeup()
+        self._consumer, self._consumer_wakes_at = anyio.Event(), self.core.next_wakeup()
         try:
             await self.reporter.wait(self._consumer, self._consumer_wakes_at)
         finally:
@@ -250,12 +250,12 @@ class Wakeups:
         """While a reserver waits, only rollouts that are being generated can fill the window: if they are too few, let
         a full batch go; if there are none, whatever waits. Not past a reserver that can be admitted, and only for as
         long as that is so: a short batch beside what is being generated would break the bound."""
-        first, core = self.reserves.first, self._core
-        core.set_stuck(first is not None and self._throttle.is_stuck(core) and self._throttle.room(core) < first.count)
+        first, core = self.reserves.first, self.core
+        core.set_stuck(first is not None and self.throttle.is_stuck(core) and self.throttle.room(core) < first.count)
 
     def wake_consumer(self) -> None:
         """A batch may be able to leave earlier than the consumer knows."""
-        core = self._core
+        core = self.core
         if self.reserves.waiters or core.triggers.stuck:
             self.flush_if_stuck()
         # most of the puts between two batches change nothing for it: no task switch for them
@@ -270,7 +270,7 @@ class Wakeups:
         self.puts.wake_first()
         first = self.reserves.first
         # not in vain: whoever cannot be admitted would wake the consumer, and that the next reserver
-        if first is not None and (self._core.ended or self._throttle.room(self._core) >= first.count):
+        if first is not None and (self.core.ended or self.throttle.room(self.core) >= first.count):
             first.wake.set()
 
     async def version_changes(self) -> None:

@@ -54,15 +54,15 @@ crashes = iter(range(10**9))
 
 async def crash(balancer: sb.StreamBalancer) -> Path:
     """What a kill would leave, once all that was said so far is written."""
-    assert balancer.parts.puts.journal is not None
-    await balancer.parts.puts.journal.flush()
+    assert balancer.parts.journal is not None
+    await balancer.parts.journal.flush()
     return await kill(balancer)
 
 
 async def kill(balancer: sb.StreamBalancer) -> Path:
     """What a kill would leave."""
-    assert balancer.parts.puts.journal is not None
-    folder = balancer.parts.puts.journal.path
+    assert balancer.parts.journal is not None
+    folder = balancer.parts.journal.path
     to = folder.parent / f"crash{next(crashes)}"
     await anyio.to_thread.run_sync(lambda: shutil.copytree(folder, to))
     return to

@@ -6,7 +6,7 @@
     batches() --flush-->  `   acknowledgements and evictions are in the same transaction
 
 ``journal`` (who waits for whom, and events as rows), ``writer`` (the thread), ``store`` (the database, its lock, the
-disk), ``handed`` (what ranks report); the rows are ``host.records`` and ``host.plan_rows``. docs/restarting.md has the
+disk), ``handed`` (what peers have said); the rows are ``host.records``. docs/restarting.md has the
 promise, the protocol and the measurements.
 """
 
