@@ -18,6 +18,7 @@ keep="same_rank"))``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -79,15 +80,12 @@ def patch() -> Callable[[], None]:
     def get_allocate_fn(algorithm: str = seqpack.PACKING_ALGORITHM_FFD) -> Callable[..., list[list[int]]]:
         return allocate if algorithm == ALGORITHM else original(algorithm)
 
-    put_name_back = replace(seqpack, "get_allocate_fn", get_allocate_fn)
+    undo = ExitStack()
+    undo.callback(replace(seqpack, "get_allocate_fn", get_allocate_fn))
     # MicroBatchSpec checks names against it when it is made
     seqpack.PACKING_ALGORITHMS.add(ALGORITHM)
-
-    def put_back() -> None:
-        put_name_back()
-        seqpack.PACKING_ALGORITHMS.discard(ALGORITHM)
-
-    return put_back
+    undo.callback(seqpack.PACKING_ALGORITHMS.discard, ALGORITHM)
+    return undo.close
 
 
 # --- trajectories in --------------------------------------------------------------------------------------------------

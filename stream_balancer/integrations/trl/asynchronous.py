@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import numpy as np
@@ -102,8 +103,6 @@ def patch() -> Callable[[], None]:
     from trl.experimental.async_grpo import async_grpo_trainer as home
 
     trainer = home.AsyncGRPOTrainer
-    names = ("TokenBudgetBatcher", "FixedCountBatcher", "DataCollatorForRollout")
-    originals = {name: getattr(home, name) for name in names}
     get_train_dataloader = trainer.get_train_dataloader
 
     def instead_of(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,17 +137,16 @@ def patch() -> Callable[[], None]:
         self.add_callback(StepEnds(self.rollout_worker))
         return get_train_dataloader(self)
 
-    for name in names[:2]:
-        setattr(home, name, instead_of(originals[name]))
-    home.DataCollatorForRollout = Collator
-    trainer.get_train_dataloader = with_steps
-
-    def put_back() -> None:
-        for name, original in originals.items():
-            setattr(home, name, original)
-        trainer.get_train_dataloader = get_train_dataloader
-
-    return put_back
+    undo = ExitStack()
+    for owner, name, ours in (
+        (home, "TokenBudgetBatcher", instead_of(home.TokenBudgetBatcher)),
+        (home, "FixedCountBatcher", instead_of(home.FixedCountBatcher)),
+        (home, "DataCollatorForRollout", Collator),
+        (trainer, "get_train_dataloader", with_steps),
+    ):
+        undo.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, ours)
+    return undo.close
 
 
 def _planned(source: RolloutSource, num_processes: int) -> torch.utils.data.IterableDataset[list[Any]]:

@@ -6,6 +6,7 @@ Importing this needs no verl; calling does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from stream_balancer.integrations.partitions import get_seqlen_balanced_partitions, replace
 from stream_balancer.integrations.verl.seqlen_balancing import rearrange_micro_batches
@@ -22,10 +23,7 @@ def patch() -> Callable[[], None]:
     """
     import verl.utils.seqlen_balancing as theirs
 
-    undo = [replace(theirs, ours.__name__, ours) for ours in (get_seqlen_balanced_partitions, rearrange_micro_batches)]
-
-    def put_back() -> None:
-        for one in undo:
-            one()
-
-    return put_back
+    undo = ExitStack()
+    for ours in (get_seqlen_balanced_partitions, rearrange_micro_batches):
+        undo.callback(replace(theirs, ours.__name__, ours))
+    return undo.close
