@@ -122,6 +122,9 @@ class Figures:
     sync: Sync
     idle: float
     """Percent of rank time."""
+    proven: float | None
+    """Percent that no assignment of the same rollouts, whole, to the ranks of the same steps gets below; None where
+    ranks share rollouts."""
     time: float
     """Over the least that a first-in-first-out step of as much work can take."""
     delay: float
@@ -223,7 +226,7 @@ def checked(scheduler: Scheduler, layout: Layout, step: Step) -> Ints:
 
 
 def figures_of(run: Run, scheduler: Scheduler, record: Record, sync: Sync) -> Figures:
-    elapsed = work = 0.0
+    elapsed = work = least = 0.0
     tokens, over_cap = [], 0
     for places, layout in record.layouts:
         lengths = run.lengths[places]
@@ -231,6 +234,7 @@ def figures_of(run: Run, scheduler: Scheduler, record: Record, sync: Sync) -> Fi
         gone = np.unique([place for rank in layout for one in rank for place in one])
         elapsed += finish(layout, costs, sync, run.overhead)
         work += float(costs[gone].sum())
+        least += lower_bound(costs[gone], run.ranks)
         tokens.append(int(lengths[gone].sum()))
         parts = lengths / np.maximum(sharers(layout, lengths.size), 1)
         held = [parts[one].max() if scheduler.alone else parts[one].sum() for rank in layout for one in rank if one]
@@ -242,6 +246,7 @@ def figures_of(run: Run, scheduler: Scheduler, record: Record, sync: Sync) -> Fi
         ranks=run.ranks,
         sync=sync,
         idle=round(100.0 * (1.0 - work / run.ranks / elapsed), 2),
+        proven=None if scheduler.splits else round(100.0 * (1.0 - work / run.ranks / least), 2),
         time=round(elapsed / work / run.bound(sync, len(record.layouts)), 4),
         delay=round(float(np.mean(record.delays)), 2),
         longest_delay=max(record.delays),

@@ -88,16 +88,18 @@ def ranked(rows: Sequence[Figures]) -> list[tuple[Figures, Figures]]:
 def table(rows: Sequence[Figures], left_out: Mapping[str, str]) -> str:
     """The figures of one run: a line a scheduler, those of the step first, the fastest on top; then why others have
     none."""
-    lines = [f"{'':<40} {'meet once a step':>16} {'at micro-batches':>17} {'delay':>11} {'tokens':>7} {'plan':>9}"]
-    lines += [f"{'':<40} {'idle':>8} {'time':>7} {'idle':>9} {'time':>7} {'mean  most':>11} {'vary':>7} {'ms':>9}"]
+    lines = [f"{'':<40} {'meet once a step':>24} {'at micro-batches':>17} {'delay':>11} {'tokens':>7} {'plan':>9}"]
+    names = f"{'idle':>8} {'proven':>7} {'time':>7} {'idle':>9} {'time':>7} {'mean  most':>11} {'vary':>7} {'ms':>9}"
+    lines += [f"{'':<40} {names}"]
     steps = max((row.steps for row in rows), default=0)
     for once, often in ranked(rows):
         ms = "-" if once.plan_ms is None else f"{once.plan_ms:.1f}"
+        proven = "-" if once.proven is None else f"{once.proven:.1f}"
         marks = f"  {once.over_cap} micro-batches over the cap" if once.over_cap else ""
         marks += f"  of {once.steps} steps" if once.steps < steps else ""
         lines.append(
-            f"{once.scheduler:<40} {once.idle:>6.1f} % {once.time:>7.3f} {often.idle:>7.1f} % {often.time:>7.3f} "
-            f"{once.delay:>5.2f} {once.longest_delay:>5} {once.token_variation:>7.2f} {ms:>9}{marks}"
+            f"{once.scheduler:<40} {once.idle:>6.1f} % {proven:>7} {once.time:>7.3f} {often.idle:>7.1f} % "
+            f"{often.time:>7.3f} {once.delay:>5.2f} {once.longest_delay:>5} {once.token_variation:>7.2f} {ms:>9}{marks}"
         )
     lines += [f"{name:<40} {why}" for name, why in left_out.items()]
     return "\n".join(lines)

@@ -20,6 +20,7 @@ COLUMNS = {
     "ranks": "ranks",
     "sync": "ranks meet",
     "idle": "idle, %",
+    "proven": "proven: no less with these rollouts, %",
     "time": "time over the least of the oldest rollouts",
     "delay": "mean delay, steps",
     "longest_delay": "longest",

@@ -151,15 +151,10 @@ def combinations(c: Knobs) -> Iterator[str]:
             f"step_size.window_tokens ({c.step_size.window_tokens}) must be >= step_size.tokens "
             f"({c.step_size.tokens}): it would fill before a batch is there. Raise window_tokens, or lower tokens"
         )
-    if _above(c.step_size.window_tokens, c.limits.tokens):
+    if _above(wanted := c.step_size.window_tokens or c.step_size.tokens, c.limits.tokens):
         yield (
-            f"limits.tokens ({c.limits.tokens}) must be >= step_size.window_tokens ({c.step_size.window_tokens}): so "
-            "many could never wait. Raise limits.tokens or lower window_tokens"
-        )
-    if _above(c.step_size.tokens, c.limits.tokens):
-        yield (
-            f"limits.tokens ({c.limits.tokens}) must be >= step_size.tokens ({c.step_size.tokens}): so many could "
-            "never wait. Raise limits.tokens or lower step_size.tokens"
+            f"limits.tokens ({c.limits.tokens}) must be >= step_size.window_tokens ({wanted}), or tokens where the "
+            "window is in rollouts: so many could never wait. Raise limits.tokens, or lower that"
         )
     if c.window > (room := c.capacity - c.capacity % (c.groups.kept or 1)):
         then = "no batch would ever leave" if c.deadline_s is None else "every batch would wait for deadline_s"
