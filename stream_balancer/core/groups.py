@@ -422,5 +422,4 @@ class SiblingGroups:
         closed = self._closed_size(group_id)
         size = (self.size or 0) if closed is None else closed
         group = self._groups[group_id] = SiblingGroup(label, size, declared=closed is not None)
-        self._lacking_by_label[label] = size
         return group

@@ -11,6 +11,7 @@ import numpy as np
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.batching import assembled, in_rows, make_batch, plan_of_all, rows_of
+from stream_balancer.core.buffer import NO_ROWS
 from stream_balancer.core.open_step import OpenStep, least_rollouts
 from stream_balancer.core.state import BalancerState
 from stream_balancer.planning import Plan
@@ -23,7 +24,7 @@ def ready_rows(state: BalancerState, opened: OpenStep) -> Ints:
     """Rows of the buffer that leave before the step is complete; empty while too few wait. O(n log n), and O(1) where
     none has come that could make a row."""
     if state.triggers.sendable()[1] - opened.num_taken < least_rollouts(state.config):
-        return np.empty(0, dtype=np.int64)
+        return NO_ROWS
     may = state.triggers.available(np.zeros(len(state.buffer), dtype=np.bool_))
     return opened.choose(state.config, state.buffer, may, complete=False)
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.core.buffer import Buffer
+from stream_balancer.core.buffer import NO_ROWS, Buffer
 from stream_balancer.errors import ConfigError
 from stream_balancer.planning import Plan
 from stream_balancer.planning.arrays import Bools, Floats, Ints
@@ -58,7 +58,7 @@ class OpenStep:
             going.sort(key=lambda unit: -float(buffer.costs[unit].sum()))
             enough = np.flatnonzero(np.cumsum([unit.size for unit in going]) >= least_rollouts(config))
             going = going[: enough[0] + 1] if enough.size else []
-        return np.concatenate(going) if going else np.empty(0, dtype=np.int64)
+        return np.concatenate([NO_ROWS, *going])
 
     def spread(self, plan: Plan) -> Plan:
         """The plan of a row, its heaviest share on the rank that has had the least work in the step."""

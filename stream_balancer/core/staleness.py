@@ -17,7 +17,7 @@ import logging
 import numpy as np
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.core.buffer import NO_VERSION, Buffer
+from stream_balancer.core.buffer import NO_ROWS, NO_VERSION, Buffer
 from stream_balancer.core.in_flight import BatchesInFlight
 from stream_balancer.errors import RolloutError
 from stream_balancer.planning.arrays import Bools, Ints
@@ -78,7 +78,7 @@ class RolloutAges:
         self.num_due = self.num_held_back = 0
         oldest, versions = self._oldest_fresh(), self._buffer.versions
         if oldest is None:
-            return np.empty(0, dtype=np.int64)
+            return NO_ROWS
         # the same, but for those that the steps ahead will have made too old
         trainable = oldest + self._in_flight.steps_ahead
         self.num_due = int(np.count_nonzero(versions <= trainable))
