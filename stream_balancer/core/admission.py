@@ -86,16 +86,9 @@ class Admission:
                 "sibling. Set groups.size to keep them"
             )
 
-    def check(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Costs of the rollouts of one put. Raises TypeError, RolloutError or DuplicateRolloutError if one of them can
-        never be taken in, whatever its group. O(columns)."""
-        costs = [self.check_one(rollout) for rollout in rollouts]
-        if len(costs) > 1:
-            self._check_together(rollouts)
-        return costs
-
-    def check_one(self, rollout: Rollout) -> float:
-        """Cost of the rollout. Every put comes here."""
+    def check(self, rollout: Rollout) -> float:
+        """Cost of a rollout. Raises TypeError, RolloutError or DuplicateRolloutError if it can never be taken in,
+        whatever its group. Every put comes here. O(columns)."""
         if type(rollout) is not Rollout:
             if not isinstance(rollout, Rollout):
                 raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
@@ -129,7 +122,8 @@ class Admission:
         # lengths repeat, and their cost is kept: no call of ours for it
         return self.pricing.cost_of_length(tokens) if rollout.cost is None else rollout.cost
 
-    def _check_together(self, rollouts: Sequence[Rollout]) -> None:
+    def check_together(self, rollouts: Sequence[Rollout]) -> None:
+        """Raise RolloutError (DuplicateRolloutError) if the rollouts of one put do not fit each other. O(columns)."""
         if len({r.rollout_id for r in rollouts}) < len(rollouts):
             raise DuplicateRolloutError(
                 "two rollouts of one put_group() have the same rollout_id; give each an id of its own"
