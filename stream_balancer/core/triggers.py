@@ -39,8 +39,6 @@ class Triggers:
         self._force_flush = False
         # no deadline batch before then: too few are ready
         self._not_before = -math.inf
-        # counted when it is asked for, where some are held back
-        self._sendable: tuple[int, int] | None = None
 
     def force_flush(self) -> None:
         """The window counts as full until the next step."""
@@ -48,7 +46,6 @@ class Triggers:
 
     def changed(self) -> None:
         """The waiting rollouts, their ages or the knobs have changed: earlier findings are void."""
-        self._sendable = None
         self._not_before = -math.inf
 
     def dispatched(self) -> None:
@@ -58,8 +55,8 @@ class Triggers:
     # -- when ----------------------------------------------------------------------------------------------------------
 
     def next_wakeup(self) -> float:
-        """When a batch will leave if nothing else happens: ``-inf`` = now, ``inf`` = never. O(1), and O(n) once after
-        every change while rollouts are held back for their age.
+        """When a batch will leave if nothing else happens: ``-inf`` = now, ``inf`` = never. O(1), and O(n) while
+        rollouts are held back for their age.
 
         Never a time at which there has just been no reason, so waiting until then does not spin.
         """
@@ -147,14 +144,12 @@ class Triggers:
 
     def sendable(self) -> tuple[int, int]:
         """Waiting rollouts that are not held back for their age; and how many of these no incomplete group holds back
-        either. O(1) where none is held back; else O(n) once after every change."""
+        either. O(1) where none is held back, else O(n)."""
         buffer = self._buffer
         if not self._staleness.num_held_back:
             return buffer.num_waiting, buffer.num_waiting - buffer.groups.num_incomplete
-        if self._sendable is None:
-            free = ~self._staleness.held_back()
-            self._sendable = int(np.count_nonzero(free)), int(np.count_nonzero(buffer.complete & free))
-        return self._sendable
+        free = ~self._staleness.held_back()
+        return int(np.count_nonzero(free)), int(np.count_nonzero(buffer.complete & free))
 
     def _oldest_arrival(self) -> float:
         """Arrival of the oldest of these, in seconds; inf if there is none. O(1), and O(n) while some are held back."""

@@ -86,8 +86,8 @@ class Book:
         for item in items:
             step.add(item)
             self.own(step, item, item.owner)
-            if item.owner is None and item.group is not None:
-                step.torn.add(item.group)
+            if item.owner is None:
+                step.tear(item)
 
     def own(self, step: StepState, item: Item, owner: RankId | None) -> None:
         """Give the item, which no process has, to a rank; to none if that rank is not there."""

@@ -76,7 +76,7 @@ def _forget_meeting(book: Book, step: StepState) -> None:
     step.is_met = False
     for item in list(step.items.values()):
         if item.owner is None or (not item.role and item.owner not in step.participants):
-            step.torn.update(() if item.group is None else (item.group,))
+            step.tear(item)
             book.disown(step, item)
 
 
@@ -94,7 +94,7 @@ def _settle(book: Book, step: StepState) -> None:
     else:
         for item in held:
             if any(part.owner is None or part.sent != book.ranks[part.owner].full for part in step.parts(item)):
-                step.torn.update(() if item.group is None else (item.group,))
+                step.tear(item)
     book.touch(step, everybody=True)
 
 

@@ -89,7 +89,7 @@ class Joining(Book):
         for item in () if share is None else share.items.values():
             # columns of a role are here, whoever has computed them
             if not item.has_columns:
-                step.torn.update(() if item.group is None else (item.group,))
+                step.tear(item)
                 self.disown(step, item)
         self.touch(step)
 
@@ -128,13 +128,10 @@ class Joining(Book):
         self.add(step, items)
         for one in step.participants.intersection(acked):
             share = step.shares[one]
+            # in weights that can be come back to: nothing of it is sent again
+            self._says(share, share.rank.full, None, number + 1)
             share.acked, step.is_kept = share.rank.full, self.meets
             step.acks += 1
-            share.unsent.clear()
-            for item in share.items.values():
-                # in weights that can be come back to: nothing of it is sent again
-                item.sent = item.done = share.rank.full
-                self.note_fetched(step, item, share.rank.full, share.rank.full)
             share.rank.activate(share)
 
     def gave_back(self, share: Share) -> None:
@@ -256,8 +253,8 @@ def _forget(step: StepState, share: Share, item: Item, seats: int) -> None:
     if item.has_columns:
         return
     # the others of its group may be waiting for it in a collective: none of it goes on
-    if item.sent & seats and item.group is not None:
-        step.torn.add(item.group)
+    if item.sent & seats:
+        step.tear(item)
     step.unfetch(item)
     item.sent, item.done, item.fetched = item.sent & ~seats, item.done & ~seats, item.fetched & ~seats
     share.unsent[item.id] = item

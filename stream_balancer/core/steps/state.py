@@ -281,6 +281,11 @@ class StepState:
         item.sent = item.done = item.fetched = item.place = 0
         item.is_begun = False
 
+    def tear(self, item: Item) -> None:
+        """A part of its group is lost, if it is in one."""
+        if item.group is not None:
+            self.torn.add(item.group)
+
     def unfetch(self, item: Item) -> None:
         if item.remote:
             self.unfetched.add(item.id)
