@@ -106,44 +106,45 @@ class Peers(Sender):
         # what one that was superseded or given up still says does not count
         if member.peers.get(seat) is not peer:
             return
-        ledger, fact = self.ledger, report.fact
-        # the attempt tells what was on its way when the step began again from what belongs to it
-        of_share = member.id, seat, report.step, report.attempt
-        match fact:
+        match report.fact:
             case "taken":
-                ledger.taken(*of_share)
-            case "done":
-                for item in self._named(member, report) if member.id.role else ():
-                    self.columns.add(report.step, member.id.role, item.payload, report.about, memory)
-                ledger.done(*of_share, report.items)
-            case "fetched":
-                missing: dict[str, str] = _read(report, dict[str, str])
-                self._miss(member, report, missing)
-                ledger.fetched(*of_share, report.items, missing)
-            case "released":
-                ledger.released(*of_share, report.items)
-            case "at_barrier":
-                ledger.at_barrier(*of_share, _read(report, int | None) or 0)
+                self.ledger.taken(member.id, seat, report.step, report.attempt)
+            case "done" | "fetched" | "released" | "at_barrier":
+                self._on_work(member, seat, report, memory)
             case "finished":
                 self._finished(member, seat, report)
             case "acknowledged":
-                ledger.acknowledged(member.id, seat, report.step)
+                self.ledger.acknowledged(member.id, seat, report.step)
             case _:
-                raise WireError(f"{member.name} reports {fact!r}, which nobody knows")
+                raise WireError(f"{member.name} reports {report.fact!r}, which nobody knows")
         member.note_readiness()
         self.wake()
 
-    def _named(self, member: Member, report: Report) -> list[Item]:
-        """Items that the report names, and that are still the rank's own."""
-        share = member.rank.active.get(report.step)
-        if share is None or share.attempt != report.attempt:
-            return []
+    def _on_work(self, member: Member, seat: int, report: Report, memory: Memory | None) -> None:
+        ledger = self.ledger
+        # the attempt tells what was on its way when the step began again from what belongs to it
+        share = ledger.share_of(member.id, seat, report.step, report.attempt)
+        if share is None:
+            return
         # those that were taken away meanwhile are another rank's to report
-        return [share.items[id_] for id_ in report.items if id_ in share.items]
+        items = share.own(report.items)
+        match report.fact:
+            case "done":
+                for item in items if member.id.role else ():
+                    self.columns.add(report.step, member.id.role, item.payload, report.about, memory)
+                ledger.done(share, seat, report.items)
+            case "fetched":
+                missing: dict[str, str] = _read(report, dict[str, str])
+                self._miss(member, report, items, missing)
+                ledger.fetched(share, seat, report.items, missing)
+            case "released":
+                ledger.released(share, seat, report.items)
+            case "at_barrier":
+                ledger.at_barrier(share, seat, _read(report, int | None) or 0)
 
-    def _miss(self, member: Member, report: Report, missing: dict[str, str]) -> None:
+    def _miss(self, member: Member, report: Report, items: list[Item], missing: dict[str, str]) -> None:
         """Rollouts take part as padding copies of weight 0: logged here, counted with the step's acknowledgement."""
-        there = chain.from_iterable(item.payload.rollouts for item in self._named(member, report))
+        there = chain.from_iterable(item.payload.rollouts for item in items)
         lost = {one.rollout_id: one for one in there if one.rollout_id in missing and not one.is_padding}
         if not lost:
             return

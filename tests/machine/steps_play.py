@@ -17,6 +17,14 @@ from stream_balancer.core.steps.state import TRAIN, HeldItem, HeldStep, Item, Pi
 _ITEM = re.compile(r"(?P<id>\d+)@(?P<owner>\w+)(?:/(?P<group>\d+))?(?:<(?P<needs>[\d,]+))?(?P<remote>\*)?")
 
 
+def say_to(ledger: Ledger, fact: str, one: RankId, *args: Any) -> None:
+    """A fact, by what a process says: work is looked up by seat, step and attempt."""
+    if fact not in ("done", "fetched", "released", "at_barrier"):
+        getattr(ledger, fact)(one, *args)
+    elif (share := ledger.share_of(one, *args[:3])) is not None:
+        getattr(ledger, fact)(share, args[0], *args[3:])
+
+
 class Play:
     """``ranks``, all of whose processes have joined."""
 
@@ -64,7 +72,7 @@ class Play:
 
         def say(who: str, *args: Any) -> list[str]:
             rank, _, seat = who.partition(".")
-            getattr(self.ledger, fact)(rank_of(rank), *([] if fact == "gave_up" else [int(seat or 0)]), *args)
+            say_to(self.ledger, fact, rank_of(rank), *([] if fact == "gave_up" else [int(seat or 0)]), *args)
             return self.orders()
 
         return say

@@ -15,6 +15,7 @@ import steps_checks as checks
 from steps_checks import InvariantError, check
 from steps_config import Config
 from steps_planner import Planner
+from steps_play import say_to
 from steps_process import Act, Meeting, Place, Process
 from steps_random_faults import faults_of, give_up
 
@@ -197,7 +198,7 @@ class World:
             return
         if fact == "acknowledged":
             self.some_acked.update(range(args[0] + 1))
-        getattr(ledger, fact)(*who, *args[: 3 if fact == "done" else None])
+        say_to(ledger, fact, *who, *args[: 3 if fact == "done" else None])
         if fact == "done" and process.rank.role and (step := ledger.steps.get(args[0])) is not None:
             self.columns.update((args[0], id_) for id_ in args[2] if id_ in step.items and step.items[id_].has_columns)
 

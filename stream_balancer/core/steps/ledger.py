@@ -16,9 +16,10 @@ ranks, one step of four micro-batches; rank 1 dies after its first one, which wa
 >>> ledger.planned(0, [Item(id, owner, (Piece(f"r{id}"),)) for id, owner in owners.items()])
 >>> [(type(order).__name__, order.rank.number, [item.id for item in order.items]) for order in ledger.orders()]
 [('SendWork', 0, [0, 1]), ('SendWork', 1, [2, 3])]
->>> ledger.done(zero, 0, 0, 1, [0, 1])
->>> ledger.at_barrier(zero, 0, 0, 1)
->>> ledger.done(one, 0, 0, 1, [2])
+>>> mine, theirs = (ledger.share_of(rank, 0, 0, attempt=1) for rank in (zero, one))
+>>> ledger.done(mine, 0, [0, 1])
+>>> ledger.at_barrier(mine, 0)
+>>> ledger.done(theirs, 0, [2])
 >>> ledger.lost(one, 0)
 >>> ledger.orders()
 []
@@ -26,8 +27,8 @@ ranks, one step of four micro-batches; rank 1 dies after its first one, which wa
 >>> send, = ledger.orders()
 >>> send.rank.number, [piece.rollout for item in send.items for piece in item.pieces]
 (0, ['r2', 'r3'])
->>> ledger.done(zero, 0, 0, 1, [item.id for item in send.items])
->>> ledger.at_barrier(zero, 0, 0, 1)
+>>> ledger.done(mine, 0, [item.id for item in send.items])
+>>> ledger.at_barrier(mine, 0)
 >>> [[one.number for one in order.seal.ranks] for order in ledger.orders()]
 [[0]]
 >>> ledger.finished(zero, 0, 0, 1)
@@ -75,6 +76,15 @@ class Ledger(Joining):
         share = None if step is None else step.shares.get(one)
         return [] if share is None else in_order(share.items.values())
 
+    def share_of(self, one: RankId, seat: int, number: int, attempt: int | None = None) -> Share | None:
+        """The work that a process reports on. None for what counts no more: of a lost process, a step that is over, an
+        attempt that was rewound."""
+        rank, step = self.ranks.get(one), self.steps.get(number)
+        if rank is None or step is None or not rank.links >> seat & 1:
+            return None
+        share = step.shares.get(one)
+        return None if share is None or attempt not in (None, share.attempt) else share
+
     # -- facts: the planner's ------------------------------------------------------------------------------------------
 
     def planned(self, number: int, items: Iterable[Item], *, complete: bool = True, uid: int = 0) -> None:
@@ -107,47 +117,38 @@ class Ledger(Joining):
 
     def taken(self, one: RankId, seat: int, number: int, attempt: int) -> None:
         """A loop has begun with the step: the credit is back."""
-        share = self._share_of(one, seat, number)
+        share = self.share_of(one, seat, number)
         if share is not None and attempt >= share.first:
             share.taken |= 1 << seat
             # another step may have waited for the credit
             if len(share.rank.active) > 1:
                 self.ranks_touched[one] = None
 
-    def done(self, one: RankId, seat: int, number: int, attempt: int, items: Iterable[int]) -> None:
+    def done(self, share: Share, seat: int, items: Iterable[int]) -> None:
         """Items that are in the gradient; or, of a role, whose columns are here."""
-        share = self._share_of(one, seat, number, attempt)
-        if share is None:
-            return
-        step = share.step
-        for item in [share.items[id_] for id_ in items if id_ in share.items]:
+        step, role = share.step, share.rank.id.role
+        for item in share.own(items):
             item.done |= 1 << seat
-            if one.role and item.done == share.rank.full and not item.has_columns:
+            if role and item.done == share.rank.full and not item.has_columns:
                 item.has_columns = True
-                step.left_of_role[one.role] -= 1
-                self.touch(step, everybody=step.left_of_role[one.role] == 0)
+                step.left_of_role[role] -= 1
+                self.touch(step, everybody=step.left_of_role[role] == 0)
                 # whoever trains with these columns may begin now
                 self.ranks_touched.update((it.owner, None) for it in step.waiters.pop(item.id, ()) if it.owner)
 
-    def fetched(
-        self, one: RankId, seat: int, number: int, attempt: int, items: Iterable[int], missing: Iterable[str]
-    ) -> None:
+    def fetched(self, share: Share, seat: int, items: Iterable[int], missing: Iterable[str]) -> None:
         """Payloads of these items are there, but for those of the ``missing`` rollouts."""
-        share = self._share_of(one, seat, number, attempt)
-        if share is None:
-            return
         step, lost = share.step, frozenset(missing)
-        for item in [share.items[id_] for id_ in items if id_ in share.items]:
+        for item in share.own(items):
             # A role that computes again, after a restart, may miss what has been trained on.
             if not item.role or any(not it.sent for it in step.waiters.get(item.id, ())):
                 step.gone.update(piece.rollout for piece in item.pieces if piece.rollout in lost)
             self.note_fetched(step, item, 1 << seat, share.rank.full)
         self.touch(step, everybody=not step.unfetched)
 
-    def released(self, one: RankId, seat: int, number: int, attempt: int, items: Iterable[int]) -> None:
+    def released(self, share: Share, seat: int, items: Iterable[int]) -> None:
         """The answer to a Recall: these it has not begun, and will not."""
-        share = self._share_of(one, seat, number, attempt)
-        if share is None or not share.answers >> seat & 1:
+        if not share.answers >> seat & 1:
             return
         # what it was not asked for is not its to give: it would be done by two, or by nobody
         for id_ in share.recalled.keys() & {*items}:
@@ -156,14 +157,13 @@ class Ledger(Joining):
         share.answers &= ~(1 << seat)
         self.gave_back(share)
         self.touch(share.step)
-        self.ranks_touched[one] = None
+        self.ranks_touched[share.rank.id] = None
 
-    def at_barrier(self, one: RankId, seat: int, number: int, attempt: int, came_back: int = 0) -> None:
+    def at_barrier(self, share: Share, seat: int, came_back: int = 0) -> None:
         """Nothing is left to do in the step. ``came_back``: number of the seal whose meeting has failed."""
-        share = self._share_of(one, seat, number, attempt)
-        if share is None or not self.meets:
+        if not self.meets:
             return
-        step, bit = share.step, 1 << seat
+        step, one, bit = share.step, share.rank.id, 1 << seat
         if step.seal is not None and came_back == step.seals:
             share.back |= bit
             if share.back == share.rank.full:
@@ -244,11 +244,3 @@ class Ledger(Joining):
                     look_at_rank(self, rank)
         out, self.out = self.out, []
         return out
-
-    def _share_of(self, one: RankId, seat: int, number: int, attempt: int | None = None) -> Share | None:
-        """None for what counts no more: of a lost process, a step that is over, an attempt that was rewound."""
-        rank, step = self.ranks.get(one), self.steps.get(number)
-        if rank is None or step is None or not rank.links >> seat & 1:
-            return None
-        share = step.shares.get(one)
-        return None if share is None or attempt not in (None, share.attempt) else share

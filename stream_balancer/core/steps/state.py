@@ -124,6 +124,10 @@ class Share:
     def is_acked(self) -> bool:
         return self.acked == self.rank.full
 
+    def own(self, ids: Iterable[int]) -> list[Item]:
+        """Those of these items that are still the rank's."""
+        return [self.items[id_] for id_ in ids if id_ in self.items]
+
     @property
     def may_meet(self) -> int:
         """Seats that may be in the collective now."""
