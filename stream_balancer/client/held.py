@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from stream_balancer.core.steps.state import TRAIN, HeldItem, HeldStep, RankId, StepSeal
 from stream_balancer.errors import WireError
 from stream_balancer.net import messages as m
+from stream_balancer.types import Denominators
 
 
 class Fact(NamedTuple):
@@ -71,7 +72,7 @@ class Part:
     taken: bool = False
     waiting: bool = False
     """Has said that nothing is left to do."""
-    sizes: m.Sizes | None = None
+    sizes: Denominators | None = None
     """Sizes of the step as it was planned, once all of it is here."""
     seal: m.Seal | None = None
     came_back: int = 0

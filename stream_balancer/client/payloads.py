@@ -28,7 +28,7 @@ from stream_balancer.net.service import Peer, Service
 from stream_balancer.net.session import Dialer, Session
 from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Decoded, Handle, Owner, Wanted, payload_of
-from stream_balancer.wire.payload import Payload
+from stream_balancer.wire.payload import Payload, reader
 
 _CALL_BYTES = 2**26
 """Asked for at once, unless one rollout is larger: replies are copied into their places one by one."""
@@ -38,8 +38,8 @@ _Part: TypeAlias = tuple[_Count, Annotated[int, msgspec.Meta(ge=1, lt=2**20)], _
 """Key, degree, place, and bytes that are expected."""
 _Done: TypeAlias = Callable[[Mapping[str, str]], object]
 """Takes why some payloads could not be fetched, by id."""
-_parts_of = msgspec.msgpack.Decoder(Annotated[list[_Part], msgspec.Meta(max_length=2**18)]).decode
-_missing_of = msgspec.msgpack.Decoder(list[_Count]).decode
+_parts_of = reader(Annotated[list[_Part], msgspec.Meta(max_length=2**18)], "a fetch")
+_missing_of = reader(list[_Count], "its answer")
 
 
 class KeepsPayloads(ABC):
@@ -132,13 +132,9 @@ class PayloadOwner(KeepsPayloads):
         super().close()
 
     def _fetch(self, peer: Peer, asked: Asked) -> Bytes:
-        try:
-            parts = _parts_of(asked.args)
-        except (msgspec.DecodeError, ValueError) as error:
-            raise WireError(f"a fetch that cannot be read: {error}") from None
         missing: list[int] = []
         pieces: list[memoryview] = []
-        for number, (key, degree, place, size) in enumerate(parts):
+        for number, (key, degree, place, size) in enumerate(_parts_of(asked.args)):
             if place >= degree:
                 raise WireError(f"place {place} of {degree} ranks is wanted, which there cannot be")
             rollout = self._kept.get(key)
@@ -277,8 +273,8 @@ def _filled(wanted: Sequence[Wanted], pending: Pending) -> dict[str, str]:
     value, memory = pending.answer
     try:
         missing = set(_missing_of(value))
-    except (msgspec.DecodeError, ValueError) as error:
-        return {one.rollout_id: f"its answer cannot be read: {error}" for one in wanted}
+    except WireError as error:
+        return {one.rollout_id: str(error) for one in wanted}
     size = 0 if memory is None else memory.size
     # checked in all before anything is written
     if sum(one.num_bytes for number, one in enumerate(wanted) if number not in missing) != size:

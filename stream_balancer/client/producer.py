@@ -14,13 +14,11 @@ forget it. The contract is :class:`~stream_balancer.StreamBalancer`'s: returning
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Self
-
-import msgspec
 
 from stream_balancer.client.payloads import KeepsPayloads, PayloadOwner
 from stream_balancer.client.slots import PutHead, RemoteSlots
@@ -37,7 +35,7 @@ from stream_balancer.statistics import Statistics
 from stream_balancer.types import Rollout
 from stream_balancer.values import plain_name
 from stream_balancer.wire.codec import Handle, encode_rollouts
-from stream_balancer.wire.payload import Memory
+from stream_balancer.wire.payload import Memory, reader
 from stream_balancer.wire.statistics import decode_statistics
 
 __all__ = ["BlockingProducer", "Producer", "connect"]
@@ -51,8 +49,8 @@ _ONE_LOOP = "this producer lives in one event loop, which {} would stop. Await p
 _TAKEN_BACK_S = 0.1
 _FULL_S = 0.1
 _ID = attrgetter("rollout_id")
-_int_of = msgspec.msgpack.Decoder(int).decode
-_welcome_of = msgspec.msgpack.Decoder(tuple[list[int], list[int]] | None).decode
+_int_of: Callable[[Any], int] = reader(int, "a reply")
+_welcome_of = reader(tuple[list[int], list[int]] | None, "a welcome")
 
 
 class Producer(OfOneProcess):

@@ -7,15 +7,14 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeAlias
 
-import msgspec
-
 from stream_balancer.net.calls import Pending
 from stream_balancer.net.session import Session
 from stream_balancer.slots import Slot
 from stream_balancer.types import Rollout
+from stream_balancer.wire.payload import reader
 
 _log = logging.getLogger("stream_balancer.net")
-_int_of = msgspec.msgpack.Decoder(int).decode
+_int_of = reader(int, "a reply")
 
 PutHead: TypeAlias = tuple[int | None, bool | None, bool]
 """Number of a slot, whether the group is complete (None: a rollout by itself), and whether the put may wait."""

@@ -24,7 +24,6 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import anyio.lowlevel
-from msgspec import structs
 from torch import Tensor
 
 from stream_balancer.client.device import Pace
@@ -166,8 +165,7 @@ class Step(OneRank):
         """Denominators of the step over all ranks, once it is complete. None for a role, of a step that is open."""
         if not self._held.role:
             self._at_once(self._look_sizes, "reading what a step is divided by", "`end = await step.async_finish()`")
-        sizes = self._part.sizes if self._part.seal is None else self._part.seal.sizes
-        return None if sizes is None else Denominators(*structs.astuple(sizes))
+        return self._part.sizes if self._part.seal is None else self._part.seal.sizes
 
     @property
     def mini_batch_sizes(self) -> tuple[MiniBatchSize, ...]:
@@ -175,11 +173,10 @@ class Step(OneRank):
         planned, seal = self._part.head.mini_batches, self._part.seal
         if not planned or self.denominators is None:
             return ()
-        sizes = [structs.astuple(one) for one in planned]
+        if seal is None or not seal.mini_batches:
+            return planned
         # some payloads are gone
-        if seal is not None and seal.mini_batches:
-            sizes = [(*one[:2], *structs.astuple(left)) for one, left in zip(sizes, seal.mini_batches, strict=True)]
-        return tuple(MiniBatchSize(*one) for one in sizes)
+        return tuple(MiniBatchSize(*one[:2], *left) for one, left in zip(planned, seal.mini_batches, strict=True))
 
     def __repr__(self) -> str:
         return f"Step(step={self.step}, rank={self.rank}/{self.dp_size}, micro_batches={len(self._part.work)})"
@@ -291,7 +288,7 @@ class Step(OneRank):
             return self._part.is_done
         seal = self._held.reach_end(self._part)
         if seal is not None:
-            self._end = End(seal.ranks, *structs.astuple(seal.sizes))
+            self._end = End(seal.ranks, *seal.sizes)
         return seal is not None
 
     def _check_open(self) -> None:

@@ -26,8 +26,8 @@ from stream_balancer.core.state import BalancerState
 from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId
 from stream_balancer.host.records import mini_batches_of
-from stream_balancer.net.messages import ResizedExecution, Seal, Sizes
-from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout, SharedRollout
+from stream_balancer.net.messages import ResizedExecution, Seal
+from stream_balancer.types import Batch, Denominators, MicroBatch, RankBatch, Rollout, SharedRollout
 from stream_balancer.types.shared import whole_rollouts
 from stream_balancer.wire.remote import remote_of
 
@@ -63,9 +63,9 @@ class StepPlan:
         return self.batch.is_last
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> Denominators | None:
         """Denominators of a complete step if nothing is masked."""
-        return Sizes(*(self.batch.ranks[0].denominators or ()))
+        return self.batch.ranks[0].denominators
 
     @property
     def rollouts(self) -> Iterator[Rollout]:
@@ -223,14 +223,14 @@ def seal_of(plan: StepPlan, number: int, ranks: Sequence[int], gone: Collection[
     )  # fmt: skip
 
 
-def _less(planned: Sequence[int], rollouts: Iterable[Rollout], gone: Collection[str]) -> Sizes:
+def _less(planned: Sequence[int], rollouts: Iterable[Rollout], gone: Collection[str]) -> Denominators:
     """Sizes of what is left of these rollouts. Of a shared one no rank trains on its part when another has none."""
     # nearly always: only then do denominators follow from the plan
     if not gone:
-        return Sizes(*planned)
+        return Denominators(*planned)
     left = [one for one in whole_rollouts(rollouts) if not one.is_padding and one.rollout_id not in gone]
     # at least 1: where everything is gone the sums are 0, and 0 / 0 would put NaN into every weight
-    return Sizes(*(max(now, min(was, 1)) for now, was in zip(denominators_of(left), planned, strict=True)))
+    return Denominators(*(max(now, min(was, 1)) for now, was in zip(denominators_of(left), planned, strict=True)))
 
 
 _generation = 0

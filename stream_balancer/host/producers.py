@@ -31,7 +31,7 @@ from stream_balancer.net.service import Method, Peer, Service
 from stream_balancer.slots import Slot
 from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Leases, Owner, RemoteRollout, decode_rollouts
-from stream_balancer.wire.payload import Memory
+from stream_balancer.wire.payload import Memory, reader
 from stream_balancer.wire.statistics import encode_statistics
 
 _log = logging.getLogger("stream_balancer.net")
@@ -57,18 +57,10 @@ _Put = tuple[_Count | None, bool | None, bool, msgspec.Raw]
 """Number of a slot, whether the group is complete (None: a rollout by itself), whether it may wait, the rollouts."""
 _Declared = tuple[_Name, _Name, _Count | None]
 _Reserve = tuple[_Count, _Count]
-_READ: dict[Any, Any] = {
-    kind: msgspec.msgpack.Decoder(kind).decode
+_READ: dict[Any, Callable[[msgspec.Raw], Any]] = {
+    kind: reader(kind, "a producer's call")
     for kind in (_About, _Put, _Declared, _Reserve, _Count, _Version | None, tuple[_Version])
 }
-
-
-def _read(kind: Any, raw: msgspec.Raw) -> Any:
-    """Raises WireError for bytes that no producer of this version sends."""
-    try:
-        return _READ[kind](raw)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise WireError(f"a producer's call that cannot be read: {error}") from None
 
 
 async def attend(balancer: StreamBalancer, transport: Transport) -> None:
@@ -114,7 +106,7 @@ class Producers(Observer):
         """Let a producer in. -> numbers of slots that it had, and has no more; and keys of payloads that are needed."""
         # before it is in: the answer to its join names the slots that it has lost
         producer = peer.data = peer.data or _Producer()
-        about = _read(_About, join.about)
+        about = _READ[_About](join.about)
         keys = [] if about.owner is None else self._attach(peer, about.owner)
         return list(self._lost_slots(producer, about.slots)), keys
 
@@ -122,7 +114,7 @@ class Producers(Observer):
         """A producer has come in, perhaps again."""
         self._adopt(peer)
         # who will not join again is gone at once, with its slots
-        peer.keep_s = _KEEP_S if _read(_About, peer.join.about).rejoin else 0.0
+        peer.keep_s = _KEEP_S if _READ[_About](peer.join.about).rejoin else 0.0
         self._parts.producers.joined(peer.session, peer.name)
         self.tell_version(peer)
         if self._balancer.ended:
@@ -215,7 +207,7 @@ class Producers(Observer):
     # what they ask
 
     def _put(self, peer: Peer, asked: Asked) -> Any:
-        number, complete, may_wait, header = _read(_Put, asked.args)
+        number, complete, may_wait, header = _READ[_Put](asked.args)
         rollouts = self._rollouts(peer, header, asked.memory)
         if number is None:
             return self._begin(peer, asked, rollouts, complete=complete, may_wait=may_wait)
@@ -230,7 +222,7 @@ class Producers(Observer):
         return self._begin(peer, asked, slot.take(rollouts), slot, complete=complete)
 
     def _declare(self, peer: Peer, asked: Asked) -> Any:
-        what, group_id, size = _read(_Declared, asked.args)
+        what, group_id, size = _READ[_Declared](asked.args)
         if what == "abandon":
             return self._balancer.abandon_group(group_id)
         return self._begin(peer, asked, [], size=GroupSize(group_id, size if what == "expect" else None))
@@ -315,7 +307,7 @@ class Producers(Observer):
         return leases.attach(tell, self._service.io.do)
 
     def _reserve(self, peer: Peer, asked: Asked) -> Any:
-        number, count = _read(_Reserve, asked.args)
+        number, count = _READ[_Reserve](asked.args)
         # here, in the order of calls: an error is the reply, and nothing was reserved
         check_reserve(self._balancer.config, count)
         begun = self._parts.begin(count)
@@ -335,20 +327,20 @@ class Producers(Observer):
         return slot.version
 
     def _release(self, peer: Peer, asked: Asked) -> None:
-        slot = peer.data.slots.pop(_read(_Count, asked.args), None)
+        slot = peer.data.slots.pop(_READ[_Count](asked.args), None)
         if slot is not None:
             slot.release()
 
     def _stale(self, peer: Peer, asked: Asked) -> Any:
-        slot = peer.data.slots.get(_read(_Count, asked.args))
+        slot = peer.data.slots.get(_READ[_Count](asked.args))
         # one that was lost is not waited for: others have begun in its place
         return None if slot is None else slot.stale()
 
     def _version_after(self, peer: Peer, asked: Asked) -> Any:
-        return self._balancer.version_after(_read(_Version | None, asked.args))
+        return self._balancer.version_after(_READ[_Version | None](asked.args))
 
     def _set_version(self, peer: Peer, asked: Asked) -> None:
-        self._balancer.set_version(*_read(tuple[_Version], asked.args))
+        self._balancer.set_version(*_READ[tuple[_Version]](asked.args))
 
     def _end(self, peer: Peer, asked: Asked) -> Any:
         """A rank ends the balancer; a producer ends for itself."""

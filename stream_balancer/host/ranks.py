@@ -18,11 +18,12 @@ from stream_balancer.core.diagnosis import RankState
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.state import TRAIN, HeldStep, Rank, RankId
-from stream_balancer.errors import RankLostError, WireError, rank_name, refused_error
+from stream_balancer.errors import RankLostError, rank_name, refused_error
 from stream_balancer.host.records import Came
 from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import Join
 from stream_balancer.net.service import Peer
+from stream_balancer.wire.payload import reader
 
 logger = logging.getLogger("stream_balancer.dispatch")
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
@@ -54,7 +55,7 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return RankId(self.role, self.rank)
 
 
-_decoder = msgspec.msgpack.Decoder(About)
+_read = reader(About, "what a rank says of itself")
 
 
 class Member:
@@ -199,10 +200,7 @@ class Ranks(dict[RankId, Member]):
 
     def admit(self, peer: Peer, join: Join) -> None:
         """Raise RefusedError for a rank that may not come in, WireError for one that does not say who it is."""
-        try:
-            about = _decoder.decode(join.about)
-        except msgspec.DecodeError as error:
-            raise WireError(f"what a rank says of itself cannot be read: {error}") from None
+        about: About = _read(join.about)
         member, who = self.get(about.id), rank_name(about.rank, about.role)
         # of a feed that was opened for another number of ranks, which was right at that time
         if (about.dp_size != self.num_places or about.rank >= self.num_places) and not about.goes_on:

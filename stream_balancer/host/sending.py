@@ -28,8 +28,9 @@ from stream_balancer.host.in_flight import InFlight
 from stream_balancer.host.plans import StepPlan, seal_of
 from stream_balancer.host.ranks import different_weights
 from stream_balancer.net import messages
-from stream_balancer.net.messages import Message, MiniBatchHead, Notify, Sizes, StepHead, Work, WorkItem
+from stream_balancer.net.messages import Message, Notify, StepHead, Work, WorkItem
 from stream_balancer.net.service import Peer
+from stream_balancer.types import Denominators
 from stream_balancer.wire.codec import Encoded, encode
 from stream_balancer.wire.payload import NOTHING, Payload
 
@@ -132,13 +133,13 @@ class Sender(InFlight):
             dp_size=len(plan.ranks),
             load=0.0 if planned is None else planned.load,
             meets=self.ledger.meets and not one.role,
-            mini_batches=() if planned is None else tuple(MiniBatchHead(*it) for it in planned.mini_batch_sizes),
+            mini_batches=() if planned is None else planned.mini_batch_sizes,
             rank=None if place == one.number else place,
             # what is masked is known when all are through, so no sizes come before: a loop must not wait for them
             open=not plan.is_complete or (plan.is_remote and self.ledger.meets),
         )
 
-    def _sizes(self, plan: StepPlan, order: SendWork) -> Sizes | None:
+    def _sizes(self, plan: StepPlan, order: SendWork) -> Denominators | None:
         # what is not known yet comes with the seal
         if not plan.is_complete or (plan.is_remote and not order.rank.role):
             return None

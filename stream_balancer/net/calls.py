@@ -25,17 +25,20 @@ from typing import Any, NamedTuple
 import anyio
 import msgspec
 
-from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RolloutError, WireError
+from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RolloutError
 from stream_balancer.net.errors import Cancelled, error_of, name_of
 from stream_balancer.net.loops import Signal
 from stream_balancer.net.messages import NIL, Call, Reply, Welcome
-from stream_balancer.wire.payload import NOTHING, Memory, Payload
+from stream_balancer.wire.payload import NOTHING, Memory, Payload, reader
 
 SMALL = 2**16
 """Bytes that are sent in the thread that asks, if nothing else is on its way. Many at a time go together, which costs
 fewer wake-ups."""
 CALL_BYTES = 512
 """Bytes that a call without payload counts for."""
+
+
+_text_of = reader(str, "the text of an error")
 
 
 class Answered(NamedTuple):
@@ -114,11 +117,7 @@ class Pending:
             if self.cancelled:
                 return Cancelled()
             return ClosedResourceError(f"{self.name} waited while this end was closed, or ended: it was not granted")
-        try:
-            text = msgspec.msgpack.decode(reply.value, type=str)
-        except msgspec.MsgspecError as error:
-            raise WireError(f"an error without a text: {error}") from None
-        return error_of(reply.error, text)
+        return error_of(reply.error, _text_of(reply.value))
 
     def lost(self, whom: str, cause: str) -> Exception:
         """The error where the connection is lost for good."""

@@ -7,7 +7,7 @@
 
 ``total`` is the memory that the message's payload needs at the receiver, ``runs`` are the parts of it that come now
 (offset, size, offset, size, ...; the rest are holes that the receiver fetches), ``via`` is the mover that brings them
-and ``where`` what that mover needs to know. Pure: no socket, clock, thread or torch.
+and ``where`` what that mover needs to know. Pure: no socket, clock or thread.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from stream_balancer.errors import RefusalReason, WireError
+from stream_balancer.types import Denominators, MiniBatchSize
+from stream_balancer.wire.payload import reader
 
 PROTOCOL = 3
 MAX_MESSAGE_BYTES = 2**26
@@ -110,17 +112,6 @@ class WorkItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Payloads lie elsewhere: the rank fetches them, and reports ``fetched``."""
 
 
-class MiniBatchHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Head of one mini-batch: micro-batches and load here; the rest over all ranks."""
-
-    micro_batches: Count
-    load: float
-    rollouts: Count
-    tokens: Count
-    loss_tokens: Count
-    executions: Count
-
-
 class StepHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Head of a step, for one rank: what its first Work says."""
 
@@ -131,7 +122,7 @@ class StepHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
     meets: bool = False
     """Something may still change: say ``at_barrier``, and wait for the Seal, before the ranks meet. False: the Seal
     comes by itself, and once it is here nothing changes any more."""
-    mini_batches: Annotated[tuple[MiniBatchHead, ...], _MANY] = ()
+    mini_batches: Annotated[tuple[MiniBatchSize, ...], _MANY] = ()
     rank: Count | None = None
     """Number of the rank in the step, where that is another one: some ranks before it have no part in the step."""
     open: bool = False
@@ -152,7 +143,7 @@ class Work(Message, frozen=True, tag=10):
     """Ids of rollouts that are masked everywhere."""
     header: msgspec.Raw = NIL
     """As :mod:`stream_balancer.wire.codec` writes it: a block an item. Nil without items."""
-    sizes: Sizes | None = None
+    sizes: Denominators | None = None
     """Numbers that the step is divided by. Once all that is planned for this rank is here, if nothing of it can be
     missing."""
 
@@ -176,15 +167,6 @@ class ResizedExecution(msgspec.Struct, frozen=True, array_like=True):
     loss_tokens: Count
 
 
-class Sizes(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Numbers that all ranks divide by."""
-
-    rollouts: Count
-    tokens: Count
-    loss_tokens: Count
-    executions: Count
-
-
 class Seal(Message, frozen=True, tag=12):
     """C to R: the last word before the ranks meet: who meets, and what all divide by."""
 
@@ -193,8 +175,8 @@ class Seal(Message, frozen=True, tag=12):
     """Two seals of one number are equal."""
     ranks: Counts
     """DP ranks that meet."""
-    sizes: Sizes
-    mini_batches: Annotated[tuple[Sizes, ...], _MANY] = ()
+    sizes: Denominators
+    mini_batches: Annotated[tuple[Denominators, ...], _MANY] = ()
     resized: Annotated[tuple[ResizedExecution, ...], _MANY] = ()
     """Executions of which some rollouts are gone, and some are not."""
     gone: Texts = ()
@@ -288,7 +270,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"sbn\x01"
 HEADER_BYTES = _HEADER.size
-_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Envelope)
+_encoder, _read = msgspec.msgpack.Encoder(), reader(Envelope, "a message")
 
 
 def frame(message: Message, total: int = 0, runs: Sequence[int] = (), via: int = 0, where: Sequence[int] = ()) -> bytes:
@@ -317,11 +299,7 @@ def read_envelope(body: memoryview | bytes, crc: int) -> Envelope:
     # a fault of a program or of memory, not of a thief: the handshake has proven who sends
     if zlib.crc32(body) != crc:
         raise WireError("the checksum of a message is wrong")
-    try:
-        envelope = _decoder.decode(body)
-    # nested lists that are deep enough overflow the decoder's stack
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise WireError(f"a message cannot be read: {error}") from None
+    envelope: Envelope = _read(body)
     # nearly all payloads are one run, which needs no loop
     if envelope.runs and envelope.runs != (0, envelope.total):
         check_runs(envelope.total, envelope.runs)

@@ -38,6 +38,7 @@ from stream_balancer.values import (
     PADDING_PREFIX,
     SUPPORTED_DTYPES,
 )  # fmt: skip
+from stream_balancer.wire.payload import reader
 
 DTYPE_INDEX = {dtype: index for index, dtype in enumerate(SUPPORTED_DTYPES)}
 ALIGNMENT = 64
@@ -154,16 +155,13 @@ lists_of = attrgetter("ids", "lengths", "loss_tokens", *PER_ROLLOUT)
 """Lists of a header that become fields of rollouts."""
 
 
-_HEADER = msgspec.msgpack.Decoder(Header)
+_read = reader(Header, "the header of rollouts")
 
 
 def read_header(raw: msgspec.Raw | bytes) -> Header:
     """A header that is possible, so that nobody behind this looks at a length, an index or a name again. Raises
     WireError."""
-    try:
-        header = _HEADER.decode(raw)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise WireError(f"the header of rollouts cannot be read: {error}") from None
+    header: Header = _read(raw)
     widths, lengths, loss_tokens, count = _widths(header.columns), header.lengths, header.loss_tokens, len(header.ids)
     its = header.tensors, header.execution_sizes, *lists_of(header)[3:]
     if {*map(len, (lengths, loss_tokens, *filter(None, its)))} != {count}:

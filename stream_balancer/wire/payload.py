@@ -1,10 +1,14 @@
-"""Bytes that travel behind a message: bytes, and where in the receiver's memory they belong. Pure."""
+"""Bytes that travel behind a message, and where in the receiver's memory they belong; and how msgpack is read. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
+
+from stream_balancer.errors import WireError
 
 Memory: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 """``[size]`` uint8."""
@@ -45,3 +49,17 @@ class Payload(NamedTuple):
 
 
 NOTHING = Payload()
+
+
+def reader(kind: Any, what: str) -> Callable[[Any], Any]:
+    """A function that reads values of this kind from msgpack. Raises WireError, which names ``what`` cannot be read."""
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def read(raw: Any) -> Any:
+        try:
+            return decode(raw)
+        # nested lists that are deep enough overflow the decoder's stack
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+            raise WireError(f"{what} cannot be read: {error}") from None
+
+    return read

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from stream_balancer.errors import WireError
 from stream_balancer.statistics import Statistics
+from stream_balancer.wire.payload import reader
 
 MAX_STATISTICS_BYTES = 2**20
 
@@ -26,18 +26,13 @@ def encode_statistics(statistics: Statistics) -> bytes:
     return raw
 
 
-def decode_statistics(raw: bytes) -> Statistics:
-    """Statistics that :func:`encode_statistics` wrote. Raises WireError for anything else."""
-    try:
-        return _decoder.decode(raw)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
-        raise WireError(f"statistics that cannot be read: {error}. Install one stream_balancer everywhere") from None
-
-
 def _plain(value: Any) -> Any:
     """Views of mappings, and numpy's numbers."""
     return dict(value) if isinstance(value, Mapping) else value.item()
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_decoder = msgspec.msgpack.Decoder(Statistics)
+decode_statistics: Callable[[bytes], Statistics] = reader(
+    Statistics, "statistics (install one stream_balancer everywhere)"
+)
+"""Statistics that :func:`encode_statistics` wrote. Raises WireError for anything else."""

@@ -118,7 +118,7 @@ async def test_two_tasks_cannot_iterate_one_feed() -> None:
 )
 async def test_work_that_cannot_be_is_refused(counts: tuple[int, ...], most_bytes: int, says: str) -> None:
     """Mini-batches that are not all of a step; more bytes than the rank takes, before there is memory for them."""
-    head = m.StepHead(1, 2.5, mini_batches=tuple(m.MiniBatchHead(count, 1.0, 2, 20, 20, 2) for count in counts))
+    head = m.StepHead(1, 2.5, mini_batches=tuple(m.MiniBatchSize(count, 1.0, 2, 20, 20, 2) for count in counts))
     encoded = encode([MicroBatch.of([make_rollout(5)]) for _ in range(2)])
     items = (m.WorkItem(0), m.WorkItem(1))
 
@@ -126,7 +126,7 @@ async def test_work_that_cannot_be_is_refused(counts: tuple[int, ...], most_byte
         def __init__(self, connection: Connection, _: object) -> None:
             connection.handler = self
             connection.let_in(m.Welcome())
-            work = m.Work(0, 7, 1, items, head, (), encoded.header, m.Sizes(4, 100, 50, 3))
+            work = m.Work(0, 7, 1, items, head, (), encoded.header, m.Denominators(4, 100, 50, 3))
             connection.send(work, encoded.payload)
 
         def __getattr__(self, name: str) -> Any:

@@ -376,7 +376,9 @@ def as_sent(order: Order, *, meets: bool) -> m.Message:
             return m.Recall(order.step, order.attempt, order.items, order.idle)
         case SendSeal():
             ranks = tuple(one.number for one in order.seal.ranks)
-            return m.Seal(order.seal.step, order.seal.number, ranks, m.Sizes(0, 0, 0, 0), gone=tuple(order.seal.gone))
+            return m.Seal(
+                order.seal.step, order.seal.number, ranks, m.Denominators(0, 0, 0, 0), gone=tuple(order.seal.gone)
+            )
         case SendRewind():
             return m.Rewind(order.step, order.attempt)
         case SendDrop():

@@ -34,10 +34,10 @@ from stream_balancer.wire.header import lay_out, read_header
 from stream_balancer.wire.payload import Memory
 
 KINDS: list[type[m.Message]] = list(get_args(m.AnyMessage))
-SIZES = m.Sizes(1, 2, 3, 4)
+SIZES = m.Denominators(1, 2, 3, 4)
 SPECIAL: dict[str, Any] = {
     "items": (m.WorkItem(5, 6, remote=True), m.WorkItem(7)),
-    "head": m.StepHead(8, 1.5, True, (m.MiniBatchHead(1, 0.5, 2, 3, 4, 5),), 3, True),
+    "head": m.StepHead(8, 1.5, True, (m.MiniBatchSize(1, 0.5, 2, 3, 4, 5),), 3, True),
     "sizes": SIZES,
     "mini_batches": (SIZES, SIZES),
     "resized": (m.ResizedExecution("g", "e", 2, 30), m.ResizedExecution(None, "e", 2, 30)),
