@@ -1,5 +1,5 @@
-"""Steps in flight, as one process of a rank has them, and the one loop that works on them. Pure: no clock, I/O, thread,
-torch; whoever shares it puts one lock around it.
+"""Steps in flight, as one process of a rank has them, and the one loop that works on them. Pure: no clock, I/O or
+thread; whoever shares it puts one lock around it.
 
 The loop is the same for every feature of the library and for none of them::
 
@@ -21,22 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from stream_balancer.core.steps.state import TRAIN, HeldItem, HeldStep, RankId, StepSeal
 from stream_balancer.errors import WireError
 from stream_balancer.net import messages as m
 from stream_balancer.types import Denominators
-
-
-class Fact(NamedTuple):
-    """A report to the controller; see :class:`~stream_balancer.net.messages.Report`."""
-
-    name: str
-    step: int
-    attempt: int = 1
-    items: tuple[int, ...] = ()
-    about: Any = None
+from stream_balancer.wire.codec import Encoded
+from stream_balancer.wire.payload import NOTHING, Payload
 
 
 @dataclass(eq=False, slots=True)
@@ -115,8 +109,8 @@ class Held:
         self.left_behind: m.Drop | None = None
         """The others have a step in their weights that these lack."""
         self.ended = False
-        self.out: list[Fact] = []
-        """In order."""
+        self.out: list[tuple[m.Report, Payload]] = []
+        """Facts for the controller, in order."""
 
     # -- from the controller -------------------------------------------------------------------------------------------
 
@@ -257,10 +251,10 @@ class Held:
         """The step was not taken away, rewound or finished since the loop began with it."""
         return not part.again and self.parts.get(part.number) is part
 
-    def has_done(self, part: Part, work: HeldWork, columns: Any = None) -> None:
+    def has_done(self, part: Part, work: HeldWork, columns: Encoded | None = None) -> None:
         """``columns``: of a role."""
         work.done = True
-        self._say("done", part.number, part.attempt, (work.item.id,), columns)
+        self._say("done", part.number, part.attempt, (work.item.id,), *(columns or ()))
 
     def reach_end(self, part: Part) -> m.Seal | None:
         """The seal, once it is here. Says once that nothing is left to do."""
@@ -318,8 +312,11 @@ class Held:
             self._say("acknowledged", self.acked - 1)
         return {part.number: _held(part) for part in self.parts.values()}
 
-    def _say(self, name: str, step: int, attempt: int = 1, items: tuple[int, ...] = (), about: Any = None) -> None:
-        self.out.append(Fact(name, step, attempt, items, about))
+    def _say(
+        self, fact: str, step: int, attempt: int = 1, items: tuple[int, ...] = (), about: Any = None,
+        payload: Payload = NOTHING,
+    ) -> None:  # fmt: skip
+        self.out.append((m.Report(fact, step, attempt, items, msgspec.Raw(msgspec.msgpack.encode(about))), payload))
 
 
 def _held(part: Part) -> HeldStep:

@@ -17,8 +17,6 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
-
 from stream_balancer.client.device import Uploader
 from stream_balancer.client.held import Held
 from stream_balancer.client.payloads import Fetcher
@@ -37,8 +35,8 @@ from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.loops import Signal, blocking_deadline
 from stream_balancer.net.session import Dialer, Session
 from stream_balancer.types import MicroBatch
-from stream_balancer.wire.codec import Decoded, Encoded, decode
-from stream_balancer.wire.payload import NOTHING, Memory
+from stream_balancer.wire.codec import Decoded, decode
+from stream_balancer.wire.payload import Memory
 
 _T = TypeVar("_T")
 
@@ -182,10 +180,8 @@ class Port:
             # without a connection they wait, and has() says at the next join what they would have
             if self.session.connection is not None:
                 out, self.held.out = self.held.out, []
-                for name, step, attempt, items, about in out:
-                    # a role's columns are written already
-                    raw, payload = about if isinstance(about, Encoded) else (_raw(about), NOTHING)
-                    self.session.send(m.Report(name, step, attempt, items, raw), payload)
+                for report, payload in out:
+                    self.session.send(report, payload)
 
     def _admit(self, message: m.Message, total: int) -> None:
         # only steps bring bytes to a rank
@@ -259,7 +255,3 @@ class Port:
         lost = RankLostError(text, rank=self.who.rank, step=step, cause=cause)
         lost.__cause__ = error
         return lost
-
-
-def _raw(about: Any) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.msgpack.encode(about))

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import steps_checks as checks
 from steps_checks import InvariantError, check
 
-from stream_balancer.client.held import Fact, Held, HeldWork, Part
+from stream_balancer.client.held import Held, HeldWork, Part
 from stream_balancer.core.steps.orders import (
     Behind,
     Order,
@@ -24,6 +25,7 @@ from stream_balancer.core.steps.orders import (
 from stream_balancer.core.steps.state import Piece, RankId, StepSeal
 from stream_balancer.errors import WireError
 from stream_balancer.net import messages as m
+from stream_balancer.wire.payload import NOTHING, Payload
 
 if TYPE_CHECKING:
     from steps_world import World
@@ -215,9 +217,7 @@ class Process:
         if self.is_trainer:
             masked = work.missing | part.gone
             self.gradient += [(collective, piece) for piece in work.payload.pieces if piece.rollout not in masked]
-            self.held.has_done(part, work)
-        else:
-            self.held.has_done(part, work, "columns")
+        self.held.has_done(part, work)
         self.flush()
 
     def fetch(self) -> None:
@@ -329,7 +329,8 @@ class Process:
         if self.world.rng.random() < 0.5:
             self.unlink()
         else:
-            self.held.out += [Fact("finished", newest - 1, 0), Fact("acknowledged", self.held.acked - 1)]
+            said = m.Report("finished", newest - 1, 0), m.Report("acknowledged", self.held.acked - 1)
+            self.held.out += [(report, NOTHING) for report in said]
             self.flush()
 
     def give_in(self) -> None:
@@ -358,9 +359,11 @@ class Process:
 _SAID = {"acknowledged": 2, "taken": 3, "finished": 3, "released": 4, "done": 4, "fetched": 5}
 
 
-def as_heard(fact: Fact) -> tuple[Any, ...]:
+def as_heard(said: tuple[m.Report, Payload]) -> tuple[Any, ...]:
     """Arguments of the ledger's method."""
-    return (*fact[:3], fact.about) if fact.name == "at_barrier" else fact[: _SAID[fact.name]]
+    name, *args, raw = msgspec.structs.astuple(said[0])
+    about = msgspec.msgpack.decode(raw)
+    return (name, *args[:2], about) if name == "at_barrier" else (name, *args, about)[: _SAID[name]]
 
 
 def as_sent(order: Order, *, meets: bool) -> m.Message:
