@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from math import prod
-from operator import itemgetter
 from typing import Any, NamedTuple, overload
 
 import msgspec
@@ -25,6 +25,7 @@ from torch import Tensor
 from stream_balancer.errors import WireError
 from stream_balancer.types import ExecutionSize, MicroBatch, Rollout, SharedRollout
 from stream_balancer.types import tensors as layouts
+from stream_balancer.values import SUPPORTED_DTYPES
 from stream_balancer.wire.header import (
     MAX_BYTES,
     PER_ROLLOUT,
@@ -97,7 +98,7 @@ class Decoded:
             raise WireError(f"a header describes {self._layout.total_bytes} bytes, but {size} came")
         self._elsewhere = elsewhere
         self._buffer = torch.empty(0, device="meta") if memory is None else torch.from_numpy(memory)
-        self._lists = [*filter(itemgetter(1), zip(_FIELDS, lists_of(header), strict=True))]
+        self._lists = lists_of(header)
         self._padding, self._masked = set(header.padding), set[int]()
         self._views: dict[torch.dtype, Tensor] = {}
         self._is_finished = False
@@ -167,11 +168,10 @@ class Decoded:
                 if header.prefix:
                     # zeros are nobody's prompt
                     header.prefix[index] = 0
-                block = self._layout.block_of(index)
+                its = self.fields_of(index)
                 # on the device, once it is there
-                for its in (*self._columns_of(block, index), self._tensors_of(block, index)):
-                    for tensor in its.values():
-                        tensor.zero_()
+                for tensor in chain(*(its.get(name, {}).values() for name in ("tokens", "behind", "tensors"))):
+                    tensor.zero_()
 
     def resize(self, executions: Mapping[tuple[str | None, str], tuple[int, int]]) -> None:
         """Sizes that are left of some executions in the step, by group and name: rollouts and loss tokens.
@@ -192,7 +192,8 @@ class Decoded:
         self._is_finished = True
         for index in {hole.rollout for hole in self._header.holes} & self._padding:
             # A padding copy has the payload of its original, and no loss.
-            for columns in self._columns_of(self._layout.block_of(index), index):
+            its = self.fields_of(index)
+            for columns in (its["tokens"], its.get("behind", {})):
                 if "loss_mask" in columns:
                     columns["loss_mask"].zero_()
 
@@ -213,18 +214,8 @@ class Decoded:
         found, widths = {}, self._layout.widths
         for number, column in enumerate(self._header.columns):
             at = block.columns[number] + first * widths[number]
-            found[column.name] = self._view(at, column.dtype, (stop - first, *column.shape))
+            found[column.name] = self._view(at, SUPPORTED_DTYPES[column.index], (stop - first, *column.shape))
         return found
-
-    def _columns_of(self, block: Block, index: int) -> list[dict[str, Tensor]]:
-        """Columns of one rollout: its rows, and of a part those behind its chunks."""
-        return [self._columns(block, *rows) for rows in block.rows_of(index)]
-
-    def _tensors_of(self, block: Block, index: int) -> dict[str, Tensor]:
-        if not block.tensors:
-            return {}
-        own = zip(self._header.tensors[index], block.tensors[index - block.first], strict=True)
-        return {one.name: self._view(at, one.dtype, one.shape) for one, at in own}
 
     def micro_batch(self, number: int) -> MicroBatch:
         """The micro-batch of one block."""
@@ -279,12 +270,16 @@ class Decoded:
 
     def fields_of(self, index: int) -> dict[str, Any]:
         """All fields of a whole rollout, or of the part of one."""
-        fields, block = PER_ROLLOUT.copy(), self._layout.block_of(index)
-        for name, its in self._lists:
-            fields[name] = its[index]
-        columns, shared = self._columns_of(block, index), block.shared
-        fields["tokens"], fields["tensors"] = columns[0], self._tensors_of(block, index)
-        fields["is_padding"] = index in self._padding
+        fields, block = PER_ROLLOUT | {"tensors": {}}, self._layout.block_of(index)
+        for name, its in zip(_FIELDS, self._lists, strict=True):
+            # lists that say nothing are empty
+            if its:
+                fields[name] = its[index]
+        columns, shared = [self._columns(block, *rows) for rows in block.rows_of(index)], block.shared
+        fields["tokens"], fields["is_padding"] = columns[0], index in self._padding
+        if block.tensors:
+            own = zip(self._header.tensors[index], block.tensors[index - block.first], strict=True)
+            fields["tensors"] = {one.name: self._view(at, one.dtype, one.shape) for one, at in own}
         if shared is not None:
             fields |= {"cp_degree": len(shared.cp_group), "cp_rank": shared.cp_rank, "behind": columns[1]}
         return fields
@@ -333,7 +328,7 @@ def decode_rollouts(
     if read.holes:
         return _kept_rollouts(read, memory, leases_of)
     decoded = Decoded(read, memory)
-    return list(map(decoded.rollout, range(len(read.lengths))))
+    return [Rollout.unchecked(**decoded.fields_of(index)) for index in range(len(decoded))]
 
 
 def _kept_rollouts(header: Header, memory: Memory | None, leases_of: Callable[[Owner], Leases] | None) -> list[Rollout]:

@@ -40,7 +40,6 @@ from stream_balancer.wire.header import (
     Hole,
     Layout,
     Shared,
-    align,
     lay_out,
     runs_of,
 )  # fmt: skip
@@ -247,7 +246,8 @@ def _written(header: Header) -> msgspec.Raw:
 def _pieces(header: Header, layout: Layout, rollouts: Sequence[Rollout]) -> list[memoryview]:
     """The bytes of all runs, in order, with zeros between columns."""
     holes = {hole.rollout for hole in header.holes} if header.holes else ()
-    found: list[memoryview] = []
+    # tensors that lie one after the other, and their bytes with those of holes between them
+    runs: list[tuple[list[Tensor], int]] = []
     for block in layout.blocks:
         its = rollouts[block.first : block.stop]
         here = [one for place, one in enumerate(its, block.first) if place not in holes] if holes else its
@@ -261,19 +261,16 @@ def _pieces(header: Header, layout: Layout, rollouts: Sequence[Rollout]) -> list
                 parts += [
                     rows for one in whose if isinstance(one, SharedRollout) for rows in rows_of(one, name, behind=True)
                 ]
-            _add(found, parts, block.rows * layout.widths[number])
+            runs.append((parts, block.rows * layout.widths[number]))
         for place, one in enumerate(its, block.first) if block.tensors else ():
-            for tensor in one.tensors.values():
-                _add(found, [] if place in holes else [tensor], tensor.nbytes)
+            runs += [([] if place in holes else [tensor], tensor.nbytes) for tensor in one.tensors.values()]
+    found: list[memoryview] = []
+    for parts, size in runs:
+        # small ones are gathered, which costs less than to send each by itself
+        if len(parts) > 1 and size < _GATHERED_BYTES * len(parts):
+            parts = [torch.cat(parts)]
+        found += filter(None, map(bytes_of, parts))
+        # up to where the next one begins; an empty one takes a place, too
+        if gap := -size % ALIGNMENT if size else ALIGNMENT:
+            found.append(_ZEROS[:gap])
     return found
-
-
-def _add(found: list[memoryview], parts: list[Tensor], size: int) -> None:
-    """Memory of tensors of so many bytes together, and zeros up to the next piece. Small ones are gathered, which costs
-    less than to send each by itself."""
-    if len(parts) > 1 and size < _GATHERED_BYTES * len(parts):
-        parts = [torch.cat(parts)]
-    found += filter(None, map(bytes_of, parts))
-    gap = align(size) - size
-    if gap:
-        found.append(_ZEROS[:gap])
