@@ -28,7 +28,10 @@ POLICIES: dict[Policy, str] = {
 
 def idle(trace: sb.Trace, batch_size: int, ranks: int, policy: Policy, seed: int) -> float:
     """Percent of rank time spent waiting for the slowest rank."""
-    config = sb.BalancerConfig(dp_size=ranks, batch_size=batch_size, cost=sb.cost.QuadraticCost(), policy=policy)
+    window = (2 if policy == "window" else 1) * batch_size
+    config = sb.BalancerConfig(
+        dp_size=ranks, batch_size=batch_size, window=window, cost=sb.cost.QuadraticCost(), policy=policy
+    )
     return 100.0 * sb.simulate(trace, config, slots=4 * batch_size, seed=seed, tolerance=0.001).idle_fraction
 
 

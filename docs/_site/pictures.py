@@ -14,6 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import anyio
 import matplotlib as mpl
@@ -46,7 +47,9 @@ RANKS, BATCH, STEPS = 8, 32, 6
 
 async def loads(policy: str, rollouts: Sequence[sb.Rollout]) -> list[list[float]]:
     """[step][rank] work of the first steps after a warm-up."""
-    config = sb.BalancerConfig(dp_size=RANKS, batch_size=BATCH, cost=sb.cost.QuadraticCost(), policy=policy)  # type: ignore[arg-type]
+    window = 2 * BATCH if policy == "window" else BATCH
+    knobs: dict[str, Any] = {"dp_size": RANKS, "batch_size": BATCH, "window": window, "policy": policy}
+    config = sb.BalancerConfig(cost=sb.cost.QuadraticCost(), **knobs)
     found: list[list[float]] = []
     async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
 
@@ -77,7 +80,7 @@ def draw_ranks() -> None:
     policies = {
         "round_robin": "round-robin",
         "fifo": "arrival order, best partition",
-        "window": "window of two batches (default)",
+        "window": "window of two batches",
     }
     rollouts = in_finish_order()
     found = {policy: anyio.run(loads, policy, rollouts) for policy in policies}

@@ -28,7 +28,7 @@ class DemoOptions:
     batch_size: int = 20
     """Rollouts of a step."""
     window: int | None = None
-    """Rollouts that must wait before a step. (default: 2 x batch size)"""
+    """Rollouts that must wait before a step. (default: 1.5 x batch size)"""
     deadline_s: float = 60.0
     """Longest wait of a rollout for a full window."""
     trace: Path | None = None

@@ -60,8 +60,7 @@ class BalancerConfig(Knobs):
                 knobs[name] = value
 
         # policies without a choice wait for no more than they send
-        batches_of_window = 2 if self.policy == "window" else 1
-        in_tokens, skips = self.step_size.tokens, self.max_skips
+        chooses, in_tokens, skips = self.policy == "window", self.step_size.tokens, self.max_skips
         if knobs["window"] == "auto":
             checks.refuse(checks.auto_window(self))
             knobs["auto_windows"] = self._legal_windows()
@@ -71,10 +70,14 @@ class BalancerConfig(Knobs):
             # the fewest that a full step has: checks and skips count with it
             default("batch_size", self._least_batch_size())
             if knobs["window"] is None and self.step_size.window_tokens is None:
-                knobs["step_size"] = replace(self.step_size, window_tokens=batches_of_window * in_tokens)
+                knobs["step_size"] = replace(self.step_size, window_tokens=in_tokens * (1 + chooses))
         # the window before the capacity, and both before max_skips, which follow from what stands here by then
         window_tokens = self.step_size.window_tokens
-        default("window", self.batch_size if window_tokens is not None else batches_of_window * self.batch_size)
+        if chooses and knobs["window"] is None and window_tokens is None:
+            # the least whole idle time for the delay, where generation goes on during a step
+            default("capacity", 4 * self.batch_size)
+            default("window", -(-3 * self.batch_size // 2))
+        default("window", self.batch_size)
         if window_tokens is not None:
             room = self.limits.tokens or 2 * window_tokens
             knobs["limits"] = replace(self.limits, tokens=room)

@@ -49,10 +49,11 @@ class Knobs(metaclass=Values):
     takes its place, it is read as the fewest that a full dispatch has: one for each micro-batch that every rank must
     run, in whole groups."""
     window: Knob[Count | Literal["auto"] | None, int] = DERIVED
-    """How many must wait until a batch leaves, chosen from all that wait; default 2 * batch_size. That is most of the
-    balance a window can buy, for one step of mean queueing delay; every further ``batch_size`` adds another
-    (Little's law). ``"auto"``: the smallest of :attr:`auto_windows` from which waiting longer would save hardly
-    any idle time, fitted to the lengths that come; read back, it is the one in force. See docs/tuning.md."""
+    """How many must wait until a batch leaves, chosen from all that wait; default 1.5 * batch_size, of a budget in
+    tokens twice that. A wider one balances a step better, but ranks wait for it: 2 * batch_size pays where nothing is
+    generated during a step. Every ``batch_size`` more adds a step of mean queueing delay (Little's law). ``"auto"``:
+    the smallest of :attr:`auto_windows` from which waiting longer would save hardly any idle time, fitted to the
+    lengths that come; read back, it is the one in force. See docs/tuning.md."""
     deadline_s: Seconds | None = None
     """How long the oldest may wait for the window, in seconds. Then a batch may be smaller than ``batch_size``, which
     is why the default is None: wait for the window."""
@@ -62,9 +63,10 @@ class Knobs(metaclass=Values):
     longest wait is twice as long. None = no bound: outliers may wait for the drain. Holds while no more than
     ``capacity`` wait: see bench/results/planning_proofs.md."""
     capacity: Knob[Count | None, int] = DERIVED
-    """How many may wait until put() waits; default 2 * window. While the trainer is busy more than ``window`` wait, so
-    a larger one gives more to choose from, and older rollouts: see docs/tuning.md. Those whose groups lack siblings do
-    not count: with what they lack they are limited to what ``max_skips`` is a guarantee for."""
+    """How many may wait until put() waits; default 4 * batch_size, or 2 * ``window`` where that is given. While
+    the trainer is busy more than ``window`` wait, so a larger one gives more to choose from, and older rollouts: see
+    docs/tuning.md. Those whose groups lack siblings do not count: with what they lack they are limited to what
+    ``max_skips`` is a guarantee for."""
     min_batch_size: Knob[Count | None, int] = DERIVED
     """Smallest batch that a deadline may send; default dp_size, so that every rank has something to run."""
     cost: Knob[Cost, CostModel] = TOKENS

@@ -7,7 +7,7 @@ WIDTHS = (1.0, 1.25, 1.5, 2.0, 3.0)
 """Windows to choose from, in batches. Finer ones differ by less than the noise; wider ones add more than two
 steps of mean queueing delay, which nobody should get without asking."""
 START = 2.0
-"""Batches of window before anything is known: the default of a fixed window."""
+"""Batches of window before anything is known."""
 
 
 def window_choices(batch_size: int, unit: int, limit: int) -> tuple[int, ...]:

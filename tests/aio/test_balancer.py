@@ -34,7 +34,7 @@ def ids(batch: sb.Batch) -> set[str]:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["trainer", "w1", "w2"])), ids="-".join)
 async def test_a_full_window_has_no_latency_whatever_the_order_of_starting(order: tuple[str, ...]) -> None:
-    async with sb.StreamBalancer(config(deadline_s=50.0)) as balancer:
+    async with sb.StreamBalancer(config(window=8, deadline_s=50.0)) as balancer:
         left: list[float] = []
 
         async def trainer(_: str) -> None:

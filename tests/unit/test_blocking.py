@@ -47,7 +47,7 @@ def test_threads_put_and_a_plain_loop_trains(backend: Any) -> None:
         ending.result()
         assert sorted(names) == sorted(f"{n}-{k}" for n in range(7) for k in range(10))
         assert balancer.statistics().acknowledged == 70
-        assert repr(balancer).startswith("BlockingBalancer(StreamBalancer(0 wait, window 8, ended")
+        assert repr(balancer).startswith("BlockingBalancer(StreamBalancer(0 wait, window 6, ended")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -59,7 +59,7 @@ class TestReplay:
         result = run("replay", trace, "--dp-size", 4, "--batch-size", 16, "--slots", 8)
         assert result.exit_code == 0, result.output
         assert "lengths: 400 rollouts" in result.stdout
-        assert "4 ranks, 16 rollouts a step, window 32, max_skips 16, deadline none, cost tokens" in result.stdout
+        assert "4 ranks, 16 rollouts a step, window 24, max_skips 16, deadline none, cost tokens" in result.stdout
         for word in ("round-robin", "arrival order", "window", "idle fraction", "wait p50 / p99 / max"):
             assert word in result.stdout
         assert "\x1b" not in result.stderr, "no display where there is no terminal: a line now and then"

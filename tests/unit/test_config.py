@@ -27,7 +27,7 @@ def in_tokens(tokens: int = 1000, **knobs: Any) -> sb.BalancerConfig:
 
 def test_knobs_left_out_are_derived() -> None:
     c = config()
-    assert (c.window, c.capacity, c.min_batch_size, c.max_skips) == (32, 64, 4, 16)
+    assert (c.window, c.capacity, c.min_batch_size, c.max_skips) == (24, 64, 4, 16)
     assert config(window=64).capacity == 128
     assert config(window=128).max_skips == 21  # 3 * (128 / 16 - 1)
     assert config(capacity=1600).max_skips == 99  # 1600 / 16 - 1: a full buffer must be able to leave in time
@@ -67,7 +67,7 @@ def test_a_step_in_tokens_has_at_least_so_many_rollouts(knobs: dict[str, Any], b
 
 def test_replace_derives_anew_what_was_not_given() -> None:
     c = config(capacity=64).replace(batch_size=8)
-    assert (c.batch_size, c.window, c.capacity) == (8, 16, 64)
+    assert (c.batch_size, c.window, c.capacity) == (8, 12, 64)
     assert config().replace(window=48).capacity == 96
     grouped = config(groups=sb.Groups(size=4, share_prefixes=True))
     assert grouped.replace(groups={"size": 2}).groups == sb.Groups(size=2, share_prefixes=True), "what a mapping names"

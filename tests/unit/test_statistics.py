@@ -124,7 +124,7 @@ async def test_incomplete_groups_are_named() -> None:
             await balancer.put(make_rollout(5, group_id=f"g{n}"))
         await balancer.put(make_rollout(5, group_id="g1"))
         assert balancer.why_no_batch() == (
-            "6 rollouts wait (window 8), the oldest for 0 s; no deadline_s is set; groups that wait for siblings, the "
+            "6 rollouts wait (window 6), the oldest for 0 s; no deadline_s is set; groups that wait for siblings, the "
             "oldest for 0 s: 'g0' (1 of 4), 'g1' (2 of 4), 'g2' (1 of 4) and 2 more; nobody iterates batches()"
         )
 

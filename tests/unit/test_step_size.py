@@ -241,11 +241,11 @@ def test_no_more_tokens_wait_than_max_skips_is_a_guarantee_for() -> None:
 
 
 def test_knobs_may_change_from_rollouts_to_tokens_and_back() -> None:
-    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2))
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=4))
     for rollout in make_rollouts([60, 60, 60]):
         core.add(rollout, 0.0)
     assert core.poll(0.0) is None
-    core.reconfigure(core.config.replace(batch_size=None, step_size={"tokens": 60, "window_tokens": 120}))
+    core.reconfigure(core.config.replace(batch_size=None, window=None, step_size={"tokens": 60, "window_tokens": 120}))
     assert polled(core).num_rollouts == 1
     core.reconfigure(sb.BalancerConfig(dp_size=1, batch_size=2, window=2))
     assert polled(core).num_rollouts == 2
