@@ -256,12 +256,9 @@ class _Search:
         return _Layout(packed, numbers, float(cells.times[0]))
 
     def _locksteps(self, bins: Bins, number: int) -> Bins:
-        """Alike within each lockstep, from the better of two starts, or from ``bins`` where there is no other."""
+        """Alike within each lockstep, from a start level by level, or from ``bins`` where there is none."""
         packer = self.packer
-        # which of the two is better depends on the lengths, and either costs little beside the search
-        starts = [_level_by_level(packer, self.num_ranks, number, fullest_first=fullest) for fullest in (False, True)]
-        found = [one for one in starts if one is not None] or [bins]
-        start = min(found, key=lambda one: sum(sorted(map(packer.cost, one), reverse=True)[:: self.num_ranks]))
+        start = _level_by_level(packer, self.num_ranks, number) or bins
         cells = self._cells(sorted(start, key=packer.cost, reverse=True), packer.cap, rows=number)
         # ranks of unlike speed get theirs afterwards
         bound = (
@@ -290,11 +287,11 @@ class _Search:
         return float((took if self.rate is None else took / self.rate).max(axis=1).sum())
 
 
-def _level_by_level(packer: Packer, num_ranks: int, number: int, *, fullest_first: bool) -> Bins | None:
+def _level_by_level(packer: Packer, num_ranks: int, number: int) -> Bins | None:
     """Lockstep after lockstep: as long as its heaviest rollout or its fair share of what is left, filled up to that.
 
     One with an outlier takes as long as the outlier whatever else is in it, so it takes all it can. Costliest first,
-    each to the bin that is furthest from that level, or to the fullest one that has room. None if what is left does not
+    each to the fullest bin that has room. None if what is left does not
     fit the last one. O(n * num_ranks * number), vectorised.
     """
     tokens, work = packer.token_list, packer.work_list
@@ -311,9 +308,9 @@ def _level_by_level(packer: Packer, num_ranks: int, number: int, *, fullest_firs
         spare = len(left) - num_ranks * (number - index - 1)  # those to come need one rollout per bin at least
         for i in left:
             fits = (room >= tokens[i]) & (free >= work[i]) if spare > 0 else np.zeros(1, dtype=np.bool_)
-            # neither suffices: by level tokens may run out, fullest first the work may be unlike
+            # the furthest from the level instead: tokens may run out before the last lockstep
             if fits.any():
-                one = int(np.where(fits, -room if fullest_first else free, -np.inf).argmax())
+                one = int(np.where(fits, -room, -np.inf).argmax())
                 room[one] -= tokens[i]
                 free[one] -= work[i]
                 bins[one].append(i)

@@ -6,7 +6,6 @@ row for every index.
 
     late with early   one row: the last cell with the first, the next with the next, all pairs at once
     last with others  the last cell of every row with all others
-    regrouped         many rows: the longest cells into one row, the next into the next
 
 What an exchange must not break (tokens, counts) is a limit; whether a cell of several micro-batches can be packed is
 asked of the best few. Layouts stand below one another in one table, so many starts descend side by side. Pure and
@@ -329,7 +328,7 @@ class Cells:
                 stage = stage if moved else 0
             elif stage + 1 < pairings + len(sizes):
                 stage += 1
-            elif self._regrouped() or moved:
+            elif moved:
                 stage, moved = 0, False
             else:
                 break
@@ -353,17 +352,6 @@ class Cells:
         a = np.repeat(last.ravel(), size)
         b = np.repeat((base + np.arange(size))[:, None], rows, axis=1).ravel()
         return a[a != b], b[a != b]
-
-    def _regrouped(self) -> bool:
-        """The longest cells into one row, the next into the next: no other rows of the same cells take less. -> they
-        took longer before."""
-        if self._rows == 1 or self._speed is not None:
-            return False
-        before, size = self.times, self._rows * self._num_ranks
-        order = np.argsort(-self._load.reshape(-1, size), axis=1, kind="stable")
-        self.slots = self.slots[(order + np.arange(len(order))[:, None] * size).ravel()]
-        self._weigh(np.arange(self._load.size))
-        return bool((self.times < before * (1.0 - _LEAST_GAIN)).any())
 
 
 def _column(values: Any) -> Any:
