@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 
 from .arrays import Ints
-from .micro_batches import packed_shares
 from .packing import Packer
 from .plan import Plan, PlanKnobs, Waiting
 from .planner import earliest_finish, finished, plan_batch
@@ -41,7 +40,8 @@ def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, s
     # as most trainers deal out a batch that they have read in order
     shares = [oldest[rank :: knobs.num_ranks] for rank in range(knobs.num_ranks)]
     packer = Packer(waiting.lengths, waiting.costs, knobs.max_tokens_per_micro_batch, knobs.padded)
-    packed = packed_shares(packer, shares, knobs.micro_batch_multiple, "equal")
+    each = [share.tolist() for share in shares]
+    packed = packer.evened(each, [0] * knobs.num_ranks, knobs.micro_batch_multiple, "equal")
     ranks = [[np.sort(np.array(one, dtype=np.int64)) for one in bins] for bins in packed]
     return finished(waiting, knobs, ranks, earliest_finish(waiting, knobs, oldest))
 

@@ -162,7 +162,7 @@ class _Search:
     @cached_property
     def least_bins(self) -> int:
         """No layout has fewer."""
-        return self.packer.least_bins_of_all()
+        return self.packer.least_bins(np.arange(self.packer.tokens.size))
 
     @property
     def least_number(self) -> int:

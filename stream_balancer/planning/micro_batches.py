@@ -108,12 +108,13 @@ def form_micro_batches(
             "hold it. Raise max_tokens, truncate the rollout, or choose oversize='alone'."
         )
     packer = Packer(tokens, work, max_tokens, padded)
-    if keep_together is not None:
-        shares = partition_together(work, keep_together, num_ranks, counts, speeds, rotation=rotation)
-        ranks = packed_shares(packer, shares, multiple_of, micro_batch_counts)
-    elif counts == "equal":
-        shares = partition(work, num_ranks, counts, speeds, rotation=rotation)
-        ranks = packed_shares(packer, shares, multiple_of, micro_batch_counts)
+    if keep_together is not None or counts == "equal":
+        if keep_together is None:
+            shares = partition(work, num_ranks, counts, speeds, rotation=rotation)
+        else:
+            shares = partition_together(work, keep_together, num_ranks, counts, speeds, rotation=rotation)
+        each = [share.tolist() for share in shares]
+        ranks = packer.evened(each, [0] * num_ranks, multiple_of, micro_batch_counts)
     elif padded:
         ranks = _padded(packer, num_ranks, sync, multiple_of, speeds, rotation)
     else:
@@ -135,31 +136,13 @@ def _padded(
 ) -> list[Bins]:
     """In as few micro-batches as are found: every one pays its fixed cost, on all ranks."""
     everything = np.arange(packer.tokens.size)
-    number = _round_up(-(-packer.least_bins(everything) // num_ranks), multiple_of)
+    number = -(-packer.least_bins(everything) // (num_ranks * multiple_of)) * multiple_of
     # ends at one rollout per bin at the latest
     while (bins := packer.pack(everything, num_ranks * number)) is None:
         number += multiple_of
     if sync == "step":
         return bins_to_ranks(packer, bins, num_ranks, speeds, rotation)
     return bins_in_rows(packer, bins, num_ranks, checked_speeds(speeds, num_ranks), rotation)
-
-
-def _round_up(number: int, multiple_of: int) -> int:
-    return -(-number // multiple_of) * multiple_of
-
-
-def packed_shares(packer: Packer, shares: list[Ints], multiple_of: int, counts: Counts) -> list[Bins]:
-    """Every rank packs its own share: all into the same number of bins, or each into as few as it needs."""
-    # no collective within the step: nobody waits for a rank that needs more
-    if counts == "free":
-        return [packed for share in shares for packed in packed_shares(packer, [share], multiple_of, "equal")]
-    # the same number for all ranks from the start: the rank that needs most decides
-    number = _round_up(max(packer.least_bins(share) for share in shares), multiple_of)
-    while True:
-        packed = [packer.pack(share, number) for share in shares]
-        if all(bins is not None for bins in packed):
-            return [bins for bins in packed if bins is not None]
-        number += multiple_of
 
 
 def in_order(bins: list[_Bin], cost: Callable[[_Bin], float], order: Order) -> list[_Bin]:

@@ -6,11 +6,12 @@ Everything fails towards one more bin, never over the cap. Pure and deterministi
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
 
-from .arrays import Floats, Ints
+from .arrays import Counts, Floats, Ints
 
 Bins: TypeAlias = list[list[int]]
 
@@ -38,26 +39,6 @@ class Packer:
         held: int = sum(self.token_list[i] for i in share.tolist())
         return max(1, -(-held // self.cap))
 
-    def least_bins_of_all(self) -> int:
-        """The same for all rollouts, and sharper: Martello and Toth's L2. O(n log n).
-
-        For every size s up to half the cap: a rollout above ``cap - s`` leaves no room for one of s or more; each of
-        the others above half the cap needs a bin of its own; and what the rollouts from s to half the cap have too much
-        for the room in these needs more.
-        """
-        sizes = np.sort(np.array(self.token_list, dtype=np.int64))
-        sums = np.concatenate(([0], np.cumsum(sizes)))  # [n+1]
-        half = int(np.searchsorted(sizes, self.cap // 2, side="right"))
-        least = np.concatenate(([0], sizes[:half]))  # every s that makes a difference
-        small = np.searchsorted(sizes, least)
-        # [sizes s] how many are at most cap - s: those from half the cap to there have a bin each, with room left
-        filled = np.searchsorted(sizes, self.cap - least, side="right")
-        room = (filled - half) * self.cap - (sums[filled] - sums[half])
-        # [sizes s] tokens of the rollouts from s to half the cap that find no room in these bins
-        beyond = np.maximum(sums[half] - sums[small] - room, 0)
-        bound: int = (sizes.size - half - (-beyond // self.cap)).max()
-        return max(1, int(bound))
-
     def pack(self, share: Ints, number: int) -> Bins | None:
         """`number` bins, all of them used if there are rollouts enough; None if no way was found."""
         if share.size <= number:  # no empty bin is made: the caller fills up with padding copies
@@ -72,12 +53,11 @@ class Packer:
 
     def fewest(self, items: list[int]) -> Bins:
         """In as few bins as are found."""
-        bins = self.tight(items)
-        assert bins is not None  # only a limit can make it fail
         share = np.array(items, dtype=np.int64)
-        for number in range(self.least_bins(share), len(bins)):
-            if (fewer := self.pack(share, number)) is not None:
-                return fewer
+        number = self.least_bins(share)
+        # ends at one rollout per bin at the latest
+        while (bins := self.pack(share, number)) is None:
+            number += 1
         return bins
 
     def tight(self, items: list[int], number: int | None = None) -> Bins | None:
@@ -109,6 +89,18 @@ class Packer:
         if evened is not None:
             return evened
         return self._fill_empty([list(one) for one in bins] + [[] for _ in range(number - len(bins))])
+
+    def evened(self, shares: Sequence[list[int]], beside: list[int], multiple_of: int, counts: Counts) -> list[Bins]:
+        """Rollouts of each rank in as few bins as are found, or with "equal" counts in as many on every rank; together
+        with those that it has ``beside`` them a multiple. No bins for a rank without rollouts."""
+        packed = [self.fewest(items) if items else [] for items in shares]
+        run = [len(bins) + held for bins, held in zip(packed, beside, strict=True)]
+        numbers = [-(-number // multiple_of) * multiple_of for number in run]
+        # a collective at each: the rank that needs most decides
+        if counts == "equal":
+            numbers = [max(numbers)] * len(numbers)
+        each = zip(packed, numbers, beside, strict=True)
+        return [self.spread(bins, number - held) if bins else [] for bins, number, held in each]
 
     def _pack_lightest(self, order: list[int], number: int) -> Bins | None:
         """Rollouts, each to the lightest bin that has room (LPT with a second, hard dimension). O(n log n), rarely

@@ -76,8 +76,7 @@ def with_shared_prefixes(
         places = np.empty(picked.size, dtype=np.int64)
         for rank, those in enumerate(partition_together(parts.even_costs(), whole[picked], ranks, rotation=step)):
             places[those] = rank
-    even = knobs.micro_batch_counts == "equal"
-    packed = pack_siblings(parts, places, numbers, cap, knobs.micro_batch_multiple, even)
+    packed = pack_siblings(parts, places, numbers, knobs)
 
     def layout(own: list[list[Ints]]) -> RankLayout:
         its_degrees = degrees and [by + [1] * len(rest) for by, rest in zip(degrees, own, strict=True)]
@@ -210,30 +209,18 @@ def _exchanged(siblings: Siblings, base: Floats, rank_of: Ints, enough: float) -
     return after
 
 
-def pack_siblings(
-    siblings: Siblings, rank_of: Ints, others: list[int], max_tokens: int | None, multiple_of: int, even: bool
-) -> list[Bins]:
+def pack_siblings(siblings: Siblings, rank_of: Ints, others: list[int], knobs: PlanKnobs) -> list[Bins]:
     """``[rank][micro-batch]`` -> positions, siblings side by side; what a rank has of a set lies in one micro-batch.
-    No more unique tokens than ``max_tokens`` in any, given sets that are cut to it. ``even``: a rank that could do with
-    fewer micro-batches than another fills as many. ``others``: [num_ranks] micro-batches that each has beside these;
-    with them a multiple of ``multiple_of`` is filled."""
+    No more unique tokens than the cap in any, given sets that are cut to it. ``others``: [num_ranks] micro-batches that
+    each has beside these."""
     num_ranks = len(others)
     parts, part_of = np.unique(siblings.set_of * num_ranks + rank_of, return_inverse=True)
     of_part = siblings.prefix_tokens[parts // num_ranks] + np.bincount(part_of, weights=siblings.tokens).astype(
         np.int64
     )
-    packer = Packer(of_part, siblings.loads(part_of, parts.size), max_tokens, padded=False)
+    packer = Packer(of_part, siblings.loads(part_of, parts.size), knobs.max_tokens_per_micro_batch, padded=False)
     held = [np.flatnonzero(parts % num_ranks == rank).tolist() for rank in range(num_ranks)]
-    packed = [packer.fewest(items) if items else [] for items in held]
-    # a rank's shared micro-batches count towards the number that all ranks run
-    numbers = [number + len(bins) for number, bins in zip(others, packed, strict=True)]
-    wanted = [-(-(max(numbers) if even else number) // multiple_of) * multiple_of for number in numbers]
+    packed = packer.evened(held, others, knobs.micro_batch_multiple, knobs.micro_batch_counts)
     by_part = np.argsort(part_of, kind="stable")
     members = np.split(by_part, np.cumsum(np.bincount(part_of))[:-1])
-    return [
-        [
-            [i for part in one for i in members[part].tolist()]
-            for one in (packer.spread(bins, number - beside) if bins and (even or multiple_of > 1) else bins)
-        ]
-        for number, beside, bins in zip(wanted, others, packed, strict=True)
-    ]
+    return [[[i for part in one for i in members[part].tolist()] for one in bins] for bins in packed]

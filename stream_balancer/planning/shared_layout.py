@@ -17,7 +17,7 @@ import numpy as np
 from .arrays import Ints
 from .context_parallel import place
 from .micro_batches import Order, in_order
-from .packing import Bins, Packer
+from .packing import Packer
 from .plan import PlanKnobs, Times, Waiting
 from .shareable import Shareable
 from .shared_locksteps import in_locksteps
@@ -74,10 +74,9 @@ def _in_any_order(
     rollouts: Shareable, packer: Packer, knobs: PlanKnobs, unsplit: float, order: Order
 ) -> list[list[tuple[list[int], int]]] | None:
     """[rank][micro_batch] (rollouts, degree) of ranks that meet once a step; None if no better placement is found."""
-    overhead, multiple = knobs.fixed_costs.micro_batch, knobs.micro_batch_multiple
     # the least that the overheads add: a placement within it may still win
     least = -(-packer.least_bins(np.arange(packer.tokens.size)) // knobs.num_ranks)
-    found = place(rollouts, unsplit - overhead * least)
+    found = place(rollouts, unsplit - knobs.fixed_costs.micro_batch * least)
     if found is None:
         return None
     degrees = rollouts.sizes[found.rows]
@@ -91,13 +90,9 @@ def _in_any_order(
         for rank in range(int(found.blocks[one]) * size, (int(found.blocks[one]) + 1) * size):
             ranks[rank].append(([one], size))
     own = [np.flatnonzero((degrees == 1) & (found.blocks == rank)).tolist() for rank in range(knobs.num_ranks)]
-    packed: list[Bins] = [packer.fewest(items) if items else [] for items in own]
-    numbers = [-(-(len(done) + len(bins)) // multiple) * multiple for done, bins in zip(ranks, packed, strict=True)]
-    if knobs.micro_batch_counts == "equal":
-        numbers = [max(numbers)] * len(numbers)
-    for done, bins, number in zip(ranks, packed, numbers, strict=True):
-        if bins:
-            done += [(one, 1) for one in in_order(packer.spread(bins, number - len(done)), packer.cost, order)]
+    packed = packer.evened(own, list(map(len, ranks)), knobs.micro_batch_multiple, knobs.micro_batch_counts)
+    for done, bins in zip(ranks, packed, strict=True):
+        done += [(one, 1) for one in in_order(bins, packer.cost, order)]
     return ranks
 
 
