@@ -31,9 +31,6 @@ _SUPPLY = 0.7
 _AS_HEAVY = 0.8
 """An arrival of this share of an outlier's cost can go beside it. Counting lighter ones, too: 0.05-0.2 points worse."""
 
-_SPREAD = 0.5
-"""How much unlike outliers in a lockstep count, for which better fillers may still come."""
-
 _SPIKE = 0.9
 """A rollout of more than this share of the heaviest is an outlier in any case: where many were cut at the longest
 length they would else be taken for ordinary, and every step would have some (lrm, a fifth cut, 128 on 8 ranks: 0.60 %
@@ -42,8 +39,8 @@ idle instead of 0.26; 256 on 32: 1.97 instead of 0.73)."""
 _MOST_LOCKSTEPS = 3
 """Locksteps of outliers that one step may take."""
 
-_FIRST_STARTS, _SPREAD_STARTS = 6, 13
-"""Which outliers are tried as the costliest to go: the first few, and so many over all of them."""
+_STARTS = 13
+"""Which outliers are tried as the costliest to go: so many over all of them."""
 
 _LEVEL_ROUNDS = 8
 
@@ -192,7 +189,7 @@ class _Pool:
         num_must = self.num_outliers - outliers.size
         wanted = [number * self._step.num_ranks - num_must for number in range(1, _MOST_LOCKSTEPS + 1)]
         extras = [outliers[:0]]
-        for start in _starts(outliers.size):
+        for start in np.unique(np.linspace(0, outliers.size, _STARTS).astype(np.int64)).tolist():
             for number in wanted:
                 if number > 0:
                     run = outliers[start : start + number]
@@ -204,32 +201,21 @@ class _Pool:
 
     def future(self, left: Bools) -> Floats:
         """[k] time that the outliers left behind ([k, outliers]) will waste if they go in locksteps, costliest first:
-        what is unlike in one, and what one lacks beside its costliest; each the more, the sooner they must go."""
-        step, level = self._step, self._level
+        what one lacks beside its costliest; the more, the sooner it must go."""
+        step = self._step
         number = -(-left.shape[1] // step.num_ranks)
         places = np.argsort(~left, axis=1, kind="stable")  # those that are left in front, costliest first
         spare = ((0, 0), (0, number * step.num_ranks - left.shape[1]))
         places = np.pad(places, spare).reshape(-1, number, step.num_ranks)  # [k, locksteps, ranks]
         there = np.arange(number * step.num_ranks).reshape(number, -1) < left.sum(axis=1)[:, None, None]
-        costs, tokens = self.costs[places], self.tokens[places]
-        peak = costs[..., :1]
-        reach = np.minimum(peak, costs + (step.max_tokens - tokens) * (level / step.max_tokens))
+        peak = self.costs[places[..., 0]]
         patience = int(step.remaining.max())
-        still = np.where(there, step.remaining[self.positions[places]] - 1, patience)
-        urgency = 1.0 - still / (patience + 1.0)
-        spread = np.where(there, (peak - reach) * urgency, 0.0).sum(axis=2)
-        as_heavy = self._new_costs.size - np.searchsorted(self._new_costs, _AS_HEAVY * peak[..., 0])
-        coming = self._arrivals * as_heavy * np.maximum(still.min(axis=2), 0)
+        still = np.where(there, step.remaining[self.positions[places]] - 1, patience).min(axis=2)
+        as_heavy = self._new_costs.size - np.searchsorted(self._new_costs, _AS_HEAVY * peak)
+        coming = self._arrivals * as_heavy * np.maximum(still, 0)
         missing = np.where(there[..., 0], np.maximum(step.num_ranks - there.sum(axis=2) - coming, 0.0), 0.0)
-        lacking = missing * (peak[..., 0] - level) * urgency.max(axis=2)
-        total: Floats = (_SPREAD * spread + lacking).sum(axis=1)
-        return total / step.num_ranks
-
-
-def _starts(count: int) -> list[int]:
-    """Which of so many outliers are tried as the costliest to go."""
-    starts: list[int] = np.unique(np.linspace(0, count, _SPREAD_STARTS).astype(np.int64)).tolist()
-    return sorted({*range(min(_FIRST_STARTS, count)), *starts})
+        wasted: Floats = (missing * (peak - self._level) * (1.0 - still / (patience + 1.0))).sum(axis=1)
+        return wasted / step.num_ranks
 
 
 # ---------------------------------------------------------------------------------------------------------------------
