@@ -91,7 +91,7 @@ def _print(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any],
     # of the same stretch for all three, or a warm-up would be compared with a steady state
     steady = all(report.is_steady for report in reports.values())
     parts = {policy: report.figures if steady else report.overall for policy, report in reports.items()}
-    rows = _rows(trace, reports, how)
+    rows = _rows(reports, how)
     if steady:
         rows["  left out: warm-up, tail"] = lambda r, _: (
             f"{r.shown_steps.start}, {r.overall.batches - r.shown_steps.stop}"
@@ -112,19 +112,15 @@ def _print(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any],
     )
 
 
-def _rows(trace: Trace, reports: Reports, how: dict[str, Any]) -> dict[str, Show]:
+def _rows(reports: Reports, how: dict[str, Any]) -> dict[str, Show]:
     """Rows of the table, by name: what each says of a run, and of the stretch of it that is compared."""
-    config = reports["window"].config
-    # work of a rank if all are alike, and every rollout pays its own prefix
-    nothing_shared = float(np.asarray(config.cost(trace.lengths)).sum()) / config.dp_size
-    usual = (nothing_shared if config.groups.share_prefixes else reports["round_robin"].overall.work_s) or 1.0
-    time = "nothing shared and no idle" if config.groups.share_prefixes else "round-robin"
+    usual = reports["round_robin"].overall.work_s or 1.0
     rows: dict[str, Show] = {
         "idle fraction": lambda _, part: f"{part.idle_fraction:.2%}",
         "  a better assignment might save": lambda _, part: f"{part.avoidable_idle:.2%}",
         "  no assignment can save": lambda _, part: f"{part.unavoidable_idle:.2%}",
         "tokens of a step, std / mean": lambda _, part: f"{part.token_variation:.2f}",
-        f"trainer time, {time} = 1": lambda r, _: f"{r.overall.work_s / usual:.3f}",
+        "trainer time, round-robin = 1": lambda r, _: f"{r.overall.work_s / usual:.3f}",
     }
     if how["trainer"] != "instant":
         rows |= {
