@@ -17,6 +17,7 @@ Written against transfer_queue 0.1.11; docs/scale.md says when to take it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -61,7 +62,8 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
     The controller needs ``polling_mode=True``: ``sample`` runs in the one thread that serves everybody, so it never
     waits and answers "nothing yet". ``sampling_config`` holds ``dp_rank``, ``batch_index``, ``partition_id`` and
     ``task_name`` (StreamingDataset sends them); ``end=True`` in it says that no more rows will come: what is left goes
-    in smaller steps. Requests without ``dp_rank`` are served in order, for a controller has one sampler for all tasks.
+    in smaller steps; ``version`` is that of the policy which the step trains. Requests without ``dp_rank`` are served
+    in order, for a controller has one sampler for all tasks.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         max_skips: int = 16,
         group_key: str | None = None,
         group_size: int | None = None,
+        version_key: str | None = None,
+        max_versions: int | None = None,
         counts: Literal["equal", "free"] = "free",
         micro_batches: sb.MicroBatches = sb.MicroBatches(),  # noqa: B008 - a frozen value
         length_key: str = "total_lengths",
@@ -80,9 +84,11 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
     ) -> None:
         """``window``: rows to wait for, in steps of ``batch_size * dp_size``. ``deadline_s``: a step goes, smaller if
         it must, once a row has waited for so long (looked at when a rank asks). ``group_key``: the tag that names a
-        row's group, of ``group_size`` rows that leave in one step. ``length_key``: the tag with a row's tokens; a row
-        that has none yet waits. ``counts``, ``micro_batches``, ``cost``: as ``BalancerConfig`` takes them; a row above
-        ``micro_batches.max_tokens`` is alone in its micro-batch.
+        row's group, of ``group_size`` rows that leave in one step. ``version_key``: the tag with the policy version
+        that a row was generated with; one of ``max_versions`` versions ago goes now, as far as there is room.
+        ``length_key``: the tag with a row's tokens; a row that has none yet waits. ``counts``, ``micro_batches``,
+        ``cost``: as ``BalancerConfig`` takes them; a row above ``micro_batches.max_tokens`` is alone in its
+        micro-batch.
         """
         super().__init__()
         if window < 1 or max_skips < 0:
@@ -90,7 +96,10 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         if (group_key is None) != (group_size is None):
             raise ValueError("group_key and group_size go together: which rows are siblings, and how many there are")
         self.window, self.deadline_s, self.max_skips = window, deadline_s, max_skips
+        if (version_key is None) != (max_versions is None):
+            raise ValueError("version_key and max_versions go together: how old a row is, and how old it may be")
         self.group_key, self.group_size = group_key, group_size or 1
+        self.version_key, self.max_versions = version_key, max_versions or 0
         self.length_key = length_key
         # of these knobs, checked as anywhere
         self._config = sb.BalancerConfig(
@@ -114,7 +123,7 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             raise ValueError(f"sampling_config needs 0 <= dp_rank ({rank}) < {ranks} and a batch_index ({step})")
         pool = self._pools.setdefault((partition_id, task_name), _TaskRows())
         if (rank, step) not in pool.shares:
-            shares = self._plan(pool, ready_indexes, batch_size * ranks, partition, end=asked.get("end", False))
+            shares = self._plan(pool, ready_indexes, batch_size * ranks, partition, asked)
             pool.shares |= {(of, step): share for of, share in enumerate(shares)}
         share = pool.shares.get((rank, step), [])
         # only the asker's rows are consumed: a partition that is consumed ends StreamingDataset on the other ranks
@@ -146,8 +155,11 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         for pool in self._pools.values():
             pool.seen = dict.fromkeys(pool.seen, time.monotonic())
 
-    def _plan(self, pool: _TaskRows, ready: list[int], wanted: int, partition: Any, *, end: bool) -> list[Share]:
+    def _plan(
+        self, pool: _TaskRows, ready: list[int], wanted: int, partition: Any, asked: Mapping[str, Any]
+    ) -> list[Share]:
         """Every rank's share of a step of ``wanted`` rows; none where it is too early."""
+        end, version = asked.get("end", False), asked.get("version", -math.inf)
         now, tags = time.monotonic(), partition.get_custom_meta([row for row in ready if row not in pool.planned])
         # a put announces a row before its tag is there
         lengths = {row: max(int(tag[self.length_key]), 1) for row, tag in tags.items() if self.length_key in tag}
@@ -165,6 +177,8 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             return []
         # the oldest of them only, however many wait: nobody is served meanwhile
         window = dict(list(groups.items())[: -(-full // self.group_size)])
+        oldest = version - self.max_versions
+        due = {group for group, rows in window.items() if any(self._version(tags[row]) <= oldest for row in rows)}
         config = self._config
         chosen = choose_groups(
             {group: [lengths[row] for row in rows] for group, rows in window.items()},
@@ -173,6 +187,7 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             config.dp_size,
             skips=pool.skips,
             max_skips=self.max_skips,
+            due=due,
             counts=config.counts if len(waiting) >= wanted else "free",
             step=pool.steps,
         )
@@ -185,6 +200,10 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         pool.planned.update(rows)
         pool.steps += 1
         return shares
+
+    def _version(self, tags: Mapping[str, Any]) -> float:
+        """Policy version that a row was generated with; inf where none is said."""
+        return math.inf if self.version_key is None else float(tags.get(self.version_key, math.inf))
 
     def _whole_groups(self, rows: Iterable[int], tags: Mapping[int, Any], *, end: bool) -> dict[Any, list[int]]:
         """Rows of each group whose siblings are all there, in the order of arrival; each by itself where there are no

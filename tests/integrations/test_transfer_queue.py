@@ -123,6 +123,14 @@ def test_nobody_is_passed_over_too_often() -> None:
     assert 0 not in partition.ready
 
 
+def test_a_row_that_would_be_too_old_goes_now() -> None:
+    sampler, partition = BalancedSampler(2, version_key="version", max_versions=2), Partition(LENGTHS)
+    for row, tags in partition.tags.items():
+        tags["version"] = 3 if row == 0 else 5
+    found = [row for rank in (0, 1) for row in ask(sampler, partition, rank, 0, version=5)]
+    assert 0 in found, "an outlier that would wait"
+
+
 def test_groups_leave_whole() -> None:
     rng = np.random.default_rng(0)
     lengths = {row: int(n) for row, n in enumerate(rng.lognormal(5, 1, 48))}
@@ -158,5 +166,7 @@ def test_requests_without_a_rank_are_served_in_order_and_wrong_ones_are_refused(
         ask(sampler, partition, 2, 0)
     with pytest.raises(ValueError, match="group_key and group_size go together"):
         BalancedSampler(2, group_size=4)
+    with pytest.raises(ValueError, match="version_key and max_versions go together"):
+        BalancedSampler(2, version_key="version")
     with pytest.raises(ValueError, match="dp_size must be an int >= 1"):
         BalancedSampler(0)
