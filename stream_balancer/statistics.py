@@ -198,10 +198,17 @@ class Statistics:
 
     def __str__(self) -> str:
         """A line each for rollouts, batches, idle time, and what is known besides; for people, and it may change."""
+        window = f"{self.window:,}" if self.window_tokens is None else f"{self.window_tokens:,} tokens"
+        age, unchecked = self.training_age, self.unchecked_rollouts
+        versions = [
+            "" if self.version is None else f"policy version {self.version}",
+            "" if age is None else f"trained on at age {age.mean:.2f}, at most {age.max}",
+            f"staleness: not checked for {unchecked:,} rollouts" if unchecked else "",
+        ]
         # what there is nothing to say of has no line
         lines = {
             "rollouts": f"{self.waiting:,} wait ({self.waiting_tokens:,} tokens, "
-            f"the oldest {self.oldest_wait_s:.1f} s; window {self._window_text()}), {self.in_flight:,} in flight, "
+            f"the oldest {self.oldest_wait_s:.1f} s; window {window}), {self.in_flight:,} in flight, "
             f"{self.acknowledged:,} acknowledged",
             "evicted": _counts(self.evicted),
             "held back": _counts(
@@ -214,22 +221,10 @@ class Statistics:
             "producers": ", ".join(
                 f"{s:,.1f} s idle in {call}()" for call, s in self.producer_idle_seconds.items() if s >= 0.05
             ),
-            "versions": self._versions_text(),
+            "versions": "; ".join(filter(None, versions)),
             "slow": "" if self.straggler is None else str(self.straggler),
         }
         return "\n".join(f"{name:<13}{said}" for name, said in lines.items() if said)
-
-    def _window_text(self) -> str:
-        return f"{self.window:,}" if self.window_tokens is None else f"{self.window_tokens:,} tokens"
-
-    def _versions_text(self) -> str:
-        age, unchecked = self.training_age, self.unchecked_rollouts
-        known = [
-            "" if self.version is None else f"policy version {self.version}",
-            "" if age is None else f"trained on at age {age.mean:.2f}, at most {age.max}",
-            f"staleness: not checked for {unchecked:,} rollouts" if unchecked else "",
-        ]
-        return "; ".join(filter(None, known))
 
 
 def _counts(by_name: Mapping[str, int] | Mapping[EvictReason, int] | Mapping[Reason, int]) -> str:

@@ -137,15 +137,17 @@ def page(now: Figures, before: Figures | None = None, title: str = "") -> Render
 
 
 def _lines(now: Figures, before: Figures | None) -> Iterator[tuple[str, str]]:
+    ones = _ones(now)
     for name, line in _LINES.items():
         # of a run without versions, or before the first step, there are figures that nobody knows
-        yield name, line.format_map(_ones(now)).replace("nan%", "?").replace("nan", "?")
+        yield name, line.format_map(ones).replace("nan%", "?").replace("nan", "?")
     for name, figure in _COUNTS.items():
         counts = (f"{label} {_number(count)}" for label, count in now.get(figure, {}).items() if count)
         yield name, ", ".join(counts) or "none"
-    if before is not None and (seconds := _ones(now)["time"] - _ones(before)["time"]) > 0:
+    then = ones if before is None else _ones(before)
+    if before is not None and (seconds := ones["time"] - then["time"]) > 0:
         names = ("accepted_rollouts", "acknowledged_rollouts", "dispatched_tokens")
-        put, trained, tokens = ((_ones(now)[name] - _ones(before)[name]) / seconds for name in names)
+        put, trained, tokens = ((ones[name] - then[name]) / seconds for name in names)
         yield "per second", f"{put:,.1f} rollouts put, {trained:,.1f} trained on, {tokens:,.0f} tokens dispatched"
         # seconds a second are how many idle at a time: the pair that says which side lacks machines
         ranks, rollouts = ((_waited(now, name) - _waited(before, name)) / seconds for name in _NEED)

@@ -16,13 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
-import torch
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
-from verl.utils.seqlen_balancing import calculate_workload
 
 from stream_balancer.integrations._plans import choose_groups
 from stream_balancer.integrations.partitions import get_seqlen_balanced_partitions
+from stream_balancer.integrations.verl.seqlen_balancing import workload
 
 __all__ = ["BalancedReplayBuffer", "SamplerKnobs"]
 
@@ -106,7 +104,7 @@ class BalancedReplayBuffer(ReplayBufferAsync):  # type: ignore[misc] # verl says
         by_age = sorted(sampleable_keys, key=lambda uid: (steps.get(uid, 0), uid))
         chosen = choose_groups(
             _lengths_by_group(rows, by_age),
-            _workload,
+            workload,
             batch_size,
             self.knobs.dp_size,
             skips=self._skips,
@@ -130,7 +128,7 @@ class BalancedReplayBuffer(ReplayBufferAsync):  # type: ignore[misc] # verl says
     def _materialize_batch(self, partition_id: str, uids: list[str], rows: dict[str, dict[str, Any]]) -> Any:
         batch = super()._materialize_batch(partition_id, uids, rows)
         if partition_id != "val" and len(batch) and len(batch) % self.knobs.dp_size == 0:
-            work = _workload([tag.get("seq_len", 0) for tag in batch.tags])
+            work = workload([tag.get("seq_len", 0) for tag in batch.tags])
             parts = get_seqlen_balanced_partitions(work, self.knobs.dp_size, equal_size=True)
             # verl cuts a batch in equal pieces, rank by rank
             batch.reorder([place for part in parts for place in part])
@@ -145,12 +143,6 @@ def _lengths_by_group(rows: Mapping[str, Mapping[str, Any]], uids: Sequence[str]
         if own is not None:
             own.append(int(tag.get("seq_len", 0)))
     return lengths
-
-
-def _workload(lengths: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """verl's answer to how much work a length is, with which it deals the batch to the ranks later."""
-    work: np.ndarray[Any, Any] = calculate_workload(torch.as_tensor(lengths, dtype=torch.int64)).numpy()
-    return work.astype(np.float64)
 
 
 # a renamed method would never be called, and the choice silently be verl's

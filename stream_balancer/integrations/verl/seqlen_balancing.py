@@ -55,13 +55,12 @@ def rearrange_micro_batches(
             ranks of `dp_group` raise together: none is left waiting in a collective.
     """
     from verl.utils import tensordict_utils
-    from verl.utils.seqlen_balancing import calculate_workload
 
     lengths, widest = _lengths(batch)
     if len(lengths) % force_group_size:
         raise UnplannableError(f"Batch size {len(lengths)} must be divisible by force_group_size {force_group_size}")
     tokens = _numbers(lengths).astype(np.int64).reshape(-1, force_group_size).sum(axis=1)
-    work = _numbers(calculate_workload(lengths.long())).reshape(-1, force_group_size).sum(axis=1)
+    work = workload(lengths).reshape(-1, force_group_size).sum(axis=1)
     every = num_batches_divided_by or 1
     if widest <= max_token_len < tokens.max():
         logger.warning(
@@ -138,6 +137,13 @@ def _lengths(batch: Any) -> tuple[Tensor, int]:
     return mask.sum(dim=1), int(mask.shape[-1])
 
 
-def _numbers(values: Tensor) -> np.ndarray:
+def workload(lengths: Any) -> np.ndarray[Any, Any]:
+    """[n] float64: verl's answer to how much work each of ``[n]`` lengths is."""
+    from verl.utils.seqlen_balancing import calculate_workload
+
+    return _numbers(calculate_workload(torch.as_tensor(lengths, dtype=torch.int64)))
+
+
+def _numbers(values: Tensor) -> np.ndarray[Any, Any]:
     # verl's workload may be int64, and lie on an accelerator
     return values.cpu().numpy().astype(np.float64)
