@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from stream_balancer.tools.trace import Trace
 
 Reports: TypeAlias = dict["Policy", "SimulationReport"]
-Show: TypeAlias = Callable[["SimulationReport", "Segment"], str]
 
 _NAMES: dict[Policy, str] = {"round_robin": "round-robin", "fifo": "arrival order", "window": "window"}
 
@@ -91,65 +90,63 @@ def _print(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any],
     # of the same stretch for all three, or a warm-up would be compared with a steady state
     steady = all(report.is_steady for report in reports.values())
     parts = {policy: report.figures if steady else report.overall for policy, report in reports.items()}
-    rows = _rows(reports, how)
-    if steady:
-        rows["  left out: warm-up, tail"] = lambda r, _: (
-            f"{r.shown_steps.start}, {r.overall.batches - r.shown_steps.stop}"
-        )
+    lines = _LINES | (_IN_TIME if how["trainer"] != "instant" else {}) | _WAITS | (_LEFT_OUT if steady else {})
     stdout().print(
         f"[bold]{trace.name}[/bold]: {len(trace):,} rollouts, {trace.num_tokens:,} tokens; length p50 "
         f"{np.median(trace.lengths):,.0f}, longest {trace.lengths.max():,}; {arrivals}; trainer {how['trainer']}\n"
         f"{config.dp_size} ranks, {batch_text(config)} a step, window {window}, max_skips "
         f"{config.max_skips}, deadline {deadline_text(config.deadline_s)}, cost {cost}",
-        table(
-            ["", *_NAMES.values()],
-            ([name, *map(show, reports.values(), parts.values())] for name, show in rows.items()),
-            bold=["idle fraction"],
-        ),
+        table(["", *_NAMES.values()], _rows(lines, reports, parts), bold=["idle fraction"]),
         *_verdict(reports, parts, steady=steady),
         *_proven(reports[config.policy]),
         sep="\n",
     )
 
 
-def _rows(reports: Reports, how: dict[str, Any]) -> dict[str, Show]:
-    """Rows of the table, by name: what each says of a run, and of the stretch of it that is compared."""
+_LINES = {
+    "idle fraction": "{part.idle_fraction:.2%}",
+    "  a better assignment might save": "{part.avoidable_idle:.2%}",
+    "  no assignment can save": "{part.unavoidable_idle:.2%}",
+    "tokens of a step, std / mean": "{part.token_variation:.2f}",
+    "trainer time, round-robin = 1": "{time:.3f}",
+}
+_IN_TIME = {
+    "idle, the wait for rollouts included": "{run.whole_idle_fraction:.2%}",
+    "end to end, s": "{run.elapsed_s:,.0f}",
+    "generation idle: put waited": "{put}",
+}
+_WAITS = {
+    "wait p50 / p99 / max, s": "{run.delay_s.p50:,.0f} / {run.delay_s.p99:,.0f} / {run.delay_s.max:,.0f}",
+    "passed over, mean / p99 / max": "{run.delay_steps.mean:.2f} / {run.delay_steps.p99:.0f} / {run.max_skips_seen}",
+    "staleness mean / max, steps": "{run.staleness.mean:.2f} / {run.staleness.max:.0f}",
+    "length-wait correlation": "{run.length_bias.length_delay_correlation:.2f}",
+    "mean length, came / went": "{run.arrived_lengths.mean:,.0f} / {run.dispatched_lengths.mean:,.0f}",
+    "padding copies, evicted": "{run.padding_copies}, {run.evicted}",
+    "steps": "{reasons}",
+}
+_LEFT_OUT = {"  left out: warm-up, tail": "{run.shown_steps.start}, {tail}"}
+
+
+def _rows(lines: Mapping[str, str], reports: Reports, parts: Mapping[Policy, Segment]) -> Iterator[list[str]]:
+    """Rows of the table: what each line says of a run, and of the stretch of it that is compared."""
     usual = reports["round_robin"].overall.work_s or 1.0
-    rows: dict[str, Show] = {
-        "idle fraction": lambda _, part: f"{part.idle_fraction:.2%}",
-        "  a better assignment might save": lambda _, part: f"{part.avoidable_idle:.2%}",
-        "  no assignment can save": lambda _, part: f"{part.unavoidable_idle:.2%}",
-        "tokens of a step, std / mean": lambda _, part: f"{part.token_variation:.2f}",
-        "trainer time, round-robin = 1": lambda r, _: f"{r.overall.work_s / usual:.3f}",
-    }
-    if how["trainer"] != "instant":
-        rows |= {
-            "idle, the wait for rollouts included": lambda r, _: f"{r.whole_idle_fraction:.2%}",
-            "end to end, s": lambda r, _: f"{r.elapsed_s:,.0f}",
-            "generation idle: put waited": lambda r, _: put_waited(r),
+    found = [
+        {
+            "run": run,
+            "part": parts[policy],
+            "time": run.overall.work_s / usual,
+            "put": put_waited(run),
+            "reasons": ", ".join(f"{n} {why}" for why, n in run.reasons.items()),
+            "tail": run.overall.batches - run.shown_steps.stop,
         }
-    rows |= {
-        "wait p50 / p99 / max, s": lambda r, _: " / ".join(
-            f"{s:,.0f}" for s in (r.delay_s.p50, r.delay_s.p99, r.delay_s.max)
-        ),
-        "passed over, mean / p99 / max": lambda r, _: (
-            f"{r.delay_steps.mean:.2f} / {r.delay_steps.p99:.0f} / {r.max_skips_seen}"
-        ),
-        "staleness mean / max, steps": lambda r, _: f"{r.staleness.mean:.2f} / {r.staleness.max:.0f}",
+        for policy, run in reports.items()
+    ]
+    for name, line in lines.items():
         # no number where every rollout waited alike
-        "length-wait correlation": lambda r, _: f"{r.length_bias.length_delay_correlation:.2f}".replace("nan", "-"),
-        "mean length, came / went": lambda r, _: f"{r.arrived_lengths.mean:,.0f} / {r.dispatched_lengths.mean:,.0f}",
-    }
+        yield [name, *(line.format_map(one).replace("nan", "-") for one in found)]
     for stratum in reports["window"].strata:
-        rows[f"{stratum}: share / steps without"] = partial(_of_stratum, stratum)
-    rows["padding copies, evicted"] = lambda r, _: f"{r.padding_copies}, {r.evicted}"
-    rows["steps"] = lambda r, _: ", ".join(f"{n} {why}" for why, n in r.reasons.items())
-    return rows
-
-
-def _of_stratum(stratum: str, report: SimulationReport, part: Segment) -> str:
-    of_it = report.strata[stratum]
-    return f"{of_it.share:.1%} / {of_it.steps_without:.0%}"
+        of_it = [run.strata[stratum] for run in reports.values()]
+        yield [f"{stratum}: share / steps without", *(f"{one.share:.1%} / {one.steps_without:.0%}" for one in of_it)]
 
 
 def _proven(report: SimulationReport) -> Iterator[str]:
