@@ -92,7 +92,7 @@ class StreamBalancer(OfOneProcess):
         num_producers: int | None = None,
     ) -> None:
         core, reporter = BalancerCore(config), StallReporter(report_after_s, self._why_stalled, _log)
-        self.parts = Shell(core, reporter, accept, None if journal is None else Journal(journal))
+        self._core, self.parts = core, Shell(core, reporter, accept, None if journal is None else Journal(journal))
         self.parts.producers = ProducerRegistry(self.parts.handed, self.end, num_producers)
         self._idle = learn.attach(core)
         self._recorder: Recorder | None = None
@@ -106,19 +106,19 @@ class StreamBalancer(OfOneProcess):
             self.observers.append(observer)
 
     def __repr__(self) -> str:
-        core = self.parts.core
+        core = self._core
         then = "ended" if self.ended else f"step {core.in_flight.next_step} is next"
         return f"{type(self).__name__}({core.buffer.num_waiting} wait, window {self.config.window}, {then})"
 
     @property
     def config(self) -> BalancerConfig:
         """The knobs in force."""
-        return self.parts.core.config
+        return self._core.config
 
     @property
     def ended(self) -> bool:
         """True once ``end()`` or ``aclose()`` was called: puts raise ClosedResourceError."""
-        return self.parts.closed or self.parts.core.ended
+        return self.parts.closed or self._core.ended
 
     @property
     def recovered(self) -> Recovered | None:
@@ -221,7 +221,7 @@ class StreamBalancer(OfOneProcess):
         the step of the checkpoint that was loaded. May be repeated; steps that are not in flight are passed over.
         """
         self.parts.check_thread("acknowledge_through")
-        for number in self.parts.core.in_flight.steps_through(step):
+        for number in self._core.in_flight.steps_through(step):
             self.parts.acknowledge(number)
 
     def nack(self, step: int) -> None:
@@ -235,7 +235,7 @@ class StreamBalancer(OfOneProcess):
 
     def in_flight(self) -> tuple[Batch, ...]:
         """Batches dispatched and not yet acknowledged, oldest first."""
-        return self.parts.core.in_flight.delivered()
+        return self._core.in_flight.delivered()
 
     def record_step_seconds(
         self, step: int, rank: int, seconds: float, *, own: bool = True, waited_s: float | None = None,
@@ -249,7 +249,7 @@ class StreamBalancer(OfOneProcess):
         for a rank that the step has not, and for seconds that cannot be.
         """
         timing = StepTiming(step, rank, seconds, own, waited_s, ready_s)
-        self.parts.core.record_step(timing, self.parts.now("record_step_seconds"))
+        self._core.record_step(timing, self.parts.now("record_step_seconds"))
 
     def straggler(self) -> Straggler | None:
         """A rank that is slower than the others, step after step; ``serve()`` logs it when it is found. O(ranks)."""
@@ -260,7 +260,7 @@ class StreamBalancer(OfOneProcess):
     @property
     def version(self) -> int | None:
         """Policy version last set; None before the first."""
-        return self.parts.core.staleness.version
+        return self._core.staleness.version
 
     async def version_after(self, version: int | None) -> int:
         """Wait for a policy version later than ``version`` (None: for any), and return the newest; at once where there
@@ -278,7 +278,7 @@ class StreamBalancer(OfOneProcess):
         configured. An older version than the last one, as of an older checkpoint, changes nothing, with a warning.
         """
         self.parts.check_thread("set_version")
-        self.parts.core.set_version(version)
+        self._core.set_version(version)
         self.parts.version_changed()
 
     def abandon_group(self, group_id: str) -> int:
@@ -289,7 +289,7 @@ class StreamBalancer(OfOneProcess):
         another ``group_id``. Raises ValueError where groups play no part.
         """
         self.parts.check_thread("abandon_group")
-        number = self.parts.core.abandon_group(group_id)
+        number = self._core.abandon_group(group_id)
         self.parts.changed()
         return number
 
@@ -302,7 +302,7 @@ class StreamBalancer(OfOneProcess):
         Raises :class:`ConfigError`, changing nothing, for a value or combination that cannot work.
         """
         self.parts.check_thread("reconfigure")
-        self.parts.core.reconfigure(self.config.replace(**changes))
+        self._core.reconfigure(self.config.replace(**changes))
         self.parts.version_changed()
 
     def end(self) -> None:
@@ -311,7 +311,7 @@ class StreamBalancer(OfOneProcess):
         Puts that are waiting for room raise ClosedResourceError: they were not accepted. May be called twice.
         """
         self.parts.check_thread("end")
-        self.parts.core.end()
+        self._core.end()
         self.parts.end()
 
     async def aclose(self) -> None:
@@ -323,7 +323,7 @@ class StreamBalancer(OfOneProcess):
         self.parts.version_changed()
         with anyio.CancelScope(shield=True):
             if self.parts.journal is not None:
-                if self.parts.core.finished and not self.parts.core.in_flight.delivered():
+                if self._core.finished and not self._core.in_flight.delivered():
                     self.parts.producers.forget()
                 await self.parts.journal.aclose()
             if self._recorder is not None:
@@ -334,7 +334,7 @@ class StreamBalancer(OfOneProcess):
     async def __aenter__(self) -> Self:
         self.parts.enter("__aenter__")
         if self.parts.journal is not None:
-            await self.parts.journal.recover(self.parts.core)
+            await self.parts.journal.recover(self._core)
             self.parts.producers.follow()
         return self
 
@@ -345,7 +345,7 @@ class StreamBalancer(OfOneProcess):
 
     def snapshot(self) -> Snapshot:
         """Everything that is held at this instant, sharing the rollouts. O(n) pointers."""
-        return self.parts.core.snapshot(self.parts.now("snapshot"))
+        return self._core.snapshot(self.parts.now("snapshot"))
 
     async def async_state_dict(self) -> dict[str, Any]:
         """:meth:`state_dict` of this instant, written in a worker thread while puts and batches go on."""
@@ -374,7 +374,7 @@ class StreamBalancer(OfOneProcess):
         snapshot = read_state_dict(state)
         if self.parts.journal is not None:
             self.parts.journal.check_empty()
-        self.parts.core.restore(snapshot, now)
+        self._core.restore(snapshot, now)
         self.parts.version_changed()
         return snapshot.set_aside
 
@@ -412,7 +412,7 @@ class StreamBalancer(OfOneProcess):
     def why_no_batch(self) -> str:
         """Reason for which dispatching waits now, in a sentence: ``"37 rollouts wait (window 64), the oldest for
         812 s; no deadline_s is set"``. ``serve()`` logs it, with the ranks' part, when nothing moves for long."""
-        core, now = self.parts.core, self.parts.now("why_no_batch")
+        core, now = self._core, self.parts.now("why_no_batch")
         ready, taker = core.next_wakeup() <= now, self.parts.taker
         statistics, any_rollouts = self.statistics(), core.counts.accepted > 0
         why = why_no_batch(core, statistics, taker=taker, ready=ready, ended=self.ended)

@@ -72,9 +72,12 @@ class Sender(InFlight):
             case SendDrop():
                 self._drop(order)
             case Behind():
-                self._refuse(order)
+                if (peer := self._peer(order)) is not None:
+                    peer.fail(refused_error("value", different_weights(order.rank, order.weights, order.others)))
             case SendEnd():
-                self._end(order)
+                # It may be gone for good as soon as it knows: the next controller must not wait for it.
+                self.handed.note(self.ranks[order.rank].came)
+                self._behind_disk.append((order, self._peer(order), Notify(end=True)))
             case Note():
                 # else it is acknowledged by all, which the journal is told by the balancer
                 if order.step in self.ledger.steps:
@@ -165,15 +168,6 @@ class Sender(InFlight):
         )
         self._tell(order, messages.Drop(step, order.met, text))
 
-    def _refuse(self, order: Behind) -> None:
-        if (peer := self._peer(order)) is not None:
-            peer.fail(refused_error("value", different_weights(order.rank, order.weights, order.others)))
-
-    def _end(self, order: SendEnd) -> None:
-        # It may be gone for good as soon as it knows: the next controller must not wait for it.
-        self.handed.note(self.ranks[order.rank].came)
-        self._behind_disk.append((order, self._peer(order), Notify(end=True)))
-
     # to the balancer
 
     def _ack(self, order: Ack) -> None:
@@ -185,12 +179,9 @@ class Sender(InFlight):
         with suppress(ValueError):  # the user was first: acknowledge_through() at a checkpoint
             self.balancer.acknowledge(order.step)
         self.handed.forget(order.step)
-        self._log_straggler()
-
-    def _log_straggler(self) -> None:
-        """Log each straggler once."""
         straggler = self.balancer.straggler()
         slow = None if straggler is None else (straggler.rank, straggler.since_step)
+        # once for each
         if slow is not None and slow != self._slow:
             logger.warning("%s", straggler)
         self._slow = slow
