@@ -61,8 +61,8 @@ _read = reader(About, "what a rank says of itself")
 class Member:
     """A rank of the trainer, or of a role."""
 
-    def __init__(self, rank: Rank) -> None:
-        self.rank = rank
+    def __init__(self, ledger: Ledger, rank: Rank) -> None:
+        self._ledger, self.rank = ledger, rank
         """State of its work, in the ledger."""
         self.id = rank.id
         self.name = rank_name(rank.id.number, rank.id.role)
@@ -91,7 +91,13 @@ class Member:
     @property
     def came(self) -> Came:
         """Facts of it that the next controller must know."""
-        return Came(self.id, self.rank.incarnation, self.rank.is_given_up, sorted(self.fenced), is_ended=self.ended)
+        rank, is_ended = self.rank, self.ended or not self.is_wanted
+        return Came(self.id, rank.incarnation, rank.is_given_up, sorted(self.fenced), is_ended)
+
+    @property
+    def is_wanted(self) -> bool:
+        """The rank takes part in the steps to come."""
+        return self.id.number in self._ledger.wanted.get(self.id.role, ())
 
     @property
     def takes_part(self) -> bool:
@@ -149,7 +155,7 @@ class Ranks(dict[RankId, Member]):
         """Ranks have numbers below this; some may be missing, where a lost rank was given up."""
 
     def __missing__(self, one: RankId) -> Member:
-        member = self[one] = Member(self._ledger.rank(one))
+        member = self[one] = Member(self._ledger, self._ledger.rank(one))
         return member
 
     @property
@@ -173,7 +179,7 @@ class Ranks(dict[RankId, Member]):
             self._want(role, {*there, *new})
         self.num_places = self.numbers[-1] + 1
         for member in self.values():
-            if member.error is not None and not self._is_wanted(member):
+            if member.error is not None and not member.is_wanted:
                 member.give_up_at = anyio.current_time()  # nobody comes back to a place that is no more
 
     def expect(self, ranks: Iterable[RankId]) -> None:
@@ -192,9 +198,6 @@ class Ranks(dict[RankId, Member]):
         member.peers.clear()
         self._want(member.id.role, self._ledger.wanted[member.id.role] - {member.id.number})
         member.give_up_at = math.inf
-
-    def _is_wanted(self, member: Member) -> bool:
-        return member.id.number in self._ledger.wanted.get(member.id.role, ())
 
     # coming in
 
@@ -290,7 +293,7 @@ class Ranks(dict[RankId, Member]):
         peer.keep_s, peer.name = _KEEP_S, member.name
         # who comes to a place that a lost rank has left takes part from the next plan on
         is_free = one.number < self.num_places and not self._ledger.ended
-        if is_free and not self._is_wanted(member):
+        if is_free and not member.is_wanted:
             self._want(one.role, {*self._ledger.wanted[one.role], one.number})
         self._ledger.joined(
             one, about.seat, about.incarnation, about.has, weights=about.next_step, seats=about.seats, depth=about.depth
@@ -313,7 +316,7 @@ class Ranks(dict[RankId, Member]):
             # the first cause is the one to name: others follow from it
             member.error = member.error or member.lost(causes.get(end.kind, end.text))
             # the earliest time counts: a second process that is lost must not prolong the wait for the first
-            wait_s = self._rejoin_timeout_s if self._is_wanted(member) else 0.0
+            wait_s = self._rejoin_timeout_s if member.is_wanted else 0.0
             if wait_s > 0:
                 cause = member.error.cause
                 logger.warning("%s was lost, and may come back within %g s: %s", member.name, wait_s, cause)
@@ -327,7 +330,7 @@ class Ranks(dict[RankId, Member]):
         return [
             member
             for _, member in sorted(self.items())
-            if not member.is_finished and (self._is_wanted(member) or member.peers or member.error)
+            if not member.is_finished and (member.is_wanted or member.peers or member.error)
         ]
 
     @property
@@ -341,7 +344,7 @@ class Ranks(dict[RankId, Member]):
 
         def until(member: Member) -> tuple[float, bool]:
             # one that has acknowledged all need not come back after the end
-            is_done = (self._ledger.ended or not self._is_wanted(member)) and member.is_finished
+            is_done = (self._ledger.ended or not member.is_wanted) and member.is_finished
             return math.inf if is_done else member.give_up_at, not member.rank.active
 
         first = min(self.values(), key=until)
@@ -362,7 +365,7 @@ class Ranks(dict[RankId, Member]):
                 role=one.role,
             )
             for one, member in sorted(self.items())
-            if one.role in roles and self._is_wanted(member)
+            if one.role in roles and member.is_wanted
         ]
 
 

@@ -139,7 +139,7 @@ class Came(Fact, tag="came"):
     sessions: list[bytes] = []
     """Sessions of feeds that must not come back: their processes were given up."""
     is_ended: bool = False
-    """The rank was told of the end: once it has acknowledged everything, nobody need wait for it."""
+    """The rank was told of the end, or is no more: once it has acknowledged everything, nobody need wait for it."""
 
 
 class Ended(Fact, tag="ended"):

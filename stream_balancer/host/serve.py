@@ -349,6 +349,10 @@ class _Server(Peers, Observer):
         # the second is our own doing: the balancer follows the ranks, not the other way round
         if dp_size not in (before.dp_size, len(self.ranks.numbers)):
             self.ranks.resize(dp_size)
+            # who is no more lacks the steps that others go on with: the next controller must not ask it for one
+            for member in self.ranks.values():
+                if member.sessions:
+                    self.handed.note(member.came)
             self.transport.resize(self.ranks.num_places)
             self.wake()
 

@@ -329,6 +329,8 @@ FOUND = {
     # given the step after one that others still worked on was believed to have that one in its weights; one that had
     # not said its weights was thrown out by a controller that had lost an acknowledgement
     "changes+direct+groups+journal+late+replan+roles": (120, 122, 5262, 3888),
+    # a rank that was no more when the controller died was asked for the next step, without the ones in between
+    "journal+prefixes+replan+resize+seats+shared": (3455144,),
     # ranks that had left before a crash that forgot it were waited for by a controller with nothing to do
     "changes+direct+groups+journal+late+open+replan+roles": (3201, 20195),
 }
