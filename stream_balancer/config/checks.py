@@ -39,18 +39,6 @@ def check_cost(cost: CostModel) -> None:
         raise ConfigError(f"cost({[1, 1000]}) must give two finite numbers >= 0, not {probe.tolist()!r}")
 
 
-def _no_sums(c: Knobs) -> str:
-    """Knobs with which a step is not as long as the heaviest rank's sum."""
-    return _those(
-        {
-            "a padded cost": c.cost.padded,
-            "step_size.mini_batches > 1": c.step_size.mini_batches > 1,
-            "groups.share_prefixes": c.groups.share_prefixes,
-            "sync='micro_batch'": c.sync != "step",
-        }
-    )
-
-
 def _those(knobs: Mapping[str, object]) -> str:
     return " and ".join(knob for knob, given in knobs.items() if given)
 
@@ -112,10 +100,26 @@ def given(c: Any) -> Iterator[str]:
         yield f"speeds must be {c.dp_size} finite numbers > 0 (one per rank), not {c.speeds}"
 
 
+def _foreseen(knob: str, c: Knobs) -> Iterator[str]:
+    """Reasons against a knob that looks ahead to steps as long as the heaviest rank's sum, chosen from a window."""
+    if c.policy != "window":
+        yield f"{knob} needs policy='window': {c.policy!r} sends the oldest. Leave it out"
+    others = {
+        "a padded cost": c.cost.padded,
+        "step_size.mini_batches > 1": c.step_size.mini_batches > 1,
+        "groups.share_prefixes": c.groups.share_prefixes,
+        "sync='micro_batch'": c.sync != "step",
+    }
+    if any(others.values()):
+        yield (
+            f"{knob} does not work with {_those(others)}: it foresees steps that are as long as the heaviest rank's "
+            "sum. Leave it out; `stream-balancer tune` finds a window"
+        )
+
+
 def auto_window(c: Knobs) -> Iterator[str]:
     """Knobs that the estimate behind ``window="auto"`` does not cover."""
-    if c.policy != "window":
-        yield f"window='auto' needs policy='window': {c.policy!r} sends the oldest. Leave window out"
+    yield from _foreseen("window='auto'", c)
     if c.step_size.tokens is not None:
         yield (
             "window='auto' does not work with step_size.tokens: it compares windows by batches of one size. Leave "
@@ -125,11 +129,6 @@ def auto_window(c: Knobs) -> Iterator[str]:
         yield (
             f"window='auto' does not work with context_parallel.sizes={c.context_parallel.sizes}: it foresees steps in "
             "which no rollout is shared. Give a number; `stream-balancer tune` finds one"
-        )
-    if others := _no_sums(c):
-        yield (
-            f"window='auto' does not work with {others}: it foresees steps that are as long as the heaviest rank's "
-            "sum. Give a number; `stream-balancer tune` finds one"
         )
 
 
@@ -239,16 +238,7 @@ def varying(c: Knobs) -> Iterator[str]:
             f"step_size.rollouts {c.step_size.rollouts} and step_size.tokens ({c.step_size.tokens}) exclude one "
             "another: under tokens a step has as many rollouts as its tokens ask for. Leave one out"
         )
-    if c.policy != "window":
-        yield (
-            f"step_size.rollouts {c.step_size.rollouts} needs policy='window': {c.policy!r} sends the oldest "
-            "batch_size. Leave it out"
-        )
-    if others := _no_sums(c):
-        yield (
-            f"step_size.rollouts {c.step_size.rollouts} does not work with {others}: it looks for steps that are as "
-            "long as the heaviest rank's sum. Leave step_size.rollouts out"
-        )
+    yield from _foreseen(f"step_size.rollouts {c.step_size.rollouts}", c)
     if not least_batch_size(c) <= c.batch_size <= most_rollouts(c) or least_batch_size(c) == most_rollouts(c):
         yield (
             f"batch_size ({c.batch_size}) is the mean of step_size.rollouts {c.step_size.rollouts}: it must lie in it, "

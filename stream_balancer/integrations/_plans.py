@@ -17,7 +17,7 @@ class UnplannableError(ValueError, AssertionError):
     """A batch that cannot be dealt as asked. Trainers' own functions assert, and their callers may expect that."""
 
 
-def alike(
+def laid_out(
     lengths: ArrayLike, work: ArrayLike, num_ranks: int, max_tokens: int, *, multiple_of: int = 1, **knobs: Any
 ) -> list[list[list[int]]] | None:
     """``[rank][micro_batch]`` positions, each of at most ``max_tokens``, by ``planning.form_micro_batches``. None where

@@ -20,7 +20,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stream_balancer.integrations._plans import alike
+from stream_balancer.integrations._plans import laid_out
 from stream_balancer.integrations.partitions import replace
 
 __all__ = ["patch"]
@@ -48,7 +48,7 @@ def patch() -> Callable[[], None]:
     ) -> list[list[Any]]:
         lengths = [min(len(sample.token_ids), seq_len) for sample in rollouts]  # longer ones are truncated
         work = [bin_cost([length]) for length in lengths]
-        plan = alike(lengths, work, num_train_workers, seq_len, sync="micro_batch")
+        plan = laid_out(lengths, work, num_train_workers, seq_len, sync="micro_batch")
         plain = all(sample.mm_kwargs is None for sample in rollouts)
         either = len({sample.routed_experts is None for sample in rollouts}) == 1
         if plan is None or not (plain and either):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stream_balancer.integrations._plans import UnplannableError, alike
+from stream_balancer.integrations._plans import UnplannableError, laid_out
 from stream_balancer.integrations.partitions import replace
 
 __all__ = ["build_dp_schedule", "patch"]
@@ -57,7 +57,7 @@ def build_dp_schedule(
     counts = []
     for step, positions in enumerate(steps):
         lengths = np.array([total_lengths[position] for position in positions])
-        plan = alike(
+        plan = laid_out(
             lengths,
             lengths if cost is None else cost(lengths),
             dp_size,

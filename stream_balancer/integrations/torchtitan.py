@@ -16,7 +16,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from stream_balancer.integrations._plans import alike
+from stream_balancer.integrations._plans import laid_out
 
 __all__ = ["patch"]
 
@@ -34,7 +34,7 @@ def patch() -> Callable[[], None]:
         # its rows hold what it packs, which is less than a sample's tokens
         lengths = [max(self.num_tokens_to_pack(sample), 1) for sample in training_samples]
         work = [float(length) ** 2 for length in lengths]
-        plan = alike(lengths, work, self._dp_degree, self.seq_len, sync="micro_batch")
+        plan = laid_out(lengths, work, self._dp_degree, self.seq_len, sync="micro_batch")
         if plan is None:
             return theirs(self, training_samples)  # type: ignore[no-any-return]
         # it deals rows to the ranks in turn
