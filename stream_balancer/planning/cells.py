@@ -37,7 +37,7 @@ _COLUMNS = (0, 48, 24)
 only a slower one."""
 
 _TABLE = 40_000
-"""Up to so many exchanges of a round are all compared, where some may not be done."""
+"""Up to so many exchanges of a round are all compared."""
 
 _NEAREST, _NEAREST_THAT_MAY = 2, 12
 """Else the answers to each choice that are compared: those that come nearest to the ideal; more where some may not be
@@ -189,10 +189,10 @@ class Cells:
             change = max(int(out.max()), int(into.max()))
             if has.min() - change < limit.least or has.max() + change > np.min(limit.most):
                 binding.append((limit, held, out, into))
-        # of the nearest few none might be allowed
-        look = takes.shape[1] if gives.size * takes.shape[1] <= _TABLE else _NEAREST_THAT_MAY
+        # a small table costs less than to find what is nearest; of the nearest few none might be allowed
+        small, look = gives.size * takes.shape[1] <= _TABLE, _NEAREST_THAT_MAY if binding else _NEAREST
         seconds, peaks = self._floors(a, b) if last and self._rows > 1 else (None, None)
-        near = _nearest(gives, takes, self._ideal(a, b, seconds, peaks), look if binding else _NEAREST)
+        near = None if small else _nearest(gives, takes, self._ideal(a, b, seconds, peaks), look)
         after = self._after(a, b, _change(gives, takes, near), seconds, peaks)
         for limit, held, out, into in binding:
             change = _change(out, into, near)
@@ -203,7 +203,7 @@ class Cells:
         pairs, gave, answer = self._best(after, self.finish[a])
         took = answer if near is None else near[pairs, gave, answer] % takes.shape[1]
         # counted, not timed: the same input gives the same answer on every machine
-        spent = after.size + _ROUND_WORK
+        spent = (after.size if binding else _NEAREST * gives.size) + _ROUND_WORK
         if last:
             best_first = np.argsort(after[pairs, gave, answer] - self.finish[a[pairs]], kind="stable")
             kept, tried = self._one_a_row(best_first, mine, theirs, pairs, gave, took)
@@ -373,15 +373,13 @@ def _choices(width: int, size: int) -> tuple[Ints, ...]:
     return (np.arange(width),) if size == 1 or width == 1 else np.triu_indices(width, 1)
 
 
-def _nearest(gives: Floats, takes: Floats, ideal: Floats, look: int) -> Ints | None:
+def _nearest(gives: Floats, takes: Floats, ideal: Floats, look: int) -> Ints:
     """[pairs, choices, look] for each choice of a cell those of the other, half of them above it, that make what leaves
-    the cell come nearest to the ideal, as places in the flat table of them; None: all of them. O(size log size).
+    the cell come nearest to the ideal, as places in the flat table of them. O(size log size).
 
     All pairs are searched by one searchsorted: each row is lifted above the one before it.
     """
     num_pairs, width = takes.shape
-    if look >= width:
-        return None
     start = (np.arange(num_pairs) * width)[:, None]
     rank = np.argsort(takes, axis=1, kind="stable") + start
     ladder = takes.ravel()[rank]  # [pairs, width] ascending
