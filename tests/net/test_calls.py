@@ -23,11 +23,12 @@ from stream_balancer.errors import (
     BrokenResourceError,
     ClosedResourceError,
     DuplicateRolloutError,
+    RefusedError,
     RolloutError,
     WireError,
 )
 from stream_balancer.net.calls import Asked, Bytes, Pending
-from stream_balancer.net.messages import Join, Notify, Welcome
+from stream_balancer.net.messages import Cancel, Join, Notify, Welcome
 from stream_balancer.net.service import Peer, Service
 from stream_balancer.net.session import Session
 from stream_balancer.testing.network import MemoryNetwork
@@ -296,6 +297,27 @@ async def test_bytes_behind_a_reply_that_nobody_has_asked_for_end_the_connection
         caller = session()
         with pytest.raises(WireError, match="nobody has asked for"):
             await caller.ask("echo", 1, Payload.of(np.zeros(10, dtype=np.uint8)), reply_bytes=9)
+
+
+async def test_a_call_that_was_not_made_cannot_be_cancelled() -> None:
+    async with hosted() as (_, _, session):
+        caller = session()
+        await settle()
+        caller.send(Cancel(0))
+        with pytest.raises(RefusedError, match="call 0 is cancelled before it was made"):
+            await caller.ask("echo", 1)
+
+
+async def test_who_has_left_while_it_knocked_is_lost() -> None:
+    async with MemoryNetwork(dp_size=1) as network, anyio.create_task_group() as tasks:
+        host, there = Host(network), network.connect_producer()
+        Session(there, "producer").begin()
+        await settle()
+        there.cut("killed")
+        tasks.start_soon(host.attend)
+        await settle()
+        assert host.ends == [("end", "lost")]
+        tasks.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("how", ["send", "close"])

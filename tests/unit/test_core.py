@@ -149,6 +149,15 @@ def test_a_knob_changed_between_the_halves_of_a_group_does_not_forget_the_first(
     assert batch.num_rollouts == 1
 
 
+def test_nothing_is_kept_of_a_group_that_is_abandoned_once_half_of_it_has_left() -> None:
+    core = reconfigurable(groups=sb.Groups(size=2), deadline_s=1.0)
+    core.add(make_rollout(5, group_id="g"), 0.0)
+    assert polled(core, 1.0).incomplete_groups == ("g",)
+    assert core.snapshot(1.0).group_departures == {"g": 1}
+    core.abandon_group("g")
+    assert core.snapshot(1.0).group_departures == {}
+
+
 def test_a_grouped_balancer_refuses_a_rollout_without_a_group() -> None:
     core = reconfigurable(batch_size=8, window=8, groups=sb.Groups(size=8))
     with pytest.raises(
@@ -249,6 +258,28 @@ def test_a_step_given_back_is_ahead_again() -> None:
     core.nack(batch.step)
     assert dispatch(core).step == batch.step
     assert core.poll(0.0) is None
+
+
+def test_what_is_to_come_again_is_not_trained_on_before_it_does() -> None:
+    core = versioned(staleness=sb.Staleness(max_versions=5, on_stale="send"))
+    put_versions(core, 1, 1, 1, 1)
+    first, second = dispatch(core), dispatch(core)
+    core.nack(first.step)
+    core.acknowledge(second.step)
+    core.set_version(4)
+    assert dispatch(core).step == first.step
+    age = core.statistics(0.0).training_age
+    assert age is not None
+    assert age.max == 3
+
+
+def test_a_sibling_that_is_too_old_when_it_comes_has_come() -> None:
+    core = versioned(groups=sb.Groups(size=2))
+    core.set_version(3)
+    put_versions(core, 0, group_id="g")
+    young = put_versions(core, 3, group_id="g")
+    core.force_flush()
+    assert [r.rollout_id for r in dispatch(core).rollouts] == young
 
 
 def in_stratum(num_tokens: int, stratum: Any = None, **more: Any) -> sb.Rollout:
