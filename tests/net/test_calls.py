@@ -311,9 +311,12 @@ async def test_a_call_that_was_not_made_cannot_be_cancelled() -> None:
 async def test_who_has_left_while_it_knocked_is_lost() -> None:
     async with MemoryNetwork(dp_size=1) as network, anyio.create_task_group() as tasks:
         host, there = Host(network), network.connect_producer()
-        Session(there, "producer").begin()
+        caller = Session(there, "producer")
+        caller.begin()
         await settle()
         there.cut("killed")
+        caller.close()
+        await settle()
         tasks.start_soon(host.attend)
         await settle()
         assert host.ends == [("end", "lost")]

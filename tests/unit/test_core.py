@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+import random
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
@@ -197,6 +198,22 @@ def test_no_bound_costs_nothing_and_plans_alike(max_skips: int | None) -> None:
     verify(core)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_nobody_is_passed_over_more_often_than_promised_however_many_wait(seed: int) -> None:
+    chance, core = random.Random(seed), reconfigurable(dp_size=2, window=3, capacity=6, max_skips=2)
+    passed_over: dict[str, int] = {}
+    for _ in range(12):
+        while core.statistics(0.0).waiting < chance.randint(3, 6):
+            one = make_rollout(chance.choice([10, 10, 10, 300, 600, 1000, 2000]), minimal=True)
+            core.add(one, 0.0)
+            passed_over[one.rollout_id] = 0
+        batch = polled(core)
+        core.acknowledge(batch.step)
+        left = {rollout.rollout_id for rollout in batch.rollouts}
+        passed_over = {name: times + 1 for name, times in passed_over.items() if name not in left}
+        assert max(passed_over.values(), default=0) <= 2
+
+
 def versioned(**knobs: Any) -> BalancerCore:
     core = BalancerCore(
         sb.BalancerConfig(
@@ -323,6 +340,16 @@ def test_what_is_held_back_for_its_age_lacks_in_no_share() -> None:
     batch = polled(core)
     assert {one.version for one in batch.rollouts} == {2}
     assert "agent" in {one.stratum for one in batch.rollouts}
+
+
+def test_a_share_that_those_who_must_go_have_is_not_taken_again() -> None:
+    core = of_strata(batch_size=8, window=14, staleness=sb.Staleness(max_versions=1), stratum_shares={"agent": 0.25})
+    core.set_version(1)
+    for _ in range(2):
+        core.add(in_stratum(50, "agent", version=0), 0.0)
+    for number in range(15):
+        core.add(in_stratum(50 if number else 900, "math" if number else "agent", version=1), 0.0)
+    assert sorted(one.num_tokens for one in polled(core).rollouts if one.stratum == "agent") == [50, 50]
 
 
 @pytest.mark.parametrize("stratum", [7, ["math"], {"name": "math"}])
