@@ -221,7 +221,7 @@ def test_who_gives_back_keeps_as_much_as_each_idle_rank_gets() -> None:
     process = Held(meets=True)
     process.take(m.Work(0, 0, 1, tuple(map(m.WorkItem, range(7))), m.StepHead(3, 1.0, meets=True)))
     process.take(m.Recall(0, 1, tuple(range(7)), idle=2))
-    assert [(fact.name, fact.items) for fact in process.out] == [("released", (6, 5, 4, 3, 2))]
+    assert [(report.fact, report.items) for report, _ in process.out] == [("released", (6, 5, 4, 3, 2))]
 
 
 def test_another_plan_of_a_number_is_told_apart_though_it_is_made_later() -> None:
