@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 import msgspec
 
 from stream_balancer.errors import BrokenResourceError, ConfigError, WireError
-from stream_balancer.net.connection import HANDSHAKE_S, Connection
+from stream_balancer.net.connection import HANDSHAKE_S, Connection, Failed, Welcomed
 from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.listener import over_tcp, split_address
 from stream_balancer.net.loops import Io
-from stream_balancer.net.messages import Join, Welcome
+from stream_balancer.net.messages import Join
 from stream_balancer.net.pool import Pool
 
 if TYPE_CHECKING:
@@ -129,9 +129,7 @@ class TcpDialer:
                 "torch.distributed that it is in, or a RayBalancer"
             )
 
-    def dial(
-        self, join: Join, welcomed: Callable[[Connection, Welcome], object], failed: Callable[[BaseException], object]
-    ) -> None:
+    def dial(self, join: Join, welcomed: Welcomed, failed: Failed) -> None:
         """Connect in the background. Either is called in the I/O thread, once; ``welcomed`` sets the handler. What
         ``failed`` gets is final if it is a RefusedError, ConfigError (no such host), WireError or BrokenResourceError
         (the store is gone)."""
@@ -174,9 +172,7 @@ class TcpDialer:
         return entry
 
 
-def tell_dialler(
-    address: str, connection: Connection, failed: Callable[[BaseException], object], end: ConnectionEnd
-) -> None:
+def tell_dialler(address: str, connection: Connection, failed: Failed, end: ConnectionEnd) -> None:
     """The connection ended before it was welcomed: who dials hears what is most likely wrong."""
     # what listens there speaks something else: no later try can do better
     if isinstance(end.__cause__, WireError):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from stream_balancer.errors import RefusedError, WireError
 from stream_balancer.net.errors import ConnectionEnd
@@ -66,6 +66,12 @@ class Handler(Protocol):
         """The end: once, and nothing after it. ``end.__cause__`` is the error behind it, if there is one."""
 
 
+Arrived: TypeAlias = Callable[["Connection", Join], object]
+Welcomed: TypeAlias = Callable[["Connection", Welcome], object]
+Failed: TypeAlias = Callable[[BaseException], object]
+"""Hears that a dialled connection was never welcomed."""
+
+
 class Connection:
     """An end of a connection. Bytes are received where they belong; only what comes ahead of its place is copied."""
 
@@ -81,10 +87,10 @@ class Connection:
         self.gone: Callable[[ConnectionEnd], object] = lambda _: None
         """Hears of an end in the handshake."""
         self.welcome: Welcome | None = None
-        self.arrived: Callable[[Connection, Join], object] = lambda *_: None
+        self.arrived: Arrived = lambda *_: None
         """At the accepting end, once the peer has proven itself: sets :attr:`handler` and calls :meth:`let_in`, then or
         later; or raises RefusedError."""
-        self.welcomed: Callable[[Connection, Welcome], object] = lambda *_: None
+        self.welcomed: Welcomed = lambda *_: None
         """At the joining end: sets :attr:`handler`."""
         self.movers: dict[int, Any] = {}
         """Movers (:class:`~stream_balancer.net.movers.common.Mover`) that both ends have agreed on, by number, the

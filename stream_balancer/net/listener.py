@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol, TypeAlias
 
 from stream_balancer.errors import refused_error
-from stream_balancer.net.connection import Connection
+from stream_balancer.net.connection import Arrived, Connection
 from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.loops import Io
@@ -51,7 +51,7 @@ class Listening(Protocol):
         """No more peers; those who are in stay."""
 
 
-Listen: TypeAlias = Callable[[Callable[[Connection, Join], None]], Listening]
+Listen: TypeAlias = Callable[[Arrived], Listening]
 """Begins to listen; what it is given is called in the I/O thread for every peer that has proven itself, and the peer
 waits until it is let in or refused."""
 
@@ -60,7 +60,7 @@ class Listener:
     """Lets peers in who know the token. ``arrived`` is called in the I/O thread for each of them."""
 
     def __init__(
-        self, host: str, port: int, token: bytes, arrived: Callable[[Connection, Join], object], *,
+        self, host: str, port: int, token: bytes, arrived: Arrived, *,
         tls: ssl.SSLContext | None = None, pool: Pool | None = None,
     ) -> None:  # fmt: skip
         self.io = Io.current()

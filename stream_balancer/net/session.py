@@ -27,7 +27,7 @@ from stream_balancer.errors import (
 )  # fmt: skip
 from stream_balancer.net import movers
 from stream_balancer.net.calls import SMALL, Answered, Pending, cancel_again
-from stream_balancer.net.connection import Connection
+from stream_balancer.net.connection import Connection, Failed, Welcomed
 from stream_balancer.net.errors import Cancelled, ConnectionEnd
 from stream_balancer.net.loops import Io, Job, Signal, blocking_deadline
 from stream_balancer.net.messages import Call, Cancel, Join, Message, Notify, Reply, Welcome
@@ -55,9 +55,7 @@ class Dialer(Protocol):
         """Where its connections live."""
         ...
 
-    def dial(
-        self, join: Join, welcomed: Callable[[Connection, Welcome], None], failed: Callable[[BaseException], None]
-    ) -> None:
+    def dial(self, join: Join, welcomed: Welcomed, failed: Failed) -> None:
         """Connect in the background. Either is called in the I/O thread, once; ``welcomed`` sets the handler."""
 
 

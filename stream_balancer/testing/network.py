@@ -11,19 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
-from typing import Self, TypeAlias
+from typing import Self
 
 from stream_balancer.client.port import Who
 from stream_balancer.errors import refused_error
 from stream_balancer.net.address import tell_dialler
-from stream_balancer.net.connection import Connection
+from stream_balancer.net.connection import Arrived, Connection, Failed, Welcomed
 from stream_balancer.net.listener import CLOSED
 from stream_balancer.net.memory import LoopIo, Wire
 from stream_balancer.net.messages import Join, Welcome
 from stream_balancer.net.pool import Pool
 from stream_balancer.net.service import Service
-
-Arrived: TypeAlias = Callable[[Connection, Join], object]
 
 
 class MemoryNetwork:
@@ -87,10 +85,7 @@ class MemoryNetwork:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _dial(
-        self, peer: MemoryPeer, join: Join, welcomed: Callable[[Connection, Welcome], object],
-        failed: Callable[[BaseException], object],
-    ) -> None:  # fmt: skip
+    def _dial(self, peer: MemoryPeer, join: Join, welcomed: Welcomed, failed: Failed) -> None:
         listener = self._listeners.get(peer.address)
         if listener is not None:
             wire = Wire(self.io, self.pool, join)
@@ -147,9 +142,7 @@ class MemoryPeer:
         """The newest."""
         self._holds = False
 
-    def dial(
-        self, join: Join, welcomed: Callable[[Connection, Welcome], object], failed: Callable[[BaseException], object]
-    ) -> None:
+    def dial(self, join: Join, welcomed: Welcomed, failed: Failed) -> None:
         """Connect. Either is called, once."""
 
         def count(connection: Connection, welcome: Welcome) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -116,12 +116,8 @@ class Leases:
     def _flush(self) -> None:
         # Before anything is taken: whoever sees True has appended already, and whoever sees False queues another call.
         self._is_queued = False
-        while self._tell is not None and (keys := tuple(self._take())):
-            self._tell(keys)
-
-    def _take(self) -> Iterator[int]:
-        for _ in range(min(len(self._dropped), _MAX_KEYS)):
-            yield self._dropped.popleft()
+        while self._tell is not None and self._dropped:
+            self._tell(tuple(self._dropped.popleft() for _ in range(min(len(self._dropped), _MAX_KEYS))))
 
 
 class Owners:
