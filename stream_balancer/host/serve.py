@@ -109,10 +109,8 @@ async def serve(
         raise ValueError(f"on_rank_loss must be 'raise' or 'replan', not {on_rank_loss!r}")
     check_roles(roles or {})
     config = balancer.config
-    if on_rank_loss == "replan":
-        _check_knobs(config, "on_rank_loss='replan'")
-    if move_late:
-        _check_knobs(config, "move_late=True", late=True)
+    if on_rank_loss == "replan" or move_late:
+        _check_knobs(config, late=move_late)
     async with AsyncExitStack() as stack:
         if isinstance(transport, str):
             host, port = split_address(transport)
@@ -373,8 +371,9 @@ class _Server(Peers, Observer):
             await self.changes.wait()
 
 
-def _check_knobs(config: BalancerConfig, option: str, *, late: bool = False) -> None:
+def _check_knobs(config: BalancerConfig, *, late: bool) -> None:
     """Raise ConfigError for knobs that rule the option out."""
+    option = "move_late=True" if late else "on_rank_loss='replan'"
     micro, mini = config.micro_batches, config.step_size.mini_batches
     # the constructor of the balancer cannot check these: options of serve() are not known there
     meets = (
