@@ -1,7 +1,7 @@
 """``window="auto"``: the smallest window from which waiting longer would save hardly any idle time, fitted all along.
 
 Beside the live buffer there is a **shadow** for each window that may be chosen: a buffer of costs alone, from which the
-planner's own ``choose_batch`` sends batches as if that window were in force. Each chunk of new arrivals goes through
+planner's own choice sends batches as if that window were in force. Each chunk of new arrivals goes through
 all shadows, one or two at each step: so they are compared on the same rollouts, and a step costs a tenth more,
 since choosing is cheap beside the partition, which shadows do without. What a shadow's batches must idle at least
 (their lower bounds) is averaged with a memory of some dozens of them, so lengths that drift are followed.
@@ -24,9 +24,10 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Learner
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, lower_bound
+from stream_balancer.planning import PlanKnobs, Waiting
 from stream_balancer.planning.arrays import Floats, Ints
-from stream_balancer.planning.step_size import surplus_after
+from stream_balancer.planning.selection import Units
+from stream_balancer.planning.step_size import least_times, select_step, surplus_after
 from stream_balancer.types import Reason
 
 TARGET = 0.001
@@ -165,27 +166,20 @@ class _Shadow:
             groups=self.groups[inside],
             group_complete=np.ones(size, dtype=np.bool_),
         )
-        goes = choose_batch(waiting, knobs, num_rollouts=size, surplus=self.surplus)
+        units = Units.of(waiting, knobs)
+        _, go = select_step(waiting, units, knobs, size, self.surplus)
+        goes, (mean, bound) = units.of_rollouts(go), least_times(waiting, units, knobs, go)
         self.surplus = surplus_after(knobs, self.surplus, int(np.count_nonzero(goes)))
-        self._record(waiting.costs[goes], waiting.groups[goes], knobs)
+        # Decayed sums, not means: the ratio of the two is the idle share over the recent past.
+        keep = 1.0 - 1.0 / MEMORY
+        self.mean = self.mean * keep + mean
+        self.bound = self.bound * keep + bound
+        self.steps += 1
         # what is beyond the window has not been looked at, and stays
         stays = np.ones(self.costs.size, dtype=np.bool_)
         stays[inside] = ~goes
         self.skips[inside] += 1
         self.costs, self.groups, self.skips = self.costs[stays], self.groups[stays], self.skips[stays]
-
-    def _record(self, costs: Floats, groups: Ints, knobs: PlanKnobs) -> None:
-        rate = float(knobs.num_ranks) if knobs.speeds is None else float(np.sum(knobs.speeds))
-        mean = float(costs.sum()) / rate
-        if knobs.groups == "same_rank":
-            alone = np.where(groups < 0, groups.max(initial=0) + 1 + np.arange(groups.size), groups)
-            costs = np.bincount(np.unique(alone, return_inverse=True)[1], weights=costs).astype(np.float64)
-        bound = lower_bound(costs, knobs.num_ranks, knobs.counts, knobs.speeds)
-        # Decayed sums, not means: the ratio of the two is the idle share over the recent past.
-        keep = 1.0 - 1.0 / MEMORY
-        self.mean = self.mean * keep + mean
-        self.bound = self.bound * keep + max(bound, mean)
-        self.steps += 1
 
     def rescale(self, factor: float) -> None:
         self.costs = self.costs * factor

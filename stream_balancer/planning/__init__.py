@@ -6,7 +6,7 @@ from .length_bias import LengthBias, LengthBiasSummary
 from .micro_batches import OversizeError, form_micro_batches
 from .partition import partition
 from .plan import Plan, PlanKnobs, Waiting
-from .planner import choose_batch, plan_batch
+from .planner import plan_batch
 from .selection import smallest_max_skips
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "PlanKnobs",
     "Waiting",
     "choose",
-    "choose_batch",
     "form_micro_batches",
     "lower_bound",
     "partition",

@@ -117,21 +117,6 @@ def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
     )
 
 
-def choose_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, surplus: int = 0) -> Bools:
-    """[W] who would go: `plan_batch` without the ranks, and without the swaps that follow from them.
-    Complexity as of `plan_batch`.
-
-    Examples:
-        >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])
-        >>> knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8)
-        >>> np.flatnonzero(choose_batch(Waiting.of(costs), knobs, num_rollouts=4))
-        array([1, 3, 5, 6])
-    """
-    units = Units.of(waiting, knobs)
-    _, go = select_step(waiting, units, knobs, num_rollouts, surplus)
-    return units.of_rollouts(go)
-
-
 def _shares(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: int) -> list[list[Ints]]:
     """[rank][micro_batch] -> positions of those that go."""
     picked = np.flatnonzero(units.of_rollouts(go))

@@ -131,9 +131,14 @@ def _bounds(knobs: PlanKnobs) -> tuple[int, int]:
     return knobs.batch_size_range or (knobs.batch_size, knobs.batch_size)
 
 
+def least_times(waiting: Waiting, units: Units, knobs: PlanKnobs, go: Bools) -> tuple[float, float]:
+    """(mean time of a rank, when the last is done at least) in a step of these units ([U])."""
+    costs = units.costs[go] if knobs.groups == "same_rank" else waiting.costs[units.of_rollouts(go)]
+    mean = float(costs.sum()) / (knobs.num_ranks if knobs.speeds is None else float(knobs.speeds.sum()))
+    return mean, max(lower_bound(costs, knobs.num_ranks, knobs.counts, knobs.speeds), mean)
+
+
 def _idle(waiting: Waiting, units: Units, knobs: PlanKnobs, go: Bools) -> float:
     """Share of rank time that such a step idles at least."""
-    costs = units.costs[go] if knobs.groups == "same_rank" else waiting.costs[units.of_rollouts(go)]
-    rate = knobs.num_ranks if knobs.speeds is None else float(knobs.speeds.sum())
-    mean = float(costs.sum()) / rate
-    return 1.0 - mean / max(lower_bound(costs, knobs.num_ranks, knobs.counts, knobs.speeds), mean) if mean else 0.0
+    mean, bound = least_times(waiting, units, knobs, go)
+    return 1.0 - mean / bound if mean else 0.0

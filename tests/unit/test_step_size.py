@@ -17,7 +17,7 @@ import stream_balancer as sb
 from stream_balancer.config.figures import most_waiting_tokens
 from stream_balancer.core.diagnosis import why_no_batch
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.planning import PlanKnobs, choose_batch, plan_batch, smallest_max_skips
+from stream_balancer.planning import PlanKnobs, plan_batch, smallest_max_skips
 from stream_balancer.planning.step_size import surplus_after
 from stream_balancer.testing import make_rollout, make_rollouts
 
@@ -74,8 +74,9 @@ def sizes(surplus: int, steps: int, costs: list[float], knobs: PlanKnobs = KNOBS
     """Rollouts of so many steps from the same window."""
     found = []
     for _ in range(steps):
-        go = choose_batch(waiting(costs, due=np.array(costs) > 500), knobs, num_rollouts=len(costs), surplus=surplus)
-        found.append(int(go.sum()))
+        columns = waiting(costs, due=np.array(costs) > 500)
+        plan = plan_batch(columns, knobs, num_rollouts=len(costs), step=0, surplus=surplus)
+        found.append(sum(one.size for share in plan.ranks for one in share))
         surplus = surplus_after(knobs, surplus, found[-1])
     return found
 
