@@ -265,22 +265,21 @@ def _micro_batches(
     plan: Plan, chosen: Mapping[int, Rollout], executions: Mapping[ExecutionKey, ExecutionSize]
 ) -> list[list[MicroBatch]]:
     """[rank][micro_batch] of the rollouts, by their rows. O(n)."""
-
-    def micro_batch(rank: int, rows: Ints, degree: int) -> MicroBatch:
-        its = [chosen[row] for row in rows.tolist()]
-        return micro_batch_of(its, rank, degree, sizes_in(executions, its))
-
     degrees = plan.degrees or [[1] * len(of_rank) for of_rank in plan.ranks]
     return [
-        [micro_batch(rank, rows, degree) for rows, degree in zip(of_rank, its, strict=True)]
+        [
+            micro_batch_of([chosen[row] for row in rows.tolist()], rank, degree, executions)
+            for rows, degree in zip(of_rank, its, strict=True)
+        ]
         for rank, (of_rank, its) in enumerate(zip(plan.ranks, degrees, strict=True))
     ]
 
 
 def micro_batch_of(
-    rollouts: Sequence[Rollout], rank: int, degree: int, sizes: tuple[ExecutionSize, ...] | None
+    rollouts: Sequence[Rollout], rank: int, degree: int, executions: Mapping[ExecutionKey, ExecutionSize]
 ) -> MicroBatch:
-    """Micro-batch of a rank, of whole rollouts that so many ranks share."""
+    """Micro-batch of a rank, of whole rollouts that so many ranks share. ``executions``: of the step."""
+    sizes = sizes_in(executions, rollouts)
     if degree == 1:
         return MicroBatch.of(rollouts, execution_sizes=sizes)
     return MicroBatch.shared(rollouts, *block_of(rank, degree), sizes)

@@ -4,7 +4,6 @@ a step holds. Pure counting over rollouts."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -39,8 +38,8 @@ def denominators_of(rollouts: Sequence[Rollout]) -> Denominators:
     """Denominators of these rollouts, none of which is a padding copy. O(n)."""
     return Denominators(
         len(rollouts),
-        sum(map(attrgetter("num_tokens"), rollouts)),
-        sum(map(attrgetter("num_loss_tokens"), rollouts)),
+        sum([rollout.num_tokens for rollout in rollouts]),
+        sum([rollout.num_loss_tokens for rollout in rollouts]),
         num_executions(rollouts),
     )
 

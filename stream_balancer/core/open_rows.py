@@ -9,7 +9,6 @@ from itertools import chain
 
 import numpy as np
 
-from stream_balancer.config import BalancerConfig
 from stream_balancer.core.batching import assembled, in_rows, make_batch, plan_of_all, rows_of
 from stream_balancer.core.buffer import NO_ROWS
 from stream_balancer.core.open_step import OpenStep, least_rollouts
@@ -32,18 +31,14 @@ def ready_rows(state: BalancerState, opened: OpenStep) -> Ints:
 def make_row(state: BalancerState, opened: OpenStep, rows: Ints, reason: Reason, now: float) -> Batch:
     """The next row of the step that is under way; its rollouts are still in the buffer, and ``rows`` of it. Every rank
     has the same number of micro-batches as in a batch. As fast as a plan of so many."""
-    plan = _no_plan(state.config)
+    # of a last row for which nothing is left
+    plan = Plan([[] for _ in opened.loads], np.zeros_like(opened.loads), None, 0.0, 0.0, ())
     if rows.size:
         all_of_them = plan_of_all(state, state.buffer.rollouts(rows), state.in_flight.next_step, state.pricing.knobs)
         plan = opened.spread(in_rows(all_of_them, rows))
     row = make_batch(state, plan, rows_of(plan) if rows.size else rows, reason, now, opened.num_padding)
     # what to divide by is known with the last row
     return replace(row, ranks=tuple(replace(one, denominators=None) for one in row.ranks))
-
-
-def _no_plan(config: BalancerConfig) -> Plan:
-    """Plan of a last row for which nothing is left."""
-    return Plan([[] for _ in range(config.dp_size)], np.zeros(config.dp_size), None, 0.0, 0.0, ())
 
 
 def make_whole(state: BalancerState, opened: OpenStep, last: Batch, now: float) -> tuple[Batch, Ints]:

@@ -25,12 +25,12 @@ import numpy as np
 
 from stream_balancer.core.batching import assembled, micro_batch_of
 from stream_balancer.core.counters import Counts
-from stream_balancer.core.executions import execution_of, sizes_in, sizes_of
+from stream_balancer.core.executions import execution_of, sizes_of
 from stream_balancer.core.groups import Declared
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.core.steps.state import RankId
 from stream_balancer.errors import WireError
-from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout, cheapest_to_copy
+from stream_balancer.types import Batch, RankBatch, Reason, Rollout, cheapest_to_copy
 from stream_balancer.wire import codec
 from stream_balancer.wire.payload import Memory
 
@@ -262,15 +262,17 @@ def batch_of(plan: PlanRow, rollouts: Mapping[str, Rollout]) -> Batch:
         found[name] = cheapest_to_copy(real).padding_copy(name)  # as the core chose it
     executions = sizes_of(real)
 
-    def micro_batch(rank: int, degree: int, names: list[str]) -> MicroBatch:
-        its = [found[name] for name in names]
-        return micro_batch_of(its, rank, degree, sizes_in(executions, its))
-
     # denominators are those of a mini-batch over all ranks, so they are made from its columns
     mini_batches = list(zip(*plan.ranks, strict=True))
     return assembled(
         plan.step,
-        [[[micro_batch(rank, *one) for one in its] for rank, (_, its) in enumerate(of)] for of in mini_batches],
+        [
+            [
+                [micro_batch_of([found[name] for name in names], rank, degree, executions) for degree, names in its]
+                for rank, (_, its) in enumerate(of)
+            ]
+            for of in mini_batches
+        ],
         [[load for load, _ in of] for of in mini_batches],
         reason=plan.reason,
         finish=plan.finish,
