@@ -267,7 +267,7 @@ def sharded(num_ranks: int, batch_size: int, waiting: int, num_cells: int, steps
     mean = slowest = 0.0
     times: list[float] = []
     for step in range(steps):
-        while any(len(core.buffer) < core.config.window for core in cells):
+        while any(core.buffer.num_waiting < core.config.window for core in cells):
             rollout = next(source)
             work, cell = heapq.heappop(backlog)
             cells[cell].add(rollout, float(step))

@@ -30,7 +30,7 @@ def verify(core: BalancerCore) -> None:
 def verify_buffer(buffer: Buffer) -> None:
     """Columns, order, and groups are those of the rollouts that wait."""
     rollouts = buffer.rollouts()
-    assert len(rollouts) == len(buffer) == buffer.by_cost().size
+    assert len(rollouts) == buffer.num_waiting == buffer.by_cost().size
     assert all(isinstance(r, Rollout) for r in rollouts)
     assert buffer.lengths.tolist() == [r.num_tokens for r in rollouts]
     assert buffer.num_tokens == sum(r.num_tokens for r in rollouts)

@@ -147,7 +147,7 @@ class Admission:
         """
         buffer, config = self._buffer, self.config
         # nothing could leave and make room: a put that waited now might wait for ever
-        if not rollouts or buffer.num_waiting - buffer.groups.num_incomplete < config.min_batch_size:
+        if not rollouts or buffer.num_ready < config.min_batch_size:
             return True
         wanted = len(rollouts)
         if rollouts[0].group_id is not None:
@@ -170,7 +170,7 @@ class Admission:
         ``most_waiting`` together with those that wait for siblings and the siblings that they lack. While too few could
         leave to make room, the second does not count: it would be waited for in vain. O(1)."""
         buffer, groups = self._buffer, self._buffer.groups
-        ready = buffer.num_waiting - groups.num_incomplete
+        ready = buffer.num_ready
         places, all_places = self.config.capacity - ready, self._most_waiting - buffer.num_waiting - groups.num_awaited
         return places if ready < self.config.min_batch_size or places < all_places else all_places
 

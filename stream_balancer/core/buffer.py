@@ -44,7 +44,7 @@ def _empty(rows: int) -> tuple[NDArray[Any], ...]:
 
 
 class Buffer:
-    """Waiting rollouts. ``len()`` of them; row 0 is the oldest. Columns are views, valid until the next change."""
+    """Waiting rollouts; row 0 is the oldest. Columns are views, valid until the next change."""
 
     costs: Floats
     """[n] work of each rollout."""
@@ -77,7 +77,7 @@ class Buffer:
         self.num_bytes = 0
         """Bytes of their tensors."""
         self.num_waiting = 0
-        """The number that ``len()`` gives, for puts."""
+        """Waiting rollouts."""
         # the columns, with free space around rows [_start, _end); replaced where they grow
         self._arrays = _empty(_FIRST_ROWS)
         self._start = self._end = 0
@@ -88,9 +88,6 @@ class Buffer:
         # the others' rows. Carried, since all else is slower. CPU at 131,072 waiting, 4,096 of which leave: this array
         # 1.3 ms, a sorted list of all read one by one 14 ms, and to take keys out of it 9 ms; np.argsort 14 ms.
         self._ascending = NO_ROWS
-
-    def __len__(self) -> int:
-        return self.num_waiting
 
     def __getattr__(self, name: str) -> NDArray[Any]:
         if name not in _PLACES:

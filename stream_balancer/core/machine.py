@@ -138,7 +138,7 @@ class BalancerCore(BalancerState):
     @property
     def finished(self) -> bool:
         """Ended, and nothing waits any more. Batches may still be in flight."""
-        return self.ended and not len(self.buffer) and not self.in_flight.again
+        return self.ended and not self.buffer.num_waiting and not self.in_flight.again
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class BalancerCore(BalancerState):
         # The arrival from which on a batch of the least size could have left: what ranks waited before that is for want
         # of rollouts, what they waited after it is the price of the window.
         # of all that came, held back or not
-        enough = min(self.config.min_batch_size, len(buffer)) - 1
+        enough = min(self.config.min_batch_size, buffer.num_waiting) - 1
         enough_at = float(buffer.arrived_at[enough])
         self.dispatch(batch, rows)
         self._publish("left", batch, asked_at, enough_at, now)
@@ -358,7 +358,7 @@ class BalancerCore(BalancerState):
         # taken first: an observer may call the core, which publishes then what that call evicts
         if evicted:
             self.evicted = []
-        if event is not None and self.observers:
+        if event is not None:
             self.observers.emit(event, *values)
         if groups.changed:
             names, groups.changed = dict.fromkeys(groups.changed), []
@@ -419,7 +419,7 @@ class BalancerCore(BalancerState):
                 "load_state_dict() needs a fresh balancer: this one has taken rollouts. Load before the first put"
             )
         # made aside, so that a snapshot that does not fit leaves this state as it was
-        restored = restored_state(self.config, self.tolerance, snapshot, now)
+        restored = restored_state(self.config, self.pricing.knobs.tolerance, snapshot, now)
         # nothing has left, or this balancer were not fresh; that no more will come may have been said
         restored.open_step, restored.triggers.ended = self.open_step, self.ended
         vars(self).update(vars(restored))

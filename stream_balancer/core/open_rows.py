@@ -24,7 +24,7 @@ def ready_rows(state: BalancerState, opened: OpenStep) -> Ints:
     none has come that could make a row."""
     if state.triggers.sendable()[1] - opened.num_taken < least_rollouts(state.config):
         return NO_ROWS
-    may = state.triggers.available(np.zeros(len(state.buffer), dtype=np.bool_))
+    may = state.triggers.available(np.zeros(state.buffer.num_waiting, dtype=np.bool_))
     return opened.choose(state.config, state.buffer, may, complete=False)
 
 

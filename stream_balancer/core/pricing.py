@@ -43,7 +43,6 @@ class Pricing:
 
     def __init__(self, config: BalancerConfig, tolerance: float, learned: Learned | None = None) -> None:
         """``tolerance``: how near to the lower bound the planner seeks partitions."""
-        self._tolerance = tolerance
         self._config = config
         self._learned = learned
         self.has_own_costs = False
@@ -61,7 +60,7 @@ class Pricing:
         # seconds were learned as a factor on this cost, for these ranks
         if (config.cost, config.speeds, config.dp_size) == (before.cost, before.speeds, before.dp_size):
             learned = learned or self._learned
-        other = Pricing(config, self._tolerance, learned)
+        other = Pricing(config, self.knobs.tolerance, learned)
         other.has_own_costs = self.has_own_costs
         return other
 

@@ -88,13 +88,13 @@ class RolloutAges:
     def due(self) -> Bools:
         """[n] True for rollouts that must leave with the next batch, or are held back already. O(n)."""
         oldest = self._oldest_trainable()
-        return np.zeros(len(self._buffer), dtype=bool) if oldest is None else self._buffer.versions <= oldest
+        return np.zeros(self._buffer.num_waiting, dtype=bool) if oldest is None else self._buffer.versions <= oldest
 
     def held_back(self) -> Bools:
         """[n] True for rollouts that would be too old when trained on if they left now, and their siblings. O(n)."""
         oldest = self._oldest_trainable()
         if not self.num_held_back or oldest is None:
-            return np.zeros(len(self._buffer), dtype=bool)
+            return np.zeros(self._buffer.num_waiting, dtype=bool)
         # unknown versions are larger than any, so they are never held back
         held = self._buffer.versions < oldest
         labels = self._buffer.labels

@@ -43,7 +43,6 @@ class BalancerState:
 
     def __init__(self, config: BalancerConfig, tolerance: float) -> None:
         self.config = config
-        self.tolerance = tolerance
         self.buffer = Buffer(config.groups.kept, config.remember_ids)
         self.ids = RolloutIds()
         self.in_flight = BatchesInFlight()
@@ -195,11 +194,11 @@ class BalancerState:
         buffer, in_flight = self.buffer, self.in_flight
         incomplete = buffer.arrived_at[~buffer.complete] if buffer.groups.num_awaited else buffer.arrived_at[:0]
         return Statistics(
-            waiting=len(buffer),
+            waiting=buffer.num_waiting,
             waiting_tokens=buffer.num_tokens,
             waiting_bytes=buffer.num_bytes,
             waiting_lengths=tuple(np.quantile(buffer.lengths, _SHARES, method="nearest").tolist())
-            if len(buffer)
+            if buffer.num_waiting
             else (),
             in_flight=sum(batch.num_rollouts for batch in in_flight.batches()),
             redelivering=in_flight.num_redelivering,

@@ -64,7 +64,7 @@ class Throttle:
     def room(self, state: BalancerState, began: int | None = None) -> int:
         """How many more rollouts may begin now, over what a balancer holds; or have begun at version ``began`` already.
         O(n) under ``staleness.max_versions``."""
-        config, held = state.config, self.running + len(state.buffer)
+        config, held = state.config, self.running + state.buffer.num_waiting
         if config.staleness.max_versions is None:
             return state.admission.num_places() - self.running
         # before the first version is set, what begins counts as of version 0
@@ -85,7 +85,7 @@ class Throttle:
         # nothing is being generated: no put will fill the window
         if self.running == 0:
             return ready > 0
-        return ready >= config.batch_size and self.running + len(state.buffer) < config.window
+        return ready >= config.batch_size and self.running + state.buffer.num_waiting < config.window
 
     def admit(self, version: int, count: int) -> int:
         """A slot for so many rollouts; its number."""

@@ -64,7 +64,7 @@ class Triggers:
         if not waiting:
             return math.inf
         # without a clock: these hold until something comes or leaves
-        if self.ended or self._window_is_full(ready) or (self._staleness.num_due and self._full_batch_is_due(ready)):
+        if self.ended or self._window_is_full(ready) or self._full_batch_is_due(ready):
             return -math.inf
         # Only a put can help then, and a put wakes whoever waits.
         if self.config.deadline_s is None or waiting < self.config.min_batch_size:
@@ -110,7 +110,7 @@ class Triggers:
         if least is None:
             return True
         buffer = self._buffer
-        if buffer.num_tokens < least or (buffer.num_ready == len(buffer) and not self._staleness.num_held_back):
+        if buffer.num_tokens < least or (buffer.num_ready == buffer.num_waiting and not self._staleness.num_held_back):
             return buffer.num_tokens >= least
         return int(buffer.lengths[buffer.complete & ~self._staleness.held_back()].sum()) >= least
 
@@ -139,15 +139,15 @@ class Triggers:
         may = self._buffer.complete
         if not may.all():
             labels = self._buffer.labels  # [n]; a group goes as a whole if one of it is due
-            may = may | np.isin(labels, np.unique(labels[due & ~may]))
-        return may & ~self._staleness.held_back() if self._staleness.num_held_back else may
+            may = may | np.isin(labels, labels[due & ~may])
+        return may & ~self._staleness.held_back()
 
     def sendable(self) -> tuple[int, int]:
         """Waiting rollouts that are not held back for their age; and how many of these no incomplete group holds back
         either. O(1) where none is held back, else O(n)."""
         buffer = self._buffer
         if not self._staleness.num_held_back:
-            return buffer.num_waiting, buffer.num_waiting - buffer.groups.num_incomplete
+            return buffer.num_waiting, buffer.num_ready
         free = ~self._staleness.held_back()
         return int(np.count_nonzero(free)), int(np.count_nonzero(buffer.complete & free))
 
