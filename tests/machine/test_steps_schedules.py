@@ -56,6 +56,24 @@ def test_a_rank_behind_takes_other_weights_and_says_so() -> None:
     assert play.finished("1", 0, 0) == ["send 1 s1 [1]"]
 
 
+def test_who_waited_for_weights_is_looked_at_once_their_step_is_over() -> None:
+    """A rank that left the step, and whose next one nobody else has a part in."""
+    play = Play("0 1 2")
+    play.plan("0@0 1@1 2@2")
+    for rank in range(3):
+        play.train(str(rank), [rank])
+    play.ledger.resized("", [0])
+    play.plan("0@0", 1)
+    play.meet("1")
+    play.ack("1")
+    play.lost("1")
+    assert play.at_barrier("0", 0, 1, 1) == ["drop 0 met"]
+    play.lost("0")
+    assert play.join("0", incarnation=1) == []
+    play.meet("2")
+    assert play.ack("2") == ["note", "ack", "behind 0"]
+
+
 def test_a_plain_seal_follows_the_last_item_and_the_last_payload() -> None:
     play = Play("0 ref0", meets=False)
     assert play.plan("0@0<2 1@0* 2@ref0") == ["send 0 [1]", "send ref0 [2]"]

@@ -248,9 +248,8 @@ def acknowledge(book: Book, step: StepState) -> None:
         # it may compute what nobody needs any more
         if share.rank.id.role:
             book.tell(share.rank, share.rank.links & share.opened & ~share.sealed, SendDrop, step.number, True)
-    if not book.steps:
-        book.touch_all_ranks()
-    book.ranks_touched.update(dict.fromkeys(step.shares))
+    # also those that wait for weights which have the step
+    book.touch_all_ranks()
     book.out.append(Ack(step.number, frozenset(step.gone)))
     # Shares and their step name each other, and items hold payloads: nothing of it waits for the garbage collector.
     for container in (step.shares, step.items, step.groups, step.waiters, step.ownerless):
