@@ -31,7 +31,7 @@ RankStates: TypeAlias = Callable[[], list[RankState]]
 
 
 class Shell(Puts):
-    """What waits around a core: rollouts come in, batches go out to one iterator at a time, the trainer's or
+    """Shell around a core: rollouts come in, batches go out to one iterator at a time, the trainer's or
     ``serve()``'s. Parts of a balancer, for ``serve()``, producers and integrations; no promise for users."""
 
     producers: ProducerRegistry

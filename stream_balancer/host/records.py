@@ -56,7 +56,7 @@ class Fact(msgspec.Struct, array_like=True):
     """A fact, of which the journal keeps one row for each key."""
 
     is_single: ClassVar[bool] = False
-    """One row says all; else the first field is in the key."""
+    """Facts of this kind have one row; else the first field is in the key."""
 
     @property
     def key(self) -> str:
@@ -125,7 +125,7 @@ class Acked(Fact, tag="acked"):
     planned_for: list[int] = []
     """Trainer's ranks of the plan."""
     lost: list[int] = []
-    """Those of the plan that were given up: others have their work."""
+    """Ranks of the plan that were given up: others have their work."""
 
 
 class Came(Fact, tag="came"):
