@@ -108,6 +108,8 @@ async def serve(
     if on_rank_loss not in ("raise", "replan"):
         raise ValueError(f"on_rank_loss must be 'raise' or 'replan', not {on_rank_loss!r}")
     check_roles(roles or {})
+    if not isinstance(balancer, StreamBalancer):
+        raise TypeError(f"serve() takes a StreamBalancer, in its event loop, not a {type(balancer).__name__}")
     config = balancer.config
     if on_rank_loss == "replan" or move_late:
         _check_knobs(config, late=move_late)

@@ -22,6 +22,7 @@ from stream_balancer.net.listener import over_tcp, split_address
 from stream_balancer.net.loops import Io
 from stream_balancer.net.messages import Join
 from stream_balancer.net.pool import Pool
+from stream_balancer.net.tls import check_tls
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -112,6 +113,7 @@ class TcpDialer:
     ) -> None:  # fmt: skip
         """``name``, ``token``: the transport's. Raises ValueError for a bad address or token, TypeError for a source of
         another kind."""
+        check_tls(tls)
         self.io, self.pool, self._tls = Io.current(), pool or Pool(), tls
         self._token = token_bytes(token)
         self._read: Callable[[], Entry | None]

@@ -20,7 +20,7 @@ from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.loops import Io
 from stream_balancer.net.messages import Join
 from stream_balancer.net.pool import Pool
-from stream_balancer.net.tls import TlsSocket
+from stream_balancer.net.tls import TlsSocket, check_tls
 
 _log = logging.getLogger(__name__)
 MAX_STRANGERS = 1024
@@ -64,6 +64,7 @@ class Listener:
         tls: ssl.SSLContext | None = None, pool: Pool | None = None,
     ) -> None:  # fmt: skip
         self.io = Io.current()
+        check_tls(tls)
         self._token, self._arrived, self._tls, self._pool = token, arrived, tls, pool or Pool()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # a long backlog: all ranks and producers of a cluster come in the same second

@@ -11,6 +11,12 @@ from stream_balancer.errors import WireError
 _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
+def check_tls(tls: object) -> None:
+    """Raise TypeError for what is neither a context nor None: at once, not at each connection."""
+    if not isinstance(tls, ssl.SSLContext | None):
+        raise TypeError(f"tls must be an ssl.SSLContext, with certificates, or None, not {tls!r}. See docs/security.md")
+
+
 class TlsSocket:
     """The first call runs the handshake. Raises BlockingIOError where a socket would."""
 

@@ -112,6 +112,8 @@ async def test_who_talks_nonsense_is_told_and_no_other_rank_minds(about: Any, re
 
 
 async def test_a_transport_is_an_address_or_for_as_many_ranks() -> None:
+    with pytest.raises(TypeError, match="takes a StreamBalancer, in its event loop, not a BlockingBalancer"):
+        await sb.serve(sb.blocking(knobs()), MemoryNetwork(dp_size=2))  # type: ignore[arg-type]
     async with sb.StreamBalancer(knobs()) as balancer:
         with pytest.raises(ValueError, match="transport is for dp_size=3 ranks, but the balancer plans for dp_size=2"):
             await sb.serve(balancer, MemoryNetwork(dp_size=3))

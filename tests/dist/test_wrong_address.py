@@ -199,3 +199,14 @@ def test_a_feed_says_who_it_is_each_time_that_it_joins() -> None:
     listener.close()
     assert len(set(sessions)) == 1
     assert len(sessions[0]) == 16
+
+
+@pytest.mark.parametrize(
+    "opens",
+    [partial(sb.RankFeed, rank=0, dp_size=1), sb.connect, lambda _, tls: Listener("127.0.0.1", 0, b"", print, tls=tls)],
+    ids=["feed", "producer", "controller"],
+)
+def test_what_is_no_context_of_tls_is_an_error_at_once(opens: Callable[..., object]) -> None:
+    """In the I/O thread each try would end with an error there, and a feed would wait for ever."""
+    with pytest.raises(TypeError, match=r"tls must be an ssl\.SSLContext, with certificates, or None, not True"):
+        opens("tcp://127.0.0.1:1", tls=True)
