@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,14 @@ def shares(step: int) -> list[int]:
     return rows
 
 
+def kill_now(actor: Any) -> None:
+    """Returns when it is dead: ray.kill is a message, and on a busy machine a step may pass before it comes."""
+    ray.kill(actor)
+    with suppress(ray.exceptions.RayActorError):
+        while True:
+            ray.get(actor.__ray_ready__.remote())
+
+
 def main(folder: Path, kill: str) -> None:
     ray.init(
         "local",
@@ -94,9 +103,9 @@ def main(folder: Path, kill: str) -> None:
     step = len(trained.read_text().splitlines()) if trained.exists() else 0
     while True:
         if step == KILLED_AT and kill == "storage":
-            ray.kill(next(iter(interface._TQ_STORAGE["SimpleStorage"].values())))
+            kill_now(next(iter(interface._TQ_STORAGE["SimpleStorage"].values())))
         if step == KILLED_AT and kill == "controller":
-            ray.kill(ray.get_actor("TransferQueueController", namespace="transfer_queue"))
+            kill_now(ray.get_actor("TransferQueueController", namespace="transfer_queue"))
         try:
             rows = shares(step)
         except (TimeoutError, RuntimeError) as reason:
