@@ -62,7 +62,8 @@ def plain_name(value: object) -> str:
     """The name of a rollout, a group, a column or a scalar."""
     if not isinstance(value, str):
         raise RolloutError(f"must be a non-empty str, not {_short(value)}")
-    text = _plain_text(value)
+    # every put comes here: most names are plain, and need no look at their characters
+    text = value if type(value) is str and value.isascii() else _plain_text(value)
     size = len(text) if text.isascii() else len(text.encode())
     if not 0 < size <= MAX_NAME_BYTES:
         raise RolloutError(
