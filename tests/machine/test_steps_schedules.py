@@ -242,6 +242,15 @@ def test_who_gives_back_keeps_as_much_as_each_idle_rank_gets() -> None:
     assert [(report.fact, report.items) for report, _ in process.out] == [("released", (6, 5, 4, 3, 2))]
 
 
+def test_a_rewind_that_is_said_twice_takes_nothing_of_the_new_attempt() -> None:
+    process, head = Held(meets=True), m.StepHead(1, 1.0, meets=True)
+    process.take(m.Work(0, 0, 1, (m.WorkItem(0),), head))
+    process.take(m.Rewind(0, 2))
+    process.take(m.Work(0, 0, 2, (m.WorkItem(1),)))
+    process.take(m.Rewind(0, 2))
+    assert list(process.parts[0].work) == [1]
+
+
 def test_another_plan_of_a_number_is_told_apart_though_it_is_made_later() -> None:
     play = Play("0", meets=False, restarted=True)
     assert play.join("0", has={0: held("0 1", uid=7)}) == ["drop 0"]
