@@ -29,7 +29,11 @@ def run(path, *options):
 
 def test_every_example_is_tested_and_short():
     files = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
-    elsewhere = {"ray_cluster.py", "torchrun_restarts.py"}  # tests/integrations, test_restart_drill.py
+    elsewhere = {
+        "areal_trees.py",
+        "ray_cluster.py",
+        "torchrun_restarts.py",
+    }  # tests/integrations, test_restart_drill.py
     assert files.keys() == {*ALONE, *UNDER_TORCHRUN, *elsewhere}
     assert all(text.count("\n") < (150 if "restarts" in name else 90) for name, text in files.items())
 
