@@ -33,7 +33,7 @@ def test_every_example_is_tested_and_short():
         "areal_trees.py",
         "ray_cluster.py",
         "torchrun_restarts.py",
-    }  # tests/integrations, test_restart_drill.py
+    }  # integrations, test_restart_drill
     assert files.keys() == {*ALONE, *UNDER_TORCHRUN, *elsewhere}
     assert all(text.count("\n") < (150 if "restarts" in name else 90) for name, text in files.items())
 
