@@ -5,8 +5,8 @@ slowest rank. A step wastes time only if one rollout is heavier than a rank's fa
 is if `ranks * heaviest > work`. The window is there to prevent that, in three ways, tried in this order:
 
     first in, first out   the oldest balance, and no outlier waits behind them: nothing to do
-    without outliers      outliers stay behind, and with them most of what is heavier than the lightest that make a
-                          step: it fills their step on the day they go
+    without outliers      outliers stay behind, and with them the heaviest others, as many as fill their step on the
+                          day they go
     outlier batch         an outlier must go: its step is long in any case, so it is filled up with the heaviest that
                           wait
 
@@ -28,8 +28,8 @@ _BALANCED = 1.02
 it saves idle time (measured: 1.05 costs 0.2-1 points of idle time and saves no delay)."""
 
 _MAY_GO = 0.25
-"""How much of what stays behind while outliers wait is free to go for its age: a quarter of it, the lightest. With
-none light tails idle a third more; half of it sends the fillers of the outliers (heavy tails: 1-2 points more)."""
+"""How much of what stays behind while outliers wait is free to go for its age at least: a quarter of it, the lightest.
+With none light tails idle a third more; half of it sends the fillers of the outliers (heavy tails: 1-2 points more)."""
 
 _ROUNDING = 1e-9
 """Scores of levels this near to each other (as a part of the highest level) are equal."""
@@ -101,14 +101,23 @@ def choose(units: Candidates) -> Bools:
     lightest[others[:num_more]] = True
     most = float(units.parts[others[num_more - 1]]) + units.filler
     if must_peak <= most or must_peak <= units.fair_share(lightest):
-        # the oldest of the light ones: all that is heavier waits, and fills the step of the outliers
+        spare = int(_MAY_GO * (num_others - num_more))
+        # the oldest of the light ones: what is heavier waits, and fills the step of the outliers
         light = np.zeros_like(must)
-        light[others[: num_more + int(_MAY_GO * (num_others - num_more))]] = True
+        light[others[: max(num_others - _num_fillers(units, others), num_more + spare)]] = True
         oldest, go = np.flatnonzero(light)[:num_more], must.copy()
         go[oldest] = True
         heaviest = max(float(units.parts[oldest].max()) + units.filler, must_peak)
         return go if heaviest <= units.fair_share(go) else lightest
     return _outlier_batch(units, others, must_peak)
+
+
+def _num_fillers(units: Candidates, others: Ints) -> int:
+    """How many of the heaviest fill the ranks for as long as the heaviest of them takes."""
+    # no more than leave in one step
+    heaviest_first = others[: -(units.num_more + int(np.count_nonzero(units.must))) - 1 : -1]
+    needed = units.ranks * (float(units.parts[heaviest_first[0]]) + units.filler)
+    return int(np.searchsorted(np.cumsum(units.costs[heaviest_first]), needed)) + 1
 
 
 def _best_level(units: Candidates, others: Ints, must_peak: float) -> float:
