@@ -143,6 +143,8 @@ class Ranks(dict[RankId, Member]):
         """``came``: who was in before."""
         self._ledger, self._core, self._rejoin_timeout_s = ledger, core, rejoin_timeout_s
         self._roles = (TRAIN, *roles)
+        self.dp_size = dp_size
+        """Number of ranks that was asked for; as many as there are, until one is given up or comes to a free place."""
         for one in came:
             ledger.restore_rank(one.who, one.incarnation, fenced=one.is_fenced, ended=one.is_ended)
             self[one.who].fenced.update(one.sessions)
@@ -173,6 +175,7 @@ class Ranks(dict[RankId, Member]):
 
     def resize(self, dp_size: int) -> None:
         """The next step is for so many ranks: the highest leave, or new ones are waited for."""
+        self.dp_size = dp_size
         for role in self._roles:
             there = sorted(self._ledger.wanted[role])[:dp_size]
             new = [number for number in range(dp_size) if number not in there][: dp_size - len(there)]
@@ -205,12 +208,14 @@ class Ranks(dict[RankId, Member]):
         """Raise RefusedError for a rank that may not come in, WireError for one that does not say who it is."""
         about: About = _read(join.about)
         member, who = self.get(about.id), rank_name(about.rank, about.role)
-        # of a feed that was opened for another number of ranks, which was right at that time
-        if (about.dp_size != self.num_places or about.rank >= self.num_places) and not about.goes_on:
+        # Those that are left where some were given up have higher numbers than they are: either number is right. So is
+        # that of a feed that was opened for as many ranks as there were at that time.
+        dp_size, places = self.dp_size, self.num_places
+        if (about.dp_size not in (dp_size, places) or about.rank >= places) and not about.goes_on:
             raise refused_error(
                 "value",
-                f"{who} announces dp_size={about.dp_size}, but the controller balances for dp_size={self.num_places}, "
-                f"with ranks from 0 to {self.num_places - 1}. Give both the same number of data-parallel ranks"
+                f"{who} announces dp_size={about.dp_size}, but the controller balances for dp_size={dp_size}, "
+                f"with ranks from 0 to {places - 1}. Give both the same number of data-parallel ranks"
                 + (": those of a role work on the trainer's plan" if about.role else ""),
             )
         if about.role not in self._roles:

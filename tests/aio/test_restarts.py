@@ -202,6 +202,30 @@ async def test_a_plan_that_no_rank_was_given_is_for_the_ranks_that_there_are(tmp
     assert not crew.errors
 
 
+async def test_all_start_anew_with_as_many_ranks_as_were_left(tmp_path: Path, disk: Disk) -> None:
+    """Numbered from 0, though those that were left had other numbers."""
+    network = MemoryNetwork(dp_size=4)
+    crew = Crew(network, {0: (0, "work"), 1: (0, "work")})
+    crew.seconds = lambda rank, step: 100.0
+    life = Life(tmp_path, disk, network, on_rank_loss="replan")
+    async with anyio.create_task_group() as ranks:
+        for rank in range(4):
+            ranks.start_soon(crew.train, rank)
+        await life.until_killed(SIZE, lambda: anyio.current_time() > 20)
+        ranks.cancel_scope.cancel()
+    disk.is_dead = False
+    network.resize(2)
+    again = Crew(network)
+    async with anyio.create_task_group() as ranks:
+        for rank in range(2):
+            ranks.start_soon(partial(again.train, rank, incarnation=1))
+        async with life.serving(range(SIZE, 2 * SIZE)) as (balancer, _):
+            await anyio.sleep(20)
+            balancer.end()
+    assert not again.errors
+    again.check(balancer, 2 * SIZE)
+
+
 async def test_a_rank_comes_back_while_a_plan_without_it_is_being_written(tmp_path: Path, disk: Disk) -> None:
     """The next controller takes nothing that was said of that plan for the one that followed it."""
     crew = Crew(MemoryNetwork(dp_size=2), {0: (0, "work")})

@@ -65,9 +65,10 @@ class Lane(Crew):
     async def train(self, rank: int, **join: Any) -> None:
         seats = {"seat": self.seat, "seats": self.team.num_seats} if self.team.num_seats > 1 else {}
         await super().train(rank, **seats, **join)
-        if rank in self.team.returns and rank < self.team.dp_size and not join:
+        if rank in self.team.returns and not join:
             await anyio.sleep(self.team.returns[rank])
-            if not self.team.is_over:
+            # looked at now: nobody starts a rank whose place is no more
+            if rank < self.team.dp_size and not self.team.is_over:
                 await super().train(rank, incarnation=1, **seats)
 
     def add(self, rank: int, step: int, micro_batch: MicroBatch, gradient: Counter[tuple[str, int]]) -> None:
@@ -322,7 +323,7 @@ FOUND = {
     # the last row of a step was planned again for more ranks; step 0 was taken before a restart
     "journal+open+resize": (5, 11),
     "journal+resize+roles": (690355,),
-    "journal+replan+resize": (0,),
+    "journal+replan+resize": (0, 9006045),
     # a group above a step's size; one whose filter answers late, or that is abandoned, in the midst of a step
     "changes+groups+open": tuple(range(6)),
     # a declared group of which a rollout was lost with its producer was never forgotten; a rank that came back and was
@@ -331,6 +332,9 @@ FOUND = {
     "changes+direct+groups+journal+late+replan+roles": (120, 122, 5262, 3888),
     # a rank that was no more when the controller died was asked for the next step, without the ones in between
     "journal+prefixes+replan+resize+seats+shared": (3455144,),
+    # a rank came to a free place below a number that is still taken, and was told that there are more ranks than were
+    # asked for
+    "journal+late+replan+resize+seats+shared": (9795006,),
     # ranks that had left before a crash that forgot it were waited for by a controller with nothing to do
     "changes+direct+groups+journal+late+open+replan+roles": (3201, 20195),
 }
