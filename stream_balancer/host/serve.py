@@ -92,7 +92,7 @@ async def serve(
 
     ``roles={"ref": ["ref_logprobs"]}``: another model computes these columns, on ``dp_size`` ranks of its own, which
     open ``RankFeed(..., role="ref")`` and give them item by item. The trainer's ranks begin with a micro-batch once its
-    columns are self. A step that is with a role holds a credit of the trainer's ranks, so memory is bounded as without.
+    columns are here. A step that is with a role holds a credit of the trainer's ranks, so memory is bounded as without.
 
     ``open=True``: a step begins before it is complete; see :meth:`StreamBalancer.batches`.
 
