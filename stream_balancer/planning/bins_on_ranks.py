@@ -131,6 +131,19 @@ def bins_in_rows(packer: Packer, bins: Bins, num_ranks: int, rate: Floats | None
     return ranks
 
 
+def rows_alike(packer: Packer, ranks: list[Bins], rate: Floats | None) -> list[Bins]:
+    """Micro-batches of one index alike, each rank with as many rollouts as before. As `least_finish`."""
+    number, num_ranks = max(map(len, ranks)), len(ranks)
+    search = _Search(packer, num_ranks, "micro_batch", 0.0, 1, rate, 0.0, rotation=0)
+    in_order = [sorted(bins, key=packer.cost, reverse=True) for bins in ranks]
+    rows = [bins[index] if index < len(bins) else [] for index in range(number) for bins in in_order]
+    cells = search.cells(rows, packer.cap, rows=number, keep=True, speed=rate)
+    bound = lockstep_bound(packer.work, packer.tokens, num_ranks, packer.cap, rate)
+    cells.improve(bound * (1.0 + TOLERANCE), _BUDGET_LOCKSTEPS)
+    found = [one.tolist() for one in split_by_label(cells.cell_of(), num_ranks * number)]
+    return [[one for one in found[rank::num_ranks] if one] for rank in range(num_ranks)]
+
+
 @dataclass(frozen=True)
 class _Search:
     """The layouts of some rollouts, by their numbers of micro-batches."""
@@ -242,7 +255,7 @@ class _Search:
         """Bins with rollouts exchanged, each rank's in so many micro-batches, until nothing is left to gain, nothing
         helps, or the budget is spent. Ranks meet once a step."""
         packer, later = self.packer, self.later * np.array(numbers)
-        cells = self._cells(
+        cells = self.cells(
             [[i for one in bins for i in one] for bins in ranks],
             np.array(numbers) * packer.cap,
             speed=self.rate,
@@ -259,7 +272,7 @@ class _Search:
         """Alike within each lockstep, from a start level by level, or from ``bins`` where there is none."""
         packer = self.packer
         start = _level_by_level(packer, self.num_ranks, number) or bins
-        cells = self._cells(sorted(start, key=packer.cost, reverse=True), packer.cap, rows=number)
+        cells = self.cells(sorted(start, key=packer.cost, reverse=True), packer.cap, rows=number)
         # ranks of unlike speed get theirs afterwards
         bound = (
             self.work_bound
@@ -269,7 +282,7 @@ class _Search:
         cells.improve(bound * (1.0 + TOLERANCE), _BUDGET_LOCKSTEPS)
         return [one.tolist() for one in split_by_label(cells.cell_of(), self.num_ranks * number)]
 
-    def _cells(self, cells: Bins, most: Any, **more: Any) -> Cells:
+    def cells(self, cells: Bins, most: Any, **more: Any) -> Cells:
         """The search from these cells; ``most``: tokens of each."""
         tokens = np.array(self.packer.token_list, dtype=np.int64)
         cell_of = np.empty(tokens.size, dtype=np.int64)

@@ -101,6 +101,7 @@ class Cells:
         rows: int = 1,
         speed: Floats | None = None,
         even: bool = False,
+        keep: bool = False,
         limits: Sequence[Limit] = (),
         base: Floats | None = None,
         pack: Callable[[list[int], int], Bins | None] | None = None,
@@ -113,12 +114,14 @@ class Cells:
             rows: of a layout.
             speed: [num_ranks] relative speeds; None: all alike.
             even: as many rollouts are exchanged as come back, a free place counted.
+            keep: each rank keeps its number of rollouts over all rows.
             limits: what no exchange may break.
             base: [num_ranks] work that each has beside its rollouts.
             pack: what a cell of a rank has into its micro-batches, None if no way is found; None: nothing has to be
                 packed.
         """
         self._none, self._num_ranks, self._rows, self._even, self._pack = work.size, num_ranks, rows, even, pack
+        self._keep, self._ones = keep, np.append(np.ones(work.size, dtype=np.int64), 0)
         self._base = np.zeros(num_ranks) if base is None else base
         number = slots.shape[0]
         self._row_of = np.arange(number) // num_ranks
@@ -190,7 +193,7 @@ class Cells:
             if has.min() - change < limit.least or has.max() + change > np.min(limit.most):
                 binding.append((limit, held, out, into))
         # a small table costs less than to find what is nearest; of the nearest few none might be allowed
-        small, look = gives.size * takes.shape[1] <= _TABLE, _NEAREST_THAT_MAY if binding else _NEAREST
+        small, look = gives.size * takes.shape[1] <= _TABLE, _NEAREST_THAT_MAY if binding or self._keep else _NEAREST
         seconds, peaks = self._floors(a, b) if last and self._rows > 1 else (None, None)
         near = None if small else _nearest(gives, takes, self._ideal(a, b, seconds, peaks), look)
         after = self._after(a, b, _change(gives, takes, near), seconds, peaks)
@@ -200,6 +203,9 @@ class Cells:
             most = np.broadcast_to(limit.most, self._num_ranks)
             too_much = (has_a > _column(most[a % self._num_ranks])) | (has_b > _column(most[b % self._num_ranks]))
             after[too_much | (np.minimum(has_a, has_b) < limit.least)] = np.inf
+        if self._keep:
+            fewer = _change(mine.sums(self._ones), theirs.sums(self._ones), near)
+            after[(fewer != 0) & _column((a - b) % self._num_ranks != 0)] = np.inf
         pairs, gave, answer = self._best(after, self.finish[a])
         took = answer if near is None else near[pairs, gave, answer] % takes.shape[1]
         # counted, not timed: the same input gives the same answer on every machine

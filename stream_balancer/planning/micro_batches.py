@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from .arrays import Counts, Ints, Oversize, Sync, checked_speeds
-from .bins_on_ranks import bins_in_rows, bins_to_ranks, least_finish
+from .bins_on_ranks import bins_in_rows, bins_to_ranks, least_finish, rows_alike
 from .packing import Bins, Packer
 from .partition import partition, partition_together
 
@@ -115,6 +115,8 @@ def form_micro_batches(
             shares = partition_together(work, keep_together, num_ranks, counts, speeds, rotation=rotation)
         each = [share.tolist() for share in shares]
         ranks = packer.evened(each, [0] * num_ranks, multiple_of, micro_batch_counts)
+        if sync == "micro_batch" and keep_together is None and not padded and max(map(len, ranks)) > 1:
+            ranks = rows_alike(packer, ranks, checked_speeds(speeds, num_ranks))
     elif padded:
         ranks = _padded(packer, num_ranks, sync, multiple_of, speeds, rotation)
     else:
