@@ -132,15 +132,13 @@ def bins_in_rows(packer: Packer, bins: Bins, num_ranks: int, rate: Floats | None
 
 
 def rows_alike(packer: Packer, ranks: list[Bins], rate: Floats | None) -> list[Bins]:
-    """Micro-batches of one index alike, each rank with as many rollouts as before. As `least_finish`."""
-    number, num_ranks = max(map(len, ranks)), len(ranks)
-    search = _Search(packer, num_ranks, "micro_batch", 0.0, 1, rate, 0.0, rotation=0)
-    in_order = [sorted(bins, key=packer.cost, reverse=True) for bins in ranks]
-    rows = [bins[index] if index < len(bins) else [] for index in range(number) for bins in in_order]
-    cells = search.cells(rows, packer.cap, rows=number, keep=True, speed=rate)
+    """Micro-batches of one index alike, by exchanges that leave every rank as many rollouts as it has."""
+    num_ranks, number = len(ranks), max(map(len, ranks))
     bound = lockstep_bound(packer.work, packer.tokens, num_ranks, packer.cap, rate)
-    cells.improve(bound * (1.0 + TOLERANCE), _BUDGET_LOCKSTEPS)
-    found = [one.tolist() for one in split_by_label(cells.cell_of(), num_ranks * number)]
+    search = _Search(packer, num_ranks, "micro_batch", 0.0, 1, rate, bound, rotation=0)
+    costliest_first = [sorted(bins, key=packer.cost, reverse=True) for bins in ranks]
+    rows = [bins[index] if index < len(bins) else [] for index in range(number) for bins in costliest_first]
+    found = search.exchanged_in_rows(rows, number, bound, keep=True, speed=rate)
     return [[one for one in found[rank::num_ranks] if one] for rank in range(num_ranks)]
 
 
@@ -255,7 +253,7 @@ class _Search:
         """Bins with rollouts exchanged, each rank's in so many micro-batches, until nothing is left to gain, nothing
         helps, or the budget is spent. Ranks meet once a step."""
         packer, later = self.packer, self.later * np.array(numbers)
-        cells = self.cells(
+        cells = self._cells(
             [[i for one in bins for i in one] for bins in ranks],
             np.array(numbers) * packer.cap,
             speed=self.rate,
@@ -272,17 +270,21 @@ class _Search:
         """Alike within each lockstep, from a start level by level, or from ``bins`` where there is none."""
         packer = self.packer
         start = _level_by_level(packer, self.num_ranks, number) or bins
-        cells = self.cells(sorted(start, key=packer.cost, reverse=True), packer.cap, rows=number)
         # ranks of unlike speed get theirs afterwards
         bound = (
             self.work_bound
             if self.rate is None
             else lockstep_bound(packer.work, packer.tokens, self.num_ranks, packer.cap)
         )
+        return self.exchanged_in_rows(sorted(start, key=packer.cost, reverse=True), number, bound)
+
+    def exchanged_in_rows(self, start: Bins, number: int, bound: float, **more: Any) -> Bins:
+        """Bins of so many locksteps, row after row, with rollouts exchanged; no step is over before the bound."""
+        cells = self._cells(start, self.packer.cap, rows=number, **more)
         cells.improve(bound * (1.0 + TOLERANCE), _BUDGET_LOCKSTEPS)
         return [one.tolist() for one in split_by_label(cells.cell_of(), self.num_ranks * number)]
 
-    def cells(self, cells: Bins, most: Any, **more: Any) -> Cells:
+    def _cells(self, cells: Bins, most: Any, **more: Any) -> Cells:
         """The search from these cells; ``most``: tokens of each."""
         tokens = np.array(self.packer.token_list, dtype=np.int64)
         cell_of = np.empty(tokens.size, dtype=np.int64)

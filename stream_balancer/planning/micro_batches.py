@@ -1,8 +1,8 @@
 """In which micro-batch: the same number of micro-batches on every rank, under a hard token cap.
 
     free counts         the step is to be over as early as possible (bins_on_ranks.py)
-    equal counts,       which rank gets a rollout is settled first (partition.py), and each packs its own
-    or kept together
+    equal counts,       which rank gets a rollout is settled first (partition.py), and each packs its own; in locksteps
+    or kept together    ranks of equal counts then exchange rollouts for as many
     padded              a bin costs rollouts x longest: neighbours in length share a bin, and the cuts are such that
                         the costliest bin is as cheap as can be
 

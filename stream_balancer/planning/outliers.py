@@ -15,6 +15,7 @@ Plain arrays, oldest first, nothing of rollouts or groups here. Pure and determi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,13 +52,19 @@ class Candidates:
     """How many others go; at most the number of others."""
     ranks: float
     """Number of ranks (with speeds: their sum over the fastest)."""
-    filler: float = 0.0
-    """The least work that must lie beside a part on its rank (equal counts)."""
+    beside: float = 0.0
+    """So many units' work must lie beside a part on its rank (equal counts)."""
 
     @property
     def costs(self) -> Floats:
         """[U] work of each unit."""
         return self.order.costs
+
+    def filler(self, go: Bools) -> float:
+        """The least work of those that go that may lie beside a part on its rank."""
+        if not self.beside:
+            return 0.0
+        return self.beside * float(np.sort(self.costs[go])[: math.ceil(self.beside)].mean())
 
     def fair_share(self, go: Bools) -> float:
         """Work of a rank if those that go were spread evenly, and 2 % more: no rollout above it, no waste."""
@@ -90,37 +97,37 @@ def choose(units: Candidates) -> Bools:
     go[np.flatnonzero(~must)[:num_more]] = True
     # all that follows is measured against the step that first in, first out would send
     by_part = units.order if units.parts is units.costs else CostOrder(units.parts)
-    if by_part.heaviest + units.filler <= units.fair_share(go):
+    if by_part.heaviest + units.filler(go) <= units.fair_share(go):
         return go  # most steps end here: a window must not reorder what balances anyway
     # [others] units, ascending by part: so the first num_more are the lightest step there is, which says whether any
     # step beside what must go can balance
     others, must_peak = by_part.ascending(), 0.0  # those that need not go, in the order of their heaviest parts
     if num_others < must.size:
-        others, must_peak = others[~must[others]], float(units.parts[must].max()) + units.filler
+        others, must_peak = others[~must[others]], float(units.parts[must].max())
     lightest = must.copy()
     lightest[others[:num_more]] = True
-    most = float(units.parts[others[num_more - 1]]) + units.filler
-    if must_peak <= most or must_peak <= units.fair_share(lightest):
+    filler = units.filler(lightest)
+    if must_peak <= float(units.parts[others[num_more - 1]]) or must_peak + filler <= units.fair_share(lightest):
         spare = int(_MAY_GO * (num_others - num_more))
         # the oldest of the light ones: what is heavier waits, and fills the step of the outliers
         light = np.zeros_like(must)
-        light[others[: max(num_others - _num_fillers(units, others), num_more + spare)]] = True
+        light[others[: max(num_others - _num_fillers(units, others, filler), num_more + spare)]] = True
         oldest, go = np.flatnonzero(light)[:num_more], must.copy()
         go[oldest] = True
-        heaviest = max(float(units.parts[oldest].max()) + units.filler, must_peak)
-        return go if heaviest <= units.fair_share(go) else lightest
-    return _outlier_batch(units, others, must_peak)
+        heaviest = max(float(units.parts[oldest].max()), must_peak)
+        return go if heaviest + units.filler(go) <= units.fair_share(go) else lightest
+    return _outlier_batch(units, others, must_peak + filler, filler)
 
 
-def _num_fillers(units: Candidates, others: Ints) -> int:
+def _num_fillers(units: Candidates, others: Ints, filler: float) -> int:
     """How many of the heaviest fill the ranks for as long as the heaviest of them takes."""
     # no more than leave in one step
     heaviest_first = others[: -(units.num_more + int(np.count_nonzero(units.must))) - 1 : -1]
-    needed = units.ranks * (float(units.parts[heaviest_first[0]]) + units.filler)
+    needed = units.ranks * (float(units.parts[heaviest_first[0]]) + filler)
     return int(np.searchsorted(np.cumsum(units.costs[heaviest_first]), needed)) + 1
 
 
-def _best_level(units: Candidates, others: Ints, must_peak: float) -> float:
+def _best_level(units: Candidates, others: Ints, must_peak: float, filler: float) -> float:
     """How long the step should be: least is to be wasted, by this step and by those of the outliers that it leaves.
 
     Each outlier left will need a step as long as itself, the more surely the fewer steps it may still wait. Such a
@@ -128,7 +135,7 @@ def _best_level(units: Candidates, others: Ints, must_peak: float) -> float:
     it is the lowest), times the greatest urgency of itself and those above. O(n) for n others, which are sorted.
     """
     costs, num_more = units.costs, units.num_more
-    heights = units.parts[others] + units.filler  # ascending
+    heights = units.parts[others] + filler  # ascending
     # from the lowest level with all that fit below it; each later one takes in one outlier more
     first = max(num_more, int(np.searchsorted(heights, must_peak, side="right")))
     # [levels] how many others lie below each level
@@ -151,12 +158,12 @@ def _best_level(units: Candidates, others: Ints, must_peak: float) -> float:
     return float(levels[np.flatnonzero(score <= score.min() + _ROUNDING * levels[-1])[-1]])  # of equal ones the highest
 
 
-def _outlier_batch(units: Candidates, others: Ints, must_peak: float) -> Bools:
+def _outlier_batch(units: Candidates, others: Ints, must_peak: float, filler: float) -> Bools:
     """A step as long as its heaviest `must`, or longer where that wastes little more, filled up to that level."""
     costs, parts, must, num_more = units.costs, units.parts, units.must, units.num_more
-    level = _best_level(units, others, must_peak)
+    level = _best_level(units, others, must_peak, filler)
     # nothing above the level: it would make the step longer still
-    open_to = ~must & (parts + units.filler <= level)
+    open_to = ~must & (parts + filler <= level)
     taken = np.flatnonzero(open_to)[:num_more]
     # the oldest first: the step is long in any case, so it may serve age before it serves balance
     go = must.copy()

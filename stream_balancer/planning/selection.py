@@ -20,11 +20,6 @@ from .lockstep_choice import CappedStep, choose_lockstep, choose_neighbours
 from .outliers import Candidates, choose
 from .plan import PlanKnobs, Waiting
 
-_LIGHT_SHARE = 2
-"""Under equal counts an outlier's rank is filled up from the lighter half of the window (1/4 and 1/8 leave 1-4 points
-more idle)."""
-
-
 _UNBOUNDED = 2**62
 """More skips than any run has steps: ``max_skips=None``."""
 
@@ -194,7 +189,7 @@ def _with_others(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts:
             remaining=remaining,
             num_more=min(room // size, int(np.count_nonzero(~going))),
             ranks=_ranks(knobs),
-            filler=_filler_of_outlier(order, units.sizes[among], knobs, num_rollouts),
+            beside=0.0 if knobs.counts == "free" else max(num_rollouts // knobs.num_ranks - 1, 0) / size,
         )
         chosen = choose(candidates_of_one_size)
     go[among] = chosen
@@ -273,18 +268,6 @@ def _in_lockstep(
     if not number < num_rollouts or number == 1 or not (knobs.padded or alone):
         return None
     return choose_neighbours(order, must, remaining, num_rollouts, knobs.num_ranks, number)
-
-
-def _filler_of_outlier(order: CostOrder, sizes: Ints, knobs: PlanKnobs, num_rollouts: int) -> float:
-    """Equal counts: the least work of the rollouts that must lie beside an outlier; they are taken to be light ones.
-
-    ``order``, ``sizes``: [U] of the units that may go.
-    """
-    if knobs.counts == "free":
-        return 0.0
-    light = order.ascending()[: max(1, sizes.size // _LIGHT_SHARE)]
-    beside = num_rollouts // knobs.num_ranks - 1
-    return max(beside, 0) * float((order.costs[light] / sizes[light]).mean())  # of a unit the mean of its rollouts
 
 
 def _take(go: Bools, candidates: Ints, sizes: Ints, room: int) -> int:

@@ -17,7 +17,7 @@ from stream_balancer import planning
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.planning import LengthBias, Plan, PlanKnobs, Waiting, plan_batch, smallest_max_skips
 from stream_balancer.planning.baselines import plan_fifo
-from stream_balancer.planning.selection import Units, forced_units
+from stream_balancer.planning.selection import Units, forced_units, select
 from stream_balancer.testing import make_rollout
 
 
@@ -278,6 +278,13 @@ def test_outliers_wait_and_then_go_together():
         stream.go(chosen, 6)
     alone = [number for number in heavies_together[10:] if number]
     assert min(alone) >= 4  # one for every rank, never one for a step
+
+
+def test_under_equal_counts_the_lightest_lie_beside_an_outlier():
+    """700 beside 100, 100, 100 and four of 250: it need not wait, though others of the window are heavier."""
+    columns, knobs = waiting([700.0, 100.0, 100.0, 100.0] + [250.0] * 12), PlanKnobs(2, 8, 8, counts="equal")
+    _, go = select(columns, Units.of(columns, knobs), knobs, 8)
+    assert np.flatnonzero(go).tolist() == list(range(8))
 
 
 def test_a_heavy_tail_idles_little_for_little_delay_of_its_longest() -> None:
