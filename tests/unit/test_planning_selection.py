@@ -572,6 +572,20 @@ def test_groups_are_complete_as_they_stand_unless_their_size_is_given() -> None:
     assert alone.size == 2, "a negative label is no group"
 
 
+def test_strata_of_a_pool_have_their_shares() -> None:
+    lengths, strata = [100] * 12 + [900] * 4, ["math"] * 12 + ["agent"] * 4
+    knobs: dict[str, Any] = {"dp_size": 2, "batch_size": 8, "strata": strata}
+    assert not {12, 13, 14, 15} & {*planning.choose(lengths, **knobs)}
+    shares: dict[Any, float]
+    for shares, least in (({"agent": 0.25}, 2), ({"agent": 0.01}, 1), ({"agent": 0.5, "none waits": 0.5}, 4)):
+        go = planning.choose(lengths, stratum_shares=shares, **knobs)
+        assert go.size == 8
+        assert sum(strata[place] == "agent" for place in go) >= least
+    groups = np.repeat(np.arange(8), 2)
+    go = planning.choose(lengths, stratum_shares={"agent": 0.25}, groups=groups, **knobs)
+    assert sum(strata[place] == "agent" for place in go) >= 2
+
+
 def test_what_is_chosen_is_int64_even_where_nothing_may_go() -> None:
     go = planning.choose([10, 10], dp_size=1, batch_size=4, groups=[1, 2], group_size=2)
     assert go.shape == (0,)
@@ -600,6 +614,10 @@ def test_what_is_chosen_is_int64_even_where_nothing_may_go() -> None:
         ({"lengths": 3}, r"lengths must be \[n\]"),
         ({"max_skips": -1}, r"max_skips \(-1\) must be >= 0"),
         ({"counts": "even"}, "counts must be"),
+        ({"stratum_shares": {"a": 0.5}}, r"strata must be \[2\]"),
+        ({"strata": ["a"]}, r"strata must be \[2\]"),
+        ({"strata": ["a", "b"], "stratum_shares": {"a": 0.5, "b": 0.6}}, "at most 1 together"),
+        ({"strata": ["a", "b"], "stratum_shares": {"a": 0.0}}, "above 0"),
         ({"dp_size": 3}, "every rank gets a rollout"),
         ({"groups": [1, 1], "group_size": 3}, r"group_size \(3\) must be .* batch_size \(2\)"),
         ({"groups": [1, 1], "group_size": 1}, r"group 1 has 2 rollouts, more than group_size \(1\)"),
