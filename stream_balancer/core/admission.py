@@ -86,44 +86,51 @@ class Admission:
                 "sibling. Set groups.size to keep them"
             )
 
-    def check(self, rollout: Rollout) -> float:
-        """Cost of a rollout. Raises TypeError, RolloutError or DuplicateRolloutError if it can never be taken in,
-        whatever its group. Every put comes here. O(columns)."""
-        if type(rollout) is not Rollout:
-            if not isinstance(rollout, Rollout):
-                raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
-            check_whole(rollout)
-        ids, name, tokens, most_bytes = self._ids, rollout.rollout_id, rollout.num_tokens, self.config.limits.bytes
-        # first: a retry is a duplicate, whatever else is wrong with it by now
-        if name in ids.held or name in ids.past:
-            raise DuplicateRolloutError(ids.why_known(name))
-        if rollout.is_padding:
-            raise RolloutError(f"rollout {name!r} is a padding copy; only the balancer makes those")
-        if self._most_tokens is not None and tokens > self._most_tokens:
-            raise RolloutError(
-                f"rollout {name!r} has {tokens} tokens, above {_cap_text(self.config)}. Raise the cap, truncate the "
-                "rollout, or set micro_batches.oversize='alone' to run it in a micro-batch of its own"
-            )
-        if self._needs_group and rollout.group_id is None:
-            raise RolloutError(
-                f"config has groups.size={self.config.groups.size}, but rollout {name!r} has no group_id: it would "
-                "count as a group of its own. Give the siblings of one prompt the same group_id, or leave groups.size "
-                "out"
-            )
-        if most_bytes is not None and rollout.nbytes > most_bytes:
-            raise RolloutError(
-                f"rollout {name!r} has {rollout.nbytes} bytes of tensors, above limits.bytes ({most_bytes}): it could "
-                "never be let in. Raise limits.bytes"
-            )
-        if rollout.metadata:
-            _check_stratum(rollout, self._buffer.strata)
-        if self.schema is not None:
-            _check_schema(rollout, self.schema)
-        # lengths repeat, and their cost is kept: no call of ours for it
-        return self.pricing.cost_of_length(tokens) if rollout.cost is None else rollout.cost
+    def check(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """Costs of the rollouts of one put. Raises TypeError, RolloutError or DuplicateRolloutError if one of them can
+        never be taken in, whatever its group. Every put comes here. O(columns)."""
+        ids, schema, most_bytes, costs = self._ids, self.schema, self.config.limits.bytes, []
+        for rollout in rollouts:
+            if type(rollout) is not Rollout:
+                if not isinstance(rollout, Rollout):
+                    raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
+                check_whole(rollout)
+            name, tokens = rollout.rollout_id, rollout.num_tokens
+            # first: a retry is a duplicate, whatever else is wrong with it by now
+            if name in ids.held or name in ids.past:
+                raise DuplicateRolloutError(ids.why_known(name))
+            if rollout.is_padding:
+                raise RolloutError(f"rollout {name!r} is a padding copy; only the balancer makes those")
+            if self._most_tokens is not None and tokens > self._most_tokens:
+                raise RolloutError(
+                    f"rollout {name!r} has {tokens} tokens, above {_cap_text(self.config)}. Raise the cap, truncate "
+                    "the rollout, or set micro_batches.oversize='alone' to run it in a micro-batch of its own"
+                )
+            if self._needs_group and rollout.group_id is None:
+                raise RolloutError(
+                    f"config has groups.size={self.config.groups.size}, but rollout {name!r} has no group_id: it would "
+                    "count as a group of its own. Give the siblings of one prompt the same group_id, or leave "
+                    "groups.size out"
+                )
+            if most_bytes is not None and rollout.nbytes > most_bytes:
+                raise RolloutError(
+                    f"rollout {name!r} has {rollout.nbytes} bytes of tensors, above limits.bytes ({most_bytes}): it "
+                    "could never be let in. Raise limits.bytes"
+                )
+            if rollout.metadata:
+                _check_stratum(rollout, self._buffer.strata)
+            # until one is held, those of one put must at least fit each other
+            if schema is None:
+                schema = schema_of(rollout)
+            else:
+                _check_schema(rollout, schema)
+            # lengths repeat, and their cost is kept: no call of ours for it
+            costs.append(self.pricing.cost_of_length(tokens) if rollout.cost is None else rollout.cost)
+        if len(costs) > 1:
+            self._check_together(rollouts)
+        return costs
 
-    def check_together(self, rollouts: Sequence[Rollout]) -> None:
-        """Raise RolloutError (DuplicateRolloutError) if the rollouts of one put do not fit each other. O(columns)."""
+    def _check_together(self, rollouts: Sequence[Rollout]) -> None:
         if len({r.rollout_id for r in rollouts}) < len(rollouts):
             raise DuplicateRolloutError(
                 "two rollouts of one put_group() have the same rollout_id; give each an id of its own"
@@ -133,11 +140,6 @@ class Admission:
                 f"put_group() got {len(rollouts)} rollouts, above capacity ({self.config.capacity}): they could "
                 "never be let in together. Raise capacity"
             )
-        # until a rollout is held, those of one put must at least fit each other
-        if self.schema is None:
-            first = schema_of(rollouts[0])
-            for rollout in rollouts[1:]:
-                _check_schema(rollout, first)
 
     def has_room(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> bool:
         """Room for all; ``size`` is declared with them. O(len(rollouts)).
@@ -147,7 +149,7 @@ class Admission:
         """
         buffer, config = self._buffer, self.config
         # nothing could leave and make room: a put that waited now might wait for ever
-        if not rollouts or buffer.num_ready < config.min_batch_size:
+        if not rollouts or buffer.num_waiting - buffer.groups.num_incomplete < config.min_batch_size:
             return True
         wanted = len(rollouts)
         if rollouts[0].group_id is not None:

@@ -65,9 +65,7 @@ class BalancerCore(BalancerState):
         if self.triggers.ended:
             raise ClosedResourceError("put() after end(): the balancer takes no more rollouts. Put before end()")
         # first: a retry is a duplicate, whatever its group
-        costs = [*map(self.admission.check, rollouts)]
-        if len(costs) > 1:
-            self.admission.check_together(rollouts)
+        costs = self.admission.check(rollouts)
         if size is not None or (rollouts and rollouts[0].group_id is not None):
             self.admission.check_group(rollouts, size)
         if self.open_step is not None:
