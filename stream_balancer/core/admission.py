@@ -86,10 +86,10 @@ class Admission:
                 "sibling. Set groups.size to keep them"
             )
 
-    def check(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Costs of the rollouts of one put. Raises TypeError, RolloutError or DuplicateRolloutError if one of them can
-        never be taken in, whatever its group. Every put comes here. O(columns)."""
-        ids, schema, most_bytes, costs = self._ids, self.schema, self.config.limits.bytes, []
+    def check(self, rollouts: Sequence[Rollout]) -> list[tuple[Rollout, float]]:
+        """The rollouts of one put, each with its cost. Raises TypeError, RolloutError or DuplicateRolloutError if one
+        of them can never be taken in, whatever its group. Every put comes here. O(columns)."""
+        ids, schema, most_bytes, checked = self._ids, self.schema, self.config.limits.bytes, []
         for rollout in rollouts:
             if type(rollout) is not Rollout:
                 if not isinstance(rollout, Rollout):
@@ -125,10 +125,11 @@ class Admission:
             else:
                 _check_schema(rollout, schema)
             # lengths repeat, and their cost is kept: no call of ours for it
-            costs.append(self.pricing.cost_of_length(tokens) if rollout.cost is None else rollout.cost)
-        if len(costs) > 1:
+            cost = self.pricing.cost_of_length(tokens) if rollout.cost is None else rollout.cost
+            checked.append((rollout, cost))
+        if len(checked) > 1:
             self._check_together(rollouts)
-        return costs
+        return checked
 
     def _check_together(self, rollouts: Sequence[Rollout]) -> None:
         if len({r.rollout_id for r in rollouts}) < len(rollouts):
@@ -300,8 +301,8 @@ def _check_schema(rollout: Rollout, schema: Schema) -> None:
     tokens, (columns, scalars) = rollout.tokens, schema
     # without building what a message needs
     same = tokens.keys() == columns.keys()
-    for name in columns if same else ():
-        column, (dtype, shape) = tokens[name], columns[name]
+    for name, (dtype, shape) in columns.items() if same else ():
+        column = tokens[name]
         if column.dtype is not dtype or ((column.ndim > 1 or shape) and column.shape[1:] != shape):
             same = False
     if not same:

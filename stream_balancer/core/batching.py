@@ -300,10 +300,11 @@ def _fill_up(
     many."""
     multiple, original, number = config.micro_batches.multiple_of, None, had
     for ranks in mini_batches:
-        wanted = [max(-(-len(of_rank) // multiple), least) * multiple for of_rank in ranks]
+        # a rank that ran fewer where all meet would leave the others waiting in a collective for ever
+        most = max(map(len, ranks)) if same else 0
         for rank, of_rank in enumerate(ranks):
-            # a rank that ran fewer where all meet would leave the others waiting in a collective for ever
-            for _ in range(len(of_rank), max(wanted) if same else wanted[rank]):
+            wanted = max(-(-max(len(of_rank), most) // multiple), least) * multiple
+            for _ in range(len(of_rank), wanted):
                 original = original or cheapest_to_copy(real)
                 of_rank.append(MicroBatch.of([original.padding_copy(f"{PADDING_PREFIX}{step}-{rank}-{number}")]))
                 number += 1

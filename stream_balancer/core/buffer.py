@@ -126,7 +126,8 @@ class Buffer:
             return []
         removed = self.rollouts(rows)
         self.num_tokens -= int(self.lengths[rows].sum())
-        self._other_bytes -= sum(map(_other_bytes, removed))
+        if self._other_bytes:
+            self._other_bytes -= sum(map(_other_bytes, removed))
         if self.groups.size is not None:
             # One by one: which group is complete again, or forgotten, depends on the siblings before.
             for rollout in removed:

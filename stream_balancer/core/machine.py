@@ -59,18 +59,18 @@ class BalancerCore(BalancerState):
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def check(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> list[float]:
-        """Costs of the rollouts of one put. Raises what ``add_all`` would raise, except WouldBlock; changes nothing.
-        O(columns)."""
+    def check(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> list[tuple[Rollout, float]]:
+        """The rollouts of one put, each with its cost. Raises what ``add_all`` would raise, except WouldBlock; changes
+        nothing. O(columns)."""
         if self.triggers.ended:
             raise ClosedResourceError("put() after end(): the balancer takes no more rollouts. Put before end()")
         # first: a retry is a duplicate, whatever its group
-        costs = self.admission.check(rollouts)
+        checked = self.admission.check(rollouts)
         if size is not None or (rollouts and rollouts[0].group_id is not None):
             self.admission.check_group(rollouts, size)
         if self.open_step is not None:
             self._check_rows(rollouts, RolloutError)
-        return costs
+        return checked
 
     def add(self, rollout: Rollout, now: float) -> None:
         """:meth:`add_all` of one rollout. O(columns), amortised."""
@@ -83,14 +83,14 @@ class BalancerCore(BalancerState):
         Raises WouldBlock when full, ClosedResourceError after ``end()``, RolloutError (DuplicateRolloutError) for one
         that cannot be dispatched, ValueError for an impossible size. Whatever is raised, nothing has changed.
         """
-        costs = self.check(rollouts, size)
+        checked = self.check(rollouts, size)
         if not self.admission.has_room(rollouts, size):
             # the window cannot fill any further
             self.triggers.force_flush()
             raise WouldBlock
         # from here on nothing may raise: half of a group must not be held
         self.counts.accepted += len(rollouts)
-        for rollout, cost in zip(rollouts, costs, strict=True):
+        for rollout, cost in checked:
             self.hold(rollout, cost, now)
         if size is not None:
             self.set_group_size(size, now)
@@ -102,13 +102,13 @@ class BalancerCore(BalancerState):
     def filter_out(self, rollouts: Sequence[Rollout], now: float, size: GroupSize | None = None) -> None:
         """Rollouts that ``accept=`` refused are accepted and evicted at once, with the waiting siblings of their
         group. Raises like ``add_all``, but never for want of room. O(n)."""
-        costs = self.check(rollouts, size)
+        checked = self.check(rollouts, size)
         group_id = rollouts[0].group_id if size is None else size.group_id
         self.counts.accepted += len(rollouts)
         if group_id is None or self.buffer.groups.size is None:
             self.evict(rollouts, "filtered")
         else:  # through the buffer, which counts then that all siblings have come
-            for rollout, cost in zip(rollouts, costs, strict=True):
+            for rollout, cost in checked:
                 self.hold(rollout, cost, now)
             if size is not None:
                 self.set_group_size(size, now)

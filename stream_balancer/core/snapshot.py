@@ -85,7 +85,7 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
     for rollout, waited_s, skips in zip(snapshot.waiting, snapshot.waited_s, snapshot.skips, strict=True):
         # a max_skips that is smaller now makes it due at once, not overdue
         most = int(skips) if config.max_skips is None else config.max_skips
-        state.hold(rollout, state.admission.check([rollout])[0], now - float(waited_s), min(int(skips), most))
+        state.hold(*state.admission.check([rollout])[0], now - float(waited_s), min(int(skips), most))
     groups.restart(now)
     for group_id, declared in snapshot.groups.items():
         # those of it that wait came in time
