@@ -63,6 +63,8 @@ class Process:
         self.is_behind = False
         self.weights: dict[int, int] = {}
         """Step to meeting."""
+        self.num_saved = 0
+        """Steps before this one are in its part of a checkpoint."""
         self.part: Part | None = None
         self.work: HeldWork | None = None
         self.gradient: list[tuple[int, Piece]] = []
@@ -257,9 +259,9 @@ class Process:
         assert meeting.index is not None
         checks.check_weights(self.world, self, number)
         self.weights[number] = meeting.index
-        if self.world.config.auto_ack and self.counts and self.world.rng.random() < 0.3:
-            self.world.write_checkpoint(self.weights, number + 1)
         self.finish_step(part)
+        if self.world.config.auto_ack and self.counts and self.world.rng.random() < 0.3:
+            self.world.write_checkpoint(self)
 
     def finish_step(self, part: Part) -> None:
         self.held.has_finished(part, ack=self.world.config.auto_ack)
@@ -292,7 +294,7 @@ class Process:
         if self.world.config.meets:
             if not self.counts:
                 return
-            self.world.write_checkpoint(self.weights, self.num_trained)
+            self.world.write_checkpoint(self)
         else:
             self.world.saved[self.place] = self.num_trained
         self.held.ack(self.num_trained - 1)

@@ -219,6 +219,8 @@ class World:
         saved = min(self.saved.get(process.place, 0) for process in seats)
         says_weights = saved and self.rng.random() < 0.5
         is_silent = self.config.silent and incarnation > 0 and self.rng.random() < 0.5
+        # Weights of a checkpoint that has a step which may be given again are none that its first step needs.
+        is_silent = is_silent and self.checkpoint[0].keys() <= self.journal.acked
         for process in seats:
             if is_silent:
                 continue
@@ -244,9 +246,12 @@ class World:
                 weights, number = other.weights, other.num_trained
         return dict(weights), number
 
-    def write_checkpoint(self, weights: dict[int, int], number: int) -> None:
+    def write_checkpoint(self, process: Process) -> None:
+        """A process writes its part, and a rank's last one makes it a checkpoint."""
+        process.num_saved = process.num_trained
+        number = min(seat.num_saved for seat in self.processes_of(process.rank))
         if number > self.checkpoint[1]:
-            self.checkpoint = dict(weights), number
+            self.checkpoint = {step: index for step, index in process.weights.items() if step < number}, number
 
     def partners(self, process: Process, work: HeldWork) -> list[Process]:
         """All who compute the item in one collective, once all have reached it."""
