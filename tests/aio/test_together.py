@@ -266,12 +266,14 @@ class Team:
     async def _resize(self, balancer: sb.StreamBalancer, ranks: Any) -> None:
         await anyio.sleep(self.chance.uniform(0.5, 15.0))
         more = "replan" not in self.features and self.chance.choice([True, False])
-        while True:  # not in the midst of an open step
-            with suppress(sb.errors.ConfigError):
+        while not self.is_over:  # no batch of a fixed size may be cut in so many
+            with suppress(sb.errors.ConfigError):  # not in the midst of an open step
                 dp_size = balancer.config.dp_size + (1 if more else -1)
                 balancer.reconfigure(dp_size=dp_size)
                 break
             await anyio.sleep(0.25)
+        else:
+            return
         self.dp_size = dp_size
         if more:
             for lane in self.lanes:
