@@ -61,7 +61,12 @@ class Play:
         self.ledger.restore(step, step, items_of(text), map(rank_of, participants.split()), **options)
 
     def join(
-        self, rank: str, seat: int = 0, incarnation: int = 0, has: dict[int, HeldStep] | None = None, weights: int = 0
+        self,
+        rank: str,
+        seat: int = 0,
+        incarnation: int = 0,
+        has: dict[int, HeldStep] | None = None,
+        weights: int | None = 0,
     ) -> list[str]:
         one = rank_of(rank)
         self.ledger.joined(one, seat, incarnation, has or {}, weights=weights, seats=self.seats, depth=2)

@@ -284,11 +284,12 @@ class Process:
         return weights
 
     def take_weights_of(self, meeting: Meeting) -> None:
-        """Those of who meets, or of the checkpoint: a process that has not said its weights has none of its own."""
-        said = [self.world.processes[place] for place in meeting.members]
-        there = [process.weights for process in said if process.held.weights is not None]
-        saved = {number: index for number, index in self.world.checkpoint[0].items() if number < meeting.number}
-        self.weights = dict(there[0] if there else saved)
+        """Those of who meets, or those that another had then, or of the checkpoint: a process that has not said its
+        weights has none of its own. All who take some take the same."""
+        members = [self.world.processes[place] for place in meeting.members]
+        there = [other.weights for other in members if other.held.weights is not None or other.place in meeting.inside]
+        newest, _ = self.world.newest_weights(self)
+        self.weights = dict(there[0]) if there else {n: index for n, index in newest.items() if n < meeting.number}
 
     def save(self) -> None:
         if self.world.config.meets:

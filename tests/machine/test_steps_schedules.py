@@ -74,11 +74,33 @@ def test_who_waited_for_weights_is_looked_at_once_their_step_is_over() -> None:
     assert play.ack("2") == ["note", "ack", "behind 0"]
 
 
+def test_who_does_not_say_its_weights_begins_once_they_can_be_had() -> None:
+    play = Play()
+    play.ledger.resized("", [0])
+    play.plan("0@0")
+    play.ledger.resized("", [1])
+    play.join("1", incarnation=1, weights=None)
+    assert play.plan("0@1", 1) == []
+    play.train("0", [0])
+    assert play.meet("0") == ["end 0", "send 1 s1 [0]"]
+
+
 def test_a_plain_seal_follows_the_last_item_and_the_last_payload() -> None:
     play = Play("0 ref0", meets=False)
     assert play.plan("0@0<2 1@0* 2@ref0") == ["send 0 [1]", "send ref0 [2]"]
     assert play.fetched("0", 0, 1, [1], ["r1"]) == ["note"]
     assert play.done("ref0", 0, 1, [2]) == ["send 0 [0]", "seal 0 #1 of 0", "seal ref0"]
+
+
+def test_what_is_lost_after_a_plain_seal_is_in_the_journal() -> None:
+    """Whoever was started again fetches it again, and others have divided by then."""
+    play = Play("0 1", meets=False)
+    play.plan("0@0 1@1*")
+    play.fetched("1", 0, 1, [1], [])
+    play.lost("1")
+    play.join("1", incarnation=1)
+    assert play.fetched("1", 0, 1, [1], ["r1"]) == ["note"]
+    assert play.fetched("1", 0, 1, [1], ["r1"]) == []
 
 
 def test_what_one_seat_gives_back_and_another_has_begun_stays() -> None:

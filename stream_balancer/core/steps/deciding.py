@@ -69,6 +69,10 @@ def _change(book: Book, step: StepState) -> None:
         _recall(book, step)
     if _may_seal(book, step):
         _seal(book, step)
+    # also what is lost behind the seal of plain loops: who was started again fetches again
+    if step.seal is not None and len(step.gone) > step.num_noted:
+        step.num_noted = len(step.gone)
+        book.out.append(Note(step.number))
 
 
 def _forget_meeting(book: Book, step: StepState) -> None:
@@ -230,13 +234,8 @@ def _seal(book: Book, step: StepState) -> None:
     # a number is never given twice, by no controller: a late word on an older seal does not count
     step.seals = max(step.seals + 1, book.generation * 1000)
     step.seal = StepSeal(step.number, step.seals, tuple(sorted(step.participants)), frozenset(step.gone))
-    if step.gone:
-        book.out.append(Note(step.number))
     for one in step.participants:
         step.shares[one].sealed = step.shares[one].back = 0
-        if book.meets:
-            # before it is on its way: from here on nobody knows
-            step.holders.add(one)
         book.ranks_touched[one] = None
 
 
@@ -332,9 +331,13 @@ def _look_at_share(book: Book, share: Share) -> None:
 
 def _lacks_weights(book: Book, rank: Rank, step: StepState) -> bool:
     """Steps before this one are not in its weights, and it will not train on them: then others must lack them, too."""
-    weights = rank.weights
-    if weights is None or not book.meets:
+    if not book.meets:
         return False
+    weights = rank.weights
+    if weights is None:
+        # they are those that its first step needs, which others have once they have met
+        before = [other for number, other in book.steps.items() if number < step.number and number not in rank.active]
+        return not all(other.met or other.is_kept for other in before)
     # each step in between must be one that it has still to do, or one that nobody has
     for number in range(weights, step.number):
         if number in rank.active:
@@ -375,12 +378,11 @@ def _send(book: Book, share: Share) -> None:
         if items or opens:
             gone = step.gone_of(items)
             book.out.append(SendWork(rank.id, seat, step.number, step.uid, share.attempt, items, gone, opens))
+    # in the order of the first time: all seats, and the rank's next incarnations, train in one order
     for item in ready:
         item.sent = rank.full
-        # all seats, and the rank's next incarnations, train in the order of the first time
-        if not item.place:
-            share.num_sent += 1
-            item.place = share.num_sent
+        share.num_sent += 1
+        item.place = share.num_sent
         del share.unsent[item.id]
     share.opened = rank.full
     if ready and not rank.id.role:
@@ -432,6 +434,7 @@ def _send_seal(book: Book, share: Share, seal: StepSeal) -> None:
     seats = rank.full & ~share.sealed
     book.tell(rank, seats, SendSeal, seal)
     if seats and book.meets and not rank.id.role:
+        # from here on nobody knows
         step.holders.add(rank.id)
     share.sealed = rank.full
     if not rank.id.role:

@@ -227,6 +227,8 @@ class StepState:
     torn: set[int] = field(default_factory=set)
     """Groups of which a part was lost."""
     gone: set[str] = field(default_factory=set)
+    num_noted: int = 0
+    """Rollouts of ``gone`` that are in the journal."""
     unfetched: set[int] = field(default_factory=set)
     """Remote items of which a seat has not said what is missing."""
     waiters: dict[int, list[Item]] = field(default_factory=dict)
