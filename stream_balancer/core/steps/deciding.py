@@ -336,8 +336,8 @@ def _lacks_weights(book: Book, rank: Rank, step: StepState) -> bool:
     weights = rank.weights
     if weights is None:
         # they are those that its first step needs, which others have once they have met
-        before = [other for number, other in book.steps.items() if number < step.number and number not in rank.active]
-        return not all(other.met or other.is_kept for other in before)
+        earlier = [other for number, other in book.steps.items() if number < step.number and number not in rank.active]
+        return not all(other.met or other.is_kept for other in earlier)
     # each step in between must be one that it has still to do, or one that nobody has
     for number in range(weights, step.number):
         if number in rank.active:
