@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -98,11 +99,17 @@ class Python:
         return self.returncode
 
     def communicate(self, timeout_s: float | None = None) -> tuple[str, str]:
-        """All it printed from now on; waits until it has ended."""
+        """All it printed from now on; waits until it has ended. What hangs says where each of its threads is."""
         with ThreadPoolExecutor(2) as readers, self.stdout, self.stderr:
             said = [readers.submit(stream.read) for stream in (self.stdout, self.stderr)]
             try:
                 self.wait(timeout_s)
+            except TimeoutError as hang:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGABRT)
+                self._process.join(5)
+                self.end()
+                raise TimeoutError("\n".join([str(hang), *(text.result()[-10_000:] for text in said)])) from None
             except BaseException:
                 self.end()
                 raise
@@ -205,6 +212,9 @@ def _run(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    # of what it starts, too
+    os.environ["PYTHONFAULTHANDLER"] = "1"
+    faulthandler.enable(2)
     warnings.simplefilter("error")
     code = _exit_code(*arguments)
     if finalize:
