@@ -37,13 +37,8 @@ async def control(dp_size: int) -> None:
         await sb.serve(balancer, transport)
 
 
-def train() -> None:
+def train(rank: int, dp_size: int) -> int:
     """Every rank: one optimizer step for each batch."""
-    dist.init_process_group("gloo")
-    rank, dp_size = dist.get_rank(), dist.get_world_size()
-    controller = threading.Thread(target=anyio.run, args=(control, dp_size), daemon=True)  # an error below ends rank 0
-    if rank == 0:
-        controller.start()
     layers = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 16), torch.nn.Linear(16, VOCABULARY))
     model = DistributedDataParallel(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -60,11 +55,22 @@ def train() -> None:
                 (loss * dp_size).backward()  # DDP divides by dp_size
         optimizer.step()
         trained += batch.global_num_rollouts  # of the whole step, the same on every rank
+    return trained
+
+
+def main() -> None:
+    """A rank. Rank 0 has the controller beside it."""
+    dist.init_process_group("gloo")
+    rank, dp_size = dist.get_rank(), dist.get_world_size()
+    controller = threading.Thread(target=anyio.run, args=(control, dp_size), daemon=True)  # an error below ends rank 0
+    if rank == 0:
+        controller.start()
+    trained = train(rank, dp_size)
     if rank == 0:
         controller.join()
         print(f"{trained} rollouts trained on {dp_size} ranks")
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # the model is gone: a DDP model that goes after its group may hang in PyTorch
 
 
 if __name__ == "__main__":
-    work() if "worker" in sys.argv else train()
+    work() if "worker" in sys.argv else main()

@@ -74,7 +74,6 @@ def generate(prompt: int, version: int) -> list[sb.Rollout]:
 
 def train() -> None:
     """A rank. Its weights are those of the last checkpoint, and it says so."""
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -111,7 +110,6 @@ def train() -> None:
             save()
     save()
     feed.close()
-    dist.destroy_process_group()
 
 
 def make_model() -> torch.nn.Module:
@@ -140,4 +138,6 @@ if __name__ == "__main__":
     elif COMMAND == "worker":
         work(int(sys.argv[3]))
     else:
+        dist.init_process_group("gloo")
         train()
+        dist.destroy_process_group()  # the model is gone: a DDP model that goes after its group may hang in PyTorch

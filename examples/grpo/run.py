@@ -119,7 +119,6 @@ async def run_alone(options: Options) -> None:
 
 def run_rank(options: Options) -> None:
     """Train on this rank's part of every step. Rank 0 hosts the controller too, and publishes the weights."""
-    dist.init_process_group("gloo")
     rank, dp_size = dist.get_rank(), dist.get_world_size()
     options = replace(options, ranks=dp_size)
     trainer, report = new_trainer(options), Report(options)
@@ -145,7 +144,6 @@ def run_rank(options: Options) -> None:
         if rank == 0:
             controller.join()
             report.finish([rollout_id for ids in trained for rollout_id in ids])
-    dist.destroy_process_group()
 
 
 def save_weights(trainer: Trainer, path: Path) -> None:
@@ -200,7 +198,9 @@ def main() -> None:
     if options.single_process:
         anyio.run(run_alone, options)
     elif "TORCHELASTIC_RUN_ID" in os.environ:
+        dist.init_process_group("gloo")
         run_rank(options)
+        dist.destroy_process_group()  # the model is gone: a DDP model that goes after its group may hang in PyTorch
     else:
         os.environ.setdefault("STREAM_BALANCER_TOKEN", secrets.token_hex(16))  # every process of this run has it
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
