@@ -47,8 +47,8 @@ from stream_balancer.errors import BrokenResourceError, ClosedResourceError, Ran
 from stream_balancer.facade import OfOneProcess, event_loop_here, refuse_in_event_loop, run
 from stream_balancer.net import movers as ways
 from stream_balancer.net.address import TcpDialer, current_world
-from stream_balancer.net.pool import Pool
 from stream_balancer.statistics import Statistics
+from stream_balancer.wire.payload import Pool
 from stream_balancer.wire.statistics import decode_statistics
 
 _log = logging.getLogger("stream_balancer.rank")

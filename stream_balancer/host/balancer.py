@@ -7,10 +7,10 @@
        |  a batch that leaves wakes the oldest     |  reconfigure() or set_version() makes that earlier
        |  waiting put, which wakes the next         `--> the trainer, or serve() to the ranks
 
-What a user calls is here, and nothing else. The core decides; around it is one shell, in three modules: ``wakeups``
-knows the event loop, who waits in it, and whom a change wakes; ``puts`` and ``batches`` are "decide, or wait and be
-woken". Two rules keep rollouts safe under every kind of cancellation: nothing is ever handed to a waiting task (it is
-woken, and takes for itself), and nothing is awaited after the taking.
+What a user calls is here, and nothing else. The core decides; around it is one shell, in two modules: ``puts`` and
+``batches`` are "decide, or wait and be woken", and ``puts`` knows the event loop, and whom a change wakes. Two rules
+keep rollouts safe under every kind of cancellation: nothing is ever handed to a waiting task (it is woken, and takes
+for itself), and nothing is awaited after the taking.
 
 All methods belong to the event loop's thread; for threads and plain loops there is :func:`stream_balancer.blocking`.
 """

@@ -17,7 +17,10 @@ and whoever waits for room is woken and takes for itself. What the journal has o
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import math
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -28,11 +31,11 @@ import anyio.lowlevel
 from stream_balancer.core.accept import Accept, call_accept, decision_of
 from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.throttle import check_reserve
+from stream_balancer.core.throttle import Throttle, check_reserve
 from stream_balancer.errors import ClosedResourceError, WouldBlock
 from stream_balancer.host.journal import Journal, Writing
 from stream_balancer.host.journal.handed import Handed
-from stream_balancer.host.wakeups import StallReporter, Waiter, Wakeups
+from stream_balancer.host.wakeups import StallReporter, Waiter, WaitQueue
 from stream_balancer.slots import Reservation, Slot, check_group
 from stream_balancer.types import Rollout
 
@@ -40,18 +43,152 @@ Rest: TypeAlias = Coroutine[Any, Any, object] | None
 """Returns once the rollouts are held; if it is cancelled, or raises, they were not accepted. None: they are held."""
 
 
-class Puts(Wakeups):
-    """The way into a balancer's buffer, and slots for rollouts that are still to be generated. How many may begin is
-    counted by the throttle; here is who gets a slot, and when (:class:`~stream_balancer.slots.Admits`)."""
+class Puts:
+    """The event loop in which a balancer is used, from the first await until ``aclose()``: its thread, its clock, the
+    tasks that wait in it, and those that a change wakes. The way into the buffer, and slots for rollouts that are still
+    to be generated: how many may begin is counted by the throttle, here is who gets one, and when
+    (:class:`~stream_balancer.slots.Admits`).
+
+    O(1) however many tasks wait; O(n) in waiting rollouts under ``staleness.max_versions``, while a reserver waits.
+    """
 
     def __init__(
         self, core: BalancerCore, reporter: StallReporter, accept: Accept | None, journal: Journal | None
     ) -> None:
-        super().__init__(core, reporter)
-        self.accept = accept
+        self.core, self.throttle, self.accept = core, Throttle(), accept
         self.journal = journal
         """Where rollouts are written before their put returns; None without one."""
         self.handed = journal or Handed()
+        self.puts = WaitQueue(reporter)
+        """Waiting for room."""
+        self.reserves = WaitQueue(reporter)
+        """Waiting until they may begin."""
+        self.reporter = reporter
+        self._consumer: anyio.Event | None = None  # while it waits
+        self._consumer_wakes_at = math.inf  # by itself
+        self._version = anyio.Event()
+        self.closed = False
+        """``aclose()`` was called."""
+        self._thread: int | None = None
+        self._clock: Callable[[], float] = anyio.current_time
+        self.checkpoint: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint
+        """As anyio's, which asks at each call whose event loop it is in."""
+
+    # whose loop, and until when
+
+    def enter(self, method: str) -> None:
+        """A task called ``method``, so this is the event loop's thread. Raises like :meth:`check_thread`."""
+        if self._thread == threading.get_ident():
+            return
+        self.check_thread(method)
+        self._thread = threading.get_ident()
+        # trio's loop is no asyncio loop, even as a guest of one: anyio's way, which is slower, is left
+        if (loop := asyncio._get_running_loop()) is not None and asyncio.current_task(loop) is not None:
+            self._clock, self.checkpoint = loop.time, partial(asyncio.sleep, 0)
+
+    def leave(self) -> None:
+        """Closed: what is left may be looked at from another event loop."""
+        self._thread, self._clock, self.checkpoint = None, anyio.current_time, anyio.lowlevel.checkpoint
+
+    def check_thread(self, method: str) -> None:
+        """Raise RuntimeError in another thread than the event loop's."""
+        if self._thread not in (None, threading.get_ident()):
+            raise RuntimeError(
+                f"{method}() was called in another thread than that of the event loop in which this balancer is used: "
+                "tasks would not be woken, and counts not add up. For threads there is sb.blocking(config), for other "
+                f"processes sb.connect(address); a worker thread calls anyio.from_thread.run_sync(balancer.{method}, "
+                "...)"
+            )
+
+    def now(self, method: str) -> float:
+        """Seconds on the event loop's clock, for a plain method. Raises RuntimeError in another thread, and where no
+        event loop runs."""
+        # one comparison for the many calls in the right thread; the check that names the fault is only for the others
+        if self._thread != threading.get_ident():
+            self.check_thread(method)
+        try:
+            return self._clock()
+        except RuntimeError:  # anyio's own says nothing about what to do here
+            raise RuntimeError(
+                f"{method}() was called outside of any event loop's tasks, and it reads that loop's clock. In a script "
+                "or thread without an event loop use `with sb.blocking(config) as balancer`, which has the same "
+                "methods; else call it in a task, within `async with sb.StreamBalancer(config) as balancer`"
+            ) from None
+
+    def check_open(self, method: str) -> None:
+        """Raise ClosedResourceError once closed."""
+        if self.closed:
+            raise ClosedResourceError(
+                f"{method}() on a closed balancer: aclose() was called, or its 'async with' block was left"
+            )
+
+    # who waits
+
+    @property
+    def consumer_waits(self) -> bool:
+        """A trainer, or ``serve()``, waits for the next batch."""
+        return self._consumer is not None
+
+    async def wait_for_batch(self) -> None:
+        """Return when a batch may be able to leave. For the one consumer."""
+        # The event is in place before next_wakeup() is asked, and both in one pass of the loop: no put can fall between
+        # the question and the wait.
+        self._consumer, self._consumer_wakes_at = anyio.Event(), self.core.next_wakeup()
+        try:
+            await self.reporter.wait(self._consumer, self._consumer_wakes_at)
+        finally:
+            self._consumer = None
+
+    def flush_if_stuck(self) -> None:
+        """While a reserver waits, only rollouts that are being generated can fill the window: if they are too few, let
+        a full batch go; if there are none, whatever waits. Not past a reserver that can be admitted, and only for as
+        long as that is so: a short batch beside what is being generated would break the bound."""
+        first, core = self.reserves.first, self.core
+        core.set_stuck(first is not None and self.throttle.is_stuck(core) and self.throttle.room(core) < first.count)
+
+    def wake_consumer(self) -> None:
+        """A batch may be able to leave earlier than the consumer knows."""
+        core = self.core
+        if self.reserves.waiters or core.triggers.stuck:
+            self.flush_if_stuck()
+        # most of the puts between two batches change nothing for it: no task switch for them
+        if self._consumer is not None and (
+            core.next_wakeup() < self._consumer_wakes_at or (core.triggers.ended and core.finished)
+        ):
+            self._consumer.set()
+
+    def changed(self) -> None:
+        """A batch has left, a step is done, rollouts were evicted, knobs or the version are others."""
+        self.wake_consumer()
+        self.puts.wake_first()
+        first = self.reserves.first
+        # not in vain: whoever cannot be admitted would wake the consumer, and that the next reserver
+        if first is not None and (self.core.ended or self.throttle.room(self.core) >= first.count):
+            first.wake.set()
+
+    async def version_changes(self) -> None:
+        """Wait for another version, for other knobs, or for the state of another balancer. Raises ClosedResourceError
+        once the balancer is closed."""
+        self.check_open("version_after")
+        await self._version.wait()
+
+    def version_changed(self) -> None:
+        """Another version, other knobs, or the state of another balancer are in force; or the balancer is closed."""
+        self._version.set()
+        self._version = anyio.Event()
+        self.changed()
+
+    def end(self) -> None:
+        """End of admission, or of everything: who waits looks, and raises. O(waiting tasks)."""
+        if self._consumer is not None:
+            self._consumer.set()
+        # All in one pass of the loop, not each by the one before: what a put has on the disk it retracts from a journal
+        # that closes in the next moment.
+        for queue in (self.puts, self.reserves):
+            for waiter in queue.waiters:
+                waiter.wake.set()
+
+    # rollouts
 
     async def put(
         self, rollouts: Sequence[Rollout], *, complete: bool | None = None, size: GroupSize | None = None

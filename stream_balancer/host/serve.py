@@ -38,7 +38,7 @@ import anyio
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.steps.state import TRAIN, Item, RankId
-from stream_balancer.errors import ConfigError
+from stream_balancer.errors import AlreadyInUseError, ConfigError
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.batches import Batches
 from stream_balancer.host.columns import check_roles
@@ -101,7 +101,8 @@ async def serve(
 
     If ``serve`` is cancelled or raises, nothing is lost: what was not acknowledged stays in flight in the balancer, and
     the next ``serve`` delivers it again. Raises ValueError at once if ``transport`` is for another number of ranks than
-    ``balancer``; RankLostError, naming rank, step and cause.
+    ``balancer``; AlreadyInUseError while another ``serve`` delivers its batches; RankLostError, naming rank, step and
+    cause.
     """
     if not rejoin_timeout_s >= 0:
         raise ValueError(f"rejoin_timeout_s must be >= 0 (math.inf = wait for ever), not {rejoin_timeout_s}")
@@ -110,6 +111,11 @@ async def serve(
     check_roles(roles or {})
     if not isinstance(balancer, StreamBalancer):
         raise TypeError(f"serve() takes a StreamBalancer, in its event loop, not a {type(balancer).__name__}")
+    if balancer.parts.rank_states is not None:
+        raise AlreadyInUseError(
+            "another serve() delivers this balancer's batches already, and both would send their ranks parts of them: "
+            "let all ranks and producers connect to one. To serve elsewhere, cancel that one first"
+        )
     config = balancer.config
     if on_rank_loss == "replan" or move_late:
         _check_knobs(config, late=move_late)

@@ -21,8 +21,8 @@ from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.listener import over_tcp, split_address
 from stream_balancer.net.loops import Io
 from stream_balancer.net.messages import Join
-from stream_balancer.net.pool import Pool
 from stream_balancer.net.tls import check_tls
+from stream_balancer.wire.payload import Pool
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

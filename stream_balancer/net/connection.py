@@ -37,9 +37,8 @@ from stream_balancer.net.messages import (
     read_envelope,
     read_header,
 )  # fmt: skip
-from stream_balancer.net.pool import Pool
 from stream_balancer.net.tls import TlsSocket
-from stream_balancer.wire.payload import NOTHING, Memory, Payload
+from stream_balancer.wire.payload import NOTHING, Memory, Payload, Pool
 
 _log = logging.getLogger(__name__)
 # A rank's Join names its steps and their items, a producer's its slots. Memory of what has not come is not touched.

@@ -19,8 +19,8 @@ from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.loops import Io
 from stream_balancer.net.messages import Join
-from stream_balancer.net.pool import Pool
 from stream_balancer.net.tls import TlsSocket, check_tls
+from stream_balancer.wire.payload import Pool
 
 _log = logging.getLogger(__name__)
 MAX_STRANGERS = 1024

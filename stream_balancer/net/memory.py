@@ -13,7 +13,7 @@ from stream_balancer.net.connection import Connection
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.loops import Io, Job, in_loop
 from stream_balancer.net.messages import Join
-from stream_balancer.net.pool import Pool
+from stream_balancer.wire.payload import Pool
 
 _TOKEN = b"in one process"
 

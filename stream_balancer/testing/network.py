@@ -20,8 +20,8 @@ from stream_balancer.net.connection import Arrived, Connection, Failed, Welcomed
 from stream_balancer.net.listener import CLOSED
 from stream_balancer.net.memory import LoopIo, Wire
 from stream_balancer.net.messages import Join, Welcome
-from stream_balancer.net.pool import Pool
 from stream_balancer.net.service import Service
+from stream_balancer.wire.payload import Pool
 
 
 class MemoryNetwork:

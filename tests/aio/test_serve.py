@@ -123,6 +123,18 @@ async def test_a_transport_is_an_address_or_for_as_many_ranks() -> None:
             await sb.serve(balancer, "tcp://0.0.0.0:29400")
 
 
+async def test_a_second_serve_is_refused_and_the_first_one_goes_on() -> None:
+    async with serving(sb.StreamBalancer(knobs(1))) as (balancer, network, tasks):
+        await settle()
+        with pytest.raises(sb.errors.AlreadyInUseError, match="another serve.* delivers this balancer's batches"):
+            await sb.serve(balancer, MemoryNetwork(dp_size=1))
+        crew = Crew(network)
+        tasks.start_soon(crew.train, 0)
+        await put(balancer, 4)
+        balancer.end()
+    crew.check(balancer, 4)
+
+
 async def test_a_network_that_nobody_uses_any_more_is_freed() -> None:
     network = MemoryNetwork(dp_size=1)
     async with sb.StreamBalancer(knobs(1)) as balancer, anyio.create_task_group() as tasks:

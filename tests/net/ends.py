@@ -32,8 +32,7 @@ from stream_balancer.net.messages import (
     read_envelope,
     read_header,
 )  # fmt: skip
-from stream_balancer.net.pool import Pool
-from stream_balancer.wire.payload import Memory, Payload
+from stream_balancer.wire.payload import Memory, Payload, Pool
 
 TOKEN = b"0123456789abcdef"
 MOVERS = ["socket", "shared_memory", "torch_dist"]

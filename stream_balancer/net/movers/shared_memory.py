@@ -30,8 +30,7 @@ import numpy as np
 
 from stream_balancer.errors import WireError
 from stream_balancer.net.movers.common import Mover
-from stream_balancer.net.pool import Shelf, lease, room_for
-from stream_balancer.wire.payload import Memory
+from stream_balancer.wire.payload import Memory, Shelf, lease, room_for
 
 if TYPE_CHECKING:
     from stream_balancer.net.connection import Connection
