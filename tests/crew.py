@@ -95,7 +95,7 @@ class Crew:
 
     def kill(self, rank: int) -> None:
         """The process is gone, with its I/O thread."""
-        self.feeds[rank]._port.session._rejoin = False
+        self.feeds[rank]._port.session.line.rejoin = False
         self.peers[rank].cut()
 
     def dies(self, rank: int, step: int, when: str) -> None:

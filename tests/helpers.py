@@ -90,10 +90,10 @@ def give(step: Any, columns: Mapping[str, Sequence[torch.Tensor]]) -> None:
 def kill(peer: sb.RankFeed | sb.Producer) -> None:
     """Let it be gone without a word, as with its process; where it joins again, its network breaks."""
     session = _session_of(peer)
-    if isinstance(session.dialer, MemoryPeer):
-        session.dialer.cut("connection closed by peer")
-    elif session.connection is not None:
-        session.io.do(session.connection.abort)
+    if isinstance(session.line.dialer, MemoryPeer):
+        session.line.dialer.cut("connection closed by peer")
+    elif session.line.connection is not None:
+        session.io.do(session.line.connection.abort)
 
 
 def wire_of(of: sb.Producer | sb.RankFeed | MemoryPeer) -> MemoryPeer:

@@ -21,14 +21,14 @@ from typing import Annotated, Any, Protocol, TypeAlias
 import msgspec
 
 from stream_balancer.errors import WireError
-from stream_balancer.net.calls import Asked, Bytes, Pending
+from stream_balancer.net.line import Dialer
 from stream_balancer.net.listener import Listen, Listener
 from stream_balancer.net.loops import Signal
-from stream_balancer.net.service import Peer, Service
-from stream_balancer.net.session import Dialer, Session
+from stream_balancer.net.service import Asked, Peer, Service
+from stream_balancer.net.session import Pending, Session
 from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Decoded, Handle, Owner, Wanted, payload_of
-from stream_balancer.wire.payload import Payload, reader
+from stream_balancer.wire.payload import Encoded, Payload, reader
 
 _CALL_BYTES = 2**26
 """Asked for at once, unless one rollout is larger: replies are copied into their places one by one."""
@@ -131,7 +131,7 @@ class PayloadOwner(KeepsPayloads):
         self._service.io.do(self._service.close)
         super().close()
 
-    def _fetch(self, peer: Peer, asked: Asked) -> Bytes:
+    def _fetch(self, peer: Peer, asked: Asked) -> Encoded:
         missing: list[int] = []
         pieces: list[memoryview] = []
         for number, (key, degree, place, size) in enumerate(_parts_of(asked.args)):
@@ -145,7 +145,7 @@ class PayloadOwner(KeepsPayloads):
                 missing.append(number)
             else:
                 pieces += views
-        return Bytes(missing, Payload.of(*pieces))
+        return Encoded(missing, Payload.of(*pieces))
 
 
 class Source(Protocol):

@@ -32,8 +32,9 @@ from stream_balancer.errors import (
 )
 from stream_balancer.net import messages as m
 from stream_balancer.net.errors import ConnectionEnd
+from stream_balancer.net.line import Dialer
 from stream_balancer.net.loops import Signal, blocking_deadline
-from stream_balancer.net.session import Dialer, Session
+from stream_balancer.net.session import Session
 from stream_balancer.types import MicroBatch
 from stream_balancer.wire.codec import Decoded, decode
 from stream_balancer.wire.payload import Memory
@@ -173,12 +174,12 @@ class Port:
         with self.lock:
             # under the lock, as one picture: what comes in between would be said twice or not at all
             says = {"next_step": self.held.weights, "has": self.held.has()}
-            return self.who._asdict() | says | {"goes_on": self.session.problem is None}
+            return self.who._asdict() | says | {"goes_on": self.session.line.problem is None}
 
     def _flush(self, _: object = None) -> None:
         with self.lock:
             # without a connection they wait, and has() says at the next join what they would have
-            if self.session.connection is not None:
+            if self.session.line.connection is not None:
                 out, self.held.out = self.held.out, []
                 for report, payload in out:
                     self.session.send(report, payload)

@@ -25,11 +25,11 @@ from stream_balancer.client.slots import PutHead, RemoteSlots
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, ConfigError, WireError, WouldBlock
 from stream_balancer.facade import OfOneProcess, event_loop_here, facade, run, run_here
 from stream_balancer.net.address import TcpDialer, current_world
-from stream_balancer.net.calls import Pending
 from stream_balancer.net.errors import Cancelled
+from stream_balancer.net.line import Dialer
 from stream_balancer.net.loops import Signal
 from stream_balancer.net.messages import Message, Notify, Welcome
-from stream_balancer.net.session import Dialer, Session
+from stream_balancer.net.session import Pending, Session
 from stream_balancer.slots import Reservation, check_group
 from stream_balancer.statistics import Statistics
 from stream_balancer.types import Rollout
@@ -326,15 +326,15 @@ class Producer(OfOneProcess):
 
     def _on_open(self, welcome: Welcome) -> None:
         lost, needed = _welcome_of(welcome.about) or ([], [])
-        connection, label, dialer = self._session.connection, self._session.name, self._session.dialer
+        line = self._session.line
         if self._kept is not None:
             self._kept.retain({*needed})
-        elif self._direct and connection is not None:
+        elif self._direct and line.connection is not None:
             try:
-                if hasattr(dialer, "listen"):
-                    self._kept = PayloadOwner(dialer.listen, b"", label)
+                if hasattr(line.dialer, "listen"):
+                    self._kept = PayloadOwner(line.dialer.listen, b"", line.join.name)
                 else:
-                    self._kept = PayloadOwner.over_tcp(label, self._host or connection.local)
+                    self._kept = PayloadOwner.over_tcp(line.join.name, self._host or line.connection.local)
             except OSError as error:
                 text = f"payloads cannot be kept here: {error}. Give connect(host=) an address of this machine"
                 self._session.finish(lambda _: ConfigError(text))

@@ -7,8 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from stream_balancer.net.calls import Pending
-from stream_balancer.net.session import Session
+from stream_balancer.net.session import Pending, Session
 from stream_balancer.slots import Slot
 from stream_balancer.types import Rollout
 from stream_balancer.wire.payload import reader

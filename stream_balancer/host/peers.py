@@ -13,7 +13,6 @@ that the rank has no more is no fault, since it may have been on its way.
 from __future__ import annotations
 
 import logging
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from stream_balancer.host.ranks import Member
 from stream_balancer.host.sending import Sender
 from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import Join, Report
-from stream_balancer.net.service import Peer
+from stream_balancer.net.service import Host, Peer
 from stream_balancer.wire.codec import remote_of
 from stream_balancer.wire.payload import Memory
 
@@ -45,14 +44,15 @@ class Times(NamedTuple):
     waited_s: float | None
 
 
-class Peers(Sender):
+class Peers(Sender, Host):
     """Steps in flight, and what ranks and producers say while they are attended to."""
 
     async def attend(self) -> None:
         """Serve peers until cancelled."""
         self._producers = Producers(self.balancer, self.transport.service)
+        self.methods = self._producers.methods
         # versions come in the order in which they are set, also those of calls that are answered meanwhile
-        await self._producers.attend(self._admit, self._on_peer)
+        await self._producers.attend(self)
 
     is_over = False
     """Every rank has all, and was told of the end."""
@@ -61,8 +61,6 @@ class Peers(Sender):
         """End of attending. Unless all is over, ranks see a loss, and may come to the next ``serve``."""
         # producers stay: their puts go on, and the next serve() answers what is left
         for peer in [peer for member in self.ranks.connected for peer in member.peers.values()]:
-            # the transport may live on, with nobody who attends: this run must not live with it
-            peer.on_report, peer.on_end = lambda *_: None, lambda _: None
             if self.is_over:
                 # the news of the end arrives before
                 peer.close("all is done")
@@ -71,18 +69,18 @@ class Peers(Sender):
 
     # who comes and goes
 
-    def _admit(self, peer: Peer, join: Join) -> Any:
+    def admit(self, peer: Peer, join: Join) -> Any:
+        """See :class:`Host`, as all that follow."""
         if join.kind not in ("rank", "producer"):
             raise WireError(f"a {join.kind} joins, and nobody here expects one")
         return (self.ranks if join.kind == "rank" else self._producers).admit(peer, join)
 
-    def _on_peer(self, peer: Peer) -> None:
+    def on_peer(self, peer: Peer) -> None:
+        """A producer or a process of a rank has come in."""
         if peer.kind == "producer":
             self._producers.on_peer(peer)
             return
-        member, seat = self.ranks.attach(peer)
-        peer.on_report = partial(self._on_report, member, seat, peer)
-        peer.on_end = partial(self._on_end, member, seat, peer)
+        member = self.ranks.attach(peer)
         # only a role sends columns; from others not a byte is taken into memory
         peer.max_report_bytes = _COLUMN_BYTES if member.id.role else 0
         self.handed.note(member.came)
@@ -93,19 +91,33 @@ class Peers(Sender):
         member.note_readiness()
         self.wake()
 
-    def _on_end(self, member: Member, seat: int, peer: Peer, end: ConnectionEnd) -> None:
-        # one that was superseded or given up is lost already
-        if member.peers.get(seat) is peer:
-            self.ranks.detach(member, seat, end)
+    def on_end(self, peer: Peer, end: ConnectionEnd) -> None:
+        """A producer is gone, or a process of a rank."""
+        if peer.kind == "producer":
+            self._producers.on_end(peer, end)
+        elif (place := self._place_of(peer)) is not None:
+            self.ranks.detach(*place, end)
             self.wake()
+
+    def on_gone(self, peer: Peer, end: ConnectionEnd) -> None:
+        """A producer does not come back."""
+        if peer.kind == "producer":
+            self._producers.on_gone(peer, end)
+
+    def _place_of(self, peer: Peer) -> tuple[Member, int] | None:
+        """The rank and the seat of a process, if it has them: one that was superseded, given up, or left by the serve()
+        before this one is lost already."""
+        member, seat = self.ranks.get(peer.data.id), peer.data.seat
+        return None if member is None or member.peers.get(seat) is not peer else (member, seat)
 
     # what ranks report
 
-    def _on_report(self, member: Member, seat: int, peer: Peer, report: Report, memory: Memory | None) -> None:
+    def on_report(self, peer: Peer, report: Report, memory: Memory | None) -> None:
         """Raises WireError for what the rank cannot mean: the service ends its connection, and it is lost."""
-        # what one that was superseded or given up still says does not count
-        if member.peers.get(seat) is not peer:
+        place = self._place_of(peer)
+        if place is None:
             return
+        member, seat = place
         match report.fact:
             case "taken":
                 self.ledger.taken(member.id, seat, report.step, report.attempt)

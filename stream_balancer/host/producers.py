@@ -24,10 +24,9 @@ from stream_balancer.errors import BrokenResourceError, RolloutError, WireError
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.puts import PendingPut
 from stream_balancer.host.transport import Transport
-from stream_balancer.net.calls import Asked
 from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import Join, Notify
-from stream_balancer.net.service import Method, Peer, Service
+from stream_balancer.net.service import Asked, Host, Peer, Service
 from stream_balancer.slots import Slot
 from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Leases, Owner, RemoteRollout, decode_rollouts
@@ -67,7 +66,7 @@ async def attend(balancer: StreamBalancer, transport: Transport) -> None:
     """Answer producers until cancelled. If the balancer has ended by then, they are notified; else their puts stay
     where they are, and the next who attends takes them."""
     producers = Producers(balancer, transport.service)
-    await producers.attend(producers.admit, producers.on_peer)
+    await producers.attend(producers)
 
 
 class _Producer:
@@ -85,20 +84,18 @@ class _Producer:
         self.settled = anyio.Event()
 
 
-class Producers(Observer):
+class Producers(Host, Observer):
     """The producers of one balancer, while its service is attended to."""
 
     def __init__(self, balancer: StreamBalancer, service: Service) -> None:
         self._balancer, self._service = balancer, service
         self._parts = balancer.parts
         self._parts.producers.attended = True
-        self._methods: dict[str, Method] = {
+        self.methods = {
             "put": self._put, "declare": self._declare, "reserve": self._reserve, "release": self._release,
             "stale": self._stale, "version_after": self._version_after, "end": self._end,
             "statistics": self._statistics, "set_version": self._set_version,
         }  # fmt: skip
-        for peer in self._peers():
-            self._adopt(peer)
 
     # who is there
 
@@ -112,7 +109,6 @@ class Producers(Observer):
 
     def on_peer(self, peer: Peer) -> None:
         """A producer has come in, perhaps again."""
-        self._adopt(peer)
         # who will not join again is gone at once, with its slots
         peer.keep_s = _KEEP_S if _READ[_About](peer.join.about).rejoin else 0.0
         self._parts.producers.joined(peer.session, peer.name)
@@ -120,14 +116,14 @@ class Producers(Observer):
         if self._balancer.ended:
             self._say_end(peer)
 
-    async def attend(self, admit: Callable[[Peer, Join], Any], on_peer: Callable[[Peer], object]) -> None:
-        """Answer calls until cancelled, and pass every version on to all peers, ranks too. If the balancer has ended
+    async def attend(self, host: Host) -> None:
+        """Have it attend until cancelled, and pass every version on to all peers, ranks too. If the balancer has ended
         by then, producers are told."""
         self._balancer.observers.append(self)
         try:
             # those that were in before have heard nothing since
             self._pass_on()
-            await self._service.attend(self._methods, admit=admit, on_peer=on_peer)
+            await self._service.attend(host)
         finally:
             self._balancer.observers.remove(self)
             if self._balancer.ended:
@@ -160,13 +156,9 @@ class Producers(Observer):
         peer.ending = True
         peer.send(Notify(end=True))
 
-    def _adopt(self, peer: Peer) -> None:
+    def on_end(self, peer: Peer, end: ConnectionEnd) -> None:
+        """The connection of a producer is over: others may begin in its place."""
         producer: _Producer = peer.data
-        peer.on_end = lambda end: self._give_back(peer, producer, end)
-        peer.on_gone = lambda end: self._gone(peer, producer, end)
-
-    def _give_back(self, peer: Peer, producer: _Producer, end: ConnectionEnd) -> None:
-        """The connection is over: others may begin in its place."""
         slots, producer.slots = producer.slots, {}
         # it may come again and ask for them, until then others may begin
         producer.given_back |= {number: slot.left for number, slot in slots.items()}
@@ -194,9 +186,9 @@ class Producers(Observer):
                 _log.warning("%d rollouts begun at version %d: others have begun in their place", count, version)
                 yield number
 
-    def _gone(self, peer: Peer, producer: _Producer, end: ConnectionEnd) -> None:
+    def on_gone(self, peer: Peer, end: ConnectionEnd) -> None:
         """The producer does not come back."""
-        owner = producer.owner
+        owner = peer.data.owner
         if owner is not None:
             lost = self._parts.evict_lost(lambda one: _owner_of(one) == owner)
             if lost:

@@ -278,8 +278,8 @@ class Ranks(dict[RankId, Member]):
         if any(has != there for there in others.values()):
             raise refused_error("value", different_weights(about.id, has, others))
 
-    def attach(self, peer: Peer) -> tuple[Member, int]:
-        """A process that was admitted is here. What it has, the ledger is told. -> its rank, and its seat."""
+    def attach(self, peer: Peer) -> Member:
+        """A process that was admitted is here. What it has, the ledger is told. -> its rank."""
         about: About = peer.data
         one = about.id
         member = self[one]
@@ -303,7 +303,7 @@ class Ranks(dict[RankId, Member]):
         self._ledger.joined(
             one, about.seat, about.incarnation, about.has, weights=about.next_step, seats=about.seats, depth=about.depth
         )
-        return member, about.seat
+        return member
 
     # going
 

@@ -26,6 +26,12 @@ import anyio.lowlevel
 
 _log = logging.getLogger(__name__)
 Job = Callable[[], object]
+_TURNS = 2
+"""Turns of the event loop after a call that must wait, before the next one: who takes a batch needs one to hear that
+there is one, and one to take it. Without them calls fill the balancer faster than it is emptied, and nearly all of them
+wait, each in a task: the loop then spends half as much again on a put."""
+_TOGETHER = 16
+"""Calls whose replies wake the I/O thread once."""
 # a peer that does not answer must not keep a process from ending
 _LEAVE_S = 1.0
 _turn = threading.local()
@@ -352,3 +358,60 @@ class _LoopCaller:
 
 
 _CALLERS: weakref.WeakKeyDictionary[Any, _LoopCaller] = weakref.WeakKeyDictionary()
+
+
+class Inbox:
+    """Jobs that run in order where somebody works them off: in an event loop, or where they come from. Until somebody
+    does they wait."""
+
+    def __init__(self, io: Io) -> None:
+        self._io = io
+        self._wake: Job = lambda: None
+        self.jobs: deque[Job] = deque()
+        self.waits = self._woken = False
+        """Set by a job that has begun a task."""
+
+    def do(self, job: Job) -> None:
+        """Run it there. From any thread."""
+        # before the flag is looked at, as the loop clears it before it looks at the jobs
+        self.jobs.append(job)
+        if not self._woken:
+            self._woken = True
+            self._wake()
+
+    async def work_off(self) -> None:
+        """Run them in this event loop, until cancelled."""
+        loop = in_loop()
+        try:
+            while True:
+                event = anyio.Event()
+                self._wake = partial(loop, event.set)
+                # before the jobs are looked at: who adds one later wakes again
+                self._woken = False
+                while self.jobs:
+                    self._io.hold(self._some)
+                    # one call that waits ends the group: its task must begin before the next call is looked at
+                    if self.waits:
+                        self.waits = False
+                        for _ in range(_TURNS if self.jobs else 0):
+                            await anyio.lowlevel.checkpoint()
+                await event.wait()
+        finally:
+            self._wake = lambda: None
+
+    def work_off_here(self) -> None:
+        """Run them in the I/O thread, for good: none may wait or take long."""
+        # no loop to wake: jobs run where they come from, in the I/O thread
+        self._wake = self._drain
+        self._io.do(self._drain)
+
+    def _drain(self) -> None:
+        self._woken = False
+        while self.jobs:
+            self._some()
+
+    def _some(self) -> None:
+        for _ in range(min(len(self.jobs), _TOGETHER)):
+            self.jobs.popleft()()
+            if self.waits:
+                break

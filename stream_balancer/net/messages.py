@@ -27,6 +27,11 @@ PROTOCOL = 3
 MAX_MESSAGE_BYTES = 2**26
 # lists of a message are bounded, so that decoding one cannot take memory without end
 MAX_ENTRIES = 2**18
+SMALL = 2**16
+"""Bytes that are sent in the thread that asks, if nothing else is on its way. Many at a time go together, which costs
+fewer wake-ups."""
+CALL_BYTES = 512
+"""Bytes that a call without payload counts for."""
 SOCKET = 0
 """``via`` of bytes that follow their message."""
 _MANY, _FEW = msgspec.Meta(max_length=65_536), msgspec.Meta(max_length=16)

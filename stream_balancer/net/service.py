@@ -2,50 +2,88 @@
 
 ::
 
-    I/O thread     arrived, calls, reports, ends  --jobs, in order-->  attend()    admit, on_peer, methods, on_end
+    I/O thread     arrived, calls, reports, ends  --jobs, in order-->  attend()    a Host
     I/O thread     connection.send                <---io.do---------   replies, Peer.send
 
 A service lives as long as its address does. Who attends to it may change: while nobody does, peers that knock wait, and
 so do calls; the next who attends finds them, and those that the last one has left without a reply. See
-:mod:`stream_balancer.net.calls` for the conversation.
+:mod:`stream_balancer.net.session` for the conversation.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import anyio
 import anyio.abc
-import anyio.lowlevel
 import msgspec
 
 from stream_balancer.errors import AlreadyInUseError, RefusedError, WireError
 from stream_balancer.net import movers as ways
-from stream_balancer.net.calls import Asked
 from stream_balancer.net.connection import Connection
-from stream_balancer.net.errors import ConnectionEnd
+from stream_balancer.net.errors import ConnectionEnd, name_of
 from stream_balancer.net.listener import Listen
-from stream_balancer.net.loops import Job, in_loop
-from stream_balancer.net.messages import Call, Cancel, Join, Message, Reply, Report, Welcome
-from stream_balancer.wire.payload import NOTHING, Memory, Payload
+from stream_balancer.net.loops import Inbox, Job
+from stream_balancer.net.messages import CALL_BYTES, SMALL, Call, Cancel, Join, Message, Reply, Report, Welcome
+from stream_balancer.wire.payload import NOTHING, Encoded, Memory, Payload
 
 _log = logging.getLogger("stream_balancer.net")
-_TURNS = 2
-"""Turns of the event loop after a call that must wait, before the next one: who takes a batch needs one to hear that
-there is one, and one to take it. Without them calls fill the balancer faster than it is emptied, and nearly all of them
-wait, each in a task: the loop then spends half as much again on a put."""
-_TOGETHER = 16
-"""Calls whose replies wake the I/O thread once."""
+
+Method: TypeAlias = Callable[["Peer", "Asked"], Any]
+"""Returns the value, an Encoded, or a coroutine for what must wait. Whatever depends on the order of calls happens
+before it returns. WireError ends the connection; any other Exception is the reply."""
 
 
-Method: TypeAlias = Callable[["Peer", Asked], Any]
-"""Returns the value, Bytes, or a coroutine for what must wait. Whatever depends on the order of calls happens before
-it returns. WireError ends the connection; any other Exception is the reply."""
+class Host:
+    """Attendant of peers: in an event loop, but for the methods of :meth:`Service.answer_here`."""
+
+    methods: Mapping[str, Method] = {}
+    """Calls that are answered."""
+
+    def admit(self, peer: Peer, join: Join) -> Any:
+        """A peer has proven itself. What this returns goes into the welcome, and RefusedError refuses."""
+
+    def on_peer(self, peer: Peer) -> None:
+        """A peer has come in, perhaps one that was lost."""
+
+    def on_report(self, peer: Peer, report: Report, memory: Memory | None) -> None:
+        """Raises WireError for what it cannot mean."""
+
+    def on_end(self, peer: Peer, end: ConnectionEnd) -> None:
+        """A connection is over; another one may follow within ``peer.keep_s``."""
+
+    def on_gone(self, peer: Peer, end: ConnectionEnd) -> None:
+        """A peer does not come back any more."""
+
+
+class Asked:
+    """A call of a peer, until its reply."""
+
+    __slots__ = ("args", "cancelled", "memory", "method", "nbytes", "number", "peer")
+
+    def __init__(self, peer: Peer, call: Call, memory: Memory | None) -> None:
+        self.peer, self.number, self.method, self.args, self.memory = peer, call.number, call.method, call.args, memory
+        self.nbytes = CALL_BYTES + (0 if memory is None else memory.size)
+        self.cancelled = False
+
+    def reply(self, value: Any = None, error: str = "") -> None:
+        """The one reply. From any thread."""
+        value, payload = value if isinstance(value, Encoded) else (value, NOTHING)
+        # encoded in the thread that answers: what cannot be written raises where the method was called
+        raw = value if isinstance(value, msgspec.Raw) else msgspec.Raw(msgspec.msgpack.encode(value))
+        self.memory = None
+        # alone and small, sending it here saves a thread switch; many together go in one turn of the I/O thread
+        small = len(self.peer.open) == 1 and payload.total <= SMALL
+        self.peer.io.do(partial(self.peer.answer, self, Reply(self.number, raw, error), payload), here=small)
+
+    def refuse(self, error: Exception) -> None:
+        """An error is the reply."""
+        name, text = name_of(error)
+        self.reply(text, name)
 
 
 class Peer:
@@ -63,11 +101,6 @@ class Peer:
         """Bytes that may come behind a Report."""
         self.data: Any = None
         """The host's."""
-        self.on_report: Callable[[Report, Memory | None], object] = lambda *_: None
-        self.on_end: Callable[[ConnectionEnd], object] = lambda _: None
-        """Called when a connection is over; another one may follow within ``keep_s``."""
-        self.on_gone: Callable[[ConnectionEnd], object] = lambda _: None
-        """Called once it does not come back any more."""
         self.connection: Connection | None = None
         """None while it is lost."""
         self.end: ConnectionEnd | None = None
@@ -128,7 +161,7 @@ class Peer:
         """The session will not come back: what is open has nobody to answer."""
         self.open, self._done = {}, {}
         # counted over all sessions: what this one has staged would be missing for ever
-        self._service.staging.add(self, -self.staged)
+        self._service.stage(self, -self.staged)
 
     def admit(self, message: Message, total: int) -> None:
         """Raises WireError for bytes that may not come, among them those beyond what Welcome has allowed."""
@@ -166,19 +199,19 @@ class Peer:
                 raise WireError("more calls without a reply than were allowed")
             self._next += 1
             asked = self.open[number] = Asked(self, message, memory)
-            service.staging.add(self, asked.nbytes)
-            service.do(self, partial(service.begin, asked))
+            service.stage(self, asked.nbytes)
+            service.do(partial(service.begin, asked))
 
     def _receive_other(self, message: Message, memory: Memory | None) -> None:
         if isinstance(message, Cancel):
             asked = self.open.get(message.number)
             if asked is not None:
                 asked.cancelled = True
-                self._service.do(self, partial(self._service.cancel, asked))
+                self._service.do(partial(self._service.cancel, asked))
             elif message.number >= self._heard:
                 raise WireError(f"call {message.number} is cancelled before it was made")
         elif isinstance(message, Report) and self.kind == "rank":
-            self._service.do(self, lambda: self.on_report(message, memory))
+            self._service.do(partial(self._service.report, self, message, memory))
         else:
             raise WireError(f"a {type(message).__name__} message from a {self.kind}")
 
@@ -186,8 +219,8 @@ class Peer:
         """The connection is over. Calls go on: their replies are remembered."""
         # replies from here on are remembered, and go out on the next connection
         connection, self.live = self.live, None
-        self._service.staging.read_on(self)
-        self._service.do(self, partial(self._service.lost, self, connection, end))
+        self._service.read_on(self)
+        self._service.do(partial(self._service.lost, self, connection, end))
 
     def answer(self, asked: Asked, reply: Reply, payload: Payload) -> None:
         """The one reply to a call."""
@@ -195,44 +228,12 @@ class Peer:
         if self.open.get(asked.number) is not asked:
             return
         del self.open[asked.number]
-        self._service.staging.add(self, -asked.nbytes)
+        self._service.stage(self, -asked.nbytes)
         if self.keep_s > 0:
             self._done[asked.number] = reply, payload
         # else the caller has not repeated it on this connection yet, and gets the reply when it does
         if asked.number < self._heard and self.live is not None:
             self.live.send(reply, payload)
-
-
-class Staging:
-    """Bytes of calls without a reply, over all sessions. In the I/O thread.
-
-    Beyond what all of them together may stage, a session with something staged is not read from, until its replies, or
-    those of others, make room. One with nothing staged always is, so nobody waits for nothing."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes, self.nbytes = most_bytes, 0
-        self.paused: dict[Peer, Connection] = {}
-
-    def add(self, peer: Peer, nbytes: int) -> None:
-        """Calls of so many bytes have come; or, below 0, were answered."""
-        peer.staged += nbytes
-        self.nbytes += nbytes
-        if nbytes > 0:
-            # after it was taken: one call a session always is, so a full budget stops nobody for good
-            if self.nbytes > self.most_bytes and peer.live is not None and peer not in self.paused:
-                self.paused[peer] = peer.live
-                peer.live.pause()
-        elif self.paused:
-            # a little below the bound, or each reply would wake all and the next call pause them again
-            everybody = self.nbytes <= self.most_bytes * 3 // 4
-            for one in [*self.paused] if everybody else [] if peer.open else [peer]:
-                self.read_on(one)
-
-    def read_on(self, peer: Peer) -> None:
-        """Read from it again, if it was not and its connection is still there."""
-        connection = self.paused.pop(peer, None)
-        if connection is not None:
-            connection.resume()
 
 
 class Service:
@@ -248,18 +249,19 @@ class Service:
         self.peers: dict[bytes, Peer] = {}
         """By session; those that are lost too, for as long as they may come back."""
         self._movers = ways.available(movers)
-        self._methods: Mapping[str, Method] = {}
-        self._admit: Callable[[Peer, Join], Any] = lambda *_: None
-        self._on_peer: Callable[[Peer], object] = lambda _: None
+        self.host = Host()
+        """Attendant of now."""
         self._tasks: anyio.abc.TaskGroup | None = None
         self._begun: dict[Asked, anyio.CancelScope] = {}
-        self._jobs: deque[tuple[Peer | None, Job]] = deque()
         # of the I/O thread
-        self.staging = Staging(most_staged_bytes)
-        self._wake: Callable[[], object] = lambda: None
-        self._waits = self._woken = False
-        self._listening = listen(lambda connection, join: self.do(None, partial(self._decide, connection, join)))
+        self.staged, self._most_staged = 0, most_staged_bytes
+        self.paused: dict[Peer, Connection] = {}
+        """Peers that are not read from."""
+        self._listening = listen(lambda connection, join: self.do(partial(self._decide, connection, join)))
         self.io, self.address = self._listening.io, self._listening.address
+        self._inbox = Inbox(self.io)
+        self.do = self._inbox.do
+        """Run a job where peers are attended to, in order. From any thread."""
 
     def close(self, reason: str = "") -> None:
         """No more peers; those that are in are let go. In the event loop, when nobody attends any more."""
@@ -272,75 +274,51 @@ class Service:
 
     # who attends
 
-    async def attend(
-        self, methods: Mapping[str, Method], *, admit: Callable[[Peer, Join], Any] = lambda *_: None,
-        on_peer: Callable[[Peer], object] = lambda _: None,
-    ) -> None:  # fmt: skip
-        """Answer calls in this event loop, until cancelled. ``admit``: of a peer that has proven itself; what it
-        returns goes into the welcome, and RefusedError refuses. ``on_peer``: whenever one has come in, again if it is
-        one that was lost."""
+    async def attend(self, host: Host) -> None:
+        """Answer calls in this event loop, until cancelled."""
         if self._tasks is not None:
             raise AlreadyInUseError(f"peers at {self.address} are attended to already: one serve() at a time")
-        self._methods, self._admit, self._on_peer = methods, admit, on_peer
+        self.host = host
         try:
             async with anyio.create_task_group() as self._tasks:
                 # by itself: whoever waits here is not woken for each call
-                self._tasks.start_soon(self._work_off)
+                self._tasks.start_soon(self._inbox.work_off)
         finally:
-            self._tasks, self._wake = None, lambda: None
+            self._tasks, self.host = None, Host()
             left, self._begun = self._begun, {}
             # calls that were begun and not answered come first for the next who attends, in their order
-            self._jobs.extendleft((asked.peer, partial(self.begin, asked)) for asked in reversed(left))
-
-    async def _work_off(self) -> None:
-        loop = in_loop()
-        while True:
-            event = anyio.Event()
-            self._wake = partial(loop, event.set)
-            # before the jobs are looked at: who adds one later wakes again
-            self._woken = False
-            while self._jobs:
-                self.io.hold(self._some)
-                # one call that waits ends the group: its task must begin before the next call is looked at
-                if self._waits:
-                    self._waits = False
-                    for _ in range(_TURNS if self._jobs else 0):
-                        await anyio.lowlevel.checkpoint()
-            await event.wait()
+            self._inbox.jobs.extendleft(partial(self.begin, asked) for asked in reversed(left))
 
     def answer_here(self, methods: Mapping[str, Method]) -> None:
         """Answer calls in the I/O thread, for good: with methods that neither wait nor take long."""
-        self._methods = methods
-        # no loop to wake: jobs run where they come from, in the I/O thread
-        self._wake = self._drain
-        self.io.do(self._drain)
-
-    def _drain(self) -> None:
-        self._woken = False
-        while self._jobs:
-            self._some()
-
-    def _some(self) -> None:
-        for _ in range(min(len(self._jobs), _TOGETHER)):
-            peer, job = self._jobs.popleft()
-            try:
-                job()
-            except WireError as error:
-                if peer is None:
-                    raise
-                peer.fail(error)
-            if self._waits:
-                break
+        self.host.methods = methods
+        self._inbox.work_off_here()
 
     # in the I/O thread
 
-    def do(self, peer: Peer | None, job: Job) -> None:
-        """Run it where peers are attended to, in order. A WireError that it raises ends the peer's connection."""
-        # before the flag is looked at, as the loop clears it before it looks at the jobs
-        self._jobs.append((peer, job))
-        if not self._woken:
-            self._woken = True
-            self._wake()
+    def stage(self, peer: Peer, nbytes: int) -> None:
+        """Calls of so many bytes have come; or, below 0, were answered.
+
+        Beyond what all sessions together may stage, one with something staged is not read from, until its replies, or
+        those of others, make room. One with nothing staged always is, so nobody waits for nothing."""
+        peer.staged += nbytes
+        self.staged += nbytes
+        if nbytes > 0:
+            # after it was taken: one call a session always is, so a full budget stops nobody for good
+            if self.staged > self._most_staged and peer.live is not None and peer not in self.paused:
+                self.paused[peer] = peer.live
+                peer.live.pause()
+        elif self.paused:
+            # a little below the bound, or each reply would wake all and the next call pause them again
+            everybody = self.staged <= self._most_staged * 3 // 4
+            for one in [*self.paused] if everybody else [] if peer.open else [peer]:
+                self.read_on(one)
+
+    def read_on(self, peer: Peer) -> None:
+        """Read from it again, if it was not and its connection is still there."""
+        connection = self.paused.pop(peer, None)
+        if connection is not None:
+            connection.resume()
 
     # in the event loop
 
@@ -357,7 +335,7 @@ class Service:
         if peer is None or not known:
             peer = Peer(self, join)
         try:
-            about = self._admit(peer, join)
+            about = self.host.admit(peer, join)
         except (RefusedError, WireError) as error:
             self.io.do(partial(connection.fail, error))
             return
@@ -369,7 +347,7 @@ class Service:
         )  # fmt: skip
         # before on_peer: what the host sends there must come behind the welcome
         self.io.do(partial(peer.let_in, connection, welcome))
-        self._on_peer(peer)
+        self.host.on_peer(peer)
 
     def lost(self, peer: Peer, connection: Connection | None, end: ConnectionEnd) -> None:
         """A connection is over."""
@@ -379,10 +357,10 @@ class Service:
         peer.connection, peer.end = None, end
         if end.kind == "refused":
             _log.warning("the connection to %s %s was closed: %s", peer.kind, peer.name, end.text)
-        peer.on_end(end)
+        self.host.on_end(peer, end)
         # who closed on purpose does not come back
         if end.kind == "lost" and peer.keep_s > 0:
-            gone = partial(self.do, peer, partial(self._gone, peer, end))
+            gone = partial(self.do, partial(self._gone, peer, end))
             self.io.do(lambda: self.io.after(peer.keep_s, gone))
         else:
             self._gone(peer, end)
@@ -396,7 +374,7 @@ class Service:
                 if asked.peer is peer:
                     self.cancel(asked)
             self.io.do(peer.leave)
-            peer.on_gone(end)
+            self.host.on_gone(peer, end)
 
     def cancel(self, asked: Asked) -> None:
         """Take a call back, if it waits or was not begun."""
@@ -404,23 +382,31 @@ class Service:
         if asked in self._begun:
             self._begun[asked].cancel()
 
+    def report(self, peer: Peer, report: Report, memory: Memory | None) -> None:
+        """A fact that nobody answers."""
+        try:
+            self.host.on_report(peer, report, memory)
+        except WireError as error:
+            peer.fail(error)
+
     def begin(self, asked: Asked) -> None:
         """Begin a call, unless it was taken back. What need not wait has its reply at once."""
         if asked.cancelled:
             asked.reply("", "Cancelled")
             return
-        peer: Peer = asked.peer
+        peer = asked.peer
         # its session was given up while the call waited in line
         if self.peers.get(peer.session) is not peer:
             return
-        method = self._methods.get(asked.method)
-        # not a reply: another version, or no producer of ours, is at the other end
-        if method is None:
-            raise WireError(f"a call of {asked.method!r}, which is not among {', '.join(self._methods)}")
+        method = self.host.methods.get(asked.method)
         try:
+            # not a reply: another version, or no producer of ours, is at the other end
+            if method is None:
+                raise WireError(f"a call of {asked.method!r}, which is not among {', '.join(self.host.methods)}")
             result = method(peer, asked)
-        except WireError:
-            raise
+        except WireError as error:
+            peer.fail(error)
+            return
         except Exception as error:  # noqa: BLE001 - the reply
             asked.refuse(error)
             return
@@ -430,7 +416,7 @@ class Service:
         assert self._tasks is not None
         # one for each call: a Cancel takes back its own and nothing else
         scope = self._begun[asked] = anyio.CancelScope()
-        self._waits = True
+        self._inbox.waits = True
         self._tasks.start_soon(self._finish, asked, scope, result)
 
     async def _finish(self, asked: Asked, scope: anyio.CancelScope, coroutine: Coroutine[Any, Any, Any]) -> None:

@@ -1,106 +1,163 @@
-"""The joining end: the calls of one session (:mod:`stream_balancer.net.calls`), over one connection after the other.
+"""The joining end: numbered Calls, exactly one Reply each, and Cancel in between; over one connection after the other.
+For producers, ranks and fetchers alike. The answering end is :mod:`stream_balancer.net.service`.
+
+::
+
+    Session    ask -> waiting -> Call ----------->  admit (sizes before memory) -> open -> method      Peer
+    Session    done <- Reply <--------------------  remembered until the caller has seen it
+
+* At most ``max_calls`` calls and ``staged_bytes`` bytes have no reply; the rest waits where it was made. A larger call
+  travels alone, up to ``max_call_bytes``.
+* A call that is cancelled gets its reply too, and the reply decides: not accepted, or accepted already.
+* After a lost connection the same session sends the same numbers again. The answerer knows which it has answered, which
+  are being worked on, and which are new. If it knows nothing (started again), ``sent_before`` is set and the call's
+  ``accepted_if`` names the error that means "the first time was accepted".
 
 All state belongs to the I/O thread; callers hand their calls in.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import secrets
-import socket
+import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import anyio
 import msgspec
 
 from stream_balancer.errors import (
     BrokenResourceError,
     ClosedResourceError,
-    ConfigError,
     RefusedError,
+    RolloutError,
     WireError,
     refused_error,
     to_raise,
 )  # fmt: skip
-from stream_balancer.net import movers
-from stream_balancer.net.calls import SMALL, Answered, Pending, cancel_again
-from stream_balancer.net.connection import Connection, Failed, Welcomed
-from stream_balancer.net.errors import Cancelled, ConnectionEnd
-from stream_balancer.net.loops import Io, Job, Signal, blocking_deadline
-from stream_balancer.net.messages import Call, Cancel, Join, Message, Notify, Reply, Welcome
-from stream_balancer.wire.payload import NOTHING, Memory, Payload
+from stream_balancer.net.connection import Connection
+from stream_balancer.net.errors import Cancelled, ConnectionEnd, error_of
+from stream_balancer.net.line import FINAL, Dialer, Line
+from stream_balancer.net.loops import Job, Signal, blocking_deadline
+from stream_balancer.net.messages import CALL_BYTES, NIL, SMALL, Call, Cancel, Message, Notify, Reply, Welcome
+from stream_balancer.wire.payload import NOTHING, Memory, Payload, reader
 
-_log = logging.getLogger("stream_balancer.net")
-# after the first try, which is made at once
-_AGAIN_S, _MOST_AGAIN_S = 0.02, 1.0
-# a connection that lasts so long is built again at once, too
-_RESTED_S = 0.1
-# controllers often start last; imports of torch take seconds
-_WARN_AFTER_S, _WARN_AGAIN_S = 5.0, 60.0
-# a later try to connect would find the same
-_FINAL = (RefusedError, ConfigError, BrokenResourceError, ClosedResourceError)
+_text_of = reader(str, "the text of an error")
+
+
+class Answered(NamedTuple):
+    """The value of a reply, and the bytes that came behind it."""
+
+    value: msgspec.Raw
+    memory: Memory | None
+
+
+class Pending:
+    """A call until its reply."""
+
+    __slots__ = (
+        "accepted_if", "answer", "args", "cancelled", "error", "method", "name", "nbytes", "number", "payload",
+        "reply_bytes", "sent_before", "signal", "waits_for",
+    )  # fmt: skip
+
+    def __init__(
+        self, method: str, args: Any = None, payload: Payload = NOTHING, *, name: str = "", accepted_if: str = "",
+        reply_bytes: int = 0, waits_for: str = "the controller is busy",
+    ) -> None:  # fmt: skip
+        """``name``: for errors. ``accepted_if``: the name of the error that, after a repetition, means that the first
+        call was accepted. ``reply_bytes``: the most that may come behind the reply. ``waits_for``: why no reply comes.
+        """
+        self.method, self.payload, self.accepted_if, self.waits_for = method, payload, accepted_if, waits_for
+        self.name, self.reply_bytes = name or f"{method}()", reply_bytes
+        # in the caller's thread, at its own line: the I/O thread has nobody to raise to
+        self.args = args if isinstance(args, msgspec.Raw) else msgspec.Raw(msgspec.msgpack.encode(args))
+        self.nbytes = CALL_BYTES + payload.total
+        self.number: int | None = None
+        self.signal = Signal()
+        self.answer = Answered(NIL, None)
+        self.error: Exception | None = None
+        self.cancelled = self.sent_before = False
+
+    @property
+    def was_sent(self) -> bool:
+        """The other end may have it, and may have accepted it."""
+        return self.number is not None or self.sent_before
+
+    @property
+    def fate(self) -> str:
+        """Fate of the call as known without a reply."""
+        if self.was_sent:
+            return "whether it was accepted is not known"
+        return "it had not been sent, so it was not accepted"
+
+    @property
+    def advice(self) -> str:
+        """Advice for a reply that does not come any more."""
+        if not self.accepted_if:
+            return "Connect again, and ask again"
+        means = f": a {self.accepted_if} then means that the first put was accepted" if self.was_sent else ""
+        return f"Connect and put it again{means}"
+
+    def resolve(self, error: Exception | None, answer: Answered | None = None) -> None:
+        """The reply; the first one counts."""
+        # a reply and the loss of the connection may come in either order
+        if not self.signal.is_set:
+            self.error, self.answer, self.payload = error, answer or self.answer, NOTHING
+            self.signal.set()
+
+    def too_large(self, limits: Welcome) -> Exception:
+        """The error where no connection with these limits may bring it."""
+        return RolloutError(
+            f"{self.name} takes {self.payload.total} bytes, more than the controller's max_put_bytes "
+            f"({limits.max_call_bytes}). Raise max_put_bytes of the transport, or put less at once"
+        )
+
+    def error_in(self, reply: Reply) -> Exception | None:
+        """The error of its reply, as the method raised it. Raises WireError for one that cannot be read."""
+        # the first time was accepted, and its reply was lost with the connection
+        if not reply.error or (self.sent_before and reply.error == self.accepted_if):
+            return None
+        if reply.error == "Cancelled":
+            if self.cancelled:
+                return Cancelled()
+            return ClosedResourceError(f"{self.name} waited while this end was closed, or ended: it was not granted")
+        return error_of(reply.error, _text_of(reply.value))
+
+    def lost(self, whom: str, cause: str) -> Exception:
+        """The error where the connection is lost for good."""
+        return BrokenResourceError(f"{whom} was lost while {self.name} waited: {cause}; {self.fate}. {self.advice}")
+
 
 Over: TypeAlias = Callable[[Pending], Exception]
 """The error that calls raise when there is no connection any more."""
 
 
-class Dialer(Protocol):
-    """A way to the other end."""
-
-    @property
-    def io(self) -> Io:
-        """Where its connections live."""
-        ...
-
-    def dial(self, join: Join, welcomed: Welcomed, failed: Failed) -> None:
-        """Connect in the background. Either is called in the I/O thread, once; ``welcomed`` sets the handler."""
-
-
-def own_name() -> str:
-    """Host and process, for logs and errors."""
-    return f"{socket.gethostname()}:{os.getpid()}"
-
-
 class Session:
-    """Dials, and dials again; handler of its connections."""
+    """The calls of one caller; handler of its connections."""
 
     def __init__(
-        self, dialer: Dialer, kind: str, *, name: str = "", about: Any = None, rejoin: bool = False,
-        movers: Sequence[str] = (), linger_s: float = 5.0, connect_timeout_s: float | None = None,
-        once: bool = False, whom: str = "the controller", on_open: Callable[[Welcome], object] = lambda _: None,
+        self, dialer: Dialer, kind: str, *, linger_s: float = 5.0, whom: str = "the controller",
+        takes_leave: bool = False, on_open: Callable[[Welcome], object] = lambda _: None,
         admit: Callable[[Message, int], object] | None = None,
         on_message: Callable[[Message, Memory | None], object] | None = None,
-        on_end: Callable[[Exception], object] = lambda _: None, takes_leave: bool = False,
+        on_end: Callable[[Exception], object] = lambda _: None, **line: Any,
     ) -> None:  # fmt: skip
-        """Connects once :meth:`begin` is called. ``about``: what is said of this end when it joins; a function is asked
-        anew each time. ``rejoin``: a lost connection fails nothing. ``linger_s``: how long a close, and the reply to a
-        cancelled call, is waited for. ``connect_timeout_s``: for the first connection. ``once``: a try that fails is
-        the last. ``whom``: the other end, for errors.
+        """Connects once :meth:`begin` is called. ``linger_s``: how long a close, and the reply to a cancelled call, is
+        waited for. ``whom``: the other end, for errors. ``line``: options of the :class:`Line`.
 
         All in the I/O thread: ``on_open`` when connected, ``admit`` before bytes behind a message are allocated (raises
         WireError; default: none are taken), ``on_message`` for all but replies, ``on_end`` once: with RefusedError,
         ConfigError (no such host), WireError, or a ConnectionEnd. ``takes_leave``: what was sent without a reply must
         arrive before it has left: if the connection is lost first, it joins again, where it may, to say so."""
-        if connect_timeout_s is not None and not connect_timeout_s > 0:
-            raise ValueError(f"connect_timeout_s must be > 0 or None, not {connect_timeout_s}")
-        self.io, self.kind, self.name, self.whom, self.linger_s = dialer.io, kind, name or own_name(), whom, linger_s
-        self.connection: Connection | None = None
+        self.line, self.io = Line(self, dialer, kind, **line), dialer.io
+        self.kind, self.whom, self.linger_s = kind, whom, linger_s
         self.version: int | None = None
         """The policy version that was passed on last."""
-        self.problem: str | None = "nobody has answered yet"
-        """Why there is no connection yet; None once there was one."""
-        self.dialer, self._about, self._rejoin, self._once = dialer, about, rejoin, once
-        self._timeout_s = connect_timeout_s
-        # the session number stays for all connections: by it the other end finds what it remembers
-        self._join = Join(b"", kind, self.name, secrets.token_bytes(16), tuple(movers))
         self._on_open, self._admit, self._on_message, self._on_end = on_open, admit, on_message, on_end
-        self._is_closing, self._takes_leave = False, takes_leave and rejoin
+        self._is_closing, self._takes_leave = False, takes_leave and self.line.rejoin
         self._left = Signal()
-        self._delay_s = 0.0
-        self._timers: list[Job] = []
+        self._stop_waiting: Job = lambda: None
         # calls without a reply: those that wait for a connection, or for room; those that were sent, by number
         self._waiting: deque[Pending] = deque()
         self._sent: dict[int, Pending] = {}
@@ -148,14 +205,14 @@ class Session:
             raise self._in_vain(pending) if timed_out else interruption
         if not hasattr(blocking_deadline, "at"):
             if pending.error is None:
-                cancel_again()
+                _cancel_again()
         elif not timed_out:
             # Ctrl-C is raised where it was pressed, even if the call was accepted
             raise interruption
 
     def _in_vain(self, pending: Pending) -> TimeoutError:
         what = "was not accepted" if pending.accepted_if else "had no answer"
-        why = f"not connected: {self.problem}" if self.problem else pending.waits_for
+        why = f"not connected: {self.line.problem}" if self.line.problem else pending.waits_for
         return TimeoutError(f"{pending.method}() {what} within {blocking_deadline.timeout_s} s: {why}")
 
     def submit(self, pending: Pending) -> None:
@@ -166,13 +223,13 @@ class Session:
 
     def send(self, message: Message, payload: Payload = NOTHING) -> None:
         """A message; dropped while there is no connection."""
-        connection = self.connection
+        connection = self.line.connection
         if connection is not None:
             connection.send(message, payload)
 
     def begin(self) -> None:
         """Begin to connect."""
-        self.io.do(self._begin)
+        self.io.do(self.line.begin)
 
     def close(self) -> None:
         """Leave: take back what has no reply, then close the connection. Never blocks. Idempotent."""
@@ -192,7 +249,7 @@ class Session:
 
     def _send(self) -> None:
         """Send the calls that have room, strictly in order: a small one must not overtake a large one that waits."""
-        connection, limits = self.connection, self._limits
+        connection, limits = self.line.connection, self._limits
         while self._waiting:
             pending = self._waiting[0]
             # resolved: it was taken back while it waited
@@ -276,7 +333,7 @@ class Session:
 
     def finish(self, over: Over) -> None:
         """No more calls, and no more replies: calls raise what ``over`` says, and nothing is dialled again."""
-        self._over = self._over or over
+        self._over, self.line.wanted = self._over or over, self._is_closing and self._takes_leave
         sent, self._sent, self._staged = self._sent, {}, 0
         for pending in sent.values():
             pending.resolve(over(pending))
@@ -285,62 +342,8 @@ class Session:
 
     # connections, in the I/O thread
 
-    def _begin(self) -> None:
-        self._after(_WARN_AFTER_S, self._warn)
-        if self._timeout_s is not None:
-            self._after(self._timeout_s, self._give_up)
-        self._dial()
-
-    def _after(self, seconds: float, job: Job) -> None:
-        self._timers.append(self.io.after(seconds, job))
-
-    def _stop_timers(self) -> None:
-        while self._timers:
-            self._timers.pop()()
-
-    def _warn(self) -> None:
-        if self.connection is None:
-            _log.warning("%s is not connected: %s; trying again", self.name, self.problem or "the connection was lost")
-            self._after(_WARN_AGAIN_S, self._warn)
-
-    def _give_up(self) -> None:
-        self._fail(
-            BrokenResourceError(
-                f"not connected within connect_timeout_s={self._timeout_s}: {self.problem}. Start the controller "
-                "first, or check the address"
-            )
-        )
-
-    @property
-    def _may_dial(self) -> bool:
-        return not self._left.is_set and (self._over is None or (self._is_closing and self._takes_leave))
-
-    def _dial(self) -> None:
-        if self._may_dial:
-            about = self._about() if callable(self._about) else self._about
-            join = msgspec.structs.replace(self._join, about=msgspec.Raw(msgspec.msgpack.encode(about)))
-            self.dialer.dial(join, self._welcomed, self._failed)
-
-    def _dial_again(self) -> None:
-        if self._may_dial:
-            # none of the timers that a close stops: what was sent before it may still have to arrive
-            self.io.after(self._delay_s, self._dial)
-            self._delay_s = min(2 * self._delay_s or _AGAIN_S, _MOST_AGAIN_S)
-
-    def _welcomed(self, connection: Connection, welcome: Welcome) -> None:
-        if not self._may_dial:
-            connection.close()
-            return
-        # while it leaves, one of the timers ends the wait
-        if not self._is_closing:
-            self._stop_timers()
-        self.connection, connection.handler, self.problem = connection, self, None
-        # only a connection that lasts resets the delay: a peer that lets in and drops would be dialled in a loop
-        self._after(_RESTED_S, lambda: self._rest(connection))
-        movers.attach(connection, [name for name in welcome.movers if name in self._join.movers])
-        # torch's pairs may have broken with this one: the next connection goes without
-        again = movers.available(self._join.movers, again=True)
-        self._join = msgspec.structs.replace(self._join, movers=again)
+    def opened(self, connection: Connection, welcome: Welcome) -> None:
+        """Connected, perhaps again."""
         # before calls are sent again: what the handler sets up there, they may need
         self._on_open(welcome)
         if self._is_closing:
@@ -348,34 +351,13 @@ class Session:
         else:
             self._send_again(welcome)
 
-    def _rest(self, connection: Connection) -> None:
-        if self.connection is connection:
-            self._delay_s = 0.0
-
-    def _failed(self, error: BaseException) -> None:
-        """No connection, this time."""
-        if isinstance(error, _FINAL) or self._once:
-            self._fail(error)
-            return
-        # it says why there has never been a connection, and stays None once there was one
-        if self.problem is not None:
-            self.problem = str(error)
-        self._dial_again()
-
     def ended(self, end: ConnectionEnd) -> None:
         """The connection is over."""
-        self.connection = None
-        # refusals and closes are decisions of the other end, and dialling again would not change them
-        if end.kind == "lost" and self._rejoin and self._may_dial:
-            _log.warning("%s %s waits for the controller to be there again: %s", self.kind, self.name, end.text)
-            self._after(_WARN_AGAIN_S, self._warn)
-            self._dial_again()
-        else:
-            self._fail(end)
+        self.line.lost(end)
 
     # the end, in the I/O thread
 
-    def _fail(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> None:
         """For good."""
         # the first end counts: a refusal is followed by the loss of its connection
         if self._left.is_set:
@@ -386,12 +368,14 @@ class Session:
         if isinstance(error, RefusedError):
             reason, text = error.reason, str(error)
             self.finish(lambda pending: refused_error(reason, f"{text}; {pending.fate}"))
-        elif isinstance(error, ConnectionEnd) or not isinstance(error, _FINAL):
+        elif isinstance(error, ConnectionEnd) or not isinstance(error, FINAL):
             cause = str(error).split("\n", 1)[0][:200]
             self.finish(lambda pending: pending.lost(self.whom, cause))
         else:
             self.finish(lambda _: to_raise(error))
-        self._stop_timers()
+        self.line.wanted = False
+        self.line.rest()
+        self._stop_waiting()
         self._left.set()
         self._on_end(error if isinstance(error, Exception) else ConnectionEnd.of(error))
 
@@ -400,11 +384,11 @@ class Session:
         if self._left.is_set or self._is_closing:
             return
         self._is_closing = True
-        self._stop_timers()
+        self.line.rest()
         # a controller that hangs must not keep a process from ending
-        self._after(self.linger_s, self._abort)
+        self._stop_waiting = self.io.after(self.linger_s, self._abort)
         # their replies say what became of those that were sent, if there is anybody to reply
-        sent, self._sent = ({}, self._sent) if self.connection is None else (self._sent, {})
+        sent, self._sent = ({}, self._sent) if self.line.connection is None else (self._sent, {})
         self.finish(self._closed_here)
         self._sent = sent
         for number in sent:
@@ -420,14 +404,30 @@ class Session:
 
     def _hang_up(self) -> None:
         """No more calls are taken, and none is on its way."""
-        if self.connection is not None:
-            self.connection.close()
+        if self.line.connection is not None:
+            self.line.connection.close()
         # with ``takes_leave`` it dials again, to say goodbye; but not where nobody ever was
-        elif not self._takes_leave or self.problem is not None:
+        elif not self._takes_leave or self.line.problem is not None:
             self._abort()
 
     def _abort(self) -> None:
         """Nothing is to be said any more; or there was no reply, or no answer to the goodbye, in time."""
-        self._fail(ConnectionEnd("closed", "the connection was closed here"))
-        if self.connection is not None:
-            self.connection.abort()
+        self.failed(ConnectionEnd("closed", "the connection was closed here"))
+        if self.line.connection is not None:
+            self.line.connection.abort()
+
+
+def _cancel_again() -> None:
+    """A cancellation that came too late must not be swallowed: scopes cancel again by themselves, but asyncio's
+    ``task.cancel()`` and ``asyncio.timeout`` do not."""
+    task = asyncio.current_task() if asyncio._get_running_loop() is not None else None
+    if task is None or not (requests := task.cancelling()) or anyio.current_effective_deadline() == float("-inf"):
+        return
+
+    def again() -> None:
+        # fewer requests: a timeout block was left in time
+        if task.cancelling() >= requests and not task.done():
+            task.uncancel()
+            task.cancel()
+
+    asyncio.get_running_loop().call_soon(again)

@@ -6,8 +6,9 @@ thread or clock.
 """
 
 from stream_balancer.wire.decode import Decoded, Wanted, decode, decode_columns, decode_rollouts
-from stream_balancer.wire.encode import Encoded, bytes_of, encode, encode_columns, encode_rollouts, payload_of
+from stream_balancer.wire.encode import bytes_of, encode, encode_columns, encode_rollouts, payload_of
 from stream_balancer.wire.header import Owner
+from stream_balancer.wire.payload import Encoded
 from stream_balancer.wire.remote import Handle, Leases, Owners, RemoteRollout, remote_of
 
 __all__ = [

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from itertools import chain, compress
 from operator import attrgetter
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -43,7 +43,7 @@ from stream_balancer.wire.header import (
     lay_out,
     runs_of,
 )  # fmt: skip
-from stream_balancer.wire.payload import NOTHING, Payload
+from stream_balancer.wire.payload import NOTHING, Encoded, Payload
 from stream_balancer.wire.remote import Handle, RemoteRollout, remote_of
 
 _ZEROS = memoryview(bytes(ALIGNMENT))
@@ -52,13 +52,6 @@ _FIELDS = attrgetter(
 )  # fmt: skip
 _GATHERED_BYTES = 2**14
 """Below that, on average, a copy costs less than a view."""
-
-
-class Encoded(NamedTuple):
-    """Ready to be sent."""
-
-    header: msgspec.Raw
-    payload: Payload
 
 
 def encode(micro_batches: Sequence[MicroBatch], *, max_bytes: int = MAX_BYTES) -> Encoded:

@@ -57,6 +57,14 @@ class Payload(NamedTuple):
 NOTHING = Payload()
 
 
+class Encoded(NamedTuple):
+    """Ready to be sent."""
+
+    header: Any
+    """Values in msgpack, or what becomes that."""
+    payload: Payload
+
+
 def reader(kind: Any, what: str) -> Callable[[Any], Any]:
     """A function that reads values of this kind from msgpack. Raises WireError, which names ``what`` cannot be read."""
     decode = msgspec.msgpack.Decoder(kind).decode

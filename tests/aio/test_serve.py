@@ -126,7 +126,7 @@ async def test_a_transport_is_an_address_or_for_as_many_ranks() -> None:
 async def test_a_second_serve_is_refused_and_the_first_one_goes_on() -> None:
     async with serving(sb.StreamBalancer(knobs(1))) as (balancer, network, tasks):
         await settle()
-        with pytest.raises(sb.errors.AlreadyInUseError, match="another serve.* delivers this balancer's batches"):
+        with pytest.raises(sb.errors.AlreadyInUseError, match=r"another serve\(\) delivers this balancer's batches"):
             await sb.serve(balancer, MemoryNetwork(dp_size=1))
         crew = Crew(network)
         tasks.start_soon(crew.train, 0)

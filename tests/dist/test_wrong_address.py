@@ -138,7 +138,7 @@ async def test_a_controller_that_is_too_busy_to_answer_or_not_there_yet_is_waite
     with anyio.fail_after(GUARD_S):
         with foreign_server(None) as address:
             producer = sb.connect(address)
-            await until(lambda: "does not answer" in str(producer._session.problem))
+            await until(lambda: "does not answer" in str(producer._session.line.problem))
         monkeypatch.setattr(_connection, "HANDSHAKE_S", GUARD_S)
         port = int(address.rpartition(":")[2])
         async with producer, sb.RankFeed(address, rank=0, dp_size=1) as feed:

@@ -293,7 +293,7 @@ async def test_a_rank_that_stays_away_stops_the_balancer_if_asked_to() -> None:
             await balancer.put(make_rollout(5, f"s{n}"))
         feed = balancer.feed(rank=0)
         await anext(feed)
-        feed._port.session.connection.abort()  # type: ignore[attr-defined, union-attr]
+        feed._port.session.line.connection.abort()  # type: ignore[attr-defined, union-attr]
         with pytest.raises(sb.errors.BrokenResourceError):
             await until(balancer, lambda now: False)
         with pytest.raises(sb.errors.BrokenResourceError):

@@ -27,15 +27,15 @@ from stream_balancer.errors import (
     RolloutError,
     WireError,
 )
-from stream_balancer.net.calls import Asked, Bytes, Pending
+from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import Cancel, Join, Notify, Welcome
-from stream_balancer.net.service import Peer, Service
-from stream_balancer.net.session import Session
+from stream_balancer.net.service import Asked, Host, Peer, Service
+from stream_balancer.net.session import Pending, Session
 from stream_balancer.testing.network import MemoryNetwork
-from stream_balancer.wire.payload import Payload
+from stream_balancer.wire.payload import Encoded, Payload
 
 
-class Host:
+class Taker(Host):
     """Takes names, each once; some at once and some after a while. What it has taken outlives its services."""
 
     def __init__(self, network: MemoryNetwork, *, keep_s: float = 60.0, **options: Any) -> None:
@@ -47,13 +47,18 @@ class Host:
         self._keep_s = keep_s
 
     async def attend(self) -> None:
-        await self.service.attend({"take": self._take, "echo": self._echo}, on_peer=self._on_peer)
+        self.methods = {"take": self._take, "echo": self._echo}
+        await self.service.attend(self)
 
-    def _on_peer(self, peer: Peer) -> None:
+    def on_peer(self, peer: Peer) -> None:
         peer.keep_s = self._keep_s
-        peer.on_end = lambda end: self.ends.append(("end", end.kind))
-        peer.on_gone = lambda end: self.ends.append(("gone", end.kind))
         self.peers.append(peer)
+
+    def on_end(self, peer: Peer, end: ConnectionEnd) -> None:
+        self.ends.append(("end", end.kind))
+
+    def on_gone(self, peer: Peer, end: ConnectionEnd) -> None:
+        self.ends.append(("gone", end.kind))
 
     def _take(self, _: Peer, asked: Asked) -> Any:
         name, after_s = msgspec.msgpack.decode(asked.args)
@@ -70,16 +75,16 @@ class Host:
         await anyio.sleep(after_s)
         return self._now(name)
 
-    def _echo(self, _: Peer, asked: Asked) -> Bytes:
-        return Bytes(
+    def _echo(self, _: Peer, asked: Asked) -> Encoded:
+        return Encoded(
             msgspec.msgpack.decode(asked.args), Payload() if asked.memory is None else Payload.of(asked.memory)
         )
 
 
 @asynccontextmanager
-async def hosted(**options: Any) -> AsyncIterator[tuple[Host, MemoryNetwork, Callable[..., Session]]]:
+async def hosted(**options: Any) -> AsyncIterator[tuple[Taker, MemoryNetwork, Callable[..., Session]]]:
     async with MemoryNetwork(dp_size=1) as network, anyio.create_task_group() as tasks:
-        host = Host(network, **options)
+        host = Taker(network, **options)
         tasks.start_soon(host.attend)
         sessions: list[Session] = []
 
@@ -147,7 +152,7 @@ async def test_a_storm_of_calls_cuts_and_cancels(seed: int, restarts: bool, anyi
     limits = Welcome(max_calls=chance.choice([2, 1000]), staged_bytes=chance.choice([600, 10**6]))
     with anyio.fail_after(1000):
         async with MemoryNetwork(dp_size=1) as network, anyio.create_task_group() as tasks:
-            host = Host(network, limits=limits)
+            host = Taker(network, limits=limits)
             attending, attended = anyio.CancelScope(), anyio.Event()
 
             async def attend() -> None:
@@ -206,7 +211,7 @@ async def test_a_storm_of_calls_cuts_and_cancels(seed: int, restarts: bool, anyi
             assert set(host.taken) == set(fate.returned)
             if not restarts:
                 assert sum(len(peer.open) for peer in host.service.peers.values()) == 0
-                assert host.service.staging.nbytes == 0
+                assert host.service.staged == 0
             tasks.cancel_scope.cancel()
 
 
@@ -218,16 +223,16 @@ async def test_a_lost_session_goes_on_and_gets_each_reply_once() -> None:
         for name in ("a", "b"):
             tasks.start_soon(take, caller, name, 5.0)
         await settle()
-        caller.dialer.hold()
+        caller.line.dialer.hold()
         tasks.start_soon(take, caller, "never came")
         await settle()
-        caller.dialer.cut()
+        caller.line.dialer.cut()
         await anyio.sleep(1)
         assert (host.taken, host.begun) == (["first", "never came"], 4)
         await anyio.sleep(5)
         assert sorted(host.taken) == ["a", "b", "first", "never came"]
         assert host.begun == 4
-        assert not host.service.peers[caller._join.session].open
+        assert not host.service.peers[caller.line.join.session].open
 
 
 async def test_a_reply_that_is_made_before_its_repetition_has_come_is_sent_once() -> None:
@@ -237,14 +242,14 @@ async def test_a_reply_that_is_made_before_its_repetition_has_come_is_sent_once(
         def on_open(welcome: Welcome) -> None:
             opened.append(welcome)
             if len(opened) == 2:
-                caller.dialer.hold()
+                caller.line.dialer.hold()
 
         caller = session(rejoin=True, on_open=on_open)
         tasks.start_soon(take, caller, "a", 1.0)
         await anyio.sleep(0.5)
-        caller.dialer.cut()
+        caller.line.dialer.cut()
         await anyio.sleep(1)
-        caller.dialer.release()
+        caller.line.dialer.release()
         await take(caller, "b")
         assert (host.taken, host.begun, len(opened)) == (["a", "b"], 2, 2)
 
@@ -261,13 +266,13 @@ async def test_a_session_that_does_not_come_back_is_withdrawn(keep_s: float) -> 
 
         tasks.start_soon(call)
         await settle()
-        assert host.service.staging.nbytes > 1000
-        caller.dialer.cut("the network broke")
+        assert host.service.staged > 1000
+        caller.line.dialer.cut("the network broke")
         await anyio.sleep(2)
         assert host.ends == [("end", "lost"), ("gone", "lost")][: 1 if keep_s else 2]
         await anyio.sleep(10)
         assert (host.taken, host.service.peers, host.ends[1:]) == ([], {}, [("gone", "lost")])
-        assert host.service.staging.nbytes == 0
+        assert host.service.staged == 0
 
 
 async def test_at_most_so_many_calls_and_bytes_are_on_their_way() -> None:
@@ -310,7 +315,7 @@ async def test_a_call_that_was_not_made_cannot_be_cancelled() -> None:
 
 async def test_who_has_left_while_it_knocked_is_lost() -> None:
     async with MemoryNetwork(dp_size=1) as network, anyio.create_task_group() as tasks:
-        host, there = Host(network), network.connect_producer()
+        host, there = Taker(network), network.connect_producer()
         caller = Session(there, "producer")
         caller.begin()
         await settle()
@@ -335,7 +340,7 @@ async def test_what_is_sent_behind_a_reply_does_not_overtake_it(how: str) -> Non
             asked.reply("b")
             peer.send(Notify(version=7)) if how == "send" else peer.close()
 
-        host.service._methods = {"then": lambda peer, asked: then(peer, asked)}
+        host.methods = {"then": lambda peer, asked: then(peer, asked)}
         pending = Pending("then")
         pending.signal.then(lambda: heard.append("reply"))
         await caller.reply_to(pending)
@@ -359,7 +364,7 @@ async def test_beyond_the_budget_a_session_is_read_once_others_have_their_replie
         assert host.begun in (2, 3)
         await anyio.sleep(10)
         assert len(host.taken) == 6
-        assert (host.service.staging.nbytes, host.service.staging.paused) == (0, {})
+        assert (host.service.staged, host.service.paused) == (0, {})
 
 
 async def test_closing_takes_back_what_waits_and_says_what_became_of_it() -> None:
@@ -384,12 +389,12 @@ async def test_a_controller_that_does_not_answer_leaves_the_outcome_unknown() ->
     async with hosted() as (host, _, session):
         caller = session(linger_s=2.0)
         await take(caller, "a")
-        caller.dialer.hold()
+        caller.line.dialer.hold()
         began = anyio.current_time()
         with pytest.raises(BrokenResourceError, match=r"has not answered for 2\.0 s"), anyio.fail_after(1):
             await take(caller, "b")
         assert anyio.current_time() - began == pytest.approx(3.0)
-        caller.dialer.release()
+        caller.line.dialer.release()
         await settle()
         assert host.taken in (["a"], ["a", "b"])
 
@@ -401,13 +406,13 @@ async def test_a_connection_that_is_lost_again_and_again_is_dialled_less_and_les
 
         async def cut() -> None:
             for joined in range(1, 1000):
-                await until(lambda joined=joined: caller.dialer.joined >= joined)
+                await until(lambda joined=joined: caller.line.dialer.joined >= joined)
                 await anyio.sleep(0.06)
-                caller.dialer.cut()
+                caller.line.dialer.cut()
 
         tasks.start_soon(cut)
         await anyio.sleep(20)
-        assert caller.dialer.joined < 40
+        assert caller.line.dialer.joined < 40
         tasks.cancel_scope.cancel()
 
 

@@ -19,10 +19,9 @@ from stream_balancer.client import payloads
 from stream_balancer.client.payloads import Fetcher, PayloadOwner
 from stream_balancer.errors import DuplicateRolloutError
 from stream_balancer.net.address import TcpDialer
-from stream_balancer.net.calls import Asked
 from stream_balancer.net.listener import Listener
 from stream_balancer.net.loops import Io
-from stream_balancer.net.service import Peer, Service
+from stream_balancer.net.service import Asked, Peer, Service
 from stream_balancer.net.session import Session
 from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Decoded, Owner, Wanted
@@ -108,7 +107,7 @@ def test_a_connection_that_was_lost_is_made_anew(owners: Callable[[str], Payload
     assert fetched(fetcher, carried([elsewhere(LOCAL[0], a)])) == {}
     (peer,) = a._service.peers.values()
     ended = threading.Event()
-    peer.on_end = lambda _: ended.set()
+    a._service.host.on_end = lambda *_: ended.set()  # type: ignore[method-assign]
     peer.abort()
     assert ended.wait(GUARD_S)
     source: Any = fetcher._sources[a.owner]
