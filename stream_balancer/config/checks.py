@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from stream_balancer.config.figures import least_batch_size, least_max_skips, most_rollouts
+from stream_balancer.config.groups import Groups
 from stream_balancer.config.knobs import Knobs
 from stream_balancer.cost import CalibratedCost, CostModel
 from stream_balancer.errors import ConfigError
@@ -79,6 +80,11 @@ def given(c: Any) -> Iterator[str]:
             f"groups.min_size ({c.groups.min_size}) must be at least half of groups.size ({c.groups.size}), and below "
             "it, and groups.keep not 'free': half of a group says how long the others may take. Change it, or leave "
             "it out"
+        )
+    if c.groups.min_size is None and c.groups.patience != Groups.patience:
+        yield (
+            f"groups.patience ({c.groups.patience}) needs groups.min_size, how many siblings must have come: without "
+            "it a group waits for all. Give it, or leave patience out"
         )
     if _not_powers(c.context_parallel.sizes):
         yield (

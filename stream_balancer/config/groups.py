@@ -55,7 +55,7 @@ class Groups(metaclass=Values):
     not asked about such a group. None = it waits for all."""
     patience: Amount = 2.0
     """Stragglers are those that take so many times as long as half of the group took, since its ``expect_group()`` or
-    its first rollout. 0 = as soon as ``min_size`` have come."""
+    its first rollout. 0 = as soon as ``min_size`` have come. Only with ``min_size``."""
     keep: Keep = "same_batch"
     """Siblings leave in the "same_batch", on the "same_rank" (costs balance), or "free". Only with ``size``."""
     share_prefixes: bool = False

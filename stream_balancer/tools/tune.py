@@ -45,6 +45,9 @@ FEW_SHORT = 0.01
 """Fraction of batches that a deadline may cut short in a setting worth recommending: batch_size is not ours to
 change."""
 
+MOST_REASONS = 3
+"""Reasons that are given where no setting works."""
+
 
 def tune(
     trace: Trace,
@@ -98,10 +101,6 @@ def tune(
     batch_s = seconds_per_rollout(trace, slots, tokens_per_second) * rollouts_per_batch(trace, config)
     # seconds that were made up are nobody's deadline
     settings = _settings(base, *given, in_time=in_time, batch_s=0.0 if trace.arrival_s is None else batch_s)
-    if not settings:
-        raise ConfigError(
-            "no combination of these windows, capacities, max_skips and deadlines_s works with the other knobs"
-        )
     run = partial(
         simulate,
         trace,
@@ -158,13 +157,23 @@ def _settings(
 ) -> list[BalancerConfig]:
     """Settings to try, each once, smallest window first, without those that the config refuses: all combinations of
     what was asked for, the usual ones for None, deadlines around the middle. ``batch_s``: seconds in which the rollouts
-    of a batch come; 0: no deadlines but those that were asked for."""
+    of a batch come; 0: no deadlines but those that were asked for. Raises ConfigError, with the reasons, if all are
+    refused."""
     found: list[BalancerConfig] = []
+    reasons: dict[str, None] = {}
+
+    def allowed(config: BalancerConfig, **knobs: Any) -> BalancerConfig | None:
+        try:
+            return config.replace(**knobs)
+        except ConfigError as error:
+            reasons[str(error)] = None
+            return None
+
     one_batch = _one_batch(base)
     for window in sorted(set(windows or _windows(base, in_time=in_time))):
         usual = [room * one_batch for room in ROOMS] if in_time else [2 * window]
         for capacity in sorted(set(capacities or usual)):
-            at = _or_refused(base, **size_knobs(window, capacity, in_tokens=base.step_size.tokens is not None))
+            at = allowed(base, **size_knobs(window, capacity, in_tokens=base.step_size.tokens is not None))
             if at is None:  # then there is no max_skips to try, either
                 continue
             if max_skips:
@@ -178,10 +187,16 @@ def _settings(
                 fill_s = window / one_batch * batch_s
                 bounds += [(skips[len(skips) // 2], float(f"{times * fill_s:.2g}")) for times in DEADLINES]
             for most, deadline_s in bounds:
-                setting = _or_refused(at, max_skips=most, deadline_s=deadline_s)
+                setting = allowed(at, max_skips=most, deadline_s=deadline_s)
                 # max_skips that "auto" and a number make the same are one setting
                 if setting is not None and setting not in found:
                     found.append(setting)
+    if not found:
+        # a large sweep has hundreds, which say the same of other numbers
+        raise ConfigError(
+            "no combination of these windows, capacities, max_skips and deadlines_s works with the other knobs: "
+            f"{'; '.join([*reasons][:MOST_REASONS])}"
+        )
     return found
 
 
@@ -194,13 +209,6 @@ def _windows(base: BalancerConfig, *, in_time: bool) -> list[int]:
     size = 1 if base.step_size.tokens is not None else base.groups.kept or 1
     widths = WIDTHS_IN_TIME if in_time else WIDTHS
     return [_one_batch(base), *(math.ceil(width * _one_batch(base) / size) * size for width in widths)]
-
-
-def _or_refused(base: BalancerConfig, **knobs: Any) -> BalancerConfig | None:
-    try:
-        return base.replace(**knobs)
-    except ConfigError:
-        return None
 
 
 # --- which one to take ------------------------------------------------------------------------------------------------

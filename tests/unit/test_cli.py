@@ -119,8 +119,12 @@ class TestReplay:
         ("name", "content", "said"),
         [
             ("knobs.yaml", b"\xff\xfe{", "'utf-8' codec can't decode"),
-            ("knobs.yaml", b"[1]", "Expected `object`, got `array`"),
-            ("knobs.yml", b"", "Expected `object`, got `null`"),
+            ("knobs.yaml", b"[1]", "holds a list where a mapping from knobs to values should be. Write one"),
+            *(
+                (f"knobs.{kind}", b" \n", "holds nothing where a mapping from knobs to values should be. Write one")
+                for kind in ("yml", "json", "toml")
+            ),
+            ("knobs.yaml", b"# dp_size: 8", "holds nothing where a mapping from knobs to values should be. Write one"),
             ("knobs.JSON", b'{"dp_siz": 4}', "Did you mean dp_size?"),
             ("knobs.json", b'{"groups": 4}', "groups must be Groups(...), or a mapping"),
         ],
@@ -131,7 +135,7 @@ class TestReplay:
 
     def test_yaml_is_an_extra(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "yaml", None)
-        (path := tmp_path / "knobs.yaml").write_text("{}")
+        (path := tmp_path / "knobs.yaml").write_text("dp_size: 8")
         assert "requires PyYAML" in refused("replay", "generate:rg:50", "--config", path)
 
     def test_a_trainer_that_takes_time_and_a_run_that_is_too_short(self, trace: Path) -> None:

@@ -191,6 +191,7 @@ SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
         ({"batch_size": 24, "groups": SAME_RANK, "counts": "equal"}, "multiple of dp_size"),
         ({"groups": SAME_RANK, "policy": "round_robin"}, "does not work with policy='round_robin'"),
         *[({"groups": {"keep": keep}}, f"groups.keep='{keep}' needs groups.size") for keep in ("free", "same_rank")],
+        ({"groups": {"size": 4, "patience": 3}}, r"groups.patience \(3.0\) needs groups.min_size"),
         ({"micro_batches": {"multiple_of": 5}}, "some micro-batches would be empty"),
         ({"micro_batches": {"counts": "free"}, "sync": "micro_batch"}, "needs sync='step'"),
         ({"step_size": {"mini_batches": 5}}, r"mini_batches \(5\) x 4 rollouts.* more than batch_size \(16\)"),

@@ -152,9 +152,10 @@ class TestSweep:
             ({"max_added_age": math.inf}, "max_added_age must be a finite number of steps >= 0"),
             ({"tolerance": 1.0}, "tolerance must be an idle fraction in 0..1"),
             ({"processes": 0}, "processes must be an int >= 1"),
+            ({"windows": [64], "max_skips": [1]}, r"works with the other knobs: max_skips \(1\) is too small"),
             (
-                {"windows": [64], "max_skips": [1]},
-                "no combination of these windows, capacities, max_skips and deadlines_s works",
+                {"windows": [2, 64], "max_skips": [1]},
+                r"works .*: window \(2\) must be >= .*; max_skips \(1\) is too small",
             ),
             ({"capacities": [8]}, "capacities need a trainer that takes time"),
         ],
