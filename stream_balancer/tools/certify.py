@@ -50,13 +50,11 @@ class Certificate:
 
 def certify(
     costs: Floats,
+    arrived: Ints,
     *,
     batch_size: int,
     ranks: int,
     max_skips: int | None,
-    window: int = 0,
-    capacity: int | None = None,
-    arrived: Ints | None = None,
     equal_counts: bool = False,
     rounds: int = 400,
     prices: Floats | None = None,
@@ -65,37 +63,30 @@ def certify(
     """Lower bound on the total time of every schedule of these rollouts. O(rounds x steps x waiting).
 
     :param costs: [n] in order of arrival, >= 0.
+    :param arrived: [n] the step from which on each one waits, never decreasing.
     :param max_skips: steps that a rollout may be passed over; None = no bound.
-    :param window: rollouts that wait at least when a step leaves, up to the end of the stream.
-    :param capacity: rollouts that wait at most; None = ``window``: a trainer that takes each step at once.
-    :param arrived: [n] the step from which on each one waits, never decreasing, instead of window and capacity.
     :param equal_counts: the ranks of a step take equally many.
     :param rounds: of the search for prices; 0: those given are checked as they are.
     :param prices: [n] to begin with, in the costs' unit; None = the fair share, cost / ranks.
     :param progress: called with the rounds done and their number.
 
-    Raises ValueError for costs or sizes that no stream has, and where ``capacity`` and ``max_skips`` allow no schedule.
+    Raises ValueError for costs or sizes that no stream has, and where ``arrived`` and ``max_skips`` allow no schedule.
     """
     given = np.asarray(costs, dtype=np.float64)
     if not (given.size and np.isfinite(given).all() and given.min() >= 0 and given.max() > 0):
         raise ValueError("costs must be finite and >= 0, and one of them above 0")
-    capacity = window if capacity is None else capacity
-    if ranks < 1 or batch_size < 1 or (arrived is None and not batch_size <= window <= capacity):
-        raise ValueError("ranks >= 1 and 1 <= batch_size <= window <= capacity must hold")
-    if arrived is not None and (len(arrived) != given.size or (np.diff(arrived) < 0).any()):
+    if ranks < 1 or batch_size < 1:
+        raise ValueError(f"ranks ({ranks}) and batch_size ({batch_size}) must be >= 1")
+    if len(arrived) != given.size or (np.diff(arrived) < 0).any():
         raise ValueError("arrived must be a step for each cost, and never decrease")
     # by a power of two and down: what is proven for less work holds for more
     scale = 2.0 ** min(np.floor(32 - np.log2(given.max())), 1000.0)
-    num, steps = given.size, -(-given.size // batch_size)
+    steps = -(-given.size // batch_size)
     # the last step is filled up with rollouts of no cost, which come with it
-    spare = batch_size * steps - num
+    spare = batch_size * steps - given.size
     whole = np.append(np.floor(given * scale).astype(np.int64), np.zeros(spare, np.int64))
-    if arrived is None:
-        first, latest = (-(-(np.arange(num) + 1 - most) // batch_size) for most in (capacity, window))
-    else:
-        first = latest = arrived
-    first, latest = (np.append(np.clip(step, 0, steps - 1), np.full(spare, steps - 1)) for step in (first, latest))
-    last = np.minimum(latest + (steps if max_skips is None else max_skips), steps - 1)
+    first = np.append(np.clip(arrived, 0, steps - 1), np.full(spare, steps - 1))
+    last = np.minimum(first + (steps if max_skips is None else max_skips), steps - 1)
     rows = _Rows(whole, first, last, batch_size, ranks, equal_counts=equal_counts)
     start = whole / ranks if prices is None else np.append(np.asarray(prices) * scale, np.zeros(spare))
     found = rows.search(start / rows.unit, rounds, progress)
@@ -119,7 +110,10 @@ class _Rows:
         # both never decrease in order of arrival
         low, high = np.searchsorted(last, steps), np.searchsorted(first, steps, side="right")
         if (high - low).min() < batch_size:
-            raise ValueError("no schedule exists: capacity must be <= (max_skips + 1) * batch_size")
+            raise ValueError(
+                "no schedule exists: some step has fewer than batch_size rollouts that have come and are not overdue. "
+                "Raise max_skips"
+            )
         self.places = np.arange((high - low).max())
         index = low[:, None] + self.places
         index = np.where(index < high[:, None], index, costs.size)

@@ -160,10 +160,10 @@ def _certificate(run: Run, progress: Callable[[int], None] | None) -> Certificat
     order = np.argsort(run.accepted_step, kind="stable")
     return certify_stream(
         np.array(run.cost_list)[order] / speed,
+        run.accepted_step[order],
         batch_size=config.batch_size,
         ranks=config.dp_size,
         max_skips=config.max_skips,
-        arrived=run.accepted_step[order],
         equal_counts=config.counts == "equal",
         progress=None if progress is None else lambda done, rounds: progress(done * len(run.trace) // rounds),
     )

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from stream_balancer.cli import app
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ConfigError
+from stream_balancer.planning.arrays import Ints
 from stream_balancer.tools.certify import certify
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.simulate import simulate
@@ -35,66 +36,63 @@ def step_time(costs: tuple[int, ...], *, equal: bool) -> float:
     return least
 
 
-def optimum(costs: list[int], batch: int, window: int, capacity: int, skips: int, *, equal: bool) -> float:
-    """Least total time on two ranks: all arrivals that window and capacity allow, all choices, all layouts."""
-    num, steps = len(costs), -(-len(costs) // batch)
+def optimum(costs: list[int], there: list[int], batch: int, skips: int, *, equal: bool) -> float:
+    """Least total time on two ranks: all choices, all layouts. ``there``: rollouts that have come, by step."""
+    num = len(costs)
 
     @cache
-    def go(step: int, arrived: int, waiting: tuple[tuple[int, int], ...]) -> float:
-        if step == steps:
+    def go(step: int, waiting: tuple[tuple[int, int], ...]) -> float:
+        if step == len(there):
             return 0.0
         best = math.inf
-        least, most = (max(arrived, min(num, step * batch + room)) for room in (window, capacity))
-        for now in range(least, most + 1):
-            here = waiting + tuple((one, 0) for one in range(arrived, now))
-            size = min(batch, num - step * batch)
-            if len(here) < size:
-                continue
-            for taken in itertools.combinations(here, size):
-                left = [one for one in here if one not in taken]
-                if all(passed < skips for _, passed in left):
-                    time = step_time(tuple(sorted(costs[one] for one, _ in taken)), equal=equal)
-                    best = min(best, time + go(step + 1, now, tuple((one, passed + 1) for one, passed in left)))
+        here = waiting + tuple((one, 0) for one in range(there[step - 1] if step else 0, there[step]))
+        for taken in itertools.combinations(here, min(batch, num - step * batch)):
+            left = [one for one in here if one not in taken]
+            if all(passed < skips for _, passed in left):
+                time = step_time(tuple(sorted(costs[one] for one, _ in taken)), equal=equal)
+                best = min(best, time + go(step + 1, tuple((one, passed + 1) for one, passed in left)))
         return best
 
-    return go(0, 0, ())
+    return go(0, ())
+
+
+def steps_of(there: list[int]) -> Ints:
+    """[n] the step from which on each rollout waits."""
+    return np.repeat(np.arange(len(there)), np.diff(there, prepend=0))
+
+
+def windowed(num: int, batch: int, window: int) -> Ints:
+    """The same where so many wait at every step."""
+    return np.maximum(-(-(np.arange(num) + 1 - window) // batch), 0)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
+def cases(draw: st.DrawFn) -> tuple[list[int], list[int], dict[str, Any]]:
     batch = draw(st.sampled_from([2, 4]))
-    window = draw(st.integers(batch, 2 * batch))
     costs = draw(st.lists(st.integers(0, 9) | st.integers(20, 40), min_size=batch, max_size=9).filter(any))
-    capacity = window + draw(st.integers(0, 1))
-    skips = draw(st.integers(-(-capacity // batch) - 1, 3))
-    return costs, {
-        "batch_size": batch,
-        "window": window,
-        "capacity": capacity,
-        "max_skips": skips,
-        "equal_counts": draw(st.booleans()),
-    }
+    rooms = draw(st.lists(st.integers(batch, 2 * batch + 1), min_size=len(costs), max_size=len(costs)))
+    steps = -(-len(costs) // batch)
+    there = np.maximum.accumulate([min(step * batch + rooms[step], len(costs)) for step in range(steps)]).tolist()
+    skips = draw(st.integers(-(-max(rooms) // batch) - 1, 3))
+    return costs, there, {"batch_size": batch, "max_skips": skips, "equal_counts": draw(st.booleans())}
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from([0, 20, 60]), st.data())
 def test_no_certificate_is_above_the_optimum_whatever_the_prices(
-    case: tuple[list[int], dict[str, Any]], rounds: int, data: st.DataObject
+    case: tuple[list[int], list[int], dict[str, Any]], rounds: int, data: st.DataObject
 ) -> None:
-    costs, how = case
-    best = optimum(
-        costs, how["batch_size"], how["window"], how["capacity"], how["max_skips"], equal=how["equal_counts"]
-    )
-    some = st.none() | st.lists(st.integers(-20, 60), min_size=len(costs), max_size=len(costs))
-    drawn = data.draw(some)
+    costs, there, how = case
+    best = optimum(costs, there, how["batch_size"], how["max_skips"], equal=how["equal_counts"])
+    drawn = data.draw(st.none() | st.lists(st.integers(-20, 60), min_size=len(costs), max_size=len(costs)))
     prices = None if drawn is None else np.array(drawn, dtype=np.float64)
-    found = certify(np.array(costs, dtype=np.float64), ranks=2, rounds=rounds, prices=prices, **how)
+    found = certify(np.array(costs, dtype=np.float64), steps_of(there), ranks=2, rounds=rounds, prices=prices, **how)
     assert sum(costs) / 2 * (1 - 1e-9) <= found.total_time <= best
 
 
 def test_outliers_that_never_meet_are_proven_to_idle() -> None:
     costs = np.array([9.0] + [1.0] * 13 + [8.0, 1.0])
-    how: dict[str, Any] = {"batch_size": 4, "ranks": 2, "window": 8, "max_skips": 1}
+    how: dict[str, Any] = {"arrived": windowed(16, 4, 8), "batch_size": 4, "ranks": 2, "max_skips": 1}
     prices = np.where(costs > 1, costs - 1.5, 0.5)
     by_hand = certify(costs, **how, prices=prices, rounds=0)
     assert by_hand.total_time == pytest.approx(21)
@@ -105,15 +103,11 @@ def test_outliers_that_never_meet_are_proven_to_idle() -> None:
 
 def test_more_freedom_never_proves_more() -> None:
     costs = np.ceil(np.random.default_rng(3).pareto(1.1, 480) * 5 + 1)
-    how: dict[str, Any] = {"batch_size": 8, "ranks": 4, "rounds": 100}
-    by_skips = [certify(costs, **how, window=16, max_skips=skips).total_time for skips in (2, 4, 8, None)]
-    by_capacity = [certify(costs, **how, window=16, capacity=room, max_skips=4).total_time for room in (16, 24, 32)]
-    for figures in (by_skips, by_capacity):
-        # searches end a little below what could be proven
-        assert all(tight >= loose * 0.995 for tight, loose in itertools.pairwise(figures))
-        assert figures[0] > figures[-1]
-    recorded = np.maximum(-(-(np.arange(480) + 1 - 16) // 8), 0)
-    assert certify(costs, **how, arrived=recorded, max_skips=4).total_time == by_skips[1]
+    how: dict[str, Any] = {"batch_size": 8, "ranks": 4, "rounds": 100, "arrived": windowed(480, 8, 16)}
+    figures = [certify(costs, **how, max_skips=skips).total_time for skips in (2, 4, 8, None)]
+    # searches end a little below what could be proven
+    assert all(tight >= loose * 0.995 for tight, loose in itertools.pairwise(figures))
+    assert figures[0] > figures[-1]
 
 
 @pytest.mark.parametrize(
@@ -123,18 +117,17 @@ def test_more_freedom_never_proves_more() -> None:
         ([1.0, math.nan], {}, "costs must be finite"),
         ([0.0, 0.0], {}, "one of them above 0"),
         ([-1.0, 2.0], {}, "costs must be finite"),
-        ([1.0] * 9, {"ranks": 0}, "must hold"),
-        ([1.0] * 9, {"window": 1}, "must hold"),
-        ([1.0] * 9, {"capacity": 3}, "must hold"),
-        ([1.0] * 9, {"window": 8, "max_skips": 1}, "no schedule exists"),
+        *(([1.0] * 9, {name: 0}, "must be >= 1") for name in ("ranks", "batch_size")),
+        ([1.0] * 9, {"arrived": windowed(9, 2, 8), "max_skips": 1}, "no schedule exists"),
         ([1.0] * 9, {"arrived": np.zeros(4, dtype=np.int64)}, "arrived must be"),
         ([1.0] * 9, {"arrived": np.arange(9)[::-1]}, "arrived must be"),
         ([1.0] * 9, {"prices": np.full(9, 1e9)}, "too large to be checked"),
     ],
 )
 def test_a_stream_without_schedule_is_refused(costs: list[float], how: dict[str, Any], said: str) -> None:
+    given = {"arrived": windowed(len(costs), 2, 4), "batch_size": 2, "ranks": 2, "max_skips": 4, "rounds": 0}
     with pytest.raises(ValueError, match=said):
-        certify(np.array(costs), **{"batch_size": 2, "ranks": 2, "window": 4, "max_skips": 4, "rounds": 0} | how)
+        certify(np.array(costs), **given | how)
 
 
 @pytest.mark.parametrize(
@@ -198,4 +191,5 @@ def test_steps_that_limits_cut_short_are_refused() -> None:
 
 
 def test_costs_may_be_as_small_as_numbers_are() -> None:
-    assert certify(np.full(8, 1e-300), batch_size=4, ranks=2, max_skips=2, window=4).work == pytest.approx(8e-300)
+    found = certify(np.full(8, 1e-300), windowed(8, 4, 4), batch_size=4, ranks=2, max_skips=2)
+    assert found.work == pytest.approx(8e-300)
