@@ -28,12 +28,11 @@ from stream_balancer.core.executions import execution_of
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.observer import Learner, Observers
-from stream_balancer.core.open_rows import make_row, make_whole, ready_rows
-from stream_balancer.core.open_step import OpenStep, check_open
+from stream_balancer.core.open_step import check_open, choose_rows, make_row, make_whole, ready_rows
 from stream_balancer.core.pricing import Learned
 from stream_balancer.core.snapshot import Snapshot, restored_state, take_snapshot
 from stream_balancer.core.staleness import newer_version
-from stream_balancer.core.state import BalancerState
+from stream_balancer.core.state import BalancerState, OpenStep
 from stream_balancer.errors import ClosedResourceError, ConfigError, RolloutError, WouldBlock
 from stream_balancer.planning import Waiting
 from stream_balancer.planning.arrays import Ints
@@ -218,10 +217,10 @@ class BalancerCore(BalancerState):
     def open_steps(self, wanted: bool) -> None:
         """Steps begin before they are complete from now on, or do not: ``poll`` gives their rows. A step that is under
         way is forgotten, and all of its rollouts wait. Raises ConfigError for knobs that rows cannot respect."""
-        opened = OpenStep(self.config) if wanted else None
         if wanted:
+            check_open(self.config)
             self._check_rows(self.buffer.rollouts(), ConfigError)
-        self.use_open_step(opened)
+        self.use_open_step(OpenStep() if wanted else None)
         self._publish()
 
     def _check_rows(self, rollouts: Sequence[Rollout], error: type[ValueError]) -> None:
@@ -242,14 +241,14 @@ class BalancerCore(BalancerState):
             if not rows.size:
                 return None
         else:
-            rows = opened.choose(self.config, self.buffer, self.triggers.available(due), complete=True)
+            rows = choose_rows(self, opened, self.triggers.available(due), complete=True)
         row = make_row(self, opened, rows, reason or "window", now)
         self.take(opened, row, rows)
         if reason is None:
             opened.waited_s += now - asked_at
             return row
         whole, rows = make_whole(self, opened, row, now)
-        self.open_step = OpenStep(self.config)
+        self.open_step = OpenStep()
         self._leave(whole, rows, self.buffer.waiting(due), asked_at - opened.waited_s, now)
         return replace(row, ranks=tuple(replace(one, denominators=whole.ranks[0].denominators) for one in row.ranks))
 
@@ -389,8 +388,6 @@ class BalancerCore(BalancerState):
         except RolloutError as error:
             raise ConfigError(f"this cost does not fit a rollout that waits: {error}") from None
         self.use(config)
-        if self.open_step is not None and config.dp_size != before.dp_size:
-            self.open_step = OpenStep(config)
         self.changed()
         self._publish("reconfigured", before)
         if factor != 1.0:

@@ -1,4 +1,5 @@
-"""A step that begins before it is complete: which rollouts leave in its next row, and what has left. Pure.
+"""A step that begins before it is complete: which rollouts leave in its next row, the rows as batches, and the whole of
+it once its last row leaves. Pure: reads the state, changes nothing.
 
 A row is micro-batches for all ranks, at least one rollout for each. Example, 2 ranks, 6 rollouts a step::
 
@@ -14,74 +15,104 @@ gradients of half a step are nowhere, either.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.core.buffer import NO_ROWS, Buffer
+from stream_balancer.core.batching import assembled, in_rows, make_batch, plan_of_all, rows_of
+from stream_balancer.core.buffer import NO_ROWS
+from stream_balancer.core.state import BalancerState, OpenStep
 from stream_balancer.errors import ConfigError
 from stream_balancer.planning import Plan
 from stream_balancer.planning.arrays import Bools, Floats, Ints
-from stream_balancer.types import Batch
+from stream_balancer.planning.planner import earliest_finish
+from stream_balancer.types import Batch, Reason
 
 
-class OpenStep:
-    """Rollouts that have left of the step under way; nothing, between two steps."""
-
-    def __init__(self, config: BalancerConfig) -> None:
-        """Raises ConfigError for knobs that rows cannot respect."""
-        check_open(config)
-        self.rows: list[Batch] = []
-        """Rows that have left."""
-        self.loads: Floats = np.zeros(config.dp_size)
-        """[rank] work of these."""
-        self.num_taken = 0
-        """Rollouts that have left in rows."""
-        self.waited_s = 0.0
-        """Seconds that somebody has waited for its rows."""
-
-    def choose(self, config: BalancerConfig, buffer: Buffer, may: Bools, *, complete: bool) -> Ints:
-        """Rows of the buffer that leave next; ``may`` [n] could. Not ``complete``: the heaviest of those that the step
-        has room for, enough for every rank; none if these are too few. ``complete``: all that the step has room for,
-        oldest first. Groups are whole, but for those that no step has room for. O(n log n)."""
-        # oldest first, whatever they cost: who waits longest must not be passed over by every step
-        room, going = config.batch_size - self.num_taken, []
-        for unit in _units(np.flatnonzero(may & ~buffer.taken), buffer.labels):
-            # a group that can never leave whole
-            if unit.size > config.batch_size:
-                unit = unit[:room]
-            if 0 < unit.size <= room:
-                going.append(unit)
-                room -= unit.size
-        if not complete:
-            # heavy ones first: what is left for the end of the step is light, and balances what came before
-            going.sort(key=lambda unit: -float(buffer.costs[unit].sum()))
-            enough = np.flatnonzero(np.cumsum([unit.size for unit in going]) >= least_rollouts(config))
-            going = going[: enough[0] + 1] if enough.size else []
-        return np.concatenate([NO_ROWS, *going])
-
-    def spread(self, plan: Plan) -> Plan:
-        """The plan of a row, its heaviest share on the rank that has had the least work in the step."""
-        # made for these ranks, one by one
-        if plan.rates is not None or plan.degrees:
-            return plan
-        share_of = np.empty(self.loads.size, dtype=np.int64)
-        share_of[np.argsort(self.loads, kind="stable")] = np.argsort(-plan.loads, kind="stable")
-        return replace(plan, ranks=[plan.ranks[share] for share in share_of], loads=plan.loads[share_of])
-
-    def add(self, row: Batch) -> None:
-        """A row leaves. O(ranks)."""
-        self.rows.append(row)
-        self.loads += row.loads
-        self.num_taken += row.num_rollouts
-
-    @property
-    def num_padding(self) -> int:
-        """Padding copies in the rows that have left. O(rows)."""
-        return sum(row.num_padding for row in self.rows)
+def ready_rows(state: BalancerState, opened: OpenStep) -> Ints:
+    """Rows of the buffer that leave before the step is complete; empty while too few wait. O(n log n), and O(1) where
+    none has come that could make a row."""
+    if state.triggers.sendable()[1] - opened.num_taken < _least_rollouts(state.config):
+        return NO_ROWS
+    may = state.triggers.available(np.zeros(state.buffer.num_waiting, dtype=np.bool_))
+    return choose_rows(state, opened, may, complete=False)
 
 
-def least_rollouts(config: BalancerConfig) -> int:
+def choose_rows(state: BalancerState, opened: OpenStep, may: Bools, *, complete: bool) -> Ints:
+    """Rows of the buffer that leave next; ``may`` [n] could. Not ``complete``: the heaviest of those that the step has
+    room for, enough for every rank; none if these are too few. ``complete``: all that the step has room for, oldest
+    first. Groups are whole, but for those that no step has room for. O(n log n)."""
+    # oldest first, whatever they cost: who waits longest must not be passed over by every step
+    buffer, batch_size = state.buffer, state.config.batch_size
+    room, going = batch_size - opened.num_taken, []
+    for unit in _units(np.flatnonzero(may & ~buffer.taken), buffer.labels):
+        # a group that can never leave whole
+        if unit.size > batch_size:
+            unit = unit[:room]
+        if 0 < unit.size <= room:
+            going.append(unit)
+            room -= unit.size
+    if not complete:
+        # heavy ones first: what is left for the end of the step is light, and balances what came before
+        going.sort(key=lambda unit: -float(buffer.costs[unit].sum()))
+        enough = np.flatnonzero(np.cumsum([unit.size for unit in going]) >= _least_rollouts(state.config))
+        going = going[: enough[0] + 1] if enough.size else []
+    return np.concatenate([NO_ROWS, *going])
+
+
+def make_row(state: BalancerState, opened: OpenStep, rows: Ints, reason: Reason, now: float) -> Batch:
+    """The next row of the step that is under way; its rollouts are still in the buffer, and ``rows`` of it. Every rank
+    has the same number of micro-batches as in a batch. As fast as a plan of so many."""
+    num_ranks = state.config.dp_size
+    # of a last row for which nothing is left
+    plan = Plan([[] for _ in range(num_ranks)], np.zeros(num_ranks), None, 0.0, 0.0, ())
+    if rows.size:
+        all_of_them = plan_of_all(state, state.buffer.rollouts(rows), state.in_flight.next_step, state.pricing.knobs)
+        plan = _spread(in_rows(all_of_them, rows), _loads_of(opened, num_ranks))
+    row = make_batch(state, plan, rows_of(plan) if rows.size else rows, reason, now, opened.num_padding)
+    # what to divide by is known with the last row
+    return replace(row, ranks=tuple(replace(one, denominators=None) for one in row.ranks))
+
+
+def make_whole(state: BalancerState, opened: OpenStep, last: Batch, now: float) -> tuple[Batch, Ints]:
+    """The step whose last row leaves, as one batch, and its rows of the buffer. O(n)."""
+    buffer, knobs = state.buffer, replace(state.pricing.knobs, counts="free")
+    loads, rows = _loads_of(opened, len(last.ranks)).tolist(), np.flatnonzero(buffer.taken)
+    # [rank][micro_batch]: the rows one behind the other
+    of_ranks = zip(*([one.micro_batches for one in row.ranks] for row in opened.rows), strict=True)
+    whole = assembled(
+        last.step,
+        [[list(chain.from_iterable(its)) for its in of_ranks]],
+        [loads],
+        reason=last.reason,
+        # in lockstep no rank begins a row before all are through with the one before
+        finish=sum(row.finish for row in opened.rows) if state.config.sync == "micro_batch" else max(loads),
+        lower_bound=earliest_finish(state.pricing.waiting_of(buffer.rollouts(rows)), knobs, np.arange(rows.size)),
+        oldest_wait_s=max(now - float(buffer.arrived_at[rows].min()), 0.0),
+        num_padding=opened.num_padding,
+        incomplete_groups=last.incomplete_groups,
+        sharing_cost=sum(row.sharing_cost for row in opened.rows),
+    )
+    return whole, rows
+
+
+def _spread(plan: Plan, loads: Floats) -> Plan:
+    """The plan of a row, its heaviest share on the rank that has had the least work in the step ([ranks] ``loads``)."""
+    # made for these ranks, one by one
+    if plan.rates is not None or plan.degrees:
+        return plan
+    share_of = np.empty(loads.size, dtype=np.int64)
+    share_of[np.argsort(loads, kind="stable")] = np.argsort(-plan.loads, kind="stable")
+    return replace(plan, ranks=[plan.ranks[share] for share in share_of], loads=plan.loads[share_of])
+
+
+def _loads_of(opened: OpenStep, num_ranks: int) -> Floats:
+    """[ranks] work of the rows that have left."""
+    return np.sum([np.zeros(num_ranks), *(row.loads for row in opened.rows)], axis=0)
+
+
+def _least_rollouts(config: BalancerConfig) -> int:
     """Least rollouts of a row before the last: one for every micro-batch that every rank must have."""
     return config.dp_size * config.micro_batches.multiple_of
 

@@ -14,6 +14,7 @@ methods, each of which leaves every invariant intact.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ from stream_balancer.core.buffer import NO_VERSION, Buffer
 from stream_balancer.core.counters import Counts
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.in_flight import BatchesInFlight, RolloutIds
-from stream_balancer.core.open_step import OpenStep
 from stream_balancer.core.pricing import Pricing
 from stream_balancer.core.staleness import RolloutAges
 from stream_balancer.core.triggers import Triggers
@@ -36,6 +36,25 @@ from stream_balancer.types import Batch, EvictReason, Rollout
 
 _SHARES = (0.0, 0.5, 0.9, 1.0)
 """Quantiles of the lengths that are told."""
+
+
+@dataclass(eq=False, slots=True)
+class OpenStep:
+    """Rows that have left of the step under way; none, between two steps."""
+
+    rows: list[Batch] = field(default_factory=list)
+    waited_s: float = 0.0
+    """Seconds that somebody has waited for its rows."""
+
+    @property
+    def num_taken(self) -> int:
+        """Rollouts in these. O(rows)."""
+        return sum(row.num_rollouts for row in self.rows)
+
+    @property
+    def num_padding(self) -> int:
+        """Padding copies in these. O(rows)."""
+        return sum(row.num_padding for row in self.rows)
 
 
 class BalancerState:
@@ -157,7 +176,7 @@ class BalancerState:
 
     def take(self, opened: OpenStep, row: Batch, rows: Ints) -> None:
         """A row of the open step leaves; ``rows`` of the buffer, which it goes on waiting in. O(n)."""
-        opened.add(row)
+        opened.rows.append(row)
         self.buffer.taken[rows] = True
         # its training has begun: it cannot become too old for that
         self.buffer.versions[rows] = NO_VERSION
