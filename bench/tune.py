@@ -13,7 +13,7 @@ kept: how many must wait (window) and how many may (capacity), both in batches, 
 generation 0.7, 1 and 1.4 times as fast as balanced ranks train. Whole idle time, the wait for rollouts included; beside
 it the idle time of the steps, and the mean and 99th percentile of the delay in steps.
 
-cost: seconds that `AutoWindow.observe` takes, over those of the plan it precedes, and the longest single call.
+cost: seconds that `WindowLearner.planned` takes, over those of the plan it precedes, and the longest single call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from _common import Rows, arguments
 from peers import Floats, Ints, alone, part, trace_folder
 
 import stream_balancer as sb
-from stream_balancer.learn.auto_window import AutoWindow
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.learn.auto_window import WindowLearner
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.tools.generation import seconds_per_rollout
 from stream_balancer.tools.tune import AGE_SLACK, FEW_SHORT, PARTITION_TOLERANCE
@@ -186,9 +187,9 @@ SIZES = ((32, 8, True), (64, 8, True), (64, 32, False), (256, 32, True), (1024, 
 def cost(rows: Rows, steps: int) -> None:
     rows.text("window='auto': what it adds to a step (CPU time)")
     for batch, ranks, flops in SIZES:
-        windows = tuple(round(width * batch) for width in (1.0, 1.25, 1.5, 2.0, 3.0))
         knobs = PlanKnobs(ranks, batch, 8)
-        chooser = AutoWindow(batch, windows, 2 * batch)
+        config = sb.BalancerConfig(dp_size=ranks, batch_size=batch, window="auto")
+        chooser = WindowLearner(BalancerCore(config))
         lengths = drifting(batch * (steps + 4), 0).astype(np.float64)
         costs = lengths * (24576.0 + lengths) if flops else lengths
         planning, extra = _drive(costs, knobs, chooser, steps)
@@ -198,7 +199,7 @@ def cost(rows: Rows, steps: int) -> None:
         rows.add(f"cost {name}: 99th percentile of what a step adds", 1e3 * float(np.quantile(extra, 0.99)), "ms", 3.0)
 
 
-def _drive(costs: Floats, knobs: PlanKnobs, chooser: AutoWindow, steps: int) -> tuple[Floats, Floats]:
+def _drive(costs: Floats, knobs: PlanKnobs, chooser: WindowLearner, steps: int) -> tuple[Floats, Floats]:
     """[steps] CPU seconds of plans, and of what comes before them; the window stays at two batches."""
     batch = knobs.batch_size
     held, skips, taken = np.empty(0), np.empty(0, dtype=np.int64), 0
@@ -212,7 +213,7 @@ def _drive(costs: Floats, knobs: PlanKnobs, chooser: AutoWindow, steps: int) -> 
         start = time.process_time()
         plan = plan_batch(waiting, knobs, num_rollouts=batch, step=step)
         planned = time.process_time()
-        chooser.observe(waiting, knobs)
+        chooser.planned(waiting, knobs, "window")
         planning[step], extra[step] = planned - start, time.process_time() - planned
         stays = np.ones(held.size, dtype=np.bool_)
         stays[np.concatenate([one for share in plan.ranks for one in share])] = False

@@ -109,7 +109,7 @@ def _spread(plan: Plan, loads: Floats) -> Plan:
 
 def _loads_of(opened: OpenStep, num_ranks: int) -> Floats:
     """[ranks] work of the rows that have left."""
-    return np.sum([np.zeros(num_ranks), *(row.loads for row in opened.rows)], axis=0)
+    return sum((np.array(row.loads) for row in opened.rows), np.zeros(num_ranks))
 
 
 def _least_rollouts(config: BalancerConfig) -> int:

@@ -15,7 +15,6 @@ The core knows none of this: :class:`WindowLearner` sees every plan, and sets th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,37 +53,83 @@ def moves_per_dispatch(batch_size: int, num_ranks: int) -> float:
     return 2.0 if batch_size <= 64 else 1.0
 
 
-class AutoWindow:
-    """Chooses the window. ``observe`` before every step; ``window`` is what to wait for from then on."""
+_NOTHING: Floats = np.empty(0)
+_NO_LABELS: Ints = np.empty(0, dtype=np.int64)
 
-    def __init__(self, batch_size: int, windows: Sequence[int], window: int) -> None:
-        self.windows = tuple(windows)
-        """Windows to choose from, ascending."""
-        self.window = min(self.windows, key=lambda one: (abs(one - window), one))
-        """Rollouts to wait for."""
-        self._batch_size = batch_size
-        self._shadows = [_Shadow(one) for one in self.windows]
+
+class WindowLearner(Learner):
+    """Keeps a core's window fitted where its config says ``window="auto"``; idle, without shadows, where it does
+    not."""
+
+    def __init__(self, core: BalancerCore) -> None:
+        self._core = core
+        self._begin(core.config.window)
+
+    def _begin(self, window: int) -> None:
+        """Anew, near the window that is in force; there is nothing to learn for a fixed one."""
+        windows = self._core.config.auto_windows
+        self._shadows = [_Shadow(one) for one in windows]
         self._turn = 0  # whose shadow is next
         self._credit = 0.0  # moves
         self._agreed = 0  # fits in a row that found a smaller window sure
         self._next_label = 0
         self._chunk = _NOTHING, _NO_LABELS
+        # rollouts to wait for
+        self._window = min(windows, key=lambda one: (abs(one - window), one), default=window)
+        self._put_in_force()
 
-    @property
-    def idle_by_window(self) -> dict[int, float]:
+    def _put_in_force(self) -> None:
+        if self._shadows and self._window != self._core.config.window:
+            self._core.set_window(self._window)
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def planned(self, waiting: Waiting, knobs: PlanKnobs, reason: Reason) -> None:
+        """A batch is about to leave: the next shadows see a chunk of arrivals, and after the last one the window is
+        fitted anew, and in force for the next batch. O(window log window)."""
+        # of a drain nothing comes any more: there is no window to wait for
+        if not self._shadows or reason == "drain":
+            return
+        # Half a move for each step adds up, so a large batch moves a shadow every other time.
+        self._credit += moves_per_dispatch(self._core.config.batch_size, knobs.num_ranks)
+        while self._credit >= 1.0:
+            self._credit -= 1.0
+            self._move(waiting, knobs)
+        self._put_in_force()
+
+    def repriced(self, factor: float) -> None:
+        """The same rollouts cost so many times what they did: the shadows' costs follow."""
+        self._chunk = self._chunk[0] * factor, self._chunk[1]
+        for shadow in self._shadows:
+            shadow.rescale(factor)
+
+    def reconfigured(self, before: BalancerConfig) -> None:
+        """Keep what was learned if it still says something, else learn anew from the window in force."""
+        if self._shadows and _same_shadows(self._core.config, before):
+            self._put_in_force()
+        else:
+            self._begin(before.window)
+
+    def restored(self, snapshot: Snapshot) -> None:
+        """Begin with the window that the other balancer had found: shadows fill within some dozens of steps."""
+        if snapshot.auto_window is not None:
+            self._begin(int(snapshot.auto_window["window"]))
+
+    # -- record --------------------------------------------------------------------------------------------------------
+
+    def figures(self, now: float) -> dict[str, Any]:
+        return {"idle_by_window": self._idle_by_window()} if self._shadows else {}
+
+    def learned(self) -> dict[str, Any]:
+        return {"auto_window": {"window": self._window}} if self._shadows else {}
+
+    # -- shadows -------------------------------------------------------------------------------------------------------
+
+    def _idle_by_window(self) -> dict[int, float]:
         """Idle share that each window would have, in the recent past; empty before the first fit."""
         if min(shadow.steps for shadow in self._shadows) < LEAST:
             return {}
         return {shadow.window: shadow.idle for shadow in self._shadows}
-
-    def observe(self, waiting: Waiting, knobs: PlanKnobs) -> None:
-        """A batch is about to leave: the next shadows see a chunk of arrivals, and after the last one the window is
-        fitted anew. O(window log window)."""
-        # Half a move for each step adds up, so a large batch moves a shadow every other time.
-        self._credit += moves_per_dispatch(self._batch_size, knobs.num_ranks)
-        while self._credit >= 1.0:
-            self._credit -= 1.0
-            self._move(waiting, knobs)
 
     def _move(self, waiting: Waiting, knobs: PlanKnobs) -> None:
         if self._turn == 0:
@@ -95,17 +140,11 @@ class AutoWindow:
         if self._turn == 0:
             self._fit()
 
-    def rescale(self, factor: float) -> None:
-        """The same rollouts cost so many times what they did: a calibrated cost has learned."""
-        self._chunk = self._chunk[0] * factor, self._chunk[1]
-        for shadow in self._shadows:
-            shadow.rescale(factor)
-
     def _arrivals(self, waiting: Waiting) -> tuple[Floats, Ints]:
         """Costs and groups of what came, or became complete, since the last step; of a batch of them at most."""
         # [W] nobody has passed over what came since the last step; what waits for siblings comes once it is
         # complete
-        new = np.flatnonzero((waiting.skips == 0) & waiting.group_complete)[-self._batch_size :]
+        new = np.flatnonzero((waiting.skips == 0) & waiting.group_complete)[-self._core.config.batch_size :]
         labels = waiting.groups[new]
         # labels of the buffer are used again, and a shadow holds rollouts for longer: numbers of its own
         labels = np.where(labels < 0, -1, labels + self._next_label)
@@ -113,24 +152,20 @@ class AutoWindow:
         return waiting.costs[new], labels
 
     def _fit(self) -> None:
-        idle = self.idle_by_window
+        idle = self._idle_by_window()
         if not idle:
             return
         # idle times of one stream: their differences count, their sizes drift with the lengths
         best = min(idle.values())
         enough = min(window for window, share in idle.items() if share <= best + TARGET)
         sure = min(window for window, share in idle.items() if share <= best + SHRINK)
-        self._agreed = self._agreed + 1 if sure < self.window else 0
+        self._agreed = self._agreed + 1 if sure < self._window else 0
         # Larger at once, smaller only when several fits agree: too small a window idles all ranks, too large a one
         # only makes rollouts wait.
-        if enough > self.window:
-            self.window = enough
+        if enough > self._window:
+            self._window = enough
         elif self._agreed >= AGREE:
-            self.window, self._agreed = sure, 0
-
-
-_NOTHING: Floats = np.empty(0)
-_NO_LABELS: Ints = np.empty(0, dtype=np.int64)
+            self._window, self._agreed = sure, 0
 
 
 class _Shadow:
@@ -185,51 +220,6 @@ class _Shadow:
         self.costs = self.costs * factor
         self.mean *= factor
         self.bound *= factor
-
-
-class WindowLearner(Learner):
-    """Keeps a core's window fitted where its config says ``window="auto"``; idle where it does not."""
-
-    def __init__(self, core: BalancerCore) -> None:
-        self._core = core
-        self._begin(core.config.window)
-
-    def _begin(self, window: int) -> None:
-        """Anew, with the window that is in force; there is nothing to learn for a fixed one."""
-        config = self._core.config
-        self._auto: AutoWindow | None = None
-        if config.auto_windows:
-            self._auto = AutoWindow(config.batch_size, config.auto_windows, window)
-            self._core.set_window(self._auto.window)
-
-    def figures(self, now: float) -> dict[str, Any]:
-        return {} if self._auto is None else {"idle_by_window": self._auto.idle_by_window}
-
-    def learned(self) -> dict[str, Any]:
-        return {} if self._auto is None else {"auto_window": {"window": self._auto.window}}
-
-    def planned(self, waiting: Waiting, knobs: PlanKnobs, reason: Reason) -> None:
-        """Fit the window, and put it in force for the next batch."""
-        if self._auto is not None and reason != "drain":  # nothing comes any more: there is no window to wait for
-            self._auto.observe(waiting, knobs)
-            self._core.set_window(self._auto.window)
-
-    def repriced(self, factor: float) -> None:
-        """The shadows' costs follow."""
-        if self._auto is not None:
-            self._auto.rescale(factor)
-
-    def reconfigured(self, before: BalancerConfig) -> None:
-        """Keep what was learned if it still says something, else learn anew from the window in force."""
-        if self._auto is None or not _same_shadows(self._core.config, before):
-            self._begin(before.window)
-        else:
-            self._core.set_window(self._auto.window)
-
-    def restored(self, snapshot: Snapshot) -> None:
-        """Begin with the window that the other balancer had found: shadows fill within some dozens of steps."""
-        if self._auto is not None and snapshot.auto_window is not None:
-            self._begin(int(snapshot.auto_window["window"]))
 
 
 def _same_shadows(config: BalancerConfig, other: BalancerConfig) -> bool:
