@@ -114,10 +114,6 @@ class BalancerCore(BalancerState):
             self.evict_rows(self.buffer.siblings(group_id), "filtered")
         self._publish()
 
-    def force_flush(self) -> None:
-        """The window counts as full until a batch leaves, since nothing more can come in."""
-        self.triggers.force_flush()
-
     def set_stuck(self, stuck: bool) -> None:
         """The window counts as full now, or no longer, because throttled generation waits for a batch to leave."""
         self.triggers.stuck = stuck
@@ -170,9 +166,7 @@ class BalancerCore(BalancerState):
         asked_at, again = now if asked_at is None else asked_at, self._to_give_again()
         if again is not None:
             # planned again, if that was for another number of ranks
-            batch = again if len(again.ranks) == self.config.dp_size else plan_again(self, again)
-            self.in_flight.redelivered(batch)
-            return self._given(batch)
+            return self._give_again(again if len(again.ranks) == self.config.dp_size else plan_again(self, again))
         if self.open_step is not None:
             return self._next_row(self.open_step, now, asked_at)
         # O(1), for the many polls between two batches
@@ -256,8 +250,9 @@ class BalancerCore(BalancerState):
         """The oldest batch that is to be given again, in the plan that it had, for however many ranks: those that hold
         it may have trained on it."""
         batch = self.in_flight.next_redelivery()
-        if batch is None:
-            return None
+        return None if batch is None else self._give_again(batch)
+
+    def _give_again(self, batch: Batch) -> Batch:
         self.in_flight.redelivered(batch)
         return self._given(batch)
 

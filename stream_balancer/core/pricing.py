@@ -44,14 +44,14 @@ class Pricing:
     def __init__(self, config: BalancerConfig, tolerance: float, learned: Learned | None = None) -> None:
         """``tolerance``: how near to the lower bound the planner seeks partitions."""
         self._config = config
-        self._learned = learned
+        self._learned = learned or Learned(config.cost, config.speeds, NO_FIXED_COSTS)
         self.has_own_costs = False
         """Some rollout that has come brought its own cost."""
-        self.model: CostFunction = config.cost if learned is None else learned.model
+        self.model = self._learned.model
         """[n] lengths -> [n] costs."""
         self.cost_of_length = lru_cache(_MOST_LENGTHS)(partial(_cost_of, self.model))
         """Tokens -> cost. Lengths repeat, and a model that is asked for one of them takes a third of a put."""
-        self.knobs = _plan_knobs(config, learned, tolerance)
+        self.knobs = _plan_knobs(config, self._learned, tolerance)
         """Knobs that the planner is given."""
 
     def under(self, config: BalancerConfig, learned: Learned | None = None) -> Pricing:
@@ -135,13 +135,10 @@ def _cost_of(model: CostFunction, num_tokens: int) -> float:
     return float(_costs_of(model, np.array([num_tokens], dtype=np.int64))[0])
 
 
-def _plan_knobs(config: BalancerConfig, learned: Learned | None, tolerance: float) -> PlanKnobs:
-    if learned is None:
-        learned = Learned(config.cost, config.speeds, NO_FIXED_COSTS)
-    # ranks that share a rollout are planned as if they were alike
-    elif len(config.context_parallel.sizes) > 1:
-        learned = learned._replace(speeds=None)
+def _plan_knobs(config: BalancerConfig, learned: Learned, tolerance: float) -> PlanKnobs:
     micro_batches, groups, shared, step = config.micro_batches, config.groups, config.context_parallel, config.step_size
+    # ranks that share a rollout are planned as if they were alike
+    speeds = None if len(shared.sizes) > 1 or learned.speeds is None else np.array(learned.speeds, dtype=np.float64)
     # what the user has given goes before what was learned
     given = micro_batches.overhead_cost
     return PlanKnobs(
@@ -160,7 +157,7 @@ def _plan_knobs(config: BalancerConfig, learned: Learned | None, tolerance: floa
         mini_batches=step.mini_batches,
         oversize=micro_batches.oversize,
         padded=config.cost.padded,
-        speeds=None if learned.speeds is None else np.array(learned.speeds, dtype=np.float64),
+        speeds=speeds,
         pipeline_order=micro_batches.order == "pipeline",
         fixed_costs=learned.fixed_costs if given is None else learned.fixed_costs._replace(micro_batch=given),
         cp_sizes=shared.sizes,

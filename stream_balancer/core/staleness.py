@@ -26,6 +26,9 @@ from stream_balancer.values import plain_policy_version
 
 _log = logging.getLogger("stream_balancer.balancer")
 
+_BEFORE_ALL = -(2**63)
+"""A bound that no version is below: nothing is ever too old."""
+
 
 def newer_version(current: int | None, version: object) -> int | None:
     """The version to be set; None, with a warning, for one that is older than the ``current`` one, as of an older
@@ -58,17 +61,15 @@ class RolloutAges:
 
     def is_too_old(self, version: int | None) -> bool:
         """True if a rollout that began at this version is to be evicted. O(1)."""
-        oldest = self._oldest_fresh()
-        # in this order: every put asks, and most runs have no bound
-        return oldest is not None and version is not None and version < oldest and self._evicts
+        return version is not None and version < self._oldest_fresh() and self._evicts
 
     def add(self, rollout: Rollout) -> None:
         """A rollout waits from now on. O(1)."""
         oldest, version = self._oldest_trainable(), rollout.min_version
-        if oldest is not None and version is not None:
+        if version is not None:
             # counted one by one as they come: a recount at every put would be O(n)
             self.num_due += version <= oldest
-            self.num_held_back += self._evicts and version < oldest
+            self.num_held_back += version < oldest and self._evicts
 
     # -- all that wait -------------------------------------------------------------------------------------------------
 
@@ -76,49 +77,42 @@ class RolloutAges:
         """The waiting rollouts, the version or the steps ahead have changed. -> rows of rollouts that cannot be trained
         on in time any more, whatever the trainer does. O(n) under ``max_versions``, else O(1)."""
         self.num_due = self.num_held_back = 0
-        oldest, versions = self._oldest_fresh(), self._buffer.versions
-        if oldest is None:
+        if self.config.staleness.max_versions is None:
             return NO_ROWS
-        # the same, but for those that the steps ahead will have made too old
-        trainable = oldest + self._in_flight.steps_ahead
+        oldest, trainable, versions = self._oldest_fresh(), self._oldest_trainable(), self._buffer.versions
         self.num_due = int(np.count_nonzero(versions <= trainable))
         self.num_held_back = int(np.count_nonzero(versions < trainable)) if self._evicts else 0
         return np.flatnonzero((versions < oldest) & self._evicts)
 
     def due(self) -> Bools:
         """[n] True for rollouts that must leave with the next batch, or are held back already. O(n)."""
-        oldest = self._oldest_trainable()
-        return np.zeros(self._buffer.num_waiting, dtype=bool) if oldest is None else self._buffer.versions <= oldest
+        return self._buffer.versions <= self._oldest_trainable()
 
     def held_back(self) -> Bools:
         """[n] True for rollouts that would be too old when trained on if they left now, and their siblings. O(n)."""
-        oldest = self._oldest_trainable()
-        if not self.num_held_back or oldest is None:
+        if not self.num_held_back:
             return np.zeros(self._buffer.num_waiting, dtype=bool)
         # unknown versions are larger than any, so they are never held back
-        held = self._buffer.versions < oldest
+        held = self._buffer.versions < self._oldest_trainable()
         labels = self._buffer.labels
         # groups leave whole, so a sibling holds the others back
         return held | np.isin(labels, labels[held & (labels >= 0)])
 
-    def oldest_fresh_version(self) -> int | None:
-        """The oldest version that waits, those too old left out; None where it does not matter. O(n)."""
-        oldest = self._oldest_fresh()
-        if oldest is None:
-            return None
-        found = int(self._buffer.versions[self._buffer.versions >= oldest].min(initial=NO_VERSION))
-        return None if found == NO_VERSION else found
+    def oldest_fresh_version(self) -> int:
+        """The oldest version that waits, those too old left out; ``NO_VERSION`` where none is known. O(n)."""
+        versions = self._buffer.versions
+        return int(versions[versions >= self._oldest_fresh()].min(initial=NO_VERSION))
 
-    # -- bounds: None where nothing is ever too old --------------------------------------------------------------------
+    # -- bounds --------------------------------------------------------------------------------------------------------
 
     @property
     def _evicts(self) -> bool:
         return self.config.staleness.on_stale == "evict"
 
-    def _oldest_fresh(self) -> int | None:
+    def _oldest_fresh(self) -> int:
         most = self.config.staleness.max_versions
-        return None if self.version is None or most is None else self.version - most
+        return _BEFORE_ALL if self.version is None or most is None else self.version - most
 
-    def _oldest_trainable(self) -> int | None:
-        oldest = self._oldest_fresh()
-        return None if oldest is None else oldest + self._in_flight.steps_ahead
+    def _oldest_trainable(self) -> int:
+        # what leaves now is trained on once the steps ahead have made their versions
+        return self._oldest_fresh() + self._in_flight.steps_ahead

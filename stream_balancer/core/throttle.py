@@ -72,9 +72,8 @@ class Throttle:
         # what is being generated is as old as its beginning once it comes
         running = min((version for version, _ in self._slots.values()), default=version)
         running = running if began is None else min(began, running)
-        waiting = state.staleness.oldest_fresh_version()
         # unknown versions are larger than any
-        oldest = running if waiting is None else min(waiting, running)
+        oldest = min(state.staleness.oldest_fresh_version(), running)
         batches = oldest + config.staleness.max_versions + 1 - version - state.in_flight.steps_ahead
         return batches * least_batch_size(config) - held
 

@@ -73,7 +73,7 @@ def test_a_sibling_lost_in_flight_may_come_again_by_itself() -> None:
     core.mark_missing(batch.step, ["r1"])
     core.acknowledge(batch.step)
     core.add(make_rollout(4, "r1", group_id="g0"), 0.0)  # its siblings have been trained on
-    core.force_flush()
+    core.triggers.force_flush()
     again = polled(core)
     assert (again.num_rollouts, again.incomplete_groups) == (1, ())
     verify(core)
@@ -145,7 +145,7 @@ def test_a_knob_changed_between_the_halves_of_a_group_does_not_forget_the_first(
     assert core.poll(1.0) is not None
     core.reconfigure(core.config.replace(deadline_s=50.0))
     core.add(make_rollout(6, group_id="g"), 1.0)
-    core.force_flush()
+    core.triggers.force_flush()
     batch = polled(core, 1.0)
     assert batch.num_rollouts == 1
 
@@ -295,7 +295,7 @@ def test_a_sibling_that_is_too_old_when_it_comes_has_come() -> None:
     core.set_version(3)
     put_versions(core, 0, group_id="g")
     young = put_versions(core, 3, group_id="g")
-    core.force_flush()
+    core.triggers.force_flush()
     assert [r.rollout_id for r in dispatch(core).rollouts] == young
 
 

@@ -141,7 +141,7 @@ def test_what_is_lost_of_a_group_that_was_cut_is_not_waited_for() -> None:
     core.add_all([sibling("r0"), sibling("r1")], 0.0)
     assert core.cut_stragglers(0.0)
     core.evict_lost(lambda one: one.rollout_id == "r0")
-    core.force_flush()
+    core.triggers.force_flush()
     assert polled(core, 1.0).num_rollouts == 1
     verify(core)
 
@@ -164,7 +164,7 @@ def test_what_comes_after_its_group_was_cut_is_evicted_and_its_length_is_counted
         core.add(sibling(f"r{at:.0f}", 100), at)
     assert core.cut_stragglers(2.0)
     core.add(sibling("in the window", 300), 2.5)
-    core.force_flush()
+    core.triggers.force_flush()
     batch = polled(core, 3.0)
     assert {r.rollout_id for r in batch.rollouts} == {"r0", "r1"}
     assert (batch.ranks[0].global_num_rollouts, batch.incomplete_groups) == (2, ())

@@ -99,7 +99,7 @@ class World:
 
     def dispatch(self) -> bool:
         if self.blocked and self.throttle.is_stuck(self.core):
-            self.core.force_flush()
+            self.core.triggers.force_flush()
         batch = self.core.poll(0.0)
         if batch is not None:
             oldest = min(r.min_version or 0 for r in batch.rollouts if not r.is_padding)

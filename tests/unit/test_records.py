@@ -325,7 +325,7 @@ class Run:
             case "twice" if self.ids():
                 self.put(chance.choice(self.ids()), None, version)
             case "plan":
-                core.force_flush()
+                core.triggers.force_flush()
                 core.poll(0.0)
             case "done" if flying:
                 batch = chance.choice(core.in_flight.delivered())
