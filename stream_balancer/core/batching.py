@@ -279,10 +279,8 @@ def micro_batch_of(
     rollouts: Sequence[Rollout], rank: int, degree: int, executions: Mapping[ExecutionKey, ExecutionSize]
 ) -> MicroBatch:
     """Micro-batch of a rank, of whole rollouts that so many ranks share. ``executions``: of the step."""
-    sizes = sizes_in(executions, rollouts)
-    if degree == 1:
-        return MicroBatch.of(rollouts, execution_sizes=sizes)
-    return MicroBatch.shared(rollouts, *block_of(rank, degree), sizes)
+    cp_group, cp_rank = block_of(rank, degree) if degree > 1 else ((), 0)
+    return MicroBatch.of(rollouts, sizes_in(executions, rollouts), cp_group, cp_rank)
 
 
 def _fill_up(

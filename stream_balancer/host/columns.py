@@ -58,10 +58,8 @@ class Columns:
         if given is None:
             return micro_batch
         # made anew, and not changed: other ranks, and a redelivery, may be sent the one without columns
-        wholes, sizes = [_with_columns(rollout, given) for rollout in micro_batch.rollouts], micro_batch.execution_sizes
-        if micro_batch.cp_group:
-            return MicroBatch.shared(wholes, micro_batch.cp_group, micro_batch.cp_rank, sizes)
-        return MicroBatch.of(wholes, micro_batch.lengths, sizes)
+        wholes = [_with_columns(rollout, given) for rollout in micro_batch.rollouts]
+        return MicroBatch.of(wholes, micro_batch.execution_sizes, micro_batch.cp_group, micro_batch.cp_rank)
 
     def drop(self, step: int) -> None:
         """The step needs them no more."""

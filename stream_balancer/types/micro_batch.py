@@ -79,26 +79,16 @@ class MicroBatch:
     def of(
         cls,
         rollouts: Sequence[Rollout],
-        lengths: tuple[int, ...] | None = None,
         execution_sizes: tuple[ExecutionSize, ...] | None = None,
+        cp_group: tuple[int, ...] = (),
+        cp_rank: int = 0,
     ) -> MicroBatch:
-        """A micro-batch over rollouts at hand (``lengths``: their tokens, where known); their columns are concatenated
-        when a layout is asked for."""
-        if lengths is None:
-            lengths = tuple([r.num_tokens for r in rollouts])
-        return cls(rollouts, lengths, partial(_concatenate, rollouts, execution_sizes), execution_sizes)
-
-    @classmethod
-    def shared(
-        cls,
-        wholes: Sequence[Rollout],
-        cp_group: tuple[int, ...],
-        cp_rank: int,
-        execution_sizes: tuple[ExecutionSize, ...] | None = None,
-    ) -> MicroBatch:
-        """The part of these rollouts that the member at ``cp_rank`` of ``cp_group`` holds."""
-        parts = [part_of(rollout, len(cp_group), cp_rank) for rollout in wholes]
-        return replace(cls.of(parts, None, execution_sizes), cp_group=cp_group, cp_rank=cp_rank)
+        """A micro-batch over whole rollouts at hand, or over the part of them that the member at ``cp_rank`` of
+        ``cp_group`` holds; their columns are concatenated when a layout is asked for."""
+        if cp_group:
+            rollouts = [part_of(rollout, len(cp_group), cp_rank) for rollout in rollouts]
+        lengths, flat = tuple([r.num_tokens for r in rollouts]), partial(_concatenate, rollouts, execution_sizes)
+        return cls(rollouts, lengths, flat, execution_sizes, cp_group, cp_rank)
 
     @property
     def num_tokens(self) -> int:
@@ -126,10 +116,8 @@ class MicroBatch:
                 "packed(shift=True) makes a column 'targets', and the rollouts bring one of that name. Rename theirs, "
                 "or use packed() and packed.next()"
             )
-        (columns, fields), shared = flat.laid_out("packed", scalar_dtype), flat.shared
-        if shared is not None and "loss_mask" not in flat.tokens:
-            shared = shared.with_loss_mask(flat.weights)
-        made = Packed(columns, **fields, lengths=flat.lengths, shared=shared)
+        columns, fields = flat.laid_out("packed", scalar_dtype)
+        made = Packed(columns, **fields, lengths=flat.lengths, shared=flat.shared)
         if shift:
             following = {name: made.next(name) for name in columns if name != "position_ids"}
             following["targets"] = following.pop("input_ids")

@@ -81,8 +81,12 @@ class _MadeColumns(Mapping[str, Tensor]):
     def __init__(self, whole: Mapping[str, Tensor], rows: Callable[[Tensor], list[Tensor]]) -> None:
         self._whole, self._rows = whole, rows
 
+    def rows(self, name: str) -> list[Tensor]:
+        """Views, one after the other. O(1)."""
+        return self._rows(self._whole[name])
+
     def __getitem__(self, name: str) -> Tensor:
-        return torch.cat(self._rows(self._whole[name]))
+        return torch.cat(self.rows(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._whole)
@@ -161,12 +165,8 @@ def part_of(rollout: Rollout, degree: int, place: int) -> SharedRollout:
 def rows_of(rollout: Rollout, name: str, *, behind: bool = False) -> list[Tensor]:
     """Views that are the rows of its column, one after the other; or of a part's, those ``behind`` its two chunks.
     Nothing is copied to slice a part. O(1)."""
-    if isinstance(rollout, SharedRollout):
-        if rollout.whole is not None:
-            return _rows(rollout.whole.tokens[name], rollout.cp_degree, rollout.cp_rank, behind=behind)
-        if behind:
-            return [rollout.behind[name]]
-    return [rollout.tokens[name]]
+    columns = rollout.behind if behind and isinstance(rollout, SharedRollout) else rollout.tokens
+    return columns.rows(name) if isinstance(columns, _MadeColumns) else [columns[name]]
 
 
 def columns_of(rollout: Rollout) -> Mapping[str, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -58,12 +58,14 @@ class SharedColumns:
         # with output_size torch need not ask the device how long the result is
         return positions < torch.repeat_interleave(*sizes, output_size=len(positions))
 
-    def with_loss_mask(self, weights: Tensor) -> SharedColumns:
-        """With what is behind the chunks in a ``loss_mask`` that no rollout brought; ``weights``: 0 for those that do
-        not count."""
+    def behind_of(self, name: str, weights: Tensor) -> Tensor:
+        """[2n, ...] ``behind`` of a column, also of a ``loss_mask`` that no rollout brought; ``weights``: 0 for those
+        that do not count."""
+        if name in self.behind:
+            return self.behind[name]
         ends = torch.tensor([start + size for start, size in self.runs], device=weights.device).view(-1, 2)
         there = (ends < torch.tensor(self.whole_lengths, device=weights.device)[:, None]) & (weights != 0)[:, None]
-        return replace(self, behind={**self.behind, "loss_mask": there.flatten()})
+        return there.flatten()
 
     def not_as(self, layout: str) -> ValueError:
         """Why there is no such layout."""
@@ -280,7 +282,7 @@ class Packed(_Columns):
             raise KeyError(f"no column {name!r}; columns: {sorted(self.columns)}")
         following = torch.roll(self.columns[name], -1, 0)
         # what was rolled there is the first token of another run
-        following[self._last_rows] = 0 if self.shared is None else self.shared.behind[name]
+        following[self._last_rows] = 0 if self.shared is None else self.shared.behind_of(name, self.rollout_weights)
         return following
 
     def _spread(self, values: Tensor) -> Tensor:

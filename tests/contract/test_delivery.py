@@ -75,7 +75,7 @@ async def test_bytes_are_identical(kind: str) -> None:
             (step,) = await drain(network.feed())
     assert sorted(one.rollout_id for one in step.rollouts if not one.is_padding) == sorted(rollouts)
     for micro_batch in step.micro_batches:
-        whole = sb.types.MicroBatch.of([rollouts[one.rollout_id] for one in micro_batch.rollouts], micro_batch.lengths)
+        whole = sb.types.MicroBatch.of([rollouts[one.rollout_id] for one in micro_batch.rollouts])
         for got in micro_batch.rollouts:
             assert same_rollout(rollouts[got.rollout_id], got), f"rollout {got.rollout_id} changed on its way"
         assert same_tensors(dict(whole.packed().columns), dict(micro_batch.packed().columns))

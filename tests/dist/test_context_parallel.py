@@ -22,7 +22,7 @@ LENGTHS = (1, 5, 16, 63, 64, 200)  # tokens of a rollout: some leave whole membe
 def zigzag(length: int, size: int, place: int) -> Tensor:
     """[2 c] places in the whole rollout of the tokens that a member holds; they go on beyond its end."""
     rollout = Rollout(tokens={"input_ids": torch.zeros(length, dtype=torch.int64)})
-    return MicroBatch.shared([rollout], tuple(range(size)), place).packed().position_ids
+    return MicroBatch.of([rollout], cp_group=tuple(range(size)), cp_rank=place).packed().position_ids
 
 
 def cut_by_torch(rank: int) -> list[str]:

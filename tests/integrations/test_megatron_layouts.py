@@ -66,7 +66,7 @@ def rollouts() -> list[Rollout]:
 @pytest.fixture
 def ours(member: tuple[int, int], rollouts: list[Rollout]) -> Any:
     size, place = member
-    return MicroBatch.shared(rollouts, tuple(range(size)), place).packed()
+    return MicroBatch.of(rollouts, cp_group=tuple(range(size)), cp_rank=place).packed()
 
 
 def padded_whole(rollouts: list[Rollout], size: int, name: str) -> Tensor:

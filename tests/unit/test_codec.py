@@ -67,7 +67,7 @@ def test_packed_copies_no_token_and_is_aligned() -> None:
 def test_executions_have_their_sizes_in_the_step() -> None:
     whole = [rollout(0, execution_id="e", group_id="g"), rollout(1, execution_id="f")]
     sizes = (ExecutionSize(4, 30), ExecutionSize(1, 2))
-    got = carried(MicroBatch.of(whole, None, sizes), MicroBatch.of([rollout(2)]))
+    got = carried(MicroBatch.of(whole, sizes), MicroBatch.of([rollout(2)]))
     assert got.micro_batches[0].execution_sizes == sizes
     assert got.micro_batches[1].execution_sizes == (ExecutionSize(1, 3),)
     got.resize({("g", "e"): (3, 20), (None, "e"): (9, 9)})
@@ -230,8 +230,8 @@ def test_holes_anywhere_when_filled_equal_the_whole(
         group = tuple(range(degree))
         if degree > 1 and chance.random() < 0.7:
             at = chance.randrange(degree)
-            whole.append(MicroBatch.shared(here, group, at))
-            sent.append(MicroBatch.shared(there, group, at))
+            whole.append(MicroBatch.of(here, cp_group=group, cp_rank=at))
+            sent.append(MicroBatch.of(there, cp_group=group, cp_rank=at))
         else:
             whole.append(MicroBatch.of(here))
             sent.append(MicroBatch.of(there))
@@ -299,13 +299,13 @@ def test_a_member_receives_its_part_and_two_rows_a_column(degree: int) -> None:
     whole = make_rollout(8192, "long", seed=1)
     row = 8 + 4 + 1  # ids, log-probabilities, mask
     for place in range(degree):
-        encoded = codec.encode([MicroBatch.shared([whole], tuple(range(degree)), place)])
+        encoded = codec.encode([MicroBatch.of([whole], cp_group=tuple(range(degree)), cp_rank=place)])
         assert 0 <= encoded.payload.total - row * (8192 // degree + 2) < 3 * 64
         assert len(bytes(encoded.header)) < 256
 
 
 def test_a_put_is_whole() -> None:
-    part = MicroBatch.shared([a_rollout(8)], (0, 1), 0)
+    part = MicroBatch.of([a_rollout(8)], cp_group=(0, 1), cp_rank=0)
     for cut in ([part], [MicroBatch.of([rollout(1)]), MicroBatch.of([rollout(2)])]):
         encoded = codec.encode(cut)
         with pytest.raises(WireError, match="whole rollouts"):

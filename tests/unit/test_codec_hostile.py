@@ -128,11 +128,11 @@ def work() -> Encoded:
     own = some()
     shared = [one.with_late_columns({"late": torch.rand(one.num_tokens)}) for one in own[:2]]
     away = [remote(one, A, n).with_late_columns({"late": torch.rand(one.num_tokens)}) for n, one in enumerate(own[2:])]
-    return codec.encode([MicroBatch.shared([*shared, away[0]], (0, 1), 1), MicroBatch.of([away[1]])])
+    return codec.encode([MicroBatch.of([*shared, away[0]], cp_group=(0, 1), cp_rank=1), MicroBatch.of([away[1]])])
 
 
 def parts() -> Encoded:
-    return codec.encode([MicroBatch.shared(some()[:2], (3, 1, 5), 2), MicroBatch.of(some()[2:])])
+    return codec.encode([MicroBatch.of(some()[:2], cp_group=(3, 1, 5), cp_rank=2), MicroBatch.of(some()[2:])])
 
 
 def a_put() -> Encoded:

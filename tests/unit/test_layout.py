@@ -66,7 +66,7 @@ def test_a_shifted_loss_is_that_of_each_sequence_by_itself(mask: list[int] | Non
     found, trained_on = torch.zeros((), dtype=torch.float64), 0
     for place in range(degree):
         whole = sb.types.MicroBatch.of(rollouts)
-        part = whole if degree == 1 else sb.types.MicroBatch.shared(rollouts, tuple(range(degree)), place)
+        part = whole if degree == 1 else sb.types.MicroBatch.of(rollouts, cp_group=tuple(range(degree)), cp_rank=place)
         packed = part.packed(shift=True)
         logprobs = logits.log_softmax(-1)[packed["input_ids"], packed["targets"]] - packed["logprobs"]
         weights = packed.per_token("advantage") * packed["loss_mask"]

@@ -40,7 +40,7 @@ def a_rollout(num_tokens: int, name: str = "r", *, mask: bool = True) -> Rollout
 
 
 def shared(wholes: list[Rollout], degree: int) -> list[MicroBatch]:
-    return [MicroBatch.shared(wholes, tuple(range(degree)), place) for place in range(degree)]
+    return [MicroBatch.of(wholes, cp_group=tuple(range(degree)), cp_rank=place) for place in range(degree)]
 
 
 def shifted(column: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_joined_they_are_the_whole(lengths: list[int], degree: int, mask: bool) 
 
 
 def test_where_the_whole_rollouts_lie() -> None:
-    packed = MicroBatch.shared([a_rollout(9), a_rollout(8, "s")], (4, 5), 1).packed()
+    packed = MicroBatch.of([a_rollout(9), a_rollout(8, "s")], cp_group=(4, 5), cp_rank=1).packed()
     assert packed.cu_seqlens.tolist() == [0, 6, 10]
     assert packed.whole_lengths == (9, 8)
     assert packed.whole_cu_seqlens.tolist() == [0, 9, 17]
