@@ -69,6 +69,8 @@ class Calibration:
         cp_overhead: float = 0.0,
     ) -> None:
         self._model = model
+        # FLOPs of each of the four by the prior, in which micro-batches and steps are free
+        self._weights = np.array([model.prior.flops_per_token, model.prior.flops_per_pair, 0.0, 0.0])
         self._cp_overhead = cp_overhead
         self._keep = 0.5 ** (1.0 / model.half_life_steps)
         self._steps = 0  # observed, the first included
@@ -85,23 +87,20 @@ class Calibration:
         self._found: Floats = np.zeros(0)  # what is in force was made of; empty: the prior is in force
         self.in_force = Learned(model, None if speeds is None else tuple(speeds), NO_FIXED_COSTS)
         """Costs in the prior's unit: a typical rank batch costs what the prior says. Speeds of mean 1. Fixed costs of a
-        step and of a micro-batch, whatever is in them."""
-        self.slowness: Floats | None = None
-        """[ranks] log of each rank's slowdown in the last step, by the learned cost; None where it says nothing of that
-        step."""
+        step and of a micro-batch, whatever is in them. Replaced once it is another."""
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def observe(self, work: Sequence[Sequence[tuple[Ints, int]]], seconds: Sequence[float]) -> bool:
+    def observe(self, work: Sequence[Sequence[tuple[Ints, int]]], seconds: Sequence[float]) -> Floats | None:
         """Every rank's seconds for a step. ``work[rank][micro_batch]``: the lengths of the whole rollouts, and how many
-        ranks share them. True if ``in_force`` is now another. O(rollouts)."""
-        self.slowness = None
+        ranks share them. -> [ranks] log of each rank's slowdown, by the learned cost; None of a step that says nothing.
+        O(rollouts)."""
         measured = np.array(seconds, dtype=np.float64)
         if not (np.isfinite(measured).all() and (measured > 0).all()):
-            return False
+            return None
         self._steps += 1
         if self._steps == 1:  # compilation, allocation, caches: says nothing about the next one
-            return False
+            return None
         features = np.array([self._features(micro_batches) for micro_batches in work])
         if not self._typical.any():
             # The unit of all that follows: with features and seconds near 1 the normal equations below are well
@@ -113,9 +112,11 @@ class Calibration:
             # how good the prediction was that stood before this step
             error = np.abs(self._predict(features) / np.exp(self._log_speeds) / measured - 1.0)
             self._errors = [*self._errors, float(error.mean())][-_ERROR_STEPS:]
-        self._learn_speeds(features, measured)
+        slowness: Floats = np.log(measured / self._predict(features))
+        self._learn_speeds(slowness)
         self._learn_parts(features, measured)
-        return self._put_in_force()
+        self._put_in_force()
+        return slowness
 
     def _features(self, micro_batches: Sequence[tuple[Ints, int]]) -> tuple[float, ...]:
         if self._model.padded:
@@ -129,25 +130,21 @@ class Calibration:
 
     def _prior(self) -> Floats:
         """[4] parts of a typical step under the prior model."""
-        weights = np.array([self._model.prior.flops_per_token, self._model.prior.flops_per_pair, 0.0, 0.0])
-        parts: Floats = weights * self._typical / self._unit
+        parts: Floats = self._weights * self._typical / self._unit
         return parts
 
     @property
     def _unit(self) -> float:
         """Cost of a typical rank batch by the prior."""
-        return float(
-            self._model.prior.flops_per_token * self._typical[0] + self._model.prior.flops_per_pair * self._typical[1]
-        )
+        return float((self._weights * self._typical).sum())
 
     def _predict(self, features: Floats) -> Floats:
         """[ranks] seconds at speed 1."""
         seconds: Floats = self._typical_s * ((features / self._typical) @ self._parts)
         return seconds
 
-    def _learn_speeds(self, features: Floats, measured: Floats) -> None:
-        self.slowness = np.log(measured / self._predict(features))
-        self._recent = [*self._recent, -self.slowness][-_SPEED_WINDOW:]
+    def _learn_speeds(self, slowness: Floats) -> None:
+        self._recent = [*self._recent, -slowness][-_SPEED_WINDOW:]
         if len(self._recent) >= _SPEED_STEPS:
             # [ranks] medians, so that one slow step moves nothing; relative to the median rank, since all of them being
             # faster makes nobody fast
@@ -183,7 +180,7 @@ class Calibration:
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
-    def _put_in_force(self) -> bool:
+    def _put_in_force(self) -> None:
         """Plan with what has been learned, if that makes a difference."""
         speeds = self._log_speeds
         if len(self._recent) >= _SPEED_STEPS:
@@ -194,7 +191,7 @@ class Calibration:
             of_micro_batches, of_step = 0.0, of_micro_batches + of_step
         found = np.array([of_pairs, of_micro_batches, of_step, *speeds])
         if self._found.size and np.abs(found - self._found).max() <= _CHANGE:
-            return False
+            return
         self._found = found
         own = np.exp(speeds)
         of_token, of_pair = np.array([1.0 - of_pairs, of_pairs]) * self._unit / self._typical[:2]
@@ -203,7 +200,6 @@ class Calibration:
             tuple((own / own.mean()).tolist()) if speeds.any() else None,
             FixedCosts(of_step * self._unit, of_micro_batches * self._unit / float(self._typical[2])),
         )
-        return True
 
     def _distinguishes_micro_batches(self) -> bool:
         """Numbers of micro-batches have differed by enough to tell what one costs from what a step costs."""

@@ -30,23 +30,28 @@ class CostLearner(Learner):
         """[ranks] log of each rank's slowdown in the step timed last; None where nothing was learned from it."""
 
     def timed(self, batch: Batch, timings: Sequence[StepTiming], now: float) -> None:
-        """Learn from a step, unless a rank may have waited for others in its seconds. O(rollouts)."""
-        self.slowness, calibration = None, self._calibration
+        self.slowness = self._learn(batch, timings)
+
+    def _learn(self, batch: Batch, timings: Sequence[StepTiming]) -> Floats | None:
+        """Learn from a step, unless a rank may have waited for others in its seconds. -> ``slowness``. O(rollouts)."""
+        calibration = self._calibration
         if calibration is None or not all(one.own for one in timings):
-            return
+            return None
         # costs that are not the model's would teach it something else
         if self._core.pricing.has_own_costs:
-            return
+            return None
         # in a former controller's plan: speeds are of today's ranks
         if len(timings) != self._core.config.dp_size:
-            return
+            return None
         work = [one.worked_on or (batch.ranks[one.rank],) for one in timings]
         # a rank with nothing but padding copies is done before any work could be measured
         if any(all(r.is_padding for one in its for r in one.rollouts) for its in work):
-            return
-        if calibration.observe([_lengths(its) for its in work], [one.seconds for one in timings]):
+            return None
+        before = calibration.in_force
+        slowness = calibration.observe([_lengths(its) for its in work], [one.seconds for one in timings])
+        if calibration.in_force is not before:
             self._core.learn(calibration.in_force)
-        self.slowness = calibration.slowness
+        return slowness
 
     def reconfigured(self, before: BalancerConfig) -> None:
         """Learned costs are kept while cost and speeds are the same, and with another number of ranks all but their
