@@ -145,9 +145,8 @@ def _begin_again(book: Book, share: Share) -> None:
     step, rank = share.step, share.rank
     share.attempt = step.attempts
     # whatever its seats have said was of the attempt before
-    share.waiting, share.recalled, share.answers, share.num_sent = 0, {}, 0, 0
+    share.waiting, share.recalled, share.answers = 0, {}, 0
     share.go.clear()
-    step.recalls.discard(rank.id)
     step.at_barrier.discard(rank.id)
     step.unasked.add(rank.id)
     for item in share.items.values():
@@ -160,7 +159,7 @@ def _begin_again(book: Book, share: Share) -> None:
 
 
 def _replan(book: Book, step: StepState) -> None:
-    if not step.ownerless or step.recalls:
+    if not step.ownerless or step.is_recalling:
         return
     idle = _idle(book, step)
     for role, is_released in sorted({(item.role, item.is_released) for item in step.ownerless.values()}):
@@ -176,7 +175,7 @@ def _replan(book: Book, step: StepState) -> None:
 def _recall(book: Book, step: StepState) -> None:
     """Once half of the ranks have nothing left to do, ask the others for what they have not begun."""
     # one thing after the other: what has no owner is laid out first, and each answer is waited for
-    if not step.at_barrier or 2 * len(step.at_barrier) < len(step.participants) or step.ownerless or step.recalls:
+    if not step.at_barrier or 2 * len(step.at_barrier) < len(step.participants) or step.ownerless or step.is_recalling:
         return
     idle = _idle(book, step)
     if 2 * len(idle) < len(step.participants):
@@ -201,7 +200,6 @@ def _ask_back(book: Book, share: Share, num_idle: int) -> None:
         return
     share.recalled = {item.id: 0 for item in may}
     share.answers = rank.full
-    step.recalls.add(rank.id)
     for seat in seats_of(rank.full):
         ids = tuple(item.id for item in may if item.sent >> seat & 1)
         book.out.append(SendRecall(rank.id, seat, step.number, share.attempt, ids, num_idle))
@@ -226,7 +224,7 @@ def _may_seal(book: Book, step: StepState) -> bool:
         return False
     if not book.meets:
         return True
-    is_waited_for = len(step.at_barrier) == len(step.participants) and not step.recalls
+    is_waited_for = len(step.at_barrier) == len(step.participants) and not step.is_recalling
     return is_waited_for and all(book.ranks[one].is_here for one in step.participants)
 
 
@@ -381,8 +379,7 @@ def _send(book: Book, share: Share) -> None:
     # in the order of the first time: all seats, and the rank's next incarnations, train in one order
     for item in ready:
         item.sent = rank.full
-        share.num_sent += 1
-        item.place = share.num_sent
+        item.place = book.new_id()
         del share.unsent[item.id]
     share.opened = rank.full
     if ready and not rank.id.role:

@@ -10,9 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from stream_balancer.core.steps.book import Book
 from stream_balancer.core.steps.orders import SendDrop, SendRewind
-from stream_balancer.core.steps.state import TRAIN, HeldItem, HeldStep, Item, Rank, RankId, Share, StepState
+from stream_balancer.core.steps.state import ALL_SEATS, TRAIN, HeldItem, HeldStep, Item, Rank, RankId, Share, StepState
 
-_ALL = -1  # seats, however many there were
 _IN_THE_WEIGHTS = HeldItem(done=True, fetched=True, missing=frozenset())
 
 
@@ -141,7 +140,6 @@ class Joining(Book):
         # until the last seat has answered nobody knows which items all have given back
         if share.answers:
             return
-        step.recalls.discard(rank.id)
         recalled, share.recalled = share.recalled, {}
         for id_, seats in recalled.items():
             item = share.items[id_]
@@ -152,8 +150,7 @@ class Joining(Book):
                 continue
             item.is_begun = True
             if seats:
-                step.unfetch(item)
-                item.sent, item.fetched = item.sent & ~seats, item.fetched & ~seats
+                step.take_off(item, seats)
                 share.unsent[id_] = item
         share.note_waiting()
 
@@ -177,7 +174,7 @@ class Joining(Book):
         rank.full, rank.links, rank.weights_of, rank.acked_of, rank.stale = full, 0, {}, {}, {}
         for share, acked in zip(shares, was_acked, strict=True):
             share.acked = full if acked else 0
-            self._says(share, _ALL, None, 0)
+            self._says(share, ALL_SEATS, None, 0)
 
     def _says(self, share: Share, bit: int, held: HeldStep | None, weights: int) -> None:
         """What was believed of a seat, or of all, gives way to what it says."""
@@ -255,8 +252,7 @@ def _forget(step: StepState, share: Share, item: Item, seats: int) -> None:
     # the others of its group may be waiting for it in a collective: none of it goes on
     if item.sent & seats:
         step.tear(item)
-    step.unfetch(item)
-    item.sent, item.done, item.fetched = item.sent & ~seats, item.done & ~seats, item.fetched & ~seats
+    step.take_off(item, seats)
     share.unsent[item.id] = item
 
 

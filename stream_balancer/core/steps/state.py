@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 TRAIN = ""
 """Role of the trainer. Other roles compute columns for it."""
+ALL_SEATS = -1
+"""However many there were."""
 
 
 class RankId(NamedTuple):
@@ -87,7 +89,8 @@ class Item:
     is_released: bool = False
     """Given back after a Recall: for ranks that have nothing to do."""
     place: int = 0
-    """In the order in which the owner was sent it, from 1. All its seats, and its next incarnations, get that order."""
+    """A number that rises in the order in which the owner was sent its items; 0 before. All its seats, and its next
+    incarnations, get that order."""
 
 
 @dataclass(eq=False, slots=True)
@@ -103,7 +106,6 @@ class Share:
     """Counts rewinds. What a process says of an earlier one does not count."""
     first: int = 1
     """The first attempt of this plan: earlier ones were of another plan of this number."""
-    num_sent: int = 0
     # Masks of seats: was sent the step, began with it, has nothing left to do, has the seal, and of those, came back
     # from a failed meeting; has the step in its weights, has acknowledged it.
     opened: int = 0
@@ -236,7 +238,6 @@ class StepState:
     left_of_role: dict[str, int] = field(default_factory=dict)
     """Items without columns, by role."""
     at_barrier: set[RankId] = field(default_factory=set)
-    recalls: set[RankId] = field(default_factory=set)
     unasked: set[RankId] = field(default_factory=set)
     """Ranks that may have items they have not begun."""
     seal: StepSeal | None = None
@@ -256,6 +257,11 @@ class StepState:
     is_settled: bool = True
     is_changed: bool = False
     """After a restart: a process has something other than what was planned for it."""
+
+    @property
+    def is_recalling(self) -> bool:
+        """A rank was asked for items, and has not answered. O(ranks)."""
+        return any(share.recalled for share in self.shares.values())
 
     @property
     def is_uncertain(self) -> bool:
@@ -281,11 +287,15 @@ class StepState:
             # one whose columns are here was taken off when they came
             self.left_of_role[item.role] -= not item.has_columns
 
+    def take_off(self, item: Item, seats: int) -> None:
+        """These seats have it no more, nor what they had made of it."""
+        self.unfetch(item)
+        item.sent, item.done, item.fetched = item.sent & ~seats, item.done & ~seats, item.fetched & ~seats
+
     def reset(self, item: Item) -> None:
         """No process has it."""
-        self.unfetch(item)
-        item.sent = item.done = item.fetched = item.place = 0
-        item.is_begun = False
+        self.take_off(item, ALL_SEATS)
+        item.place, item.is_begun = 0, False
 
     def tear(self, item: Item) -> None:
         """A part of its group is lost, if it is in one."""
@@ -314,7 +324,7 @@ class StepState:
             share.rank.active.pop(self.number, None)
             # the step is over once all of its participants have acknowledged it: this one is none any more
             self.acks -= share.is_acked and not one.role
-            for ranks in (self.participants, self.at_barrier, self.holders, self.recalls):
+            for ranks in (self.participants, self.at_barrier, self.holders):
                 ranks.discard(one)
         return share
 
