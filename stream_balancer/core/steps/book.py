@@ -50,10 +50,7 @@ class Book:
         self.out += [order(rank.id, seat, *fields) for seat in seats_of(seats)]
 
     def rank(self, one: RankId) -> Rank:
-        rank = self.ranks.get(one)
-        if rank is None:
-            rank = self.ranks[one] = Rank(one)
-        return rank
+        return self.ranks.setdefault(one, Rank(one))
 
     def share(self, step: StepState, one: RankId) -> Share:
         share = step.shares.get(one)

@@ -195,15 +195,14 @@ class Joining(Book):
         current = held if held is not None and held.attempt == share.attempt else None
         for item in share.items.values():
             there = _IN_THE_WEIGHTS if is_past else None if current is None else current.items.get(item.id)
+            # a process that has come again begins anew with what it holds
+            item.is_begun = False
             if there is None:
                 _forget(step, share, item, bit)
                 continue
-            # a process that has come again begins anew with what it holds
-            item.is_begun = False
+            step.take_off(item, bit)
             item.sent |= bit
             item.done = _flag(item.done, bit, there.done)
-            step.unfetch(item)
-            item.fetched &= ~bit
             if there.fetched:
                 step.gone |= there.missing
                 self.note_fetched(step, item, bit, rank.full)
@@ -245,8 +244,7 @@ class Joining(Book):
 
 
 def _forget(step: StepState, share: Share, item: Item, seats: int) -> None:
-    """Take the item off these seats."""
-    item.is_begun = False
+    """Take the item off these seats, but for columns that are here."""
     if item.has_columns:
         return
     # the others of its group may be waiting for it in a collective: none of it goes on
