@@ -27,11 +27,8 @@ from stream_balancer.types import Rollout
 
 NO_VERSION = 2**63 - 1  # a rollout of unknown version is never stale
 NO_ROWS: Ints = np.empty(0, dtype=np.int64)
-_COLUMNS = {
-    "costs": 0.0, "lengths": 0, "skips": 0, "arrived_at": 0.0, "versions": NO_VERSION, "labels": -1,
-    "stratum_numbers": -1, "taken": False, "_rollouts": None,
-}  # fmt: skip
-"""By name what a row holds where nobody writes."""
+_UNWRITTEN: list[Any] = []
+"""By column what a row holds where nobody writes."""
 _FIRST_ROWS = 64
 _ROW_BITS = 40
 
@@ -39,35 +36,37 @@ _to_bytes, _to_bits = struct.Struct("<d").pack, struct.Struct("<q").unpack
 
 
 def _empty(rows: int) -> tuple[NDArray[Any], ...]:
-    return tuple(np.full(rows, value) for value in _COLUMNS.values())
+    return tuple(np.full(rows, value) for value in _UNWRITTEN)
 
 
-def _column(name: str) -> Any:
-    place = list(_COLUMNS).index(name)
+def _column(unwritten: Any) -> Any:
+    place = len(_UNWRITTEN)
+    _UNWRITTEN.append(unwritten)
     # no __getattr__: with one, a put would read every other attribute three times as slowly
     return property(lambda self: self._arrays[place][self._start : self._end])
 
 
 class Buffer:
-    """Waiting rollouts; row 0 is the oldest. Columns are views, valid until the next change."""
+    """Waiting rollouts; row 0 is the oldest. Columns are views, valid until the next change; :meth:`add` has their
+    order."""
 
-    costs: Floats = _column("costs")
+    costs: Floats = _column(0.0)
     """[n] work of each rollout."""
-    lengths: Ints = _column("lengths")
+    lengths: Ints = _column(0)
     """[n] tokens of each."""
-    skips: Ints = _column("skips")
+    skips: Ints = _column(0)
     """[n] steps that passed each over."""
-    arrived_at: Floats = _column("arrived_at")
+    arrived_at: Floats = _column(0.0)
     """[n] arrival times in seconds, oldest first."""
-    versions: Ints = _column("versions")
+    versions: Ints = _column(NO_VERSION)
     """[n] oldest policy version of each; ``NO_VERSION`` where unknown."""
-    labels: Ints = _column("labels")
+    labels: Ints = _column(-1)
     """[n] group label of each, -1 = none."""
-    stratum_numbers: Ints = _column("stratum_numbers")
+    stratum_numbers: Ints = _column(-1)
     """[n] number of each one's stratum, -1 = none."""
-    taken: Bools = _column("taken")
+    taken: Bools = _column(False)
     """[n] True for rollouts of rows of an open step: they are being trained on, and wait for its last row."""
-    _rollouts: NDArray[np.object_] = _column("_rollouts")
+    _rollouts: NDArray[np.object_] = _column(None)
 
     def __init__(self, group_size: int | None, remember_groups: int = 100_000) -> None:
         self.groups = SiblingGroups(group_size, remember_groups)

@@ -61,6 +61,7 @@ class Declared(NamedTuple):
 class SiblingGroup:
     """A group some of whose siblings have come, or whose size was declared."""
 
+    group_id: str
     label: int
     size: int
     declared: bool = False
@@ -134,8 +135,8 @@ class SiblingGroups:
             group.half_s = now - group.began
         if execution_id is not None:
             group.executions[execution_id] = group.executions.get(execution_id, 0) + 1
-        self._schedule(group_id, group)
-        self._close_if_whole(group_id, group)
+        self._schedule(group)
+        self._close_if_whole(group)
         return group.label
 
     def leave(self, group_id: str | None, execution_id: str | None = None, *, never_came: bool = False) -> None:
@@ -151,7 +152,7 @@ class SiblingGroups:
             if never_came := never_came and not group.executions[execution_id]:
                 del group.executions[execution_id]
         self._update(group, arrived=-1 if never_came else 0, waiting=-1)
-        self._forget_if_done(group_id, group)
+        self._forget_if_done(group)
 
     def expect_again(self, group_id: str | None, execution_id: str | None = None) -> None:
         """An execution that has left its group may come again. O(1)."""
@@ -166,7 +167,7 @@ class SiblingGroups:
             group.executions.pop(execution_id, None)
         # Those that wait have come: the one that may come again may be of an earlier group of this name, done since.
         self._update(group, arrived=max(-1, _num_waiting(group) - group.arrived))
-        self._forget_if_done(group_id, group)
+        self._forget_if_done(group)
 
     def forget(self, group_id: str) -> None:
         """None of it waits, and what came of it does not count any more. O(1)."""
@@ -180,7 +181,7 @@ class SiblingGroups:
         """Siblings that still come are not wanted; those that wait are being trained on. O(1)."""
         self._close(group_id, Declared(None, closed=True))
         if (group := self._groups.get(group_id)) is not None:
-            self._forget_if_done(group_id, group)
+            self._forget_if_done(group)
 
     def restore(self, declared: Mapping[str, Declared], departed: Mapping[str, int]) -> None:
         """Take over :meth:`declarations` and :meth:`departed` of a snapshot, before its rollouts join: what waits of a
@@ -198,8 +199,8 @@ class SiblingGroups:
         for group_id, number in departed.items():
             group = self._groups.get(group_id) or self._new(group_id)
             self._update(group, arrived=number)
-            self._close_if_whole(group_id, group)
-            self._forget_if_done(group_id, group)
+            self._close_if_whole(group)
+            self._forget_if_done(group)
 
     # -- stragglers ----------------------------------------------------------------------------------------------------
 
@@ -238,8 +239,8 @@ class SiblingGroups:
     def reschedule(self) -> None:
         """Other knobs are in force. O(groups)."""
         self._cuts.clear()
-        for group_id, group in self._groups.items():
-            self._schedule(group_id, group)
+        for group in self._groups.values():
+            self._schedule(group)
 
     def restart(self, now: float) -> None:
         """What waits was restored: when its groups began is not known, so their time begins anew. O(groups)."""
@@ -258,10 +259,10 @@ class SiblingGroups:
         late = max(group.began + self.patience * group.half_s, group.last + group.half_s)
         return late if self.patience else group.began
 
-    def _schedule(self, group_id: str, group: SiblingGroup) -> None:
+    def _schedule(self, group: SiblingGroup) -> None:
         """Siblings have come, or the size or the knobs are others."""
         if (at := self._cut_at(group)) < math.inf:
-            heappush(self._cuts, (at, group_id))
+            heappush(self._cuts, (at, group.group_id))
 
     # -- how many there are --------------------------------------------------------------------------------------------
 
@@ -316,8 +317,8 @@ class SiblingGroups:
         group.declared, group.expected = True, size is not None
         self._update(group, size=group.arrived if size is None else size)
         self.changed.append(group_id)
-        self._schedule(group_id, group)
-        if self._close_if_whole(group_id, group) and not group.waiting:
+        self._schedule(group)
+        if self._close_if_whole(group) and not group.waiting:
             self.forget(group_id)
 
     # -- questions -----------------------------------------------------------------------------------------------------
@@ -385,23 +386,23 @@ class SiblingGroups:
         self.num_incomplete += group.waiting if group.lacks else 0
         self._lacking_by_label[group.label] = group.size - group.arrived
 
-    def _forget_if_done(self, group_id: str, group: SiblingGroup) -> None:
+    def _forget_if_done(self, group: SiblingGroup) -> None:
         if group.waiting:
             return
-        if group.arrived >= group.size > 0 or self.why_unwanted(group_id):
-            self.forget(group_id)
+        if group.arrived >= group.size > 0 or self.why_unwanted(group.group_id):
+            self.forget(group.group_id)
         # all of it were lost: as if it had never begun; what was to be expected of it still is
         elif group.arrived == 0:
             if not group.expected:
-                self.forget(group_id)
-            if self._closed.pop(group_id, None) is not None:
-                self.changed.append(group_id)
+                self.forget(group.group_id)
+            if self._closed.pop(group.group_id, None) is not None:
+                self.changed.append(group.group_id)
         # else the count must outlive the siblings that have left
 
-    def _close_if_whole(self, group_id: str, group: SiblingGroup) -> bool:
+    def _close_if_whole(self, group: SiblingGroup) -> bool:
         """A group of a declared size takes no more once all have come. -> whether that is so."""
         if is_whole := group.declared and group.arrived >= group.size:
-            self._close(group_id, Declared(group.size, closed=True))
+            self._close(group.group_id, Declared(group.size, closed=True))
         return is_whole
 
     def _close(self, group_id: str, declared: Declared) -> None:
@@ -421,5 +422,5 @@ class SiblingGroups:
         # a sibling of it was lost, or is to be planned again
         closed = self._closed_size(group_id)
         size = (self.size or 0) if closed is None else closed
-        group = self._groups[group_id] = SiblingGroup(label, size, declared=closed is not None)
+        group = self._groups[group_id] = SiblingGroup(group_id, label, size, declared=closed is not None)
         return group

@@ -90,15 +90,11 @@ class Pricing:
 
     def waiting_of(self, rollouts: Sequence[Rollout]) -> Waiting:
         """The planner's columns of rollouts that all go, oldest first. O(n)."""
-        number = len(rollouts)
-        everybody = np.ones(number, dtype=np.bool_)
-        waiting = Waiting(
-            costs=np.array([self.cost_of(rollout) for rollout in rollouts], dtype=np.float64),
+        waiting = replace(
+            Waiting.of(np.array([self.cost_of(rollout) for rollout in rollouts], dtype=np.float64)),
             lengths=np.array([rollout.num_tokens for rollout in rollouts], dtype=np.int64),
-            skips=np.zeros(number, dtype=np.int64),
-            due=everybody,
+            due=np.ones(len(rollouts), dtype=np.bool_),
             groups=labels_of(rollout.group_id for rollout in rollouts),
-            group_complete=everybody,
         )
         return self.with_prefixes(waiting, rollouts)
 

@@ -15,6 +15,7 @@ The core knows none of this: :class:`WindowLearner` sees every plan, and sets th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -193,13 +194,11 @@ class _Shadow:
 
     def _dispatch(self, knobs: PlanKnobs) -> None:
         size, inside = self.window, slice(self.window)
-        waiting = Waiting(
-            costs=self.costs[inside],
+        waiting = replace(
+            Waiting.of(self.costs[inside]),
             lengths=np.ones(size, dtype=np.int64),  # only token caps and rows look at them
             skips=self.skips[inside],
-            due=np.zeros(size, dtype=np.bool_),
             groups=self.groups[inside],
-            group_complete=np.ones(size, dtype=np.bool_),
         )
         units = Units.of(waiting, knobs)
         _, go = select_step(waiting, units, knobs, size, self.surplus)
