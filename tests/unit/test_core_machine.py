@@ -55,6 +55,7 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
     cap = draw(st.sampled_from([None, None, 40]))
     counts = "free" if group_size and groups == "same_rank" else draw(st.sampled_from(["free", "equal"]))
     sync = draw(st.sampled_from(["step", "step", "micro_batch"]))
+    cuts = bool(group_size) and groups != "free" and draw(st.booleans())
     config = sb.BalancerConfig(
         dp_size=dp_size,
         batch_size=batch_size,
@@ -65,8 +66,8 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
         groups=sb.Groups(
             size=group_size,
             keep=groups,
-            min_size=draw(st.sampled_from([-(-group_size // 2), None])) if group_size and groups != "free" else None,
-            patience=draw(st.sampled_from([2.0, 0.0])),
+            min_size=-(-(group_size or 0) // 2) if cuts else None,
+            patience=draw(st.sampled_from([2.0, 0.0])) if cuts else 2.0,
         ),
         counts=counts,
         micro_batches=sb.MicroBatches(

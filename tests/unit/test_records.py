@@ -362,7 +362,8 @@ def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
     group_size, remember_ids = chance.choice([(None, 0), (None, 5), (4, 3), (4, 1000)])
     config = sb.BalancerConfig(
         dp_size=2, batch_size=4, window=4, capacity=1000, staleness=sb.Staleness(max_versions=3), max_skips=None,
-        groups=sb.Groups(size=group_size, min_size=group_size and 2, patience=0.0), remember_ids=remember_ids,
+        groups=sb.Groups(size=group_size, min_size=2, patience=0.0) if group_size else sb.Groups(),
+        remember_ids=remember_ids,
     )  # fmt: skip
     run = Run(tmp_path, config, chance)
     for _ in range(4):
