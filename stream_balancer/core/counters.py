@@ -43,11 +43,12 @@ class Counts:
     def figures(self) -> dict[str, Any]:
         """Fields of ``Statistics`` that follow."""
         loads, bounds, slowest = self.mean_loads, self.lower_bounds, self.max_loads
+        steps, tokens = self.batches.total(), self.dispatched_tokens
         return {
             **{name: total for name, total in self.totals().items() if name in Statistics.__dataclass_fields__},
             "surplus_rollouts": self.surplus,
-            "token_variation": token_variation(self.batches.total(), self.dispatched_tokens, self.squared_tokens),
-            # None where nothing is known
+            # None where nothing is known. Standard deviation over mean, exact but for the last rounding: sums of ints
+            "token_variation": math.sqrt(steps * self.squared_tokens - tokens**2) / tokens if tokens else None,
             "idle_fraction": 1.0 - loads / slowest if slowest > 0 else None,
             "unavoidable_idle_fraction": max(bounds - loads, 0.0) / slowest if slowest > 0 else None,
             "measured_idle_fraction": 1.0 - self.mean_seconds / self.max_seconds if self.max_seconds > 0 else None,
@@ -91,9 +92,3 @@ class TrainingAges:
                 break
         mean = sum(age * number for age, number in self._rollouts.items()) / total
         return TrainingAge(rollouts=total, mean=mean, p99=p99, max=max(self._rollouts))
-
-
-def token_variation(steps: int, tokens: int, squared_tokens: int) -> float | None:
-    """Coefficient of variation of the tokens of a step: standard deviation over mean, of so many steps with so many
-    tokens in all, whose squares sum to this. None where nothing is known. Exact but for the last rounding."""
-    return math.sqrt(steps * squared_tokens - tokens**2) / tokens if tokens else None

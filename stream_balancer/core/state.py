@@ -211,7 +211,7 @@ class BalancerState:
     def report(self, now: float, others: Mapping[str, Any]) -> Statistics:
         """The figures of this moment; ``others`` as who knows them gives them. O(batches in flight)."""
         buffer, in_flight = self.buffer, self.in_flight
-        incomplete = buffer.arrived_at[~buffer.complete] if buffer.groups.num_awaited else buffer.arrived_at[:0]
+        incomplete = buffer.arrived_at[~buffer.complete]
         return Statistics(
             waiting=buffer.num_waiting,
             waiting_tokens=buffer.num_tokens,

@@ -162,12 +162,7 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tree(
-    flat: FlatColumns,
-    columns: Collection[str] = ("input_ids",),
-    *,
-    check: bool = True,
-    multiple_of: int = 1,
-    name_of: Callable[[int], str] = "rollout {}".format,
+    flat: FlatColumns, columns: Collection[str], *, check: bool, multiple_of: int, name_of: Callable[[int], str]
 ) -> Tree:
     """The unique tokens of flat columns, by ``flat.prefixes``. See :meth:`MicroBatch.tree`.
 
@@ -175,7 +170,7 @@ def tree(
         >>> ids = torch.tensor([7, 8, 1, 7, 8, 2, 3, 9])  # [T]: two siblings of the prompt 7 8, and another rollout
         >>> siblings = [("g", 2), ("g", 2), (None, 0)]
         >>> flat = FlatColumns({"input_ids": ids}, (3, 4, 1), {}, torch.ones(3), [(1, 1)] * 3, prefixes=siblings)
-        >>> unique = tree(flat)
+        >>> unique = tree(flat, ["input_ids"], check=True, multiple_of=1, name_of=str)
         >>> unique["input_ids"], unique.position_ids  # [U]
         (tensor([7, 8, 1, 2, 3, 9]), tensor([0, 1, 2, 2, 3, 0]))
         >>> unique.index  # [T]
