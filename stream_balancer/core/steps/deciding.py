@@ -146,7 +146,6 @@ def _begin_again(book: Book, share: Share) -> None:
     share.attempt = step.attempts
     # whatever its seats have said was of the attempt before
     share.waiting, share.recalled, share.answers = 0, {}, 0
-    share.go.clear()
     step.at_barrier.discard(rank.id)
     step.unasked.add(rank.id)
     for item in share.items.values():
@@ -210,7 +209,7 @@ def _free(share: Share) -> list[Item]:
     all that it has, and both must train in one order."""
     free = list[Item]()
     for item in reversed([item for item in in_order(share.items.values()) if item.sent]):
-        if item.group is not None or item.is_begun or item.done or item.id in share.go:
+        if item.group is not None or item.is_begun or item.done or item.is_told:
             break
         free.insert(0, item)
     return free
@@ -418,12 +417,12 @@ def _go(book: Book, share: Share) -> None:
     for item in share.items.values():
         # who computes alone begins by itself once it has its payloads
         is_alone = item.group is None and rank.full == 1
-        if not item.remote or is_alone or item.sent != rank.full or item.id in share.go:
+        if not item.remote or is_alone or item.sent != rank.full or item.is_told:
             continue
         parts = step.parts(item)
         if all(part.owner is not None and part.id not in step.unfetched for part in parts):
             book.tell(rank, rank.full, SendGo, step.number, frozenset([item.id]), step.gone_of(parts))
-            share.go.add(item.id)
+            item.is_told = True
 
 
 def _send_seal(book: Book, share: Share, seal: StepSeal) -> None:

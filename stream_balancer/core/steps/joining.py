@@ -195,8 +195,8 @@ class Joining(Book):
         current = held if held is not None and held.attempt == share.attempt else None
         for item in share.items.values():
             there = _IN_THE_WEIGHTS if is_past else None if current is None else current.items.get(item.id)
-            # a process that has come again begins anew with what it holds
-            item.is_begun = False
+            # a process that has come again begins anew with what it holds, and may have missed what it was told
+            item.is_begun = item.is_told = False
             if there is None:
                 _forget(step, share, item, bit)
                 continue
@@ -212,8 +212,6 @@ class Joining(Book):
         share.taken = _flag(share.taken, bit, is_past or (held is not None and held.taken))
         share.finished = _flag(share.finished, bit, is_past)
         share.waiting = _flag(share.waiting, bit, current is not None and current.waiting)
-        # it may have missed what it was told: each item is told again
-        share.go.clear()
         if rank.id.role:
             share.sealed &= ~bit
         else:

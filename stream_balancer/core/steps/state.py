@@ -84,6 +84,8 @@ class Item:
     done: int = 0
     has_columns: bool = False
     """All seats of its role have said done."""
+    is_told: bool = False
+    """A remote one: all seats were told to begin."""
     is_begun: bool = False
     """Kept after a Recall."""
     is_released: bool = False
@@ -115,8 +117,6 @@ class Share:
     back: int = 0
     finished: int = 0
     acked: int = 0
-    go: set[int] = field(default_factory=set)
-    """Items that all seats were told to begin."""
     recalled: dict[int, int] = field(default_factory=dict)
     """Seats that gave it back, by item."""
     answers: int = 0
@@ -295,7 +295,8 @@ class StepState:
     def reset(self, item: Item) -> None:
         """No process has it."""
         self.take_off(item, ALL_SEATS)
-        item.place, item.is_begun = 0, False
+        item.place = 0
+        item.is_begun = item.is_told = False
 
     def tear(self, item: Item) -> None:
         """A part of its group is lost, if it is in one."""
