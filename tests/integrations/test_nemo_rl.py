@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stream_balancer import planning
 from stream_balancer.integrations.nemo_rl import BalancedSampler
 
 REAL = importlib.util.find_spec("nemo_rl") is not None
@@ -189,21 +187,6 @@ def test_admission_waits_for_the_trainer_and_resumes_where_it_was() -> None:
         assert [await admits(sampler, version) for version in (5, 5, 5, 6)] == [True, True, False, True]
 
     asyncio.run(run())
-
-
-def test_balanced_selections_are_better_than_the_oldest() -> None:
-    rng = np.random.default_rng(11)
-    excess: dict[str, list[float]] = {"ours": [], "oldest": []}
-    for _ in range(20):
-        buffer = Buffer()
-        groups = [rng.lognormal(6, 1.2, 4).astype(int).clip(1).tolist() for _ in range(8)]
-        for number, lengths in enumerate(groups):
-            buffer.add(f"g{number}", 0, lengths)
-        meta, _ = select(BalancedSampler(buffer, dp_size=8), 0, 4, 4)
-        oldest = [n for group in groups[:4] for n in group]
-        for name, lengths in (("ours", meta.sequence_lengths), ("oldest", oldest)):
-            excess[name].append(planning.lower_bound(lengths, 8) / (sum(lengths) / 8) - 1)
-    assert np.mean(excess["ours"]) < 0.6 * np.mean(excess["oldest"])
 
 
 def test_bad_knobs_and_calls() -> None:

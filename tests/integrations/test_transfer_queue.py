@@ -148,13 +148,6 @@ def test_a_stratum_has_its_share_of_every_step() -> None:
     assert sum(row % 2 == 0 for row in found) >= 2
 
 
-def test_strata_need_both_their_key_and_their_shares() -> None:
-    with pytest.raises(ValueError, match="go together"):
-        BalancedSampler(2, stratum_key="env")
-    with pytest.raises(ValueError, match="at most 1 all together"):
-        BalancedSampler(2, stratum_key="env", stratum_shares={"a": 0.7, "b": 0.7})
-
-
 def test_groups_leave_whole() -> None:
     rng = np.random.default_rng(0)
     lengths = {row: int(n) for row, n in enumerate(rng.lognormal(5, 1, 48))}
@@ -188,9 +181,12 @@ def test_requests_without_a_rank_are_served_in_order_and_wrong_ones_are_refused(
     assert sampler.sample([], 2, partition=None, dp_rank=0, batch_index=0) == ([], [])  # nobody has put yet
     with pytest.raises(ValueError, match=r"0 <= dp_rank \(2\) < 2 and a batch_index \(0\)"):
         ask(sampler, partition, 2, 0)
-    with pytest.raises(ValueError, match="group_key and group_size go together"):
-        BalancedSampler(2, group_size=4)
-    with pytest.raises(ValueError, match="version_key and max_versions go together"):
-        BalancedSampler(2, version_key="version")
-    with pytest.raises(ValueError, match="dp_size must be an int >= 1"):
-        BalancedSampler(0)
+    for knobs, says in (
+        ({"group_size": 4}, "group_key and group_size go together"),
+        ({"version_key": "version"}, "version_key and max_versions go together"),
+        ({"stratum_key": "env"}, "stratum_key and stratum_shares go together"),
+        ({"stratum_key": "env", "stratum_shares": {"a": 0.7, "b": 0.7}}, "at most 1 all together"),
+        ({"dp_size": 0}, "dp_size must be an int >= 1"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            BalancedSampler(**{"dp_size": 2} | knobs)

@@ -19,7 +19,6 @@ import verl.trainer.ppo.v1.replay_buffer as home
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 
-from stream_balancer.integrations.partitions import get_seqlen_balanced_partitions
 from stream_balancer.integrations.verl import sampler
 from stream_balancer.integrations.verl.sampler import SamplerKnobs
 
@@ -132,27 +131,6 @@ def test_every_group_leaves_once_and_none_is_passed_over_too_often(queue: Queue)
     assert max(passed_over) == 3
     gone = {uid for uid, seen in first_seen.items() if seen < 36}
     assert gone <= set(flat)
-
-
-def test_the_choice_balances_better_than_the_oldest(queue: Queue) -> None:
-    def imbalance(max_skips: int) -> float:
-        buffer, figures = buffer_of(dp_size=4, max_skips=max_skips), []
-        plain = buffer.sample
-
-        def sample(*args: Any) -> Any:
-            batch, metrics = plain(*args)
-            lengths = [tag["seq_len"] for tag in batch.tags]
-            lengths += [0] * (-len(lengths) % 4)  # as verl pads a batch that does not divide
-            of_ranks = [sum(lengths[i] for i in one) for one in get_seqlen_balanced_partitions(lengths, 4, True)]
-            figures.append(max(of_ranks) / np.mean(of_ranks) - 1.0)
-            return batch, metrics
-
-        buffer.sample = sample
-        stream(queue, buffer, batch_size=8, waiting=24, steps=40)
-        queue.partitions["train"].clear()
-        return float(np.mean(figures))
-
-    assert imbalance(16) < imbalance(0) / 2, "the oldest go where none may be passed over"
 
 
 def test_nothing_goes_stale_that_the_oldest_first_would_have_trained_on(queue: Queue) -> None:

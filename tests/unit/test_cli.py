@@ -156,15 +156,10 @@ class TestReplay:
 
 
 class TestMistakes:
-    def test_a_trace_that_is_not_there(self, tmp_path: Path) -> None:
+    def test_a_trace_that_cannot_be_read(self, tmp_path: Path) -> None:
         assert "absent.csv: cannot be read" in refused("replay", tmp_path / "absent.csv")
-
-    def test_a_bad_line(self, tmp_path: Path) -> None:
-        path = tmp_path / "bad.csv"
-        path.write_text(HEADER + "1,2,3\n1,2,x\n")
+        (path := tmp_path / "bad.csv").write_text(HEADER + "1,2,3\n1,2,x\n")
         assert "bad.csv, line 3: Expected `int`, got `str` - at `$.output_tokens`" in refused("replay", path)
-
-    def test_names_of_length_models(self) -> None:
         assert "no length model is called 'help'; use one of rg, lrm" in refused("replay", "generate:help")
         assert "'many' is not a number of rollouts. Write generate:rg:20000" in refused("replay", "generate:rg:many")
         assert "at least 1 rollout, not 0" in refused("replay", "generate:rg:0")
@@ -195,6 +190,30 @@ class TestMistakes:
     def test_every_refused_knob_is_one_line(self, trace: Path, options: tuple[object, ...], message: str) -> None:
         assert message in refused("replay", trace, *options)
 
+    @pytest.mark.parametrize(
+        ("command", "option", "value", "message"),
+        [
+            ("tune", "--windows", "4;8", "--windows 4;8: must be numbers with commas between, as in 32,64"),
+            ("tune", "--deadlines", "never", "--deadlines never: must be numbers with commas between, or none among"),
+            ("tune", "--max-age", -1, "max_added_age must be a finite number of steps >= 0, not -1.0"),
+            ("tune", "--plot", "front.png", "a plot is called something.html, not 'front.png'"),
+            ("tune", "--capacities", "8", "capacities need a trainer that takes time"),
+            *(
+                ("demo", "--tokens-per-second", value, "tokens_per_second must be a finite number > 0")
+                for value in (0, "nan")
+            ),
+            ("demo", "--hidden-size", 3, "hidden_size (3) must be a multiple of 2 x num_heads (8)"),
+            ("demo", "--seed", -1, "seed must be >= 0, not -1"),
+            *(("demo", name, 0, " must be >= 1, not 0") for name in ("--num-heads", "--max-length", "--workers")),
+        ],
+    )
+    def test_so_is_an_option_of_another_command(
+        self, trace: Path, command: str, option: str, value: object, message: str
+    ) -> None:
+        if command == "demo":
+            pytest.importorskip("stream_balancer_demo.main")
+        assert message in refused(*([command] if command == "demo" else [command, trace]), option, value)
+
 
 class TestDemo:
     def test_options_reach_the_demo(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,19 +237,6 @@ class TestDemo:
         assert run("demo").exit_code == 0
         assert seen[1] == type(options)()
         assert logging.getLogger("stream_balancer").level == logging.NOTSET  # as it was
-
-    @pytest.mark.parametrize(
-        ("option", "value", "said"),
-        [
-            *(("--tokens-per-second", value, "tokens_per_second must be a finite number > 0") for value in (0, "nan")),
-            ("--hidden-size", 3, "hidden_size (3) must be a multiple of 2 x num_heads (8)"),
-            ("--seed", -1, "seed must be >= 0, not -1"),
-            *((name, 0, " must be >= 1, not 0") for name in ("--num-heads", "--max-length", "--workers")),
-        ],
-    )
-    def test_a_size_that_cannot_be(self, option: str, value: object, said: str) -> None:
-        pytest.importorskip("stream_balancer_demo.main")
-        assert said in refused("demo", option, value)
 
 
 @pytest.mark.usefixtures("short_sweeps")
@@ -261,16 +267,3 @@ class TestTune:
         for word in ("whole", "capacity", " / 16", "put", "Recommended: window="):
             assert word in result.stdout
         assert "the wait for rollouts included" in " ".join(result.stdout.split())
-        assert refused("tune", trace, "--capacities", "8").startswith("capacities need a trainer that takes time")
-
-    @pytest.mark.parametrize(
-        ("options", "said"),
-        [
-            (("--windows", "4;8"), "--windows 4;8: must be numbers with commas between, as in 32,64"),
-            (("--deadlines", "never"), "--deadlines never: must be numbers with commas between, or none among them"),
-            (("--max-age", -1), "max_added_age must be a finite number of steps >= 0, not -1.0"),
-            (("--plot", "front.png"), "a plot is called something.html, not 'front.png'"),
-        ],
-    )
-    def test_a_mistake_is_one_line(self, trace: Path, options: tuple[object, ...], said: str) -> None:
-        assert refused("tune", trace, *options).startswith(said)
