@@ -100,7 +100,7 @@ class InStore(KeepsPayloads):
 
         encoded = encode_rollouts(rollouts)
         # one array, which lies in the store in one piece
-        memory = np.concatenate([np.frombuffer(piece, np.uint8) for piece in encoded.payload.pieces])
+        memory = np.concatenate([np.frombuffer(piece, np.uint8) for piece in encoded.payload.views()])
         try:
             # transports carry tensors: anything else becomes an object in the store
             array = torch.from_numpy(memory) if self._transport else memory

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from stream_balancer.net.session import Pending, Session
+from stream_balancer.net.session import Session
 from stream_balancer.slots import Slot
 from stream_balancer.types import Rollout
 from stream_balancer.wire.payload import reader
@@ -31,9 +31,9 @@ class RemoteSlots:
         """See :class:`~stream_balancer.slots.Admits`."""
         # given here, so that a lost reply can be asked for again by it
         number = next(self._numbers)
-        reserve = Pending("reserve", (number, count), waits_for="no more may begin")
         try:
-            version = _int_of((await self._session.reply_to(reserve)).value)
+            answered = await self._session.ask("reserve", (number, count), waits_for="no more may begin")
+            version = _int_of(answered.value)
         except BaseException:
             # it may have been admitted, and nobody has it
             self._release(number)

@@ -30,7 +30,7 @@ from stream_balancer.net.service import Asked, Host, Peer, Service
 from stream_balancer.slots import Slot
 from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Leases, Owner, RemoteRollout, decode_rollouts
-from stream_balancer.wire.payload import Memory, reader
+from stream_balancer.wire.payload import reader
 from stream_balancer.wire.statistics import encode_statistics
 
 _log = logging.getLogger("stream_balancer.net")
@@ -200,7 +200,13 @@ class Producers(Host, Observer):
 
     def _put(self, peer: Peer, asked: Asked) -> Any:
         number, complete, may_wait, header = _READ[_Put](asked.args)
-        rollouts = self._rollouts(peer, header, asked.memory)
+        rollouts = decode_rollouts(header, asked.memory, partial(self._leases_of, peer))
+        # the producer keeps all of a put, or none
+        if isinstance(rollouts[0], RemoteRollout) and self._parts.taker != "serve":
+            raise RolloutError(
+                f"rollout {rollouts[0].rollout_id!r} stays with its producer (hand_over='direct'), but nobody here "
+                "could fetch it: only serve() delivers such rollouts. Connect without hand_over='direct'"
+            )
         if number is None:
             return self._begin(peer, asked, rollouts, complete=complete, may_wait=may_wait)
         slot = peer.data.slots.get(number)
@@ -219,16 +225,6 @@ class Producers(Host, Observer):
             return self._balancer.abandon_group(group_id)
         return self._begin(peer, asked, [], size=GroupSize(group_id, size if what == "expect" else None))
 
-    def _rollouts(self, peer: Peer, header: msgspec.Raw, memory: Memory | None) -> list[Rollout]:
-        rollouts = decode_rollouts(header, memory, partial(self._leases_of, peer))
-        # the producer keeps all of a put, or none
-        if not isinstance(rollouts[0], RemoteRollout) or self._parts.taker == "serve":
-            return rollouts
-        raise RolloutError(
-            f"rollout {rollouts[0].rollout_id!r} stays with its producer (hand_over='direct'), but nobody here could "
-            "fetch it: only serve() delivers such rollouts. Connect without hand_over='direct'"
-        )
-
     def _begin(
         self, peer: Peer, asked: Asked, rollouts: Sequence[Rollout], slot: Slot | None = None, *,
         complete: bool | None = None, size: GroupSize | None = None, may_wait: bool = True,
@@ -244,26 +240,23 @@ class Producers(Host, Observer):
                 slot.done(len(rollouts), accepted=False)
             raise
         if rest is not None:
-            return self._waiting(peer, asked, self._finish(rest, slot, len(rollouts)))
+            return self._waiting(peer, asked, rest, slot, len(rollouts))
         if slot is not None:
             slot.done(len(rollouts), accepted=True)
         return None
 
-    async def _finish(self, rest: Coroutine[Any, Any, object], slot: Slot | None, count: int) -> None:
-        accepted = False
+    async def _waiting(
+        self, peer: Peer, asked: Asked, rest: Coroutine[Any, Any, Any], slot: Slot | None = None, count: int = 0
+    ) -> Any:
+        producer, accepted = peer.data, False
+        producer.waiting.add(asked)
         try:
-            await rest
+            result = await rest
             accepted = True
+            return result
         finally:
             if slot is not None:
                 slot.done(count, accepted=accepted)
-
-    async def _waiting(self, peer: Peer, asked: Asked, finish: Coroutine[Any, Any, Any]) -> Any:
-        producer: _Producer = peer.data
-        producer.waiting.add(asked)
-        try:
-            return await finish
-        finally:
             producer.waiting.discard(asked)
             if not producer.waiting:
                 # replaced, not cleared: who waits for this end must see it, though another put begins at once
@@ -281,12 +274,9 @@ class Producers(Host, Observer):
 
     def _attach(self, peer: Peer, owner: Owner) -> list[int]:
         """Keys of this owner that are needed; from now on it hears of those that are not."""
-        journal, producer, session = self._parts.journal, peer.data, peer.session
-        if journal is not None:
-            producer.leases = journal.records.owners.of(owner)
-        elif producer.owner != owner:
-            producer.leases = Leases()
-        producer.owner = owner
+        producer, session = peer.data, peer.session
+        producer.owner, leases = owner, self._parts.handed.leases[owner]
+        producer.leases = leases
 
         def tell(keys: tuple[int, ...]) -> None:
             peer = self._service.peers.get(session)
@@ -295,7 +285,6 @@ class Producers(Host, Observer):
                 needs = peer.data.leases.needs
                 peer.send(Notify(dropped=tuple(key for key in keys if not needs(key))))
 
-        leases: Leases = producer.leases
         return leases.attach(tell, self._service.io.do)
 
     def _reserve(self, peer: Peer, asked: Asked) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -193,7 +193,7 @@ def write_row(name: str, rows: Sequence[Fact | HeldRollout], *, sealed: bool = T
     if held:
         encoded = codec.encode_rollouts([one.rollout for one in held])
         facts.append(Rollouts([one.arrived_at for one in held], [one.step for one in held], encoded.header))
-        columns = encoded.payload.pieces
+        columns = encoded.payload.views()
     written = _encoder.encode(facts)
     start = _PREFIX.size + len(written)
     # columns begin at a multiple, as the codec writes them, so that views of them are aligned
@@ -288,9 +288,9 @@ def batch_of(plan: PlanRow, rollouts: Mapping[str, Rollout]) -> Batch:
 class Records:
     """All that rows say."""
 
-    def __init__(self, owners: codec.Owners | None = None) -> None:
-        self.owners = owners or codec.Owners()
-        """Owners of payloads that lie elsewhere, and what is needed of them."""
+    def __init__(self, leases: defaultdict[codec.Owner, codec.Leases] | None = None) -> None:
+        """``leases``: what is needed of the payloads that owners keep; by owner."""
+        self._leases = defaultdict(codec.Leases) if leases is None else leases
         self.held: dict[str, HeldRollout] = {}
         """By id, oldest first."""
         self.damage: dict[str, str] = {}
@@ -318,7 +318,7 @@ class Records:
         if not isinstance(fact, Rollouts):
             self.facts.append(fact)
             return
-        rollouts = codec.decode_rollouts(fact.header, columns, self.owners.of)
+        rollouts = codec.decode_rollouts(fact.header, columns, self._leases.__getitem__)
         for one in map(HeldRollout, rollouts, fact.arrived_at, fact.steps):
             # A second one of an id was about to be refused.
             self.held.setdefault(one.rollout.rollout_id, one)

@@ -275,13 +275,17 @@ class Decoded:
             # lists that say nothing are empty
             if its:
                 fields[name] = its[index]
-        columns, shared = [self._columns(block, *rows) for rows in block.rows_of(index)], block.shared
-        fields["tokens"], fields["is_padding"] = columns[0], index in self._padding
+        shared, (rows, *behind) = block.shared, block.rows_of(index)
+        fields["tokens"], fields["is_padding"] = self._columns(block, *rows), index in self._padding
         if block.tensors:
             own = zip(self._header.tensors[index], block.tensors[index - block.first], strict=True)
             fields["tensors"] = {one.name: self._view(at, one.dtype, one.shape) for one, at in own}
         if shared is not None:
-            fields |= {"cp_degree": len(shared.cp_group), "cp_rank": shared.cp_rank, "behind": columns[1]}
+            fields |= {
+                "cp_degree": len(shared.cp_group),
+                "cp_rank": shared.cp_rank,
+                "behind": self._columns(block, *behind[0]),
+            }
         return fields
 
 
@@ -328,7 +332,7 @@ def decode_rollouts(
     if read.holes:
         return _kept_rollouts(read, memory, leases_of)
     decoded = Decoded(read, memory)
-    return [Rollout.unchecked(**decoded.fields_of(index)) for index in range(len(decoded))]
+    return [Rollout.unchecked(**decoded.fields_of(index)) for index in range(len(read.ids))]
 
 
 def _kept_rollouts(header: Header, memory: Memory | None, leases_of: Callable[[Owner], Leases] | None) -> list[Rollout]:

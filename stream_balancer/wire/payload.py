@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
@@ -27,7 +27,7 @@ class Payload(NamedTuple):
     """Bytes of memory that the receiver needs: with what it will fetch elsewhere."""
     runs: tuple[int, ...] = ()
     """Parts that come now: offset, size, offset, size, ..."""
-    pieces: Any = ()
+    pieces: Sequence[memoryview] | Callable[[], Sequence[memoryview]] = ()
     """``[n]`` bytes each, in order, none empty; they must not change until they were sent. Or a function that returns
     them: then the thread that sends collects them, not the loop that plans."""
 
@@ -36,15 +36,14 @@ class Payload(NamedTuple):
         """Bytes that come now."""
         return sum(self.runs[1::2])
 
-    def views(self) -> list[memoryview]:
+    def views(self) -> Sequence[memoryview]:
         """Bytes of the pieces. Raises ValueError if they are more or fewer than the runs take."""
         pieces = self.pieces() if callable(self.pieces) else self.pieces
-        views = [memoryview(piece) for piece in pieces]
-        found = sum(map(len, views))
+        found = sum(map(len, pieces))
         # a rollout that was changed meanwhile would shift all that follows on this connection
         if found != self.size:
             raise ValueError(f"{found} bytes behind a message that announces {self.size}")
-        return views
+        return pieces
 
     @classmethod
     def of(cls, *pieces: Any) -> Payload:

@@ -118,14 +118,3 @@ class Leases:
         self._is_queued = False
         while self._tell is not None and self._dropped:
             self._tell(tuple(self._dropped.popleft() for _ in range(min(len(self._dropped), _MAX_KEYS))))
-
-
-class Owners:
-    """Leases of all owners, those included that a journal names and that have not come back."""
-
-    def __init__(self) -> None:
-        self._leases: dict[Owner, Leases] = {}
-
-    def of(self, owner: Owner) -> Leases:
-        """Leases of one owner."""
-        return self._leases.setdefault(owner, Leases())

@@ -5,11 +5,13 @@ producers have ended.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from msgspec.structs import replace
 
 from stream_balancer.host.records import Acked, Came, Fact
+from stream_balancer.wire.codec import Leases, Owner
 
 
 class Handed:
@@ -18,6 +20,8 @@ class Handed:
     def __init__(self) -> None:
         self.rows: dict[str, Fact] = {}
         """By key, the last of each."""
+        self.leases = defaultdict[Owner, Leases](Leases)
+        """Payloads that owners keep, by owner; those included that a journal names and that have not come back."""
 
     def put(self, *facts: Fact) -> None:
         """Facts hold now, in place of those with the same keys."""

@@ -86,8 +86,6 @@ class Journal(Handed, Observer):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
         self.path = Path(path)
-        self.records = Records()
-        """Rows of the journal when it was opened, without the rollouts."""
         self.recovered: Recovered | None = None
         """Content of the journal when it was opened."""
         self._store = Store(self.path)
@@ -149,7 +147,7 @@ class Journal(Handed, Observer):
         return snapshot
 
     def _read(self) -> Snapshot:
-        records = self.records = Records(self.records.owners)
+        records = Records(self.leases)
         damaged: list[int] = []
         keys = dict(self._store.rows("select number, key from rows indexed by keys order by key, number"))
         for number, key, row in self._store.rows("select number, key, data from rows order by number"):
@@ -168,7 +166,6 @@ class Journal(Handed, Observer):
         snapshot = records.snapshot(time.time())
         void = [name for name in records.damage if name.startswith("plan ")]
         self._store.begin([retract(damaged), remove(void)] if records.damage else ())
-        records.held = {}  # the snapshot has them, and they shall go as they are trained on
         self._follow(records)
         return snapshot
 
