@@ -36,10 +36,11 @@ from typing import Any, Self
 
 import anyio.lowlevel
 import torch
+from msgspec.structs import replace
 
 from stream_balancer.client.device import Pace, Stopwatch, Uploader, pinned
 from stream_balancer.client.payloads import Fetcher
-from stream_balancer.client.port import Port, Who
+from stream_balancer.client.port import Port
 from stream_balancer.client.seats import Seat, seat_in
 from stream_balancer.client.step import Step
 from stream_balancer.core.staleness import newer_version
@@ -47,6 +48,7 @@ from stream_balancer.errors import BrokenResourceError, ClosedResourceError, Ran
 from stream_balancer.facade import OfOneProcess, event_loop_here, refuse_in_event_loop, run
 from stream_balancer.net import movers as ways
 from stream_balancer.net.address import TcpDialer, current_world
+from stream_balancer.net.messages import About
 from stream_balancer.statistics import Statistics
 from stream_balancer.wire.payload import Pool
 from stream_balancer.wire.statistics import decode_statistics
@@ -133,7 +135,7 @@ class RankFeed(OfOneProcess):
             if mesh is not None or rank is not None or dp_size is not None:
                 raise ValueError("rank=, dp_size= and mesh= are said where the network is connected to")
             dialer, rejoin = source, source.rejoin
-            who = source.who._replace(max_batch_bytes=max_batch_bytes)
+            who = replace(source.who, max_batch_bytes=max_batch_bytes)
             fetcher = Fetcher(lambda owner: source.elsewhere(owner.address))
         else:
             source, seat = _seat(source, rank, dp_size, mesh, dp_dim)
@@ -145,7 +147,9 @@ class RankFeed(OfOneProcess):
             # an accelerator reads pinned memory by itself, and no other process's
             if uploader is not None:
                 movers = [one for one in movers if one != "shared_memory"]
-            who = Who(*seat, role, incarnation, depth, max_batch_bytes)
+            who = About(
+                incarnation=incarnation, depth=depth, role=role, max_batch_bytes=max_batch_bytes, **seat._asdict()
+            )  # fmt: skip
         self._port = Port(
             dialer,
             who,

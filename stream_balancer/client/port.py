@@ -15,7 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from stream_balancer.client.device import Uploader
 from stream_balancer.client.held import Held
@@ -40,19 +42,6 @@ from stream_balancer.wire.codec import Decoded, decode
 from stream_balancer.wire.payload import Memory
 
 _T = TypeVar("_T")
-
-
-class Who(NamedTuple):
-    """Facts that a process tells of itself when it joins."""
-
-    rank: int
-    dp_size: int
-    seat: int
-    seats: int
-    role: str
-    incarnation: int
-    depth: int
-    max_batch_bytes: int = 2**32
 
 
 class Arrived:
@@ -83,7 +72,7 @@ class Port:
     """Safe from any thread; the lock is held around every use of :attr:`held`."""
 
     def __init__(
-        self, dialer: Dialer, who: Who, fetcher: Fetcher, *, next_step: int | None = None,
+        self, dialer: Dialer, who: m.About, fetcher: Fetcher, *, next_step: int | None = None,
         uploader: Uploader | None = None, **options: Any,
     ) -> None:  # fmt: skip
         """``next_step``: what the weights contain. ``options``: of the Session."""
@@ -170,11 +159,11 @@ class Port:
 
     # in the I/O thread
 
-    def _about(self) -> dict[str, Any]:
+    def _about(self) -> m.About:
         with self.lock:
             # under the lock, as one picture: what comes in between would be said twice or not at all
-            says = {"next_step": self.held.weights, "has": self.held.has()}
-            return self.who._asdict() | says | {"goes_on": self.session.line.problem is None}
+            held, goes_on = self.held, self.session.line.problem is None
+            return replace(self.who, next_step=held.weights, has=held.has(), goes_on=goes_on)
 
     def _flush(self, _: object = None) -> None:
         with self.lock:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import Annotated
 
 import anyio
 import msgspec
@@ -17,42 +16,18 @@ import msgspec
 from stream_balancer.core.diagnosis import RankState
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.state import TRAIN, HeldStep, Rank, RankId
+from stream_balancer.core.steps.state import TRAIN, Rank, RankId
 from stream_balancer.errors import RankLostError, rank_name, refused_error
 from stream_balancer.host.records import Came
 from stream_balancer.net.errors import ConnectionEnd
-from stream_balancer.net.messages import Join
+from stream_balancer.net.messages import About, Join
 from stream_balancer.net.service import Peer
 from stream_balancer.wire.payload import reader
 
 logger = logging.getLogger("stream_balancer.dispatch")
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _KEEP_S = 60.0  # a rank whose link broke asks again what had no reply
 _DIAL_S = 5.0
 """A rank that lost its controller dials every second: so long at least it may take to find the next one."""
-
-
-class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Facts that a process of a rank tells of itself when it joins."""
-
-    rank: Count
-    dp_size: int
-    incarnation: Count
-    depth: Annotated[int, msgspec.Meta(ge=1)]
-    role: str = TRAIN
-    seat: Count = 0
-    seats: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
-    max_batch_bytes: Count = 2**40
-    next_step: Count | None = None
-    """The weights contain all steps before this one; None: not said."""
-    has: dict[int, HeldStep] = {}
-    goes_on: bool = False
-    """The process was in before, and was not started with other weights: ranks that go on may be at different steps."""
-
-    @property
-    def id(self) -> RankId:
-        """Role and number."""
-        return RankId(self.role, self.rank)
 
 
 _read = reader(About, "what a rank says of itself")

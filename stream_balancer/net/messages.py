@@ -19,6 +19,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from stream_balancer.core.steps.state import TRAIN, HeldStep, RankId
 from stream_balancer.errors import RefusalReason, WireError
 from stream_balancer.types import Denominators, MiniBatchSize
 from stream_balancer.wire.payload import reader
@@ -73,6 +74,29 @@ class Join(Message, frozen=True, tag=3):
     movers: Annotated[tuple[Name, ...], _FEW] = ()
     about: msgspec.Raw = NIL
     """Facts that its kind tells of itself: a rank's number, world size, room, and the steps that it has."""
+
+
+class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Facts that a process of a rank tells of itself when it joins."""
+
+    rank: Count
+    dp_size: int
+    incarnation: Count
+    depth: Annotated[int, msgspec.Meta(ge=1)]
+    role: str = TRAIN
+    seat: Count = 0
+    seats: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    max_batch_bytes: Count = 2**32
+    next_step: Count | None = None
+    """The weights contain all steps before this one; None: not said."""
+    has: dict[int, HeldStep] = {}
+    goes_on: bool = False
+    """The process was in before, and was not started with other weights: ranks that go on may be at different steps."""
+
+    @property
+    def id(self) -> RankId:
+        """Role and number."""
+        return RankId(self.role, self.rank)
 
 
 class Welcome(Message, frozen=True, tag=4):

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from typing import Self
 
-from stream_balancer.client.port import Who
 from stream_balancer.errors import refused_error
 from stream_balancer.net.address import tell_dialler
 from stream_balancer.net.connection import Arrived, Connection, Failed, Welcomed
 from stream_balancer.net.listener import CLOSED
 from stream_balancer.net.memory import LoopIo, Wire
-from stream_balancer.net.messages import Join, Welcome
+from stream_balancer.net.messages import About, Join, Welcome
 from stream_balancer.net.service import Service
 from stream_balancer.wire.payload import Pool
 
@@ -56,7 +55,7 @@ class MemoryNetwork:
     ) -> MemoryPeer:  # fmt: skip
         """Where a rank is; give it to RankFeed. A refused one raises in the feed's iteration, as between processes."""
         peer = self.connect_producer(rejoin=rejoin)
-        peer.who = Who(rank, dp_size or self.dp_size, seat, seats, role, incarnation, depth)
+        peer.who = About(rank, dp_size or self.dp_size, incarnation, depth, role, seat, seats)
         return peer
 
     def connect_producer(self, *, rejoin: bool = False) -> MemoryPeer:
@@ -129,7 +128,7 @@ class MemoryListener:
 class MemoryPeer:
     """A dialer, what its rank or producer says of itself, and the wire between."""
 
-    who: Who
+    who: About
     """Facts of a rank, which its feed tells."""
 
     def __init__(self, network: MemoryNetwork, address: str, *, rejoin: bool = False) -> None:
