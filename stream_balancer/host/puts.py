@@ -333,10 +333,8 @@ class PendingPut(Waiter):
 
     # -- journalled ----------------------------------------------------------------------------------------------------
 
-    def _go_on(self, now: float) -> Rest:
-        core, journal, size = self._shell.core, self._shell.journal, self._size
-        if journal is None:
-            return self._take_or_queue(now)
+    def _write(self, journal: Journal) -> Rest:
+        core, size = self._shell.core, self._size
         # Checked again when it is taken: what is legal now may be a duplicate once the disk has answered.
         core.check(self._rollouts, size)  # a bad rollout is not written
         # A group that takes no more stays as it is, whatever is declared of it.
@@ -352,7 +350,7 @@ class PendingPut(Waiter):
             # back rollouts whose put had not returned, which a retry finds as duplicates: never lost, never doubled.
             await written.written()
             self._shell.check_open("put")
-            rest = self._take_or_queue(anyio.current_time())
+            rest = self._go_on(anyio.current_time(), written=True)
             if rest is not None:
                 await rest
         except BaseException:
@@ -366,8 +364,10 @@ class PendingPut(Waiter):
 
     # -- waiting for room ----------------------------------------------------------------------------------------------
 
-    def _take_or_queue(self, now: float) -> Rest:
-        core, queue = self._shell.core, self._shell.puts
+    def _go_on(self, now: float, *, written: bool = False) -> Rest:
+        core, journal, queue = self._shell.core, self._shell.journal, self._shell.puts
+        if journal is not None and not written:
+            return self._write(journal)
         # those who wait go first; but a sibling needs no room, and may be what a full buffer waits for
         if queue.waiters and self._rollouts and not core.admission.is_sibling(self._rollouts[0]):
             core.check(self._rollouts, self._size)  # a bad rollout is refused now, not after a long wait

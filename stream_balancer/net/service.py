@@ -60,15 +60,16 @@ class Host:
         """A peer does not come back any more."""
 
 
-class Asked:
+class Asked(msgspec.Struct, eq=False):
     """A call of a peer, until its reply."""
 
-    __slots__ = ("args", "cancelled", "memory", "method", "nbytes", "number", "peer")
-
-    def __init__(self, peer: Peer, call: Call, memory: Memory | None) -> None:
-        self.peer, self.number, self.method, self.args, self.memory = peer, call.number, call.method, call.args, memory
-        self.nbytes = CALL_BYTES + (0 if memory is None else memory.size)
-        self.cancelled = False
+    peer: Peer
+    number: int
+    method: str
+    args: msgspec.Raw
+    memory: Memory | None
+    nbytes: int
+    cancelled: bool = False
 
     def reply(self, value: Any = None, error: str = "") -> None:
         """The one reply. From any thread."""
@@ -183,7 +184,8 @@ class Peer:
             self._receive_other(message, memory)
             return
         number, service = message.number, self._service
-        self._coming -= 0 if memory is None else memory.size
+        size = 0 if memory is None else memory.size
+        self._coming -= size
         # a caller that numbers as it likes could have a call run twice, or forget a reply that it needs
         if not self._heard <= number <= self._next or not self._seen <= message.seen <= number:
             raise WireError(f"call {number} came when {self._next} was next")
@@ -198,7 +200,7 @@ class Peer:
             if len(self.open) >= service.limits.max_calls:
                 raise WireError("more calls without a reply than were allowed")
             self._next += 1
-            asked = self.open[number] = Asked(self, message, memory)
+            asked = self.open[number] = Asked(self, number, message.method, message.args, memory, CALL_BYTES + size)
             service.stage(self, asked.nbytes)
             service.do(partial(service.begin, asked))
 
