@@ -99,7 +99,7 @@ def kill(peer: sb.RankFeed | sb.Producer) -> None:
 def wire_of(of: sb.Producer | sb.RankFeed | MemoryPeer) -> MemoryPeer:
     """``hold()``, ``release()``, ``cut(cause, seen_by=)`` of a feed or producer in a memory network; 0 is the
     controller's end, 1 the other."""
-    dialer = of if isinstance(of, MemoryPeer) else _session_of(of).dialer
+    dialer = of if isinstance(of, MemoryPeer) else _session_of(of).line.dialer
     assert isinstance(dialer, MemoryPeer)
     return dialer
 
