@@ -223,11 +223,6 @@ class Buffer:
         """Tokens of these. O(1), and O(n) while a group is incomplete."""
         return int(self.lengths[self.complete].sum()) if self.groups.num_incomplete else self.num_tokens
 
-    @property
-    def oldest_arrival(self) -> float:
-        """Arrival time of the oldest waiting rollout, in seconds; inf if none waits. O(1)."""
-        return float(self.arrived_at[0]) if self.num_waiting else float("inf")
-
     def siblings(self, group_id: str) -> Ints:
         """Rows of the rollouts of a group that wait here, and are not being trained on. O(n)."""
         group = self.groups.get(group_id)

@@ -143,7 +143,7 @@ class SiblingGroups:
         """A waiting rollout leaves; with ``never_came`` its group lacks the execution again, once none of it waits.
         O(1)."""
         group = self.get(group_id)
-        if group is None or group_id is None:
+        if group is None:
             return
         # what would come again of a group that was cut would be too late
         never_came = never_came and not self.why_unwanted(group_id)

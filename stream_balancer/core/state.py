@@ -223,7 +223,7 @@ class BalancerState:
             redelivering=in_flight.num_redelivering,
             open_groups=len(buffer.groups.incomplete()),
             oldest_open_group_s=max(now - float(incomplete.min(initial=now)), 0.0),
-            oldest_wait_s=max(now - buffer.oldest_arrival, 0.0),
+            oldest_wait_s=max(now - float(buffer.arrived_at.min(initial=now)), 0.0),
             length_bias=self.length_bias.summary(),
             version=self.staleness.version,
             training_age=in_flight.training_ages.summary(),

@@ -153,7 +153,7 @@ class Triggers:
 
     def _oldest_arrival(self) -> float:
         """Arrival of the oldest of these, in seconds; inf if there is none. O(1), and O(n) while some are held back."""
-        if not self._staleness.num_held_back:
-            return self._buffer.oldest_arrival
-        arrivals = self._buffer.arrived_at[~self._staleness.held_back()]
+        arrivals = self._buffer.arrived_at
+        if self._staleness.num_held_back:
+            arrivals = arrivals[~self._staleness.held_back()]
         return float(arrivals[0]) if arrivals.size else math.inf
