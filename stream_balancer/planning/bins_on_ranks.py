@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike
 
 from .arrays import Counts, Floats, Sync, checked_speeds, split_by_label
 from .bounds import lockstep_bound, lower_bound
-from .cells import Cells, Limit
+from .cells import Cells, Limit, slots_of
 from .packing import Bins, Packer
 from .partition import TOLERANCE, partition
 
@@ -290,9 +290,10 @@ class _Search:
         cell_of = np.empty(tokens.size, dtype=np.int64)
         for cell, one in enumerate(cells):
             cell_of[one] = cell
+        slots = slots_of(cell_of, len(cells))
         # at least one rollout each: a micro-batch that is empty would be a padding copy
         limits = Limit(np.ones_like(tokens), 1, tokens.size), Limit(tokens, 0, most)
-        return Cells.of(cell_of, self.packer.work, self.num_ranks, limits=limits, **more)
+        return Cells(self.packer.work, slots, self.num_ranks, limits=limits, **more)
 
     def _time_of(self, ranks: list[Bins]) -> float:
         """Sum over locksteps of the rank that is done last with its micro-batch."""

@@ -26,8 +26,9 @@ from .packing import Bins
 _ROUND_WORK, _PACK_WORK = 4_000, 6_000
 """Work of a round beside the exchanges it compares, and packing two cells, in the same unit."""
 
-_SINGLE_ROUNDS = 8
-"""Rounds of one-for-one exchanges; two for two cost more and help when the cells are nearly alike."""
+_SINGLE_ROUNDS, _SINGLE_ROUNDS_SMALL = 8, 4
+"""Rounds of one-for-one exchanges, and those of few rollouts; two for two cost more and help when the cells are nearly
+alike."""
 
 _PAIRINGS = 3
 """Rounds without an exchange, each with other pairs, after which the last cell is tried with the others."""
@@ -44,7 +45,7 @@ _NEAREST, _NEAREST_THAT_MAY = 2, 12
 given."""
 
 _SMALL = 64
-"""Up to so many rollouts in several rows two are exchanged for two."""
+"""Up to so many rollouts are few: in several rows, too, two are exchanged for two."""
 
 _PACKED = 24
 """Exchanges of a round that are packed for real, the best first."""
@@ -122,56 +123,53 @@ class Cells:
         """
         self._none, self._num_ranks, self._rows, self._even, self._pack = work.size, num_ranks, rows, even, pack
         self._keep, self._ones = keep, np.append(np.ones(work.size, dtype=np.int64), 0)
-        self._base = np.zeros(num_ranks) if base is None else base
         number = slots.shape[0]
         self._row_of = np.arange(number) // num_ranks
-        self._speed = None if speed is None else np.tile(speed, number // num_ranks)
+        self._first = np.arange(0, number, num_ranks)[:, None]  # [all rows, 1]
+        self._speed, self._base = (None if one is None else np.tile(one, number // num_ranks) for one in (speed, base))
         # nobody weighs nothing: an exchange with nobody is a move
         self._work = np.append(work, 0.0)
         self._limits = [
             (limit._replace(amounts=np.append(limit.amounts, 0)), np.zeros(number, int)) for limit in limits
         ]
-        self.slots = np.sort(slots, axis=1)
-        self._load, self._held = np.zeros(number), np.zeros(number, dtype=np.int64)
+        self.slots, self._load = slots.copy(), np.zeros(number)
         self.finish = np.zeros(number)
         """[cells] when each is done."""
         self._weigh(np.arange(number))
 
-    @classmethod
-    def of(cls, cell_of: Ints, work: Floats, num_ranks: int, *, rows: int = 1, **rest: Any) -> Cells:
-        """A layout; ``cell_of``: [n] the cell of each rollout."""
-        held = np.bincount(cell_of, minlength=rows * num_ranks)
-        slots = np.full((held.size, int(held.max())), work.size)
-        order = np.argsort(cell_of, kind="stable")
-        # sorted by cell, the place within one is the place in the order less the start of that cell
-        slots[cell_of[order], np.arange(order.size) - (np.cumsum(held) - held)[cell_of[order]]] = order
-        return cls(work, slots, num_ranks, rows=rows, **rest)
-
     def _weigh(self, cells: Ints) -> None:
         """Content of these cells now, and their finish."""
         rows = self.slots[cells]
-        self._load[cells] = self.finish[cells] = self._base[cells % self._num_ranks] + self._work[rows].sum(axis=1)
-        self._held[cells] = (rows < self._none).sum(axis=1)
-        if self._speed is not None:
-            self.finish[cells] /= self._speed[cells]
+        rows.sort(axis=1)
+        self.slots[cells] = rows
+        load = self._work[rows].sum(axis=1)
+        if self._base is not None:
+            load += self._base[cells]
+        self._load[cells] = load
+        self.finish[cells] = load if self._speed is None else load / self._speed[cells]
         for limit, held in self._limits:
             held[cells] = limit.amounts[rows].sum(axis=1)
-        missing = 0 if self._even else int(self._held.max()) + 2 - self.slots.shape[1]
-        if missing > 0:  # room for two more in every cell
-            more = np.full((self.slots.shape[0], missing), self._none)
+        # room for two more in every cell
+        if not self._even and bool((rows[:, -2:] < self._none).any()):
+            more = np.full((self.slots.shape[0], 2), self._none)
             self.slots = np.concatenate((self.slots, more), axis=1)
 
     @property
     def times(self) -> Floats:
         """[layouts] of the step: the sum over rows of their last cells."""
-        times: Floats = self.finish.reshape(-1, self._rows, self._num_ranks).max(axis=2).sum(axis=1)
-        return times
+        last: Floats = np.maximum.reduce(self.finish.reshape(-1, self._num_ranks), axis=1)
+        return last if self._rows == 1 else last.reshape(-1, self._rows).sum(axis=1)
 
-    def cell_of(self, layout: int = 0) -> Ints:
-        """[n] the cell of each rollout in one layout."""
+    def best(self) -> Ints:
+        """[cells, width] slots of the layout that is over first."""
         size = self._rows * self._num_ranks
+        slots: Ints = self.slots.reshape(-1, size, self.slots.shape[1])[int(self.times.argmin())]
+        return slots
+
+    def cell_of(self) -> Ints:
+        """[n] the cell of each rollout in the layout that is over first."""
         cells: Ints = np.empty(self._none + 1, dtype=np.int64)
-        cells[self.slots[layout * size : (layout + 1) * size]] = np.arange(size)[:, None]
+        cells[self.best()] = np.arange(self._rows * self._num_ranks)[:, None]
         return cells[:-1]
 
     # ---- a round
@@ -221,14 +219,15 @@ class Cells:
             # one rollout of a choice at a time, for all pairs at once: no cell is in two of them
             here, there = (a[pairs], mine.columns[give[gave]]), (b[pairs], theirs.columns[take[took]])
             self.slots[here], self.slots[there] = self.slots[there], self.slots[here]
-        changed = np.concatenate((a[pairs], b[pairs]))
-        self.slots[changed] = np.sort(self.slots[changed], axis=1)
-        self._weigh(changed)
+        self._weigh(np.concatenate((a[pairs], b[pairs])))
         return True, spent
 
     def _side(self, cells: Ints, size: int, turn: int) -> _Side:
         """Rollouts that these cells could give: of a long one another stretch every round; and nobody."""
-        width = self.slots.shape[1] if self._even else max(int(self._held[cells].max()), 1)
+        width = self.slots.shape[1]
+        # where some cells hold much more than others, what these could give is a table by itself
+        if self._rows > 1:
+            width = min(int((self.slots[cells] < self._none).sum(axis=1).max()) + size, width)
         # the stretch moves with the round, so in the end every rollout of a long cell has taken part
         columns = _columns(width, _COLUMNS[size], turn if width > _COLUMNS[size] else 0, 0 if self._even else size)
         return _Side(cells, self.slots[cells[:, None], columns], columns, _choices(columns.size, size))
@@ -316,12 +315,15 @@ class Cells:
         pairings, sizes = _PAIRINGS, [1, 2]
         if self._rows > 1 or self._pack is not None:
             pairings, sizes = 0, [1 if self._pack is None and self._none > _SMALL else 2]
+        singles = _SINGLE_ROUNDS if self._none > _SMALL else _SINGLE_ROUNDS_SMALL
         stage = turn = 0
         moved = False  # since the stages began anew
-        while budget > 0 and float(self.times.min()) > target:
+        done = True
+        # without an exchange the times are as they were
+        while budget > 0 and not (done and float(self.times.min()) <= target):
             if stage < pairings:
                 a, b = self._late_with_early(stage, target)
-                size = 2 if turn > _SINGLE_ROUNDS or stage else 1
+                size = 2 if turn > singles or stage else 1
             else:
                 a, b = self._last_with_others()
                 size = sizes[stage - pairings]
@@ -341,11 +343,8 @@ class Cells:
 
     def _late_with_early(self, shifted: int, target: float) -> tuple[Ints, Ints]:
         """Pairs of cells: the last with the first, the next with the next; ``shifted``: others meet."""
-        finish = self.finish.reshape(-1, self._num_ranks)
-        half = self._num_ranks // 2
-        order = finish.argsort(axis=1, kind="stable") + np.arange(len(finish))[:, None] * self._num_ranks
-        late = order[:, ::-1][:, :half].ravel()
-        early = order[:, (np.arange(half) + shifted) % (self._num_ranks - half)].ravel()
+        order = self.finish.reshape(-1, self._num_ranks).argsort(axis=1, kind="stable") + self._first
+        late, early = (order.take(columns, axis=1).ravel() for columns in _meeting(self._num_ranks, shifted))
         above = self.finish[late] > target
         return late[above], early[above]
 
@@ -360,17 +359,35 @@ class Cells:
         return a[a != b], b[a != b]
 
 
+def slots_of(cell_of: Ints, number: int) -> Ints:
+    """[number, width] positions of the rollouts in each of so many cells, n where there is none; ``cell_of``: [n] the
+    cell of each."""
+    held = np.bincount(cell_of, minlength=number)
+    slots = np.full((number, int(held.max())), cell_of.size)
+    order = np.argsort(cell_of, kind="stable")
+    # sorted by cell, the place within one is the place in the order less the start of that cell
+    slots[cell_of[order], np.arange(order.size) - (np.cumsum(held) - held)[cell_of[order]]] = order
+    return slots
+
+
 def _column(values: Any) -> Any:
     return values[:, None, None]
 
 
 @lru_cache(maxsize=256)
 def _columns(width: int, limit: int, turn: int, free: int) -> Ints:
-    """Columns of a round: of so many another stretch every turn, and so many free places at the end."""
+    """Columns of a round: all of so many, or another stretch every turn, and so many free places at the end."""
     columns = np.arange(width)
     if width > limit:
-        columns = (np.arange(limit) * (width // limit) + turn * 7) % width
-    return np.concatenate((columns, -1 - np.arange(free)))
+        return np.concatenate(((np.arange(limit) * (width // limit) + turn * 7) % width, -1 - np.arange(free)))
+    return columns
+
+
+@cache
+def _meeting(num_ranks: int, shifted: int) -> tuple[Ints, Ints]:
+    """Places of the pairs among ranks by their finish: of the late ones the last first, and whom each meets."""
+    half = num_ranks // 2
+    return num_ranks - 1 - np.arange(half), (np.arange(half) + shifted) % (num_ranks - half)
 
 
 @cache

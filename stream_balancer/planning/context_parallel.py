@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .arrays import Floats, Ints
-from .cells import Cells
+from .cells import Cells, slots_of
 from .shareable import Shareable
 
 _TOLERANCE = 0.002
@@ -123,7 +123,7 @@ def _exchanged(step: Shareable, found: Placement, target: float) -> Placement:
     parts, ranks = step.parts[0, own], found.blocks[own]
     # what is shared stays where it is: moved, it would move on every rank of its block
     shared = found.loads - np.bincount(ranks, weights=parts, minlength=step.num_ranks)
-    cells = Cells.of(ranks, parts, step.num_ranks, base=shared)
+    cells = Cells(parts, slots_of(ranks, step.num_ranks), step.num_ranks, base=shared)
     cells.improve(target, _BUDGET)
     blocks = found.blocks.copy()
     blocks[own] = cells.cell_of()

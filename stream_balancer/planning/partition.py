@@ -10,25 +10,26 @@ Pure: numpy in, index arrays out; a work budget instead of a clock, so the same 
 from __future__ import annotations
 
 import heapq
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from .arrays import Bools, Counts, Floats, Ints, check_ranks, checked_costs, checked_speeds, split_by_label
 from .bounds import lower_bound_of
-from .cells import Cells, Limit
+from .cells import Cells, Limit, slots_of
 
 TOLERANCE = 1e-4
 """How far (relatively) above the lower bound a search may stop."""
 
-_BUDGET, _BUDGET_EACH = 30_000, 400
+_BUDGET, _BUDGET_EACH = 20_000, 400
 """Elementary operations that a search may spend: so many, and so many more for every rollout."""
 
-_SMALL, _SMALL_BUDGET = 48, 45_000
+_SMALL, _SMALL_BUDGET = 48, 32_000
 """Up to so many rollouts one descent often ends in a poor partition, and many are affordable side by side: so many
 operations more."""
 
-_COPIES_WORK = 6_000
+_COPIES_WORK = 4_300
 """Places in all the copies that descend side by side, times ranks."""
 
 
@@ -159,24 +160,31 @@ def _improved(labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: 
     least, most = (work.size // num_ranks, -(-work.size // num_ranks)) if even else (1, work.size)
     # where ranks are alike no exchange that helps leaves one empty; nor is a count changed if all have as many
     limits = [] if (rate is None and not even) or least == most else [Limit(ones, least, most)]
-    cells = Cells.of(labels, work, num_ranks, speed=rate, even=even, limits=limits)
+    slots, search = slots_of(labels, num_ranks), partial(Cells, speed=rate, even=even, limits=limits)
     if work.size <= _SMALL:
-        copies = Cells(work, _shuffled(cells.slots, num_ranks), num_ranks, speed=rate, even=even, limits=limits)
+        copies = search(work, _shuffled(slots, num_ranks), num_ranks)
         copies.improve(target, _SMALL_BUDGET)
-        labels = copies.cell_of(int(copies.times.argmin()))
-        cells = Cells.of(labels, work, num_ranks, speed=rate, even=even, limits=limits)
+        slots = copies.best()
+    cells = search(work, slots, num_ranks)
     cells.improve(target, _BUDGET + _BUDGET_EACH * work.size)
     return cells.cell_of()
 
 
 def _shuffled(slots: Ints, num_ranks: int) -> Ints:
     """[copies * num_ranks, width] copies that start unlike: each column of slots is shuffled over the ranks, so counts
-    stay as they are. The generator is seeded: the same input gives the same answer."""
-    copies = _COPIES_WORK // (slots.size * num_ranks)
-    shuffle = np.random.default_rng(0).random((max(copies, 1), *slots.shape)).argsort(axis=1)
+    stay as they are."""
+    copies = max(_COPIES_WORK // (slots.size * num_ranks), 1)
+    return np.take_along_axis(slots[None], _shuffles(copies, *slots.shape), axis=1).reshape(-1, slots.shape[1])
+
+
+@cache
+def _shuffles(copies: int, num_ranks: int, width: int) -> Ints:
+    """[copies, num_ranks, width] from where each place comes. The generator is seeded: the same input gives the same
+    answer."""
+    shuffle = np.random.default_rng(0).random((copies, num_ranks, width)).argsort(axis=1)
     # the first stays as it is: shuffling never makes the answer worse
     shuffle[0] = np.arange(num_ranks)[:, None]
-    return np.take_along_axis(np.broadcast_to(slots, shuffle.shape), shuffle, axis=1).reshape(-1, slots.shape[1])
+    return shuffle
 
 
 def _one_each(work: Floats, rate: Floats | None) -> Ints:
