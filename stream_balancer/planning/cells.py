@@ -225,8 +225,8 @@ class Cells:
     def _side(self, cells: Ints, size: int, turn: int) -> _Side:
         """Rollouts that these cells could give: of a long one another stretch every round; and nobody."""
         width = self.slots.shape[1]
-        # where some cells hold much more than others, what these could give is a table by itself
-        if self._rows > 1:
+        # a table for what these hold, not for what any cell does: of few rollouts in one row that is as much
+        if self._rows > 1 or (self._none > _SMALL and not self._even):
             width = min(int((self.slots[cells] < self._none).sum(axis=1).max()) + size, width)
         # the stretch moves with the round, so in the end every rollout of a long cell has taken part
         columns = _columns(width, _COLUMNS[size], turn if width > _COLUMNS[size] else 0, 0 if self._even else size)

@@ -22,12 +22,12 @@ from .cells import Cells, Limit, slots_of
 TOLERANCE = 1e-4
 """How far (relatively) above the lower bound a search may stop."""
 
-_BUDGET, _BUDGET_EACH = 20_000, 400
+_BUDGET, _BUDGET_EACH = 30_000, 400
 """Elementary operations that a search may spend: so many, and so many more for every rollout."""
 
 _SMALL, _SMALL_BUDGET = 48, 32_000
 """Up to so many rollouts one descent often ends in a poor partition, and many are affordable side by side: so many
-operations more."""
+operations for all of them, and as many for the best."""
 
 _COPIES_WORK = 4_300
 """Places in all the copies that descend side by side, times ranks."""
@@ -144,9 +144,9 @@ def _search(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, t
     """The same, whatever they weigh."""
     if num_ranks == 1 or work.size == 0:
         return np.zeros(work.size, dtype=np.int64)
-    # the heaviest to the fastest is the best there is: nothing to search
+    # one each, the heaviest to the fastest, is the best there is: nothing to search
     if work.size <= num_ranks:
-        return _one_each(work, rate)
+        return _largest_first(work, num_ranks, "equal", rate)
     # Not Karmarkar-Karp: with equal counts every rank keeps one of each num_ranks neighbours in sorted order, so the
     # spread of the largest ones never cancels (12-22 % above the bound at 4 to 8 rollouts a rank; this: below 0.2 %).
     labels = _largest_first(work, num_ranks, counts, rate)
@@ -161,12 +161,14 @@ def _improved(labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: 
     # where ranks are alike no exchange that helps leaves one empty; nor is a count changed if all have as many
     limits = [] if (rate is None and not even) or least == most else [Limit(ones, least, most)]
     slots, search = slots_of(labels, num_ranks), partial(Cells, speed=rate, even=even, limits=limits)
+    budget = _BUDGET + _BUDGET_EACH * work.size
     if work.size <= _SMALL:
+        budget = _SMALL_BUDGET
         copies = search(work, _shuffled(slots, num_ranks), num_ranks)
-        copies.improve(target, _SMALL_BUDGET)
+        copies.improve(target, budget)
         slots = copies.best()
     cells = search(work, slots, num_ranks)
-    cells.improve(target, _BUDGET + _BUDGET_EACH * work.size)
+    cells.improve(target, budget)
     return cells.cell_of()
 
 
@@ -187,17 +189,9 @@ def _shuffles(copies: int, num_ranks: int, width: int) -> Ints:
     return shuffle
 
 
-def _one_each(work: Floats, rate: Floats | None) -> Ints:
-    """No more rollouts than ranks: the heaviest to the fastest."""
-    labels = np.empty(work.size, dtype=np.int64)
-    by_cost = np.argsort(-work, kind="stable")
-    labels[by_cost] = np.arange(work.size) if rate is None else np.argsort(-rate, kind="stable")[: work.size]
-    return labels
-
-
 def _largest_first(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None) -> Ints:
     """LPT with a heap: each to the rank that would be done first with a rollout of mean cost; under equal counts a full
-    rank leaves the heap. No rank is empty. O(n log num_ranks).
+    rank leaves the heap. No rank is empty if there are rollouts enough. O(n log num_ranks).
 
     Every rollout counts a little more than its cost, so that ties (zero costs above all) go to the rank with fewer.
     """
@@ -225,8 +219,8 @@ def _largest_first(work: Floats, num_ranks: int, counts: Counts, rate: Floats | 
         chosen.append(rank)
     labels = np.empty(n, dtype=np.int64)
     labels[order] = chosen
-    # a very slow rank still gets the lightest rollout of the fullest one
-    for rank in [rank for rank, number in enumerate(held) if not number]:
+    # a very slow rank still gets the lightest rollout of the fullest one, where there are enough
+    for rank in [rank for rank, number in enumerate(held) if not number and n > num_ranks]:
         donor = int(np.bincount(labels).argmax())
         mine = np.flatnonzero(labels == donor)
         labels[mine[work[mine].argmin()]] = rank
