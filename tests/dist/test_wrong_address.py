@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 import stream_balancer as sb
 from stream_balancer.net import connection as _connection
 from stream_balancer.net import handshake
-from stream_balancer.net import session as _session
+from stream_balancer.net import line as _line
 from stream_balancer.net.connection import Connection
 from stream_balancer.net.listener import Listener
 from stream_balancer.net.messages import PROTOCOL, Join
@@ -100,7 +100,7 @@ def test_what_does_not_answer_is_an_error_in_the_end_and_a_warning_meanwhile(
     tries: Tries, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_connection, "HANDSHAKE_S", 0.05)
-    monkeypatch.setattr(_session, "_WARN_AFTER_S", 0.1)
+    monkeypatch.setattr(_line, "_WARN_AFTER_S", 0.1)
     monkeypatch.setattr(sys.modules[__name__], "GUARD_S", 1.0)  # a busy machine takes a moment to try
     caplog.set_level(logging.WARNING, "stream_balancer.net")
     error = sb.errors.RankLostError if tries is opens_a_feed else sb.errors.BrokenResourceError
@@ -171,7 +171,7 @@ async def test_a_controller_that_closes_before_it_has_served(tries: Tries) -> No
     transport = sb.TorchTransport.listen(dp_size=1)
 
     async def close_it() -> None:
-        await until(lambda: bool(transport.service._jobs))
+        await until(lambda: bool(transport.service._inbox.jobs))
         await transport.aclose()
 
     with anyio.fail_after(GUARD_S):
