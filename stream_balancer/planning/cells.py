@@ -26,9 +26,8 @@ from .packing import Bins
 _ROUND_WORK, _PACK_WORK = 4_000, 6_000
 """Work of a round beside the exchanges it compares, and packing two cells, in the same unit."""
 
-_SINGLE_ROUNDS, _SINGLE_ROUNDS_SMALL = 8, 4
-"""Rounds of one-for-one exchanges, and those of few rollouts; two for two cost more and help when the cells are nearly
-alike."""
+_SINGLE_ROUNDS = 8
+"""Rounds of one-for-one exchanges; two for two cost more and help when the cells are nearly alike."""
 
 _PAIRINGS = 3
 """Rounds without an exchange, each with other pairs, after which the last cell is tried with the others."""
@@ -315,7 +314,6 @@ class Cells:
         pairings, sizes = _PAIRINGS, [1, 2]
         if self._rows > 1 or self._pack is not None:
             pairings, sizes = 0, [1 if self._pack is None and self._none > _SMALL else 2]
-        singles = _SINGLE_ROUNDS if self._none > _SMALL else _SINGLE_ROUNDS_SMALL
         stage = turn = 0
         moved = False  # since the stages began anew
         done = True
@@ -323,7 +321,7 @@ class Cells:
         while budget > 0 and not (done and float(self.times.min()) <= target):
             if stage < pairings:
                 a, b = self._late_with_early(stage, target)
-                size = 2 if turn > singles or stage else 1
+                size = 2 if turn > _SINGLE_ROUNDS or stage else 1
             else:
                 a, b = self._last_with_others()
                 size = sizes[stage - pairings]

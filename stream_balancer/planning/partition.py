@@ -25,11 +25,11 @@ TOLERANCE = 1e-4
 _BUDGET, _BUDGET_EACH = 30_000, 400
 """Elementary operations that a search may spend: so many, and so many more for every rollout."""
 
-_SMALL, _SMALL_BUDGET = 48, 32_000
+_SMALL, _SMALL_BUDGET = 48, 45_000
 """Up to so many rollouts one descent often ends in a poor partition, and many are affordable side by side: so many
-operations for all of them, and as many for the best."""
+operations for all of them together."""
 
-_COPIES_WORK = 4_300
+_COPIES_WORK = 6_000
 """Places in all the copies that descend side by side, times ranks."""
 
 
@@ -161,14 +161,12 @@ def _improved(labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: 
     # where ranks are alike no exchange that helps leaves one empty; nor is a count changed if all have as many
     limits = [] if (rate is None and not even) or least == most else [Limit(ones, least, most)]
     slots, search = slots_of(labels, num_ranks), partial(Cells, speed=rate, even=even, limits=limits)
-    budget = _BUDGET + _BUDGET_EACH * work.size
     if work.size <= _SMALL:
-        budget = _SMALL_BUDGET
         copies = search(work, _shuffled(slots, num_ranks), num_ranks)
-        copies.improve(target, budget)
+        copies.improve(target, _SMALL_BUDGET)
         slots = copies.best()
     cells = search(work, slots, num_ranks)
-    cells.improve(target, budget)
+    cells.improve(target, _BUDGET + _BUDGET_EACH * work.size)
     return cells.cell_of()
 
 
