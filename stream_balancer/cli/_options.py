@@ -208,15 +208,15 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         # YAML alone has a value for an empty text
         knobs: Any = reader.decode(text) if text.strip() else None
+        if not (knobs and isinstance(knobs, dict)):
+            found = f"a {type(knobs).__name__}" if knobs else "nothing"
+            raise ValueError(
+                f"holds {found} where a mapping from knobs to values should be. Write one, as in `dp_size: 8`, or "
+                "leave --config out"
+            )
     except (OSError, ValueError, ImportError) as error:
         # one line, as every mistake: parsers write several
         raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
-    if not (knobs and isinstance(knobs, dict)):
-        found = f"a {type(knobs).__name__}" if knobs else "nothing"
-        raise ConfigError(
-            f"--config {path}: holds {found} where a mapping from knobs to values should be. Write one, as in "
-            "`dp_size: 8`, or leave --config out"
-        )
     return knobs
 
 

@@ -177,7 +177,7 @@ class Joining(Book):
             self._says(share, ALL_SEATS, None, 0)
 
     def _says(self, share: Share, bit: int, held: HeldStep | None, weights: int) -> None:
-        """What was believed of a seat, or of all, gives way to what it says."""
+        """Replace what was believed of a seat, or of all, by what it says."""
         step, rank = share.step, share.rank
         # a late word on what is in saved weights changes nothing
         if share.is_acked and not rank.id.role:

@@ -127,7 +127,7 @@ class Share:
         return self.acked == self.rank.full
 
     def own(self, ids: Iterable[int]) -> list[Item]:
-        """Those of these items that are still the rank's."""
+        """Items of these that are still the rank's."""
         return [self.items[id_] for id_ in ids if id_ in self.items]
 
     @property
@@ -288,7 +288,7 @@ class StepState:
             self.left_of_role[item.role] -= not item.has_columns
 
     def take_off(self, item: Item, seats: int) -> None:
-        """These seats have it no more, nor what they had made of it."""
+        """Take it off these seats, and what they had made of it."""
         self.unfetch(item)
         item.sent, item.done, item.fetched = item.sent & ~seats, item.done & ~seats, item.fetched & ~seats
 
