@@ -266,11 +266,14 @@ class Producers(Host, Observer):
     def _leases_of(self, peer: Peer, owner: Owner) -> Leases:
         """Leases of what a producer keeps, which has one owner of payloads."""
         producer: _Producer = peer.data
-        if producer.owner is None:
-            self._attach(peer, owner)
-        if producer.leases is None or owner != producer.owner:
+        if producer.owner not in (None, owner):
             raise WireError("a put names payloads of another owner")
-        return producer.leases
+        leases = self._parts.handed.leases[owner]
+        # its first put; or it was let in under a balancer before this one, and a lease dies unheard with the table that
+        # it is in
+        if producer.leases is not leases:
+            self._attach(peer, owner)
+        return leases
 
     def _attach(self, peer: Peer, owner: Owner) -> list[int]:
         """Keys of this owner that are needed; from now on it hears of those that are not."""

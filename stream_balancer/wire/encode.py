@@ -174,12 +174,11 @@ def _header(rollouts: Sequence[Rollout], blocks: list[int], *, shares: bool = Fa
 
 
 def _columns(rollouts: Sequence[Rollout], tokens: Sequence[Mapping[str, Tensor]]) -> tuple[Column, ...]:
-    first, columns, likes = rollouts[0], list[Column](), list[tuple[str, torch.dtype, int, tuple[int, ...]]]()
+    first, likes = rollouts[0], list[tuple[str, torch.dtype, int, tuple[int, ...]]]()
     # slices of shapes cost more than all else here, and most columns have one number a token
     for name, like in tokens[0].items():
         dtype, ndim, shape = like.dtype, like.ndim, () if like.ndim == 1 else tuple(like.shape[1:])
         likes.append((name, dtype, ndim, shape))
-        columns.append(Column(name, DTYPE_INDEX[dtype], shape))
     for rollout, its in zip(rollouts[1:], tokens[1:], strict=True):
         for name, dtype, ndim, shape in likes:
             own = its.get(name)
@@ -187,7 +186,8 @@ def _columns(rollouts: Sequence[Rollout], tokens: Sequence[Mapping[str, Tensor]]
                 raise _differ(rollout, first, name)
         if len(its) != len(likes):
             raise _differ(rollout, first, *(its.keys() - tokens[0].keys()))
-    return tuple(columns)
+    # only now: a column that no wire has is named above, if others differ
+    return tuple(Column(name, DTYPE_INDEX[dtype], shape) for name, dtype, _, shape in likes)
 
 
 def _differ(rollout: Rollout, first: Rollout, *names: str) -> RolloutError:

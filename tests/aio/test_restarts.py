@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -375,3 +376,33 @@ async def test_steps_that_ranks_have_trained_before_are_not_ahead_of_others() ->
                     await anyio.sleep(10)  # both ranks ask for more
                     life.cancel_scope.cancel()
     assert trained == list(range(7))
+
+
+async def test_what_was_put_between_two_balancers_is_let_go_of() -> None:
+    """On one transport: the second takes the put, the producer joins again, and the first is collected."""
+    network = MemoryNetwork(dp_size=1)
+    peer = network.connect_producer(rejoin=True)
+    producer = sb.connect(peer, hand_over="direct")
+    config = sb.BalancerConfig(dp_size=1, batch_size=1, window=1, capacity=1)
+    async with anyio.create_task_group() as tasks:
+        async with sb.StreamBalancer(config) as first, anyio.create_task_group() as serving:
+            serving.start_soon(sb.serve, first, network)
+            serving.start_soon(Crew(network).train, 0)
+            await producer.put(make_rollout(8, "a"))
+            await producer.released()
+            serving.cancel_scope.cancel()
+        tasks.start_soon(producer.put, make_rollout(8, "b"))
+        await anyio.sleep(1)
+        del first
+        async with sb.StreamBalancer(config) as second, anyio.create_task_group() as serving:
+            serving.start_soon(sb.serve, second, network)
+            await anyio.sleep(1)
+            peer.cut()
+            await anyio.sleep(1)
+            gc.collect()
+            serving.start_soon(Crew(network).train, 0)
+            with anyio.fail_after(100):
+                await producer.released()
+            assert second.statistics().acknowledged == 1
+            second.end()
+    await producer.aclose()
