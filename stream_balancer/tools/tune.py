@@ -208,10 +208,7 @@ def _one_batch(base: BalancerConfig) -> int:
 def _windows(base: BalancerConfig, *, in_time: bool) -> list[int]:
     size = 1 if base.step_size.tokens is not None else base.groups.kept or 1
     widths = WIDTHS_IN_TIME if in_time else WIDTHS
-    return [
-        _one_batch(base),
-        *(math.ceil(width * _one_batch(base) / size) * size for width in widths),
-    ]
+    return [_one_batch(base), *(math.ceil(width * _one_batch(base) / size) * size for width in widths)]
 
 
 # --- which one to take ------------------------------------------------------------------------------------------------

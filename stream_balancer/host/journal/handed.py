@@ -15,7 +15,8 @@ from stream_balancer.wire.codec import Leases, Owner
 
 
 class Handed:
-    """Facts of one balancer, for this process; with a journal, which is one, for the next, too."""
+    """Facts of one balancer, and which payloads it needs of their owners, for this process; with a journal, which is
+    one, for the next, too."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Fact] = {}
