@@ -85,6 +85,24 @@ def test_who_does_not_say_its_weights_begins_once_they_can_be_had() -> None:
     assert play.meet("0") == ["end 0", "send 1 s1 [0]"]
 
 
+def test_who_went_on_to_the_next_step_puts_it_off_if_the_others_lose_the_one_before() -> None:
+    """And whoever shares something in it with that rank. Both would wait, in two steps."""
+    play = Play("0 1 2")
+    play.plan("0@0 1@1")
+    play.plan("0@0/5 1@1 2@2/5", 1)
+    for rank, items in enumerate([[0], [1], []]):
+        play.train(str(rank), items)
+    play.lost("0")
+    play.join("0", incarnation=1, weights=None)
+    assert play.meet("1") == ["drop 0 met", "send 0 s1 [0]"]
+    play.at_barrier("2", 0, 1, 1)
+    play.taken("0", 1, 1)
+    play.lost("1")
+    orders = play.gave_up("1")
+    assert orders[:2] == ["replan [1 0] over 0 2", "replan [1] over 0 2"]
+    assert orders[2:6] == ["send 0 [11]", "rewind 0 s1 attempt 3", "rewind 2 s1 attempt 3", "send 0 s1 [0 11]"]
+
+
 def test_a_plain_seal_follows_the_last_item_and_the_last_payload() -> None:
     play = Play("0 ref0", meets=False)
     assert play.plan("0@0<2 1@0* 2@ref0") == ["send 0 [1]", "send ref0 [2]"]

@@ -105,11 +105,11 @@ def _settle(book: Book, step: StepState) -> None:
 # -- work that changes hands -------------------------------------------------------------------------------------------
 
 
-def _rewind(book: Book, step: StepState) -> None:
-    """A part of something shared was lost with its process. Other parts are in gradients, perhaps by half, and nothing
-    can be taken out of a gradient: whoever shares with it begins again, and whoever shares with those."""
+def _rewind(book: Book, step: StepState, *shares: Share) -> None:
+    """These shares begin again, and so does whoever shares with a part that was lost with its process: other parts are
+    in gradients, perhaps by half, and nothing can be taken out of a gradient."""
     # transitive: a rank that begins again leaves everybody whom it shares other groups with
-    todo, again, ranks = list(step.torn), dict[int, None](), set[Share]()
+    todo, again, ranks = [*step.torn, *_groups_of(*shares)], dict[int, None](), set(shares)
     while todo:
         group = todo.pop()
         if group in again or group not in step.groups:
@@ -120,13 +120,17 @@ def _rewind(book: Book, step: StepState) -> None:
             # none of a role's rank that was given up, and whose columns of it are here
             if share is not None and share not in ranks:
                 ranks.add(share)
-                todo += [other.group for other in share.items.values() if other.group is not None]
+                todo += _groups_of(share)
     step.torn.clear()
     step.attempts += 1
     for group in again:
         _renew(book, step, group)
     for share in sorted(ranks, key=lambda share: share.rank.id):
         _begin_again(book, share)
+
+
+def _groups_of(*shares: Share) -> list[int]:
+    return [item.group for share in shares for item in share.items.values() if item.group is not None]
 
 
 def _renew(book: Book, step: StepState, group: int) -> None:
@@ -367,6 +371,12 @@ def _send(book: Book, share: Share) -> None:
     # what is sent lies in the rank's memory until it is taken
     if is_new and share.taken != rank.full and not _has_credit(share):
         return
+    # The rank had left this step, or had come without it, and those who had it are gone: its later steps wait for it.
+    later = [
+        other for other in rank.active.values() if other.step.number > step.number and other.opened & ~share.opened
+    ]
+    if any(other.step.is_uncertain for other in later):
+        return
     for seat in seats_of(rank.full):
         items = tuple(item for item in ready if not item.sent >> seat & 1)
         opens = not share.opened >> seat & 1
@@ -385,6 +395,9 @@ def _send(book: Book, share: Share) -> None:
         step.unasked.add(rank.id)
         share.note_waiting()
     _go(book, share)
+    # behind the work: whoever leaves the later step finds this one
+    for other in later:
+        _rewind(book, other.step, other)
 
 
 def _ready(share: Share) -> list[Item]:
