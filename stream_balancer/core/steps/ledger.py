@@ -46,10 +46,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stream_balancer.core.steps.deciding import acknowledge, look_at_rank, look_at_step
 from stream_balancer.core.steps.joining import Joining
 from stream_balancer.core.steps.orders import Note, Order, SendDrop
+from stream_balancer.core.steps.rank_orders import look_at_rank
 from stream_balancer.core.steps.state import TRAIN, Item, RankId, Share, StepState, in_order
+from stream_balancer.core.steps.step_orders import acknowledge, look_at_step
 
 
 class Ledger(Joining):
