@@ -263,6 +263,17 @@ def test_others_do_what_a_process_that_begins_later_does_not() -> None:
     assert "replan [2] over 0 1" in play.join("1", incarnation=1)
 
 
+def test_nobody_leaves_a_step_that_is_met_before_all_have_said_what_they_have_after_a_restart() -> None:
+    """The one that had met is started again, too: its weights lack the step, and all do it."""
+    play = Play("0 1 2", restarted=True)
+    play.restore("0@0 1@1 2@2", "0 1 2")
+    play.join("0", weights=1)
+    assert play.join("2", incarnation=1, weights=None) == []
+    play.lost("0")
+    play.join("0", incarnation=1)
+    assert play.join("1", incarnation=1) == ["send 0 [0]", "send 1 [1]", "send 2 [2]"]
+
+
 # -- a process ---------------------------------------------------------------------------------------------------------
 
 

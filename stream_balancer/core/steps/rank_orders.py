@@ -58,9 +58,9 @@ def _look_at_role(book: Book, share: Share) -> None:
 
 def _leave_behind(book: Book, share: Share) -> None:
     """The others have met without it. Before it is told, it may be in the collective; and somebody who has the weights
-    must be there, or the step may have to be done again."""
+    must be there, or the step may have to be done again. After a restart, all must have said what they have."""
     step = share.step
-    is_known = step.is_kept or any(book.ranks[other].is_here for other in step.met)
+    is_known = step.is_kept or (not step.settling and any(book.ranks[other].is_here for other in step.met))
     if not share.may_meet and is_known:
         book.tell(share.rank, share.rank.full, SendDrop, step.number, True)
         step.remove_rank(share.rank.id)
