@@ -17,6 +17,7 @@ from stream_balancer.config.groups import Groups
 from stream_balancer.config.knobs import Knobs
 from stream_balancer.cost import CalibratedCost, CostModel
 from stream_balancer.errors import ConfigError
+from stream_balancer.planning import check_shares
 from stream_balancer.planning.plan import step_multiple
 
 
@@ -92,11 +93,10 @@ def given(c: Any) -> Iterator[str]:
             f"not {c.context_parallel.sizes}: a shared rollout goes to an aligned block of ranks, and most of them to "
             "one rank"
         )
-    if c.stratum_shares is not None and sum(c.stratum_shares.values()) > 1 + 1e-9:
-        yield (
-            f"stratum_shares must be at most 1 all together, not {c.stratum_shares}: they are parts of one step. Lower "
-            "some"
-        )
+    try:
+        check_shares(c.stratum_shares or {})
+    except ValueError as error:
+        yield str(error)
     if c.loss_mask_column in ("input_ids", "labels"):
         yield (
             f"loss_mask_column must be the name of a column of masks, not {c.loss_mask_column!r}: tokens and labels "

@@ -136,7 +136,10 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
         # msgspec's message has its own words, ours says what the knob must be
-        raise ConfigError(f"{name} must be {in_words(kind)}, not {value!r}") from None
+        words = [one for one in get_args(kind) if isinstance(one, str)]
+        alike = difflib.get_close_matches(value, words, n=1) if isinstance(value, str) else []
+        hint = f". Did you mean {alike[0]!r}?" if alike else ""
+        raise ConfigError(f"{name} must be {in_words(kind)}, not {value!r}{hint}") from None
 
 
 def in_words(kind: Any) -> str:

@@ -154,7 +154,7 @@ def _plan_knobs(config: BalancerConfig, learned: Learned, tolerance: float) -> P
         oversize=micro_batches.oversize,
         padded=config.cost.padded,
         speeds=speeds,
-        pipeline_order=micro_batches.order == "pipeline",
+        order=micro_batches.order,
         fixed_costs=learned.fixed_costs if given is None else learned.fixed_costs._replace(micro_batch=given),
         cp_sizes=shared.sizes,
         cp_overhead=shared.overhead,

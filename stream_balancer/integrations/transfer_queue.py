@@ -106,7 +106,8 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         self.version_key, self.max_versions = version_key, max_versions or 0
         if (stratum_key is None) != (stratum_shares is None):
             raise ValueError("stratum_key and stratum_shares go together: which rows are of a kind, and their share")
-        self.stratum_key, self.length_key = stratum_key, length_key
+        planning.check_shares(stratum_shares or {})
+        self.stratum_key, self.stratum_shares, self.length_key = stratum_key, stratum_shares, length_key
         # of these knobs, checked as anywhere; how many rows a step has is said by who asks
         self._config = sb.BalancerConfig(
             dp_size=dp_size,
@@ -114,7 +115,6 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             counts=counts,
             micro_batches=micro_batches,
             cost=cost,
-            stratum_shares=stratum_shares,
         )
         self._pools: dict[tuple[str, str], _TaskRows] = {}
 
@@ -200,7 +200,7 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             max_skips=self.max_skips,
             due=due,
             strata={group: str(tags[rows[0]].get(self.stratum_key, "")) for group, rows in window.items()},
-            stratum_shares=config.stratum_shares,
+            stratum_shares=self.stratum_shares,
             counts=config.counts if len(waiting) >= wanted else "free",
             step=pool.steps,
         )
@@ -242,7 +242,7 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             micro_batch_counts=cut.counts,
             overhead=cut.overhead_cost or 0.0,
             multiple_of=cut.multiple_of,
-            order="pipeline" if cut.order == "pipeline" else "heaviest_first",
+            order=cut.order,
             oversize="alone",  # the row is accepted: here it can no longer be refused
             rotation=step,
         )

@@ -1,5 +1,6 @@
 """Planning: who goes now, on which rank, in which micro-batch. Pure numpy, indices in and out."""
 
+from .arrays import check_shares
 from .bounds import lower_bound
 from .choose import choose
 from .length_bias import LengthBias, LengthBiasSummary
@@ -16,6 +17,7 @@ __all__ = [
     "Plan",
     "PlanKnobs",
     "Waiting",
+    "check_shares",
     "choose",
     "form_micro_batches",
     "lower_bound",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -13,6 +13,7 @@ Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 Counts: TypeAlias = Literal["free", "equal"]
 Sync: TypeAlias = Literal["step", "micro_batch"]
+Order: TypeAlias = Literal["heaviest_first", "pipeline"]
 Oversize: TypeAlias = Literal["refuse", "alone"]
 
 
@@ -32,6 +33,17 @@ def check_ranks(num_ranks: int, counts: str) -> None:
         raise ValueError(f"num_ranks ({num_ranks}) must be >= 1: there is nowhere to put a rollout.")
     if counts not in ("free", "equal"):
         raise ValueError(f"counts must be 'free' or 'equal', not {counts!r}.")
+
+
+def check_shares(shares: object) -> None:
+    """Raises ValueError for ``stratum_shares`` that are not parts of one step: numbers above 0, at most 1 together."""
+    given = shares.values() if isinstance(shares, Mapping) else [None]
+    numbers = [share for share in given if isinstance(share, int | float | np.floating) and share > 0]
+    if len(numbers) < len(given) or sum(numbers) > 1 + 1e-9:
+        raise ValueError(
+            "stratum_shares must be a mapping from strata to numbers above 0, at most 1 all together, not "
+            f"{shares!r}: they are parts of one step. Lower some, or leave out strata without a share"
+        )
 
 
 def checked_speeds(speeds: ArrayLike | Sequence[float] | None, num_ranks: int) -> Floats | None:

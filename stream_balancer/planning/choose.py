@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Bools, Counts, Ints, check_ranks, checked_costs
+from .arrays import Bools, Counts, Ints, check_ranks, check_shares, checked_costs
 from .plan import Keep, PlanKnobs, Waiting
 from .planner import plan_batch
 
@@ -120,13 +120,12 @@ def _groups(groups: ArrayLike | None, group_size: int | None, size: int, batch_s
 
 def _strata(strata: ArrayLike | None, shares: Mapping[Any, float], size: int) -> tuple[Ints | None, tuple[float, ...]]:
     """-> ([n] number of the stratum of each, -1 for one without a share; these shares by number)."""
+    check_shares(shares)
     if strata is None and not shares:
         return None, ()
     names = np.asarray(strata)
     if names.shape != (size,):
         raise ValueError(f"strata must be [{size}], the stratum of each of lengths, not of shape {names.shape}")
-    if not all(share > 0 for share in shares.values()) or sum(shares.values()) > 1 + 1e-9:
-        raise ValueError(f"stratum_shares must be above 0, and at most 1 together, not {dict(shares)}: parts of a step")
     numbers = {name: number for number, name in enumerate(shares)}
     return np.array([numbers.get(name, -1) for name in names.tolist()]), tuple(shares.values())
 

@@ -12,17 +12,15 @@ packing.py fills the micro-batches. Pure and deterministic.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Counts, Ints, Oversize, Sync, checked_speeds
+from .arrays import Counts, Ints, Order, Oversize, Sync, checked_speeds
 from .bins_on_ranks import bins_in_rows, bins_to_ranks, least_finish, rows_alike
 from .packing import Bins, Packer
 from .partition import partition, partition_together
-
-Order = Literal["heaviest_first", "pipeline"]
 
 _Bin = TypeVar("_Bin")
 

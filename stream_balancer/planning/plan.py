@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from .arrays import Bools, Counts, Floats, Ints, Oversize, Sync
+from .arrays import Bools, Counts, Floats, Ints, Order, Oversize, Sync
 from .cost_order import CostOrder
 from .partition import TOLERANCE
 from .rank_speeds import NO_FIXED_COSTS, FixedCosts
@@ -95,7 +95,7 @@ class PlanKnobs:
     micro_batch_multiple: int = 1
     mini_batches: int = 1
     """Pieces of a step, each with an optimizer step of its own; see :mod:`.mini_batches`."""
-    pipeline_order: bool = False
+    order: Order = "heaviest_first"
     oversize: Oversize = "refuse"
     stratum_shares: tuple[float, ...] = ()
     """[strata] least share of a step's rollouts that each stratum gets, by its number; 0.0 for none."""

@@ -25,7 +25,7 @@ from .arrays import Bools, Ints
 from .bins_on_ranks import least_finish_bound
 from .bounds import lockstep_bound, lower_bound
 from .cost_order import CostOrder
-from .micro_batches import Order, form_micro_batches, in_order
+from .micro_batches import form_micro_batches, in_order
 from .packing import Packer
 from .partition import partition, partition_together
 from .plan import Plan, PlanKnobs, Times, Waiting, has_micro_batches
@@ -88,7 +88,7 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     alone = replace(knobs, oversize="alone") if may_share else knobs
     layouts = [RankLayout(_swapped(waiting, alone, units, fixed, go, step), [])]
     if may_share:
-        shared = shared_layout(replace(waiting, prefix_costs=None), knobs, layouts[0].ranks, _order(knobs), step)
+        shared = shared_layout(replace(waiting, prefix_costs=None), knobs, layouts[0].ranks, step)
         # what is shared pays its whole prefix: so the other layout may be done earlier, where the token cap allows it
         cap = knobs.max_tokens_per_micro_batch
         is_open = waiting.prefix_costs is not None and (
@@ -97,7 +97,7 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
         layouts = [shared, *layouts] if is_open else [shared]
     if waiting.prefix_costs is not None:
         whole = units.unit_of if knobs.groups == "same_rank" else None
-        layouts = [with_shared_prefixes(waiting, knobs, one, whole, _order(knobs), step) for one in layouts]
+        layouts = [with_shared_prefixes(waiting, knobs, one, whole, step) for one in layouts]
     best = min(layouts, key=lambda one: Times.of(waiting, knobs, *one).finish) if len(layouts) > 1 else layouts[0]
     picked = np.unique(np.concatenate([picked[:0], *(one for share in best.ranks for one in share)]))
     whole = np.unique(units.labels(picked), return_inverse=True)[1] if knobs.groups == "same_rank" else None
@@ -140,17 +140,13 @@ def _shares(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: i
         micro_batch_counts=knobs.micro_batch_counts,
         overhead=knobs.fixed_costs.micro_batch,
         multiple_of=knobs.micro_batch_multiple,
-        order=_order(knobs),
+        order=knobs.order,
         speeds=knobs.speeds,
         keep_together=together,
         oversize=knobs.oversize,
         rotation=step,
     )
     return [[picked[one] for one in share] for share in formed]
-
-
-def _order(knobs: PlanKnobs) -> Order:
-    return "pipeline" if knobs.pipeline_order else "heaviest_first"
 
 
 def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go: Bools, step: int) -> list[list[Ints]]:
@@ -167,7 +163,7 @@ def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go:
     # the same object: no swap helped, and what follows would only say so again
     if swapped is shares:
         return shares
-    swapped = [in_order(share, lambda one: float(waiting.costs[one].sum()), _order(knobs)) for share in swapped]
+    swapped = [in_order(share, lambda one: float(waiting.costs[one].sum()), knobs.order) for share in swapped]
     # what evens out the work alone may not pay where ranks run different numbers of micro-batches
     return min(shares, swapped, key=lambda one: Times.of(waiting, knobs, one).idle)
 

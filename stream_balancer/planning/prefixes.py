@@ -19,7 +19,7 @@ import numpy as np
 
 from .arrays import Floats, Ints
 from .bounds import lower_bound
-from .micro_batches import Order, in_order
+from .micro_batches import in_order
 from .packing import Bins, Packer
 from .partition import partition_together
 from .plan import PlanKnobs, Times, Waiting, work_in
@@ -40,7 +40,7 @@ _WITH = 12
 
 
 def with_shared_prefixes(
-    waiting: Waiting, knobs: PlanKnobs, dense: RankLayout, whole: Ints | None, order: Order, step: int
+    waiting: Waiting, knobs: PlanKnobs, dense: RankLayout, whole: Ints | None, step: int
 ) -> RankLayout:
     """The rollouts of ``dense``, a layout that knows nothing of prefixes, with siblings side by side. Never done later
     than that one, where a micro-batch pays a prefix once. A rollout that several ranks share stays where it is: it pays
@@ -51,7 +51,6 @@ def with_shared_prefixes(
         knobs: ranks meet once a step, and are alike.
         dense: of those that go.
         whole: [W] numbers of those that go to one rank together; None: siblings may be parted.
-        order: of a rank's micro-batches that nobody shares.
         step: rotates which rank is the heaviest.
 
     Complexity: as of `place_siblings`, and packing the parts under the cap.
@@ -85,7 +84,7 @@ def with_shared_prefixes(
     planned = [[picked[one] for one in share] for share in packed]
     best = min((own, planned), key=lambda one: Times.of(waiting, knobs, *layout(one)).finish)
     each = [
-        in_order(list(zip(work_in(waiting, share).tolist(), share, strict=True)), itemgetter(0), order)
+        in_order(list(zip(work_in(waiting, share).tolist(), share, strict=True)), itemgetter(0), knobs.order)
         for share in best
     ]
     # parts that were cut apart may have come together again

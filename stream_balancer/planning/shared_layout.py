@@ -16,7 +16,7 @@ import numpy as np
 
 from .arrays import Ints
 from .context_parallel import place
-from .micro_batches import Order, in_order
+from .micro_batches import in_order
 from .packing import Packer
 from .plan import PlanKnobs, Times, Waiting
 from .shareable import Shareable
@@ -32,7 +32,7 @@ class RankLayout(NamedTuple):
     """By how many ranks each micro-batch is shared, the shared ones first; empty: none is."""
 
 
-def shared_layout(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], order: Order, step: int) -> RankLayout:
+def shared_layout(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], step: int) -> RankLayout:
     """The layout that is done first of those tried, the shares among them unless a rollout must be shared for the token
     cap.
 
@@ -40,7 +40,6 @@ def shared_layout(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], 
         waiting: the columns.
         knobs: with ``degrees`` beyond 1.
         shares: [rank][micro_batch] -> positions of the step's rollouts.
-        order: of a rank's micro-batches that nobody shares.
         step: its number; rotates which ranks get what.
 
     Raises:
@@ -57,7 +56,7 @@ def shared_layout(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], 
     found = (
         in_locksteps(rollouts, packer, knobs, unsplit)
         if knobs.sync == "micro_batch"
-        else _in_any_order(rollouts, packer, knobs, unsplit, order)
+        else _in_any_order(rollouts, packer, knobs, unsplit)
     )
     if found is None:
         return RankLayout(shares, [])
@@ -71,7 +70,7 @@ def shared_layout(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], 
 
 
 def _in_any_order(
-    rollouts: Shareable, packer: Packer, knobs: PlanKnobs, unsplit: float, order: Order
+    rollouts: Shareable, packer: Packer, knobs: PlanKnobs, unsplit: float
 ) -> list[list[tuple[list[int], int]]] | None:
     """[rank][micro_batch] (rollouts, degree) of ranks that meet once a step; None if no better placement is found."""
     # the least that the overheads add: a placement within it may still win
@@ -92,7 +91,7 @@ def _in_any_order(
     own = [np.flatnonzero((degrees == 1) & (found.blocks == rank)).tolist() for rank in range(knobs.num_ranks)]
     packed = packer.evened(own, list(map(len, ranks)), knobs.micro_batch_multiple, knobs.micro_batch_counts)
     for done, bins in zip(ranks, packed, strict=True):
-        done += [(one, 1) for one in in_order(bins, packer.cost, order)]
+        done += [(one, 1) for one in in_order(bins, packer.cost, knobs.order)]
     return ranks
 
 

@@ -119,7 +119,7 @@ BAD_VALUES: list[tuple[str, str, list[object]]] = [
     ("speeds", r"must be 4 finite numbers > 0 \(one per rank\), not", [(1.0, 1.0)]),
     ("stratum_shares", "must be a dict from the name of a stratum", [{"a": 0.0}, {"a": 1.5}, {"a": True}, {1: 0.5}]),
     ("stratum_shares", "must be a dict from the name of a stratum", [[0.5], {"a": "1"}]),
-    ("stratum_shares", "must be at most 1 all together", [{"a": 0.6, "b": 0.5}]),
+    ("stratum_shares", "must be a mapping .* at most 1 all together", [{"a": 0.6, "b": 0.5}]),
     ("loss_mask_column", "must be the name of a column of masks", ["", "labels", "input_ids", 3]),
     ("cost", "'token': no such cost model", ["token"]),
     ("cost", "'quadratic:1:x': could not convert", ["quadratic:1:x"]),
@@ -134,6 +134,7 @@ BAD_VALUES: list[tuple[str, str, list[object]]] = [
         (name, "must be one of '.*', not 'nope'", ["nope"])
         for name in ("micro_batches.counts", "micro_batches.oversize", "micro_batches.order", "groups.keep")
     ],
+    ("micro_batches.order", "not 'heavy_first'. Did you mean 'heaviest_first'", ["heavy_first"]),
     ("staleness.on_stale", "must be one of 'evict', 'send', not 'nope'", ["nope"]),
     ("micro_batches.overhead_cost", "must be a finite number >= 0 or None, not", [-1.0, math.nan, True, "1"]),
     ("groups.share_prefixes", "must be True or False, not", [1]),

@@ -244,7 +244,7 @@ def test_exactly_batch_size_and_the_due_go_now(data):
         padded=data.draw(st.booleans()),
         speeds=data.draw(st.sampled_from([None, "uneven"])),
         max_tokens_per_micro_batch=data.draw(st.sampled_from([None, 1000, 1500])),
-        pipeline_order=data.draw(st.booleans()),
+        order=data.draw(st.sampled_from(["heaviest_first", "pipeline"])),
     )
     if knobs.speeds is not None:
         object.__setattr__(knobs, "speeds", np.arange(1.0, knobs.num_ranks + 1))
@@ -616,8 +616,10 @@ def test_what_is_chosen_is_int64_even_where_nothing_may_go() -> None:
         ({"counts": "even"}, "counts must be"),
         ({"stratum_shares": {"a": 0.5}}, r"strata must be \[2\]"),
         ({"strata": ["a"]}, r"strata must be \[2\]"),
-        ({"strata": ["a", "b"], "stratum_shares": {"a": 0.5, "b": 0.6}}, "at most 1 together"),
-        ({"strata": ["a", "b"], "stratum_shares": {"a": 0.0}}, "above 0"),
+        *(
+            ({"strata": ["a", "b"], "stratum_shares": shares}, "stratum_shares must be .* at most 1 all together")
+            for shares in ({"a": 0.5, "b": 0.6}, {"a": 0.0}, {"a": math.nan}, {"a": "1"}, [0.5], {"a": 1.5})
+        ),
         ({"dp_size": 3}, "every rank gets a rollout"),
         ({"groups": [1, 1], "group_size": 3}, r"group_size \(3\) must be .* batch_size \(2\)"),
         ({"groups": [1, 1], "group_size": 1}, r"group 1 has 2 rollouts, more than group_size \(1\)"),
