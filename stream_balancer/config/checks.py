@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from stream_balancer.config.figures import least_batch_size, least_max_skips, most_rollouts
+from stream_balancer.config.figures import least_batch_size, least_max_skips
 from stream_balancer.config.groups import Groups
 from stream_balancer.config.knobs import Knobs
 from stream_balancer.cost import CalibratedCost, CostModel
@@ -245,18 +245,19 @@ def varying(c: Knobs) -> Iterator[str]:
             "another: under tokens a step has as many rollouts as its tokens ask for. Leave one out"
         )
     yield from _foreseen(f"step_size.rollouts {c.step_size.rollouts}", c)
-    if not least_batch_size(c) <= c.batch_size <= most_rollouts(c) or least_batch_size(c) == most_rollouts(c):
+    least, most = c.step_size.rollouts or (0, 0)
+    if not least <= c.batch_size <= most or least == most:
         yield (
             f"batch_size ({c.batch_size}) is the mean of step_size.rollouts {c.step_size.rollouts}: it must lie in it, "
             "and the range must be one. Widen step_size.rollouts, or leave it out for batch_size rollouts every time"
         )
-    if most_rollouts(c) > c.capacity:
+    if most > c.capacity:
         yield (
             f"step_size.rollouts {c.step_size.rollouts} reaches above capacity ({c.capacity}): so many rollouts could "
             "never wait. Raise capacity, or lower step_size.rollouts"
         )
     multiple = step_multiple(c.dp_size, c.counts, c.groups.keep, c.groups.size)
-    if odd := [one for one in (least_batch_size(c), c.batch_size, most_rollouts(c)) if one % multiple]:
+    if odd := [one for one in (least, c.batch_size, most) if one % multiple]:
         yield (
             f"step_size.rollouts {c.step_size.rollouts} and batch_size ({c.batch_size}) must be multiples of "
             f"{multiple} with counts={c.counts!r}, dp_size {c.dp_size} and groups.size {c.groups.size}: whole groups "

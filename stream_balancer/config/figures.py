@@ -15,11 +15,6 @@ def least_batch_size(c: Knobs) -> int:
     return c.batch_size if c.step_size.rollouts is None else c.step_size.rollouts[0]
 
 
-def most_rollouts(c: Knobs) -> int:
-    """Rollouts that a batch has at most, where nothing is due."""
-    return c.batch_size if c.step_size.rollouts is None else c.step_size.rollouts[1]
-
-
 def least_max_skips(c: Knobs, window: int | None = None, capacity: int | None = None) -> int:
     """Smallest ``max_skips`` that works with the window and the capacity of the config, or with others, in rollouts.
 

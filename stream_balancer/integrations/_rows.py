@@ -109,7 +109,6 @@ class Together(NamedTuple):
     tokens: dict[str, list[Tensor]]
     scalars: dict[str, list[Any]]
     tensors: dict[str, list[Any]]
-    lengths: list[int]
 
 
 def together(rollouts: Sequence[sb.Rollout]) -> Together:
@@ -126,12 +125,8 @@ def together(rollouts: Sequence[sb.Rollout]) -> Together:
                     f"rollouts {first.rollout_id!r} and {rollout.rollout_id!r} differ in their {field}: "
                     f"{kinds[field]} and {theirs}. Give all of them the same, of the same dtype and trailing shape"
                 )
-    return Together(
-        tokens={name: [rollout.tokens[name] for rollout in rollouts] for name in first.tokens},
-        scalars={name: [rollout.scalars[name] for rollout in rollouts] for name in first.scalars},
-        tensors={name: [rollout.tensors[name] for rollout in rollouts] for name in first.tensors},
-        lengths=[rollout.num_tokens for rollout in rollouts],
-    )
+    mappings = [[getattr(rollout, field) for rollout in rollouts] for field in Together._fields]
+    return Together(*({name: [one[name] for one in each] for name in each[0]} for each in mappings))
 
 
 def _kinds(rollout: sb.Rollout) -> dict[str, list[str]]:
@@ -155,16 +150,16 @@ def entries_of(
     ``attention_mask``. ``dtypes`` of scalars; otherwise bool, int64 or float64. Tensors of different shapes are jagged.
     Raises ValueError as :func:`together` does. O(all tokens).
     """
-    taken = together(rollouts)
+    taken, lengths = together(rollouts), [rollout.num_tokens for rollout in rollouts]
     entries: dict[str, Tensor] = {}
-    offsets = torch.tensor([*accumulate(taken.lengths, initial=0)])  # one for all: torch adds columns only if shared
+    offsets = torch.tensor([*accumulate(lengths, initial=0)])  # one for all: torch adds columns only if shared
     for name, columns in taken.tokens.items():
         if side is None:
             entries[name] = torch.nested.nested_tensor_from_jagged(torch.cat(columns), offsets)
         else:
             entries[name] = padded(columns, side, (pad_values or {}).get(name, 0))
     if side is not None:
-        tokens = [torch.ones(length, dtype=torch.bool) for length in taken.lengths]
+        tokens = [torch.ones(length, dtype=torch.bool) for length in lengths]
         entries["attention_mask"] = padded(tokens, side)
     for name, numbers in taken.scalars.items():
         entries[name] = torch.tensor(numbers, dtype=(dtypes or {}).get(name, _dtype_of(numbers)))

@@ -52,10 +52,10 @@ class BalancedSampler:
         from whatever is ready once NeMo-RL's own minimum is. More than ``max_staleness_versions`` steps' groups leave
         less to choose: the oldest must go. ``cost``: as ``BalancerConfig`` takes it, in text too."""
         window = 1 if window_groups is None else window_groups
-        if dp_size < 1 or max_staleness_versions < 0 or window < 1:
+        if max_staleness_versions < 0 or window < 1:
             raise ValueError(
-                f"dp_size ({dp_size}) and window_groups ({window_groups}) must be >= 1, and max_staleness_versions "
-                f"({max_staleness_versions}) >= 0"
+                f"max_staleness_versions ({max_staleness_versions}) must be >= 0, and window_groups ({window_groups}) "
+                ">= 1"
             )
         self._cost: Any = sb.BalancerConfig(dp_size=dp_size, batch_size=dp_size, cost=cost).cost
         self._buffer = buffer

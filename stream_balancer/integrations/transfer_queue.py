@@ -97,16 +97,17 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         super().__init__()
         if window < 1 or max_skips < 0:
             raise ValueError(f"window ({window}) must be >= 1, max_skips ({max_skips}) >= 0")
-        if (group_key is None) != (group_size is None):
-            raise ValueError("group_key and group_size go together: which rows are siblings, and how many there are")
+        for key, number, words in (
+            (group_key, group_size, "group_key and group_size"),
+            (version_key, max_versions, "version_key and max_versions"),
+            (stratum_key, stratum_shares, "stratum_key and stratum_shares"),
+        ):
+            if (key is None) != (number is None):
+                raise ValueError(f"{words} go together: a tag of the rows, and what is asked of it. Give both or none")
+        planning.check_shares(stratum_shares or {})
         self.window, self.deadline_s, self.max_skips = window, deadline_s, max_skips
-        if (version_key is None) != (max_versions is None):
-            raise ValueError("version_key and max_versions go together: how old a row is, and how old it may be")
         self.group_key, self.group_size = group_key, group_size or 1
         self.version_key, self.max_versions = version_key, max_versions or 0
-        if (stratum_key is None) != (stratum_shares is None):
-            raise ValueError("stratum_key and stratum_shares go together: which rows are of a kind, and their share")
-        planning.check_shares(stratum_shares or {})
         self.stratum_key, self.stratum_shares, self.length_key = stratum_key, stratum_shares, length_key
         # of these knobs, checked as anywhere; how many rows a step has is said by who asks
         self._config = sb.BalancerConfig(
@@ -189,7 +190,12 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         # the oldest of them only, however many wait: nobody is served meanwhile
         window = dict(list(groups.items())[: -(-full // self.group_size)])
         oldest = version - self.max_versions
-        due = {group for group, rows in window.items() if any(self._version(tags[row]) <= oldest for row in rows)}
+        # a row that says no version is never due
+        due = {
+            group
+            for group, rows in window.items()
+            if min(float(tags[row].get(self.version_key, math.inf)) for row in rows) <= oldest
+        }
         config = self._config
         chosen = choose_groups(
             {group: [lengths[row] for row in rows] for group, rows in window.items()},
@@ -213,10 +219,6 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         pool.planned.update(rows)
         pool.steps += 1
         return shares
-
-    def _version(self, tags: Mapping[str, Any]) -> float:
-        """Policy version that a row was generated with; inf where none is said."""
-        return math.inf if self.version_key is None else float(tags.get(self.version_key, math.inf))
 
     def _whole_groups(self, rows: Iterable[int], tags: Mapping[int, Any], *, end: bool) -> dict[Any, list[int]]:
         """Rows of each group whose siblings are all there, in the order of arrival; each by itself where there are no

@@ -16,6 +16,7 @@ The core knows none of this: :class:`WindowLearner` sees every plan, and sets th
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,8 @@ def moves_per_dispatch(batch_size: int, num_ranks: int) -> float:
     return 2.0 if batch_size <= 64 else 1.0
 
 
+_TOLD_BY = attrgetter("auto_windows", "batch_size", "step_size", "max_skips", "cost", "speeds", "counts", "groups")
+"""Knobs that shadows depend on: what was learned holds for others with the same."""
 _NOTHING: Floats = np.empty(0)
 _NO_LABELS: Ints = np.empty(0, dtype=np.int64)
 
@@ -106,7 +109,7 @@ class WindowLearner(Learner):
 
     def reconfigured(self, before: BalancerConfig) -> None:
         """Keep what was learned if it still says something, else learn anew from the window in force."""
-        if self._shadows and _same_shadows(self._core.config, before):
+        if self._shadows and _TOLD_BY(self._core.config) == _TOLD_BY(before):
             self._put_in_force()
         else:
             self._begin(before.window)
@@ -219,14 +222,3 @@ class _Shadow:
         self.costs = self.costs * factor
         self.mean *= factor
         self.bound *= factor
-
-
-def _same_shadows(config: BalancerConfig, other: BalancerConfig) -> bool:
-    """True if the figures learned for one hold for the other."""
-    return all(
-        getattr(config, name) == getattr(other, name)
-        for name in (
-            *("auto_windows", "batch_size", "step_size", "max_skips"),
-            *("cost", "speeds", "counts", "groups"),
-        )
-    )

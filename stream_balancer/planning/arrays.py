@@ -36,7 +36,11 @@ def check_ranks(num_ranks: int, counts: str) -> None:
 
 
 def check_shares(shares: object) -> None:
-    """Raises ValueError for ``stratum_shares`` that are not parts of one step: numbers above 0, at most 1 together."""
+    """Raises ValueError for ``stratum_shares`` that are not parts of one step: numbers above 0, at most 1 together.
+
+    Examples:
+        >>> check_shares({"math": 0.25, "code": 0.5})
+    """
     given = shares.values() if isinstance(shares, Mapping) else [None]
     numbers = [share for share in given if isinstance(share, int | float | np.floating) and share > 0]
     if len(numbers) < len(given) or sum(numbers) > 1 + 1e-9:

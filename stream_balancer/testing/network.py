@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
+from itertools import count
 from typing import Self
 
 from stream_balancer.errors import refused_error
@@ -33,7 +34,7 @@ class MemoryNetwork:
         self.io, self.pool = LoopIo(), Pool()
         self._listeners: dict[str, MemoryListener] = {}
         self._waiting: list[Callable[[], object]] = []
-        self._num_owners = 0
+        self._owners = count(1)
         self._closed = False
 
     @cached_property
@@ -106,10 +107,6 @@ class MemoryNetwork:
         for dial in waiting:
             self.io.do(dial)
 
-    def _new_address(self) -> str:
-        self._num_owners += 1
-        return f"memory://owner{self._num_owners}"
-
 
 class MemoryListener:
     """An address of a network."""
@@ -156,7 +153,7 @@ class MemoryPeer:
 
     def listen(self, arrived: Arrived) -> MemoryListener:
         """An address of its own, where others of the network come in."""
-        return self.network.listen(arrived, address=self.network._new_address())
+        return self.network.listen(arrived, address=f"memory://owner{next(self.network._owners)}")
 
     def hold(self) -> None:
         """Messages of both directions wait in between, until :meth:`release` or the next connection."""

@@ -20,6 +20,7 @@ import math
 import os
 import zlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -147,13 +148,13 @@ class Trace:
 
     def _take(self, rows: Ints, labels: Ints, arrival_s: Floats | None = None) -> Trace:
         """Trace of these rows, in groups and at moments of their own."""
-        return Trace(
+        return replace(
+            self,
             prompt_tokens=self.prompt_tokens[rows],
             output_tokens=self.output_tokens[rows],
             group_ids=labels,
             arrival_s=arrival_s,
             strata=None if self.strata is None else self.strata[rows],
-            name=self.name,
         )
 
     def __repr__(self) -> str:
@@ -177,8 +178,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
 
 def _read_text(name: str) -> str:
     try:
-        with open(name, "rb") as file:
-            raw = file.read()
+        raw = Path(name).read_bytes()
     except OSError as error:
         raise TraceError(f"{name}: cannot be read ({error.strerror or error}). Check the path") from None
     # by its first bytes, not its name: files are renamed
@@ -234,7 +234,7 @@ def _parse(name: str, text: str) -> Trace:
         group_ids=np.array([labels[row.group_id] for row in rows]),
         arrival_s=np.array([row.arrival_seconds for row in rows]) if "arrival_seconds" in header else None,
         strata=np.array(strata, dtype=np.object_) if any(strata) else None,
-        name=os.path.basename(name).removesuffix(".gz").removesuffix(".csv"),
+        name=Path(name).name.removesuffix(".gz").removesuffix(".csv"),
     )
 
 

@@ -258,12 +258,12 @@ class Batch:
     def imbalance(self) -> float:
         """``finish`` over the mean load, minus one: 0.0 is perfect. Ranks idle ``imbalance / (1 + imbalance)`` of the
         step."""
-        return _excess(self.finish, sum(self.loads) / len(self.loads))
+        return _above_mean(self.finish, self.loads)
 
     @property
     def unavoidable_imbalance(self) -> float:
         """The part no assignment of these rollouts can remove: ``lower_bound`` over the mean load, minus one."""
-        return _excess(self.lower_bound, sum(self.loads) / len(self.loads))
+        return _above_mean(self.lower_bound, self.loads)
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
@@ -277,5 +277,6 @@ class Batch:
         )
 
 
-def _excess(value: float, base: float) -> float:
-    return max(value / base - 1.0, 0.0) if base > 0 else 0.0
+def _above_mean(value: float, loads: tuple[float, ...]) -> float:
+    mean = sum(loads) / len(loads)
+    return max(value / mean - 1.0, 0.0) if mean > 0 else 0.0

@@ -191,9 +191,9 @@ def test_admission_waits_for_the_trainer_and_resumes_where_it_was() -> None:
 
 def test_bad_knobs_and_calls() -> None:
     for knobs, says in (
-        ({"dp_size": 0}, r"dp_size \(0\) and window_groups"),
-        ({"max_staleness_versions": -1}, r"max_staleness_versions \(-1\) >= 0"),
-        ({"window_groups": 0}, r"window_groups \(0\) must be >= 1"),
+        ({"dp_size": 0}, "dp_size must be an int >= 1"),
+        ({"max_staleness_versions": -1}, r"max_staleness_versions \(-1\) must be >= 0"),
+        ({"window_groups": 0}, r"window_groups \(0\) >= 1"),
         ({"cost": "flops"}, "cost 'flops': no such cost model"),
     ):
         with pytest.raises(ValueError, match=says):
