@@ -124,7 +124,7 @@ class BalancerConfig(Knobs):
 
 
 def at_window(config: BalancerConfig, window: int) -> BalancerConfig:
-    """The same knobs with another of ``auto_windows`` in force."""
+    """Config with another of ``auto_windows`` in force."""
     # unchecked: all of them were checked when the config was made, and this happens between two batches
     other = copy(config)
     vars(other)["window"] = window

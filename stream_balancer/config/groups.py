@@ -102,8 +102,8 @@ class Limits(metaclass=Values):
     """``put()`` waits once rollouts of this many tokens could leave. Default ``2 * step_size.window_tokens``; with a
     ``window`` in rollouts under ``step_size.tokens`` as many as ``max_skips`` allows; else None = no such limit."""
     bytes: Count | None = None
-    """... or once the waiting rollouts' tensors are this many bytes. None = no such limit. While a put is held back
-    by any limit, the window counts as full; while fewer than ``min_batch_size`` could leave, no limit holds a
+    """``put()`` waits once the tensors of waiting rollouts are this many bytes. None = no such limit. While a put is
+    held back by any limit, the window counts as full; while fewer than ``min_batch_size`` could leave, no limit holds a
     put back."""
 
 

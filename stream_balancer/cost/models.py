@@ -202,7 +202,7 @@ class CalibratedCost:
 
     @property
     def padded(self) -> bool:
-        """As the prior."""
+        """True if the prior counts padding."""
         return self.prior.padded
 
     def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:

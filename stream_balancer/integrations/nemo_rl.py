@@ -78,7 +78,9 @@ class BalancedSampler:
         """Up to ``max_prompt_groups`` groups that balance, in the order they came, or ``(None, 0)`` while too few are
         ready. They leave the buffer; their rows stay in the data plane."""
         if not 1 <= min_prompt_groups <= max_prompt_groups:
-            raise ValueError(f"1 <= min_prompt_groups ({min_prompt_groups}) <= max_prompt_groups ({max_prompt_groups})")
+            raise ValueError(
+                f"1 <= min_prompt_groups ({min_prompt_groups}) <= max_prompt_groups ({max_prompt_groups}) must hold"
+            )
         buffer = self._buffer
         ready = [
             slot

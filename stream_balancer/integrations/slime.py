@@ -109,7 +109,8 @@ def _steps(
     rollouts = list(samples_of.values())
     if len(rollouts) < global_batch_size:
         raise UnplannableError(
-            f"num_rollouts={len(rollouts)} do not fill one step of global_batch_size={global_batch_size}"
+            f"num_rollouts={len(rollouts)} do not fill one step of global_batch_size={global_batch_size}. "
+            "Lower it, or give more rollouts"
         )
     starts = range(0, len(rollouts), global_batch_size)
     steps = [[i for samples in rollouts[at : at + global_batch_size] for i in samples] for at in starts]

@@ -66,7 +66,8 @@ def rollouts_from(
         where, width = [slice(0, len(row)) for row in ids.unbind()], None
     elif mask is None:
         raise ValueError(
-            f"input_ids is padded, {list(ids.shape)}, and there is no 'attention_mask' that says what is padding"
+            f"input_ids is padded, {list(ids.shape)}, and there is no 'attention_mask' that says what is padding. "
+            "Add one, or give jagged columns"
         )
     else:
         where, width = _rows.spans(mask), ids.shape[1]

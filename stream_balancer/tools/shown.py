@@ -43,7 +43,7 @@ class Bars(Progress):
         self._next_s = time.monotonic() + EVERY_S
 
     def show(self, bar: Any, done: int, total: int) -> None:
-        """So many are done."""
+        """Show that so many are done."""
         self.update(bar, completed=done, total=total)
         # a bar redrawn into a file would be thousands of lines
         if not self.console.is_terminal and time.monotonic() >= self._next_s:

@@ -41,7 +41,7 @@ with generation, so that all imbalance shows as time."""
 WARM_UP_SKIPS = 3
 """Steps of warm-up, in ``max_skips``: until then the window holds fewer outliers than in the long run."""
 UNBOUNDED_WARM_UP = 50
-"""The same without ``max_skips``."""
+"""Steps of warm-up without ``max_skips``."""
 WARM_UP_PART = 4
 """But never more than a quarter of a short run."""
 LEAST_STEADY = 8
@@ -64,7 +64,7 @@ def rollouts_per_batch(trace: Trace, config: BalancerConfig) -> float:
 
 
 def as_policy(config: BalancerConfig, policy: Policy) -> BalancerConfig:
-    """The same knobs under another policy, window and ``max_skips`` derived anew where the policy fixes the window, and
+    """Knobs under another policy, window and ``max_skips`` derived anew where the policy fixes the window, and
     the number of rollouts of a step. Round-robin tears groups."""
     # the user's own window, as it is: only another policy needs one derived
     if policy == config.policy:

@@ -58,7 +58,6 @@ class Run:
         self.now = 0.0
         self.step = 0
         self.busy_until: float | None = None
-        self.is_over = False
         num = len(trace)
         self.finished_s, self.accepted_s, self.dispatched_s = np.zeros(num), np.zeros(num), np.zeros(num)
         self.accepted_step = np.zeros(num, dtype=np.int64)
@@ -75,11 +74,10 @@ class Run:
     def to_the_end(self, progress: Callable[[int], None] | None) -> None:
         while True:
             self._train(progress)
-            if self.num_gone == len(self.trace) and self.busy_until is None:
+            if self.core.finished and self.busy_until is None:
                 return
-            if not self.is_over and self.generation.next_finish == math.inf and not self.blocked:
+            if not self.core.ended and self.generation.next_finish == math.inf and not self.blocked:
                 self.core.end()  # the trace is over: what still waits leaves as the drain
-                self.is_over = True
                 continue
             # while a step runs the trainer asks for nothing, so the core's own wake-up does not count
             wakeup = self.core.next_wakeup() if self.busy_until is None else self.busy_until
@@ -152,7 +150,7 @@ class Run:
         return True
 
     def _let_in(self) -> None:
-        """There may be room again."""
+        """Put what is blocked, as long as there is room."""
         while self.blocked:
             if not self._offer(next(iter(self.blocked))):
                 return
@@ -165,8 +163,7 @@ class Run:
             group_id=self.group_names[row] if self.groups_count or self.prefixes[row] else None,
             version=self.first_version + int(self.generation.started_step[row]) if self.versioned else None,
             prefix=self.prefixes[row],
-            cost=None
-            if self.config.groups.share_prefixes
-            else self.cost_list[row],  # one of its own would hide the prefix's
+            # one of its own would hide the prefix's
+            cost=None if self.config.groups.share_prefixes else self.cost_list[row],
             metadata={"stratum": self.strata[row]} if self.strata[row] else {},
         )

@@ -70,7 +70,7 @@ class Trace:
         if len(self) == 0:
             raise TraceError(f"{self.name}: no rollouts")
         if (self.prompt_tokens < 0).any() or (self.output_tokens < 0).any():
-            raise TraceError(f"{self.name}: negative lengths")
+            raise TraceError(f"{self.name}: negative lengths (prompt_tokens, output_tokens). Drop those rollouts")
         if (self.lengths < 1).any():
             raise TraceError(f"{self.name}: a rollout without tokens (prompt_tokens + output_tokens is 0). Drop it")
         if self.arrival_s is not None and not (
@@ -97,7 +97,7 @@ class Trace:
         return int(np.unique(self.group_ids).size)
 
     def scaled(self, factor: float) -> Trace:
-        """The same trace with lengths times ``factor``, rounded, at least 1 token each; arrivals are kept.
+        """Trace with lengths times ``factor``, rounded, at least 1 token each; arrivals are kept.
 
         For running a trace of long rollouts on a small machine. Say by how much wherever the result is shown: quadratic
         costs weigh less in a trace that was scaled down.

@@ -26,7 +26,7 @@ from stream_balancer.tools.tune_report import Outcome, TuneReport, outcome_of, p
 WIDTHS = (1.25, 1.5, 2.0, 3.0)
 """Windows that are tried, in batches, besides one batch: no window at all."""
 WIDTHS_IN_TIME = (1.5, 2.0)
-"""The same with a trainer that takes time: there more than a window waits whenever that trains, up to ``capacity``."""
+"""Windows with a trainer that takes time: there more than a window waits whenever that trains, up to ``capacity``."""
 ROOMS = (2, 3, 4, 6)
 """Capacities that are tried then, in batches. An instant trainer finds exactly the window, whatever the capacity."""
 PATIENCE = (8, 16, 32)

@@ -152,8 +152,7 @@ def _error_of_idle(mean_load: Floats, time: Floats) -> float:
     blocks = min(BLOCKS, time.size)
     if blocks < 2:
         return 0.0
-    mean = np.array([part.sum() for part in np.array_split(mean_load, blocks)])
-    whole = np.array([part.sum() for part in np.array_split(time, blocks)])
+    mean, whole = (np.array([part.sum() for part in np.array_split(one, blocks)]) for one in (mean_load, time))
     # a ratio of sums has no variance of its own: leave each block out in turn
     without = 1.0 - (mean.sum() - mean) / np.maximum(whole.sum() - whole, np.finfo(np.float64).tiny)
     return float(np.sqrt((blocks - 1) / blocks * np.square(without - without.mean()).sum()))

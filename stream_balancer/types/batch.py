@@ -193,7 +193,7 @@ class RankBatch(OneRank):
 
     # there for who acknowledges a mini-batch, or the balancer's own batch, as a feed's step: to be told how
     def ack(self) -> None:
-        """Only of a step that came from a :class:`RankFeed`: see :meth:`Step.ack`. Raises ValueError."""
+        """Acknowledgement, which only a step of a :class:`RankFeed` has: see :meth:`Step.ack`. Raises ValueError."""
         raise ValueError(
             f"batch.ack(): this part of step {self.step} is no step of a RankFeed. A mini-batch is acknowledged with "
             "its whole step, after the last of them: call ack() of that. In a loop over the balancer itself, call "

@@ -211,7 +211,7 @@ class Rollout:
         return rollout
 
     def with_loss_mask(self, column: str) -> Rollout:
-        """The same, with this column called ``loss_mask``: it says which tokens are trained on. Shares the tensors."""
+        """Rollout with this column called ``loss_mask``: it says which tokens are trained on. Shares the tensors."""
         tokens = {"loss_mask" if name == column else name: values for name, values in self.tokens.items()}
         try:
             return self._changed(tokens=tokens, num_loss_tokens=num_nonzero(tokens["loss_mask"], 1))
@@ -219,7 +219,7 @@ class Rollout:
             raise RolloutError(f"rollout {self.rollout_id!r}: tokens{error}") from None
 
     def with_late_columns(self, columns: Mapping[str, Tensor]) -> Self:
-        """The same with these columns ``[L]`` too, which are known to fit. Shares the tensors."""
+        """Rollout with these columns ``[L]`` too, which are known to fit. Shares the tensors."""
         return self._changed(tokens={**self.tokens, **columns})
 
     def _changed(self, **values: object) -> Self:

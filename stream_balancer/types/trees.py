@@ -103,7 +103,7 @@ class Tree:
 
     @cached_property
     def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """The same as a function for torch's FlexAttention."""
+        """Mask as a function, for torch's FlexAttention."""
         reach = self.reach
 
         def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class Tree:
         return attends
 
     def block_mask(self, block_size: int = 128) -> BlockMask:
-        """The same for ``flex_attention(q, k, v, block_mask=...)``, with q, k and v ``[1, heads, U, head_dim]``.
+        """Mask for ``flex_attention(q, k, v, block_mask=...)``, with q, k and v ``[1, heads, U, head_dim]``.
 
         Equal to ``create_block_mask(tree.mask_mod, None, None, U, U)``, which evaluates all U^2 pairs; here the blocks
         follow from the nodes. O(U + (U / block_size)^2).

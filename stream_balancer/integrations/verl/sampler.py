@@ -36,7 +36,7 @@ class SamplerKnobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     window: int | None = None
     """Wait until this many groups can be chosen from; None: take the choice there is once a batch is complete."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """... but not longer than this after a batch was complete. Required with `window`."""
+    """Seconds to wait for the window after a batch was complete, at most. Required with `window`."""
     filter_groups_metric: str | None = None
     """DAPO's group filter, which verl does not pass on to custom samplers: ``algorithm.filter_groups.metric``."""
 
@@ -67,7 +67,7 @@ class BalancedReplayBuffer(ReplayBufferAsync):  # type: ignore[misc] # verl says
         self._report: dict[str, float] = {}
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """As verl's: blocks until a batch is there; the batch, and metrics (ours begin with ``training/window/``)."""
+        """Batch, and metrics (ours begin with ``training/window/``), as verl's: blocks until there is one."""
         self._global_steps = global_steps
         # verl asks whether there is enough at other times, too: only a sample waits for a window
         self._sampling, self._complete_since = True, None
