@@ -109,9 +109,3 @@ async def test_what_is_sure_is_taken(knob: str | None, columns: list[str]) -> No
         balancer.end()
         batch = await anext(balancer.batches())
         assert batch.ranks[0].global_num_loss_tokens == 2
-
-
-@pytest.mark.parametrize("name", ["", "input_ids", "labels", 7])
-def test_what_is_no_mask_is_refused_as_a_knob(name: Any) -> None:
-    with pytest.raises(sb.errors.ConfigError, match="loss_mask_column must be"):
-        config(loss_mask_column=name)

@@ -70,22 +70,6 @@ async def test_a_version_reaches_every_producer(kind: str) -> None:
                 await one.version_after(7)
 
 
-async def test_statistics_are_the_balancers_own(kind: str) -> None:
-    """From a producer, and from a rank."""
-    async with served(kind, **KNOBS) as network:
-        feed, producer = network.feed(), network.producer()
-        for n in range(3):
-            await producer.put(make_rollout(5 + n, f"r{n}"))
-        theirs = await producer.statistics()
-        assert (theirs.waiting, theirs.accepted, theirs.waiting_tokens, theirs.window) == (3, 3, 18, 4)
-        assert (await feed.async_statistics()).waiting_lengths == theirs.waiting_lengths
-        await producer.put(make_rollout(5, "r3"))
-        batch = await anext(aiter(feed))
-        assert (await feed.async_statistics()).in_flight == 4
-        batch.ack()
-        await producer.aclose()
-
-
 async def test_the_balancer_ends_with_its_last_producer(kind: str) -> None:
     """Who has ended puts no more; the others go on. What waits is drained, and the rank's iteration ends."""
     async with served(kind, **KNOBS) as network:

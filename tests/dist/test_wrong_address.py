@@ -6,14 +6,12 @@ from __future__ import annotations
 import logging
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
 import anyio
 import anyio.to_thread
-import msgspec
 import pytest
 from forked import free_port
 from guard import GUARD_S
@@ -23,11 +21,8 @@ from torch._C._distributed_c10d import TCPStore
 
 import stream_balancer as sb
 from stream_balancer.net import connection as _connection
-from stream_balancer.net import handshake
 from stream_balancer.net import line as _line
-from stream_balancer.net.connection import Connection
 from stream_balancer.net.listener import Listener
-from stream_balancer.net.messages import PROTOCOL, Join
 from stream_balancer.testing import make_rollout
 
 Tries = Callable[[str], object]
@@ -155,17 +150,6 @@ async def test_a_controller_that_is_too_busy_to_answer_or_not_there_yet_is_waite
 
 
 @both
-async def test_another_version_of_the_library(tries: Tries, monkeypatch: pytest.MonkeyPatch) -> None:
-    hello = handshake.Handshake.hello
-    other = lambda self: msgspec.structs.replace(hello(self), protocol=PROTOCOL + 1)  # noqa: E731
-    monkeypatch.setattr(handshake.Handshake, "hello", other)
-    async with served() as (_, transport):
-        with pytest.raises(sb.errors.RefusedError, match="Install the same version of stream_balancer") as refused:
-            await anyio.to_thread.run_sync(tries, transport.address)
-    assert (refused.value.reason, isinstance(refused.value, ValueError)) == ("protocol", True)
-
-
-@both
 async def test_a_controller_that_closes_before_it_has_served(tries: Tries) -> None:
     """Who waited to be let in hears it."""
     transport = sb.TorchTransport.listen(dp_size=1)
@@ -180,25 +164,6 @@ async def test_a_controller_that_closes_before_it_has_served(tries: Tries) -> No
             with pytest.raises(sb.errors.RefusedError, match="closed its transport") as refused:
                 await anyio.to_thread.run_sync(tries, transport.address)
     assert (refused.value.reason, isinstance(refused.value, sb.errors.BrokenResourceError)) == ("closed", True)
-
-
-def test_a_feed_says_who_it_is_each_time_that_it_joins() -> None:
-    """Else its own former connection would keep it out."""
-    sessions: list[bytes] = []
-    twice = threading.Event()
-
-    def cut_off(connection: Connection, join: Join) -> None:
-        sessions.append(join.session)
-        if len(sessions) == 2:
-            twice.set()
-        connection.abort()
-
-    listener = Listener("127.0.0.1", 0, b"", cut_off)
-    with sb.RankFeed(listener.address, rank=0, dp_size=1):
-        assert twice.wait(GUARD_S)
-    listener.close()
-    assert len(set(sessions)) == 1
-    assert len(sessions[0]) == 16
 
 
 @pytest.mark.parametrize(

@@ -224,14 +224,6 @@ def trajectory(versions: list[list[int]], **more: Any) -> dict[str, Any]:
     return {"input_ids": tensor.clone(), "attention_mask": torch.ones_like(tensor).bool(), "versions": tensor, **more}
 
 
-@pytest.mark.parametrize(
-    ("versions", "version"), [([-1, 3, 3], 3), ([-1, 2, 4], (2, 4)), ([-1, -1], None), ([0, 1], (0, 1))]
-)
-def test_version_is_the_oldest_and_newest_of_what_was_sampled(versions: list[int], version: Any) -> None:
-    (made,) = rollouts_from([trajectory([versions])])
-    assert made.version == version
-
-
 def test_groups() -> None:
     pair, (single,) = rollouts_from([trajectory([[1], [2]])]), rollouts_from([trajectory([[1]])])
     assert pair[0].group_id == pair[1].group_id is not None

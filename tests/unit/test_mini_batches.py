@@ -42,9 +42,6 @@ def unique_tokens(micro_batch: sb.types.MicroBatch) -> int:
     return micro_batch.num_tokens - sum(r.prefix for r in micro_batch.rollouts) + sum(siblings.values())
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
-
-
 # -- what holds for every cut ------------------------------------------------------------------------------------------
 
 
