@@ -25,7 +25,7 @@ from guard import GUARD_S
 from helpers import fill, until, waiting
 from invariants import verify
 from served import attended
-from test_cancellation import How, cancelled_after, ways
+from test_puts import How, cancelled_after, ways
 
 import stream_balancer as sb
 from stream_balancer.host.journal import store, writer
