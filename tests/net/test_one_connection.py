@@ -1,4 +1,4 @@
-"""One connection over a socket, with each mover: order, pausing, memory, descriptors, ends."""
+"""One connection over a socket, with each mover: order, pausing, memory, descriptors, timers, ends."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ends import MOVERS, End, Heard, Network, RawPeer, call, wait_until
 from stream_balancer.errors import WireError
 from stream_balancer.net import connection as connections
 from stream_balancer.net import movers
+from stream_balancer.net.loops import Io
 from stream_balancer.net.messages import Cancel, Close, Message
 from stream_balancer.net.movers import common, shared_memory, torch_dist
 from stream_balancer.wire.payload import Memory, Payload
@@ -272,3 +273,14 @@ def test_a_lost_connection_is_heard_once(network: Network) -> None:
     network.in_thread(lambda: None)
     assert [end.kind for end in heard.ends] == ["lost"]
     assert [end.kind for end in here.heard.ends] == ["closed"]
+
+
+def test_more_timers_than_wake_ups_fit_into_a_pipe_are_set_by_another_thread() -> None:
+    """A thousand connections end in one job."""
+    io, fired = Io.current(), threading.Semaphore(0)
+    thread = threading.Thread(
+        target=lambda: io.do(lambda: [io.after(0.01, fired.release) for _ in range(2000)], here=True)
+    )
+    thread.start()
+    thread.join()
+    assert all(fired.acquire(timeout=20.0) for _ in range(2000))

@@ -1,9 +1,13 @@
-"""The simulator: the real core under a virtual clock; nothing lost, times exact, figures that add up."""
+"""The simulator: the real core under a virtual clock; nothing lost, times exact, figures that add up; and how it
+generates."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +19,15 @@ from traces import trace_of
 from stream_balancer.config import BalancerConfig, Policy
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.cost import QuadraticCost
-from stream_balancer.tools.generation import Generation
+from stream_balancer.tools.generation import Generation, issue_order, seconds_per_rollout
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.simulate import as_policy, report_of, simulate
 from stream_balancer.tools.simulation_report import SimulationReport
 from stream_balancer.tools.simulation_run import Run, shared_prefixes
 from stream_balancer.tools.trace import Trace
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+from peers import finish_times
 
 
 def knobs(**changes: Any) -> BalancerConfig:
@@ -280,3 +287,42 @@ def test_what_sharing_adds_counts_as_idle_in_the_simulator_and_in_statistics(pol
     assert core.statistics(0.0).idle_fraction == pytest.approx(1 - work.sum() / steps.step_work.sum())
     whole = simulate(trace, config.replace(context_parallel={"sizes": (1,)}), slots=64, warm_up=0)
     assert whole.overall.idle_fraction > 1.3 * (1 - work.sum() / steps.step_work.sum())
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(0, 99))
+def test_groups_are_issued_whole_in_some_order(groups: list[int], seed: int) -> None:
+    trace = trace_of([1] * len(groups), groups=groups)
+    order = issue_order(trace, seed)
+    assert sorted(order.tolist()) == list(range(len(groups)))
+    issued = [groups[row] for row in order.tolist()]
+    assert sum(a != b for a, b in pairwise(issued)) == len(set(groups)) - 1
+    rows = {g: [r for r in order.tolist() if groups[r] == g] for g in groups}
+    assert all(found == sorted(found) for found in rows.values())
+
+
+class TestByHand:
+    def test_one_slot(self) -> None:
+        """The last one of the round before has just begun; it is not generated again at the end of this one."""
+        trace = trace_of([4, 1, 2, 5], groups=[0, 0, 0, 0])
+        assert finish_times(trace, slots=1, tokens_per_second=2.0).tolist() == [4.5, 5.0, 6.0, 2.5]
+
+    def test_recorded_arrivals_are_used_from_the_first(self) -> None:
+        trace = trace_of([9, 1, 1], arrival=[100.0, 101.5, 103.0])
+        assert finish_times(trace, slots=1).tolist() == [0.0, 1.5, 3.0]
+        assert seconds_per_rollout(trace, 1, 1.0) == 1.0
+
+
+class TestEveryStream:
+    @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 50), st.integers(0, 9))
+    def test_every_row_once_and_slots_never_overbooked(self, output: list[int], slots: int, seed: int) -> None:
+        trace = trace_of(output, prompt=1)
+        finish = finish_times(trace, slots, tokens_per_second=1.0, seed=seed)
+        assert (finish >= 0).all()
+        begin = finish - trace.output_tokens
+        for moment in np.unique(begin):
+            assert np.count_nonzero((begin <= moment) & (finish > moment + 1e-9)) <= slots
+        assert finish.max() <= sum(output) / min(slots, len(output)) + 2 * max(output)
+        assert finish.tolist() == finish_times(trace, slots, tokens_per_second=1.0, seed=seed).tolist()
