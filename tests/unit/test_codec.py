@@ -102,7 +102,11 @@ def test_what_is_too_large_says_what_to_do() -> None:
 def test_columns_of_roles_come_as_they_were_given(num_tokens: int) -> None:
     for dtype in SUPPORTED_DTYPES:
         given = {"a": torch.arange(num_tokens).to(dtype), "b": torch.rand(num_tokens, dtype=torch.float64)}
-        encoded = codec.encode_columns(given, num_tokens)
+        handed = {name: column.clone() for name, column in given.items()}
+        encoded = codec.encode_columns(handed, num_tokens)
+        # who computed them goes on writing into its own
+        for column in handed.values():
+            column.fill_(1)
         got = codec.decode_columns(encoded.header, received(encoded), num_tokens)
         assert list(given) == list(got)
         assert all(bytes(codec.bytes_of(given[name])) == bytes(codec.bytes_of(got[name])) for name in given)

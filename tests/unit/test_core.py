@@ -115,6 +115,14 @@ def test_a_rollout_above_the_cap_comes_in_if_ranks_may_share_it() -> None:
         core.reconfigure(config.replace(context_parallel={"sizes": (1, 2)}))
 
 
+def test_a_full_buffer_has_no_room_once_a_batch_could_leave() -> None:
+    knobs = {"dp_size": 2, "batch_size": 4, "window": 4, "capacity": 4, "min_batch_size": 4}
+    core = BalancerCore(sb.BalancerConfig(**knobs, cost=sb.cost.QuadraticCost()))
+    core.add_all(list(make_rollouts([3, 4, 5, 6])), 0.0)
+    with pytest.raises(sb.errors.WouldBlock):
+        core.add(make_rollout(7), 0.0)
+
+
 @pytest.mark.parametrize(
     "before", [{"micro_batches": {"max_tokens": 100}}, {}, {"micro_batches": {"oversize": "alone"}}]
 )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from invariants import verify
 
 import stream_balancer as sb
+from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import WouldBlock
@@ -169,6 +170,18 @@ def opened(**knobs: object) -> BalancerCore:
     )
     core.open_steps(True)
     return core
+
+
+def test_a_group_that_no_step_has_room_for_leaves_in_parts() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=8, window=8, groups=sb.Groups(size=2)))
+    core.open_steps(True)
+    siblings = [sb.Rollout(tokens={"input_ids": [0]}, rollout_id=f"{n}", group_id="g") for n in range(6)]
+    core.add_all(siblings, 0.0, GroupSize("g", 6))
+    core.reconfigure(core.config.replace(batch_size=4, window=4))
+    core.end()
+    steps = [core.poll(0.0), core.poll(0.0)]
+    assert [None if step is None else step.num_rollouts for step in steps] == [4, 2]
+    assert core.finished
 
 
 def test_an_execution_without_groups_is_refused_at_its_put() -> None:

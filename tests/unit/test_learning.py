@@ -182,12 +182,18 @@ def test_a_checkpoint_continues_where_it_was() -> None:
     assert np.mean(ratios) < 1.06, "no second learning"
 
 
-def test_a_checkpoint_for_other_ranks_keeps_the_law_and_not_the_speeds() -> None:
+@pytest.mark.parametrize("how", ["restore", "reconfigure"])
+def test_other_ranks_keep_the_law_and_not_the_speeds(how: str) -> None:
     core, machine = learning_core(config()), Machine(8)
     train(core, machine, 40, slow_first)
-    again = learning_core(config(dp_size=4))
-    again.restore(core.snapshot(0.0), 0.0)
-    before, after = fit_of(core), fit_of(again)
+    before = fit_of(core)
+    if how == "restore":
+        again = learning_core(config(dp_size=4))
+        again.restore(core.snapshot(0.0), 0.0)
+    else:
+        again = core
+        again.reconfigure(core.config.replace(dp_size=4))
+    after = fit_of(again)
     assert after.seconds_per_token == before.seconds_per_token
     assert after.speeds == (1.0,) * 4
     train(again, machine, 10, lambda _: [1.0] * 4)

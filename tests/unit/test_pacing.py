@@ -141,6 +141,8 @@ def test_nothing_is_ever_too_old_and_it_never_gets_stuck(config: sb.BalancerConf
             else:
                 world.finish(index, data.draw(st.integers(1, 64)))
             world.dispatch()
+            # also while the trainer is not through with what has left
+            world.begin()
             if data.draw(st.integers(0, 7)) == 0:
                 world.acknowledge()
         while world.dispatch():
