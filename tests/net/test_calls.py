@@ -425,6 +425,16 @@ def test_only_what_was_sent_may_have_been_accepted(number: int | None) -> None:
     assert ("not known. Connect and put it again: a DuplicateRolloutError then" in text) == (number is not None)
 
 
+def test_the_first_reply_counts() -> None:
+    """A reply and the loss of the connection may come in either order."""
+    lost = ConnectionError("it broke")
+    for first, then in ((None, lost), (lost, None)):
+        pending = Pending("put")
+        pending.resolve(first)
+        pending.resolve(then)
+        assert pending.error is first
+
+
 def test_bytes_that_are_still_coming_count() -> None:
     """A mover carries them beside the connection: more calls are announced before they are here."""
     limits = Welcome(staged_bytes=100, max_call_bytes=100)

@@ -99,11 +99,14 @@ def test_help_fits_on_a_screen() -> None:
             assert f"     {name}:\n" in pydoc.plain(pydoc.render_doc(group))
 
 
-class NanCost:
+class ConstantCost:
     padded = False
 
+    def __init__(self, work: float) -> None:
+        self.work = work
+
     def __call__(self, lengths: Any) -> Any:
-        return np.full(len(lengths), np.nan)
+        return np.full(len(lengths), self.work)
 
 
 COUNT = "must be an int >= 1 or None, not"
@@ -124,7 +127,7 @@ BAD_VALUES: list[tuple[str, str, list[object]]] = [
     ("cost", "'token': no such cost model", ["token"]),
     ("cost", "'quadratic:1:x': could not convert", ["quadratic:1:x"]),
     ("cost", "must be a cost model", [3, sb.cost.QuadraticCost]),
-    ("cost", "two finite numbers", [NanCost()]),
+    ("cost", "two finite numbers", [ConstantCost(math.nan), ConstantCost(-1.0)]),
     *[(name, COUNT, [0, -3, 2.0]) for name in ("micro_batches.max_tokens", "groups.size", "limits.tokens")],
     *[(name, COUNT, [0]) for name in ("limits.bytes", "step_size.tokens", "step_size.window_tokens")],
     *[(name, "must be an int >= 1, not", [0]) for name in ("micro_batches.multiple_of", "step_size.mini_batches")],
@@ -274,6 +277,7 @@ def test_combinations_that_cannot_work(knobs: dict[str, Any], says: str) -> None
 
 
 def test_what_may_seem_odd_and_works() -> None:
+    config(cost=ConstantCost(0.0))
     shared = config(context_parallel={"sizes": [1, 2, 16], "overhead": 0})  # an elastic run may have more ranks
     assert shared.context_parallel == sb.ContextParallel(sizes=(1, 2, 16), overhead=0.0)
     assert config(groups=SAME_RANK).groups.kept == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from types import ModuleType
@@ -12,6 +13,7 @@ from codec_help import carried, remote, rollout
 from guard import GUARD_S
 from scripted import same_rollout
 
+from stream_balancer.client import object_store
 from stream_balancer.client.object_store import InStore
 from stream_balancer.client.payloads import SOURCES
 from stream_balancer.testing import make_rollout
@@ -59,6 +61,19 @@ def test_references_of_several_puts_travel_together_and_none_is_forgotten(keeper
         keeper.told.clear()
     assert {name for name, _ in keeper.calls} == {"keep"}
     assert sorted(number for _, numbers in keeper.calls for number in numbers) == list(range(8))
+
+
+def test_a_rank_that_asks_early_is_answered_once_the_payload_has_come(caplog: pytest.LogCaptureFixture) -> None:
+    async def ask_early() -> list[Any]:
+        keeper = object_store.Keeper()
+        asked = asyncio.create_task(keeper.give("p", [1, 2]))
+        for number in (1, 2):
+            await asyncio.sleep(0)
+            await keeper.keep("p", {number: [f"reference {number}"]})
+        return await asked
+
+    assert asyncio.run(ask_early()) == [["reference 1"], ["reference 2"]]
+    assert not caplog.records, "it has not waited in vain"
 
 
 def test_what_is_dropped_before_the_keeper_was_told_is_not_held_for_ever(keeper: Keeper) -> None:
