@@ -32,6 +32,7 @@ class InvariantError(AssertionError):
     """An invariant does not hold."""
 
     def __init__(self, invariant: str, text: str) -> None:
+        self.invariant = invariant
         super().__init__(f"[{invariant}] {text}\n{INVARIANTS[invariant]}")
 
 
