@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,6 +188,74 @@ async def test_every_rank_begins_with_what_has_come_and_the_step_is_acknowledged
         its = sorted(name for rank in got for number, names in rank if number == step for name in names)
         assert its == [f"{step}.{number}" for number in range(6)]
     assert balancer.statistics().acknowledged == 18
+
+
+def siblings(name: str, count: int) -> list[sb.Rollout]:
+    return [make_rollout(LENGTHS[n % 6], f"{name}{n}", group_id=name) for n in range(count)]
+
+
+async def more_than_a_batch(balancer: sb.StreamBalancer) -> None:
+    executions = [replace(one, execution_id=f"{at % 2}") for at, one in enumerate(siblings("big", 8))]
+    await balancer.put_group(executions)  # two of four rollouts each
+
+
+async def answered_late(balancer: sb.StreamBalancer) -> None:
+    async with anyio.create_task_group() as puts:
+        puts.start_soon(balancer.put_group, siblings("no", 2))
+        puts.start_soon(balancer.put_group, siblings("yes", 2))
+        await settle()
+        assert not {"no0", "no1", "yes0", "yes1"}.intersection(waiting(balancer))
+        await balancer.put_group(siblings("b", 2))
+        await balancer.put_group(siblings("c", 2))  # the step is whole without those
+
+
+async def abandoned(balancer: sb.StreamBalancer) -> None:
+    (first, _) = siblings("gone", 2)
+    await balancer.put(first)
+    assert balancer.abandon_group("gone") == 1
+
+
+async def judge(rollouts: Sequence[sb.Rollout]) -> bool:
+    if rollouts[0].group_id in ("no", "yes"):
+        await anyio.sleep(60.0)
+    return rollouts[0].group_id != "no"
+
+
+@pytest.mark.parametrize(
+    ("happens", "steps", "evicted"),
+    [
+        (more_than_a_batch, [{"a": 2, "big": 4}, {"big": 4, "b": 2}, {"c": 2, "d": 2, "e": 2}], {}),
+        (answered_late, [{"a": 2, "b": 2, "c": 2}, {"yes": 2, "d": 2, "e": 2}], {"filtered": 2}),
+        (abandoned, [{"a": 2, "b": 2, "c": 2}, {"d": 2, "e": 2}], {"abandoned": 1}),
+    ],
+)
+async def test_what_may_happen_to_a_group_in_the_midst_of_an_open_step(
+    happens: Callable[[sb.StreamBalancer], Awaitable[None]], steps: list[dict[str, int]], evicted: dict[str, int]
+) -> None:
+    seen = dict[int, Counter[str]]()
+
+    async def trained(feed: sb.RankFeed) -> None:
+        async for step in feed:
+            async for micro_batch in step:
+                seen.setdefault(step.step, Counter()).update(r.group_id or "" for r in micro_batch.rollouts)
+            await step.async_finish()
+
+    knobs = rows_of_six(groups=sb.Groups(size=2, keep="same_batch"), capacity=24)
+    async with sb.StreamBalancer(knobs, accept=judge) as balancer, anyio.create_task_group() as tasks:
+        transport = MemoryNetwork(dp_size=2)
+        tasks.start_soon(partial(sb.serve, balancer, transport, open=True))
+        for rank in range(2):
+            tasks.start_soon(trained, sb.RankFeed(transport.connect(rank)))
+        await balancer.put_group(siblings("a", 2))
+        await settle()
+        assert seen == {0: {"a": 2}}
+        await happens(balancer)
+        for name in "bcde":
+            if name not in set().union(*seen.values()):
+                await balancer.put_group(siblings(name, 2))
+        balancer.end()
+    assert [seen[number] for number in range(len(seen))] == steps
+    assert {why: count for why, count in balancer.statistics().evicted.items() if count} == evicted
 
 
 async def test_a_loop_over_micro_batches_gets_the_whole_step() -> None:
