@@ -11,6 +11,7 @@ import ast
 import inspect
 import re
 import textwrap
+from functools import cache
 from itertools import pairwise
 from typing import TypeVar
 
@@ -61,6 +62,7 @@ def texts_below_fields(cls: type) -> dict[str, str]:
     return found
 
 
+@cache
 def _texts_in(cls: type) -> dict[str, str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))

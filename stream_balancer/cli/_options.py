@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, g
 import msgspec
 import typer
 
-from stream_balancer.config import BalancerConfig
-from stream_balancer.config.values import in_words, knob_at
 from stream_balancer.errors import ConfigError, RolloutError, TraceError
 from stream_balancer.field_docs import first_sentence, texts_below_fields
-from stream_balancer.tools.length_models import generate_trace
-from stream_balancer.tools.trace import Trace, load_trace
 
+# the config and traces are imported where they are used: help of all commands needs neither, nor numpy
 if TYPE_CHECKING:
+    from stream_balancer.config import BalancerConfig
     from stream_balancer.tools.simulation_report import SimulationReport
+    from stream_balancer.tools.trace import Trace
 
 DEFAULTS = {"dp_size": 8, "batch_size": 32}
 """Knobs that a balancer needs, and a look at lengths need not be given."""
@@ -68,7 +67,7 @@ def _option(kind: Any, name: str, **how: Any) -> Any:
 
 
 def _knob(path: str) -> inspect.Parameter:
-    kind, text, default = knob_at(BalancerConfig, path)
+    kind, text, default = _at(path)
     default = DEFAULTS.get(path, default)
     said = f" (default: {default})" if isinstance(default, int | float | str) and kind is not bool else ""
     choices = "|".join(get_args(kind)) if get_origin(kind) is Literal else "VALUE"
@@ -85,6 +84,14 @@ def _knob(path: str) -> inspect.Parameter:
         # text, whatever its kind: typer's own errors do not know what a knob may be
         annotation=Annotated[bool | None if kind is bool else str | None, how],
     )
+
+
+def _at(path: str) -> tuple[Any, str, Any]:
+    """Kind, text and default of a knob."""
+    from stream_balancer.config import BalancerConfig
+    from stream_balancer.config.values import knob_at
+
+    return knob_at(BalancerConfig, path)
 
 
 def _flag(path: str) -> str:
@@ -164,9 +171,11 @@ class Simulated:
     @cached_property
     def given(self) -> dict[str, Any]:
         """Knobs of the file, with those of the options on top, as ``from_dict`` takes them."""
+        from stream_balancer.config.values import in_words
+
         given = _read(self.config) if self.config is not None else {}
         for path, value in self.knobs.items():
-            kind, *_ = knob_at(BalancerConfig, path)
+            kind, *_ = _at(path)
             if isinstance(value, str) and kind is not Any:
                 value = value_of(_flag(path), value, kind, in_words(kind))
             group, _, name = path.rpartition(".")
@@ -179,6 +188,8 @@ class Simulated:
 
     def balancer(self) -> BalancerConfig:
         """The config of these knobs."""
+        from stream_balancer.config import BalancerConfig
+
         step_size = self.given.get("step_size")
         # a budget in tokens and a number of rollouts exclude one another, so that default stays out
         in_tokens = isinstance(step_size, Mapping) and step_size.get("tokens") is not None
@@ -226,6 +237,9 @@ def fail(message: str) -> NoReturn:
 
 
 def trace_of(text: str, seed: int) -> Trace:
+    from stream_balancer.tools.length_models import generate_trace
+    from stream_balancer.tools.trace import load_trace
+
     if not text.startswith(GENERATE):
         return load_trace(text)
     name, _, number = text.removeprefix(GENERATE).partition(":")

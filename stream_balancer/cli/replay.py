@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-import numpy as np
 import typer
 
 from stream_balancer.cli._options import Simulated, batch_text, deadline_text, put_waited
@@ -93,7 +93,8 @@ def _print(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any],
     lines = _LINES | (_IN_TIME if how["trainer"] != "instant" else {}) | _WAITS | (_LEFT_OUT if steady else {})
     stdout().print(
         f"[bold]{trace.name}[/bold]: {len(trace):,} rollouts, {trace.num_tokens:,} tokens; length p50 "
-        f"{np.median(trace.lengths):,.0f}, longest {trace.lengths.max():,}; {arrivals}; trainer {how['trainer']}\n"
+        f"{statistics.median(trace.lengths):,.0f}, longest {trace.lengths.max():,}; {arrivals}; trainer "
+        f"{how['trainer']}\n"
         f"{config.dp_size} ranks, {batch_text(config)} a step, window {window}, max_skips "
         f"{config.max_skips}, deadline {deadline_text(config.deadline_s)}, cost {cost}",
         table(["", *_NAMES.values()], _rows(lines, reports, parts), bold=["idle fraction"]),

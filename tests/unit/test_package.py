@@ -46,6 +46,20 @@ def test_the_command_line_answers_without_torch() -> None:
     assert said.strip() == "False"
 
 
+def test_help_of_all_commands_reads_no_knob_and_that_of_one_each_class_once() -> None:
+    said = in_a_new_process(
+        "import ast, sys; from typer.testing import CliRunner; from stream_balancer.cli import app\n"
+        "parse, texts = ast.parse, []\n"
+        "ast.parse = lambda text, *more, **how: texts.append(text) or parse(text, *more, **how)\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        "print(len(texts), 'numpy' in sys.modules, 'stream_balancer.config' in sys.modules)\n"
+        "assert CliRunner().invoke(app, ['replay', '--help']).exit_code == 0\n"
+        "own = [text for text in texts if text.startswith(('class', '@dataclass'))]\n"
+        "print(len(own) > 2, len(own) == len(set(own)))"
+    )
+    assert said.splitlines() == ["0 False False", "True True"]
+
+
 def test_planning_needs_numpy_only() -> None:
     said = in_a_new_process(
         "import sys; sys.modules['torch'] = sys.modules['anyio'] = sys.modules['msgspec'] = None\n"
