@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE # tests start a hundred interpreters, and each would compile everything again
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint types unit unit-all soak architecture docs package pictures screenshots bench bench-compare bench-gpu bench-peers bench-schedulers test-integrations test-upstream test-on-ray test-trainers test-integrations-long test-browser clean
+.PHONY: help install demo test test-all lint types unit unit-all soak architecture docs package pictures screenshots bench bench-compare bench-crowd bench-gpu bench-peers bench-schedulers test-integrations test-upstream test-on-ray test-trainers test-integrations-long test-browser clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,7 +55,7 @@ architecture: install  ## lines, layers, circles, from the imports; ARGS="../oth
 	$(BIN)/python tests/architecture.py $(ARGS)
 
 bench: install  ## every benchmark that needs nothing but the project
-	for file in engine partition plan_time window sizes beyond micro_batches training transport connect failures beside_training journal tune scale; do \
+	for file in engine partition plan_time window sizes beyond micro_batches training transport connect failures beside_training journal tune scale certify; do \
 		test ! -e bench/$$file.py || { echo "== bench/$$file.py"; $(BIN)/python bench/$$file.py $(ARGS) || exit 1; }; \
 	done
 
@@ -63,6 +63,9 @@ bench-compare: install  ## today beside another commit, alternating: COMMIT=... 
 	for file in $(or $(FILES),bench/engine.py bench/connect.py bench/transport.py); do \
 		echo "== $$file"; $(BIN)/python bench/compare.py $(COMMIT) $$file $(ARGS) || exit 1; \
 	done
+
+bench-crowd: install  ## 512 ranks and 10,000 producers on one controller, over real sockets
+	ulimit -n 16384; $(BIN)/python bench/crowd.py --results bench/results/crowd.jsonl $(ARGS)
 
 bench-gpu: install  ## what one accelerator can measure, in under eight minutes; first the tests that need one
 	$(BIN)/python -m pytest -m accelerator tests/unit/test_device.py

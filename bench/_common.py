@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import json
+import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,10 +49,12 @@ async def keep_putting(balancer: sb.StreamBalancer, num_tokens: int, count: int 
 
 
 def arguments(doc: str | None, **defaults: Any) -> argparse.Namespace:
-    """The command line: ``--json``, and an option for each default, of its type (None: text; False: a flag). In a
-    process that :func:`peer` has started ``as_peer`` is what it is to do, otherwise None."""
+    """The command line: ``--json``, ``--results FILE``, and an option for each default, of its type (None: text; False:
+    a flag). In a process that :func:`peer` has started ``as_peer`` is what it is to do, otherwise None."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    if "results" not in defaults:
+        parser.add_argument("--results", metavar="FILE", help="write the rows there, too, as bench/results/ keeps them")
     parser.add_argument("--as-peer", type=json.loads, help=argparse.SUPPRESS)
     for name, default in defaults.items():
         option = "--" + name.replace("_", "-")
@@ -72,12 +78,32 @@ def peer(*what: Any) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
+def about() -> dict[str, Any]:
+    """First row of a file of results: what was run, when, on what."""
+    show = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return {
+        "about": " ".join([f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": subprocess.run(show, capture_output=True, text=True, check=False).stdout.strip(),
+        "machine": f"{os.cpu_count()} cores {platform.machine()}, CPython {platform.python_version()}, "
+        f"torch {torch.__version__}",
+        "load": [round(one, 1) for one in os.getloadavg()],
+    }
+
+
 @dataclass
 class Rows:
-    """Prints one row after the other: a table line, or a JSON object."""
+    """Prints one row after the other: a table line, or a JSON object; and writes it to a file of results."""
 
     as_json: bool
+    results: str | None = None
+    more: bool = False
+    """Rows go behind those that the file has."""
     failed: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.results and not self.more:
+            Path(self.results).write_text(json.dumps(about()) + "\n", encoding="utf-8")
 
     def add(
         self, name: str, value: float, unit: str, bar: float | None = None, *, at_least: bool = False, **more: Any
@@ -89,6 +115,9 @@ class Rows:
             row["holds"] = bool(value >= bar if at_least else value <= bar)
             if not row["holds"]:
                 self.failed.append(name)
+        if self.results:
+            with Path(self.results).open("a", encoding="utf-8") as file:
+                print(json.dumps(row | more), file=file)
         if self.as_json:
             print(json.dumps(row | more), flush=True)
         else:

@@ -133,7 +133,7 @@ def main() -> None:
     if options.device == "cpu":
         torch.set_num_threads(1)
         vars(options).update(TOY)
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     trainer, rollouts = trainer_of(options), stream(options)
     setting = Setting(options.ranks, options.batch, options.cap, training_cost(MODELS[options.model]))
     compare(rows, trainer, rollouts, setting, options.steps)

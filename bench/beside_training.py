@@ -91,7 +91,9 @@ def main() -> None:
     torch.set_num_threads(1)
     num_tokens = int(options.megabytes * 1e6 / 4 / 8)  # four rollouts a rank, 8 bytes a token on the wire
     for shared_memory in (False, True):
-        anyio.run(measure, Rows(options.json), num_tokens, options.rounds, shared_memory)
+        anyio.run(
+            measure, Rows(options.json, options.results, more=shared_memory), num_tokens, options.rounds, shared_memory
+        )
 
 
 if __name__ == "__main__":

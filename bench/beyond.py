@@ -239,7 +239,7 @@ class Table:
 
 def main() -> None:
     options = arguments(__doc__, seeds=6, steps=200, traces=None, only="", only_mode="")
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
 
     def show(trace: sb.Trace, name: str, all_means: list[Means]) -> None:

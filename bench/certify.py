@@ -1,9 +1,10 @@
 """Certificates: what the window idles over a whole run, and what no schedule of the same arrivals gets below.
 
-python bench/certify.py [--json] [--steps 200] [--sizes 32/8/8,32/8/16] [--traces DIR] [--only TEXT]
+python bench/certify.py [--json] [--steps 200] [--sizes 32/8/8,32/8/16] [--traces DIR] [--only TEXT] [--counts equal]
+[--sync micro_batch]
 
-A size is batch / ranks / max_skips; window and capacity are two batches, the trainer is instant. Statement and proof:
-results/certificates.md.
+A size is batch / ranks / max_skips; window and capacity are two batches, the trainer is instant. Under ``--sync
+micro_batch`` the token cap is the longest rollout. Statement and proof: results/certificates.md.
 """
 
 from __future__ import annotations
@@ -20,34 +21,40 @@ SEED = 7
 
 
 def main() -> None:
-    options = arguments(__doc__, steps=200, sizes="32/8/8,32/8/16", traces=None, only="")
-    rows = Rows(options.json)
+    options = arguments(__doc__, steps=200, sizes="32/8/8,32/8/16", traces=None, only="", counts="free", sync="step")
+    rows = Rows(options.json, options.results)
     for size in options.sizes.split(","):
         batch, ranks, skips = map(int, size.split("/"))
         for trace in traces(trace_folder(options.traces)):
             if options.only not in trace.name:
                 continue
             stream = trace.resampled(batch * options.steps, SEED)
+            longest = int(stream.lengths.max())
             config = sb.BalancerConfig(
                 dp_size=ranks,
                 batch_size=batch,
                 window=2 * batch,
                 max_skips=skips,
                 cost=sb.cost.QuadraticCost(),
+                counts=options.counts,
+                sync=options.sync,
+                micro_batches=sb.MicroBatches(max_tokens=longest if options.sync == "micro_batch" else None),
             )
             fifo = sb.simulate(stream, as_policy(config, "fifo"), seed=SEED).overall
             plain_s = time.process_time()
-            ours = sb.simulate(stream, config, seed=SEED).overall
+            ours_run = sb.simulate(stream, config, seed=SEED)
+            ours = ours_run.overall
             began_s = time.process_time()
             found = sb.simulate(stream, config, seed=SEED, certify=True).certificate
             proof_s = time.process_time() - began_s - (began_s - plain_s)
             assert found is not None
             rows.add(
-                f"{trace.name}, {size}, bound",
+                f"{trace.name}, {size}, bound, counts={options.counts}, sync={options.sync}",
                 100 * found.idle,
                 "%",
                 ours=round(100 * ours.idle_fraction, 2),
                 fifo=round(100 * fifo.idle_fraction, 2),
+                delay=round(ours_run.delay_steps.mean, 2),
                 cpu_s=round(proof_s, 1),
             )
 

@@ -68,6 +68,8 @@ def main() -> None:
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
             before.append(run(then, its_file, arguments))
             after.append(run(ROOT, file, arguments))
+    load = f"load average {', '.join(f'{one:.1f}' for one in os.getloadavg())} on {os.cpu_count()} cores"
+    print(json.dumps({"about": load}) if options.json else load, flush=True)
     for name, unit in after[0]:
         pairs = [(old.get((name, unit)), new.get((name, unit))) for old, new in zip(before, after, strict=True)]
         both = [(old, new) for old, new in pairs if old and new is not None]

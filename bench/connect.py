@@ -146,7 +146,7 @@ def main() -> None:
             print(json.dumps(anyio.run(put_peer, *rest)))
         return
     torch.set_num_threads(1)
-    row = Rows(options.json).add
+    row = Rows(options.json, options.results).add
     rates = raw(options.rounds)
     for name, rate in rates.items():
         row(f"raw_gloo_{name}", rate, "MB/s")

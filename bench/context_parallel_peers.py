@@ -70,7 +70,7 @@ def show(rows: Rows, label: str, once: Figures, often: Figures) -> None:
 
 def main() -> None:
     options = arguments(__doc__, traces=None, only="", only_scheduler="", steps=48, seed=FIRST_SEED, quadratic=False)
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     costs_of = squares if options.quadratic else trace_flops
     plans, missing = available(options.only_scheduler)
     for trace in traces(trace_folder(options.traces)):

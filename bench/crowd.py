@@ -3,7 +3,7 @@
 
 ``python bench/crowd.py [--json] [--ranks 512] [--producers 10000] [--steps 20] [--kill 100]``. Ranks and producers are
 sessions in a few processes, each session with its own connection. A descriptor is needed for each at the controller,
-and one in its own process: see ``ulimit -n``.
+and one in its own process: see ``ulimit -n``; ``make bench-crowd`` raises it.
 """
 
 from __future__ import annotations
@@ -71,6 +71,14 @@ async def ranks_peer(address: str, first: int, count: int, dp_size: int) -> None
     async with anyio.create_task_group() as tasks:
         for rank in range(first, first + count):
             tasks.start_soon(train, rank)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def most_descriptors() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def resident_mib() -> float:
@@ -146,7 +154,12 @@ async def run(rows: Rows, balancer: sb.StreamBalancer, address: str, sizes: Size
             assert process.stdout is not None
             assert (await anyio.to_thread.run_sync(process.stdout.readline)) == "joined\n"
         seconds, cpu = clock.lap()
-        rows.add(f"{sizes.producers} producers join and put", seconds, "s", controller_cpu_s=round(cpu, 2))
+        a_join = round(cpu / sizes.producers * 1e6)
+        rows.add(f"{sizes.producers} producers join and put", seconds, "s", controller_us_each=a_join)
+        rows.add("descriptors of the controller, producers joined", descriptors(), "", limit=most_descriptors())
+        grown = resident_mib() - idle_mib
+        each = round(1024 * grown / sizes.producers, 1)
+        rows.add("memory of the controller, producers joined, without what it had before", grown, "MiB", KiB_each=each)
         await until(lambda: balancer.statistics().waiting == sizes.rollouts)
         seconds, cpu = clock.lap()
         count = sizes.rollouts - sizes.producers
@@ -162,7 +175,7 @@ async def run(rows: Rows, balancer: sb.StreamBalancer, address: str, sizes: Size
         await until(lambda: balancer.statistics().acknowledged >= sizes.batch)
         rows.add(f"{sizes.ranks} ranks: from their processes' start to a step trained", clock.lap()[0], "s")
         rows.add("threads of the controller", threading.active_count(), "")
-        rows.add("descriptors of the controller", len(os.listdir("/proc/self/fd")), "")
+        rows.add("descriptors of the controller, ranks joined", descriptors(), "")
         rows.add("memory of the controller, without what it had before", resident_mib() - idle_mib, "MiB")
         clock.lap()
         known = balancer.statistics().acknowledged
@@ -189,7 +202,7 @@ def main() -> None:
         name, *rest = args.as_peer
         anyio.run({"producers_peer": producers_peer, "ranks_peer": ranks_peer}[name], *rest)
         return
-    rows = Rows(args.json)
+    rows = Rows(args.json, args.results)
     anyio.run(crowd, rows, Sizes(args.ranks, args.producers, args.steps, args.kill))
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import anyio
 import numpy as np
 import torch
-from _common import Rows, arguments
+from _common import Rows, arguments, columns
 
 import stream_balancer as sb
 
@@ -92,6 +92,29 @@ async def calls_of_a_put() -> int:
         balancer.put_nowait(second)
         sys.setprofile(None)
     return calls - 1  # the last is setprofile
+
+
+def columns_of(count: int) -> list[dict[str, torch.Tensor]]:
+    """Five columns each of 64 tokens."""
+    return [columns(64) for _ in range(count)]
+
+
+def rollout_us(count: int = 4000) -> float:
+    """CPU of ``Rollout()`` of five columns, of its own: what it holds is made before."""
+    made = columns_of(count)
+    began = time.process_time()
+    rollouts = [sb.Rollout(tokens=tokens) for tokens in made]
+    return 1e6 * (time.process_time() - began) / len(rollouts)
+
+
+async def put_us(count: int = 4000) -> float:
+    """CPU of ``put_nowait`` of rollouts of five columns, none of which fills the window."""
+    rollouts = [sb.Rollout(tokens=tokens) for tokens in columns_of(count)]
+    async with sb.StreamBalancer(sb.BalancerConfig(dp_size=8, batch_size=count)) as balancer:
+        began = time.process_time()
+        for rollout in rollouts:
+            balancer.put_nowait(rollout)
+        return 1e6 * (time.process_time() - began) / count
 
 
 def put_seconds(waiting: int, probes: int = 2000) -> tuple[float, float]:
@@ -175,6 +198,9 @@ def rates(rows: Rows, repeats: int) -> None:
         rows.add(f"{name}: CPU of a rollout", cpu_us, "us")
         rows.add(f"{name}: context switches of 1000 rollouts", switches, "switches")
     rows.add("calls of a put_nowait, of Python and of C", anyio.run(calls_of_a_put), "calls", 50)
+    mine, puts = zip(*((rollout_us(), anyio.run(put_us)) for _ in range(repeats)), strict=True)
+    rows.add("CPU of Rollout() of five columns", statistics.median(mine), "us")
+    rows.add("CPU of put_nowait of five columns", statistics.median(puts), "us")
     sizes = (1024, 16384, 131072)
     runs = [[put_seconds(size) for size in sizes] for _ in range(repeats)]
     for k, size in enumerate(sizes):
@@ -187,7 +213,7 @@ def rates(rows: Rows, repeats: int) -> None:
 def main() -> None:
     """Print the rows, as a table or one JSON object a line."""
     options = arguments(__doc__, repeats=5)
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     latency(rows, options.repeats)  # before the heap is large
     rates(rows, options.repeats)
 

@@ -184,7 +184,7 @@ def check(steps: list[int], total: int) -> None:
 
 def main() -> None:
     options = arguments(__doc__, kills=50)
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     torch.set_num_threads(1)
     report(rows, {"controller_noticed": controller_drill(options.kills)}, options.kills)
     for how in ("sockets", "shared"):

@@ -376,7 +376,7 @@ PARTS: dict[str, Callable[[Rows, Path, int], None]] = {
 
 def main() -> None:
     options = arguments(__doc__, parts=",".join(PARTS), folder=None, repeats=3)
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name).resolve()
         rows.text(kind_of_disk(folder))

@@ -251,7 +251,7 @@ def cap_at_longest(
 
 def main() -> None:
     options = arguments(__doc__, seeds=20, traces=None)
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     kk = peers().get("verl (list)")
     for size, num_ranks, cap, bar in CELLS:
         inputs = [lognormal(size, seed) for seed in range(options.seeds)]

@@ -170,7 +170,7 @@ def main() -> None:
     options = arguments(
         __doc__, traces=None, steps=30, seeds=2, staleness=0, groups=False, by_slots=False, depth=8, only=""
     )
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     ways: dict[str, Train] = {
         "bound": bound,
         "open": Open("step", options.depth),

@@ -169,7 +169,7 @@ def odd_costs(rows: Rows, seeds: int) -> None:
 
 def main() -> None:
     options = arguments(__doc__, seeds=20, quick=False, traces=None)
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     partition(lognormal(64, 0), 8)  # warm up
     side_by_side(rows, peers(), options.seeds, SIZES[:3] if options.quick else SIZES)
     odd_costs(rows, options.seeds)

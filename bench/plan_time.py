@@ -29,10 +29,10 @@ CAPS: tuple[tuple[Literal["step", "micro_batch"], int], ...] = (
 
 def main() -> None:
     options = arguments(__doc__, quick=False)
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     for batch, ranks, window, bar in (
-        (32, 8, 64, 6.0),
-        (256, 32, 512, 8.0),
+        (32, 8, 64, 1.5),
+        (256, 32, 512, 3.0),
         (1024, 64, 4096, 2.0),
         (4096, 128, 16384, 6.0),
         (16384, 512, 131072, 60.0),

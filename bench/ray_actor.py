@@ -393,7 +393,7 @@ def compare(rows: Rows) -> None:
 
 def main() -> None:
     options = arguments(__doc__, part="all")
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     if options.part != "kill":
         compare(rows)
     if options.part != "compare":

@@ -107,7 +107,7 @@ def dispatch_rows(rows: Rows, steps: int) -> None:
         found: dict[str, Any] = {name: round(value, 3) for name, value in dispatch_times(*size, steps).items()}
         known[size] = found.pop("poll_ms")
         ranks, batch, waiting = size
-        most = {(512, 4096, 131072): 20, (512, 16384, 131072): 60}.get(size)
+        most = {(512, 4096, 131072): 12, (512, 16384, 131072): 60}.get(size)
         rows.add(f"dispatch of {batch} of {waiting} on {ranks} ranks", known[size], "ms", most, **found)
     for name, series, column, most_power in (
         ("waiting, 4096 to 512 ranks", WINDOW_GROWS, 2, 0.3),
@@ -228,7 +228,7 @@ def _memory_of(rows: Rows, tensors: list[torch.Tensor]) -> None:
     tracemalloc.stop()
     rows.add(f"balancer's book-keeping per waiting rollout, {waiting} waiting", own, "B")
     rows.add(f"Rollout object with its dict and id, {waiting} waiting", of_rollout, "B")
-    rows.add(f"both, per waiting rollout, {waiting} waiting", own + of_rollout, "B", 1024)
+    rows.add(f"both, per waiting rollout, {waiting} waiting", own + of_rollout, "B", 500)
     rows.add(f"on top during a step, per waiting rollout, {waiting} waiting", planning, "B")
 
 
@@ -309,7 +309,7 @@ PARTS: dict[str, Callable[[Rows, int], None]] = {
 
 def main() -> None:
     options = arguments(__doc__, part=None, steps=9, beside=None)
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results, more=options.part is not None)
     if options.as_peer:
         gc.disable()
         print(json.dumps(dispatch_times(*options.as_peer)))

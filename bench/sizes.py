@@ -37,7 +37,7 @@ def idle(trace: sb.Trace, batch_size: int, ranks: int, policy: Policy, seed: int
 
 def main() -> None:
     options = arguments(__doc__, traces=None, steps=120, seeds=2, only="")
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     recorded = list(traces(trace_folder(options.traces))) or [sb.generate_trace(20_000, name) for name in MODELS]
     for lengths in recorded:
         for batch_size, ranks in SIZES:

@@ -226,7 +226,7 @@ def main() -> None:
         seed=0,
     )
     torch.set_num_threads(1)
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     setting = Setting(options.ranks, options.batch, options.cap, training_cost(MODELS[options.model]))
     trainer = Trainer.of(options)
     compare(rows, trainer, stream(options), setting, options.steps)

@@ -222,7 +222,7 @@ def main() -> None:
         rank_main(*options.as_peer)
         return
     torch.set_num_threads(1)
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     cases = [Case(float(size), kind) for size in options.sizes.split(",") for kind in ROLLOUTS]
     for dp_size in map(int, options.ranks.split(",")):
         anyio.run(run, rows, dp_size, cases, options.rounds)

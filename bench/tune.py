@@ -223,7 +223,7 @@ def _drive(costs: Floats, knobs: PlanKnobs, chooser: WindowLearner, steps: int) 
 
 def main() -> None:
     options = arguments(__doc__, traces=None, only=None, processes=2, seeds=4, steps=400)
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     wanted = options.only
     if wanted in (None, "cost"):
         cost(rows, options.steps)

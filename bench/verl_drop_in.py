@@ -80,7 +80,7 @@ def compare(rows: Rows, label: str, inputs: list[Ints], num_ranks: int, cap: int
 
 def main() -> None:
     options = arguments(__doc__, seeds=20, traces=None)
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     for size, num_ranks, cap, _ in CELLS:
         inputs = [lognormal(size, seed).astype(np.int64) for seed in range(options.seeds)]
         compare(rows, f"ln {size}/{num_ranks} cap {cap}", inputs, num_ranks, cap)

@@ -378,7 +378,7 @@ def capped_and_slowed(rows: Rows, seeds: int, steps: int) -> None:
 
 def main() -> None:
     options = arguments(__doc__, seeds=20, trace_seeds=6, steps=200, traces=None, only="", only_mode="")
-    rows = Rows(options.json)
+    rows = Rows(options.json, options.results)
     if not options.only and not options.only_mode:
         lockstep_from_the_window(rows, options.seeds, options.steps)
         capped_and_slowed(rows, options.seeds, options.steps)
