@@ -98,7 +98,8 @@ def choose(units: Candidates) -> Bools:
     # all that follows is measured against the step that first in, first out would send
     by_part = units.order if units.parts is units.costs else CostOrder(units.parts)
     if by_part.heaviest + units.filler(go) <= units.fair_share(go):
-        return go  # most steps end here: a window must not reorder what balances anyway
+        # most steps end here: a window must not reorder what balances anyway
+        return _uncrowded(units, go)
     # [others] units, ascending by part: so the first num_more are the lightest step there is, which says whether any
     # step beside what must go can balance
     others, must_peak = by_part.ascending(), 0.0  # those that need not go, in the order of their heaviest parts
@@ -115,8 +116,20 @@ def choose(units: Candidates) -> Bools:
         oldest, go = np.flatnonzero(light)[:num_more], must.copy()
         go[oldest] = True
         heaviest = max(float(units.parts[oldest].max()), must_peak)
-        return go if heaviest + units.filler(go) <= units.fair_share(go) else lightest
+        return _uncrowded(units, go if heaviest + units.filler(go) <= units.fair_share(go) else lightest)
     return _outlier_batch(units, others, must_peak + filler, filler)
+
+
+def _uncrowded(units: Candidates, go: Bools) -> Bools:
+    """Those that go, with light ones in place of the newest of more heavy ones than ranks: two heavy ones are more than
+    a fair share."""
+    heavy = units.parts * 2.0 > units.fair_share(go)
+    surplus = int(np.count_nonzero(go & heavy) - units.ranks)
+    if surplus > 0:
+        newest, oldest = np.flatnonzero(go & heavy & ~units.must)[::-1], np.flatnonzero(~go & ~heavy)
+        number = min(surplus, newest.size, oldest.size)
+        go[newest[:number]], go[oldest[:number]] = False, True
+    return go
 
 
 def _num_fillers(units: Candidates, others: Ints, filler: float) -> int:

@@ -287,6 +287,13 @@ def test_under_equal_counts_the_lightest_lie_beside_an_outlier():
     assert np.flatnonzero(go).tolist() == list(range(8))
 
 
+def test_no_more_rollouts_above_half_a_share_go_than_there_are_ranks():
+    """Many are cut at the longest length: of three the newest waits, or two of them would lie on one rank."""
+    columns, knobs = waiting([100.0, 100.0, 100.0] + [20.0] * 9), PlanKnobs(2, 6, 8)
+    _, go = select(columns, Units.of(columns, knobs), knobs, 6)
+    assert np.flatnonzero(go).tolist() == [0, 1, 3, 4, 5, 6]
+
+
 def test_a_heavy_tail_idles_little_for_little_delay_of_its_longest() -> None:
     """Seeded faults: no level beyond what must go (33 %), or no filling up (18 %)."""
     knobs, work, took, delays = PlanKnobs(num_ranks=8, batch_size=32, max_skips=8), 0.0, 0.0, []
