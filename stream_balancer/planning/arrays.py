@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -61,6 +61,16 @@ def checked_speeds(speeds: ArrayLike | Sequence[float] | None, num_ranks: int) -
     if not (np.isfinite(rate).all() and (rate > 0.0).all()):
         raise ValueError("speeds must be finite and > 0: a rank of speed 0 never finishes. Leave it out of num_ranks.")
     return None if bool((rate == rate[0]).all()) and rate[0] == 1.0 else rate
+
+
+def rounded_up(number: int, multiple: int) -> int:
+    """The least multiple that is no less than the number."""
+    return -(-number // multiple) * multiple
+
+
+def positions_in(ranks: Iterable[Sequence[Ints]]) -> Ints:
+    """[n] all that lies in ``[rank][micro_batch]``, one after the other."""
+    return np.concatenate([np.empty(0, dtype=np.int64), *(one for share in ranks for one in share)])
 
 
 def split_by_label(labels: Ints, num_ranks: int) -> list[Ints]:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Counts, Floats, Sync, checked_speeds, split_by_label
+from .arrays import Counts, Floats, Sync, checked_speeds, rounded_up, split_by_label
 from .bounds import lockstep_bound, lower_bound
 from .cells import Cells, Limit, slots_of
 from .packing import Bins, Packer
@@ -95,7 +95,7 @@ def least_finish(
     if counts == "free":
         # the best with one number for all is one of those compared, so the freedom never makes it worse
         fewest = [packer.fewest([i for one in bins for i in one]) for bins in best.ranks]
-        numbers = [[search.rounded(max(len(one), 1)) for one in bins] for bins in (fewest, search.balanced)]
+        numbers = [[rounded_up(max(len(one), 1), multiple_of) for one in bins] for bins in (fewest, search.balanced)]
         free = map(search.exchanged, (fewest, search.balanced), numbers)
         best = min((*free, best), key=attrgetter("finish"))  # of equal ones fewer micro-batches
     return [packer.spread(bins, number) if bins else [] for bins, number in zip(best.ranks, best.numbers, strict=True)]
@@ -178,11 +178,7 @@ class _Search:
     @property
     def least_number(self) -> int:
         """Micro-batches that a rank has at least, if all have as many."""
-        return self.rounded(-(-self.least_bins // self.num_ranks))
-
-    def rounded(self, number: int) -> int:
-        """Micro-batches that are run for so many."""
-        return -(-number // self.multiple_of) * self.multiple_of
+        return rounded_up(self.least_bins, self.num_ranks * self.multiple_of) // self.num_ranks
 
     def bound(self, number: int | None) -> float:
         """No layout is done before this, if every rank has so many micro-batches; None: each its own number."""
@@ -223,7 +219,7 @@ class _Search:
     def _enough(self, first: int, number: int) -> bool:
         """More than so many micro-batches are not tried; with ``first`` of them a layout was found."""
         if self.sync == "step":  # the balanced shares fit, and more cannot balance better than they do
-            return number >= self.rounded(max(map(len, self.balanced)))
+            return number >= rounded_up(max(map(len, self.balanced)), self.multiple_of)
         # with bins that are nearly full of tokens there is no way to make them alike, with one lockstep more there is
         return number > first or self.packer.tokens.size < self.num_ranks * (number + self.multiple_of)
 

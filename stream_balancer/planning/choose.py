@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Bools, Counts, Ints, check_ranks, check_shares, checked_costs
+from .arrays import Bools, Counts, Ints, check_ranks, check_shares, checked_costs, positions_in
 from .plan import Keep, PlanKnobs, Waiting
 from .planner import plan_batch
 
@@ -87,8 +87,7 @@ def choose(
     )
     # the layout on ranks is thrown away: swaps with the pool depend on it, so it is made all the same
     plan = plan_batch(waiting, knobs, num_rollouts=min(batch_size, size), step=step)
-    # an empty array first: where all groups wait for siblings there is nothing to join
-    return np.sort(np.concatenate([labels[:0], *(one for of_rank in plan.ranks for one in of_rank)]))
+    return np.sort(positions_in(plan.ranks))
 
 
 def _groups(groups: ArrayLike | None, group_size: int | None, size: int, batch_size: int) -> tuple[Ints, Bools, int]:

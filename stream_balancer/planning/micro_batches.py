@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Counts, Ints, Order, Oversize, Sync, checked_speeds
+from .arrays import Counts, Ints, Order, Oversize, Sync, checked_speeds, rounded_up
 from .bins_on_ranks import bins_in_rows, bins_to_ranks, least_finish, rows_alike
 from .packing import Bins, Packer
 from .partition import partition, partition_together
@@ -136,7 +136,7 @@ def _padded(
 ) -> list[Bins]:
     """In as few micro-batches as are found: every one pays its fixed cost, on all ranks."""
     everything = np.arange(packer.tokens.size)
-    number = -(-packer.least_bins(everything) // (num_ranks * multiple_of)) * multiple_of
+    number = rounded_up(packer.least_bins(everything), num_ranks * multiple_of) // num_ranks
     # ends at one rollout per bin at the latest
     while (bins := packer.pack(everything, num_ranks * number)) is None:
         number += multiple_of

@@ -100,7 +100,7 @@ def _gathered(step_of: Waiting, units: Units, knobs: PlanKnobs, number: int) -> 
             piece = np.concatenate([rest[:heaviest], others[spread.astype(np.int64)]])
             rows = _rows_of(units, piece)
             whole = np.unique(units.labels(rows), return_inverse=True)[1] if knobs.groups == "same_rank" else None
-            mean = float(units.costs[piece].sum()) / (knobs.num_ranks if knobs.speeds is None else knobs.speeds.sum())
+            mean = float(units.costs[piece].sum()) / float(knobs.rate.sum())
             waits = earliest_finish(step_of, rough, rows, whole) - mean
             if waits < least:
                 least, best = waits, piece

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from .arrays import Counts, Floats, Ints
+from .arrays import Counts, Floats, Ints, rounded_up
 
 Bins: TypeAlias = list[list[int]]
 
@@ -49,7 +49,7 @@ class Packer:
         # rank costs more than unlike bins
         by_work = share[np.lexsort((-self.tokens[share], -self.work[share]))].tolist()
         bins = self._pack_lightest(by_work, number) or self.tight(by_work, number)
-        return None if bins is None else self._fill_empty(bins + [[] for _ in range(number - len(bins))])
+        return None if bins is None else self._fill_empty(bins, number)
 
     def fewest(self, items: list[int]) -> Bins:
         """In as few bins as are found."""
@@ -86,16 +86,14 @@ class Packer:
         # alike micro-batches need less memory at the peak, and where ranks meet at each they wait less
         items = [i for one in bins for i in one]
         evened = self.pack(np.array(items, dtype=np.int64), number)
-        if evened is not None:
-            return evened
-        return self._fill_empty([list(one) for one in bins] + [[] for _ in range(number - len(bins))])
+        return self._fill_empty(bins, number) if evened is None else evened
 
     def evened(self, shares: Sequence[list[int]], beside: list[int], multiple_of: int, counts: Counts) -> list[Bins]:
         """Rollouts of each rank in as few bins as are found, or with "equal" counts in as many on every rank; together
         with those that it has ``beside`` them a multiple. No bins for a rank without rollouts."""
         packed = [self.fewest(items) if items else [] for items in shares]
         run = [len(bins) + held for bins, held in zip(packed, beside, strict=True)]
-        numbers = [-(-number // multiple_of) * multiple_of for number in run]
+        numbers = [rounded_up(number, multiple_of) for number in run]
         # a collective at each: the rank that needs most decides
         if counts == "equal":
             numbers = [max(numbers)] * len(numbers)
@@ -130,12 +128,11 @@ class Packer:
     def _pack_neighbours(self, share: Ints, number: int) -> Bins | None:
         """Padded: runs of neighbours in length, cut so that the costliest run is as cheap as can be (bisection)."""
         order = share[np.lexsort((-self.work[share], -self.tokens[share]))].tolist()
-        if self._runs(order, float("inf"), number) is None:
-            return None
         # all in one run costs no more than this, so some level in between suffices
         high = float(len(order)) * max(self.work_list[i] for i in order)
-        low = 0.0
-        best = self._runs(order, high, number)
+        low, best = 0.0, self._runs(order, high, number)
+        if best is None:
+            return None
         for _ in range(24):  # halvings: to 1e-7 of where it began, finer than any cost model
             middle = (low + high) / 2.0
             runs = self._runs(order, middle, number)
@@ -143,7 +140,7 @@ class Packer:
                 low = middle
             else:
                 best, high = runs, middle
-        return None if best is None else self._fill_empty(best + [[] for _ in range(number - len(best))])
+        return self._fill_empty(best, number)
 
     def _runs(self, order: list[int], level: float, number: int) -> Bins | None:
         runs: Bins = []
@@ -161,11 +158,12 @@ class Packer:
                 longest, costliest = self.token_list[i], self.work_list[i]
         return runs
 
-    def _fill_empty(self, bins: Bins) -> Bins:
-        """No bin stays empty: the heaviest that can be is split (what it gives away fits anywhere it fitted before)."""
-        heap = [(-self.cost(one), number) for number, one in enumerate(bins) if len(one) > 1]
+    def _fill_empty(self, bins: Bins, number: int) -> Bins:
+        """So many bins, none of them empty: the heaviest that can be is split (what it gives away still fits)."""
+        bins = bins + [[] for _ in range(number - len(bins))]
+        heap = [(-self.cost(one), place) for place, one in enumerate(bins) if len(one) > 1]
         heapq.heapify(heap)
-        for number, target in enumerate(bins):
+        for place, target in enumerate(bins):
             if target:
                 continue
             # what costs most shortens the step most when it is split
@@ -173,10 +171,10 @@ class Packer:
             source = sorted(bins[heaviest], key=self.work_list.__getitem__)
             half = len(source) // 2
             if self.padded:
-                target[:], bins[heaviest][:] = source[:half], source[half:]
+                bins[place], bins[heaviest] = source[:half], source[half:]
             else:
-                target[:], bins[heaviest][:] = source[::2][-half:], source[1::2] + source[::2][:-half]
-            for one in (heaviest, number):
+                bins[place], bins[heaviest] = source[::2][-half:], source[1::2] + source[::2][:-half]
+            for one in (heaviest, place):
                 if len(bins[one]) > 1:
                     heapq.heappush(heap, (-self.cost(bins[one]), one))
         return bins

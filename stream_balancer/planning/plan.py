@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from .arrays import Bools, Counts, Floats, Ints, Order, Oversize, Sync
+from .arrays import Bools, Counts, Floats, Ints, Order, Oversize, Sync, positions_in
 from .cost_order import CostOrder
 from .partition import TOLERANCE
 from .rank_speeds import NO_FIXED_COSTS, FixedCosts
@@ -116,6 +116,11 @@ class PlanKnobs:
         return self.batch_size if self.batch_size_range is None else self.batch_size_range[0]
 
     @property
+    def rate(self) -> Floats:
+        """[num_ranks] work per time."""
+        return np.ones(self.num_ranks) if self.speeds is None else np.asarray(self.speeds, dtype=np.float64)
+
+    @property
     def degrees(self) -> tuple[int, ...]:
         """By how many ranks a rollout may be shared: those of ``cp_sizes`` for which there are ranks enough."""
         return tuple(size for size in self.cp_sizes if size <= self.num_ranks)
@@ -160,7 +165,7 @@ def part_cost(costs: Floats, degrees: Ints, overhead: float) -> Floats:
 def work_in(waiting: Waiting, micro_batches: Sequence[Ints]) -> Floats:
     """[micro-batches] work of each, a prefix counted once in it: two of one rank pay it twice. O(n); with prefixes
     O(n log n)."""
-    rows = np.concatenate([*micro_batches, np.empty(0, dtype=np.int64)])
+    rows = positions_in([micro_batches])
     place, number = np.repeat(np.arange(len(micro_batches)), [one.size for one in micro_batches]), len(micro_batches)
     # one call for all: a sum for each costs more at hundreds of ranks
     if waiting.prefix_costs is not None:
@@ -210,8 +215,7 @@ class Times:
             whole, parts = parts / degree_of, part_cost(parts, degree_of, knobs.cp_overhead)
         took = np.zeros((int(numbers.max()), numbers.size))  # [micro-batches, ranks]
         took[index, rank_of] = [one.size * waiting.costs[one].max() for one in ones] if knobs.padded else parts
-        speeds = np.ones(numbers.size) if knobs.speeds is None else knobs.speeds
-        took, overheads = took / speeds, _overheads(knobs, numbers)  # with speeds these are 0
+        took, overheads = took / knobs.rate, _overheads(knobs, numbers)  # with speeds these are 0
         # ranks that meet at every micro-batch wait for the costliest of each index; else only for the last at the end
         if knobs.sync == "micro_batch":
             finish = float(took.max(axis=1).sum() + overheads.max())
@@ -219,7 +223,7 @@ class Times:
             finish = float((took.sum(axis=0) + overheads).max())
         # one after the other, as they are run: so all ranks of a block come to the same sum
         work = np.bincount(rank_of, weights=parts, minlength=numbers.size).astype(np.float64)
-        return cls(work, overheads, float(whole.sum()), finish, float(speeds.sum()))
+        return cls(work, overheads, float(whole.sum()), finish, float(knobs.rate.sum()))
 
     @property
     def idle(self) -> float:

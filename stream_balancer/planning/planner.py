@@ -21,7 +21,7 @@ from itertools import islice
 
 import numpy as np
 
-from .arrays import Bools, Ints
+from .arrays import Bools, Ints, positions_in, rounded_up
 from .bins_on_ranks import least_finish_bound
 from .bounds import lockstep_bound, lower_bound
 from .cost_order import CostOrder
@@ -99,7 +99,7 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
         whole = units.unit_of if knobs.groups == "same_rank" else None
         layouts = [with_shared_prefixes(waiting, knobs, one, whole, step) for one in layouts]
     best = min(layouts, key=lambda one: Times.of(waiting, knobs, *one).finish) if len(layouts) > 1 else layouts[0]
-    picked = np.unique(np.concatenate([picked[:0], *(one for share in best.ranks for one in share)]))
+    picked = np.unique(positions_in(best.ranks))
     whole = np.unique(units.labels(picked), return_inverse=True)[1] if knobs.groups == "same_rank" else None
     return finished(waiting, knobs, best.ranks, earliest_finish(waiting, knobs, picked, whole), best.degrees)
 
@@ -111,10 +111,9 @@ def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
     # how many micro-batches a rank runs is not known before it is planned: as many as its tokens need
     cap = knobs.max_tokens_per_micro_batch
     number = 1 if cap is None else -(-int(waiting.lengths[picked].sum()) // (cap * knobs.num_ranks))
-    number = -(-number // knobs.micro_batch_multiple) * knobs.micro_batch_multiple
-    return replace(
-        knobs, speeds=work_rates(knobs.speeds, knobs.fixed_costs, float(waiting.costs[picked].sum()), number)
-    )
+    number = rounded_up(number, knobs.micro_batch_multiple)
+    work = float(waiting.costs[picked].sum())
+    return replace(knobs, speeds=work_rates(knobs.speeds, knobs.fixed_costs, work, number))
 
 
 def _shares(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: int) -> list[list[Ints]]:
@@ -157,7 +156,7 @@ def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go:
         return shares
     if units.unit_of is not None:
         return _groups_swapped(waiting, knobs, units, fixed, go, step, shares)
-    order = CostOrder(waiting.costs) if waiting.order is None else waiting.order
+    order = waiting.order or CostOrder(waiting.costs)
     cap = knobs.max_tokens_per_micro_batch
     swapped = swap_with_waiting(waiting.costs, shares, fixed, order, knobs.speeds, waiting.lengths, cap)
     # the same object: no swap helped, and what follows would only say so again
@@ -203,8 +202,7 @@ def _other_groups(
 ) -> Iterator[tuple[Bools, float]]:
     """([U] who may go instead, and what that costs the next step), the most promising first."""
     if knobs.groups == "same_batch":
-        rate = np.ones(knobs.num_ranks) if knobs.speeds is None else knobs.speeds
-        yield from swaps_of_groups(units, waiting.costs, fixed, go, rate, knobs.counts)
+        yield from swaps_of_groups(units, waiting.costs, fixed, go, knobs.rate, knobs.counts)
         return
     # what lies on one rank is swapped as a rollout is; who is not of the common size neither comes nor goes
     alike = units.sizes == units.common_size(go)
@@ -216,7 +214,7 @@ def _other_groups(
     swapped = swap_with_waiting(costs, held, (fixed | ~alike)[among], CostOrder(costs), knobs.speeds)
     if swapped is not held:
         choice = np.zeros_like(go)
-        choice[among[np.concatenate([one for share in swapped for one in share])]] = True
+        choice[among[positions_in(swapped)]] = True
         yield choice, 0.0
 
 
@@ -260,7 +258,7 @@ def finished(
     degrees: Sequence[list[int]] = (),
 ) -> Plan:
     """The plan with its figures; ``bound``: no plan of these rollouts is done before."""
-    picked = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(one for share in shares for one in share)]))
+    picked = np.unique(positions_in(shares))
     times = Times.of(waiting, knobs, shares, degrees)
     # labels of groups that leave before all their siblings have come
     flagged = waiting.groups[picked][~waiting.group_complete[picked]]

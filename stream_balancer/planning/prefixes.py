@@ -17,7 +17,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from .arrays import Floats, Ints
+from .arrays import Floats, Ints, positions_in
 from .bounds import lower_bound
 from .micro_batches import in_order
 from .packing import Bins, Packer
@@ -61,13 +61,13 @@ def with_shared_prefixes(
     shared = [share[:number] for share, number in zip(dense.ranks, numbers, strict=True)]
     own = [share[number:] for share, number in zip(dense.ranks, numbers, strict=True)]
     degrees = dense.degrees and [of_rank[:number] for of_rank, number in zip(dense.degrees, numbers, strict=True)]
-    picked = np.sort(np.concatenate([np.empty(0, dtype=np.int64), *(one for share in own for one in share)]))
+    picked = np.sort(positions_in(own))
     siblings = waiting.sets(picked)
     parts = siblings if cap is None else siblings.cut_to(cap)
     if whole is None:
         rank_of = np.empty(waiting.costs.size, dtype=np.int64)
         for rank, share in enumerate(own):
-            rank_of[np.concatenate([*share, picked[:0]])] = rank
+            rank_of[positions_in([share])] = rank
         places = place_siblings(
             parts, ranks, rank_of[picked], base=Times.of(waiting, knobs, shared, degrees).work, rotation=step
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .arrays import Bools, Floats, Ints
+from .arrays import Bools, Floats, Ints, rounded_up
 from .cost_order import CostOrder
 from .lockstep_choice import CappedStep, choose_lockstep, choose_neighbours
 from .outliers import Candidates, choose
@@ -70,7 +70,7 @@ class Units:
             amounts=amounts,
             sent=_sent(1, knobs),
             strata=strata,
-            order=CostOrder(waiting.costs) if waiting.order is None else waiting.order,
+            order=waiting.order or CostOrder(waiting.costs),
         )
         if knobs.groups == "free" or not bool((waiting.groups >= 0).any()):
             return each
@@ -201,8 +201,7 @@ def _with_others(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts:
 
 def _ranks(knobs: PlanKnobs) -> float:
     """Number of ranks; with speeds, as many of the fastest as would do the same work."""
-    rate = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
-    return float(rate.sum() / rate.max())
+    return float(knobs.rate.sum() / knobs.rate.max())
 
 
 def _must_go(units: Units, num_rollouts: int) -> Bools:
@@ -263,7 +262,7 @@ def _in_lockstep(
                     rate=knobs.speeds,
                 )
             )
-    number = -(-number // knobs.micro_batch_multiple) * knobs.micro_batch_multiple
+    number = rounded_up(number, knobs.micro_batch_multiple)
     alone = num_rollouts < 2 * knobs.num_ranks * number  # most rollouts have a micro-batch of their own
     if not number < num_rollouts or number == 1 or not (knobs.padded or alone):
         return None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arrays import Ints
+from .arrays import Ints, positions_in
 from .context_parallel import place
 from .micro_batches import in_order
 from .packing import Packer
@@ -47,7 +47,7 @@ def shared_layout(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], 
 
     Complexity: O(n log n), and a search within a fixed work budget.
     """
-    picked = np.sort(np.concatenate([one for share in shares for one in share] or [np.empty(0, dtype=np.int64)]))
+    picked = np.sort(positions_in(shares))
     rollouts = Shareable.of(waiting.costs[picked], waiting.lengths[picked], knobs)
     unsplit = Times.of(waiting, knobs, shares).finish if rollouts.may_stay_whole else np.inf
     packer = Packer(waiting.lengths[picked], waiting.costs[picked], knobs.max_tokens_per_micro_batch, padded=False)

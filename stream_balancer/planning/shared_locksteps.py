@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .arrays import rounded_up
 from .packing import Packer
 from .plan import PlanKnobs
 from .shareable import Shareable
@@ -58,7 +59,7 @@ def in_locksteps(
         if found and most is None:  # in fewer they may not fit, though their tokens would
             most = number + _MORE
         # padding copies take no time of their own, but the collectives of their lockstep do
-        run = -(-number // multiple) * multiple
+        run = rounded_up(number, multiple)
         for bins in found:
             locksteps = _in_rows(bins, step.num_ranks)
             took = sum(max(one.took for one in bins) for bins in locksteps) + overhead * run

@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from .arrays import Bools
+from .arrays import Bools, rounded_up
 from .bounds import lower_bound
 from .plan import PlanKnobs, Waiting
 from .selection import Units, forced_units, select
@@ -106,7 +106,7 @@ def _least_idle(waiting: Waiting, units: Units, knobs: PlanKnobs, usual: int, mo
     choices."""
     multiple = knobs.step_multiple
     due = int(units.sizes[units.due & units.ready].sum())  # what must go is not left behind to give back
-    usual = max(usual, min(-(-due // multiple) * multiple, most))
+    usual = max(usual, min(rounded_up(due, multiple), most))
     # the usual size first: most steps idle so little that no other is tried
     best = select(waiting, units, knobs, usual)
     least_idle = _idle(waiting, units, knobs, best[1])
@@ -134,7 +134,7 @@ def _bounds(knobs: PlanKnobs) -> tuple[int, int]:
 def least_times(waiting: Waiting, units: Units, knobs: PlanKnobs, go: Bools) -> tuple[float, float]:
     """(mean time of a rank, when the last is done at least) in a step of these units ([U])."""
     costs = units.costs[go] if knobs.groups == "same_rank" else waiting.costs[units.of_rollouts(go)]
-    mean = float(costs.sum()) / (knobs.num_ranks if knobs.speeds is None else float(knobs.speeds.sum()))
+    mean = float(costs.sum()) / float(knobs.rate.sum())
     return mean, max(lower_bound(costs, knobs.num_ranks, knobs.counts, knobs.speeds), mean)
 
 

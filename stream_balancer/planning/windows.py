@@ -3,6 +3,8 @@ the lengths that come."""
 
 from __future__ import annotations
 
+from .arrays import rounded_up
+
 WIDTHS = (1.0, 1.25, 1.5, 2.0, 3.0)
 """Windows to choose from, in batches. Finer ones differ by less than the noise; wider ones add more than two
 steps of mean queueing delay, which nobody should get without asking."""
@@ -20,5 +22,5 @@ def window_choices(batch_size: int, unit: int, limit: int) -> tuple[int, ...]:
         (24, 32, 40)
     """
     # rounded up: rounded down, the narrowest window could not hold a batch
-    wide = {-(-round(width * batch_size) // unit) * unit for width in WIDTHS}
+    wide = {rounded_up(round(width * batch_size), unit) for width in WIDTHS}
     return tuple(sorted(window for window in wide if window <= limit))
