@@ -81,8 +81,11 @@ class _Side(NamedTuple):
 
     def sums(self, values: Any) -> Any:
         """[pairs, choices]"""
-        columns = values[self.slots]
-        return sum((columns[:, side] for side in self.choices[1:]), columns[:, self.choices[0]])
+        columns = values.take(self.slots)
+        sums = columns.take(self.choices[0], axis=1)
+        for side in self.choices[1:]:
+            sums += columns.take(side, axis=1)
+        return sums
 
     def rollouts(self, pair: int, choice: int) -> list[int]:
         """Positions of one choice."""
@@ -229,7 +232,8 @@ class Cells:
             width = min(int((self.slots[cells] < self._none).sum(axis=1).max()) + size, width)
         # the stretch moves with the round, so in the end every rollout of a long cell has taken part
         columns = _columns(width, _COLUMNS[size], turn if width > _COLUMNS[size] else 0, 0 if self._even else size)
-        return _Side(cells, self.slots[cells[:, None], columns], columns, _choices(columns.size, size))
+        slots = self.slots.take(cells, axis=0).take(columns, axis=1)
+        return _Side(cells, slots, columns, _choices(columns.size, size))
 
     def _floors(self, a: Ints, b: Ints) -> tuple[Floats, Floats]:
         """([pairs] when the last but one of a's row is done, [pairs] when the last of b's row is; never before the
@@ -253,12 +257,12 @@ class Cells:
     def _after(self, a: Ints, b: Ints, shift: Floats, seconds: Floats | None, peaks: Floats | None) -> Floats:
         """[pairs, choices, answers] what is to fall, if so much work leaves a for b: the later of both cells; of two
         rows the time of a's, and by how much b's takes longer."""
-        done_a, done_b = _column(self._load[a]) - shift, _column(self._load[b]) + shift
+        done_a, done_b = _column(self._load[a]) - shift, np.add(_column(self._load[b]), shift, out=shift)
         if self._speed is not None:
             done_a, done_b = done_a / _column(self._speed[a]), done_b / _column(self._speed[b])
-        later: Floats = np.maximum(done_a, done_b)
         if seconds is None or peaks is None:
-            return later
+            return np.maximum(done_a, done_b, out=done_a)
+        later: Floats = np.maximum(done_a, done_b)
         apart, own, finish = _column(np.isfinite(peaks)), np.maximum(done_a, _column(seconds)), _column(self.finish[a])
         times: Floats = np.where(apart, own + np.maximum(done_b - _column(peaks), 0.0), np.maximum(own, done_b))
         times += _LITTLE * (np.where(apart, done_a, later) - finish)
