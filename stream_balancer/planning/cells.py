@@ -195,8 +195,10 @@ class Cells:
         # a small table costs less than to find what is nearest; of the nearest few none might be allowed
         small, look = gives.size * takes.shape[1] <= _TABLE, _NEAREST_THAT_MAY if binding or self._keep else _NEAREST
         seconds, peaks = self._floors(a, b) if last and self._rows > 1 else (None, None)
-        near = None if small else _nearest(gives, takes, self._ideal(a, b, seconds, peaks), look)
-        after = self._after(a, b, _change(gives, takes, near), seconds, peaks)
+        ideal = self._ideal(a, b, seconds, peaks)
+        wanted = gives - ideal[:, None]  # [pairs, choices] what each should be answered with
+        near = None if small else _nearest(wanted, takes, look)
+        after = self._after(a, b, ideal, _change(wanted, takes, near), seconds, peaks)
         for limit, held, out, into in binding:
             change = _change(out, into, near)
             has_a, has_b = _column(held[a]) - change, _column(held[b]) + change
@@ -254,15 +256,22 @@ class Cells:
         apart = np.minimum(load_a - seconds * speed_a, np.maximum(peaks * speed_b - load_b, 0.0))
         return np.where(np.isfinite(peaks), apart, ideal)
 
-    def _after(self, a: Ints, b: Ints, shift: Floats, seconds: Floats | None, peaks: Floats | None) -> Floats:
-        """[pairs, choices, answers] what is to fall, if so much work leaves a for b: the later of both cells; of two
-        rows the time of a's, and by how much b's takes longer."""
-        done_a, done_b = _column(self._load[a]) - shift, np.add(_column(self._load[b]), shift, out=shift)
+    def _after(
+        self, a: Ints, b: Ints, ideal: Floats, beyond: Floats, seconds: Floats | None, peaks: Floats | None
+    ) -> Floats:
+        """[pairs, choices, answers] what is to fall, if so much work beyond the ideal leaves a for b: the later of both
+        cells; of two rows the time of a's, and by how much b's takes longer."""
+        load_a, load_b = self._load[a] - ideal, self._load[b] + ideal
+        if self._speed is None and peaks is None:  # both are done at the same time, but for what is beyond it
+            np.abs(beyond, out=beyond)
+            beyond += _column(load_b)
+            return beyond
+        done_a, done_b = _column(load_a) - beyond, _column(load_b) + beyond
         if self._speed is not None:
             done_a, done_b = done_a / _column(self._speed[a]), done_b / _column(self._speed[b])
-        if seconds is None or peaks is None:
-            return np.maximum(done_a, done_b, out=done_a)
         later: Floats = np.maximum(done_a, done_b)
+        if seconds is None or peaks is None:
+            return later
         apart, own, finish = _column(np.isfinite(peaks)), np.maximum(done_a, _column(seconds)), _column(self.finish[a])
         times: Floats = np.where(apart, own + np.maximum(done_b - _column(peaks), 0.0), np.maximum(own, done_b))
         times += _LITTLE * (np.where(apart, done_a, later) - finish)
@@ -398,9 +407,9 @@ def _choices(width: int, size: int) -> tuple[Ints, ...]:
     return (np.arange(width),) if size == 1 or width == 1 else np.triu_indices(width, 1)
 
 
-def _nearest(gives: Floats, takes: Floats, ideal: Floats, look: int) -> Ints:
-    """[pairs, choices, look] for each choice of a cell those of the other, half of them above it, that make what leaves
-    the cell come nearest to the ideal, as places in the flat table of them. O(size log size).
+def _nearest(wanted: Floats, takes: Floats, look: int) -> Ints:
+    """[pairs, choices, look] for each choice of a cell those of the other, half of them above it, that come nearest to
+    what is wanted for it, as places in the flat table of them. O(size log size).
 
     All pairs are searched by one searchsorted: each row is lifted above the one before it.
     """
@@ -408,7 +417,6 @@ def _nearest(gives: Floats, takes: Floats, ideal: Floats, look: int) -> Ints:
     start = (np.arange(num_pairs) * width)[:, None]
     rank = np.argsort(takes, axis=1, kind="stable") + start
     ladder = takes.ravel()[rank]  # [pairs, width] ascending
-    wanted = gives - ideal[:, None]  # [pairs, choices] what each should be answered with
     reach = 3.0 + 6.0 * max(float(ladder.max(initial=0.0)), float(np.abs(wanted).max(initial=0.0)))
     lift = np.arange(num_pairs)[:, None] * reach
     place = np.searchsorted((ladder + lift).ravel(), (wanted + lift).ravel()).reshape(wanted.shape)
