@@ -23,9 +23,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from .arrays import Counts, Floats, Sync, checked_speeds, rounded_up, split_by_label
+from .arrays import Counts, Floats, Sync, rounded_up, split_by_label
 from .bounds import lockstep_bound, lower_bound
 from .cells import Cells, Limit, slots_of
 from .packing import Bins, Packer
@@ -53,12 +52,12 @@ class _Layout(NamedTuple):
 def least_finish(
     packer: Packer,
     num_ranks: int,
-    *,
     sync: Sync,
     counts: Counts,
     overhead: float,
     multiple_of: int,
-    speeds: ArrayLike | None,
+    *,
+    rate: Floats | None,
     rotation: int,
 ) -> list[Bins]:
     """``[rank][micro-batch]`` -> positions. A rank with fewer rollouts than micro-batches has a shorter list.
@@ -70,7 +69,7 @@ def least_finish(
         counts: "equal": every rank has as many micro-batches; "free": each its own number, where ranks meet once.
         overhead: what a micro-batch costs whatever is in it, in the unit of the costs.
         multiple_of: the number of micro-batches is a multiple of this.
-        speeds: [num_ranks] relative speeds.
+        rate: [num_ranks] relative speeds; None: all alike.
         rotation: rotates rank labels.
 
     Complexity: a partition, O(n log n) per number of micro-batches tried (in locksteps O(n ranks number)), and
@@ -80,15 +79,14 @@ def least_finish(
         >>> from stream_balancer.planning.packing import Packer
         >>> sizes = np.array([600, 600, 600, 300, 300])
         >>> packer = Packer(sizes, sizes.astype(float), max_tokens=1000, padded=False)
-        >>> knobs = {"sync": "step", "counts": "equal", "overhead": 0.0, "multiple_of": 1}
-        >>> least_finish(packer, 2, speeds=None, rotation=0, **knobs)  # both done after 1200
+        >>> least_finish(packer, 2, "step", "equal", 0.0, multiple_of=1, rate=None, rotation=0)  # both done after 1200
         [[[0], [2]], [[1], [3, 4]]]
     """
     if sync == "step":
-        bound = lower_bound(packer.work, num_ranks, "free", speeds)
+        bound = lower_bound(packer.work, num_ranks, "free", rate)
     else:
-        bound = lockstep_bound(packer.work, packer.tokens, num_ranks, packer.cap, speeds)
-    search = _Search(packer, num_ranks, sync, overhead, multiple_of, checked_speeds(speeds, num_ranks), bound, rotation)
+        bound = lockstep_bound(packer.work, packer.tokens, num_ranks, packer.cap, rate)
+    search = _Search(packer, num_ranks, sync, overhead, multiple_of, rate, bound, rotation)
     best = search.with_one_number()
     if sync == "micro_batch":
         return best.ranks
@@ -109,10 +107,10 @@ def least_finish_bound(
     return search.bound(None if counts == "free" else search.least_number)
 
 
-def bins_to_ranks(packer: Packer, bins: Bins, num_ranks: int, speeds: ArrayLike | None, rotation: int) -> list[Bins]:
+def bins_to_ranks(packer: Packer, bins: Bins, num_ranks: int, rate: Floats | None, rotation: int) -> list[Bins]:
     """The same number of bins to every rank, rank totals balanced."""
     costs = np.array([packer.cost(one) for one in bins])
-    shares = partition(costs, num_ranks, "equal", speeds, rotation=rotation)
+    shares = partition(costs, num_ranks, "equal", rate, rotation=rotation)
     return [[bins[one] for one in share] for share in shares]
 
 
@@ -192,8 +190,7 @@ class _Search:
     def balanced(self) -> list[Bins]:
         """The partition that ignores the cap, each share packed by itself. Where the cap does not bind these are the
         answer, and no layout under a cap can be better balanced."""
-        speeds = self.rate
-        shares = partition(self.packer.work, self.num_ranks, "free", speeds, rotation=self.rotation)
+        shares = partition(self.packer.work, self.num_ranks, "free", self.rate, rotation=self.rotation)
         return [self.packer.fewest(share.tolist()) for share in shares]
 
     def with_one_number(self) -> _Layout:

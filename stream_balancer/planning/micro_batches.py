@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Counts, Ints, Order, Oversize, Sync, checked_speeds, rounded_up
+from .arrays import Counts, Floats, Ints, Order, Oversize, Sync, checked_speeds, rounded_up
 from .bins_on_ranks import bins_in_rows, bins_to_ranks, least_finish, rows_alike
 from .packing import Bins, Packer
 from .partition import partition, partition_together
@@ -105,7 +105,7 @@ def form_micro_batches(
             f"a rollout of {int(tokens.max())} tokens is longer than max_tokens ({max_tokens}): no micro-batch can "
             "hold it. Raise max_tokens, truncate the rollout, or choose oversize='alone'."
         )
-    packer = Packer(tokens, work, max_tokens, padded)
+    packer, rate = Packer(tokens, work, max_tokens, padded), checked_speeds(speeds, num_ranks)
     if keep_together is not None or counts == "equal":
         if keep_together is None:
             shares = partition(work, num_ranks, counts, speeds, rotation=rotation)
@@ -114,25 +114,18 @@ def form_micro_batches(
         each = [share.tolist() for share in shares]
         ranks = packer.evened(each, [0] * num_ranks, multiple_of, micro_batch_counts)
         if sync == "micro_batch" and keep_together is None and not padded and max(map(len, ranks)) > 1:
-            ranks = rows_alike(packer, ranks, checked_speeds(speeds, num_ranks))
+            ranks = rows_alike(packer, ranks, rate)
     elif padded:
-        ranks = _padded(packer, num_ranks, sync, multiple_of, speeds, rotation)
+        ranks = _padded(packer, num_ranks, sync, multiple_of, rate, rotation)
     else:
         ranks = least_finish(
-            packer,
-            num_ranks,
-            sync=sync,
-            counts=micro_batch_counts,
-            overhead=overhead,
-            multiple_of=multiple_of,
-            speeds=speeds,
-            rotation=rotation,
+            packer, num_ranks, sync, micro_batch_counts, overhead, multiple_of, rate=rate, rotation=rotation
         )
     return [[np.array(sorted(one), dtype=np.int64) for one in in_order(bins, packer.cost, order)] for bins in ranks]
 
 
 def _padded(
-    packer: Packer, num_ranks: int, sync: Sync, multiple_of: int, speeds: ArrayLike | None, rotation: int
+    packer: Packer, num_ranks: int, sync: Sync, multiple_of: int, rate: Floats | None, rotation: int
 ) -> list[Bins]:
     """In as few micro-batches as are found: every one pays its fixed cost, on all ranks."""
     everything = np.arange(packer.tokens.size)
@@ -141,8 +134,8 @@ def _padded(
     while (bins := packer.pack(everything, num_ranks * number)) is None:
         number += multiple_of
     if sync == "step":
-        return bins_to_ranks(packer, bins, num_ranks, speeds, rotation)
-    return bins_in_rows(packer, bins, num_ranks, checked_speeds(speeds, num_ranks), rotation)
+        return bins_to_ranks(packer, bins, num_ranks, rate, rotation)
+    return bins_in_rows(packer, bins, num_ranks, rate, rotation)
 
 
 def in_order(bins: list[_Bin], cost: Callable[[_Bin], float], order: Order) -> list[_Bin]:

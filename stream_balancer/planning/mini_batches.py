@@ -99,9 +99,8 @@ def _gathered(step_of: Waiting, units: Units, knobs: PlanKnobs, number: int) -> 
             spread = (np.arange(size - heaviest) + 0.5) * others.size / max(size - heaviest, 1)
             piece = np.concatenate([rest[:heaviest], others[spread.astype(np.int64)]])
             rows = _rows_of(units, piece)
-            whole = np.unique(units.labels(rows), return_inverse=True)[1] if knobs.groups == "same_rank" else None
             mean = float(units.costs[piece].sum()) / float(knobs.rate.sum())
-            waits = earliest_finish(step_of, rough, rows, whole) - mean
+            waits = earliest_finish(step_of, rough, rows, units.together(rows, knobs)) - mean
             if waits < least:
                 least, best = waits, piece
             # the fewest outliers that fill a piece: more would take them from the pieces to come

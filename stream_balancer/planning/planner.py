@@ -100,8 +100,8 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
         layouts = [with_shared_prefixes(waiting, knobs, one, whole, step) for one in layouts]
     best = min(layouts, key=lambda one: Times.of(waiting, knobs, *one).finish) if len(layouts) > 1 else layouts[0]
     picked = np.unique(positions_in(best.ranks))
-    whole = np.unique(units.labels(picked), return_inverse=True)[1] if knobs.groups == "same_rank" else None
-    return finished(waiting, knobs, best.ranks, earliest_finish(waiting, knobs, picked, whole), best.degrees)
+    bound = earliest_finish(waiting, knobs, picked, units.together(picked, knobs))
+    return finished(waiting, knobs, best.ranks, bound, best.degrees)
 
 
 def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
@@ -120,7 +120,7 @@ def _shares(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: i
     """[rank][micro_batch] -> positions of those that go."""
     picked = np.flatnonzero(units.of_rollouts(go))
     costs = waiting.costs[picked]
-    together = units.labels(picked) if knobs.groups == "same_rank" else None
+    together = units.together(picked, knobs)
     if not has_micro_batches(knobs):
         if together is not None:
             parts = partition_together(costs, together, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)

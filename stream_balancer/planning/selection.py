@@ -113,6 +113,10 @@ class Units:
         """[n] positions -> [n] which unit each belongs to."""
         return rollouts if self.unit_of is None else self.unit_of[rollouts]
 
+    def together(self, rollouts: Ints, knobs: PlanKnobs) -> Ints | None:
+        """[n] positions -> [n] numbers of those that go to one rank together; None: each goes by itself."""
+        return np.unique(self.labels(rollouts), return_inverse=True)[1] if knobs.groups == "same_rank" else None
+
 
 def _with_prefix_once(waiting: Waiting) -> tuple[Floats, Floats]:
     """-> ([W] work of each rollout in its group, [W] work that lies on one rank because of it)."""
