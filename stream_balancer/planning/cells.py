@@ -194,11 +194,10 @@ class Cells:
                 binding.append((limit, held, out, into))
         # a small table costs less than to find what is nearest; of the nearest few none might be allowed
         small, look = gives.size * takes.shape[1] <= _TABLE, _NEAREST_THAT_MAY if binding or self._keep else _NEAREST
-        seconds, peaks = self._floors(a, b) if last and self._rows > 1 else (None, None)
-        ideal = self._ideal(a, b, seconds, peaks)
+        ideal = self._ideal(a, b)
         wanted = gives - ideal[:, None]  # [pairs, choices] what each should be answered with
         near = None if small else _nearest(wanted, takes, look)
-        after = self._after(a, b, ideal, _change(wanted, takes, near), seconds, peaks)
+        after = self._after(a, b, ideal, _change(wanted, takes, near), of_rows=last and self._rows > 1)
         for limit, held, out, into in binding:
             change = _change(out, into, near)
             has_a, has_b = _column(held[a]) - change, _column(held[b]) + change
@@ -237,32 +236,19 @@ class Cells:
         slots = self.slots.take(cells, axis=0).take(columns, axis=1)
         return _Side(cells, slots, columns, _choices(columns.size, size))
 
-    def _floors(self, a: Ints, b: Ints) -> tuple[Floats, Floats]:
-        """([pairs] when the last but one of a's row is done, [pairs] when the last of b's row is; never before the
-        first, where that is a's row)."""
-        ranked = np.sort(self.finish.reshape(-1, self._num_ranks), axis=1)
-        row_a, row_b = self._row_of[a], self._row_of[b]
-        return ranked[row_a, -2], np.where(row_a == row_b, -np.inf, ranked[row_b, -1])
-
-    def _ideal(self, a: Ints, b: Ints, seconds: Floats | None, peaks: Floats | None) -> Floats:
-        """[pairs] the work that a should give away: then both are done at the same time; or, of two rows, a or b with
-        the rest of its own."""
+    def _ideal(self, a: Ints, b: Ints) -> Floats:
+        """[pairs] the work that a should give away: then both are done at the same time."""
         load_a, load_b = self._load[a], self._load[b]
         speed_a, speed_b = (1.0, 1.0) if self._speed is None else (self._speed[a], self._speed[b])
         # the shift d at which (load - d) / speed is the same on both: solved for d
         ideal: Floats = (load_a * speed_b - load_b * speed_a) / (speed_a + speed_b)
-        if seconds is None or peaks is None:
-            return ideal
-        apart = np.minimum(load_a - seconds * speed_a, np.maximum(peaks * speed_b - load_b, 0.0))
-        return np.where(np.isfinite(peaks), apart, ideal)
+        return ideal
 
-    def _after(
-        self, a: Ints, b: Ints, ideal: Floats, beyond: Floats, seconds: Floats | None, peaks: Floats | None
-    ) -> Floats:
+    def _after(self, a: Ints, b: Ints, ideal: Floats, beyond: Floats, *, of_rows: bool) -> Floats:
         """[pairs, choices, answers] what is to fall, if so much work beyond the ideal leaves a for b: the later of both
         cells; of two rows the time of a's, and by how much b's takes longer."""
         load_a, load_b = self._load[a] - ideal, self._load[b] + ideal
-        if self._speed is None and peaks is None:  # both are done at the same time, but for what is beyond it
+        if self._speed is None and not of_rows:  # both are done at the same time, but for what is beyond it
             np.abs(beyond, out=beyond)
             beyond += _column(load_b)
             return beyond
@@ -270,11 +256,14 @@ class Cells:
         if self._speed is not None:
             done_a, done_b = done_a / _column(self._speed[a]), done_b / _column(self._speed[b])
         later: Floats = np.maximum(done_a, done_b)
-        if seconds is None or peaks is None:
+        if not of_rows:
             return later
-        apart, own, finish = _column(np.isfinite(peaks)), np.maximum(done_a, _column(seconds)), _column(self.finish[a])
-        times: Floats = np.where(apart, own + np.maximum(done_b - _column(peaks), 0.0), np.maximum(own, done_b))
-        times += _LITTLE * (np.where(apart, done_a, later) - finish)
+        row_a, row_b = self._row_of[a], self._row_of[b]
+        ranked, apart = np.sort(self.finish.reshape(-1, self._num_ranks), axis=1), _column(row_a != row_b)
+        # the last but one of a's row sets its time when a no longer does; the last of b's row until b does
+        own = np.maximum(done_a, _column(ranked[row_a, -2]))
+        times: Floats = own + np.maximum(done_b - np.where(apart, _column(ranked[row_b, -1]), own), 0.0)
+        times += _LITTLE * (np.where(apart, done_a, later) - _column(self.finish[a]))
         return times
 
     def _best(self, after: Floats, before: Floats) -> tuple[Ints, ...]:
