@@ -272,7 +272,7 @@ class Producer(OfOneProcess):
             waits_for="the balancer is full",
         )  # fmt: skip
         if handles:
-            pending.signal.then(lambda: self._answered(handles, pending.error))
+            pending.signal.then(lambda: self._replied(handles, pending))
         await self._session.reply_to(pending, linger_s)
 
     async def _kept_in_thread(self, kept: KeepsPayloads, rollouts: Sequence[Rollout]) -> list[Handle]:
@@ -323,6 +323,12 @@ class Producer(OfOneProcess):
         await self._session.ask("declare", (what, plain_name(group_id), size), name=name)
 
     # in the I/O thread
+
+    def _replied(self, handles: Sequence[Handle], pending: Pending) -> None:
+        self._answered(handles, pending.error)
+        if pending.sent_before and pending.error is None:
+            # with the first reply may have been lost that nobody needs them any more
+            self._session.tell("drop", [handle.key for handle in handles])
 
     def _on_open(self, welcome: Welcome) -> None:
         lost, needed = _welcome_of(welcome.about) or ([], [])

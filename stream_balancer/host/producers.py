@@ -25,7 +25,7 @@ from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.puts import PendingPut
 from stream_balancer.host.transport import Transport
 from stream_balancer.net.errors import ConnectionEnd
-from stream_balancer.net.messages import Join, Notify
+from stream_balancer.net.messages import Counts, Join, Notify
 from stream_balancer.net.service import Asked, Host, Peer, Service
 from stream_balancer.slots import Slot
 from stream_balancer.types import Rollout
@@ -58,7 +58,7 @@ _Declared = tuple[_Name, _Name, _Count | None]
 _Reserve = tuple[_Count, _Count]
 _READ: dict[Any, Callable[[msgspec.Raw], Any]] = {
     kind: reader(kind, "a producer's call")
-    for kind in (_About, _Put, _Declared, _Reserve, _Count, _Version | None, tuple[_Version])
+    for kind in (_About, _Put, _Declared, _Reserve, Counts, _Count, _Version | None, tuple[_Version])
 }
 
 
@@ -78,7 +78,8 @@ class _Producer:
         self.given_back: dict[int, int] = {}
         """Rollouts still to come of slots that it had when its connection was lost."""
         self.owner: Owner | None = None
-        self.leases: Leases | None = None
+        self.leases: list[Leases] = []
+        """Of all balancers that may need what it keeps, this one's last: with its table a lease would die unheard."""
         self.waiting: set[Asked] = set()
         """Puts and reservers that wait."""
         self.settled = anyio.Event()
@@ -93,7 +94,7 @@ class Producers(Host, Observer):
         self._parts.producers.attended = True
         self.methods = {
             "put": self._put, "declare": self._declare, "reserve": self._reserve, "release": self._release,
-            "stale": self._stale, "version_after": self._version_after, "end": self._end,
+            "stale": self._stale, "drop": self._drop, "version_after": self._version_after, "end": self._end,
             "statistics": self._statistics, "set_version": self._set_version,
         }  # fmt: skip
 
@@ -123,6 +124,9 @@ class Producers(Host, Observer):
         try:
             # those that were in before have heard nothing since
             self._pass_on()
+            for peer in self._peers():
+                if peer.data.owner is not None:
+                    self._attach(peer, peer.data.owner)
             await self._service.attend(host)
         finally:
             self._balancer.observers.remove(self)
@@ -200,7 +204,8 @@ class Producers(Host, Observer):
 
     def _put(self, peer: Peer, asked: Asked) -> Any:
         number, complete, may_wait, header = _READ[_Put](asked.args)
-        rollouts = decode_rollouts(header, asked.memory, partial(self._leases_of, peer))
+        # until the reply: who attends next may begin with it anew, and its owner must have the payload then
+        asked.keeps = rollouts = decode_rollouts(header, asked.memory, partial(self._leases_of, peer))
         # the producer keeps all of a put, or none
         if isinstance(rollouts[0], RemoteRollout) and self._parts.taker != "serve":
             raise RolloutError(
@@ -268,27 +273,32 @@ class Producers(Host, Observer):
         producer: _Producer = peer.data
         if producer.owner not in (None, owner):
             raise WireError("a put names payloads of another owner")
-        leases = self._parts.handed.leases[owner]
-        # its first put; or it was let in under a balancer before this one, and a lease dies unheard with the table that
-        # it is in
-        if producer.leases is not leases:
+        if producer.owner is None:
             self._attach(peer, owner)
-        return leases
+        return producer.leases[-1]
 
     def _attach(self, peer: Peer, owner: Owner) -> list[int]:
         """Keys of this owner that are needed; from now on it hears of those that are not."""
         producer, session = peer.data, peer.session
-        producer.owner, leases = owner, self._parts.handed.leases[owner]
-        producer.leases = leases
+        leases, producer.owner = self._parts.handed.leases[owner], owner
+        tables = producer.leases = [one for one in producer.leases if one is not leases and one.keys] + [leases]
 
         def tell(keys: tuple[int, ...]) -> None:
             peer = self._service.peers.get(session)
-            # A balancer before this one may still die, and with it leases of what this one needs.
-            if peer is not None and peer.data.leases is not None:
-                needs = peer.data.leases.needs
-                peer.send(Notify(dropped=tuple(key for key in keys if not needs(key))))
+            if peer is not None:
+                peer.send(Notify(dropped=tuple(key for key in keys if not any(one.needs(key) for one in tables))))
 
-        return leases.attach(tell, self._service.io.do)
+        for one in tables:
+            # This balancer lives on in its tell() until the next is attached: a journal may give that one the same
+            # rollouts. What only the balancers before have may go from here on.
+            one.attach(tell, self._service.io.do)
+        return sorted({key for one in tables for key in one.keys})
+
+    def _drop(self, peer: Peer, asked: Asked) -> None:
+        """Drop payloads of a put that is accepted, unless they are needed."""
+        for key in _READ[Counts](asked.args):
+            # a lease that dies at once: where it is the only one, the owner hears of it
+            peer.data.leases[-1].hold(key)
 
     def _reserve(self, peer: Peer, asked: Asked) -> Any:
         number, count = _READ[_Reserve](asked.args)

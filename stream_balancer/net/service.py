@@ -70,6 +70,8 @@ class Asked(msgspec.Struct, eq=False):
     memory: Memory | None
     nbytes: int
     cancelled: bool = False
+    keeps: Any = None
+    """Whatever must live until the reply was made, whoever makes it: the host's."""
 
     def reply(self, value: Any = None, error: str = "") -> None:
         """The one reply. From any thread."""
@@ -80,6 +82,7 @@ class Asked(msgspec.Struct, eq=False):
         # alone and small, sending it here saves a thread switch; many together go in one turn of the I/O thread
         small = len(self.peer.open) == 1 and payload.total <= SMALL
         self.peer.io.do(partial(self.peer.answer, self, Reply(self.number, raw, error), payload), here=small)
+        self.keeps = None
 
     def refuse(self, error: Exception) -> None:
         """An error is the reply."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -75,17 +75,18 @@ class Leases:
         self._dropped: deque[int] = deque()
         self._is_queued = False
 
-    def attach(
-        self, tell: Callable[[tuple[int, ...]], object], soon: Callable[[Callable[[], None]], object]
-    ) -> list[int]:
-        """The owner is there, perhaps again. -> keys of what is needed of it. ``tell`` is called with keys that are
-        needed no more; ``soon`` runs a function later, from any thread and without waiting: a last reference may die
+    def attach(self, tell: Callable[[tuple[int, ...]], object], soon: Callable[[Callable[[], None]], object]) -> None:
+        """The owner is there, perhaps again. ``tell`` is called with keys that are needed no more, also with those that
+        were not before; ``soon`` runs a function later, from any thread and without waiting: a last reference may die
         inside a garbage collection."""
-        self._tell, self._soon = tell, soon
-        # what the owner keeps is in the answer; what it does not know need not be dropped
-        self._dropped.clear()
+        self._tell, self._soon, self._is_queued = tell, soon, True
+        soon(self._flush)
+
+    @property
+    def keys(self) -> Collection[int]:
+        """Payloads that are needed."""
         # a copy: a lease may end at any time
-        return sorted(self._held.copy())
+        return self._held.copy()
 
     def hold(self, key: int) -> object:
         """A lease: the payload of this key is needed while it lives. A rollout that is put again has the same."""

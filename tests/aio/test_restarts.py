@@ -406,3 +406,70 @@ async def test_what_was_put_between_two_balancers_is_let_go_of() -> None:
             assert second.statistics().acknowledged == 1
             second.end()
     await producer.aclose()
+
+
+async def test_what_waits_between_two_balancers_is_still_kept() -> None:
+    """On one transport: the first leaves before there is room for the put, the second accepts it."""
+    network = MemoryNetwork(dp_size=1)
+    producer, crew = sb.connect(network.connect_producer(rejoin=True), hand_over="direct"), Crew(network)
+    config = sb.BalancerConfig(dp_size=1, batch_size=1, window=1, capacity=1)
+    async with anyio.create_task_group() as tasks:
+        async with sb.StreamBalancer(config) as first, anyio.create_task_group() as serving:
+            serving.start_soon(sb.serve, first, network)
+            await producer.put(make_rollout(8, "a"))
+            tasks.start_soon(producer.put, make_rollout(8, "b"))
+            await anyio.sleep(1)
+            serving.cancel_scope.cancel()
+        del first
+        async with sb.StreamBalancer(config) as second, anyio.create_task_group() as serving:
+            serving.start_soon(sb.serve, second, network)
+            serving.start_soon(crew.train, 0)
+            await anyio.sleep(10)
+            gc.collect()  # with the first goes what it had accepted
+            with anyio.fail_after(100):
+                await producer.released()
+            assert crew.met == {0: {("b", 0): 1}}
+            second.end()
+    await producer.aclose()
+
+
+async def test_what_a_journal_has_is_let_go_of_on_the_same_connection(tmp_path: Path, disk: Disk) -> None:
+    network = MemoryNetwork(dp_size=1)
+    producer, crew = sb.connect(network.connect_producer(), hand_over="direct"), Crew(network)
+    life = Life(tmp_path, disk, network)
+    async with life.serving(()) as (balancer, tasks):
+        for number in range(SIZE):
+            await producer.put(make_rollout(8, f"r{number}"))
+        tasks.cancel_scope.cancel()
+    del balancer, tasks
+    async with life.serving(()) as (balancer, tasks):
+        tasks.start_soon(crew.train, 0)
+        await anyio.sleep(10)
+        gc.collect()
+        with anyio.fail_after(100):
+            await producer.released()
+        balancer.end()
+    await producer.aclose()
+    crew.check(balancer, SIZE)
+
+
+async def test_what_was_trained_on_while_a_connection_was_lost_is_let_go_of() -> None:
+    """Neither the reply to its put has arrived, nor that nobody needs it any more."""
+    network = MemoryNetwork(dp_size=1)
+    peer = network.connect_producer(rejoin=True)
+    producer, crew = sb.connect(peer, hand_over="direct"), Crew(network)
+    config = sb.BalancerConfig(dp_size=1, batch_size=1, window=1, capacity=1)
+    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(sb.serve, balancer, network)
+        await producer.put(make_rollout(8, "a"))
+        tasks.start_soon(producer.put, make_rollout(8, "b"))
+        await anyio.sleep(1)
+        peer.cut(seen_by=[0])
+        tasks.start_soon(crew.train, 0)
+        await anyio.sleep(10)
+        assert balancer.statistics().acknowledged == 2
+        peer.cut(seen_by=[1])
+        with anyio.fail_after(100):
+            await producer.released()
+        balancer.end()
+    await producer.aclose()
