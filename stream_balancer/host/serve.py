@@ -137,7 +137,8 @@ async def serve(
 
 
 class _Server(Peers, Observer):
-    """A run of ``serve``."""
+    """A run of ``serve``: when a step is planned, and what follows from facts. Its state is that of
+    :class:`~stream_balancer.host.in_flight.InFlight`."""
 
     _failure: Exception | None = None
 
@@ -176,31 +177,15 @@ class _Server(Peers, Observer):
     # -- the plan ------------------------------------------------------------------------------------------------------
 
     async def _plan(self, tasks: anyio.abc.TaskGroup, open: bool) -> None:
+        """Step after step, until ``batches()`` ends and every rank is through."""
         self._follow_the_ranks()
         batches = self.balancer.batches(auto_ack=False, open=open)
         await self._restore(batches)
         # after what was in flight is known: ranks say at once what they have of it
         for job in (self.attend, self._act):
             tasks.start_soon(self._or_fail, job, tasks)
-        while True:
-            # As late as possible, when every rank has room: until then rollouts stay in the window, where later ones
-            # may still make a better step.
-            # Once nothing more comes, nobody need have room for it: after a restart, ranks may have left that know it.
-            await self._until(lambda: self._wants_step() or self.core.finished)
-            ready_at = anyio.current_time()
-            batch = await anext(batches, None)
-            if batch is None:
-                break
-            plan = self.plans[batch.step] if batch.is_last else self._planned(batch)
-            plan.ready_s = {one: max(ready_at - self.ranks[one].since, 0.0) for one in plan.ranks}
-            # ranks may have come or gone while the batch was written
-            members = self.ledger.members(TRAIN)
-            is_current = len(batch.ranks) == len(members) and plan.ranks == (*members,)
-            if not is_current or not all(self.ranks[one].takes_part for one in members):
-                batches.give_back(batch)
-            else:
-                await self._lead(plan, batches)
-            del batch, plan  # they must not outlive their acknowledgement here
+        while await self._next_step(batches):
+            pass
         self.shell.reporter.moved()
         self.ledger.end()
         self.wake()
@@ -218,11 +203,41 @@ class _Server(Peers, Observer):
             )
         self.is_over = True
 
+    async def _next_step(self, batches: Batches) -> bool:
+        """Ask for a batch once every rank has room, and begin its step. False: no more come.
+
+        As late as possible: until then rollouts stay in the window, where later ones may still make a better step.
+        """
+        # Once nothing more comes, nobody need have room for it: after a restart, ranks may have left that know it.
+        await self._until(lambda: self._wants_step() or self.core.finished)
+        ready_at = anyio.current_time()
+        batch = await anext(batches, None)
+        if batch is None:
+            return False
+        plan = self.plans[batch.step] if batch.is_last else self._planned(batch)
+        plan.ready_s = {one: max(ready_at - self.ranks[one].since, 0.0) for one in plan.ranks}
+        # ranks may have come or gone while the batch was written
+        if len(batch.ranks) != len(plan.ranks) or plan.ranks != (*self.ledger.members(TRAIN),) or not self._all_there():
+            batches.give_back(batch)
+            return True
+        self.ledger.planned(batch.step, self._items(plan), complete=plan.is_complete, uid=plan.uid)
+        self._has_left()
+        # of an open step, the other rows as they form
+        while not plan.is_complete:
+            row = await anext(batches)
+            plan.batches.append(row)
+            self.ledger.appended(row.step, self._items(plan), complete=row.is_last)
+            self._has_left()
+        return True
+
     def _wants_step(self) -> bool:
-        members, steps = self.ledger.members(TRAIN), self.ledger.steps.values()
+        is_full = len(self.ledger.members(TRAIN)) == self.balancer.config.dp_size
         # Ranks that are to do the work of lost ones in earlier steps must not begin with later ones.
-        is_settled = len(members) == self.balancer.config.dp_size and not any(step.settling for step in steps)
-        return is_settled and self.ledger.wants_step and all(self.ranks[one].takes_part for one in members)
+        is_settled = is_full and not any(step.settling for step in self.ledger.steps.values())
+        return is_settled and self.ledger.wants_step and self._all_there()
+
+    def _all_there(self) -> bool:
+        return all(self.ranks[one].takes_part for one in self.ledger.members(TRAIN))
 
     def _planned(self, batch: Batch) -> StepPlan:
         ranks, salt = self.ledger.members(TRAIN), 0 if batch.is_last else new_generation()
@@ -236,23 +251,13 @@ class _Server(Peers, Observer):
         is_planned = batch.step in self.ledger.steps
         self.note(self.plans[batch.step] if is_planned else self._planned(batch))
 
-    async def _lead(self, plan: StepPlan, batches: Batches) -> None:
-        """A batch leaves; of an open step its first row, and the others as they form."""
-        self.ledger.planned(plan.batch.step, self._items(plan), complete=plan.is_complete, uid=plan.uid)
-        self._left()
-        while not plan.is_complete:
-            row = await anext(batches)
-            plan.batches.append(row)
-            self.ledger.appended(row.step, self._items(plan), complete=row.is_last)
-            self._left()
-
     def _items(self, plan: StepPlan) -> list[Item]:
         # one rollout stands for all: every rollout of a balancer has the same columns
         self.columns.check_new(plan.batch.ranks[0].micro_batches[0].rollouts[0])
         roles = {role: self.ledger.members(role) for role in self.columns.names}
         return items_of(plan, roles, share=self.ledger.meets, lockstep=self.lockstep)
 
-    def _left(self) -> None:
+    def _has_left(self) -> None:
         for member in self.ranks.values():
             member.note_readiness()
         self.wake()
@@ -260,40 +265,44 @@ class _Server(Peers, Observer):
     # -- a restart -----------------------------------------------------------------------------------------------------
 
     async def _restore(self, batches: Batches) -> None:
-        """Steps that were in flight before, or in the journal, go on with the ranks that they were planned for, if
-        these are there; and where lost ranks are replaced, since some may have met in them. Others are planned anew."""
-        core = self.core
+        """Steps that were in flight before, or in the journal, go on, as they were planned or planned anew."""
+        core, ledger = self.core, self.ledger
         while (before := core.in_flight.next_redelivery()) is not None:
-            there, members = self.handed.acked(before.step), self.ledger.members(TRAIN)
-            numbers = [] if there is None else there.planned_for
-            # A plain rank in the midst of its part cannot stop: while all that have one are there, the plan holds.
-            are_there = self.replan or {*numbers} <= {one.number for one in members}
-            # a plan of which nothing is noted no rank has seen
-            is_given = are_there and len(numbers) == len(before.ranks)
-            if there is not None and is_given:
-                ranks = tuple(RankId(TRAIN, number) for number in numbers)
-                plan = self.plans[before.step] = StepPlan(ranks, [before], there.uid, anyio.current_time())
-            else:
+            noted = self._noted_of(before)
+            if noted is None:
                 plan = self.plans[(await anext(batches)).step]
-                there = Acked(before.step, plan.uid)
-            self.ledger.restore(
+            else:
+                ranks = tuple(RankId(TRAIN, number) for number in noted.planned_for)
+                plan = self.plans[before.step] = StepPlan(ranks, [before], noted.uid, anyio.current_time())
+            facts = noted or Acked(before.step, plan.uid)
+            ledger.restore(
                 before.step, plan.uid, self._items(plan),
                 # others were given their parts before the crash: they must not be waited for
-                [one for one in plan.ranks if one.number not in there.lost],
-                acked=[RankId(TRAIN, rank) for rank in there.ranks], gone=there.gone,
+                [one for one in plan.ranks if one.number not in facts.lost],
+                acked=[RankId(TRAIN, rank) for rank in facts.ranks], gone=facts.gone,
                 remade=len(plan.ranks) != len(before.ranks),
             )  # fmt: skip
-            if is_given:
+            if noted is not None:
                 core.give_as_planned()
         # steps below are done: whoever still has one is told to drop it
-        next_step = core.in_flight.next_step
-        self.ledger.last_acked = min(self.plans, default=next_step) - 1
+        ledger.last_acked = min(self.plans, default=core.in_flight.next_step) - 1
         if self.replan:
             # Ranks that were there before are lost, if they do not come back: those that would meet in a step to come,
             # or have a part in one under way.
             came = {came.who for came in self.handed.came}
-            wanted = chain.from_iterable(map(self.ledger.members, self.ledger.wanted))
-            self.ranks.expect(came.intersection(wanted).union(*(s.participants for s in self.ledger.steps.values())))
+            wanted = chain.from_iterable(map(ledger.members, ledger.wanted))
+            self.ranks.expect(came.intersection(wanted).union(*(s.participants for s in ledger.steps.values())))
+
+    def _noted_of(self, batch: Batch) -> Acked | None:
+        """Facts of a step that goes on with the ranks that it was planned for: these are there, or lost ones are
+        replaced, and some may have met in it. None: it is planned anew."""
+        facts = self.handed.acked(batch.step)
+        # a plan of which nothing is noted no rank has seen
+        if facts is None or len(facts.planned_for) != len(batch.ranks):
+            return None
+        # A plain rank in the midst of its part cannot stop: while all that have one are there, the plan holds.
+        are_there = {*facts.planned_for} <= {one.number for one in self.ledger.members(TRAIN)}
+        return facts if self.replan or are_there else None
 
     # -- orders --------------------------------------------------------------------------------------------------------
 
