@@ -105,6 +105,8 @@ class Producers(Host, Observer):
         # before it is in: the answer to its join names the slots that it has lost
         producer = peer.data = peer.data or _Producer()
         about = _READ[_About](join.about)
+        # it drops what this balancer does not need: those before it have no say any more
+        producer.leases = []
         keys = [] if about.owner is None else self._attach(peer, about.owner)
         return list(self._lost_slots(producer, about.slots)), keys
 
@@ -273,26 +275,27 @@ class Producers(Host, Observer):
         producer: _Producer = peer.data
         if producer.owner not in (None, owner):
             raise WireError("a put names payloads of another owner")
-        if producer.owner is None:
+        if not producer.leases:
             self._attach(peer, owner)
         return producer.leases[-1]
 
     def _attach(self, peer: Peer, owner: Owner) -> list[int]:
-        """Keys of this owner that are needed; from now on it hears of those that are not."""
+        """Keys of this owner that this balancer needs; from now on it hears of those that are not needed."""
         producer, session = peer.data, peer.session
         leases, producer.owner = self._parts.handed.leases[owner], owner
-        tables = producer.leases = [one for one in producer.leases if one is not leases and one.keys] + [leases]
+        producer.leases = [one for one in producer.leases if one is not leases and one.keys] + [leases]
 
         def tell(keys: tuple[int, ...]) -> None:
             peer = self._service.peers.get(session)
             if peer is not None:
+                tables = peer.data.leases
                 peer.send(Notify(dropped=tuple(key for key in keys if not any(one.needs(key) for one in tables))))
 
-        for one in tables:
+        for one in producer.leases:
             # This balancer lives on in its tell() until the next is attached: a journal may give that one the same
             # rollouts. What only the balancers before have may go from here on.
             one.attach(tell, self._service.io.do)
-        return sorted({key for one in tables for key in one.keys})
+        return sorted(leases.keys)
 
     def _drop(self, peer: Peer, asked: Asked) -> None:
         """Drop payloads of a put that is accepted, unless they are needed."""
