@@ -48,7 +48,7 @@ class Rank:
         trained, tokens = 0, []
         for batch in balancer.feed(rank=rank):
             for micro_batch in batch.micro_batches:
-                packed = micro_batch.packed()  # your model's forward and backward, on packed.cu_seqlens
+                packed = micro_batch.packed(shift=True)  # your model's forward and backward, on packed.cu_seqlens
                 trained += sum(1 for rollout in micro_batch.rollouts if not rollout.is_padding)
                 tokens.append(int(packed["input_ids"].numel()))
         return trained, tokens

@@ -35,7 +35,7 @@ async def train(balancer: sb.StreamBalancer) -> None:
     async for batch in balancer.batches():
         for rank_batch in batch.ranks:
             for micro_batch in rank_batch.micro_batches:
-                packed = micro_batch.packed()
+                packed = micro_batch.packed(shift=True)
                 loss = torch.zeros(()) * packed["input_ids"].sum()  # your model, on packed.cu_seqlens
                 loss = loss / rank_batch.global_num_loss_tokens  # the step's denominator: ranks hold different numbers
         tokens = " + ".join(str(rank_batch.num_tokens) for rank_batch in batch.ranks)

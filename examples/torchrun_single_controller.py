@@ -38,7 +38,7 @@ def main() -> None:
     trained = torch.zeros(1)
     for batch in sb.RankFeed():
         for micro_batch in batch.micro_batches:
-            packed = micro_batch.packed()  # your model's forward and backward, on packed.cu_seqlens
+            packed = micro_batch.packed(shift=True)  # your model's forward and backward, on packed.cu_seqlens
             trained += len(packed.cu_seqlens) - 1
     dist.all_reduce(trained)
     if dist.get_rank() == 0:

@@ -4,7 +4,8 @@
 
     dataset = RolloutDataset(sb.RankFeed("tcp://10.0.0.1:29400", rank=3, dp_size=8))
     for item in DataLoader(dataset, batch_size=None):           # the balancer has made the batches
-        loss = loss_sum(model, item["input_ids"], item["cu_seqlens"], ...) / item["global_num_loss_tokens"]
+        losses = cross_entropy(model(item["input_ids"]), item["targets"], reduction="none")
+        loss = (losses * item["loss_mask"]).sum() / item["global_num_loss_tokens"]
         loss.backward()
         if item["is_last_micro_batch"]:
             optimizer.step(); optimizer.zero_grad()
@@ -19,6 +20,7 @@ Only dicts are made here: what a batch is and when it comes is the feed's.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -31,7 +33,10 @@ __all__ = ["Layout", "RolloutDataset"]
 
 Layout = Callable[[sb.types.MicroBatch], Mapping[str, Any]]
 """How a micro-batch becomes named tensors: ``sb.types.MicroBatch.packed``, ``sb.types.MicroBatch.nested``,
-``functools.partial(sb.types.MicroBatch.padded, padding_side="left")``, or your own."""
+``functools.partial(sb.types.MicroBatch.padded, padding_side="left")``, or your own. Columns of these are beside their
+own tokens, not beside the token before, which predicts them."""
+
+_SHIFTED = functools.partial(sb.types.MicroBatch.packed, shift=True)
 
 _SAYS_OF_THE_STEP = (
     "step",
@@ -52,7 +57,8 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
 
     A dict holds what ``layout`` makes (``input_ids``, your other columns and scalars, ``loss_mask``,
     ``rollout_weights``, ``execution_weights``, ``execution_loss_tokens``, and of a packed micro-batch ``cu_seqlens``,
-    ``max_seqlen``, ``position_ids``) and these ints:
+    ``max_seqlen``, ``position_ids``). By default that is ``packed(shift=True)``: each row has the ``targets``,
+    ``loss_mask`` and other columns of the token that follows. And these ints:
 
     * ``step``; ``micro_batch``, from 0; ``is_last_micro_batch`` (bool): step the optimizer after this one;
     * ``global_num_rollouts``, ``global_num_tokens``, ``global_num_loss_tokens``, ``global_num_executions``: divide the
@@ -65,7 +71,7 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
     under a loader that looks ahead; ValueError if a column has the name of one of the entries above.
     """
 
-    def __init__(self, feed: sb.RankFeed, *, layout: Layout = sb.types.MicroBatch.packed) -> None:
+    def __init__(self, feed: sb.RankFeed, *, layout: Layout = _SHIFTED) -> None:
         """``feed``: the rank's own; ``RankFeed(device=...)`` brings the tensors to an accelerator. ``layout``: see
         :data:`Layout`."""
         self._feed = feed

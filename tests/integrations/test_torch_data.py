@@ -92,7 +92,7 @@ def test_every_micro_batch_comes_once_with_its_boundaries_and_denominators(steps
     ]
     expected = iter(mb for share in shares_of(steps) for mb in share.micro_batches)
     for item in items:
-        packed = next(expected).packed()
+        packed = next(expected).packed(shift=True)
         assert set(item) == {
             *packed,
             *("cu_seqlens", "max_seqlen", "position_ids"),
@@ -294,11 +294,11 @@ def test_accelerate_that_prepared_the_loader_is_refused(auto_ack: bool) -> None:
 # --- both, on two ranks -----------------------------------------------------------------------------------------------
 
 
-def test_two_ranks_have_the_gradients_of_a_plain_loop_and_wait_less(tmp_path: Path) -> None:
+def test_two_ranks_have_the_gradients_of_each_sequence_by_itself_and_wait_less(tmp_path: Path) -> None:
     """The loops of docs/trl.md; see torch_data_rank.py."""
     for name in ("lightning", "accelerate"):
         pytest.importorskip(name)
     found = torchrun(HERE / "torch_data_rank.py", tmp_path)
     for of in ("by_accelerate", "by_lightning"):
-        assert found[of]["gradients_apart"] < 1e-5
+        assert found[of]["gradients_apart"] < 1e-6
         assert found[of]["idle"] < found["plain"]["idle"] / 2

@@ -1,5 +1,6 @@
 """``torchrun --nproc-per-node 2 torch_data_rank.py FOLDER``: the accelerate and Lightning loops of docs/trl.md,
-against a plain DDP loop that deals the same rollouts out in their order. Rank 0 writes what it found as JSON."""
+against a loop in which every sequence goes through the model by itself, and the time that ranks wait against a plain
+split, which deals the same rollouts out in their order. Rank 0 writes what it found as JSON."""
 
 from __future__ import annotations
 
@@ -23,9 +24,15 @@ from two_ranks import leave
 import stream_balancer as sb
 from stream_balancer.integrations.torch_data import RolloutDataset
 
-PER_STEP, STEPS, RANKS = 8, 3, 2
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from stream_balancer_demo.model import Decoder
+
+PER_STEP, STEPS, RANKS, VOCABULARY = 8, 3, 2, 50
 PAGE = (Path(__file__).parents[2] / "docs" / "trl.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.partition("## DataLoader")[2], re.S)
+
+PAGES: dict[str, Any] = {"torch": torch}
+exec(BLOCKS[0].partition("\n\n")[2].partition("\n\n")[0], PAGES)
 
 TOKENS: dict[int, int] = {}
 """This rank's, of each step of the loop that runs."""
@@ -36,27 +43,25 @@ def rollouts() -> list[sb.Rollout]:
     lengths = np.minimum(rng.lognormal(4, 1, PER_STEP * STEPS).astype(int) + 2, 600)
     return [
         sb.Rollout(
-            tokens={"input_ids": torch.from_numpy(rng.integers(0, 50, length))}, scalars={"advantage": rng.normal()}
+            tokens={
+                "input_ids": torch.from_numpy(rng.integers(0, VOCABULARY, length)),
+                "loss_mask": torch.from_numpy(rng.random(length) < (0.4, 1.0)[number % 2]),
+            },
+            scalars={"advantage": float(np.float32(rng.normal()))},
         )
-        for length in lengths.tolist()
+        for number, length in enumerate(lengths.tolist())
     ]
 
 
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.head = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 1)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.embedding(input_ids)))[:, 0]
+def Model() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(vocab_size=VOCABULARY, hidden_size=16).double()
 
 
 def loss_sum(model: Any, item: dict[str, Any]) -> Tensor:
-    """Sum over the tokens, each weighed with its rollout's advantage."""
+    """The page's, of which the tokens are counted."""
     TOKENS[item["step"]] = TOKENS.get(item["step"], 0) + len(item["input_ids"])
-    advantages = item["advantage"].float().repeat_interleave(item["cu_seqlens"].diff())
-    return (model(item["input_ids"]) * advantages).sum()
+    return PAGES["loss_sum"](model, item)  # type: ignore[no-any-return]
 
 
 class Noting(torch.optim.SGD):
@@ -71,15 +76,20 @@ class Noting(torch.optim.SGD):
         super().step(closure)
 
 
-def plain(everything: list[sb.Rollout]) -> list[Tensor]:
-    """Every second rollout to rank 1."""
-    model = torch.nn.parallel.DistributedDataParallel(Model())
+def by_sequence(everything: list[sb.Rollout]) -> list[Tensor]:
+    """In one process, one sequence after the other: -log p(token | those before) of each token from the second on that
+    is trained on. Every second rollout is counted as rank 1's."""
+    model = Model()
     optimizer = Noting(model.parameters())
     for step in range(STEPS):
         of_step = everything[step * PER_STEP : (step + 1) * PER_STEP]
-        mine = sb.types.MicroBatch.of(of_step[dist.get_rank() :: RANKS]).packed()
-        item = {**mine, "cu_seqlens": mine.cu_seqlens, "step": step}
-        (loss_sum(model, item) * RANKS / sum(rollout.num_loss_tokens for rollout in of_step)).backward()
+        TOKENS[step] = sum(rollout.num_tokens for rollout in of_step[dist.get_rank() :: RANKS])
+        count = sum(int(rollout.tokens["loss_mask"][1:].sum()) for rollout in of_step)
+        for rollout in of_step:
+            ids, mask = rollout.tokens["input_ids"], rollout.tokens["loss_mask"]
+            logits = model(ids, torch.arange(len(ids)), torch.tensor([0, len(ids)]))
+            logprobs = logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
+            (-(logprobs * mask[1:]).sum() * rollout.scalars["advantage"] / count).backward()
         optimizer.step()
         optimizer.zero_grad()
     return optimizer.gradients
@@ -164,7 +174,7 @@ def idle() -> float:
 def main(folder: Path) -> None:
     Accelerator(cpu=True)  # starts the process group
     everything = rollouts()
-    theirs = plain(everything)
+    theirs = by_sequence(everything)
     found: dict[str, Any] = {"plain": {"idle": idle()}}
     for train in (by_accelerate, by_lightning):
         ours = balanced(everything, train)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from queue import SimpleQueue
@@ -63,6 +63,105 @@ def controller(
     done.set()
     thread.join(GUARD_S)
     assert not thread.is_alive(), "the controller did not end"
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+VOCABULARY = 20
+
+
+class Model(torch.nn.Module):
+    """Logits [T, VOCABULARY] of the token that follows each, from all of its sequence so far if it is told where
+    sequences begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = torch.nn.Embedding(VOCABULARY, VOCABULARY, dtype=torch.float64)
+        self.places = torch.nn.Embedding(400, VOCABULARY, dtype=torch.float64)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        rows = self.tokens(input_ids) if position_ids is None else self.tokens(input_ids) + self.places(position_ids)
+        if cu_seqlens is None:
+            return rows
+        return torch.cat([sequence.cumsum(0) for sequence in rows.split(cu_seqlens.diff().tolist())])
+
+    no_sync = staticmethod(nullcontext)  # DDP's
+
+    def gradient(self) -> torch.Tensor:
+        return flat(one.grad for one in self.parameters())
+
+
+class Optimizer:
+    """Notes the gradient of every step, and changes nothing."""
+
+    def __init__(self, model: Model) -> None:
+        self.zero_grad = model.zero_grad
+        self._model = model
+        self.gradients: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        self.gradients.append(self._model.gradient())
+
+
+def flat(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
+    return torch.cat([one.flatten() for one in gradients if one is not None]).clone()
+
+
+def to_train_on() -> list[sb.Rollout]:
+    """Of lengths that differ, from one token on; with masks that begin late, early and not at all."""
+    dice, found = torch.Generator().manual_seed(0), []
+    for n in range(24):
+        ids = torch.randint(VOCABULARY, (1 + n * n % 23,), generator=dice)
+        tokens = {"input_ids": ids, "loss_mask": torch.rand(len(ids), generator=dice) < (0.3, 0.7, 1.1)[n % 3]}
+        found.append(sb.Rollout(tokens=tokens, scalars={"advantage": n / 8 - 1}, rollout_id=f"r{n}"))
+    return found
+
+
+def batches_of(rollouts: Iterable[sb.Rollout], **knobs: object) -> list[sb.Batch]:
+    with sb.blocking(sb.BalancerConfig(**knobs)) as balancer:
+        for one in rollouts:
+            balancer.put(one)
+        balancer.end()
+        return list(balancer.batches())
+
+
+def of_batch(rollouts: Iterable[sb.Rollout], batch: sb.Batch) -> list[sb.Rollout]:
+    ids = {one.rollout_id for rank in batch.ranks for mb in rank.micro_batches for one in mb.rollouts}
+    return [one for one in rollouts if one.rollout_id in ids]
+
+
+def loss_of_sequences(model: Callable[[torch.Tensor], torch.Tensor], rollouts: Iterable[sb.Rollout]) -> torch.Tensor:
+    """The loss of every page where each rollout goes through the model by itself: of each token from the second on
+    that is trained on, -log p(token | those before) times the rollout's advantage, over the number of these tokens."""
+    total, count = 0.0, 0
+    for one in rollouts:
+        ids = torch.as_tensor(one.tokens["input_ids"])
+        mask = torch.as_tensor(one.tokens.get("loss_mask", torch.ones(len(ids))))
+        logprobs = model(ids).log_softmax(-1)
+        for place in range(1, len(ids)):
+            total = total - logprobs[place - 1, ids[place]] * float(mask[place]) * one.scalars.get("advantage", 1.0)
+            count += int(mask[place])
+    return total / count
+
+
+def gradient_of_sequences(
+    model: torch.nn.Module,
+    rollouts: Iterable[sb.Rollout],
+    called: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """``called``: how the model is called with one sequence."""
+    loss = loss_of_sequences(called or model, rollouts)
+    return flat(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return float((found - expected).norm()) < 1e-6 * float(expected.norm())
 
 
 @asynccontextmanager

@@ -1,26 +1,27 @@
+import itertools
+
 from tests.snippets._stage import *
 
-rank, dp_size, gradient, met = 0, 1, [], []
+rank, dp_size, met = 0, 1, []
+model = Model()
+optimizer = Optimizer(model)
 
 
-def accumulate(micro_batch):
-    gradient.append(micro_batch)
-
-
-def all_reduce(gradient, among):
-    assert len(gradient) == 1
+def all_reduce(model, among):
     met.append(among)
 
 
-def scale(gradient, factor):
-    assert 0 < factor <= 1 / 10
+def scale(model, factor):
+    for one in model.parameters():
+        if one.grad is not None:
+            one.grad *= factor
 
 
-class optimizer:
-    step = staticmethod(lambda: None)
-    zero_grad = gradient.clear
-
-
-with controller(rollouts=8) as address:
+with controller(rollouts=6) as address:
     pass  # the snippet
-assert met == [(0,)] * 4
+assert met == [(0,)] * 3
+of_pairs = {
+    (n, m): gradient_of_sequences(model, [rollout(n), rollout(m)]) for n, m in itertools.combinations(range(6), 2)
+}
+trained = [pair for found in optimizer.gradients for pair, expected in of_pairs.items() if same(found, expected)]
+assert sorted(sum(trained, ())) == list(range(6))

@@ -2,26 +2,24 @@ from tests.snippets._stage import *
 
 called = []
 groups = {(0, 1): "the ring"}
-weight = torch.ones(11, requires_grad=True)
-
-
-async def main():
-    config = sb.BalancerConfig(
-        dp_size=2, batch_size=4, window=4, context_parallel=sb.ContextParallel(sizes=(1, 2), min_tokens=16)
-    )
-    async with sb.StreamBalancer(config) as balancer:
-        for length in (200, 8, 9, 10):
-            await balancer.put(sb.Rollout(tokens={"input_ids": torch.arange(length) % 11}))
-        return await anext(balancer.batches())
+by_place = Model()
+rollouts = [
+    sb.Rollout(tokens={"input_ids": torch.arange(length) % 11}, rollout_id=f"r{length}") for length in (200, 8, 9, 10)
+]
+(batch,) = batches_of(
+    rollouts, dp_size=2, batch_size=4, window=4, context_parallel=sb.ContextParallel(sizes=(1, 2), min_tokens=16)
+)
 
 
 def model(input_ids, position_ids, cu_seqlens, ring):
     assert input_ids.shape == position_ids.shape == (cu_seqlens[-1],)
     called.append((ring, len(input_ids)))
-    return weight * torch.ones(len(input_ids), 1)
+    return by_place(input_ids, position_ids)
 
 
-feed = anyio.run(main).ranks
+feed = batch.ranks
 pass  # the snippet
 assert [one for one in called if one[0]] == [("the ring", 100)] * 2
-assert weight.grad is not None
+assert same(
+    by_place.gradient(), gradient_of_sequences(by_place, rollouts, lambda ids: by_place(ids, torch.arange(len(ids))))
+)

@@ -18,7 +18,7 @@ from stream_balancer.cli import app
 ROOT = Path(__file__).parents[2]
 STAGES = ROOT / "tests" / "snippets"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
-# they need the trainers' packages: tests/integrations calls what they show
+# they need the trainers' packages: tests/integrations calls what they show, but for blocks that have a stage
 ELSEWHERE = {"adapters", "scale", "trainers", "trl", "verl"}
 _BLOCK = re.compile(r"(?:<!-- from (\S+) -->\n)?```python\n(.*?)```", re.S)
 _PLACE = re.compile(r"^( *)pass  # the snippet(?:: (.*?) -> (.*?))?$", re.M)
@@ -46,19 +46,19 @@ class Snippet:
         return stage[: place.start()] + textwrap.indent(code, place[1]) + stage[place.end() :]
 
 
-ALL = [
+EVERYWHERE = [
     Snippet(page.stem, number, found[1] or None, found[2])
     for page in PAGES
     for number, found in enumerate(_BLOCK.finditer(page.read_text()))
-    if page.stem not in ELSEWHERE
 ]
+ALL = [snippet for snippet in EVERYWHERE if snippet.page not in ELSEWHERE or snippet.stage.exists()]
 
 
 def name(snippet: Snippet) -> str:
     return f"{snippet.page}-{snippet.number}"
 
 
-@pytest.mark.parametrize("snippet", [s for s in ALL if s.excerpt_of is None], ids=name)
+@pytest.mark.parametrize("snippet", [s for s in ALL if s.excerpt_of is None or s.stage.exists()], ids=name)
 def test_it_runs(snippet: Snippet, tmp_path: Path) -> None:
     done = run_python("-c", snippet.program(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -71,6 +71,20 @@ def test_it_is_what_the_example_says(snippet: Snippet) -> None:
     for line in snippet.code.splitlines():
         said = line.strip()
         assert said in ("", "...") or said in example, f"{snippet.excerpt_of} has no line {line!r}"
+
+
+COMPARED_ELSEWHERE = {
+    "cost-3": "the loss is the reader's",
+    "trl-3": "tests/integrations/torch_data_rank.py",
+    "trl-4": "tests/integrations/torch_data_rank.py",
+}
+
+
+@pytest.mark.parametrize("snippet", [s for s in EVERYWHERE if re.search(r"backward\(|global_num_", s.code)], ids=name)
+def test_a_loss_of_a_page_is_compared_with_sequences_by_themselves(snippet: Snippet) -> None:
+    if name(snippet) in COMPARED_ELSEWHERE:
+        return
+    assert re.search(r"_of_sequences\(|weight.item\(\) - 0.36", snippet.stage.read_text())
 
 
 def test_every_stage_has_its_snippet() -> None:
