@@ -27,7 +27,10 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 import stream_balancer as sb
 from stream_balancer.errors import BrokenResourceError, RankLostError
+from stream_balancer.net import movers
+from stream_balancer.net.movers.torch_dist import TorchDist
 from stream_balancer.testing import make_rollout
+from stream_balancer.wire.payload import Payload
 
 
 def say(*words: object) -> None:
@@ -148,6 +151,69 @@ def in_world(rank: int, backend: str) -> list[int]:
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_the_controller_may_live_in_rank_0(backend: str) -> None:
     assert world_of(2, in_world, backend) == [list(range(12))] * 2
+
+
+BOTH = ("torch_dist", "shared_memory")
+
+
+@pytest.mark.parametrize(
+    ("in_store", "named", "found"),
+    [
+        (True, None, {("torch_dist",)}),
+        (True, BOTH[::-1], {BOTH}),
+        (False, None, {("shared_memory",)}),
+        (False, BOTH, {("shared_memory",)}),
+    ],
+)
+async def test_bulk_bytes_go_by_torch_in_a_store_and_by_shared_memory_at_an_address(
+    monkeypatch: pytest.MonkeyPatch, in_store: bool, named: tuple[str, ...] | None, found: set[tuple[str, ...]]
+) -> None:
+    attached: set[tuple[str, ...]] = set()
+    monkeypatch.setattr(movers, "attach", lambda connection, names: attached.add(tuple(names)))
+    store = dist.HashStore() if in_store else None
+    async with served(sb.serve, listen={"store": store}) as (balancer, transport):
+        feed = sb.RankFeed(store or transport.address, rank=0, dp_size=1, movers=named)
+        balancer.end()
+        assert [step async for step in feed] == []
+    assert attached == found
+
+
+def moved_in_world(rank: int) -> int:
+    """Steps of 128 KiB a rank, until torch.distributed has brought one to each rank."""
+    sent = set[TorchDist]()
+    send = TorchDist.send
+
+    def noted(mover: TorchDist, payload: Payload, *rest: Any) -> bool:
+        is_sent = send(mover, payload, *rest)
+        if is_sent and payload.size >= 2**17:
+            sent.add(mover)
+        return is_sent
+
+    async def serve() -> None:
+        config = sb.BalancerConfig(dp_size=2, batch_size=2, window=2)
+        async with (
+            sb.StreamBalancer(config) as balancer,
+            sb.TorchTransport.in_world() as transport,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(sb.serve, balancer, transport)
+            while len(sent) < 2:  # the pairs are built while bytes flow by the socket already
+                await balancer.put(make_rollout(2**14))
+            balancer.end()
+
+    controller = threading.Thread(target=anyio.run, args=(serve,))
+    if rank == 0:
+        TorchDist.send = noted  # type: ignore[assignment]
+        controller.start()
+    steps = len(list(sb.RankFeed()))
+    if rank == 0:
+        controller.join()
+    return steps
+
+
+def test_what_is_large_goes_by_torch_in_a_world() -> None:
+    steps = world_of(2, moved_in_world)
+    assert steps[0] == steps[1] > 0
 
 
 @pytest.mark.parametrize(
