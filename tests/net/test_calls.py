@@ -28,6 +28,7 @@ from stream_balancer.errors import (
     WireError,
 )
 from stream_balancer.net.errors import ConnectionEnd
+from stream_balancer.net.loops import Inbox
 from stream_balancer.net.messages import Cancel, Join, Notify, Welcome
 from stream_balancer.net.service import Asked, Host, Peer, Service
 from stream_balancer.net.session import Pending, Session
@@ -423,6 +424,39 @@ def test_only_what_was_sent_may_have_been_accepted(number: int | None) -> None:
     text = str(pending.lost("the controller", "it broke"))
     assert ("so it was not accepted. Connect and put it again" in text) == (number is None)
     assert ("not known. Connect and put it again: a DuplicateRolloutError then" in text) == (number is not None)
+
+
+async def test_who_takes_has_a_turn_in_the_midst_of_a_burst_of_calls() -> None:
+    """Room for two: of nine calls at a time only every third finds none."""
+    async with MemoryNetwork(dp_size=1) as network, anyio.create_task_group() as tasks:
+        inbox = Inbox(Service(network.listen).io)
+        there: list[int] = []
+        waited: list[int] = []
+        is_full = anyio.Event()
+
+        def put(number: int) -> None:
+            if len(there) < 2:
+                there.append(number)
+                return
+            waited.append(number)
+            inbox.waits = True
+            is_full.set()
+
+        async def take() -> None:
+            nonlocal is_full
+            while True:
+                await is_full.wait()
+                is_full = anyio.Event()
+                there.clear()
+
+        tasks.start_soon(take)
+        await settle()
+        for number in range(9):
+            inbox.do(partial(put, number))
+        tasks.start_soon(inbox.work_off)
+        await settle()
+        assert waited == [2, 5, 8]
+        tasks.cancel_scope.cancel()
 
 
 def test_the_first_reply_counts() -> None:
