@@ -21,6 +21,8 @@ from guard import GUARD_S
 from processes import Child
 
 import stream_balancer as sb
+from stream_balancer.net import connection
+from stream_balancer.net.movers.torch_dist import TorchDist
 from stream_balancer.testing import make_rollout
 
 RANKS, STEPS, BATCH = 4, 4, 24
@@ -32,17 +34,20 @@ KNOBS: dict[str, dict[str, Any]] = {
     "lockstep": {"micro_batches": {"max_tokens": 80}, "sync": "micro_batch"},
     "mini_batches": {"step_size": {"mini_batches": 2}},
     "late": {"micro_batches": {"max_tokens": 80, "counts": "free"}},
+    "tokens": {"step_size": {"tokens": 900, "window_tokens": 900}, "batch_size": None, "window": None},
 }
 SERVED: dict[str, dict[str, Any]] = {
     "late": {"move_late": True},
     "replan": {"on_rank_loss": "replan"},
     "open": {"open": True},
 }
-FEATURES = ("groups", "prefixes", "shared", "cap", "lockstep", "mini_batches", "late", "replan", "open", "direct")
-MOVERS: tuple[tuple[str, ...], ...] = ((), ("shared_memory",))
+FEATURES = (
+    "groups", "prefixes", "shared", "cap", "lockstep", "mini_batches", "late", "replan", "open", "direct", "tokens",
+    "torch_dist",
+)  # fmt: skip
 APART = (
     {"late", "lockstep"}, {"prefixes", "groups"}, {"cap", "late"}, {"cap", "lockstep"}, {"prefixes", "lockstep"},
-    *({"mini_batches", other} for other in ("late", "replan", "open")),
+    *({"mini_batches", other} for other in ("late", "replan", "open", "tokens")), {"open", "tokens"},
 )  # fmt: skip
 """Combinations that are refused, or that set one knob to two values."""
 
@@ -115,10 +120,14 @@ def pieces(step: Any, features: frozenset[str]) -> Iterable[tuple[Any, float | N
     return [(step, None)]
 
 
+def movers_of(features: frozenset[str]) -> list[str]:
+    return [name for name, feature in (("torch_dist", "torch_dist"), ("shared_memory", "cap")) if feature in features]
+
+
 def run_rank(address: str, port: int, rank: int, features: frozenset[str], dies: bool, pipe: Any) -> None:
     """The loop of a trainer."""
     world = World(port, rank)
-    for step in sb.RankFeed(address, rank=rank, dp_size=RANKS):
+    for step in sb.RankFeed(address, rank=rank, dp_size=RANKS, movers=movers_of(features)):
         if dies and step.step == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         made = []
@@ -135,6 +144,10 @@ def run_rank(address: str, port: int, rank: int, features: frozenset[str], dies:
             total = gradient.flat() / (loss_tokens or end.loss_tokens)
             world.all_reduce(total, end.ranks)
             pipe.send((step.step, part, gradient.ids, total.tolist()))
+
+
+def batched(rollouts: Sequence[sb.Rollout], size: int) -> Iterable[Sequence[sb.Rollout]]:
+    return (rollouts[at : at + size] for at in range(0, len(rollouts), size))
 
 
 def rollouts(features: frozenset[str]) -> list[sb.Rollout]:
@@ -159,6 +172,24 @@ class Planned(sb.Observer):
     def __init__(self) -> None:
         self.seen: set[str] = set()
         self.rank_of: dict[str, set[int]] = {}
+        self.pairs: list[TorchDist] = []
+
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        """Whatever the controller sends goes by a mover that is ready, however small it is."""
+        begin, send = TorchDist.begin, TorchDist.send
+
+        def begun(mover: TorchDist) -> None:
+            self.pairs.append(mover)
+            begin(mover)
+
+        def sent(mover: TorchDist, *args: Any) -> bool:
+            is_sent = send(mover, *args)
+            self.seen.update(["torch_dist"] * is_sent)
+            return is_sent
+
+        patch.setattr(TorchDist, "begin", begun)
+        patch.setattr(TorchDist, "send", sent)
+        patch.setattr(connection, "MOVER_BYTES", 1)
 
     def accepted(self, rollouts: Sequence[sb.Rollout], now: float) -> None:
         self.seen.update("direct" for one in rollouts if one.tokens["input_ids"].is_meta)
@@ -168,6 +199,8 @@ class Planned(sb.Observer):
     def dispatched(self, batch: sb.Batch) -> None:
         for one in batch.ranks:
             self.seen.update("mini_batches" for _ in one.mini_batch_sizes)
+            if batch.num_rollouts != BATCH:
+                self.seen.add("tokens")
             self.seen.update("shared" for mb in one.micro_batches if mb.cp_group)
             if len(one.micro_batches) > 1:
                 self.seen |= {"cap", "lockstep"}
@@ -175,7 +208,9 @@ class Planned(sb.Observer):
                 self.rank_of.setdefault(rollout.rollout_id, set()).add(one.rank)
 
 
-async def drill(features: frozenset[str]) -> tuple[list[sb.Rollout], list[list[Any]], sb.Statistics, Planned]:
+async def drill(
+    features: frozenset[str], patch: pytest.MonkeyPatch
+) -> tuple[list[sb.Rollout], list[list[Any]], sb.Statistics, Planned]:
     knobs: dict[str, Any] = {"dp_size": RANKS, "batch_size": BATCH, "window": BATCH}
     options: dict[str, Any] = {}
     for feature in sorted(features):
@@ -183,10 +218,11 @@ async def drill(features: frozenset[str]) -> tuple[list[sb.Rollout], list[list[A
         options |= SERVED.get(feature, {})
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     todo, planned = rollouts(features), Planned()
+    planned.watch(patch)
     with anyio.fail_after(GUARD_S):
         async with (
             sb.StreamBalancer(sb.BalancerConfig(**knobs)) as balancer,
-            sb.TorchTransport.listen(dp_size=RANKS, movers=MOVERS["cap" in features]) as transport,
+            sb.TorchTransport.listen(dp_size=RANKS, movers=movers_of(features)) as transport,
             anyio.create_task_group() as tasks,
         ):
             balancer.observers.append(planned)
@@ -196,7 +232,10 @@ async def drill(features: frozenset[str]) -> tuple[list[sb.Rollout], list[list[A
             ]
             tasks.start_soon(partial(sb.serve, **options), balancer, transport)
             async with sb.connect(transport.address, hand_over="direct" if "direct" in features else "balancer") as by:
-                for some in (todo[: BATCH // 2], todo[BATCH // 2 :]):
+                while "torch_dist" in features and sum(pair.ready for pair in planned.pairs) < RANKS:
+                    await anyio.sleep(0.01)
+                # half a step at a time: else long rollouts wait for each other
+                for some in batched(todo, BATCH // 2):
                     async with anyio.create_task_group() as puts:
                         for one in some:
                             puts.start_soon(by.put, one)
@@ -211,8 +250,8 @@ async def drill(features: frozenset[str]) -> tuple[list[sb.Rollout], list[list[A
 
 
 @pytest.mark.parametrize("features", together())
-def test_gradients_of_features_together(features: frozenset[str]) -> None:
-    todo, said, statistics, planned = anyio.run(drill, features)
+def test_gradients_of_features_together(features: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    todo, said, statistics, planned = anyio.run(drill, features, monkeypatch)
     assert (statistics.acknowledged, statistics.in_flight, statistics.waiting) == (len(todo), 0, 0)
     assert sum(bool(words) for words in said) == RANKS
     if any(
