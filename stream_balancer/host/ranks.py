@@ -86,6 +86,11 @@ class Member:
         is_lost = self.error is not None and not self.peers
         return (self.ended or is_lost) and not self.rank.active
 
+    @property
+    def says_weights(self) -> bool:
+        """A process of it has said, as it was started, what its weights contain."""
+        return any(peer.data.next_step is not None and not peer.data.goes_on for peer in self.peers.values())
+
     def note_readiness(self) -> None:
         """Remember since when it has room for a step, or has none."""
         ready = self.rank.room > 0
@@ -230,12 +235,11 @@ class Ranks(dict[RankId, Member]):
             )
 
     def _check_weights(self, about: About) -> None:
-        """A process that was started says what its weights contain: that must go with what others are at."""
+        """What the weights of a process that was started contain must go with what others are at. Whoever does not say
+        it begins with its oldest step that is not acknowledged; a rank that says it is compared with those, too."""
         ours, has = self._core.in_flight.next_step, about.next_step
-        if has is None:
-            return
         who = rank_name(about.rank, TRAIN)
-        if has > ours:
+        if has is not None and has > ours:
             raise refused_error(
                 "value",
                 f"{who}: its controller was started again without its journal: the rank's weights contain all steps "
@@ -246,12 +250,21 @@ class Ranks(dict[RankId, Member]):
         if about.goes_on or self._ledger.meets:
             return
         others = {
-            one: member.rank.furthest
+            one: member.rank.furthest if member.rank.weights_of else self._first_step(one)
             for one, member in self.items()
-            if not one.role and one != about.id and member.peers and member.rank.weights_of
+            if not one.role and one != about.id and member.peers and (has is not None or member.says_weights)
         }
-        if any(has != there for there in others.values()):
-            raise refused_error("value", different_weights(about.id, has, others))
+        first = self._first_step(about.id) if has is None else has
+        if any(first != there for there in others.values()):
+            raise refused_error("value", different_weights(about.id, has, others, first))
+        if has is None and about.incarnation > 0:
+            logger.warning(
+                "%s was started again, and does not say by next_step= what its weights have: it goes on with step %d",
+                who, first,
+            )  # fmt: skip
+
+    def _first_step(self, one: RankId) -> int:
+        return min(self._ledger.rank(one).active, default=self._core.in_flight.next_step)
 
     def attach(self, peer: Peer) -> Member:
         """A process that was admitted is here. What it has, the ledger is told. -> its rank."""
@@ -349,11 +362,17 @@ class Ranks(dict[RankId, Member]):
         ]
 
 
-def different_weights(one: RankId, has: int, others: Mapping[RankId, int]) -> str:
-    """Text that says why ranks cannot go on together."""
-    lowest = min(has, *others.values())
+def different_weights(one: RankId, has: int | None, others: Mapping[RankId, int], first: int = 0) -> str:
+    """Text that says why ranks cannot go on together. ``first``: the step that this one begins with, if it says nothing
+    (None)."""
     theirs = ", ".join(f"rank {other.number}'s all before {there}" for other, there in sorted(others.items()))
+    if has is None:
+        return (
+            f"rank {one.number} does not say by next_step= what its weights have, and would begin with step {first}; "
+            f"{theirs}: they would train on different weights. Say it on every rank, or on none"
+        )
     return (
         f"the weights of rank {one.number} contain all steps before {has}, and {theirs}: they would train on different "
-        f"weights. Go back together to those before step {lowest}, or take another rank's, and say which by next_step="
+        f"weights. Go back together to those before step {min(has, *others.values())}, or take another rank's, and say "
+        "which by next_step="
     )
