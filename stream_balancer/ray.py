@@ -22,7 +22,8 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -302,11 +303,12 @@ class RayBalancer:
         await self.producer.put_group(rollouts, complete=complete)
 
     def __getattr__(self, name: str) -> Any:
-        """Further names of producers, and methods of the balancer, to be awaited: ``expect_group``, ``reserve``,
-        ``put_nowait``, ``version``, ``blocking``; ``statistics``, ``why_no_batch``, ``set_version``, ``end`` (whoever
-        still puts; ``balancer.producer.end()`` says that this process puts no more), ``load_state_dict`` (before the
-        first put, and the first rank), ``acknowledge_through``; and ``lost_rollouts``: a list of :class:`LostRollout`,
-        accepted rollouts that will not be trained on because their node or worker died."""
+        """Further names of producers, and methods of the balancer: ``expect_group``, ``reserve``, ``put_nowait``,
+        ``version``, ``blocking``; ``set_version``, ``end`` (whoever still puts; ``balancer.producer.end()`` says that
+        this process puts no more), ``load_state_dict`` (before the first put, and the first rank),
+        ``acknowledge_through``, which take effect whether they are awaited or not; and, to be awaited, ``statistics``,
+        ``why_no_batch`` and ``lost_rollouts``: a list of :class:`LostRollout`, accepted rollouts that will not be
+        trained on because their node or worker died."""
         if name in _OF_BALANCER:
             return partial(self._call, name)
         # not all of them: to ask for the producer connects this process
@@ -326,28 +328,52 @@ class RayBalancer:
 
     # -- control -------------------------------------------------------------------------------------------------------
 
-    async def reconfigure(self, **changes: Any) -> None:
-        """As :meth:`stream_balancer.StreamBalancer.reconfigure`."""
-        await self._call("reconfigure", **changes)
-        self.dp_size = changes.get("dp_size", self.dp_size)
+    def reconfigure(self, **changes: Any) -> Awaitable[None]:
+        """As :meth:`stream_balancer.StreamBalancer.reconfigure`; await it for its errors."""
+        sent = self._call("reconfigure", **changes)
+        if "dp_size" in changes:
+            sent.future.add_done_callback(partial(self._note_dp_size, changes["dp_size"]))
+        return sent
 
     async def state_dict(self) -> dict[str, Any]:
         """As :meth:`stream_balancer.StreamBalancer.async_state_dict`."""
         answer: dict[str, Any] = await self._call("async_state_dict")
         return answer
 
-    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Result of a call, on either event loop."""
+    def _note_dp_size(self, dp_size: int, future: Future[Any]) -> None:
+        if future.exception() is None:
+            self.dp_size = dp_size
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> _Sent:
+        return _Sent(method, self.actor._call.remote(method, *args, **kwargs).future())
+
+
+class _Sent:
+    """A call of the actor that is on its way, whether it is awaited or not. ``await`` gives its result, or raises what
+    the actor raised, on either event loop; an error that nobody awaits is logged."""
+
+    def __init__(self, method: str, future: Future[Any]) -> None:
+        self._method, self.future, self._is_awaited = method, future, False
+        future.add_done_callback(self._log)
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        self._is_awaited = True
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
         import ray
 
         event, soon = anyio.Event(), in_loop()
-        future = self.actor._call.remote(method, *args, **kwargs).future()
-        future.add_done_callback(lambda _: soon(event.set))
+        self.future.add_done_callback(lambda _: soon(event.set))
         await event.wait()
         try:
-            return future.result()
+            return self.future.result()
         except ray.exceptions.RayTaskError as error:  # what it tells is the actor's own, behind a traceback
             raise error.cause from None
+
+    def _log(self, future: Future[Any]) -> None:
+        if not self._is_awaited and (error := future.exception()) is not None:
+            logger.error("%s() of the balancer failed: %s", self._method, getattr(error, "cause", error))
 
 
 _OF_PRODUCER = {
