@@ -77,27 +77,29 @@ async def test_weights_that_differ_by_one_step_are_refused_whichever_rank_comes_
 async def test_a_rank_that_says_its_weights_does_not_meet_one_that_begins_with_another_step(
     order: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rank 0 says next_step=3. Rank 1 says nothing, and would train again on what nobody has acknowledged."""
+    """Rank 0 says next_step=4. Rank 1 says nothing, and would train again on what nobody has acknowledged."""
     async with serving(sb.StreamBalancer(knobs()), rejoin_timeout_s=60) as (balancer, network, tasks):
-        await put(balancer, 16)
+        tasks.start_soon(put, balancer, 40)
         feeds = [sb.RankFeed(network.connect(rank), auto_ack=False) for rank in range(2)]
-        for _ in range(3):
+        for _ in range(5):
             for feed in feeds:
                 await anext(feed)
         for feed in feeds:
             await feed._port.session.aclose()
         await settle()
-        new = [
-            sb.RankFeed(network.connect(rank, incarnation=1), auto_ack=False, next_step=None if rank else 3)
-            for rank in range(2)
-        ]
-        assert (await anext(new[order[0]])).step == (0 if order[0] else 3)
+
+        def come(rank: int) -> sb.RankFeed:
+            says = None if rank else 4
+            return sb.RankFeed(network.connect(rank, incarnation=1), auto_ack=False, next_step=says)
+
+        first = come(order[0])
+        assert (await anext(first)).step == (0 if order[0] else 4)
         texts = {
-            0: "of rank 0 contain all steps before 3, and rank 1's all before 0: .*those before step 0",
-            1: "rank 1 does not say by next_step= .* begin with step 0; rank 0's all before 3: .* Say it on every rank",
+            0: "of rank 0 contain all steps before 4, and rank 1's all before 0: .*those before step 0",
+            1: "rank 1 does not say by next_step= .* begin with step 0; rank 0's all before 4: .* Say it on every rank",
         }
         with pytest.raises(sb.errors.RefusedError, match=texts[order[1]]):
-            await anext(new[order[1]])
+            await anext(come(order[1]))
         told = "rank 1 was started again, and does not say by next_step= what its weights have: it goes on with step 0"
         assert (told in caplog.text) is (order[0] == 1)
         tasks.cancel_scope.cancel()
