@@ -243,7 +243,7 @@ class SiblingGroups:
             self._schedule(group)
 
     def restart(self, now: float) -> None:
-        """What waits was restored: when its groups began is not known, so their time begins anew. O(groups)."""
+        """Rollouts that wait were restored: when their groups began is unknown, so that time begins anew. O(groups)."""
         for group in self._groups.values():
             if group.began < math.inf:
                 group.half_s, group.began, group.last = now - group.began, now, now

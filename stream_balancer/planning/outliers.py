@@ -121,8 +121,8 @@ def choose(units: Candidates) -> Bools:
 
 
 def _uncrowded(units: Candidates, go: Bools) -> Bools:
-    """Those that go, with light ones in place of the newest of more heavy ones than ranks: two heavy ones are more than
-    a fair share."""
+    """Rollouts that go, with light ones in place of the newest of more heavy ones than ranks: two heavy ones are more
+    than a fair share."""
     heavy = units.parts * 2.0 > units.fair_share(go)
     surplus = int(np.count_nonzero(go & heavy) - units.ranks)
     if surplus > 0:

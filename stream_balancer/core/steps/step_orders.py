@@ -96,7 +96,7 @@ def _settle(book: Book, step: StepState) -> None:
 
 
 def rewind(book: Book, step: StepState, *shares: Share) -> None:
-    """These shares begin again, and so does whoever shares with a part that was lost with its process: other parts are
+    """Shares begin again, and so does whoever shares with a part that was lost with its process: other parts are
     in gradients, perhaps by half, and nothing can be taken out of a gradient."""
     # transitive: a rank that begins again leaves everybody whom it shares other groups with
     todo, again, ranks = [*step.torn, *_groups_of(*shares)], dict[int, None](), set(shares)
