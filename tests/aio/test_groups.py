@@ -11,6 +11,7 @@ import anyio
 import helpers
 import pytest
 from helpers import settle, waiting
+from invariants import verify
 from served import attended
 
 import stream_balancer as sb
@@ -145,6 +146,23 @@ async def test_a_group_that_is_too_old_by_the_time_it_is_restored_is_done() -> N
         after.load_state_dict(state)
         assert after.statistics().evicted["stale"] == 4
         assert not after.snapshot().group_departures
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+async def test_a_checkpoint_goes_on_with_smaller_groups(size: int) -> None:
+    """One group is whole, one lacks siblings under the size of before."""
+    async with sb.StreamBalancer(config(batch_size=4)) as before:
+        await before.put_group(siblings(4))
+        await before.put_group([make_rollout(3, f"h{n}", group_id="h") for n in range(3)])
+        state = before.state_dict()
+    # a dispatch may be a group short of its size
+    knobs = config(batch_size=12, window=12, capacity=24, groups=sb.Groups(size=size))
+    async with sb.StreamBalancer(knobs) as after:
+        after.load_state_dict(state)
+        verify(after.parts.core)
+        after.end()
+        got = [rollout.rollout_id async for batch in after.batches() for rollout in batch.rollouts]
+        assert sorted(got) == ["h0", "h1", "h2", "r0", "r1", "r2", "r3"]
 
 
 GROUPS = sb.Groups(size=4, min_size=3)

@@ -12,6 +12,7 @@ from functools import partial
 
 import anyio
 import anyio.to_thread
+import helpers
 import pytest
 from forked import free_port
 from guard import GUARD_S
@@ -175,3 +176,17 @@ def test_what_is_no_context_of_tls_is_an_error_at_once(opens: Callable[..., obje
     """In the I/O thread each try would end with an error there, and a feed would wait for ever."""
     with pytest.raises(TypeError, match=r"tls must be an ssl\.SSLContext, with certificates, or None, not True"):
         opens("tcp://127.0.0.1:1", tls=True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+async def test_serve_at_an_address(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAM_BALANCER_TOKEN", "a token that all of them have")
+    port, knobs = free_port(), helpers.config(dp_size=1, batch_size=2)
+    async with sb.StreamBalancer(knobs, num_producers=1) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(sb.serve, balancer, f"tcp://{host}:{port}")
+        async with sb.connect(f"tcp://127.0.0.1:{port}") as producer:
+            for n in range(4):
+                await producer.put(make_rollout(3 + n, f"r{n}"))
+            await producer.end()
+        async with sb.RankFeed(f"tcp://127.0.0.1:{port}", rank=0, dp_size=1) as feed:
+            assert [batch.global_num_rollouts async for batch in feed] == [2, 2]

@@ -1,6 +1,7 @@
 """The demo's parts: its model and cost, its rollouts' lengths and tokens, its figures from runs made by hand."""
 
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -10,6 +11,7 @@ from stream_balancer_demo.report import comparison, summarize
 from stream_balancer_demo.rollouts import checksum, load_workload, make_rollout
 
 import stream_balancer as sb
+from stream_balancer.tools.shown import Bars
 
 ROLLOUTS = [make_rollout(name, 7 + number, 1, "g", 32) for number, name in enumerate("abcd")]
 SUMS = {rollout.rollout_id: checksum(rollout) for rollout in ROLLOUTS}
@@ -86,3 +88,15 @@ def test_everything_that_is_not_exactly_once_is_named(said, rank_1, problem):
     console = Console(file=io.StringIO(), width=140)
     console.print(comparison(run, run))
     assert "EXACTLY ONCE FAILED\nbalanced: " in console.file.getvalue()
+
+
+def test_progress_that_is_piped_is_a_line_now_and_then(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    with Bars(Console(file=out, force_terminal=False)) as bars:
+        bar = bars.add_task("settings")
+        for done in range(16):
+            now[0] += 2.5
+            bars.show(bar, done, 15)
+    assert out.getvalue() == "".join(f"settings: {done} of 15\n" for done in (3, 7, 11, 15))
