@@ -275,6 +275,8 @@ def test_what_cannot_be_balanced_is_refused_by_name(tmp_path: Path, monkeypatch:
         ({"args.steps_per_generation": 3}, {}, r"steps_per_generation \(3\) must be a multiple"),
         ({"top_entropy_quantile": 0.2}, {}, "top_entropy_quantile .* which rollouts share a micro-batch"),
         ({"entropy_coef": 0.01}, {}, "entropy_coef .* which rollouts share a micro-batch"),
+        ({"use_adaptive_entropy": True}, {}, "use_adaptive_entropy .* which rollouts share a micro-batch"),
+        ({"aux_loss_enabled": True}, {}, "router_aux_loss_coef .* which rollouts share a micro-batch"),
         ({"loss_type": "newest"}, {}, "loss_type='newest' is not known"),
         ({}, {"cost": sb.cost.TokenCost(), "micro_batches": CAP}, "does not count padding"),
         ({}, FREE, r"leave micro_batches\.counts"),
