@@ -249,7 +249,7 @@ def test_what_is_on_its_way_is_kept_when_its_connection_is_lost(controller: Serv
             peer.abort()
         return None
 
-    controller.answer_here({"put": put})
+    controller.answer_here({"put": put, "drop": lambda *_: None})
     with sb.connect(controller.address, hand_over="direct", rejoin=True) as producer:
         producer.put_nowait(LOCAL[0])
         assert len(tries) == 2
