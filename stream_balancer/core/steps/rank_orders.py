@@ -121,8 +121,11 @@ def _send(book: Book, share: Share) -> None:
     if is_new and share.taken != rank.full and not _has_credit(share):
         return
     # The rank had left this step, or had come without it, and those who had it are gone: its later steps wait for it.
+    # Only where ranks meet: a role meets nobody, and would compute twice.
     later = [
-        other for other in rank.active.values() if other.step.number > step.number and other.opened & ~share.opened
+        other
+        for other in rank.active.values()
+        if book.meets and not rank.id.role and other.step.number > step.number and other.opened & ~share.opened
     ]
     if any(other.step.is_uncertain for other in later):
         return
