@@ -79,7 +79,7 @@ class _Producer:
         """Rollouts still to come of slots that it had when its connection was lost."""
         self.owner: Owner | None = None
         self.leases: list[Leases] = []
-        """Of all balancers that may need what it keeps, this one's last: with its table a lease would die unheard."""
+        """Tables of all balancers that may need what it keeps, this one's last: a lease dies unheard with its table."""
         self.waiting: set[Asked] = set()
         """Puts and reservers that wait."""
         self.settled = anyio.Event()
@@ -299,9 +299,12 @@ class Producers(Host, Observer):
 
     def _drop(self, peer: Peer, asked: Asked) -> None:
         """Drop payloads of a put that is accepted, unless they are needed."""
-        for key in _READ[Counts](asked.args):
+        keys, tables = _READ[Counts](asked.args), peer.data.leases
+        if not tables:
+            raise WireError("payloads are dropped that nobody keeps")
+        for key in keys:
             # a lease that dies at once: where it is the only one, the owner hears of it
-            peer.data.leases[-1].hold(key)
+            tables[-1].hold(key)
 
     def _reserve(self, peer: Peer, asked: Asked) -> Any:
         number, count = _READ[_Reserve](asked.args)

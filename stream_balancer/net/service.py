@@ -71,7 +71,7 @@ class Asked(msgspec.Struct, eq=False):
     nbytes: int
     cancelled: bool = False
     keeps: Any = None
-    """Whatever must live until the reply was made, whoever makes it: the host's."""
+    """Value that lives until the reply was made, whoever makes it: the host's."""
 
     def reply(self, value: Any = None, error: str = "") -> None:
         """The one reply. From any thread."""

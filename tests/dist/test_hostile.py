@@ -263,6 +263,7 @@ PRODUCERS = {
     "a group of nobody": called(0, "put", [None, True, True, None]),
     "a slot that is none": putting(args=["x", None, True, HEADER[-1]]),
     "a count below nothing": called(0, "reserve", [0, -1]),
+    "a drop of what it does not keep": called(0, "drop", [0]),
     "a declaration of noise": called(0, "declare", [1, 2, 3]),
     "a cancel with bytes": m.frame(m.Cancel(0), 64, (0, 64)) + bytes(64),
     "cancels what it has not asked": m.frame(m.Cancel(7)),
