@@ -1,4 +1,4 @@
-"""The balancer in a Ray actor beside TransferQueue, in one run on one cluster; start-up; and a node killed in mid-run.
+"""The balancer in a Ray actor beside TransferQueue and plain actor calls; start-up; and a node killed in mid-run.
 
 ``python bench/ray_actor.py [--json] [--part compare|kill]``, in the environment of bench/peers.txt. A rollout is 20 kB:
 2,500 token ids; "unequal": lengths of that mean with a tail, and log-probabilities. Both sides do the same: one rollout
@@ -172,6 +172,50 @@ def theirs(tq: Any) -> dict[str, float]:
         name = named(size, width, ragged)
         found[name] = rate(size * calls, partial(client._run_coroutine, put(width, batches, where)))
         client.clear_partition(where)
+    return found
+
+
+# --- an actor that only keeps what it is given -----------------------------------------------------------------------
+
+
+class Shelf:
+    """Of the same columns under the same names, and nothing else: what Ray alone costs."""
+
+    def __init__(self) -> None:
+        self._kept: list[object] = []
+
+    async def put(self, rollouts: list[tuple[str, dict[str, torch.Tensor]]]) -> None:
+        self._kept.append(rollouts)
+
+
+@contextmanager
+def shelf() -> Iterator[Any]:
+    held = ray.remote(num_cpus=0)(Shelf).remote()
+    ray.get(held.put.remote([]))
+    try:
+        yield held
+    finally:
+        ray.kill(held)
+
+
+def plain_calls() -> dict[str, float]:
+    def put(target: Any, those: list[sb.Rollout]) -> Any:
+        return target.put.remote([(one.rollout_id, one.tokens) for one in those])
+
+    async def call(target: Any, those: list[sb.Rollout]) -> None:
+        await put(target, those)
+
+    found = {}
+    with shelf() as target:
+        made = rollouts(SINGLES)
+        found["one after the other"] = rate(SINGLES, lambda: [ray.get(put(target, [one])) for one in made])
+        jobs = [partial(call, target, [one]) for one in rollouts(CONCURRENT)]
+        found["64 at a time"] = rate(CONCURRENT, lambda: asyncio.run(at_a_time(64, jobs)))
+    for ragged in (False, True):
+        with shelf() as target:
+            for size, calls, width in batched():
+                jobs = [partial(call, target, rollouts(size, ragged=ragged)) for _ in range(calls)]
+                found[named(size, width, ragged)] = rate(size * calls, partial(asyncio.run, at_a_time(width, jobs)))
     return found
 
 
@@ -368,16 +412,17 @@ def compare(rows: Rows) -> None:
     began = time.perf_counter()
     tq.init(OmegaConf.create({"controller": {"polling_mode": True}}))  # so that who fetches too early may ask again
     rows.add("start-up after ray.init, TransferQueue", time.perf_counter() - began, "s")
-    pairs = [(ours(), theirs(tq)) for _ in range(ROUNDS)]
-    mine, other = medians([pair[0] for pair in pairs]), medians([pair[1] for pair in pairs])
+    rounds = [(ours(), theirs(tq), plain_calls()) for _ in range(ROUNDS)]
+    mine, other, plain = (medians(side) for side in zip(*rounds, strict=True))
     through = [(through_ours(), through_theirs()) for _ in range(ROUNDS)]
     tq.close()
     for name, value in mine.items():
         rows.add(name, value, "ms" if "latency" in name else "put/s")
-    for name, value in other.items():
-        rows.add(f"{name}, TransferQueue", value, "put/s")
-    for name, value in other.items():
-        rows.add(f"{name}, times TransferQueue", mine[name] / value, "x")
+    for who, its in (("TransferQueue", other), ("plain actor calls", plain)):
+        for name, value in its.items():
+            rows.add(f"{name}, {who}", value, "put/s")
+        for name, value in its.items():
+            rows.add(f"{name}, times {who}", mine[name] / value, "x")
     for number, who in enumerate(("", ", TransferQueue")):
         rows.add(f"from a worker to a rank{who}", statistics.median(pair[number] for pair in through), "/s")
     single, at_once = "one after the other", "64 at a time"

@@ -166,7 +166,7 @@ def rank_main(
                 dist.barrier()
                 took = {"raw": take(partial(dist.recv, buffer, 0, tag=1), case)}
                 dist.barrier()
-                took["raw_sockets"] = take(partial(receive, connection, memoryview(buffer.numpy())), case)
+                took["raw_sockets"] = take(partial(receive, connection, memoryview(cast("Any", buffer.numpy()))), case)
                 for way in addresses[case.kind]:
                     dist.barrier()
                     took[way] = take(partial(take_one, feeds[case.kind, way]), case)
@@ -192,7 +192,7 @@ def send_raw(case: Case, dp_size: int) -> None:
 
 
 def send_by_sockets(case: Case, connections: list[socket.socket]) -> None:
-    buffer = torch.zeros(case.gloo_bytes, dtype=torch.uint8).numpy()
+    buffer = bytes(case.gloo_bytes)
     for _ in range(case.repeats):
         for connection in connections:
             connection.sendall(buffer)
@@ -265,7 +265,8 @@ class Bench:
         for way in self._balancers[TRACED.kind]:
             await self._by(way, TRACED, 0)
             found = (await self._gathered())[0]
-            name, more = f"{way}_system_calls_rank", {"megabytes": TRACED.megabytes, "ranks": self._dp_size}
+            name = f"{way}_system_calls_rank"
+            more: dict[str, Any] = {"megabytes": TRACED.megabytes, "ranks": self._dp_size}
             if isinstance(found, str):
                 self._rows.add(name, math.nan, "calls", why=found, **more)
                 continue
