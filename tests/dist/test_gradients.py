@@ -1,4 +1,9 @@
-"""Gradients of random combinations of features: each step's, over real ranks, is that of one process to 1e-6."""
+"""Gradients of random combinations of features: each step's, over real ranks, is that of one process to 1e-6.
+
+"journal": the controller is killed in the midst of a step, and another goes on at its address. "seats": each rank is
+two processes, as tensor parallelism has it. "resize": more ranks, then fewer. "roles": each token's weight in the loss
+is computed by ranks of a role.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +12,22 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 import torch
 import torch.distributed as dist
+from forked import free_port
 from guard import GUARD_S
 from processes import Child
+from torch.distributed.device_mesh import DeviceMesh
 
 import stream_balancer as sb
 from stream_balancer.net import connection
@@ -40,16 +49,19 @@ SERVED: dict[str, dict[str, Any]] = {
     "late": {"move_late": True},
     "replan": {"on_rank_loss": "replan"},
     "open": {"open": True},
+    "roles": {"roles": {"weigher": ["weight"]}},
 }
 FEATURES = (
     "groups", "prefixes", "shared", "cap", "lockstep", "mini_batches", "late", "replan", "open", "direct", "tokens",
-    "torch_dist",
+    "torch_dist", "roles", "resize", "seats", "journal",
 )  # fmt: skip
 APART = (
     {"late", "lockstep"}, {"prefixes", "groups"}, {"cap", "late"}, {"cap", "lockstep"}, {"prefixes", "lockstep"},
     *({"mini_batches", other} for other in ("late", "replan", "open", "tokens")), {"open", "tokens"},
+    {"journal", "torch_dist"},
 )  # fmt: skip
-"""Combinations that are refused, or that set one knob to two values."""
+"""Combinations that are refused, that set one knob to two values, or that do not meet: who comes to another controller
+goes by the socket."""
 
 
 def together() -> list[Any]:
@@ -67,11 +79,19 @@ def together() -> list[Any]:
     return found
 
 
-class Gradient:
-    """Gradient of a small model, summed over what was added. ``tree``: each shared prefix is computed once."""
+def weights_of(ids: torch.Tensor) -> torch.Tensor:
+    """What the role computes of each token."""
+    return 1 + ids % 3 / 2
 
-    def __init__(self, *, tree: bool = False) -> None:
-        self._tree = tree
+
+class Gradient:
+    """Gradient of a small model, summed over what was added. ``tree``: a shared prefix is computed once; ``weights``:
+    where those of the tokens come from."""
+
+    def __init__(
+        self, *, tree: bool = False, weights: Callable[[Any], torch.Tensor | float] = lambda packed: 1
+    ) -> None:
+        self._tree, self._weights = tree, weights
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Embedding(64, 8), torch.nn.Linear(8, 8), torch.nn.Tanh())
         self.head = torch.nn.Linear(8, 64)
@@ -87,7 +107,7 @@ class Gradient:
         else:
             said = self.head(self.model(ids))
         loss = torch.nn.functional.cross_entropy(said, ids, reduction="none")
-        (loss * packed["loss_mask"]).sum().backward()
+        (loss * packed["loss_mask"] * self._weights(packed)).sum().backward()
         self.ids += [r.rollout_id for r in micro_batch.rollouts if not r.is_padding]
 
     def flat(self) -> torch.Tensor:
@@ -98,8 +118,9 @@ class Gradient:
 class World:
     """A process group of those that are left, made anew when they are others."""
 
-    def __init__(self, port: int, rank: int) -> None:
-        self.store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    def __init__(self, port: int, rank: int, seat: int) -> None:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        self.store = dist.PrefixStore(f"seat {seat}", store)
         self._rank = rank
         self._ranks: tuple[int, ...] = ()
 
@@ -124,15 +145,24 @@ def movers_of(features: frozenset[str]) -> list[str]:
     return [name for name, feature in (("torch_dist", "torch_dist"), ("shared_memory", "cap")) if feature in features]
 
 
-def run_rank(address: str, port: int, rank: int, features: frozenset[str], dies: bool, pipe: Any) -> None:
-    """The loop of a trainer."""
-    world = World(port, rank)
-    for step in sb.RankFeed(address, rank=rank, dp_size=RANKS, movers=movers_of(features)):
+def run_rank(
+    address: str, port: int, features: frozenset[str], place: tuple[int, int, int], dies: bool, pipe: Any
+) -> None:
+    """The loop of a trainer, at a (rank, dp_size, seat)."""
+    rank, dp_size, seat = place
+    world = World(port, rank, seat)
+    join: dict[str, Any] = {"rank": rank, "dp_size": dp_size}
+    if "seats" in features:
+        places = torch.arange(2 * dp_size).view(dp_size, 2)
+        of_two: dict[str, Any] = {"mesh_dim_names": ("dp", "tp"), "_init_backend": False, "_rank": 2 * rank + seat}
+        join = {"mesh": DeviceMesh("cpu", places, **of_two)}
+    weights: dict[str, Any] = {"weights": lambda packed: packed["weight"]} if "roles" in features else {}
+    for step in sb.RankFeed(address, movers=movers_of(features), rejoin="journal" in features, **join):
         if dies and step.step == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         made = []
         for micro_batches, loss_tokens in pieces(step, features):
-            gradient = Gradient(tree="prefixes" in features)
+            gradient = Gradient(tree="prefixes" in features, **weights)
             for micro_batch in micro_batches:
                 if "late" in features and rank == 0:
                     time.sleep(0.1)  # the others are idle meanwhile
@@ -144,6 +174,13 @@ def run_rank(address: str, port: int, rank: int, features: frozenset[str], dies:
             total = gradient.flat() / (loss_tokens or end.loss_tokens)
             world.all_reduce(total, end.ranks)
             pipe.send((step.step, part, gradient.ids, total.tolist()))
+
+
+def run_role(address: str, features: frozenset[str], rank: int, dp_size: int, _: Any) -> None:
+    feed = sb.RankFeed(address, rank=rank, dp_size=dp_size, role="weigher", rejoin="journal" in features)
+    for step in feed:
+        for micro_batch in step:
+            micro_batch.give(weight=weights_of(micro_batch.packed()["input_ids"] % 64))
 
 
 def batched(rollouts: Sequence[sb.Rollout], size: int) -> Iterable[Sequence[sb.Rollout]]:
@@ -172,6 +209,9 @@ class Planned(sb.Observer):
     def __init__(self) -> None:
         self.seen: set[str] = set()
         self.rank_of: dict[str, set[int]] = {}
+        self.complete: set[int] = set()
+        self.sizes: set[int] = set()
+        """Ranks that steps had."""
         self.pairs: list[TorchDist] = []
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
@@ -197,6 +237,7 @@ class Planned(sb.Observer):
         self.seen.update("prefixes" for one in rollouts if one.prefix)
 
     def dispatched(self, batch: sb.Batch) -> None:
+        self.complete.add(batch.step)
         for one in batch.ranks:
             self.seen.update("mini_batches" for _ in one.mini_batch_sizes)
             if batch.num_rollouts != BATCH:
@@ -207,71 +248,167 @@ class Planned(sb.Observer):
             for rollout in one.rollouts:
                 self.rank_of.setdefault(rollout.rollout_id, set()).add(one.rank)
 
+    def acknowledged(self, batch: sb.Batch) -> None:
+        self.sizes.add(len(batch.ranks))
 
-async def drill(
-    features: frozenset[str], patch: pytest.MonkeyPatch
-) -> tuple[list[sb.Rollout], list[list[Any]], sb.Statistics, Planned]:
+
+@asynccontextmanager
+async def controller(features: frozenset[str], port: int, folder: Path) -> AsyncIterator[sb.StreamBalancer]:
+    """Serves at this port until all is acknowledged."""
     knobs: dict[str, Any] = {"dp_size": RANKS, "batch_size": BATCH, "window": BATCH}
     options: dict[str, Any] = {}
     for feature in sorted(features):
         knobs |= KNOBS.get(feature, {})
         options |= SERVED.get(feature, {})
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    todo, planned = rollouts(features), Planned()
-    planned.watch(patch)
-    with anyio.fail_after(GUARD_S):
-        async with (
-            sb.StreamBalancer(sb.BalancerConfig(**knobs)) as balancer,
-            sb.TorchTransport.listen(dp_size=RANKS, movers=movers_of(features)) as transport,
-            anyio.create_task_group() as tasks,
-        ):
-            balancer.observers.append(planned)
-            ranks = [
-                Child(run_rank, transport.address, store.port, rank, features, "replan" in features and rank == 1)
-                for rank in range(RANKS)
-            ]
-            tasks.start_soon(partial(sb.serve, **options), balancer, transport)
-            async with sb.connect(transport.address, hand_over="direct" if "direct" in features else "balancer") as by:
-                while "torch_dist" in features and sum(pair.ready for pair in planned.pairs) < RANKS:
-                    await anyio.sleep(0.01)
-                # half a step at a time: else long rollouts wait for each other
-                for some in batched(todo, BATCH // 2):
-                    async with anyio.create_task_group() as puts:
-                        for one in some:
-                            puts.start_soon(by.put, one)
-                    if "open" in features and not planned.seen & {"open"}:  # half a step is there
-                        while all(state.step is None for state in balancer.rank_states()):
-                            await anyio.sleep(0.01)
-                        planned.seen.add("open")
-                await by.end()
-                balancer.end()
-                said = [await anyio.to_thread.run_sync(rank.told) for rank in ranks]
-        return todo, said, balancer.statistics(), planned
+    journal = folder / "journal" if "journal" in features else None
+    async with (
+        sb.StreamBalancer(sb.BalancerConfig(**knobs), journal=journal) as balancer,
+        sb.TorchTransport.listen(dp_size=RANKS, port=port, movers=movers_of(features)) as transport,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(partial(sb.serve, **options), balancer, transport)
+        yield balancer
+
+
+def run_first_controller(features: frozenset[str], port: int, folder: Path, _: Any) -> None:
+    async def until_killed() -> None:
+        async with controller(features, port, folder) as balancer:
+            await begun(balancer, ())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    anyio.run(until_killed)
+
+
+async def begun(balancer: sb.StreamBalancer, complete: Collection[int]) -> None:
+    """A rank has a step that is none of these."""
+    while all(state.step is None or state.step in complete for state in balancer.rank_states()):
+        await anyio.sleep(0.01)
+
+
+class Drill:
+    """Processes of a run, and who puts."""
+
+    def __init__(self, features: frozenset[str], folder: Path) -> None:
+        self.features, self.folder = features, folder
+        self.port, self.store = free_port(), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.address = f"tcp://127.0.0.1:{self.port}"
+        self.todo, self.planned = rollouts(features), Planned()
+        self.seats = range(2 if "seats" in features else 1)
+        self.ranks: dict[tuple[int, int], Child] = {}
+        """By rank and seat."""
+
+    def start(self, rank: int, dp_size: int) -> None:
+        dies = "replan" in self.features and rank == 1
+        for seat in self.seats:
+            place = (rank, dp_size, seat)
+            self.ranks[rank, seat] = Child(run_rank, self.address, self.store.port, self.features, place, dies)
+        if "roles" in self.features:
+            Child(run_role, self.address, self.features, rank, dp_size)
+
+    async def run(self) -> tuple[dict[tuple[int, int], list[Any]], sb.Statistics]:
+        """-> What the ranks said."""
+        features, rejoin = self.features, "journal" in self.features
+        hand_over: Any = "direct" if "direct" in features else "balancer"
+        for rank in range(RANKS):
+            self.start(rank, RANKS)
+        with anyio.fail_after(GUARD_S):
+            if rejoin:
+                first = Child(run_first_controller, features, self.port, self.folder)
+            async with (
+                sb.connect(self.address, hand_over=hand_over, rejoin=rejoin) as by,
+                anyio.create_task_group() as tasks,
+            ):
+                halves = list(batched(self.todo, BATCH // 2))
+                if rejoin:
+                    # Of some nobody hears from the controller that took them.
+                    tasks.start_soon(self._put_step, by, halves[:2])
+                    await anyio.to_thread.run_sync(first.process.join)
+                    self.planned.seen.add("journal")
+                async with controller(features, self.port, self.folder) as balancer:
+                    balancer.observers.append(self.planned)
+                    while "torch_dist" in features and sum(pair.ready for pair in self.planned.pairs) < RANKS:
+                        await anyio.sleep(0.01)
+                    for number in range(2 if rejoin else 0, len(halves), 2):
+                        await self._resize(balancer, number // 2)
+                        await self._put_step(by, halves[number : number + 2], balancer)
+                    await by.end()
+                    balancer.end()
+                    said = {at: await anyio.to_thread.run_sync(rank.told) for at, rank in self.ranks.items()}
+        return said, balancer.statistics()
+
+    async def _put_step(self, by: Any, halves: Any, balancer: sb.StreamBalancer | None = None) -> None:
+        """Half a step at a time: else long rollouts wait for each other."""
+        for some in halves:
+            async with anyio.create_task_group() as puts:
+                for one in some:
+                    puts.start_soon(self._put, by, one)
+            if "open" in self.features and balancer is not None and "open" not in self.planned.seen:
+                await begun(balancer, self.planned.complete)
+                self.planned.seen.add("open")
+
+    async def _put(self, by: Any, one: sb.Rollout) -> None:
+        with suppress(*[sb.errors.DuplicateRolloutError] if "journal" in self.features else []):
+            await by.put(one)
+
+    async def _resize(self, balancer: sb.StreamBalancer, step: int) -> None:
+        """One rank more, and then two fewer; one fewer where one is lost."""
+        change = {STEPS - 1: -1} if "replan" in self.features else {1: 1, STEPS - 1: -2}
+        if "resize" not in self.features or step not in change:
+            return
+        # Who is to join says that it is one of so many: all have joined once a step is over.
+        while not self.planned.sizes or not all(state.connected for state in balancer.rank_states()):
+            await anyio.sleep(0.01)
+        while change[step] == -2 and RANKS + 1 not in self.planned.sizes:
+            await anyio.sleep(0.01)
+        while True:
+            with suppress(sb.errors.ConfigError):  # in the midst of an open step
+                dp_size = balancer.config.dp_size + change[step]
+                balancer.reconfigure(dp_size=dp_size)
+                break
+            await anyio.sleep(0.01)
+        if change[step] == 1:
+            self.start(RANKS, dp_size)
 
 
 @pytest.mark.parametrize("features", together())
-def test_gradients_of_features_together(features: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    todo, said, statistics, planned = anyio.run(drill, features, monkeypatch)
-    assert (statistics.acknowledged, statistics.in_flight, statistics.waiting) == (len(todo), 0, 0)
-    assert sum(bool(words) for words in said) == RANKS
+def test_gradients_of_features_together(
+    features: frozenset[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drill = Drill(features, tmp_path)
+    planned, todo = drill.planned, drill.todo
+    planned.watch(monkeypatch)
+    said, statistics = anyio.run(drill.run)
+    assert (statistics.in_flight, statistics.waiting) == (0, 0)
+    assert statistics.acknowledged == len(todo) or "journal" in features
+    assert all(said.values())
     if any(
-        rank not in planned.rank_of[name] for rank, words in enumerate(said) for *_, ids, _ in words for name in ids
-    ):
+        rank not in planned.rank_of.get(name, {rank})
+        for (rank, _), words in said.items() for *_, ids, _ in words for name in ids
+    ):  # fmt: skip
         planned.seen |= {"late", "replan"}
-    assert features <= planned.seen
-    steps: dict[tuple[int, int], list[tuple[list[str], list[float]]]] = {}
-    for words in said:
-        for step, part, ids, total in words:
-            steps.setdefault((step, part), []).append((ids, total))
+    if planned.sizes >= ({RANKS - 2} if "replan" in features else {RANKS + 1, RANKS - 1}):
+        planned.seen.add("resize")
+    if {seat for _, seat in said} == {0, 1}:
+        planned.seen.add("seats")
     by_id = {one.rollout_id: one for one in todo}
-    trained: list[str] = []
-    for heard in steps.values():
-        ids = [name for names, _ in heard for name in names]
-        assert len(ids) == len(set(ids)) or "shared" in features
-        trained += set(ids)
-        reference = Gradient()
-        reference.add(sb.types.MicroBatch.of([by_id[name] for name in sorted(set(ids))]))
-        whole = reference.flat() / sum(by_id[name].num_loss_tokens for name in set(ids))
-        for _, total in heard:
-            torch.testing.assert_close(torch.tensor(total), whole, atol=1e-6, rtol=0.0)
-    assert sorted(trained) == sorted(by_id)
+    weights: dict[str, Any] = (
+        {"weights": lambda packed: weights_of(packed["input_ids"] % 64)} if "roles" in features else {}
+    )
+    for seat in drill.seats:
+        steps: dict[tuple[int, int], list[tuple[list[str], list[float]]]] = {}
+        for (_, its), words in said.items():
+            for step, part, ids, total in words if its == seat else []:
+                steps.setdefault((step, part), []).append((ids, total))
+        trained: list[str] = []
+        for heard in steps.values():
+            ids = [name for names, _ in heard for name in names]
+            assert len(ids) == len(set(ids)) or "shared" in features
+            trained += set(ids)
+            reference = Gradient(**weights)
+            reference.add(sb.types.MicroBatch.of([by_id[name] for name in sorted(set(ids))]))
+            whole = reference.flat() / sum(by_id[name].num_loss_tokens for name in set(ids))
+            for _, total in heard:
+                torch.testing.assert_close(torch.tensor(total), whole, atol=1e-6, rtol=0.0)
+        assert sorted(trained) == sorted(by_id)
+    # the role's columns were those that the loss was computed with, or the gradients would be others
+    assert features <= planned.seen | {"roles"}
