@@ -156,6 +156,28 @@ async def test_the_end_of_a_producer_takes_back_what_waits_to_be_reserved() -> N
             await producer.end()
 
 
+async def test_a_reservation_that_is_cancelled_while_its_reply_is_on_its_way_is_given_back() -> None:
+    """Nobody has the slot, and the balancer has admitted it."""
+    async with over_memory() as (balancer, network, tasks):
+        producer, scope = connected(network), anyio.CancelScope()
+
+        async def reserve() -> None:
+            with scope, pytest.raises(sb.errors.BrokenResourceError, match="whether it was accepted is not known"):
+                await producer.reserve(3).__aenter__()
+
+        async with balancer.reserve(8):
+            tasks.start_soon(reserve)
+            await settle()
+            wire_of(producer).hold()
+        await settle()
+        assert balancer.statistics().reserved == 3
+        scope.cancel()
+        await anyio.sleep(60)
+        wire_of(producer).release()
+        await settle()
+        assert balancer.statistics().reserved == 0
+
+
 async def test_a_slot_in_whose_place_others_have_begun_is_given_back_by_name(caplog: pytest.LogCaptureFixture) -> None:
     async with over_memory() as (balancer, network, _):
         producer = connected(network, rejoin=True)

@@ -417,13 +417,14 @@ async def test_a_connection_that_is_lost_again_and_again_is_dialled_less_and_les
         tasks.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("number", [None, 3])
-def test_only_what_was_sent_may_have_been_accepted(number: int | None) -> None:
+@pytest.mark.parametrize("sent", ["never", "now", "to a controller before this one"])
+def test_only_what_was_sent_may_have_been_accepted(sent: str) -> None:
     pending = Pending("put", accepted_if="DuplicateRolloutError")
-    pending.number = number
+    # numbers begin anew where nothing is known of the ones before
+    pending.number, pending.sent_before = 3 if sent == "now" else None, sent.startswith("to")
     text = str(pending.lost("the controller", "it broke"))
-    assert ("so it was not accepted. Connect and put it again" in text) == (number is None)
-    assert ("not known. Connect and put it again: a DuplicateRolloutError then" in text) == (number is not None)
+    assert ("so it was not accepted. Connect and put it again" in text) == (sent == "never")
+    assert ("not known. Connect and put it again: a DuplicateRolloutError then" in text) == (sent != "never")
 
 
 async def test_who_takes_has_a_turn_in_the_midst_of_a_burst_of_calls() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cores import learning_core, saved
+from helpers import polled
 from invariants import verify
 from numpy.typing import NDArray
 
@@ -151,6 +152,21 @@ def test_seconds_that_include_waiting_teach_nothing() -> None:
         core.acknowledge(batch.step)
     assert fit_of(core).steps == 0
     assert core.statistics(0.0).measured_idle_fraction == 0.0
+
+
+def test_a_rank_with_nothing_but_padding_copies_teaches_nothing() -> None:
+    """What it is through with at once is no work."""
+    core = learning_core(config(dp_size=2, batch_size=8))
+    for _ in range(3):
+        core.add(sb.Rollout(tokens={"input_ids": IDS[:100]}), 0.0)
+        core.triggers.force_flush()
+        batch = polled(core)
+        is_padding = [share.rollouts[0].is_padding for share in batch.ranks]
+        assert sorted(is_padding) == [False, True]
+        for rank in range(2):
+            core.record_step(StepTiming(batch.step, rank, 0.01 if is_padding[rank] else 1.0), 0.0)
+        core.acknowledge(batch.step)
+    assert fit_of(core).steps == 0
 
 
 def test_rollouts_that_bring_their_own_cost_are_left_alone() -> None:
