@@ -32,13 +32,13 @@ CELLS = [(1024, 32, 49152, 7.7), (256, 8, 65536, 3.5)]
 """(rollouts, ranks, token cap, most idle % allowed)"""
 
 
-def verl_layout(kk: Partitioner, lengths: Ints, costs: Floats, num_ranks: int, cap: int) -> tuple[Layout, int]:
+def verl_layout(kk: Partitioner, lengths: Ints, costs: Floats, dp_size: int, cap: int) -> tuple[Layout, int]:
     """What verl's trainer and rearrange_micro_batches do together, the all_reduce replaced by knowing all ranks.
 
     Equal counts per rank by workload; then as many micro-batches as the neediest rank asks for, and one more
     for everybody as long as some micro-batch of some rank is over the cap. -> (layout, retries).
     """
-    shares = [np.asarray(share) for share in kk(costs, num_ranks, True)]
+    shares = [np.asarray(share) for share in kk(costs, dp_size, True)]
     number = max(int(-(-lengths[share].sum() // cap)) for share in shares)
     retries = 0
     while True:
@@ -57,9 +57,9 @@ def verl_layout(kk: Partitioner, lengths: Ints, costs: Floats, num_ranks: int, c
     return ordered, retries
 
 
-def our_layout(lengths: Ints, costs: Floats, num_ranks: int, cap: int, sync: str) -> Layout:
+def our_layout(lengths: Ints, costs: Floats, dp_size: int, cap: int, sync: str) -> Layout:
     ranks = form_micro_batches(
-        lengths, costs, num_ranks, max_tokens=cap, sync="micro_batch" if sync == "micro_batch" else "step"
+        lengths, costs, dp_size, max_tokens=cap, sync="micro_batch" if sync == "micro_batch" else "step"
     )
     return [[one.tolist() for one in share] for share in ranks]
 
@@ -71,14 +71,14 @@ class Tally:
         self.mean = self.highest = self.step_highest = self.ms = 0.0
         self.least = self.over_cap = self.count = 0
 
-    def add(self, layout: Layout, lengths: Ints, costs: Floats, num_ranks: int, cap: int, ms: float) -> None:
-        loads = np.zeros((num_ranks, max(map(len, layout))))  # where counts are free, a rank may have fewer
+    def add(self, layout: Layout, lengths: Ints, costs: Floats, dp_size: int, cap: int, ms: float) -> None:
+        loads = np.zeros((dp_size, max(map(len, layout))))  # where counts are free, a rank may have fewer
         for rank, share in enumerate(layout):
             loads[rank, : len(share)] = [costs[one].sum() for one in share]
-        self.mean += float(loads.sum()) / num_ranks
+        self.mean += float(loads.sum()) / dp_size
         self.highest += float(loads.max(axis=0).sum())
         self.step_highest += float(loads.sum(axis=1).max())
-        self.least += int(loads.shape[1] == -(-int(lengths.sum()) // (num_ranks * cap)))
+        self.least += int(loads.shape[1] == -(-int(lengths.sum()) // (dp_size * cap)))
         self.over_cap += sum(int(lengths[one].sum()) > cap for share in layout for one in share)
         self.ms += ms
         self.count += 1
@@ -104,7 +104,7 @@ def report(rows: Rows, label: str, tally: Tally, bar: float | None, *, guarantee
 
 
 def compare(
-    rows: Rows, label: str, kk: Partitioner | None, inputs: list[Floats], num_ranks: int, cap: int, bar: float | None
+    rows: Rows, label: str, kk: Partitioner | None, inputs: list[Floats], dp_size: int, cap: int, bar: float | None
 ) -> None:
     rows.text(label)
     verl = None
@@ -113,8 +113,8 @@ def compare(
         for drawn in inputs:
             lengths, costs = drawn.astype(np.int64), flops(drawn)
             start = time.process_time()
-            layout, tried = verl_layout(kk, lengths, costs, num_ranks, cap)
-            verl.add(layout, lengths, costs, num_ranks, cap, 1e3 * (time.process_time() - start))
+            layout, tried = verl_layout(kk, lengths, costs, dp_size, cap)
+            verl.add(layout, lengths, costs, dp_size, cap, 1e3 * (time.process_time() - start))
             retries += tried
         report(rows, f"{label}: verl", verl, None, guaranteed=False)
         rows.add(f"{label}: verl: all_reduce retries per step", retries / len(inputs), "n")
@@ -123,8 +123,8 @@ def compare(
         for drawn in inputs:
             lengths, costs = drawn.astype(np.int64), flops(drawn)
             start = time.process_time()
-            layout = our_layout(lengths, costs, num_ranks, cap, sync)
-            tally.add(layout, lengths, costs, num_ranks, cap, 1e3 * (time.process_time() - start))
+            layout = our_layout(lengths, costs, dp_size, cap, sync)
+            tally.add(layout, lengths, costs, dp_size, cap, 1e3 * (time.process_time() - start))
         own = sync == "micro_batch"
         report(rows, f"{label}: stream_balancer sync={sync}", tally, bar if own else None, guaranteed=True)
         if own and verl is not None:
@@ -161,18 +161,18 @@ def like(name: str, size: int, seed: int) -> Ints:
     return np.clip(drawn, 8_192, longest).astype(np.int64)
 
 
-def least_number_first(lengths: Ints, costs: Floats, num_ranks: int, cap: int) -> Layout:
+def least_number_first(lengths: Ints, costs: Floats, dp_size: int, cap: int) -> Layout:
     """The least number of micro-batches that is found, then balance under it: what seems obvious."""
     packer = Packer(lengths, costs, cap, padded=False)
-    shares = partition(costs, num_ranks)
-    number = -(-int(lengths.sum()) // (num_ranks * cap))
+    shares = partition(costs, dp_size)
+    number = -(-int(lengths.sum()) // (dp_size * cap))
     while True:
         packed = [packer.pack(share, number) for share in shares]
         if all(bins is not None for bins in packed) and all(share.size >= number for share in shares):
             return [bins for bins in packed if bins is not None]
-        bins = packer.pack(np.arange(lengths.size), num_ranks * number)
+        bins = packer.pack(np.arange(lengths.size), dp_size * number)
         if bins is not None:
-            parts = partition([packer.cost(one) for one in bins], num_ranks, "equal")
+            parts = partition([packer.cost(one) for one in bins], dp_size, "equal")
             return [[bins[one] for one in part.tolist()] for part in parts]
         number += 1
 
@@ -189,36 +189,36 @@ def finish_of(layout: Layout, costs: Floats, overhead: float, counts: Counts) ->
 class Finish:
     """Sums over draws of when the last rank is done, and of what could be."""
 
-    def __init__(self, kk: Partitioner | None, num_ranks: int, percent: int, counts: Counts) -> None:
-        self._kk, self._num_ranks, self._percent, self._counts = kk, num_ranks, percent, counts
+    def __init__(self, kk: Partitioner | None, dp_size: int, percent: int, counts: Counts) -> None:
+        self._kk, self._dp_size, self._percent, self._counts = kk, dp_size, percent, counts
         self.mean = self.ours = self.least_first = self.verl = self.bound = self.ms = 0.0
         self.later = self.count = 0
 
     def add(self, lengths: Ints, costs: Floats) -> None:
-        counts, num_ranks, cap = self._counts, self._num_ranks, int(lengths.max())
-        overhead = self._percent / 100.0 * float(costs.sum()) / num_ranks
+        counts, dp_size, cap = self._counts, self._dp_size, int(lengths.max())
+        overhead = self._percent / 100.0 * float(costs.sum()) / dp_size
         start = time.process_time()
         ranks = form_micro_batches(
-            lengths, costs, num_ranks, max_tokens=cap, micro_batch_counts=counts, overhead=overhead
+            lengths, costs, dp_size, max_tokens=cap, micro_batch_counts=counts, overhead_cost=overhead
         )
         self.ms += 1e3 * (time.process_time() - start)
         ours = finish_of([[one.tolist() for one in share] for share in ranks], costs, overhead, counts)
-        least_first = finish_of(least_number_first(lengths, costs, num_ranks, cap), costs, overhead, counts)
-        self.mean += float(costs.sum()) / num_ranks
+        least_first = finish_of(least_number_first(lengths, costs, dp_size, cap), costs, overhead, counts)
+        self.mean += float(costs.sum()) / dp_size
         self.ours += ours
         self.least_first += least_first
         self.later += ours > least_first * (1.0 + 1e-9)
         self.count += 1
         self.bound += least_finish_bound(
             Packer(lengths, costs, cap, padded=False),
-            num_ranks,
+            dp_size,
             counts=counts,
             overhead=overhead,
             multiple_of=1,
-            work_bound=lower_bound(costs, num_ranks),
+            work_bound=lower_bound(costs, dp_size),
         )
         if self._kk is not None:
-            self.verl += finish_of(verl_layout(self._kk, lengths, costs, num_ranks, cap)[0], costs, overhead, counts)
+            self.verl += finish_of(verl_layout(self._kk, lengths, costs, dp_size, cap)[0], costs, overhead, counts)
 
     def idle(self, finish: float) -> float:
         """Percent, the overhead counted."""
@@ -226,11 +226,11 @@ class Finish:
 
 
 def cap_at_longest(
-    rows: Rows, label: str, kk: Partitioner | None, drawn: list[Ints], costs_of: CostsOf, num_ranks: int
+    rows: Rows, label: str, kk: Partitioner | None, drawn: list[Ints], costs_of: CostsOf, dp_size: int
 ) -> None:
     for percent in PERCENT:
         for counts in COUNTS:
-            tally = Finish(kk, num_ranks, percent, counts)
+            tally = Finish(kk, dp_size, percent, counts)
             for lengths in drawn:
                 tally.add(lengths, costs_of(lengths))
             name = f"{label} cap = longest, overhead {percent} %, {counts} numbers"
@@ -240,7 +240,7 @@ def cap_at_longest(
                 f"{name}: idle",
                 tally.idle(tally.ours),
                 "%",
-                bar if num_ranks == 8 else None,
+                bar if dp_size == 8 else None,
                 later_than_least_number_first=tally.later,
                 ms=round(tally.ms / tally.count, 2),
                 bound=round(bound, 2),
@@ -253,9 +253,9 @@ def main() -> None:
     options = arguments(__doc__, seeds=20, traces=None)
     rows = Rows(options.json, options.results)
     kk = peers().get("verl (list)")
-    for size, num_ranks, cap, bar in CELLS:
+    for size, dp_size, cap, bar in CELLS:
         inputs = [lognormal(size, seed) for seed in range(options.seeds)]
-        compare(rows, f"ln {size}/{num_ranks} cap {cap}", kk, inputs, num_ranks, cap, bar)
+        compare(rows, f"ln {size}/{dp_size} cap {cap}", kk, inputs, dp_size, cap, bar)
     for trace in traces(trace_folder(options.traces)):
         whole = trace.lengths.astype(np.float64)
         cap = int(2 * whole.max())
@@ -264,9 +264,9 @@ def main() -> None:
             compare(rows, f"{trace.name} 256/8 cap {cap}", kk, inputs, 8, cap, None)
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
     for name in LIKE:
-        for size, num_ranks in SIZES:
-            few = [like(name, size, seed) for seed in (seeds if num_ranks == 8 else seeds[:6])]
-            cap_at_longest(rows, f"{name} {size}/{num_ranks}", kk, few, odc_seconds, num_ranks)
+        for size, dp_size in SIZES:
+            few = [like(name, size, seed) for seed in (seeds if dp_size == 8 else seeds[:6])]
+            cap_at_longest(rows, f"{name} {size}/{dp_size}", kk, few, odc_seconds, dp_size)
     for trace in traces(trace_folder(options.traces)):
         few = [np.random.default_rng(seed).choice(trace.lengths, 32) for seed in seeds[:6]]
         cap_at_longest(rows, f"{trace.name} 32/8", kk, few, trace_flops, 8)

@@ -20,29 +20,29 @@ FASTER_THAN_VERL = {(512, 32): 20.0, (1024, 64): 50.0, (4096, 128): 150.0}
 PEER_LIMIT_MS = 4000.0  # a peer that takes longer is tried once, and not at larger sizes
 
 
-def excess(costs: Floats, shares: list[list[int]], num_ranks: int, equal: bool) -> float:
+def excess(costs: Floats, shares: list[list[int]], dp_size: int, equal: bool) -> float:
     """Percent above the lower bound."""
     finish = max(float(costs[np.asarray(share, dtype=np.int64)].sum()) for share in shares)
-    return 100.0 * (finish / lower_bound(costs, num_ranks, "equal" if equal else "free") - 1.0)
+    return 100.0 * (finish / lower_bound(costs, dp_size, "equal" if equal else "free") - 1.0)
 
 
 def ours(tolerance: float) -> Partitioner:
-    def run(costs: Floats, num_ranks: int, equal: bool) -> list[list[int]]:
+    def run(costs: Floats, dp_size: int, equal: bool) -> list[list[int]]:
         return [
-            share.tolist() for share in partition(costs, num_ranks, "equal" if equal else "free", tolerance=tolerance)
+            share.tolist() for share in partition(costs, dp_size, "equal" if equal else "free", tolerance=tolerance)
         ]
 
     return run
 
 
-def measure(method: Partitioner, inputs: list[Floats], num_ranks: int, equal: bool) -> tuple[float, float]:
+def measure(method: Partitioner, inputs: list[Floats], dp_size: int, equal: bool) -> tuple[float, float]:
     """-> (mean excess in percent, mean milliseconds)."""
     excesses, times = [], []
     for costs in inputs:
         start = time.process_time()
-        shares = method(costs, num_ranks, equal)
+        shares = method(costs, dp_size, equal)
         ms = 1e3 * (time.process_time() - start)
-        excesses.append(excess(costs, shares, num_ranks, equal))
+        excesses.append(excess(costs, shares, dp_size, equal))
         times.append(ms)
         if ms > PEER_LIMIT_MS:
             break
@@ -51,17 +51,17 @@ def measure(method: Partitioner, inputs: list[Floats], num_ranks: int, equal: bo
 
 def side_by_side(rows: Rows, others: dict[str, Partitioner], seeds: int, sizes: list[tuple[int, int]]) -> None:
     too_slow: set[tuple[str, bool]] = set()
-    for size, num_ranks in sizes:
+    for size, dp_size in sizes:
         for equal in (False, True):
             for kind, cost in COSTS.items():
-                label = f"{size}/{num_ranks} {'equal' if equal else 'free'} {kind}"
+                label = f"{size}/{dp_size} {'equal' if equal else 'free'} {kind}"
                 rows.text(label)
                 inputs = [cost(lognormal(size, seed)) for seed in range(seeds)]
-                mean, own_ms = measure(ours(1e-4), inputs, num_ranks, equal)
-                bar = EQUAL_BARS.get((size, num_ranks), 0.01) if equal else (0.01 if size >= 256 else None)
+                mean, own_ms = measure(ours(1e-4), inputs, dp_size, equal)
+                bar = EQUAL_BARS.get((size, dp_size), 0.01) if equal else (0.01 if size >= 256 else None)
                 rows.add(f"{label}: stream_balancer excess", mean, "%", bar)
                 rows.add(f"{label}: stream_balancer time", own_ms, "ms")
-                mean, ms = measure(ours(2e-6), inputs, num_ranks, equal)
+                mean, ms = measure(ours(2e-6), inputs, dp_size, equal)
                 rows.add(f"{label}: stream_balancer tight excess", mean, "%")
                 rows.add(f"{label}: stream_balancer tight time", ms, "ms")
                 for name, method in others.items():
@@ -70,14 +70,14 @@ def side_by_side(rows: Rows, others: dict[str, Partitioner], seeds: int, sizes: 
                     if kind == "flops" and not name.startswith("verl (list)"):
                         continue
                     count = seeds if size <= 512 else min(seeds, 3)
-                    mean, ms = measure(method, inputs[:count], num_ranks, equal)
+                    mean, ms = measure(method, inputs[:count], dp_size, equal)
                     if ms > PEER_LIMIT_MS / 4:
                         too_slow.add((name, equal))
                     rows.add(f"{label}: {name} excess", mean, "%")
                     rows.add(f"{label}: {name} time", ms, "ms")
                     if name == "verl (list)":
-                        if not equal and (size, num_ranks) in FASTER_THAN_VERL:
-                            least = FASTER_THAN_VERL[size, num_ranks]
+                        if not equal and (size, dp_size) in FASTER_THAN_VERL:
+                            least = FASTER_THAN_VERL[size, dp_size]
                             rows.add(f"{label}: times faster than verl", ms / own_ms, "x", least, at_least=True)
                         if equal:
                             rows.add(f"{label}: time over verl's", own_ms / ms, "x", 2.0 if size > 64 else None)
@@ -106,22 +106,22 @@ def against_exact(rows: Rows, seeds: int) -> None:
         rows.add(f"{label}: optimum proven", 100.0 * proven / seeds, "%")
 
 
-def _exact(cp_model, costs: Floats, num_ranks: int, equal: bool) -> tuple[float, bool]:  # type: ignore[no-untyped-def]
+def _exact(cp_model, costs: Floats, dp_size: int, equal: bool) -> tuple[float, bool]:  # type: ignore[no-untyped-def]
     model = cp_model.CpModel()
     n = costs.size
-    on = [[model.new_bool_var("") for _ in range(num_ranks)] for _ in range(n)]
-    latest = model.new_int_var(int(lower_bound(costs, num_ranks)), int(costs.sum()), "")
+    on = [[model.new_bool_var("") for _ in range(dp_size)] for _ in range(n)]
+    latest = model.new_int_var(int(lower_bound(costs, dp_size)), int(costs.sum()), "")
     for i in range(n):
         model.add_exactly_one(on[i])
-    for rank in range(num_ranks):
+    for rank in range(dp_size):
         model.add(sum(int(costs[i]) * on[i][rank] for i in range(n)) <= latest)
         if equal:
-            model.add(sum(on[i][rank] for i in range(n)) == n // num_ranks)
+            model.add(sum(on[i][rank] for i in range(n)) == n // dp_size)
     by_cost = np.argsort(-costs)
-    for place in range(num_ranks - 1):  # ranks are alike: the heaviest rollouts pick them in order
-        for rank in range(place + 1, num_ranks):
+    for place in range(dp_size - 1):  # ranks are alike: the heaviest rollouts pick them in order
+        for rank in range(place + 1, dp_size):
             model.add(on[int(by_cost[place])][rank] == 0)
-    for i, share_of in enumerate(_rank_of(partition(costs, num_ranks, "equal" if equal else "free"), n)):
+    for i, share_of in enumerate(_rank_of(partition(costs, dp_size, "equal" if equal else "free"), n)):
         model.add_hint(on[i][share_of], 1)
     model.minimize(latest)
     solver = cp_model.CpSolver()
@@ -142,12 +142,12 @@ def _rank_of(shares: list[np.ndarray[tuple[int], np.dtype[np.int64]]], n: int) -
 def on_traces(rows: Rows, folder: str | None, seeds: int) -> None:
     for trace in traces(trace_folder(folder)):
         rows.text(f"trace {trace.name}")
-        for size, num_ranks in ((32, 8), (256, 8), (1024, 64)):
+        for size, dp_size in ((32, 8), (256, 8), (1024, 64)):
             for equal in (False, True):
                 lengths = trace.lengths.astype(np.float64)
                 drawn = [np.random.default_rng(seed).choice(lengths, size) for seed in range(seeds)]
-                mean, ms = measure(ours(1e-4), [flops(one) for one in drawn], num_ranks, equal)
-                label = f"{trace.name} {size}/{num_ranks} {'equal' if equal else 'free'} flops"
+                mean, ms = measure(ours(1e-4), [flops(one) for one in drawn], dp_size, equal)
+                label = f"{trace.name} {size}/{dp_size} {'equal' if equal else 'free'} flops"
                 rows.add(f"{label}: excess", mean, "%")
                 rows.add(f"{label}: time", ms, "ms")
 

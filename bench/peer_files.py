@@ -62,8 +62,11 @@ def commit_of(repository: str) -> str:
 
 def checkout(repository: str) -> Path:
     """The folder with a project's pinned files; raises as :func:`load` does."""
-    for pin in pins(repository):
-        _have(pin)
+    try:
+        for pin in pins(repository):
+            _have(pin)
+    except OSError as reason:
+        raise OSError(f"pinned files of {repository} are neither here nor can they be fetched: {reason}") from reason
     return CACHE / repository.replace("/", "+")
 
 

@@ -41,14 +41,14 @@ def make_rollouts(count: int, seed: int = 0) -> Iterator[sb.Rollout]:
     return (sb.Rollout(tokens={"input_ids": ids[:n]}, rollout_id=f"{seed}-{i}") for i, n in enumerate(lengths.tolist()))
 
 
-def config_of(num_ranks: int, batch_size: int, waiting: int) -> sb.BalancerConfig:
-    return sb.BalancerConfig(dp_size=num_ranks, batch_size=batch_size, window=waiting, cost=sb.cost.QuadraticCost())
+def config_of(dp_size: int, batch_size: int, waiting: int) -> sb.BalancerConfig:
+    return sb.BalancerConfig(dp_size=dp_size, batch_size=batch_size, window=waiting, cost=sb.cost.QuadraticCost())
 
 
-def dispatch_times(num_ranks: int, batch_size: int, waiting: int, steps: int) -> dict[str, float]:
+def dispatch_times(dp_size: int, batch_size: int, waiting: int, steps: int) -> dict[str, float]:
     """CPU time of a poll and of its acknowledgement with so many waiting at each, and of the puts between them. The
     batch before has been dropped by then: its rollouts are the caller's to free."""
-    core = BalancerCore(config_of(num_ranks, batch_size, waiting))
+    core = BalancerCore(config_of(dp_size, batch_size, waiting))
     source = make_rollouts(waiting + (steps + 2) * batch_size)
     now = 0.0
 
@@ -137,7 +137,7 @@ def beside_rows(rows: Rows, other: Path, steps: int) -> None:
             rows.add(name, ours, unit, other=round(theirs, 2), ratio=round(ours / theirs, 2))
 
 
-async def longest_block_s(num_ranks: int, batch_size: int, waiting: int, steps: int) -> tuple[list[float], float]:
+async def longest_block_s(dp_size: int, batch_size: int, waiting: int, steps: int) -> tuple[list[float], float]:
     """-> (for each step the longest time in which the event loop ran nothing else; the same without steps).
 
     A task that does nothing but yield notes the gaps between its turns, while producers put and a trainer iterates.
@@ -158,7 +158,7 @@ async def longest_block_s(num_ranks: int, batch_size: int, waiting: int, steps: 
         for rollout in todo:
             await balancer.put(rollout)
 
-    async with sb.StreamBalancer(config_of(num_ranks, batch_size, waiting)) as balancer:
+    async with sb.StreamBalancer(config_of(dp_size, batch_size, waiting)) as balancer:
         for _ in range(waiting - 1):
             await balancer.put(next(todo))
         async with anyio.create_task_group() as tasks:
@@ -254,11 +254,11 @@ def simulate_rows(rows: Rows, steps: int) -> None:
         )
 
 
-def sharded(num_ranks: int, batch_size: int, waiting: int, num_cells: int, steps: int) -> tuple[float, float]:
+def sharded(dp_size: int, batch_size: int, waiting: int, num_cells: int, steps: int) -> tuple[float, float]:
     """-> (idle share of rank time if all ranks of all cells meet at every step, median milliseconds of one cell's
     dispatch). Each rollout goes to the cell with the least work waiting."""
     cells = [
-        BalancerCore(config_of(num_ranks // num_cells, batch_size // num_cells, waiting // num_cells))
+        BalancerCore(config_of(dp_size // num_cells, batch_size // num_cells, waiting // num_cells))
         for _ in range(num_cells)
     ]
     source = make_rollouts(waiting + (steps + 8) * batch_size)

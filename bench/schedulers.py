@@ -76,7 +76,7 @@ def available(only: str) -> tuple[dict[Scheduler, Plan], dict[Scheduler, str]]:
         try:
             found[one] = one.load()
         except Exception as reason:  # noqa: BLE001 - another project's code may fail to import in any way
-            missing[one] = f"{type(reason).__name__}: {str(reason)[:160]}"
+            missing[one] = f"{type(reason).__name__}: {str(reason)[:200]}"
     return found, missing
 
 
@@ -124,7 +124,7 @@ def compare(
             left_out[scheduler.name] = too_slow[scheduler] = f"not run: {reason} {size}"
             continue
         except Exception as reason:  # noqa: BLE001 - another project's code may fail in any way, and the others go on
-            left_out[scheduler.name] = f"failed: {type(reason).__name__}: {str(reason)[:160]}"
+            left_out[scheduler.name] = f"failed: {type(reason).__name__}: {str(reason)[:200]}"
             continue
         rows += found
         if (ms := max(row.plan_ms or 0.0 for row in found)) > SLOW_MS:

@@ -39,10 +39,10 @@ class Trainer:
         self.deal_ms = self.rank_ms = 0.0
         self.tally = Tally()
 
-    def step(self, lengths: Ints, num_ranks: int, cap: int) -> None:
+    def step(self, lengths: Ints, dp_size: int, cap: int) -> None:
         costs = self.workload(torch.from_numpy(lengths))
         start = time.process_time()
-        shares = self.functions.get_seqlen_balanced_partitions(costs, num_ranks, equal_size=True)
+        shares = self.functions.get_seqlen_balanced_partitions(costs, dp_size, equal_size=True)
         self.deal_ms += 1e3 * (time.process_time() - start)
         batches = [rows_of(lengths[share]) for share in shares]
         number, again = 0, True
@@ -52,23 +52,23 @@ class Trainer:
                 self.functions.rearrange_micro_batches(batch, cap, min_num_micro_batch=number or None)[1]
                 for batch in batches
             ]
-            ms = 1e3 * (time.process_time() - start) / num_ranks
+            ms = 1e3 * (time.process_time() - start) / dp_size
             most = max(len(one) for one in found)
             number, again = most, any(len(one) != most for one in found)
         self.rank_ms += ms
         layout: Layout = [
             [np.asarray(share)[one].tolist() for one in own] for share, own in zip(shares, found, strict=True)
         ]
-        self.tally.add(layout, lengths, costs.numpy().astype(np.float64), num_ranks, cap, 0.0)
+        self.tally.add(layout, lengths, costs.numpy().astype(np.float64), dp_size, cap, 0.0)
 
 
-def compare(rows: Rows, label: str, inputs: list[Ints], num_ranks: int, cap: int) -> None:
+def compare(rows: Rows, label: str, inputs: list[Ints], dp_size: int, cap: int) -> None:
     rows.text(label)
     verl = importlib.import_module("verl.utils.seqlen_balancing")
     trainers = {"verl": Trainer(verl, verl.calculate_workload), "drop-in": Trainer(ours, verl.calculate_workload)}
     for lengths in inputs:
         for trainer in trainers.values():
-            trainer.step(lengths, num_ranks, cap)
+            trainer.step(lengths, dp_size, cap)
     for name, trainer in trainers.items():
         tally = trainer.tally
         tally.ms = trainer.rank_ms
@@ -81,9 +81,9 @@ def compare(rows: Rows, label: str, inputs: list[Ints], num_ranks: int, cap: int
 def main() -> None:
     options = arguments(__doc__, seeds=20, traces=None)
     rows = Rows(options.json, options.results)
-    for size, num_ranks, cap, _ in CELLS:
+    for size, dp_size, cap, _ in CELLS:
         inputs = [lognormal(size, seed).astype(np.int64) for seed in range(options.seeds)]
-        compare(rows, f"ln {size}/{num_ranks} cap {cap}", inputs, num_ranks, cap)
+        compare(rows, f"ln {size}/{dp_size} cap {cap}", inputs, dp_size, cap)
     for trace in traces(trace_folder(options.traces)):
         whole = trace.lengths
         cap = int(2 * whole.max())

@@ -157,16 +157,16 @@ def lay_out(
     of_step: Iterable[Rollout],
     *,
     step: int,
-    num_ranks: int,
+    dp_size: int,
     speeds: Sequence[float] | None = None,
     lockstep: bool = False,
     had: int = 0,
 ) -> list[list[MicroBatch]]:
-    """[num_ranks] micro-batches of rollouts that other ranks had in a step of the rollouts ``of_step``. ``lockstep``:
+    """[dp_size] micro-batches of rollouts that other ranks had in a step of the rollouts ``of_step``. ``lockstep``:
     as many for each rank. ``had``: padding copies of the step so far. As fast as a plan of so many."""
     rates = None if speeds is None or len({*speeds}) == 1 else np.array(speeds)
     # what is taken over is not shared anew: the ranks may be no aligned block
-    knobs = replace(state.pricing.knobs, num_ranks=num_ranks, speeds=rates, counts="free", cp_sizes=(1,))
+    knobs = replace(state.pricing.knobs, dp_size=dp_size, speeds=rates, counts="free", cp_sizes=(1,))
     # ranks that meet once a step may run different numbers
     plan = plan_of_all(state, rollouts, step, knobs if lockstep else replace(knobs, micro_batch_counts="free"))
     chosen = {row: rollouts[row] for row in rows_of(plan).tolist()}

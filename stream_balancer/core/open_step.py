@@ -64,12 +64,12 @@ def choose_rows(state: BalancerState, opened: OpenStep, may: Bools, *, complete:
 def make_row(state: BalancerState, opened: OpenStep, rows: Ints, reason: Reason, now: float) -> Batch:
     """The next row of the step that is under way; its rollouts are still in the buffer, and ``rows`` of it. Every rank
     has the same number of micro-batches as in a batch. As fast as a plan of so many."""
-    num_ranks = state.config.dp_size
+    dp_size = state.config.dp_size
     # of a last row for which nothing is left
-    plan = Plan([[] for _ in range(num_ranks)], np.zeros(num_ranks), None, 0.0, 0.0, ())
+    plan = Plan([[] for _ in range(dp_size)], np.zeros(dp_size), None, 0.0, 0.0, ())
     if rows.size:
         all_of_them = plan_of_all(state, state.buffer.rollouts(rows), state.in_flight.next_step, state.pricing.knobs)
-        plan = _spread(in_rows(all_of_them, rows), _loads_of(opened, num_ranks))
+        plan = _spread(in_rows(all_of_them, rows), _loads_of(opened, dp_size))
     row = make_batch(state, plan, rows_of(plan) if rows.size else rows, reason, now, opened.num_padding)
     # what to divide by is known with the last row
     return replace(row, ranks=tuple(replace(one, denominators=None) for one in row.ranks))
@@ -107,9 +107,9 @@ def _spread(plan: Plan, loads: Floats) -> Plan:
     return replace(plan, ranks=[plan.ranks[share] for share in share_of], loads=plan.loads[share_of])
 
 
-def _loads_of(opened: OpenStep, num_ranks: int) -> Floats:
+def _loads_of(opened: OpenStep, dp_size: int) -> Floats:
     """[ranks] work of the rows that have left."""
-    return sum((np.array(row.loads) for row in opened.rows), np.zeros(num_ranks))
+    return sum((np.array(row.loads) for row in opened.rows), np.zeros(dp_size))
 
 
 def _least_rollouts(config: BalancerConfig) -> int:

@@ -138,7 +138,7 @@ def _plan_knobs(config: BalancerConfig, learned: Learned, tolerance: float) -> P
     # what the user has given goes before what was learned
     given = micro_batches.overhead_cost
     return PlanKnobs(
-        num_ranks=config.dp_size,
+        dp_size=config.dp_size,
         batch_size=config.batch_size,
         max_skips=config.max_skips,
         batch_size_range=step.rollouts,

@@ -18,13 +18,11 @@ class UnplannableError(ValueError, AssertionError):
 
 
 def laid_out(
-    lengths: ArrayLike, work: ArrayLike, num_ranks: int, max_tokens: int, *, multiple_of: int = 1, **knobs: Any
+    lengths: ArrayLike, work: ArrayLike, dp_size: int, max_tokens: int, *, multiple_of: int = 1, **knobs: Any
 ) -> list[list[list[int]]] | None:
     """``[rank][micro_batch]`` positions, each of at most ``max_tokens``, by ``planning.form_micro_batches``. None where
     there are too few items for as many micro-batches on every rank."""
-    plan = planning.form_micro_batches(
-        lengths, work, num_ranks, max_tokens=max_tokens, multiple_of=multiple_of, **knobs
-    )
+    plan = planning.form_micro_batches(lengths, work, dp_size, max_tokens=max_tokens, multiple_of=multiple_of, **knobs)
     counts = {len(of_rank) for of_rank in plan}
     # a rank that runs fewer would leave the others waiting in a collective
     if len(counts) > 1 or 0 in counts or max(counts) % multiple_of:
@@ -55,7 +53,7 @@ def choose_groups(
     groups: Mapping[Group, Sequence[int]],
     cost: Callable[[Any], ArrayLike],
     count: int,
-    num_ranks: int,
+    dp_size: int,
     *,
     skips: Mapping[Group, int],
     max_skips: int,
@@ -81,7 +79,7 @@ def choose_groups(
     positions = planning.choose(
         tokens.ravel(),
         work.ravel(),
-        dp_size=min(num_ranks, count * size),
+        dp_size=min(dp_size, count * size),
         batch_size=count * size,
         max_skips=max_skips,
         skips=np.repeat([skips.get(group, 0) for group in groups], size),

@@ -242,7 +242,7 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             counts=config.counts,
             padded=config.cost.padded,
             micro_batch_counts=cut.counts,
-            overhead=cut.overhead_cost or 0.0,
+            overhead_cost=cut.overhead_cost or 0.0,
             multiple_of=cut.multiple_of,
             order=cut.order,
             oversize="alone",  # the row is accepted: here it can no longer be refused

@@ -44,13 +44,13 @@ AGREE = 8
 than one that is too large ages."""
 
 
-def moves_per_dispatch(batch_size: int, num_ranks: int) -> float:
+def moves_per_dispatch(batch_size: int, dp_size: int) -> float:
     """Shadows that move at a step, so that they take about a tenth of the time of its plan (bench/tune.py).
 
     Choosing is a twentieth of a plan up to 64 rollouts, where the partition is searched for longest, and an eighth to a
     quarter of larger ones, and where a rank has fewer than 4.
     """
-    if batch_size < 4 * num_ranks or batch_size > 256:
+    if batch_size < 4 * dp_size or batch_size > 256:
         return 0.5
     return 2.0 if batch_size <= 64 else 1.0
 
@@ -95,7 +95,7 @@ class WindowLearner(Learner):
         if not self._shadows or reason == "drain":
             return
         # Half a move for each step adds up, so a large batch moves a shadow every other time.
-        self._credit += moves_per_dispatch(self._core.config.batch_size, knobs.num_ranks)
+        self._credit += moves_per_dispatch(self._core.config.batch_size, knobs.dp_size)
         while self._credit >= 1.0:
             self._credit -= 1.0
             self._move(waiting, knobs)

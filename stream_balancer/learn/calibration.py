@@ -63,7 +63,7 @@ class Calibration:
     def __init__(
         self,
         model: CalibratedCost,
-        num_ranks: int,
+        dp_size: int,
         speeds: Sequence[float] | None = None,
         *,
         cp_overhead: float = 0.0,
@@ -81,7 +81,7 @@ class Calibration:
         self._parts = np.zeros(_FEATURES)  # of a typical step's seconds
         self._spread = 0.1  # relative, of what is measured about what is predicted
         self._errors: list[float] = []  # of the last predictions
-        given = np.log(np.ones(num_ranks) if speeds is None else np.array(speeds, dtype=np.float64))
+        given = np.log(np.ones(dp_size) if speeds is None else np.array(speeds, dtype=np.float64))
         self._log_speeds: Floats = given - np.median(given)
         self._recent: list[Floats] = []  # of each step, the ranks' log speeds
         self._found: Floats = np.zeros(0)  # what is in force was made of; empty: the prior is in force

@@ -80,12 +80,12 @@ class IdleTimes(Learner):
             self._suspect_nobody()
 
     def _suspect_nobody(self) -> None:
-        num_ranks = self._core.config.dp_size
-        self._count_up_to(num_ranks)
-        self._suspicions = [_Suspicion() for _ in range(num_ranks)]
+        dp_size = self._core.config.dp_size
+        self._count_up_to(dp_size)
+        self._suspicions = [_Suspicion() for _ in range(dp_size)]
 
-    def _count_up_to(self, num_ranks: int) -> None:
-        while len(self._busy) < num_ranks:
+    def _count_up_to(self, dp_size: int) -> None:
+        while len(self._busy) < dp_size:
             self._busy.append(0.0)
             self._idle.append(dict.fromkeys(_CAUSES, 0.0))
 

@@ -27,10 +27,10 @@ def checked_costs(costs: ArrayLike) -> Floats:
     return work
 
 
-def check_ranks(num_ranks: int, counts: str) -> None:
+def check_ranks(dp_size: int, counts: str) -> None:
     """Raises ValueError for no rank at all, or counts that are neither "free" nor "equal"."""
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks ({num_ranks}) must be >= 1: there is nowhere to put a rollout.")
+    if dp_size < 1:
+        raise ValueError(f"dp_size ({dp_size}) must be >= 1: there is nowhere to put a rollout.")
     if counts not in ("free", "equal"):
         raise ValueError(f"counts must be 'free' or 'equal', not {counts!r}.")
 
@@ -50,16 +50,16 @@ def check_shares(shares: object) -> None:
         )
 
 
-def checked_speeds(speeds: ArrayLike | Sequence[float] | None, num_ranks: int) -> Floats | None:
-    """[num_ranks] relative throughput, or None where all are 1.0: the search without speeds is faster and exact."""
+def checked_speeds(speeds: ArrayLike | Sequence[float] | None, dp_size: int) -> Floats | None:
+    """[dp_size] relative throughput, or None where all are 1.0: the search without speeds is faster and exact."""
     if speeds is None:
         return None
     rate = np.asarray(speeds, dtype=np.float64)
     # one number for all would broadcast silently, and a rank too many would never be given work
-    if rate.shape != (num_ranks,):
-        raise ValueError(f"speeds must hold one number per rank ({num_ranks}), not shape {rate.shape}.")
+    if rate.shape != (dp_size,):
+        raise ValueError(f"speeds must hold one number per rank ({dp_size}), not shape {rate.shape}.")
     if not (np.isfinite(rate).all() and (rate > 0.0).all()):
-        raise ValueError("speeds must be finite and > 0: a rank of speed 0 never finishes. Leave it out of num_ranks.")
+        raise ValueError("speeds must be finite and > 0: a rank of speed 0 never finishes. Leave it out of dp_size.")
     return None if bool((rate == rate[0]).all()) and rate[0] == 1.0 else rate
 
 
@@ -73,15 +73,15 @@ def positions_in(ranks: Iterable[Sequence[Ints]]) -> Ints:
     return np.concatenate([np.empty(0, dtype=np.int64), *(one for share in ranks for one in share)])
 
 
-def split_by_label(labels: Ints, num_ranks: int) -> list[Ints]:
+def split_by_label(labels: Ints, dp_size: int) -> list[Ints]:
     """[n] labels -> one ascending index array per label. O(n log n).
 
     Examples:
-        >>> split_by_label(np.array([0, 1, 1, 0, 2, 1]), num_ranks=3)
+        >>> split_by_label(np.array([0, 1, 1, 0, 2, 1]), dp_size=3)
         [array([0, 3]), array([1, 2, 5]), array([4])]
     """
     order = np.argsort(labels, kind="stable").astype(np.int64, copy=False)
     # a stable sort keeps positions ascending within a label: no second sort for each
-    ends = np.cumsum(np.bincount(labels, minlength=num_ranks)).tolist()
+    ends = np.cumsum(np.bincount(labels, minlength=dp_size)).tolist()
     starts = [0, *ends[:-1]]
     return [order[start:end] for start, end in zip(starts, ends, strict=True)]

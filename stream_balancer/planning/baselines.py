@@ -38,10 +38,10 @@ def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, s
     """
     oldest = _oldest(waiting, usual_size(waiting, knobs, num_rollouts, surplus))
     # as most trainers deal out a batch that they have read in order
-    shares = [oldest[rank :: knobs.num_ranks] for rank in range(knobs.num_ranks)]
+    shares = [oldest[rank :: knobs.dp_size] for rank in range(knobs.dp_size)]
     packer = Packer(waiting.lengths, waiting.costs, knobs.max_tokens_per_micro_batch, knobs.padded)
     each = [share.tolist() for share in shares]
-    packed = packer.evened(each, [0] * knobs.num_ranks, knobs.micro_batch_multiple, "equal")
+    packed = packer.evened(each, [0] * knobs.dp_size, knobs.micro_batch_multiple, "equal")
     ranks = [[np.sort(np.array(one, dtype=np.int64)) for one in bins] for bins in packed]
     return finished(waiting, knobs, ranks, earliest_finish(waiting, knobs, oldest))
 

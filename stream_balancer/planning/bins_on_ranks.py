@@ -51,7 +51,7 @@ class _Layout(NamedTuple):
 
 def least_finish(
     packer: Packer,
-    num_ranks: int,
+    dp_size: int,
     sync: Sync,
     counts: Counts,
     overhead: float,
@@ -64,12 +64,12 @@ def least_finish(
 
     Args:
         packer: the rollouts and the cap; not padded.
-        num_ranks: number of ranks.
+        dp_size: number of ranks.
         sync: when ranks meet.
         counts: "equal": every rank has as many micro-batches; "free": each its own number, where ranks meet once.
         overhead: what a micro-batch costs whatever is in it, in the unit of the costs.
         multiple_of: the number of micro-batches is a multiple of this.
-        rate: [num_ranks] relative speeds; None: all alike.
+        rate: [dp_size] relative speeds; None: all alike.
         rotation: rotates rank labels.
 
     Complexity: a partition, O(n log n) per number of micro-batches tried (in locksteps O(n ranks number)), and
@@ -83,10 +83,10 @@ def least_finish(
         [[[0], [2]], [[1], [3, 4]]]
     """
     if sync == "step":
-        bound = lower_bound(packer.work, num_ranks, "free", rate)
+        bound = lower_bound(packer.work, dp_size, "free", rate)
     else:
-        bound = lockstep_bound(packer.work, packer.tokens, num_ranks, packer.cap, rate)
-    search = _Search(packer, num_ranks, sync, overhead, multiple_of, rate, bound, rotation)
+        bound = lockstep_bound(packer.work, packer.tokens, dp_size, packer.cap, rate)
+    search = _Search(packer, dp_size, sync, overhead, multiple_of, rate, bound, rotation)
     best = search.with_one_number()
     if sync == "micro_batch":
         return best.ranks
@@ -100,44 +100,44 @@ def least_finish(
 
 
 def least_finish_bound(
-    packer: Packer, num_ranks: int, *, counts: Counts, overhead: float, multiple_of: int, work_bound: float
+    packer: Packer, dp_size: int, *, counts: Counts, overhead: float, multiple_of: int, work_bound: float
 ) -> float:
     """No layout is done before this, on ranks of one speed; ``work_bound``: the same, micro-batches not counted."""
-    search = _Search(packer, num_ranks, "step", overhead, multiple_of, None, work_bound, rotation=0)
+    search = _Search(packer, dp_size, "step", overhead, multiple_of, None, work_bound, rotation=0)
     return search.bound(None if counts == "free" else search.least_number)
 
 
-def bins_to_ranks(packer: Packer, bins: Bins, num_ranks: int, rate: Floats | None, rotation: int) -> list[Bins]:
+def bins_to_ranks(packer: Packer, bins: Bins, dp_size: int, rate: Floats | None, rotation: int) -> list[Bins]:
     """The same number of bins to every rank, rank totals balanced."""
     costs = np.array([packer.cost(one) for one in bins])
-    shares = partition(costs, num_ranks, "equal", rate, rotation=rotation)
+    shares = partition(costs, dp_size, "equal", rate, rotation=rotation)
     return [[bins[one] for one in share] for share in shares]
 
 
-def bins_in_rows(packer: Packer, bins: Bins, num_ranks: int, rate: Floats | None, rotation: int) -> list[Bins]:
+def bins_in_rows(packer: Packer, bins: Bins, dp_size: int, rate: Floats | None, rotation: int) -> list[Bins]:
     """The costliest bins into the first lockstep, the next into the next: no other rows of them take less."""
     bins = sorted(bins, key=packer.cost, reverse=True)
-    ranks: list[Bins] = [[] for _ in range(num_ranks)]
+    ranks: list[Bins] = [[] for _ in range(dp_size)]
     fastest_first = None if rate is None else np.argsort(-rate, kind="stable")
-    for index, start in enumerate(range(0, len(bins), num_ranks)):
-        for place, one in enumerate(bins[start : start + num_ranks]):
+    for index, start in enumerate(range(0, len(bins), dp_size)):
+        for place, one in enumerate(bins[start : start + dp_size]):
             if fastest_first is not None:
                 rank = int(fastest_first[place])
             else:  # there and back: who has the heaviest of this lockstep has the lightest of the next
-                rank = (place if index % 2 == 0 else num_ranks - 1 - place) + rotation
-            ranks[rank % num_ranks].append(one)
+                rank = (place if index % 2 == 0 else dp_size - 1 - place) + rotation
+            ranks[rank % dp_size].append(one)
     return ranks
 
 
 def rows_alike(packer: Packer, ranks: list[Bins], rate: Floats | None) -> list[Bins]:
     """Micro-batches of one index alike, by exchanges that leave every rank as many rollouts as it has."""
-    num_ranks, number = len(ranks), max(map(len, ranks))
-    bound = lockstep_bound(packer.work, packer.tokens, num_ranks, packer.cap, rate)
-    search = _Search(packer, num_ranks, "micro_batch", 0.0, 1, rate, bound, rotation=0)
+    dp_size, number = len(ranks), max(map(len, ranks))
+    bound = lockstep_bound(packer.work, packer.tokens, dp_size, packer.cap, rate)
+    search = _Search(packer, dp_size, "micro_batch", 0.0, 1, rate, bound, rotation=0)
     costliest_first = [sorted(bins, key=packer.cost, reverse=True) for bins in ranks]
     rows = [bins[index] if index < len(bins) else [] for index in range(number) for bins in costliest_first]
     found = search.exchanged_in_rows(rows, number, bound, keep=True, speed=rate)
-    return [[one for one in found[rank::num_ranks] if one] for rank in range(num_ranks)]
+    return [[one for one in found[rank::dp_size] if one] for rank in range(dp_size)]
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,13 @@ class _Search:
     """The layouts of some rollouts, by their numbers of micro-batches."""
 
     packer: Packer
-    num_ranks: int
+    dp_size: int
     sync: Sync
     overhead: float
     """Cost of a micro-batch whatever is in it."""
     multiple_of: int
     rate: Floats | None
-    """[num_ranks] work per time; None: all alike."""
+    """[dp_size] work per time; None: all alike."""
     work_bound: float
     """No layout is done before this, micro-batches not counted."""
     rotation: int
@@ -162,11 +162,11 @@ class _Search:
         if self.sync == "micro_batch":
             return self.overhead + _LOCKSTEP * self.work_bound / self.multiple_of
         # an overhead is work that every rank has, at its own speed: as time it counts for the mean speed
-        return self.overhead * self.num_ranks / self._together
+        return self.overhead * self.dp_size / self._together
 
     @property
     def _together(self) -> float:
-        return self.num_ranks if self.rate is None else float(self.rate.sum())
+        return self.dp_size if self.rate is None else float(self.rate.sum())
 
     @cached_property
     def least_bins(self) -> int:
@@ -176,7 +176,7 @@ class _Search:
     @property
     def least_number(self) -> int:
         """Micro-batches that a rank has at least, if all have as many."""
-        return rounded_up(self.least_bins, self.num_ranks * self.multiple_of) // self.num_ranks
+        return rounded_up(self.least_bins, self.dp_size * self.multiple_of) // self.dp_size
 
     def bound(self, number: int | None) -> float:
         """No layout is done before this, if every rank has so many micro-batches; None: each its own number."""
@@ -190,7 +190,7 @@ class _Search:
     def balanced(self) -> list[Bins]:
         """The partition that ignores the cap, each share packed by itself. Where the cap does not bind these are the
         answer, and no layout under a cap can be better balanced."""
-        shares = partition(self.packer.work, self.num_ranks, "free", self.rate, rotation=self.rotation)
+        shares = partition(self.packer.work, self.dp_size, "free", self.rate, rotation=self.rotation)
         return [self.packer.fewest(share.tolist()) for share in shares]
 
     def with_one_number(self) -> _Layout:
@@ -218,11 +218,11 @@ class _Search:
         if self.sync == "step":  # the balanced shares fit, and more cannot balance better than they do
             return number >= rounded_up(max(map(len, self.balanced)), self.multiple_of)
         # with bins that are nearly full of tokens there is no way to make them alike, with one lockstep more there is
-        return number > first or self.packer.tokens.size < self.num_ranks * (number + self.multiple_of)
+        return number > first or self.packer.tokens.size < self.dp_size * (number + self.multiple_of)
 
     def _layouts(self, number: int) -> Iterator[_Layout]:
         """Layouts with so many micro-batches on every rank."""
-        packer, numbers = self.packer, [number] * self.num_ranks
+        packer, numbers = self.packer, [number] * self.dp_size
         in_rows = self.sync == "micro_batch" and number > 1  # with one it does not matter how often ranks meet
         if not in_rows and max(map(len, self.balanced)) <= number:
             # no exchange: the partition has ended where none helps
@@ -230,16 +230,16 @@ class _Search:
             took = work if self.rate is None else work / self.rate
             yield _Layout(self.balanced, numbers, float(took.max()) + self.later * number)
             return
-        bins = packer.pack(np.arange(packer.tokens.size), self.num_ranks * number)
+        bins = packer.pack(np.arange(packer.tokens.size), self.dp_size * number)
         if bins is None:
             return
         if not in_rows:
-            yield self.exchanged(bins_to_ranks(packer, bins, self.num_ranks, self.rate, self.rotation), numbers)
+            yield self.exchanged(bins_to_ranks(packer, bins, self.dp_size, self.rate, self.rotation), numbers)
             return
         # with fewer bins each rollout is alone in its own
-        if len(bins) == self.num_ranks * number:
+        if len(bins) == self.dp_size * number:
             bins = self._locksteps(bins, number)
-        ranks = bins_in_rows(packer, bins, self.num_ranks, self.rate, self.rotation)
+        ranks = bins_in_rows(packer, bins, self.dp_size, self.rate, self.rotation)
         yield _Layout(ranks, numbers, self._time_of(ranks) + self.later * number)
 
     def exchanged(self, ranks: list[Bins], numbers: list[int]) -> _Layout:
@@ -254,7 +254,7 @@ class _Search:
             pack=(lambda items, rank: packer.tight(items, numbers[rank])) if max(numbers) > 1 else None,
         )
         cells.improve(self.bound(None if min(numbers) < max(numbers) else numbers[0]) * (1.0 + TOLERANCE), _BUDGET)
-        shares = [share.tolist() for share in split_by_label(cells.cell_of(), self.num_ranks)]
+        shares = [share.tolist() for share in split_by_label(cells.cell_of(), self.dp_size)]
         # what was not exchanged need not be packed tightly
         packed = [packer.tight(*one) or bins for *one, bins in zip(shares, numbers, ranks, strict=True)]
         return _Layout(packed, numbers, float(cells.times[0]))
@@ -262,12 +262,12 @@ class _Search:
     def _locksteps(self, bins: Bins, number: int) -> Bins:
         """Alike within each lockstep, from a start level by level, or from ``bins`` where there is none."""
         packer = self.packer
-        start = _level_by_level(packer, self.num_ranks, number) or bins
+        start = _level_by_level(packer, self.dp_size, number) or bins
         # ranks of unlike speed get theirs afterwards
         bound = (
             self.work_bound
             if self.rate is None
-            else lockstep_bound(packer.work, packer.tokens, self.num_ranks, packer.cap)
+            else lockstep_bound(packer.work, packer.tokens, self.dp_size, packer.cap)
         )
         return self.exchanged_in_rows(sorted(start, key=packer.cost, reverse=True), number, bound)
 
@@ -275,7 +275,7 @@ class _Search:
         """Bins of so many locksteps, row after row, with rollouts exchanged; no step is over before the bound."""
         cells = self._cells(start, self.packer.cap, rows=number, **more)
         cells.improve(bound * (1.0 + TOLERANCE), _BUDGET_LOCKSTEPS)
-        return [one.tolist() for one in split_by_label(cells.cell_of(), self.num_ranks * number)]
+        return [one.tolist() for one in split_by_label(cells.cell_of(), self.dp_size * number)]
 
     def _cells(self, cells: Bins, most: Any, **more: Any) -> Cells:
         """The search from these cells; ``most``: tokens of each."""
@@ -286,7 +286,7 @@ class _Search:
         slots = slots_of(cell_of, len(cells))
         # at least one rollout each: a micro-batch that is empty would be a padding copy
         limits = Limit(np.ones_like(tokens), 1, tokens.size), Limit(tokens, 0, most)
-        return Cells(self.packer.work, slots, self.num_ranks, limits=limits, **more)
+        return Cells(self.packer.work, slots, self.dp_size, limits=limits, **more)
 
     def _time_of(self, ranks: list[Bins]) -> float:
         """Sum over locksteps of the rank that is done last with its micro-batch."""
@@ -296,25 +296,25 @@ class _Search:
         return float((took if self.rate is None else took / self.rate).max(axis=1).sum())
 
 
-def _level_by_level(packer: Packer, num_ranks: int, number: int) -> Bins | None:
+def _level_by_level(packer: Packer, dp_size: int, number: int) -> Bins | None:
     """Lockstep after lockstep: as long as its heaviest rollout or its fair share of what is left, filled up to that.
 
     One with an outlier takes as long as the outlier whatever else is in it, so it takes all it can. Costliest first,
     each to the fullest bin that has room. None if what is left does not
-    fit the last one. O(n * num_ranks * number), vectorised.
+    fit the last one. O(n * dp_size * number), vectorised.
     """
     tokens, work = packer.token_list, packer.work_list
     left = np.argsort(-packer.work, kind="stable").tolist()
     result: Bins = []
     for index in range(number - 1):
         # nobody can make it shorter than its heaviest, or than what is left needs in the mean
-        level = max(work[left[0]], sum(work[i] for i in left) / (num_ranks * (number - index)))
-        room = np.full(num_ranks, packer.cap, dtype=np.int64)
+        level = max(work[left[0]], sum(work[i] for i in left) / (dp_size * (number - index)))
+        room = np.full(dp_size, packer.cap, dtype=np.int64)
         # a little more than the level: a sum of floats that equals it must fit
-        free = np.full(num_ranks, level * (1.0 + 1e-9))
-        bins: Bins = [[] for _ in range(num_ranks)]
+        free = np.full(dp_size, level * (1.0 + 1e-9))
+        bins: Bins = [[] for _ in range(dp_size)]
         rest = []
-        spare = len(left) - num_ranks * (number - index - 1)  # those to come need one rollout per bin at least
+        spare = len(left) - dp_size * (number - index - 1)  # those to come need one rollout per bin at least
         for i in left:
             fits = (room >= tokens[i]) & (free >= work[i]) if spare > 0 else np.zeros(1, dtype=np.bool_)
             # the furthest from the level instead: tokens may run out before the last lockstep
@@ -330,5 +330,5 @@ def _level_by_level(packer: Packer, num_ranks: int, number: int) -> Bins | None:
             return None
         result += bins
         left = rest
-    last = packer.pack(np.array(left, dtype=np.int64), num_ranks)
-    return None if last is None or len(last) < num_ranks or not all(last) else result + last
+    last = packer.pack(np.array(left, dtype=np.int64), dp_size)
+    return None if last is None or len(last) < dp_size or not all(last) else result + last

@@ -13,10 +13,10 @@ from numpy.typing import ArrayLike
 from .arrays import Counts, Floats, Ints, check_ranks, checked_costs, checked_speeds
 
 
-def lower_bound(costs: ArrayLike, num_ranks: int, counts: Counts = "free", speeds: ArrayLike | None = None) -> float:
+def lower_bound(costs: ArrayLike, dp_size: int, counts: Counts = "free", speeds: ArrayLike | None = None) -> float:
     """A finish time that no partition of `costs` can beat. O(n log n).
 
-    The largest of: the mean load; for every i the i+1 smallest of the i*num_ranks+1 largest rollouts (pigeonhole
+    The largest of: the mean load; for every i the i+1 smallest of the i*dp_size+1 largest rollouts (pigeonhole
     principle), under equal counts with the smallest ones that must lie beside them; with speeds, the j largest
     rollouts over the j fastest ranks. Integral costs make it integral.
 
@@ -34,11 +34,11 @@ def lower_bound(costs: ArrayLike, num_ranks: int, counts: Counts = "free", speed
         1000.0
     """
     work = checked_costs(costs)
-    check_ranks(num_ranks, counts)
-    return lower_bound_of(work, num_ranks, counts, checked_speeds(speeds, num_ranks))
+    check_ranks(dp_size, counts)
+    return lower_bound_of(work, dp_size, counts, checked_speeds(speeds, dp_size))
 
 
-def lower_bound_of(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None) -> float:
+def lower_bound_of(work: Floats, dp_size: int, counts: Counts, rate: Floats | None) -> float:
     """`lower_bound` for arguments taken as checked."""
     n = work.size
     if n == 0:
@@ -47,12 +47,12 @@ def lower_bound_of(work: Floats, num_ranks: int, counts: Counts, rate: Floats | 
     prefix = running_sums(descending)
     total = float(descending.sum())
     if rate is None:
-        bound = max(total / num_ranks, _pigeonhole_bound(prefix, num_ranks, counts))
+        bound = max(total / dp_size, _pigeonhole_bound(prefix, dp_size, counts))
     else:
         # [ranks] the j fastest together
         fastest = np.cumsum(np.sort(rate)[::-1])
-        # more than num_ranks of them need not lie on ranks of their own: then the mean says more
-        j = np.arange(1, min(n, num_ranks) + 1)
+        # more than dp_size of them need not lie on ranks of their own: then the mean says more
+        j = np.arange(1, min(n, dp_size) + 1)
         bound = max(total / float(fastest[-1]), float((prefix[j] / fastest[j - 1]).max()))
     return _below_any_finish(bound, work, rate)
 
@@ -70,63 +70,63 @@ def running_sums(costs: Floats) -> Floats:
     return np.concatenate(([0.0], np.cumsum(costs)))
 
 
-def _pigeonhole_bound(prefix: Floats, num_ranks: int, counts: Counts) -> float:
-    """Pigeonholes: of the i * num_ranks + 1 largest rollouts, i + 1 share a rank, so no step is shorter than the
+def _pigeonhole_bound(prefix: Floats, dp_size: int, counts: Counts) -> float:
+    """Pigeonholes: of the i * dp_size + 1 largest rollouts, i + 1 share a rank, so no step is shorter than the
     lightest i + 1 of them; the heaviest alone is i = 0. With equal counts every rank has q rollouts at least, and the
-    others beside these weigh no less than the smallest of all. O(n / num_ranks).
+    others beside these weigh no less than the smallest of all. O(n / dp_size).
 
     ``prefix``: `running_sums` of the costs, largest first.
     """
     n = prefix.size - 1
-    i = np.arange((n - 1) // num_ranks + 1)
-    # entries of `prefix` that bracket the lightest i + 1 of the i * num_ranks + 1 largest
-    together = prefix[i * num_ranks + 1] - prefix[i * num_ranks - i]
+    i = np.arange((n - 1) // dp_size + 1)
+    # entries of `prefix` that bracket the lightest i + 1 of the i * dp_size + 1 largest
+    together = prefix[i * dp_size + 1] - prefix[i * dp_size - i]
     if counts == "equal":
-        together += prefix[-1] - prefix[n - np.maximum(n // num_ranks - 1 - i, 0)]
+        together += prefix[-1] - prefix[n - np.maximum(n // dp_size - 1 - i, 0)]
     return float(together.max())
 
 
 def lockstep_bound(
-    costs: ArrayLike, lengths: ArrayLike, num_ranks: int, max_tokens: int, speeds: ArrayLike | None = None
+    costs: ArrayLike, lengths: ArrayLike, dp_size: int, max_tokens: int, speeds: ArrayLike | None = None
 ) -> float:
     """A time that no step can beat whose ranks meet at every micro-batch, under a token cap. O(n log n).
 
-    For every j the sum of: the costliest rollout, the (num_ranks + 1)-th, ..., of j in all, as long as those down to it
+    For every j the sum of: the costliest rollout, the (dp_size + 1)-th, ..., of j in all, as long as those down to it
     cannot share micro-batches, for each is the time of another lockstep (the micro-batches of one index); and the mean
     time of what the tokens of j locksteps cannot hold, even if they hold the densest work. And `lower_bound`.
 
     Args:
         costs: [n] work of each rollout.
         lengths: [n] tokens of each; one longer than max_tokens counts as max_tokens.
-        num_ranks: number of ranks.
+        dp_size: number of ranks.
         max_tokens: no micro-batch holds more tokens.
-        speeds: [num_ranks] relative speeds.
+        speeds: [dp_size] relative speeds.
 
     Raises:
         ValueError: as for `partition`.
 
     Examples:
         >>> costs, lengths = [10.0] * 4 + [1.0] * 10, [100] * 4 + [20] * 10
-        >>> lockstep_bound(costs, lengths, num_ranks=2, max_tokens=100)  # 10 and 10 twice, then 5 and 5
+        >>> lockstep_bound(costs, lengths, dp_size=2, max_tokens=100)  # 10 and 10 twice, then 5 and 5
         25.0
-        >>> lockstep_bound(costs[1:], lengths[1:], num_ranks=2, max_tokens=100)  # 10 and 10, 10 and 5, then 3 and 2
+        >>> lockstep_bound(costs[1:], lengths[1:], dp_size=2, max_tokens=100)  # 10 and 10, 10 and 5, then 3 and 2
         23.0
     """
     work = checked_costs(costs)
-    check_ranks(num_ranks, "free")
-    rate = checked_speeds(speeds, num_ranks)
+    check_ranks(dp_size, "free")
+    rate = checked_speeds(speeds, dp_size)
     if work.size == 0:
         return 0.0
     tokens = np.minimum(np.asarray(lengths, dtype=np.int64), max_tokens)
     costliest = np.argsort(-work, kind="stable")
-    bounds = lockstep_bounds(work[costliest][None], tokens[costliest][None], num_ranks, max_tokens, rate)
-    return max(_below_any_finish(float(bounds[0]), work, rate), lower_bound_of(work, num_ranks, "free", rate))
+    bounds = lockstep_bounds(work[costliest][None], tokens[costliest][None], dp_size, max_tokens, rate)
+    return max(_below_any_finish(float(bounds[0]), work, rate), lower_bound_of(work, dp_size, "free", rate))
 
 
-def lockstep_bounds(costs: Floats, tokens: Ints, num_ranks: int, max_tokens: int, rate: Floats | None) -> Floats:
+def lockstep_bounds(costs: Floats, tokens: Ints, dp_size: int, max_tokens: int, rate: Floats | None) -> Floats:
     """[k] `lockstep_bound` of k batches of n rollouts. ``costs``, ``tokens``: [k, n], costliest first, tokens at most
     max_tokens. O(k n log n), and O(k n) for each lockstep that counts."""
-    fastest, together = (1.0, float(num_ranks)) if rate is None else (float(rate.max()), float(rate.sum()))
+    fastest, together = (1.0, float(dp_size)) if rate is None else (float(rate.max()), float(rate.sum()))
     # a lockstep's tokens bound its work only if they hold the work that is densest
     densest = np.argsort(-costs / tokens, axis=1, kind="stable")
     dense_costs, dense_tokens = np.take_along_axis(costs, densest, 1), np.take_along_axis(tokens, densest, 1)
@@ -135,7 +135,7 @@ def lockstep_bounds(costs: Floats, tokens: Ints, num_ranks: int, max_tokens: int
     bounds: Floats = work / together
     least = np.zeros(work.size)  # [k] time of the locksteps so far
     apart = np.ones(work.size, dtype=np.bool_)  # [k] no two of the rollouts so far fit into one micro-batch
-    for first in range(0, costs.shape[1], num_ranks):
+    for first in range(0, costs.shape[1], dp_size):
         if first:
             two_shortest = np.partition(tokens[:, : first + 1], 1, axis=1)[:, :2].sum(axis=1)
             apart &= two_shortest > max_tokens
@@ -143,7 +143,7 @@ def lockstep_bounds(costs: Floats, tokens: Ints, num_ranks: int, max_tokens: int
                 break
         least += costs[:, first] / fastest
         # tokens that the locksteps up to this one hold at most
-        room = (first + num_ranks) * max_tokens
+        room = (first + dp_size) * max_tokens
         held = (np.clip((room - before) / dense_tokens, 0.0, 1.0) * dense_costs).sum(axis=1)  # [k] at most
         bounds = np.where(apart, np.maximum(bounds, least + (work - held) / together), bounds)
     return bounds

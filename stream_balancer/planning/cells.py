@@ -64,7 +64,7 @@ class Limit(NamedTuple):
     """[n] of each rollout."""
     least: int
     most: int | Ints
-    """Limit of every cell, or [num_ranks]."""
+    """Limit of every cell, or [dp_size]."""
 
 
 class _Side(NamedTuple):
@@ -99,7 +99,7 @@ class Cells:
         self,
         work: Floats,
         slots: Ints,
-        num_ranks: int,
+        dp_size: int,
         *,
         rows: int = 1,
         speed: Floats | None = None,
@@ -113,22 +113,22 @@ class Cells:
         Args:
             work: [n] of each rollout.
             slots: [cells, width] positions of the rollouts in each, n where there is none.
-            num_ranks: cells of a row.
+            dp_size: cells of a row.
             rows: of a layout.
-            speed: [num_ranks] relative speeds; None: all alike.
+            speed: [dp_size] relative speeds; None: all alike.
             even: as many rollouts are exchanged as come back, a free place counted.
             keep: each rank keeps its number of rollouts over all rows.
             limits: what no exchange may break.
-            base: [num_ranks] work that each has beside its rollouts.
+            base: [dp_size] work that each has beside its rollouts.
             pack: what a cell of a rank has into its micro-batches, None if no way is found; None: nothing has to be
                 packed.
         """
-        self._none, self._num_ranks, self._rows, self._even, self._pack = work.size, num_ranks, rows, even, pack
+        self._none, self._dp_size, self._rows, self._even, self._pack = work.size, dp_size, rows, even, pack
         self._keep, self._ones = keep, np.append(np.ones(work.size, dtype=np.int64), 0)
         number = slots.shape[0]
-        self._row_of = np.arange(number) // num_ranks
-        self._first = np.arange(0, number, num_ranks)[:, None]  # [all rows, 1]
-        self._speed, self._base = (None if one is None else np.tile(one, number // num_ranks) for one in (speed, base))
+        self._row_of = np.arange(number) // dp_size
+        self._first = np.arange(0, number, dp_size)[:, None]  # [all rows, 1]
+        self._speed, self._base = (None if one is None else np.tile(one, number // dp_size) for one in (speed, base))
         # nobody weighs nothing: an exchange with nobody is a move
         self._work = np.append(work, 0.0)
         self._limits = [
@@ -159,19 +159,19 @@ class Cells:
     @property
     def times(self) -> Floats:
         """[layouts] of the step: the sum over rows of their last cells."""
-        last: Floats = np.maximum.reduce(self.finish.reshape(-1, self._num_ranks), axis=1)
+        last: Floats = np.maximum.reduce(self.finish.reshape(-1, self._dp_size), axis=1)
         return last if self._rows == 1 else last.reshape(-1, self._rows).sum(axis=1)
 
     def best(self) -> Ints:
         """[cells, width] slots of the layout that is over first."""
-        size = self._rows * self._num_ranks
+        size = self._rows * self._dp_size
         slots: Ints = self.slots.reshape(-1, size, self.slots.shape[1])[int(self.times.argmin())]
         return slots
 
     def cell_of(self) -> Ints:
         """[n] the cell of each rollout in the layout that is over first."""
         cells: Ints = np.empty(self._none + 1, dtype=np.int64)
-        cells[self.best()] = np.arange(self._rows * self._num_ranks)[:, None]
+        cells[self.best()] = np.arange(self._rows * self._dp_size)[:, None]
         return cells[:-1]
 
     # ---- a round
@@ -201,12 +201,12 @@ class Cells:
         for limit, held, out, into in binding:
             change = _change(out, into, near)
             has_a, has_b = _column(held[a]) - change, _column(held[b]) + change
-            most = np.broadcast_to(limit.most, self._num_ranks)
-            too_much = (has_a > _column(most[a % self._num_ranks])) | (has_b > _column(most[b % self._num_ranks]))
+            most = np.broadcast_to(limit.most, self._dp_size)
+            too_much = (has_a > _column(most[a % self._dp_size])) | (has_b > _column(most[b % self._dp_size]))
             after[too_much | (np.minimum(has_a, has_b) < limit.least)] = np.inf
         if self._keep:
             fewer = _change(mine.sums(self._ones), theirs.sums(self._ones), near)
-            after[(fewer != 0) & _column((a - b) % self._num_ranks != 0)] = np.inf
+            after[(fewer != 0) & _column((a - b) % self._dp_size != 0)] = np.inf
         pairs, gave, answer = self._best(after, self.finish[a])
         took = answer if near is None else near[pairs, gave, answer] % takes.shape[1]
         # counted, not timed: the same input gives the same answer on every machine
@@ -259,7 +259,7 @@ class Cells:
         if not of_rows:
             return later
         row_a, row_b = self._row_of[a], self._row_of[b]
-        ranked, apart = np.sort(self.finish.reshape(-1, self._num_ranks), axis=1), _column(row_a != row_b)
+        ranked, apart = np.sort(self.finish.reshape(-1, self._dp_size), axis=1), _column(row_a != row_b)
         # the last but one of a's row sets its time when a no longer does; the last of b's row until b does
         own = np.maximum(done_a, _column(ranked[row_a, -2]))
         times: Floats = own + np.maximum(done_b - np.where(apart, _column(ranked[row_b, -1]), own), 0.0)
@@ -289,7 +289,7 @@ class Cells:
         for one in best_first.tolist():
             pair = int(pairs[one])
             a, b = int(mine.cells[pair]), int(theirs.cells[pair])
-            rows = {a // self._num_ranks, b // self._num_ranks}
+            rows = {a // self._dp_size, b // self._dp_size}
             if not used.isdisjoint(rows):
                 continue
             if self._pack is not None:
@@ -306,7 +306,7 @@ class Cells:
 
     def _packs(self, cell: int, out: list[int], into: list[int]) -> bool:
         items = [i for i in self.slots[cell].tolist() if i not in out] + into
-        rank = cell % self._num_ranks
+        rank = cell % self._dp_size
         return self._pack is None or self._pack([i for i in items if i < self._none], rank) is not None
 
     # ---- descent
@@ -343,17 +343,17 @@ class Cells:
 
     def _late_with_early(self, shifted: int, target: float) -> tuple[Ints, Ints]:
         """Pairs of cells: the last with the first, the next with the next; ``shifted``: others meet."""
-        order = self.finish.reshape(-1, self._num_ranks).argsort(axis=1, kind="stable") + self._first
-        late, early = (order.take(columns, axis=1).ravel() for columns in _meeting(self._num_ranks, shifted))
+        order = self.finish.reshape(-1, self._dp_size).argsort(axis=1, kind="stable") + self._first
+        late, early = (order.take(columns, axis=1).ravel() for columns in _meeting(self._dp_size, shifted))
         above = self.finish[late] > target
         return late[above], early[above]
 
     def _last_with_others(self) -> tuple[Ints, Ints]:
         """Pairs of cells: the last of every row with every other of the layout."""
-        size, rows = self._rows * self._num_ranks, self._rows
-        finish = self.finish.reshape(-1, rows, self._num_ranks)
+        size, rows = self._rows * self._dp_size, self._rows
+        finish = self.finish.reshape(-1, rows, self._dp_size)
         base = np.arange(len(finish))[:, None] * size
-        last = base + np.arange(rows) * self._num_ranks + finish.argmax(axis=2)  # [layouts, rows]
+        last = base + np.arange(rows) * self._dp_size + finish.argmax(axis=2)  # [layouts, rows]
         a = np.repeat(last.ravel(), size)
         b = np.repeat((base + np.arange(size))[:, None], rows, axis=1).ravel()
         return a[a != b], b[a != b]
@@ -384,10 +384,10 @@ def _columns(width: int, limit: int, turn: int, free: int) -> Ints:
 
 
 @cache
-def _meeting(num_ranks: int, shifted: int) -> tuple[Ints, Ints]:
+def _meeting(dp_size: int, shifted: int) -> tuple[Ints, Ints]:
     """Places of the pairs among ranks by their finish: of the late ones the last first, and whom each meets."""
-    half = num_ranks // 2
-    return num_ranks - 1 - np.arange(half), (np.arange(half) + shifted) % (num_ranks - half)
+    half = dp_size // 2
+    return dp_size - 1 - np.arange(half), (np.arange(half) + shifted) % (dp_size - half)
 
 
 @cache

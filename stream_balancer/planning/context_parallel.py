@@ -45,7 +45,7 @@ class Placement:
     blocks: Ints
     """[n] the block of each; its ranks are ``[block * degree, (block + 1) * degree)``."""
     loads: Floats
-    """[num_ranks]"""
+    """[dp_size]"""
 
     @property
     def finish(self) -> float:
@@ -80,21 +80,21 @@ def place(step: Shareable, finish: float) -> Placement | None:
 
 def _heaviest_first(step: Shareable, level: float) -> Placement:
     """Heaviest first, each at the least degree at which some block has room for its part up to the level, there on the
-    block that would be done first; at the degree that ends lowest, if there is none. O(n num_ranks) at the most."""
-    loads, num_ranks = np.zeros(step.num_ranks), step.num_ranks
+    block that would be done first; at the degree that ends lowest, if there is none. O(n dp_size) at the most."""
+    loads, dp_size = np.zeros(step.dp_size), step.dp_size
     number = step.lengths.size
     rows, blocks = np.zeros(number, dtype=np.int64), np.zeros(number, dtype=np.int64)
     # a rollout above the token cap has no whole part: it has the least choice, so it chooses first
     whole = np.isfinite(step.parts[0])
     by_cost = np.lexsort((-(step.parts * step.sizes[:, None]).min(axis=0), whole))  # who must be shared, then the rest
-    first = max(_EACH_RANK * num_ranks, number - int(np.count_nonzero(whole)))
+    first = max(_EACH_RANK * dp_size, number - int(np.count_nonzero(whole)))
     sizes, parts = step.sizes.tolist(), step.parts.T.tolist()
     for one in by_cost[:first].tolist():
         least = np.inf
         for row, (size, part) in enumerate(zip(sizes, parts[one], strict=True)):
             if part >= least:
                 continue
-            of_block = loads if size == 1 else loads[: num_ranks // size * size].reshape(-1, size).max(axis=1)
+            of_block = loads if size == 1 else loads[: dp_size // size * size].reshape(-1, size).max(axis=1)
             block = int(of_block.argmin())
             if (done := float(of_block[block]) + part) < least:
                 least, rows[one], blocks[one] = done, row, block
@@ -122,8 +122,8 @@ def _exchanged(step: Shareable, found: Placement, target: float) -> Placement:
         return found
     parts, ranks = step.parts[0, own], found.blocks[own]
     # what is shared stays where it is: moved, it would move on every rank of its block
-    shared = found.loads - np.bincount(ranks, weights=parts, minlength=step.num_ranks)
-    cells = Cells(parts, slots_of(ranks, step.num_ranks), step.num_ranks, base=shared)
+    shared = found.loads - np.bincount(ranks, weights=parts, minlength=step.dp_size)
+    cells = Cells(parts, slots_of(ranks, step.dp_size), step.dp_size, base=shared)
     cells.improve(target, _BUDGET)
     blocks = found.blocks.copy()
     blocks[own] = cells.cell_of()

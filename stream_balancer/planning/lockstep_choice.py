@@ -67,11 +67,11 @@ class CappedStep:
     """[W] steps that may still pass it over; those with the most are the new ones."""
     num_rollouts: int
     """How many go, < W."""
-    num_ranks: int
+    dp_size: int
     max_tokens: int
     """Token cap of a micro-batch."""
     rate: Floats | None = None
-    """[num_ranks] relative speeds."""
+    """[dp_size] relative speeds."""
 
 
 def choose_lockstep(step: CappedStep) -> Bools:
@@ -83,7 +83,7 @@ def choose_lockstep(step: CappedStep) -> Bools:
         >>> from stream_balancer.planning.cost_order import CostOrder
         >>> tokens = np.array([100, 20, 20, 20, 20, 20, 20, 20, 20, 20, 20, 20, 20, 20])  # oldest first
         >>> costs, must, remaining = tokens**2.0, tokens < 0, np.full(14, 8)
-        >>> knobs = {"num_rollouts": 11, "num_ranks": 2, "max_tokens": 100}
+        >>> knobs = {"num_rollouts": 11, "dp_size": 2, "max_tokens": 100}
         >>> step = CappedStep(CostOrder(costs), tokens, must, remaining, **knobs)
         >>> np.flatnonzero(choose_lockstep(step))  # 100 tokens at once cost five times as much as 20 x 5: it waits
         array([ 1,  2,  3,  4,  5,  6,  7,  8,  9, 10, 11])
@@ -105,8 +105,8 @@ def choose_lockstep(step: CappedStep) -> Bools:
     batches = pool.batches()  # [k, P]
     members = np.nonzero(batches)[1].reshape(-1, step.num_rollouts)  # [k, B], costliest first
     chosen_costs = pool.costs[members]
-    bounds = lockstep_bounds(chosen_costs, pool.tokens[members], step.num_ranks, step.max_tokens, step.rate)
-    together = step.num_ranks if step.rate is None else float(step.rate.sum())
+    bounds = lockstep_bounds(chosen_costs, pool.tokens[members], step.dp_size, step.max_tokens, step.rate)
+    together = step.dp_size if step.rate is None else float(step.rate.sum())
     waste = bounds - chosen_costs.sum(axis=1) / together
     # now and later in one unit: time of a rank
     best = int((waste + pool.future(~batches[:, : pool.num_outliers])).argmin())
@@ -125,11 +125,11 @@ def ordinary_level(step: CappedStep) -> float:
     work = np.concatenate(([0.0], np.cumsum(costs)))
     tokens = np.concatenate(([0], np.cumsum(step.tokens[order])))
     share = step.num_rollouts / costs.size
-    held = step.num_ranks * step.max_tokens / share  # tokens of a lockstep in every batch of the window
+    held = step.dp_size * step.max_tokens / share  # tokens of a lockstep in every batch of the window
     level, end = np.inf, costs.size
     for _ in range(_LEVEL_ROUNDS):
         start = min(int(np.searchsorted(tokens, tokens[end] - held)), end - 1)
-        full = min(float(step.max_tokens), float(tokens[end]) * share / step.num_ranks)
+        full = min(float(step.max_tokens), float(tokens[end]) * share / step.dp_size)
         density = float(work[end] - work[start]) / float(tokens[end] - tokens[start])
         # the level only falls, since what is left below it is less dense: so it ends at a fixed point
         if full * density >= level * (1.0 - 1e-9):
@@ -147,13 +147,13 @@ class _Pool:
 
     def __init__(self, step: CappedStep, level: float, outlier: Bools, oldest: Bools) -> None:
         self._step, self._level = step, level
-        must, num_ranks = step.must, step.num_ranks
+        must, dp_size = step.must, step.dp_size
         self.num_outliers = int(np.count_nonzero(outlier))
         in_pool = must | outlier | oldest
         in_pool[np.flatnonzero(~outlier)[: step.num_rollouts]] = True
         ordinary = step.order.ascending()[: outlier.size - self.num_outliers]
         # the longest ordinary ones complete a lockstep that lacks outliers
-        in_pool[ordinary[-(_MOST_LOCKSTEPS * num_ranks + int(np.count_nonzero(must))) :]] = True
+        in_pool[ordinary[-(_MOST_LOCKSTEPS * dp_size + int(np.count_nonzero(must))) :]] = True
         positions = np.flatnonzero(in_pool)
         costs = step.order.costs[positions]
         by_cost = np.argsort(-costs, kind="stable")
@@ -187,7 +187,7 @@ class _Pool:
         outliers = np.flatnonzero(~self._must[: self.num_outliers])
         longest = self.num_outliers + np.flatnonzero(~self._must[self.num_outliers :])
         num_must = self.num_outliers - outliers.size
-        wanted = [number * self._step.num_ranks - num_must for number in range(1, _MOST_LOCKSTEPS + 1)]
+        wanted = [number * self._step.dp_size - num_must for number in range(1, _MOST_LOCKSTEPS + 1)]
         extras = [outliers[:0]]
         for start in np.unique(np.linspace(0, outliers.size, _STARTS).astype(np.int64)).tolist():
             for number in wanted:
@@ -203,19 +203,19 @@ class _Pool:
         """[k] time that the outliers left behind ([k, outliers]) will waste if they go in locksteps, costliest first:
         what one lacks beside its costliest; the more, the sooner it must go."""
         step = self._step
-        number = -(-left.shape[1] // step.num_ranks)
+        number = -(-left.shape[1] // step.dp_size)
         places = np.argsort(~left, axis=1, kind="stable")  # those that are left in front, costliest first
-        spare = ((0, 0), (0, number * step.num_ranks - left.shape[1]))
-        places = np.pad(places, spare).reshape(-1, number, step.num_ranks)  # [k, locksteps, ranks]
-        there = np.arange(number * step.num_ranks).reshape(number, -1) < left.sum(axis=1)[:, None, None]
+        spare = ((0, 0), (0, number * step.dp_size - left.shape[1]))
+        places = np.pad(places, spare).reshape(-1, number, step.dp_size)  # [k, locksteps, ranks]
+        there = np.arange(number * step.dp_size).reshape(number, -1) < left.sum(axis=1)[:, None, None]
         peak = self.costs[places[..., 0]]
         patience = int(step.remaining.max())
         still = np.where(there, step.remaining[self.positions[places]] - 1, patience).min(axis=2)
         as_heavy = self._new_costs.size - np.searchsorted(self._new_costs, _AS_HEAVY * peak)
         coming = self._arrivals * as_heavy * np.maximum(still, 0)
-        missing = np.where(there[..., 0], np.maximum(step.num_ranks - there.sum(axis=2) - coming, 0.0), 0.0)
+        missing = np.where(there[..., 0], np.maximum(step.dp_size - there.sum(axis=2) - coming, 0.0), 0.0)
         wasted: Floats = (missing * (peak - self._level) * (1.0 - still / (patience + 1.0))).sum(axis=1)
-        return wasted / step.num_ranks
+        return wasted / step.dp_size
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class _Pool:
 
 
 def choose_neighbours(
-    by_cost: CostOrder, must: Bools, remaining: Ints, num_rollouts: int, num_ranks: int, number: int
+    by_cost: CostOrder, must: Bools, remaining: Ints, num_rollouts: int, dp_size: int, number: int
 ) -> Bools:
     """-> [W] mask of `num_rollouts` rollouts that go: all of `must`, as far as possible in `number` runs of neighbours.
 
@@ -235,7 +235,7 @@ def choose_neighbours(
         must: [W] goes in any case; at most num_rollouts of them.
         remaining: [W] steps that may still pass it over.
         num_rollouts: how many go, < W.
-        num_ranks: micro-batches in a lockstep.
+        dp_size: micro-batches in a lockstep.
         number: micro-batches per rank, so the number of locksteps.
 
     Complexity: O(W * number), vectorised over W.
@@ -244,7 +244,7 @@ def choose_neighbours(
         >>> from stream_balancer.planning.cost_order import CostOrder
         >>> costs = np.array([100.0, 900.0, 120.0, 880.0, 110.0, 300.0, 910.0, 90.0])  # oldest first
         >>> must, remaining = np.zeros(8, dtype=np.bool_), np.full(8, 8)
-        >>> go = choose_neighbours(CostOrder(costs), must, remaining, num_rollouts=4, num_ranks=2, number=2)
+        >>> go = choose_neighbours(CostOrder(costs), must, remaining, num_rollouts=4, dp_size=2, number=2)
         >>> np.flatnonzero(go)  # two locksteps of two ranks: 120 beside 110, 900 beside 910
         array([1, 2, 4, 6])
     """
@@ -257,11 +257,11 @@ def choose_neighbours(
     work = np.concatenate(([0.0], np.cumsum(sorted_costs)))  # [W+1]
     ends = np.arange(length, costs.size + 1)  # every run of `length` neighbours, by the place after its last
     peak = sorted_costs[ends - 1]  # [W-length+1] its costliest, for the order ascends
-    # `length / num_ranks` rollouts share a micro-batch, which evens them out: only an outlier among them wastes time
-    waste = np.maximum(num_ranks * peak - (work[ends] - work[ends - length]), 0.0)
+    # `length / dp_size` rollouts share a micro-batch, which evens them out: only an outlier among them wastes time
+    waste = np.maximum(dp_size * peak - (work[ends] - work[ends - length]), 0.0)
     reward = np.concatenate(([0.0], np.cumsum(_AGE_REWARD * wait**4 + _MUST_REWARD * must[order])))
-    # waste is time on all ranks; a rollout fills num_ranks / length of a micro-batch of that level
-    value = (reward[ends] - reward[ends - length]) * (num_ranks / length) * peak - waste
+    # waste is time on all ranks; a rollout fills dp_size / length of a micro-batch of that level
+    value = (reward[ends] - reward[ends - length]) * (dp_size / length) * peak - waste
     go = np.zeros(costs.size, dtype=np.bool_)
     go[order[_best_runs(value, length, costs.size, number)]] = True
     missing = num_rollouts - int(go.sum())  # where `number` does not divide it

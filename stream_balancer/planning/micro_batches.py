@@ -32,14 +32,14 @@ class OversizeError(ValueError):
 def form_micro_batches(
     lengths: ArrayLike,
     costs: ArrayLike,
-    num_ranks: int,
+    dp_size: int,
     *,
     max_tokens: int | None = None,
     sync: Sync = "step",
     counts: Counts = "free",
     padded: bool = False,
     micro_batch_counts: Counts = "equal",
-    overhead: float = 0.0,
+    overhead_cost: float = 0.0,
     multiple_of: int = 1,
     order: Order = "heaviest_first",
     speeds: ArrayLike | None = None,
@@ -52,7 +52,7 @@ def form_micro_batches(
     Args:
         lengths: [n] tokens, >= 1.
         costs: [n] work, finite and >= 0.
-        num_ranks: number of ranks.
+        dp_size: number of ranks.
         max_tokens: no micro-batch holds more tokens than this (rollouts x longest if `padded`); None = no cap.
         sync: "step": ranks meet once per step, so rank totals are balanced; "micro_batch": they meet at every
             micro-batch, so micro-batches of the same index are made alike.
@@ -60,12 +60,12 @@ def form_micro_batches(
         padded: a micro-batch costs rollouts x its costliest, and the cap counts the padding.
         micro_batch_counts: "equal": as many micro-batches on every rank; "free": each rank its own number, where ranks
             meet once per step.
-        overhead: work of a micro-batch beside its rollouts', in the unit of `costs`. With "step" the latest
-            `work + overhead * micro-batches` is made as early as it can be.
+        overhead_cost: work of a micro-batch beside its rollouts', in the unit of `costs`. With "step" the latest
+            `work + overhead_cost * micro-batches` is made as early as it can be.
         multiple_of: the number of micro-batches is a multiple of this (virtual pipelines).
         order: "heaviest_first", or "pipeline": the smaller ones at both ends, where the pipeline is filling or
             draining.
-        speeds: [num_ranks] relative speeds.
+        speeds: [dp_size] relative speeds.
         keep_together: [n] labels; rollouts of one label go to one rank.
         oversize: a rollout longer than max_tokens is refused, or sits alone in its micro-batch.
         rotation: rotates rank labels (pass the step).
@@ -82,14 +82,14 @@ def form_micro_batches(
 
     Examples:
         >>> lengths = [900, 700, 500, 400, 300, 200]
-        >>> form_micro_batches(lengths, lengths, num_ranks=2, max_tokens=1000)  # [900, 600] and [800, 700] tokens
+        >>> form_micro_batches(lengths, lengths, dp_size=2, max_tokens=1000)  # [900, 600] and [800, 700] tokens
         [[array([0]), array([3, 5])], [array([2, 4]), array([1])]]
-        >>> form_micro_batches(lengths, lengths, num_ranks=2, max_tokens=1800, padded=True)  # rollouts x longest
+        >>> form_micro_batches(lengths, lengths, dp_size=2, max_tokens=1800, padded=True)  # rollouts x longest
         [[array([2, 3]), array([4, 5])], [array([0]), array([1])]]
         >>> lengths = [900, 500, 500, 500]
-        >>> form_micro_batches(lengths, lengths, num_ranks=2, max_tokens=1000)  # as many on both
+        >>> form_micro_batches(lengths, lengths, dp_size=2, max_tokens=1000)  # as many on both
         [[array([0]), array([3])], [array([1]), array([2])]]
-        >>> form_micro_batches(lengths, lengths, num_ranks=2, max_tokens=1000, micro_batch_counts="free")
+        >>> form_micro_batches(lengths, lengths, dp_size=2, max_tokens=1000, micro_batch_counts="free")
         [[array([0]), array([3])], [array([1, 2])]]
     """
     tokens = np.asarray(lengths, dtype=np.int64)
@@ -99,43 +99,43 @@ def form_micro_batches(
     if multiple_of < 1:
         raise ValueError(f"multiple_of ({multiple_of}) must be >= 1.")
     if tokens.size == 0:
-        return [[] for _ in range(num_ranks)]
+        return [[] for _ in range(dp_size)]
     if max_tokens is not None and oversize == "refuse" and int(tokens.max()) > max_tokens:
         raise OversizeError(
             f"a rollout of {int(tokens.max())} tokens is longer than max_tokens ({max_tokens}): no micro-batch can "
             "hold it. Raise max_tokens, truncate the rollout, or choose oversize='alone'."
         )
-    packer, rate = Packer(tokens, work, max_tokens, padded), checked_speeds(speeds, num_ranks)
+    packer, rate = Packer(tokens, work, max_tokens, padded), checked_speeds(speeds, dp_size)
     if keep_together is not None or counts == "equal":
         if keep_together is None:
-            shares = partition(work, num_ranks, counts, speeds, rotation=rotation)
+            shares = partition(work, dp_size, counts, speeds, rotation=rotation)
         else:
-            shares = partition_together(work, keep_together, num_ranks, counts, speeds, rotation=rotation)
+            shares = partition_together(work, keep_together, dp_size, counts, speeds, rotation=rotation)
         each = [share.tolist() for share in shares]
-        ranks = packer.evened(each, [0] * num_ranks, multiple_of, micro_batch_counts)
+        ranks = packer.evened(each, [0] * dp_size, multiple_of, micro_batch_counts)
         if sync == "micro_batch" and keep_together is None and not padded and max(map(len, ranks)) > 1:
             ranks = rows_alike(packer, ranks, rate)
     elif padded:
-        ranks = _padded(packer, num_ranks, sync, multiple_of, rate, rotation)
+        ranks = _padded(packer, dp_size, sync, multiple_of, rate, rotation)
     else:
         ranks = least_finish(
-            packer, num_ranks, sync, micro_batch_counts, overhead, multiple_of, rate=rate, rotation=rotation
+            packer, dp_size, sync, micro_batch_counts, overhead_cost, multiple_of, rate=rate, rotation=rotation
         )
     return [[np.array(sorted(one), dtype=np.int64) for one in in_order(bins, packer.cost, order)] for bins in ranks]
 
 
 def _padded(
-    packer: Packer, num_ranks: int, sync: Sync, multiple_of: int, rate: Floats | None, rotation: int
+    packer: Packer, dp_size: int, sync: Sync, multiple_of: int, rate: Floats | None, rotation: int
 ) -> list[Bins]:
     """In as few micro-batches as are found: every one pays its fixed cost, on all ranks."""
     everything = np.arange(packer.tokens.size)
-    number = rounded_up(packer.least_bins(everything), num_ranks * multiple_of) // num_ranks
+    number = rounded_up(packer.least_bins(everything), dp_size * multiple_of) // dp_size
     # ends at one rollout per bin at the latest
-    while (bins := packer.pack(everything, num_ranks * number)) is None:
+    while (bins := packer.pack(everything, dp_size * number)) is None:
         number += multiple_of
     if sync == "step":
-        return bins_to_ranks(packer, bins, num_ranks, rate, rotation)
-    return bins_in_rows(packer, bins, num_ranks, rate, rotation)
+        return bins_to_ranks(packer, bins, dp_size, rate, rotation)
+    return bins_in_rows(packer, bins, dp_size, rate, rotation)
 
 
 def in_order(bins: list[_Bin], cost: Callable[[_Bin], float], order: Order) -> list[_Bin]:

@@ -66,7 +66,7 @@ def in_mini_batches(
     num_units = units.sizes.size
     # a rank without a rollout of the piece would run padding for a whole optimizer step
     for_ranks = num_units if knobs.groups == "same_rank" else step_of.costs.size
-    number = max(min(knobs.mini_batches, for_ranks // knobs.num_ranks, num_units), 1)
+    number = max(min(knobs.mini_batches, for_ranks // knobs.dp_size, num_units), 1)
     pieces = np.array_split(np.arange(num_units), number) if in_order else _gathered(step_of, units, own, number)
     plans = []
     for place, piece in enumerate(pieces):

@@ -35,56 +35,56 @@ _COPIES_WORK = 6_000
 
 def partition(
     costs: ArrayLike,
-    num_ranks: int,
+    dp_size: int,
     counts: Counts = "free",
     speeds: ArrayLike | None = None,
     *,
     rotation: int = 0,
     tolerance: float = TOLERANCE,
 ) -> list[Ints]:
-    """Split `costs` over `num_ranks` ranks, minimising the latest finish.
+    """Split `costs` over `dp_size` ranks, minimising the latest finish.
 
     Args:
         costs: [n] work of each rollout, finite and >= 0, in any unit.
-        num_ranks: number of ranks, >= 1.
+        dp_size: number of ranks, >= 1.
         counts: "free", or "equal": the number of rollouts per rank differs by at most one.
-        speeds: [num_ranks] relative speeds > 0 (work per unit of time); None means all alike.
+        speeds: [dp_size] relative speeds > 0 (work per unit of time); None means all alike.
         rotation: rotates the rank labels (pass the step), so that no rank is always the one with the heaviest rollout.
         tolerance: stop this far (relatively) above the lower bound. 0.01 % is 0.1 ms in a step of a second; 1e-6 takes
             up to five times as long.
 
     Returns:
         One int64 array of ascending positions into `costs` per rank; every position is in exactly one of them.
-        No rank is empty if n >= num_ranks; with fewer rollouts than ranks, n ranks get one each.
+        No rank is empty if n >= dp_size; with fewer rollouts than ranks, n ranks get one each.
 
     Raises:
-        ValueError: a cost is negative or not finite, a speed is not positive, or num_ranks < 1.
+        ValueError: a cost is negative or not finite, a speed is not positive, or dp_size < 1.
 
     Complexity: O(n log n) plus exchanges bounded by a fixed budget of elementary operations.
 
     Examples:
         >>> costs = [900, 700, 500, 400, 300, 200]
-        >>> partition(costs, num_ranks=2)  # 900 + 400 + 200 and 700 + 500 + 300: both 1500
+        >>> partition(costs, dp_size=2)  # 900 + 400 + 200 and 700 + 500 + 300: both 1500
         [array([0, 3, 5]), array([1, 2, 4])]
-        >>> partition(costs, num_ranks=2, speeds=[1.0, 0.5])  # 2000 and 1000: done at the same time
+        >>> partition(costs, dp_size=2, speeds=[1.0, 0.5])  # 2000 and 1000: done at the same time
         [array([0, 2, 3, 5]), array([1, 4])]
-        >>> partition([1800, 500, 300, 200, 200, 100], num_ranks=2)  # an outlier: 1800 and 1300, and rank 1 waits
+        >>> partition([1800, 500, 300, 200, 200, 100], dp_size=2)  # an outlier: 1800 and 1300, and rank 1 waits
         [array([0]), array([1, 2, 3, 4, 5])]
     """
     work = checked_costs(costs)
-    check_ranks(num_ranks, counts)
-    rate = checked_speeds(speeds, num_ranks)
+    check_ranks(dp_size, counts)
+    rate = checked_speeds(speeds, dp_size)
     # The greedy start puts the heaviest rollout on the first rank. Unrotated, one and the same rank would hold the
     # longest rollout in every step, and be the one near its memory limit.
-    label_of = (np.arange(num_ranks) + rotation) % num_ranks  # [num_ranks] working rank -> rank of the answer
-    labels = _assign(work, num_ranks, counts, None if rate is None else rate[label_of], tolerance)
-    return split_by_label(label_of[labels], num_ranks)
+    label_of = (np.arange(dp_size) + rotation) % dp_size  # [dp_size] working rank -> rank of the answer
+    labels = _assign(work, dp_size, counts, None if rate is None else rate[label_of], tolerance)
+    return split_by_label(label_of[labels], dp_size)
 
 
 def partition_together(
     costs: ArrayLike,
     labels: ArrayLike,
-    num_ranks: int,
+    dp_size: int,
     counts: Counts = "free",
     speeds: ArrayLike | None = None,
     *,
@@ -93,36 +93,36 @@ def partition_together(
     """`partition` that keeps rollouts of one label on one rank; "equal" then counts labels, not rollouts.
 
     Examples:
-        >>> partition_together([900, 700, 500, 400, 300, 200], labels=[7, 7, 8, 8, 9, 9], num_ranks=2)  # 1600 and 1400
+        >>> partition_together([900, 700, 500, 400, 300, 200], labels=[7, 7, 8, 8, 9, 9], dp_size=2)  # 1600 and 1400
         [array([0, 1]), array([2, 3, 4, 5])]
     """
     _, inverse = np.unique(np.asarray(labels), return_inverse=True)
     # [labels] work of all rollouts of a label, which the partition places as one
     sums = np.bincount(inverse, weights=np.asarray(costs, dtype=np.float64))
     rank_of = np.empty(sums.size, dtype=np.int64)
-    for rank, share in enumerate(partition(sums, num_ranks, counts, speeds, rotation=rotation)):
+    for rank, share in enumerate(partition(sums, dp_size, counts, speeds, rotation=rotation)):
         rank_of[share] = rank
-    return split_by_label(rank_of[inverse], num_ranks)
+    return split_by_label(rank_of[inverse], dp_size)
 
 
 _NOTHING = 1e-9
 """Rollouts that weigh nothing: the lightest, which have this share of the work together."""
 
 
-def _assign(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, tolerance: float) -> Ints:
+def _assign(work: Floats, dp_size: int, counts: Counts, rate: Floats | None, tolerance: float) -> Ints:
     """The partition as [n] working-rank labels; the arguments are taken as checked."""
     # Scaled to about 1, so that no sum overflows and no difference underflows. A power of two: every mantissa stays as
     # it is, and integral costs stay exact.
     work = work * 2.0 ** -np.ceil(np.log2(max(float(work.max(initial=0.0)), 1e-300)))
     heavy = _not_negligible(work)
     if counts == "equal" or heavy.all():
-        return _search(work, num_ranks, counts, rate, tolerance)
+        return _search(work, dp_size, counts, rate, tolerance)
     # In the search they would be in the way: whoever is done first would get them all.
     labels = np.empty(work.size, dtype=np.int64)
-    labels[heavy] = _search(work[heavy], num_ranks, counts, rate, tolerance)
+    labels[heavy] = _search(work[heavy], dp_size, counts, rate, tolerance)
     # each of the others to a rank that has the fewest
-    held = np.bincount(labels[heavy], minlength=num_ranks).tolist()
-    fewest = sorted(zip(held, range(num_ranks), strict=True))
+    held = np.bincount(labels[heavy], minlength=dp_size).tolist()
+    fewest = sorted(zip(held, range(dp_size), strict=True))
     for one in np.flatnonzero(~heavy).tolist():
         number, labels[one] = fewest[0]
         heapq.heapreplace(fewest, (number + 1, fewest[0][1]))
@@ -140,56 +140,56 @@ def _not_negligible(work: Floats) -> Bools:
     return work > heaviest
 
 
-def _search(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, tolerance: float) -> Ints:
+def _search(work: Floats, dp_size: int, counts: Counts, rate: Floats | None, tolerance: float) -> Ints:
     """The same, whatever they weigh."""
-    if num_ranks == 1 or work.size == 0:
+    if dp_size == 1 or work.size == 0:
         return np.zeros(work.size, dtype=np.int64)
     # one each, the heaviest to the fastest, is the best there is: nothing to search
-    if work.size <= num_ranks:
-        return _largest_first(work, num_ranks, "equal", rate)
-    # Not Karmarkar-Karp: with equal counts every rank keeps one of each num_ranks neighbours in sorted order, so the
+    if work.size <= dp_size:
+        return _largest_first(work, dp_size, "equal", rate)
+    # Not Karmarkar-Karp: with equal counts every rank keeps one of each dp_size neighbours in sorted order, so the
     # spread of the largest ones never cancels (12-22 % above the bound at 4 to 8 rollouts a rank; this: below 0.2 %).
-    labels = _largest_first(work, num_ranks, counts, rate)
-    bound = lower_bound_of(work, num_ranks, counts, rate)
-    return _improved(labels, work, num_ranks, counts, rate, bound * (1.0 + tolerance)) if bound > 0.0 else labels
+    labels = _largest_first(work, dp_size, counts, rate)
+    bound = lower_bound_of(work, dp_size, counts, rate)
+    return _improved(labels, work, dp_size, counts, rate, bound * (1.0 + tolerance)) if bound > 0.0 else labels
 
 
-def _improved(labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, target: float) -> Ints:
+def _improved(labels: Ints, work: Floats, dp_size: int, counts: Counts, rate: Floats | None, target: float) -> Ints:
     """Labels after exchanges between ranks, until the latest finish is at the target or the work budget is spent."""
     even, ones = counts == "equal", np.ones(work.size, dtype=np.int64)
-    least, most = (work.size // num_ranks, -(-work.size // num_ranks)) if even else (1, work.size)
+    least, most = (work.size // dp_size, -(-work.size // dp_size)) if even else (1, work.size)
     # where ranks are alike no exchange that helps leaves one empty; nor is a count changed if all have as many
     limits = [] if (rate is None and not even) or least == most else [Limit(ones, least, most)]
-    slots, search = slots_of(labels, num_ranks), partial(Cells, speed=rate, even=even, limits=limits)
+    slots, search = slots_of(labels, dp_size), partial(Cells, speed=rate, even=even, limits=limits)
     if work.size <= _SMALL:
-        copies = search(work, _shuffled(slots, num_ranks), num_ranks)
+        copies = search(work, _shuffled(slots, dp_size), dp_size)
         copies.improve(target, _SMALL_BUDGET)
         slots = copies.best()
-    cells = search(work, slots, num_ranks)
+    cells = search(work, slots, dp_size)
     cells.improve(target, _BUDGET + _BUDGET_EACH * work.size)
     return cells.cell_of()
 
 
-def _shuffled(slots: Ints, num_ranks: int) -> Ints:
-    """[copies * num_ranks, width] copies that start unlike: each column of slots is shuffled over the ranks, so counts
+def _shuffled(slots: Ints, dp_size: int) -> Ints:
+    """[copies * dp_size, width] copies that start unlike: each column of slots is shuffled over the ranks, so counts
     stay as they are."""
-    copies = max(_COPIES_WORK // (slots.size * num_ranks), 1)
+    copies = max(_COPIES_WORK // (slots.size * dp_size), 1)
     return np.take_along_axis(slots[None], _shuffles(copies, *slots.shape), axis=1).reshape(-1, slots.shape[1])
 
 
 @cache
-def _shuffles(copies: int, num_ranks: int, width: int) -> Ints:
-    """[copies, num_ranks, width] from where each place comes. The generator is seeded: the same input gives the same
+def _shuffles(copies: int, dp_size: int, width: int) -> Ints:
+    """[copies, dp_size, width] from where each place comes. The generator is seeded: the same input gives the same
     answer."""
-    shuffle = np.random.default_rng(0).random((copies, num_ranks, width)).argsort(axis=1)
+    shuffle = np.random.default_rng(0).random((copies, dp_size, width)).argsort(axis=1)
     # the first stays as it is: shuffling never makes the answer worse
-    shuffle[0] = np.arange(num_ranks)[:, None]
+    shuffle[0] = np.arange(dp_size)[:, None]
     return shuffle
 
 
-def _largest_first(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None) -> Ints:
+def _largest_first(work: Floats, dp_size: int, counts: Counts, rate: Floats | None) -> Ints:
     """LPT with a heap: each to the rank that would be done first with a rollout of mean cost; under equal counts a full
-    rank leaves the heap. No rank is empty if there are rollouts enough. O(n log num_ranks).
+    rank leaves the heap. No rank is empty if there are rollouts enough. O(n log dp_size).
 
     Every rollout counts a little more than its cost, so that ties (zero costs above all) go to the rank with fewer.
     """
@@ -197,12 +197,12 @@ def _largest_first(work: Floats, num_ranks: int, counts: Counts, rate: Floats | 
     order = np.argsort(-work, kind="stable")
     # far below any cost, far above the rounding of the sums
     tie_breaker = (float(work.sum()) or 1.0) * 1e-9 / n
-    quota, extra = divmod(n, num_ranks) if counts == "equal" else (n, 0)
-    speeds = [1.0] * num_ranks if rate is None else rate.tolist()
+    quota, extra = divmod(n, dp_size) if counts == "equal" else (n, 0)
+    speeds = [1.0] * dp_size if rate is None else rate.tolist()
     # with the cost at hand instead of the mean no heap would do: its order would change with every rollout
     mean = float(work.mean())
     heap = sorted((mean / speed, rank) for rank, speed in enumerate(speeds))
-    held, chosen = [0] * num_ranks, []
+    held, chosen = [0] * dp_size, []
     for cost in (work[order] + tie_breaker).tolist():
         done, rank = heap[0]
         while held[rank] >= quota + (extra > 0):  # a rank at the quota waits for the spare places to run out
@@ -218,7 +218,7 @@ def _largest_first(work: Floats, num_ranks: int, counts: Counts, rate: Floats | 
     labels = np.empty(n, dtype=np.int64)
     labels[order] = chosen
     # a very slow rank still gets the lightest rollout of the fullest one, where there are enough
-    for rank in [rank for rank, number in enumerate(held) if not number and n > num_ranks]:
+    for rank in [rank for rank, number in enumerate(held) if not number and n > dp_size]:
         donor = int(np.bincount(labels).argmax())
         mine = np.flatnonzero(labels == donor)
         labels[mine[work[mine].argmin()]] = rank

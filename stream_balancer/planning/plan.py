@@ -74,7 +74,7 @@ class Waiting:
 class PlanKnobs:
     """Knobs that a plan has to respect. Taken as checked: `BalancerConfig` refuses the bad ones."""
 
-    num_ranks: int
+    dp_size: int
     batch_size: int
     """Rollouts of a step; with ``batch_size_range`` their mean, under ``batch_tokens`` the fewest of a full one."""
     max_skips: int | None
@@ -117,21 +117,21 @@ class PlanKnobs:
 
     @property
     def rate(self) -> Floats:
-        """[num_ranks] work per time."""
-        return np.ones(self.num_ranks) if self.speeds is None else np.asarray(self.speeds, dtype=np.float64)
+        """[dp_size] work per time."""
+        return np.ones(self.dp_size) if self.speeds is None else np.asarray(self.speeds, dtype=np.float64)
 
     @property
     def degrees(self) -> tuple[int, ...]:
         """By how many ranks a rollout may be shared: those of ``cp_sizes`` for which there are ranks enough."""
-        return tuple(size for size in self.cp_sizes if size <= self.num_ranks)
+        return tuple(size for size in self.cp_sizes if size <= self.dp_size)
 
     @property
     def step_multiple(self) -> int:
         """A step whose number of rollouts is chosen has a multiple of this: whole groups, and as many on every rank."""
-        return step_multiple(self.num_ranks, self.counts, self.groups, self.group_size)
+        return step_multiple(self.dp_size, self.counts, self.groups, self.group_size)
 
 
-def step_multiple(num_ranks: int, counts: Counts, groups: Keep, group_size: int | None) -> int:
+def step_multiple(dp_size: int, counts: Counts, groups: Keep, group_size: int | None) -> int:
     """Number that divides the rollouts of a step: whole groups, and under equal counts the same number on every rank.
 
     Examples:
@@ -143,7 +143,7 @@ def step_multiple(num_ranks: int, counts: Counts, groups: Keep, group_size: int 
     whole = 1 if groups == "free" or group_size is None else group_size
     if counts == "free":
         return whole
-    return whole * num_ranks if groups == "same_rank" else math.lcm(whole, num_ranks)
+    return whole * dp_size if groups == "same_rank" else math.lcm(whole, dp_size)
 
 
 def has_micro_batches(knobs: PlanKnobs) -> bool:
@@ -178,9 +178,9 @@ class Times:
     """Work of the ranks of a layout, and when they are done."""
 
     work: Floats
-    """[num_ranks] work of each, what sharing a rollout adds, and a prefix saves, counted."""
+    """[dp_size] work of each, what sharing a rollout adds, and a prefix saves, counted."""
     overheads: Floats
-    """[num_ranks] what their micro-batches cost beside their rollouts, padding copies counted. 0 where speeds are
+    """[dp_size] what their micro-batches cost beside their rollouts, padding copies counted. 0 where speeds are
     given: those have the fixed costs in them."""
     undivided: float
     """Work of all ranks, without what sharing adds."""
@@ -232,7 +232,7 @@ class Times:
 
 
 def _overheads(knobs: PlanKnobs, numbers: Ints) -> Floats:
-    """[num_ranks] of so many micro-batches."""
+    """[dp_size] of so many micro-batches."""
     if knobs.speeds is not None or not (has_micro_batches(knobs) or len(knobs.degrees) > 1):
         return np.zeros(numbers.size)
     # a rank with nothing to run runs a padding copy
@@ -252,9 +252,9 @@ class Plan:
     """``[rank][micro_batch]`` -> positions into the `Waiting` columns. A rank with fewer rollouts than micro-batches
     has a shorter list: the caller completes it with padding copies."""
     loads: Floats
-    """[num_ranks] work per rank, overheads of micro-batches counted."""
+    """[dp_size] work per rank, overheads of micro-batches counted."""
     rates: Floats | None
-    """[num_ranks] work per time; a rank finishes at load / rate. None = all alike."""
+    """[dp_size] work per time; a rank finishes at load / rate. None = all alike."""
     finish: float
     """When the last rank is done, see `Times`."""
     lower_bound: float
@@ -279,7 +279,7 @@ class Plan:
 
     @property
     def finishes(self) -> Floats:
-        """[num_ranks] when each rank is done, if it waits for no other."""
+        """[dp_size] when each rank is done, if it waits for no other."""
         return self.loads if self.rates is None else self.loads / self.rates
 
     @property

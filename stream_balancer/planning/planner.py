@@ -65,7 +65,7 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     Examples:
         >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])  # oldest first
         >>> waiting = Waiting.of(costs)
-        >>> knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8)
+        >>> knobs = PlanKnobs(dp_size=2, batch_size=4, max_skips=8)
         >>> plan = plan_batch(waiting, knobs, num_rollouts=4, step=0)  # the 2400 waits, and what fills its step
         >>> plan.ranks, plan.loads  # [rank][micro_batch] -> positions, [rank]
         ([[array([3, 6])], [array([5, 7])]], array([720., 730.]))
@@ -110,7 +110,7 @@ def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
         return knobs
     # how many micro-batches a rank runs is not known before it is planned: as many as its tokens need
     cap = knobs.max_tokens_per_micro_batch
-    number = 1 if cap is None else -(-int(waiting.lengths[picked].sum()) // (cap * knobs.num_ranks))
+    number = 1 if cap is None else -(-int(waiting.lengths[picked].sum()) // (cap * knobs.dp_size))
     number = rounded_up(number, knobs.micro_batch_multiple)
     work = float(waiting.costs[picked].sum())
     return replace(knobs, speeds=work_rates(knobs.speeds, knobs.fixed_costs, work, number))
@@ -123,21 +123,21 @@ def _shares(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: i
     together = units.together(picked, knobs)
     if not has_micro_batches(knobs):
         if together is not None:
-            parts = partition_together(costs, together, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
+            parts = partition_together(costs, together, knobs.dp_size, knobs.counts, knobs.speeds, rotation=step)
         else:
             tolerance = knobs.tolerance
-            parts = partition(costs, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step, tolerance=tolerance)
+            parts = partition(costs, knobs.dp_size, knobs.counts, knobs.speeds, rotation=step, tolerance=tolerance)
         return [[picked[part]] if part.size else [] for part in parts]
     formed = form_micro_batches(
         waiting.lengths[picked],
         costs,
-        knobs.num_ranks,
+        knobs.dp_size,
         max_tokens=knobs.max_tokens_per_micro_batch,
         sync=knobs.sync,
         counts=knobs.counts,
         padded=knobs.padded,
         micro_batch_counts=knobs.micro_batch_counts,
-        overhead=knobs.fixed_costs.micro_batch,
+        overhead_cost=knobs.fixed_costs.micro_batch,
         multiple_of=knobs.micro_batch_multiple,
         order=knobs.order,
         speeds=knobs.speeds,
@@ -229,20 +229,20 @@ def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints, whole: Int
         return max(shareable.apart(waiting.sets(picked), knobs).bound(), shareable.heaviest_part)
     if waiting.prefix_costs is None:
         indivisible = costs if whole is None else np.bincount(whole, weights=costs)
-        bound = lower_bound(indivisible, knobs.num_ranks, knobs.counts, knobs.speeds)
+        bound = lower_bound(indivisible, knobs.dp_size, knobs.counts, knobs.speeds)
     else:
         siblings = waiting.sets(picked)
-        bound = prefix_bound(siblings, knobs.num_ranks, whole)
+        bound = prefix_bound(siblings, knobs.dp_size, whole)
         costs, lengths = siblings.apart()
     cap = knobs.max_tokens_per_micro_batch
     if knobs.sync == "micro_batch" and cap is not None and not knobs.padded:
-        bound = max(bound, lockstep_bound(costs, lengths, knobs.num_ranks, cap, knobs.speeds))
+        bound = max(bound, lockstep_bound(costs, lengths, knobs.dp_size, cap, knobs.speeds))
     if knobs.speeds is not None or not knobs.fixed_costs.micro_batch or not has_micro_batches(knobs):
         return bound
     packer = Packer(lengths, costs, cap, knobs.padded)
     return least_finish_bound(
         packer,
-        knobs.num_ranks,
+        knobs.dp_size,
         counts=knobs.micro_batch_counts,
         overhead=knobs.fixed_costs.micro_batch,
         multiple_of=knobs.micro_batch_multiple,

@@ -55,7 +55,7 @@ def with_shared_prefixes(
 
     Complexity: as of `place_siblings`, and packing the parts under the cap.
     """
-    ranks, cap = knobs.num_ranks, knobs.max_tokens_per_micro_batch
+    ranks, cap = knobs.dp_size, knobs.max_tokens_per_micro_batch
     numbers = [sum(degree > 1 for degree in of_rank) for of_rank in dense.degrees] or [0] * ranks
     # shared micro-batches stand in front on every rank, in one order: nothing may come between them
     shared = [share[:number] for share, number in zip(dense.ranks, numbers, strict=True)]
@@ -91,16 +91,16 @@ def with_shared_prefixes(
     return layout([[one[np.argsort(waiting.sets(one).set_of, kind="stable")] for _, one in pairs] for pairs in each])
 
 
-def prefix_bound(siblings: Siblings, num_ranks: int, whole: Ints | None = None) -> float:
+def prefix_bound(siblings: Siblings, dp_size: int, whole: Ints | None = None) -> float:
     """No plan of these is done before this; ``whole``: [n] numbers of those that go to one rank. O(n log n)."""
     if whole is not None:
-        return lower_bound(np.bincount(whole, weights=siblings.even_costs()), num_ranks)
-    return max(lower_bound(siblings.apart()[0], num_ranks), siblings.heaviest_alone())
+        return lower_bound(np.bincount(whole, weights=siblings.even_costs()), dp_size)
+    return max(lower_bound(siblings.apart()[0], dp_size), siblings.heaviest_alone())
 
 
-def place_siblings(siblings: Siblings, num_ranks: int, dense: Ints, *, base: Floats, rotation: int = 0) -> Ints:
+def place_siblings(siblings: Siblings, dp_size: int, dense: Ints, *, base: Floats, rotation: int = 0) -> Ints:
     """[n] the rank of each, never later than with the ranks ``dense`` ([n]), of a partition of the whole costs.
-    ``base``: [num_ranks] work that each rank has beside them.
+    ``base``: [dp_size] work that each rank has beside them.
 
     Complexity: O(n ranks) for each of five starts at most, and a fixed number of exchanges, each O(n + S) times what a
     rank holds.
@@ -113,10 +113,10 @@ def place_siblings(siblings: Siblings, num_ranks: int, dense: Ints, *, base: Flo
         >>> place_siblings(siblings, 2, dense, base=np.zeros(2))  # 16 and 10, as whole groups
         array([0, 0, 0, 1, 1, 1])
     """
-    mean = float(base.sum() + siblings.added.sum() + siblings.prefixes.sum()) / num_ranks
-    bound = max(prefix_bound(siblings, num_ranks), mean, float(base.max()))
+    mean = float(base.sum() + siblings.added.sum() + siblings.prefixes.sum()) / dp_size
+    bound = max(prefix_bound(siblings, dp_size), mean, float(base.max()))
     enough = bound * (1.0 + _NEAR)
-    best, least = dense, float((base + siblings.loads(dense, num_ranks)).max())
+    best, least = dense, float((base + siblings.loads(dense, dp_size)).max())
     for level in _LEVELS:
         if least <= enough:
             break
@@ -126,7 +126,7 @@ def place_siblings(siblings: Siblings, num_ranks: int, dense: Ints, *, base: Flo
             if after is None:
                 break
             rank_of = after
-        finish = float((base + siblings.loads(rank_of, num_ranks)).max())
+        finish = float((base + siblings.loads(rank_of, dp_size)).max())
         if finish < least:
             best, least = rank_of, finish
     return best
@@ -141,7 +141,7 @@ def _whole_sets(siblings: Siblings, base: Floats, level: float, rotation: int) -
     ends = np.cumsum(sizes)
     totals = np.bincount(siblings.set_of, weights=siblings.added, minlength=sizes.size) + siblings.prefixes
     # rank 0 of the loop is rank `rotation` of the answer
-    num_ranks, load = base.size, np.roll(base, -rotation)
+    dp_size, load = base.size, np.roll(base, -rotation)
     for one in np.argsort(-totals, kind="stable").tolist():
         members = by_set[ends[one] - sizes[one] : ends[one]]
         rank = int(load.argmin())
@@ -150,7 +150,7 @@ def _whole_sets(siblings: Siblings, base: Floats, level: float, rotation: int) -
             load[rank] += totals[one]
             continue
         # too heavy to lie on one rank: its siblings one by one, together as long as that stays below the level
-        prefix = np.full(num_ranks, siblings.prefixes[one])  # what the first sibling on a rank adds
+        prefix = np.full(dp_size, siblings.prefixes[one])  # what the first sibling on a rank adds
         for member in members[np.argsort(-siblings.added[members], kind="stable")].tolist():
             after = load + siblings.added[member] + prefix
             fits = after <= level
@@ -159,7 +159,7 @@ def _whole_sets(siblings: Siblings, base: Floats, level: float, rotation: int) -
                 fits = here
             rank = int(np.where(fits, after, np.inf).argmin()) if fits.any() else int(after.argmin())
             rank_of[member], load[rank], prefix[rank] = rank, after[rank], 0.0
-    return (rank_of + rotation) % num_ranks
+    return (rank_of + rotation) % dp_size
 
 
 def _exchanged(siblings: Siblings, base: Floats, rank_of: Ints, enough: float) -> Ints | None:
@@ -210,15 +210,13 @@ def _exchanged(siblings: Siblings, base: Floats, rank_of: Ints, enough: float) -
 
 def pack_siblings(siblings: Siblings, rank_of: Ints, others: list[int], knobs: PlanKnobs) -> list[Bins]:
     """``[rank][micro-batch]`` -> positions, siblings side by side; what a rank has of a set lies in one micro-batch.
-    No more unique tokens than the cap in any, given sets that are cut to it. ``others``: [num_ranks] micro-batches that
+    No more unique tokens than the cap in any, given sets that are cut to it. ``others``: [dp_size] micro-batches that
     each has beside these."""
-    num_ranks = len(others)
-    parts, part_of = np.unique(siblings.set_of * num_ranks + rank_of, return_inverse=True)
-    of_part = siblings.prefix_tokens[parts // num_ranks] + np.bincount(part_of, weights=siblings.tokens).astype(
-        np.int64
-    )
+    dp_size = len(others)
+    parts, part_of = np.unique(siblings.set_of * dp_size + rank_of, return_inverse=True)
+    of_part = siblings.prefix_tokens[parts // dp_size] + np.bincount(part_of, weights=siblings.tokens).astype(np.int64)
     packer = Packer(of_part, siblings.loads(part_of, parts.size), knobs.max_tokens_per_micro_batch, padded=False)
-    held = [np.flatnonzero(parts % num_ranks == rank).tolist() for rank in range(num_ranks)]
+    held = [np.flatnonzero(parts % dp_size == rank).tolist() for rank in range(dp_size)]
     packed = packer.evened(held, others, knobs.micro_batch_multiple, knobs.micro_batch_counts)
     by_part = np.argsort(part_of, kind="stable")
     members = np.split(by_part, np.cumsum(np.bincount(part_of))[:-1])

@@ -34,7 +34,7 @@ NO_FIXED_COSTS = FixedCosts()
 
 
 def work_rates(speeds: Floats, fixed_costs: FixedCosts, work: float, num_micro_batches: int) -> Floats:
-    """[num_ranks] how ``work`` should be split, in all as much as ``speeds``. O(num_ranks).
+    """[dp_size] how ``work`` should be split, in all as much as ``speeds``. O(dp_size).
 
     Examples:
         >>> speeds = np.array([1.0, 0.5])

@@ -193,7 +193,7 @@ def _with_others(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts:
             remaining=remaining,
             num_more=min(room // size, int(np.count_nonzero(~going))),
             ranks=_ranks(knobs),
-            beside=0.0 if knobs.counts == "free" else max(num_rollouts // knobs.num_ranks - 1, 0) / size,
+            beside=0.0 if knobs.counts == "free" else max(num_rollouts // knobs.dp_size - 1, 0) / size,
         )
         chosen = choose(candidates_of_one_size)
     go[among] = chosen
@@ -252,7 +252,7 @@ def _in_lockstep(
     # as many micro-batches as a step of mean lengths needs: who goes is not known yet
     cap, number = knobs.max_tokens_per_micro_batch, 1
     if cap is not None:
-        number = int(np.ceil(float(lengths.mean()) * num_rollouts / (knobs.num_ranks * cap)))
+        number = int(np.ceil(float(lengths.mean()) * num_rollouts / (knobs.dp_size * cap)))
         if number > 1 and not knobs.padded:
             return choose_lockstep(
                 CappedStep(
@@ -261,16 +261,16 @@ def _in_lockstep(
                     must=must,
                     remaining=remaining,
                     num_rollouts=num_rollouts,
-                    num_ranks=knobs.num_ranks,
+                    dp_size=knobs.dp_size,
                     max_tokens=cap,
                     rate=knobs.speeds,
                 )
             )
     number = rounded_up(number, knobs.micro_batch_multiple)
-    alone = num_rollouts < 2 * knobs.num_ranks * number  # most rollouts have a micro-batch of their own
+    alone = num_rollouts < 2 * knobs.dp_size * number  # most rollouts have a micro-batch of their own
     if not number < num_rollouts or number == 1 or not (knobs.padded or alone):
         return None
-    return choose_neighbours(order, must, remaining, num_rollouts, knobs.num_ranks, number)
+    return choose_neighbours(order, must, remaining, num_rollouts, knobs.dp_size, number)
 
 
 def _take(go: Bools, candidates: Ints, sizes: Ints, room: int) -> int:

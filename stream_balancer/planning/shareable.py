@@ -41,7 +41,7 @@ class Shareable:
     """[degrees] ascending; the first is 1."""
     parts: Floats
     """[degrees, n] what each costs every one of its ranks; inf where it may not have that degree."""
-    num_ranks: int
+    dp_size: int
 
     @classmethod
     def of(cls, costs: Floats, lengths: Ints, knobs: PlanKnobs) -> Shareable:
@@ -66,7 +66,7 @@ class Shareable:
         parts = part_cost(costs, degrees, knobs.cp_overhead)
         if knobs.sync == "step":  # a shared rollout is a micro-batch by itself on each of its ranks
             parts += np.where(degrees > 1, knobs.fixed_costs.micro_batch, 0.0)
-        return cls(lengths, sizes, np.where(may, parts, np.inf), knobs.num_ranks)
+        return cls(lengths, sizes, np.where(may, parts, np.inf), knobs.dp_size)
 
     @property
     def may_stay_whole(self) -> bool:
@@ -85,7 +85,7 @@ class Shareable:
         # any degree is allowed, whatever its tokens: a bound may be too low, never too high
         prefixes = part_cost(siblings.prefixes, self.sizes[:, None], knobs.cp_overhead)
         lengths = np.concatenate((self.lengths, siblings.prefix_tokens))
-        return Shareable(lengths, self.sizes, np.hstack((added.parts, prefixes)), self.num_ranks)
+        return Shareable(lengths, self.sizes, np.hstack((added.parts, prefixes)), self.dp_size)
 
     def fitting(self, level: float) -> Ints:
         """[n] the row of the least degree at which each part is no more than the level, or of its least part."""
@@ -98,7 +98,7 @@ class Shareable:
         each degree.
 
         A finish T needs of every rollout a degree at which its part is at most T, and the least of them costs least in
-        all: T is possible only if that work is at most ``num_ranks * T``. The least such T, exactly.
+        all: T is possible only if that work is at most ``dp_size * T``. The least such T, exactly.
         """
         if not self.lengths.size:
             return 0.0
@@ -113,4 +113,4 @@ class Shareable:
         order = np.argsort(thresholds, kind="stable")
         thresholds = np.concatenate(([first], np.maximum(thresholds[order], first)))
         left = float(work[-1].sum()) - np.concatenate(([0.0], np.cumsum(saved[order])))
-        return float(np.maximum(thresholds, left / (places or self.num_ranks)).min()) * (1.0 - _ROUNDING)
+        return float(np.maximum(thresholds, left / (places or self.dp_size)).min()) * (1.0 - _ROUNDING)

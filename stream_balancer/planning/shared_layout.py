@@ -74,7 +74,7 @@ def _in_any_order(
 ) -> list[list[tuple[list[int], int]]] | None:
     """[rank][micro_batch] (rollouts, degree) of ranks that meet once a step; None if no better placement is found."""
     # the least that the overheads add: a placement within it may still win
-    least = -(-packer.least_bins(np.arange(packer.tokens.size)) // knobs.num_ranks)
+    least = -(-packer.least_bins(np.arange(packer.tokens.size)) // knobs.dp_size)
     found = place(rollouts, unsplit - knobs.fixed_costs.micro_batch * least)
     if found is None:
         return None
@@ -83,12 +83,12 @@ def _in_any_order(
     parts = rollouts.parts[found.rows, np.arange(degrees.size)]
     # by descending degree, and the members of a block all in one order: then nobody waits
     shared = shared[np.lexsort((-parts[shared], -degrees[shared]))]
-    ranks: list[list[tuple[list[int], int]]] = [[] for _ in range(knobs.num_ranks)]
+    ranks: list[list[tuple[list[int], int]]] = [[] for _ in range(knobs.dp_size)]
     for one in shared.tolist():
         size = int(degrees[one])
         for rank in range(int(found.blocks[one]) * size, (int(found.blocks[one]) + 1) * size):
             ranks[rank].append(([one], size))
-    own = [np.flatnonzero((degrees == 1) & (found.blocks == rank)).tolist() for rank in range(knobs.num_ranks)]
+    own = [np.flatnonzero((degrees == 1) & (found.blocks == rank)).tolist() for rank in range(knobs.dp_size)]
     packed = packer.evened(own, list(map(len, ranks)), knobs.micro_batch_multiple, knobs.micro_batch_counts)
     for done, bins in zip(ranks, packed, strict=True):
         done += [(one, 1) for one in in_order(bins, packer.cost, knobs.order)]

@@ -53,15 +53,15 @@ def in_locksteps(
     """
     overhead, multiple = knobs.fixed_costs.micro_batch, knobs.micro_batch_multiple
     best, least = None, finish
-    fewest, most = -(-_least_places(step, packer) // step.num_ranks), None
+    fewest, most = -(-_least_places(step, packer) // step.dp_size), None
     for number in count(fewest):
-        found = _packed(step, packer, number * step.num_ranks)
+        found = _packed(step, packer, number * step.dp_size)
         if found and most is None:  # in fewer they may not fit, though their tokens would
             most = number + _MORE
         # padding copies take no time of their own, but the collectives of their lockstep do
         run = rounded_up(number, multiple)
         for bins in found:
-            locksteps = _in_rows(bins, step.num_ranks)
+            locksteps = _in_rows(bins, step.dp_size)
             took = sum(max(one.took for one in bins) for bins in locksteps) + overhead * run
             # a lockstep more gathers the parameters once more, on all ranks, even where nobody has said what that costs
             more = best is not None and len(locksteps) > len(best)
@@ -69,7 +69,7 @@ def in_locksteps(
                 best, least = locksteps, took
         if most is not None and number >= most:
             break
-    return None if best is None else _on_ranks(best, step.num_ranks)
+    return None if best is None else _on_ranks(best, step.dp_size)
 
 
 def _least_places(step: Shareable, packer: Packer) -> int:
@@ -101,13 +101,13 @@ def _packed(step: Shareable, packer: Packer, places: int) -> list[list[_Bin]]:
     return found
 
 
-def _in_rows(bins: list[_Bin], num_ranks: int) -> Locksteps:
+def _in_rows(bins: list[_Bin], dp_size: int) -> Locksteps:
     """The longest into one lockstep, as far as there are ranks, the next into the next."""
     # greedy by time: a lockstep is as long as its first, so the next longest cost nothing in it
     left = sorted(bins, key=lambda one: -one.took)
     rows = []
     while left:
-        room, taken, rest = num_ranks, [], []
+        room, taken, rest = dp_size, [], []
         for one in left:
             if one.degree <= room:
                 taken.append(one)
@@ -119,22 +119,22 @@ def _in_rows(bins: list[_Bin], num_ranks: int) -> Locksteps:
     return rows
 
 
-def _on_ranks(locksteps: Locksteps, num_ranks: int) -> list[list[tuple[list[int], int]]]:
+def _on_ranks(locksteps: Locksteps, dp_size: int) -> list[list[tuple[list[int], int]]]:
     """[rank][micro_batch] (rollouts, degree). Locksteps in which all ranks have something come first; what is in the
     others is laid out by descending degree, so that the members of a block have as many before it and none is missing
     in between."""
-    ranks: list[list[tuple[list[int], int]]] = [[] for _ in range(num_ranks)]
+    ranks: list[list[tuple[list[int], int]]] = [[] for _ in range(dp_size)]
     # a collective of a lockstep needs all ranks: one that lacks some must not come between two that do not
-    full = [bins for bins in locksteps if sum(one.degree for one in bins) == num_ranks]
+    full = [bins for bins in locksteps if sum(one.degree for one in bins) == dp_size]
     for bins in sorted(full, key=lambda some: -max(one.took for one in some)):
         first = 0
         for one in sorted(bins, key=lambda some: (-some.degree, -some.took)):
             for rank in range(first, first + one.degree):
                 ranks[rank].append((one.items, one.degree))
             first += one.degree
-    rest = [one for bins in locksteps if sum(one.degree for one in bins) < num_ranks for one in bins]
+    rest = [one for bins in locksteps if sum(one.degree for one in bins) < dp_size for one in bins]
     for one in sorted(rest, key=lambda some: (-some.degree, -some.took)):
-        first = min(range(0, num_ranks // one.degree * one.degree, one.degree), key=lambda rank: len(ranks[rank]))
+        first = min(range(0, dp_size // one.degree * one.degree, one.degree), key=lambda rank: len(ranks[rank]))
         for rank in range(first, first + one.degree):
             ranks[rank].append((one.items, one.degree))
     return ranks

@@ -135,7 +135,7 @@ def least_times(waiting: Waiting, units: Units, knobs: PlanKnobs, go: Bools) -> 
     """(mean time of a rank, when the last is done at least) in a step of these units ([U])."""
     costs = units.costs[go] if knobs.groups == "same_rank" else waiting.costs[units.of_rollouts(go)]
     mean = float(costs.sum()) / float(knobs.rate.sum())
-    return mean, max(lower_bound(costs, knobs.num_ranks, knobs.counts, knobs.speeds), mean)
+    return mean, max(lower_bound(costs, knobs.dp_size, knobs.counts, knobs.speeds), mean)
 
 
 def _idle(waiting: Waiting, units: Units, knobs: PlanKnobs, go: Bools) -> float:

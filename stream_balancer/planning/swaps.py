@@ -102,7 +102,7 @@ class _Step:
         self._rank_of = np.repeat(np.arange(len(shares)), [sum(map(len, share)) for share in shares])
 
     def loads(self) -> Floats:
-        """[num_ranks]"""
+        """[dp_size]"""
         loads = np.bincount(self._rank_of, weights=self._costs[self.positions], minlength=len(self._numbers))
         return loads.astype(np.float64)
 
@@ -182,7 +182,7 @@ def swaps_of_groups(
         >>> from stream_balancer.planning.selection import Units
         >>> costs = np.array([900.0, 100.0, 500.0, 100.0, 700.0, 100.0])  # three groups of two
         >>> waiting = replace(Waiting.of(costs), groups=np.repeat([0, 1, 2], 2))
-        >>> units = Units.of(waiting, PlanKnobs(num_ranks=2, batch_size=4, max_skips=8, groups="same_batch"))
+        >>> units = Units.of(waiting, PlanKnobs(dp_size=2, batch_size=4, max_skips=8, groups="same_batch"))
         >>> fixed, go = np.zeros(3, dtype=np.bool_), np.array([True, True, False])  # 900, and 500 + 100 + 100
         >>> choice, _ = next(swaps_of_groups(units, costs, fixed, go, np.ones(2), "free"))
         >>> np.flatnonzero(choice)  # 900, and 700 + 100 + 100

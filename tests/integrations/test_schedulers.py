@@ -1,4 +1,4 @@
-"""Every scheduler of bench/schedulers.py whose code is here, in a small run."""
+"""Every scheduler of bench/schedulers.py, in a small run; what cannot be fetched is counted as not run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import scoreboard
 import stream_balancer as sb
 
 PLANS, MISSING = schedulers.available("")
-FROM_PACKAGES = {"verl 0.9.1", "AReaL 1.0.4", "OpenRLHF 0.11.2", "TRL 1.16.0"}
 
 
-def test_those_of_packages_are_there() -> None:
-    assert {one.name for one in PLANS} >= FROM_PACKAGES, MISSING
-
-
-@pytest.mark.parametrize("scheduler", [one for one in PLANS if not one.groups], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "scheduler", [one for one in schedulers.SCHEDULERS if not one.groups], ids=lambda one: one.name
+)
 def test_plans_have_every_rollout_once_and_keep_the_cap(scheduler: schedulers.Scheduler) -> None:
+    if "pinned files" in (why := MISSING.get(scheduler, "")):
+        pytest.skip(why)
+    assert scheduler in PLANS, why
     trace = sb.generate_trace(2_000, "lognormal", seed=3)
     run = scheduler_runs.Run.of(scheduler_runs.Stream("small", trace, schedulers.trace_flops), 32, 4, steps=4)
     for row in scheduler_runs.measure(run, scheduler, PLANS[scheduler], 20.0):  # refuses a plan that is none

@@ -55,7 +55,7 @@ def checkout(repository: str) -> Path:
     try:
         return peer_files.checkout(repository)
     except OSError as reason:
-        pytest.skip(f"pinned files of {repository} are neither here nor can they be fetched: {reason}")
+        pytest.skip(str(reason))
 
 
 def run(name: str) -> str:

@@ -285,7 +285,7 @@ def test_what_lost_ranks_owed_is_on_those_that_are_left_and_counts_as_before(mor
     for lost in (3, 0, 5):  # the third takes with it what it had taken over
         owed = [r for mb in held.pop(lost) for r in mb.rollouts if not r.is_padding]
         speeds = core.config.speeds and [core.config.speeds[rank] for rank in held]
-        parts = lay_out(core, owed, batch.rollouts, step=batch.step, num_ranks=len(held), speeds=speeds)
+        parts = lay_out(core, owed, batch.rollouts, step=batch.step, dp_size=len(held), speeds=speeds)
         for its, part in zip(held.values(), parts, strict=True):
             its += part
             assert all(one.num_tokens <= (core.config.micro_batches.max_tokens or 10**9) for one in part)

@@ -182,7 +182,7 @@ def chosen(rng: np.random.Generator, knobs: PlanKnobs) -> tuple[Waiting, Any]:
 
 @pytest.mark.parametrize("mini_batches", [2, 4])
 def test_outliers_are_gathered_so_that_the_other_mini_batches_need_not_wait(mini_batches: int) -> None:
-    knobs = PlanKnobs(num_ranks=8, batch_size=128, max_skips=16, mini_batches=mini_batches)
+    knobs = PlanKnobs(dp_size=8, batch_size=128, max_skips=16, mini_batches=mini_batches)
     rng = np.random.default_rng(11)
     idle = {True: 0.0, False: 0.0}
     for _ in range(5):
@@ -190,7 +190,7 @@ def test_outliers_are_gathered_so_that_the_other_mini_batches_need_not_wait(mini
         for in_order in idle:
             cut = in_mini_batches(plan_batch, step_of, knobs, plan, step=0, in_order=in_order)
             finish = sum(float(one.finishes.max()) for one in cut.mini_batches)
-            assert cut.imbalance == pytest.approx(finish / step_of.costs.sum() * knobs.num_ranks - 1)
+            assert cut.imbalance == pytest.approx(finish / step_of.costs.sum() * knobs.dp_size - 1)
             idle[in_order] += cut.imbalance / (1 + cut.imbalance) / 5
     assert idle[False] < idle[True] / 4, idle
 

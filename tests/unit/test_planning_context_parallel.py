@@ -30,9 +30,9 @@ def window(costs: Floats, lengths: Ints) -> Waiting:
     return replace(Waiting.of(costs), lengths=lengths)
 
 
-def knobs_of(num_ranks: int, batch_size: int, **others: Any) -> PlanKnobs:
+def knobs_of(dp_size: int, batch_size: int, **others: Any) -> PlanKnobs:
     own = {"cp_sizes": SIZES, "cp_min_tokens": 256, "max_skips": 8}
-    return PlanKnobs(num_ranks=num_ranks, batch_size=batch_size, **own | others)
+    return PlanKnobs(dp_size=dp_size, batch_size=batch_size, **own | others)
 
 
 def planned(costs: Floats, lengths: Ints, knobs: PlanKnobs, step: int = 0) -> Plan:
@@ -107,14 +107,14 @@ def parts_of(plan: Plan, costs: Floats, overhead: float) -> list[list[float]]:
 
 @st.composite
 def steps(draw: st.DrawFn, *, most_ranks: int = 12) -> tuple[Floats, Ints, PlanKnobs]:
-    num_ranks = draw(st.integers(1, most_ranks))
-    number = draw(st.integers(1, 5 * num_ranks))
+    dp_size = draw(st.integers(1, most_ranks))
+    number = draw(st.integers(1, 5 * dp_size))
     lengths = np.array(draw(st.lists(st.integers(1, 40_000), min_size=number, max_size=number)))
     own = draw(st.booleans())
     costs = np.array(draw(st.lists(st.floats(0, 1e6), min_size=number, max_size=number))) if own else lengths**1.7
     knobs = knobs_of(
-        num_ranks,
-        max(number, num_ranks),
+        dp_size,
+        max(number, dp_size),
         cp_sizes=draw(st.sampled_from([(1, 2), (1, 4), (1, 2, 4), (1, 2, 4, 8), (1, 8, 16)])),
         cp_overhead=draw(st.sampled_from([0.0, 0.05, 0.15, 1.0, 3.0])),
         cp_min_tokens=draw(st.sampled_from([1, 64, 2048])),

@@ -49,32 +49,32 @@ def fewest_bins(tokens: np.ndarray, cap: int) -> list[int]:
 
 def best_finish(case: Case, speeds: np.ndarray, *, equal: bool, capped: bool, overhead: float, free: bool) -> float:
     """When the last rank is done at best, ranks meet once a step."""
-    tokens, costs, num_ranks, cap = case
+    tokens, costs, dp_size, cap = case
     bins = fewest_bins(tokens, cap) if capped else None
     best = np.inf
-    for labels in product(range(num_ranks), repeat=tokens.size):
-        held = np.bincount(labels, minlength=num_ranks)
-        if held.min() == 0 < tokens.size - num_ranks + 1 or (equal and held.max() - held.min() > 1):
+    for labels in product(range(dp_size), repeat=tokens.size):
+        held = np.bincount(labels, minlength=dp_size)
+        if held.min() == 0 < tokens.size - dp_size + 1 or (equal and held.max() - held.min() > 1):
             continue
-        work = np.bincount(labels, weights=costs, minlength=num_ranks)
-        numbers = np.ones(num_ranks)
+        work = np.bincount(labels, weights=costs, minlength=dp_size)
+        numbers = np.ones(dp_size)
         if bins is not None:
-            masks = np.bincount(labels, weights=1 << np.arange(tokens.size), minlength=num_ranks).astype(int)
+            masks = np.bincount(labels, weights=1 << np.arange(tokens.size), minlength=dp_size).astype(int)
             numbers = np.array([max(bins[one], 1) for one in masks])
         best = min(best, float((work / speeds + overhead * (numbers if free else numbers.max())).max()))
     return best
 
 
 def best_locksteps(
-    costs: Sequence[float], tokens: Sequence[int], num_ranks: int, cap: int, speeds: Sequence[float] | None = None
+    costs: Sequence[float], tokens: Sequence[int], dp_size: int, cap: int, speeds: Sequence[float] | None = None
 ) -> float:
     """The least sum of the costliest micro-batches, over all ways to fill them and to lay them out."""
-    rate = np.ones(num_ranks) if speeds is None else np.array(speeds)
+    rate = np.ones(dp_size) if speeds is None else np.array(speeds)
 
     def time_of(loads: list[float]) -> float:
-        fill = loads + [0.0] * (-len(loads) % num_ranks)
+        fill = loads + [0.0] * (-len(loads) % dp_size)
         orders: Iterable[Sequence[float]] = [sorted(fill, reverse=True)] if speeds is None else permutations(fill)
-        return min(float(np.max(np.reshape(order, (-1, num_ranks)) / rate, axis=1).sum()) for order in orders)
+        return min(float(np.max(np.reshape(order, (-1, dp_size)) / rate, axis=1).sum()) for order in orders)
 
     def least(i: int, rooms: list[int], loads: list[float]) -> float:
         if i == len(costs):
@@ -109,9 +109,9 @@ SPEEDS = np.array([1.0, 0.8, 1.3])
 @pytest.mark.parametrize("unlike", [False, True])
 def test_partitions(equal: bool, unlike: bool) -> None:
     for case in cases():
-        costs, num_ranks = case[1], case[2]
-        speeds = SPEEDS[:num_ranks] if unlike else np.ones(num_ranks)
-        shares = partition(costs, num_ranks, "equal" if equal else "free", speeds if unlike else None)
+        costs, dp_size = case[1], case[2]
+        speeds = SPEEDS[:dp_size] if unlike else np.ones(dp_size)
+        shares = partition(costs, dp_size, "equal" if equal else "free", speeds if unlike else None)
         each_once(shares, case[0], np.inf)
         best = best_finish(case, speeds, equal=equal, capped=False, overhead=0.0, free=False)
         found = max(float(costs[share].sum()) / speed for share, speed in zip(shares, speeds, strict=True))
@@ -126,13 +126,13 @@ def test_partitions(equal: bool, unlike: bool) -> None:
 def test_token_caps(unlike: bool, free: bool, overhead: float, mean: float, worst: float) -> None:
     above = []
     for case in cases():
-        tokens, costs, num_ranks, cap = case
-        speeds = SPEEDS[:num_ranks] if unlike else np.ones(num_ranks)
+        tokens, costs, dp_size, cap = case
+        speeds = SPEEDS[:dp_size] if unlike else np.ones(dp_size)
         each = overhead * float(costs.mean())
-        knobs: dict[str, Any] = {"overhead": each, "micro_batch_counts": "free" if free else "equal"}
-        ranks = form_micro_batches(tokens, costs, num_ranks, max_tokens=cap, speeds=speeds if unlike else None, **knobs)
+        knobs: dict[str, Any] = {"overhead_cost": each, "micro_batch_counts": "free" if free else "equal"}
+        ranks = form_micro_batches(tokens, costs, dp_size, max_tokens=cap, speeds=speeds if unlike else None, **knobs)
         each_once([one for share in ranks for one in share], tokens, cap)
-        later = each * num_ranks / float(speeds.sum())
+        later = each * dp_size / float(speeds.sum())
         best = best_finish(case, speeds, equal=False, capped=True, overhead=later, free=free)
         above.append(finish_of(ranks, costs, speeds, later, free) / best - 1)
     assert min(above) >= -1e-9
@@ -143,13 +143,13 @@ def test_token_caps(unlike: bool, free: bool, overhead: float, mean: float, wors
 def test_locksteps() -> None:
     above = []
     for case in cases():
-        tokens, costs, num_ranks, cap = case
-        ranks = form_micro_batches(tokens, costs, num_ranks, max_tokens=cap, sync="micro_batch")
+        tokens, costs, dp_size, cap = case
+        ranks = form_micro_batches(tokens, costs, dp_size, max_tokens=cap, sync="micro_batch")
         each_once([one for share in ranks for one in share], tokens, cap)
-        took = np.zeros((max(map(len, ranks)), num_ranks))
+        took = np.zeros((max(map(len, ranks)), dp_size))
         for rank, share in enumerate(ranks):
             took[: len(share), rank] = [costs[one].sum() for one in share]
-        above.append(float(took.max(axis=1).sum()) / best_locksteps(costs, tokens, num_ranks, cap) - 1)
+        above.append(float(took.max(axis=1).sum()) / best_locksteps(costs, tokens, dp_size, cap) - 1)
     assert min(above) >= -1e-9
     assert np.mean(above) <= 0.02  # a lockstep more is taken only where it saves 2 %
     assert np.mean(np.array(above) > 0.02) <= 0.1
@@ -158,12 +158,12 @@ def test_locksteps() -> None:
 @given(st.data())
 def test_no_step_in_locksteps_beats_the_bound(data: st.DataObject) -> None:
     speeds = data.draw(st.sampled_from([None, None, (2.0, 1.0), (0.3, 1.0, 1.7)]))
-    num_ranks = len(speeds) if speeds else data.draw(st.integers(1, 3))
+    dp_size = len(speeds) if speeds else data.draw(st.integers(1, 3))
     cap = data.draw(st.integers(6, 12))
     tokens = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=4 if speeds else 6))
     power = data.draw(st.sampled_from([0, 1, 2, None]))
     costs = [float(data.draw(st.integers(0, 20)) if power is None else t**power) for t in tokens]
-    bound = lockstep_bound(costs, tokens, num_ranks, cap, speeds)
+    bound = lockstep_bound(costs, tokens, dp_size, cap, speeds)
     held = [min(one, cap) for one in tokens]  # alone in its micro-batch above the cap
-    assert bound <= best_locksteps(costs, held, num_ranks, cap, speeds) * (1 + 1e-12)
-    assert bound >= sum(costs) / (num_ranks if speeds is None else sum(speeds)) * (1 - 1e-12)
+    assert bound <= best_locksteps(costs, held, dp_size, cap, speeds) * (1 + 1e-12)
+    assert bound >= sum(costs) / (dp_size if speeds is None else sum(speeds)) * (1 - 1e-12)

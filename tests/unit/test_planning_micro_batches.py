@@ -16,10 +16,10 @@ lengths_of_any_kind = st.lists(
 )
 
 
-def check(lengths, ranks, num_ranks, cap, *, padded=False, multiple_of=1, micro_batch_counts="equal"):
+def check(lengths, ranks, dp_size, cap, *, padded=False, multiple_of=1, micro_batch_counts="equal"):
     """-> the greatest number of micro-batches on a rank, padding copies counted."""
     lengths = np.asarray(lengths)
-    assert len(ranks) == num_ranks
+    assert len(ranks) == dp_size
     everything = [one for share in ranks for one in share]
     assert all(one.size and one.dtype == np.int64 for one in everything)
     assert sorted(np.concatenate(everything).tolist()) == list(range(lengths.size))
@@ -46,31 +46,31 @@ def check(lengths, ranks, num_ranks, cap, *, padded=False, multiple_of=1, micro_
     st.sampled_from([0, 1, 2]),
 )
 def test_the_cap_holds_and_ranks_agree(
-    lengths, num_ranks, cap, sync_and_counts, padded, multiple_of, order, overhead, power
+    lengths, dp_size, cap, sync_and_counts, padded, multiple_of, order, overhead, power
 ):
     sync, micro_batch_counts = sync_and_counts
     ranks = form_micro_batches(
         lengths,
         np.asarray(lengths, dtype=float) ** power,
-        num_ranks,
+        dp_size,
         max_tokens=cap,
         sync=sync,
         padded=padded,
         micro_batch_counts=micro_batch_counts,
-        overhead=overhead,
+        overhead_cost=overhead,
         multiple_of=multiple_of,
         order=order,
     )
     check(
         lengths,
         ranks,
-        num_ranks,
+        dp_size,
         cap,
         padded=padded,
         multiple_of=multiple_of,
         micro_batch_counts="equal" if padded else micro_batch_counts,
     )
-    assert all(ranks) or len(lengths) < num_ranks
+    assert all(ranks) or len(lengths) < dp_size
 
 
 @given(
@@ -79,23 +79,23 @@ def test_the_cap_holds_and_ranks_agree(
     st.sampled_from([100, 150, 333]),
     st.sampled_from([("step", "equal"), ("step", "free"), ("micro_batch", "equal")]),
 )
-def test_equal_counts_and_labels_and_speeds(lengths, num_ranks, cap, sync_and_counts):
+def test_equal_counts_and_labels_and_speeds(lengths, dp_size, cap, sync_and_counts):
     n = len(lengths)
     sync, micro_batch_counts = sync_and_counts
     knobs = {"max_tokens": cap, "sync": sync, "micro_batch_counts": micro_batch_counts}
-    ranks = form_micro_batches(lengths, lengths, num_ranks, counts="equal", **knobs)
+    ranks = form_micro_batches(lengths, lengths, dp_size, counts="equal", **knobs)
     held = [sum(one.size for one in share) for share in ranks]
     assert max(held) - min(held) <= 1
     assert sorted(i for share in ranks for one in share for i in one) == list(range(n))
     labels = np.arange(n) // 3
-    ranks = form_micro_batches(lengths, lengths, num_ranks, keep_together=labels, **knobs)
+    ranks = form_micro_batches(lengths, lengths, dp_size, keep_together=labels, **knobs)
     homes = [{int(labels[i]) for one in share for i in one} for share in ranks]
     assert sum(map(len, homes)) == len(set(labels.tolist()))
     assert all(np.asarray(lengths)[one].sum() <= cap for share in ranks for one in share)
-    speeds = 30.0 ** np.arange(num_ranks)  # so unlike that a rank with nothing to do would pay
-    ranks = form_micro_batches(lengths, lengths, num_ranks, speeds=speeds, overhead=9.0, **knobs)
-    check(lengths, ranks, num_ranks, cap, micro_batch_counts=micro_batch_counts)
-    assert all(ranks) or n < num_ranks
+    speeds = 30.0 ** np.arange(dp_size)  # so unlike that a rank with nothing to do would pay
+    ranks = form_micro_batches(lengths, lengths, dp_size, speeds=speeds, overhead_cost=9.0, **knobs)
+    check(lengths, ranks, dp_size, cap, micro_batch_counts=micro_batch_counts)
+    assert all(ranks) or n < dp_size
 
 
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
@@ -122,7 +122,7 @@ def test_a_lockstep_more_only_where_it_saves_more_than_it_costs():
         lengths, costs = heavy(seed, 256)
         knobs = {"max_tokens": 65536, "sync": "micro_batch"}
         least = -(-lengths.sum() // (8 * 65536))
-        few = form_micro_batches(lengths, costs, 8, overhead=costs.sum(), **knobs)
+        few = form_micro_batches(lengths, costs, 8, overhead_cost=costs.sum(), **knobs)
         assert check(lengths, few, 8, 65536) == least
         ranks = form_micro_batches(lengths, costs, 8, **knobs)
         numbers.add(more := check(lengths, ranks, 8, 65536) - least)
@@ -166,26 +166,24 @@ def finish_of(costs, ranks, overhead, micro_batch_counts):
     st.sampled_from([0.0, 0.01, 0.05, 1.0]),
     st.sampled_from([1, 2]),
 )
-def test_never_before_the_bound_nor_later_with_free_numbers(
-    micro_batch_counts, lengths, num_ranks, room, percent, power
-):
+def test_never_before_the_bound_nor_later_with_free_numbers(micro_batch_counts, lengths, dp_size, room, percent, power):
     lengths = np.array(lengths)
     costs, cap = lengths.astype(float) ** power, int(lengths.max() * room)
-    overhead = percent * costs.sum() / num_ranks
-    knobs = {"micro_batch_counts": micro_batch_counts, "overhead": overhead}
-    ranks = form_micro_batches(lengths, costs, num_ranks, max_tokens=cap, **knobs)
+    overhead = percent * costs.sum() / dp_size
+    knobs = {"micro_batch_counts": micro_batch_counts, "overhead_cost": overhead}
+    ranks = form_micro_batches(lengths, costs, dp_size, max_tokens=cap, **knobs)
     finish = finish_of(costs, ranks, overhead, micro_batch_counts)
     bound = least_finish_bound(
         Packer(lengths, costs, cap, padded=False),
-        num_ranks,
+        dp_size,
         counts=micro_batch_counts,
         overhead=overhead,
         multiple_of=1,
-        work_bound=lower_bound(costs, num_ranks),
+        work_bound=lower_bound(costs, dp_size),
     )
     assert bound <= finish * (1 + 1e-9)
     if micro_batch_counts == "free":
-        equal = form_micro_batches(lengths, costs, num_ranks, max_tokens=cap, overhead=overhead)
+        equal = form_micro_batches(lengths, costs, dp_size, max_tokens=cap, overhead_cost=overhead)
         assert finish <= finish_of(costs, equal, overhead, "equal") * (1 + 1e-9)
 
 
@@ -207,7 +205,7 @@ def test_idle_time_is_near_the_bound(lengths_like, size, percent):
         costs = 4.348 * thousands**2 + 8.768 * thousands
         overhead = percent * costs.sum() / 8
         for name in work:
-            knobs = {"micro_batch_counts": name, "overhead": overhead}
+            knobs = {"micro_batch_counts": name, "overhead_cost": overhead}
             ranks = form_micro_batches(lengths, costs, 8, max_tokens=int(lengths.max()), **knobs)
             packer = Packer(lengths, costs, int(lengths.max()), padded=False)
             bound = least_finish_bound(

@@ -21,30 +21,30 @@ def finish(costs, shares, speeds=None):
     return max(float(np.asarray(costs)[share].sum()) / speed for share, speed in zip(shares, speeds, strict=True))
 
 
-def check(costs, shares, num_ranks, counts):
-    assert len(shares) == num_ranks
+def check(costs, shares, dp_size, counts):
+    assert len(shares) == dp_size
     assert all(share.dtype == np.int64 for share in shares)
     assert all((np.diff(share) > 0).all() for share in shares)
     assert sorted(np.concatenate(shares).tolist()) == list(range(len(costs)))
     sizes = [share.size for share in shares]
-    assert sum(size > 0 for size in sizes) == min(len(costs), num_ranks)
+    assert sum(size > 0 for size in sizes) == min(len(costs), dp_size)
     if counts == "equal":
         assert max(sizes) - min(sizes) <= 1
 
 
 @given(many_costs, st.integers(1, 9), kinds, st.integers(0, 20))
-def test_every_rollout_is_on_one_rank_and_no_rank_is_idle(costs, num_ranks, counts, rotation):
+def test_every_rollout_is_on_one_rank_and_no_rank_is_idle(costs, dp_size, counts, rotation):
     given_costs = np.array(costs)
-    shares = partition(given_costs, num_ranks, counts, rotation=rotation)
-    again = partition(costs, num_ranks, counts, rotation=rotation)
+    shares = partition(given_costs, dp_size, counts, rotation=rotation)
+    again = partition(costs, dp_size, counts, rotation=rotation)
     assert all((a == b).all() for a, b in zip(shares, again, strict=True))
     assert given_costs.tolist() == costs
-    check(costs, shares, num_ranks, counts)
-    bound = lower_bound(costs, num_ranks, counts)
+    check(costs, shares, dp_size, counts)
+    bound = lower_bound(costs, dp_size, counts)
     assert finish(costs, shares) >= bound * (1 - 1e-9)
     if counts == "free" and costs:  # what largest-first alone guarantees (Graham 1969), kept by every swap
         assert finish(costs, shares) <= (4 / 3) * max(bound, 1e-300) * 1.5
-    check(costs, partition(costs, num_ranks, counts, tolerance=1e-7), num_ranks, counts)
+    check(costs, partition(costs, dp_size, counts, tolerance=1e-7), dp_size, counts)
 
 
 def test_no_rank_has_the_heaviest_in_every_step():
@@ -88,35 +88,35 @@ ADVERSARIES = {
 
 @pytest.mark.parametrize("name", ADVERSARIES)
 @pytest.mark.parametrize("counts", ["free", "equal"])
-@pytest.mark.parametrize("num_ranks", [1, 3, 8, 64])
-def test_adversaries(name, counts, num_ranks):
+@pytest.mark.parametrize("dp_size", [1, 3, 8, 64])
+def test_adversaries(name, counts, dp_size):
     costs = ADVERSARIES[name]
-    check(costs, partition(costs, num_ranks, counts), num_ranks, counts)
-    speeds = np.linspace(1.0, 100.0, num_ranks)
-    check(costs, partition(costs, num_ranks, counts, speeds), num_ranks, counts)
+    check(costs, partition(costs, dp_size, counts), dp_size, counts)
+    speeds = np.linspace(1.0, 100.0, dp_size)
+    check(costs, partition(costs, dp_size, counts, speeds), dp_size, counts)
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
-    ("n", "num_ranks", "counts", "within"),
+    ("n", "dp_size", "counts", "within"),
     [(256, 8, "free", 1e-4), (256, 8, "equal", 1e-4), (512, 32, "free", 1e-4), (64, 8, "free", 1e-3)],
 )
-def test_heavy_tails_reach_the_bound(seed, n, num_ranks, counts, within):
+def test_heavy_tails_reach_the_bound(seed, n, dp_size, counts, within):
     lengths = np.clip(np.random.default_rng(seed).lognormal(np.log(4096) - 0.5, 1, n), 64, 32768).round()
-    shares = partition(lengths, num_ranks, counts)
-    assert finish(lengths, shares) <= lower_bound(lengths, num_ranks, counts) * (1 + within)
+    shares = partition(lengths, dp_size, counts)
+    assert finish(lengths, shares) <= lower_bound(lengths, dp_size, counts) * (1 + within)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"costs": [1.0, -1.0], "num_ranks": 2}, "finite and >= 0"),
-        ({"costs": [1.0, np.nan], "num_ranks": 2}, "finite and >= 0"),
-        ({"costs": [[1.0]], "num_ranks": 2}, "one-dimensional"),
-        ({"costs": [1.0], "num_ranks": 0}, "num_ranks"),
-        ({"costs": [1.0], "num_ranks": 2, "counts": "same"}, "counts"),
-        ({"costs": [1.0], "num_ranks": 2, "speeds": [1.0]}, "one number per rank"),
-        ({"costs": [1.0], "num_ranks": 2, "speeds": [1.0, 0.0]}, "finite and > 0"),
+        ({"costs": [1.0, -1.0], "dp_size": 2}, "finite and >= 0"),
+        ({"costs": [1.0, np.nan], "dp_size": 2}, "finite and >= 0"),
+        ({"costs": [[1.0]], "dp_size": 2}, "one-dimensional"),
+        ({"costs": [1.0], "dp_size": 0}, "dp_size"),
+        ({"costs": [1.0], "dp_size": 2, "counts": "same"}, "counts"),
+        ({"costs": [1.0], "dp_size": 2, "speeds": [1.0]}, "one number per rank"),
+        ({"costs": [1.0], "dp_size": 2, "speeds": [1.0, 0.0]}, "finite and > 0"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):

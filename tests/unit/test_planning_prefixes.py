@@ -67,7 +67,7 @@ def without_sharing(waiting):
 
 
 def knobs_of(waiting, ranks, **more):
-    return PlanKnobs(**{"num_ranks": ranks, "batch_size": waiting.costs.size, "max_skips": 8, **more})
+    return PlanKnobs(**{"dp_size": ranks, "batch_size": waiting.costs.size, "max_skips": 8, **more})
 
 
 def plan(waiting, knobs, step=0):
@@ -78,7 +78,7 @@ def check(found, waiting, knobs):
     rows = [one for share in found.ranks for one in share]
     assert np.sort(np.concatenate(rows)).tolist() == list(range(waiting.costs.size))  # everybody, once
     loads = [sum(micro_batch_cost(waiting, one) for one in share) for share in found.ranks]
-    overheads = np.zeros(knobs.num_ranks)
+    overheads = np.zeros(knobs.dp_size)
     if knobs.max_tokens_per_micro_batch is not None or knobs.micro_batch_multiple > 1:
         numbers = np.array([max(len(share), 1) for share in found.ranks])
         most = numbers.max() if knobs.micro_batch_counts == "equal" else numbers

@@ -51,14 +51,14 @@ def latest_finish(plan, columns, knobs):
 def check(plan, columns, knobs):
     chosen = picked(plan)
     assert np.unique(chosen).size == chosen.size
-    assert len(plan.ranks) == knobs.num_ranks
+    assert len(plan.ranks) == knobs.dp_size
     assert all(one.size for share in plan.ranks for one in share)
     loads = [sum(columns.costs[one].sum() for one in share) for share in plan.ranks]
     np.testing.assert_allclose(plan.loads, loads)
     assert plan.finish >= plan.lower_bound * (1 - 1e-12)
     if chosen.size and plan.loads.sum() > 0 and knobs.speeds is None:
         assert plan.imbalance == pytest.approx(latest_finish(plan, columns, knobs) / plan.loads.mean() - 1, abs=1e-9)
-    if chosen.size >= knobs.num_ranks and knobs.max_tokens_per_micro_batch is None and knobs.groups != "same_rank":
+    if chosen.size >= knobs.dp_size and knobs.max_tokens_per_micro_batch is None and knobs.groups != "same_rank":
         assert all(share for share in plan.ranks)
     return chosen
 
@@ -112,7 +112,7 @@ def test_nobody_is_passed_over_more_than_max_skips_times(groups, data):
     batch = data.draw(st.integers(group_size, 6), "batch")
     max_skips = data.draw(st.integers(0, 4), "max_skips")
     knobs = PlanKnobs(
-        num_ranks=data.draw(st.integers(1, 3)),
+        dp_size=data.draw(st.integers(1, 3)),
         batch_size=batch,
         max_skips=max_skips,
         counts=data.draw(st.sampled_from(["free", "equal"])) if groups == "free" else "free",
@@ -148,7 +148,7 @@ def test_the_guarantee_under_a_token_budget(data):
     group_size = data.draw(st.sampled_from([None, 1, 3]), "group_size")
     ranks = data.draw(st.integers(1, 3), "ranks")
     knobs = PlanKnobs(
-        num_ranks=ranks,
+        dp_size=ranks,
         batch_size=ranks * (group_size or 1),
         batch_tokens=budget,
         max_skips=max_skips,
@@ -182,7 +182,7 @@ def test_the_guarantee_under_a_token_budget(data):
 @given(st.lists(st.integers(1, 40), min_size=3, max_size=24), st.integers(1, 200))
 def test_a_step_has_the_number_whose_tokens_are_nearest_to_the_budget(lengths, budget):
     columns = waiting(lengths)
-    knobs = PlanKnobs(num_ranks=2, batch_size=3, batch_tokens=budget, max_skips=8)
+    knobs = PlanKnobs(dp_size=2, batch_size=3, batch_tokens=budget, max_skips=8)
     number = picked(plan_fifo(columns, knobs, num_rollouts=len(lengths), step=0)).size
     missed = {n: abs(sum(lengths[:n]) - budget) for n in range(3, len(lengths) + 1)}
     assert missed[number] == min(missed.values())
@@ -200,7 +200,7 @@ def test_every_stratum_gets_its_share_of_every_step(data):
     in_tokens = data.draw(st.booleans(), "in tokens")
     max_skips = data.draw(st.integers(4, 9), "max_skips")
     knobs = PlanKnobs(
-        num_ranks=data.draw(st.integers(1, 3)),
+        dp_size=data.draw(st.integers(1, 3)),
         batch_size=batch,
         batch_tokens=batch * 5 if in_tokens else None,
         max_skips=max_skips,
@@ -236,7 +236,7 @@ def test_exactly_batch_size_and_the_due_go_now(data):
     costs = data.draw(st.lists(heavy_tails, min_size=1, max_size=24))
     n = len(costs)
     knobs = PlanKnobs(
-        num_ranks=data.draw(st.integers(1, 4)),
+        dp_size=data.draw(st.integers(1, 4)),
         batch_size=data.draw(st.integers(1, n)),
         max_skips=6,
         counts=data.draw(st.sampled_from(["free", "equal"])),
@@ -247,7 +247,7 @@ def test_exactly_batch_size_and_the_due_go_now(data):
         order=data.draw(st.sampled_from(["heaviest_first", "pipeline"])),
     )
     if knobs.speeds is not None:
-        object.__setattr__(knobs, "speeds", np.arange(1.0, knobs.num_ranks + 1))
+        object.__setattr__(knobs, "speeds", np.arange(1.0, knobs.dp_size + 1))
     due = np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
     skips = np.sort(data.draw(st.lists(st.integers(0, 6), min_size=n, max_size=n)))[::-1]
     number = data.draw(st.integers(1, knobs.batch_size))
@@ -266,7 +266,7 @@ def test_exactly_batch_size_and_the_due_go_now(data):
 
 def test_outliers_wait_and_then_go_together():
     rng = np.random.default_rng(0)
-    knobs = PlanKnobs(num_ranks=4, batch_size=16, max_skips=6)
+    knobs = PlanKnobs(dp_size=4, batch_size=16, max_skips=6)
     stream, came = Stream(), 0
     heavies_together = []
     for step in range(60):
@@ -296,7 +296,7 @@ def test_no_more_rollouts_above_half_a_share_go_than_there_are_ranks():
 
 def test_a_heavy_tail_idles_little_for_little_delay_of_its_longest() -> None:
     """Seeded faults: no level beyond what must go (33 %), or no filling up (18 %)."""
-    knobs, work, took, delays = PlanKnobs(num_ranks=8, batch_size=32, max_skips=8), 0.0, 0.0, []
+    knobs, work, took, delays = PlanKnobs(dp_size=8, batch_size=32, max_skips=8), 0.0, 0.0, []
     for seed in range(1, 4):
         lengths = np.clip(np.random.default_rng(seed).lognormal(7.5, 1.3, 2048), 64, 65536)
         costs, stream = lengths * (lengths + 24576.0), Stream()
@@ -319,22 +319,22 @@ def test_an_outlier_goes_with_another_once_it_is_urgent(skips: int, goes: bool) 
     """A step as long as the heavier one wastes more now, and saves a step of its own: the sooner the surer."""
     costs = [1000.0, 2000.0] + [100.0] * 30
     columns = waiting(costs, skips=[9, skips] + [0] * 30)
-    plan = plan_batch(columns, PlanKnobs(num_ranks=4, batch_size=16, max_skips=9), num_rollouts=16, step=0)
+    plan = plan_batch(columns, PlanKnobs(dp_size=4, batch_size=16, max_skips=9), num_rollouts=16, step=0)
     assert 0 in picked(plan)
     assert (1 in picked(plan)) == goes
 
 
 def test_a_group_larger_than_a_batch_goes_in_pieces_and_is_flagged():
-    knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=5, groups="same_batch")
+    knobs = PlanKnobs(dp_size=2, batch_size=4, max_skips=5, groups="same_batch")
     plan = plan_batch(waiting(np.ones(10), groups=[7] * 10), knobs, num_rollouts=4, step=0)
     assert picked(plan).tolist() == [0, 1, 2, 3]
     assert plan.incomplete_groups == (7,)
 
 
 def test_fewer_rollouts_than_ranks_leave_the_last_ranks_empty():
-    plan = plan_batch(waiting([3.0, 2.0]), PlanKnobs(num_ranks=4, batch_size=8, max_skips=5), num_rollouts=2, step=0)
+    plan = plan_batch(waiting([3.0, 2.0]), PlanKnobs(dp_size=4, batch_size=8, max_skips=5), num_rollouts=2, step=0)
     assert sorted(len(share) for share in plan.ranks) == [0, 0, 1, 1]
-    nothing = plan_batch(waiting([]), PlanKnobs(num_ranks=4, batch_size=8, max_skips=5), num_rollouts=0, step=0)
+    nothing = plan_batch(waiting([]), PlanKnobs(dp_size=4, batch_size=8, max_skips=5), num_rollouts=0, step=0)
     assert [share for share in nothing.ranks if share] == []
 
 
@@ -356,7 +356,7 @@ def test_smallest_max_skips(window, batch, capacity, group, least):
 
 
 def plan_groups(
-    costs_of: list[list[float]], num_ranks: int, batch_size: int, *, max_skips: int = 8, **more: Any
+    costs_of: list[list[float]], dp_size: int, batch_size: int, *, max_skips: int = 8, **more: Any
 ) -> tuple[set[int], Plan]:
     """-> (the groups that go, the plan). ``more``: ``must``, ``incomplete``: groups; ``tokens``; and knobs."""
     costs = np.concatenate(costs_of)
@@ -367,7 +367,7 @@ def plan_groups(
     )
     waiting = replace(waiting, lengths=np.array(more.pop("tokens", waiting.lengths)))
     more = {"groups": "same_batch", **more}
-    knobs = PlanKnobs(num_ranks, batch_size, max_skips, group_size=max(map(len, costs_of)), **more)
+    knobs = PlanKnobs(dp_size, batch_size, max_skips, group_size=max(map(len, costs_of)), **more)
     plan = plan_batch(waiting, knobs, num_rollouts=int((~of["incomplete"]).sum()), step=0)
     return set(labels[np.concatenate([one for share in plan.ranks for one in share])].tolist()), plan
 
@@ -408,12 +408,12 @@ def test_swaps_keep_groups_whole_and_their_number(how: str, data: st.DataObject)
     costs = np.array(data.draw(st.lists(st.floats(0.01, 100.0), min_size=sum(sizes), max_size=sum(sizes)), "costs"))
     groups = [one.tolist() for one in np.split(costs, np.cumsum(sizes)[:-1])]
     must = data.draw(st.sets(st.integers(0, len(sizes) - 1), max_size=2), "must")
-    num_ranks, counts = data.draw(st.integers(1, 3), "ranks"), data.draw(st.sampled_from(["free", "equal"]), "counts")
+    dp_size, counts = data.draw(st.integers(1, 3), "ranks"), data.draw(st.sampled_from(["free", "equal"]), "counts")
     cap = data.draw(st.sampled_from([None, 150]), "cap")
     more: dict[str, Any] = {"groups": how, "counts": counts, "max_tokens_per_micro_batch": cap, "must": list(must)}
     if data.draw(st.booleans(), "slow"):
-        more["speeds"] = np.linspace(0.5, 1.0, num_ranks)
-    went, plan = plan_groups(groups, num_ranks, 6, **more)
+        more["speeds"] = np.linspace(0.5, 1.0, dp_size)
+    went, plan = plan_groups(groups, dp_size, 6, **more)
     picked = np.sort(np.concatenate([one for share in plan.ranks for one in share]))
     assert picked.size == sum(sizes[group] for group in went) <= 6  # every one of them once
     assert picked.size > min(6, sum(sizes)) - max(sizes)
@@ -429,7 +429,7 @@ def test_swaps_keep_groups_whole_and_their_number(how: str, data: st.DataObject)
 def test_a_stream_of_groups_idles_little() -> None:
     """Groups of 8, 32 rollouts on 8 ranks, quadratic cost: without swaps 0.8 %."""
     rng, stream, mean, finish = np.random.default_rng(8), Stream(), 0.0, 0.0
-    knobs = PlanKnobs(num_ranks=8, batch_size=32, max_skips=8, groups="same_batch", group_size=8)
+    knobs = PlanKnobs(dp_size=8, batch_size=32, max_skips=8, groups="same_batch", group_size=8)
     for step in range(20):
         while stream.costs.size < 64:
             lengths = rng.choice(np.exp(8.0 + 0.4 * rng.standard_normal() + 0.4 * rng.standard_normal(3)), 8)
@@ -468,7 +468,7 @@ def run(lengths, knobs, window, steps, warm_up=0):
         assert all(held[one].sum() <= knobs.max_tokens_per_micro_batch for share in ranks for one in share)
         assert len({len(share) for share in ranks}) == 1
         if step >= warm_up:
-            work = stream.costs[chosen].sum() / knobs.num_ranks
+            work = stream.costs[chosen].sum() / knobs.dp_size
             figures.append((work, step_time(stream.costs, ranks), held[chosen].sum()))
         stream.go(chosen, knobs.max_skips)
     return np.array(figures)
@@ -478,9 +478,9 @@ def idle(figures):
     return 100 * (1 - figures[:, 0].sum() / figures[:, 1].sum())
 
 
-def capped(num_ranks, batch_size, cap, max_skips=8, **more):
+def capped(dp_size, batch_size, cap, max_skips=8, **more):
     return PlanKnobs(
-        num_ranks=num_ranks,
+        dp_size=dp_size,
         batch_size=batch_size,
         max_skips=max_skips,
         sync="micro_batch",

@@ -244,6 +244,6 @@ def test_what_others_take_over_is_not_shared_anew() -> None:
     core = core_of([4000, *[100] * 12], context_parallel=sb.ContextParallel(sizes=(1,), min_tokens=1))
     batch = polled(core, 1.0)
     core.reconfigure(core.config.replace(context_parallel={"sizes": (1, 2, 4)}))
-    parts = batching.lay_out(core, list(batch.rollouts), batch.rollouts, step=batch.step, num_ranks=2)
+    parts = batching.lay_out(core, list(batch.rollouts), batch.rollouts, step=batch.step, dp_size=2)
     assert all(parts)
     assert not any(mb.cp_group for part in parts for mb in part)

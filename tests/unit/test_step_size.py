@@ -38,7 +38,7 @@ def test_the_mean_is_held_the_range_is_kept_and_nobody_waits_too_long(data: st.D
     capacity = most + data.draw(st.integers(0, 8), "capacity") * group_size
     max_skips = smallest_max_skips(mean, mean, capacity, group_size, least)
     knobs = PlanKnobs(
-        num_ranks=ranks,
+        dp_size=ranks,
         batch_size=mean,
         batch_size_range=(least, most),
         max_skips=max_skips,
@@ -66,7 +66,7 @@ def test_the_mean_is_held_the_range_is_kept_and_nobody_waits_too_long(data: st.D
         stream.go(chosen, max_skips)
 
 
-KNOBS = PlanKnobs(num_ranks=4, batch_size=16, batch_size_range=(8, 32), max_skips=8)
+KNOBS = PlanKnobs(dp_size=4, batch_size=16, batch_size_range=(8, 32), max_skips=8)
 OUTLIER = [1_000.0] + [100.0] * 40
 
 
