@@ -49,7 +49,8 @@ pytestmark = pytest.mark.usefixtures("nodes")
 @asynccontextmanager
 async def hosted(*, alone: bool = False, **knobs: Any) -> AsyncIterator[RayBalancer]:
     """A balancer, full at four, in an actor of its own or the shared one."""
-    options = {key: knobs.pop(key) for key in ("journal", "roles", "staged_bytes", "rejoin_timeout_s") if key in knobs}
+    of_host = ("journal", "roles", "staged_bytes", "rejoin_timeout_s", "report_after_s")
+    options = {key: knobs.pop(key) for key in of_host if key in knobs}
     config = sb.BalancerConfig(**{"dp_size": 1, "batch_size": 4, "window": 4, "capacity": 4, **knobs})
     with anyio.fail_after(GUARD_S):
 
@@ -286,6 +287,20 @@ async def test_the_actor_is_steered_from_anywhere(tmp_path: Path) -> None:
         await balancer.put(make_rollout(STORED, "stored", version=3))
         with pytest.raises(ValueError, match="stored"):
             await balancer.state_dict()
+
+
+def in_a_log(says: str) -> bool:
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    return any(says in path.read_text(errors="replace") for path in logs.glob("worker-*.err"))
+
+
+@also_on_trio_when_slow
+async def test_the_actors_log_says_that_no_worker_ever_came() -> None:
+    async with hosted(alone=True, report_after_s=1.0) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(train, balancer, 0, [])
+        while not in_a_log("no rollout waits; 4 make a window; no producer has connected"):  # noqa: ASYNC110
+            await anyio.sleep(0.1)
+        tasks.cancel_scope.cancel()
 
 
 async def test_a_rank_that_stays_away_stops_the_balancer_if_asked_to() -> None:
