@@ -49,8 +49,8 @@ class Knobs(metaclass=Values):
     takes its place, it is read as the fewest that a full dispatch has: one for each micro-batch that every rank must
     run, in whole groups."""
     window: Knob[Count | Literal["auto"] | None, int] = DERIVED
-    """How many must wait until a batch leaves, chosen from all that wait; default 1.5 * batch_size, of a budget in
-    tokens twice that. A wider one balances a step better, but ranks wait for it: 2 * batch_size pays where nothing is
+    """How many must wait until a batch leaves, chosen from all that wait; default 1.5 * batch_size. With
+    ``step_size.tokens`` two budgets must wait. A wider one balances a step better, but ranks wait for it: 2 * batch_size pays where nothing is
     generated during a step. Every ``batch_size`` more adds a step of mean queueing delay (Little's law). ``"auto"``:
     the smallest of :attr:`auto_windows` from which waiting longer would save hardly any idle time, fitted to the
     lengths that come; read back, it is the one in force. See docs/tuning.md."""
@@ -68,9 +68,9 @@ class Knobs(metaclass=Values):
     docs/tuning.md. Those whose groups lack siblings do not count: with what they lack they are limited to what
     ``max_skips`` is a guarantee for."""
     min_batch_size: Knob[Count | None, int] = DERIVED
-    """Smallest batch that a deadline may send; default dp_size, so that every rank has something to run."""
+    """Smallest batch that a deadline may send; default dp_size: every rank has something to run."""
     cost: Knob[Cost, CostModel] = TOKENS
-    """How much work is a length: a model, "tokens", "quadratic[:LINEAR:QUADRATIC]", "padded", or a config.json's path.
+    """Work of a length: a model, "tokens", "quadratic[:LINEAR:QUADRATIC]", "padded", or a config.json's path.
     Of a Hugging Face config.json it is the model's FLOPs."""
     speeds: Speeds | None = None
     """Relative speed of each rank: one of speed 0.5 gets half the work. None = all alike."""
@@ -98,7 +98,7 @@ class Knobs(metaclass=Values):
     so many of those that wait go, and one (or one group) at the least. What must go for its age comes first. A
     rollout's stratum is its ``metadata["stratum"]``. None = no shares."""
     micro_batches: Group[MicroBatches] = _defaults(MicroBatches)
-    """MicroBatches(max_tokens, counts, multiple_of, order, overhead_cost, oversize): how a rank's part is cut."""
+    """MicroBatches(max_tokens, counts, multiple_of, order, overhead_cost, oversize): cuts a rank's part."""
     groups: Group[Groups] = _defaults(Groups)
     """Groups(size, min_size, patience, keep, share_prefixes): siblings of one prompt (GRPO)."""
     staleness: Group[Staleness] = _defaults(Staleness)

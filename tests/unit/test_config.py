@@ -90,6 +90,7 @@ def test_configs_are_values() -> None:
 def test_help_fits_on_a_screen() -> None:
     shown = pydoc.plain(pydoc.render_doc(sb.BalancerConfig))
     assert shown.count("\n") <= 50
+    assert sum(max(-(-len(line) // 120), 1) for line in shown.splitlines()) <= 54, "rows of a terminal of 120 columns"
     parameters = list(inspect.signature(sb.BalancerConfig).parameters)
     assert parameters[:2] == ["dp_size", "batch_size"]
     for name in parameters:
