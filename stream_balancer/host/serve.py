@@ -80,9 +80,9 @@ async def serve(
     step again. The last rank's loss is raised. See docs/elastic.md.
 
     ``move_late=True`` is for a rank that is slow without notice: once half of the ranks have nothing left to do in a
-    step, they take over the micro-batches that the others have not begun. See docs/elastic.md. Both are for ranks
-    that iterate their step and call ``step.finish()``. Raises ConfigError for ``mini_batches``, in which ranks meet
-    several times in a step.
+    step, they take over the micro-batches that the others have not begun: equal counts are those of the plan. See
+    docs/elastic.md. Both are for ranks that iterate their step and call ``step.finish()``. Raises ConfigError for
+    what docs/tuning.md lists.
 
     You may acknowledge too, with ``balancer.acknowledge_through(step)`` at a checkpoint: what ranks report of these
     steps later changes nothing, and a rank that comes back does not get them again.
@@ -391,18 +391,18 @@ class _Server(Peers, Observer):
 def _check_knobs(config: BalancerConfig, *, late: bool) -> None:
     """Raise ConfigError for knobs that rule the option out."""
     option = "move_late=True" if late else "on_rank_loss='replan'"
-    micro, mini = config.micro_batches, config.step_size.mini_batches
+    multiple, mini = config.micro_batches.multiple_of, config.step_size.mini_batches
     # the constructor of the balancer cannot check these: options of serve() are not known there
     meets = (
         "ranks meet several times in a step, and what changes hands in between cannot join the meetings that are over"
     )
-    runs = "each rank must run its number, and nobody can take one over"
+    at_once = "all ranks run a micro-batch together, so none is idle before the others"
     any_number = "a rank that some are moved from is left with any number"
     takes = "a micro-batch that is moved takes part of a group away"
     for is_set, knob, why in (
         (mini > 1, f"step_size.mini_batches={mini}", meets),
-        (late and micro.counts != "free", f"sync={config.sync!r} and micro_batches.counts={micro.counts!r}", runs),
-        (late and micro.multiple_of > 1, f"micro_batches.multiple_of={micro.multiple_of}", any_number),
+        (late and config.sync == "micro_batch", "sync='micro_batch'", at_once),
+        (late and multiple > 1, f"micro_batches.multiple_of={multiple}", any_number),
         (late and config.groups.keep == "same_rank", "groups.keep='same_rank'", takes),
     ):
         if is_set:

@@ -71,9 +71,12 @@ async def run(
     await crew.run(balancer, rollouts, *others, **{"move_late": True, **options})
 
 
-async def step_seconds(lengths: Sequence[int], slow: dict[int, float], **options: Any) -> tuple[float, LateCrew]:
+async def step_seconds(
+    lengths: Sequence[int], slow: dict[int, float], counts: str = "free", **options: Any
+) -> tuple[float, LateCrew]:
     """All of one step, on four ranks."""
-    config = knobs(4, batch_size=len(lengths), capacity=4 * len(lengths))
+    micro_batches = {"max_tokens": CAP, "counts": counts}
+    config = knobs(4, batch_size=len(lengths), capacity=4 * len(lengths), micro_batches=micro_batches)
     async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=4) as transport:
         crew = LateCrew(transport, slow)
         began_at = anyio.current_time()
@@ -82,11 +85,13 @@ async def step_seconds(lengths: Sequence[int], slow: dict[int, float], **options
         return crew.met_at[0] - began_at, crew
 
 
-async def test_others_take_over_what_a_slow_rank_has_not_begun() -> None:
-    """Four micro-batches of four rollouts on each of four ranks, one of which takes 1.5 times as long."""
+@pytest.mark.parametrize("counts", ["free", "equal"])
+async def test_others_take_over_what_a_slow_rank_has_not_begun(counts: str) -> None:
+    """Four micro-batches of four rollouts on each of four ranks, one of which takes 1.5 times as long. Equal counts are
+    those of the plan."""
     lengths = [10] * 64
-    planned, _ = await step_seconds(lengths, {2: 1.5}, move_late=False)
-    moved, crew = await step_seconds(lengths, {2: 1.5})
+    planned, _ = await step_seconds(lengths, {2: 1.5}, counts, move_late=False)
+    moved, crew = await step_seconds(lengths, {2: 1.5}, counts)
     ideal = 64 * 10 * TOKEN_S / (3 + 1 / 1.5)
     assert planned == pytest.approx(1.375 * ideal, rel=0.02)
     # at 1.6 s it has begun its third; the fourth is split among the others
@@ -138,7 +143,6 @@ async def test_seconds_are_learned_from_what_each_rank_did() -> None:
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"micro_batches": {"counts": "equal"}}, "micro_batches.counts='equal'"),
         ({"micro_batches": {"counts": "equal"}, "sync": "micro_batch"}, "sync='micro_batch'"),
         ({"step_size": {"mini_batches": 2}}, "step_size.mini_batches=2"),
         ({"micro_batches": {"counts": "free", "multiple_of": 2}}, "micro_batches.multiple_of=2"),

@@ -34,7 +34,7 @@ FEATURES = (
 )  # fmt: skip
 KNOBS: dict[str, dict[str, Any]] = {
     "groups": {"groups": {"size": 3, "keep": "same_batch"}},
-    "late": {"micro_batches": {"max_tokens": 60, "counts": "free"}},
+    "late": {"micro_batches": {"max_tokens": 60}},
     "shared": {"context_parallel": {"sizes": (1, 2), "min_tokens": 40}, "micro_batches": {"max_tokens": 60}},
     "prefixes": {"groups": {"size": 3, "share_prefixes": True}},
     "mini_batches": {"step_size": {"mini_batches": 2}},

@@ -42,7 +42,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "cap": {"micro_batches": {"max_tokens": 80}},
     "lockstep": {"micro_batches": {"max_tokens": 80}, "sync": "micro_batch"},
     "mini_batches": {"step_size": {"mini_batches": 2}},
-    "late": {"micro_batches": {"max_tokens": 80, "counts": "free"}},
+    "late": {"micro_batches": {"max_tokens": 80}},
     "tokens": {"step_size": {"tokens": 900, "window_tokens": 900}, "batch_size": None, "window": None},
 }
 SERVED: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ FEATURES = (
     "torch_dist", "roles", "resize", "seats", "journal",
 )  # fmt: skip
 APART = (
-    {"late", "lockstep"}, {"prefixes", "groups"}, {"cap", "late"}, {"cap", "lockstep"}, {"prefixes", "lockstep"},
+    {"late", "lockstep"}, {"prefixes", "groups"}, {"cap", "lockstep"}, {"prefixes", "lockstep"},
     *({"mini_batches", other} for other in ("late", "replan", "open", "tokens")), {"open", "tokens"},
     {"journal", "torch_dist"},
 )  # fmt: skip

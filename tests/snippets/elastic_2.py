@@ -10,7 +10,7 @@ async def train(feed):
 
 
 async def main():
-    config = sb.BalancerConfig(dp_size=1, batch_size=2, sync="step", micro_batches=sb.MicroBatches(counts="free"))
+    config = sb.BalancerConfig(dp_size=1, batch_size=2, sync="step")
     async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=1) as transport:
         for _ in range(4):
             await balancer.put(sb.Rollout(tokens={"input_ids": torch.arange(5)}))
