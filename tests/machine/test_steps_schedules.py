@@ -6,7 +6,7 @@ from steps_play import Play, held
 
 from stream_balancer.client.held import Held
 from stream_balancer.core.steps.orders import SendWork
-from stream_balancer.core.steps.state import RankId
+from stream_balancer.core.steps.state import RankId, StepSeal
 from stream_balancer.net import messages as m
 
 
@@ -103,6 +103,131 @@ def test_who_went_on_to_the_next_step_puts_it_off_if_the_others_lose_the_one_bef
     assert orders[2:6] == ["send 0 [11]", "rewind 0 s1 attempt 3", "rewind 2 s1 attempt 3", "send 0 s1 [0 11]"]
 
 
+def test_no_seal_goes_to_ranks_at_the_barrier_that_are_given_more() -> None:
+    """Who owns an item that is not done is not at the barrier."""
+    play = Play("0 1 2")
+    play.plan("0@0 1@1 2@2 3@2")
+    play.train("0", [0])
+    play.train("1", [1])
+    play.lost("2")
+    assert play.gave_up("2") == ["replan [2 3] over 0 1", "send 0 [12]", "send 1 [13]"]
+    assert play.train("0", [12]) == []
+    assert play.train("1", [13]) == ["seal 0 #1 of 0 1", "seal 1 #1 of 0 1"]
+
+
+def test_a_seal_is_sent_once_and_the_next_one_when_all_are_back_from_it() -> None:
+    play = Play(seats=2)
+    play.plan("0@0 1@1")
+    for who in ("0.0", "0.1", "1.0", "1.1"):
+        sealed = play.train(who, [int(who[0])])
+    assert sealed == [f"seal {who} #1 of 0 1" for who in ("0.0", "0.1", "1.0", "1.1")]
+    for who in ("0.0", "1.0", "1.1"):
+        assert play.at_barrier(who, 0, 1, 1) == []
+    assert play.at_barrier("0.1", 0, 1, 1) == [one.replace("#1", "#2") for one in sealed]
+
+
+def test_what_an_uncertain_step_held_back_is_sent_once_its_seal_is_void() -> None:
+    play = Play()
+    play.plan("0@0 1@1")
+    play.train("0", [0])
+    play.train("1", [1])
+    play.lost("1")
+    assert play.join("1", incarnation=1) == []  # rank 0 may have met with the one before
+    assert play.at_barrier("0", 0, 1, 1) == ["send 1 [1]"]
+
+
+def test_weights_that_are_copied_acknowledge_nothing() -> None:
+    play = Play()
+    play.plan("0@0 1@1")
+    play.train("0", [0])
+    play.train("1", [1])
+    play.meet("0", "1")
+    play.lost("1")
+    play.join("1", incarnation=1, weights=1)
+    assert play.ack("0") == ["note"]
+    assert play.ack("1") == ["note", "ack"]
+
+
+def test_the_seat_with_the_oldest_weights_speaks_for_its_rank() -> None:
+    play = Play("0", seats=2)
+    play.join("0", 0, incarnation=1, weights=3)
+    play.join("0", 1, incarnation=1, weights=1)
+    assert play.ledger.rank(RankId("", 0)).weights == 1
+
+
+def test_a_rank_has_met_if_one_of_its_seats_has() -> None:
+    """Whatever another of them still says."""
+    play = Play(seats=2)
+    play.plan("0@0 1@1")
+    for who in ("0.0", "0.1", "1.0", "1.1"):
+        play.train(who, [int(who[0])])
+    play.finished("0.0", 0, 1)
+    play.lost("0.1")
+    play.join("0", 1, has={0: held("0+", waiting=True)})
+    play.at_barrier("1.0", 0, 1, 1)
+    assert play.at_barrier("1.1", 0, 1, 1) == ["drop 1.0 met", "drop 1.1 met"]
+
+
+def test_a_seat_that_is_sent_its_work_again_leaves_the_other_at_the_barrier() -> None:
+    play = Play("0", seats=2)
+    play.plan("0@0 1@0")
+    play.train("0.1", [0, 1])
+    play.lost("0.0")
+    assert play.join("0", 0) == ["send 0.0 [0 1]"]
+    assert play.train("0.0", [0, 1]) == ["seal 0.0 #1 of 0", "seal 0.1 #1 of 0"]
+
+
+def test_who_comes_after_all_were_given_up_does_what_was_left() -> None:
+    play = Play()
+    play.plan("0@0 1@1")
+    for rank in ("0", "1"):
+        play.lost(rank)
+        assert play.gave_up(rank) == (["replan [0] over 1", "send 1 [10]"] if rank == "0" else [])
+    assert play.join("1", incarnation=1)[0].startswith("replan")
+    play = Play("0 ref0")
+    play.plan("0@0<1 1@ref0")
+    play.lost("ref0")
+    play.gave_up("ref0")
+    assert play.join("ref0", incarnation=1) == ["replan [1] over ref0", "send ref0 [1]"]
+
+
+# -- payloads that are with their producers ----------------------------------------------------------------------------
+
+
+def test_all_who_compute_a_remote_item_begin_once_all_have_it_and_mask_the_same() -> None:
+    """Seats of a rank, ranks that share it."""
+    play = Play("0", seats=2)
+    assert play.plan("0@0*") == ["send 0.0 [0]", "send 0.1 [0]"]
+    assert play.fetched("0.0", 0, 1, [0], ["r0"]) == []
+    assert play.fetched("0.1", 0, 1, [0], []) == ["go 0.0 [0]", "go 0.1 [0]"]
+    assert play.ledger.steps[0].gone == {"r0"}
+    assert play.train("0.0", [0]) == []
+    assert play.train("0.1", [0]) == ["note", "seal 0.0 #1 of 0", "seal 0.1 #1 of 0"]
+    play = Play()
+    play.plan("0@0/5* 1@1/5*")
+    assert play.fetched("0", 0, 1, [0], []) == []
+    assert play.fetched("1", 0, 1, [1], ["r1"]) == ["go 0 [0]", "go 1 [1]"]
+
+
+def test_what_a_dead_process_had_fetched_is_fetched_again() -> None:
+    play = Play("0", seats=2)
+    play.plan("0@0*")
+    play.fetched("0.0", 0, 1, [0], [])
+    play.lost("0.0")
+    for seat in (0, 1):
+        play.join("0", seat, incarnation=1)
+    assert play.fetched("0.1", 0, 1, [0], []) == []
+    assert play.fetched("0.0", 0, 1, [0], []) == ["go 0.0 [0]", "go 0.1 [0]"]
+
+
+def test_a_second_answer_on_a_payload_takes_no_mask_away() -> None:
+    play = Play("0")
+    play.plan("0@0* 1@0")
+    play.fetched("0", 0, 1, [0], ["r0"])
+    play.fetched("0", 0, 1, [0], [])
+    assert play.ledger.steps[0].gone == {"r0"}
+
+
 def test_a_plain_seal_follows_the_last_item_and_the_last_payload() -> None:
     play = Play("0 ref0", meets=False)
     assert play.plan("0@0<2 1@0* 2@ref0") == ["send 0 [1]", "send ref0 [2]"]
@@ -140,6 +265,55 @@ def test_nobody_meets_while_a_seat_has_not_answered_a_recall() -> None:
     assert play.released("1.0", 0, 1, [2, 3]) == []
     assert play.train("1.0", [1]) == []
     assert play.released("1.1", 0, 1, []) == ["send 1.0 [2 3]"]
+
+
+def test_a_link_that_broke_before_a_recall_was_answered_gives_nothing_back() -> None:
+    """What the process says it has is its answer."""
+    play = Play("0 1", seats=2, moves=True)
+    play.plan("0@0 1@1 2@1 3@1")
+    play.train("0.0", [0])
+    play.train("0.1", [0])
+    play.released("1.0", 0, 1, [2, 3])
+    play.lost("1.1")
+    assert play.join("1", 1, has={0: held("1+ 2+ 3")}) == ["send 1.0 [2 3]"]
+
+
+def test_a_role_that_was_through_with_a_step_is_given_more_of_it() -> None:
+    play = Play("0 ref0 ref1")
+    play.plan("0@0<1,2 1@ref0 2@ref1")
+    assert play.done("ref0", 0, 1, [1]) == []
+    play.lost("ref1")
+    assert play.gave_up("ref1") == ["replan [2] over ref0", "send ref0 [2]"]
+    assert play.done("ref0", 0, 1, [2]) == ["send 0 [0]", "seal ref0"]
+
+
+def test_a_role_drops_what_was_acknowledged_without_it() -> None:
+    play = Play("0 ref0")
+    play.plan("0@0<1 1@ref0")
+    play.ledger.acknowledged_by_user(0)
+    assert play.orders() == ["drop ref0 met", "ack"]
+
+
+def test_in_plain_loops_an_acknowledgement_is_its_own_rank_s_and_of_its_own_life() -> None:
+    play = Play(meets=False)
+    play.plan("0@0 1@1")
+    play.done("0", 0, 1, [0])
+    play.finished("0", 0, 1)
+    assert play.ack("0") == ["note"]
+    play.lost("1")
+    assert play.join("1", incarnation=1) == ["send 1 [1]", "seal 1 #1 of 0 1"]
+    play = Play("0", seats=2, meets=False)
+    play.plan("0@0")
+    for who in ("0.0", "0.1"):
+        play.done(who, 0, 1, [0])
+        play.finished(who, 0, 1)
+    play.ack("0.0")
+    play.lost("0.0")
+    for seat in (0, 1):
+        play.join("0", seat, incarnation=1)
+    play.done("0.1", 0, 1, [0])
+    play.finished("0.1", 0, 1)
+    assert play.ack("0.1") == []
 
 
 def test_roles_stay_until_every_step_is_acknowledged() -> None:
@@ -216,6 +390,48 @@ def test_what_was_masked_before_a_restart_is_masked_when_it_is_sent_again() -> N
     (send,) = play.ledger.orders()
     assert isinstance(send, SendWork)
     assert send.gone == {"r0"}
+
+
+def test_who_waits_after_a_restart_is_sent_the_seal_that_another_holds() -> None:
+    """The holder waits for it in the meeting."""
+    play = Play(restarted=True)
+    play.restore("0@0 1@1", "0 1")
+    seal = StepSeal(0, 5, (RankId("", 0), RankId("", 1)))
+    assert play.join("0", has={0: held("0+", seal=seal)}) == []
+    assert play.join("1", has={0: held("1+", waiting=True)}) == ["seal 1 #5 of 0 1"]
+
+
+def test_attempts_go_on_after_a_restart_from_those_that_processes_have() -> None:
+    """And a step that was changed before begins again."""
+    play = Play(restarted=True)
+    play.restore("0@0 1@1", "0 1")
+    play.join("0", has={0: held("0+", attempt=3, waiting=True)})
+    orders = play.join("1", has={0: held("1+", attempt=3)})
+    assert orders == ["rewind 1 attempt 4", "rewind 0 attempt 4", "send 0 [0]", "send 1 [1]"]
+
+
+def test_work_that_seats_have_in_another_order_is_not_as_it_was_planned() -> None:
+    for has, orders in (("0 1", []), ("1 0", ["rewind 0 attempt 2", "send 0 [0 1]"])):
+        play = Play("0", restarted=True)
+        play.restore("0@0 1@0", "0")
+        assert play.join("0", has={0: held(has)}) == orders
+
+
+def test_a_step_that_is_in_all_weights_after_a_restart_is_sent_to_nobody() -> None:
+    play = Play(restarted=True)
+    play.restore("0@0 1@1", "0 1")
+    assert play.join("0", weights=1) == play.join("1", weights=1) == []
+    assert play.ack("0") == ["note"]
+    assert play.ack("1") == ["note", "ack"]
+
+
+def test_after_a_restart_a_later_step_stands_behind_an_older_one() -> None:
+    play = Play(restarted=True)
+    for step in (0, 1):
+        play.restore("0@0 1@1", "0 1", step)
+    play.join("0", incarnation=1, has={1: held("0", uid=1)})
+    orders = play.join("1", has={0: held("1"), 1: held("1", uid=1)})
+    assert orders == ["send 0 [0]", "rewind 0 s1 attempt 2", "send 0 s1 [0]"]
 
 
 def test_a_fenced_rank_is_no_member_before_it_comes_again() -> None:
