@@ -36,7 +36,7 @@ _COLUMN_BYTES = 2**32  # of one micro-batch; what comes is then checked against 
 _MOST_NAMED = 5
 
 
-class Times(NamedTuple):
+class ReportedTimes(NamedTuple):
     """Times that a rank reports of its step."""
 
     seconds: float
@@ -171,7 +171,7 @@ class Peers(Sender, Host):
         )  # fmt: skip
 
     def _finished(self, member: Member, seat: int, report: Report) -> None:
-        times: Times | None = _read(report, Times | None)
+        times: ReportedTimes | None = _read(report, ReportedTimes | None)
         share = member.rank.active.get(report.step)
         # once for all seats of a rank: they work at the same time
         if times is not None and not member.id.role and share is not None and not share.finished:
@@ -185,7 +185,7 @@ class Peers(Sender, Host):
             # with the last rank's, another step may leave that is as old
             self.shell.worked_through(number)
 
-    def _record(self, member: Member, step: int, times: Times) -> None:
+    def _record(self, member: Member, step: int, times: ReportedTimes) -> None:
         plan, now = self.plans[step], anyio.current_time()
         place = plan.place_of(member.id)
         if place is None:
