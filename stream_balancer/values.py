@@ -166,7 +166,7 @@ def plain_columns(given: object) -> tuple[dict[str, Tensor], int]:
         raise RolloutError("must be a mapping with a column 'input_ids' (per-token ids, [L])")
     shape = ids.shape
     # before its dtype: an empty list becomes floats
-    if not ids.numel():
+    if 0 in shape:
         raise RolloutError(": no tokens. Drop empty rollouts before put")
     # the most common mistake: a batch of one row, as tokenizers return it
     if len(shape) != 1 or ids.dtype not in _INTEGERS:
@@ -338,17 +338,16 @@ def _plain_int(value: object) -> int:
 def version_of(versions: Tensor) -> Version | None:
     """Version of a rollout by its column ``[L]`` of policy versions per token: one version, or (oldest, newest).
     Negative ones are of tokens that no policy sampled; None if all are. O(L)."""
-    if versions.ndim != 1 or versions.is_floating_point() or versions.dtype is torch.bool:
+    if versions.ndim != 1 or versions.dtype not in _INTEGERS:
         raise RolloutError(f"must be integers [L], not {versions.dtype} {list(versions.shape)}")
-    if not versions.numel():
-        return None
-    # No boolean index: it takes forty times as long, and every rollout comes here again wherever it is decoded.
-    oldest, newest = (int(version) for version in torch.aminmax(versions))
+    # every rollout comes here, and numpy answers sooner than torch
+    array = (versions if versions.is_cpu else versions.cpu()).numpy()
+    oldest, newest = array.item(array.argmin()), array.item(array.argmax())
     if newest < 0:
         return None
     # -1 marks tokens of a prompt or a tool, in most trainers
     if oldest < 0:
-        oldest = int(torch.where(versions < 0, newest, versions).min())
+        oldest = int(np.where(array < 0, newest, array).min())
     return plain_version(oldest if oldest == newest else (oldest, newest))
 
 

@@ -7,6 +7,7 @@ ever reaches a batch. :mod:`stream_balancer.values` has the checks.
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
@@ -39,8 +40,13 @@ EvictReason: TypeAlias = Literal["stale", "lost", "filtered", "abandoned", "late
 ``accept=`` turned it down, or :meth:`StreamBalancer.abandon_group` gave its group up."""
 
 
+# its own, for a user may seed the module's; and anew in a forked child. To ask the system takes twice as long
+_random = random.Random()
+os.register_at_fork(after_in_child=_random.seed)
+
+
 def _new_id() -> str:
-    return os.urandom(16).hex()  # a UUID's object takes four times as long
+    return _random.getrandbits(128).to_bytes(16).hex()
 
 
 class _Nothing(dict[str, Any]):
@@ -155,7 +161,13 @@ class Rollout:
                 _put(self, "is_padding", bool(self.is_padding))
             if "versions" in tokens:
                 what = "versions"
-                _put(self, "version", self._version_of_tokens(tokens["versions"]))
+                if (found := version_of(tokens["versions"])) is not None:
+                    if self.version is not None and self.version != found:
+                        raise RolloutError(
+                            f": the column says {found}, but version is {self.version}. Leave version out where tokens "
+                            "have their own"
+                        )
+                    _put(self, "version", found)
             if self.prefix or type(self.prefix) is not int:
                 what = "prefix"
                 _put(self, what, plain_prefix(self.prefix, num_tokens, self.group_id))
@@ -169,16 +181,6 @@ class Rollout:
         except RolloutError as error:
             whose = "" if what == "rollout_id" else f"rollout {self.rollout_id!r}: "
             raise RolloutError(f"{whose}{join(what, error)}") from None
-
-    def _version_of_tokens(self, versions: Tensor) -> Version | None:
-        """``version``, by the column where that says it."""
-        found = version_of(versions)
-        if self.version not in (None, found) and found is not None:
-            raise RolloutError(
-                f": the column says {found}, but version is {self.version}. Leave version out where tokens have their "
-                "own"
-            )
-        return self.version if found is None else found
 
     @property
     def min_version(self) -> int | None:
