@@ -7,7 +7,6 @@ ever reaches a batch. :mod:`stream_balancer.values` has the checks.
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
@@ -40,13 +39,18 @@ EvictReason: TypeAlias = Literal["stale", "lost", "filtered", "abandoned", "late
 ``accept=`` turned it down, or :meth:`StreamBalancer.abandon_group` gave its group up."""
 
 
-# its own, for a user may seed the module's; and anew in a forked child. To ask the system takes twice as long
-_random = random.Random()
-os.register_at_fork(after_in_child=_random.seed)
+_spare_ids: list[str] = []
+os.register_at_fork(after_in_child=_spare_ids.clear)
 
 
 def _new_id() -> str:
-    return _random.getrandbits(128).to_bytes(16).hex()
+    try:
+        return _spare_ids.pop()
+    except IndexError:
+        # many at once: the system call takes longer than all else of an id
+        many = os.urandom(1024).hex()
+        _spare_ids.extend(many[at : at + 32] for at in range(0, len(many), 32))
+        return _new_id()
 
 
 class _Nothing(dict[str, Any]):
