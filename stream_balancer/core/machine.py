@@ -212,8 +212,11 @@ class BalancerCore(BalancerState):
         """Steps begin before they are complete from now on, or do not: ``poll`` gives their rows. A step that is under
         way is forgotten, and all of its rollouts wait. Raises ConfigError for knobs that rows cannot respect."""
         if wanted:
-            check_open(self.config)
+            self.use(check_open(self.config))
             self._check_rows(self.buffer.rollouts(), ConfigError)
+        elif self.open_step is not None:
+            # the window of before
+            self.use(self.config.replace())
         self.use_open_step(OpenStep() if wanted else None)
         self._publish()
 
@@ -369,7 +372,7 @@ class BalancerCore(BalancerState):
         while rollouts are held."""
         before = self.config
         if self.open_step is not None:
-            check_open(config)
+            config = check_open(config)
             if config.dp_size != before.dp_size and self.open_step.num_taken:
                 raise ConfigError(
                     "dp_size cannot change in the middle of a step of batches(open=True): ranks have gradients of it. "

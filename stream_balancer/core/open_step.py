@@ -19,7 +19,7 @@ from itertools import chain
 
 import numpy as np
 
-from stream_balancer.config import BalancerConfig
+from stream_balancer.config import BalancerConfig, step_wide
 from stream_balancer.core.batching import assembled, in_rows, make_batch, plan_of_all, rows_of
 from stream_balancer.core.buffer import NO_ROWS
 from stream_balancer.core.state import BalancerState, OpenStep
@@ -125,8 +125,9 @@ def _units(rows: Ints, labels: Ints) -> list[Ints]:
     return [together[number] for number in np.argsort(first)]
 
 
-def check_open(config: BalancerConfig) -> None:
-    """Raise ConfigError for knobs that a step in rows cannot respect."""
+def check_open(config: BalancerConfig) -> BalancerConfig:
+    """Config of steps in rows. Raises ConfigError for knobs that these cannot respect."""
+    config = step_wide(config)
     nothing_waits, window = "nothing waits to be chosen from", f"Give window={config.batch_size}"
     size, leave_out = config.step_size, "Leave it out"
     batch_size = f"Give batch_size={config.batch_size // size.mini_batches}"
@@ -146,3 +147,4 @@ def check_open(config: BalancerConfig) -> None:
                 f"batches(open=True) cannot have {name}: rows leave as they form, and {why}. {instead}, or iterate "
                 "batches()"
             )
+    return config

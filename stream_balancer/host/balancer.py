@@ -201,8 +201,8 @@ class StreamBalancer(OfOneProcess):
         as it is asked for and a rollout waits for every rank, and the last one when a batch would leave. All have one
         ``step``, and ``batch.is_last`` is False but in the last, which alone knows what to divide by, and counts as the
         step for :meth:`acknowledge` and the like. A new iterator in the middle of a step, or after a crash, begins with
-        its first row. Raises ConfigError where rows cannot respect a knob: ``window`` must be ``batch_size``. See
-        docs/elastic.md.
+        its first row. Raises ConfigError where rows cannot respect a knob; a ``window`` that was not given is
+        ``batch_size`` meanwhile. See docs/elastic.md.
 
         One trainer iterates at a time. A new iterator takes over from an old one, whose next use raises
         :class:`AlreadyInUseError`; while a task is waiting in the old one, this call raises it instead.

@@ -125,6 +125,20 @@ async def test_a_row_that_is_cancelled_on_its_way_is_given_again_unless_its_step
         assert (row.step, row.is_last) == ((1, False) if acknowledged else (0, True))
 
 
+async def test_a_window_that_was_not_given_is_as_wide_as_a_step_while_steps_come_in_rows() -> None:
+    async with sb.StreamBalancer(config(batch_size=6)) as balancer:
+        assert balancer.config.window == 9
+        rows = balancer.batches(open=True)
+        await put(balancer, *range(6))
+        assert (await anext(rows)).is_last
+        balancer.reconfigure(dp_size=3)
+        assert balancer.config.window == 6
+        await put(balancer, *range(6), step=1)
+        assert (await anext(rows)).is_last
+        balancer.batches()
+        assert balancer.config.window == 9
+
+
 @pytest.mark.parametrize(
     ("knobs", "why"),
     [
