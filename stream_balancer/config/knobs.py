@@ -50,10 +50,10 @@ class Knobs(metaclass=Values):
     run, in whole groups."""
     window: Knob[Count | Literal["auto"] | None, int] = DERIVED
     """How many must wait until a batch leaves, chosen from all that wait; default 1.5 * batch_size. With
-    ``step_size.tokens`` two budgets must wait. A wider one balances a step better, but ranks wait for it: 2 * batch_size pays where nothing is
-    generated during a step. Every ``batch_size`` more adds a step of mean queueing delay (Little's law). ``"auto"``:
-    the smallest of :attr:`auto_windows` from which waiting longer would save hardly any idle time, fitted to the
-    lengths that come; read back, it is the one in force. See docs/tuning.md."""
+    ``step_size.tokens`` two budgets must wait. A wider one balances a step better, but ranks wait for it: 2 *
+    batch_size pays where nothing is generated during a step. Every ``batch_size`` more adds a step of mean queueing
+    delay (Little's law). ``"auto"``: the smallest of :attr:`auto_windows` from which waiting longer would save hardly
+    any idle time, fitted to the lengths that come; read back, it is the one in force. See docs/tuning.md."""
     deadline_s: Seconds | None = None
     """How long the oldest may wait for the window, in seconds. Then a batch may be smaller than ``batch_size``, which
     is why the default is None: wait for the window."""
