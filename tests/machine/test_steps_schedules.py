@@ -220,6 +220,21 @@ def test_what_a_dead_process_had_fetched_is_fetched_again() -> None:
     assert play.fetched("0.0", 0, 1, [0], []) == ["go 0.0 [0]", "go 0.1 [0]"]
 
 
+def test_who_comes_again_says_what_it_has_fetched() -> None:
+    play = Play("0", seats=2)
+    play.plan("0@0*")
+    play.fetched("0.0", 0, 1, [0], [])
+    play.lost("0.1")
+    assert play.join("0", 1, has={0: held("0")}) == []
+    assert play.fetched("0.1", 0, 1, [0], []) == ["go 0.0 [0]", "go 0.1 [0]"]
+
+
+def test_the_last_payload_of_a_plain_step_seals_it_for_all() -> None:
+    play = Play(meets=False)
+    assert play.plan("0@0 1@1*") == ["send 0 [0]", "send 1 [1]"]
+    assert play.fetched("1", 0, 1, [1], []) == ["seal 0 #1 of 0 1", "seal 1 #1 of 0 1"]
+
+
 def test_a_second_answer_on_a_payload_takes_no_mask_away() -> None:
     play = Play("0")
     play.plan("0@0* 1@0")
