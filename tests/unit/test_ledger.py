@@ -4,7 +4,7 @@ holds in any order is in tests/machine."""
 from __future__ import annotations
 
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.orders import Behind, SendRecall, SendSeal, SendWork
+from stream_balancer.core.steps.orders import Behind, SendEnd, SendRecall, SendSeal, SendWork
 from stream_balancer.core.steps.state import TRAIN, HeldStep, Item, Piece, RankId, Share
 
 ZERO, ONE, REF = RankId(TRAIN, 0), RankId(TRAIN, 1), RankId("ref", 0)
@@ -71,6 +71,16 @@ def test_a_late_word_on_an_older_step_does_not_turn_weights_back() -> None:
             ledger.finished(rank, 0, number, 1)
     ledger.finished(ZERO, 0, 0, 1)
     assert ledger.rank(ZERO).weights == 2
+
+
+def test_who_comes_again_is_told_of_the_end_again() -> None:
+    """Its connection may have broken with the word on its way."""
+    ledger = ledger_of(ZERO, ONE)
+    ledger.end()
+    assert {one.rank for one in ledger.orders() if isinstance(one, SendEnd)} == {ZERO, ONE}
+    assert ledger.orders() == []
+    ledger.joined(ZERO, 0, 0, {})
+    assert [one.rank for one in ledger.orders() if isinstance(one, SendEnd)] == [ZERO]
 
 
 def test_words_on_another_plan_of_a_number_count_no_more() -> None:

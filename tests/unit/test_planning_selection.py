@@ -17,7 +17,9 @@ from stream_balancer import planning
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.planning import LengthBias, Plan, PlanKnobs, Waiting, plan_batch, smallest_max_skips
 from stream_balancer.planning.baselines import plan_fifo
+from stream_balancer.planning.cost_order import CostOrder
 from stream_balancer.planning.selection import Units, forced_units, select
+from stream_balancer.planning.swaps import swap_with_waiting
 from stream_balancer.testing import make_rollout
 
 
@@ -663,3 +665,18 @@ def test_nothing_yet_is_nan():
     assert math.isnan(bias.summary().length_delay_correlation)
     with pytest.raises(ValueError, match="alike"):
         bias.record([5, 6], [0])
+
+
+@pytest.mark.parametrize("seed", range(0, 400, 40))
+def test_exchanges_with_those_that_wait_never_make_ranks_idle_more(seed: int) -> None:
+    """Bringing several late ranks down may starve the others: then the batch stays as it was."""
+    for number in range(seed, seed + 40):
+        chance = np.random.default_rng(number)
+        n, ranks = chance.integers(4, 12), chance.integers(2, 4)
+        costs = np.floor(chance.lognormal(3, 1.2, n + chance.integers(1, 8))) + 1
+        shares = [[np.sort(one)] for one in np.array_split(chance.permutation(costs.size)[:n], ranks)]
+        after = swap_with_waiting(costs, shares, np.zeros(costs.size, dtype=np.bool_), CostOrder(costs))
+        idle = [
+            1 - np.mean(loads) / np.max(loads) for loads in ([costs[one].sum() for [one] in x] for x in (shares, after))
+        ]
+        assert idle[1] <= idle[0], number
