@@ -161,7 +161,7 @@ class RankFeed(OfOneProcess):
             connect_timeout_s=connect_timeout_s,
             linger_s=linger_s,
         )
-        self._auto_ack = auto_ack
+        self._auto_ack, self._loaded = auto_ack, next_step or 0
         self._hand: Step | None = None
         self._ended = False
         self._version: int | None = None
@@ -242,6 +242,11 @@ class RankFeed(OfOneProcess):
                 f"with their weights and feed.load_state_dict({{'next_step': {step + 1}}}), said when finish() gave "
                 "None",
             )
+        # said by whoever asks, and not by the join: until then the trainer may say the version of its weights
+        if self._loaded:
+            held.load(max(self._loaded, held.weights or 0), ack=False)
+            held.ack(self._loaded - 1)
+            self._loaded = 0
         for number in [number for number in held.parts if number < (held.weights or 0)]:
             # the weights that were loaded contain it
             held.has_finished(held.parts[number], ack=self._auto_ack)

@@ -98,14 +98,13 @@ class Part:
 class Held:
     """The steps of one process."""
 
-    def __init__(
-        self, role: str = TRAIN, *, seats: int = 1, meets: bool = False, weights: int | None = None, acked: int = 0
-    ) -> None:
+    def __init__(self, role: str = TRAIN, *, seats: int = 1, meets: bool = False, weights: int | None = None) -> None:
         """``meets``: the ranks meet through the feed; the controller says so with each step. ``weights`` have all steps
-        before that one (None: that is not known), and those before ``acked`` are acknowledged."""
+        before that one; None: that is not known."""
         self.role, self.seats, self.meets = role, seats, meets
         self.parts: dict[int, Part] = {}
-        self.weights, self.acked = weights, acked
+        self.weights, self.acked = weights, 0
+        """All steps before ``acked`` are acknowledged."""
         self.left_behind: m.Drop | None = None
         """The others have a step in their weights that these lack."""
         self.ended = False

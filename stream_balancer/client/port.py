@@ -80,7 +80,7 @@ class Port:
         self.name = rank_name(who.rank, who.role)
         # reentrant: a look may report, which flushes under the same lock
         self.lock = threading.RLock()
-        self.held = Held(who.role, seats=who.seats, weights=next_step, acked=next_step or 0)
+        self.held = Held(who.role, seats=who.seats, weights=next_step)
         self.closed = False
         self.over: Exception | None = None
         """Why nothing comes any more."""

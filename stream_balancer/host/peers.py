@@ -85,9 +85,10 @@ class Peers(Sender, Host):
         peer.max_report_bytes = _COLUMN_BYTES if member.id.role else 0
         self.handed.note(member.came)
         self._producers.tell_version(peer)
-        # a rank is through with all steps that its weights contain, whichever controller it has told
-        for number in [number for number in self.ledger.steps if number < member.rank.furthest]:
-            self._note_through(number)
+        # a rank is through with all steps that its weights contain, whichever controller it has told; one that begins
+        # says so when it asks for its first step, when the version of its weights is set
+        if peer.data.goes_on:
+            self._note_through(member.rank.furthest - 1)
         member.note_readiness()
         self.wake()
 
@@ -179,11 +180,11 @@ class Peers(Sender, Host):
         self.ledger.finished(member.id, seat, report.step, report.attempt)
         self._note_through(report.step)
 
-    def _note_through(self, number: int) -> None:
-        step = self.ledger.steps.get(number)
-        if step is not None and all(step.shares[one].finished for one in step.participants):
-            # with the last rank's, another step may leave that is as old
-            self.shell.worked_through(number)
+    def _note_through(self, last: int) -> None:
+        for number, step in self.ledger.steps.items():
+            if number <= last and all(step.shares[one].finished for one in step.participants):
+                # with the last rank's, another step may leave that is as old
+                self.shell.worked_through(number)
 
     def _record(self, member: Member, step: int, times: ReportedTimes) -> None:
         plan, now = self.plans[step], anyio.current_time()

@@ -378,6 +378,41 @@ async def test_steps_that_ranks_have_trained_before_are_not_ahead_of_others() ->
     assert trained == list(range(7))
 
 
+async def test_what_begins_while_a_rank_comes_back_is_as_old_as_its_weights() -> None:
+    """Its weights contain a step, and the version that this step made is said after it has joined: until then nothing
+    may begin that would be too old."""
+    network = MemoryNetwork(dp_size=1)
+    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, staleness=sb.Staleness(max_versions=0))
+    versions: list[int | None] = []
+    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
+        balancer.set_version(0)
+        tasks.start_soon(partial(sb.serve, balancer, network, rejoin_timeout_s=100.0))
+        first = network.connect(0)
+        feed = sb.RankFeed(first, auto_ack=False)
+        await balancer.put_group([make_rollout(8, f"r{number}", group_id="r", version=0) for number in range(2)])
+        await anext(feed)
+        first.cut()  # the trainer has saved weights with the step, and died before it said so
+
+        async def work() -> None:
+            async with balancer.reserve(2) as slot:
+                versions.append(slot.version)
+                await slot.put_group(
+                    [make_rollout(8, f"s{number}", group_id="s", version=slot.version) for number in range(2)]
+                )
+
+        tasks.start_soon(work)
+        async with sb.RankFeed(network.connect(0, incarnation=1), auto_ack=False, next_step=1) as again:
+            await anyio.sleep(1.0)
+            assert not versions, "the step is in the weights, and their version is not said yet"
+            again.set_version(1)
+            step = await anext(again)
+            assert (step.step, versions) == (1, [1])
+            again.acknowledge_through(1)
+            balancer.end()
+            assert [step async for step in again] == []
+        assert balancer.statistics().evicted["stale"] == 0
+
+
 async def test_what_was_put_between_two_balancers_is_let_go_of() -> None:
     """On one transport: the second takes the put, the producer joins again, and the first is collected."""
     network = MemoryNetwork(dp_size=1)
