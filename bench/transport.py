@@ -177,6 +177,10 @@ def rank_main(
             # one is enough: the others keep up with it
             found = take(partial(take_one, feed), TRACED) if rank else system_calls(feed)
             dist.gather_object(found, None, 0)
+        for feed in feeds.values():
+            # a rank that leaves before the end was lost
+            for batch in feed:
+                raise AssertionError(batch)
     dist.destroy_process_group()
 
 

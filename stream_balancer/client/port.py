@@ -92,6 +92,8 @@ class Port:
         self._user: object = None
         """The thread or task that waits."""
         self._uploader, self._fetcher = uploader, fetcher
+        # one object: where it is the last that the I/O thread has to do, it is not handed in again
+        self._job = self._flush
         # the I/O thread may be quicker than this line
         with self.lock:
             self.session = Session(
@@ -137,7 +139,7 @@ class Port:
     def flush(self) -> None:
         """Report what Held has said, behind calls that were made before. The lock is held."""
         if self.held.out:
-            self.session.io.do(self._flush)
+            self.session.io.do(self._job)
 
     def give_up(self, step: int, text: str) -> RankLostError:
         """Leave, so that others do not wait: this rank cannot go on. Returns what is to be raised."""
@@ -185,12 +187,15 @@ class Port:
 
     def _on_message(self, message: m.Message, memory: Memory | None) -> None:
         with self.lock:
+            # the seal of a step that is over here is nobody's news
+            is_news = not isinstance(message, m.Seal) or message.step in self.held.parts
             if isinstance(message, m.Work):
                 self._take_work(message, memory)
             else:
                 self.held.take(message)
             self.flush()
-        self._news.set()
+        if is_news:
+            self._news.set()
 
     def _take_work(self, work: m.Work, memory: Memory | None) -> None:
         if not work.items:
