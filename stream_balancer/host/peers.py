@@ -13,6 +13,7 @@ that the rank has no more is no fault, since it may have been on its way.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -88,7 +89,7 @@ class Peers(Sender, Host):
         # a rank is through with all steps that its weights contain, whichever controller it has told; one that begins
         # says so when it asks for its first step, when the version of its weights is set
         if peer.data.goes_on:
-            self._note_through(member.rank.furthest - 1)
+            self._note_through(self._steps_before(member.rank.furthest))
         member.note_readiness()
         self.wake()
 
@@ -178,11 +179,16 @@ class Peers(Sender, Host):
         if times is not None and not member.id.role and share is not None and not share.finished:
             self._record(member, report.step, times)
         self.ledger.finished(member.id, seat, report.step, report.attempt)
-        self._note_through(report.step)
+        # 0: by weights that were loaded
+        self._note_through([report.step] if report.attempt else self._steps_before(report.step + 1))
 
-    def _note_through(self, last: int) -> None:
-        for number, step in self.ledger.steps.items():
-            if number <= last and all(step.shares[one].finished for one in step.participants):
+    def _steps_before(self, number: int) -> list[int]:
+        return [step for step in self.ledger.steps if step < number]
+
+    def _note_through(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            step = self.ledger.steps.get(number)
+            if step is not None and all(step.shares[one].finished for one in step.participants):
                 # with the last rank's, another step may leave that is as old
                 self.shell.worked_through(number)
 
