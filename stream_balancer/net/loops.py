@@ -57,8 +57,9 @@ class Io:
         self.scratch = memoryview(bytearray(2**18))
         """Where what comes ahead of its place is read."""
         self._jobs: deque[Job] = deque()
-        self._sure: Job | None = None
-        """The last job that was handed in, once the I/O thread was woken for it."""
+        # a number, for the job would keep a closed connection alive
+        self._sure = 0
+        """Which job was handed in last, once the I/O thread was woken for it."""
         self._timers: list[tuple[float, int, list[Job]]] = []
         self._numbers = count()
         # a pipe in the selector: select() has no other way to be woken from another thread
@@ -96,9 +97,9 @@ class Io:
         and may run in this thread if nothing else is going on."""
         with suppress(IndexError):
             # the last one is this, and is sure to be run: nothing was handed in since that must come first
-            if self._jobs[-1] is job is self._sure:
+            if self._jobs[-1] is job and self._sure == id(job):
                 return
-        self._sure = None
+        self._sure = 0
         # before the lock is tried: whoever holds it may run the job in our place
         self._jobs.append(job)
         if here and _uninterrupted() and self._lock.acquire(blocking=False):
@@ -109,7 +110,7 @@ class Io:
         elif not hasattr(_turn, "inside"):
             self._wake()
             # last: Ctrl-C before it may have kept the I/O thread asleep
-            self._sure = job
+            self._sure = id(job)
 
     def hold(self, job: Job) -> None:
         """Run it in this thread; all that it hands in here wakes the I/O thread once, when it is through."""
