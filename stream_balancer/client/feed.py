@@ -106,6 +106,7 @@ class RankFeed(OfOneProcess):
         that may lie ready besides the one in use. ``auto_ack``: asking for the next step acknowledges the last one;
         otherwise :meth:`Step.ack` does, and what is not acknowledged does not hold up the next steps. ``next_step``:
         the weights contain all steps before this one, as :meth:`state_dict` said when they were saved; 0 for new ones.
+        Asking for the first step acknowledges those: call :meth:`set_version` before.
         ``mesh``: a DeviceMesh in place of ``rank`` and ``dp_size``; processes that differ only along dimensions other
         than ``dp_dim`` (tensor, context, pipeline parallel) get the same steps, and all of them iterate. ``dp_dim``
         may name several dimensions (HSDP). ``device``: where tensors are wanted; copies run beside the step before, and

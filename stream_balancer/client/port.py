@@ -187,7 +187,7 @@ class Port:
 
     def _on_message(self, message: m.Message, memory: Memory | None) -> None:
         with self.lock:
-            # the seal of a step that is over here is nobody's news
+            # the seal of a step that is over here changes nothing, so nobody is woken for it
             is_news = not isinstance(message, m.Seal) or message.step in self.held.parts
             if isinstance(message, m.Work):
                 self._take_work(message, memory)
