@@ -126,6 +126,20 @@ def test_a_seal_is_sent_once_and_the_next_one_when_all_are_back_from_it() -> Non
     assert play.at_barrier("0.1", 0, 1, 1) == [one.replace("#1", "#2") for one in sealed]
 
 
+def test_no_seal_is_given_while_one_who_is_back_from_the_last_is_away() -> None:
+    """It would have taken the others from the barrier, and gone to nobody."""
+    play = Play()
+    play.plan("0@0 1@1")
+    play.train("0", [0])
+    play.train("1", [1])
+    assert play.at_barrier("1", 0, 1, 1) == []
+    play.lost("1")
+    assert play.at_barrier("0", 0, 1, 1) == []
+    last = StepSeal(0, 1, (RankId("", 0), RankId("", 1)))
+    again = held("1+", waiting=True, came_back=1, seal=last)
+    assert play.join("1", has={0: again}) == ["seal 0 #2 of 0 1", "seal 1 #2 of 0 1"]
+
+
 def test_what_an_uncertain_step_held_back_is_sent_once_its_seal_is_void() -> None:
     play = Play()
     play.plan("0@0 1@1")
@@ -192,6 +206,20 @@ def test_who_comes_after_all_were_given_up_does_what_was_left() -> None:
 
 
 # -- payloads that are with their producers ----------------------------------------------------------------------------
+
+
+def test_a_seat_that_comes_again_from_an_older_attempt_is_sent_the_new_one_once() -> None:
+    play = Play(seats=2)
+    play.plan("0@0/5 1@1/5")
+    for who in ("0.0", "0.1", "1.0", "1.1"):
+        play.taken(who, 0, 1)
+    play.lost("0.1")
+    play.lost("1.0")
+    assert play.join("1", incarnation=1) == ["rewind 0.0 attempt 2"]
+    play.join("1", 1, incarnation=1)
+    orders = play.join("0", 1, has={0: held("0")})
+    assert orders == ["rewind 0.1 attempt 2", "send 0.0 [0]", "send 0.1 [0]"]
+    assert play.join("0", 1, has={0: held("0", attempt=2)}) == []
 
 
 def test_all_who_compute_a_remote_item_begin_once_all_have_it_and_mask_the_same() -> None:
@@ -358,6 +386,16 @@ def test_a_role_that_begins_again_computes_nothing_that_is_here() -> None:
     play.done("ref0", 0, 1, [1])
     play.lost("ref1")
     assert play.gave_up("ref1") == ["replan [2] over ref0", "rewind ref0 attempt 2", "send ref0 [2]"]
+
+
+def test_a_role_owes_later_steps_though_it_never_did_one_that_is_met() -> None:
+    """The controller was started again, and the columns of the step that all weights have are gone."""
+    play = Play("0 1 ref0", restarted=True)
+    for step in (0, 1):
+        play.restore("0@0<2 1@1 2@ref0", "0 1", step)
+    play.join("0", weights=1)
+    play.join("1", weights=1)
+    assert play.join("ref0") == ["send ref0 s1 [2]"]
 
 
 def test_an_acknowledgement_of_a_step_that_is_not_finished_does_not_count() -> None:
