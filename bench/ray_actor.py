@@ -43,7 +43,8 @@ _names = (f"b{n}" for n in itertools.count())
 
 
 def rollouts(count: int, group: str | None = None, *, ragged: bool = False) -> list[sb.Rollout]:
-    columns = ragged_columns(count) if ragged else [{"input_ids": IDS}] * count
+    # tensors of their own: pickle writes one that it has seen as a reference, and no two real rollouts are one
+    columns = ragged_columns(count) if ragged else [{"input_ids": IDS.clone()} for _ in range(count)]
     return [sb.Rollout(tokens=tokens, rollout_id=next(_names), group_id=group) for tokens in columns]
 
 

@@ -30,6 +30,7 @@ NO_ROWS: Ints = np.empty(0, dtype=np.int64)
 _UNWRITTEN: list[Any] = []
 """By column what a row holds where nobody writes."""
 _FIRST_ROWS = 64
+_MERGE_EVERY = 4096
 _ROW_BITS = 40
 
 _to_bytes, _to_bits = struct.Struct("<d").pack, struct.Struct("<q").unpack
@@ -91,7 +92,7 @@ class Buffer:
     # -- in and out ----------------------------------------------------------------------------------------------------
 
     def add(self, rollout: Rollout, cost: float, now: float, skips: int = 0) -> None:
-        """Take a rollout in as the youngest. O(log n), amortised."""
+        """Take a rollout in as the youngest. O(log n), amortised; every 4,096th O(n)."""
         num_tokens, row = rollout.num_tokens, self._end
         if row == len(self._arrays[0]):
             row = self._make_room()
@@ -117,6 +118,9 @@ class Buffer:
             self._token_bytes = (rollout.nbytes - _other_bytes(rollout)) // num_tokens
         self.num_waiting += 1
         self.num_tokens += num_tokens
+        # an entry of the list weighs five times as much as one of the array
+        if not self.num_waiting % _MERGE_EVERY:
+            self.by_cost()
 
     def remove(self, rows: Ints, *, never_came: bool = False) -> list[Rollout]:
         """Take k rows out; the others keep their order. ``never_came``: their groups lack them again. O(k), and a few
@@ -151,10 +155,11 @@ class Buffer:
         self._start = first
 
     def _make_room(self) -> int:
-        """Back to the front, in twice the space unless half of it is free there. -> the first row behind the last."""
+        """Back to the front, in half as much space again unless half of it is free there. -> the first row behind the
+        last."""
         rows, space = self._end - self._start, len(self._arrays[0])
         # else removals have freed half of it in front, and moving back is room enough
-        before, self._arrays = self._arrays, _empty(2 * space if 2 * rows > space else space)
+        before, self._arrays = self._arrays, _empty(space + space // 2 if 2 * rows > space else space)
         for old, new in zip(before, self._arrays, strict=True):
             new[:rows] = old[self._start : self._end]
         self._start, self._end = 0, rows
