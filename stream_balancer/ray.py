@@ -62,7 +62,7 @@ class LostRollout(NamedTuple):
 # --- the actors ------------------------------------------------------------------------------------------------------
 
 
-class _Host(sb.Observer):
+class _BalancerActor(sb.Observer):
     """The actor: one process whose event loop runs the balancer and ``serve``."""
 
     def __init__(
@@ -202,7 +202,7 @@ def host(
     # without a journal a new actor would know nothing of what the old one had accepted
     of_host = {"name": name, "max_restarts": 0 if journal is None else -1, **(actor_options or {})}
     actor = (
-        ray.remote(_Host)
+        ray.remote(_BalancerActor)
         .options(**settings | of_host)
         .remote(
             config,

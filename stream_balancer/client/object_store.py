@@ -111,7 +111,7 @@ class InStore(KeepsPayloads):
         number = next(self._keys)
         keys = range(number * _MAX_PLACES, number * _MAX_PLACES + len(rollouts))
         # an object holds all rollouts of a put: it may go when the last of them does
-        shared = _Shared()
+        shared = _StoredObject()
         weakref.finalize(shared, self._gone.append, number).atexit = False
         self._kept.update(dict.fromkeys(keys, shared))
         with self._lock:
@@ -142,7 +142,7 @@ class InStore(KeepsPayloads):
                     self._keeper.drop.remote(self._name, gone)
 
 
-class _Shared:
+class _StoredObject:
     """An object in the store, as the payloads in it have it in common."""
 
 

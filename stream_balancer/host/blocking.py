@@ -36,7 +36,7 @@ from stream_balancer.net.loops import Signal, in_loop
 T = TypeVar("T")
 
 
-class _Call(Generic[T]):
+class _PendingCall(Generic[T]):
     """A function on its way through the loop. Its state is changed in the loop alone."""
 
     def __init__(
@@ -97,7 +97,7 @@ class _LoopThread(Here):
     def __init__(self, resource: AbstractAsyncContextManager[Any], backend: Literal["asyncio", "trio"]) -> None:
         self._resource, self._backend = resource, backend
         self._pid: int | None = None
-        self._open: set[_Call[Any]] = set()
+        self._open: set[_PendingCall[Any]] = set()
         self._waits = threading.local()  # .call: what this thread waits for
         self._opened, self._leaving, self._ended = Signal(), Signal(), Signal()
         self._in_loop: Callable[[Callable[[], object]], object] = lambda _: None
@@ -146,7 +146,7 @@ class _LoopThread(Here):
             "this method of a blocking balancer",
             "There, use `async with sb.StreamBalancer(config)` and await; or call it in a thread (asyncio.to_thread)",
         )
-        call, outer = _Call(function, timeout_s, undo), getattr(self._waits, "call", None)
+        call, outer = _PendingCall(function, timeout_s, undo), getattr(self._waits, "call", None)
         # its end was not waited for; without an interrupt, a handler of signals calls us in the midst of another call
         if outer is not None and outer.interrupt is not None:
             outer.ended.wait_in_thread(None)
@@ -188,7 +188,7 @@ class _LoopThread(Here):
 
         return self.do(run)
 
-    def _begin(self, call: _Call[Any]) -> None:
+    def _begin(self, call: _PendingCall[Any]) -> None:
         if self._pid is None:
             raise RuntimeError("this balancer is not running: use it as `with sb.blocking(config) as balancer`")
         if self._pid != os.getpid():

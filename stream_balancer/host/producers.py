@@ -42,7 +42,7 @@ _Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
 _Version: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**62), lt=2**62)]
 
 
-class _About(NamedTuple):
+class _ProducerFacts(NamedTuple):
     """Facts that a producer tells of itself when it joins."""
 
     rejoin: bool
@@ -58,7 +58,7 @@ _Declared = tuple[_Name, _Name, _Count | None]
 _Reserve = tuple[_Count, _Count]
 _READ: dict[Any, Callable[[msgspec.Raw], Any]] = {
     kind: reader(kind, "a producer's call")
-    for kind in (_About, _Put, _Declared, _Reserve, Counts, _Count, _Version | None, tuple[_Version])
+    for kind in (_ProducerFacts, _Put, _Declared, _Reserve, Counts, _Count, _Version | None, tuple[_Version])
 }
 
 
@@ -69,7 +69,7 @@ async def attend(balancer: StreamBalancer, transport: Transport) -> None:
     await producers.attend(producers)
 
 
-class _Producer:
+class _ProducerState:
     """A producer, and its slots."""
 
     def __init__(self) -> None:
@@ -103,8 +103,8 @@ class Producers(Host, Observer):
     def admit(self, peer: Peer, join: Join) -> tuple[list[int], list[int]]:
         """Let a producer in. -> numbers of slots that it had, and has no more; and keys of payloads that are needed."""
         # before it is in: the answer to its join names the slots that it has lost
-        producer = peer.data = peer.data or _Producer()
-        about = _READ[_About](join.about)
+        producer = peer.data = peer.data or _ProducerState()
+        about = _READ[_ProducerFacts](join.about)
         # it drops what this balancer does not need: those before it have no say any more
         producer.leases = []
         keys = [] if about.owner is None else self._attach(peer, about.owner)
@@ -113,7 +113,7 @@ class Producers(Host, Observer):
     def on_peer(self, peer: Peer) -> None:
         """A producer has come in, perhaps again."""
         # who will not join again is gone at once, with its slots
-        peer.keep_s = _KEEP_S if _READ[_About](peer.join.about).rejoin else 0.0
+        peer.keep_s = _KEEP_S if _READ[_ProducerFacts](peer.join.about).rejoin else 0.0
         self._parts.producers.joined(peer.session, peer.name)
         self.tell_version(peer)
         if self._balancer.ended:
@@ -164,7 +164,7 @@ class Producers(Host, Observer):
 
     def on_end(self, peer: Peer, end: ConnectionEnd) -> None:
         """The connection of a producer is over: others may begin in its place."""
-        producer: _Producer = peer.data
+        producer: _ProducerState = peer.data
         slots, producer.slots = producer.slots, {}
         # it may come again and ask for them, until then others may begin
         producer.given_back |= {number: slot.left for number, slot in slots.items()}
@@ -179,7 +179,7 @@ class Producers(Host, Observer):
                 left,
             )
 
-    def _lost_slots(self, producer: _Producer, asked: Sequence[tuple[int, int, int]]) -> Iterator[int]:
+    def _lost_slots(self, producer: _ProducerState, asked: Sequence[tuple[int, int, int]]) -> Iterator[int]:
         """Give a producer that is back its slots again. -> numbers of those in whose place others have begun."""
         given_back, producer.given_back = producer.given_back, {}
         for number, missing, version in asked:
@@ -272,7 +272,7 @@ class Producers(Host, Observer):
 
     def _leases_of(self, peer: Peer, owner: Owner) -> Leases:
         """Leases of what a producer keeps, which has one owner of payloads."""
-        producer: _Producer = peer.data
+        producer: _ProducerState = peer.data
         if producer.owner not in (None, owner):
             raise WireError("a put names payloads of another owner")
         if not producer.leases:
@@ -348,7 +348,7 @@ class Producers(Host, Observer):
 
     async def _end_producer(self, peer: Peer) -> None:
         """Once all that was asked before has its reply."""
-        producer: _Producer = peer.data
+        producer: _ProducerState = peer.data
         for asked in producer.waiting:
             # it puts no more: what it waits to reserve would only keep others from beginning
             if asked.method == "reserve":

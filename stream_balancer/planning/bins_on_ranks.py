@@ -41,7 +41,7 @@ _BUDGET, _BUDGET_LOCKSTEPS = 60_000, 300_000
 """Elementary operations that the exchanges of a layout may spend: a few milliseconds."""
 
 
-class _Layout(NamedTuple):
+class _RankBins(NamedTuple):
     ranks: list[Bins]
     numbers: list[int]
     """[rank] how many micro-batches it runs."""
@@ -193,10 +193,10 @@ class _Search:
         shares = partition(self.packer.work, self.dp_size, "free", self.rate, rotation=self.rotation)
         return [self.packer.fewest(share.tolist()) for share in shares]
 
-    def with_one_number(self) -> _Layout:
+    def with_one_number(self) -> _RankBins:
         """The same number of micro-batches on every rank: each number from the least that may hold all rollouts, until
         no more can win."""
-        found: list[_Layout] = []
+        found: list[_RankBins] = []
         number = self.least_number
         while self._may_win(found, number):
             for layout in self._layouts(number):
@@ -209,7 +209,7 @@ class _Search:
             number += self.multiple_of
         return min(found, key=attrgetter("finish"))
 
-    def _may_win(self, found: list[_Layout], number: int) -> bool:
+    def _may_win(self, found: list[_RankBins], number: int) -> bool:
         """A layout of so many micro-batches a rank may be better by enough than those that are found."""
         return min((one.finish for one in found), default=np.inf) * (1.0 - _WORTH) > self.bound(number)
 
@@ -220,7 +220,7 @@ class _Search:
         # with bins that are nearly full of tokens there is no way to make them alike, with one lockstep more there is
         return number > first or self.packer.tokens.size < self.dp_size * (number + self.multiple_of)
 
-    def _layouts(self, number: int) -> Iterator[_Layout]:
+    def _layouts(self, number: int) -> Iterator[_RankBins]:
         """Layouts with so many micro-batches on every rank."""
         packer, numbers = self.packer, [number] * self.dp_size
         in_rows = self.sync == "micro_batch" and number > 1  # with one it does not matter how often ranks meet
@@ -228,7 +228,7 @@ class _Search:
             # no exchange: the partition has ended where none helps
             work = np.array([sum(map(packer.cost, bins)) for bins in self.balanced])
             took = work if self.rate is None else work / self.rate
-            yield _Layout(self.balanced, numbers, float(took.max()) + self.later * number)
+            yield _RankBins(self.balanced, numbers, float(took.max()) + self.later * number)
             return
         bins = packer.pack(np.arange(packer.tokens.size), self.dp_size * number)
         if bins is None:
@@ -240,9 +240,9 @@ class _Search:
         if len(bins) == self.dp_size * number:
             bins = self._locksteps(bins, number)
         ranks = bins_in_rows(packer, bins, self.dp_size, self.rate, self.rotation)
-        yield _Layout(ranks, numbers, self._time_of(ranks) + self.later * number)
+        yield _RankBins(ranks, numbers, self._time_of(ranks) + self.later * number)
 
-    def exchanged(self, ranks: list[Bins], numbers: list[int]) -> _Layout:
+    def exchanged(self, ranks: list[Bins], numbers: list[int]) -> _RankBins:
         """Bins with rollouts exchanged, each rank's in so many micro-batches, until nothing is left to gain, nothing
         helps, or the budget is spent. Ranks meet once a step."""
         packer, later = self.packer, self.later * np.array(numbers)
@@ -257,7 +257,7 @@ class _Search:
         shares = [share.tolist() for share in split_by_label(cells.cell_of(), self.dp_size)]
         # what was not exchanged need not be packed tightly
         packed = [packer.tight(*one) or bins for *one, bins in zip(shares, numbers, ranks, strict=True)]
-        return _Layout(packed, numbers, float(cells.times[0]))
+        return _RankBins(packed, numbers, float(cells.times[0]))
 
     def _locksteps(self, bins: Bins, number: int) -> Bins:
         """Alike within each lockstep, from a start level by level, or from ``bins`` where there is none."""

@@ -63,7 +63,7 @@ def swap_with_waiting(
         [[array([0, 4])], [array([1, 5])]]
     """
     rate = np.ones(len(shares)) if speeds is None else speeds
-    step = _Step(costs, shares, fixed, None if lengths is None or max_tokens is None else (lengths, max_tokens))
+    step = _StepLayout(costs, shares, fixed, None if lengths is None or max_tokens is None else (lengths, max_tokens))
     loads, chosen = step.loads(), step.positions
     if chosen.size == costs.size:
         return shares
@@ -89,7 +89,7 @@ def swap_with_waiting(
     return step.shares()
 
 
-class _Step:
+class _StepLayout:
     """Rollouts of a step side by side, rank by rank, and their micro-batches."""
 
     def __init__(self, costs: Floats, shares: list[list[Ints]], fixed: Bools, cap: tuple[Ints, int] | None) -> None:

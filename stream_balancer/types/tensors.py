@@ -126,7 +126,7 @@ class FlatColumns:
 
 
 @dataclass(frozen=True, eq=False)
-class _Columns(Mapping[str, Any]):
+class _NamedColumns(Mapping[str, Any]):
     """Per-token columns, then per-rollout scalars, by name."""
 
     columns: dict[str, Tensor]
@@ -206,7 +206,7 @@ class _Columns(Mapping[str, Any]):
 
 
 @dataclass(frozen=True, eq=False)
-class Packed(_Columns):
+class Packed(_NamedColumns):
     """Rollouts laid end to end, as variable-length attention kernels take them. Columns are ``[T, ...]``."""
 
     lengths: tuple[int, ...]
@@ -293,7 +293,7 @@ class Packed(_Columns):
 
 
 @dataclass(frozen=True, eq=False)
-class Padded(_Columns):
+class Padded(_NamedColumns):
     """Rows, one per rollout. Columns are ``[n, L_max, ...]``, filled with ``pad_value`` beyond each rollout's
     length."""
 
@@ -309,7 +309,7 @@ class Padded(_Columns):
 
 
 @dataclass(frozen=True, eq=False)
-class Nested(_Columns):
+class Nested(_NamedColumns):
     """Torch jagged nested tensors, one ragged row per rollout. Columns are ``[n, j, ...]`` with ragged ``j``."""
 
     offsets: Tensor

@@ -126,7 +126,7 @@ class Decoded:
     def rollouts(self) -> Sequence[Rollout]:
         """Rollouts of all micro-batches, made when asked for."""
         self._finish()
-        return _Rollouts(self, range(len(self)))
+        return _LazyRollouts(self, range(len(self)))
 
     # on a device
 
@@ -223,7 +223,7 @@ class Decoded:
         block = self._layout.blocks[number]
         shared = block.shared
         return MicroBatch(
-            _Rollouts(self, range(block.first, block.stop)),
+            _LazyRollouts(self, range(block.first, block.stop)),
             tuple(block.lengths),
             partial(self._flat, block),
             self._execution_sizes(block),
@@ -289,7 +289,7 @@ class Decoded:
         return fields
 
 
-class _Rollouts(Sequence[Rollout]):
+class _LazyRollouts(Sequence[Rollout]):
     """Rollouts, made when asked for. About 10 us each; each is made once."""
 
     def __init__(self, decoded: Decoded, places: range) -> None:

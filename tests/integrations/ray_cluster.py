@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from stream_balancer.client.object_store import Keeper
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ClosedResourceError
-from stream_balancer.ray import RayBalancer, _Host
+from stream_balancer.ray import RayBalancer, _BalancerActor
 from stream_balancer.testing import make_rollout
 
 STORE_BYTES = 100 * 2**20
@@ -168,11 +168,11 @@ class Hosts:
     """Balancers in one actor."""
 
     def __init__(self) -> None:
-        self._hosts: list[_Host | None] = []
+        self._hosts: list[_BalancerActor | None] = []
 
     async def start(self, *options: Any) -> int:
         """Its number."""
-        self._hosts.append(_Host(*options))
+        self._hosts.append(_BalancerActor(*options))
         return len(self._hosts) - 1
 
     async def call(self, number: int, method: str, *args: Any, **kwargs: Any) -> Any:

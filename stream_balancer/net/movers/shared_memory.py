@@ -56,7 +56,7 @@ class _File:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
-class _Buffer:
+class _MappedBuffer:
     def __init__(self, number: int, size: int) -> None:
         self.number, self.size, self.file = number, size, _File(size)
         self.memory = _mapped(self.file.fd, size)
@@ -73,8 +73,8 @@ class SharedMemory(Mover):
         super().__init__(connection)
         self._probe_file: _File | None = None
         self._numbers = count()
-        self._idle: Shelf[_Buffer] = Shelf(_KEEP_BYTES)
-        self._lent: dict[int, _Buffer] = {}
+        self._idle: Shelf[_MappedBuffer] = Shelf(_KEEP_BYTES)
+        self._lent: dict[int, _MappedBuffer] = {}
         self._peer: int | None = None
         self._mapped: dict[int, Memory] = {}
         self._freed: deque[int] = deque()
@@ -131,7 +131,7 @@ class SharedMemory(Mover):
         # warm pages: fresh ones cost as much in faults as the copy itself
         idle = self._idle.take(room)
         try:
-            buffer = idle or _Buffer(next(self._numbers), room)
+            buffer = idle or _MappedBuffer(next(self._numbers), room)
         except (OSError, RuntimeError) as error:
             # too many open files, or no memory
             self._warn(error)
@@ -146,7 +146,7 @@ class SharedMemory(Mover):
         self._pack(copy)
         return True
 
-    def _take_back(self, buffer: _Buffer) -> None:
+    def _take_back(self, buffer: _MappedBuffer) -> None:
         # the reader has mapped it
         buffer.file.close()
         for gone in self._idle.put(buffer):
