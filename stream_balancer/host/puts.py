@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
@@ -82,9 +83,11 @@ class Puts:
             return
         self.check_thread(method)
         self._thread = threading.get_ident()
-        # trio's loop is no asyncio loop, even as a guest of one: anyio's way, which is slower, is left
+        # trio's loop is no asyncio loop, even as a guest of one
         if (loop := asyncio._get_running_loop()) is not None and asyncio.current_task(loop) is not None:
             self._clock, self.checkpoint = loop.time, partial(asyncio.sleep, 0)
+        elif (trio := sys.modules.get("trio")) is not None and trio.lowlevel.in_trio_task():
+            self._clock, self.checkpoint = trio.current_time, trio.lowlevel.checkpoint
 
     def leave(self) -> None:
         """Closed: what is left may be looked at from another event loop."""
