@@ -295,8 +295,8 @@ class RankFeed(OfOneProcess):
             if last >= held.acked:
                 self._check_open("step.ack()")
                 held.ack(last)
-            port.flush()
             leaves = self._ended and self._is_through
+        port.flush()
         if leaves:
             port.close()
 
@@ -322,7 +322,7 @@ class RankFeed(OfOneProcess):
                     f"new feed for them: RankFeed(..., next_step={next_step})"
                 )
             port.held.load(next_step, ack=self._auto_ack)
-            port.flush()
+        port.flush()
 
     # the balancer, from here
 

@@ -78,7 +78,7 @@ class Port:
         """``next_step``: what the weights contain. ``options``: of the Session."""
         self.who = who
         self.name = rank_name(who.rank, who.role)
-        # reentrant: a look may report, which flushes under the same lock
+        # reentrant: a look may give up, which takes it again
         self.lock = threading.RLock()
         self.held = Held(who.role, seats=who.seats, weights=next_step)
         self.closed = False
@@ -126,18 +126,19 @@ class Port:
                     if self.closed:
                         raise ClosedResourceError("the feed was closed")
                     found = look()
-                    self.flush()
-                    if found is not None:
-                        return found
-                    if self.over is not None:
-                        raise to_raise(self.over)
+                self.flush()
+                if found is not None:
+                    return found
+                if self.over is not None:
+                    raise to_raise(self.over)
                 await news.wait()
         finally:
             self.waited_s += time.monotonic() - began
             self.waiting_since = self._user = None
 
     def flush(self) -> None:
-        """Report what Held has said, behind calls that were made before. The lock is held."""
+        """Report what Held has said, behind calls that were made before. Not with the lock, which the I/O thread would
+        wait for as soon as it is woken."""
         if self.held.out:
             self.session.io.do(self._job)
 
@@ -193,7 +194,7 @@ class Port:
                 self._take_work(message, memory)
             else:
                 self.held.take(message)
-            self.flush()
+        self.flush()
         if is_news:
             self._news.set()
 
@@ -222,7 +223,7 @@ class Port:
                 its = {one: causes[one] for one in islice(ids, number) if one in causes}
                 if item.remote:
                     self.held.fetched(work.step, work.uid, item.id, its)
-            self.flush()
+        self.flush()
         self._news.set()
 
     def _on_end(self, error: Exception) -> None:

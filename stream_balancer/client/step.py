@@ -189,7 +189,7 @@ class Step(OneRank):
         before()
         with self._port.lock:
             found = look()
-            self._port.flush()
+        self._port.flush()
         if found is not None:
             return found
         refuse_in_event_loop(f"{what} waits for others, which", f"There, {instead}")
@@ -229,10 +229,10 @@ class Step(OneRank):
         with self._port.lock:
             if self._end is not None and self._held.meets and self.is_mine:
                 self._held.meeting_failed(self._part)
-                self._port.flush()
                 self._end = None
             elif self._part.dropped is not None:
                 self._end = None
+        self._port.flush()
 
     def _look_next(self) -> tuple[MicroBatch, ...] | None:
         self._check_open()
@@ -384,4 +384,4 @@ class Step(OneRank):
             # given twice, or rewound meanwhile: the first one counts
             if self.is_mine and not work.done:
                 self._held.has_done(self._part, work, encoded)
-                port.flush()
+        port.flush()

@@ -57,9 +57,8 @@ class Io:
         self.scratch = memoryview(bytearray(2**18))
         """Where what comes ahead of its place is read."""
         self._jobs: deque[Job] = deque()
-        # a number, for the job would keep a closed connection alive
-        self._sure = 0
-        """Which job was handed in last, once the I/O thread was woken for it."""
+        self._turn, self._woken = 0, -1
+        """Turns of the I/O thread, and the last one that it was woken to end: it will look at the jobs."""
         self._timers: list[tuple[float, int, list[Job]]] = []
         self._numbers = count()
         # a pipe in the selector: select() has no other way to be woken from another thread
@@ -67,7 +66,7 @@ class Io:
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self.selector.register(self._reader, selectors.EVENT_READ, self._on_wake)
-        self._woken = self._stopping = self._stopped = False
+        self._stopping = self._stopped = False
         self._lock = threading.Lock()
         self.leaving: set[object] = set()
         """Connections that were closed and whose peer has not answered yet."""
@@ -96,10 +95,9 @@ class Io:
         """Run it in the I/O thread, in the order of the calls. From any thread; never blocks. ``here``: it is short,
         and may run in this thread if nothing else is going on."""
         with suppress(IndexError):
-            # the last one is this, and is sure to be run: nothing was handed in since that must come first
-            if self._jobs[-1] is job and self._sure == id(job):
+            # the last one is this, and will be run: nothing was handed in since that must come first
+            if self._jobs[-1] is job and self._woken == self._turn:
                 return
-        self._sure = 0
         # before the lock is tried: whoever holds it may run the job in our place
         self._jobs.append(job)
         if here and _uninterrupted() and self._lock.acquire(blocking=False):
@@ -109,8 +107,6 @@ class Io:
                 self._lock.release()
         elif not hasattr(_turn, "inside"):
             self._wake()
-            # last: Ctrl-C before it may have kept the I/O thread asleep
-            self._sure = id(job)
 
     def hold(self, job: Job) -> None:
         """Run it in this thread; all that it hands in here wakes the I/O thread once, when it is through."""
@@ -125,12 +121,13 @@ class Io:
                     self._wake()
 
     def _wake(self) -> None:
-        # Ctrl-C may come between the flag and the wake-up: where it may, it always wakes.
-        if not self._woken or not _uninterrupted():
-            self._woken = True
+        # read first: a turn that ends meanwhile is another, so that nobody relies on a byte that it may have taken
+        if (turn := self._turn) != self._woken:
             # full: it will wake
             with suppress(OSError):
                 self._writer.send(b"\0")
+            # last: Ctrl-C before it may have kept the I/O thread asleep
+            self._woken = turn
 
     def _run_jobs(self) -> None:
         # twice, for what those have added: a message that is to be sent. Not until there are none, because jobs that
@@ -194,7 +191,7 @@ class Io:
                 for key, mask in events:
                     _run_all([partial(key.data, mask)])
                 # before the jobs are looked at: who appends later wakes again
-                self._woken = False
+                self._turn += 1
                 self._run_jobs()
                 while self._timers and self._timers[0][0] <= time.monotonic():
                     _run_all(heapq.heappop(self._timers)[2])
