@@ -57,8 +57,8 @@ class Io:
         self.scratch = memoryview(bytearray(2**18))
         """Where what comes ahead of its place is read."""
         self._jobs: deque[Job] = deque()
-        self._turn, self._woken = 0, -1
-        """Turns of the I/O thread, and the last one that it was woken to end: it will look at the jobs."""
+        self._num_turns, self._woken_in = 0, -1
+        """Turns of the I/O thread, and the last in which it was sent a byte: it will look at the jobs once more."""
         self._timers: list[tuple[float, int, list[Job]]] = []
         self._numbers = count()
         # a pipe in the selector: select() has no other way to be woken from another thread
@@ -96,7 +96,7 @@ class Io:
         and may run in this thread if nothing else is going on."""
         with suppress(IndexError):
             # the last one is this, and will be run: nothing was handed in since that must come first
-            if self._jobs[-1] is job and self._woken == self._turn:
+            if self._jobs[-1] is job and self._woken_in == self._num_turns:
                 return
         # before the lock is tried: whoever holds it may run the job in our place
         self._jobs.append(job)
@@ -122,12 +122,12 @@ class Io:
 
     def _wake(self) -> None:
         # read first: a turn that ends meanwhile is another, so that nobody relies on a byte that it may have taken
-        if (turn := self._turn) != self._woken:
+        if (turn := self._num_turns) != self._woken_in:
             # full: it will wake
             with suppress(OSError):
                 self._writer.send(b"\0")
             # last: Ctrl-C before it may have kept the I/O thread asleep
-            self._woken = turn
+            self._woken_in = turn
 
     def _run_jobs(self) -> None:
         # twice, for what those have added: a message that is to be sent. Not until there are none, because jobs that
@@ -191,7 +191,7 @@ class Io:
                 for key, mask in events:
                     _run_all([partial(key.data, mask)])
                 # before the jobs are looked at: who appends later wakes again
-                self._turn += 1
+                self._num_turns += 1
                 self._run_jobs()
                 while self._timers and self._timers[0][0] <= time.monotonic():
                     _run_all(heapq.heappop(self._timers)[2])
