@@ -32,6 +32,9 @@ _MAY_GO = 0.25
 """How much of what stays behind while outliers wait is free to go for its age at least: a quarter of it, the lightest.
 With none light tails idle a third more; half of it sends the fillers of the outliers (heavy tails: 1-2 points more)."""
 
+_CHOICES = 32
+"""So many numbers of light rollouts are compared for an outlier's step."""
+
 _ROUNDING = 1e-9
 """Scores of levels this near to each other (as a part of the highest level) are equal."""
 
@@ -59,6 +62,11 @@ class Candidates:
     def costs(self) -> Floats:
         """[U] work of each unit."""
         return self.order.costs
+
+    @property
+    def number(self) -> int:
+        """How many go, with `must`."""
+        return self.num_more + int(np.count_nonzero(self.must))
 
     def filler(self, go: Bools) -> float:
         """The least work of those that go that may lie beside a part on its rank."""
@@ -135,7 +143,7 @@ def _uncrowded(units: Candidates, go: Bools) -> Bools:
 def _num_fillers(units: Candidates, others: Ints, filler: float) -> int:
     """How many of the heaviest fill the ranks for as long as the heaviest of them takes."""
     # no more than leave in one step
-    heaviest_first = others[: -(units.num_more + int(np.count_nonzero(units.must))) - 1 : -1]
+    heaviest_first = others[: -units.number - 1 : -1]
     needed = units.ranks * (float(units.parts[heaviest_first[0]]) + filler)
     return int(np.searchsorted(np.cumsum(units.costs[heaviest_first]), needed)) + 1
 
@@ -149,6 +157,8 @@ def _best_level(units: Candidates, others: Ints, must_peak: float, filler: float
     """
     costs, num_more = units.costs, units.num_more
     heights = units.parts[others] + filler  # ascending
+    # under equal counts the lightest go beside the heaviest
+    light = min(math.ceil(units.beside), num_more)
     # from the lowest level with all that fit below it; each later one takes in one outlier more
     first = max(num_more, int(np.searchsorted(heights, must_peak, side="right")))
     # [levels] how many others lie below each level
@@ -156,10 +166,10 @@ def _best_level(units: Candidates, others: Ints, must_peak: float, filler: float
     levels = np.maximum(heights[below - 1], must_peak)
     # [others + 1]; a difference of two entries is the work of the units between
     prefix = running_sums(costs[others])
-    # [levels] what the step holds at most: what must go, and the num_more heaviest below the level
-    most_work = float(costs[units.must].sum()) + prefix[below] - prefix[below - num_more]
+    # [levels] what the step holds at most: what must go, and the heaviest below the level
+    most_work = float(costs[units.must].sum()) + prefix[light] + prefix[below] - prefix[below - num_more + light]
     wasted = np.maximum(levels - most_work / units.ranks, 0.0)
-    fair = float(costs.mean()) * (num_more + np.count_nonzero(units.must)) / units.ranks
+    fair = float(costs.mean()) * units.number / units.ranks
     # [outliers above the first level]
     left = np.maximum(heights[first:], fair)
     urgency = 1.0 - units.remaining[others[first:]] / (float(units.remaining.max()) + 1.0)
@@ -173,13 +183,16 @@ def _best_level(units: Candidates, others: Ints, must_peak: float, filler: float
 
 def _outlier_batch(units: Candidates, others: Ints, must_peak: float, filler: float) -> Bools:
     """A step as long as its heaviest `must`, or longer where that wastes little more, filled up to that level."""
-    costs, parts, must, num_more = units.costs, units.parts, units.must, units.num_more
+    costs, parts, must = units.costs, units.parts, units.must
     level = _best_level(units, others, must_peak, filler)
     # nothing above the level: it would make the step longer still
     open_to = ~must & (parts + filler <= level)
-    taken = np.flatnonzero(open_to)[:num_more]
-    # the oldest first: the step is long in any case, so it may serve age before it serves balance
     go = must.copy()
+    if units.beside:
+        go[_lightest_beside(units, open_to | must, level)] = True
+        open_to &= ~go
+    # the oldest first: the step is long in any case, so it may serve age before it serves balance
+    taken = np.flatnonzero(open_to)[: units.number - int(np.count_nonzero(go))]
     go[taken] = True
     # work that a step of this length could hold besides
     missing = units.ranks * level - float(costs[go].sum())
@@ -194,6 +207,26 @@ def _outlier_batch(units: Candidates, others: Ints, must_peak: float, filler: fl
         go[shortest[:swaps]] = False
         go[longest[:swaps]] = True
     return go
+
+
+def _lightest_beside(units: Candidates, open_to: Bools, level: float) -> Ints:
+    """The lightest of these, as many as should go to lie beside the heaviest under equal counts: the more, the shorter
+    is the step, and the less work is in it. O(n log n + ranks)."""
+    ascending = np.flatnonzero(open_to)
+    ascending = ascending[np.argsort(units.parts[ascending], kind="stable")]
+    work, parts = running_sums(units.costs[ascending]), running_sums(units.parts[ascending])
+    # [choices, 1] so many of the lightest go, and the others are the heaviest, which begin there
+    lightest = np.linspace(0, units.num_more - 1, min(units.num_more, _CHOICES)).astype(np.int64)[:, None]
+    heaviest = ascending.size - units.number + lightest
+    # [ranks] if the heaviest lie on so many ranks, so many others lie beside them
+    ranks = np.arange(1, max(min(int(units.ranks), units.number), 2))
+    beside = np.minimum(np.ceil(ranks * units.beside).astype(np.int64), units.number)
+    light = np.minimum(beside, lightest)
+    # [choices, ranks] these ranks have to do, each
+    finish = work[light] + work[heaviest + beside - light] - work[heaviest] + parts[-1] - parts[-1 - ranks]
+    step = np.maximum((finish / ranks).max(axis=1), level)
+    filled = (work[lightest] + work[-1] - work[heaviest])[:, 0] / units.ranks
+    return ascending[: lightest[np.argmin(step - np.minimum(filled, level)), 0]]
 
 
 def _heaviest_first(costs: Floats, units: Ints, count: int) -> Ints:

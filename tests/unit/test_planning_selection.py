@@ -289,6 +289,17 @@ def test_under_equal_counts_the_lightest_lie_beside_an_outlier():
     assert np.flatnonzero(go).tolist() == list(range(8))
 
 
+@pytest.mark.parametrize("outliers", [1, 2])
+def test_under_equal_counts_the_lightest_go_with_outliers_that_must(outliers):
+    """Three beside each: with heavier ones its rank would take longer, and the step waits for it."""
+    ranks = 2 * outliers
+    costs = [2400.0] * outliers + [100.0] * (3 * outliers) + [500.0] * (12 * outliers)
+    columns, knobs = waiting(costs), PlanKnobs(ranks, 4 * ranks, 8, counts="equal")
+    columns.skips[:outliers] = 8
+    _, go = select(columns, Units.of(columns, knobs), knobs, 4 * ranks)
+    assert np.flatnonzero(go).tolist() == list(range(4 * ranks))
+
+
 def test_no_more_rollouts_above_half_a_share_go_than_there_are_ranks():
     """Many are cut at the longest length: of three the newest waits, or two of them would lie on one rank."""
     columns, knobs = waiting([100.0, 100.0, 100.0] + [20.0] * 9), PlanKnobs(2, 6, 8)
