@@ -262,7 +262,9 @@ class _Search:
     def _locksteps(self, bins: Bins, number: int) -> Bins:
         """Alike within each lockstep, from a start level by level, or from ``bins`` where there is none."""
         packer = self.packer
-        start = _level_by_level(packer, self.dp_size, number) or bins
+        starts = (_level_by_level(packer, self.dp_size, number, fullest=fullest) for fullest in (True, False))
+        # the last lockstep may lack rollouts after one, the first ones be unlike after the other
+        start = min((one for one in starts if one), key=self._time_of_rows, default=bins)
         # ranks of unlike speed get theirs afterwards
         bound = (
             self.work_bound
@@ -288,6 +290,10 @@ class _Search:
         limits = Limit(np.ones_like(tokens), 1, tokens.size), Limit(tokens, 0, most)
         return Cells(self.packer.work, slots, self.dp_size, limits=limits, **more)
 
+    def _time_of_rows(self, bins: Bins) -> float:
+        """The same for bins whose costliest form the first lockstep, the next the next; ranks are alike."""
+        return sum(sorted(map(self.packer.cost, bins), reverse=True)[:: self.dp_size])
+
     def _time_of(self, ranks: list[Bins]) -> float:
         """Sum over locksteps of the rank that is done last with its micro-batch."""
         took = np.zeros((max(map(len, ranks)), len(ranks)))
@@ -296,12 +302,12 @@ class _Search:
         return float((took if self.rate is None else took / self.rate).max(axis=1).sum())
 
 
-def _level_by_level(packer: Packer, dp_size: int, number: int) -> Bins | None:
+def _level_by_level(packer: Packer, dp_size: int, number: int, *, fullest: bool) -> Bins | None:
     """Lockstep after lockstep: as long as its heaviest rollout or its fair share of what is left, filled up to that.
 
     One with an outlier takes as long as the outlier whatever else is in it, so it takes all it can. Costliest first,
-    each to the fullest bin that has room. None if what is left does not
-    fit the last one. O(n * dp_size * number), vectorised.
+    each to the fullest bin that has room, or to the one furthest from that level. None if what is left does not fit
+    the last one. O(n * dp_size * number), vectorised.
     """
     tokens, work = packer.token_list, packer.work_list
     left = np.argsort(-packer.work, kind="stable").tolist()
@@ -317,9 +323,8 @@ def _level_by_level(packer: Packer, dp_size: int, number: int) -> Bins | None:
         spare = len(left) - dp_size * (number - index - 1)  # those to come need one rollout per bin at least
         for i in left:
             fits = (room >= tokens[i]) & (free >= work[i]) if spare > 0 else np.zeros(1, dtype=np.bool_)
-            # the furthest from the level instead: tokens may run out before the last lockstep
             if fits.any():
-                one = int(np.where(fits, -room, -np.inf).argmax())
+                one = int(np.where(fits, -room if fullest else free, -np.inf).argmax())
                 room[one] -= tokens[i]
                 free[one] -= work[i]
                 bins[one].append(i)

@@ -57,6 +57,10 @@ class Candidates:
     """Number of ranks (with speeds: their sum over the fastest)."""
     beside: float = 0.0
     """So many units' work must lie beside a part on its rank (equal counts)."""
+    tokens: Ints | None = None
+    """[U] of each, where ranks meet at every micro-batch; None: they do not matter."""
+    room: float = 0.0
+    """Tokens of a step that runs as one micro-batch a rank: a second one would have few rollouts to even out."""
 
     @property
     def costs(self) -> Floats:
@@ -77,6 +81,12 @@ class Candidates:
     def fair_share(self, go: Bools) -> float:
         """Work of a rank if those that go were spread evenly, and 2 % more: no rollout above it, no waste."""
         return _BALANCED * float(self.costs[go].sum()) / self.ranks
+
+    def balances(self, go: Bools, heaviest: float) -> bool:
+        """No rollout is above the fair share, ``heaviest`` and what lies beside it being the longest on its rank; and
+        all run as one micro-batch a rank."""
+        fits = self.tokens is None or int(self.tokens[go].sum()) <= self.room
+        return fits and heaviest + self.filler(go) <= self.fair_share(go)
 
 
 def choose(units: Candidates) -> Bools:
@@ -105,7 +115,7 @@ def choose(units: Candidates) -> Bools:
     go[np.flatnonzero(~must)[:num_more]] = True
     # all that follows is measured against the step that first in, first out would send
     by_part = units.order if units.parts is units.costs else CostOrder(units.parts)
-    if by_part.heaviest + units.filler(go) <= units.fair_share(go):
+    if units.balances(go, by_part.heaviest):
         # most steps end here: a window must not reorder what balances anyway
         return _uncrowded(units, go)
     # [others] units, ascending by part: so the first num_more are the lightest step there is, which says whether any
@@ -124,7 +134,7 @@ def choose(units: Candidates) -> Bools:
         oldest, go = np.flatnonzero(light)[:num_more], must.copy()
         go[oldest] = True
         heaviest = max(float(units.parts[oldest].max()), must_peak)
-        return _uncrowded(units, go if heaviest + units.filler(go) <= units.fair_share(go) else lightest)
+        return _uncrowded(units, go if units.balances(go, heaviest) else lightest)
     return _outlier_batch(units, others, must_peak + filler, filler)
 
 
@@ -141,11 +151,14 @@ def _uncrowded(units: Candidates, go: Bools) -> Bools:
 
 
 def _num_fillers(units: Candidates, others: Ints, filler: float) -> int:
-    """How many of the heaviest fill the ranks for as long as the heaviest of them takes."""
+    """How many of the heaviest fill the ranks for as long as the heaviest of them takes, in one micro-batch each."""
     # no more than leave in one step
     heaviest_first = others[: -units.number - 1 : -1]
     needed = units.ranks * (float(units.parts[heaviest_first[0]]) + filler)
-    return int(np.searchsorted(np.cumsum(units.costs[heaviest_first]), needed)) + 1
+    number = int(np.searchsorted(np.cumsum(units.costs[heaviest_first]), needed)) + 1
+    if units.tokens is None:
+        return number
+    return min(number, int(np.searchsorted(np.cumsum(units.tokens[heaviest_first]), units.room, side="right")))
 
 
 def _best_level(units: Candidates, others: Ints, must_peak: float, filler: float) -> float:
@@ -164,10 +177,18 @@ def _best_level(units: Candidates, others: Ints, must_peak: float, filler: float
     # [levels] how many others lie below each level
     below = np.arange(first, others.size + 1)
     levels = np.maximum(heights[below - 1], must_peak)
-    # [others + 1]; a difference of two entries is the work of the units between
-    prefix = running_sums(costs[others])
-    # [levels] what the step holds at most: what must go, and the heaviest below the level
-    most_work = float(costs[units.must].sum()) + prefix[light] + prefix[below] - prefix[below - num_more + light]
+
+    def most(amounts: Floats) -> Floats:
+        """[levels] what the step holds at most: what must go, and the heaviest below the level."""
+        # [others + 1]; a difference of two entries is what the units between have
+        sums = running_sums(amounts[others])
+        held: Floats = float(amounts[units.must].sum()) + sums[light] + sums[below] - sums[below - num_more + light]
+        return held
+
+    most_work = most(costs)
+    if units.tokens is not None:
+        # what one micro-batch a rank cannot hold does not run beside the heaviest
+        most_work *= np.minimum(1.0, units.room / most(units.tokens.astype(np.float64)))
     wasted = np.maximum(levels - most_work / units.ranks, 0.0)
     fair = float(costs.mean()) * units.number / units.ranks
     # [outliers above the first level]

@@ -152,12 +152,16 @@ def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go:
     """[rank][micro_batch] -> positions, after the swaps with the window."""
     shares = _shares(waiting, knobs, units, go, step)
     # what a group with a prefix saves depends on who goes with it
-    if waiting.prefix_costs is not None or not _sums_decide(knobs, shares):
+    if waiting.prefix_costs is not None or knobs.padded or not all(shares):
         return shares
+    sums_decide = _sums_decide(knobs, shares)
     if units.unit_of is not None:
-        return _groups_swapped(waiting, knobs, units, fixed, go, step, shares)
+        return _groups_swapped(waiting, knobs, units, fixed, go, step, shares) if sums_decide else shares
     order = waiting.order or CostOrder(waiting.costs)
     cap = knobs.max_tokens_per_micro_batch
+    if not sums_decide:
+        swapped = _locksteps_swapped(waiting, knobs, fixed, order, shares)
+        return min(shares, swapped, key=lambda one: Times.of(waiting, knobs, one).idle)
     swapped = swap_with_waiting(waiting.costs, shares, fixed, order, knobs.speeds, waiting.lengths, cap)
     # the same object: no swap helped, and what follows would only say so again
     if swapped is shares:
@@ -165,6 +169,22 @@ def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go:
     swapped = [in_order(share, lambda one: float(waiting.costs[one].sum()), knobs.order) for share in swapped]
     # what evens out the work alone may not pay where ranks run different numbers of micro-batches
     return min(shares, swapped, key=lambda one: Times.of(waiting, knobs, one).idle)
+
+
+def _locksteps_swapped(
+    waiting: Waiting, knobs: PlanKnobs, fixed: Bools, order: CostOrder, shares: list[list[Ints]]
+) -> list[list[Ints]]:
+    """The same swaps in one lockstep after the other, where every rank has a micro-batch in it."""
+    shares, cap = [list(share) for share in shares], knobs.max_tokens_per_micro_batch
+    for index in range(min(map(len, shares))):
+        row = [[share[index]] for share in shares]
+        elsewhere = np.zeros_like(fixed)
+        elsewhere[positions_in(shares)] = True
+        elsewhere[positions_in(row)] = False
+        swapped = swap_with_waiting(waiting.costs, row, fixed, order, knobs.speeds, waiting.lengths, cap, elsewhere)
+        for share, (one,) in zip(shares, swapped, strict=True):
+            share[index] = one
+    return shares
 
 
 def _sums_decide(knobs: PlanKnobs, shares: list[list[Ints]]) -> bool:

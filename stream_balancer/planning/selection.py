@@ -20,6 +20,9 @@ from .lockstep_choice import CappedStep, choose_lockstep, choose_neighbours
 from .outliers import Candidates, choose
 from .plan import PlanKnobs, Waiting
 
+_ROOM = 0.95
+"""How full of tokens one micro-batch on every rank can be packed, more or less."""
+
 _UNBOUNDED = 2**62
 """More skips than any run has steps: ``max_skips=None``."""
 
@@ -182,9 +185,11 @@ def _with_others(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts:
     among = slice(None) if everybody else candidates
     order = units.order if everybody else units.order.among(candidates)
     costs, going, remaining = order.costs, must[among], units.remaining[among]
-    go, chosen = np.zeros_like(must), None
+    go, chosen, cap, tokens = np.zeros_like(must), None, knobs.max_tokens_per_micro_batch, None
     if units.sizes.size == waiting.costs.size and costs.size > num_rollouts:  # each is one rollout
         chosen = _in_lockstep(waiting.lengths[among], knobs, num_rollouts, order, going, remaining)
+        if knobs.sync == "micro_batch" and cap is not None and not knobs.padded:
+            tokens = np.minimum(waiting.lengths[among], cap)
     if chosen is None:
         candidates_of_one_size = Candidates(
             order=order,
@@ -194,6 +199,8 @@ def _with_others(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts:
             num_more=min(room // size, int(np.count_nonzero(~going))),
             ranks=_ranks(knobs),
             beside=0.0 if knobs.counts == "free" else max(num_rollouts // knobs.dp_size - 1, 0) / size,
+            tokens=tokens,
+            room=_ROOM * knobs.dp_size * (cap or 0),
         )
         chosen = choose(candidates_of_one_size)
     go[among] = chosen

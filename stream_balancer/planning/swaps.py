@@ -35,6 +35,7 @@ def swap_with_waiting(
     speeds: Floats | None = None,
     lengths: Ints | None = None,
     max_tokens: int | None = None,
+    elsewhere: Bools | None = None,
 ) -> list[list[Ints]]:
     """Bring every rank to the same finish by one-for-one swaps with the candidates; micro-batches keep their counts.
 
@@ -46,6 +47,7 @@ def swap_with_waiting(
         speeds: [ranks] relative speeds; None means all alike.
         lengths: [W] tokens of each; only with max_tokens.
         max_tokens: what comes in must leave its micro-batch within it. None = no cap.
+        elsewhere: [W] may not come in: goes in another lockstep. None = nobody.
 
     Returns:
         The shares, positions ascending; the same object if the finishes were even already, or if no swap made the
@@ -77,6 +79,8 @@ def swap_with_waiting(
     # are now
     pool = order.ascending()
     pool = pool[costs[pool] <= level * rate.max()]
+    if elsewhere is not None:
+        pool = pool[~elsewhere[pool]]
     # the latest first: they give back what the early ones lack
     latest_first = np.argsort(-finish, kind="stable")
     step.fit(latest_first[finish[latest_first] > level], pool, level * rate)

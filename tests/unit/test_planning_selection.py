@@ -18,6 +18,7 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.planning import LengthBias, Plan, PlanKnobs, Waiting, plan_batch, smallest_max_skips
 from stream_balancer.planning.baselines import plan_fifo
 from stream_balancer.planning.cost_order import CostOrder
+from stream_balancer.planning.outliers import Candidates, choose
 from stream_balancer.planning.selection import Units, forced_units, select
 from stream_balancer.planning.swaps import swap_with_waiting
 from stream_balancer.testing import make_rollout
@@ -528,6 +529,38 @@ def test_rollouts_cut_at_the_longest_length_go_in_locksteps_of_their_own(sigma, 
     figures = run(lengths, capped(8, 128, longest), 256, 28, warm_up=8)
     before = run(lengths, capped(8, 128, longest, 0), 128, 28, warm_up=8)
     assert idle(figures) <= 0.8 * idle(before)
+
+
+def test_a_step_that_one_micro_batch_a_rank_cannot_hold_does_not_balance():
+    """A second micro-batch would have few rollouts to even out: the long ones go where they fit."""
+    tokens = np.array([90, 90, 80, 80, 20, 20, 30, 30])  # oldest first
+    nobody, costs = np.zeros(8, dtype=np.bool_), tokens.astype(float)
+    units = Candidates(CostOrder(costs), costs, must=nobody, remaining=np.full(8, 8), num_more=4, ranks=2.0)
+    assert np.flatnonzero(choose(units)).tolist() == [0, 1, 2, 3]
+    assert np.flatnonzero(choose(replace(units, tokens=tokens, room=190.0))).tolist() == [4, 5, 6, 7]
+    assert np.flatnonzero(choose(replace(units, tokens=tokens, room=200.0))).tolist() == [2, 3, 4, 5]
+    # 90 must go: the oldest ones that fit beside it
+    must = tokens == 90
+    go = choose(replace(units, must=must, num_more=2, tokens=tokens, room=240.0))
+    assert np.flatnonzero(go).tolist() == [0, 1, 4, 5]
+
+
+def test_few_rollouts_in_two_locksteps_are_exchanged_with_those_that_wait():
+    lengths = tails(45, 32 * 44, 0.5, 9_000)
+    figures = run(lengths, capped(8, 32, int(lengths.max())), 64, 40, warm_up=8)
+    assert idle(figures) < 2.5  # 3.1 without the exchanges, and with micro-batches as full as can be
+
+
+def test_what_goes_in_another_lockstep_does_not_come_in():
+    costs = np.array([50.0, 40.0, 40.0, 30.0, 30.0, 28.0])
+    row, nobody, order = [[np.array([0, 1])], [np.array([2, 3])]], np.zeros(6, dtype=np.bool_), CostOrder(costs)
+    elsewhere = np.arange(6) == 4
+
+    def after(elsewhere=None):
+        return [one.tolist() for [one] in swap_with_waiting(costs, row, nobody, order, elsewhere=elsewhere)]
+
+    assert after() == [[0, 4], [1, 2]]
+    assert after(elsewhere) == [[0, 5], [2, 3]]
 
 
 @pytest.mark.parametrize("policy", ["window", "fifo", "round_robin"])
