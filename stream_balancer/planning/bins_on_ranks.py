@@ -315,16 +315,17 @@ def _level_by_level(packer: Packer, dp_size: int, number: int, *, fullest: bool)
     for index in range(number - 1):
         # nobody can make it shorter than its heaviest, or than what is left needs in the mean
         level = max(work[left[0]], sum(work[i] for i in left) / (dp_size * (number - index)))
-        room = np.full(dp_size, packer.cap, dtype=np.int64)
+        held, room = np.zeros(dp_size), np.full(dp_size, packer.cap, dtype=np.int64)
         # a little more than the level: a sum of floats that equals it must fit
         free = np.full(dp_size, level * (1.0 + 1e-9))
         bins: Bins = [[] for _ in range(dp_size)]
         rest = []
         spare = len(left) - dp_size * (number - index - 1)  # those to come need one rollout per bin at least
         for i in left:
-            fits = (room >= tokens[i]) & (free >= work[i]) if spare > 0 else np.zeros(1, dtype=np.bool_)
-            if fits.any():
-                one = int(np.where(fits, -room if fullest else free, -np.inf).argmax())
+            fits = (room >= tokens[i]) & (free >= work[i])
+            one = int(np.where(fits, held if fullest else free, -1.0).argmax())
+            if spare > 0 and fits[one]:
+                held[one] += tokens[i]
                 room[one] -= tokens[i]
                 free[one] -= work[i]
                 bins[one].append(i)
