@@ -262,8 +262,9 @@ class _Search:
     def _locksteps(self, bins: Bins, number: int) -> Bins:
         """Alike within each lockstep, from a start level by level, or from ``bins`` where there is none."""
         packer = self.packer
-        starts = (_level_by_level(packer, self.dp_size, number, fullest=fullest) for fullest in (True, False))
-        # the last lockstep may lack rollouts after one, the first ones be unlike after the other
+        # of two locksteps the second may be nearly empty after the one, the first be unlike after the other
+        ways = (True, False) if number == 2 else (True,)
+        starts = (_level_by_level(packer, self.dp_size, number, fullest=fullest) for fullest in ways)
         start = min((one for one in starts if one), key=self._time_of_rows, default=bins)
         # ranks of unlike speed get theirs afterwards
         bound = (
