@@ -20,9 +20,9 @@ Singles: TypeAlias = NDArray[np.float32]
 
 SHARES = 1024
 """The check takes the share of work in a row as a multiple of 1 / SHARES."""
-RATIO = 1.03
+RATIO = 1.05
 """Levels that differ by less are one, as low as its lowest."""
-TALL = 0.5
+TALL = 0.6
 """Levels below this part of the mean step are one."""
 CHUNK = 200_000
 """Numbers in an array at a time."""
@@ -57,7 +57,7 @@ def certify(
     equal_counts: bool = False,
     tokens: Ints | None = None,
     max_tokens: int = 1,
-    rounds: int = 300,
+    rounds: int = 400,
     prices: Floats | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Certificate:
@@ -214,6 +214,8 @@ class _Search:
         # prices that are given settle nothing but shares
         last = rounds or SETTLE
         parts = chunks(self.rows.steps, self.time.shape[1] * self.index.shape[1])
+        # one memory for all rounds: asked for anew, it is given back and mapped again each time
+        self.scratch = np.empty((6, parts[0].stop, self.time.shape[1], self.index.shape[1]), np.float32)
         for done in range(last + 1):
             rate = RATE * (1 - done / (last + 1) + LEAST_RATE)
             offer, weights = np.append(prices, 0).astype(np.float32)[self.index], self.weights.copy()
@@ -238,27 +240,31 @@ class _Search:
         """Least of time minus prices at these prices, over some steps; what they take; weights move."""
         fair, many, time, edge = (column[at] for column in (self.fair, self.many, self.time, self.edge))
         share, full = self.weights[:, at]
-        many = many * (fair <= self.most[at][..., None])
+        part, above, taken, rest, most, there = self.scratch[:, : len(time)]
+        many = np.multiply(many, fair <= self.most[at][..., None], out=there)
         batch, soft = self.rows.batch_size, CHOICE_SOFT * rate / self.rows.batch_size
         # a row takes what lies below its edge, a part of a crowd whose value lies within soft of it
         if self.tokens is None:
-            above = fair * (-share / soft)[..., None]
+            np.multiply(fair, (-share / soft)[..., None], out=above)
         else:
             tokens = self.tokens[at]
-            rest, most = (1 - share)[..., None] * fair, (full * time)[..., None] * tokens
-            above = (share[..., None] * fair + np.minimum(rest, most)) * (-1 / soft)
+            np.multiply(fair, (1 - share)[..., None], out=rest)
+            np.multiply(tokens, (full * time)[..., None], out=most)
+            np.minimum(rest, most, out=above)
+            above += np.multiply(fair, share[..., None], out=part)
+            above *= -1 / soft
         above += (offer / soft + np.float32(0.5))[:, None]
         for _ in range(2):
             last = edge
-            part = above + (last / soft)[..., None]
+            np.add(above, (last / soft)[..., None], out=part)
             np.clip(part, 0, 1, out=part)
-            taken = part * many
-            count = taken.sum(axis=2)
-            torn = count - np.einsum("slc,slc->sl", taken, part)
+            np.multiply(part, many, out=taken)
+            count = np.vecdot(part, many)
+            torn = count - np.vecdot(taken, part)
             # Newton's method, or less
             edge = last + soft * (batch - count) / np.maximum(6 * torn, batch)
         self.edge[at] = edge
-        value = soft * (count / 2 - np.einsum("slc,slc->sl", taken, above) - torn / 2)
+        value = soft * (count / 2 - np.vecdot(taken, above) - torn / 2)
         value += last * (batch - count) + (1 - share - full) * time
         # not the best row alone: between rows as good as each other the prices would swing
         least = value.min(axis=1)
@@ -266,7 +272,7 @@ class _Search:
         close /= close.sum(axis=1, keepdims=True)
         self.taken[at] = np.matmul(close[:, None], taken)[:, 0]
         # a weight moves to where it gains nothing: for the share, work and height last equally long
-        dense = taken if self.tokens is None else taken * (rest > most)
+        dense = taken if self.tokens is None else np.multiply(taken, rest > most, out=part)
         self.slope[at] = self.taken[at] - np.matmul((close - close * share)[:, None], dense)[:, 0]
         gain = np.zeros_like(self.weights[:, at])
         gain[0] = np.matmul(dense, fair.swapaxes(1, 2))[..., 0] - time
