@@ -101,7 +101,7 @@ def choose_lockstep(step: CappedStep) -> Bools:
     # nothing needs company: first in, first out wastes as little as any choice, and delays nobody
     if not outlier.any():
         return oldest
-    pool = _Pool(step, level, outlier, oldest)
+    pool = _CandidatePool(step, level, outlier, oldest)
     batches = pool.batches()  # [k, P]
     members = np.nonzero(batches)[1].reshape(-1, step.num_rollouts)  # [k, B], costliest first
     chosen_costs = pool.costs[members]
@@ -141,7 +141,7 @@ def ordinary_level(step: CappedStep) -> float:
     return level
 
 
-class _Pool:
+class _CandidatePool:
     """The rollouts that some candidate may take, costliest first (the outliers are in front); of equal ones the older
     first."""
 
