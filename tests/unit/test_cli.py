@@ -55,6 +55,14 @@ def test_the_module_runs_and_says_its_version() -> None:
 
 
 class TestReplay:
+    def test_it_prints_what_the_readme_says(self) -> None:
+        page = (Path(__file__).parents[2] / "README.md").read_text()
+        command, shown = page.partition("stream-balancer replay ")[2].split("```")[:3:2]
+        said = " ".join(run("replay", *command.split()).output.split())
+        table, sentence = shown.strip().rsplit("│\n", 1)
+        for line in [*table.split("\n"), sentence]:
+            assert " ".join(line.split()).strip("│ ") in said
+
     def test_table_of_three_policies(self, trace: Path) -> None:
         result = run("replay", trace, "--dp-size", 4, "--batch-size", 16, "--slots", 8)
         assert result.exit_code == 0, result.output
