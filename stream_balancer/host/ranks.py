@@ -235,7 +235,7 @@ class Ranks(dict[RankId, Member]):
             )
 
     def _check_weights(self, about: About) -> None:
-        """What the weights of a process that was started contain must go with what others are at. Whoever does not say
+        """Weights of a process that was started must contain what goes with the step that others are at. Whoever does not say
         it begins with its oldest step that is not acknowledged; a rank that says it is compared with those, too."""
         ours, has = self._core.in_flight.next_step, about.next_step
         who = rank_name(about.rank, TRAIN)

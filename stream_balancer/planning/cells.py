@@ -47,7 +47,7 @@ _SMALL = 64
 """Up to so many rollouts are few: in several rows, too, two are exchanged for two."""
 
 _OTHERS = 64
-"""Of so many cells at most the last one takes from: at 4,096 on 512 all of them took 12 of the 45 ms of a step."""
+"""Cells that the last one takes from at most: at 4,096 on 512 ranks all of them took 12 of the 45 ms of a step."""
 
 _PACKED = 24
 """Exchanges of a round that are packed for real, the best first."""

@@ -103,8 +103,8 @@ def certify(
 
 
 class _Rows:
-    """What each step may take, and its rows, one for each level: the rollouts up to a cost, and how long the step takes
-    at least if it takes one of the costliest of these."""
+    """Rollouts that each step may take, and its rows, one for each level: those up to a cost, and how long the step
+    takes at least if it takes one of the costliest of these."""
 
     def __init__(self, costs: Ints, first: Ints, last: Ints, batch_size: int, ranks: int, *, others: int) -> None:
         """``others``: so many has the costliest of a step beside it on its rank."""
