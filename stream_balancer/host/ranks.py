@@ -235,8 +235,8 @@ class Ranks(dict[RankId, Member]):
             )
 
     def _check_weights(self, about: About) -> None:
-        """Weights of a process that was started must contain what goes with the step that others are at. Whoever does not say
-        it begins with its oldest step that is not acknowledged; a rank that says it is compared with those, too."""
+        """Weights of a process that was started must go with the step that others are at. Whoever does not say them
+        begins with its oldest step that is not acknowledged; a rank that says them is compared with those, too."""
         ours, has = self._core.in_flight.next_step, about.next_step
         who = rank_name(about.rank, TRAIN)
         if has is not None and has > ours:
