@@ -81,6 +81,8 @@ def certify(
         raise ValueError(f"ranks ({ranks}) and batch_size ({batch_size}) must be >= 1")
     if len(arrived) != given.size or (np.diff(arrived) < 0).any():
         raise ValueError("arrived must be a step for each cost, and never decrease")
+    if tokens is not None and (len(tokens) != given.size or max_tokens < 1):
+        raise ValueError(f"tokens must be a number for each cost, and max_tokens ({max_tokens}) >= 1")
     # by a power of two and down: what is proven for less work holds for more
     scale = 2.0 ** min(np.floor(32 - np.log2(given.max())), 1000.0)
     steps = -(-given.size // batch_size)

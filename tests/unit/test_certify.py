@@ -175,6 +175,8 @@ def test_more_freedom_never_proves_more() -> None:
         ([1.0] * 9, {"arrived": windowed(9, 2, 8), "max_skips": 1}, "no schedule exists"),
         ([1.0] * 9, {"arrived": np.zeros(4, dtype=np.int64)}, "arrived must be"),
         ([1.0] * 9, {"arrived": np.arange(9)[::-1]}, "arrived must be"),
+        ([1.0] * 9, {"tokens": np.ones(4, dtype=np.int64)}, "tokens must be"),
+        ([1.0] * 9, {"tokens": np.ones(9, dtype=np.int64), "max_tokens": 0}, r"max_tokens \(0\)"),
         ([1.0] * 9, {"prices": np.full(9, 1e9)}, "too large to be checked"),
     ],
 )
