@@ -22,7 +22,7 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import bmat, csr_matrix, identity, vstack
 
 import stream_balancer as sb
-from stream_balancer.planning import PlanKnobs, Waiting, partition, plan_batch
+from stream_balancer.planning import PlanKnobs, Waiting, plan_batch, split
 from stream_balancer.planning.arrays import Counts, positions_in
 from stream_balancer.tools.certify import certify
 
@@ -73,7 +73,7 @@ class Stream:
         total = 0.0
         for step in range(self.steps):
             costs = self.costs[step_of == step]
-            total += max(float(costs[part].sum()) for part in partition(costs, self.ranks, self.counts))
+            total += max(float(costs[part].sum()) for part in split(costs, self.ranks, self.counts))
         return 100 * (1 - float(self.costs.sum()) / (self.ranks * total))
 
 

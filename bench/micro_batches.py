@@ -15,7 +15,7 @@ import numpy as np
 from _common import Rows, arguments
 from peers import Floats, Ints, Partitioner, flops, lognormal, peers, trace_folder, traces
 
-from stream_balancer.planning import form_micro_batches, lower_bound, partition
+from stream_balancer.planning import form_micro_batches, lower_bound, split
 from stream_balancer.planning.arrays import Counts
 from stream_balancer.planning.bins_on_ranks import least_finish_bound
 from stream_balancer.planning.packing import Packer
@@ -164,7 +164,7 @@ def like(name: str, size: int, seed: int) -> Ints:
 def least_number_first(lengths: Ints, costs: Floats, dp_size: int, cap: int) -> Layout:
     """The least number of micro-batches that is found, then balance under it: what seems obvious."""
     packer = Packer(lengths, costs, cap, padded=False)
-    shares = partition(costs, dp_size)
+    shares = split(costs, dp_size)
     number = -(-int(lengths.sum()) // (dp_size * cap))
     while True:
         packed = [packer.pack(share, number) for share in shares]
@@ -172,7 +172,7 @@ def least_number_first(lengths: Ints, costs: Floats, dp_size: int, cap: int) -> 
             return [bins for bins in packed if bins is not None]
         bins = packer.pack(np.arange(lengths.size), dp_size * number)
         if bins is not None:
-            parts = partition([packer.cost(one) for one in bins], dp_size, "equal")
+            parts = split([packer.cost(one) for one in bins], dp_size, "equal")
             return [[bins[one] for one in part.tolist()] for part in parts]
         number += 1
 

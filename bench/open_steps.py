@@ -30,7 +30,7 @@ from peers import Floats, trace_folder, traces
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.planning.arrays import Sync
-from stream_balancer.planning.partition import partition
+from stream_balancer.planning.partition import split
 from stream_balancer.tools.generation import issue_order
 
 RANKS, SLOTS = 8, 128
@@ -47,7 +47,7 @@ Train = Callable[[Floats, Floats, float], float]
 
 def closed(comes: Floats, work: Floats, free_s: float) -> float:
     """The best partition of all, once the last has come."""
-    ranks = partition(work, RANKS, tolerance=1e-3)
+    ranks = split(work, RANKS, tolerance=1e-3)
     return max(float(comes.max()), free_s) + max(float(work[its].sum()) for its in ranks)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from _common import Rows, arguments
 from peers import COSTS, SUPPORT_EQUAL, Floats, Partitioner, flops, lognormal, peers, trace_folder, traces
 
-from stream_balancer.planning import lower_bound, partition
+from stream_balancer.planning import lower_bound, split
 
 SIZES = [(32, 8), (64, 8), (256, 8), (512, 32), (1024, 64), (4096, 128), (16384, 512)]
 EQUAL_BARS = {(32, 8): 0.5, (64, 8): 0.1}
@@ -28,9 +28,7 @@ def excess(costs: Floats, shares: list[list[int]], dp_size: int, equal: bool) ->
 
 def ours(tolerance: float) -> Partitioner:
     def run(costs: Floats, dp_size: int, equal: bool) -> list[list[int]]:
-        return [
-            share.tolist() for share in partition(costs, dp_size, "equal" if equal else "free", tolerance=tolerance)
-        ]
+        return [share.tolist() for share in split(costs, dp_size, "equal" if equal else "free", tolerance=tolerance)]
 
     return run
 
@@ -121,7 +119,7 @@ def _exact(cp_model, costs: Floats, dp_size: int, equal: bool) -> tuple[float, b
     for place in range(dp_size - 1):  # ranks are alike: the heaviest rollouts pick them in order
         for rank in range(place + 1, dp_size):
             model.add(on[int(by_cost[place])][rank] == 0)
-    for i, share_of in enumerate(_rank_of(partition(costs, dp_size, "equal" if equal else "free"), n)):
+    for i, share_of in enumerate(_rank_of(split(costs, dp_size, "equal" if equal else "free"), n)):
         model.add_hint(on[i][share_of], 1)
     model.minimize(latest)
     solver = cp_model.CpSolver()
@@ -170,7 +168,7 @@ def odd_costs(rows: Rows, seeds: int) -> None:
 def main() -> None:
     options = arguments(__doc__, seeds=20, quick=False, traces=None)
     rows = Rows(options.json, options.results)
-    partition(lognormal(64, 0), 8)  # warm up
+    split(lognormal(64, 0), 8)  # warm up
     side_by_side(rows, peers(), options.seeds, SIZES[:3] if options.quick else SIZES)
     odd_costs(rows, options.seeds)
     on_traces(rows, options.traces, options.seeds)

@@ -30,9 +30,9 @@ from stream_balancer_demo.options import DemoOptions
 from stream_balancer import BalancerConfig, Rollout, StreamBalancer
 from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.cost import CalibratedCost, CostModel, LayerSumCost, TokenCost
+from stream_balancer.rollouts import MicroBatch
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.trace import load_trace
-from stream_balancer.types import MicroBatch
 
 Layout = list[list[list[Rollout]]]
 """``[rank][micro_batch]`` -> rollouts."""

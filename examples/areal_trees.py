@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["packed_tree", "trie_of"]
 
 
-def packed_tree(micro_batch: sb.types.MicroBatch, *, pad_to: int) -> dict[str, Any]:
+def packed_tree(micro_batch: sb.rollouts.MicroBatch, *, pad_to: int) -> dict[str, Any]:
     """A micro-batch as AReaL's ``build_packed_tree_batch`` makes one: ``input_ids`` and ``position_ids``
     ``[1, pad_to]`` of the unique tokens, ``trie_node``, and every other column ``[T, ...]``, rollout by rollout.
 

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import stream_balancer as sb
-from stream_balancer.types.trees import Tree
+from stream_balancer.rollouts.trees import Tree
 
 SIBLINGS, VOCABULARY = 6, 512
 COST = sb.cost.TransformerCost(hidden_size=128, num_layers=2, num_heads=4, intermediate_size=512, vocab_size=VOCABULARY)
@@ -42,7 +42,9 @@ def by_flex_attention(tree: Tree) -> Attend:
     return lambda *qkv: flex(*(x.transpose(0, 1)[None] for x in qkv))[0].transpose(0, 1)
 
 
-def loss_sum(model: Decoder, micro_batch: sb.types.MicroBatch, attention: Callable[[Tree], Attend] = by_node) -> Tensor:
+def loss_sum(
+    model: Decoder, micro_batch: sb.rollouts.MicroBatch, attention: Callable[[Tree], Attend] = by_node
+) -> Tensor:
     """Policy-gradient loss, to be divided by the step's `global_num_loss_tokens`."""
     packed, tree = micro_batch.packed(shift=True), micro_batch.tree()
     x, attend = model.embedding(tree["input_ids"]), attention(tree)  # [U, hidden]

@@ -118,7 +118,7 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY))
 
 
-def loss_sum(model: torch.nn.Module, micro_batch: sb.types.MicroBatch) -> torch.Tensor:
+def loss_sum(model: torch.nn.Module, micro_batch: sb.rollouts.MicroBatch) -> torch.Tensor:
     """Over the trained tokens: to be divided by the step's ``global_num_loss_tokens``."""
     packed = micro_batch.packed(shift=True)
     losses = torch.nn.functional.cross_entropy(model(packed["input_ids"]), packed["targets"], reduction="none")

@@ -32,9 +32,9 @@ _NAMES_OF = {
     "tools.simulate": "simulate",
     "tools.trace": "load_trace",
     "tools.tune": "tune",
-    "types": "Batch Rollout",
+    "rollouts": "Batch Rollout",
 }
-_MODULES = ("cost", "errors", "planning", "types")
+_MODULES = ("cost", "errors", "planning", "rollouts")
 # What these return or take, for annotations; `dir` does not list them.
 _MORE_NAMES_OF = {
     "client.producer": "BlockingProducer Producer",

@@ -3,7 +3,7 @@
 from . import cost as cost
 from . import errors as errors
 from . import planning as planning
-from . import types as types
+from . import rollouts as rollouts
 from .client.barrier import barrier as barrier
 from .client.feed import RankFeed as RankFeed
 from .client.producer import BlockingProducer as BlockingProducer
@@ -25,6 +25,8 @@ from .host.blocking import blocking as blocking
 from .host.journal import Recovered as Recovered
 from .host.serve import serve as serve
 from .host.transport import TorchTransport as TorchTransport
+from .rollouts import Batch as Batch
+from .rollouts import Rollout as Rollout
 from .statistics import Statistics as Statistics
 from .tools.length_models import generate_trace as generate_trace
 from .tools.simulate import simulate as simulate
@@ -33,8 +35,6 @@ from .tools.trace import Trace as Trace
 from .tools.trace import load_trace as load_trace
 from .tools.tune import tune as tune
 from .tools.tune_report import TuneReport as TuneReport
-from .types import Batch as Batch
-from .types import Rollout as Rollout
 
 __version__: str
 __all__ = [
@@ -58,8 +58,8 @@ __all__ = [
     "errors",
     "load_trace",
     "planning",
+    "rollouts",
     "serve",
     "simulate",
     "tune",
-    "types",
 ]

@@ -36,7 +36,7 @@ from stream_balancer.core.accept import Accept
 from stream_balancer.net.address import Entry
 from stream_balancer.net.listener import split_address
 from stream_balancer.net.loops import in_loop
-from stream_balancer.types import Batch, EvictReason, Rollout
+from stream_balancer.rollouts import Batch, EvictReason, Rollout
 from stream_balancer.wire.codec import RemoteRollout
 
 __all__ = ["LostRollout", "RayBalancer", "find", "host"]

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from stream_balancer.errors import ClosedResourceError, RolloutError
-from stream_balancer.types import Rollout
+from stream_balancer.rollouts import Rollout
 
 
 class Admits(Protocol):

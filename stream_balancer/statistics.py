@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from stream_balancer.field_docs import documented
 from stream_balancer.planning.length_bias import LengthBiasSummary
-from stream_balancer.types import EvictReason, Reason
+from stream_balancer.rollouts import EvictReason, Reason
 
 IdleCause: TypeAlias = Literal[
     "no_data", "window", "deadline", "imbalance_avoidable", "imbalance_unavoidable", "roles", "transport"

@@ -1,6 +1,6 @@
 """Values of a rollout: exactly what the wire can carry, so that what was accepted can always be sent and saved.
 
-No other module checks them. :class:`~stream_balancer.types.Rollout` passes every field through here when it is made:
+No other module checks them. :class:`~stream_balancer.rollouts.Rollout` passes every field through here when it is made:
 values with an obvious meaning (numpy scalars, subclasses of str, int, float and bytes) become plain ones, all others
 raise :class:`~stream_balancer.errors.RolloutError`. ``wire`` bounds by the same numbers what it reads. Pure.
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stream_balancer.types import MicroBatch, Rollout
+from stream_balancer.rollouts import MicroBatch, Rollout
 from stream_balancer.wire.codec import (
     Decoded,
     Encoded,

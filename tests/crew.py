@@ -14,8 +14,8 @@ import stream_balancer as sb
 from stream_balancer.client.feed import RankFeed
 from stream_balancer.client.step import End, Step
 from stream_balancer.host.serve import serve
+from stream_balancer.rollouts import MicroBatch, Rollout, SharedRollout
 from stream_balancer.testing.network import MemoryNetwork, MemoryPeer
-from stream_balancer.types import MicroBatch, Rollout, SharedRollout
 
 WHENS = ["work", "barrier", "meeting", "met"]
 

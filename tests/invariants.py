@@ -6,7 +6,7 @@ import numpy as np
 
 from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.types import Rollout
+from stream_balancer.rollouts import Rollout
 
 __all__ = ["verify", "verify_buffer"]
 

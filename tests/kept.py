@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from stream_balancer.client.payloads import PayloadOwner
+from stream_balancer.rollouts import Rollout
 from stream_balancer.testing.network import MemoryNetwork
-from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Handle, Leases, decode_rollouts, encode_rollouts
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer.types import SUPPORTED_DTYPES, Denominators, MicroBatch, RankBatch, Rollout
+from stream_balancer.rollouts import SUPPORTED_DTYPES, Denominators, MicroBatch, RankBatch, Rollout
 
 
 def rank_batch(*micro_batches: MicroBatch | Iterable[Rollout], **fields: Any) -> RankBatch:
@@ -125,6 +125,6 @@ class Filled(sb.Observer):
         """An event of the balancer."""
         self.acknowledged_steps.append(batch.step)
 
-    def share(self, step: int, rank: int) -> sb.types.RankBatch:
+    def share(self, step: int, rank: int) -> sb.rollouts.RankBatch:
         """What a rank was to be given."""
         return self.plans[step].ranks[rank]

@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 
 import stream_balancer as sb
-from stream_balancer.types import Rollout
+from stream_balancer.rollouts import Rollout
 
 __all__ = ["Workers", "in_every_way", "one_by_one"]
 

@@ -43,14 +43,14 @@ def aligned_groups(sizes: tuple[int, ...]) -> Groups:
     return {block: dist.new_group(list(block)) for block in blocks if block[-1] < world}
 
 
-def ring_of(micro_batch: sb.types.MicroBatch, groups: Groups) -> Ring | None:
+def ring_of(micro_batch: sb.rollouts.MicroBatch, groups: Groups) -> Ring | None:
     """None where this rank has its rollouts to itself."""
     if not micro_batch.cp_group:
         return None
     return Ring(micro_batch.cp_group, micro_batch.cp_rank, groups[micro_batch.cp_group])
 
 
-def loss_sum(model: Decoder, micro_batch: sb.types.MicroBatch, ring: Ring | None = None) -> Tensor:
+def loss_sum(model: Decoder, micro_batch: sb.rollouts.MicroBatch, ring: Ring | None = None) -> Tensor:
     """Sum of the negative log-likelihood of the next tokens that are trained on, here: to be divided by the step's
     ``global_num_loss_tokens``, and summed over ranks."""
     packed = micro_batch.packed(shift=True)  # its targets know the token after a chunk's last one, on another rank

@@ -60,7 +60,7 @@ async def control() -> None:
         balancer.end()
 
 
-def train(model: Decoder, batch: sb.types.RankBatch | sb.Step, groups: Groups) -> Tensor:
+def train(model: Decoder, batch: sb.rollouts.RankBatch | sb.Step, groups: Groups) -> Tensor:
     """This rank's part of the step; returns the step's loss. Gradients are those of the whole step, on every rank.
 
     Micro-batches run in the order in which they come: then no member waits for another.
@@ -77,7 +77,7 @@ def train(model: Decoder, batch: sb.types.RankBatch | sb.Step, groups: Groups) -
     return total
 
 
-def trained_ids(batch: sb.types.RankBatch | sb.Step) -> dict[str, int]:
+def trained_ids(batch: sb.rollouts.RankBatch | sb.Step) -> dict[str, int]:
     """The step's rollouts over all ranks, and how many ranks shared each."""
     held = [(one, len(mb.cp_group) or 1) for mb in batch.micro_batches for one in mb.rollouts if not one.is_padding]
     mine = {one.rollout_id: degree for one, degree in held}
@@ -93,7 +93,7 @@ def unsplit(model: Decoder, names: list[str]) -> tuple[Tensor, list[Tensor]]:
     model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for rollout in whole:
-        loss = loss_sum(model, sb.types.MicroBatch.of([rollout])) / sum(one.num_loss_tokens for one in whole)
+        loss = loss_sum(model, sb.rollouts.MicroBatch.of([rollout])) / sum(one.num_loss_tokens for one in whole)
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total, gradients_of(model)

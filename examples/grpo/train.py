@@ -27,7 +27,7 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28  # of the probability ratio; asymmetric, as in D
 MAX_GRADIENT_NORM = 1.0
 
 
-def policy_loss_sum(model: nn.Module, micro_batch: sb.types.MicroBatch, temperature: float) -> Tensor:
+def policy_loss_sum(model: nn.Module, micro_batch: sb.rollouts.MicroBatch, temperature: float) -> Tensor:
     """GRPO's clipped objective, negative, summed over the policy's tokens: to be divided by the step's
     ``global_num_loss_tokens``."""
     packed = micro_batch.packed(shift=True)  # each row has what belongs to the token that follows
@@ -39,7 +39,7 @@ def policy_loss_sum(model: nn.Module, micro_batch: sb.types.MicroBatch, temperat
     return -(torch.minimum(ratio * advantage, clipped * advantage) * packed["loss_mask"]).sum()
 
 
-def backward(model: nn.Module, rank_batch: sb.types.RankBatch | sb.Step, temperature: float) -> float:
+def backward(model: nn.Module, rank_batch: sb.rollouts.RankBatch | sb.Step, temperature: float) -> float:
     """Add a rank batch's part of the step's gradient; returns its part of the step's loss."""
     ddp = model if isinstance(model, DistributedDataParallel) else None
     total = 0.0
@@ -81,7 +81,7 @@ class Trainer:
         self._optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
         self._schedule = LinearLR(self._optimizer, 1.0, 0.05, total_iters=num_steps)
 
-    def step(self, rank_batches: Sequence[sb.types.RankBatch | sb.Step]) -> StepFigures:
+    def step(self, rank_batches: Sequence[sb.rollouts.RankBatch | sb.Step]) -> StepFigures:
         """One optimizer step on this rank's batch, or, alone, on all ranks' one after another."""
         compute_s = [0.0] * rank_batches[0].dp_size
         self._optimizer.zero_grad()

@@ -96,7 +96,7 @@ def build_model(options: DemoOptions, dtype: torch.dtype = torch.float32) -> Dec
     return model.to(dtype)
 
 
-def loss_sum(model: Decoder, micro_batch: sb.types.MicroBatch) -> Tensor:
+def loss_sum(model: Decoder, micro_batch: sb.rollouts.MicroBatch) -> Tensor:
     """Sum over trained tokens of their negative log-likelihood: to be divided by the *step's*
     ``global_num_loss_tokens``.
     """

@@ -54,7 +54,7 @@ def run_rank(rank: int, options: DemoOptions, address: str, token: str, longest:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=options.ranks)
     model = build_model(options)
-    warm_up = sb.types.MicroBatch.of([make_rollout(name, longest, 1, name, options.vocab_size) for name in "ab"])
+    warm_up = sb.rollouts.MicroBatch.of([make_rollout(name, longest, 1, name, options.vocab_size) for name in "ab"])
     for _ in range(2):  # not measured: the first pass pays for allocations and kernel choices
         loss_sum(model, warm_up).backward()  # type: ignore[no-untyped-call]
     with sb.RankFeed(address, rank=rank, dp_size=options.ranks, token=token) as feed:

@@ -28,7 +28,7 @@ import msgspec
 from stream_balancer.core.steps.state import TRAIN, HeldItem, HeldStep, RankId, StepSeal
 from stream_balancer.errors import WireError
 from stream_balancer.net import messages as m
-from stream_balancer.types import Denominators
+from stream_balancer.rollouts import Denominators
 from stream_balancer.wire.codec import Encoded
 from stream_balancer.wire.payload import NOTHING, Payload
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from stream_balancer.client.payloads import SOURCES, KeepsPayloads
 from stream_balancer.errors import BrokenResourceError, WouldBlock
 from stream_balancer.net.loops import Io
-from stream_balancer.types import Rollout
+from stream_balancer.rollouts import Rollout
 from stream_balancer.wire.codec import Handle, Owner, Wanted, decode, encode_rollouts, payload_of
 
 INLINE_BYTES = 2**16

@@ -26,7 +26,7 @@ from stream_balancer.net.listener import Listen, Listener
 from stream_balancer.net.loops import Signal
 from stream_balancer.net.service import Asked, Peer, Service
 from stream_balancer.net.session import Pending, Session
-from stream_balancer.types import Rollout
+from stream_balancer.rollouts import Rollout
 from stream_balancer.wire.codec import Decoded, Handle, Owner, Wanted, payload_of
 from stream_balancer.wire.payload import Encoded, Payload, reader
 

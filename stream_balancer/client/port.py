@@ -37,7 +37,7 @@ from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.line import Dialer
 from stream_balancer.net.loops import Signal, blocking_deadline
 from stream_balancer.net.session import Session
-from stream_balancer.types import MicroBatch
+from stream_balancer.rollouts import MicroBatch
 from stream_balancer.wire.codec import Decoded, decode
 from stream_balancer.wire.payload import Memory
 

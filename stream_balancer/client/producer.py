@@ -30,9 +30,9 @@ from stream_balancer.net.line import Dialer
 from stream_balancer.net.loops import Signal
 from stream_balancer.net.messages import Message, Notify, Welcome
 from stream_balancer.net.session import Pending, Session
+from stream_balancer.rollouts import Rollout
 from stream_balancer.slots import Reservation, check_group
 from stream_balancer.statistics import Statistics
-from stream_balancer.types import Rollout
 from stream_balancer.values import plain_name
 from stream_balancer.wire.codec import Handle, encode_rollouts
 from stream_balancer.wire.payload import Memory, reader

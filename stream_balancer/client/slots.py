@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from stream_balancer.net.session import Session
+from stream_balancer.rollouts import Rollout
 from stream_balancer.slots import Slot
-from stream_balancer.types import Rollout
 from stream_balancer.wire.payload import reader
 
 _log = logging.getLogger("stream_balancer.net")

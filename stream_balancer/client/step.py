@@ -29,8 +29,8 @@ from torch import Tensor
 from stream_balancer.client.device import Pace
 from stream_balancer.errors import ClosedResourceError, ConfigError, RankLostError
 from stream_balancer.facade import refuse_in_event_loop, run
-from stream_balancer.types import MicroBatch
-from stream_balancer.types.batch import Denominators, MiniBatchSize, OneRank
+from stream_balancer.rollouts import MicroBatch
+from stream_balancer.rollouts.batch import Denominators, MiniBatchSize, OneRank
 from stream_balancer.wire.codec import encode_columns
 
 if TYPE_CHECKING:

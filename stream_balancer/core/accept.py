@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from stream_balancer.types import Rollout
+from stream_balancer.rollouts import Rollout
 
 Accept = Callable[[Sequence[Rollout]], bool | Awaitable[bool]]
 """The user's answer, keep these or not: a rollout by itself, or all siblings of a group."""

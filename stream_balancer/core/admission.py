@@ -14,8 +14,8 @@ from stream_balancer.core.in_flight import RolloutIds
 from stream_balancer.core.pricing import Pricing
 from stream_balancer.core.strata import MOST_STRATA, Strata
 from stream_balancer.errors import ConfigError, DuplicateRolloutError, RolloutError
-from stream_balancer.types import Rollout
-from stream_balancer.types.shared import check_whole
+from stream_balancer.rollouts import Rollout
+from stream_balancer.rollouts.shared import check_whole
 from stream_balancer.values import plain_name
 
 Schema = tuple[dict[str, tuple[object, tuple[int, ...]]], frozenset[str]]

@@ -20,7 +20,7 @@ from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.arrays import Bools, Ints
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
 from stream_balancer.planning.mini_batches import Planner, in_mini_batches, joined
-from stream_balancer.types import (
+from stream_balancer.rollouts import (
     Batch,
     ExecutionSize,
     MicroBatch,
@@ -30,7 +30,7 @@ from stream_balancer.types import (
     Rollout,
     cheapest_to_copy,
 )
-from stream_balancer.types.shared import block_of, whole_rollouts
+from stream_balancer.rollouts.shared import block_of, whole_rollouts
 from stream_balancer.values import PADDING_PREFIX
 
 _PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round_robin": plan_round_robin}

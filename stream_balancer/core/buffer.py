@@ -23,7 +23,7 @@ from stream_balancer.core.strata import Strata
 from stream_balancer.planning import Waiting
 from stream_balancer.planning.arrays import Bools, Floats, Ints
 from stream_balancer.planning.cost_order import CostOrder, kept
-from stream_balancer.types import Rollout
+from stream_balancer.rollouts import Rollout
 
 NO_VERSION = 2**63 - 1  # a rollout of unknown version is never stale
 NO_ROWS: Ints = np.empty(0, dtype=np.int64)

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+from stream_balancer.rollouts import Batch, EvictReason, Reason
 from stream_balancer.statistics import Statistics, TrainingAge
-from stream_balancer.types import Batch, EvictReason, Reason
 
 _OLDEST = 1_000  # versions; what is older counts as this old
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from stream_balancer.planning.arrays import Ints
-from stream_balancer.types import Denominators, ExecutionSize, Rollout
+from stream_balancer.rollouts import Denominators, ExecutionSize, Rollout
 
 ExecutionKey: TypeAlias = str | tuple[str | None, str]
 """A rollout that is one by itself; or group and ``execution_id``, which is unique within its group."""

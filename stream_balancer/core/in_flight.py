@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from stream_balancer.core.counters import TrainingAges
-from stream_balancer.types import Batch, RankBatch
+from stream_balancer.rollouts import Batch, RankBatch
 
 
 class RolloutIds:

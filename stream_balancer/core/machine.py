@@ -37,8 +37,8 @@ from stream_balancer.errors import ClosedResourceError, ConfigError, RolloutErro
 from stream_balancer.planning import Waiting
 from stream_balancer.planning.arrays import Ints
 from stream_balancer.planning.partition import TOLERANCE
+from stream_balancer.rollouts import Batch, Rollout
 from stream_balancer.statistics import Statistics
-from stream_balancer.types import Batch, Rollout
 
 
 class BalancerCore(BalancerState):

@@ -28,7 +28,7 @@ from stream_balancer.core.groups import Declared
 from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.planning import PlanKnobs, Waiting
-from stream_balancer.types import Batch, EvictReason, Reason, Rollout
+from stream_balancer.rollouts import Batch, EvictReason, Reason, Rollout
 
 _log = logging.getLogger("stream_balancer.balancer")
 

@@ -27,7 +27,7 @@ from stream_balancer.errors import ConfigError
 from stream_balancer.planning import Plan
 from stream_balancer.planning.arrays import Bools, Floats, Ints
 from stream_balancer.planning.planner import earliest_finish
-from stream_balancer.types import Batch, Reason
+from stream_balancer.rollouts import Batch, Reason
 
 
 def ready_rows(state: BalancerState, opened: OpenStep) -> Ints:

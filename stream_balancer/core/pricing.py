@@ -18,7 +18,7 @@ from stream_balancer.planning import PlanKnobs, Waiting
 from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.planning.plan import work_in
 from stream_balancer.planning.rank_speeds import NO_FIXED_COSTS, FixedCosts
-from stream_balancer.types import Batch, RankBatch, Rollout
+from stream_balancer.rollouts import Batch, RankBatch, Rollout
 from stream_balancer.values import MAX_COST
 
 CostFunction = Callable[[Ints], Floats]

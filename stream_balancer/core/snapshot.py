@@ -17,7 +17,7 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.core.groups import Declared
 from stream_balancer.core.state import BalancerState
 from stream_balancer.field_docs import documented
-from stream_balancer.types import Batch, Rollout
+from stream_balancer.rollouts import Batch, Rollout
 
 
 @documented

@@ -21,7 +21,7 @@ from stream_balancer.core.buffer import NO_ROWS, NO_VERSION, Buffer
 from stream_balancer.core.in_flight import BatchesInFlight
 from stream_balancer.errors import RolloutError
 from stream_balancer.planning.arrays import Bools, Ints
-from stream_balancer.types import Rollout
+from stream_balancer.rollouts import Rollout
 from stream_balancer.values import plain_policy_version
 
 _log = logging.getLogger("stream_balancer.balancer")

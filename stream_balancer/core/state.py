@@ -31,8 +31,8 @@ from stream_balancer.core.triggers import Triggers
 from stream_balancer.planning.arrays import Ints
 from stream_balancer.planning.length_bias import LengthBias
 from stream_balancer.planning.step_size import surplus_after
+from stream_balancer.rollouts import Batch, EvictReason, Rollout
 from stream_balancer.statistics import Statistics
-from stream_balancer.types import Batch, EvictReason, Rollout
 
 _SHARES = (0.0, 0.5, 0.9, 1.0)
 """Quantiles of the lengths that are told."""

@@ -21,7 +21,7 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.staleness import RolloutAges
 from stream_balancer.planning.arrays import Bools
-from stream_balancer.types import Reason
+from stream_balancer.rollouts import Reason
 
 
 class Triggers:

@@ -45,9 +45,9 @@ from stream_balancer.host.producer_registry import ProducerRegistry
 from stream_balancer.host.puts import PendingPut
 from stream_balancer.host.recorder import Recorder
 from stream_balancer.host.wakeups import StallReporter
+from stream_balancer.rollouts import Batch, EvictReason, Rollout
 from stream_balancer.slots import Reservation
 from stream_balancer.statistics import Statistics, Straggler
-from stream_balancer.types import Batch, EvictReason, Rollout
 
 _log = logging.getLogger("stream_balancer.balancer")
 

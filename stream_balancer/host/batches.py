@@ -23,7 +23,7 @@ from stream_balancer.core.diagnosis import RankState, Taker
 from stream_balancer.errors import AlreadyInUseError
 from stream_balancer.host.producer_registry import ProducerRegistry
 from stream_balancer.host.puts import Puts
-from stream_balancer.types import Batch
+from stream_balancer.rollouts import Batch
 
 _log = logging.getLogger("stream_balancer.balancer")
 

@@ -15,8 +15,8 @@ from msgspec import Raw
 from torch import Tensor
 
 from stream_balancer.errors import WireError
-from stream_balancer.types import MicroBatch, Rollout, SharedRollout
-from stream_balancer.types.shared import join_column
+from stream_balancer.rollouts import MicroBatch, Rollout, SharedRollout
+from stream_balancer.rollouts.shared import join_column
 from stream_balancer.wire.codec import decode_columns
 from stream_balancer.wire.payload import Memory
 

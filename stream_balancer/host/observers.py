@@ -10,7 +10,7 @@ from stream_balancer.core.diagnosis import incomplete_groups
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Learner
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.types import Batch
+from stream_balancer.rollouts import Batch
 
 _log = logging.getLogger("stream_balancer.balancer")
 

@@ -27,8 +27,8 @@ from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId
 from stream_balancer.host.records import mini_batches_of
 from stream_balancer.net.messages import ResizedExecution, Seal
-from stream_balancer.types import Batch, Denominators, MicroBatch, RankBatch, Rollout, SharedRollout
-from stream_balancer.types.shared import whole_rollouts
+from stream_balancer.rollouts import Batch, Denominators, MicroBatch, RankBatch, Rollout, SharedRollout
+from stream_balancer.rollouts.shared import whole_rollouts
 from stream_balancer.wire.remote import remote_of
 
 

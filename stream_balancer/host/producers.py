@@ -27,8 +27,8 @@ from stream_balancer.host.transport import Transport
 from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import Counts, Join, Notify
 from stream_balancer.net.service import Asked, Host, Peer, Service
+from stream_balancer.rollouts import Rollout
 from stream_balancer.slots import Slot
-from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Leases, Owner, RemoteRollout, decode_rollouts
 from stream_balancer.wire.payload import reader
 from stream_balancer.wire.statistics import encode_statistics

@@ -37,8 +37,8 @@ from stream_balancer.errors import ClosedResourceError, WouldBlock
 from stream_balancer.host.journal import Journal, Writing
 from stream_balancer.host.journal.handed import Handed
 from stream_balancer.host.wakeups import StallReporter, Waiter, WaitQueue
+from stream_balancer.rollouts import Rollout
 from stream_balancer.slots import Reservation, Slot, check_group
-from stream_balancer.types import Rollout
 
 Rest: TypeAlias = Coroutine[Any, Any, object] | None
 """Returns once the rollouts are held; if it is cancelled, or raises, they were not accepted. None: they are held."""

@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 from stream_balancer.core.observer import Observer
 from stream_balancer.errors import ConfigError
-from stream_balancer.types import Rollout
+from stream_balancer.rollouts import Rollout
 
 _log = logging.getLogger("stream_balancer.record")
 

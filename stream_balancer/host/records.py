@@ -30,7 +30,7 @@ from stream_balancer.core.groups import Declared
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.core.steps.state import RankId
 from stream_balancer.errors import WireError
-from stream_balancer.types import Batch, RankBatch, Reason, Rollout, cheapest_to_copy
+from stream_balancer.rollouts import Batch, RankBatch, Reason, Rollout, cheapest_to_copy
 from stream_balancer.wire import codec
 from stream_balancer.wire.payload import Memory
 

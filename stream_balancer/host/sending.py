@@ -30,7 +30,7 @@ from stream_balancer.host.ranks import different_weights
 from stream_balancer.net import messages
 from stream_balancer.net.messages import Message, Notify, StepHead, Work, WorkItem
 from stream_balancer.net.service import Peer
-from stream_balancer.types import Denominators
+from stream_balancer.rollouts import Denominators
 from stream_balancer.wire.codec import Encoded, encode
 from stream_balancer.wire.payload import NOTHING, Payload
 

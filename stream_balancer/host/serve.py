@@ -48,7 +48,7 @@ from stream_balancer.host.ranks import Member
 from stream_balancer.host.records import Acked
 from stream_balancer.host.transport import TorchTransport, Transport
 from stream_balancer.net.listener import split_address
-from stream_balancer.types import Batch
+from stream_balancer.rollouts import Batch
 
 logger = logging.getLogger("stream_balancer.dispatch")
 

@@ -43,7 +43,7 @@ def packed(
             break
     fewer = len(found) - multiple_of
     if number <= fewer and tokens.sum() <= fewer * cap:  # nearly full: only exchanges find a way
-        exchanged = planning.partition(tokens, fewer)
+        exchanged = planning.split(tokens, fewer)
         if all(tokens[one].sum() <= cap for one in exchanged):
             found = exchanged
     return [one.tolist() for one in found] if number <= len(found) and len(found) % multiple_of == 0 else None

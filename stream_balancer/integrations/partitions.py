@@ -8,7 +8,7 @@ that puts it in theirs::
 
     patch(openrlhf.utils.seqlen_balancing)      # once, before training, in every process that partitions
 
-Only the seam: the partition itself is ``planning.partition``.
+Only the seam: the partition itself is ``planning.split``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def get_seqlen_balanced_partitions(
             f"{work.size} items cannot be split equally over {k_partitions} partitions. Pad or trim the batch to a "
             "multiple, or pass equal_size=False"
         )
-    shares = planning.partition(work, k_partitions, counts="equal" if equal_size else "free")
+    shares = planning.split(work, k_partitions, counts="equal" if equal_size else "free")
     return [share.tolist() for share in shares]
 
 

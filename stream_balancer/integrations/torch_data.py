@@ -31,12 +31,12 @@ import stream_balancer as sb
 
 __all__ = ["Layout", "RolloutDataset"]
 
-Layout = Callable[[sb.types.MicroBatch], Mapping[str, Any]]
-"""How a micro-batch becomes named tensors: ``sb.types.MicroBatch.packed``, ``sb.types.MicroBatch.nested``,
-``functools.partial(sb.types.MicroBatch.padded, padding_side="left")``, or your own. Columns of these are beside their
-own tokens, not beside the token before, which predicts them."""
+Layout = Callable[[sb.rollouts.MicroBatch], Mapping[str, Any]]
+"""How a micro-batch becomes named tensors: ``sb.rollouts.MicroBatch.packed``, ``sb.rollouts.MicroBatch.nested``,
+``functools.partial(sb.rollouts.MicroBatch.padded, padding_side="left")``, or your own. The columns of these layouts
+stand at their own token, not at the token before, which predicts it."""
 
-_SHIFTED = functools.partial(sb.types.MicroBatch.packed, shift=True)
+_SHIFTED = functools.partial(sb.rollouts.MicroBatch.packed, shift=True)
 
 _SAYS_OF_THE_STEP = (
     "step",

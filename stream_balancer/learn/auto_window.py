@@ -29,7 +29,7 @@ from stream_balancer.planning import PlanKnobs, Waiting
 from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.planning.selection import Units
 from stream_balancer.planning.step_size import least_times, select_step, surplus_after
-from stream_balancer.types import Reason
+from stream_balancer.rollouts import Reason
 
 TARGET = 0.001
 """Idle share that is not worth waiting for."""

@@ -16,8 +16,8 @@ from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.cost import CalibratedCost
 from stream_balancer.learn.calibration import Calibration
 from stream_balancer.planning.arrays import Floats, Ints
-from stream_balancer.types import Batch, RankBatch
-from stream_balancer.types.shared import tokens_of
+from stream_balancer.rollouts import Batch, RankBatch
+from stream_balancer.rollouts.shared import tokens_of
 
 
 class CostLearner(Learner):

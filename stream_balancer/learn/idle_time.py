@@ -25,8 +25,8 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Learner
 from stream_balancer.learn.costs import CostLearner
 from stream_balancer.planning.arrays import Floats
+from stream_balancer.rollouts import Batch
 from stream_balancer.statistics import IdleCause, Straggler
-from stream_balancer.types import Batch
 
 _CAUSES: tuple[IdleCause, ...] = get_args(IdleCause)
 

@@ -21,7 +21,7 @@ import msgspec
 
 from stream_balancer.core.steps.state import TRAIN, HeldStep, RankId
 from stream_balancer.errors import RefusalReason, WireError
-from stream_balancer.types import Denominators, MiniBatchSize
+from stream_balancer.rollouts import Denominators, MiniBatchSize
 from stream_balancer.wire.payload import reader
 
 PROTOCOL = 3

@@ -2,12 +2,12 @@
 
 from .arrays import check_shares
 from .bounds import lower_bound
-from .choose import choose
 from .length_bias import LengthBias, LengthBiasSummary
 from .micro_batches import OversizeError, form_micro_batches
-from .partition import partition
+from .partition import split
 from .plan import Plan, PlanKnobs, Waiting
 from .planner import plan_batch
+from .pool import choose
 from .selection import smallest_max_skips
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "choose",
     "form_micro_batches",
     "lower_bound",
-    "partition",
     "plan_batch",
     "smallest_max_skips",
+    "split",
 ]

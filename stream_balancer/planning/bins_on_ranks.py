@@ -28,7 +28,7 @@ from .arrays import Counts, Floats, Sync, rounded_up, split_by_label
 from .bounds import lockstep_bound, lower_bound
 from .cells import Cells, Limit, slots_of
 from .packing import Bins, Packer
-from .partition import TOLERANCE, partition
+from .partition import TOLERANCE, split
 
 _WORTH = 1e-3
 """How much earlier (relatively) the step must be over for another number of micro-batches."""
@@ -110,7 +110,7 @@ def least_finish_bound(
 def bins_to_ranks(packer: Packer, bins: Bins, dp_size: int, rate: Floats | None, rotation: int) -> list[Bins]:
     """The same number of bins to every rank, rank totals balanced."""
     costs = np.array([packer.cost(one) for one in bins])
-    shares = partition(costs, dp_size, "equal", rate, rotation=rotation)
+    shares = split(costs, dp_size, "equal", rate, rotation=rotation)
     return [[bins[one] for one in share] for share in shares]
 
 
@@ -190,7 +190,7 @@ class _Search:
     def balanced(self) -> list[Bins]:
         """The partition that ignores the cap, each share packed by itself. Where the cap does not bind these are the
         answer, and no layout under a cap can be better balanced."""
-        shares = partition(self.packer.work, self.dp_size, "free", self.rate, rotation=self.rotation)
+        shares = split(self.packer.work, self.dp_size, "free", self.rate, rotation=self.rotation)
         return [self.packer.fewest(share.tolist()) for share in shares]
 
     def with_one_number(self) -> _RankBins:

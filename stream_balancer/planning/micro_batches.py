@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from .arrays import Counts, Floats, Ints, Order, Oversize, Sync, checked_speeds, rounded_up
 from .bins_on_ranks import bins_in_rows, bins_to_ranks, least_finish, rows_alike
 from .packing import Bins, Packer
-from .partition import partition, partition_together
+from .partition import split, split_together
 
 _Bin = TypeVar("_Bin")
 
@@ -108,9 +108,9 @@ def form_micro_batches(
     packer, rate = Packer(tokens, work, max_tokens, padded), checked_speeds(speeds, dp_size)
     if keep_together is not None or counts == "equal":
         if keep_together is None:
-            shares = partition(work, dp_size, counts, speeds, rotation=rotation)
+            shares = split(work, dp_size, counts, speeds, rotation=rotation)
         else:
-            shares = partition_together(work, keep_together, dp_size, counts, speeds, rotation=rotation)
+            shares = split_together(work, keep_together, dp_size, counts, speeds, rotation=rotation)
         each = [share.tolist() for share in shares]
         ranks = packer.evened(each, [0] * dp_size, multiple_of, micro_batch_counts)
         if sync == "micro_batch" and keep_together is None and not padded and max(map(len, ranks)) > 1:

@@ -33,7 +33,7 @@ _COPIES_WORK = 6_000
 """Places in all the copies that descend side by side, times ranks."""
 
 
-def partition(
+def split(
     costs: ArrayLike,
     dp_size: int,
     counts: Counts = "free",
@@ -64,11 +64,11 @@ def partition(
 
     Examples:
         >>> costs = [900, 700, 500, 400, 300, 200]
-        >>> partition(costs, dp_size=2)  # 900 + 400 + 200 and 700 + 500 + 300: both 1500
+        >>> split(costs, dp_size=2)  # 900 + 400 + 200 and 700 + 500 + 300: both 1500
         [array([0, 3, 5]), array([1, 2, 4])]
-        >>> partition(costs, dp_size=2, speeds=[1.0, 0.5])  # 2000 and 1000: done at the same time
+        >>> split(costs, dp_size=2, speeds=[1.0, 0.5])  # 2000 and 1000: done at the same time
         [array([0, 2, 3, 5]), array([1, 4])]
-        >>> partition([1800, 500, 300, 200, 200, 100], dp_size=2)  # an outlier: 1800 and 1300, and rank 1 waits
+        >>> split([1800, 500, 300, 200, 200, 100], dp_size=2)  # an outlier: 1800 and 1300, and rank 1 waits
         [array([0]), array([1, 2, 3, 4, 5])]
     """
     work = checked_costs(costs)
@@ -81,7 +81,7 @@ def partition(
     return split_by_label(label_of[labels], dp_size)
 
 
-def partition_together(
+def split_together(
     costs: ArrayLike,
     labels: ArrayLike,
     dp_size: int,
@@ -93,14 +93,14 @@ def partition_together(
     """`partition` that keeps rollouts of one label on one rank; "equal" then counts labels, not rollouts.
 
     Examples:
-        >>> partition_together([900, 700, 500, 400, 300, 200], labels=[7, 7, 8, 8, 9, 9], dp_size=2)  # 1600 and 1400
+        >>> split_together([900, 700, 500, 400, 300, 200], labels=[7, 7, 8, 8, 9, 9], dp_size=2)  # 1600 and 1400
         [array([0, 1]), array([2, 3, 4, 5])]
     """
     _, inverse = np.unique(np.asarray(labels), return_inverse=True)
     # [labels] work of all rollouts of a label, which the partition places as one
     sums = np.bincount(inverse, weights=np.asarray(costs, dtype=np.float64))
     rank_of = np.empty(sums.size, dtype=np.int64)
-    for rank, share in enumerate(partition(sums, dp_size, counts, speeds, rotation=rotation)):
+    for rank, share in enumerate(split(sums, dp_size, counts, speeds, rotation=rotation)):
         rank_of[share] = rank
     return split_by_label(rank_of[inverse], dp_size)
 

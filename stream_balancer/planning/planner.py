@@ -27,7 +27,7 @@ from .bounds import lockstep_bound, lower_bound
 from .cost_order import CostOrder
 from .micro_batches import form_micro_batches, in_order
 from .packing import Packer
-from .partition import partition, partition_together
+from .partition import split, split_together
 from .plan import Plan, PlanKnobs, Times, Waiting, has_micro_batches
 from .prefixes import prefix_bound, with_shared_prefixes
 from .rank_speeds import work_rates
@@ -123,10 +123,10 @@ def _shares(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: i
     together = units.together(picked, knobs)
     if not has_micro_batches(knobs):
         if together is not None:
-            parts = partition_together(costs, together, knobs.dp_size, knobs.counts, knobs.speeds, rotation=step)
+            parts = split_together(costs, together, knobs.dp_size, knobs.counts, knobs.speeds, rotation=step)
         else:
             tolerance = knobs.tolerance
-            parts = partition(costs, knobs.dp_size, knobs.counts, knobs.speeds, rotation=step, tolerance=tolerance)
+            parts = split(costs, knobs.dp_size, knobs.counts, knobs.speeds, rotation=step, tolerance=tolerance)
         return [[picked[part]] if part.size else [] for part in parts]
     formed = form_micro_batches(
         waiting.lengths[picked],

@@ -21,7 +21,7 @@ from .arrays import Floats, Ints, positions_in
 from .bounds import lower_bound
 from .micro_batches import in_order
 from .packing import Bins, Packer
-from .partition import partition_together
+from .partition import split_together
 from .plan import PlanKnobs, Times, Waiting, work_in
 from .shared_layout import RankLayout
 from .siblings import Siblings
@@ -73,7 +73,7 @@ def with_shared_prefixes(
         )
     else:
         places = np.empty(picked.size, dtype=np.int64)
-        for rank, those in enumerate(partition_together(parts.even_costs(), whole[picked], ranks, rotation=step)):
+        for rank, those in enumerate(split_together(parts.even_costs(), whole[picked], ranks, rotation=step)):
             places[those] = rank
     packed = pack_siblings(parts, places, numbers, knobs)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stream_balancer.types import Rollout, Version
+from stream_balancer.rollouts import Rollout, Version
 
 
 def make_rollout(

@@ -16,9 +16,9 @@ import torch
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import WouldBlock
 from stream_balancer.planning.arrays import Ints
+from stream_balancer.rollouts import Batch, Rollout
 from stream_balancer.tools.generation import Generation
 from stream_balancer.tools.trace import Trace
-from stream_balancer.types import Batch, Rollout
 
 
 def shared_prefixes(trace: Trace) -> Ints:

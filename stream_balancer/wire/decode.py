@@ -23,8 +23,8 @@ from msgspec import structs
 from torch import Tensor
 
 from stream_balancer.errors import WireError
-from stream_balancer.types import ExecutionSize, MicroBatch, Rollout, SharedRollout
-from stream_balancer.types import tensors as layouts
+from stream_balancer.rollouts import ExecutionSize, MicroBatch, Rollout, SharedRollout
+from stream_balancer.rollouts import tensors as layouts
 from stream_balancer.values import SUPPORTED_DTYPES
 from stream_balancer.wire.header import (
     MAX_BYTES,

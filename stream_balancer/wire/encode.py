@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import RolloutError, WireError
-from stream_balancer.types import ExecutionSize, MicroBatch, Rollout, SharedRollout
-from stream_balancer.types.shared import (
+from stream_balancer.rollouts import ExecutionSize, MicroBatch, Rollout, SharedRollout
+from stream_balancer.rollouts.shared import (
     check_whole,
     columns_of,
     loss_tokens_of,

@@ -27,7 +27,7 @@ import msgspec
 import torch
 
 from stream_balancer.errors import WireError
-from stream_balancer.types.shared import chunk_tokens
+from stream_balancer.rollouts.shared import chunk_tokens
 from stream_balancer.values import (
     MAX_COLUMNS,
     MAX_COST,

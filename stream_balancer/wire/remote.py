@@ -21,7 +21,7 @@ from functools import partial
 from typing import NamedTuple
 
 from stream_balancer.errors import RolloutError
-from stream_balancer.types import Rollout, SharedRollout
+from stream_balancer.rollouts import Rollout, SharedRollout
 from stream_balancer.wire.header import Owner
 
 # of one message

@@ -13,8 +13,8 @@ from helpers import attend
 from kept import Kept
 
 import stream_balancer as sb
+from stream_balancer.rollouts import RankBatch, Rollout
 from stream_balancer.testing import MemoryNetwork
-from stream_balancer.types import RankBatch, Rollout
 
 
 @asynccontextmanager

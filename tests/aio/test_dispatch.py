@@ -16,8 +16,8 @@ from served import drain, feeds_of, serving
 
 import stream_balancer as sb
 from stream_balancer.core.in_flight import StepTiming
+from stream_balancer.rollouts import Batch
 from stream_balancer.testing import MemoryNetwork, make_rollout
-from stream_balancer.types import Batch
 
 config = partial(helpers.config, batch_size=2, window=2, capacity=64)
 

@@ -17,8 +17,8 @@ from served import drain, serving
 import stream_balancer as sb
 from stream_balancer.net import messages as m
 from stream_balancer.net.connection import Connection
+from stream_balancer.rollouts import MicroBatch
 from stream_balancer.testing import MemoryNetwork, make_rollout
-from stream_balancer.types import MicroBatch
 from stream_balancer.wire.codec import encode
 
 one_rank = partial(config, dp_size=1, batch_size=2, window=2)

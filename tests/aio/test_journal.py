@@ -30,8 +30,8 @@ from test_puts import How, cancelled_after, ways
 import stream_balancer as sb
 from stream_balancer.host.journal import store, writer
 from stream_balancer.host.records import rollout_key
+from stream_balancer.rollouts import Batch
 from stream_balancer.testing import make_rollout, make_rollouts
-from stream_balancer.types import Batch
 
 MAX_PASSES = 12
 

@@ -40,7 +40,7 @@ class LateCrew(Crew):
         await anyio.sleep(self.absent_s.get(rank, 0.0))
         await super().train_step(rank, step)
 
-    async def work(self, rank: int, step: int, micro_batch: sb.types.MicroBatch) -> None:
+    async def work(self, rank: int, step: int, micro_batch: sb.rollouts.MicroBatch) -> None:
         self.begun[step, rank] += 1
         took_s = micro_batch.num_tokens * TOKEN_S * self.slow.get(rank, 1.0)
         await anyio.sleep(took_s)

@@ -12,7 +12,7 @@ import torch
 from served import attended
 
 import stream_balancer as sb
-from stream_balancer.types import Batch
+from stream_balancer.rollouts import Batch
 
 config = partial(helpers.config, window=4)
 

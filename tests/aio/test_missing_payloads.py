@@ -14,8 +14,8 @@ from kept import Kept
 from served import Served, real
 
 import stream_balancer as sb
+from stream_balancer.rollouts import RankBatch
 from stream_balancer.testing import make_rollouts
-from stream_balancer.types import RankBatch
 
 pytestmark = pytest.mark.anyio
 two_ranks = partial(Served, dp_size=2, batch_size=4)

@@ -16,8 +16,8 @@ from helpers import config, settle, waiting
 import stream_balancer as sb
 from stream_balancer.errors import ConfigError
 from stream_balancer.host.batches import Batches
+from stream_balancer.rollouts import Batch, RankBatch
 from stream_balancer.testing import MemoryNetwork, make_rollout
-from stream_balancer.types import Batch, RankBatch
 
 rows_of_six = partial(config, batch_size=6, window=6, cost=sb.cost.TokenCost())
 LENGTHS = (9, 1, 5, 2, 4, 3)
@@ -297,5 +297,5 @@ async def drain(feed: sb.RankFeed) -> None:
     assert [step async for step in feed] == []
 
 
-def ids_of(*micro_batches: sb.types.MicroBatch) -> list[str]:
+def ids_of(*micro_batches: sb.rollouts.MicroBatch) -> list[str]:
     return [rollout.rollout_id for one in micro_batches for rollout in one.rollouts if not rollout.is_padding]

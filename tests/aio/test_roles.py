@@ -16,8 +16,8 @@ from served import Served, real
 from torch import Tensor
 
 import stream_balancer as sb
+from stream_balancer.rollouts import MicroBatch, Rollout
 from stream_balancer.testing import make_rollouts
-from stream_balancer.types import MicroBatch, Rollout
 
 pytestmark = pytest.mark.anyio
 REF = {"ref": ["ref_logprobs"]}

@@ -16,9 +16,9 @@ from kept import Kept
 
 import stream_balancer as sb
 from stream_balancer.host.serve import serve
+from stream_balancer.rollouts import Rollout, SharedRollout
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.network import MemoryNetwork
-from stream_balancer.types import Rollout, SharedRollout
 
 
 def knobs(dp_size: int, **more: Any) -> sb.BalancerConfig:

@@ -17,9 +17,9 @@ from scripted import same_rollout
 from served import Served
 
 import stream_balancer as sb
+from stream_balancer.rollouts import MicroBatch, RankBatch, Rollout, SharedRollout
+from stream_balancer.rollouts.shared import join_column
 from stream_balancer.testing import MemoryNetwork, make_rollouts
-from stream_balancer.types import MicroBatch, RankBatch, Rollout, SharedRollout
-from stream_balancer.types.shared import join_column
 
 pytestmark = pytest.mark.anyio
 LENGTHS = [900, 12, 15, 11, 14, 16, 13, 10]

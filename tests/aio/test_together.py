@@ -25,8 +25,8 @@ from kept import Kept
 from workers import Workers, in_every_way, one_by_one
 
 import stream_balancer as sb
+from stream_balancer.rollouts import MicroBatch, Rollout
 from stream_balancer.testing import BACKENDS, MemoryNetwork, make_rollout
-from stream_balancer.types import MicroBatch, Rollout
 
 FEATURES = (
     "open", "groups", "roles", "replan", "late", "resize", "direct", "journal", "seats", "shared", "prefixes",

@@ -16,7 +16,7 @@ from scripted import Filled, awkward_micro_batches, same_rollout, same_tensors
 import stream_balancer as sb
 
 
-def same_share(got: Any, planned: sb.types.RankBatch) -> bool:
+def same_share(got: Any, planned: sb.rollouts.RankBatch) -> bool:
     return len(got.micro_batches) == len(planned.micro_batches) and all(
         same_rollout(a, b) for a, b in zip(got.rollouts, planned.rollouts, strict=True)
     )
@@ -76,7 +76,7 @@ async def test_bytes_are_identical(kind: str) -> None:
             (step,) = await drain(network.feed())
     assert sorted(one.rollout_id for one in step.rollouts if not one.is_padding) == sorted(rollouts)
     for micro_batch in step.micro_batches:
-        whole = sb.types.MicroBatch.of([rollouts[one.rollout_id] for one in micro_batch.rollouts])
+        whole = sb.rollouts.MicroBatch.of([rollouts[one.rollout_id] for one in micro_batch.rollouts])
         for got in micro_batch.rollouts:
             assert same_rollout(rollouts[got.rollout_id], got), f"rollout {got.rollout_id} changed on its way"
         assert same_tensors(dict(whole.packed().columns), dict(micro_batch.packed().columns))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from stream_balancer import Rollout
-from stream_balancer.types import MicroBatch
+from stream_balancer.rollouts import MicroBatch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "context_parallel" / "train_shared.py"
 LENGTHS = (1, 5, 16, 63, 64, 200)  # tokens of a rollout: some leave whole members with padding only

@@ -97,7 +97,7 @@ class Gradient:
         self.head = torch.nn.Linear(8, 64)
         self.ids: list[str] = []
 
-    def add(self, micro_batch: sb.types.MicroBatch) -> None:
+    def add(self, micro_batch: sb.rollouts.MicroBatch) -> None:
         """A sum, which is divided once all is known."""
         packed = micro_batch.packed()
         ids = packed["input_ids"] % 64
@@ -405,7 +405,7 @@ def test_gradients_of_features_together(
             assert len(ids) == len(set(ids)) or "shared" in features
             trained += set(ids)
             reference = Gradient(**weights)
-            reference.add(sb.types.MicroBatch.of([by_id[name] for name in sorted(set(ids))]))
+            reference.add(sb.rollouts.MicroBatch.of([by_id[name] for name in sorted(set(ids))]))
             whole = reference.flat() / sum(by_id[name].num_loss_tokens for name in set(ids))
             for _, total in heard:
                 torch.testing.assert_close(torch.tensor(total), whole, atol=1e-6, rtol=0.0)

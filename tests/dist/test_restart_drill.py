@@ -139,7 +139,7 @@ def replayed(folder: Path, steps: dict[int, list[str]]) -> dict[str, torch.Tenso
         rollouts = [there[rollout_id] for rollout_id in ids]
         optimizer.zero_grad()
         total = sum(int(one.tokens["loss_mask"].sum()) for one in rollouts)
-        (example.loss_sum(model, sb.types.MicroBatch.of(rollouts)) / total).backward()
+        (example.loss_sum(model, sb.rollouts.MicroBatch.of(rollouts)) / total).backward()
         optimizer.step()
     return dict(model.state_dict())
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 import stream_balancer as sb
-from stream_balancer.types import SUPPORTED_DTYPES
+from stream_balancer.rollouts import SUPPORTED_DTYPES
 
 DTYPES = [dtype for dtype in SUPPORTED_DTYPES if dtype.itemsize > 1 or not dtype.is_floating_point]
 """Those that torch compares on a CPU, which it does not do with float8."""

@@ -30,7 +30,7 @@ SIZE = 128
 
 
 @st.composite
-def micro_batches(draw: st.DrawFn, *, distinct: bool = False) -> sb.types.MicroBatch:
+def micro_batches(draw: st.DrawFn, *, distinct: bool = False) -> sb.rollouts.MicroBatch:
     """Groups and single rollouts. ``distinct``: no two siblings go on alike, and no two prompts begin alike."""
     rollouts = []
     for group in range(draw(st.integers(1, 3))):
@@ -46,12 +46,12 @@ def micro_batches(draw: st.DrawFn, *, distinct: bool = False) -> sb.types.MicroB
                 )
             )
     order = draw(st.permutations(rollouts))
-    return sb.types.MicroBatch.of(order)
+    return sb.rollouts.MicroBatch.of(order)
 
 
 @given(micro_batches())
 @settings(deadline=None)
-def test_areal_reads_our_trees(micro_batch: sb.types.MicroBatch) -> None:
+def test_areal_reads_our_trees(micro_batch: sb.rollouts.MicroBatch) -> None:
     tree, made = micro_batch.tree(), packed_tree(micro_batch, pad_to=SIZE)
     size, trie = tree.num_tokens, made["trie_node"]
     mask = build_attention_mask_from_trie(trie, SIZE, torch.device("cpu"))
@@ -73,7 +73,7 @@ def test_areal_reads_our_trees(micro_batch: sb.types.MicroBatch) -> None:
 
 @given(micro_batches())
 @settings(deadline=None)
-def test_log_probabilities_are_areals(micro_batch: sb.types.MicroBatch) -> None:
+def test_log_probabilities_are_areals(micro_batch: sb.rollouts.MicroBatch) -> None:
     tree, made = micro_batch.tree(), packed_tree(micro_batch, pad_to=SIZE)
     logits = torch.randn(SIZE, 512)
     theirs = gather_packed_tree_logprobs(logits, made["trie_node"], made["input_ids"])
@@ -86,7 +86,7 @@ def test_log_probabilities_are_areals(micro_batch: sb.types.MicroBatch) -> None:
 
 @given(micro_batches(distinct=True))
 @settings(deadline=None)
-def test_trees_are_those_that_areal_finds_itself(micro_batch: sb.types.MicroBatch) -> None:
+def test_trees_are_those_that_areal_finds_itself(micro_batch: sb.rollouts.MicroBatch) -> None:
     padded = micro_batch.padded()
     data = {
         "input_ids": padded["input_ids"],
@@ -115,6 +115,6 @@ def test_trees_are_those_that_areal_finds_itself(micro_batch: sb.types.MicroBatc
 def test_too_many_unique_tokens_are_refused() -> None:
     rollout = sb.Rollout(tokens={"input_ids": list(range(9))})
     with pytest.raises(ValueError, match=r"9 unique tokens do not fit into pad_to=8"):
-        packed_tree(sb.types.MicroBatch.of([rollout]), pad_to=8)
-    filled = sb.types.MicroBatch.of([rollout]).tree(multiple_of=16)
+        packed_tree(sb.rollouts.MicroBatch.of([rollout]), pad_to=8)
+    filled = sb.rollouts.MicroBatch.of([rollout]).tree(multiple_of=16)
     assert trie_of(filled).num_tokens == 9

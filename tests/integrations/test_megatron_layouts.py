@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stream_balancer import Rollout
-from stream_balancer.types import MicroBatch
+from stream_balancer.rollouts import MicroBatch
 
 verl = pytest.importorskip("verl")
 areal = pytest.importorskip("areal")

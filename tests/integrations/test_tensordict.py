@@ -44,7 +44,7 @@ def test_what_a_micro_batch_lays_out_is_what_comes_back(given_rollouts: list[sb.
     """The fast way out (``MicroBatch.tensordict()``) into here."""
     if any("loss_mask" in r.tokens and r.tokens["loss_mask"].ndim != 1 for r in given_rollouts):
         return
-    td = sb.types.MicroBatch.of(given_rollouts).tensordict(scalar_dtype=torch.float64)
+    td = sb.rollouts.MicroBatch.of(given_rollouts).tensordict(scalar_dtype=torch.float64)
     back = rollouts_from(td, scalars=given_rollouts[0].scalars.keys())
     for mine, theirs in zip(given_rollouts, back, strict=True):
         for name, tokens in mine.tokens.items():

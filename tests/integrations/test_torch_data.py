@@ -19,8 +19,8 @@ from two_ranks import HERE, torchrun
 
 import stream_balancer as sb
 from stream_balancer.integrations.torch_data import RolloutDataset
+from stream_balancer.rollouts import Denominators, RankBatch
 from stream_balancer.testing import make_rollouts
-from stream_balancer.types import Denominators, RankBatch
 
 
 class Feed:
@@ -148,9 +148,9 @@ BESIDE = ("attention_mask", "position_ids", "lengths", "rollout_weights")
 @pytest.mark.parametrize(
     ("layout", "beside"),
     [
-        (functools.partial(sb.types.MicroBatch.padded, padding_side="left", pad_values={"input_ids": -1}), BESIDE),
-        (functools.partial(sb.types.MicroBatch.padded, padding_side="right"), BESIDE),
-        (sb.types.MicroBatch.nested, ("rollout_weights",)),
+        (functools.partial(sb.rollouts.MicroBatch.padded, padding_side="left", pad_values={"input_ids": -1}), BESIDE),
+        (functools.partial(sb.rollouts.MicroBatch.padded, padding_side="right"), BESIDE),
+        (sb.rollouts.MicroBatch.nested, ("rollout_weights",)),
     ],
 )
 def test_other_layouts(layout: Any, beside: tuple[str, ...]) -> None:
@@ -168,7 +168,7 @@ def test_tensordict_whole_or_by_column() -> None:
     dataset = dataset_of([[[3, 2]]], layout=lambda mb: {"rollouts": mb.tensordict()})
     (item,) = loader(dataset, collate_fn=lambda item: item)  # torch's own takes a TensorDict apart
     assert item["rollouts"].batch_size == torch.Size([2])
-    (item,) = loader(dataset_of([[[3, 2]]], layout=sb.types.MicroBatch.tensordict))
+    (item,) = loader(dataset_of([[[3, 2]]], layout=sb.rollouts.MicroBatch.tensordict))
     assert [row.numel() for row in item["input_ids"].unbind()] == [3, 2]
     assert item["advantage"].tolist() == [1.0, 1.0]
 
@@ -176,7 +176,7 @@ def test_tensordict_whole_or_by_column() -> None:
 def test_a_layout_that_raises_loses_no_micro_batch() -> None:
     fails = [True]
 
-    def layout(mb: sb.types.MicroBatch) -> sb.types.MicroBatch | Any:
+    def layout(mb: sb.rollouts.MicroBatch) -> sb.rollouts.MicroBatch | Any:
         if fails.pop() if fails else False:
             raise KeyError("once")
         return mb.packed()

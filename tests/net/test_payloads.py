@@ -23,7 +23,7 @@ from stream_balancer.net.listener import Listener
 from stream_balancer.net.loops import Io
 from stream_balancer.net.service import Asked, Peer, Service
 from stream_balancer.net.session import Session
-from stream_balancer.types import Rollout
+from stream_balancer.rollouts import Rollout
 from stream_balancer.wire.codec import Decoded, Owner, Wanted
 
 LOCAL = [rollout(n) for n in range(6)]

@@ -2,7 +2,7 @@ import copy
 
 from tests.snippets._stage import *
 
-epochs, updates = sb.types.RankBatch.epochs, []
+epochs, updates = sb.rollouts.RankBatch.epochs, []
 
 
 def noted(step, count):
@@ -14,6 +14,6 @@ def noted(step, count):
         updates.append(len(rollouts))
 
 
-sb.types.RankBatch.epochs = noted
+sb.rollouts.RankBatch.epochs = noted
 pass  # the snippet
 assert updates == [2] * 24

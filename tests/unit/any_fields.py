@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.records import HeldRollout, Records, write_row
-from stream_balancer.types import Rollout
+from stream_balancer.rollouts import Rollout
 
 
 class Text(str):

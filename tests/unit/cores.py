@@ -11,7 +11,7 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.learn import attach
-from stream_balancer.types import EvictReason
+from stream_balancer.rollouts import EvictReason
 
 
 class Evictions(sb.Observer):

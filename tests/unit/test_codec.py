@@ -20,8 +20,8 @@ from test_shared_rollouts import a_rollout
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import RolloutError, WireError
+from stream_balancer.rollouts import SUPPORTED_DTYPES, ExecutionSize, MicroBatch, Rollout, SharedRollout
 from stream_balancer.testing import make_rollout
-from stream_balancer.types import SUPPORTED_DTYPES, ExecutionSize, MicroBatch, Rollout, SharedRollout
 from stream_balancer.wire import codec
 from stream_balancer.wire.header import Header
 

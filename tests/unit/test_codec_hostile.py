@@ -26,8 +26,8 @@ from stream_balancer.errors import (
 )
 from stream_balancer.net import messages as m
 from stream_balancer.net.errors import ConnectionEnd
-from stream_balancer.types import SUPPORTED_DTYPES, MicroBatch, Rollout
-from stream_balancer.types.shared import tokens_of
+from stream_balancer.rollouts import SUPPORTED_DTYPES, MicroBatch, Rollout
+from stream_balancer.rollouts.shared import tokens_of
 from stream_balancer.wire import codec
 from stream_balancer.wire.codec import Decoded, Encoded
 from stream_balancer.wire.header import lay_out, read_header

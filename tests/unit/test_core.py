@@ -393,7 +393,9 @@ def dispatch_all(num_rollouts: int) -> None:
 
 
 def num_alive() -> int:
-    return sum(type(one) in (sb.Rollout, sb.Batch, sb.types.RankBatch, sb.types.MicroBatch) for one in gc.get_objects())
+    return sum(
+        type(one) in (sb.Rollout, sb.Batch, sb.rollouts.RankBatch, sb.rollouts.MicroBatch) for one in gc.get_objects()
+    )
 
 
 def test_nothing_waits_for_pythons_cycle_collector() -> None:

@@ -17,7 +17,7 @@ from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import WouldBlock
-from stream_balancer.types import Batch
+from stream_balancer.rollouts import Batch
 
 CALLS = st.lists(
     st.one_of(

@@ -18,8 +18,8 @@ from torch import Tensor
 import stream_balancer as sb
 from stream_balancer.client.device import Pace, Streams, Uploader
 from stream_balancer.client.port import Arrived
+from stream_balancer.rollouts import MicroBatch
 from stream_balancer.testing import make_rollout
-from stream_balancer.types import MicroBatch
 from stream_balancer.wire.codec import Decoded, decode, encode
 from stream_balancer.wire.payload import Pool, aligned
 

@@ -16,8 +16,8 @@ from architecture import modules
 import stream_balancer as sb
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.host.journal import Recovered
+from stream_balancer.rollouts import SharedRollout, trees
 from stream_balancer.statistics import CostFit, Straggler
-from stream_balancer.types import SharedRollout, trees
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -97,7 +97,7 @@ def _anchor(heading: str) -> str:
 
 
 CLASSES = [
-    sb.MicroBatches, sb.Rollout, sb.types.MicroBatch, sb.types.RankBatch, sb.Batch, sb.Statistics, Snapshot,
+    sb.MicroBatches, sb.Rollout, sb.rollouts.MicroBatch, sb.rollouts.RankBatch, sb.Batch, sb.Statistics, Snapshot,
     Straggler, CostFit, Recovered, SharedRollout,
 ]  # fmt: skip
 
@@ -120,7 +120,7 @@ MUST_HAVE = [
     *(getattr(sb.planning, name) for name in sb.planning.__all__ if name not in VALUES),
     *(getattr(sb.cost, name) for name in sb.cost.__all__ if name.endswith("Cost")),
     trees.tree,
-    sb.types.MicroBatch,
+    sb.rollouts.MicroBatch,
 ]
 
 

@@ -24,8 +24,8 @@ from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.host.plans import StepPlan, seal_of
 from stream_balancer.host.records import batch_of, plan_of
 from stream_balancer.net.messages import ResizedExecution
+from stream_balancer.rollouts.tensors import Packed
 from stream_balancer.testing import make_rollout
-from stream_balancer.types.tensors import Packed
 
 VOCAB_SIZE = 7
 
@@ -85,18 +85,18 @@ def token_losses(weights: Tensor, ids: Tensor, advantages: Tensor) -> Tensor:
     return advantages * (weights[ids] ** 2 + torch.sin(weights[ids]))
 
 
-Divide = Callable[[Packed, Tensor, sb.types.RankBatch], Tensor]
+Divide = Callable[[Packed, Tensor, sb.rollouts.RankBatch], Tensor]
 
 
-def by_rollouts(packed: Packed, sums: Tensor, batch: sb.types.RankBatch) -> Tensor:
+def by_rollouts(packed: Packed, sums: Tensor, batch: sb.rollouts.RankBatch) -> Tensor:
     return (sums * packed.rollout_weights).sum() / batch.global_num_rollouts
 
 
-def by_samples_of_executions(packed: Packed, sums: Tensor, batch: sb.types.RankBatch) -> Tensor:
+def by_samples_of_executions(packed: Packed, sums: Tensor, batch: sb.rollouts.RankBatch) -> Tensor:
     return (sums * packed.execution_weights).sum() / batch.global_num_executions
 
 
-def by_tokens_of_executions(packed: Packed, sums: Tensor, batch: sb.types.RankBatch) -> Tensor:
+def by_tokens_of_executions(packed: Packed, sums: Tensor, batch: sb.rollouts.RankBatch) -> Tensor:
     return (sums / packed.execution_loss_tokens).sum() / batch.global_num_executions
 
 
@@ -120,7 +120,7 @@ def gradient_of_one_batch(executions: Sequence[Sequence[sb.Rollout]], divide: Di
     """The textbook, with everything in one padded batch, and Python's own idea of who belongs together."""
     weights = torch.linspace(-1, 1, VOCAB_SIZE, dtype=torch.float64, requires_grad=True)
     rollouts = [rollout for its in executions for rollout in its]
-    rows = sb.types.MicroBatch.of(rollouts).padded(scalar_dtype=torch.float64)
+    rows = sb.rollouts.MicroBatch.of(rollouts).padded(scalar_dtype=torch.float64)
     losses = token_losses(weights, rows["input_ids"], rows["advantage"][:, None]) * rows["loss_mask"]
     sums, tokens = losses.sum(1), rows["loss_mask"].sum(1)
     of_execution = torch.tensor([number for number, its in enumerate(executions) for _ in its])
@@ -188,7 +188,7 @@ def test_rollouts_without_executions_are_one_each_and_padding_none() -> None:
     assert (batch.num_executions, batch.num_padding) == (2, 1)
     weights = [mb.packed().execution_weights.tolist() for share in batch.ranks for mb in share.micro_batches]
     assert sorted(weights) == [[0.0], [1.0], [1.0]]
-    by_hand = sb.types.MicroBatch.of([sample(4, None, None, trained=0), sample(5, None, None, trained=2)])
+    by_hand = sb.rollouts.MicroBatch.of([sample(4, None, None, trained=0), sample(5, None, None, trained=2)])
     assert by_hand.padded().execution_loss_tokens.tolist() == [1, 1]
     assert by_hand.nested().execution_weights.tolist() == [1.0, 1.0]
 

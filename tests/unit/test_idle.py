@@ -17,8 +17,8 @@ import stream_balancer as sb
 from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.learn.idle_time import IdleTimes
+from stream_balancer.rollouts import Batch
 from stream_balancer.testing import make_rollout
-from stream_balancer.types import Batch
 
 CONFIG = sb.BalancerConfig(dp_size=2, batch_size=2, window=4, deadline_s=10.0)
 SECONDS = st.floats(0.0, 100.0)

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import stream_balancer as sb
-from stream_balancer.types import MicroBatch, Rollout
-from stream_balancer.types.trees import Tree
+from stream_balancer.rollouts import MicroBatch, Rollout
+from stream_balancer.rollouts.trees import Tree
 
 lengths_lists = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
-def numbered(lengths: list[int], **extra: torch.Tensor) -> sb.types.MicroBatch:
+def numbered(lengths: list[int], **extra: torch.Tensor) -> sb.rollouts.MicroBatch:
     start, rollouts = 1, []
     for n in lengths:
         ids = torch.arange(start, start + n)
@@ -28,7 +28,7 @@ def numbered(lengths: list[int], **extra: torch.Tensor) -> sb.types.MicroBatch:
             sb.Rollout(tokens={"input_ids": ids, "h": ids[:, None] * torch.ones(1, 2)}, scalars={"advantage": float(n)})
         )
         start += n
-    return sb.types.MicroBatch.of(rollouts)
+    return sb.rollouts.MicroBatch.of(rollouts)
 
 
 @given(lengths_lists)
@@ -65,8 +65,9 @@ def test_a_shifted_loss_is_that_of_each_sequence_by_itself(mask: list[int] | Non
         count += int(trained.count_nonzero())
     found, trained_on = torch.zeros((), dtype=torch.float64), 0
     for place in range(degree):
-        whole = sb.types.MicroBatch.of(rollouts)
-        part = whole if degree == 1 else sb.types.MicroBatch.of(rollouts, cp_group=tuple(range(degree)), cp_rank=place)
+        whole = sb.rollouts.MicroBatch.of(rollouts)
+        block = tuple(range(degree))
+        part = whole if degree == 1 else sb.rollouts.MicroBatch.of(rollouts, cp_group=block, cp_rank=place)
         packed = part.packed(shift=True)
         logprobs = logits.log_softmax(-1)[packed["input_ids"], packed["targets"]] - packed["logprobs"]
         weights = packed.per_token("advantage") * packed["loss_mask"]
@@ -122,7 +123,7 @@ def numbers(layout: str, **options: torch.dtype) -> dict[str, torch.Tensor]:
         sb.Rollout(tokens={"input_ids": [1, 2]}, scalars={"reward": 0.1 * n, "seed": 2**53 + n, "won": n == 1})
         for n in (1, 2)
     ]
-    found: dict[str, torch.Tensor] = getattr(sb.types.MicroBatch.of(rollouts), layout)(**options).scalars
+    found: dict[str, torch.Tensor] = getattr(sb.rollouts.MicroBatch.of(rollouts), layout)(**options).scalars
     return found
 
 
@@ -137,7 +138,7 @@ def test_a_scalar_does_not_turn_a_float32_loss_into_float64(layout: str) -> None
 
 def spread_out(layout: str, name_or_values: str | torch.Tensor, rollouts: list[sb.Rollout]) -> list[list[float]]:
     """Rollout by rollout, [n][L], whatever the layout; what lies on padding must be zero."""
-    laid_out = getattr(sb.types.MicroBatch.of(rollouts), layout)()
+    laid_out = getattr(sb.rollouts.MicroBatch.of(rollouts), layout)()
     found = laid_out.per_token(name_or_values)
     assert found.shape == laid_out["input_ids"].shape or layout == "nested"
     if layout == "packed":
@@ -167,7 +168,7 @@ def test_what_is_spread_is_zero_on_padding_copies(layout: str, value: float) -> 
 
 def test_a_column_of_ones_own_called_targets_is_not_lost_in_the_shift() -> None:
     ids = torch.arange(3)
-    held = sb.types.MicroBatch.of([sb.Rollout(tokens={"input_ids": ids, "targets": ids + 7})])
+    held = sb.rollouts.MicroBatch.of([sb.Rollout(tokens={"input_ids": ids, "targets": ids + 7})])
     assert held.packed()["targets"].tolist() == [7, 8, 9]
     with pytest.raises(ValueError, match=r"shift=True.*'targets'"):
         held.packed(shift=True)

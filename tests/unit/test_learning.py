@@ -19,8 +19,8 @@ from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.learn import attach, auto_window
 from stream_balancer.learn.calibration import Calibration
+from stream_balancer.rollouts.shared import tokens_of
 from stream_balancer.statistics import CostFit
-from stream_balancer.types.shared import tokens_of
 
 IDS = torch.zeros(8000, dtype=torch.int32)
 
@@ -50,7 +50,7 @@ def alone(shares: list[list[np.ndarray]]) -> list[list[tuple[np.ndarray, int]]]:
     return [[(lengths, 1) for lengths in share] for share in shares]
 
 
-def lengths_in(share: sb.types.RankBatch) -> list[tuple[np.ndarray, int]]:
+def lengths_in(share: sb.rollouts.RankBatch) -> list[tuple[np.ndarray, int]]:
     return [
         (np.array([tokens_of(r) for r in mb.rollouts], dtype=np.float64), max(len(mb.cp_group), 1))
         for mb in share.micro_batches

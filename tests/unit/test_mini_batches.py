@@ -22,9 +22,9 @@ from stream_balancer.core.executions import denominators_of, execution_of
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.mini_batches import in_mini_batches
+from stream_balancer.rollouts import RankBatch, Rollout
+from stream_balancer.rollouts.shared import SharedRollout, whole_rollouts
 from stream_balancer.testing import make_rollout
-from stream_balancer.types import RankBatch, Rollout
-from stream_balancer.types.shared import SharedRollout, whole_rollouts
 
 
 def of_ranks(batch: sb.Batch) -> list[tuple[RankBatch, ...]]:
@@ -36,7 +36,7 @@ def real(parts: tuple[RankBatch, ...]) -> list[Rollout]:
     return [r for r in whole_rollouts(r for part in parts for r in part.rollouts) if not r.is_padding]
 
 
-def unique_tokens(micro_batch: sb.types.MicroBatch) -> int:
+def unique_tokens(micro_batch: sb.rollouts.MicroBatch) -> int:
     """A prefix counted once."""
     siblings = {r.group_id: r.prefix for r in micro_batch.rollouts}
     return micro_batch.num_tokens - sum(r.prefix for r in micro_batch.rollouts) + sum(siblings.values())

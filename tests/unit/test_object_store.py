@@ -16,8 +16,8 @@ from scripted import same_rollout
 from stream_balancer.client import object_store
 from stream_balancer.client.object_store import InStore
 from stream_balancer.client.payloads import SOURCES
+from stream_balancer.rollouts import MicroBatch
 from stream_balancer.testing import make_rollout
-from stream_balancer.types import MicroBatch
 
 
 class Keeper:

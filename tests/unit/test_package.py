@@ -30,7 +30,7 @@ def test_every_public_name_is_what_type_checkers_see() -> None:
         assert path.read_text() == text, "run: python tests/stubs.py"
     for name, module in sb._MODULE_OF.items():
         assert getattr(sb, name) is vars(importlib.import_module(f"stream_balancer.{module}"))[name], name
-    assert all(isinstance(module, ModuleType) for module in (sb.cost, sb.errors, sb.planning, sb.types))
+    assert all(isinstance(module, ModuleType) for module in (sb.cost, sb.errors, sb.planning, sb.rollouts))
     assert [name for name in dir(sb) if not name.startswith("__")] == sb.__all__
     assert len(sb.__all__) == 24
 
@@ -64,7 +64,7 @@ def test_planning_needs_numpy_only() -> None:
     said = in_a_new_process(
         "import sys; sys.modules['torch'] = sys.modules['anyio'] = sys.modules['msgspec'] = None\n"
         "from stream_balancer import planning\n"
-        "print(planning.choose([3, 1, 2, 2], dp_size=2, batch_size=2).size, len(planning.partition([3, 1, 2], 2)))"
+        "print(planning.choose([3, 1, 2, 2], dp_size=2, batch_size=2).size, len(planning.split([3, 1, 2], 2)))"
     )
     assert said.strip() == "2 2"
 
@@ -106,7 +106,7 @@ def test_every_test_file_has_tests_that_ci_runs() -> None:
 LAYERS = [
     {"errors", "values", "field_docs", "cost"},
     {"planning"},
-    {"types", "statistics", "config"},
+    {"rollouts", "statistics", "config"},
     {"core", "wire", "slots"},
     {"net", "facade", "learn"},
     {"host", "client"},  # the controller's process, and the others': what they share is below them

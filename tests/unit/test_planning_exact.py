@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_balancer.planning import form_micro_batches, partition
+from stream_balancer.planning import form_micro_batches, split
 from stream_balancer.planning.bounds import lockstep_bound
 
 Case = tuple[np.ndarray, np.ndarray, int, int]
@@ -111,7 +111,7 @@ def test_partitions(equal: bool, unlike: bool) -> None:
     for case in cases():
         costs, dp_size = case[1], case[2]
         speeds = SPEEDS[:dp_size] if unlike else np.ones(dp_size)
-        shares = partition(costs, dp_size, "equal" if equal else "free", speeds if unlike else None)
+        shares = split(costs, dp_size, "equal" if equal else "free", speeds if unlike else None)
         each_once(shares, case[0], np.inf)
         best = best_finish(case, speeds, equal=equal, capped=False, overhead=0.0, free=False)
         found = max(float(costs[share].sum()) / speed for share, speed in zip(shares, speeds, strict=True))

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stream_balancer.planning import lower_bound, partition
-from stream_balancer.planning import partition as partition_function
+from stream_balancer.planning import lower_bound, split
+from stream_balancer.planning import split as split_function
 
 integral = st.integers(0, 60).map(float)
 spread = st.floats(0.0, 1e6, allow_nan=False).map(lambda x: 0.0 if x < 1e-3 else x)
@@ -35,8 +35,8 @@ def check(costs, shares, dp_size, counts):
 @given(many_costs, st.integers(1, 9), kinds, st.integers(0, 20))
 def test_every_rollout_is_on_one_rank_and_no_rank_is_idle(costs, dp_size, counts, rotation):
     given_costs = np.array(costs)
-    shares = partition(given_costs, dp_size, counts, rotation=rotation)
-    again = partition(costs, dp_size, counts, rotation=rotation)
+    shares = split(given_costs, dp_size, counts, rotation=rotation)
+    again = split(costs, dp_size, counts, rotation=rotation)
     assert all((a == b).all() for a, b in zip(shares, again, strict=True))
     assert given_costs.tolist() == costs
     check(costs, shares, dp_size, counts)
@@ -44,18 +44,18 @@ def test_every_rollout_is_on_one_rank_and_no_rank_is_idle(costs, dp_size, counts
     assert finish(costs, shares) >= bound * (1 - 1e-9)
     if counts == "free" and costs:  # what largest-first alone guarantees (Graham 1969), kept by every swap
         assert finish(costs, shares) <= (4 / 3) * max(bound, 1e-300) * 1.5
-    check(costs, partition(costs, dp_size, counts, tolerance=1e-7), dp_size, counts)
+    check(costs, split(costs, dp_size, counts, tolerance=1e-7), dp_size, counts)
 
 
 def test_no_rank_has_the_heaviest_in_every_step():
-    plans = [partition([9.0, 2.0, 2.0], 3, rotation=step) for step in range(4)]
+    plans = [split([9.0, 2.0, 2.0], 3, rotation=step) for step in range(4)]
     assert [next(rank for rank, share in enumerate(plan) if 0 in share) for plan in plans] == [0, 1, 2, 0]
 
 
 @given(many_costs, st.lists(st.floats(0.1, 10), min_size=1, max_size=6), kinds)
 @example([1.0, 1.0, 3.0, 12.0, 13.0], [1.0, 3.0, 0.25, 1.0], "free")  # the slowest was best left without any
 def test_with_speeds_too(costs, speeds, counts):
-    shares = partition(costs, len(speeds), counts, speeds)
+    shares = split(costs, len(speeds), counts, speeds)
     check(costs, shares, len(speeds), counts)
     assert finish(costs, shares, speeds) >= lower_bound(costs, len(speeds), counts, speeds) * (1 - 1e-9)
 
@@ -66,7 +66,7 @@ def test_equal_counts_bound_sees_the_company_of_heavy_ones_that_share_a_rank(hea
     costs = np.repeat([30_000.0, 500.0], [heavy, 64 - heavy])
     each = heavy // 8 + 1
     assert lower_bound(costs, 8, "equal") == each * 30_000 + (8 - each) * 500
-    assert finish(costs, partition(costs, 8, "equal")) == lower_bound(costs, 8, "equal")
+    assert finish(costs, split(costs, 8, "equal")) == lower_bound(costs, 8, "equal")
 
 
 ADVERSARIES = {
@@ -91,9 +91,9 @@ ADVERSARIES = {
 @pytest.mark.parametrize("dp_size", [1, 3, 8, 64])
 def test_adversaries(name, counts, dp_size):
     costs = ADVERSARIES[name]
-    check(costs, partition(costs, dp_size, counts), dp_size, counts)
+    check(costs, split(costs, dp_size, counts), dp_size, counts)
     speeds = np.linspace(1.0, 100.0, dp_size)
-    check(costs, partition(costs, dp_size, counts, speeds), dp_size, counts)
+    check(costs, split(costs, dp_size, counts, speeds), dp_size, counts)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -103,7 +103,7 @@ def test_adversaries(name, counts, dp_size):
 )
 def test_heavy_tails_reach_the_bound(seed, n, dp_size, counts, within):
     lengths = np.clip(np.random.default_rng(seed).lognormal(np.log(4096) - 0.5, 1, n), 64, 32768).round()
-    shares = partition(lengths, dp_size, counts)
+    shares = split(lengths, dp_size, counts)
     assert finish(lengths, shares) <= lower_bound(lengths, dp_size, counts) * (1 + within)
 
 
@@ -121,6 +121,6 @@ def test_heavy_tails_reach_the_bound(seed, n, dp_size, counts, within):
 )
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        partition_function(**arguments)
+        split_function(**arguments)
     with pytest.raises(ValueError, match=message):
         lower_bound(**arguments)

@@ -595,7 +595,7 @@ def test_a_pool_of_ones_own_passes_nobody_over_too_often() -> None:
         go = planning.choose(lengths, dp_size=4, batch_size=16, max_skips=8, skips=skips, step=step)
         assert go.size == 16
         assert (np.diff(go) > 0).all()
-        parts = planning.partition(np.array(lengths)[go], 4)
+        parts = planning.split(np.array(lengths)[go], 4)
         loads = [np.array(lengths)[go][part].sum() for part in parts]
         idle.append(1 - np.mean(loads) / max(loads))
         taken += go.size

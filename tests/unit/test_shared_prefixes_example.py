@@ -12,7 +12,7 @@ from stream_balancer_demo.model import Decoder
 from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer.types.trees import Tree
+from stream_balancer.rollouts.trees import Tree
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from shared_prefixes import Attend, by_flex_attention, by_node, loss_sum
@@ -20,7 +20,7 @@ from shared_prefixes import Attend, by_flex_attention, by_node, loss_sum
 VOCABULARY = 32
 
 
-def dense_loss_sum(model: Decoder, micro_batch: sb.types.MicroBatch) -> Tensor:
+def dense_loss_sum(model: Decoder, micro_batch: sb.rollouts.MicroBatch) -> Tensor:
     """What a trainer computes that knows of no prefix, rollout by rollout."""
     total = torch.zeros(())
     for rollout in micro_batch.rollouts:
@@ -32,7 +32,7 @@ def dense_loss_sum(model: Decoder, micro_batch: sb.types.MicroBatch) -> Tensor:
     return total
 
 
-def micro_batch(trained: str) -> sb.types.MicroBatch:
+def micro_batch(trained: str) -> sb.rollouts.MicroBatch:
     """Two groups of three, one of them with a sibling that shares less and one that shares nothing, and one alone."""
     rollouts, dice = [], torch.Generator().manual_seed(0)
     for number, (group, prompt, declared) in enumerate(
@@ -49,7 +49,7 @@ def micro_batch(trained: str) -> sb.types.MicroBatch:
                 prefix=declared,
             )
         )
-    return sb.types.MicroBatch.of([*rollouts, rollouts[0].padding_copy("padding-0")])
+    return sb.rollouts.MicroBatch.of([*rollouts, rollouts[0].padding_copy("padding-0")])
 
 
 def gradients(model: Decoder, loss: Tensor) -> Tensor:

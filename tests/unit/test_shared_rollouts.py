@@ -19,9 +19,9 @@ from stream_balancer.core import batching
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.integrations.areal import trajectories_from
+from stream_balancer.rollouts import Batch, MicroBatch, Rollout, SharedRollout
+from stream_balancer.rollouts.shared import join_column, part_of
 from stream_balancer.testing import make_rollout
-from stream_balancer.types import Batch, MicroBatch, Rollout, SharedRollout
-from stream_balancer.types.shared import join_column, part_of
 from stream_balancer.wire.encode import encode_rollouts
 
 DEGREES = (2, 4, 8, 3)

@@ -46,7 +46,7 @@ from stream_balancer.host.records import (
     rollout_key,
     row_name,
 )  # fmt: skip
-from stream_balancer.types import Batch, EvictReason, Rollout
+from stream_balancer.rollouts import Batch, EvictReason, Rollout
 
 MAX_ROLLOUT_BYTES = 9 * 10**8  # SQLite takes 10 ** 9 bytes a row
 

@@ -93,7 +93,7 @@ def inputs_from(share: Any, *, pad_token_id: int) -> list[dict[str, Any]]:
     return [_inputs(mb, pad_token_id) | {"num_items_in_batch": items} for mb in share.micro_batches]
 
 
-def _inputs(micro_batch: sb.types.MicroBatch, pad_token_id: int) -> dict[str, Any]:
+def _inputs(micro_batch: sb.rollouts.MicroBatch, pad_token_id: int) -> dict[str, Any]:
     rollouts = _rows.with_prompt(micro_batch.rollouts)
     taken, noted = _rows.together(rollouts), rollouts[0].metadata
     prompts, completions = zip(*map(_parts, rollouts), strict=True)

@@ -8,9 +8,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from stream_balancer.field_docs import documented
-from stream_balancer.types.micro_batch import MicroBatch
-from stream_balancer.types.rollout import Rollout
-from stream_balancer.types.shared import whole_rollouts
+from stream_balancer.rollouts.micro_batch import MicroBatch
+from stream_balancer.rollouts.rollout import Rollout
+from stream_balancer.rollouts.shared import whole_rollouts
 
 Reason: TypeAlias = Literal["window", "deadline", "age", "drain"]
 """Why a batch left: the window filled, the oldest rollout had waited ``deadline_s``, rollouts were about to go stale,

@@ -1,9 +1,9 @@
 """Values that travel: rollouts in, batches out. Frozen values; nothing here waits, decides or sends."""
 
-from stream_balancer.types.batch import Batch, Denominators, MiniBatchSize, RankBatch, Reason
-from stream_balancer.types.micro_batch import ExecutionSize, MicroBatch
-from stream_balancer.types.rollout import EvictReason, Rollout, cheapest_to_copy
-from stream_balancer.types.shared import SharedRollout
+from stream_balancer.rollouts.batch import Batch, Denominators, MiniBatchSize, RankBatch, Reason
+from stream_balancer.rollouts.micro_batch import ExecutionSize, MicroBatch
+from stream_balancer.rollouts.rollout import EvictReason, Rollout, cheapest_to_copy
+from stream_balancer.rollouts.shared import SharedRollout
 from stream_balancer.values import SUPPORTED_DTYPES, Version
 
 __all__ = [

@@ -31,7 +31,7 @@ def choose(
 ) -> Ints:
     """Positions ([k] int64, ascending) of the rollouts that go now: those that ``dp_size`` ranks finish together. As
     many as ``batch_size``, or all if there are no more; fewer where whole groups do not add up to it. The names are
-    those of ``BalancerConfig``; :func:`partition` and :func:`form_micro_batches` give them to ranks.
+    those of ``BalancerConfig``; :func:`split` and :func:`form_micro_batches` give them to ranks.
 
     :param lengths: [n] tokens of each, oldest first.
     :param costs: [n] work of each; None = its tokens.

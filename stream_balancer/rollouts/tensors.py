@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stream_balancer.types.shared import chunks_of
+from stream_balancer.rollouts.shared import chunks_of
 
 
 def count_up(runs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
@@ -170,7 +170,7 @@ class _NamedColumns(Mapping[str, Any]):
         another shape. O(T).
 
         Examples:
-            >>> from stream_balancer.types import MicroBatch, Rollout
+            >>> from stream_balancer.rollouts import MicroBatch, Rollout
             >>> real = [
             ...     Rollout(tokens={"input_ids": ids}, scalars={"advantage": advantage})
             ...     for ids, advantage in (([11, 12], 0.5), ([21, 22, 23], -1.0))
@@ -273,7 +273,7 @@ class Packed(_NamedColumns):
         at a rollout's last token. Raises KeyError for an unknown column. O(T).
 
         Examples:
-            >>> from stream_balancer.types import MicroBatch, Rollout
+            >>> from stream_balancer.rollouts import MicroBatch, Rollout
             >>> rollouts = [Rollout(tokens={"input_ids": ids}) for ids in ([11, 12], [21, 22, 23], [31])]
             >>> MicroBatch.of(rollouts).packed().next("input_ids")
             tensor([12,  0, 22, 23,  0,  0])

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from stream_balancer.errors import RolloutError
 from stream_balancer.field_docs import documented
-from stream_balancer.types.rollout import Rollout
+from stream_balancer.rollouts.rollout import Rollout
 
 
 def chunk_tokens(num_tokens: int, degree: int) -> int:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import RolloutError
-from stream_balancer.types.tensors import FlatColumns, count_up
+from stream_balancer.rollouts.tensors import FlatColumns, count_up
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

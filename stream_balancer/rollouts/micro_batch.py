@@ -1,5 +1,5 @@
-"""The micro-batch: rollouts that go through the model together. :mod:`stream_balancer.types.tensors` and
-:mod:`stream_balancer.types.trees` have its layouts.
+"""The micro-batch: rollouts that go through the model together. :mod:`stream_balancer.rollouts.tensors` and
+:mod:`stream_balancer.rollouts.trees` have its layouts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from stream_balancer.field_docs import documented
-from stream_balancer.types import trees
-from stream_balancer.types.rollout import Rollout
-from stream_balancer.types.shared import SharedRollout, loss_tokens_of, part_of, rows_of
-from stream_balancer.types.tensors import FlatColumns, Nested, Packed, Padded, SharedColumns
+from stream_balancer.rollouts import trees
+from stream_balancer.rollouts.rollout import Rollout
+from stream_balancer.rollouts.shared import SharedRollout, loss_tokens_of, part_of, rows_of
+from stream_balancer.rollouts.tensors import FlatColumns, Nested, Packed, Padded, SharedColumns
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -195,7 +195,7 @@ class MicroBatch:
         the model reads. All others are used as :meth:`packed` has them: the last token of a prefix predicts another
         token for each sibling, and each has its own mask and advantage. ``multiple_of``: U is filled up to one with
         zeros that are no rollout's (128 for compiled FlexAttention). Where nobody shares, nothing is copied; else U
-        tokens of each column. O(T); see :class:`stream_balancer.types.trees.Tree`.
+        tokens of each column. O(T); see :class:`stream_balancer.rollouts.trees.Tree`.
 
         Raises RolloutError, naming them, where the prefixes of two siblings differ in one of ``columns`` (for each a
         comparison of T tokens, and a wait for the device; ``check=False`` leaves it out), KeyError for a column that is

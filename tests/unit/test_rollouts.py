@@ -32,7 +32,7 @@ from hypothesis import HealthCheck, given, settings
 
 import stream_balancer as sb
 from stream_balancer.errors import RolloutError
-from stream_balancer.types import SUPPORTED_DTYPES, Rollout, cheapest_to_copy
+from stream_balancer.rollouts import SUPPORTED_DTYPES, Rollout, cheapest_to_copy
 
 FIVE = torch.arange(5)
 
@@ -136,7 +136,7 @@ def test_the_rollout_without_images_is_copied_if_there_is_one() -> None:
 def test_reprs_are_short_and_telling() -> None:
     rollout = sb.Rollout(tokens={"input_ids": FIVE}, rollout_id="r1", group_id="g", version=3)
     assert repr(rollout) == "Rollout('r1', num_tokens=5, columns=['input_ids'], group_id='g', version=3)"
-    assert repr(sb.types.MicroBatch.of([rollout])) == "MicroBatch(num_rollouts=1, num_tokens=5)"
+    assert repr(sb.rollouts.MicroBatch.of([rollout])) == "MicroBatch(num_rollouts=1, num_tokens=5)"
 
 
 IDS = torch.arange(3)
