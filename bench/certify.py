@@ -37,7 +37,7 @@ def main() -> None:
                 window=2 * batch,
                 max_skips=skips,
                 cost=sb.cost.QuadraticCost(),
-                counts=options.counts,
+                equal_rollouts=options.counts == "equal",
                 sync=options.sync,
                 micro_batches=sb.MicroBatches(max_tokens=longest if options.sync == "micro_batch" else None),
             )

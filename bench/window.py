@@ -103,7 +103,7 @@ MODES = (
         for width in (1.25, 1.5, 2.0, 3.0)
         for skips in (8, 16, 32)
     ),
-    Mode("W2 D16 equal counts", 2, {"max_skips": 16, "counts": "equal"}),
+    Mode("W2 D16 equal counts", 2, {"max_skips": 16, "equal_rollouts": True}),
     *(
         Mode(f"W2 D{skips}, 16 to 64", 2, {"max_skips": skips, "step_size": {"rollouts": (16, 64)}}, bars=bars)
         for skips, bars in ((8, {}), (16, {"rg": 3.5, "mooncake": 2.2, "misguided": 0.9, "nemo": 32.9}), (32, {}))
@@ -250,7 +250,7 @@ def synthetic(rows: Rows, seeds: int, steps: int, only: str) -> None:
             ("equal", 2, 16),
         ):
             label = f"W{width:g} D{skips} {counts}"
-            mode = Mode(label, width, {"max_skips": skips, "counts": counts}, batch, ranks)
+            mode = Mode(label, width, {"max_skips": skips, "equal_rollouts": counts == "equal"}, batch, ranks)
             measure(rows, f"{name} {label}", run(make, count, mode, cost), bar if label == "W2 D8 free" else None)
 
 

@@ -203,9 +203,9 @@ def combinations(c: Knobs) -> Iterator[str]:
             f"groups.keep='same_rank' needs a group for every rank: batch_size ({c.batch_size}), or the least of "
             f"step_size.rollouts, holds fewer than {c.dp_size} groups of {c.groups.size}. Raise it"
         )
-    if c.groups.keep == "same_rank" and c.counts == "equal" and c.batch_size % (c.dp_size * (c.groups.size or 1)):
+    if c.groups.keep == "same_rank" and c.equal_rollouts and c.batch_size % (c.dp_size * (c.groups.size or 1)):
         yield (
-            f"groups.keep='same_rank' with counts='equal' needs batch_size ({c.batch_size}) / groups.size "
+            f"groups.keep='same_rank' with equal_rollouts=True needs batch_size ({c.batch_size}) / groups.size "
             f"({c.groups.size}) to be a multiple of dp_size ({c.dp_size}). Change batch_size"
         )
     if c.groups.keep == "same_rank" and c.policy == "round_robin":
@@ -220,10 +220,10 @@ def combinations(c: Knobs) -> Iterator[str]:
             f"least of step_size.rollouts: each takes at least one rollout, or group, of every step, {of_strata} "
             "together. Leave some out, or raise batch_size"
         )
-    if c.micro_batches.counts == "free" and c.sync == "micro_batch":
+    if not c.micro_batches.equal_number and c.sync == "micro_batch":
         yield (
-            "micro_batches.counts='free' needs sync='step': ranks that meet at every micro-batch would wait for ever "
-            "for one that has fewer. Leave micro_batches.counts out"
+            "micro_batches.equal_number=False needs sync='step': ranks that meet at every micro-batch would wait "
+            "forever for a rank that has fewer. Leave micro_batches.equal_number out"
         )
     if c.step_size.mini_batches > 1 and c.batch_size < c.step_size.mini_batches * (fewest := _least_of_mini_batch(c)):
         yield (
@@ -256,11 +256,11 @@ def varying(c: Knobs) -> Iterator[str]:
             f"step_size.rollouts {c.step_size.rollouts} reaches above capacity ({c.capacity}): so many rollouts could "
             "never wait. Raise capacity, or lower step_size.rollouts"
         )
-    multiple = step_multiple(c.dp_size, c.counts, c.groups.keep, c.groups.size)
+    multiple = step_multiple(c.dp_size, "equal" if c.equal_rollouts else "free", c.groups.keep, c.groups.size)
     if odd := [one for one in (least, c.batch_size, most) if one % multiple]:
         yield (
             f"step_size.rollouts {c.step_size.rollouts} and batch_size ({c.batch_size}) must be multiples of "
-            f"{multiple} with counts={c.counts!r}, dp_size {c.dp_size} and groups.size {c.groups.size}: whole groups "
+            f"{multiple} with equal_rollouts={c.equal_rollouts}, dp_size {c.dp_size} and groups.size {c.groups.size}: whole groups "
             f"leave, and as many on every rank where counts are equal. Change {' and '.join(map(str, odd))}"
         )
 
@@ -285,8 +285,8 @@ def _not_shared(c: Knobs) -> str:
     """Knobs that do not go together with rollouts that ranks share."""
     return _those(
         {
-            "counts='equal' (a shared rollout is on several ranks, so they cannot be counted alike)": (
-                c.counts == "equal"
+            "equal_rollouts=True (a shared rollout is on several ranks, so they cannot be counted alike)": (
+                c.equal_rollouts
             ),
             "groups.keep='same_rank' (a shared rollout is not on one rank)": c.groups.keep == "same_rank",
             "a padded cost (what a slice of a padded row costs is not known)": c.cost.padded,
@@ -302,7 +302,7 @@ def _not_with_prefixes(c: Knobs) -> str:
             "a padded cost (a shared prefix is not padded)": c.cost.padded,
             "CalibratedCost (it learns from seconds what whole lengths cost)": isinstance(c.cost, CalibratedCost),
             "sync='micro_batch' (it evens out ranks, not micro-batches)": c.sync != "step",
-            "counts='equal' (siblings on one rank are worth more than even counts)": c.counts != "free",
+            "equal_rollouts=True (siblings on one rank are worth more than even counts)": c.equal_rollouts,
             "speeds (all ranks count as alike)": c.speeds,
         }
     )

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta
 
 from stream_balancer.config.values import Count, Values
-from stream_balancer.planning.arrays import Counts, Order, Oversize
+from stream_balancer.planning.arrays import Order, Oversize
 from stream_balancer.planning.plan import Keep
 
 Amount: TypeAlias = Annotated[float, Meta(ge=0, le=sys.float_info.max, description="a finite number >= 0")]
@@ -27,9 +27,9 @@ class MicroBatches(metaclass=Values):
     max_tokens: Count | None = None
     """Hard cap on the tokens of a micro-batch, never exceeded (padding counts under a padded cost). None = one
     micro-batch."""
-    counts: Counts = "equal"
-    """"equal": as many micro-batches on every rank. "free": each rank its own number, where ranks meet once per step
-    (DDP with ``no_sync``, HSDP): fewer padding copies, less ``overhead_cost``."""
+    equal_number: bool = True
+    """True: every rank runs the same number of micro-batches. False: each rank runs its own number, which needs
+    ``sync="step"`` and gives fewer padding copies and less ``overhead_cost``."""
     multiple_of: Count = 1
     """The number of micro-batches is a multiple of this (virtual pipeline stages)."""
     order: Order = "heaviest_first"

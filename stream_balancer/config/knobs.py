@@ -12,7 +12,7 @@ from msgspec import Meta
 from stream_balancer.config.groups import ContextParallel, Groups, Limits, MicroBatches, Staleness, StepSize
 from stream_balancer.config.values import Count, Group, Knob, Values
 from stream_balancer.cost import CostModel, TokenCost
-from stream_balancer.planning.arrays import Counts, Sync
+from stream_balancer.planning.arrays import Sync
 
 Policy: TypeAlias = Literal["window", "fifo", "round_robin"]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a finite number of seconds > 0")]
@@ -74,8 +74,8 @@ class Knobs(metaclass=Values):
     Of a Hugging Face config.json it is the model's FLOPs."""
     speeds: Speeds | None = None
     """Relative speed of each rank: one of speed 0.5 gets half the work. None = all alike."""
-    counts: Counts = "free"
-    """"equal": the same number of rollouts on every rank (to within one). "free" balances better."""
+    equal_rollouts: bool = False
+    """True: every rank gets the same number of rollouts, to within one. False balances better."""
     sync: Sync = "step"
     """Where ranks meet: once per "step", or at every "micro_batch" (FSDP, ZeRO-3)."""
     policy: Policy = "window"
@@ -98,7 +98,7 @@ class Knobs(metaclass=Values):
     so many of those that wait go, and one (or one group) at the least. What must go for its age comes first. A
     rollout's stratum is its ``metadata["stratum"]``. None = no shares."""
     micro_batches: Group[MicroBatches] = _defaults(MicroBatches)
-    """MicroBatches(max_tokens, counts, multiple_of, order, overhead_cost, oversize): cuts a rank's part."""
+    """MicroBatches(max_tokens, equal_number, multiple_of, order, overhead_cost, oversize): cuts a rank's part."""
     groups: Group[Groups] = _defaults(Groups)
     """Groups(size, min_size, patience, keep, share_prefixes): siblings of one prompt (GRPO)."""
     staleness: Group[Staleness] = _defaults(Staleness)

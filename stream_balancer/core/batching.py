@@ -200,7 +200,7 @@ def batch_of_plan(
     rollouts = list(chosen.values())
     executions = sizes_of(rollouts)
     mini_batches = [_micro_batches(one, chosen, executions) for one in plan.pieces]
-    same = config.micro_batches.counts == "equal"
+    same = config.micro_batches.equal_number
     num_padding = _fill_up(mini_batches, config, originals or rollouts, step, had, least=1, same=same)
     return assembled(
         step,

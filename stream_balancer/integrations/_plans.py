@@ -61,7 +61,7 @@ def choose_groups(
     due: Container[Group] = (),
     strata: Mapping[Group, str] | None = None,
     stratum_shares: Mapping[Any, float] | None = None,
-    counts: Literal["equal", "free"] = "free",
+    equal_rollouts: bool = False,
 ) -> list[Group]:
     """``count`` of the groups that wait, in their order, whose rollouts balance over the ranks.
 
@@ -87,7 +87,7 @@ def choose_groups(
         groups=np.repeat(np.arange(sizes.size), size) if size > 1 else None,
         strata=None if strata is None else np.repeat([strata[group] for group in groups], size),
         stratum_shares=stratum_shares,
-        counts=counts,
+        counts="equal" if equal_rollouts else "free",
         step=step,
     )
     names = list(groups)

@@ -79,7 +79,7 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         max_versions: int | None = None,
         stratum_key: str | None = None,
         stratum_shares: dict[str, float] | None = None,
-        counts: Literal["equal", "free"] = "free",
+        equal_rollouts: bool = False,
         micro_batches: sb.MicroBatches = sb.MicroBatches(),  # noqa: B008 - a frozen value
         length_key: str = "total_lengths",
         cost: str | sb.cost.CostModel = "tokens",
@@ -90,7 +90,7 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         that a row was generated with; one of ``max_versions`` versions ago goes now, as far as there is room.
         ``stratum_key``: the tag that names a row's stratum (its group has that of its oldest row), of which
         ``stratum_shares`` gives the least part of a step.
-        ``length_key``: the tag with a row's tokens; a row that has none yet waits. ``counts``, ``micro_batches``,
+        ``length_key``: the tag with a row's tokens; a row that has none yet waits. ``equal_rollouts``, ``micro_batches``,
         ``cost``: as ``BalancerConfig`` takes them; a row above ``micro_batches.max_tokens`` is alone in its
         micro-batch.
         """
@@ -113,7 +113,7 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         self._config = sb.BalancerConfig(
             dp_size=dp_size,
             batch_size=1024 * dp_size,
-            counts=counts,
+            equal_rollouts=equal_rollouts,
             micro_batches=micro_batches,
             cost=cost,
         )
@@ -207,7 +207,7 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             due=due,
             strata={group: str(tags[rows[0]].get(self.stratum_key, "")) for group, rows in window.items()},
             stratum_shares=self.stratum_shares,
-            counts=config.counts if len(waiting) >= wanted else "free",
+            equal_rollouts=config.equal_rollouts and len(waiting) >= wanted,
             step=pool.steps,
         )
         # groups beyond the window were not chosen from, so nothing passed them over
@@ -231,7 +231,7 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         return {group: own for group, own in groups.items() if end or len(own) >= self.group_size}
 
     def _dealt(self, rows: list[int], tokens: np.ndarray[Any, Any], step: int) -> list[Share]:
-        """Every rank's rows and marks, and as many micro-batches on each, unless ``micro_batches.counts`` is "free":
+        """Every rank's rows and marks, and as many micro-batches on each, unless ``micro_batches.equal_number`` is False:
         copies of the shortest rows complete them."""
         config, cut = self._config, self._config.micro_batches
         plan = planning.form_micro_batches(
@@ -239,16 +239,16 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             config.cost(tokens),
             config.dp_size,
             max_tokens=cut.max_tokens,
-            counts=config.counts,
+            counts="equal" if config.equal_rollouts else "free",
             padded=config.cost.padded,
-            micro_batch_counts=cut.counts,
+            micro_batch_counts="equal" if cut.equal_number else "free",
             overhead_cost=cut.overhead_cost or 0.0,
             multiple_of=cut.multiple_of,
             order=cut.order,
             oversize="alone",  # the row is accepted: here it can no longer be refused
             rotation=step,
         )
-        most = max(map(len, plan)) if cut.counts == "equal" else 1
+        most = max(map(len, plan)) if cut.equal_number else 1
         shortest = [rows[place] for place in np.argsort(tokens, kind="stable")]
         shares: list[Share] = []
         for of_rank in plan:

@@ -168,7 +168,7 @@ class OneRank:
 class RankBatch(OneRank):
     """Rank batch: the micro-batches of one rank in one step, or in one of its mini-batches.
 
-    Every rank of a step has the same number of micro-batches (its own with ``micro_batches.counts="free"``), none of
+    Every rank of a step has the same number of micro-batches (its own with ``micro_batches.equal_number=False``), none of
     them empty. Numbers of rollouts and tokens differ from rank to rank, so a mean of the ranks' means is wrong: divide
     the *sum* of the loss by one of the ``global_`` denominators.
     """

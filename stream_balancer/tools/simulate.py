@@ -165,7 +165,7 @@ def _certificate(run: Run, progress: Callable[[int], None] | None) -> Certificat
         batch_size=config.batch_size,
         ranks=config.dp_size,
         max_skips=config.max_skips,
-        equal_counts=config.counts == "equal",
+        equal_counts=config.equal_rollouts,
         tokens=run.trace.lengths[order] if config.sync == "micro_batch" and cap is not None else None,
         max_tokens=cap or 1,
         progress=None if progress is None else lambda done, rounds: progress(done * len(run.trace) // rounds),

@@ -20,7 +20,7 @@ CAP = 40
 
 
 def knobs(dp_size: int, **more: object) -> sb.BalancerConfig:
-    given = {"dp_size": dp_size, "batch_size": 12 * dp_size, "micro_batches": {"max_tokens": CAP, "counts": "free"}}
+    given = {"dp_size": dp_size, "batch_size": 12 * dp_size, "micro_batches": {"max_tokens": CAP, "equal_number": False}}
     return sb.BalancerConfig(**{**given, **more})  # type: ignore[arg-type]
 
 
@@ -72,10 +72,10 @@ async def run(
 
 
 async def step_seconds(
-    lengths: Sequence[int], slow: dict[int, float], counts: str = "free", **options: Any
+    lengths: Sequence[int], slow: dict[int, float], equal_number: bool = False, **options: Any
 ) -> tuple[float, LateCrew]:
     """All of one step, on four ranks."""
-    micro_batches = {"max_tokens": CAP, "counts": counts}
+    micro_batches = {"max_tokens": CAP, "equal_number": equal_number}
     config = knobs(4, batch_size=len(lengths), capacity=4 * len(lengths), micro_batches=micro_batches)
     async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=4) as transport:
         crew = LateCrew(transport, slow)
@@ -85,13 +85,13 @@ async def step_seconds(
         return crew.met_at[0] - began_at, crew
 
 
-@pytest.mark.parametrize("counts", ["free", "equal"])
-async def test_others_take_over_what_a_slow_rank_has_not_begun(counts: str) -> None:
+@pytest.mark.parametrize("equal_number", [False, True])
+async def test_others_take_over_what_a_slow_rank_has_not_begun(equal_number: bool) -> None:
     """Four micro-batches of four rollouts on each of four ranks, one of which takes 1.5 times as long. Equal counts are
     those of the plan."""
     lengths = [10] * 64
-    planned, _ = await step_seconds(lengths, {2: 1.5}, counts, move_late=False)
-    moved, crew = await step_seconds(lengths, {2: 1.5}, counts)
+    planned, _ = await step_seconds(lengths, {2: 1.5}, equal_number, move_late=False)
+    moved, crew = await step_seconds(lengths, {2: 1.5}, equal_number)
     ideal = 64 * 10 * TOKEN_S / (3 + 1 / 1.5)
     assert planned == pytest.approx(1.375 * ideal, rel=0.02)
     # at 1.6 s it has begun its third; the fourth is split among the others
@@ -143,9 +143,9 @@ async def test_seconds_are_learned_from_what_each_rank_did() -> None:
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"micro_batches": {"counts": "equal"}, "sync": "micro_batch"}, "sync='micro_batch'"),
+        ({"micro_batches": {"equal_number": True}, "sync": "micro_batch"}, "sync='micro_batch'"),
         ({"step_size": {"mini_batches": 2}}, "step_size.mini_batches=2"),
-        ({"micro_batches": {"counts": "free", "multiple_of": 2}}, "micro_batches.multiple_of=2"),
+        ({"micro_batches": {"equal_number": False, "multiple_of": 2}}, "micro_batches.multiple_of=2"),
         ({"groups": {"keep": "same_rank", "size": 2}}, "groups.keep='same_rank'"),
     ],
     ids=str,

@@ -33,7 +33,7 @@ def some(number: int, name: str = "r") -> list[Rollout]:
 CAPPED = {"micro_batches": {"max_tokens": 1000}}
 LOCKSTEP = {"sync": "micro_batch", "micro_batches": {"max_tokens": 1000}}
 SHARED = {"context_parallel": {"sizes": (1, 2, 4), "min_tokens": 100}}
-FREE = {"micro_batches": {"counts": "free"}}
+FREE = {"micro_batches": {"equal_number": False}}
 PLANS: list[dict[str, Any]] = [{}, CAPPED, LOCKSTEP, SHARED, {**SHARED, "sync": "micro_batch"}]
 
 

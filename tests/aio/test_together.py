@@ -144,9 +144,9 @@ class Team:
             "capacity": pick([2 * size, 4 * size, 500]),
             "deadline_s": pick([None, None, 20.0]),
             "staleness": {"max_versions": pick([None, None, 1, 4]), "on_stale": pick(["evict", "send"])},
-            "counts": pick(["free", "equal"]),
+            "equal_rollouts": pick([False, True]),
             "cost": pick([sb.cost.TokenCost(), sb.cost.QuadraticCost()]),
-            "micro_batches": {"counts": pick(["equal", "free"]), "max_tokens": pick([None, 60])},
+            "micro_batches": {"equal_number": pick([True, False]), "max_tokens": pick([None, 60])},
             "groups": groups if self._has_groups else {},
         }
 

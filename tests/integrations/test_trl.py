@@ -263,7 +263,7 @@ def test_grpo_trains_in_one_process_and_evaluates(tmp_path: Path, loss_type: str
 
 
 CAP = sb.MicroBatches(max_tokens=60)
-FREE = {"micro_batches": sb.MicroBatches(counts="free"), "sync": "step", "cost": sb.cost.TokenCost()}
+FREE = {"micro_batches": sb.MicroBatches(equal_number=False), "sync": "step", "cost": sb.cost.TokenCost()}
 
 
 def test_what_cannot_be_balanced_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

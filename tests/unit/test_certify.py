@@ -211,7 +211,7 @@ def test_a_config_of_which_nothing_is_proven_is_refused(knobs: dict[str, Any], s
     [
         ({}, "instant"),
         ({}, "matched"),
-        ({"counts": "equal"}, "instant"),
+        ({"equal_rollouts": True}, "instant"),
         ({"speeds": (2.0,) * 4}, "matched"),
         ({"sync": "micro_batch", "micro_batches": {"max_tokens": 40_000}}, "instant"),
     ],

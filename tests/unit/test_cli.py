@@ -75,7 +75,7 @@ class TestReplay:
     def test_json(self, trace: Path) -> None:
         more = [
             *("--dp-size", 4, "--batch-size", 16, "--window", 48, "--max-skips", 12, "--capacity", 96),
-            *("--deadline-s", 500, "--cost", "quadratic", "--slots", 8, "--counts", "equal", "--seed", 3),
+            *("--deadline-s", 500, "--cost", "quadratic", "--slots", 8, "--equal-rollouts", "--seed", 3),
             *("--warm-up", 2, "--json"),
         ]
         result = run("replay", trace, *more)
@@ -84,7 +84,7 @@ class TestReplay:
         found: dict[str, Any] = json.loads(result.stdout)
         assert found["trace"]["rollouts"] == 400
         assert found["trace"]["groups"] == 100
-        assert [found["knobs"][name] for name in ("window", "deadline_s", "counts")] == [48, 500.0, "equal"]
+        assert [found["knobs"][name] for name in ("window", "deadline_s", "equal_rollouts")] == [48, 500.0, True]
         assert list(found["policies"]) == ["round_robin", "fifo", "window"]
         for report in found["policies"].values():
             assert report["overall"]["rollouts"] == 400

@@ -117,7 +117,7 @@ BAD_VALUES: list[tuple[str, str, list[object]]] = [
     *[(name, "must be an int >= 1 or 'auto' or None, not", [0, 2.0, "automatic"]) for name in ("window", "max_skips")],
     ("deadline_s", "must be a finite number of seconds > 0 or None, not", [0, -1.0, math.nan, math.inf, "30"]),
     ("remember_ids", "must be an int >= 0, not", [-1, 2.0, None]),
-    *[(name, "must be one of '.*', not 'nope'", ["nope"]) for name in ("counts", "sync", "policy")],
+    *[(name, "must be one of '.*', not 'nope'", ["nope"]) for name in ("sync", "policy")],
     ("speeds", "must be finite numbers > 0, one for each rank or None, not", [3, "ab", (1.0, "x", 1.0, 1.0), {1: 2}]),
     ("speeds", "must be finite numbers > 0, one for each rank or None, not", [(1.0, 1.0, 1.0, 0.0)]),
     ("speeds", r"must be 4 finite numbers > 0 \(one per rank\), not", [(1.0, 1.0)]),
@@ -136,7 +136,7 @@ BAD_VALUES: list[tuple[str, str, list[object]]] = [
     ("staleness.max_versions", "must be an int >= 0 or None, not", [-1, math.nan, True]),
     *[
         (name, "must be one of '.*', not 'nope'", ["nope"])
-        for name in ("micro_batches.counts", "micro_batches.oversize", "micro_batches.order", "groups.keep")
+        for name in ("micro_batches.oversize", "micro_batches.order", "groups.keep")
     ],
     ("micro_batches.order", "not 'heavy_first'. Did you mean 'heaviest_first'", ["heavy_first"]),
     ("staleness.on_stale", "must be one of 'evict', 'send', not 'nope'", ["nope"]),
@@ -193,12 +193,12 @@ SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
         ({"groups": {"size": 3}}, "must be a multiple of groups.size"),
         ({"groups": {"size": 8, "keep": "same_rank"}}, "needs a group for every rank"),
         ({"groups": {"size": 8}, "window": 60, "capacity": 63}, "must be <= 56, the whole groups that fit"),
-        ({"batch_size": 24, "groups": SAME_RANK, "counts": "equal"}, "multiple of dp_size"),
+        ({"batch_size": 24, "groups": SAME_RANK, "equal_rollouts": True}, "multiple of dp_size"),
         ({"groups": SAME_RANK, "policy": "round_robin"}, "does not work with policy='round_robin'"),
         *[({"groups": {"keep": keep}}, f"groups.keep='{keep}' needs groups.size") for keep in ("free", "same_rank")],
         ({"groups": {"size": 4, "patience": 3}}, r"groups.patience \(3.0\) needs groups.min_size"),
         ({"micro_batches": {"multiple_of": 5}}, "some micro-batches would be empty"),
-        ({"micro_batches": {"counts": "free"}, "sync": "micro_batch"}, "needs sync='step'"),
+        ({"micro_batches": {"equal_number": False}, "sync": "micro_batch"}, "needs sync='step'"),
         ({"step_size": {"mini_batches": 5}}, r"mini_batches \(5\) x 4 rollouts.* more than batch_size \(16\)"),
         ({"step_size": {"mini_batches": 3}, "micro_batches": {"multiple_of": 2}}, r"mini_batches \(3\) x 8 rollouts"),
         ({"batch_size": 32, "step_size": {"mini_batches": 3}, "groups": SAME_RANK}, "x 16 rollouts"),
@@ -222,15 +222,15 @@ SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
                 ({"cost": sb.cost.PaddedCost()}, "a padded cost"),
                 ({"cost": sb.cost.CalibratedCost()}, "CalibratedCost"),
                 ({"sync": "micro_batch"}, "sync='micro_batch'"),
-                ({"counts": "equal"}, "counts='equal'"),
+                ({"equal_rollouts": True}, "equal_rollouts=True"),
                 (SLOW, "speeds"),
-                ({**SLOW, "counts": "equal"}, "counts='equal'.* and speeds"),
+                ({**SLOW, "equal_rollouts": True}, "equal_rollouts=True.* and speeds"),
             )
         ],
         *[
             ({**SHARED, **knobs}, rf"context_parallel.sizes=\(1, 2\) does not work with {says}")
             for knobs, says in (
-                ({"counts": "equal"}, "counts='equal'"),
+                ({"equal_rollouts": True}, "equal_rollouts=True"),
                 ({"groups": SAME_RANK}, "groups.keep='same_rank'"),
                 ({"cost": sb.cost.PaddedCost()}, "a padded cost"),
                 (SLOW, "speeds"),
@@ -250,7 +250,7 @@ SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
                     {"min_batch_size": 5},
                     r"min_batch_size \(5\) must be <= 4: .* the least of step_size.rollouts",
                 ),
-                ((4, 15), {"counts": "equal"}, "must be multiples of 2.* Change 15"),
+                ((4, 15), {"equal_rollouts": True}, "must be multiples of 2.* Change 15"),
                 ((3, 15), {"groups": {"size": 2}}, "must be multiples of 2.* Change 3 and 15"),
                 ((2, 16), {"groups": {"size": 2, "keep": "same_rank"}}, "holds fewer than 2 groups of 2"),
                 ((4, 16), {"sync": "micro_batch"}, "does not work with sync='micro_batch'"),
@@ -322,11 +322,11 @@ def test_plain_data_that_is_none(knobs: Any, says: str) -> None:
 def test_a_config_from_plain_data() -> None:
     text = """
         {dp_size: 2, batch_size: 8, max_skips: null, cost: quadratic:2:1, speeds: [1, 0.5],
-         context_parallel: {sizes: [1]}, micro_batches: {max_tokens: 64, counts: free}, groups: null}
+         context_parallel: {sizes: [1]}, micro_batches: {max_tokens: 64, equal_number: false}, groups: null}
     """
     made = sb.BalancerConfig.from_dict(yaml.safe_load(text))
     assert made == sb.BalancerConfig(
         dp_size=2, batch_size=8, max_skips=None, cost=sb.cost.QuadraticCost(2, 1), speeds=(1, 0.5),
-        micro_batches=sb.MicroBatches(max_tokens=64, counts="free"),
+        micro_batches=sb.MicroBatches(max_tokens=64, equal_number=False),
     )  # fmt: skip
     assert sb.BalancerConfig(dp_size=2, batch_size=8, cost="padded").cost == sb.cost.PaddedCost()

@@ -179,7 +179,7 @@ def test_a_grouped_balancer_refuses_a_rollout_without_a_group() -> None:
 
 
 def test_a_rank_without_a_rollout_runs_as_many_micro_batches_as_a_multiple_asks_for() -> None:
-    core = reconfigurable(dp_size=2, batch_size=4, micro_batches={"multiple_of": 2, "counts": "free"})
+    core = reconfigurable(dp_size=2, batch_size=4, micro_batches={"multiple_of": 2, "equal_number": False})
     core.add(make_rollout(3), 0.0)
     core.end()
     assert [len(one.micro_batches) for one in polled(core).ranks] == [2, 2]

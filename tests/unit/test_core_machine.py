@@ -53,7 +53,7 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
     batch_size = unit * draw(st.integers(1, 3))
     window = batch_size + draw(st.integers(0, 2)) * unit
     cap = draw(st.sampled_from([None, None, 40]))
-    counts = "free" if group_size and groups == "same_rank" else draw(st.sampled_from(["free", "equal"]))
+    equal_rollouts = not (group_size and groups == "same_rank") and draw(st.booleans())
     sync = draw(st.sampled_from(["step", "step", "micro_batch"]))
     cuts = bool(group_size) and groups != "free" and draw(st.booleans())
     config = sb.BalancerConfig(
@@ -69,11 +69,11 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
             min_size=-(-(group_size or 0) // 2) if cuts else None,
             patience=draw(st.sampled_from([2.0, 0.0])) if cuts else 2.0,
         ),
-        counts=counts,
+        equal_rollouts=equal_rollouts,
         micro_batches=sb.MicroBatches(
             max_tokens=cap,
             oversize="alone",
-            counts=draw(st.sampled_from(["equal", "free"])) if sync == "step" else "equal",
+            equal_number=sync == "micro_batch" or draw(st.booleans()),
             overhead_cost=draw(st.sampled_from([None, 0.0, 7.0, 1e4])),
             multiple_of=draw(st.sampled_from([1, 2])) if batch_size >= 2 * dp_size else 1,
         ),
@@ -603,7 +603,7 @@ class CoreMachine(RuleBasedStateMachine):
     def check_shares(self, batch: sb.Batch) -> None:
         c = self.core.config
         numbers = {len(share.micro_batches) for share in batch.ranks}
-        assert len(numbers) == 1 or c.micro_batches.counts == "free"
+        assert len(numbers) == 1 or not c.micro_batches.equal_number
         assert not any(number % c.micro_batches.multiple_of for number in numbers)
         real = [r for r in batch.rollouts if not r.is_padding]
         assert batch.num_tokens == sum(r.num_tokens for r in real)
@@ -621,7 +621,7 @@ class CoreMachine(RuleBasedStateMachine):
                 cap = c.micro_batches.max_tokens
                 size = max(mb.lengths) * len(mb.lengths) if c.cost.padded else mb.num_tokens
                 assert cap is None or size <= cap or len(mb.rollouts) == 1
-        if c.counts == "equal" and not batch.num_padding and len(real) >= least_batch_size(c):
+        if c.equal_rollouts and not batch.num_padding and len(real) >= least_batch_size(c):
             counts = {share.num_rollouts for share in batch.ranks}
             assert max(counts) - min(counts) <= 1
         weights = [mb.packed().execution_weights.sum().item() for share in batch.ranks for mb in share.micro_batches]

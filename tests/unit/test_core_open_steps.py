@@ -41,8 +41,8 @@ KNOBS = [
         "batch_size": 6,
         "window": 6,
         "policy": "fifo",
-        "micro_batches": {"counts": "free"},
-        "counts": "equal",
+        "micro_batches": {"equal_number": False},
+        "equal_rollouts": True,
     },
     {"dp_size": 2, "batch_size": 6, "window": 6, "sync": "micro_batch", "speeds": (1.0, 2.0)},
     {"dp_size": 2, "batch_size": 8, "window": 8, "groups": {"size": 2, "share_prefixes": True}},
@@ -72,7 +72,7 @@ class Trainer:
             assert one.is_last == row.is_last
             assert all(mb.rollouts for mb in one.micro_batches)
             assert len(one.micro_batches) % config.micro_batches.multiple_of == 0
-            if config.micro_batches.counts == "equal":
+            if config.micro_batches.equal_number:
                 assert len(one.micro_batches) == len(row.ranks[0].micro_batches)
         if not self.rows and row.step in self.in_flight:  # given again: as a whole
             assert row is self.in_flight.pop(row.step)

@@ -58,17 +58,17 @@ def steps(draw: st.DrawFn) -> tuple[sb.BalancerConfig, list[Rollout]]:
             "keep": draw(st.sampled_from(["same_batch", "same_rank"])) if group_size else "same_batch",
         },
         "policy": draw(st.sampled_from(["window", "window", "fifo", "round_robin"])),
-        "counts": draw(st.sampled_from(["free", "free", "equal"])),
+        "equal_rollouts": draw(st.sampled_from([False, False, True])),
         "speeds": draw(st.sampled_from([None, None, tuple(1.0 + rank / 2 for rank in range(dp_size))])),
     }
     if knobs["groups"]["keep"] == "same_rank" and knobs["policy"] == "round_robin":
         knobs["policy"] = "fifo"
     if draw(st.booleans()):
         knobs["sync"] = draw(st.sampled_from(["step", "micro_batch"]))
-        counts = draw(st.sampled_from(["equal", "free"])) if knobs["sync"] == "step" else "equal"
-        knobs["micro_batches"] = {"max_tokens": 100, "counts": counts}
+        equal_number = knobs["sync"] == "micro_batch" or draw(st.booleans())
+        knobs["micro_batches"] = {"max_tokens": 100, "equal_number": equal_number}
         knobs["cost"] = draw(st.sampled_from([sb.cost.TokenCost(), sb.cost.PaddedCost()]))
-    own_cost = {"counts": "free", "speeds": None, "cost": sb.cost.QuadraticCost(50.0, 1.0)}
+    own_cost = {"equal_rollouts": False, "speeds": None, "cost": sb.cost.QuadraticCost(50.0, 1.0)}
     if draw(st.integers(0, 2)) == 0:
         knobs |= own_cost | {"groups": {**knobs["groups"], "share_prefixes": True}, "sync": "step"}
     if draw(st.integers(0, 2)) == 0 and knobs["groups"]["keep"] == "same_batch":
@@ -151,7 +151,7 @@ def test_what_holds_for_every_step(given: tuple[sb.BalancerConfig, list[Rollout]
 def _check_piece(config: sb.BalancerConfig, parts: tuple[RankBatch, ...]) -> None:
     numbers = {len(part.micro_batches) for part in parts}
     assert min(numbers) >= 1
-    assert len(numbers) == 1 or config.micro_batches.counts == "free"
+    assert len(numbers) == 1 or not config.micro_batches.equal_number
     held = Counter((r.rollout_id, r.cp_degree) for part in parts for r in part.rollouts if isinstance(r, SharedRollout))
     assert all(number == degree for (_, degree), number in held.items()), "on all ranks that share it"
     for part in parts:
@@ -164,7 +164,7 @@ def _check_piece(config: sb.BalancerConfig, parts: tuple[RankBatch, ...]) -> Non
             if config.groups.share_prefixes and not micro_batch.cp_group:
                 tokens = unique_tokens(micro_batch)
             assert tokens <= (config.micro_batches.max_tokens or tokens)
-    if config.counts == "equal" and config.groups.keep != "same_rank":
+    if config.equal_rollouts and config.groups.keep != "same_rank":
         counts = [sum(not r.is_padding for r in part.rollouts) for part in parts]
         assert max(counts) - min(counts) <= 1
 

@@ -41,7 +41,7 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
         groups=sb.Groups(size=group),
         capacity=window + batch * draw(st.integers(0, 2)),
         staleness=sb.Staleness(max_versions=staleness),
-        counts=draw(st.sampled_from(["free", "equal"])),
+        equal_rollouts=draw(st.booleans()),
         cost=sb.cost.QuadraticCost(),
     )
 

@@ -87,7 +87,7 @@ def runs(draw: st.DrawFn) -> tuple[Trace, BalancerConfig, dict[str, Any]]:
         "policy": policy,
         "deadline_s": draw(st.sampled_from([None, 0.25, 5.0])),
         "cost": draw(st.sampled_from([QuadraticCost(linear=10.0), QuadraticCost(linear=1.0, quadratic=0.0)])),
-        "counts": draw(st.sampled_from(["free", "equal"])),
+        "equal_rollouts": draw(st.booleans()),
     }
     if policy == "window":
         changes["window"] = batch_size * draw(st.integers(1, 2))

@@ -78,9 +78,9 @@ class RolloutSource:
                 f"the balancer balances for dp_size={self._balancer.config.dp_size}, but TRL trains on {num_processes} "
                 "processes. Give BalancerConfig dp_size=accelerator.num_processes"
             )
-        if self._balancer.config.micro_batches.counts == "free":
+        if not self._balancer.config.micro_batches.equal_number:
             raise ValueError(
-                "TRL deals out a micro-batch to every rank at a time: leave micro_batches.counts at 'equal'"
+                "TRL deals out a micro-batch to every rank at a time: leave micro_batches.equal_number at True"
             )
         for batch in self._balancer.batches(auto_ack=False):
             rows = _rows_of(batch)

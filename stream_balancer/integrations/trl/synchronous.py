@@ -163,9 +163,9 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
                 f"steps_per_generation ({self.args.steps_per_generation}) must be a multiple of "
                 f"gradient_accumulation_steps ({self.args.gradient_accumulation_steps}): the balancer makes whole steps"
             )
-        if config.micro_batches.counts != "equal":
+        if not config.micro_batches.equal_number:
             raise ValueError(
-                "TRL's metrics need as many micro-batches on every rank: leave micro_batches.counts='equal'"
+                "TRL's metrics need as many micro-batches on every rank: leave micro_batches.equal_number at True"
             )
         if config.micro_batches.max_tokens is not None and not config.cost.padded:
             raise ValueError(

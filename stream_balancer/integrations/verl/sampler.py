@@ -111,7 +111,7 @@ class BalancedReplayBuffer(ReplayBufferAsync):  # type: ignore[misc] # verl says
             max_skips=self.knobs.max_skips,
             step=self._global_steps,
             due={uid for uid in by_age if self._stale_next(steps.get(uid, self._global_steps))},
-            counts="equal",
+            equal_rollouts=True,
         )
         self._skips = {uid: self._skips.get(uid, 0) + 1 for uid in set(by_age).difference(chosen)}
         self._report = {
