@@ -13,8 +13,8 @@ from stream_balancer.facade import Facade
 from stream_balancer.host.blocking import OwnLoop
 from stream_balancer.host.journal import Recovered
 from stream_balancer.host.recorder import Recorder
-from stream_balancer.statistics import Statistics, Straggler
 from stream_balancer.rollouts import Batch, EvictReason, Rollout
+from stream_balancer.statistics import Statistics, Straggler
 
 class BlockingSlot(Facade):
     @property

@@ -21,7 +21,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from transfer_queue.sampler import BaseSampler
@@ -90,8 +90,8 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         that a row was generated with; one of ``max_versions`` versions ago goes now, as far as there is room.
         ``stratum_key``: the tag that names a row's stratum (its group has that of its oldest row), of which
         ``stratum_shares`` gives the least part of a step.
-        ``length_key``: the tag with a row's tokens; a row that has none yet waits. ``equal_rollouts``, ``micro_batches``,
-        ``cost``: as ``BalancerConfig`` takes them; a row above ``micro_batches.max_tokens`` is alone in its
+        ``length_key``: the tag with a row's tokens; a row that has none yet waits. ``equal_rollouts``,
+        ``micro_batches``, ``cost``: as ``BalancerConfig`` takes them; a row above ``micro_batches.max_tokens`` is alone in its
         micro-batch.
         """
         super().__init__()
@@ -231,8 +231,8 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         return {group: own for group, own in groups.items() if end or len(own) >= self.group_size}
 
     def _dealt(self, rows: list[int], tokens: np.ndarray[Any, Any], step: int) -> list[Share]:
-        """Every rank's rows and marks, and as many micro-batches on each, unless ``micro_batches.equal_number`` is False:
-        copies of the shortest rows complete them."""
+        """Rows and marks of each rank. Every rank gets the same number of micro-batches, unless
+        ``micro_batches.equal_number`` is False; copies of the shortest rows fill them up."""
         config, cut = self._config, self._config.micro_batches
         plan = planning.form_micro_batches(
             tokens,

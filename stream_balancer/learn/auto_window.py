@@ -55,7 +55,9 @@ def moves_per_dispatch(batch_size: int, dp_size: int) -> float:
     return 2.0 if batch_size <= 64 else 1.0
 
 
-_TOLD_BY = attrgetter("auto_windows", "batch_size", "step_size", "max_skips", "cost", "speeds", "equal_rollouts", "groups")
+_TOLD_BY = attrgetter(
+    "auto_windows", "batch_size", "step_size", "max_skips", "cost", "speeds", "equal_rollouts", "groups"
+)
 """Knobs that shadows depend on: what was learned holds for others with the same."""
 _NOTHING: Floats = np.empty(0)
 _NO_LABELS: Ints = np.empty(0, dtype=np.int64)

@@ -20,7 +20,11 @@ CAP = 40
 
 
 def knobs(dp_size: int, **more: object) -> sb.BalancerConfig:
-    given = {"dp_size": dp_size, "batch_size": 12 * dp_size, "micro_batches": {"max_tokens": CAP, "equal_number": False}}
+    given = {
+        "dp_size": dp_size,
+        "batch_size": 12 * dp_size,
+        "micro_batches": {"max_tokens": CAP, "equal_number": False},
+    }
     return sb.BalancerConfig(**{**given, **more})  # type: ignore[arg-type]
 
 
