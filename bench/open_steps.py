@@ -69,7 +69,7 @@ class Open:
     def __call__(self, comes: Floats, work: Floats, free_s: float) -> float:
         size = len(comes)
         config = sb.BalancerConfig(
-            dp_size=RANKS, batch_size=size, window=size, sync=self.sync, cost=sb.cost.TokenCost(), remember_ids=0
+            dp_size=RANKS, batch_size=size, window=size, sync=self.sync, cost=sb.cost.TokenCost()
         )
         core = BalancerCore(config, tolerance=1e-3)
         core.open_steps(True)

@@ -97,7 +97,7 @@ class Producer(OfOneProcess):
 
         ``rejoin``: the controller is started again from its journal, or only the connection breaks. Then the loss
         raises nothing: puts wait, with a warning, and what has no reply is put again; the balancer knows what it had
-        accepted among its last ``remember_ids``. With direct hand-over, both keep what is needed of this process by
+        accepted among its last 100,000 finished ids. With direct hand-over, both keep what is needed of this process by
         then; a store of your own, which is this producer's alone then, is told what else to drop.
 
         Raises ValueError for what is not an address. Puts raise ConfigError if there is no such host, RefusedError if

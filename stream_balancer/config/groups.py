@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta
 
 from stream_balancer.config.values import Count, Values
-from stream_balancer.planning.arrays import Order, Oversize
+from stream_balancer.planning.arrays import Oversize
 from stream_balancer.planning.plan import Keep
 
 Amount: TypeAlias = Annotated[float, Meta(ge=0, le=sys.float_info.max, description="a finite number >= 0")]
@@ -32,8 +32,6 @@ class MicroBatches(metaclass=Values):
     ``sync="step"`` and gives fewer padding copies and less ``overhead_cost``."""
     multiple_of: Count = 1
     """The number of micro-batches is a multiple of this (virtual pipeline stages)."""
-    order: Order = "heaviest_first"
-    """"heaviest_first" shows an out-of-memory at once; "pipeline" puts smaller micro-batches at both ends."""
     overhead_cost: Amount | None = None
     """Work of a micro-batch beside that of its rollouts (launching kernels, reading the weights), in the cost model's
     unit. One more micro-batch a rank is taken where it saves more by balance. None = what a

@@ -90,15 +90,12 @@ class Knobs(metaclass=Values):
     where every token is trained on, any other name must be there. A rollout without it is refused
     if it has another column that looks like one (``response_mask``, ``completion_mask``, ``action_mask``, ``labels``,
     ...)."""
-    remember_ids: Annotated[int, Meta(ge=0, description="an int >= 0")] = 100_000
-    """Past rollouts whose ids are kept, so that a put again, after a crash, is known. They were acknowledged or
-    evicted; a producer that retries gets the reply that the first one was accepted. About 100 bytes each."""
     stratum_shares: Shares | None = None
     """Least share of every step's rollouts for some environments or data sets, as {"math": 0.25}. At least
     so many of those that wait go, and one (or one group) at the least. What must go for its age comes first. A
     rollout's stratum is its ``metadata["stratum"]``. None = no shares."""
     micro_batches: Group[MicroBatches] = _defaults(MicroBatches)
-    """MicroBatches(max_tokens, equal_number, multiple_of, order, overhead_cost, oversize): cuts a rank's part."""
+    """MicroBatches(max_tokens, equal_number, multiple_of, overhead_cost, oversize): cuts a rank's part."""
     groups: Group[Groups] = _defaults(Groups)
     """Groups(size, min_size, patience, keep, share_prefixes): siblings of one prompt (GRPO)."""
     staleness: Group[Staleness] = _defaults(Staleness)

@@ -69,8 +69,8 @@ class Buffer:
     """[n] True for rollouts of rows of an open step: they are being trained on, and wait for its last row."""
     _rollouts: NDArray[np.object_] = _column(None)
 
-    def __init__(self, group_size: int | None, remember_groups: int = 100_000) -> None:
-        self.groups = SiblingGroups(group_size, remember_groups)
+    def __init__(self, group_size: int | None) -> None:
+        self.groups = SiblingGroups(group_size)
         """Groups of the rollouts."""
         self.strata = Strata()
         """Strata of the rollouts."""

@@ -98,15 +98,16 @@ class SiblingGroups:
     """The groups that are not done, and the last ``remember`` that take no more. ``size``: siblings that a group must
     have before it may leave, unless another number is declared for it; None where groups play no part."""
 
-    def __init__(self, size: int | None, remember: int = 100_000) -> None:
+    remember: int = 100_000
+    """Closed groups that stay known."""
+
+    def __init__(self, size: int | None) -> None:
         self.size = size
         """Siblings of a whole group; None where groups play no part."""
         self.min_size: int | None = None
         """Siblings with which a group may leave without its stragglers; None: it waits for all."""
         self.patience = 0.0
         """Times as long as half of the group took, after which it leaves without the others."""
-        self.remember = remember
-        """How many groups that take no more are known."""
         self.num_awaited = 0
         """Siblings that waiting groups still lack."""
         self.num_incomplete = 0

@@ -25,6 +25,9 @@ from stream_balancer.rollouts import Batch, RankBatch
 class RolloutIds:
     """The ids of rollouts that are held (they wait or are in flight), and of the last ones that are done."""
 
+    remember: int = 100_000
+    """Finished ids that stay known, about 100 bytes each: a producer that retries a put hears that it was accepted."""
+
     def __init__(self) -> None:
         self.held: set[str] = set()
         self.past: OrderedDict[str, None] = OrderedDict()
@@ -41,13 +44,13 @@ class RolloutIds:
             "If this is a retry, all is well; else give every rollout an id of its own"
         )
 
-    def finish(self, rollout_ids: Iterable[str], remember: int) -> None:
-        """Ids that are done: no longer held; the last ``remember`` of all are known. O(1) each."""
+    def finish(self, rollout_ids: Iterable[str]) -> None:
+        """Ids that are done: trained on, or evicted. The last ``remember`` stay known. O(1) each."""
         held, past = self.held, self.past
         for rollout_id in rollout_ids:
             held.discard(rollout_id)
             past[rollout_id] = None
-        while len(past) > remember:
+        while len(past) > self.remember:
             past.popitem(last=False)
 
 

@@ -263,7 +263,7 @@ class BalancerCore(BalancerState):
         """A batch has been trained on: its rollouts need not be kept. Raises ValueError for a step that is not in
         flight."""
         batch, missing = self.in_flight.acknowledge(step)
-        self.finish(r.rollout_id for r in batch.rollouts if not r.is_padding and r.rollout_id not in missing)
+        self.ids.finish(r.rollout_id for r in batch.rollouts if not r.is_padding and r.rollout_id not in missing)
         self.counts.acknowledged += batch.num_rollouts - len(missing)
         if missing:
             # Not remembered as done: their payloads are lost, and who generates them anew may put the same id.

@@ -154,7 +154,6 @@ def _plan_knobs(config: BalancerConfig, learned: Learned, tolerance: float) -> P
         oversize=micro_batches.oversize,
         padded=config.cost.padded,
         speeds=speeds,
-        order=micro_batches.order,
         fixed_costs=learned.fixed_costs if given is None else learned.fixed_costs._replace(micro_batch=given),
         cp_sizes=shared.sizes,
         cp_overhead=shared.overhead,

@@ -77,7 +77,7 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
     """
     state = BalancerState(config, tolerance)
     state.staleness.version = snapshot.version
-    state.ids.finish(snapshot.past_ids, config.remember_ids)  # first: what is evicted below joins them
+    state.ids.finish(snapshot.past_ids)  # first: what is evicted below joins them
     state.counts.take_over(snapshot.counts)
     # before its rollouts join: what waits of an abandoned group is not wanted
     groups = state.buffer.groups

@@ -13,7 +13,7 @@ methods, each of which leaves every invariant intact.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,7 @@ class BalancerState:
 
     def __init__(self, config: BalancerConfig, tolerance: float) -> None:
         self.config = config
-        self.buffer = Buffer(config.groups.kept, config.remember_ids)
+        self.buffer = Buffer(config.groups.kept)
         self.ids = RolloutIds()
         self.in_flight = BatchesInFlight()
         self.pricing = Pricing(config, tolerance)
@@ -82,7 +82,6 @@ class BalancerState:
         self.config = self.staleness.config = self.triggers.config = config
         self.admission.use(config)
         groups = self.buffer.groups
-        groups.remember = config.remember_ids
         timing = None if groups.size is None else config.groups.min_size, config.groups.patience
         if timing != (groups.min_size, groups.patience):
             groups.min_size, groups.patience = timing
@@ -164,7 +163,7 @@ class BalancerState:
         if reason == "lost":
             self.ids.held.difference_update(rollout.rollout_id for rollout in rollouts)
         else:
-            self.finish(rollout.rollout_id for rollout in rollouts)
+            self.ids.finish(rollout.rollout_id for rollout in rollouts)
 
     def evict_rows(self, rows: Ints, reason: EvictReason) -> list[Rollout]:
         """The same of rows of the buffer. -> their rollouts. O(n)."""
@@ -191,10 +190,6 @@ class BalancerState:
             buffer.versions[rows] = [NO_VERSION if version is None else version for version in oldest]
             buffer.taken[rows] = False
         self.changed()
-
-    def finish(self, rollout_ids: Iterable[str]) -> None:
-        """Ids that are done: trained on, or evicted. O(1) each."""
-        self.ids.finish(rollout_ids, self.config.remember_ids)
 
     def changed(self) -> None:
         """The waiting rollouts, the version, the steps ahead or the knobs have changed: what cannot be trained on in

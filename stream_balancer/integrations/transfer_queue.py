@@ -91,8 +91,8 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         ``stratum_key``: the tag that names a row's stratum (its group has that of its oldest row), of which
         ``stratum_shares`` gives the least part of a step.
         ``length_key``: the tag with a row's tokens; a row that has none yet waits. ``equal_rollouts``,
-        ``micro_batches``, ``cost``: as ``BalancerConfig`` takes them; a row above ``micro_batches.max_tokens`` is alone in its
-        micro-batch.
+        ``micro_batches``, ``cost``: as ``BalancerConfig`` takes them. A row above ``micro_batches.max_tokens`` gets
+        a micro-batch of its own.
         """
         super().__init__()
         if window < 1 or max_skips < 0:
@@ -244,7 +244,6 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             micro_batch_counts="equal" if cut.equal_number else "free",
             overhead_cost=cut.overhead_cost or 0.0,
             multiple_of=cut.multiple_of,
-            order=cut.order,
             oversize="alone",  # the row is accepted: here it can no longer be refused
             rotation=step,
         )

@@ -169,8 +169,8 @@ class RankBatch(OneRank):
     """Rank batch: the micro-batches of one rank in one step, or in one of its mini-batches.
 
     Every rank of a step has the same number of micro-batches, unless ``micro_batches.equal_number`` is False. No
-    micro-batch is empty. Numbers of rollouts and tokens differ from rank to rank, so a mean of the ranks' means is wrong: divide
-    the *sum* of the loss by one of the ``global_`` denominators.
+    micro-batch is empty. Numbers of rollouts and tokens differ from rank to rank, so a mean of the ranks' means is
+    wrong: divide the *sum* of the loss by one of the ``global_`` denominators.
     """
 
     step: int

@@ -18,6 +18,7 @@ from invariants import verify
 from wakeups import count_wakeups
 
 import stream_balancer as sb
+from stream_balancer.core.in_flight import RolloutIds
 from stream_balancer.testing import make_rollout, make_rollouts
 
 
@@ -235,7 +236,7 @@ async def test_two_trainers_are_told() -> None:
             tasks.cancel_scope.cancel()
 
 
-async def test_without_auto_ack_batches_stay_in_flight() -> None:
+async def test_without_auto_ack_batches_stay_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     async with sb.StreamBalancer(config()) as balancer:
         await fill(balancer, 16)
         batches = balancer.batches(auto_ack=False)
@@ -249,7 +250,7 @@ async def test_without_auto_ack_batches_stay_in_flight() -> None:
             balancer.acknowledge(two.step)
         with pytest.raises(sb.errors.DuplicateRolloutError, match="accepted before and is done"):
             await balancer.put(make_rollout(2, next(iter(ids(one)))))
-        balancer.reconfigure(remember_ids=0)
+        monkeypatch.setattr(RolloutIds, "remember", 0)
         await anext(batches)
         balancer.acknowledge(2)
         await balancer.put(make_rollout(2, next(iter(ids(one)))))

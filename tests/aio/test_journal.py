@@ -28,6 +28,8 @@ from served import attended
 from test_puts import How, cancelled_after, ways
 
 import stream_balancer as sb
+from stream_balancer.core.groups import SiblingGroups
+from stream_balancer.core.in_flight import RolloutIds
 from stream_balancer.host.journal import store, writer
 from stream_balancer.host.records import rollout_key
 from stream_balancer.rollouts import Batch
@@ -559,7 +561,9 @@ async def test_the_folder_is_bounded_by_what_ever_waited_at_once(
 ) -> None:
     """Much goes through, one rollout stays: what is free in the database is used again."""
     monkeypatch.setattr(writer, "LOG_BYTES", 400_000)
-    knobs = config(groups=sb.Groups(size=2, keep="same_batch"), remember_ids=10, capacity=1000)
+    monkeypatch.setattr(RolloutIds, "remember", 10)
+    monkeypatch.setattr(SiblingGroups, "remember", 10)
+    knobs = config(groups=sb.Groups(size=2, keep="same_batch"), capacity=1000)
     async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
         batches = balancer.batches()
         await balancer.put_group([make_rollout(50, "kept", group_id="kept")])

@@ -35,7 +35,7 @@ LOST = (sb.errors.BrokenResourceError, sb.errors.ClosedResourceError, sb.errors.
 
 
 def config() -> sb.BalancerConfig:
-    return sb.BalancerConfig(dp_size=2, batch_size=16, window=32, capacity=64, deadline_s=0.5, remember_ids=10**6)
+    return sb.BalancerConfig(dp_size=2, batch_size=16, window=32, capacity=64, deadline_s=0.5)
 
 
 def length(number: int) -> int:

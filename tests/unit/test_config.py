@@ -116,7 +116,6 @@ BAD_VALUES: list[tuple[str, str, list[object]]] = [
     *[(name, COUNT, [0, -3, math.nan, 2.0, True, "8"]) for name in ("batch_size", "capacity", "min_batch_size")],
     *[(name, "must be an int >= 1 or 'auto' or None, not", [0, 2.0, "automatic"]) for name in ("window", "max_skips")],
     ("deadline_s", "must be a finite number of seconds > 0 or None, not", [0, -1.0, math.nan, math.inf, "30"]),
-    ("remember_ids", "must be an int >= 0, not", [-1, 2.0, None]),
     *[(name, "must be one of '.*', not 'nope'", ["nope"]) for name in ("sync", "policy")],
     ("speeds", "must be finite numbers > 0, one for each rank or None, not", [3, "ab", (1.0, "x", 1.0, 1.0), {1: 2}]),
     ("speeds", "must be finite numbers > 0, one for each rank or None, not", [(1.0, 1.0, 1.0, 0.0)]),
@@ -134,11 +133,8 @@ BAD_VALUES: list[tuple[str, str, list[object]]] = [
     *[(name, "must be an int >= 1, not", [0]) for name in ("micro_batches.multiple_of", "step_size.mini_batches")],
     ("context_parallel.min_tokens", "must be an int >= 1, not", [0]),
     ("staleness.max_versions", "must be an int >= 0 or None, not", [-1, math.nan, True]),
-    *[
-        (name, "must be one of '.*', not 'nope'", ["nope"])
-        for name in ("micro_batches.oversize", "micro_batches.order", "groups.keep")
-    ],
-    ("micro_batches.order", "not 'heavy_first'. Did you mean 'heaviest_first'", ["heavy_first"]),
+    *[(name, "must be one of '.*', not 'nope'", ["nope"]) for name in ("micro_batches.oversize", "groups.keep")],
+    ("micro_batches.oversize", "not 'refused'. Did you mean 'refuse'", ["refused"]),
     ("staleness.on_stale", "must be one of 'evict', 'send', not 'nope'", ["nope"]),
     ("micro_batches.overhead_cost", "must be a finite number >= 0 or None, not", [-1.0, math.nan, True, "1"]),
     ("groups.share_prefixes", "must be True or False, not", [1]),

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
-from stream_balancer.core.in_flight import StepTiming
+from stream_balancer.core.in_flight import RolloutIds, StepTiming
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.learn.idle_time import IdleTimes
 from stream_balancer.rollouts import Batch
@@ -101,8 +101,9 @@ def test_a_rank_waits_for_data_then_for_the_window_then_for_other_ranks_then_for
     assert causes(core) == pytest.approx({cause: 2 * seconds for cause, seconds in of_rank.items()})
 
 
-def test_steps_that_a_rank_never_reports_cost_no_memory() -> None:
-    core = core_with(CONFIG.replace(window=2, deadline_s=None, remember_ids=1, cost=sb.cost.CalibratedCost()), [])
+def test_steps_that_a_rank_never_reports_cost_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RolloutIds, "remember", 1)
+    core = core_with(CONFIG.replace(window=2, deadline_s=None, cost=sb.cost.CalibratedCost()), [])
 
     def after(steps: int) -> int:
         """Bytes that are held then."""

@@ -25,7 +25,8 @@ from invariants import verify
 from scripted import awkward_micro_batches, same_rollout
 
 import stream_balancer as sb
-from stream_balancer.core.groups import GroupSize
+from stream_balancer.core.groups import GroupSize, SiblingGroups
+from stream_balancer.core.in_flight import RolloutIds
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.core.steps.state import RankId
@@ -357,22 +358,23 @@ class Run:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_read_is_what_happened(tmp_path: Path, seed: int) -> None:
+def test_what_is_read_is_what_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     chance = Random(seed)
-    group_size, remember_ids = chance.choice([(None, 0), (None, 5), (4, 3), (4, 1000)])
+    group_size, remember = chance.choice([(None, 0), (None, 5), (4, 3), (4, 1000)])
     config = sb.BalancerConfig(
         dp_size=2, batch_size=4, window=4, capacity=1000, staleness=sb.Staleness(max_versions=3), max_skips=None,
         groups=sb.Groups(size=group_size, min_size=2, patience=0.0) if group_size else sb.Groups(),
-        remember_ids=remember_ids,
     )  # fmt: skip
+    for kept in (RolloutIds, SiblingGroups):
+        monkeypatch.setattr(kept, "remember", remember)
     run = Run(tmp_path, config, chance)
     for _ in range(4):
         for _ in range(chance.randrange(40)):
             run.happen()
         verify(run.core)
         before = run.core.snapshot(0.0)
-        assert run.rows("done") <= config.remember_ids
-        assert run.rows("group") <= config.remember_ids + sum(not one.closed for one in before.groups.values())
+        assert run.rows("done") <= remember
+        assert run.rows("group") <= remember + sum(not one.closed for one in before.groups.values())
         run.journal._store.close()
         after = run.open()
         assert [r.rollout_id for r in after.waiting] == [r.rollout_id for r in before.waiting]

@@ -314,16 +314,16 @@ class Journal(Handed, Observer):
 
     def _finish(self, ids: Iterable[str], past: Sequence[str], *void: str) -> None:
         """Rollouts are held no more, and facts of the keys ``void`` hold no more. ``past``: ids that are refused from
-        now on, instead of those that are more than ``remember_ids`` back."""
+        now on, instead of those that are more than ``RolloutIds.remember`` back."""
         facts: list[Fact] = [self._totals()]
         keys = [*map(rollout_key, ids), *void]
-        done, remember_ids = self._done, self._core.config.remember_ids
-        if past and remember_ids:
+        done, remember = self._done, self._core.ids.remember
+        if past and remember:
             done.append(Done(done[-1].number + 1 if done else 0, [*past]))
             facts.append(done[-1])
             self._num_done += len(past)
             # whole rows, so that a few more ids are known than must be
-            while self._num_done - len(done[0].ids) >= remember_ids:
+            while self._num_done - len(done[0].ids) >= remember:
                 self._num_done -= len(done[0].ids)
                 keys.append(done.popleft().key)
         self._change(Writing(facts, void=keys))
