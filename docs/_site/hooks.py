@@ -112,7 +112,7 @@ def api() -> str:
     names_of = {
         "cost": _literal(package / "cost" / "__init__.py", "__all__"),
         "errors": _literal(package / "errors.py", "__all__"),
-        "types": _literal(package / "types" / "__init__.py", "__all__"),
+        "rollouts": _literal(package / "rollouts" / "__init__.py", "__all__"),
     }
     for table in ("_NAMES_OF", "_MORE_NAMES_OF"):
         for module, names in _literal(package / "__init__.py", table).items():
