@@ -1,8 +1,8 @@
-"""Steps of plans that a cost model makes, timed by another law: waves of tokens, tiles of attention, a fixed overhead.
+"""Steps of plans that a cost model makes, timed by another law: waves of tokens, tiles of attention, an overhead.
 
-A user who sets no cost plans with the default. This program plans with some costs, and times every step by a law of rank
-time that no cost model states. Its rows: the time of all steps beside arrival order with the right cost (1.0), the idle
-share by the law, and the idle share that the balancer reports.
+A user who sets no cost plans with the default. This program plans with some costs, and times every step by a law of
+rank time that no cost model states. Its rows: the time of all steps relative to arrival order with the right cost, the
+idle share by the law, and the idle share that the balancer reports.
 
     python bench/default_cost.py --traces DIR --seeds 3
 """
@@ -35,8 +35,8 @@ LONG_REASONING = LengthModel(
 class Law:
     """Time of a micro-batch in the work of one token.
 
-    Example: with a wave of 2,048 tokens, tiles of 128, and 1,500 of overhead, rollouts of 1,000 and 3,000 tokens take two
-    waves (4,096), 683 for attention (1.6 / 24,576 * (1,024**2 + 3,072**2)) and the overhead: 6,279.
+    Example: rollouts of 1,000 and 3,000 tokens take two waves of 2,048 tokens (4,096), 683 for attention in tiles of 128
+    (1.6 / 24,576 * (1,024**2 + 3,072**2)), and an overhead of 1,500: 6,279.
     """
 
     attention: float
