@@ -35,7 +35,7 @@ LONG_REASONING = LengthModel(
 class Law:
     """Time of a micro-batch in the work of one token.
 
-    Example: rollouts of 1,000 and 3,000 tokens take two waves of 2,048 tokens (4,096), 683 for attention in tiles of 128
+    Example: rollouts of 1,000 and 3,000 tokens take two waves of 2,048 tokens (4,096), 683 for tiles of 128 tokens
     (1.6 / 24,576 * (1,024**2 + 3,072**2)), and an overhead of 1,500: 6,279.
     """
 
