@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE # tests start a hundred interpreters, and each would compile everything again
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint types unit unit-all soak architecture docs package pictures screenshots bench bench-compare bench-crowd bench-gpu bench-peers bench-schedulers test-integrations test-upstream test-on-ray test-trainers test-integrations-long test-browser clean
+.PHONY: help install demo test test-all lint types unit unit-all soak architecture docs package pictures screenshots bench bench-compare bench-crowd bench-gpu bench-peers bench-schedulers test-integrations test-on-ray test-trainers test-integrations-long test-browser clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,9 +116,6 @@ test-trainers: .venv-peers/.installed
 
 test-integrations-long:  ## ... and the longer of them
 	$(MAKE) --no-print-directory test-integrations ARGS='-m "not soak" $(ARGS)'
-
-test-upstream: .venv-peers/.installed  ## projects' own tests with our patches, on CHECKOUTS=DIR; ARGS="--trace FILE NAME..."
-	PYTHONPATH=. $(PEERS) examples/upstream/own_tests.py $(CHECKOUTS) $(ARGS)
 
 $(VENV)/.docs-installed: $(STAMP)
 	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[docs,browser]'
