@@ -3,8 +3,7 @@
     python tests/architecture.py [CHECKOUT ...]
 
 Several checkouts stand side by side: a commit in a worktree of its own beside today's. All is read from the syntax
-trees, so old commits need not run. ``tests/unit/test_package.py`` judges by the same graph. How many files a plain run
-goes through is on docs/run_files.md.
+trees, so old commits need not run. ``tests/unit/test_package.py`` judges by the same graph.
 """
 
 from __future__ import annotations
