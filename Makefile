@@ -124,8 +124,8 @@ $(VENV)/.docs-installed: $(STAMP)
 docs: $(VENV)/.docs-installed  ## the documentation site, into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-test-browser: $(VENV)/.docs-installed  ## the site and tune's page in headless Chromium; skipped by name where there is none
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m pytest -m browser tests/browser $(ARGS)
+test-browser: $(VENV)/.docs-installed  ## tune's page and the dashboard in headless Chromium; skipped by name where there is none
+	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 EMPTY := $(VENV)/empty
 
