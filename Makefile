@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE # tests start a hundred interpreters, and each would compile everything again
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint types unit unit-all soak architecture docs package pictures screenshots bench bench-compare bench-crowd bench-gpu bench-peers bench-schedulers test-integrations test-on-ray test-trainers test-integrations-long test-browser clean
+.PHONY: help install demo test test-all lint types unit unit-all soak docs package pictures screenshots bench bench-compare bench-crowd bench-gpu bench-peers bench-schedulers test-integrations test-on-ray test-trainers test-integrations-long test-browser clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,9 +50,6 @@ IF_NONE_CHOSEN = $(if $(ARGS),|| test $$? = 5) # by a path or a -k, of one half
 soak: install  ## the long drills: kill tests, fuzzing, property tests on many examples
 	$(PYTEST) -m "hypothesis and not soak and not browser" --hypothesis-profile long $(LONG) $(ARGS) $(IF_NONE_CHOSEN)
 	$(BIN)/python -m pytest -m soak $(LONG) $(ARGS) $(IF_NONE_CHOSEN)
-
-architecture: install  ## lines, layers, circles, from the imports; ARGS="../other ." compares
-	$(BIN)/python tests/architecture.py $(ARGS)
 
 bench: install  ## every benchmark that needs nothing but the project
 	for file in engine partition plan_time window sizes beyond micro_batches training transport connect way_of_a_put failures beside_training journal tune scale certify; do \

@@ -28,9 +28,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 import stream_balancer as sb
 from stream_balancer.errors import BrokenResourceError, RankLostError
 from stream_balancer.net import movers
-from stream_balancer.net.movers.torch_dist import TorchDist
 from stream_balancer.testing import make_rollout
-from stream_balancer.wire.payload import Payload
 
 
 def say(*words: object) -> None:
@@ -176,44 +174,6 @@ async def test_bulk_bytes_go_by_torch_in_a_store_and_by_shared_memory_at_an_addr
         balancer.end()
         assert [step async for step in feed] == []
     assert attached == found
-
-
-def moved_in_world(rank: int) -> int:
-    """Steps of 128 KiB a rank, until torch.distributed has brought one to each rank."""
-    sent = set[TorchDist]()
-    send = TorchDist.send
-
-    def noted(mover: TorchDist, payload: Payload, *rest: Any) -> bool:
-        is_sent = send(mover, payload, *rest)
-        if is_sent and payload.size >= 2**17:
-            sent.add(mover)
-        return is_sent
-
-    async def serve() -> None:
-        config = sb.BalancerConfig(dp_size=2, batch_size=2, window=2)
-        async with (
-            sb.StreamBalancer(config) as balancer,
-            sb.TorchTransport.in_world() as transport,
-            anyio.create_task_group() as tasks,
-        ):
-            tasks.start_soon(sb.serve, balancer, transport)
-            while len(sent) < 2:  # the pairs are built while bytes flow by the socket already
-                await balancer.put(make_rollout(2**14))
-            balancer.end()
-
-    controller = threading.Thread(target=anyio.run, args=(serve,))
-    if rank == 0:
-        TorchDist.send = noted  # type: ignore[assignment]
-        controller.start()
-    steps = len(list(sb.RankFeed()))
-    if rank == 0:
-        controller.join()
-    return steps
-
-
-def test_what_is_large_goes_by_torch_in_a_world() -> None:
-    steps = world_of(2, moved_in_world)
-    assert steps[0] == steps[1] > 0
 
 
 @pytest.mark.parametrize(
