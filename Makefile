@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE # tests start a hundred interpreters, and each would compile everything again
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint types unit unit-all soak architecture docs package pictures screenshots bench bench-compare bench-crowd bench-gpu bench-peers bench-schedulers test-integrations test-upstream test-on-ray test-trainers test-integrations-long test-browser clean
+.PHONY: help install demo test test-all lint types unit unit-all soak docs package pictures screenshots bench bench-compare bench-crowd bench-gpu bench-peers bench-schedulers test-integrations test-on-ray test-trainers test-integrations-long test-browser clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,9 +50,6 @@ IF_NONE_CHOSEN = $(if $(ARGS),|| test $$? = 5) # by a path or a -k, of one half
 soak: install  ## the long drills: kill tests, fuzzing, property tests on many examples
 	$(PYTEST) -m "hypothesis and not soak and not browser" --hypothesis-profile long $(LONG) $(ARGS) $(IF_NONE_CHOSEN)
 	$(BIN)/python -m pytest -m soak $(LONG) $(ARGS) $(IF_NONE_CHOSEN)
-
-architecture: install  ## lines, layers, circles, from the imports; ARGS="../other ." compares
-	$(BIN)/python tests/architecture.py $(ARGS)
 
 bench: install  ## every benchmark that needs nothing but the project
 	for file in engine partition plan_time window sizes beyond micro_batches training transport connect way_of_a_put failures beside_training journal tune scale certify; do \
@@ -117,9 +114,6 @@ test-trainers: .venv-peers/.installed
 test-integrations-long:  ## ... and the longer of them
 	$(MAKE) --no-print-directory test-integrations ARGS='-m "not soak" $(ARGS)'
 
-test-upstream: .venv-peers/.installed  ## projects' own tests with our patches, on CHECKOUTS=DIR; ARGS="--trace FILE NAME..."
-	PYTHONPATH=. $(PEERS) examples/upstream/own_tests.py $(CHECKOUTS) $(ARGS)
-
 $(VENV)/.docs-installed: $(STAMP)
 	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[docs,browser]'
 	touch $@
@@ -127,8 +121,8 @@ $(VENV)/.docs-installed: $(STAMP)
 docs: $(VENV)/.docs-installed  ## the documentation site, into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-test-browser: $(VENV)/.docs-installed  ## the site and tune's page in headless Chromium; skipped by name where there is none
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m pytest -m browser tests/browser $(ARGS)
+test-browser: $(VENV)/.docs-installed  ## tune's page and the dashboard in headless Chromium; skipped by name where there is none
+	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 EMPTY := $(VENV)/empty
 

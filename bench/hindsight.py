@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from _common import Rows, arguments
+from certificates import certify
 from peers import Floats, Ints, alone, trace_folder, traces
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import bmat, csr_matrix, identity, vstack
@@ -24,7 +25,6 @@ from scipy.sparse import bmat, csr_matrix, identity, vstack
 import stream_balancer as sb
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch, split
 from stream_balancer.planning.arrays import Counts, positions_in
-from stream_balancer.tools.certify import certify
 
 LEAST_LEVEL = 0.5
 """Rollouts below this part of a mean step do not make a step longer than its work: the program leaves that out."""

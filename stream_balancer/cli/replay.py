@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,19 +36,15 @@ class Replay(Simulated):
 
     warm_up: int | None = None
     """Steps to leave out of the figures. (default: 3 x max skips, at most a quarter)"""
-    certify: bool = False
-    """Prove how little any schedule of these arrivals could idle."""
 
     def run(self) -> None:
         # imported here: `--help` must not wait for torch
         from stream_balancer.tools.shown import Bars
-        from stream_balancer.tools.simulate import as_policy, check_certifiable, simulate
+        from stream_balancer.tools.simulate import as_policy, simulate
 
         # refused here, before a bar is shown
         lengths, config = self.lengths(), self.balancer()
         runs = {policy: as_policy(config, policy) for policy in _NAMES}
-        if self.certify:
-            check_certifiable(config)
         how = self.simulation() | {"warm_up": self.warm_up}
         reports: Reports = {}
         with Bars() as bars:
@@ -57,8 +52,7 @@ class Replay(Simulated):
             for policy, bar in added.items():
                 bars.start_task(bar)
                 show = partial(bars.show, bar, total=len(lengths))
-                certify = self.certify and policy == config.policy
-                reports[policy] = simulate(lengths, runs[policy], certify=certify, progress=show, **how)
+                reports[policy] = simulate(lengths, runs[policy], progress=show, **how)
         if self.json:
             knobs = {path: attrgetter(path)(config) for path in self.KNOBS} | {"cost": self.cost}
             policies = {policy: report.to_dict() for policy, report in reports.items()}
@@ -99,7 +93,6 @@ def _print(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any],
         f"{config.max_skips}, deadline {deadline_text(config.deadline_s)}, cost {cost}",
         table(["", *_NAMES.values()], _rows(lines, reports, parts), bold=["idle fraction"]),
         *_verdict(reports, parts, steady=steady),
-        *_proven(reports[config.policy]),
         sep="\n",
     )
 
@@ -148,19 +141,6 @@ def _rows(lines: Mapping[str, str], reports: Reports, parts: Mapping[Policy, Seg
     for stratum in reports["window"].strata:
         of_it = [run.strata[stratum] for run in reports.values()]
         yield [f"{stratum}: share / steps without", *(f"{one.share:.1%} / {one.steps_without:.0%}" for one in of_it)]
-
-
-def _proven(report: SimulationReport) -> Iterator[str]:
-    found = report.certificate
-    if found is not None:
-        # the same work in both, without padding copies and fixed costs
-        ours = 1 - found.work / (report.config.dp_size * report.overall.work_s)
-        # only where the trainer takes each step at once the window says what there is to choose from
-        is_instant = math.isinf(report.work_per_second) and not report.config.auto_windows
-        which = "with this window" if is_instant else "to which rollouts come as they did here"
-        bound = f"no schedule {which} is below {found.idle:.1%}, which is proven"
-        nothing = f"that any schedule {which} has to idle is not proven"
-        yield f"Whole run, drain included: idle {ours:.1%}; {bound if found.idle > 0 else nothing}."
 
 
 GOOD_ENOUGH = 0.02  # idle fraction of arrival order with a good partition below which a window has little left to win

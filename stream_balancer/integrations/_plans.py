@@ -17,19 +17,6 @@ class UnplannableError(ValueError, AssertionError):
     """A batch that cannot be dealt as asked. Trainers' own functions assert, and their callers may expect that."""
 
 
-def laid_out(
-    lengths: ArrayLike, work: ArrayLike, dp_size: int, max_tokens: int, *, multiple_of: int = 1, **knobs: Any
-) -> list[list[list[int]]] | None:
-    """``[rank][micro_batch]`` positions, each of at most ``max_tokens``, by ``planning.form_micro_batches``. None where
-    there are too few items for as many micro-batches on every rank."""
-    plan = planning.form_micro_batches(lengths, work, dp_size, max_tokens=max_tokens, multiple_of=multiple_of, **knobs)
-    counts = {len(of_rank) for of_rank in plan}
-    # a rank that runs fewer would leave the others waiting in a collective
-    if len(counts) > 1 or 0 in counts or max(counts) % multiple_of:
-        return None
-    return [[micro_batch.tolist() for micro_batch in of_rank] for of_rank in plan]
-
-
 def packed(
     tokens: np.ndarray[Any, Any], work: np.ndarray[Any, Any], cap: int, *, multiple_of: int = 1, at_least: int = 1
 ) -> list[list[int]] | None:

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stream_balancer.integrations._plans import UnplannableError, laid_out
+from stream_balancer import planning
+from stream_balancer.integrations._plans import UnplannableError
 from stream_balancer.integrations.partitions import replace
 
 __all__ = ["build_dp_schedule", "patch"]
@@ -57,17 +58,19 @@ def build_dp_schedule(
     counts = []
     for step, positions in enumerate(steps):
         lengths = np.array([total_lengths[position] for position in positions])
-        plan = laid_out(
+        plan = planning.form_micro_batches(
             lengths,
             lengths if cost is None else cost(lengths),
             dp_size,
             # the GPUs of a context-parallel group hold a sample together, so their caps add up
-            args.max_tokens_per_gpu * train_parallel_config["cp_size"],
+            max_tokens=args.max_tokens_per_gpu * train_parallel_config["cp_size"],
             multiple_of=multiple_of,
             oversize="alone",  # as slime's own schedule: at this point a sample can no longer be refused
             rotation=step,
         )
-        if plan is None:
+        numbers = {len(of_rank) for of_rank in plan}
+        # a rank that runs fewer would leave the others waiting in a collective
+        if len(numbers) > 1 or 0 in numbers or max(numbers) % multiple_of:
             raise UnplannableError(
                 f"step {step} has too few samples for {dp_size} ranks with a multiple of {multiple_of} micro-batches "
                 "each. Raise global_batch_size"

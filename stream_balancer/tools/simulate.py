@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -26,8 +25,6 @@ from stream_balancer.learn.auto_window import WindowLearner
 from stream_balancer.planning import LengthBias, LengthBiasSummary
 from stream_balancer.planning.arrays import Bools, Ints
 from stream_balancer.planning.partition import TOLERANCE
-from stream_balancer.tools.certify import Certificate
-from stream_balancer.tools.certify import certify as certify_stream
 from stream_balancer.tools.generation import Generation, check_generation, seconds_per_rollout
 from stream_balancer.tools.simulation_report import Quantiles, Segment, SimulationReport, StratumReport, steps_of
 from stream_balancer.tools.simulation_run import Run
@@ -84,7 +81,6 @@ def simulate(
     warm_up: int | None = None,
     seed: int = 0,
     tolerance: float = TOLERANCE,
-    certify: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> SimulationReport:
     """Run a trace through a balancer in virtual time. Deterministic; about 20 us a rollout plus the planning.
@@ -100,15 +96,11 @@ def simulate(
     :param seed: for the order in which groups are generated.
     :param tolerance: how near to the lower bound partitions are sought; 0.003 takes three fifths of the time, and shows
         up to 0.1 points more idle time.
-    :param certify: prove a bound, too: ``report.certificate``. Ten seconds per 1,000 steps of 32 on 8 ranks.
-    :param progress: called with the number of rollouts dispatched or evicted so far, after every step; with
-        ``certify`` once more from 0 while the proof is sought.
+    :param progress: called with the number of rollouts dispatched or evicted so far, after every step.
 
-    Raises ConfigError for slots, speeds or a warm-up that make no sense, and for knobs under which nothing is proven;
-    RolloutError for a rollout the config refuses (above the token cap).
+    Raises ConfigError for slots, speeds or a warm-up that make no sense, RolloutError for a rollout the config refuses
+    (above the token cap).
     """
-    if certify:
-        check_certifiable(config)
     check_generation(slots, tokens_per_second)
     if warm_up is not None and warm_up < 0:
         raise ConfigError(f"warm_up must be >= 0 steps, not {warm_up!r}")
@@ -129,47 +121,7 @@ def simulate(
     )
     run = Run(trace, core, generation, rate)
     run.to_the_end(progress)
-    report = report_of(run, warm_up)
-    return replace(report, certificate=_certificate(run, progress)) if certify else report
-
-
-def check_certifiable(config: BalancerConfig) -> None:
-    """Raise ConfigError, before a run, where a certificate would not hold."""
-    for knob, holds in {
-        "deadline_s=None": config.deadline_s is None,
-        "step_size.tokens=None": config.step_size.tokens is None,
-        "step_size.rollouts=None": config.step_size.rollouts is None,
-        "groups.size=None": config.groups.kept is None,
-        "groups.share_prefixes=False": not config.groups.share_prefixes,
-        "context_parallel.sizes=(1,)": config.context_parallel.sizes == (1,),
-        "staleness.max_versions=None": config.staleness.max_versions is None,
-        "speeds=None": len(set(config.speeds or (1.0,))) == 1,
-    }.items():
-        if not holds:
-            raise ConfigError(
-                f"certify needs {knob}: the proof is of steps of batch_size whole rollouts that wait one by one and "
-                "run on one rank each, all ranks being equally fast. Set it, or leave certify out"
-            )
-
-
-def _certificate(run: Run, progress: Callable[[int], None] | None) -> Certificate:
-    config, speed = run.config, (run.config.speeds or (1.0,))[0]
-    cap = config.micro_batches.max_tokens
-    steps = np.bincount(run.step_of)
-    if (steps[:-1] != config.batch_size).any():
-        raise ConfigError("certify needs steps of batch_size rollouts, and limits made one smaller. Raise limits")
-    order = np.argsort(run.accepted_step, kind="stable")
-    return certify_stream(
-        np.array(run.cost_list)[order] / speed,
-        run.accepted_step[order],
-        batch_size=config.batch_size,
-        ranks=config.dp_size,
-        max_skips=config.max_skips,
-        equal_counts=config.equal_rollouts,
-        tokens=run.trace.lengths[order] if config.sync == "micro_batch" and cap is not None else None,
-        max_tokens=cap or 1,
-        progress=None if progress is None else lambda done, rounds: progress(done * len(run.trace) // rounds),
-    )
+    return report_of(run, warm_up)
 
 
 def _work_per_second(trainer: TrainerSpeed, trace: Trace, config: BalancerConfig, rollout_s: float) -> float:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from stream_balancer.config import BalancerConfig
 from stream_balancer.planning import LengthBiasSummary
 from stream_balancer.planning.arrays import Ints
-from stream_balancer.tools.certify import Certificate
 
 Steps: TypeAlias = Any
 """A numpy record array, a row per step in order. Columns: ``at_s``, the seconds of virtual time at which it was
@@ -168,9 +167,6 @@ class SimulationReport:
     """Every dispatch."""
     step_of: Ints
     """[n] the step each rollout of the trace was dispatched in; -1 = evicted."""
-    certificate: Certificate | None = None
-    """Bound that no schedule to which rollouts come as they did here gets below, drain included; None where it was not
-    asked for."""
 
     @property
     def idle_fraction(self) -> float:

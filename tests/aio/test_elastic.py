@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
-from contextlib import suppress
 
 import anyio
 import pytest
@@ -96,35 +94,3 @@ async def test_a_lost_rank_that_is_no_more_is_not_waited_for(resized_first: bool
             balancer.end()
         assert trainers.sizes == {0: [1]}
         assert len(trainers.trained) == balancer.statistics().acknowledged == 12
-
-
-@pytest.mark.parametrize("seed", range(5))
-async def test_whatever_the_order_of_changes_every_rollout_is_trained_on_once(seed: int) -> None:
-    chance = random.Random(seed)
-    balancer = sb.StreamBalancer(knobs(2, capacity=48), report_after_s=math.inf)
-    async with balancer, MemoryNetwork(dp_size=2) as transport:
-        trained: Counter[str] = Counter()
-
-        async def train(rank: int) -> None:
-            """As a launcher keeps it: whenever its place is wanted, a rank is there."""
-            while not balancer.ended or balancer.statistics().waiting:
-                if rank < transport.dp_size:
-                    with suppress(sb.errors.RefusedError):  # their number has changed while it was on its way
-                        async for share in sb.RankFeed(transport.connect(rank, depth=chance.randint(1, 3))):
-                            await anyio.sleep(chance.choice([0.0, 0.5, 3.0]))
-                            trained.update(r.rollout_id for r in share.rollouts if not r.is_padding)
-                await anyio.sleep(1.0)
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sb.serve, balancer, transport)
-            for rank in range(4):
-                tasks.start_soon(train, rank)
-            for n in range(200):
-                await balancer.put(make_rollout(1 + chance.randrange(50), f"r{n}"))
-                if chance.random() < 0.1:
-                    await anyio.sleep(chance.choice([0.0, 0.2, 5.0]))
-                    balancer.reconfigure(dp_size=chance.randint(1, 4))
-            await anyio.sleep(100.0)
-            balancer.end()
-        assert sum(trained.values()) == len(trained) == 200
-        assert balancer.statistics().acknowledged == 200

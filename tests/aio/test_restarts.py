@@ -468,26 +468,6 @@ async def test_what_waits_between_two_balancers_is_still_kept() -> None:
     await producer.aclose()
 
 
-async def test_what_a_journal_has_is_let_go_of_on_the_same_connection(tmp_path: Path, disk: Disk) -> None:
-    network = MemoryNetwork(dp_size=1)
-    producer, crew = sb.connect(network.connect_producer(), hand_over="direct"), Crew(network)
-    life = Life(tmp_path, disk, network)
-    async with life.serving(()) as (balancer, tasks):
-        for number in range(SIZE):
-            await producer.put(make_rollout(8, f"r{number}"))
-        tasks.cancel_scope.cancel()
-    del balancer, tasks
-    async with life.serving(()) as (balancer, tasks):
-        tasks.start_soon(crew.train, 0)
-        await anyio.sleep(10)
-        gc.collect()
-        with anyio.fail_after(100):
-            await producer.released()
-        balancer.end()
-    await producer.aclose()
-    crew.check(balancer, SIZE)
-
-
 async def test_what_was_trained_on_while_a_connection_was_lost_is_let_go_of() -> None:
     """Neither the reply to its put has arrived, nor that nobody needs it any more."""
     network = MemoryNetwork(dp_size=1)

@@ -36,7 +36,7 @@ const scrolls = element => {
     return false;
 };
 
-const found = {scroll: [], cut: [], faint: [], small: [], split: [], pictures: []};
+const found = {scroll: [], cut: [], faint: [], small: []};
 const wide = document.scrollingElement.scrollWidth;
 if (wide > across) found.scroll.push(`the page is ${wide} px wide on ${across} px`);
 const walker = document.createTreeWalker(document.querySelector("article") || document.body, NodeFilter.SHOW_TEXT);
@@ -49,8 +49,6 @@ for (let node = walker.nextNode(); node; node = walker.nextNode()) {
     const box = element.getBoundingClientRect();
     if (box.width === 0 || element.closest(".headerlink, nav, [role=tooltip]")) continue;
     if (box.right > across + 1 && !scrolls(element)) found.cut.push(name(element));
-    if (element.matches("td code") && /^[\w.]+$/.test(node.data) && element.getClientRects().length > 1)
-        found.split.push(name(element));
     const style = getComputedStyle(element), svg = element.namespaceURI.endsWith("svg");
     const below = background(element), above = over(colour(svg ? style.fill : style.color), below);
     if (contrast(above, below) < 3) found.faint.push(`${name(element)} (${contrast(above, below).toFixed(1)}:1)`);
@@ -58,6 +56,4 @@ for (let node = walker.nextNode(); node; node = walker.nextNode()) {
     const size = parseFloat(style.fontSize) * Math.hypot(matrix.a, matrix.b);
     if (size < 9) found.small.push(`${name(element)} (${size.toFixed(1)} px)`);
 }
-for (const picture of document.images)
-    if (!picture.complete || !picture.naturalWidth) found.pictures.push(picture.src);
 return found;

@@ -14,7 +14,6 @@ from typing import Any
 
 import anyio
 import pytest
-from visits import ROOT
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
@@ -24,7 +23,7 @@ async def test_every_query_of_the_dashboard_is_answered(tmp_path: Path, monkeypa
     pytest.importorskip("matplotlib", reason="the docs extra is not installed")
     if not shutil.which("prometheus"):
         pytest.skip("Prometheus is not installed (Debian: apt-get install prometheus)")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "docs" / "_site")])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2] / "docs" / "_site")])
     import dashboard
     from live import training
 

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
-from chromium import VIEWS, Browser
-from visits import Visit, visit
+from chromium import VIEWS, Browser, View
 
 import stream_balancer as sb
 from stream_balancer.tools.plot import write_plot
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
+
+
+class Visit(NamedTuple):
+    """What a browser found on a page."""
+
+    seen: dict[View, dict[str, Any]]
+    complaints: list[str]
+    requests: list[str]
+
+
+def visit(browser: Browser, url: str) -> Visit:
+    """Load the page once, and look at it in every way."""
+    browser.complaints(), browser.requests()  # of the page before
+    browser.look(VIEWS[0])
+    browser.open(url)
+    script = (Path(__file__).parent / "look.js").read_text()
+    seen = {}
+    for view in VIEWS:
+        browser.look(view)
+        seen[view] = browser.ask(script, view.width_px)
+    return Visit(seen, browser.complaints(), browser.requests())
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import math
 import os
-import random
 import signal
 import sys
 import time
@@ -26,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from stream_balancer.client.object_store import Keeper
 from stream_balancer.config import BalancerConfig
-from stream_balancer.errors import ClosedResourceError
 from stream_balancer.ray import RayBalancer, _BalancerActor
 from stream_balancer.testing import make_rollout
 
@@ -95,20 +92,6 @@ class Worker:
 
         anyio.run(_at_once, at_once, put)
         return accepted
-
-    def work(self, number: int, delay_s: float, workers: int) -> int:
-        """Reserve, generate and put until the balancer has ended, so many at the same time. -> rollouts put."""
-        chance, names = random.Random(number), itertools.count()
-
-        async def generate() -> None:
-            with suppress(ClosedResourceError):
-                while True:
-                    async with self._balancer.reserve() as slot:
-                        await anyio.sleep(min(delay_s * chance.paretovariate(1.2), 50 * delay_s))
-                        await slot.put(make_rollout(chance.randrange(1, 40), f"{number}.{next(names)}"))
-
-        anyio.run(_at_once, workers, generate)
-        return next(names)
 
     def transports(self) -> list[str]:
         """What carries each object of this worker's that the tests' keeper holds; by itself that is the store."""

@@ -303,20 +303,6 @@ async def test_the_actors_log_says_that_no_worker_ever_came() -> None:
         tasks.cancel_scope.cancel()
 
 
-async def test_a_rank_that_stays_away_stops_the_balancer_if_asked_to() -> None:
-    async with hosted(rejoin_timeout_s=0.0) as balancer:
-        for n in range(4):
-            await balancer.put(make_rollout(5, f"s{n}"))
-        feed = balancer.feed(rank=0)
-        await anext(feed)
-        feed._port.session.line.connection.abort()  # type: ignore[attr-defined, union-attr]
-        with pytest.raises(sb.errors.BrokenResourceError):
-            await until(balancer, lambda now: False)
-        with pytest.raises(sb.errors.BrokenResourceError):
-            await balancer.put(make_rollout(5, "late"))
-        await feed.aclose()
-
-
 async def test_a_full_store_holds_puts_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """No error; and a put that is cancelled meanwhile was not accepted."""
     full = True

@@ -31,26 +31,3 @@ def test_ranks_wait_a_fraction_of_what_they_wait_with_their_sampler(traces_dir: 
     assert ours["rows"] == ours["distinct"] == 96  # also what does not fill a step
     assert ours["in_step"]
     assert ours["over_cap"] == 0
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("killed", ["storage", "controller"])
-def test_every_row_is_trained_once_although_a_process_of_theirs_is_killed(killed: str, tmp_path: Path) -> None:
-    pytest.importorskip("transfer_queue")
-    here = Path(__file__).parent
-    said = ""
-    for kill in (killed, "nothing"):
-        done = subprocess.run(
-            ending_with_us(sys.executable, here / "transfer_queue_drill.py", tmp_path, kill),
-            env={**os.environ, "PYTHONPATH": str(here.parents[1]), "TQ_LOGGING_LEVEL": "ERROR"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        said += done.stdout
-    steps = [json.loads(line) for line in (tmp_path / "trained").read_text().splitlines()]
-    assert "step 2: " in said
-    assert len(steps) > 2
-    assert sorted(row for step in steps for row in step) == list(range(40))

@@ -1,14 +1,11 @@
-"""Ray's own ways: remote control, workers that are killed while they hold slots, meshes of model-parallel ranks, and
+"""Ray's own ways: remote control, meshes of model-parallel ranks, and
 Ray Direct Transport, where tokens stay in the workers' memory and NIXL reads them into the ranks', past the stores."""
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
-import random
 import signal
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +27,6 @@ from stream_balancer.client.object_store import INLINE_BYTES as STORED  # noqa: 
 from stream_balancer.ray import find, host  # noqa: E402
 from stream_balancer.testing import make_rollout  # noqa: E402
 
-logger = logging.getLogger("tests")
-BATCH_SIZE = 8
 pytestmark = pytest.mark.usefixtures("nodes")
 
 
@@ -57,54 +52,6 @@ async def test_accept_runs_in_the_actor_and_the_last_of_so_many_producers_ends_i
             await late.put(make_rollout(3, "late"))
     assert sorted(trained) == ["r1.0", "r2.0"]
     ray.kill(balancer.actor)
-
-
-def _drill(total: int, kill_every: int, delay_s: float) -> tuple[Counter[int], int]:
-    """Trains here, and kills workers, each in a process of its own. -> ages at training, and how many were killed."""
-    balancer = host(
-        sb.BalancerConfig(
-            dp_size=1, batch_size=BATCH_SIZE, window=2 * BATCH_SIZE, staleness=sb.Staleness(max_versions=1)
-        )
-    )
-    chance, ages, ids, numbers = random.Random(3), Counter[int](), [], iter(range(10_000))
-
-    def started() -> tuple[int, Any]:
-        worker = ray.remote(Worker).options(num_cpus=0).remote(balancer)
-        pid = ray.get(worker.pid.remote(), timeout=GUARD_S)
-        return pid, (worker, worker.work.remote(next(numbers), delay_s, BATCH_SIZE))
-
-    workers, num_killed = [started() for _ in range(2)], 0
-    with balancer.feed(rank=0) as feed:
-        feed.set_version(0)
-        for batch in feed:
-            ages.update((feed.version or 0) - (r.min_version or 0) for r in batch.rollouts if not r.is_padding)
-            ids += [r.rollout_id for r in batch.rollouts if not r.is_padding]
-            if len(ids) // kill_every > num_killed and len(ids) < total:
-                num_killed += 1
-                os.kill(workers.pop(chance.randrange(2))[0], signal.SIGKILL)
-                workers.append(started())
-            feed.set_version((feed.version or 0) + 1)
-            if len(ids) >= total:
-                feed.end()
-    for _, (_, work) in workers:
-        assert ray.get(work, timeout=GUARD_S) >= 0
-    assert len(set(ids)) == len(ids) >= total
-    ray.kill(balancer.actor)
-    return ages, num_killed
-
-
-def test_nothing_older_than_max_staleness_is_trained_on_though_workers_are_killed() -> None:
-    ages, num_killed = _drill(total=240, kill_every=100, delay_s=0.002)
-    assert max(ages) <= 1
-    assert num_killed == 2
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3000)
-def test_nothing_of_ten_thousand_rollouts_is_older_than_max_staleness() -> None:
-    ages, num_killed = _drill(total=10_000, kill_every=500, delay_s=0.003)
-    logger.info("ages at training: %s; workers killed: %d", sorted(ages.items()), num_killed)
-    assert max(ages) <= 1
 
 
 # --- model-parallel ranks ---------------------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""The balanced replay buffer on verl's own ``ReplayBufferAsync``, over a TransferQueue that lives in this process.
-
-verl's own tests of its replay buffer run on ours, over the real TransferQueue: see verls_own_tests.py.
-"""
+"""The balanced replay buffer on verl's own ``ReplayBufferAsync``, over a TransferQueue that lives in this process."""
 
 from __future__ import annotations
 

@@ -20,23 +20,21 @@ import peer_files
 from children import ending_with_us
 from guard import GUARD_S
 
-from stream_balancer.integrations import prime_rl, slime
+from stream_balancer.integrations import slime
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Theirs(NamedTuple):
     repository: str
-    root: str
     tests: str
 
 
 THEIRS = {
-    "prime-rl": Theirs("PrimeIntellect-ai/prime-rl", "src", "tests/unit/orchestrator/test_batch.py"),
-    "slime": Theirs("THUDM/slime", ".", "tests/test_dp_schedule.py"),
-    "miles": Theirs("radixark/miles", ".", "tests/fast/utils/test_dp_schedule.py"),
+    "slime": Theirs("THUDM/slime", "tests/test_dp_schedule.py"),
+    "miles": Theirs("radixark/miles", "tests/fast/utils/test_dp_schedule.py"),
 }
-PATCHES = {"prime-rl": prime_rl.patch, "slime": slime.patch, "miles": lambda: slime.patch("miles")}
+PATCHES = {"slime": slime.patch, "miles": lambda: slime.patch("miles")}
 
 
 @contextmanager
@@ -69,7 +67,7 @@ def run(name: str) -> str:
 if __name__ == "__main__":
     theirs = THEIRS[sys.argv[1]]
     source = peer_files.checkout(theirs.repository)
-    sys.path.insert(0, str(source / theirs.root))
+    sys.path.insert(0, str(source))
     PATCHES[sys.argv[1]]()  # before its tests import the function by name
     options = ["-q", "-c", "/dev/null", "--rootdir", str(source), "-W", "ignore", *sys.argv[2:]]
     sys.exit(pytest.main([*options, str(source / theirs.tests)]))

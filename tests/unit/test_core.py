@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
-import random
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
@@ -158,15 +157,6 @@ def test_a_knob_changed_between_the_halves_of_a_group_does_not_forget_the_first(
     assert batch.num_rollouts == 1
 
 
-def test_nothing_is_kept_of_a_group_that_is_abandoned_once_half_of_it_has_left() -> None:
-    core = reconfigurable(groups=sb.Groups(size=2), deadline_s=1.0)
-    core.add(make_rollout(5, group_id="g"), 0.0)
-    assert polled(core, 1.0).incomplete_groups == ("g",)
-    assert core.snapshot(1.0).group_departures == {"g": 1}
-    core.abandon_group("g")
-    assert core.snapshot(1.0).group_departures == {}
-
-
 def test_a_grouped_balancer_refuses_a_rollout_without_a_group() -> None:
     core = reconfigurable(batch_size=8, window=8, groups=sb.Groups(size=8))
     with pytest.raises(
@@ -204,22 +194,6 @@ def test_no_bound_costs_nothing_and_plans_alike(max_skips: int | None) -> None:
     while core.poll(0.0) is not None:
         pass
     verify(core)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_nobody_is_passed_over_more_often_than_promised_however_many_wait(seed: int) -> None:
-    chance, core = random.Random(seed), reconfigurable(dp_size=2, window=3, capacity=6, max_skips=2)
-    passed_over: dict[str, int] = {}
-    for _ in range(12):
-        while core.statistics(0.0).waiting < chance.randint(3, 6):
-            one = make_rollout(chance.choice([10, 10, 10, 300, 600, 1000, 2000]), minimal=True)
-            core.add(one, 0.0)
-            passed_over[one.rollout_id] = 0
-        batch = polled(core)
-        core.acknowledge(batch.step)
-        left = {rollout.rollout_id for rollout in batch.rollouts}
-        passed_over = {name: times + 1 for name, times in passed_over.items() if name not in left}
-        assert max(passed_over.values(), default=0) <= 2
 
 
 def versioned(**knobs: Any) -> BalancerCore:
@@ -261,16 +235,6 @@ def test_a_rollout_ages_until_its_training_begins() -> None:
     core.acknowledge(0)
     core.acknowledge(second.step)
     assert core.statistics(0.0).training_age == age
-
-
-def test_siblings_of_one_that_is_held_back_are_held_back() -> None:
-    core = versioned(groups=sb.Groups(size=2))
-    put_versions(core, 1, 1, group_id="a")
-    dispatch(core)
-    put_versions(core, 0, 2, group_id="b")
-    assert core.poll(0.0) is None
-    young = put_versions(core, 2, 2, group_id="c")
-    assert {r.rollout_id for r in dispatch(core).rollouts} == set(young)
 
 
 def test_a_step_given_back_is_ahead_again() -> None:

@@ -44,18 +44,6 @@ def test_pages_that_the_code_names_exist() -> None:
     assert {(page, path) for page, path in named if not (ROOT / page).exists()} == set()
 
 
-def test_the_page_of_files_that_a_run_executes_names_files_that_exist() -> None:
-    rows = re.findall(r"^\| `([\w/]+)` \|.*\| (.*) \|$", (ROOT / "docs" / "run_files.md").read_text(), re.M)
-    package = ROOT / "stream_balancer"
-    files = [
-        (package if folder == package.name else package / folder) / f"{name}.py"
-        for folder, names in rows
-        for name in re.findall(r"`(\w+)`", names)
-    ]
-    assert len(files) > 50
-    assert [path for path in files if not path.exists()] == [], "python docs/_site/run_files.py writes it anew"
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_commands_name_targets_and_files_that_exist(page: Path) -> None:
     text = page.read_text()

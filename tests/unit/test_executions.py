@@ -11,8 +11,6 @@ import pytest
 import torch
 from codec_help import carried
 from helpers import polled
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from invariants import verify
 from torch import Tensor
 
@@ -207,33 +205,6 @@ def test_an_execution_comes_in_one_put() -> None:
     with pytest.raises(sb.errors.RolloutError, match="takes 0 more"):
         core.add(sample(3, "g", "e3", seed=20), 0.0)
     verify(core)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_executions_leave_whole_whatever_they_became(data: st.DataObject) -> None:
-    """As long as a batch can hold the group; and every step counts those that are in it."""
-    groups = data.draw(st.sampled_from(["same_batch", "same_rank"]))
-    core = core_of(dp_size=2, batch_size=16, window=32, capacity=256, groups=sb.Groups(size=2, keep=groups))
-    seed, sizes = 0, data.draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=2, max_size=16))
-    for group, its in enumerate(sizes):
-        for execution, count in enumerate(its):
-            rollouts = [sample(1 + (seed + n) % 9, f"g{group}", f"e{execution}", seed=seed + n) for n in range(count)]
-            seed += count
-            core.add_all(rollouts, 0.0)
-            verify(core)
-    core.end()
-    while not core.finished:
-        batch = polled(core)
-        real = [r for r in batch.rollouts if not r.is_padding]
-        assert len(real) <= 16
-        assert batch.num_executions == len({(r.group_id, r.execution_id) for r in real})
-        for group in {r.group_id for r in real}:
-            assert sum(r.group_id == group for r in real) == sum(sizes[int(str(group)[1:])])
-        total = sum(
-            mb.packed().execution_weights.double().sum().item() for share in batch.ranks for mb in share.micro_batches
-        )
-        assert total == pytest.approx(batch.num_executions, rel=1e-5)
 
 
 # -- payloads that are gone --------------------------------------------------------------------------------------------

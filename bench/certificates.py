@@ -7,7 +7,6 @@ Statement, assumptions and proof: bench/results/certificates.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -59,7 +58,6 @@ def certify(
     max_tokens: int = 1,
     rounds: int = 400,
     prices: Floats | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Certificate:
     """Lower bound on the total time of every schedule of these rollouts. O(rounds x steps x waiting).
 
@@ -70,7 +68,6 @@ def certify(
     :param tokens: [n] where ranks meet at every micro-batch; it holds ``max_tokens`` of these, or a single rollout.
     :param rounds: of the search for prices; 0: those given are checked as they are.
     :param prices: [n] to begin with, in the costs' unit; None = the fair share, cost / ranks.
-    :param progress: called with the rounds done and their number.
 
     Raises ValueError for costs or sizes that no stream has, and where ``arrived`` and ``max_skips`` allow no schedule.
     """
@@ -96,7 +93,7 @@ def certify(
     if tokens is not None:
         rows.tokens, rows.max_tokens = np.append(np.minimum(tokens, max_tokens), np.zeros(spare, np.int64)), max_tokens
     start = whole / ranks if prices is None else np.append(np.asarray(prices) * scale, np.zeros(spare))
-    found, weights = _Search(rows, whole, first, last, start / rows.unit).run(rounds, progress)
+    found, weights = _Search(rows, whole, first, last, start / rows.unit).run(rounds)
     # the fair share proves work / ranks
     proven = max(rows.proven(found, weights) / SHARES, float(whole.sum())) / ranks
     # one division after the integers
@@ -208,7 +205,7 @@ class _Search:
         self.pace, self.before = np.full_like(self.weights, 0.05), np.zeros_like(self.weights)
         self.taken, self.slope = (np.zeros(self.index.shape, np.float32) for _ in range(2))
 
-    def run(self, rounds: int, progress: Callable[[int, int], None] | None) -> tuple[Floats, Singles]:
+    def run(self, rounds: int) -> tuple[Floats, Singles]:
         """Prices [n], and weights of the rows."""
         prices, speed = self.prices.copy(), np.zeros(self.size.size)
         scale = self.work + BASE / self.rows.batch_size + STEEP * np.maximum(self.work * self.rows.ranks - 1, 0)
@@ -230,8 +227,6 @@ class _Search:
             wanted = np.maximum(1 - taken / self.size, 1 - MOST_TAKEN)
             speed = MOMENTUM * speed + (1 - MOMENTUM) * wanted
             prices += rate * scale * speed * (rounds > 0)
-            if progress is not None:
-                progress(done, last)
         return found
 
     def _sums(self, each: Singles) -> Floats:
