@@ -55,7 +55,7 @@ architecture: install  ## lines, layers, circles, from the imports; ARGS="../oth
 	$(BIN)/python tests/architecture.py $(ARGS)
 
 bench: install  ## every benchmark that needs nothing but the project
-	for file in engine partition plan_time window sizes beyond micro_batches training transport connect way_of_a_put failures beside_training journal tune scale certify; do \
+	for file in engine partition plan_time window sizes micro_batches training transport connect way_of_a_put failures beside_training journal tune scale certify; do \
 		test ! -e bench/$$file.py || { echo "== bench/$$file.py"; $(BIN)/python bench/$$file.py $(ARGS) || exit 1; }; \
 	done
 

@@ -15,7 +15,7 @@ import numpy as np
 from stream_balancer.config.figures import least_batch_size, least_max_skips
 from stream_balancer.config.groups import Groups
 from stream_balancer.config.knobs import Knobs
-from stream_balancer.cost import CalibratedCost, CostModel
+from stream_balancer.cost import CostModel
 from stream_balancer.errors import ConfigError
 from stream_balancer.planning import check_shares
 from stream_balancer.planning.plan import step_multiple
@@ -113,7 +113,6 @@ def _foreseen(knob: str, c: Knobs) -> Iterator[str]:
     others = {
         "a padded cost": c.cost.padded,
         "step_size.mini_batches > 1": c.step_size.mini_batches > 1,
-        "groups.share_prefixes": c.groups.share_prefixes,
         "sync='micro_batch'": c.sync != "step",
     }
     if any(others.values()):
@@ -233,8 +232,6 @@ def combinations(c: Knobs) -> Iterator[str]:
         )
     if len(c.context_parallel.sizes) > 1 and (others := _not_shared(c)):
         yield f"context_parallel.sizes={c.context_parallel.sizes} does not work with {others}. Leave one of the two out"
-    if c.groups.share_prefixes and (others := _not_with_prefixes(c)):
-        yield f"groups.share_prefixes does not work with {others}. Leave one of the two out"
 
 
 def varying(c: Knobs) -> Iterator[str]:
@@ -291,18 +288,5 @@ def _not_shared(c: Knobs) -> str:
             "groups.keep='same_rank' (a shared rollout is not on one rank)": c.groups.keep == "same_rank",
             "a padded cost (what a slice of a padded row costs is not known)": c.cost.padded,
             "speeds (ranks of unlike speed would wait for each other within a shared rollout)": c.speeds,
-        }
-    )
-
-
-def _not_with_prefixes(c: Knobs) -> str:
-    """Knobs that do not go together with prefixes that siblings share."""
-    return _those(
-        {
-            "a padded cost (a shared prefix is not padded)": c.cost.padded,
-            "CalibratedCost (it learns from seconds what whole lengths cost)": isinstance(c.cost, CalibratedCost),
-            "sync='micro_batch' (it evens out ranks, not micro-batches)": c.sync != "step",
-            "counts='equal' (siblings on one rank are worth more than even counts)": c.counts != "free",
-            "speeds (all ranks count as alike)": c.speeds,
         }
     )

@@ -58,11 +58,6 @@ class Groups(metaclass=Values):
     its first rollout. 0 = as soon as ``min_size`` have come. Only with ``min_size``."""
     keep: Keep = "same_batch"
     """Siblings leave in the "same_batch", on the "same_rank" (costs balance), or "free". Only with ``size``."""
-    share_prefixes: bool = False
-    """The trainer computes the prefix of siblings (``Rollout.prefix``: their prompt) once for those of a micro-batch.
-    :meth:`MicroBatch.tree` lays them out. Then it is planned and counted so: a group is split over ranks where that
-    is worth another copy of its prefix, and no batch takes longer than it would without sharing. A rollout
-    that brings its own ``cost`` has no price for its prefix, and counts as it is. See docs/sharing.md."""
 
     @property
     def kept(self) -> int | None:
@@ -124,5 +119,5 @@ class StepSize(metaclass=Values):
     mini_batches: Count = 1
     """Mini-batches of a step, each with an optimizer step and denominators of its own (PPO). See
     :attr:`RankBatch.mini_batches`. Each has ``batch_size / mini_batches`` rollouts, and as many micro-batches on every
-    rank. Samples of an execution stay together in one; so do groups on the "same_rank", and those of a shared prefix
-    that are no larger than it. A step of too few rollouts for all ranks in so many has fewer."""
+    rank. Samples of an execution stay together in one; so do groups on the "same_rank". A step of too few rollouts for
+    all ranks in so many has fewer."""

@@ -100,7 +100,7 @@ class Knobs(metaclass=Values):
     micro_batches: Group[MicroBatches] = _defaults(MicroBatches)
     """MicroBatches(max_tokens, counts, multiple_of, order, overhead_cost, oversize): cuts a rank's part."""
     groups: Group[Groups] = _defaults(Groups)
-    """Groups(size, min_size, patience, keep, share_prefixes): siblings of one prompt (GRPO)."""
+    """Groups(size, min_size, patience, keep): siblings of one prompt (GRPO)."""
     staleness: Group[Staleness] = _defaults(Staleness)
     """Staleness(max_versions, on_stale): how old a rollout may be when it is trained on."""
     context_parallel: Group[ContextParallel] = _defaults(ContextParallel)

@@ -4,8 +4,7 @@ padding copies. Pure: reads the state, changes nothing. When a batch leaves is d
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress
@@ -47,8 +46,6 @@ def make_plan(state: BalancerState, due: Bools, num_rollouts: int) -> tuple[Wait
     )
     knobs = state.pricing.knobs
     waiting = state.buffer.waiting(due)
-    if state.config.groups.share_prefixes:
-        waiting = state.pricing.with_prefixes(waiting, state.buffer.rollouts())
     if state.config.stratum_shares:
         knobs = replace(knobs, stratum_shares=state.buffer.strata.least_shares(state.config.stratum_shares))
     if state.staleness.num_held_back:
@@ -81,8 +78,9 @@ def _cut(state: BalancerState, plan: Plan) -> Plan:
     # all of these go, and none must be in the first mini-batch
     step_of = replace(step_of, due=~step_of.due)
     if state.pricing.knobs.groups != "same_rank":
-        most = rows.size // state.config.step_size.mini_batches if state.config.groups.share_prefixes else 0
-        step_of = replace(step_of, groups=_kept_together(rollouts, most))
+        # samples of one execution divide by what is in their mini-batch
+        keys = (None if one.execution_id is None else execution_of(one) for one in rollouts)
+        step_of = replace(step_of, groups=labels_of(keys))
     cut = in_mini_batches(
         _PLANNERS[policy],
         step_of,
@@ -92,19 +90,6 @@ def _cut(state: BalancerState, plan: Plan) -> Plan:
         in_order=policy != "window",
     )
     return in_rows(cut, rows)
-
-
-def _kept_together(rollouts: Sequence[Rollout], most: int) -> Ints:
-    """[n] a label for the samples of one execution, which divide by what is in their mini-batch, and for the siblings
-    of a group of at most so many; -1 for the others."""
-    sizes = Counter(one.group_id for one in rollouts)
-
-    def key(one: Rollout) -> Hashable:
-        if one.group_id is not None and sizes[one.group_id] <= most:
-            return (one.group_id,)
-        return None if one.execution_id is None else execution_of(one)
-
-    return labels_of(map(key, rollouts))
 
 
 def make_batch(state: BalancerState, plan: Plan, rows: Ints, reason: Reason, now: float, had: int = 0) -> Batch:

@@ -27,7 +27,7 @@ import stream_balancer as sb
 Side = Literal["left", "right"]
 Version: TypeAlias = int | tuple[int, int]
 """A rollout's policy version, or the oldest and the newest."""
-FIELDS = ("rollout_id", "group_id", "version", "cost", "prefix", "is_padding")
+FIELDS = ("rollout_id", "group_id", "version", "cost", "is_padding")
 """Names of entries that are fields of a rollout."""
 
 

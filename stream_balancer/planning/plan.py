@@ -13,7 +13,6 @@ from .arrays import Bools, Counts, Floats, Ints, Order, Oversize, Sync, position
 from .cost_order import CostOrder
 from .partition import TOLERANCE
 from .rank_speeds import NO_FIXED_COSTS, FixedCosts
-from .siblings import Siblings
 
 Keep: TypeAlias = Literal["free", "same_batch", "same_rank"]
 
@@ -38,13 +37,6 @@ class Waiting:
     """Order of the rollouts by cost, where it is kept; None: the planner sorts them if it has to."""
     strata: Ints | None = None
     """[W] number of the stratum of each, -1 for none; None where no rollout has one."""
-    prefix_costs: Floats | None = None
-    """[W] work of each one's prefix alone, at most that of the whole; siblings in one micro-batch pay it once. 0.0
-    where it shares none. None: nobody shares."""
-    prefix_lengths: Ints | None = None
-    """[W] tokens of each one's prefix; given with ``prefix_costs``."""
-    siblings: Ints | None = None
-    """[W] label of those whose prefix is the same; -1 for none. None: ``groups`` says it."""
 
     @classmethod
     def of(cls, costs: Floats) -> Waiting:
@@ -52,16 +44,6 @@ class Waiting:
         none = np.zeros(costs.size, dtype=np.bool_)
         zero = np.zeros(costs.size, dtype=np.int64)
         return cls(costs, np.maximum(costs, 1).astype(np.int64), zero, none, zero - 1, ~none)
-
-    def sets(self, rows: Ints | None = None) -> Siblings:
-        """Rollouts in these rows ([n]; None: all) by whose prefix they share, where prefixes are given. O(n log n)."""
-        assert self.prefix_costs is not None
-        assert self.prefix_lengths is not None
-        pick = slice(None) if rows is None else rows
-        labels = self.groups if self.siblings is None else self.siblings
-        return Siblings.of(
-            self.costs[pick], self.lengths[pick], labels[pick], self.prefix_costs[pick], self.prefix_lengths[pick]
-        )
 
     def among(self, keep: Bools) -> Waiting:
         """Only those to keep ([W]), in positions among them. O(W)."""
@@ -162,23 +144,12 @@ def part_cost(costs: Floats, degrees: Ints, overhead: float) -> Floats:
     return cost
 
 
-def work_in(waiting: Waiting, micro_batches: Sequence[Ints]) -> Floats:
-    """[micro-batches] work of each, a prefix counted once in it: two of one rank pay it twice. O(n); with prefixes
-    O(n log n)."""
-    rows = positions_in([micro_batches])
-    place, number = np.repeat(np.arange(len(micro_batches)), [one.size for one in micro_batches]), len(micro_batches)
-    # one call for all: a sum for each costs more at hundreds of ranks
-    if waiting.prefix_costs is not None:
-        return waiting.sets(rows).loads(place, number)
-    return np.bincount(place, weights=waiting.costs[rows], minlength=number).astype(np.float64)
-
-
 @dataclass(frozen=True, slots=True)
 class Times:
     """Work of the ranks of a layout, and when they are done."""
 
     work: Floats
-    """[dp_size] work of each, what sharing a rollout adds, and a prefix saves, counted."""
+    """[dp_size] work of each, what sharing a rollout adds counted."""
     overheads: Floats
     """[dp_size] what their micro-batches cost beside their rollouts, padding copies counted. 0 where speeds are
     given: those have the fixed costs in them."""
@@ -209,7 +180,9 @@ class Times:
         numbers = np.array([len(share) for share in ranks])
         rank_of = np.repeat(np.arange(numbers.size), numbers)
         index = np.arange(len(ones)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
-        whole = parts = work_in(waiting, ones)
+        # one call for all: a sum for each costs more at hundreds of ranks
+        place = np.repeat(np.arange(len(ones)), [one.size for one in ones])
+        whole = parts = np.bincount(place, waiting.costs[positions_in(ranks)], len(ones)).astype(np.float64)
         if degrees:
             degree_of = np.array([degree for of_rank in degrees for degree in of_rank], dtype=np.int64)
             whole, parts = parts / degree_of, part_cost(parts, degree_of, knobs.cp_overhead)

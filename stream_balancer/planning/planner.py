@@ -7,7 +7,6 @@ decide each question.
                            micro_batches.py   on which rank and in which micro-batch, under a token cap
                        --> swaps.py           the last percent: chosen against waiting rollouts
                        --> shared_layout.py   who is shared by several ranks, where the knobs allow it
-                           prefixes.py        instead of both, where siblings share a prefix: where they pay for it
                        --> Plan
 
 Pure: numpy in, positions out. bench/results/planning_proofs.md has the rules and the proofs.
@@ -29,7 +28,6 @@ from .micro_batches import form_micro_batches, in_order
 from .packing import Packer
 from .partition import split, split_together
 from .plan import Plan, PlanKnobs, Times, Waiting, has_micro_batches
-from .prefixes import prefix_bound, with_shared_prefixes
 from .rank_speeds import work_rates
 from .selection import Units
 from .shareable import Shareable
@@ -86,19 +84,9 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     # it keeps fewer fillers for the outliers.
     may_share = len(knobs.degrees) > 1
     alone = replace(knobs, oversize="alone") if may_share else knobs
-    layouts = [RankLayout(_swapped(waiting, alone, units, fixed, go, step), [])]
+    best = RankLayout(_swapped(waiting, alone, units, fixed, go, step), [])
     if may_share:
-        shared = shared_layout(replace(waiting, prefix_costs=None), knobs, layouts[0].ranks, step)
-        # what is shared pays its whole prefix: so the other layout may be done earlier, where the token cap allows it
-        cap = knobs.max_tokens_per_micro_batch
-        is_open = waiting.prefix_costs is not None and (
-            cap is None or int(waiting.lengths[picked].max(initial=0)) <= cap
-        )
-        layouts = [shared, *layouts] if is_open else [shared]
-    if waiting.prefix_costs is not None:
-        whole = units.unit_of if knobs.groups == "same_rank" else None
-        layouts = [with_shared_prefixes(waiting, knobs, one, whole, step) for one in layouts]
-    best = min(layouts, key=lambda one: Times.of(waiting, knobs, *one).finish) if len(layouts) > 1 else layouts[0]
+        best = shared_layout(waiting, knobs, best.ranks, step)
     picked = np.unique(positions_in(best.ranks))
     bound = earliest_finish(waiting, knobs, picked, units.together(picked, knobs))
     return finished(waiting, knobs, best.ranks, bound, best.degrees)
@@ -151,8 +139,7 @@ def _shares(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: i
 def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go: Bools, step: int) -> list[list[Ints]]:
     """[rank][micro_batch] -> positions, after the swaps with the window."""
     shares = _shares(waiting, knobs, units, go, step)
-    # what a group with a prefix saves depends on who goes with it
-    if waiting.prefix_costs is not None or knobs.padded or not all(shares):
+    if knobs.padded or not all(shares):
         return shares
     sums_decide = _sums_decide(knobs, shares)
     if units.unit_of is not None:
@@ -243,17 +230,9 @@ def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints, whole: Int
     together. O(n log n)."""
     costs, lengths = waiting.costs[picked], waiting.lengths[picked]
     if len(knobs.degrees) > 1:
-        shareable = Shareable.of(costs, lengths, knobs)
-        if waiting.prefix_costs is None:
-            return shareable.bound()
-        return max(shareable.apart(waiting.sets(picked), knobs).bound(), shareable.heaviest_part)
-    if waiting.prefix_costs is None:
-        indivisible = costs if whole is None else np.bincount(whole, weights=costs)
-        bound = lower_bound(indivisible, knobs.dp_size, knobs.counts, knobs.speeds)
-    else:
-        siblings = waiting.sets(picked)
-        bound = prefix_bound(siblings, knobs.dp_size, whole)
-        costs, lengths = siblings.apart()
+        return Shareable.of(costs, lengths, knobs).bound()
+    indivisible = costs if whole is None else np.bincount(whole, weights=costs)
+    bound = lower_bound(indivisible, knobs.dp_size, knobs.counts, knobs.speeds)
     cap = knobs.max_tokens_per_micro_batch
     if knobs.sync == "micro_batch" and cap is not None and not knobs.padded:
         bound = max(bound, lockstep_bound(costs, lengths, knobs.dp_size, cap, knobs.speeds))

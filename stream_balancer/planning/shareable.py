@@ -15,7 +15,6 @@ import numpy as np
 from .arrays import Floats, Ints
 from .micro_batches import OversizeError
 from .plan import PlanKnobs, part_cost
-from .siblings import Siblings
 
 _ROUNDING = 1e-12
 """A bound is so much (relatively) below what was computed: sums of floats are not exact."""
@@ -72,20 +71,6 @@ class Shareable:
     def may_stay_whole(self) -> bool:
         """No rollout has to be shared."""
         return bool(np.isfinite(self.parts[0]).all())
-
-    @property
-    def heaviest_part(self) -> float:
-        """Least work of some rank: the heaviest part, each at its best degree."""
-        return float(self.parts.min(axis=0).max(initial=0.0)) * (1.0 - _ROUNDING)
-
-    def apart(self, siblings: Siblings, knobs: PlanKnobs) -> Shareable:
-        """Least work of every plan of these, in which siblings of a micro-batch pay their prefix once: the
-        rollouts without their prefixes, and each prefix once, by as many ranks as some sibling is shared."""
-        added = Shareable.of(siblings.added, self.lengths, knobs)
-        # any degree is allowed, whatever its tokens: a bound may be too low, never too high
-        prefixes = part_cost(siblings.prefixes, self.sizes[:, None], knobs.cp_overhead)
-        lengths = np.concatenate((self.lengths, siblings.prefix_tokens))
-        return Shareable(lengths, self.sizes, np.hstack((added.parts, prefixes)), self.dp_size)
 
     def fitting(self, level: float) -> Ints:
         """[n] the row of the least degree at which each part is no more than the level, or of its least part."""

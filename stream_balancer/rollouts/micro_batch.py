@@ -1,10 +1,10 @@
-"""The micro-batch: rollouts that go through the model together. :mod:`stream_balancer.rollouts.tensors` and
-:mod:`stream_balancer.rollouts.trees` have its layouts.
+"""The micro-batch: rollouts that go through the model together. :mod:`stream_balancer.rollouts.tensors` has its
+layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from stream_balancer.field_docs import documented
-from stream_balancer.rollouts import trees
 from stream_balancer.rollouts.rollout import Rollout
 from stream_balancer.rollouts.shared import SharedRollout, loss_tokens_of, part_of, rows_of
 from stream_balancer.rollouts.tensors import FlatColumns, Nested, Packed, Padded, SharedColumns
@@ -35,8 +34,7 @@ class ExecutionSize(NamedTuple):
 @documented
 @dataclass(frozen=True, eq=False, slots=True)
 class MicroBatch:
-    """Micro-batch: rollouts that go through the model together, on one rank. Lay them out with one of the four methods
-    (or as a :meth:`tree`).
+    """Micro-batch: rollouts that go through the model together, on one rank. Lay them out with one of the four methods.
 
     Examples:
         >>> micro_batch = MicroBatch.of([Rollout(tokens={"input_ids": ids}) for ids in ([11, 12], [21, 22, 23], [31])])
@@ -184,46 +182,6 @@ class MicroBatch:
             {**rows.columns, **rows.scalars, "rollout_weights": rows.rollout_weights}, batch_size=[len(self.lengths)]
         )
 
-    def tree(
-        self, columns: Collection[str] = ("input_ids",), *, check: bool = True, multiple_of: int = 1
-    ) -> trees.Tree:
-        """Unique tokens, each shared prefix once, for a model that computes it once: ``[U, ...]`` of these columns,
-        ``position_ids``, masks, and ``index`` ``[T]``, by which what the model says of each token comes to the dense
-        layout.
-
-        Siblings are rollouts of one ``group_id`` with a ``prefix``; they share the least of theirs. ``columns``: what
-        the model reads. All others are used as :meth:`packed` has them: the last token of a prefix predicts another
-        token for each sibling, and each has its own mask and advantage. ``multiple_of``: U is filled up to one with
-        zeros that are no rollout's (128 for compiled FlexAttention). Where nobody shares, nothing is copied; else U
-        tokens of each column. O(T); see :class:`stream_balancer.rollouts.trees.Tree`.
-
-        Raises RolloutError, naming them, where the prefixes of two siblings differ in one of ``columns`` (for each a
-        comparison of T tokens, and a wait for the device; ``check=False`` leaves it out), KeyError for a column that is
-        not there, ValueError where several ranks share the rollouts, and for ``multiple_of < 1``.
-
-        Examples:
-            >>> prompt = [7, 8, 9]
-            >>> rollouts = [
-            ...     Rollout(tokens={"input_ids": prompt + answer}, group_id="g", prefix=3) for answer in ([1, 2], [3])
-            ... ]
-            >>> tree = MicroBatch.of(rollouts).tree()
-            >>> tree["input_ids"], tree.position_ids  # [U]
-            (tensor([7, 8, 9, 1, 2, 3]), tensor([0, 1, 2, 3, 4, 3]))
-            >>> tree["input_ids"][tree.index]  # [T]: as packed() has them
-            tensor([7, 8, 9, 1, 2, 7, 8, 9, 3])
-        """
-        if self.cp_group:
-            raise ValueError(
-                f"tree(): ranks {self.cp_group} share these rollouts, and none has a whole prefix. Use packed()"
-            )
-        return trees.tree(
-            self.flat(),
-            columns,
-            check=check,
-            multiple_of=multiple_of,
-            name_of=lambda place: f"rollout {self.rollouts[place].rollout_id!r}",
-        )
-
     def give(self, **columns: Tensor) -> None:
         """Columns that a role has computed: ``[T]`` of each column, on any device. Copied, and sent at once: a
         trainer's rank begins with a micro-batch when its columns are there.
@@ -253,7 +211,6 @@ def _concatenate(rollouts: Sequence[Rollout], execution_sizes: tuple[ExecutionSi
         weights=torch.tensor([0.0 if r.is_padding else 1.0 for r in rollouts], dtype=torch.float32),  # [n]
         executions=execution_sizes or [(1, loss_tokens_of(r)) for r in rollouts],
         shared=_shared_columns(rollouts),
-        prefixes=[(r.group_id, r.prefix) for r in rollouts] if any(r.prefix for r in rollouts) else None,
     )
 
 

@@ -92,8 +92,6 @@ class FlatColumns:
     """``n`` times (rollouts, loss tokens) that a rollout's execution has in the step."""
     shared: SharedColumns | None = None
     """Where several ranks share each of the rollouts: what this one's part of their tokens is."""
-    prefixes: Sequence[tuple[str | None, int]] | None = None
-    """``n`` times (group, leading tokens shared with it); None: none shares any."""
 
     def counts(self) -> Tensor:
         """[n] int64 tokens of each rollout, where the columns are."""

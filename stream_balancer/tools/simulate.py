@@ -140,7 +140,6 @@ def check_certifiable(config: BalancerConfig) -> None:
         "step_size.tokens=None": config.step_size.tokens is None,
         "step_size.rollouts=None": config.step_size.rollouts is None,
         "groups.size=None": config.groups.kept is None,
-        "groups.share_prefixes=False": not config.groups.share_prefixes,
         "context_parallel.sizes=(1,)": config.context_parallel.sizes == (1,),
         "staleness.max_versions=None": config.staleness.max_versions is None,
         "speeds=None": len(set(config.speeds or (1.0,))) == 1,

@@ -165,9 +165,6 @@ class Decoded:
                 self._padding.add(index)
                 # the header is this object's own, read from bytes that nobody else has
                 header.loss_tokens[index] = 0
-                if header.prefix:
-                    # zeros are nobody's prompt
-                    header.prefix[index] = 0
                 its = self.fields_of(index)
                 # on the device, once it is there
                 for tensor in chain(*(its.get(name, {}).values() for name in ("tokens", "behind", "tensors"))):
@@ -242,14 +239,12 @@ class Decoded:
         names = [name for name in scalars[0] if all(name in row for row in scalars)] if scalars else []
         # a padding copy has its original's tokens, and must not count
         weights = [0.0 if index in self._padding else 1.0 for index in range(first, stop)]
-        prefixes = header.prefix[first:stop]
         return layouts.FlatColumns(
             tokens=self._columns(block, 0, own),
             lengths=tuple(block.lengths),
             scalars={name: [row[name] for row in scalars] for name in names},
             weights=torch.tensor(weights, dtype=torch.float32, device=self._buffer.device),
             executions=self._execution_sizes(block) or [(1, tokens) for tokens in header.loss_tokens[first:stop]],
-            prefixes=list(zip(header.group_id[first:stop], prefixes, strict=True)) if prefixes else None,
             shared=None
             if block.shared is None
             else layouts.SharedColumns(

@@ -18,9 +18,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from functools import lru_cache
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, pairwise
 from math import prod
-from operator import attrgetter, le, lt, methodcaller
+from operator import attrgetter, le, methodcaller
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -130,8 +130,6 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     cost: list[Cost | None] = []
     metadata: list[Mapping[str, Any]] = []
     scalars: list[Mapping[Name, Number]] = []
-    prefix: list[Count] = []
-    """Leading tokens shared with siblings."""
     tensors: list[Annotated[list[Column], msgspec.Meta(max_length=MAX_COLUMNS)]] = []
     execution_sizes: list[tuple[Positive, Count]] = []
     """(rollouts, loss tokens) that the execution of each has in the step."""
@@ -148,7 +146,7 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 PER_ROLLOUT: dict[str, Any] = {
-    "group_id": None, "execution_id": None, "version": None, "cost": None, "metadata": {}, "scalars": {}, "prefix": 0
+    "group_id": None, "execution_id": None, "version": None, "cost": None, "metadata": {}, "scalars": {}
 }  # fmt: skip
 """Fields of a rollout that travel as they are, in a list of the same name, and the value that says nothing."""
 lists_of = attrgetter("ids", "lengths", "loss_tokens", *PER_ROLLOUT)
@@ -170,10 +168,6 @@ def read_header(raw: msgspec.Raw | bytes) -> Header:
         raise WireError(f"the blocks must hold all {count} rollouts")
     if not all(map(le, loss_tokens, lengths)):
         raise WireError("a rollout has an impossible number of loss tokens")
-    if header.prefix and not all(map(lt, header.prefix, lengths)):
-        raise WireError("a rollout shares more tokens than it has")
-    if header.prefix and any(prefix and group is None for prefix, group in zip_longest(header.prefix, header.group_id)):
-        raise WireError("a rollout shares tokens with no group")
     if header.padding:
         if not _ascends(header.padding, count) or any(loss_tokens[index] for index in header.padding):
             raise WireError("the list of padding copies is wrong")

@@ -50,7 +50,6 @@ KNOBS: dict[str, dict[str, Any]] = {
     "groups.patience": {"groups": {**GROUPS, "min_size": 1, "patience": 3.0}},
     'groups.keep="same_rank"': {"groups": {**GROUPS, "keep": "same_rank"}},
     'groups.keep="free"': {"groups": {**GROUPS, "keep": "free"}},
-    "groups.share_prefixes": {"groups": {**GROUPS, "share_prefixes": True}},
     "staleness.max_versions": {"staleness": {"max_versions": 2}},
     "staleness.on_stale": {"staleness": {"max_versions": 2, "on_stale": "send"}},
     "context_parallel.sizes": {"context_parallel": {"sizes": (1, 2)}},

@@ -10,7 +10,6 @@ import random
 import threading
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,13 @@ from stream_balancer.rollouts import MicroBatch, Rollout
 from stream_balancer.testing import BACKENDS, MemoryNetwork, make_rollout
 
 FEATURES = (
-    "open", "groups", "roles", "replan", "late", "resize", "direct", "journal", "seats", "shared", "prefixes",
+    "open", "groups", "roles", "replan", "late", "resize", "direct", "journal", "seats", "shared",
     "mini_batches", "changes",
 )  # fmt: skip
 KNOBS: dict[str, dict[str, Any]] = {
     "groups": {"groups": {"size": 3, "keep": "same_batch"}},
     "late": {"micro_batches": {"max_tokens": 60}},
     "shared": {"context_parallel": {"sizes": (1, 2), "min_tokens": 40}, "micro_batches": {"max_tokens": 60}},
-    "prefixes": {"groups": {"size": 3, "share_prefixes": True}},
     "mini_batches": {"step_size": {"mini_batches": 2}},
 }
 SIZE, NUM_STEPS, BATCH = 4, 5, 12
@@ -160,12 +158,11 @@ class Team:
 
     def _rollout(self, number: int) -> Rollout:
         length = 55 if number % 6 == 5 else 6 + 7 * number % 25
-        rollout = make_rollout(length, f"r{number}", group_id=f"g{number // 3}" if self._has_groups else None)
-        return replace(rollout, prefix=4) if "prefixes" in self.features else rollout
+        return make_rollout(length, f"r{number}", group_id=f"g{number // 3}" if self._has_groups else None)
 
     @property
     def _has_groups(self) -> bool:
-        return bool(self.features & {"groups", "prefixes"})
+        return "groups" in self.features
 
     def seconds(self, rank: int, step: int) -> float:
         return self.speed[rank]
@@ -333,7 +330,7 @@ FOUND = {
     # not said its weights was thrown out by a controller that had lost an acknowledgement
     "changes+direct+groups+journal+late+replan+roles": (120, 122, 5262, 3888),
     # a rank that was no more when the controller died was asked for the next step, without the ones in between
-    "journal+prefixes+replan+resize+seats+shared": (3455144,),
+    "groups+journal+replan+resize+seats+shared": (3455144,),
     # a rank came to a free place below a number that is still taken, and was told that there are more ranks than were
     # asked for
     "journal+late+replan+resize+seats+shared": (9795006,),

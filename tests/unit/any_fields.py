@@ -189,13 +189,10 @@ def fields(draw: st.DrawFn) -> dict[str, Any]:
         "group_id": st.one_of(st.none(), names),
         "version": versions,
         "cost": costs,
-        "prefix": st.one_of(st.integers(-1, 5), ints, st.sampled_from([True, np.int64(1), Level.LOW, 1.0, "1", None])),
         "is_padding": st.sampled_from([False, np.bool_(False), 0, None]),
     }
     for name in draw(st.sets(st.sampled_from(sorted(options)), max_size=3)):
         found[name] = draw(options[name])
-    if draw(st.booleans()):  # most prefixes would be refused for want of a group
-        found.setdefault("group_id", "g")
     return found
 
 
@@ -224,7 +221,7 @@ def all_of(rollout: Rollout) -> Any:
         "rest": bits(
             [
                 rollout.rollout_id, rollout.group_id, rollout.version, rollout.cost, rollout.is_padding,
-                rollout.num_tokens, rollout.num_loss_tokens, rollout.prefix,
+                rollout.num_tokens, rollout.num_loss_tokens,
             ]
         ),
     }  # fmt: skip

@@ -152,11 +152,11 @@ def same_layout(one: MicroBatch, other: MicroBatch) -> None:
 
 
 def test_a_rollout_that_lies_elsewhere_is_planned_like_any_other() -> None:
-    local = rollout(4, group_id="g", execution_id="e", cost=2.5, prefix=2)
+    local = rollout(4, group_id="g", execution_id="e", cost=2.5)
     one = remote(local, A, 7)
     assert (one.handle.owner, one.handle.key) == (A, 7)
     assert (one.num_tokens, one.num_loss_tokens, one.nbytes) == (local.num_tokens, local.num_loss_tokens, local.nbytes)
-    for name in ("scalars", "metadata", "rollout_id", "group_id", "execution_id", "version", "cost", "prefix"):
+    for name in ("scalars", "metadata", "rollout_id", "group_id", "execution_id", "version", "cost"):
         assert getattr(one, name) == getattr(local, name)
     assert all(tensor.is_meta for tensor in (*one.tokens.values(), *one.tensors.values()))
     core = BalancerCore(BalancerConfig(dp_size=1, batch_size=1))
@@ -268,7 +268,7 @@ def test_a_padding_copy_of_what_lies_elsewhere_has_its_tensors_and_no_loss() -> 
 
 
 def test_what_is_gone_is_masked() -> None:
-    local = [rollout(n, group_id="g", prefix=2) for n in range(4)]
+    local = [rollout(n, group_id="g") for n in range(4)]
     got = carried(local[:2], [remote(local[2], A, 3), remote(local[3], A, 4)])
     got.mask(["r2", "r0", "nobody's"])
     assert [one.rollout_id for one in got.holes()] == ["r3"]
@@ -278,10 +278,8 @@ def test_what_is_gone_is_masked() -> None:
     assert first.packed()["loss_mask"].sum() == local[1].num_loss_tokens
     assert first.lengths == (3, 5)
     gone = second.rollouts[0]
-    assert (gone.is_padding, gone.num_loss_tokens, gone.prefix, gone.num_tokens) == (True, 0, 0, local[2].num_tokens)
+    assert (gone.is_padding, gone.num_loss_tokens, gone.num_tokens) == (True, 0, local[2].num_tokens)
     assert not any(tensor.any() for tensor in (*gone.tokens.values(), *gone.tensors.values()))
-    assert second.rollouts[1].prefix == 2
-    first.tree()
 
 
 def test_what_turns_out_to_be_gone_later_is_masked_in_new_micro_batches() -> None:

@@ -69,8 +69,8 @@ def test_replace_derives_anew_what_was_not_given() -> None:
     c = config(capacity=64).replace(batch_size=8)
     assert (c.batch_size, c.window, c.capacity) == (8, 12, 64)
     assert config().replace(window=48).capacity == 96
-    grouped = config(groups=sb.Groups(size=4, share_prefixes=True))
-    assert grouped.replace(groups={"size": 2}).groups == sb.Groups(size=2, share_prefixes=True), "what a mapping names"
+    grouped = config(groups=sb.Groups(size=4, keep="same_rank"))
+    assert grouped.replace(groups={"size": 2}).groups == sb.Groups(size=2, keep="same_rank"), "what a mapping names"
     assert grouped.replace(groups=sb.Groups(size=2)).groups == sb.Groups(size=2), "the whole group"
     assert grouped.replace(groups=None).groups == sb.Groups()
 
@@ -141,14 +141,13 @@ BAD_VALUES: list[tuple[str, str, list[object]]] = [
     ("micro_batches.order", "not 'heavy_first'. Did you mean 'heaviest_first'", ["heavy_first"]),
     ("staleness.on_stale", "must be one of 'evict', 'send', not 'nope'", ["nope"]),
     ("micro_batches.overhead_cost", "must be a finite number >= 0 or None, not", [-1.0, math.nan, True, "1"]),
-    ("groups.share_prefixes", "must be True or False, not", [1]),
     ("context_parallel.overhead", "must be a finite number >= 0, not", [-0.1, math.nan, True, "0.1"]),
     ("context_parallel.sizes", "must be powers of two in ascending order, beginning with 1", [(), (2,), (1, 3), 4]),
     ("context_parallel.sizes", "must be powers of two", [(1, 4, 2), (1, 1, 2), (0, 1), (1, 2.0), (True, 2), "12"]),
     ("step_size.rollouts", "must be two ints >= 1", [16, (16,), (4, 8.5)]),
     (
         "groups",
-        r"must be Groups\(...\), or a mapping with some of size, min_size, patience, keep, .*, not",
+        r"must be Groups\(...\), or a mapping with some of size, min_size, patience, keep, not",
         [8, "same_rank"],
     ),
 ]
@@ -171,7 +170,6 @@ def of_window(tokens: int) -> dict[str, Any]:
 
 
 SHARED: dict[str, Any] = {"context_parallel": {"sizes": (1, 2)}}
-PREFIXES: dict[str, Any] = {"groups": {"share_prefixes": True}}
 SAME_RANK: dict[str, Any] = {"size": 4, "keep": "same_rank"}
 MINI: dict[str, Any] = {"step_size": {"mini_batches": 2}}
 SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
@@ -217,17 +215,6 @@ SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
         ({"stratum_shares": dict.fromkeys("abc", 0.1), "groups": {"size": 8}}, "24 together"),
         ({"stratum_shares": dict.fromkeys("abc", 0.1), "step_size": {"rollouts": (2, 24)}, "dp_size": 2}, "3 together"),
         *[
-            ({**PREFIXES, **knobs}, f"share_prefixes does not work with {says}")
-            for knobs, says in (
-                ({"cost": sb.cost.PaddedCost()}, "a padded cost"),
-                ({"cost": sb.cost.CalibratedCost()}, "CalibratedCost"),
-                ({"sync": "micro_batch"}, "sync='micro_batch'"),
-                ({"counts": "equal"}, "counts='equal'"),
-                (SLOW, "speeds"),
-                ({**SLOW, "counts": "equal"}, "counts='equal'.* and speeds"),
-            )
-        ],
-        *[
             ({**SHARED, **knobs}, rf"context_parallel.sizes=\(1, 2\) does not work with {says}")
             for knobs, says in (
                 ({"counts": "equal"}, "counts='equal'"),
@@ -265,7 +252,6 @@ SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
             for knobs, says in (
                 (TOKENS, "does not work with step_size.tokens"),
                 (SHARED, r"does not work with context_parallel.sizes=\(1, 2\)"),
-                (PREFIXES, "does not work with groups.share_prefixes"),
                 (MINI, "does not work with step_size.mini_batches > 1"),
                 ({"policy": "fifo"}, "needs policy='window'"),
             )
@@ -295,7 +281,7 @@ def test_what_may_seem_odd_and_works() -> None:
         ({"xyz": 3}, r"no such knob: xyz\. The knobs are: .*window"),
         ({"groups": {"siz": 3}}, r"no such knob: groups\.siz\. Did you mean size\?"),
         ({"groups": {"xyz": 3}}, r"no such knob: groups\.xyz\. The knobs are: keep, min_size, .*, size"),
-        ({"share_prefix": True}, r"Did you mean groups=Groups\(share_prefixes=\.\.\.\)\?"),
+        ({"patient": 2.0}, r"Did you mean groups=Groups\(patience=\.\.\.\)\?"),
         ({"limits.bytes": 3}, r"Did you mean limits=Limits\(bytes=\.\.\.\)\?"),
         ({"self": 3}, "no such knob: self"),
     ],

@@ -23,7 +23,7 @@ from stream_balancer.tools.generation import Generation, issue_order, seconds_pe
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.simulate import as_policy, report_of, simulate
 from stream_balancer.tools.simulation_report import SimulationReport
-from stream_balancer.tools.simulation_run import Run, shared_prefixes
+from stream_balancer.tools.simulation_run import Run
 from stream_balancer.tools.trace import Trace
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
@@ -254,16 +254,7 @@ def test_what_groups_leave_without_shows_in_the_bias_and_not_in_what_was_passed_
     assert report.max_skips_seen == 2
 
 
-# --- prompts that siblings share, rollouts that several ranks share ---------------------------------------------------
-
-
-def test_siblings_share_their_prompt_where_it_is_the_same() -> None:
-    trace = Trace(
-        prompt_tokens=np.array([500, 500, 70, 80, 40, 300, 300]),
-        output_tokens=np.array([100, 0, 9, 9, 9, 1, 7]),
-        group_ids=np.array([0, 0, 1, 1, 2, 3, 3]),
-    )
-    assert shared_prefixes(trace).tolist() == [500, 499, 0, 0, 0, 300, 300]  # a token of its own at least
+# --- rollouts that several ranks share --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["fifo", "window"])
