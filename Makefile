@@ -96,7 +96,7 @@ PEERS := .venv-peers/bin/python
 	touch $@
 
 bench-peers: .venv-peers/.bench-installed  ## the planning benchmarks beside verl, AReaL and others, in an environment of their own
-	for file in partition window micro_batches verl_drop_in context_parallel_peers training; do \
+	for file in partition window micro_batches verl_drop_in training; do \
 		echo "== bench/$$file.py"; PYTHONPATH=. $(PEERS) bench/$$file.py $(ARGS) || exit 1; \
 	done
 

@@ -123,7 +123,7 @@ class Simulated:
     KNOBS: ClassVar[tuple[str, ...]] = (
         "dp_size", "batch_size", "step_size.rollouts", "step_size.tokens", "step_size.mini_batches", "cost", "counts",
         "sync", "micro_batches.max_tokens", "micro_batches.counts", "micro_batches.overhead_cost",
-        "context_parallel.sizes", "context_parallel.overhead", "context_parallel.min_tokens", "groups.size",
+        "groups.size",
         "groups.keep", "groups.min_size", "groups.patience",
     )  # fmt: skip
 

@@ -115,9 +115,7 @@ def _cost_of(model: CostFunction, num_tokens: int) -> float:
 
 
 def _plan_knobs(config: BalancerConfig, learned: Learned, tolerance: float) -> PlanKnobs:
-    micro_batches, groups, shared, step = config.micro_batches, config.groups, config.context_parallel, config.step_size
-    # ranks that share a rollout are planned as if they were alike
-    speeds = None if len(shared.sizes) > 1 or learned.speeds is None else np.array(learned.speeds, dtype=np.float64)
+    micro_batches, groups, step = config.micro_batches, config.groups, config.step_size
     # what the user has given goes before what was learned
     given = micro_batches.overhead_cost
     return PlanKnobs(
@@ -136,11 +134,8 @@ def _plan_knobs(config: BalancerConfig, learned: Learned, tolerance: float) -> P
         mini_batches=step.mini_batches,
         oversize=micro_batches.oversize,
         padded=config.cost.padded,
-        speeds=speeds,
+        speeds=None if learned.speeds is None else np.array(learned.speeds, dtype=np.float64),
         order=micro_batches.order,
         fixed_costs=learned.fixed_costs if given is None else learned.fixed_costs._replace(micro_batch=given),
-        cp_sizes=shared.sizes,
-        cp_overhead=shared.overhead,
-        cp_min_tokens=shared.min_tokens,
         tolerance=tolerance,
     )

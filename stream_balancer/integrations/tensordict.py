@@ -101,7 +101,7 @@ def tensordict_from(
         from tensordict import TensorDict
     except ImportError as error:
         raise ImportError("this needs the tensordict package: pip install 'stream-balancer[tensordict]'") from error
-    rollouts = _rows.unshared(rollouts)
+    rollouts = list(rollouts)
     entries: dict[str, Any] = {**_rows.entries_of(rollouts, padding_side, pad_values=pad_values, dtypes=dtypes)}
     if any(rollout.is_padding for rollout in rollouts):
         entries[_WEIGHTS] = torch.tensor([0.0 if rollout.is_padding else 1.0 for rollout in rollouts])

@@ -6,7 +6,6 @@ decide each question.
                        --> partition.py       on which rank, or
                            micro_batches.py   on which rank and in which micro-batch, under a token cap
                        --> swaps.py           the last percent: chosen against waiting rollouts
-                       --> shared_layout.py   who is shared by several ranks, where the knobs allow it
                        --> Plan
 
 Pure: numpy in, positions out. bench/results/planning_proofs.md has the rules and the proofs.
@@ -14,7 +13,7 @@ Pure: numpy in, positions out. bench/results/planning_proofs.md has the rules an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -30,8 +29,6 @@ from .partition import split, split_together
 from .plan import Plan, PlanKnobs, Times, Waiting, has_micro_batches
 from .rank_speeds import work_rates
 from .selection import Units
-from .shareable import Shareable
-from .shared_layout import RankLayout, shared_layout
 from .step_size import select_step, usual_size
 from .swaps import EVEN, swap_with_waiting, swaps_of_groups
 
@@ -80,16 +77,10 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     fixed, go = select_step(waiting, units, at_first, num_rollouts, surplus)
     picked = np.flatnonzero(units.of_rollouts(go))
     knobs = _with_rates(waiting, knobs, picked)
-    # Who goes, and who is exchanged with the window, is decided as if nobody could be shared: a choice that counts on
-    # it keeps fewer fillers for the outliers.
-    may_share = len(knobs.degrees) > 1
-    alone = replace(knobs, oversize="alone") if may_share else knobs
-    best = RankLayout(_swapped(waiting, alone, units, fixed, go, step), [])
-    if may_share:
-        best = shared_layout(waiting, knobs, best.ranks, step)
-    picked = np.unique(positions_in(best.ranks))
+    shares = _swapped(waiting, knobs, units, fixed, go, step)
+    picked = np.unique(positions_in(shares))
     bound = earliest_finish(waiting, knobs, picked, units.together(picked, knobs))
-    return finished(waiting, knobs, best.ranks, bound, best.degrees)
+    return finished(waiting, knobs, shares, bound)
 
 
 def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
@@ -229,8 +220,6 @@ def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints, whole: Int
     """No plan of the rollouts ``picked`` is done before this; ``whole``: [n] numbers of those that go to one rank
     together. O(n log n)."""
     costs, lengths = waiting.costs[picked], waiting.lengths[picked]
-    if len(knobs.degrees) > 1:
-        return Shareable.of(costs, lengths, knobs).bound()
     indivisible = costs if whole is None else np.bincount(whole, weights=costs)
     bound = lower_bound(indivisible, knobs.dp_size, knobs.counts, knobs.speeds)
     cap = knobs.max_tokens_per_micro_batch
@@ -249,16 +238,10 @@ def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints, whole: Int
     )
 
 
-def finished(
-    waiting: Waiting,
-    knobs: PlanKnobs,
-    shares: list[list[Ints]],
-    bound: float,
-    degrees: Sequence[list[int]] = (),
-) -> Plan:
+def finished(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], bound: float) -> Plan:
     """The plan with its figures; ``bound``: no plan of these rollouts is done before."""
     picked = np.unique(positions_in(shares))
-    times = Times.of(waiting, knobs, shares, degrees)
+    times = Times.of(waiting, knobs, shares)
     # labels of groups that leave before all their siblings have come
     flagged = waiting.groups[picked][~waiting.group_complete[picked]]
     if knobs.groups != "free":  # so are the pieces of a group that no batch can hold
@@ -271,6 +254,4 @@ def finished(
         finish=times.finish,
         lower_bound=bound,
         incomplete_groups=tuple(int(label) for label in np.unique(flagged) if label >= 0),
-        degrees=list(degrees),
-        sharing_cost=float(times.work.sum()) - times.undivided,
     )

@@ -140,13 +140,12 @@ def check_certifiable(config: BalancerConfig) -> None:
         "step_size.tokens=None": config.step_size.tokens is None,
         "step_size.rollouts=None": config.step_size.rollouts is None,
         "groups.size=None": config.groups.kept is None,
-        "context_parallel.sizes=(1,)": config.context_parallel.sizes == (1,),
         "staleness.max_versions=None": config.staleness.max_versions is None,
         "speeds=None": len(set(config.speeds or (1.0,))) == 1,
     }.items():
         if not holds:
             raise ConfigError(
-                f"certify needs {knob}: the proof is of steps of batch_size whole rollouts that wait one by one and "
+                f"certify needs {knob}: the proof is of steps of batch_size rollouts that wait one by one and "
                 "run on one rank each, all ranks being equally fast. Set it, or leave certify out"
             )
 

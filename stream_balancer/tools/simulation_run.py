@@ -109,8 +109,7 @@ class Run:
         self.step_of[rows] = batch.step
         self.dispatched_s[rows] = self.now
         self.num_dispatched += rows.size
-        # what it adds to share a rollout is no work: it counts as idle
-        mean, slowest = (sum(batch.loads) - batch.sharing_cost) / len(batch.loads), batch.finish
+        mean, slowest = sum(batch.loads) / len(batch.loads), batch.finish
         bound = min(max(batch.lower_bound, mean), slowest)  # padding can put it outside: keep the parts >= 0
         self.records.append(
             (self.now, batch.reason, batch.num_rollouts, batch.num_tokens, mean, bound, slowest, batch.loads)

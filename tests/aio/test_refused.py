@@ -52,9 +52,6 @@ KNOBS: dict[str, dict[str, Any]] = {
     'groups.keep="free"': {"groups": {**GROUPS, "keep": "free"}},
     "staleness.max_versions": {"staleness": {"max_versions": 2}},
     "staleness.on_stale": {"staleness": {"max_versions": 2, "on_stale": "send"}},
-    "context_parallel.sizes": {"context_parallel": {"sizes": (1, 2)}},
-    "context_parallel.overhead": {"context_parallel": {"sizes": (1, 2), "overhead": 0.1}},
-    "context_parallel.min_tokens": {"context_parallel": {"sizes": (1, 2), "min_tokens": 40}},
     "limits.tokens": {"limits": {"tokens": 10**6}},
     "limits.bytes": {"limits": {"bytes": 10**6}},
     "step_size.tokens": TOKENS,
@@ -64,8 +61,6 @@ KNOBS: dict[str, dict[str, Any]] = {
 }
 NEEDS = {
     "groups.patience": "groups.min_size",
-    "context_parallel.overhead": "context_parallel.sizes",
-    "context_parallel.min_tokens": "context_parallel.sizes",
     "step_size.window_tokens": "step_size.tokens",
 }
 """A knob that plays a part only beside another: it is refused with whatever that is refused with."""

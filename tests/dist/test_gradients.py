@@ -37,7 +37,6 @@ from stream_balancer.testing import make_rollout
 RANKS, STEPS, BATCH = 4, 4, 24
 KNOBS: dict[str, dict[str, Any]] = {
     "groups": {"groups": {"size": 4, "keep": "same_batch"}},
-    "shared": {"context_parallel": {"sizes": (1, 2), "min_tokens": 40}},
     "cap": {"micro_batches": {"max_tokens": 80}},
     "lockstep": {"micro_batches": {"max_tokens": 80}, "sync": "micro_batch"},
     "mini_batches": {"step_size": {"mini_batches": 2}},
@@ -51,7 +50,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "roles": {"roles": {"weigher": ["weight"]}},
 }
 FEATURES = (
-    "groups", "shared", "cap", "lockstep", "mini_batches", "late", "replan", "open", "direct", "tokens",
+    "groups", "cap", "lockstep", "mini_batches", "late", "replan", "open", "direct", "tokens",
     "torch_dist", "roles", "resize", "seats", "journal",
 )  # fmt: skip
 APART = (
@@ -66,7 +65,7 @@ goes by the socket."""
 def together() -> list[Any]:
     """Three features each, in a random order in which every feature comes as soon and as often as the others, but for
     the first. All but ten are run by ``make soak``."""
-    first = ("shared", "cap", "mini_batches")
+    first = ("groups", "cap", "mini_batches")
     triples = [one for one in combinations(FEATURES, 3) if not any(apart <= set(one) for apart in APART)]
     random.Random(0).shuffle(triples)
     found, seen = list[Any](), Counter[str]()
@@ -182,11 +181,9 @@ def batched(rollouts: Sequence[sb.Rollout], size: int) -> Iterable[Sequence[sb.R
 def rollouts(features: frozenset[str]) -> list[sb.Rollout]:
     """Siblings begin with the same tokens. Every seventh token is masked."""
     made, grouped = [], "groups" in features
-    long = 140 if features & {"cap", "lockstep", "late"} else 400  # two ranks can hold it
     for number in range(STEPS * BATCH):
         group = number // 4 if grouped else number
-        is_long = "shared" in features and number % BATCH == 0
-        length = long if is_long else 8 + random.Random(number).randrange(60)
+        length = 8 + random.Random(number).randrange(60)
         ids = torch.cat([torch.arange(group, group + 6), torch.arange(number, number + length)]) % 64
         one = make_rollout(len(ids), f"r{number}", group_id=f"g{group}" if grouped else None)
         mask = (torch.arange(len(ids)) % 7 != 0).float()
@@ -232,7 +229,6 @@ class Planned(sb.Observer):
             self.seen.update("mini_batches" for _ in one.mini_batch_sizes)
             if batch.num_rollouts != BATCH:
                 self.seen.add("tokens")
-            self.seen.update("shared" for mb in one.micro_batches if mb.cp_group)
             if len(one.micro_batches) > 1:
                 self.seen |= {"cap", "lockstep"}
             for rollout in one.rollouts:
@@ -392,11 +388,11 @@ def test_gradients_of_features_together(
         trained: list[str] = []
         for heard in steps.values():
             ids = [name for names, _ in heard for name in names]
-            assert len(ids) == len(set(ids)) or "shared" in features
-            trained += set(ids)
+            assert len(ids) == len(set(ids))
+            trained += ids
             reference = Gradient(**weights)
-            reference.add(sb.rollouts.MicroBatch.of([by_id[name] for name in sorted(set(ids))]))
-            whole = reference.flat() / sum(by_id[name].num_loss_tokens for name in set(ids))
+            reference.add(sb.rollouts.MicroBatch.of([by_id[name] for name in sorted(ids)]))
+            whole = reference.flat() / sum(by_id[name].num_loss_tokens for name in ids)
             for _, total in heard:
                 torch.testing.assert_close(torch.tensor(total), whole, atol=1e-6, rtol=0.0)
         assert sorted(trained) == sorted(by_id)

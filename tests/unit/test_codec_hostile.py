@@ -125,13 +125,9 @@ def some(**fields: Any) -> list[Rollout]:
 
 def work() -> Encoded:
     own = some()
-    shared = [one.with_late_columns({"late": torch.rand(one.num_tokens)}) for one in own[:2]]
+    here = [one.with_late_columns({"late": torch.rand(one.num_tokens)}) for one in own[:2]]
     away = [remote(one, A, n).with_late_columns({"late": torch.rand(one.num_tokens)}) for n, one in enumerate(own[2:])]
-    return codec.encode([MicroBatch.of([*shared, away[0]], cp_group=(0, 1), cp_rank=1), MicroBatch.of([away[1]])])
-
-
-def parts() -> Encoded:
-    return codec.encode([MicroBatch.of(some()[:2], cp_group=(3, 1, 5), cp_rank=2), MicroBatch.of(some()[2:])])
+    return codec.encode([MicroBatch.of([*here, away[0]]), MicroBatch.of([away[1]])])
 
 
 def a_put() -> Encoded:
@@ -183,7 +179,7 @@ def take_columns(header: bytes, memory: Memory | None) -> None:
 
 Target = tuple[Callable[[], Encoded], Callable[[bytes, "Memory | None"], None]]
 TARGETS: list[Target] = [
-    (work, train_on), (parts, train_on), (a_put, take_put), (a_kept_put, take_put), (columns, take_columns),
+    (work, train_on), (a_put, take_put), (a_kept_put, take_put), (columns, take_columns),
 ]  # fmt: skip
 
 _ODD: list[Any] = [
@@ -292,12 +288,6 @@ def _changed(encoded: Encoded, **changes: Any) -> bytes:
         ({"scalars": [{"hidden": 1}] * 4}, "both a column and a scalar"),
         ({"execution_sizes": [(0, 1)] * 4}, "cannot be read"),
         ({"execution_sizes": [(1, 1)] * 3}, "different lengths"),
-        ({"shared": [(0, (0, 1), 2)]}, "impossible"),
-        ({"shared": [(0, (0,), 0)]}, "impossible"),
-        ({"shared": [(0, (1, 1), 0)]}, "impossible"),
-        ({"shared": [(1, (0, 1), 0)]}, "shared blocks"),
-        ({"shared": [(0, (0, 1), 0), (0, (0, 1), 0)]}, "shared blocks"),
-        ({"shared": [(0, tuple(range(9)), 0)]}, "bytes"),
         ({"late": [0]}, "late"),
         ({"holes": [(0, 0, 3)]}, "not named"),
         ({"holes": [(4, 0, 3)], "owners": [A]}, "does not come along"),

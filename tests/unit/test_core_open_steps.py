@@ -45,7 +45,6 @@ KNOBS = [
         "counts": "equal",
     },
     {"dp_size": 2, "batch_size": 6, "window": 6, "sync": "micro_batch", "speeds": (1.0, 2.0)},
-    {"dp_size": 2, "batch_size": 6, "window": 6, "context_parallel": {"sizes": (1, 2), "min_tokens": 20}},
 ]
 
 

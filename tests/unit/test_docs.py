@@ -16,7 +16,6 @@ from architecture import modules
 import stream_balancer as sb
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.host.journal import Recovered
-from stream_balancer.rollouts import SharedRollout
 from stream_balancer.statistics import CostFit, Straggler
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +97,7 @@ def _anchor(heading: str) -> str:
 
 CLASSES = [
     sb.MicroBatches, sb.Rollout, sb.rollouts.MicroBatch, sb.rollouts.RankBatch, sb.Batch, sb.Statistics, Snapshot,
-    Straggler, CostFit, Recovered, SharedRollout,
+    Straggler, CostFit, Recovered,
 ]  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.mini_batches import in_mini_batches
 from stream_balancer.rollouts import RankBatch, Rollout
-from stream_balancer.rollouts.shared import SharedRollout, whole_rollouts
 from stream_balancer.testing import make_rollout
 
 
@@ -33,7 +32,7 @@ def of_ranks(batch: sb.Batch) -> list[tuple[RankBatch, ...]]:
 
 
 def real(parts: tuple[RankBatch, ...]) -> list[Rollout]:
-    return [r for r in whole_rollouts(r for part in parts for r in part.rollouts) if not r.is_padding]
+    return [r for part in parts for r in part.rollouts if not r.is_padding]
 
 
 # -- what holds for every cut ------------------------------------------------------------------------------------------
@@ -62,9 +61,6 @@ def steps(draw: st.DrawFn) -> tuple[sb.BalancerConfig, list[Rollout]]:
         counts = draw(st.sampled_from(["equal", "free"])) if knobs["sync"] == "step" else "equal"
         knobs["micro_batches"] = {"max_tokens": 100, "counts": counts}
         knobs["cost"] = draw(st.sampled_from([sb.cost.TokenCost(), sb.cost.PaddedCost()]))
-    own_cost = {"counts": "free", "speeds": None, "cost": sb.cost.QuadraticCost(50.0, 1.0)}
-    if draw(st.integers(0, 2)) == 0 and knobs["groups"]["keep"] == "same_batch":
-        knobs |= own_cost | {"context_parallel": {"sizes": (1, 2, 4), "min_tokens": 5}}
     config = sb.BalancerConfig(**knobs)
     rng = random.Random(draw(st.integers(0, 2**32)))
     rollouts = []
@@ -134,8 +130,6 @@ def _check_piece(config: sb.BalancerConfig, parts: tuple[RankBatch, ...]) -> Non
     numbers = {len(part.micro_batches) for part in parts}
     assert min(numbers) >= 1
     assert len(numbers) == 1 or config.micro_batches.counts == "free"
-    held = Counter((r.rollout_id, r.cp_degree) for part in parts for r in part.rollouts if isinstance(r, SharedRollout))
-    assert all(number == degree for (_, degree), number in held.items()), "on all ranks that share it"
     for part in parts:
         assert (part.step, part.dp_size, part.mini_batch_sizes) == (0, config.dp_size, ())
         found = part.global_num_rollouts, part.global_num_tokens, part.global_num_loss_tokens
