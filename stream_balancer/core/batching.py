@@ -77,7 +77,7 @@ def _cut(state: BalancerState, plan: Plan) -> Plan:
     # all of these go, and none must be in the first mini-batch
     step_of = replace(step_of, due=~step_of.due)
     if state.pricing.knobs.groups != "same_rank":
-        # samples of one execution divide by what is in their mini-batch
+        # an execution must lie in one mini-batch: its denominator counts the samples of that mini-batch
         keys = (None if one.execution_id is None else execution_of(one) for one in rollouts)
         step_of = replace(step_of, groups=labels_of(keys))
     cut = in_mini_batches(

@@ -76,7 +76,7 @@ async def serve(
 
     ``on_rank_loss="replan"`` goes on without a rank that has not come back in that time: its unfinished work is planned
     again over the ranks that are left, within the step. The next batch is for one rank fewer; should the lost one come
-    after all, for one more. Where ranks meet at every micro-batch, the others begin the step
+    after all, for one more. Where ranks meet at every micro-batch, all ranks begin the step
     again. The last rank's loss is raised. See docs/elastic.md.
 
     ``move_late=True`` is for a rank that is slow without notice: once half of the ranks have nothing left to do in a

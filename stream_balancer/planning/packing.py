@@ -89,8 +89,8 @@ class Packer:
         return self._fill_empty(bins, number) if evened is None else evened
 
     def evened(self, shares: Sequence[list[int]], multiple_of: int, counts: Counts) -> list[Bins]:
-        """Rollouts of each rank in a multiple of as few bins as are found, or with "equal" counts in as many on every
-        rank. No bins for a rank without rollouts."""
+        """[rank] the fewest bins that the packing finds, rounded up to a multiple. With "equal" counts every rank has
+        the largest of these numbers. A rank without rollouts has no bins."""
         packed = [self.fewest(items) if items else [] for items in shares]
         numbers = [rounded_up(len(bins), multiple_of) for bins in packed]
         # a collective at each: the rank that needs most decides

@@ -63,12 +63,12 @@ class Item:
     """Unique in its step. A rank trains in the order of ids."""
     owner: RankId | None
     rollouts: tuple[str, ...]
-    """Ids, without padding copies."""
+    """Ids of its rollouts, without padding copies."""
     role: str = TRAIN
     needs: tuple[int, ...] = ()
     """Items of roles whose columns it is trained with."""
     group: int | None = None
-    """Number that the items of one lockstep have in common. None: its rank runs it alone."""
+    """Number of the lockstep that the item belongs to. None: the ranks do not meet at every micro-batch."""
     remote: bool = False
     """Payloads are fetched by the owner, who says what is missing. Of a group, all items are remote or none."""
     payload: Any = None
