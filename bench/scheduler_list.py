@@ -32,8 +32,6 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 MAX_SKIPS = 16
 """Of ours: the default."""
-MOST_SHARE = 8
-"""Most ranks that share a rollout, of ours."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,6 @@ class Step:
     """When the ranks meet."""
     costs_of: CostsOf
     """lengths -> work."""
-    overhead: float = 0.0
-    """Work that every doubling of the ranks that share a rollout adds, as a part of its own."""
 
     def total(self, lengths: Iterable[int]) -> int:
         """Work of rollouts of these lengths."""
@@ -88,8 +84,6 @@ class Scheduler:
     """It plans otherwise where ranks meet at every micro-batch."""
     splits: bool = False
     """It puts a rollout on several ranks, which share its work."""
-    by_overhead: bool = False
-    """It plans otherwise where sharing costs more."""
     alone: bool = False
     """Its trainer runs the rollouts of a micro-batch one after another: the token cap is of each."""
     groups: bool = False
@@ -112,7 +106,7 @@ def scheduler(name: str, where: str, **more: Any) -> Callable[[Callable[[], Plan
 # --- ours ------------------------------------------------------------------------------------------------------------
 
 
-def _own(step: Step, *, fifo: bool = False, group_size: int | None = None, most_share: int = 1) -> Layout:
+def _own(step: Step, *, fifo: bool = False, group_size: int | None = None) -> Layout:
     knobs = PlanKnobs(
         step.ranks,
         step.batch_size,
@@ -121,9 +115,6 @@ def _own(step: Step, *, fifo: bool = False, group_size: int | None = None, most_
         groups="free" if group_size is None else "same_batch",
         group_size=group_size,
         max_tokens_per_micro_batch=step.max_tokens,
-        cp_sizes=tuple(2**doublings for doublings in range(min(most_share, step.ranks).bit_length())),
-        cp_overhead=step.overhead,
-        cp_min_tokens=1,  # nobody else knows a least part either
     )
     never, always = np.zeros(step.lengths.size, dtype=np.bool_), np.ones(step.lengths.size, dtype=np.bool_)
     waiting = Waiting(step.costs, step.lengths, step.skips, never, step.groups, always)
@@ -146,30 +137,6 @@ def _own_window() -> Plan:
 )
 def _own_groups() -> Plan:
     return lambda step: _own(step, group_size=int(np.bincount(step.groups - step.groups.min()).max()))
-
-
-@scheduler(
-    "stream_balancer, window 1, cp_sizes",
-    "policy='fifo', context_parallel.sizes=(1, 2, 4, 8)",
-    by_sync=True,
-    splits=True,
-    by_overhead=True,
-)
-def _own_fifo_shared() -> Plan:
-    return lambda step: _own(step, fifo=True, most_share=MOST_SHARE)
-
-
-@scheduler(
-    "stream_balancer, window 2, cp_sizes",
-    "cp_sizes=(1, 2, 4, 8)",
-    by_sync=True,
-    shown=2.0,
-    in_order=False,
-    splits=True,
-    by_overhead=True,
-)
-def _own_window_shared() -> Plan:
-    return lambda step: _own(step, most_share=MOST_SHARE)
 
 
 # --- what all ranks do together --------------------------------------------------------------------------------------

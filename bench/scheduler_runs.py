@@ -71,8 +71,6 @@ class Run:
     max_tokens: int
     steps: int
     """That are measured, after the warm-up."""
-    overhead: float = 0.0
-    """Work that every doubling of the ranks that share a rollout adds, as a part of its own."""
 
     @classmethod
     def of(cls, stream: Stream, batch_size: int, ranks: int, steps: int, seed: int = FIRST_SEED) -> Run:
@@ -93,7 +91,6 @@ class Run:
             max_tokens=self.max_tokens,
             sync=sync,
             costs_of=self.costs_of,
-            overhead=self.overhead,
         )
 
     @cache  # noqa: B019 - a run is as long as the benchmark
@@ -232,7 +229,7 @@ def figures_of(run: Run, scheduler: Scheduler, record: Record, sync: Sync) -> Fi
         lengths = run.lengths[places]
         costs = run.costs_of(lengths)
         gone = np.unique([place for rank in layout for one in rank for place in one])
-        elapsed += finish(layout, costs, sync, run.overhead)
+        elapsed += finish(layout, costs, sync)
         work += float(costs[gone].sum())
         least += lower_bound(costs[gone], run.ranks)
         tokens.append(int(lengths[gone].sum()))
@@ -263,11 +260,11 @@ def sharers(layout: Layout, num_rollouts: int) -> Ints:
     return np.bincount(places, minlength=num_rollouts)
 
 
-def finish(layout: Layout, costs: Floats, sync: Sync, overhead: float = 0.0) -> float:
+def finish(layout: Layout, costs: Floats, sync: Sync) -> float:
     """When the last rank is done. Ranks that share a rollout wait for each other, and for nobody else where ranks meet
-    once a step; every doubling of them adds so much of the rollout's own work."""
+    once a step."""
     ranks = np.maximum(sharers(layout, costs.size), 1)
-    each = costs / ranks * (1.0 + overhead * np.log2(ranks))
+    each = costs / ranks
     loads = np.zeros((len(layout), max(map(len, layout))))
     for rank, of_rank in enumerate(layout):
         loads[rank, : len(of_rank)] = [float(each[one].sum()) if one else 0.0 for one in of_rank]

@@ -11,7 +11,6 @@ from .client.producer import Producer as Producer
 from .client.producer import connect as connect
 from .client.step import Step as Step
 from .config import BalancerConfig as BalancerConfig
-from .config import ContextParallel as ContextParallel
 from .config import Groups as Groups
 from .config import Limits as Limits
 from .config import MicroBatches as MicroBatches
@@ -40,7 +39,6 @@ __version__: str
 __all__ = [
     "BalancerConfig",
     "Batch",
-    "ContextParallel",
     "Groups",
     "Limits",
     "MicroBatches",

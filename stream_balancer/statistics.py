@@ -159,11 +159,9 @@ class Statistics:
     """Delay of long rollouts beside short ones; see :class:`LengthBiasSummary`."""
     idle_fraction: float | None
     """Predicted part of rank time spent waiting for the slowest rank, over all steps: 1 - sum(mean load) / sum(max
-    load). What it adds to share rollouts (``context_parallel``) is no work: it counts as idle. None before the first
-    dispatch."""
+    load). None before the first dispatch."""
     measured_idle_fraction: float | None
-    """The same, from the seconds that ranks reported for their steps; None before any did. Sharing counts as work here:
-    it takes seconds. Only as good as they are:
+    """The same, from the seconds that ranks reported for their steps; None before any did. Only as good as they are:
     time that ranks spend waiting for each other makes them look alike, see :meth:`RankFeed.timed`."""
     idle_seconds: Mapping[IdleCause, float] = field(default_factory=dict)
     """Rank seconds in which nothing was computed, by cause, summed over the ranks, since this balancer was made. From

@@ -351,22 +351,6 @@ def version_of(versions: Tensor) -> Version | None:
     return plain_version(oldest if oldest == newest else (oldest, newest))
 
 
-def plain_prefix(value: object, num_tokens: int, group_id: str | None) -> int:
-    """How many leading tokens a rollout of so many shares with its group: it has one of its own, at least."""
-    plain = _plain_int(value)
-    if not 0 <= plain < num_tokens:
-        raise RolloutError(
-            f"must be from 0 to {num_tokens - 1}, not {_short(plain)}: of {num_tokens} tokens at least one is the "
-            "rollout's own"
-        )
-    if plain and group_id is None:
-        raise RolloutError(
-            f"is {plain}, but there is no group_id: nobody shares these tokens. Give all siblings of a prompt one "
-            "group_id"
-        )
-    return plain
-
-
 def _short(value: object) -> str:
     """For a message."""
     try:

@@ -67,7 +67,7 @@ def remote(local: Rollout, owner: Owner, key: int, its: Leases | None = None) ->
 def fill(decoded: Decoded, kept: Mapping[tuple[str, int], Rollout]) -> None:
     """What :class:`stream_balancer.client.payloads.Fetcher` does, with owners at hand."""
     for one in decoded.holes():
-        one.fill(payload_of(kept[one.owner.label, one.key], one.degree, one.place))
+        one.fill(payload_of(kept[one.owner.label, one.key]))
 
 
 def rollout(n: int, **fields: Any) -> Rollout:

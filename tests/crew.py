@@ -14,7 +14,7 @@ import stream_balancer as sb
 from stream_balancer.client.feed import RankFeed
 from stream_balancer.client.step import End, Step
 from stream_balancer.host.serve import serve
-from stream_balancer.rollouts import MicroBatch, Rollout, SharedRollout
+from stream_balancer.rollouts import MicroBatch, Rollout
 from stream_balancer.testing.network import MemoryNetwork, MemoryPeer
 
 WHENS = ["work", "barrier", "meeting", "met"]
@@ -30,8 +30,8 @@ class Crew:
 
     def __init__(self, network: MemoryNetwork, die: dict[int, tuple[int, str]] | None = None) -> None:
         self.network, self.die = network, die or {}
-        self.met: dict[int, Counter[tuple[str, int]]] = {}
-        """By step: how often each rollout, or part of one, is in the gradient."""
+        self.met: dict[int, Counter[str]] = {}
+        """By step: how often each rollout is in the gradient."""
         self.ends: dict[int, set[End]] = {}
         """What each of its ranks was told to divide by."""
         self.present: dict[int, tuple[int, ...]] = {}
@@ -48,7 +48,7 @@ class Crew:
         self.connect: Callable[..., Any] = network.connect
         self.seconds: Callable[[int, int], float] = lambda rank, step: 1.0
         """Of a micro-batch."""
-        self._here: dict[tuple[int, tuple[int, ...]], dict[int, Counter[tuple[str, int]]]] = {}
+        self._here: dict[tuple[int, tuple[int, ...]], dict[int, Counter[str]]] = {}
         self._met: dict[int, anyio.Event] = {}
 
     async def train(self, rank: int, **join: Any) -> None:
@@ -65,7 +65,7 @@ class Crew:
             self.errors.append(error)
 
     async def train_step(self, rank: int, step: Step) -> None:
-        gradient: Counter[tuple[str, int]] = Counter()
+        gradient: Counter[str] = Counter()
         for _ in range(20):
             self.dies(rank, step.step, "work")
             async for micro_batch in step:
@@ -86,12 +86,12 @@ class Crew:
         """Takes as long as a forward and a backward."""
         await anyio.sleep(self.seconds(rank, step))
 
-    def add(self, rank: int, step: int, micro_batch: MicroBatch, gradient: Counter[tuple[str, int]]) -> None:
+    def add(self, rank: int, step: int, micro_batch: MicroBatch, gradient: Counter[str]) -> None:
         for rollout in micro_batch.rollouts:
             self.seen.setdefault(rollout.rollout_id, rollout)
             if not rollout.is_padding:
                 self.trained.append((rank, step, rollout.rollout_id))
-                gradient[rollout.rollout_id, rollout.cp_rank if isinstance(rollout, SharedRollout) else 0] += 1
+                gradient[rollout.rollout_id] += 1
 
     def kill(self, rank: int) -> None:
         """The process is gone, with its I/O thread."""
@@ -103,7 +103,7 @@ class Crew:
             del self.die[rank]
             raise KilledError
 
-    async def meet(self, step: int, rank: int, ranks: tuple[int, ...], gradient: Counter[tuple[str, int]]) -> bool:
+    async def meet(self, step: int, rank: int, ranks: tuple[int, ...], gradient: Counter[str]) -> bool:
         """An all_reduce among these ranks; False if one of them does not come."""
         assert rank in ranks
         self.dies(rank, step, "meeting")
@@ -138,13 +138,12 @@ class Crew:
 
     def check(self, balancer: sb.StreamBalancer, rollouts: int) -> None:
         """Every rollout is in one step's gradient, once; and acknowledged, once."""
-        total: Counter[tuple[str, int]] = sum(self.met.values(), Counter())
+        total: Counter[str] = sum(self.met.values(), Counter())
         assert set(total.values()) == {1}
-        wholes = {name for name, _ in total}
-        assert len(wholes) == balancer.statistics().acknowledged == rollouts
+        assert len(total) == balancer.statistics().acknowledged == rollouts
         assert balancer.statistics().in_flight == balancer.statistics().waiting == 0
         for step, gradient in self.met.items():
             sizes = {end[1:] for end in self.ends[step]}
             assert len(sizes) == 1, "all ranks divide by the same"
-            assert next(iter(sizes))[0] == len({name for name, _ in gradient})
+            assert next(iter(sizes))[0] == len(gradient)
         verify(balancer.parts.core)

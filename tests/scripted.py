@@ -52,7 +52,6 @@ def awkward_micro_batches() -> list[list[Rollout]]:
                 execution_id=f"e{number}" if number > 2 else None,
                 version=(number, number + 1) if number % 2 else number,
                 cost=1.5 if number else None,
-                prefix=length - 1 if number % 2 else 0,
             )
         )
     rollouts.append(rollouts[0].padding_copy("padding"))
@@ -62,7 +61,7 @@ def awkward_micro_batches() -> list[list[Rollout]]:
 def same_rollout(one: Rollout, other: Rollout) -> bool:
     """Equal in every field, tensors bit by bit."""
     plain = ["rollout_id", "group_id", "execution_id", "version", "cost", "is_padding", "num_tokens", "num_loss_tokens"]
-    plain += ["scalars", "metadata", "prefix"]
+    plain += ["scalars", "metadata"]
     return (
         all(getattr(one, name) == getattr(other, name) for name in plain)
         and same_tensors(dict(one.tokens), dict(other.tokens))

@@ -2,8 +2,8 @@
 
 ``ranks.svg``: what every rank does during the same rollouts, under three policies. ``headline.svg``: step time and idle
 share of real training steps, as bench/training.py measured them. ``sizes.svg``: idle time by the size of a step.
-``delay.svg``: idle time against delay for recorded lengths. ``beyond.svg``: the same lengths with the window, and with
-rollouts that several ranks share. ``timeline.svg`` and ``processes.svg`` are diagrams (``diagrams.py``).
+``delay.svg``: idle time against delay for recorded lengths. ``timeline.svg`` and ``processes.svg`` are diagrams
+(``diagrams.py``).
 """
 
 from __future__ import annotations
@@ -195,24 +195,6 @@ def draw_schedulers() -> None:
     (RESULTS / "schedulers.svg").write_text(bars(best_first, ["ranks meet once a step", "at every micro-batch"]))
 
 
-def draw_beyond() -> None:
-    """Idle time of every trace of bench/beyond.py: first in, first out; the window; the window and shared rollouts."""
-    lines = (ROOT / "bench" / "results" / "beyond.jsonl").read_text().splitlines()
-    series = {
-        "first in, first out": "first in, first out",
-        "window": "window",
-        "window, shared at 15 %": "window, and rollouts shared",
-    }
-    idle: dict[str, dict[str, float]] = defaultdict(dict)
-    for row in (row for row in map(json.loads, lines) if "one by one" in row.get("name", "")):
-        trace, means, figure = row["name"].split(": ")
-        if figure == "idle" and means in series:
-            idle[trace.removesuffix(" one by one")][means] = row["value"] / 100
-    rows = {trace: [found[means] for means in series] for trace, found in idle.items()}
-    worst_first = dict(sorted(rows.items(), key=lambda row: -row[1][1]))
-    (RESULTS / "beyond.svg").write_text(bars(worst_first, list(series.values())))
-
-
 def save(figure: plt.Figure, name: str) -> None:
     """Without a date, so that the same figures make the same file."""
     PICTURES.mkdir(exist_ok=True)
@@ -226,6 +208,5 @@ if __name__ == "__main__":
     draw_sizes()
     draw_schedulers()
     draw_delay()
-    draw_beyond()
     save(timeline(), "timeline.svg")
     save(processes(), "processes.svg")

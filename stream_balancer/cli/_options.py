@@ -121,10 +121,9 @@ class Simulated:
     """Options of ``replay`` and ``tune``: lengths, knobs, and how fast rollouts come and go."""
 
     KNOBS: ClassVar[tuple[str, ...]] = (
-        "dp_size", "batch_size", "step_size.rollouts", "step_size.tokens", "step_size.mini_batches", "cost", "equal_rollouts",
-        "sync", "micro_batches.max_tokens", "micro_batches.equal_number", "micro_batches.overhead_cost",
-        "context_parallel.sizes", "context_parallel.overhead", "context_parallel.min_tokens", "groups.size",
-        "groups.keep", "groups.min_size", "groups.patience", "groups.share_prefixes",
+        "dp_size", "batch_size", "step_size.rollouts", "step_size.tokens", "step_size.mini_batches", "cost",
+        "equal_rollouts", "sync", "micro_batches.max_tokens", "micro_batches.equal_number",
+        "micro_batches.overhead_cost", "groups.size", "groups.keep", "groups.min_size", "groups.patience",
     )  # fmt: skip
 
     trace: Annotated[

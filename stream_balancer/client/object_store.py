@@ -180,7 +180,7 @@ class _FromStore:
             try:
                 if number not in opened:
                     opened[number] = _opened(boxes[number])
-                one.fill(payload_of(opened[number][at], one.degree, one.place))
+                one.fill(payload_of(opened[number][at]))
             except Exception as error:  # noqa: BLE001 - the step goes on without it
                 causes[one.rollout_id] = _short(error)
         return causes

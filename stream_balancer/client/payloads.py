@@ -34,8 +34,8 @@ _CALL_BYTES = 2**26
 """Asked for at once, unless one rollout is larger: replies are copied into their places one by one."""
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
-_Part: TypeAlias = tuple[_Count, Annotated[int, msgspec.Meta(ge=1, lt=2**20)], _Count, _Count]
-"""Key, degree, place, and bytes that are expected."""
+_Part: TypeAlias = tuple[_Count, _Count]
+"""Key, and bytes that are expected."""
 _Done: TypeAlias = Callable[[Mapping[str, str]], object]
 """Takes why some payloads could not be fetched, by id."""
 _parts_of = reader(Annotated[list[_Part], msgspec.Meta(max_length=2**18)], "a fetch")
@@ -134,12 +134,9 @@ class PayloadOwner(KeepsPayloads):
     def _fetch(self, peer: Peer, asked: Asked) -> Encoded:
         missing: list[int] = []
         pieces: list[memoryview] = []
-        for number, (key, degree, place, size) in enumerate(_parts_of(asked.args)):
-            if place >= degree:
-                raise WireError(f"place {place} of {degree} ranks is wanted, which there cannot be")
+        for number, (key, size) in enumerate(_parts_of(asked.args)):
             rollout = self._kept.get(key)
-            # cut by its owner, who has the whole rollout: a rank is sent its own part only
-            views = [] if rollout is None else payload_of(rollout, degree, place)
+            views = [] if rollout is None else payload_of(rollout)
             # another rollout under the same key, after a restart: better missing than wrong
             if rollout is None or sum(view.nbytes for view in views) != size:
                 missing.append(number)
@@ -214,7 +211,7 @@ class _Dialled:
             self._ask(share, answered)
 
     def _ask(self, share: Sequence[Wanted], answered: _Done) -> None:
-        parts = [(one.key, one.degree, one.place, one.num_bytes) for one in share]
+        parts = [(one.key, one.num_bytes) for one in share]
         pending = Pending("fetch", parts, reply_bytes=sum(size for *_, size in parts))
         self._open().submit(pending)
         # after it was handed in: a session that is closed answers at once

@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -27,7 +27,7 @@ import anyio.lowlevel
 from torch import Tensor
 
 from stream_balancer.client.device import Pace
-from stream_balancer.errors import ClosedResourceError, ConfigError, RankLostError
+from stream_balancer.errors import ClosedResourceError, ConfigError
 from stream_balancer.facade import refuse_in_event_loop, run
 from stream_balancer.rollouts import MicroBatch
 from stream_balancer.rollouts.batch import Denominators, MiniBatchSize, OneRank
@@ -102,7 +102,7 @@ class Step(OneRank):
     def finish(self) -> End | None:
         """The ranks that meet, and the numbers that all divide by, once every rank has come so far: call it before the
         ranks meet. None if this gradient must not be used: zero it, and go on with the feed. Either the step begins
-        again, since ranks that share rollouts were lost, or it was taken away; then :attr:`dropped` says why.
+        again, since a rank of a lockstep was lost, or it was taken away; then :attr:`dropped` says why.
 
         Blocks. Raises ValueError if the loop over the step was left before its end, and what the feed raises.
         """
@@ -307,24 +307,11 @@ class Step(OneRank):
     def _of(self, work: HeldWork) -> MicroBatch:
         """The micro-batch of an item, the same each time."""
         if work.made is None:
-            part, seal = self._part, self._part.seal
-            # ranks that share it have gone on with the missing rollouts, so no mask here could agree with theirs
-            if work.item.group is not None and seal is not None and (lost := work.missing.difference(seal.gone)):
-                raise self._torn(lost)
             arrived, index = work.payload
-            made: MicroBatch = arrived.micro_batch(index, part.gone, seal)
+            made: MicroBatch = arrived.micro_batch(index, self._part.gone, self._part.seal)
             work.made = replace(made, on_give=partial(self._give, work)) if self._held.role else made
         made = work.made
         return made
-
-    def _torn(self, lost: Collection[str]) -> RankLostError:
-        """The ranks that share these have begun with them; this one was lost meanwhile, and fetched them again."""
-        return self._port.give_up(
-            self.step,
-            f"step {self.step} cannot go on: {sorted(lost)} are gone with their producer, and the ranks that share "
-            "them with this one train on their parts. Leave the step out, balancer.acknowledge("
-            f"{self.step}), and start all ranks again from a checkpoint",
-        )
 
     # how it goes on
 

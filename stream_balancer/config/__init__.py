@@ -2,12 +2,11 @@
 go together), ``figures`` (what follows from them), ``config`` (all together, for users)."""
 
 from stream_balancer.config.config import BalancerConfig, at_window, step_wide
-from stream_balancer.config.groups import ContextParallel, Groups, Limits, MicroBatches, Staleness, StepSize
+from stream_balancer.config.groups import Groups, Limits, MicroBatches, Staleness, StepSize
 from stream_balancer.config.knobs import Policy
 
 __all__ = [
     "BalancerConfig",
-    "ContextParallel",
     "Groups",
     "Limits",
     "MicroBatches",

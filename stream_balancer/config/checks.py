@@ -15,7 +15,7 @@ import numpy as np
 from stream_balancer.config.figures import least_batch_size, least_max_skips
 from stream_balancer.config.groups import Groups
 from stream_balancer.config.knobs import Knobs
-from stream_balancer.cost import CalibratedCost, CostModel
+from stream_balancer.cost import CostModel
 from stream_balancer.errors import ConfigError
 from stream_balancer.planning import check_shares
 from stream_balancer.planning.plan import step_multiple
@@ -46,10 +46,6 @@ def _those(knobs: Mapping[str, object]) -> str:
 
 
 # blocks of ranks are aligned: only powers of two nest within each other
-def _not_powers(sizes: tuple[int, ...]) -> bool:
-    return any(size & (size - 1) for size in sizes) or list(sizes) != sorted({1, *sizes})
-
-
 # types know the knobs as they are read, when none of these is None any more
 def given(c: Any) -> Iterator[str]:
     """Knobs before any is derived."""
@@ -87,12 +83,6 @@ def given(c: Any) -> Iterator[str]:
             f"groups.patience ({c.groups.patience}) needs groups.min_size, how many siblings must have come: without "
             "it a group waits for all. Give it, or leave patience out"
         )
-    if _not_powers(c.context_parallel.sizes):
-        yield (
-            "context_parallel.sizes must be powers of two in ascending order, beginning with 1, as in (1, 2, 4, 8), "
-            f"not {c.context_parallel.sizes}: a shared rollout goes to an aligned block of ranks, and most of them to "
-            "one rank"
-        )
     try:
         check_shares(c.stratum_shares or {})
     except ValueError as error:
@@ -113,7 +103,6 @@ def _foreseen(knob: str, c: Knobs) -> Iterator[str]:
     others = {
         "a padded cost": c.cost.padded,
         "step_size.mini_batches > 1": c.step_size.mini_batches > 1,
-        "groups.share_prefixes": c.groups.share_prefixes,
         "sync='micro_batch'": c.sync != "step",
     }
     if any(others.values()):
@@ -130,11 +119,6 @@ def auto_window(c: Knobs) -> Iterator[str]:
         yield (
             "window='auto' does not work with step_size.tokens: it compares windows by batches of one size. Leave "
             "window out, or give step_size.window_tokens; `stream-balancer tune` finds one"
-        )
-    if len(c.context_parallel.sizes) > 1:
-        yield (
-            f"window='auto' does not work with context_parallel.sizes={c.context_parallel.sizes}: it foresees steps in "
-            "which no rollout is shared. Give a number; `stream-balancer tune` finds one"
         )
 
 
@@ -231,10 +215,6 @@ def combinations(c: Knobs) -> Iterator[str]:
             f"gets its part, is more than batch_size ({c.batch_size}): some would be nothing but padding. Lower "
             "mini_batches or raise batch_size"
         )
-    if len(c.context_parallel.sizes) > 1 and (others := _not_shared(c)):
-        yield f"context_parallel.sizes={c.context_parallel.sizes} does not work with {others}. Leave one of the two out"
-    if c.groups.share_prefixes and (others := _not_with_prefixes(c)):
-        yield f"groups.share_prefixes does not work with {others}. Leave one of the two out"
 
 
 def varying(c: Knobs) -> Iterator[str]:
@@ -279,30 +259,3 @@ def _rollouts_of_strata(c: Knobs) -> int:
 def _least_of_mini_batch(c: Knobs) -> int:
     of_a_rank = c.groups.size or 1 if c.groups.keep == "same_rank" else 1
     return c.dp_size * max(c.micro_batches.multiple_of, of_a_rank)
-
-
-def _not_shared(c: Knobs) -> str:
-    """Knobs that do not go together with rollouts that ranks share."""
-    return _those(
-        {
-            "equal_rollouts=True (a shared rollout is on several ranks, so they cannot be counted alike)": (
-                c.equal_rollouts
-            ),
-            "groups.keep='same_rank' (a shared rollout is not on one rank)": c.groups.keep == "same_rank",
-            "a padded cost (what a slice of a padded row costs is not known)": c.cost.padded,
-            "speeds (ranks of unlike speed would wait for each other within a shared rollout)": c.speeds,
-        }
-    )
-
-
-def _not_with_prefixes(c: Knobs) -> str:
-    """Knobs that do not go together with prefixes that siblings share."""
-    return _those(
-        {
-            "a padded cost (a shared prefix is not padded)": c.cost.padded,
-            "CalibratedCost (it learns from seconds what whole lengths cost)": isinstance(c.cost, CalibratedCost),
-            "sync='micro_batch' (it evens out ranks, not micro-batches)": c.sync != "step",
-            "equal_rollouts=True (siblings on one rank are worth more than even counts)": c.equal_rollouts,
-            "speeds (all ranks count as alike)": c.speeds,
-        }
-    )

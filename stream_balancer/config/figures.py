@@ -54,13 +54,3 @@ def most_waiting_tokens(c: Knobs) -> int | None:
     if c.step_size.tokens is None:
         return None  # the guarantee counts rollouts: see most_waiting
     return max(c.limits.tokens, (c.max_skips or USUAL_MAX_SKIPS) * c.step_size.tokens)
-
-
-def longest_rollout(c: Knobs) -> int | None:
-    """Tokens that a rollout may have to stay within ``micro_batches.max_tokens``, shared by as many ranks as may (two
-    equal chunks a rank); None = no cap."""
-    # a part is two chunks of equal length, so an odd cap loses a token
-    cap = c.micro_batches.max_tokens
-    if cap is None:
-        return None
-    return max(cap, *(2 * size * (cap // 2) for size in c.context_parallel.sizes if size <= c.dp_size))

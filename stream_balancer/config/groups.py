@@ -12,10 +12,6 @@ from stream_balancer.planning.arrays import Oversize
 from stream_balancer.planning.plan import Keep
 
 Amount: TypeAlias = Annotated[float, Meta(ge=0, le=sys.float_info.max, description="a finite number >= 0")]
-Sizes: TypeAlias = Annotated[
-    tuple[Count, ...],
-    Meta(min_length=1, description="powers of two in ascending order, beginning with 1, as in (1, 2, 4, 8)"),
-]
 Range: TypeAlias = Annotated[
     tuple[Count, Count], Meta(description="two ints >= 1, the least and the most rollouts, as in (16, 64)")
 ]
@@ -37,8 +33,7 @@ class MicroBatches(metaclass=Values):
     unit. One more micro-batch a rank is taken where it saves more by balance. None = what a
     ``CalibratedCost`` has learned; 0 with any other cost."""
     oversize: Oversize = "refuse"
-    """A rollout above ``max_tokens``, if not even sharing it by ``context_parallel`` keeps it below, is refused at put,
-    or goes in a micro-batch "alone"."""
+    """A rollout above ``max_tokens`` is refused at put, or goes in a micro-batch "alone"."""
 
 
 class Groups(metaclass=Values):
@@ -56,11 +51,6 @@ class Groups(metaclass=Values):
     its first rollout. 0 = as soon as ``min_size`` have come. Only with ``min_size``."""
     keep: Keep = "same_batch"
     """Siblings leave in the "same_batch", on the "same_rank" (costs balance), or "free". Only with ``size``."""
-    share_prefixes: bool = False
-    """The trainer computes the prefix of siblings (``Rollout.prefix``: their prompt) once for those of a micro-batch.
-    :meth:`MicroBatch.tree` lays them out. Then it is planned and counted so: a group is split over ranks where that
-    is worth another copy of its prefix, and no batch takes longer than it would without sharing. A rollout
-    that brings its own ``cost`` has no price for its prefix, and counts as it is. See docs/sharing.md."""
 
     @property
     def kept(self) -> int | None:
@@ -77,20 +67,6 @@ class Staleness(metaclass=Values):
     batch is due. None = no bound. See docs/staleness.md for what this assumes."""
     on_stale: Literal["evict", "send"] = "evict"
     """A rollout beyond ``max_versions`` is evicted (counted, and given to ``on_evict``), or sent all the same."""
-
-
-class ContextParallel(metaclass=Values):
-    """By how many ranks one rollout may be shared, each with a slice of its tokens."""
-
-    sizes: Sizes = (1,)
-    """By how many ranks a rollout may be shared, ``(1, 2, 4, 8)`` for example: powers of two, ascending, from 1. A
-    rollout that is longer than a rank's fair share of the step goes to a block of so many neighbouring ranks. Sizes
-    above ``dp_size`` are not used. ``(1,)`` = each rollout on one rank. See docs/planning.md."""
-    overhead: Amount = 0.15
-    """Price of sharing: a rollout of cost c on g ranks costs each ``c / g * (1 + overhead * log2(g))``."""
-    min_tokens: Count = 2048
-    """A rollout is shared by at most ``num_tokens / min_tokens`` ranks, or by so many as it takes to bring it within
-    ``micro_batches.max_tokens``."""
 
 
 class Limits(metaclass=Values):
@@ -122,5 +98,5 @@ class StepSize(metaclass=Values):
     mini_batches: Count = 1
     """Mini-batches of a step, each with an optimizer step and denominators of its own (PPO). See
     :attr:`RankBatch.mini_batches`. Each has ``batch_size / mini_batches`` rollouts, and as many micro-batches on every
-    rank. Samples of an execution stay together in one; so do groups on the "same_rank", and those of a shared prefix
-    that are no larger than it. A step of too few rollouts for all ranks in so many has fewer."""
+    rank. Samples of an execution stay together in one; so do groups on the "same_rank". A step of too few rollouts for
+    all ranks in so many has fewer."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta
 
-from stream_balancer.config.groups import ContextParallel, Groups, Limits, MicroBatches, Staleness, StepSize
+from stream_balancer.config.groups import Groups, Limits, MicroBatches, Staleness, StepSize
 from stream_balancer.config.values import Count, Group, Knob, Values
 from stream_balancer.cost import CostModel, TokenCost
 from stream_balancer.planning.arrays import Sync
@@ -97,11 +97,9 @@ class Knobs(metaclass=Values):
     micro_batches: Group[MicroBatches] = _defaults(MicroBatches)
     """MicroBatches(max_tokens, equal_number, multiple_of, overhead_cost, oversize): cuts a rank's part."""
     groups: Group[Groups] = _defaults(Groups)
-    """Groups(size, min_size, patience, keep, share_prefixes): siblings of one prompt (GRPO)."""
+    """Groups(size, min_size, patience, keep): siblings of one prompt (GRPO)."""
     staleness: Group[Staleness] = _defaults(Staleness)
     """Staleness(max_versions, on_stale): how old a rollout may be when it is trained on."""
-    context_parallel: Group[ContextParallel] = _defaults(ContextParallel)
-    """ContextParallel(sizes, overhead, min_tokens): ranks that share one rollout."""
     limits: Group[Limits] = _defaults(Limits)
     """Limits(tokens, bytes): of what may wait, beside capacity."""
     step_size: Group[StepSize] = _defaults(StepSize)

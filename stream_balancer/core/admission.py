@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.config.figures import longest_rollout, most_waiting, most_waiting_tokens
+from stream_balancer.config.figures import most_waiting, most_waiting_tokens
 from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.executions import num_executions
 from stream_balancer.core.groups import GroupSize
@@ -15,7 +15,6 @@ from stream_balancer.core.pricing import Pricing
 from stream_balancer.core.strata import MOST_STRATA, Strata
 from stream_balancer.errors import ConfigError, DuplicateRolloutError, RolloutError
 from stream_balancer.rollouts import Rollout
-from stream_balancer.rollouts.shared import check_whole
 from stream_balancer.values import plain_name
 
 Schema = tuple[dict[str, tuple[object, tuple[int, ...]]], frozenset[str]]
@@ -37,7 +36,7 @@ class Admission:
         """Knobs that are in force from now on. Checks that cannot apply under them are left out here, and not at each
         put."""
         self.config = config
-        self._most_tokens = longest_rollout(config) if config.micro_batches.oversize == "refuse" else None
+        self._most_tokens = config.micro_batches.max_tokens if config.micro_batches.oversize == "refuse" else None
         self._needs_group = config.groups.kept is not None
         self._most_waiting = most_waiting(config)
         self._most_waiting_tokens = most_waiting_tokens(config)
@@ -91,10 +90,8 @@ class Admission:
         of them can never be taken in, whatever its group. Every put comes here. O(columns)."""
         ids, schema, most_bytes, checked = self._ids, self.schema, self.config.limits.bytes, []
         for rollout in rollouts:
-            if type(rollout) is not Rollout:
-                if not isinstance(rollout, Rollout):
-                    raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
-                check_whole(rollout)
+            if not isinstance(rollout, Rollout):
+                raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
             name, tokens = rollout.rollout_id, rollout.num_tokens
             # first: a retry is a duplicate, whatever else is wrong with it by now
             if name in ids.held or name in ids.past:
@@ -194,7 +191,7 @@ class Admission:
 
     def check_waiting(self, config: BalancerConfig) -> None:
         """Raise ConfigError if a rollout that waits could not leave under these knobs. O(n)."""
-        most, lengths = longest_rollout(config), self._buffer.lengths
+        most, lengths = config.micro_batches.max_tokens, self._buffer.lengths
         if most is not None and config.micro_batches.oversize == "refuse" and int(lengths.max(initial=0)) > most:
             longest = self._buffer.rollouts(lengths.argmax(0, keepdims=True))[0]
             raise ConfigError(
@@ -227,10 +224,7 @@ class Admission:
 
 
 def _cap_text(config: BalancerConfig) -> str:
-    cap = f"micro_batches.max_tokens ({config.micro_batches.max_tokens})"
-    if len(config.context_parallel.sizes) == 1:
-        return cap
-    return f"{cap} on each of {max(size for size in config.context_parallel.sizes if size <= config.dp_size)} ranks"
+    return f"micro_batches.max_tokens ({config.micro_batches.max_tokens})"
 
 
 def _check_stratum(rollout: Rollout, strata: Strata) -> None:

@@ -4,8 +4,7 @@ padding copies. Pure: reads the state, changes nothing. When a batch leaves is d
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress
@@ -30,7 +29,6 @@ from stream_balancer.rollouts import (
     Rollout,
     cheapest_to_copy,
 )
-from stream_balancer.rollouts.shared import block_of, whole_rollouts
 from stream_balancer.values import PADDING_PREFIX
 
 _PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round_robin": plan_round_robin}
@@ -47,8 +45,6 @@ def make_plan(state: BalancerState, due: Bools, num_rollouts: int) -> tuple[Wait
     )
     knobs = state.pricing.knobs
     waiting = state.buffer.waiting(due)
-    if state.config.groups.share_prefixes:
-        waiting = state.pricing.with_prefixes(waiting, state.buffer.rollouts())
     if state.config.stratum_shares:
         knobs = replace(knobs, stratum_shares=state.buffer.strata.least_shares(state.config.stratum_shares))
     if state.staleness.num_held_back:
@@ -81,8 +77,9 @@ def _cut(state: BalancerState, plan: Plan) -> Plan:
     # all of these go, and none must be in the first mini-batch
     step_of = replace(step_of, due=~step_of.due)
     if state.pricing.knobs.groups != "same_rank":
-        most = rows.size // state.config.step_size.mini_batches if state.config.groups.share_prefixes else 0
-        step_of = replace(step_of, groups=_kept_together(rollouts, most))
+        # an execution must lie in one mini-batch: its denominator counts the samples of that mini-batch
+        keys = (None if one.execution_id is None else execution_of(one) for one in rollouts)
+        step_of = replace(step_of, groups=labels_of(keys))
     cut = in_mini_batches(
         _PLANNERS[policy],
         step_of,
@@ -92,19 +89,6 @@ def _cut(state: BalancerState, plan: Plan) -> Plan:
         in_order=policy != "window",
     )
     return in_rows(cut, rows)
-
-
-def _kept_together(rollouts: Sequence[Rollout], most: int) -> Ints:
-    """[n] a label for the samples of one execution, which divide by what is in their mini-batch, and for the siblings
-    of a group of at most so many; -1 for the others."""
-    sizes = Counter(one.group_id for one in rollouts)
-
-    def key(one: Rollout) -> Hashable:
-        if one.group_id is not None and sizes[one.group_id] <= most:
-            return (one.group_id,)
-        return None if one.execution_id is None else execution_of(one)
-
-    return labels_of(map(key, rollouts))
 
 
 def make_batch(state: BalancerState, plan: Plan, rows: Ints, reason: Reason, now: float, had: int = 0) -> Batch:
@@ -165,8 +149,7 @@ def lay_out(
     """[dp_size] micro-batches of rollouts that other ranks had in a step of the rollouts ``of_step``. ``lockstep``:
     as many for each rank. ``had``: padding copies of the step so far. As fast as a plan of so many."""
     rates = None if speeds is None or len({*speeds}) == 1 else np.array(speeds)
-    # what is taken over is not shared anew: the ranks may be no aligned block
-    knobs = replace(state.pricing.knobs, dp_size=dp_size, speeds=rates, counts="free", cp_sizes=(1,))
+    knobs = replace(state.pricing.knobs, dp_size=dp_size, speeds=rates, counts="free")
     # ranks that meet once a step may run different numbers
     plan = plan_of_all(state, rollouts, step, knobs if lockstep else replace(knobs, micro_batch_counts="free"))
     chosen = {row: rollouts[row] for row in rows_of(plan).tolist()}
@@ -210,7 +193,6 @@ def batch_of_plan(
         finish=plan.finish,
         lower_bound=plan.lower_bound,
         num_padding=num_padding,
-        sharing_cost=plan.sharing_cost,
         **fields,
     )
 
@@ -248,39 +230,28 @@ def assembled(
 
 
 def rows_of(plan: Plan) -> Ints:
-    """Rows of the plan's rollouts, mini-batch by mini-batch, rank by rank, micro-batch by micro-batch; of one that
-    several ranks share only the first time."""
-    rows = np.concatenate([rows for one in plan.pieces for micro_batches in one.ranks for rows in micro_batches])
-    if not any(one.degrees for one in plan.pieces):
-        return rows
-    return np.array(list(dict.fromkeys(rows.tolist())), dtype=np.int64)
+    """Rows of the plan's rollouts, mini-batch by mini-batch, rank by rank, micro-batch by micro-batch."""
+    return np.concatenate([rows for one in plan.pieces for micro_batches in one.ranks for rows in micro_batches])
 
 
 def _real(rollouts: Iterable[Rollout]) -> list[Rollout]:
-    """Whole rollouts, each once, without padding copies."""
-    return [rollout for rollout in whole_rollouts(rollouts) if not rollout.is_padding]
+    """The rollouts without padding copies."""
+    return [rollout for rollout in rollouts if not rollout.is_padding]
 
 
 def _micro_batches(
     plan: Plan, chosen: Mapping[int, Rollout], executions: Mapping[ExecutionKey, ExecutionSize]
 ) -> list[list[MicroBatch]]:
     """[rank][micro_batch] of the rollouts, by their rows. O(n)."""
-    degrees = plan.degrees or [[1] * len(of_rank) for of_rank in plan.ranks]
     return [
-        [
-            micro_batch_of([chosen[row] for row in rows.tolist()], rank, degree, executions)
-            for rows, degree in zip(of_rank, its, strict=True)
-        ]
-        for rank, (of_rank, its) in enumerate(zip(plan.ranks, degrees, strict=True))
+        [micro_batch_of([chosen[row] for row in rows.tolist()], executions) for rows in of_rank]
+        for of_rank in plan.ranks
     ]
 
 
-def micro_batch_of(
-    rollouts: Sequence[Rollout], rank: int, degree: int, executions: Mapping[ExecutionKey, ExecutionSize]
-) -> MicroBatch:
-    """Micro-batch of a rank, of whole rollouts that so many ranks share. ``executions``: of the step."""
-    cp_group, cp_rank = block_of(rank, degree) if degree > 1 else ((), 0)
-    return MicroBatch.of(rollouts, sizes_in(executions, rollouts), cp_group, cp_rank)
+def micro_batch_of(rollouts: Sequence[Rollout], executions: Mapping[ExecutionKey, ExecutionSize]) -> MicroBatch:
+    """Micro-batch of a rank. ``executions``: of the step."""
+    return MicroBatch.of(rollouts, sizes_in(executions, rollouts))
 
 
 def _fill_up(

@@ -31,8 +31,7 @@ class Counts:
         self.squared_tokens += batch.num_tokens**2
         self.padding_copies += batch.num_padding
         self.short_groups += len(batch.incomplete_groups)
-        # what sharing a rollout adds is no work: it counts as idle time
-        self.mean_loads += (sum(batch.loads) - batch.sharing_cost) / len(batch.loads)
+        self.mean_loads += sum(batch.loads) / len(batch.loads)
         self.max_loads += batch.finish
         self.lower_bounds += batch.lower_bound
 

@@ -92,7 +92,6 @@ def make_whole(state: BalancerState, opened: OpenStep, last: Batch, now: float) 
         oldest_wait_s=max(now - float(buffer.arrived_at[rows].min()), 0.0),
         num_padding=opened.num_padding,
         incomplete_groups=last.incomplete_groups,
-        sharing_cost=sum(row.sharing_cost for row in opened.rows),
     )
     return whole, rows
 
@@ -100,7 +99,7 @@ def make_whole(state: BalancerState, opened: OpenStep, last: Batch, now: float) 
 def _spread(plan: Plan, loads: Floats) -> Plan:
     """The plan of a row, its heaviest share on the rank that has had the least work in the step ([ranks] ``loads``)."""
     # made for these ranks, one by one
-    if plan.rates is not None or plan.degrees:
+    if plan.rates is not None:
         return plan
     share_of = np.empty(loads.size, dtype=np.int64)
     share_of[np.argsort(loads, kind="stable")] = np.argsort(-plan.loads, kind="stable")

@@ -16,7 +16,6 @@ from stream_balancer.core.executions import labels_of
 from stream_balancer.errors import RolloutError
 from stream_balancer.planning import PlanKnobs, Waiting
 from stream_balancer.planning.arrays import Floats, Ints
-from stream_balancer.planning.plan import work_in
 from stream_balancer.planning.rank_speeds import NO_FIXED_COSTS, FixedCosts
 from stream_balancer.rollouts import Batch, RankBatch, Rollout
 from stream_balancer.values import MAX_COST
@@ -86,32 +85,16 @@ class Pricing:
 
     def _work_of(self, work: tuple[RankBatch, ...]) -> float:
         rollouts = [r for one in work for r in one.rollouts if not r.is_padding]
-        return float(work_in(self.waiting_of(rollouts), [np.arange(len(rollouts))])[0])
+        return sum(map(self.cost_of, rollouts))
 
     def waiting_of(self, rollouts: Sequence[Rollout]) -> Waiting:
         """The planner's columns of rollouts that all go, oldest first. O(n)."""
-        waiting = replace(
+        return replace(
             Waiting.of(np.array([self.cost_of(rollout) for rollout in rollouts], dtype=np.float64)),
             lengths=np.array([rollout.num_tokens for rollout in rollouts], dtype=np.int64),
             due=np.ones(len(rollouts), dtype=np.bool_),
             groups=labels_of(rollout.group_id for rollout in rollouts),
         )
-        return self.with_prefixes(waiting, rollouts)
-
-    def with_prefixes(self, waiting: Waiting, rollouts: Sequence[Rollout]) -> Waiting:
-        """The columns of these rollouts, with what the prefix of each costs alone, where prefixes are shared. O(n).
-
-        A rollout with a cost of its own has no price for its prefix: what it costs does not follow from lengths.
-        """
-        if not self._config.groups.share_prefixes:
-            return waiting
-        lengths = np.array([0 if r.cost is not None else r.prefix for r in rollouts], dtype=np.int64)
-        siblings = labels_of(r.group_id if length else None for r, length in zip(rollouts, lengths, strict=True))
-        costs, shares = np.zeros(lengths.size), np.flatnonzero(lengths)
-        if shares.size:
-            # a model is only known to have a price for whole lengths
-            costs[shares] = np.maximum(np.nan_to_num(np.asarray(self.model(lengths[shares]), dtype=np.float64)), 0.0)
-        return replace(waiting, prefix_costs=costs, prefix_lengths=lengths, siblings=siblings)
 
 
 def _costs_of(model: CostFunction, lengths: Ints) -> Floats:
@@ -132,9 +115,7 @@ def _cost_of(model: CostFunction, num_tokens: int) -> float:
 
 
 def _plan_knobs(config: BalancerConfig, learned: Learned, tolerance: float) -> PlanKnobs:
-    micro_batches, groups, shared, step = config.micro_batches, config.groups, config.context_parallel, config.step_size
-    # ranks that share a rollout are planned as if they were alike
-    speeds = None if len(shared.sizes) > 1 or learned.speeds is None else np.array(learned.speeds, dtype=np.float64)
+    micro_batches, groups, step = config.micro_batches, config.groups, config.step_size
     # what the user has given goes before what was learned
     given = micro_batches.overhead_cost
     return PlanKnobs(
@@ -153,10 +134,7 @@ def _plan_knobs(config: BalancerConfig, learned: Learned, tolerance: float) -> P
         mini_batches=step.mini_batches,
         oversize=micro_batches.oversize,
         padded=config.cost.padded,
-        speeds=speeds,
+        speeds=None if learned.speeds is None else np.array(learned.speeds, dtype=np.float64),
         fixed_costs=learned.fixed_costs if given is None else learned.fixed_costs._replace(micro_batch=given),
-        cp_sizes=shared.sizes,
-        cp_overhead=shared.overhead,
-        cp_min_tokens=shared.min_tokens,
         tolerance=tolerance,
     )

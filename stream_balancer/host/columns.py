@@ -8,24 +8,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
 
 import torch
 from msgspec import Raw
 from torch import Tensor
 
 from stream_balancer.errors import WireError
-from stream_balancer.rollouts import MicroBatch, Rollout, SharedRollout
-from stream_balancer.rollouts.shared import join_column
+from stream_balancer.rollouts import MicroBatch, Rollout
 from stream_balancer.wire.codec import decode_columns
 from stream_balancer.wire.payload import Memory
 
 MOST_COLUMNS = 64
 _NOT_LATE = frozenset({"input_ids", "loss_mask", "versions"})  # what a step is planned and divided by
-
-
-_Given: TypeAlias = dict[str, dict[int, Tensor]]
-"""By name, and by part of the rollout; 0 alone: all of it."""
 
 
 class Columns:
@@ -34,7 +28,7 @@ class Columns:
     def __init__(self, roles: Mapping[str, Sequence[str]]) -> None:
         """``roles``: the columns of each."""
         self.names = {role: sorted(names) for role, names in roles.items()}
-        self._given: dict[int, dict[str, _Given]] = {}  # by step and rollout
+        self._given: dict[int, dict[str, dict[str, Tensor]]] = {}  # by step, rollout, and name
 
     def add(self, step: int, role: str, micro_batch: MicroBatch, header: Raw, memory: Memory | None) -> None:
         """A rank has computed these, perhaps again. Raises WireError for others than were asked for."""
@@ -47,10 +41,7 @@ class Columns:
             # a copy: the memory of a connection must not be held until the step is done
             parts = torch.split(column.clone(), list(micro_batch.lengths))
             for rollout, part in zip(micro_batch.rollouts, parts, strict=True):
-                there = given.setdefault(rollout.rollout_id, {}).setdefault(name, {})
-                if not isinstance(rollout, SharedRollout):
-                    there.clear()  # a rank was lost that shared it, and another has computed all of it
-                there[rollout.cp_rank if isinstance(rollout, SharedRollout) else 0] = part
+                given.setdefault(rollout.rollout_id, {})[name] = part
 
     def joined(self, step: int, micro_batch: MicroBatch) -> MicroBatch:
         """A micro-batch of the trainer with its columns. Shares all tensors. O(rollouts)."""
@@ -58,8 +49,8 @@ class Columns:
         if given is None:
             return micro_batch
         # made anew, and not changed: other ranks, and a redelivery, may be sent the one without columns
-        wholes = [_with_columns(rollout, given) for rollout in micro_batch.rollouts]
-        return MicroBatch.of(wholes, micro_batch.execution_sizes, micro_batch.cp_group, micro_batch.cp_rank)
+        rollouts = [_with_columns(rollout, given) for rollout in micro_batch.rollouts]
+        return MicroBatch.of(rollouts, micro_batch.execution_sizes)
 
     def drop(self, step: int) -> None:
         """The step needs them no more."""
@@ -76,19 +67,12 @@ class Columns:
                     )
 
 
-def _with_columns(rollout: Rollout, given: Mapping[str, _Given]) -> Rollout:
-    whole = (isinstance(rollout, SharedRollout) and rollout.whole) or rollout
-    if whole.is_padding:
+def _with_columns(rollout: Rollout, given: Mapping[str, Mapping[str, Tensor]]) -> Rollout:
+    if rollout.is_padding:
         # it weighs nothing; and of a copy that was made when others took over no role has seen anything
         columns = next(iter(given.values()))
-        joined = {name: next(iter(parts.values())).new_zeros(whole.num_tokens) for name, parts in columns.items()}
-    else:
-        # a role keeps the parts of the first plan, though the trainer's may have been laid out anew
-        joined = {
-            name: parts[0] if len(parts) == 1 else join_column([parts[n] for n in sorted(parts)], whole.num_tokens)
-            for name, parts in given.get(whole.rollout_id, {}).items()
-        }
-    return whole.with_late_columns(joined)
+        return rollout.with_late_columns({name: one.new_zeros(rollout.num_tokens) for name, one in columns.items()})
+    return rollout.with_late_columns(given.get(rollout.rollout_id, {}))
 
 
 def check_roles(roles: Mapping[str, Iterable[str]]) -> None:

@@ -29,7 +29,7 @@ from stream_balancer.host.sending import Sender
 from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import Join, Report
 from stream_balancer.net.service import Host, Peer
-from stream_balancer.wire.codec import remote_of
+from stream_balancer.wire.codec import RemoteRollout
 from stream_balancer.wire.payload import Memory
 
 logger = logging.getLogger("stream_balancer.dispatch")
@@ -165,8 +165,8 @@ class Peers(Sender, Host):
         self.core.mark_missing(report.step, [*lost])
         texts = []
         for name, rollout in [*lost.items()][:_MOST_NAMED]:
-            remote = remote_of(rollout)
-            texts.append(f"{name!r} (put by {remote and remote.handle.owner.label}: {missing[name]})")
+            label = rollout.handle.owner.label if isinstance(rollout, RemoteRollout) else None
+            texts.append(f"{name!r} (put by {label}: {missing[name]})")
         logger.warning(
             "step %d, %s: %d rollouts are gone with their producer and are masked: %s%s",
             report.step, member.name, len(lost), ", ".join(texts), ", ..." if len(lost) > _MOST_NAMED else "",

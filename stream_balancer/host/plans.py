@@ -24,12 +24,11 @@ from stream_balancer.core.batching import lay_out
 from stream_balancer.core.executions import denominators_of, execution_of, sizes_of
 from stream_balancer.core.state import BalancerState
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId
+from stream_balancer.core.steps.state import TRAIN, Item, RankId
 from stream_balancer.host.records import mini_batches_of
 from stream_balancer.net.messages import ResizedExecution, Seal
-from stream_balancer.rollouts import Batch, Denominators, MicroBatch, RankBatch, Rollout, SharedRollout
-from stream_balancer.rollouts.shared import whole_rollouts
-from stream_balancer.wire.remote import remote_of
+from stream_balancer.rollouts import Batch, Denominators, MicroBatch, RankBatch, Rollout
+from stream_balancer.wire.remote import RemoteRollout
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +68,7 @@ class StepPlan:
 
     @property
     def rollouts(self) -> Iterator[Rollout]:
-        """Whole rollouts of the step, each once, without padding copies."""
+        """Rollouts of the step, without padding copies."""
         for batch in self.batches:
             yield from (rollout for rollout in batch.rollouts if not rollout.is_padding)
 
@@ -94,9 +93,9 @@ def uid_of(batch: Batch, ranks: Sequence[RankId], salt: int = 0) -> int:
     return int.from_bytes(hashlib.blake2b(msgspec.msgpack.encode(plan), digest_size=7).digest(), "big")
 
 
-def items_of(plan: StepPlan, roles: Mapping[str, Sequence[RankId]], *, share: bool, lockstep: bool) -> list[Item]:
-    """Items of the latest batch, or row. ``roles``: the ranks of each. ``share``: what several ranks run together has
-    one group; ``lockstep``: so have the micro-batches of one index."""
+def items_of(plan: StepPlan, roles: Mapping[str, Sequence[RankId]], *, lockstep: bool) -> list[Item]:
+    """Items of the latest batch, or row. ``roles``: the ranks of each. ``lockstep``: the micro-batches of one index
+    have one group."""
     cut: list[tuple[int, int, int, MicroBatch]] = []
     for place, rank_batch in enumerate(plan.batch.ranks):
         begun = sum(len(row.ranks[place].micro_batches) for row in plan.batches[:-1])
@@ -104,7 +103,7 @@ def items_of(plan: StepPlan, roles: Mapping[str, Sequence[RankId]], *, share: bo
             cut.append(((begun + index) * len(plan.ranks) + place, place, index, mb))
     made: list[Item] = []
     of_roles: dict[str, list[int]] = {}
-    groups: dict[object, int] = {}
+    groups: dict[int, int] = {}
     # roles first: the trainer's items name those that they need
     for kind, (role, ranks) in enumerate([*roles.items(), (TRAIN, plan.ranks)], 1):
         for number, place, index, mb in cut:
@@ -113,9 +112,6 @@ def items_of(plan: StepPlan, roles: Mapping[str, Sequence[RankId]], *, share: bo
             item = _item(number * (len(roles) + 1) + kind % (len(roles) + 1), owner, mb, role, of_roles)
             if lockstep and not role:
                 item.group = groups.setdefault(index, item.id)
-            # in plain runs every rank gets its own part again by itself, so no group is needed
-            elif mb.cp_group and (share or item.remote):
-                item.group = groups.setdefault((role, mb.cp_group, mb.rollouts[0].rollout_id), item.id)
             made.append(item)
     _agree(made)
     plan.is_remote = plan.is_remote or any(item.remote for item in made)
@@ -132,12 +128,9 @@ def _agree(items: Sequence[Item]) -> None:
 
 def _item(id_: int, owner: RankId | None, mb: MicroBatch, role: str, of_roles: dict[str, list[int]]) -> Item:
     """``of_roles``: by rollout, the ids of roles' items, which this one joins or needs."""
-    pieces = tuple(
-        Piece(rollout.rollout_id, rollout.cp_rank if isinstance(rollout, SharedRollout) else 0)
-        for rollout in mb.rollouts
-        if not rollout.is_padding
-    )
-    item = Item(id_, owner, pieces, role, remote=any(map(remote_of, mb.rollouts)), payload=mb)
+    rollouts = tuple(rollout.rollout_id for rollout in mb.rollouts if not rollout.is_padding)
+    remote = any(isinstance(rollout, RemoteRollout) for rollout in mb.rollouts)
+    item = Item(id_, owner, rollouts, role, remote=remote, payload=mb)
     if role:
         _note(item, of_roles)
     else:
@@ -163,15 +156,11 @@ def laid_out_anew(
     """Items without an owner, over other ranks. The trainer's are planned anew; a role's keep their ids, since others
     wait for them. As fast as a plan of so many rollouts."""
     if old[0].role:
-        # Each computes whole what it had a part of: twice, but it needs nobody, and any rank can be the last.
         return [
-            Item(it.id, over[place % len(over)], it.pieces, it.role, remote=it.remote, payload=_whole_of(it.payload))
+            Item(it.id, over[place % len(over)], it.rollouts, it.role, remote=it.remote, payload=it.payload)
             for place, it in enumerate(old)
         ]
-    # whole again: other ranks than those that shared a rollout cannot compute its parts
-    wholes = [one for item in old for one in _whole_of(item.payload).rollouts if not one.is_padding]
-    # each once, though several of its parts may be among the items
-    rollouts = list({one.rollout_id: one for one in wholes}.values())
+    rollouts = [one for item in old for one in item.payload.rollouts if not one.is_padding]
     if not rollouts:
         return []
     of_roles: dict[str, list[int]] = {}
@@ -191,11 +180,6 @@ def laid_out_anew(
             made[-1].group = groups.get(index)
     _agree(made)
     return made
-
-
-def _whole_of(mb: MicroBatch) -> MicroBatch:
-    rollouts = [(isinstance(one, SharedRollout) and one.whole) or one for one in mb.rollouts]
-    return MicroBatch.of(rollouts, execution_sizes=mb.execution_sizes) if mb.cp_group else mb
 
 
 def seal_of(plan: StepPlan, number: int, ranks: Sequence[int], gone: Collection[str]) -> Seal:
@@ -224,11 +208,11 @@ def seal_of(plan: StepPlan, number: int, ranks: Sequence[int], gone: Collection[
 
 
 def _less(planned: Sequence[int], rollouts: Iterable[Rollout], gone: Collection[str]) -> Denominators:
-    """Sizes of what is left of these rollouts. Of a shared one no rank trains on its part when another has none."""
+    """Sizes of what is left of these rollouts."""
     # nearly always: only then do denominators follow from the plan
     if not gone:
         return Denominators(*planned)
-    left = [one for one in whole_rollouts(rollouts) if not one.is_padding and one.rollout_id not in gone]
+    left = [one for one in rollouts if not one.is_padding and one.rollout_id not in gone]
     # at least 1: where everything is gone the sums are 0, and 0 / 0 would put NaN into every weight
     return Denominators(*(max(now, min(was, 1)) for now, was in zip(denominators_of(left), planned, strict=True)))
 

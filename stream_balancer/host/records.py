@@ -70,8 +70,8 @@ class PlanRow(Fact, tag="plan"):
 
     step: int
     reason: Reason
-    ranks: list[list[tuple[float, list[tuple[int, list[str]]]]]]
-    """``[rank][mini_batch]`` load, and of each micro-batch by how many ranks its rollouts are shared, and their ids."""
+    ranks: list[list[tuple[float, list[list[str]]]]]
+    """``[rank][mini_batch]`` load, and of each micro-batch the ids of its rollouts."""
     padding: list[str]
     """Ids that are padding copies."""
     finish: float
@@ -238,25 +238,21 @@ def plan_of(batch: Batch) -> PlanRow:
     )
 
 
-def mini_batches_of(rank_batch: RankBatch) -> list[tuple[float, list[tuple[int, list[str]]]]]:
+def mini_batches_of(rank_batch: RankBatch) -> list[tuple[float, list[list[str]]]]:
     """A rank's part of a :attr:`PlanRow.ranks`."""
     micro_batches = iter(rank_batch.micro_batches)
     # one mini-batch is written like several: what is read is one format
     sizes = [size[:2] for size in rank_batch.mini_batch_sizes] or [(len(rank_batch.micro_batches), rank_batch.load)]
     return [
-        (
-            load,
-            [(max(len(mb.cp_group), 1), [r.rollout_id for r in mb.rollouts]) for mb in islice(micro_batches, number)],
-        )
-        for number, load in sizes
+        (load, [[r.rollout_id for r in mb.rollouts] for mb in islice(micro_batches, number)]) for number, load in sizes
     ]
 
 
 def batch_of(plan: PlanRow, rollouts: Mapping[str, Rollout]) -> Batch:
     """The batch again, from its rollouts. Raises KeyError for one that is missing."""
-    names = [name for rank in plan.ranks for _, its in rank for _, names in its for name in names]
-    # in the order of the plan, each once: which is copied for padding depends on it
-    real = [rollouts[name] for name in dict.fromkeys(names) if name not in plan.padding]
+    names = [name for rank in plan.ranks for _, its in rank for names in its for name in names]
+    # in the order of the plan: which is copied for padding depends on it
+    real = [rollouts[name] for name in names if name not in plan.padding]
     found = {rollout.rollout_id: rollout for rollout in real}
     for name in plan.padding:
         found[name] = cheapest_to_copy(real).padding_copy(name)  # as the core chose it
@@ -267,10 +263,7 @@ def batch_of(plan: PlanRow, rollouts: Mapping[str, Rollout]) -> Batch:
     return assembled(
         plan.step,
         [
-            [
-                [micro_batch_of([found[name] for name in names], rank, degree, executions) for degree, names in its]
-                for rank, (_, its) in enumerate(of)
-            ]
+            [[micro_batch_of([found[name] for name in names], executions) for names in its] for _, its in of]
             for of in mini_batches
         ],
         [[load for load, _ in of] for of in mini_batches],

@@ -121,7 +121,7 @@ class Sender(InFlight):
             return Encoded(Work.__struct_defaults__[3], NOTHING)
         key = order.step, tuple(item.id for item in order.items)
         encoded = self._encoded.get(key)
-        # all seats of a rank get the same bytes, and ranks that share items the same items
+        # all seats of a rank get the same bytes
         if encoded is None:
             joined = self.columns.joined
             # a role is sent what the balancer has; the trainer gets what roles have added

@@ -76,8 +76,8 @@ async def serve(
 
     ``on_rank_loss="replan"`` goes on without a rank that has not come back in that time: its unfinished work is planned
     again over the ranks that are left, within the step. The next batch is for one rank fewer; should the lost one come
-    after all, for one more. Where ranks share rollouts or meet at every micro-batch, those that share with it begin the
-    step again. The last rank's loss is raised. See docs/elastic.md.
+    after all, for one more. Where ranks meet at every micro-batch, all ranks begin the step
+    again. The last rank's loss is raised. See docs/elastic.md.
 
     ``move_late=True`` is for a rank that is slow without notice: once half of the ranks have nothing left to do in a
     step, they take over the micro-batches that the others have not begun: equal counts are those of the plan. See
@@ -255,7 +255,7 @@ class _Server(Peers, Observer):
         # one rollout stands for all: every rollout of a balancer has the same columns
         self.columns.check_new(plan.batch.ranks[0].micro_batches[0].rollouts[0])
         roles = {role: self.ledger.members(role) for role in self.columns.names}
-        return items_of(plan, roles, share=self.ledger.meets, lockstep=self.lockstep)
+        return items_of(plan, roles, lockstep=self.lockstep)
 
     def _has_left(self) -> None:
         for member in self.ranks.values():

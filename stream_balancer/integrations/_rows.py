@@ -27,7 +27,7 @@ import stream_balancer as sb
 Side = Literal["left", "right"]
 Version: TypeAlias = int | tuple[int, int]
 """A rollout's policy version, or the oldest and the newest."""
-FIELDS = ("rollout_id", "group_id", "version", "cost", "prefix", "is_padding")
+FIELDS = ("rollout_id", "group_id", "version", "cost", "is_padding")
 """Names of entries that are fields of a rollout."""
 
 
@@ -191,19 +191,6 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 # --- what a rank was given --------------------------------------------------------------------------------------------
 
 
-def unshared(rollouts: Iterable[sb.Rollout]) -> list[sb.Rollout]:
-    """The rollouts. Raises ValueError for a part of one that several ranks share: no trainer here takes chunks."""
-    found = list(rollouts)
-    for rollout in found:
-        if (ranks := getattr(rollout, "cp_degree", 1)) > 1:
-            raise ValueError(
-                f"rollout {rollout.rollout_id!r} is shared by {ranks} ranks, and this one holds chunks of it, which "
-                "are no row of a trainer's batch. Leave context_parallel out of BalancerConfig, or read "
-                "micro_batch.packed() yourself"
-            )
-    return found
-
-
 def with_prompt(rollouts: Iterable[sb.Rollout]) -> list[sb.Rollout]:
     """The rollouts; a padding copy of one token has two, a prompt and a response. A trainer that scores each token of
     the response by the one before it has nothing to score otherwise, and some fail then."""
@@ -211,7 +198,7 @@ def with_prompt(rollouts: Iterable[sb.Rollout]) -> list[sb.Rollout]:
         replace(rollout, tokens={name: torch.cat([column, column]) for name, column in rollout.tokens.items()})
         if rollout.is_padding and rollout.num_tokens == 1
         else rollout
-        for rollout in unshared(rollouts)
+        for rollout in rollouts
     ]
 
 

@@ -15,7 +15,7 @@
 | jagged, as long as ``input_ids``; or ``[n, S, ...]`` with an attention mask ``[n, S]`` | ``tokens`` |
 | named in ``scalars=`` | ``scalars`` |
 | any other tensor | ``tensors``, without the batch dimension |
-| ``rollout_id``, ``group_id``, ``version``, ``cost``, ``prefix`` | these |
+| ``rollout_id``, ``group_id``, ``version``, ``cost`` | these |
 | ``rollout_weights`` | 0.0 where ``is_padding`` |
 | any other non-tensor | ``metadata``, under its name |
 """
@@ -101,7 +101,7 @@ def tensordict_from(
         from tensordict import TensorDict
     except ImportError as error:
         raise ImportError("this needs the tensordict package: pip install 'stream-balancer[tensordict]'") from error
-    rollouts = _rows.unshared(rollouts)
+    rollouts = list(rollouts)
     entries: dict[str, Any] = {**_rows.entries_of(rollouts, padding_side, pad_values=pad_values, dtypes=dtypes)}
     if any(rollout.is_padding for rollout in rollouts):
         entries[_WEIGHTS] = torch.tensor([0.0 if rollout.is_padding else 1.0 for rollout in rollouts])
@@ -131,8 +131,6 @@ def _non_tensors(rollouts: Sequence[sb.Rollout], taken: Collection[str]) -> dict
     # in a TensorDict these are weights
     del found["is_padding"]
     kept = {name: values for name, values in found.items() if any(value is not None for value in values)}
-    if not any(kept["prefix"]):
-        del kept["prefix"]
     # a key that some rollouts lack cannot be a stack of its own
     common = set.intersection(*(set(r.metadata) for r in rollouts)) - {*taken, *_rows.FIELDS, "metadata", _WEIGHTS}
     kept |= {name: [rollout.metadata[name] for rollout in rollouts] for name in sorted(common)}

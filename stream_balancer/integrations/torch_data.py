@@ -140,12 +140,6 @@ def _beside(rows: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors that a layout of MicroBatch carries beside its columns."""
     if not hasattr(rows, "rollout_weights"):
         return {}
-    if getattr(rows, "shared", None) is not None:
-        raise ValueError(
-            "ranks share the rollouts of this micro-batch, and its columns do not say with whom. Give layout= a "
-            "function that returns a dict of all that you need: micro_batch.cp_group and cp_rank, columns of "
-            'micro_batch.packed(), and its next("input_ids")'
-        )
     found = {name: getattr(rows, name, ()) for name in _BESIDE}
     return {name: value for name, value in found.items() if not isinstance(value, tuple)}
 

@@ -15,9 +15,6 @@ checkpoint in the middle of a step does not spoil the fit. A rank's speed is the
 What is learned moves a little with every step. Costs follow it only once it has moved by enough: other costs mean that
 all that waits is priced anew.
 
-Where ranks share rollouts (``context_parallel``), tokens and pairs are those of a rank's parts, with the overhead that
-the configuration gives.
-
 Pure: seconds come in as an argument. What costs are for is decided elsewhere: :mod:`.costs` puts them in force.
 """
 
@@ -34,7 +31,6 @@ from numpy.typing import ArrayLike
 from stream_balancer.core.pricing import Learned
 from stream_balancer.cost import CalibratedCost, LayerSumCost
 from stream_balancer.planning.arrays import Floats, Ints
-from stream_balancer.planning.plan import part_cost
 from stream_balancer.planning.rank_speeds import NO_FIXED_COSTS, FixedCosts
 from stream_balancer.statistics import CostFit
 
@@ -60,18 +56,10 @@ class Calibration:
     ``observe`` what a step held and how long it took; ``in_force`` is what to plan with now.
     """
 
-    def __init__(
-        self,
-        model: CalibratedCost,
-        dp_size: int,
-        speeds: Sequence[float] | None = None,
-        *,
-        cp_overhead: float = 0.0,
-    ) -> None:
+    def __init__(self, model: CalibratedCost, dp_size: int, speeds: Sequence[float] | None = None) -> None:
         self._model = model
         # FLOPs of each of the four by the prior, in which micro-batches and steps are free
         self._weights = np.array([model.prior.flops_per_token, model.prior.flops_per_pair, 0.0, 0.0])
-        self._cp_overhead = cp_overhead
         self._keep = 0.5 ** (1.0 / model.half_life_steps)
         self._steps = 0  # observed, the first included
         self._typical: Floats = np.zeros(_FEATURES)  # a rank's features at the first step that counted; 0 before it
@@ -91,10 +79,9 @@ class Calibration:
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def observe(self, work: Sequence[Sequence[tuple[Ints, int]]], seconds: Sequence[float]) -> Floats | None:
-        """Every rank's seconds for a step. ``work[rank][micro_batch]``: the lengths of the whole rollouts, and how many
-        ranks share them. -> [ranks] log of each rank's slowdown, by the learned cost; None of a step that says nothing.
-        O(rollouts)."""
+    def observe(self, work: Sequence[Sequence[Ints]], seconds: Sequence[float]) -> Floats | None:
+        """Every rank's seconds for a step. ``work[rank][micro_batch]``: the lengths of the rollouts. -> [ranks] log of
+        each rank's slowdown, by the learned cost; None of a step that says nothing. O(rollouts)."""
         measured = np.array(seconds, dtype=np.float64)
         if not (np.isfinite(measured).all() and (measured > 0).all()):
             return None
@@ -118,13 +105,11 @@ class Calibration:
         self._put_in_force()
         return slowness
 
-    def _features(self, micro_batches: Sequence[tuple[Ints, int]]) -> tuple[float, ...]:
+    def _features(self, micro_batches: Sequence[Ints]) -> tuple[float, ...]:
         if self._model.padded:
-            micro_batches = [(np.full(one.size, one.max()), degree) for one, degree in micro_batches]
-        lengths = np.concatenate([one for one, _ in micro_batches])
-        degrees = np.concatenate([np.full(one.size, degree) for one, degree in micro_batches])
-        parts = part_cost(np.ones(lengths.size), degrees, self._cp_overhead)
-        return float(parts @ lengths), float(parts @ self._model.prior.pairs(lengths)), float(len(micro_batches)), 1.0
+            micro_batches = [np.full(one.size, one.max()) for one in micro_batches]
+        lengths = np.concatenate(micro_batches)
+        return float(lengths.sum()), float(self._model.prior.pairs(lengths).sum()), float(len(micro_batches)), 1.0
 
     # -- learning ------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from stream_balancer.cost import CalibratedCost
 from stream_balancer.learn.calibration import Calibration
 from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.rollouts import Batch, RankBatch
-from stream_balancer.rollouts.shared import tokens_of
 
 
 class CostLearner(Learner):
@@ -82,13 +81,9 @@ class CostLearner(Learner):
 def _calibration_of(config: BalancerConfig) -> Calibration | None:
     if not isinstance(config.cost, CalibratedCost):
         return None
-    return Calibration(config.cost, config.dp_size, config.speeds, cp_overhead=config.context_parallel.overhead)
+    return Calibration(config.cost, config.dp_size, config.speeds)
 
 
-def _lengths(work: Sequence[RankBatch]) -> list[tuple[Ints, int]]:
-    """Lengths of the rollouts of each micro-batch, whole ones of what ranks share, and by how many it is shared."""
-    return [
-        (np.array([tokens_of(r) for r in mb.rollouts], dtype=np.int64), max(len(mb.cp_group), 1))
-        for one in work
-        for mb in one.micro_batches
-    ]
+def _lengths(work: Sequence[RankBatch]) -> list[Ints]:
+    """Lengths of the rollouts of each micro-batch."""
+    return [np.array(mb.lengths, dtype=np.int64) for one in work for mb in one.micro_batches]

@@ -41,7 +41,7 @@ def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, s
     shares = [oldest[rank :: knobs.dp_size] for rank in range(knobs.dp_size)]
     packer = Packer(waiting.lengths, waiting.costs, knobs.max_tokens_per_micro_batch, knobs.padded)
     each = [share.tolist() for share in shares]
-    packed = packer.evened(each, [0] * knobs.dp_size, knobs.micro_batch_multiple, "equal")
+    packed = packer.evened(each, knobs.micro_batch_multiple, "equal")
     ranks = [[np.sort(np.array(one, dtype=np.int64)) for one in bins] for bins in packed]
     return finished(waiting, knobs, ranks, earliest_finish(waiting, knobs, oldest))
 

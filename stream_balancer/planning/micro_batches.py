@@ -112,7 +112,7 @@ def form_micro_batches(
         else:
             shares = split_together(work, keep_together, dp_size, counts, speeds, rotation=rotation)
         each = [share.tolist() for share in shares]
-        ranks = packer.evened(each, [0] * dp_size, multiple_of, micro_batch_counts)
+        ranks = packer.evened(each, multiple_of, micro_batch_counts)
         if sync == "micro_batch" and keep_together is None and not padded and max(map(len, ranks)) > 1:
             ranks = rows_alike(packer, ranks, rate)
     elif padded:

@@ -120,17 +120,10 @@ def _rows_of(units: Units, some: Ints) -> Ints:
 
 def joined(plan: Plan, pieces: list[Plan]) -> Plan:
     """The plan in these pieces: it is done when the last rank is, in every one of them."""
-    # pieces in which nobody shares have none of their own
-    degrees = [
-        [one for piece in pieces for one in (piece.degrees[rank] if piece.degrees else [1] * len(piece.ranks[rank]))]
-        for rank in range(len(plan.ranks))
-    ]
     return replace(
         plan,
         ranks=[[one for piece in pieces for one in piece.ranks[rank]] for rank in range(len(plan.ranks))],
         loads=np.sum([piece.loads for piece in pieces], axis=0),
-        degrees=degrees if any(piece.degrees for piece in pieces) else [],
-        sharing_cost=sum(piece.sharing_cost for piece in pieces),
         finish=sum(one.finish for one in pieces),
         mini_batches=tuple(pieces),
     )

@@ -88,17 +88,15 @@ class Packer:
         evened = self.pack(np.array(items, dtype=np.int64), number)
         return self._fill_empty(bins, number) if evened is None else evened
 
-    def evened(self, shares: Sequence[list[int]], beside: list[int], multiple_of: int, counts: Counts) -> list[Bins]:
-        """Rollouts of each rank in as few bins as are found, or with "equal" counts in as many on every rank; together
-        with those that it has ``beside`` them a multiple. No bins for a rank without rollouts."""
+    def evened(self, shares: Sequence[list[int]], multiple_of: int, counts: Counts) -> list[Bins]:
+        """[rank] the fewest bins that the packing finds, rounded up to a multiple. With "equal" counts every rank has
+        the largest of these numbers. A rank without rollouts has no bins."""
         packed = [self.fewest(items) if items else [] for items in shares]
-        run = [len(bins) + held for bins, held in zip(packed, beside, strict=True)]
-        numbers = [rounded_up(number, multiple_of) for number in run]
+        numbers = [rounded_up(len(bins), multiple_of) for bins in packed]
         # a collective at each: the rank that needs most decides
         if counts == "equal":
             numbers = [max(numbers)] * len(numbers)
-        each = zip(packed, numbers, beside, strict=True)
-        return [self.spread(bins, number - held) if bins else [] for bins, number, held in each]
+        return [self.spread(bins, number) if bins else [] for bins, number in zip(packed, numbers, strict=True)]
 
     def _pack_lightest(self, order: list[int], number: int) -> Bins | None:
         """Rollouts, each to the lightest bin that has room (LPT with a second, hard dimension). O(n log n), rarely

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -13,7 +12,6 @@ from .arrays import Bools, Counts, Floats, Ints, Order, Oversize, Sync, position
 from .cost_order import CostOrder
 from .partition import TOLERANCE
 from .rank_speeds import NO_FIXED_COSTS, FixedCosts
-from .siblings import Siblings
 
 Keep: TypeAlias = Literal["free", "same_batch", "same_rank"]
 
@@ -38,13 +36,6 @@ class Waiting:
     """Order of the rollouts by cost, where it is kept; None: the planner sorts them if it has to."""
     strata: Ints | None = None
     """[W] number of the stratum of each, -1 for none; None where no rollout has one."""
-    prefix_costs: Floats | None = None
-    """[W] work of each one's prefix alone, at most that of the whole; siblings in one micro-batch pay it once. 0.0
-    where it shares none. None: nobody shares."""
-    prefix_lengths: Ints | None = None
-    """[W] tokens of each one's prefix; given with ``prefix_costs``."""
-    siblings: Ints | None = None
-    """[W] label of those whose prefix is the same; -1 for none. None: ``groups`` says it."""
 
     @classmethod
     def of(cls, costs: Floats) -> Waiting:
@@ -52,16 +43,6 @@ class Waiting:
         none = np.zeros(costs.size, dtype=np.bool_)
         zero = np.zeros(costs.size, dtype=np.int64)
         return cls(costs, np.maximum(costs, 1).astype(np.int64), zero, none, zero - 1, ~none)
-
-    def sets(self, rows: Ints | None = None) -> Siblings:
-        """Rollouts in these rows ([n]; None: all) by whose prefix they share, where prefixes are given. O(n log n)."""
-        assert self.prefix_costs is not None
-        assert self.prefix_lengths is not None
-        pick = slice(None) if rows is None else rows
-        labels = self.groups if self.siblings is None else self.siblings
-        return Siblings.of(
-            self.costs[pick], self.lengths[pick], labels[pick], self.prefix_costs[pick], self.prefix_lengths[pick]
-        )
 
     def among(self, keep: Bools) -> Waiting:
         """Only those to keep ([W]), in positions among them. O(W)."""
@@ -101,12 +82,6 @@ class PlanKnobs:
     """[strata] least share of a step's rollouts that each stratum gets, by its number; 0.0 for none."""
     group_size: int | None = None
     """Most rollouts in a group, where known: the skip guarantee keeps room for a whole one."""
-    cp_sizes: tuple[int, ...] = (1,)
-    """Degrees: by how many ranks a rollout may be shared. Powers of two, ascending, 1 among them."""
-    cp_overhead: float = 0.15
-    """A rollout of cost c shared by g ranks costs each ``c / g * (1 + cp_overhead * log2(g))``."""
-    cp_min_tokens: int = 2048
-    """Least tokens of a rank's part, but for rollouts above the token cap."""
     tolerance: float = TOLERANCE
     """How near to the lower bound a partition is sought (relatively)."""
 
@@ -119,11 +94,6 @@ class PlanKnobs:
     def rate(self) -> Floats:
         """[dp_size] work per time."""
         return np.ones(self.dp_size) if self.speeds is None else np.asarray(self.speeds, dtype=np.float64)
-
-    @property
-    def degrees(self) -> tuple[int, ...]:
-        """By how many ranks a rollout may be shared: those of ``cp_sizes`` for which there are ranks enough."""
-        return tuple(size for size in self.cp_sizes if size <= self.dp_size)
 
     @property
     def step_multiple(self) -> int:
@@ -151,39 +121,15 @@ def has_micro_batches(knobs: PlanKnobs) -> bool:
     return knobs.max_tokens_per_micro_batch is not None or knobs.micro_batch_multiple > 1 or knobs.padded
 
 
-def part_cost(costs: Floats, degrees: Ints, overhead: float) -> Floats:
-    """[n] what each costs every one of the ranks that share it.
-
-    Examples:
-        >>> part_cost(np.array([1000.0, 1000.0, 1000.0]), np.array([1, 2, 4]), overhead=0.15)
-        array([1000.,  575.,  325.])
-    """
-    cost: Floats = costs / degrees * (1.0 + overhead * np.log2(degrees))
-    return cost
-
-
-def work_in(waiting: Waiting, micro_batches: Sequence[Ints]) -> Floats:
-    """[micro-batches] work of each, a prefix counted once in it: two of one rank pay it twice. O(n); with prefixes
-    O(n log n)."""
-    rows = positions_in([micro_batches])
-    place, number = np.repeat(np.arange(len(micro_batches)), [one.size for one in micro_batches]), len(micro_batches)
-    # one call for all: a sum for each costs more at hundreds of ranks
-    if waiting.prefix_costs is not None:
-        return waiting.sets(rows).loads(place, number)
-    return np.bincount(place, weights=waiting.costs[rows], minlength=number).astype(np.float64)
-
-
 @dataclass(frozen=True, slots=True)
 class Times:
     """Work of the ranks of a layout, and when they are done."""
 
     work: Floats
-    """[dp_size] work of each, what sharing a rollout adds, and a prefix saves, counted."""
+    """[dp_size] work of each."""
     overheads: Floats
     """[dp_size] what their micro-batches cost beside their rollouts, padding copies counted. 0 where speeds are
     given: those have the fixed costs in them."""
-    undivided: float
-    """Work of all ranks, without what sharing adds."""
     finish: float
     """When the last of the ranks is done with its micro-batches; where they meet at every one, the sum of the costliest
     of each index. What they cost is padded where the knobs say so."""
@@ -191,10 +137,8 @@ class Times:
     """Work per time of all ranks together."""
 
     @classmethod
-    def of(
-        cls, waiting: Waiting, knobs: PlanKnobs, ranks: list[list[Ints]], degrees: Sequence[list[int]] = ()
-    ) -> Times:
-        """Times of ``[rank][micro_batch]`` -> positions; ``degrees``: as in `Plan`. O(n).
+    def of(cls, waiting: Waiting, knobs: PlanKnobs, ranks: list[list[Ints]]) -> Times:
+        """Times of ``[rank][micro_batch]`` -> positions. O(n).
 
         Examples:
             >>> waiting = Waiting.of(np.array([900.0, 100.0, 300.0, 700.0]))
@@ -209,21 +153,19 @@ class Times:
         numbers = np.array([len(share) for share in ranks])
         rank_of = np.repeat(np.arange(numbers.size), numbers)
         index = np.arange(len(ones)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
-        whole = parts = work_in(waiting, ones)
-        if degrees:
-            degree_of = np.array([degree for of_rank in degrees for degree in of_rank], dtype=np.int64)
-            whole, parts = parts / degree_of, part_cost(parts, degree_of, knobs.cp_overhead)
+        # one call for all: a sum for each costs more at hundreds of ranks
+        place = np.repeat(np.arange(len(ones)), [one.size for one in ones])
+        each = np.bincount(place, waiting.costs[positions_in(ranks)], len(ones)).astype(np.float64)
         took = np.zeros((int(numbers.max()), numbers.size))  # [micro-batches, ranks]
-        took[index, rank_of] = [one.size * waiting.costs[one].max() for one in ones] if knobs.padded else parts
+        took[index, rank_of] = [one.size * waiting.costs[one].max() for one in ones] if knobs.padded else each
         took, overheads = took / knobs.rate, _overheads(knobs, numbers)  # with speeds these are 0
         # ranks that meet at every micro-batch wait for the costliest of each index; else only for the last at the end
         if knobs.sync == "micro_batch":
             finish = float(took.max(axis=1).sum() + overheads.max())
         else:
             finish = float((took.sum(axis=0) + overheads).max())
-        # one after the other, as they are run: so all ranks of a block come to the same sum
-        work = np.bincount(rank_of, weights=parts, minlength=numbers.size).astype(np.float64)
-        return cls(work, overheads, float(whole.sum()), finish, float(knobs.rate.sum()))
+        work = np.bincount(rank_of, weights=each, minlength=numbers.size).astype(np.float64)
+        return cls(work, overheads, finish, float(knobs.rate.sum()))
 
     @property
     def idle(self) -> float:
@@ -233,7 +175,7 @@ class Times:
 
 def _overheads(knobs: PlanKnobs, numbers: Ints) -> Floats:
     """[dp_size] of so many micro-batches."""
-    if knobs.speeds is not None or not (has_micro_batches(knobs) or len(knobs.degrees) > 1):
+    if knobs.speeds is not None or not has_micro_batches(knobs):
         return np.zeros(numbers.size)
     # a rank with nothing to run runs a padding copy
     run = np.maximum(numbers, 1)
@@ -261,13 +203,6 @@ class Plan:
     """No plan of these rollouts is done before."""
     incomplete_groups: tuple[int, ...]
     """Labels of groups that had to go without all their siblings."""
-    degrees: list[list[int]] = field(default_factory=list)
-    """``[rank][micro_batch]`` -> by how many ranks its rollouts are shared; empty where all are 1. A micro-batch of
-    degree g stands in ``ranks[r]`` of every rank r of an aligned block, ``[b * g, (b + 1) * g)``. Where ranks meet once
-    a step they run their micro-batches by descending degree, and the members of a block theirs in the same order: then
-    nobody waits for another within the step. Where they meet at every micro-batch it has the same index on all."""
-    sharing_cost: float = 0.0
-    """Work that sharing adds: in ``loads``, over all ranks, beside that of the rollouts."""
     mini_batches: tuple[Plan, ...] = ()
     """Plans of its mini-batches, in the order they run in; ``ranks`` has theirs one after the other. Empty where the
     step is in one piece."""

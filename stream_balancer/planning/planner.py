@@ -6,8 +6,6 @@ decide each question.
                        --> partition.py       on which rank, or
                            micro_batches.py   on which rank and in which micro-batch, under a token cap
                        --> swaps.py           the last percent: chosen against waiting rollouts
-                       --> shared_layout.py   who is shared by several ranks, where the knobs allow it
-                           prefixes.py        instead of both, where siblings share a prefix: where they pay for it
                        --> Plan
 
 Pure: numpy in, positions out. bench/results/planning_proofs.md has the rules and the proofs.
@@ -15,7 +13,7 @@ Pure: numpy in, positions out. bench/results/planning_proofs.md has the rules an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -29,11 +27,8 @@ from .micro_batches import form_micro_batches, in_order
 from .packing import Packer
 from .partition import split, split_together
 from .plan import Plan, PlanKnobs, Times, Waiting, has_micro_batches
-from .prefixes import prefix_bound, with_shared_prefixes
 from .rank_speeds import work_rates
 from .selection import Units
-from .shareable import Shareable
-from .shared_layout import RankLayout, shared_layout
 from .step_size import select_step, usual_size
 from .swaps import EVEN, swap_with_waiting, swaps_of_groups
 
@@ -82,26 +77,10 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     fixed, go = select_step(waiting, units, at_first, num_rollouts, surplus)
     picked = np.flatnonzero(units.of_rollouts(go))
     knobs = _with_rates(waiting, knobs, picked)
-    # Who goes, and who is exchanged with the window, is decided as if nobody could be shared: a choice that counts on
-    # it keeps fewer fillers for the outliers.
-    may_share = len(knobs.degrees) > 1
-    alone = replace(knobs, oversize="alone") if may_share else knobs
-    layouts = [RankLayout(_swapped(waiting, alone, units, fixed, go, step), [])]
-    if may_share:
-        shared = shared_layout(replace(waiting, prefix_costs=None), knobs, layouts[0].ranks, step)
-        # what is shared pays its whole prefix: so the other layout may be done earlier, where the token cap allows it
-        cap = knobs.max_tokens_per_micro_batch
-        is_open = waiting.prefix_costs is not None and (
-            cap is None or int(waiting.lengths[picked].max(initial=0)) <= cap
-        )
-        layouts = [shared, *layouts] if is_open else [shared]
-    if waiting.prefix_costs is not None:
-        whole = units.unit_of if knobs.groups == "same_rank" else None
-        layouts = [with_shared_prefixes(waiting, knobs, one, whole, step) for one in layouts]
-    best = min(layouts, key=lambda one: Times.of(waiting, knobs, *one).finish) if len(layouts) > 1 else layouts[0]
-    picked = np.unique(positions_in(best.ranks))
+    shares = _swapped(waiting, knobs, units, fixed, go, step)
+    picked = np.unique(positions_in(shares))
     bound = earliest_finish(waiting, knobs, picked, units.together(picked, knobs))
-    return finished(waiting, knobs, best.ranks, bound, best.degrees)
+    return finished(waiting, knobs, shares, bound)
 
 
 def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
@@ -151,8 +130,7 @@ def _shares(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: i
 def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go: Bools, step: int) -> list[list[Ints]]:
     """[rank][micro_batch] -> positions, after the swaps with the window."""
     shares = _shares(waiting, knobs, units, go, step)
-    # what a group with a prefix saves depends on who goes with it
-    if waiting.prefix_costs is not None or knobs.padded or not all(shares):
+    if knobs.padded or not all(shares):
         return shares
     sums_decide = _sums_decide(knobs, shares)
     if units.unit_of is not None:
@@ -242,18 +220,8 @@ def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints, whole: Int
     """No plan of the rollouts ``picked`` is done before this; ``whole``: [n] numbers of those that go to one rank
     together. O(n log n)."""
     costs, lengths = waiting.costs[picked], waiting.lengths[picked]
-    if len(knobs.degrees) > 1:
-        shareable = Shareable.of(costs, lengths, knobs)
-        if waiting.prefix_costs is None:
-            return shareable.bound()
-        return max(shareable.apart(waiting.sets(picked), knobs).bound(), shareable.heaviest_part)
-    if waiting.prefix_costs is None:
-        indivisible = costs if whole is None else np.bincount(whole, weights=costs)
-        bound = lower_bound(indivisible, knobs.dp_size, knobs.counts, knobs.speeds)
-    else:
-        siblings = waiting.sets(picked)
-        bound = prefix_bound(siblings, knobs.dp_size, whole)
-        costs, lengths = siblings.apart()
+    indivisible = costs if whole is None else np.bincount(whole, weights=costs)
+    bound = lower_bound(indivisible, knobs.dp_size, knobs.counts, knobs.speeds)
     cap = knobs.max_tokens_per_micro_batch
     if knobs.sync == "micro_batch" and cap is not None and not knobs.padded:
         bound = max(bound, lockstep_bound(costs, lengths, knobs.dp_size, cap, knobs.speeds))
@@ -270,16 +238,10 @@ def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints, whole: Int
     )
 
 
-def finished(
-    waiting: Waiting,
-    knobs: PlanKnobs,
-    shares: list[list[Ints]],
-    bound: float,
-    degrees: Sequence[list[int]] = (),
-) -> Plan:
+def finished(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], bound: float) -> Plan:
     """The plan with its figures; ``bound``: no plan of these rollouts is done before."""
     picked = np.unique(positions_in(shares))
-    times = Times.of(waiting, knobs, shares, degrees)
+    times = Times.of(waiting, knobs, shares)
     # labels of groups that leave before all their siblings have come
     flagged = waiting.groups[picked][~waiting.group_complete[picked]]
     if knobs.groups != "free":  # so are the pieces of a group that no batch can hold
@@ -292,6 +254,4 @@ def finished(
         finish=times.finish,
         lower_bound=bound,
         incomplete_groups=tuple(int(label) for label in np.unique(flagged) if label >= 0),
-        degrees=list(degrees),
-        sharing_cost=float(times.work.sum()) - times.undivided,
     )

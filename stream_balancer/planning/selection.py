@@ -84,8 +84,7 @@ class Units:
         members = np.argsort(unit_of, kind="stable")  # unit after unit, the oldest of each first
         first = np.flatnonzero(np.diff(unit_of[members], prepend=-1))
         sizes = np.diff(first, append=size)
-        costs, parts = _with_prefix_once(waiting)
-        costs = np.add.reduceat(costs[members], first)
+        costs = np.add.reduceat(waiting.costs[members], first)
         # one member that is due takes its siblings along
         due = np.logical_or.reduceat(due[members], first)
         return Units(
@@ -97,7 +96,7 @@ class Units:
             due=due,
             # an incomplete group waits for siblings, unless it is due
             ready=np.logical_and.reduceat(waiting.group_complete[members], first) | due,
-            peaks=np.maximum.reduceat(parts[members], first),
+            peaks=np.maximum.reduceat(waiting.costs[members], first),
             amounts=np.add.reduceat(amounts[members], first),
             sent=_sent(int(sizes.max()), knobs),
             strata=None if strata is None else strata[members[first]],
@@ -119,14 +118,6 @@ class Units:
     def together(self, rollouts: Ints, knobs: PlanKnobs) -> Ints | None:
         """[n] positions -> [n] numbers of those that go to one rank together; None: each goes by itself."""
         return np.unique(self.labels(rollouts), return_inverse=True)[1] if knobs.groups == "same_rank" else None
-
-
-def _with_prefix_once(waiting: Waiting) -> tuple[Floats, Floats]:
-    """-> ([W] work of each rollout in its group, [W] work that lies on one rank because of it)."""
-    if waiting.prefix_costs is None:
-        return waiting.costs, waiting.costs
-    siblings = waiting.sets()
-    return siblings.even_costs(), siblings.peaks()[siblings.set_of]
 
 
 def _sent(largest_unit: int, knobs: PlanKnobs) -> int:

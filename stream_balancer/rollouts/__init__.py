@@ -3,7 +3,6 @@
 from stream_balancer.rollouts.batch import Batch, Denominators, MiniBatchSize, RankBatch, Reason
 from stream_balancer.rollouts.micro_batch import ExecutionSize, MicroBatch
 from stream_balancer.rollouts.rollout import EvictReason, Rollout, cheapest_to_copy
-from stream_balancer.rollouts.shared import SharedRollout
 from stream_balancer.values import SUPPORTED_DTYPES, Version
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "RankBatch",
     "Reason",
     "Rollout",
-    "SharedRollout",
     "Version",
     "cheapest_to_copy",
 ]

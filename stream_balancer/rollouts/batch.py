@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 from stream_balancer.field_docs import documented
 from stream_balancer.rollouts.micro_batch import MicroBatch
 from stream_balancer.rollouts.rollout import Rollout
-from stream_balancer.rollouts.shared import whole_rollouts
 
 Reason: TypeAlias = Literal["window", "deadline", "age", "drain"]
 """Why a batch left: the window filled, the oldest rollout had waited ``deadline_s``, rollouts were about to go stale,
@@ -235,9 +234,6 @@ class Batch:
     rank fewer than micro-batches."""
     incomplete_groups: tuple[str, ...] = ()
     """``group_id`` of groups sent before all their siblings had come."""
-    sharing_cost: float = 0.0
-    """Part of ``loads``, over all ranks, beyond the work of the rollouts, because ranks share some; 0.0 in a batch
-    restored from a checkpoint."""
 
     @property
     def loads(self) -> tuple[float, ...]:
@@ -267,8 +263,8 @@ class Batch:
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
-        """All rollouts, rank by rank, padding copies included. One that several ranks share is there once, whole."""
-        return tuple(whole_rollouts(chain.from_iterable(rank_batch.rollouts for rank_batch in self.ranks)))
+        """All rollouts, rank by rank, padding copies included."""
+        return tuple(chain.from_iterable(rank_batch.rollouts for rank_batch in self.ranks))
 
     def __repr__(self) -> str:
         return (

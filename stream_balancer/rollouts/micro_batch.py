@@ -1,10 +1,10 @@
-"""The micro-batch: rollouts that go through the model together. :mod:`stream_balancer.rollouts.tensors` and
-:mod:`stream_balancer.rollouts.trees` have its layouts.
+"""The micro-batch: rollouts that go through the model together. :mod:`stream_balancer.rollouts.tensors` has its
+layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from stream_balancer.field_docs import documented
-from stream_balancer.rollouts import trees
 from stream_balancer.rollouts.rollout import Rollout
-from stream_balancer.rollouts.shared import SharedRollout, loss_tokens_of, part_of, rows_of
-from stream_balancer.rollouts.tensors import FlatColumns, Nested, Packed, Padded, SharedColumns
+from stream_balancer.rollouts.tensors import FlatColumns, Nested, Packed, Padded
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -35,8 +33,7 @@ class ExecutionSize(NamedTuple):
 @documented
 @dataclass(frozen=True, eq=False, slots=True)
 class MicroBatch:
-    """Micro-batch: rollouts that go through the model together, on one rank. Lay them out with one of the four methods
-    (or as a :meth:`tree`).
+    """Micro-batch: rollouts that go through the model together, on one rank. Lay them out with one of the four methods.
 
     Examples:
         >>> micro_batch = MicroBatch.of([Rollout(tokens={"input_ids": ids}) for ids in ([11, 12], [21, 22, 23], [31])])
@@ -61,34 +58,20 @@ class MicroBatch:
     """The rollouts, in the order of every layout. On a rank these are views of the received buffer, made when asked
     for."""
     lengths: tuple[int, ...]
-    """Tokens per rollout, ``n`` of them; where ranks share it, of this rank's part, zeros beyond its end included."""
+    """Tokens per rollout, ``n`` of them."""
     flat: Callable[[], FlatColumns]
     """Columns that the layouts start from. On a rank: views of the received buffer, nothing copied. On the controller:
     concatenated on use."""
     execution_sizes: tuple[ExecutionSize, ...] | None = None
     """[n] of the execution of each rollout, in the step; None where each is an execution by itself."""
-    cp_group: tuple[int, ...] = ()
-    """DP ranks that share its rollouts by context parallelism, in ring order, this one among them; () = nobody shares
-    them. Each member has a part of every rollout: see docs/sharing.md."""
-    cp_rank: int = 0
-    """Place of this rank in ``cp_group``."""
     on_give: Callable[[Mapping[str, Tensor]], None] | None = field(default=None, repr=False)
     """Callback of :meth:`give`."""
 
     @classmethod
-    def of(
-        cls,
-        rollouts: Sequence[Rollout],
-        execution_sizes: tuple[ExecutionSize, ...] | None = None,
-        cp_group: tuple[int, ...] = (),
-        cp_rank: int = 0,
-    ) -> MicroBatch:
-        """A micro-batch over whole rollouts at hand, or over the part of them that the member at ``cp_rank`` of
-        ``cp_group`` holds; their columns are concatenated when a layout is asked for."""
-        if cp_group:
-            rollouts = [part_of(rollout, len(cp_group), cp_rank) for rollout in rollouts]
+    def of(cls, rollouts: Sequence[Rollout], execution_sizes: tuple[ExecutionSize, ...] | None = None) -> MicroBatch:
+        """A micro-batch over rollouts at hand. Their columns are concatenated when a layout is asked for."""
         lengths, flat = tuple([r.num_tokens for r in rollouts]), partial(_concatenate, rollouts, execution_sizes)
-        return cls(rollouts, lengths, flat, execution_sizes, cp_group, cp_rank)
+        return cls(rollouts, lengths, flat, execution_sizes)
 
     @property
     def num_tokens(self) -> int:
@@ -116,8 +99,8 @@ class MicroBatch:
                 "packed(shift=True) makes a column 'targets', and the rollouts bring one of that name. Rename theirs, "
                 "or use packed() and packed.next()"
             )
-        columns, fields = flat.laid_out("packed", scalar_dtype)
-        made = Packed(columns, **fields, lengths=flat.lengths, shared=flat.shared)
+        columns, fields = flat.laid_out(scalar_dtype)
+        made = Packed(columns, **fields, lengths=flat.lengths)
         if shift:
             following = {name: made.next(name) for name in columns if name != "position_ids"}
             following["targets"] = following.pop("input_ids")
@@ -138,7 +121,7 @@ class MicroBatch:
             raise ValueError(f"padding_side must be 'left' or 'right', not {padding_side!r}")
         if multiple_of < 1:
             raise ValueError(f"multiple_of must be >= 1, not {multiple_of}")
-        columns, fields = flat.laid_out("padded", scalar_dtype)
+        columns, fields = flat.laid_out(scalar_dtype)
         n_tokens = flat.counts()
         if unknown := (pad_values or {}).keys() - columns.keys():
             raise ValueError(f"pad_values names {sorted(unknown)}, but the columns are {sorted(columns)}")
@@ -159,7 +142,7 @@ class MicroBatch:
     def nested(self, *, scalar_dtype: torch.dtype = torch.float32) -> Nested:
         """Torch jagged nested tensors ``[n, j, ...]`` over the flat columns; no token is copied on a rank."""
         flat = self.flat()
-        flat_columns, fields = flat.laid_out("nested", scalar_dtype)
+        flat_columns, fields = flat.laid_out(scalar_dtype)
         # [n+1] int64, as torch wants them. One tensor for all columns: torch calls two jagged shapes equal only then
         ends = list(accumulate(flat.lengths, initial=0))
         offsets = torch.tensor(ends, dtype=torch.int64, device=flat_columns["input_ids"].device)
@@ -184,46 +167,6 @@ class MicroBatch:
             {**rows.columns, **rows.scalars, "rollout_weights": rows.rollout_weights}, batch_size=[len(self.lengths)]
         )
 
-    def tree(
-        self, columns: Collection[str] = ("input_ids",), *, check: bool = True, multiple_of: int = 1
-    ) -> trees.Tree:
-        """Unique tokens, each shared prefix once, for a model that computes it once: ``[U, ...]`` of these columns,
-        ``position_ids``, masks, and ``index`` ``[T]``, by which what the model says of each token comes to the dense
-        layout.
-
-        Siblings are rollouts of one ``group_id`` with a ``prefix``; they share the least of theirs. ``columns``: what
-        the model reads. All others are used as :meth:`packed` has them: the last token of a prefix predicts another
-        token for each sibling, and each has its own mask and advantage. ``multiple_of``: U is filled up to one with
-        zeros that are no rollout's (128 for compiled FlexAttention). Where nobody shares, nothing is copied; else U
-        tokens of each column. O(T); see :class:`stream_balancer.rollouts.trees.Tree`.
-
-        Raises RolloutError, naming them, where the prefixes of two siblings differ in one of ``columns`` (for each a
-        comparison of T tokens, and a wait for the device; ``check=False`` leaves it out), KeyError for a column that is
-        not there, ValueError where several ranks share the rollouts, and for ``multiple_of < 1``.
-
-        Examples:
-            >>> prompt = [7, 8, 9]
-            >>> rollouts = [
-            ...     Rollout(tokens={"input_ids": prompt + answer}, group_id="g", prefix=3) for answer in ([1, 2], [3])
-            ... ]
-            >>> tree = MicroBatch.of(rollouts).tree()
-            >>> tree["input_ids"], tree.position_ids  # [U]
-            (tensor([7, 8, 9, 1, 2, 3]), tensor([0, 1, 2, 3, 4, 3]))
-            >>> tree["input_ids"][tree.index]  # [T]: as packed() has them
-            tensor([7, 8, 9, 1, 2, 7, 8, 9, 3])
-        """
-        if self.cp_group:
-            raise ValueError(
-                f"tree(): ranks {self.cp_group} share these rollouts, and none has a whole prefix. Use packed()"
-            )
-        return trees.tree(
-            self.flat(),
-            columns,
-            check=check,
-            multiple_of=multiple_of,
-            name_of=lambda place: f"rollout {self.rollouts[place].rollout_id!r}",
-        )
-
     def give(self, **columns: Tensor) -> None:
         """Columns that a role has computed: ``[T]`` of each column, on any device. Copied, and sent at once: a
         trainer's rank begins with a micro-batch when its columns are there.
@@ -238,31 +181,17 @@ class MicroBatch:
         self.on_give(columns)
 
     def __repr__(self) -> str:
-        shared = f", cp_group={self.cp_group}, cp_rank={self.cp_rank}" if self.cp_group else ""
-        return f"MicroBatch(num_rollouts={len(self.lengths)}, num_tokens={self.num_tokens}{shared})"
+        return f"MicroBatch(num_rollouts={len(self.lengths)}, num_tokens={self.num_tokens})"
 
 
 def _concatenate(rollouts: Sequence[Rollout], execution_sizes: tuple[ExecutionSize, ...] | None) -> FlatColumns:
     """Flat columns of rollouts at hand. Copies every token once. O(T)."""
     first = rollouts[0]
     return FlatColumns(
-        tokens={name: torch.cat([rows for r in rollouts for rows in rows_of(r, name)]) for name in first.tokens},
+        tokens={name: torch.cat([r.tokens[name] for r in rollouts]) for name in first.tokens},
         lengths=tuple(r.num_tokens for r in rollouts),
         scalars={name: [r.scalars[name] for r in rollouts] for name in first.scalars},
         # copies that fill up must weigh nothing in any loss
         weights=torch.tensor([0.0 if r.is_padding else 1.0 for r in rollouts], dtype=torch.float32),  # [n]
-        executions=execution_sizes or [(1, loss_tokens_of(r)) for r in rollouts],
-        shared=_shared_columns(rollouts),
-        prefixes=[(r.group_id, r.prefix) for r in rollouts] if any(r.prefix for r in rollouts) else None,
+        executions=execution_sizes or [(1, r.num_loss_tokens) for r in rollouts],
     )
-
-
-def _shared_columns(rollouts: Sequence[Rollout]) -> SharedColumns | None:
-    parts = [rollout for rollout in rollouts if isinstance(rollout, SharedRollout)]
-    if not parts:
-        return None
-    behind = {
-        name: torch.cat([one for part in parts for one in rows_of(part, name, behind=True)]) for name in parts[0].tokens
-    }
-    lengths = tuple(part.whole_tokens for part in parts)
-    return SharedColumns(parts[0].cp_degree, parts[0].cp_rank, lengths, behind)

@@ -28,7 +28,6 @@ from stream_balancer.values import (
     plain_metadata,
     plain_name,
     plain_number,
-    plain_prefix,
     plain_tensor,
     plain_version,
     version_of,
@@ -112,11 +111,6 @@ class Rollout:
     cost: float | None = None
     """Work to train on it, in the cost model's unit, where it does not follow from the length (images), at most 1e100;
     None = ask the cost model."""
-    prefix: int = 0
-    """Leading tokens that are the same as its siblings' (those of one ``group_id``), 0 to L - 1; 0 = none. A prompt:
-    its length. Siblings that declare different numbers share the least of them; one that declares 0 shares nothing, and
-    the others still do. What is declared is not checked before :meth:`MicroBatch.tree` is made, which compares the
-    tokens; see ``groups.share_prefixes``."""
     is_padding: bool = False
     """True for a stand-in of weight zero, which the balancer made for a micro-batch that would be empty. Its
     ``loss_mask`` and ``rollout_weights`` are zero in every layout. Never set it yourself."""
@@ -172,9 +166,6 @@ class Rollout:
                             "have their own"
                         )
                     _put(self, "version", found)
-            if self.prefix or type(self.prefix) is not int:
-                what = "prefix"
-                _put(self, what, plain_prefix(self.prefix, num_tokens, self.group_id))
             if not self.is_padding and self.rollout_id.startswith(PADDING_PREFIX):
                 what = "rollout_id"
                 raise RolloutError(f"must not begin with {PADDING_PREFIX!r}: so the balancer names its padding copies")
@@ -237,11 +228,11 @@ class Rollout:
 
     def padding_copy(self, rollout_id: str) -> Rollout:
         """A stand-in of weight zero, for a micro-batch that would be empty: one token, zero in every column; scalars
-        and metadata as here. It shares no prefix.
+        and metadata as here.
 
         A rollout with ``tensors`` is copied whole: images belong to the tokens that stand for them.
         """
-        copied = {"rollout_id": rollout_id, "execution_id": None, "prefix": 0, "is_padding": True, "num_loss_tokens": 0}
+        copied = {"rollout_id": rollout_id, "execution_id": None, "is_padding": True, "num_loss_tokens": 0}
         # a model counts its images by the tokens that stand for them: neither goes without the other
         if self.tensors:
             tokens = dict(self.tokens)
@@ -259,7 +250,7 @@ class Rollout:
         return f"Rollout({self.rollout_id!r}, num_tokens={self.num_tokens}, columns={sorted(self.tokens)}{more})"
 
 
-_NOT_TOLD = {"group_id": None, "execution_id": None, "version": None, "prefix": 0, "is_padding": False}
+_NOT_TOLD = {"group_id": None, "execution_id": None, "version": None, "is_padding": False}
 
 
 def cheapest_to_copy(rollouts: Iterable[Rollout]) -> Rollout:

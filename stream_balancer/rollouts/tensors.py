@@ -18,63 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stream_balancer.rollouts.shared import chunks_of
-
-
-def count_up(runs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """(start, count) of each run -> [sum of counts] int64: start, start + 1, ... of one after the other.
-
-    Examples:
-        >>> count_up([(0, 3), (7, 2)], torch.device("cpu"))
-        tensor([0, 1, 2, 7, 8])
-    """
-    # one count for all: slices of it are views, so there is a single copy
-    count = torch.arange(max(start + size for start, size in runs), device=device)
-    return torch.cat([count[start : start + size] for start, size in runs])
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class SharedColumns:
-    """A member's part of rollouts that ``degree`` ranks share: of each, chunks ``place`` and ``2 * degree - 1 - place``
-    of ``2 * degree``, and zeros beyond its end."""
-
-    degree: int
-    place: int
-    whole_lengths: tuple[int, ...]
-    """Tokens per whole rollout, ``n`` of them."""
-    behind: Mapping[str, Tensor]
-    """Rows of every column, behind each of the two chunks of each rollout, ``[2n, ...]``."""
-
-    @property
-    def runs(self) -> list[tuple[int, int]]:
-        """[2n] (position in its rollout, tokens) of each chunk, zeros beyond the end included."""
-        return [run for length in self.whole_lengths for run in chunks_of(length, self.degree, self.place)]
-
-    def has_token(self, device: torch.device) -> Tensor:
-        """[T] bool: False beyond the end of the rollout."""
-        positions = count_up(self.runs, device)
-        # [2, n] how many tokens each rollout has, and in how many rows its two chunks lie
-        sizes = torch.tensor([self.whole_lengths, [2 * size for _, size in self.runs[::2]]], device=device)
-        # with output_size torch need not ask the device how long the result is
-        return positions < torch.repeat_interleave(*sizes, output_size=len(positions))
-
-    def behind_of(self, name: str, weights: Tensor) -> Tensor:
-        """[2n, ...] ``behind`` of a column, also of a ``loss_mask`` that no rollout brought; ``weights``: 0 for those
-        that do not count."""
-        if name in self.behind:
-            return self.behind[name]
-        ends = torch.tensor([start + size for start, size in self.runs], device=weights.device).view(-1, 2)
-        there = (ends < torch.tensor(self.whole_lengths, device=weights.device)[:, None]) & (weights != 0)[:, None]
-        return there.flatten()
-
-    def not_as(self, layout: str) -> ValueError:
-        """Why there is no such layout."""
-        return ValueError(
-            f"{layout}(): {self.degree} ranks share the rollouts of this micro-batch, and what is here are chunks of "
-            "them, which are no rows. Take packed(), whose position_ids say where each token belongs; "
-            'packed()["input_ids"][None] is [1, T]'
-        )
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FlatColumns:
@@ -90,23 +33,17 @@ class FlatColumns:
     """``[n]`` float32: 1.0, or 0.0 for a padding copy."""
     executions: Sequence[tuple[int, int]]
     """``n`` times (rollouts, loss tokens) that a rollout's execution has in the step."""
-    shared: SharedColumns | None = None
-    """Where several ranks share each of the rollouts: what this one's part of their tokens is."""
-    prefixes: Sequence[tuple[str | None, int]] | None = None
-    """``n`` times (group, leading tokens shared with it); None: none shares any."""
 
     def counts(self) -> Tensor:
         """[n] int64 tokens of each rollout, where the columns are."""
         return torch.tensor(self.lengths, dtype=torch.int64, device=self.tokens["input_ids"].device)
 
-    def laid_out(self, layout: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def laid_out(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The columns of a layout, still flat, and the fields that all layouts have, scalars as ``[n]`` of this dtype.
 
         There is a ``loss_mask`` in any case: a trainer that reads it never trains on a padding copy, nor on the first
         token of a rollout, which no denominator counts.
         """
-        if self.shared is not None and layout != "packed":
-            raise self.shared.not_as(layout)
         # a new dict: the layout adds its mask, and the rollouts' own columns stay as they were put
         columns, device = dict(self.tokens), self.tokens["input_ids"].device
         if "loss_mask" in columns:
@@ -115,11 +52,7 @@ class FlatColumns:
         else:
             # [T] one where the rollout counts, zero on every token of a padding copy
             mask = torch.repeat_interleave(self.weights != 0, self.counts(), output_size=sum(self.lengths))
-            if self.shared is not None:
-                mask &= self.shared.has_token(device)
-        # a shared rollout's first token lies with the first of its ranks only
-        if self.shared is None or self.shared.place == 0:
-            mask.index_fill_(0, torch.tensor(list(accumulate(self.lengths[:-1], initial=0)), device=device), 0)
+        mask.index_fill_(0, torch.tensor(list(accumulate(self.lengths[:-1], initial=0)), device=device), 0)
         columns["loss_mask"] = mask
         scalars = {name: torch.tensor(values, dtype=dtype, device=device) for name, values in self.scalars.items()}
         return columns, {"scalars": scalars, "rollout_weights": self.weights, "executions": self.executions}
@@ -211,13 +144,12 @@ class Packed(_NamedColumns):
 
     lengths: tuple[int, ...]
     """Tokens per rollout, ``n`` of them."""
-    shared: SharedColumns | None = field(default=None, repr=False)
-    """Where several ranks share each of the rollouts; then all above is of this rank's part of them."""
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """[n+1] int32: rollout ``i`` is tokens ``cu_seqlens[i]:cu_seqlens[i+1]``."""
-        return self._boundaries(self.lengths)
+        # a list, made into a tensor once: n small operations on an accelerator would each be a kernel launch
+        return torch.tensor(list(accumulate(self.lengths, initial=0)), dtype=torch.int32, device=self._device)
 
     @property
     def max_seqlen(self) -> int:
@@ -226,51 +158,29 @@ class Packed(_NamedColumns):
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """[T] int64: 0, 1, 2, ... restarting at every rollout (or the caller's own ``position_ids`` column). Of a part,
-        positions in the whole rollout, which go on beyond its end.
+        """[T] int64: 0, 1, 2, ... restarting at every rollout (or the caller's own ``position_ids`` column).
 
         Made when first asked for: as many bytes as the tokens themselves, which not every trainer needs. O(T).
         """
         own = self.columns.get("position_ids")
-        return count_up(self._runs, self._device) if own is None else own
+        if own is not None:
+            return own
+        # one count for all: slices of it are views, so there is a single copy
+        count = torch.arange(self.max_seqlen, device=self._device)
+        return torch.cat([count[:length] for length in self.lengths])
 
     @property
     def _device(self) -> torch.device:
         return self.columns["input_ids"].device
 
-    @property
-    def _runs(self) -> list[tuple[int, int]]:
-        """(position in its rollout, tokens) of each run of tokens that follow one another."""
-        return [(0, length) for length in self.lengths] if self.shared is None else self.shared.runs
-
     @cached_property
     def _last_rows(self) -> Tensor:
-        """[runs] int64: what follows the token of these rows is not in the next one."""
-        ends = accumulate(size for _, size in self._runs)
-        return torch.tensor(list(ends), device=self._device) - 1
-
-    @property
-    def whole_lengths(self) -> tuple[int, ...]:
-        """Tokens per whole rollout, ``n`` of them; ``lengths`` where nobody shares them."""
-        return self.lengths if self.shared is None else self.shared.whole_lengths
-
-    @cached_property
-    def whole_cu_seqlens(self) -> Tensor:
-        """[n+1] int32: ``cu_seqlens`` of the whole rollouts; the same where nobody shares them."""
-        return self._boundaries(self.whole_lengths)
-
-    @cached_property
-    def whole_cu_seqlens_padded(self) -> Tensor:
-        """[n+1] int32: with the zeros behind each rollout, too: two chunks on each rank that shares it."""
-        return self._boundaries([length * (self.shared.degree if self.shared else 1) for length in self.lengths])
-
-    def _boundaries(self, lengths: Sequence[int]) -> Tensor:
-        # a list, made into a tensor once: n small operations on an accelerator would each be a kernel launch
-        return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=self._device)
+        """[n] int64: the row of each rollout's last token."""
+        return torch.tensor(list(accumulate(self.lengths)), device=self._device) - 1
 
     def next(self, name: str) -> Tensor:
-        """[T, ...] a column's value at the token that follows in the same rollout, also in another rank's part of it; 0
-        at a rollout's last token. Raises KeyError for an unknown column. O(T).
+        """[T, ...] a column's value at the token that follows in the same rollout; 0 at a rollout's last token. Raises
+        KeyError for an unknown column. O(T).
 
         Examples:
             >>> from stream_balancer.rollouts import MicroBatch, Rollout
@@ -281,15 +191,12 @@ class Packed(_NamedColumns):
         if name not in self.columns:
             raise KeyError(f"no column {name!r}; columns: {sorted(self.columns)}")
         following = torch.roll(self.columns[name], -1, 0)
-        # what was rolled there is the first token of another run
-        following[self._last_rows] = 0 if self.shared is None else self.shared.behind_of(name, self.rollout_weights)
+        # what was rolled there is the first token of another rollout
+        following[self._last_rows] = 0
         return following
 
     def _spread(self, values: Tensor) -> Tensor:
-        spread = torch.repeat_interleave(values, self.cu_seqlens.diff(), output_size=sum(self.lengths))
-        if self.shared is None:
-            return spread
-        return torch.where(self.shared.has_token(spread.device), spread, spread.new_zeros(()))
+        return torch.repeat_interleave(values, self.cu_seqlens.diff(), output_size=sum(self.lengths))
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from stream_balancer.planning.arrays import Ints
 Steps: TypeAlias = Any
 """A numpy record array, a row per step in order. Columns: ``at_s``, the seconds of virtual time at which it was
 dispatched, and ``reason``, why it left; its ``rollouts``, padding copies not counted, and their ``tokens``. In the cost
-model's unit: ``mean_load`` over ranks, without what it adds to share rollouts; ``lower_bound``, below which no
+model's unit: ``mean_load`` over ranks; ``lower_bound``, below which no
 assignment has a step (where ranks meet at every micro-batch under a cap, no micro-batches have); ``step_work`` of the
 slowest rank, and ``rank_work`` ``[dp_size]`` of each by itself."""
 
@@ -44,8 +44,7 @@ class Segment:
     """Coefficient of variation of the tokens of a step: their standard deviation over their mean; 0.0 without
     tokens."""
     idle_fraction: float
-    """1 - sum(mean load) / sum(step time): the part of rank time spent waiting for the slowest rank, predicted, and on
-    what it adds to share rollouts (``context_parallel.sizes``)."""
+    """1 - sum(mean load) / sum(step time): the part of rank time spent waiting for the slowest rank, predicted."""
     avoidable_idle: float
     """Part of ``idle_fraction`` that a better assignment of the same rollouts might remove: above the lower bound."""
     unavoidable_idle: float

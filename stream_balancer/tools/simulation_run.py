@@ -15,21 +15,9 @@ import torch
 
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import WouldBlock
-from stream_balancer.planning.arrays import Ints
 from stream_balancer.rollouts import Batch, Rollout
 from stream_balancer.tools.generation import Generation
 from stream_balancer.tools.trace import Trace
-
-
-def shared_prefixes(trace: Trace) -> Ints:
-    """[n] tokens of the prompt that each one shares with its siblings; 0 where it has none, or theirs differ."""
-    num_groups = int(trace.group_ids.max()) + 1
-    least, most = np.full(num_groups, np.iinfo(np.int64).max), np.zeros(num_groups, dtype=np.int64)
-    np.minimum.at(least, trace.group_ids, trace.prompt_tokens)
-    np.maximum.at(most, trace.group_ids, trace.prompt_tokens)
-    shared = (least == most) & (np.bincount(trace.group_ids) > 1)
-    prefixes: Ints = np.where(shared[trace.group_ids], trace.prompt_tokens, 0)
-    return np.minimum(prefixes, trace.lengths - 1)  # a rollout has at least one token of its own
 
 
 class Run:
@@ -46,7 +34,6 @@ class Run:
         self.strata: list[str] = [""] * len(trace) if trace.strata is None else trace.strata.tolist()
         self.group_names = [str(g) for g in trace.group_ids.tolist()]
         self.groups_count = config.groups.kept is not None
-        self.prefixes: list[int] = shared_prefixes(trace).tolist() if config.groups.share_prefixes else [0] * len(trace)
         self.versioned = config.staleness.max_versions is not None
         self.first_version = -int(generation.started_step.min())  # the oldest in flight began with version 0
         if self.versioned:
@@ -122,8 +109,7 @@ class Run:
         self.step_of[rows] = batch.step
         self.dispatched_s[rows] = self.now
         self.num_dispatched += rows.size
-        # what it adds to share a rollout is no work: it counts as idle
-        mean, slowest = (sum(batch.loads) - batch.sharing_cost) / len(batch.loads), batch.finish
+        mean, slowest = sum(batch.loads) / len(batch.loads), batch.finish
         bound = min(max(batch.lower_bound, mean), slowest)  # padding can put it outside: keep the parts >= 0
         self.records.append(
             (self.now, batch.reason, batch.num_rollouts, batch.num_tokens, mean, bound, slowest, batch.loads)
@@ -160,10 +146,8 @@ class Run:
         return Rollout(
             tokens={"input_ids": self.ids[: self.lengths[row]]},
             rollout_id=str(row),
-            group_id=self.group_names[row] if self.groups_count or self.prefixes[row] else None,
+            group_id=self.group_names[row] if self.groups_count else None,
             version=self.first_version + int(self.generation.started_step[row]) if self.versioned else None,
-            prefix=self.prefixes[row],
-            # one of its own would hide the prefix's
-            cost=None if self.config.groups.share_prefixes else self.cost_list[row],
+            cost=self.cost_list[row],
             metadata={"stratum": self.strata[row]} if self.strata[row] else {},
         )

@@ -9,9 +9,9 @@ from stream_balancer.wire.decode import Decoded, Wanted, decode, decode_columns,
 from stream_balancer.wire.encode import bytes_of, encode, encode_columns, encode_rollouts, payload_of
 from stream_balancer.wire.header import Owner
 from stream_balancer.wire.payload import Encoded
-from stream_balancer.wire.remote import Handle, Leases, RemoteRollout, remote_of
+from stream_balancer.wire.remote import Handle, Leases, RemoteRollout
 
 __all__ = [
     "Decoded", "Encoded", "Handle", "Leases", "Owner", "RemoteRollout", "Wanted", "bytes_of", "decode",
-    "decode_columns", "decode_rollouts", "encode", "encode_columns", "encode_rollouts", "payload_of", "remote_of",
+    "decode_columns", "decode_rollouts", "encode", "encode_columns", "encode_rollouts", "payload_of",
 ]  # fmt: skip

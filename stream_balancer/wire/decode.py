@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import chain
 from math import prod
 from typing import Any, NamedTuple, overload
 
@@ -23,7 +22,7 @@ from msgspec import structs
 from torch import Tensor
 
 from stream_balancer.errors import WireError
-from stream_balancer.rollouts import ExecutionSize, MicroBatch, Rollout, SharedRollout
+from stream_balancer.rollouts import ExecutionSize, MicroBatch, Rollout
 from stream_balancer.rollouts import tensors as layouts
 from stream_balancer.values import SUPPORTED_DTYPES
 from stream_balancer.wire.header import (
@@ -47,9 +46,6 @@ class Wanted(NamedTuple):
     rollout_id: str
     owner: Owner
     key: int
-    degree: int
-    place: int
-    """The part that is wanted: that of the rank at this place of ``degree`` ranks. 1 and 0: all of it."""
     places: list[memoryview]
     """Where it goes, in the order of :func:`~stream_balancer.wire.encode.payload_of`."""
 
@@ -147,10 +143,8 @@ class Decoded:
         header, layout, memory, found = self._header, self._layout, self._buffer.numpy().data, list[Wanted]()
         for index, number, key in map(structs.astuple, header.holes):
             if index not in self._masked:
-                shared = layout.block_of(index).shared
-                degree, place = (1, 0) if shared is None else (len(shared.cp_group), shared.cp_rank)
                 places = [memory[at : at + size] for at, size in spans_of(header, layout, index)]
-                found.append(Wanted(self.ids[index], header.owners[number], key, degree, place, places))
+                found.append(Wanted(self.ids[index], header.owners[number], key, places))
         return found
 
     def mask(self, rollout_ids: Collection[str]) -> None:
@@ -165,12 +159,9 @@ class Decoded:
                 self._padding.add(index)
                 # the header is this object's own, read from bytes that nobody else has
                 header.loss_tokens[index] = 0
-                if header.prefix:
-                    # zeros are nobody's prompt
-                    header.prefix[index] = 0
                 its = self.fields_of(index)
                 # on the device, once it is there
-                for tensor in chain(*(its.get(name, {}).values() for name in ("tokens", "behind", "tensors"))):
+                for tensor in (*its["tokens"].values(), *its["tensors"].values()):
                     tensor.zero_()
 
     def resize(self, executions: Mapping[tuple[str | None, str], tuple[int, int]]) -> None:
@@ -192,10 +183,9 @@ class Decoded:
         self._is_finished = True
         for index in {hole.rollout for hole in self._header.holes} & self._padding:
             # A padding copy has the payload of its original, and no loss.
-            its = self.fields_of(index)
-            for columns in (its["tokens"], its.get("behind", {})):
-                if "loss_mask" in columns:
-                    columns["loss_mask"].zero_()
+            columns = self.fields_of(index)["tokens"]
+            if "loss_mask" in columns:
+                columns["loss_mask"].zero_()
 
     def _view(self, at: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         count = prod(shape)
@@ -221,14 +211,11 @@ class Decoded:
         """The micro-batch of one block."""
         self._finish()
         block = self._layout.blocks[number]
-        shared = block.shared
         return MicroBatch(
             _LazyRollouts(self, range(block.first, block.stop)),
             tuple(block.lengths),
             partial(self._flat, block),
             self._execution_sizes(block),
-            () if shared is None else shared.cp_group,
-            0 if shared is None else shared.cp_rank,
         )
 
     def _execution_sizes(self, block: Block) -> tuple[ExecutionSize, ...] | None:
@@ -236,56 +223,36 @@ class Decoded:
 
     def _flat(self, block: Block) -> layouts.FlatColumns:
         """Views of one micro-batch's columns. O(columns + rollouts)."""
-        header, first, stop, own = self._header, block.first, block.stop, block.starts[-1]
+        header, first, stop = self._header, block.first, block.stop
         scalars = header.scalars[first:stop]
         # Scalars that only some rollouts have make no column.
         names = [name for name in scalars[0] if all(name in row for row in scalars)] if scalars else []
         # a padding copy has its original's tokens, and must not count
         weights = [0.0 if index in self._padding else 1.0 for index in range(first, stop)]
-        prefixes = header.prefix[first:stop]
         return layouts.FlatColumns(
-            tokens=self._columns(block, 0, own),
+            tokens=self._columns(block, 0, block.starts[-1]),
             lengths=tuple(block.lengths),
             scalars={name: [row[name] for row in scalars] for name in names},
             weights=torch.tensor(weights, dtype=torch.float32, device=self._buffer.device),
             executions=self._execution_sizes(block) or [(1, tokens) for tokens in header.loss_tokens[first:stop]],
-            prefixes=list(zip(header.group_id[first:stop], prefixes, strict=True)) if prefixes else None,
-            shared=None
-            if block.shared is None
-            else layouts.SharedColumns(
-                len(block.shared.cp_group),
-                block.shared.cp_rank,
-                tuple(header.lengths[first:stop]),
-                self._columns(block, own, block.rows),
-            ),
         )
 
     def rollout(self, index: int) -> Rollout:
-        """A whole rollout, or the part of one that is here. O(columns)."""
-        fields = self.fields_of(index)
-        if "behind" not in fields:
-            return Rollout.unchecked(**fields)
-        fields |= {"whole_tokens": fields.pop("num_tokens"), "whole_loss_tokens": fields.pop("num_loss_tokens")}
-        return SharedRollout(**fields)
+        """The rollout. O(columns)."""
+        return Rollout.unchecked(**self.fields_of(index))
 
     def fields_of(self, index: int) -> dict[str, Any]:
-        """All fields of a whole rollout, or of the part of one."""
+        """All fields of a rollout."""
         fields, block = PER_ROLLOUT | {"tensors": {}}, self._layout.block_of(index)
         for name, its in zip(_FIELDS, self._lists, strict=True):
             # lists that say nothing are empty
             if its:
                 fields[name] = its[index]
-        shared, (rows, *behind) = block.shared, block.rows_of(index)
-        fields["tokens"], fields["is_padding"] = self._columns(block, *rows), index in self._padding
+        fields["tokens"] = self._columns(block, *block.rows_of(index))
+        fields["is_padding"] = index in self._padding
         if block.tensors:
             own = zip(self._header.tensors[index], block.tensors[index - block.first], strict=True)
             fields["tensors"] = {one.name: self._view(at, one.dtype, one.shape) for one, at in own}
-        if shared is not None:
-            fields |= {
-                "cp_degree": len(shared.cp_group),
-                "cp_rank": shared.cp_rank,
-                "behind": self._columns(block, *behind[0]),
-            }
         return fields
 
 
@@ -327,12 +294,12 @@ def decode_rollouts(
     :func:`~stream_balancer.wire.encode.encode_rollouts` would not have made."""
     read = read_header(header)
     # A padding copy is no mistake of the wire: the balancer says that only it makes those.
-    if len(read.blocks) != 1 or read.shared or read.late or read.execution_sizes:
-        raise WireError("a put holds whole rollouts, and nothing that only a step has")
+    if len(read.blocks) != 1 or read.late or read.execution_sizes:
+        raise WireError("a put holds rollouts, and nothing that only a step has")
     if read.holes:
         return _kept_rollouts(read, memory, leases_of)
     decoded = Decoded(read, memory)
-    return [Rollout.unchecked(**decoded.fields_of(index)) for index in range(len(read.ids))]
+    return [decoded.rollout(index) for index in range(len(read.ids))]
 
 
 def _kept_rollouts(header: Header, memory: Memory | None, leases_of: Callable[[Owner], Leases] | None) -> list[Rollout]:

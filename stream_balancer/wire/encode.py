@@ -21,15 +21,7 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import RolloutError, WireError
-from stream_balancer.rollouts import ExecutionSize, MicroBatch, Rollout, SharedRollout
-from stream_balancer.rollouts.shared import (
-    check_whole,
-    columns_of,
-    loss_tokens_of,
-    part_of,
-    rows_of,
-    tokens_of,
-)
+from stream_balancer.rollouts import ExecutionSize, MicroBatch, Rollout
 from stream_balancer.wire.header import (
     ALIGNMENT,
     DTYPE_INDEX,
@@ -39,12 +31,11 @@ from stream_balancer.wire.header import (
     Header,
     Hole,
     Layout,
-    Shared,
     lay_out,
     runs_of,
 )  # fmt: skip
 from stream_balancer.wire.payload import NOTHING, Encoded, Payload
-from stream_balancer.wire.remote import Handle, RemoteRollout, remote_of
+from stream_balancer.wire.remote import Handle, RemoteRollout
 
 _ZEROS = memoryview(bytes(ALIGNMENT))
 _FIELDS = attrgetter(
@@ -61,19 +52,13 @@ def encode(micro_batches: Sequence[MicroBatch], *, max_bytes: int = MAX_BYTES) -
     than ``max_bytes`` would be needed. O(columns x rollouts).
     """
     rollouts = list(chain.from_iterable(micro_batch.rollouts for micro_batch in micro_batches))
-    shares = any(micro_batch.cp_group for micro_batch in micro_batches)
-    header = _header(rollouts, [len(micro_batch.rollouts) for micro_batch in micro_batches], shares=shares)
+    header = _header(rollouts, [len(micro_batch.rollouts) for micro_batch in micro_batches])
     header.execution_sizes = _execution_sizes(micro_batches)
-    header.shared = [
-        Shared(number, micro_batch.cp_group, micro_batch.cp_rank)
-        for number, micro_batch in enumerate(micro_batches)
-        if micro_batch.cp_group
-    ]
-    handles = {place: one.handle for place, one in enumerate(map(remote_of, rollouts)) if one is not None}
+    handles = {place: one.handle for place, one in enumerate(rollouts) if isinstance(one, RemoteRollout)}
     if handles:
         _make_holes(header, handles)
         # columns of a role are here even where the payload is not, and travel now
-        here = {name for name, column in columns_of(rollouts[min(handles)]).items() if not column.is_meta}
+        here = {name for name, column in rollouts[min(handles)].tokens.items() if not column.is_meta}
         header.late = [number for number, column in enumerate(header.columns) if column.name in here]
     try:
         layout = lay_out(header, max_bytes)
@@ -95,10 +80,6 @@ def encode_rollouts(rollouts: Sequence[Rollout], *, handles: Sequence[Handle] | 
     Raises RolloutError if one was changed after it was made, and cannot be written any more, or if they do not share
     one set of columns. O(columns x rollouts).
     """
-    for one in rollouts:
-        # every put comes here: what cannot apply is not called
-        if isinstance(one, SharedRollout):
-            check_whole(one)
     header = _header(rollouts, [len(rollouts)])
     if handles is None and isinstance(rollouts[0], RemoteRollout):
         # written down where they are not
@@ -123,16 +104,9 @@ def encode_columns(columns: Mapping[str, Tensor], num_tokens: int) -> Encoded:
     return encode_rollouts([Rollout(tokens=tokens, rollout_id="columns")])
 
 
-def payload_of(rollout: Rollout, degree: int = 1, place: int = 0) -> list[memoryview]:
-    """All bytes of a rollout by name, columns before tensors; or of the part that the rank at this place of ``degree``
-    ranks holds, with the rows behind its chunks. What is empty is left out."""
-    one = rollout if degree == 1 else part_of(rollout, degree, place)
-    parts: list[Tensor] = []
-    for name in sorted(rollout.tokens):
-        parts += rows_of(one, name)
-        if isinstance(one, SharedRollout):
-            parts += rows_of(one, name, behind=True)
-    parts += [rollout.tensors[name] for name in sorted(rollout.tensors)]
+def payload_of(rollout: Rollout) -> list[memoryview]:
+    """All bytes of a rollout by name, columns before tensors. What is empty is left out."""
+    parts = [its[name] for its in (rollout.tokens, rollout.tensors) for name in sorted(its)]
     return [bytes_of(part) for part in parts if part.numel()]
 
 
@@ -150,14 +124,11 @@ _NOT_NUMPYS = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 # --- the header ------------------------------------------------------------------------------------------------------
 
 
-def _header(rollouts: Sequence[Rollout], blocks: list[int], *, shares: bool = False) -> Header:
-    """``shares``: some are parts, of which the whole's lengths are told."""
+def _header(rollouts: Sequence[Rollout], blocks: list[int]) -> Header:
     if not rollouts:
         raise ValueError("no rollouts to encode")
     # by attrgetter, zip and compress, which loop in C
     ids, are_padding, tensors, tokens, lengths, loss_tokens, *others = zip(*map(_FIELDS, rollouts), strict=True)
-    if shares:
-        tokens, lengths, loss_tokens = (tuple(map(of, rollouts)) for of in (columns_of, tokens_of, loss_tokens_of))
     header = Header(
         _columns(rollouts, tokens), blocks, list(lengths), list(loss_tokens), list(ids),
         padding=list(compress(range(len(ids)), are_padding)),
@@ -193,7 +164,7 @@ def _columns(rollouts: Sequence[Rollout], tokens: Sequence[Mapping[str, Tensor]]
 def _differ(rollout: Rollout, first: Rollout, *names: str) -> RolloutError:
     mine, other = (
         ", ".join(f"{its[name].dtype} {list(its[name].shape)}" if name in its else "nothing" for name in names)
-        for its in map(columns_of, (rollout, first))
+        for its in (rollout.tokens, first.tokens)
     )
     return RolloutError(
         f"rollout {rollout.rollout_id!r} has {mine} as {', '.join(map(repr, names))}, but rollout "
@@ -206,7 +177,7 @@ def _execution_sizes(micro_batches: Sequence[MicroBatch]) -> list[tuple[int, int
     if all(micro_batch.execution_sizes is None for micro_batch in micro_batches):
         return []
     alone = [
-        micro_batch.execution_sizes or [ExecutionSize(1, loss_tokens_of(one)) for one in micro_batch.rollouts]
+        micro_batch.execution_sizes or [ExecutionSize(1, one.num_loss_tokens) for one in micro_batch.rollouts]
         for micro_batch in micro_batches
     ]
     return list(chain.from_iterable(alone))
@@ -248,16 +219,8 @@ def _pieces(header: Header, layout: Layout, rollouts: Sequence[Rollout]) -> list
         its = rollouts[block.first : block.stop]
         here = [one for place, one in enumerate(its, block.first) if place not in holes] if holes else its
         for number, column in enumerate(header.columns):
-            whose, name = its if number in header.late else here, column.name
-            if block.shared is None:
-                parts = [one.tokens[name] for one in whose]
-            else:
-                # parts that hold their columns themselves, or views of the whole's
-                parts = [rows for one in whose for rows in rows_of(one, name)]
-                parts += [
-                    rows for one in whose if isinstance(one, SharedRollout) for rows in rows_of(one, name, behind=True)
-                ]
-            runs.append((parts, block.rows * layout.widths[number]))
+            parts = [one.tokens[column.name] for one in (its if number in header.late else here)]
+            runs.append((parts, block.starts[-1] * layout.widths[number]))
         for place, one in enumerate(its, block.first) if block.tensors else ():
             runs += [([] if place in holes else [tensor], tensor.nbytes) for tensor in one.tensors.values()]
     found: list[memoryview] = []

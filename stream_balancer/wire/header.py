@@ -9,8 +9,8 @@ scalars and tensors. Offsets are never in it: both ends compute them.
     memory   block 0: column a | column b | ... | tensors of its rollouts || block 1: ...
 
 A column of a block holds the rows of the block's rollouts, one after the other, so a packed micro-batch is one view per
-column. In a shared block these are each rollout's two chunks, and then the two rows behind the chunks of each. Every
-piece begins at a multiple of 64 bytes and takes at least 64, so the memory there is bounds the work of laying out.
+column. Every piece begins at a multiple of 64 bytes and takes at least 64, so the memory there is bounds the work of
+laying out.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from functools import lru_cache
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, pairwise
 from math import prod
-from operator import attrgetter, le, lt, methodcaller
+from operator import attrgetter, le, methodcaller
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
 
 from stream_balancer.errors import WireError
-from stream_balancer.rollouts.shared import chunk_tokens
 from stream_balancer.values import (
     MAX_COLUMNS,
     MAX_COST,
@@ -102,16 +101,6 @@ class Hole(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The owner's number of it."""
 
 
-class Shared(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A block of which this rank holds a part: of each rollout two chunks, and the two rows behind these."""
-
-    block: Count
-    cp_group: tuple[Count, ...]
-    """Ranks that share it."""
-    cp_rank: Count
-    """Place of this one among them."""
-
-
 class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Lists are per rollout unless said otherwise; those with a default are empty where no rollout says anything."""
 
@@ -120,9 +109,8 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     blocks: Annotated[list[Positive], msgspec.Meta(min_length=1)]
     """Rollouts in each block. A micro-batch is a block; so is a put."""
     lengths: list[Positive]
-    """Tokens of the whole rollout, also where only a part of it is here."""
+    """Tokens of the rollout."""
     loss_tokens: list[Count]
-    """As ``lengths``."""
     ids: list[Name]
     group_id: list[Name | None] = []
     execution_id: list[Name | None] = []
@@ -130,15 +118,11 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     cost: list[Cost | None] = []
     metadata: list[Mapping[str, Any]] = []
     scalars: list[Mapping[Name, Number]] = []
-    prefix: list[Count] = []
-    """Leading tokens shared with siblings."""
     tensors: list[Annotated[list[Column], msgspec.Meta(max_length=MAX_COLUMNS)]] = []
     execution_sizes: list[tuple[Positive, Count]] = []
     """(rollouts, loss tokens) that the execution of each has in the step."""
     padding: list[Count] = []
     """Indices of padding copies, ascending."""
-    shared: list[Shared] = []
-    """Per shared block, ascending."""
     late: list[Count] = []
     """Indices of columns that come along even of holes, ascending."""
     holes: list[Hole] = []
@@ -148,7 +132,7 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 PER_ROLLOUT: dict[str, Any] = {
-    "group_id": None, "execution_id": None, "version": None, "cost": None, "metadata": {}, "scalars": {}, "prefix": 0
+    "group_id": None, "execution_id": None, "version": None, "cost": None, "metadata": {}, "scalars": {}
 }  # fmt: skip
 """Fields of a rollout that travel as they are, in a list of the same name, and the value that says nothing."""
 lists_of = attrgetter("ids", "lengths", "loss_tokens", *PER_ROLLOUT)
@@ -170,10 +154,6 @@ def read_header(raw: msgspec.Raw | bytes) -> Header:
         raise WireError(f"the blocks must hold all {count} rollouts")
     if not all(map(le, loss_tokens, lengths)):
         raise WireError("a rollout has an impossible number of loss tokens")
-    if header.prefix and not all(map(lt, header.prefix, lengths)):
-        raise WireError("a rollout shares more tokens than it has")
-    if header.prefix and any(prefix and group is None for prefix, group in zip_longest(header.prefix, header.group_id)):
-        raise WireError("a rollout shares tokens with no group")
     if header.padding:
         if not _ascends(header.padding, count) or any(loss_tokens[index] for index in header.padding):
             raise WireError("the list of padding copies is wrong")
@@ -183,8 +163,8 @@ def read_header(raw: msgspec.Raw | bytes) -> Header:
         raise WireError("a name is both a column and a scalar")
     if header.tensors and any(len({tensor.name for tensor in own}) != len(own) for own in header.tensors):
         raise WireError("a rollout has two tensors of one name")
-    if header.shared or header.late or header.holes:
-        _check_parts(header)
+    if header.late or header.holes:
+        _check_holes(header)
     return header
 
 
@@ -208,15 +188,8 @@ def _widths(columns: tuple[Column, ...]) -> dict[str, int]:
     return widths
 
 
-def _check_parts(header: Header) -> None:
+def _check_holes(header: Header) -> None:
     # ascending and distinct: each is then found by one pass, and none counts twice
-    if not _ascends([one.block for one in header.shared], len(header.blocks)):
-        raise WireError("the list of shared blocks is wrong")
-    for one in header.shared:
-        members = one.cp_group
-        # the rows of each rollout that are here are computed from these numbers
-        if len(members) < 2 or len(set(members)) != len(members) or one.cp_rank >= len(members):
-            raise WireError(f"a block is shared by ranks {list(members[:8])}, which is impossible")
     absent = [one.rollout for one in header.holes]
     if not _ascends(header.late, len(header.columns)) or not _ascends(absent, len(header.lengths)):
         raise WireError("the list of what does not come along is wrong")
@@ -248,21 +221,15 @@ class Block(NamedTuple):
     """[n] rows of each rollout in every column."""
     starts: list[int]
     """[n + 1] row at which each rollout starts."""
-    rows: int
-    """Rows of every column, those behind the chunks included."""
-    shared: Shared | None
     columns: list[int]
     """Offset of each column."""
     tensors: list[list[int]]
     """[n] offsets of each rollout's own tensors; empty where no rollout has any."""
 
-    def rows_of(self, rollout: int) -> list[tuple[int, int]]:
-        """First and last row but one of a rollout, and of a part also of those behind its chunks."""
-        place, starts = rollout - self.first, self.starts
-        rows = [(starts[place], starts[place + 1])]
-        if self.shared is not None:
-            rows.append((starts[-1] + 2 * place, starts[-1] + 2 * place + 2))
-        return rows
+    def rows_of(self, rollout: int) -> tuple[int, int]:
+        """First and last row but one of a rollout."""
+        place = rollout - self.first
+        return self.starts[place], self.starts[place + 1]
 
 
 class Layout(NamedTuple):
@@ -286,20 +253,16 @@ def align(size: int) -> int:
 def lay_out(header: Header, max_bytes: int) -> Layout:
     """Raises WireError where more than ``max_bytes`` would be needed. O(columns x blocks + rollouts)."""
     widths = tuple(_widths(header.columns).values())
-    shared = {one.block: one for one in header.shared} if header.shared else {}
     at = 0
     blocks: list[Block] = []
-    for number, (first, stop) in enumerate(pairwise(accumulate(header.blocks, initial=0))):
-        one, lengths = shared.get(number), header.lengths[first:stop]
-        if one is not None:
-            lengths = [2 * chunk_tokens(length, len(one.cp_group)) for length in lengths]
+    for first, stop in pairwise(accumulate(header.blocks, initial=0)):
+        lengths = header.lengths[first:stop]
         starts = list(accumulate(lengths, initial=0))
-        rows = starts[-1] + (0 if one is None else 2 * (stop - first))
         columns = []
         for width in widths:
             columns.append(at)
             # align() written out: this line runs for each column of each block
-            at += -(-rows * width // ALIGNMENT) * ALIGNMENT or ALIGNMENT
+            at += -(-starts[-1] * width // ALIGNMENT) * ALIGNMENT or ALIGNMENT
         tensors = []
         for own in header.tensors[first:stop]:
             *its, at = accumulate((align(one.num_bytes) for one in own), initial=at)
@@ -307,7 +270,7 @@ def lay_out(header: Header, max_bytes: int) -> Layout:
         # for each block: sizes of a stranger must not be summed to the end first
         if at > max_bytes:
             raise WireError(f"more than {max_bytes} bytes would be needed")
-        blocks.append(Block(first, stop, lengths, starts, rows, one, columns, tensors))
+        blocks.append(Block(first, stop, lengths, starts, columns, tensors))
     return Layout(blocks, widths, at)
 
 
@@ -326,13 +289,14 @@ def runs_of(header: Header, layout: Layout) -> tuple[int, ...]:
 
 def spans_of(header: Header, layout: Layout, rollout: int) -> list[tuple[int, int]]:
     """(offset, size) of all pieces of a hole, by name, which is the order in which its owner sends them: columns that
-    are not late, each with the rows behind its chunks, and then tensors."""
+    are not late, and then tensors."""
     block, spans = layout.block_of(rollout), list[tuple[int, int]]()
+    first, stop = block.rows_of(rollout)
     # by name: the owner's rollout may have its columns in another order
     for _, number in sorted((column.name, number) for number, column in enumerate(header.columns)):
         if number not in header.late:
             at, width = block.columns[number], layout.widths[number]
-            spans += [(at + first * width, (stop - first) * width) for first, stop in block.rows_of(rollout)]
+            spans.append((at + first * width, (stop - first) * width))
     if block.tensors:
         own = zip(header.tensors[rollout], block.tensors[rollout - block.first], strict=True)
         spans += [(at, tensor.num_bytes) for tensor, at in sorted(own, key=lambda its: its[0].name)]

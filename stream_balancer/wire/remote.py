@@ -21,7 +21,7 @@ from functools import partial
 from typing import NamedTuple
 
 from stream_balancer.errors import RolloutError
-from stream_balancer.rollouts import Rollout, SharedRollout
+from stream_balancer.rollouts import Rollout
 from stream_balancer.wire.header import Owner
 
 # of one message
@@ -56,12 +56,6 @@ class RemoteRollout(Rollout):
             f"rollout {self.rollout_id!r} stays with its producer, which must know that {column!r} says which tokens "
             f"are trained on: connect(..., hand_over='direct', loss_mask_column={column!r})"
         )
-
-
-def remote_of(rollout: Rollout) -> RemoteRollout | None:
-    """The rollout itself, or what it is a part of, if its payload lies elsewhere."""
-    whole = rollout.whole if isinstance(rollout, SharedRollout) else rollout
-    return whole if isinstance(whole, RemoteRollout) else None
 
 
 class Leases:

@@ -48,12 +48,8 @@ KNOBS: dict[str, dict[str, Any]] = {
     "groups.patience": {"groups": {**GROUPS, "min_size": 1, "patience": 3.0}},
     'groups.keep="same_rank"': {"groups": {**GROUPS, "keep": "same_rank"}},
     'groups.keep="free"': {"groups": {**GROUPS, "keep": "free"}},
-    "groups.share_prefixes": {"groups": {**GROUPS, "share_prefixes": True}},
     "staleness.max_versions": {"staleness": {"max_versions": 2}},
     "staleness.on_stale": {"staleness": {"max_versions": 2, "on_stale": "send"}},
-    "context_parallel.sizes": {"context_parallel": {"sizes": (1, 2)}},
-    "context_parallel.overhead": {"context_parallel": {"sizes": (1, 2), "overhead": 0.1}},
-    "context_parallel.min_tokens": {"context_parallel": {"sizes": (1, 2), "min_tokens": 40}},
     "limits.tokens": {"limits": {"tokens": 10**6}},
     "limits.bytes": {"limits": {"bytes": 10**6}},
     "step_size.tokens": TOKENS,
@@ -63,8 +59,6 @@ KNOBS: dict[str, dict[str, Any]] = {
 }
 NEEDS = {
     "groups.patience": "groups.min_size",
-    "context_parallel.overhead": "context_parallel.sizes",
-    "context_parallel.min_tokens": "context_parallel.sizes",
     "step_size.window_tokens": "step_size.tokens",
 }
 """A knob that plays a part only beside another: it is refused with whatever that is refused with."""

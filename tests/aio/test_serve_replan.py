@@ -16,7 +16,7 @@ from kept import Kept
 
 import stream_balancer as sb
 from stream_balancer.host.serve import serve
-from stream_balancer.rollouts import Rollout, SharedRollout
+from stream_balancer.rollouts import Rollout
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.network import MemoryNetwork
 
@@ -32,9 +32,8 @@ def some(number: int, name: str = "r") -> list[Rollout]:
 
 CAPPED = {"micro_batches": {"max_tokens": 1000}}
 LOCKSTEP = {"sync": "micro_batch", "micro_batches": {"max_tokens": 1000}}
-SHARED = {"context_parallel": {"sizes": (1, 2, 4), "min_tokens": 100}}
 FREE = {"micro_batches": {"equal_number": False}}
-PLANS: list[dict[str, Any]] = [{}, CAPPED, LOCKSTEP, SHARED, {**SHARED, "sync": "micro_batch"}]
+PLANS: list[dict[str, Any]] = [{}, CAPPED, LOCKSTEP]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -43,7 +42,7 @@ PLANS: list[dict[str, Any]] = [{}, CAPPED, LOCKSTEP, SHARED, {**SHARED, "sync": 
 async def test_what_a_lost_rank_owed_is_done_by_the_others_in_the_same_step(
     step: int, when: str, plan: dict[str, Any]
 ) -> None:
-    """Also where ranks meet at every micro-batch, or share rollouts: then those begin the step again."""
+    """Also where ranks meet at every micro-batch: then all begin the step again."""
     async with sb.StreamBalancer(knobs(4, **plan)) as balancer:
         crew = Crew(MemoryNetwork(dp_size=4), {1: (step, when)})
         await crew.run(balancer, some(60), on_rank_loss="replan")
@@ -53,8 +52,7 @@ async def test_what_a_lost_rank_owed_is_done_by_the_others_in_the_same_step(
         assert without == list(range(lost_before_they_met, 5))
         assert balancer.config.dp_size == 3
         assert not crew.errors
-        assert any(isinstance(one, SharedRollout) for one in crew.seen.values()) == ("context_parallel" in plan)
-        if not plan or plan is CAPPED:  # where nothing is shared nobody begins again
+        if plan is not LOCKSTEP:  # nobody begins again
             assert crew.rewound == crew.dropped == []
             assert len(crew.trained) == (60 if when == "work" else len({*crew.trained}))
         if plan is LOCKSTEP and when != "met":

@@ -10,7 +10,6 @@ import random
 import threading
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,12 @@ from stream_balancer.rollouts import MicroBatch, Rollout
 from stream_balancer.testing import BACKENDS, MemoryNetwork, make_rollout
 
 FEATURES = (
-    "open", "groups", "roles", "replan", "late", "resize", "direct", "journal", "seats", "shared", "prefixes",
+    "open", "groups", "roles", "replan", "late", "resize", "direct", "journal", "seats",
     "mini_batches", "changes",
 )  # fmt: skip
 KNOBS: dict[str, dict[str, Any]] = {
     "groups": {"groups": {"size": 3, "keep": "same_batch"}},
     "late": {"micro_batches": {"max_tokens": 60}},
-    "shared": {"context_parallel": {"sizes": (1, 2), "min_tokens": 40}, "micro_batches": {"max_tokens": 60}},
-    "prefixes": {"groups": {"size": 3, "share_prefixes": True}},
     "mini_batches": {"step_size": {"mini_batches": 2}},
 }
 SIZE, NUM_STEPS, BATCH = 4, 5, 12
@@ -71,7 +68,7 @@ class Lane(Crew):
             if rank < self.team.dp_size and not self.team.is_over:
                 await super().train(rank, incarnation=1, **seats)
 
-    def add(self, rank: int, step: int, micro_batch: MicroBatch, gradient: Counter[tuple[str, int]]) -> None:
+    def add(self, rank: int, step: int, micro_batch: MicroBatch, gradient: Counter[str]) -> None:
         super().add(rank, step, micro_batch, gradient)
         if "roles" in self.team.features and any(not one.is_padding for one in micro_batch.rollouts):
             packed = micro_batch.packed()
@@ -160,12 +157,11 @@ class Team:
 
     def _rollout(self, number: int) -> Rollout:
         length = 55 if number % 6 == 5 else 6 + 7 * number % 25
-        rollout = make_rollout(length, f"r{number}", group_id=f"g{number // 3}" if self._has_groups else None)
-        return replace(rollout, prefix=4) if "prefixes" in self.features else rollout
+        return make_rollout(length, f"r{number}", group_id=f"g{number // 3}" if self._has_groups else None)
 
     @property
     def _has_groups(self) -> bool:
-        return bool(self.features & {"groups", "prefixes"})
+        return "groups" in self.features
 
     def seconds(self, rank: int, step: int) -> float:
         return self.speed[rank]
@@ -294,9 +290,9 @@ class Team:
         assert not workers.jobs
         assert workers.accepted | workers.given_up | workers.doubtful == {one.rollout_id for one in self.rollouts}
         for lane in self.lanes:
-            total: Counter[tuple[str, int]] = sum(lane.met.values(), Counter())
+            total: Counter[str] = sum(lane.met.values(), Counter())
             assert set(total.values()) <= {1}, "once"
-            trained = {name for name, _ in total}
+            trained = {*total}
             assert not trained & gone, "masked everywhere"
             assert not (trained | gone) & workers.given_up, "not accepted"
             assert "journal" in self.features or not trained & workers.unwanted
@@ -304,9 +300,9 @@ class Team:
             assert trained | gone <= workers.accepted | workers.doubtful
             for step, gradient in lane.met.items():
                 (size,) = {(end.rollouts, end.tokens) for end in lane.ends[step]}
-                assert size[0] == max(len({name for name, _ in gradient}), 1)  # all gone: nothing is divided by 0
+                assert size[0] == max(len(gradient), 1)  # all gone: nothing is divided by 0
             assert not lane.errors
-        if not self.features & {"journal", "resize", "shared"}:
+        if not self.features & {"journal", "resize"}:
             assert max(self.computed.values(), default=1) == 1, "columns are computed once"
         assert len({tuple(sorted(lane.trained)) for lane in self.lanes}) == 1, "all seats train on the same"
         verify(balancer.parts.core)
@@ -321,7 +317,7 @@ FOUND = {
     "journal+replan": (2, 15, 27),
     "journal+mini_batches+resize": (0,),
     "journal+resize": (11,),
-    "groups+journal+shared": (357895,),
+    "groups+journal": (357895,),
     # the last row of a step was planned again for more ranks; step 0 was taken before a restart
     "journal+open+resize": (5, 11),
     "journal+resize+roles": (690355,),
@@ -333,10 +329,10 @@ FOUND = {
     # not said its weights was thrown out by a controller that had lost an acknowledgement
     "changes+direct+groups+journal+late+replan+roles": (120, 122, 5262, 3888),
     # a rank that was no more when the controller died was asked for the next step, without the ones in between
-    "journal+prefixes+replan+resize+seats+shared": (3455144,),
+    "groups+journal+replan+resize+seats": (3455144,),
     # a rank came to a free place below a number that is still taken, and was told that there are more ranks than were
     # asked for
-    "journal+late+replan+resize+seats+shared": (9795006,),
+    "journal+late+replan+resize+seats": (9795006,),
     # ranks that had left before a crash that forgot it were waited for by a controller with nothing to do
     "changes+direct+groups+journal+late+open+replan+roles": (3201, 20195),
 }

@@ -15,7 +15,6 @@ EXAMPLES = ROOT / "examples"
 ALONE = {
     "single_process.py": r"(step .*\n){7}step .*\(drain\)(.|\n)*",
     "blocking_loop.py": r"(.|\n)*200 rollouts accepted\n",
-    "shared_prefixes.py": r"dense \S+ s, with shared prefixes \S+ s: \S+ of it\n",
     "torchspec_dispatch.py": r"(.|\n)*",
 }
 UNDER_TORCHRUN = {"torchrun_single_controller.py", "torchrun_every_rank_generates.py", "torchrun_and_workers.py"}
@@ -29,21 +28,14 @@ def run(path, *options):
 
 def test_every_example_is_tested_and_short():
     files = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
-    elsewhere = {
-        "areal_trees.py",
-        "ray_cluster.py",
-        "torchrun_restarts.py",
-    }  # integrations, test_restart_drill
+    elsewhere = {"ray_cluster.py", "torchrun_restarts.py"}  # integrations, test_restart_drill
     assert files.keys() == {*ALONE, *UNDER_TORCHRUN, *elsewhere}
     assert all(text.count("\n") < (150 if "restarts" in name else 90) for name, text in files.items())
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one == "shared_prefixes.py")) for one in ALONE]
-)
+@pytest.mark.parametrize("name", ALONE)
 def test_what_runs_alone(name):
-    few = (EXAMPLES / name).read_text().replace("for group in range(12)", "for group in range(2)")
-    out = run("-c", few)
+    out = run(EXAMPLES / name)
     assert re.fullmatch(ALONE[name], out), out
     if name == "torchspec_dispatch.py":
         round_robin, balanced = (float(line.split(" has ")[1].partition("%")[0]) for line in out.splitlines())

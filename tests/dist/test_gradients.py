@@ -37,8 +37,6 @@ from stream_balancer.testing import make_rollout
 RANKS, STEPS, BATCH = 4, 4, 24
 KNOBS: dict[str, dict[str, Any]] = {
     "groups": {"groups": {"size": 4, "keep": "same_batch"}},
-    "prefixes": {"groups": {"size": 4, "share_prefixes": True}},
-    "shared": {"context_parallel": {"sizes": (1, 2), "min_tokens": 40}},
     "cap": {"micro_batches": {"max_tokens": 80}},
     "lockstep": {"micro_batches": {"max_tokens": 80}, "sync": "micro_batch"},
     "mini_batches": {"step_size": {"mini_batches": 2}},
@@ -52,11 +50,11 @@ SERVED: dict[str, dict[str, Any]] = {
     "roles": {"roles": {"weigher": ["weight"]}},
 }
 FEATURES = (
-    "groups", "prefixes", "shared", "cap", "lockstep", "mini_batches", "late", "replan", "open", "direct", "tokens",
+    "groups", "cap", "lockstep", "mini_batches", "late", "replan", "open", "direct", "tokens",
     "torch_dist", "roles", "resize", "seats", "journal",
 )  # fmt: skip
 APART = (
-    {"late", "lockstep"}, {"prefixes", "groups"}, {"cap", "lockstep"}, {"prefixes", "lockstep"},
+    {"late", "lockstep"}, {"cap", "lockstep"},
     *({"mini_batches", other} for other in ("late", "replan", "open", "tokens")), {"open", "tokens"},
     {"journal", "torch_dist"},
 )  # fmt: skip
@@ -67,7 +65,7 @@ goes by the socket."""
 def together() -> list[Any]:
     """Three features each, in a random order in which every feature comes as soon and as often as the others, but for
     the first. All but ten are run by ``make soak``."""
-    first = ("prefixes", "shared", "mini_batches")
+    first = ("groups", "cap", "mini_batches")
     triples = [one for one in combinations(FEATURES, 3) if not any(apart <= set(one) for apart in APART)]
     random.Random(0).shuffle(triples)
     found, seen = list[Any](), Counter[str]()
@@ -85,13 +83,10 @@ def weights_of(ids: torch.Tensor) -> torch.Tensor:
 
 
 class Gradient:
-    """Gradient of a small model, summed over what was added. ``tree``: a shared prefix is computed once; ``weights``:
-    where those of the tokens come from."""
+    """Gradient of a small model, summed over what was added. ``weights``: where those of the tokens come from."""
 
-    def __init__(
-        self, *, tree: bool = False, weights: Callable[[Any], torch.Tensor | float] = lambda packed: 1
-    ) -> None:
-        self._tree, self._weights = tree, weights
+    def __init__(self, *, weights: Callable[[Any], torch.Tensor | float] = lambda packed: 1) -> None:
+        self._weights = weights
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Embedding(64, 8), torch.nn.Linear(8, 8), torch.nn.Tanh())
         self.head = torch.nn.Linear(8, 64)
@@ -101,11 +96,7 @@ class Gradient:
         """A sum, which is divided once all is known."""
         packed = micro_batch.packed()
         ids = packed["input_ids"] % 64
-        if self._tree and not micro_batch.cp_group:
-            tree = micro_batch.tree()
-            said = self.head(self.model(tree["input_ids"] % 64))[tree.index]
-        else:
-            said = self.head(self.model(ids))
+        said = self.head(self.model(ids))
         loss = torch.nn.functional.cross_entropy(said, ids, reduction="none")
         (loss * packed["loss_mask"] * self._weights(packed)).sum().backward()
         self.ids += [r.rollout_id for r in micro_batch.rollouts if not r.is_padding]
@@ -162,7 +153,7 @@ def run_rank(
             os.kill(os.getpid(), signal.SIGKILL)
         made = []
         for micro_batches, loss_tokens in pieces(step, features):
-            gradient = Gradient(tree="prefixes" in features, **weights)
+            gradient = Gradient(**weights)
             for micro_batch in micro_batches:
                 if "late" in features and rank == 0:
                     time.sleep(0.1)  # the others are idle meanwhile
@@ -189,17 +180,14 @@ def batched(rollouts: Sequence[sb.Rollout], size: int) -> Iterable[Sequence[sb.R
 
 def rollouts(features: frozenset[str]) -> list[sb.Rollout]:
     """Siblings begin with the same tokens. Every seventh token is masked."""
-    made, grouped = [], bool(features & {"groups", "prefixes"})
-    long = 140 if features & {"cap", "lockstep", "late"} else 400  # two ranks can hold it
+    made, grouped = [], "groups" in features
     for number in range(STEPS * BATCH):
         group = number // 4 if grouped else number
-        is_long = "shared" in features and number % BATCH == 0
-        length = long if is_long else 8 + random.Random(number).randrange(60)
+        length = 8 + random.Random(number).randrange(60)
         ids = torch.cat([torch.arange(group, group + 6), torch.arange(number, number + length)]) % 64
         one = make_rollout(len(ids), f"r{number}", group_id=f"g{group}" if grouped else None)
         mask = (torch.arange(len(ids)) % 7 != 0).float()
-        one = replace(one, tokens={"input_ids": ids, "loss_mask": mask})
-        made.append(replace(one, prefix=6) if "prefixes" in features else one)
+        made.append(replace(one, tokens={"input_ids": ids, "loss_mask": mask}))
     return made
 
 
@@ -234,7 +222,6 @@ class Planned(sb.Observer):
     def accepted(self, rollouts: Sequence[sb.Rollout], now: float) -> None:
         self.seen.update("direct" for one in rollouts if one.tokens["input_ids"].is_meta)
         self.seen.update("groups" for one in rollouts if one.group_id)
-        self.seen.update("prefixes" for one in rollouts if one.prefix)
 
     def dispatched(self, batch: sb.Batch) -> None:
         self.complete.add(batch.step)
@@ -242,7 +229,6 @@ class Planned(sb.Observer):
             self.seen.update("mini_batches" for _ in one.mini_batch_sizes)
             if batch.num_rollouts != BATCH:
                 self.seen.add("tokens")
-            self.seen.update("shared" for mb in one.micro_batches if mb.cp_group)
             if len(one.micro_batches) > 1:
                 self.seen |= {"cap", "lockstep"}
             for rollout in one.rollouts:
@@ -402,11 +388,11 @@ def test_gradients_of_features_together(
         trained: list[str] = []
         for heard in steps.values():
             ids = [name for names, _ in heard for name in names]
-            assert len(ids) == len(set(ids)) or "shared" in features
-            trained += set(ids)
+            assert len(ids) == len(set(ids))
+            trained += ids
             reference = Gradient(**weights)
-            reference.add(sb.rollouts.MicroBatch.of([by_id[name] for name in sorted(set(ids))]))
-            whole = reference.flat() / sum(by_id[name].num_loss_tokens for name in set(ids))
+            reference.add(sb.rollouts.MicroBatch.of([by_id[name] for name in sorted(ids)]))
+            whole = reference.flat() / sum(by_id[name].num_loss_tokens for name in ids)
             for _, total in heard:
                 torch.testing.assert_close(torch.tensor(total), whole, atol=1e-6, rtol=0.0)
         assert sorted(trained) == sorted(by_id)

@@ -49,7 +49,6 @@ def rollouts(draw: Any, *, max_rollouts: int = 5, max_tokens: int = 7, tensors: 
             metadata=draw(st.dictionaries(st.sampled_from(["source", "turns"]), json_like)),
             rollout_id=f"r{index}",
             group_id=groups[index],
-            prefix=draw(st.integers(0, length - 1)) if groups[index] else 0,
             version=draw(versions),
             cost=draw(st.none() | st.floats(0, 9)),
         )

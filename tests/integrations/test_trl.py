@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,7 +154,6 @@ def test_padded_prompts_count_and_come_off_again(inputs: dict[str, Any], extra: 
     made = rollouts_from(split, prompt_length=length)
     tokens = inputs["completion_mask"].sum(1) + length
     assert [rollout.num_tokens for rollout in made] == tokens.tolist()
-    made = [replace(r, group_id="g", prefix=min(length, r.num_tokens - 1)) for r in made]
     (back,) = inputs_from(rank_batch(made), pad_token_id=PAD)
     assert torch.equal(back["prompt_ids"], inputs["prompt_ids"])
     assert torch.equal(back["completion_mask"], inputs["completion_mask"])

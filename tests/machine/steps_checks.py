@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from stream_balancer.client.held import Part
 from stream_balancer.core.steps.orders import Ack, SendWork
-from stream_balancer.core.steps.state import Piece, RankId
+from stream_balancer.core.steps.state import RankId
 
 if TYPE_CHECKING:
     from steps_process import Meeting, Process
     from steps_world import World
 
 INVARIANTS = {
-    "once": "every piece of a step is in the gradient once, or masked on all ranks, when the ranks meet",
+    "once": "every rollout of a step is in the gradient once, or masked on all ranks, when the ranks meet",
     "denominators": "all ranks divide by the same, over what is in that gradient",
     "seal": "the ranks that meet are those the seal names; two seals of one number are equal",
     "again": "nobody trains on a step, or is given it, that a living process has, or may have, in its weights",
     "credits": "no rank holds more steps it has not begun than its depth, and nobody is sent what it has",
     "stall": "while somebody can make a move that helps, somebody does",
     "acknowledged": "a step is acknowledged once, and only when weights that can be come back to have it",
-    "order": "processes of one rank train on the same items in the same order; shared items are met in one order",
+    "order": "processes of one rank train on the same items in the same order; items of groups are met in one order",
     "weights": "ranks that meet have the same weights",
     "fence": "a rank that was given up is given no work, until a new incarnation comes",
     "columns": "an item is sent with the columns it needs",
@@ -51,37 +50,26 @@ def check_meeting(world: World, meeting: Meeting, members: list[Process]) -> Non
         same = process.weights == first.weights
         check(same, "weights", text, number, process.place, process.weights, first.place, first.weights)
     gradient = [one for rank in seal.ranks for one in check_seats(world, rank)]
-    want = sorted(piece for piece in world.pieces[number] if piece.rollout not in seal.gone)
-    got = sorted(piece for _, piece in gradient)
+    want, got = sorted(world.rollouts[number] - seal.gone), sorted(gradient)
     check(got == want, "once", "step {}, {}: {}, not {}", number, seal, got, want)
-    check_collectives(gradient)
 
 
-def check_seats(world: World, rank: RankId) -> list[tuple[int, Piece]]:
+def check_seats(world: World, rank: RankId) -> list[str]:
     """All seats have trained on the same. The gradient of one of them."""
     first, *others = world.processes_of(rank)
     for other in others:
         check(other.order == first.order, "order", "seats of {}: {}, {}", rank, first.order, other.order)
-        pieces = [[piece for _, piece in seat.gradient] for seat in (first, other)]
-        check(pieces[0] == pieces[1], "once", "seats of {}: {}", rank, pieces)
+        gradients = first.gradient, other.gradient
+        check(gradients[0] == gradients[1], "once", "seats of {}: {}", rank, gradients)
     return first.gradient
-
-
-def check_collectives(gradient: list[tuple[int, Piece]]) -> None:
-    """Parts of one rollout were computed together."""
-    collectives = defaultdict[str, set[int]](set)
-    for collective, piece in gradient:
-        collectives[piece.rollout].add(collective)
-    for rollout, numbers in collectives.items():
-        check(len(numbers) == 1, "once", "parts of {} were computed in several collectives", rollout)
 
 
 def check_plain(world: World, order: Ack) -> None:
     """The same for a step of plain loops, when all have acknowledged it."""
     number = order.step
     trained = [one for (step, _), one in world.trained.items() if step == number]
-    got = sorted(piece for _, pieces in trained for piece in pieces)
-    want = sorted(piece for piece in world.pieces[number] if piece.rollout not in order.gone)
+    got = sorted(rollout for _, gradient in trained for rollout in gradient)
+    want = sorted(world.rollouts[number].difference(order.gone))
     check(got == want, "once", "step {}: trained {}, not {}", number, got, want)
     # What is fetched again after the seal may be gone, and others have divided by then.
     if world.generation == 1 and not any(process.incarnation for process in world.processes.values()):
@@ -109,7 +97,7 @@ def check_certain(world: World, number: int, order: object) -> None:
 
 
 def check_order(world: World, process: Process, part: Part) -> None:
-    """Shared items come in one order to all who share them."""
+    """Items of groups come in one order to all ranks of the groups."""
     groups = groups_of(part)
     for other in world.processes.values():
         its_part = other.held.parts.get(part.number)

@@ -23,10 +23,8 @@ class Config:
     role_ranks: int = 2
     role_seats: int = 1
     remote: bool = False
-    shared: bool = False
-    """Some items are computed by several ranks in one collective."""
     lockstep: bool = False
-    """All items are."""
+    """All ranks compute the items of one index in one collective."""
     auto_ack: bool = True
     all_die: bool = False
     """A launcher restarts all ranks when one dies."""
@@ -58,7 +56,6 @@ def random_config(seed: int) -> Config:
         role_ranks=r.randint(1, 2),
         role_seats=r.choice([1, 1, 2]),
         remote=r.random() < 0.4,
-        shared=not lockstep and r.random() < 0.4,
         lockstep=lockstep,
         auto_ack=r.random() < 0.6,
         all_die=all_die,
@@ -68,7 +65,7 @@ def random_config(seed: int) -> Config:
     kinds = ["flap", "restart", "lose"]
     if all_die:
         kinds.append("all_die")
-    elif meets or not (lockstep or config.shared):  # plain loops in one collective all fail where one does
+    elif meets or not lockstep:  # plain loops in one collective all fail where one does
         kinds += ["kill", "kill", "give_up", "give_up"]
     if not all_die:
         kinds.append("resize")

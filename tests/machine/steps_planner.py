@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from steps_config import Config
 
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.state import Item, Piece, RankId
+from stream_balancer.core.steps.state import Item, RankId
 
-Cut = tuple[RankId, tuple[Piece, ...], int | None]
-"""Owner, pieces, group."""
+Cut = tuple[RankId, tuple[str, ...], int | None]
+"""Owner, rollouts, group."""
 
 
 class Planner:
@@ -25,12 +25,12 @@ class Planner:
         ids = iter(range(1 << 20)) if is_new else iter(ledger.new_id, None)
         cuts = list(self._cuts(over, ids))
         items = list[Item]()
-        for owner, pieces, group in sorted(cuts, key=lambda cut: cut[0]):  # rank by rank, as plans are
+        for owner, rollouts, group in sorted(cuts, key=lambda cut: cut[0]):  # rank by rank, as plans are
             remote = self.config.remote and (group % 2 == 0 if group is not None else self.rng.random() < 0.6)
-            items.append(Item(next(ids), owner, pieces, group=group, remote=remote))
+            items.append(Item(next(ids), owner, rollouts, group=group, remote=remote))
         for item in list(items):
             for role in self.config.roles:
-                needed = Item(next(ids), self.rng.choice(ledger.members(role)), item.pieces, role, remote=item.remote)
+                needed = Item(next(ids), self.rng.choice(ledger.members(role)), item.rollouts, role, remote=item.remote)
                 item.needs += (needed.id,)
                 items.append(needed)
         return items
@@ -40,26 +40,22 @@ class Planner:
         for _ in range(rng.randint(1, 3)):
             if self.config.lockstep:
                 group = next(ids)
-                yield from ((owner, (self._piece(),), group) for owner in over)
+                yield from ((owner, (self._rollout(),), group) for owner in over)
                 continue
-            if self.config.shared and len(over) > 1 and rng.random() < 0.5:
-                group, whole = next(ids), self._piece()
-                for part, owner in enumerate(sorted(rng.sample(over, rng.randint(2, len(over))))):
-                    yield owner, (Piece(whole.rollout, part),), group
             for owner in over:
                 if rng.random() < 0.75:
-                    yield owner, tuple(self._piece() for _ in range(rng.randint(1, 2))), None
+                    yield owner, tuple(self._rollout() for _ in range(rng.randint(1, 2))), None
 
-    def _piece(self) -> Piece:
+    def _rollout(self) -> str:
         self.num_rollouts += 1
-        return Piece(f"r{self.num_rollouts}")
+        return f"r{self.num_rollouts}"
 
     def replanned(self, ledger: Ledger, old: list[Item], over: list[RankId]) -> list[Item]:
         """A role's items get another owner; a trainer's are cut anew, those of a group in one collective again."""
         if old[0].role:
             owners = [self.rng.choice(over) for _ in old]
             return [
-                Item(item.id, owner, item.pieces, item.role, remote=item.remote)
+                Item(item.id, owner, item.rollouts, item.role, remote=item.remote)
                 for item, owner in zip(old, owners, strict=True)
             ]
         alone = [item for item in old if item.group is None]
@@ -68,26 +64,24 @@ class Planner:
             if item.group is not None:
                 groups[item.group].append(item)
         news = [new for item in alone for new in self._cut_anew(ledger, item, over)]
-        return news + [new for parts in groups.values() for new in self._shared_anew(ledger, parts, over)]
+        return news + [new for items in groups.values() for new in self._group_anew(ledger, items, over)]
 
     def _cut_anew(self, ledger: Ledger, item: Item, over: list[RankId]) -> list[Item]:
-        rollouts = dict.fromkeys(piece.rollout for piece in item.pieces)
-        cuts = [tuple(piece for piece in item.pieces if piece.rollout == rollout) for rollout in rollouts]
+        cuts = [(rollout,) for rollout in item.rollouts]
         if not cuts or self.rng.random() < 0.5:
-            cuts = [item.pieces]
+            cuts = [item.rollouts]
         return [
-            Item(ledger.new_id(), self.rng.choice(over), pieces, needs=item.needs, remote=item.remote)
-            for pieces in cuts
+            Item(ledger.new_id(), self.rng.choice(over), rollouts, needs=item.needs, remote=item.remote)
+            for rollouts in cuts
         ]
 
-    def _shared_anew(self, ledger: Ledger, parts: list[Item], over: list[RankId]) -> list[Item]:
-        group, pieces = ledger.new_id(), [piece for item in parts for piece in item.pieces]
-        needs = tuple({needed for item in parts for needed in item.needs})
-        chosen = list(over) if self.config.lockstep else self.rng.sample(over, min(len(over), len(pieces)))
-        of_rank: dict[RankId, tuple[Piece, ...]] = dict.fromkeys(chosen, ())
-        for at, piece in enumerate(pieces):
-            of_rank[chosen[at % len(chosen)]] += (piece,)
+    def _group_anew(self, ledger: Ledger, items: list[Item], over: list[RankId]) -> list[Item]:
+        group, rollouts = ledger.new_id(), [rollout for item in items for rollout in item.rollouts]
+        needs = tuple({needed for item in items for needed in item.needs})
+        of_rank: dict[RankId, tuple[str, ...]] = dict.fromkeys(over, ())
+        for at, rollout in enumerate(rollouts):
+            of_rank[over[at % len(over)]] += (rollout,)
         return [
-            Item(ledger.new_id(), owner, own, "", needs, group if len(over) > 1 else None, parts[0].remote)
+            Item(ledger.new_id(), owner, own, "", needs, group if len(over) > 1 else None, items[0].remote)
             for owner, own in of_rank.items()
         ]

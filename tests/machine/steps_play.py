@@ -12,7 +12,7 @@ from typing import Any
 
 from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.orders import Order
-from stream_balancer.core.steps.state import TRAIN, HeldItem, HeldStep, Item, Piece, RankId, StepSeal
+from stream_balancer.core.steps.state import TRAIN, HeldItem, HeldStep, Item, RankId, StepSeal
 
 _ITEM = re.compile(r"(?P<id>\d+)@(?P<owner>\w+)(?:/(?P<group>\d+))?(?:<(?P<needs>[\d,]+))?(?P<remote>\*)?")
 
@@ -52,7 +52,7 @@ class Play:
         ids = " ".join(str(item.id) for item in items)
         self.replans.append(f"replan [{ids}] over " + " ".join(f"{one.role}{one.number}" for one in over))
         return [
-            Item(item.id if item.role else item.id + 10, over[at % len(over)], item.pieces, item.role, item.needs)
+            Item(item.id if item.role else item.id + 10, over[at % len(over)], item.rollouts, item.role, item.needs)
             for at, item in enumerate(items)
         ]
 
@@ -138,8 +138,7 @@ def _item(text: str) -> Item:
     assert found is not None, text
     id_, owner, group = int(found["id"]), rank_of(found["owner"]), found["group"]
     needs = tuple(map(int, (found["needs"] or "").split(","))) if found["needs"] else ()
-    pieces = (Piece(f"r{id_}"),)
-    return Item(id_, owner, pieces, owner.role, needs, int(group) if group else None, bool(found["remote"]))
+    return Item(id_, owner, (f"r{id_}",), owner.role, needs, int(group) if group else None, bool(found["remote"]))
 
 
 def rank_of(text: str) -> RankId:

@@ -22,7 +22,7 @@ from stream_balancer.core.steps.orders import (
     SendSeal,
     SendWork,
 )
-from stream_balancer.core.steps.state import Piece, RankId, StepSeal
+from stream_balancer.core.steps.state import RankId, StepSeal
 from stream_balancer.errors import WireError
 from stream_balancer.net import messages as m
 from stream_balancer.wire.payload import NOTHING, Payload
@@ -67,8 +67,8 @@ class Process:
         """Steps before this one are in its part of a checkpoint."""
         self.part: Part | None = None
         self.work: HeldWork | None = None
-        self.gradient: list[tuple[int, Piece]] = []
-        """With the number of the collective that computed it."""
+        self.gradient: list[str] = []
+        """Rollouts."""
         self.order: list[int] = []
         """Items, as they were computed."""
         self.meeting: Meeting | None = None
@@ -85,7 +85,7 @@ class Process:
         return self.held.weights or 0
 
     def is_in_group(self, uid: int, group: int) -> bool:
-        """In front of the collective of a shared item, and not about to leave it."""
+        """In front of the collective of its group, and not about to leave it."""
         part, work = self.part, self.work
         if part is None or work is None or part.uid != uid or work.item.group != group:
             return False
@@ -208,7 +208,7 @@ class Process:
         if self.is_trainer and work.item.group is not None:
             checks.check_order(self.world, self, part)
 
-    def end_work(self, collective: int) -> None:
+    def end_work(self) -> None:
         part, work = self.part, self.work
         assert part is not None
         assert work is not None
@@ -218,7 +218,7 @@ class Process:
         self.order.append(work.item.id)
         if self.is_trainer:
             masked = work.missing | part.gone
-            self.gradient += [(collective, piece) for piece in work.payload.pieces if piece.rollout not in masked]
+            self.gradient += [rollout for rollout in work.payload.rollouts if rollout not in masked]
         self.held.has_done(part, work)
         self.flush()
 
@@ -227,15 +227,15 @@ class Process:
         part = self.held.parts.get(number)
         work = None if part is None else part.work.get(id_)
         if work is not None:
-            rollouts = {piece.rollout for piece in work.payload.pieces}
-            self.held.fetched(number, uid, id_, dict.fromkeys(rollouts & self.world.lost_rollouts, "lost"))
+            lost = self.world.lost_rollouts.intersection(work.payload.rollouts)
+            self.held.fetched(number, uid, id_, dict.fromkeys(lost, "lost"))
             self.flush()
 
     # -- the meeting ---------------------------------------------------------------------------------------------------
 
     def enter(self, part: Part, seal: StepSeal) -> None:
         if not self.world.config.meets:
-            self.world.trained[part.number, self.rank] = seal, [piece for _, piece in self.gradient]
+            self.world.trained[part.number, self.rank] = seal, list(self.gradient)
             self.finish_step(part)
             return
         self.meeting = self.world.meeting(part, seal)

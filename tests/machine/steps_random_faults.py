@@ -76,6 +76,6 @@ def resize(world: World) -> None:
 
 
 def lose_rollouts(world: World) -> None:
-    numbers = world.pieces.keys() - world.journal.acked
-    rollouts = sorted({piece.rollout for number in numbers for piece in world.pieces[number]})
+    numbers = world.rollouts.keys() - world.journal.acked
+    rollouts = sorted({rollout for number in numbers for rollout in world.rollouts[number]})
     world.lost_rollouts.update(world.rng.sample(rollouts, min(2, len(rollouts))))

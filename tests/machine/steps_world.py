@@ -22,7 +22,7 @@ from steps_random_faults import faults_of, give_up
 from stream_balancer.client.held import HeldWork, Part
 from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.orders import Ack, Note, SendGo, SendRewind, SendSeal, SendWork
-from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId, StepSeal
+from stream_balancer.core.steps.state import TRAIN, Item, RankId, StepSeal
 
 Plan = tuple[int, list[Item], list[RankId]]
 """uid, items and participants."""
@@ -53,8 +53,8 @@ class World:
         self.plans: dict[int, Plan] = {}
         self.rows_left: dict[int, int] = {}
         """Rows that open steps lack."""
-        self.pieces: dict[int, set[Piece]] = {}
-        """Pieces that a step consists of."""
+        self.rollouts: dict[int, set[str]] = {}
+        """Rollouts of each step."""
         self.lost_rollouts: set[str] = set()
         self.columns: set[tuple[int, int]] = set()
         """Step and item of a role: computed, and known to the controller."""
@@ -65,9 +65,8 @@ class World:
         self.meetings: list[Meeting] = []
         self.meeting_of: dict[tuple[int, int, int], Meeting] = {}
         self.seals: dict[tuple[int, int, int], StepSeal] = {}
-        self.trained: dict[tuple[int, RankId], tuple[StepSeal, list[Piece]]] = {}
+        self.trained: dict[tuple[int, RankId], tuple[StepSeal, list[str]]] = {}
         """By plain loops."""
-        self.num_collectives = 0
         self.some_acked: set[int] = set()
         self.next_step, self.num_uids, self.generation = 0, 0, 0
         self.faults_left = config.num_faults
@@ -104,7 +103,7 @@ class World:
     def plan(self, number: int) -> None:
         self.num_uids += 1
         items = self.planner.items(self.ledger, self.ledger.members(TRAIN), is_new=True)
-        self.pieces[number] = {piece for item in items for piece in item.pieces}
+        self.rollouts[number] = {rollout for item in items for rollout in item.rollouts}
         self.rows_left[number] = self.rng.randint(1, 3) if self.config.is_open else 0
         self.plans[number] = self.num_uids, list(map(copy_of, items)), self.ledger.members(TRAIN)
         self.ledger.planned(number, items, complete=not self.config.is_open, uid=self.num_uids)
@@ -115,7 +114,7 @@ class World:
         is_last = not self.rows_left[number]
         over = sorted(self.ledger.steps[number].participants)
         items = [] if is_last else self.planner.items(self.ledger, over, is_new=False)
-        self.pieces[number] |= {piece for item in items for piece in item.pieces}
+        self.rollouts[number] |= {rollout for item in items for rollout in item.rollouts}
         self.plans[number][1].extend(map(copy_of, items))
         self.ledger.appended(number, items, complete=is_last)
         self.write_plan(number)
@@ -270,9 +269,8 @@ class World:
 
     def compute(self, processes: list[Process]) -> None:
         """Run one collective."""
-        self.num_collectives += 1
         for process in processes:
-            process.end_work(self.num_collectives)
+            process.end_work()
 
     # -- meetings ------------------------------------------------------------------------------------------------------
 
@@ -386,4 +384,4 @@ class World:
 
 def copy_of(item: Item) -> Item:
     """As it was planned: nothing of what the ledger knows of it travels."""
-    return Item(item.id, item.owner, item.pieces, item.role, item.needs, item.group, item.remote)
+    return Item(item.id, item.owner, item.rollouts, item.role, item.needs, item.group, item.remote)

@@ -113,7 +113,7 @@ FAULTS: dict[str, tuple[str, Any, str, Make, dict[str, Any]]] = {
     "what is rewound is kept": (
      "credits", Held, "take",
      lambda old: lambda held, message, payloads: isinstance(message, Rewind) or old(held, message, payloads),
-     {**GIVEN_UP, "shared": True, "lockstep": False, "ranks": 3}),
+     {**GIVEN_UP, "lockstep": True, "ranks": 3}),
     "weights are taken for a checkpoint": (
      "acknowledged", Ledger, "finished",
      _after(lambda ledger, one, seat, number, attempt: ledger.acknowledged(one, seat, number)),
@@ -133,8 +133,8 @@ FAULTS: dict[str, tuple[str, Any, str, Make, dict[str, Any]]] = {
      "once", step_orders, "_may_seal", _with(is_complete=True),
      {"meets": True, "is_open": True, "ranks": 1, "seats": 1, "roles": ()}),
     "nobody begins again": (
-     "once", step_orders, "rewind", _always(None),
-     {**GIVEN_UP, "shared": True, "lockstep": False, "remote": False, "ranks": 3}),
+     "stall", step_orders, "rewind", _always(None),
+     {**GIVEN_UP, "lockstep": True, "remote": False, "ranks": 3}),
     "the journal is believed whatever has moved": (
      "once", step_orders, "_settle",
      _before(lambda book, step: _set(step, is_changed=False)),
@@ -157,14 +157,14 @@ FAULTS: dict[str, tuple[str, Any, str, Make, dict[str, Any]]] = {
      {"meets": True, "moves": True, "seats": 2, "remote": False}),
     "what is given back is not heard": (
      "stall", Ledger, "released", _always(None), {"meets": True, "moves": True}),
-    "shared items are overtaken": (
+    "items of groups are overtaken": (
      "order", rank_orders, "_ready",
      lambda old: lambda share: [it for it in rank_orders.in_order(share.unsent.values()) if share.step.is_ready(it)],
-     {"meets": True, "shared": True, "lockstep": False, "roles": ("ref",), "ranks": 3}),
+     {"meets": True, "lockstep": True, "roles": ("ref",), "ranks": 3}),
     "items are sent in the plan's order again": (
      "order", rank_orders, "in_order",
      lambda old: lambda items: sorted(items, key=lambda item: item.id),
-     {"seats": 2, "roles": ("ref", "value"), "meets": True, "shared": False, "lockstep": False, "faults": ("flap",),
+     {"seats": 2, "roles": ("ref", "value"), "meets": True, "lockstep": False, "faults": ("flap",),
       "num_faults": 20, "role_ranks": 2, "ranks": 2, "steps": 4}),
     "items are sent without columns": (
      "columns", StepState, "is_ready", _always(True), {"roles": ("ref",)}),

@@ -109,7 +109,6 @@ def fields(draw: st.DrawFn) -> dict[str, Any]:
         "rollout_id": names,
         "version": versions | st.tuples(versions, versions),
         "cost": st.floats(min_value=0),
-        "prefix": st.integers(-1, 5),
     }
     found = {name: draw(optional[name]) for name in draw(st.sets(st.sampled_from(sorted(optional)), max_size=3))}
     return {"tokens": {"input_ids": torch.arange(length) * 2**33, **columns}, "group_id": "g", **found}
@@ -140,7 +139,7 @@ def all_of(rollout: Rollout) -> Any:
         "rest": bits(
             [
                 rollout.rollout_id, rollout.group_id, rollout.version, rollout.cost, rollout.is_padding,
-                rollout.num_tokens, rollout.num_loss_tokens, rollout.prefix,
+                rollout.num_tokens, rollout.num_loss_tokens,
             ]
         ),
     }  # fmt: skip

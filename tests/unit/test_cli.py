@@ -17,7 +17,7 @@ import stream_balancer.tools.shown
 from stream_balancer.cli import app
 
 HEADER = "group_id,prompt_tokens,output_tokens\n"
-CP, RANGE = ("--context-parallel.sizes",), ("--step-size.rollouts",)
+RANGE = ("--step-size.rollouts",)
 
 
 def run(*arguments: object) -> Result:
@@ -104,18 +104,18 @@ class TestReplay:
     @pytest.mark.parametrize(
         ("name", "text"),
         [
-            ("knobs.yaml", "{dp_size: 4, context_parallel: {sizes: [1, 2]}, cost: 'quadratic:0:1', max_skips: null}"),
-            ("knobs.JSON", '{"dp_size": 4, "context_parallel": {"sizes": [1, 2]}, "cost": "quadratic:0:1"}'),
-            ("knobs.toml", "dp_size = 4\ncost = 'quadratic:0:1'\n[context_parallel]\nsizes = [1, 2]"),
+            ("knobs.yaml", "{dp_size: 4, groups: {size: 2}, cost: 'quadratic:0:1', max_skips: null}"),
+            ("knobs.JSON", '{"dp_size": 4, "groups": {"size": 2}, "cost": "quadratic:0:1"}'),
+            ("knobs.toml", "dp_size = 4\ncost = 'quadratic:0:1'\n[groups]\nsize = 2"),
         ],
     )  # fmt: skip
     def test_knobs_from_a_file_and_options_on_top(self, trace: Path, tmp_path: Path, name: str, text: str) -> None:
         (path := tmp_path / name).write_text(text)
-        result = run("replay", trace, "--config", path, "--batch-size", 8, "--context-parallel.min-tokens", 9, "--json")
+        result = run("replay", trace, "--config", path, "--batch-size", 8, "--groups.keep", "free", "--json")
         assert result.exit_code == 0, result.output
         knobs = json.loads(result.stdout)["knobs"]
-        assert (knobs["dp_size"], knobs["batch_size"], knobs["context_parallel.sizes"]) == (4, 8, [1, 2])
-        assert knobs["context_parallel.min_tokens"] == 9
+        assert (knobs["dp_size"], knobs["batch_size"], knobs["groups.size"]) == (4, 8, 2)
+        assert knobs["groups.keep"] == "free"
         assert knobs["cost"] == "quadratic:0:1", "as it was given, in a file as by an option"
         assert (knobs["max_skips"] is None) == name.endswith("yaml")
         path.write_text("{" if name != "knobs.toml" else "dp_siz = 4")
@@ -178,8 +178,6 @@ class TestMistakes:
             (("--window", 8), "window (8) must be >= batch_size (32)"),
             (("--dp-size", 0), "--dp-size 0: must be an int >= 1"),
             (("--deadline-s", "nan"), "--deadline-s nan: must be a finite number"),
-            ((*CP, "1,two"), "--context-parallel.sizes 1,two: must be powers of two in ascending order"),
-            ((*CP, "2,4"), "context_parallel.sizes must be powers of two in ascending order, beginning with 1"),
             ((*RANGE, "16"), "--step-size.rollouts 16: must be two ints >= 1"),
             ((*RANGE, "16:many"), "--step-size.rollouts 16:many: must be two ints"),
             (("--slots", 0), "slots (0) must be >= 1"),

@@ -15,12 +15,11 @@ from helpers import polled
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import awkward_micro_batches, same_rollout, same_tensors
-from test_shared_rollouts import a_rollout
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import RolloutError, WireError
-from stream_balancer.rollouts import SUPPORTED_DTYPES, ExecutionSize, MicroBatch, Rollout, SharedRollout
+from stream_balancer.rollouts import SUPPORTED_DTYPES, ExecutionSize, MicroBatch, Rollout
 from stream_balancer.testing import make_rollout
 from stream_balancer.wire import codec
 from stream_balancer.wire.header import Header
@@ -138,12 +137,11 @@ def test_columns_of_other_sizes_than_the_work_are_refused() -> None:
 
 def same_layout(one: MicroBatch, other: MicroBatch) -> None:
     ours, theirs = one.packed(), other.packed()
-    assert (one.lengths, one.cp_group, one.cp_rank) == (other.lengths, other.cp_group, other.cp_rank)
+    assert one.lengths == other.lengths
     assert same_tensors(ours.columns, theirs.columns)
     following = [{name: its.next(name) for name in its.columns} for its in (ours, theirs)]
     assert same_tensors(*following)
     assert torch.equal(ours.position_ids, theirs.position_ids)
-    assert ours.whole_lengths == theirs.whole_lengths
     assert list(ours.executions) == list(theirs.executions)
     assert ours.rollout_weights.tolist() == theirs.rollout_weights.tolist()
 
@@ -152,11 +150,11 @@ def same_layout(one: MicroBatch, other: MicroBatch) -> None:
 
 
 def test_a_rollout_that_lies_elsewhere_is_planned_like_any_other() -> None:
-    local = rollout(4, group_id="g", execution_id="e", cost=2.5, prefix=2)
+    local = rollout(4, group_id="g", execution_id="e", cost=2.5)
     one = remote(local, A, 7)
     assert (one.handle.owner, one.handle.key) == (A, 7)
     assert (one.num_tokens, one.num_loss_tokens, one.nbytes) == (local.num_tokens, local.num_loss_tokens, local.nbytes)
-    for name in ("scalars", "metadata", "rollout_id", "group_id", "execution_id", "version", "cost", "prefix"):
+    for name in ("scalars", "metadata", "rollout_id", "group_id", "execution_id", "version", "cost"):
         assert getattr(one, name) == getattr(local, name)
     assert all(tensor.is_meta for tensor in (*one.tokens.values(), *one.tensors.values()))
     core = BalancerCore(BalancerConfig(dp_size=1, batch_size=1))
@@ -207,12 +205,9 @@ def test_the_owner_hears_of_what_is_needed_no_more() -> None:
 @given(
     cut=st.lists(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=4), min_size=1, max_size=4),
     late=st.booleans(),
-    degree=st.sampled_from([1, 1, 2, 4]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_holes_anywhere_when_filled_equal_the_whole(
-    cut: list[list[tuple[int, bool]]], late: bool, degree: int, seed: int
-) -> None:
+def test_holes_anywhere_when_filled_equal_the_whole(cut: list[list[tuple[int, bool]]], late: bool, seed: int) -> None:
     chance, kept = random.Random(seed), dict[tuple[str, int], Rollout]()
     whole: list[MicroBatch] = []
     sent: list[MicroBatch] = []
@@ -231,14 +226,8 @@ def test_holes_anywhere_when_filled_equal_the_whole(
                 one, other = one.with_late_columns(columns), other.with_late_columns(columns)
             here.append(one)
             there.append(other)
-        group = tuple(range(degree))
-        if degree > 1 and chance.random() < 0.7:
-            at = chance.randrange(degree)
-            whole.append(MicroBatch.of(here, cp_group=group, cp_rank=at))
-            sent.append(MicroBatch.of(there, cp_group=group, cp_rank=at))
-        else:
-            whole.append(MicroBatch.of(here))
-            sent.append(MicroBatch.of(there))
+        whole.append(MicroBatch.of(here))
+        sent.append(MicroBatch.of(there))
     got = carried(*sent)
     assert len(got.holes()) == len(kept)
     fill(got, kept)
@@ -246,7 +235,6 @@ def test_holes_anywhere_when_filled_equal_the_whole(
         same_layout(ours, theirs)
         for a, b in zip(ours.rollouts, theirs.rollouts, strict=True):
             assert same_rollout(a, b)
-            assert not isinstance(a, SharedRollout) or same_tensors(dict(a.behind), dict(b.behind))  # type: ignore[attr-defined]
 
 
 def test_a_padding_copy_of_what_lies_elsewhere_has_its_tensors_and_no_loss() -> None:
@@ -268,7 +256,7 @@ def test_a_padding_copy_of_what_lies_elsewhere_has_its_tensors_and_no_loss() -> 
 
 
 def test_what_is_gone_is_masked() -> None:
-    local = [rollout(n, group_id="g", prefix=2) for n in range(4)]
+    local = [rollout(n, group_id="g") for n in range(4)]
     got = carried(local[:2], [remote(local[2], A, 3), remote(local[3], A, 4)])
     got.mask(["r2", "r0", "nobody's"])
     assert [one.rollout_id for one in got.holes()] == ["r3"]
@@ -278,10 +266,8 @@ def test_what_is_gone_is_masked() -> None:
     assert first.packed()["loss_mask"].sum() == local[1].num_loss_tokens
     assert first.lengths == (3, 5)
     gone = second.rollouts[0]
-    assert (gone.is_padding, gone.num_loss_tokens, gone.prefix, gone.num_tokens) == (True, 0, 0, local[2].num_tokens)
+    assert (gone.is_padding, gone.num_loss_tokens, gone.num_tokens) == (True, 0, local[2].num_tokens)
     assert not any(tensor.any() for tensor in (*gone.tokens.values(), *gone.tensors.values()))
-    assert second.rollouts[1].prefix == 2
-    first.tree()
 
 
 def test_what_turns_out_to_be_gone_later_is_masked_in_new_micro_batches() -> None:
@@ -295,25 +281,13 @@ def test_what_turns_out_to_be_gone_later_is_masked_in_new_micro_batches() -> Non
     assert [one.is_padding for one in after.rollouts] == [False, True, False]
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
+# --- what a put is ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("degree", [2, 4, 8])
-def test_a_member_receives_its_part_and_two_rows_a_column(degree: int) -> None:
-    whole = make_rollout(8192, "long", seed=1)
-    row = 8 + 4 + 1  # ids, log-probabilities, mask
-    for place in range(degree):
-        encoded = codec.encode([MicroBatch.of([whole], cp_group=tuple(range(degree)), cp_rank=place)])
-        assert 0 <= encoded.payload.total - row * (8192 // degree + 2) < 3 * 64
-        assert len(bytes(encoded.header)) < 256
-
-
-def test_a_put_is_whole() -> None:
-    part = MicroBatch.of([a_rollout(8)], cp_group=(0, 1), cp_rank=0)
-    for cut in ([part], [MicroBatch.of([rollout(1)]), MicroBatch.of([rollout(2)])]):
-        encoded = codec.encode(cut)
-        with pytest.raises(WireError, match="whole rollouts"):
-            codec.decode_rollouts(encoded.header, received(encoded))
+def test_a_put_is_one_block() -> None:
+    encoded = codec.encode([MicroBatch.of([rollout(1)]), MicroBatch.of([rollout(2)])])
+    with pytest.raises(WireError, match="a put holds rollouts"):
+        codec.decode_rollouts(encoded.header, received(encoded))
 
 
 @pytest.mark.parametrize(

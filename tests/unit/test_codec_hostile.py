@@ -27,7 +27,6 @@ from stream_balancer.errors import (
 from stream_balancer.net import messages as m
 from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.rollouts import SUPPORTED_DTYPES, MicroBatch, Rollout
-from stream_balancer.rollouts.shared import tokens_of
 from stream_balancer.wire import codec
 from stream_balancer.wire.codec import Decoded, Encoded
 from stream_balancer.wire.header import lay_out, read_header
@@ -119,20 +118,16 @@ def test_a_refusal_is_raised_where_it_is_read() -> None:
 def some(**fields: Any) -> list[Rollout]:
     return [
         rollout(n, scalars={"advantage": 0.5, "count": n}, metadata={"deep": [1, {"a": b"\x00"}]},
-                version=(1, 2) if n else 7, group_id="g" if n else None, prefix=n, **fields)
+                version=(1, 2) if n else 7, group_id="g" if n else None, **fields)
         for n in range(4)
     ]  # fmt: skip
 
 
 def work() -> Encoded:
     own = some()
-    shared = [one.with_late_columns({"late": torch.rand(one.num_tokens)}) for one in own[:2]]
+    here = [one.with_late_columns({"late": torch.rand(one.num_tokens)}) for one in own[:2]]
     away = [remote(one, A, n).with_late_columns({"late": torch.rand(one.num_tokens)}) for n, one in enumerate(own[2:])]
-    return codec.encode([MicroBatch.of([*shared, away[0]], cp_group=(0, 1), cp_rank=1), MicroBatch.of([away[1]])])
-
-
-def parts() -> Encoded:
-    return codec.encode([MicroBatch.of(some()[:2], cp_group=(3, 1, 5), cp_rank=2), MicroBatch.of(some()[2:])])
+    return codec.encode([MicroBatch.of([*here, away[0]]), MicroBatch.of([away[1]])])
 
 
 def a_put() -> Encoded:
@@ -161,9 +156,6 @@ def train_on(header: bytes, memory: Memory | None) -> None:
 def use(got: Decoded) -> None:
     for micro_batch in got.micro_batches:
         packed = micro_batch.packed()
-        if not micro_batch.cp_group:
-            tree = micro_batch.tree(check=False)
-            assert tree["input_ids"][tree.index].shape == packed["input_ids"].shape
         assert int(packed.cu_seqlens[-1]) == micro_batch.num_tokens
         for name, column in packed.columns.items():
             assert column.shape[0] == micro_batch.num_tokens
@@ -171,8 +163,6 @@ def use(got: Decoded) -> None:
         assert packed.position_ids.shape[0] == micro_batch.num_tokens
         for one in micro_batch.rollouts:
             assert 0 <= one.num_loss_tokens <= one.num_tokens
-            assert 0 <= one.prefix < tokens_of(one)
-            assert not one.prefix or one.group_id is not None
             for tensor in (*one.tokens.values(), *one.tensors.values()):
                 tensor.clone()
 
@@ -189,7 +179,7 @@ def take_columns(header: bytes, memory: Memory | None) -> None:
 
 Target = tuple[Callable[[], Encoded], Callable[[bytes, "Memory | None"], None]]
 TARGETS: list[Target] = [
-    (work, train_on), (parts, train_on), (a_put, take_put), (a_kept_put, take_put), (columns, take_columns),
+    (work, train_on), (a_put, take_put), (a_kept_put, take_put), (columns, take_columns),
 ]  # fmt: skip
 
 _ODD: list[Any] = [
@@ -292,19 +282,12 @@ def _changed(encoded: Encoded, **changes: Any) -> bytes:
         ({"lengths": [3, 5, 7, 11]}, "bytes"),
         ({"lengths": [3, 5, 7, 2**48]}, "more than"),
         ({"loss_tokens": [4, 0, 0, 0]}, "impossible number of loss tokens"),
-        ({"prefix": [3, 0, 0, 0]}, "more tokens than it has"),
         ({"padding": [0]}, "padding copies"),
         ({"padding": [4], "loss_tokens": [0] * 4}, "padding copies"),
         ({"padding": [1, 0], "loss_tokens": [0] * 4}, "padding copies"),
         ({"scalars": [{"hidden": 1}] * 4}, "both a column and a scalar"),
         ({"execution_sizes": [(0, 1)] * 4}, "cannot be read"),
         ({"execution_sizes": [(1, 1)] * 3}, "different lengths"),
-        ({"shared": [(0, (0, 1), 2)]}, "impossible"),
-        ({"shared": [(0, (0,), 0)]}, "impossible"),
-        ({"shared": [(0, (1, 1), 0)]}, "impossible"),
-        ({"shared": [(1, (0, 1), 0)]}, "shared blocks"),
-        ({"shared": [(0, (0, 1), 0), (0, (0, 1), 0)]}, "shared blocks"),
-        ({"shared": [(0, tuple(range(9)), 0)]}, "bytes"),
         ({"late": [0]}, "late"),
         ({"holes": [(0, 0, 3)]}, "not named"),
         ({"holes": [(4, 0, 3)], "owners": [A]}, "does not come along"),
@@ -323,7 +306,6 @@ def _changed(encoded: Encoded, **changes: Any) -> bytes:
         ({"ids": [1, 2, 3, 4]}, "cannot be read"),
         ({"version": [1]}, "different lengths"),
         ({"metadata": [[]] * 4}, "cannot be read"),
-        ({"group_id": [None] * 4}, "no group"),
     ],
 )  # fmt: skip
 def test_impossible_headers_are_refused(changes: dict[str, Any], says: str) -> None:

@@ -69,8 +69,8 @@ def test_replace_derives_anew_what_was_not_given() -> None:
     c = config(capacity=64).replace(batch_size=8)
     assert (c.batch_size, c.window, c.capacity) == (8, 12, 64)
     assert config().replace(window=48).capacity == 96
-    grouped = config(groups=sb.Groups(size=4, share_prefixes=True))
-    assert grouped.replace(groups={"size": 2}).groups == sb.Groups(size=2, share_prefixes=True), "what a mapping names"
+    grouped = config(groups=sb.Groups(size=4, keep="same_rank"))
+    assert grouped.replace(groups={"size": 2}).groups == sb.Groups(size=2, keep="same_rank"), "what a mapping names"
     assert grouped.replace(groups=sb.Groups(size=2)).groups == sb.Groups(size=2), "the whole group"
     assert grouped.replace(groups=None).groups == sb.Groups()
 
@@ -95,7 +95,7 @@ def test_help_fits_on_a_screen() -> None:
     assert parameters[:2] == ["dp_size", "batch_size"]
     for name in parameters:
         assert f"{name}: " in shown
-    for group in (sb.MicroBatches, sb.Groups, sb.Staleness, sb.ContextParallel, sb.Limits, sb.StepSize):
+    for group in (sb.MicroBatches, sb.Groups, sb.Staleness, sb.Limits, sb.StepSize):
         for name in inspect.signature(group).parameters:
             assert f"     {name}:\n" in pydoc.plain(pydoc.render_doc(group))
 
@@ -131,20 +131,16 @@ BAD_VALUES: list[tuple[str, str, list[object]]] = [
     *[(name, COUNT, [0, -3, 2.0]) for name in ("micro_batches.max_tokens", "groups.size", "limits.tokens")],
     *[(name, COUNT, [0]) for name in ("limits.bytes", "step_size.tokens", "step_size.window_tokens")],
     *[(name, "must be an int >= 1, not", [0]) for name in ("micro_batches.multiple_of", "step_size.mini_batches")],
-    ("context_parallel.min_tokens", "must be an int >= 1, not", [0]),
     ("staleness.max_versions", "must be an int >= 0 or None, not", [-1, math.nan, True]),
     *[(name, "must be one of '.*', not 'nope'", ["nope"]) for name in ("micro_batches.oversize", "groups.keep")],
     ("micro_batches.oversize", "not 'refused'. Did you mean 'refuse'", ["refused"]),
     ("staleness.on_stale", "must be one of 'evict', 'send', not 'nope'", ["nope"]),
     ("micro_batches.overhead_cost", "must be a finite number >= 0 or None, not", [-1.0, math.nan, True, "1"]),
-    ("groups.share_prefixes", "must be True or False, not", [1]),
-    ("context_parallel.overhead", "must be a finite number >= 0, not", [-0.1, math.nan, True, "0.1"]),
-    ("context_parallel.sizes", "must be powers of two in ascending order, beginning with 1", [(), (2,), (1, 3), 4]),
-    ("context_parallel.sizes", "must be powers of two", [(1, 4, 2), (1, 1, 2), (0, 1), (1, 2.0), (True, 2), "12"]),
+    ("groups.patience", "must be a finite number >= 0, not", [-0.1, math.nan, True, "0.1"]),
     ("step_size.rollouts", "must be two ints >= 1", [16, (16,), (4, 8.5)]),
     (
         "groups",
-        r"must be Groups\(...\), or a mapping with some of size, min_size, patience, keep, .*, not",
+        r"must be Groups\(...\), or a mapping with some of size, min_size, patience, keep, not",
         [8, "same_rank"],
     ),
 ]
@@ -166,8 +162,6 @@ def of_window(tokens: int) -> dict[str, Any]:
     return {"batch_size": None, "step_size": {"tokens": 1000, "window_tokens": tokens}}
 
 
-SHARED: dict[str, Any] = {"context_parallel": {"sizes": (1, 2)}}
-PREFIXES: dict[str, Any] = {"groups": {"share_prefixes": True}}
 SAME_RANK: dict[str, Any] = {"size": 4, "keep": "same_rank"}
 MINI: dict[str, Any] = {"step_size": {"mini_batches": 2}}
 SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
@@ -213,26 +207,6 @@ SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
         ({"stratum_shares": dict.fromkeys("abc", 0.1), "groups": {"size": 8}}, "24 together"),
         ({"stratum_shares": dict.fromkeys("abc", 0.1), "step_size": {"rollouts": (2, 24)}, "dp_size": 2}, "3 together"),
         *[
-            ({**PREFIXES, **knobs}, f"share_prefixes does not work with {says}")
-            for knobs, says in (
-                ({"cost": sb.cost.PaddedCost()}, "a padded cost"),
-                ({"cost": sb.cost.CalibratedCost()}, "CalibratedCost"),
-                ({"sync": "micro_batch"}, "sync='micro_batch'"),
-                ({"equal_rollouts": True}, "equal_rollouts=True"),
-                (SLOW, "speeds"),
-                ({**SLOW, "equal_rollouts": True}, "equal_rollouts=True.* and speeds"),
-            )
-        ],
-        *[
-            ({**SHARED, **knobs}, rf"context_parallel.sizes=\(1, 2\) does not work with {says}")
-            for knobs, says in (
-                ({"equal_rollouts": True}, "equal_rollouts=True"),
-                ({"groups": SAME_RANK}, "groups.keep='same_rank'"),
-                ({"cost": sb.cost.PaddedCost()}, "a padded cost"),
-                (SLOW, "speeds"),
-            )
-        ],
-        *[
             ({"dp_size": 2, "batch_size": 8, "window": 16, "step_size": {"rollouts": steps}, **knobs}, says)
             for steps, knobs, says in (
                 ((9, 16), {}, r"batch_size \(8\) is the mean of step_size.rollouts \(9, 16\)"),
@@ -260,8 +234,6 @@ SLOW: dict[str, Any] = {"speeds": (1.0, 1.0, 1.0, 0.5)}
             ({"window": "auto", **knobs}, f"window='auto' {says}")
             for knobs, says in (
                 (TOKENS, "does not work with step_size.tokens"),
-                (SHARED, r"does not work with context_parallel.sizes=\(1, 2\)"),
-                (PREFIXES, "does not work with groups.share_prefixes"),
                 (MINI, "does not work with step_size.mini_batches > 1"),
                 ({"policy": "fifo"}, "needs policy='window'"),
             )
@@ -275,8 +247,6 @@ def test_combinations_that_cannot_work(knobs: dict[str, Any], says: str) -> None
 
 def test_what_may_seem_odd_and_works() -> None:
     config(cost=ConstantCost(0.0))
-    shared = config(context_parallel={"sizes": [1, 2, 16], "overhead": 0})  # an elastic run may have more ranks
-    assert shared.context_parallel == sb.ContextParallel(sizes=(1, 2, 16), overhead=0.0)
     assert config(groups=SAME_RANK).groups.kept == 4
     assert config(groups={"size": 3, "keep": "free"}).groups.kept is None
 
@@ -291,7 +261,7 @@ def test_what_may_seem_odd_and_works() -> None:
         ({"xyz": 3}, r"no such knob: xyz\. The knobs are: .*window"),
         ({"groups": {"siz": 3}}, r"no such knob: groups\.siz\. Did you mean size\?"),
         ({"groups": {"xyz": 3}}, r"no such knob: groups\.xyz\. The knobs are: keep, min_size, .*, size"),
-        ({"share_prefix": True}, r"Did you mean groups=Groups\(share_prefixes=\.\.\.\)\?"),
+        ({"patient": 2.0}, r"Did you mean groups=Groups\(patience=\.\.\.\)\?"),
         ({"limits.bytes": 3}, r"Did you mean limits=Limits\(bytes=\.\.\.\)\?"),
         ({"self": 3}, "no such knob: self"),
     ],
@@ -318,7 +288,7 @@ def test_plain_data_that_is_none(knobs: Any, says: str) -> None:
 def test_a_config_from_plain_data() -> None:
     text = """
         {dp_size: 2, batch_size: 8, max_skips: null, cost: quadratic:2:1, speeds: [1, 0.5],
-         context_parallel: {sizes: [1]}, micro_batches: {max_tokens: 64, equal_number: false}, groups: null}
+         micro_batches: {max_tokens: 64, counts: free}, groups: null}
     """
     made = sb.BalancerConfig.from_dict(yaml.safe_load(text))
     assert made == sb.BalancerConfig(

@@ -16,7 +16,6 @@ from helpers import polled
 from invariants import verify
 
 import stream_balancer as sb
-from stream_balancer.config.figures import longest_rollout
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import EVENTS, Observer
@@ -93,25 +92,14 @@ def reconfigurable(**knobs: Any) -> BalancerCore:
     return BalancerCore(sb.BalancerConfig(**{"dp_size": 1, "batch_size": 2, "window": 4, **knobs}))
 
 
-def test_a_rollout_above_the_cap_comes_in_if_ranks_may_share_it() -> None:
-    config = sb.BalancerConfig(
-        dp_size=4,
-        batch_size=4,
-        context_parallel=sb.ContextParallel(sizes=(1, 2, 4, 8)),
-        micro_batches=sb.MicroBatches(max_tokens=51),
-        cost=sb.cost.QuadraticCost(),
-    )
-    assert longest_rollout(config) == 200, "four ranks with two chunks of 25 tokens each"
-    assert longest_rollout(config.replace(context_parallel={"sizes": (1,)})) == 51
-    assert longest_rollout(config.replace(micro_batches={"max_tokens": None})) is None
+def test_a_rollout_above_the_cap_is_refused_and_a_cap_below_a_waiting_one_too() -> None:
+    config = sb.BalancerConfig(dp_size=4, batch_size=4, micro_batches=sb.MicroBatches(max_tokens=51))
     core = BalancerCore(config)
-    core.add(make_rollout(200), 0.0)
-    with pytest.raises(sb.errors.RolloutError, match=r"201 tokens, above .*tokens \(51\) on each of 4 ranks"):
-        core.add(make_rollout(201), 0.0)
-    with pytest.raises(
-        sb.errors.ConfigError, match=r"\(51\) on each of 2 ranks with micro_batches.oversize='refuse' is below rollout"
-    ):
-        core.reconfigure(config.replace(context_parallel={"sizes": (1, 2)}))
+    core.add(make_rollout(51), 0.0)
+    with pytest.raises(sb.errors.RolloutError, match=r"52 tokens, above .*tokens \(51\)\. Raise"):
+        core.add(make_rollout(52), 0.0)
+    with pytest.raises(sb.errors.ConfigError, match=r"\(50\) with micro_batches.oversize='refuse' is below rollout"):
+        core.reconfigure(config.replace(micro_batches={"max_tokens": 50}))
 
 
 def test_a_full_buffer_has_no_room_once_a_batch_could_leave() -> None:

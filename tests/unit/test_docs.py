@@ -16,7 +16,6 @@ from architecture import modules
 import stream_balancer as sb
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.host.journal import Recovered
-from stream_balancer.rollouts import SharedRollout, trees
 from stream_balancer.statistics import CostFit, Straggler
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +85,7 @@ def _anchor(heading: str) -> str:
 
 CLASSES = [
     sb.MicroBatches, sb.Rollout, sb.rollouts.MicroBatch, sb.rollouts.RankBatch, sb.Batch, sb.Statistics, Snapshot,
-    Straggler, CostFit, Recovered, SharedRollout,
+    Straggler, CostFit, Recovered,
 ]  # fmt: skip
 
 
@@ -107,7 +106,6 @@ VALUES = {"OversizeError", "Plan", "PlanKnobs", "Waiting", "LengthBiasSummary"} 
 MUST_HAVE = [
     *(getattr(sb.planning, name) for name in sb.planning.__all__ if name not in VALUES),
     *(getattr(sb.cost, name) for name in sb.cost.__all__ if name.endswith("Cost")),
-    trees.tree,
     sb.rollouts.MicroBatch,
 ]
 

@@ -19,7 +19,6 @@ from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.learn import attach, auto_window
 from stream_balancer.learn.calibration import Calibration
-from stream_balancer.rollouts.shared import tokens_of
 from stream_balancer.statistics import CostFit
 
 IDS = torch.zeros(8000, dtype=torch.int32)
@@ -35,26 +34,17 @@ class Machine:
         self.noise = noise
         self.random = np.random.default_rng(seed)
 
-    def work_s(self, micro_batches: list[tuple[np.ndarray, int]], overhead: float = 0.0) -> float:
-        """Of the lengths in each micro-batch, and the ranks that share them."""
+    def work_s(self, micro_batches: list[np.ndarray]) -> float:
+        """Of the lengths in each micro-batch."""
         a, b, c, d = self.law
-        whole = [(a * x.sum() + b * float(x @ x), degree) for x, degree in micro_batches]
-        return sum(one / degree * (1.0 + overhead * np.log2(degree)) + c for one, degree in whole) + d
+        return sum(a * float(x.sum()) + b * float(x @ x) + c for x in micro_batches) + d
 
     def measured(self, seconds: np.ndarray) -> list[float]:
         return (seconds * np.exp(self.noise * self.random.standard_normal(len(seconds)))).tolist()
 
 
-def alone(shares: list[list[np.ndarray]]) -> list[list[tuple[np.ndarray, int]]]:
-    """[rank][micro_batch] lengths of rollouts that one rank has."""
-    return [[(lengths, 1) for lengths in share] for share in shares]
-
-
-def lengths_in(share: sb.rollouts.RankBatch) -> list[tuple[np.ndarray, int]]:
-    return [
-        (np.array([tokens_of(r) for r in mb.rollouts], dtype=np.float64), max(len(mb.cp_group), 1))
-        for mb in share.micro_batches
-    ]
+def lengths_in(share: sb.rollouts.RankBatch) -> list[np.ndarray]:
+    return [np.array(mb.lengths, dtype=np.float64) for mb in share.micro_batches]
 
 
 def feed(core: BalancerCore, machine: Machine, names: list[int]) -> sb.Batch:
@@ -74,8 +64,7 @@ def train(
     ratios = []
     for step in range(steps):
         batch = feed(core, machine, names)
-        overhead = core.config.context_parallel.overhead
-        work = np.array([machine.work_s(lengths_in(share), overhead) for share in batch.ranks])
+        work = np.array([machine.work_s(lengths_in(share)) for share in batch.ranks])
         speed = np.array([1.0] * len(work) if speeds is None else speeds(step))
         for rank, seconds in enumerate(machine.measured(work / speed)):
             core.record_step(StepTiming(batch.step, rank, seconds), 0.0)
@@ -116,14 +105,6 @@ def test_the_law_of_the_machine_is_found() -> None:
     assert fit.seconds_per_micro_batch + fit.seconds_per_step == pytest.approx(0.03, rel=0.3)
     assert fit.speeds == pytest.approx([1.0] * 8, abs=0.04)
     assert core.pricing.knobs.speeds is None, "noise does not make a rank slow"
-
-
-def test_the_law_is_found_where_ranks_share_rollouts() -> None:
-    shared = config(context_parallel={"sizes": (1, 2, 4, 8), "min_tokens": 1}, micro_batches=None, window=32)
-    core, machine = learning_core(shared), Machine(0, c=0.001, noise=0.01)
-    train(core, machine, 90)
-    fit = fit_of(core)
-    assert fit.seconds_per_token_pair / fit.seconds_per_token == pytest.approx(5e-4, rel=0.15), "as without sharing"
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
@@ -235,7 +216,7 @@ def test_padded_micro_batches_are_priced_as_padded() -> None:
     random = np.random.default_rng(1)
     for _ in range(60):
         shares = [[random.integers(1, 100, random.integers(1, 5))] for _ in range(2)]
-        learned.observe(alone(shares), [1e-3 * len(one) * int(one.max()) + 1e-2 for (one,) in shares])
+        learned.observe(shares, [1e-3 * len(one) * int(one.max()) + 1e-2 for (one,) in shares])
     fit = learned.fit()
     assert fit.seconds_per_token == pytest.approx(1e-3, rel=0.05)
     assert fit.seconds_per_micro_batch + fit.seconds_per_step == pytest.approx(1e-2, rel=0.3)
@@ -271,7 +252,7 @@ def test_pairs_within_a_window_are_learned() -> None:
     random = np.random.default_rng(0)
     for _ in range(60):
         shares = [[random.integers(100, 20000, 4)] for _ in range(4)]
-        learned.observe(alone(shares), [1e-15 * float(true(one).sum()) for (one,) in shares])
+        learned.observe(shares, [1e-15 * float(true(one).sum()) for (one,) in shares])
     lengths = np.array([100, 500, 1000, 2000, 8000, 20000])
     assert learned.in_force.model(lengths) / learned.in_force.model([4000]) == pytest.approx(
         true(lengths) / true(4000), rel=0.02
@@ -295,9 +276,9 @@ def test_clocks_that_no_trainer_has_end_nothing() -> None:
     learned = Calibration(sb.cost.CalibratedCost(sb.cost.TokenCost(), half_life_steps=2), 2)
     one = [np.array([1, 1])]
     for seconds in ([0.0, 1.0], [-1.0, 1.0], [float("nan"), 1.0], [float("inf"), 1.0]):
-        assert not learned.observe(alone([one, one]), seconds)
+        assert not learned.observe([one, one], seconds)
     for seconds in [[1e-6, 1e-6], [1e-6, 1e-6], [1e-6, 1e6], [1e6, 1e-6]] * 5:
-        learned.observe(alone([one, one]), seconds)
+        learned.observe([one, one], seconds)
     fit = learned.fit()
     assert np.isfinite([fit.seconds_per_token, fit.seconds_per_micro_batch, fit.seconds_per_step]).all()
 

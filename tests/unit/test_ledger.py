@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.orders import Behind, SendEnd, SendRecall, SendSeal, SendWork
-from stream_balancer.core.steps.state import TRAIN, HeldStep, Item, Piece, RankId, Share
+from stream_balancer.core.steps.state import TRAIN, HeldStep, Item, RankId, Share
 
 ZERO, ONE, REF = RankId(TRAIN, 0), RankId(TRAIN, 1), RankId("ref", 0)
 
@@ -21,7 +21,7 @@ def ledger_of(*ranks: RankId, moves: bool = False) -> Ledger:
 
 
 def item(number: int, owner: RankId, *needs: int) -> Item:
-    return Item(number, owner, (Piece(f"r{number}"),), role=owner.role, needs=needs)
+    return Item(number, owner, (f"r{number}",), role=owner.role, needs=needs)
 
 
 def share(ledger: Ledger, rank: RankId, step: int = 0) -> Share:
@@ -141,7 +141,7 @@ def test_columns_that_are_here_stay_when_who_computed_them_is_given_up() -> None
     ledger.orders()
     ledger.done(share(ledger, REF), 0, [0])
     ledger.orders()
-    ledger.lay_out = lambda _, items, over: [Item(one.id, over[0], one.pieces, role=one.role) for one in items]
+    ledger.lay_out = lambda _, items, over: [Item(one.id, over[0], one.rollouts, role=one.role) for one in items]
     ledger.gave_up(REF)
     assert ledger.orders() == []
 

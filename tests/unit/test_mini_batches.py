@@ -23,7 +23,6 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.mini_batches import in_mini_batches
 from stream_balancer.rollouts import RankBatch, Rollout
-from stream_balancer.rollouts.shared import SharedRollout, whole_rollouts
 from stream_balancer.testing import make_rollout
 
 
@@ -33,13 +32,7 @@ def of_ranks(batch: sb.Batch) -> list[tuple[RankBatch, ...]]:
 
 
 def real(parts: tuple[RankBatch, ...]) -> list[Rollout]:
-    return [r for r in whole_rollouts(r for part in parts for r in part.rollouts) if not r.is_padding]
-
-
-def unique_tokens(micro_batch: sb.rollouts.MicroBatch) -> int:
-    """A prefix counted once."""
-    siblings = {r.group_id: r.prefix for r in micro_batch.rollouts}
-    return micro_batch.num_tokens - sum(r.prefix for r in micro_batch.rollouts) + sum(siblings.values())
+    return [r for part in parts for r in part.rollouts if not r.is_padding]
 
 
 # -- what holds for every cut ------------------------------------------------------------------------------------------
@@ -68,11 +61,6 @@ def steps(draw: st.DrawFn) -> tuple[sb.BalancerConfig, list[Rollout]]:
         equal_number = knobs["sync"] == "micro_batch" or draw(st.booleans())
         knobs["micro_batches"] = {"max_tokens": 100, "equal_number": equal_number}
         knobs["cost"] = draw(st.sampled_from([sb.cost.TokenCost(), sb.cost.PaddedCost()]))
-    own_cost = {"equal_rollouts": False, "speeds": None, "cost": sb.cost.QuadraticCost(50.0, 1.0)}
-    if draw(st.integers(0, 2)) == 0:
-        knobs |= own_cost | {"groups": {**knobs["groups"], "share_prefixes": True}, "sync": "step"}
-    if draw(st.integers(0, 2)) == 0 and knobs["groups"]["keep"] == "same_batch":
-        knobs |= own_cost | {"context_parallel": {"sizes": (1, 2, 4), "min_tokens": 5}}
     config = sb.BalancerConfig(**knobs)
     rng = random.Random(draw(st.integers(0, 2**32)))
     rollouts = []
@@ -81,11 +69,7 @@ def steps(draw: st.DrawFn) -> tuple[sb.BalancerConfig, list[Rollout]]:
         execution = f"e{rng.randrange(6)}" if group is None and draw(st.integers(0, 3)) == 0 else None
         length = min(int(rng.lognormvariate(2.5, 1.2)) + 1, 100)
         tokens = {"input_ids": torch.arange(length), "loss_mask": torch.arange(length) % 3 > 0}
-        group = f"g{number // 3}" if group is None and execution is None and config.groups.share_prefixes else group
-        prefix = min(5, length - 1) if config.groups.share_prefixes and group is not None else 0
-        rollouts.append(
-            Rollout(tokens=tokens, rollout_id=f"r{number}", group_id=group, execution_id=execution, prefix=prefix)
-        )
+        rollouts.append(Rollout(tokens=tokens, rollout_id=f"r{number}", group_id=group, execution_id=execution))
     return config, rollouts
 
 
@@ -100,13 +84,8 @@ def test_what_holds_for_every_step(given: tuple[sb.BalancerConfig, list[Rollout]
     verify(core)
     pieces = of_ranks(batch)  # as many on every rank
     assert 1 <= len(pieces) <= config.step_size.mini_batches
-    whole = set[str]()  # groups whose prefix is shared and that fit into a mini-batch
-    if config.groups.share_prefixes:
-        siblings = Counter(r.group_id for r in real(batch.ranks) if r.group_id is not None)
-        most = batch.num_rollouts // config.step_size.mini_batches
-        whole = {group for group, size in siblings.items() if size <= most}
     if config.groups.size is None:
-        indivisible = len({r.group_id if r.group_id in whole else execution_of(r) for r in real(batch.ranks)})
+        indivisible = len({execution_of(r) for r in real(batch.ranks)})
         assert len(pieces) == max(
             min(config.step_size.mini_batches, batch.num_rollouts // config.dp_size, indivisible), 1
         )
@@ -140,10 +119,9 @@ def test_what_holds_for_every_step(given: tuple[sb.BalancerConfig, list[Rollout]
                 if not r.is_padding:
                     where.setdefault(("execution", execution_of(r)), set()).add((place, 0))
                     where.setdefault(("group", r.group_id or r.rollout_id), set()).add((place, part.rank))
-    for (kind, name), places in where.items():
+    for (kind, _), places in where.items():
         if kind == "execution" or config.groups.keep == "same_rank":
             assert len(places) == 1
-        assert name not in whole or len({place for place, _ in places}) == 1
     sizes = [one.mini_batch_sizes for one in batch.ranks]
     assert [one.mini_batch_sizes for one in from_the_journal(batch).ranks] == sizes
 
@@ -152,8 +130,6 @@ def _check_piece(config: sb.BalancerConfig, parts: tuple[RankBatch, ...]) -> Non
     numbers = {len(part.micro_batches) for part in parts}
     assert min(numbers) >= 1
     assert len(numbers) == 1 or not config.micro_batches.equal_number
-    held = Counter((r.rollout_id, r.cp_degree) for part in parts for r in part.rollouts if isinstance(r, SharedRollout))
-    assert all(number == degree for (_, degree), number in held.items()), "on all ranks that share it"
     for part in parts:
         assert (part.step, part.dp_size, part.mini_batch_sizes) == (0, config.dp_size, ())
         found = part.global_num_rollouts, part.global_num_tokens, part.global_num_loss_tokens
@@ -161,8 +137,6 @@ def _check_piece(config: sb.BalancerConfig, parts: tuple[RankBatch, ...]) -> Non
         for micro_batch in part.micro_batches:
             rows = len(micro_batch.lengths) * max(micro_batch.lengths)
             tokens = rows if config.cost.padded else micro_batch.num_tokens
-            if config.groups.share_prefixes and not micro_batch.cp_group:
-                tokens = unique_tokens(micro_batch)
             assert tokens <= (config.micro_batches.max_tokens or tokens)
     if config.equal_rollouts and config.groups.keep != "same_rank":
         counts = [sum(not r.is_padding for r in part.rollouts) for part in parts]
@@ -234,15 +208,3 @@ def test_planned_again_for_other_ranks_each_keeps_its_rollouts_and_denominators(
     for old, new in zip(of_ranks(before), of_ranks(after), strict=True):
         assert {r.rollout_id for r in real(old)} == {r.rollout_id for r in real(new)}
         _check_piece(core.config, new)
-
-
-def test_siblings_that_share_a_prefix_and_fill_a_mini_batch_stay_together() -> None:
-    config = sb.BalancerConfig(
-        dp_size=1, batch_size=8, groups={"size": 2, "share_prefixes": True}, step_size={"mini_batches": 4}
-    )
-    core = BalancerCore(config)
-    for number, length in enumerate([10, 9, 9, 8, 3, 2, 2, 2]):
-        ids = {"input_ids": torch.arange(length)}
-        core.add(Rollout(tokens=ids, rollout_id=f"r{number}", group_id=f"g{number // 2}", prefix=1), 0.0)
-    core.end()
-    assert [len({r.group_id for r in real(parts)}) for parts in of_ranks(polled(core))] == [1] * 4

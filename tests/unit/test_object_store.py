@@ -97,19 +97,17 @@ def test_an_object_stays_while_one_of_its_rollouts_is_needed(keeper: Keeper) -> 
     assert not len(store)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_a_rank_gets_the_rollout_or_its_part_of_it(keeper: Keeper, degree: int) -> None:
+def test_a_rank_gets_the_rollouts(keeper: Keeper) -> None:
     store = InStore(keeper, "space/keeper", None, "label")
     wholes = [rollout(3), rollout(4)]
     handles = store.keep(wholes)
     away = [remote(one, handle.owner, handle.key) for one, handle in zip(wholes, handles, strict=True)]
-    group = tuple(range(degree)) if degree > 1 else ()
-    got = carried(MicroBatch.of(away, cp_group=group, cp_rank=1) if group else MicroBatch.of(away))
+    got = carried(MicroBatch.of(away))
     fetched: list[object] = []
     done = threading.Event()
     store._tell()
     SOURCES["ray"](store.owner).fetch(got.holes(), lambda causes: (fetched.append(causes), done.set()))
     assert done.wait(GUARD_S)
     assert fetched == [{}]
-    want = carried(MicroBatch.of(wholes, cp_group=group, cp_rank=1) if group else MicroBatch.of(wholes))
+    want = carried(MicroBatch.of(wholes))
     assert all(same_rollout(a, b) for a, b in zip(want.rollouts, got.rollouts, strict=True))

@@ -166,7 +166,7 @@ def test_other_dicts_are_refused() -> None:
 
 def plan_row(step: int, *micro_batches: list[str]) -> PlanRow:
     """For one rank."""
-    return PlanRow(step, "window", [[(1.0, [(1, names) for names in micro_batches])]], [], 1.0, 1.0, [])
+    return PlanRow(step, "window", [[(1.0, list(micro_batches))]], [], 1.0, 1.0, [])
 
 
 FACTS: list[Fact] = [

@@ -4,16 +4,16 @@ thread, no torch.
 Facts are methods that only record. :meth:`Ledger.orders` looks at what they have touched and says what to do now. Two
 ranks, one step of four micro-batches; rank 1 dies after its first one, which was in a gradient that is gone:
 
->>> from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId
+>>> from stream_balancer.core.steps.state import TRAIN, Item, RankId
 >>> zero, one = RankId(TRAIN, 0), RankId(TRAIN, 1)
 >>> def lay_out(step, items, over):
-...     return [Item(ledger.new_id(), over[0], item.pieces) for item in items]
+...     return [Item(ledger.new_id(), over[0], item.rollouts) for item in items]
 >>> ledger = Ledger(lay_out, meets=True)
 >>> ledger.resized(TRAIN, [0, 1])
 >>> ledger.joined(zero, 0, 0, {})
 >>> ledger.joined(one, 0, 0, {})
 >>> owners = {0: zero, 1: zero, 2: one, 3: one}
->>> ledger.planned(0, [Item(id, owner, (Piece(f"r{id}"),)) for id, owner in owners.items()])
+>>> ledger.planned(0, [Item(id, owner, (f"r{id}",)) for id, owner in owners.items()])
 >>> [(type(order).__name__, order.rank.number, [item.id for item in order.items]) for order in ledger.orders()]
 [('SendWork', 0, [0, 1]), ('SendWork', 1, [2, 3])]
 >>> mine, theirs = (ledger.share_of(rank, 0, 0, attempt=1) for rank in (zero, one))
@@ -25,7 +25,7 @@ ranks, one step of four micro-batches; rank 1 dies after its first one, which wa
 []
 >>> ledger.gave_up(one)
 >>> send, = ledger.orders()
->>> send.rank.number, [piece.rollout for item in send.items for piece in item.pieces]
+>>> send.rank.number, [rollout for item in send.items for rollout in item.rollouts]
 (0, ['r2', 'r3'])
 >>> ledger.done(mine, 0, [item.id for item in send.items])
 >>> ledger.at_barrier(mine, 0)
@@ -143,7 +143,7 @@ class Ledger(Joining):
         for item in share.own(items):
             # A role that computes again, after a restart, may miss what has been trained on.
             if not item.role or any(not it.sent for it in step.waiters.get(item.id, ())):
-                step.gone.update(piece.rollout for piece in item.pieces if piece.rollout in lost)
+                step.gone.update(lost.intersection(item.rollouts))
             self.note_fetched(step, item, 1 << seat, share.rank.full)
         self.touch(step, everybody=not step.unfetched)
 

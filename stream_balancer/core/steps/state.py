@@ -21,13 +21,6 @@ class RankId(NamedTuple):
     number: int
 
 
-class Piece(NamedTuple):
-    """A rollout, or the part of one that one rank trains on: what counts once in a gradient."""
-
-    rollout: str
-    part: int = 0
-
-
 class StepSeal(NamedTuple):
     """The last word before ranks meet: who meets, and without which rollouts. Two of one number are equal."""
 
@@ -64,17 +57,18 @@ class HeldStep(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """A micro-batch, or a rank's part of one. The host makes it; fields from ``sent`` on are the ledger's."""
+    """A micro-batch. The host makes it; fields from ``sent`` on are the ledger's."""
 
     id: int
-    """Unique in its step. A rank trains in the order of ids; so does whoever shares with it."""
+    """Unique in its step. A rank trains in the order of ids."""
     owner: RankId | None
-    pieces: tuple[Piece, ...]
+    rollouts: tuple[str, ...]
+    """Ids of its rollouts, without padding copies."""
     role: str = TRAIN
     needs: tuple[int, ...] = ()
     """Items of roles whose columns it is trained with."""
     group: int | None = None
-    """Number that items have in common which several ranks compute in one collective. None: its rank alone."""
+    """Number of the lockstep that the item belongs to. None: the ranks do not meet at every micro-batch."""
     remote: bool = False
     """Payloads are fetched by the owner, who says what is missing. Of a group, all items are remote or none."""
     payload: Any = None
@@ -316,7 +310,7 @@ class StepState:
         return (item,) if item.group is None else self.groups[item.group].values()
 
     def gone_of(self, items: Iterable[Item]) -> frozenset[str]:
-        return frozenset(self.gone.intersection(piece.rollout for item in items for piece in item.pieces))
+        return frozenset(self.gone.intersection(rollout for item in items for rollout in item.rollouts))
 
     def remove_rank(self, one: RankId) -> Share | None:
         """Take the rank out of the step. -> its share."""

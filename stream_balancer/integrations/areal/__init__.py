@@ -140,7 +140,7 @@ def trajectories_from(rollouts: Iterable[sb.Rollout]) -> list[dict[str, Any]]:
     order of their first. A padding copy is a dict of its own, with a zero ``loss_mask``: it is nobody's sibling.
     """
     groups: dict[str, list[sb.Rollout]] = {}
-    for rollout in _rows.unshared(rollouts):
+    for rollout in rollouts:
         alone = rollout.group_id is None or rollout.is_padding
         # two kinds of names: a rollout may be called as a group is
         groups.setdefault(f"rollout {rollout.rollout_id}" if alone else f"group {rollout.group_id}", []).append(rollout)
