@@ -13,10 +13,8 @@ from .client.step import Step as Step
 from .config import BalancerConfig as BalancerConfig
 from .config import ContextParallel as ContextParallel
 from .config import Groups as Groups
-from .config import Limits as Limits
 from .config import MicroBatches as MicroBatches
 from .config import Staleness as Staleness
-from .config import StepSize as StepSize
 from .core.observer import Observer as Observer
 from .host.balancer import StreamBalancer as StreamBalancer
 from .host.batches import Batches as Batches
@@ -42,13 +40,11 @@ __all__ = [
     "Batch",
     "ContextParallel",
     "Groups",
-    "Limits",
     "MicroBatches",
     "Observer",
     "RankFeed",
     "Rollout",
     "Staleness",
-    "StepSize",
     "StreamBalancer",
     "TorchTransport",
     "barrier",

@@ -9,15 +9,11 @@ from msgspec import Meta
 
 from stream_balancer.config.values import Count, Values
 from stream_balancer.planning.arrays import Counts, Order, Oversize
-from stream_balancer.planning.plan import Keep
 
 Amount: TypeAlias = Annotated[float, Meta(ge=0, le=sys.float_info.max, description="a finite number >= 0")]
 Sizes: TypeAlias = Annotated[
     tuple[Count, ...],
     Meta(min_length=1, description="powers of two in ascending order, beginning with 1, as in (1, 2, 4, 8)"),
-]
-Range: TypeAlias = Annotated[
-    tuple[Count, Count], Meta(description="two ints >= 1, the least and the most rollouts, as in (16, 64)")
 ]
 
 
@@ -48,7 +44,7 @@ class Groups(metaclass=Values):
 
     size: Count | None = None
     """Siblings per group: executions, each a rollout or all with one ``execution_id``. Every rollout must have a group
-    then, unless they are kept "free". None = groups play no part."""
+    then, and the siblings of a group leave in one batch. None = groups play no part."""
     min_size: Count | None = None
     """A group may leave with so many siblings, at least half of ``size``, once the others are stragglers: those that
     come later are evicted as "late", and ``statistics().length_bias`` says what that does to lengths. ``accept=`` is
@@ -56,18 +52,11 @@ class Groups(metaclass=Values):
     patience: Amount = 2.0
     """Stragglers are those that take so many times as long as half of the group took, since its ``expect_group()`` or
     its first rollout. 0 = as soon as ``min_size`` have come. Only with ``min_size``."""
-    keep: Keep = "same_batch"
-    """Siblings leave in the "same_batch", on the "same_rank" (costs balance), or "free". Only with ``size``."""
     share_prefixes: bool = False
     """The trainer computes the prefix of siblings (``Rollout.prefix``: their prompt) once for those of a micro-batch.
     :meth:`MicroBatch.tree` lays them out. Then it is planned and counted so: a group is split over ranks where that
     is worth another copy of its prefix, and no batch takes longer than it would without sharing. A rollout
     that brings its own ``cost`` has no price for its prefix, and counts as it is. See docs/sharing.md."""
-
-    @property
-    def kept(self) -> int | None:
-        """Siblings that a group must have before it may leave; None where groups play no part."""
-        return None if self.keep == "free" else self.size
 
 
 class Staleness(metaclass=Values):
@@ -93,36 +82,3 @@ class ContextParallel(metaclass=Values):
     min_tokens: Count = 2048
     """A rollout is shared by at most ``num_tokens / min_tokens`` ranks, or by so many as it takes to bring it within
     ``micro_batches.max_tokens``."""
-
-
-class Limits(metaclass=Values):
-    """Limits of what may wait, beside ``capacity``, which is one of rollouts."""
-
-    tokens: Count | None = None
-    """``put()`` waits once rollouts of this many tokens could leave. Default ``2 * step_size.window_tokens``; with a
-    ``window`` in rollouts under ``step_size.tokens`` as many as ``max_skips`` allows; else None = no such limit."""
-    bytes: Count | None = None
-    """``put()`` waits once the tensors of waiting rollouts are this many bytes. None = no such limit. While a put is
-    held back by any limit, the window counts as full; while fewer than ``min_batch_size`` could leave, no limit holds a
-    put back."""
-
-
-class StepSize(metaclass=Values):
-    """Steps of another size than ``batch_size`` rollouts, and steps in several parts."""
-
-    tokens: Count | None = None
-    """Tokens per step, instead of ``batch_size``. So many rollouts (or whole groups) go that their tokens come
-    nearest to this. More go where ``max_skips`` demands it, or where some rank would get none. See
-    docs/planning.md for what it costs."""
-    window_tokens: Count | None = None
-    """Under ``tokens``, instead of ``window``: dispatch once this many tokens wait. Default ``2 * tokens`` if no
-    ``window`` is given."""
-    rollouts: Range | None = None
-    """Least and most rollouts per step, ``(16, 64)`` for example. A step that is long because of an outlier takes
-    more rollouts, so that all ranks have work, and later steps take fewer until the mean is ``batch_size`` again. What
-    a loss divides by varies with it: see docs/planning.md. None = ``batch_size`` every time."""
-    mini_batches: Count = 1
-    """Mini-batches of a step, each with an optimizer step and denominators of its own (PPO). See
-    :attr:`RankBatch.mini_batches`. Each has ``batch_size / mini_batches`` rollouts, and as many micro-batches on every
-    rank. Samples of an execution stay together in one; so do groups on the "same_rank", and those of a shared prefix
-    that are no larger than it. A step of too few rollouts for all ranks in so many has fewer."""

@@ -9,21 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta
 
-from stream_balancer.config.groups import ContextParallel, Groups, Limits, MicroBatches, Staleness, StepSize
+from stream_balancer.config.groups import ContextParallel, Groups, MicroBatches, Staleness
 from stream_balancer.config.values import Count, Group, Knob, Values
 from stream_balancer.cost import CostModel, TokenCost
 from stream_balancer.planning.arrays import Counts, Sync
 
 Policy: TypeAlias = Literal["window", "fifo", "round_robin"]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a finite number of seconds > 0")]
-Speeds: TypeAlias = Annotated[
-    tuple[Annotated[float, Meta(gt=0, le=sys.float_info.max)], ...],
-    Meta(description="finite numbers > 0, one for each rank"),
-]
-Shares: TypeAlias = Annotated[
-    dict[str, Annotated[float, Meta(gt=0, le=1)]],
-    Meta(description="a dict from the name of a stratum to a share above 0, at most 1 all together"),
-]
 if TYPE_CHECKING:
     Cost: TypeAlias = CostModel | str
 else:
@@ -44,16 +36,12 @@ class Knobs(metaclass=Values):
 
     dp_size: Count
     """DP ranks that take part in every step."""
-    batch_size: Knob[Count | None, int] = DERIVED
-    """Rollouts per step, over all ranks. With ``step_size.rollouts``, on average. Under ``step_size.tokens``, which
-    takes its place, it is read as the fewest that a full dispatch has: one for each micro-batch that every rank must
-    run, in whole groups."""
-    window: Knob[Count | Literal["auto"] | None, int] = DERIVED
-    """How many must wait until a batch leaves, chosen from all that wait; default 1.5 * batch_size. With
-    ``step_size.tokens`` two budgets must wait. A wider one balances a step better, but ranks wait for it: 2 *
-    batch_size pays where nothing is generated during a step. Every ``batch_size`` more adds a step of mean queueing
-    delay (Little's law). ``"auto"``: the smallest of :attr:`auto_windows` from which waiting longer would save hardly
-    any idle time, fitted to the lengths that come; read back, it is the one in force. See docs/tuning.md."""
+    batch_size: Count
+    """Rollouts per step, over all ranks."""
+    window: Knob[Count | None, int] = DERIVED
+    """How many must wait until a batch leaves, chosen from all that wait; default 1.5 * batch_size. A wider
+    one balances a step better, but ranks wait for it: 2 * batch_size pays where nothing is generated during a step.
+    Every ``batch_size`` more adds a step of mean queueing delay (Little's law). See docs/tuning.md."""
     deadline_s: Seconds | None = None
     """How long the oldest may wait for the window, in seconds. Then a batch may be smaller than ``batch_size``, which
     is why the default is None: wait for the window."""
@@ -67,13 +55,20 @@ class Knobs(metaclass=Values):
     the trainer is busy more than ``window`` wait, so a larger one gives more to choose from, and older rollouts: see
     docs/tuning.md. Those whose groups lack siblings do not count: with what they lack they are limited to what
     ``max_skips`` is a guarantee for."""
+    max_bytes: Count | None = None
+    """``put()`` waits once the tensors of waiting rollouts are this many bytes. None = no such limit. While a put is
+    held back by any limit, the window counts as full; while fewer than ``min_batch_size`` could leave, no limit holds a
+    put back."""
     min_batch_size: Knob[Count | None, int] = DERIVED
     """Smallest batch that a deadline may send; default dp_size: every rank has something to run."""
+    mini_batches: Count = 1
+    """Mini-batches of a step, each with an optimizer step and denominators of its own (PPO). See
+    :attr:`RankBatch.mini_batches`. Each has ``batch_size / mini_batches`` rollouts, and as many micro-batches on every
+    rank. Samples of an execution stay together in one; so do groups of a shared prefix that are no larger than it.
+    A step of too few rollouts for all ranks in so many has fewer."""
     cost: Knob[Cost, CostModel] = TOKENS
     """Work of a length: a model, "tokens", "quadratic[:LINEAR:QUADRATIC]", "padded", or a config.json's path.
     Of a Hugging Face config.json it is the model's FLOPs."""
-    speeds: Speeds | None = None
-    """Relative speed of each rank: one of speed 0.5 gets half the work. None = all alike."""
     counts: Counts = "free"
     """"equal": the same number of rollouts on every rank (to within one). "free" balances better."""
     sync: Sync = "step"
@@ -93,26 +88,14 @@ class Knobs(metaclass=Values):
     remember_ids: Annotated[int, Meta(ge=0, description="an int >= 0")] = 100_000
     """Past rollouts whose ids are kept, so that a put again, after a crash, is known. They were acknowledged or
     evicted; a producer that retries gets the reply that the first one was accepted. About 100 bytes each."""
-    stratum_shares: Shares | None = None
-    """Least share of every step's rollouts for some environments or data sets, as {"math": 0.25}. At least
-    so many of those that wait go, and one (or one group) at the least. What must go for its age comes first. A
-    rollout's stratum is its ``metadata["stratum"]``. None = no shares."""
     micro_batches: Group[MicroBatches] = _defaults(MicroBatches)
     """MicroBatches(max_tokens, counts, multiple_of, order, overhead_cost, oversize): cuts a rank's part."""
     groups: Group[Groups] = _defaults(Groups)
-    """Groups(size, min_size, patience, keep, share_prefixes): siblings of one prompt (GRPO)."""
+    """Groups(size, min_size, patience, share_prefixes): siblings of one prompt (GRPO)."""
     staleness: Group[Staleness] = _defaults(Staleness)
     """Staleness(max_versions, on_stale): how old a rollout may be when it is trained on."""
     context_parallel: Group[ContextParallel] = _defaults(ContextParallel)
     """ContextParallel(sizes, overhead, min_tokens): ranks that share one rollout."""
-    limits: Group[Limits] = _defaults(Limits)
-    """Limits(tokens, bytes): of what may wait, beside capacity."""
-    step_size: Group[StepSize] = _defaults(StepSize)
-    """StepSize(tokens, window_tokens, rollouts, mini_batches): steps of other sizes, or in several parts."""
-
-    auto_windows: tuple[int, ...] = field(init=False, default=())
-    """Windows that window="auto" chooses from; empty where the window is fixed. They are one to three batches, as far
-    as ``capacity``, ``max_skips`` and ``staleness`` allow."""
 
     # what was given, without what is derived: replace() starts from it, so that a knob left out follows the others
     _given: Mapping[str, Any] = field(init=False, repr=False, compare=False)

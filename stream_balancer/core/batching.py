@@ -16,7 +16,7 @@ import numpy as np
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.executions import ExecutionKey, denominators_of, execution_of, labels_of, sizes_in, sizes_of
 from stream_balancer.core.state import BalancerState
-from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
+from stream_balancer.planning import Plan, PlanKnobs, plan_batch
 from stream_balancer.planning.arrays import Bools, Ints
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
 from stream_balancer.planning.mini_batches import Planner, in_mini_batches, joined
@@ -36,21 +36,14 @@ from stream_balancer.values import PADDING_PREFIX
 _PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round_robin": plan_round_robin}
 
 
-def make_plan(state: BalancerState, due: Bools, num_rollouts: int) -> tuple[Waiting, Plan]:
-    """Input of the planner, and its plan, in rows of the buffer. ``due`` [n] must go; ``num_rollouts`` could; what
+def make_plan(state: BalancerState, due: Bools, num_rollouts: int) -> Plan:
+    """The planner's plan, in rows of the buffer. ``due`` [n] must go; ``num_rollouts`` could; what
     is held back for its age is not shown. O(n), plus the planner's time."""
-    planner = partial(
-        _PLANNERS[state.config.policy],
-        num_rollouts=num_rollouts,
-        step=state.in_flight.next_step,
-        surplus=state.counts.surplus,
-    )
+    planner = partial(_PLANNERS[state.config.policy], num_rollouts=num_rollouts, step=state.in_flight.next_step)
     knobs = state.pricing.knobs
     waiting = state.buffer.waiting(due)
     if state.config.groups.share_prefixes:
         waiting = state.pricing.with_prefixes(waiting, state.buffer.rollouts())
-    if state.config.stratum_shares:
-        knobs = replace(knobs, stratum_shares=state.buffer.strata.least_shares(state.config.stratum_shares))
     if state.staleness.num_held_back:
         free = ~state.staleness.held_back()
         waiting, rows = waiting.among(free), np.flatnonzero(free)
@@ -58,7 +51,7 @@ def make_plan(state: BalancerState, due: Bools, num_rollouts: int) -> tuple[Wait
         plan = in_rows(planner(waiting, knobs), rows)
     else:
         plan = planner(waiting, knobs)
-    return waiting, plan if knobs.mini_batches == 1 else _cut(state, plan)
+    return plan if knobs.mini_batches == 1 else _cut(state, plan)
 
 
 def in_rows(plan: Plan, rows: Ints) -> Plan:
@@ -80,9 +73,8 @@ def _cut(state: BalancerState, plan: Plan) -> Plan:
     step_of = state.pricing.waiting_of(rollouts)
     # all of these go, and none must be in the first mini-batch
     step_of = replace(step_of, due=~step_of.due)
-    if state.pricing.knobs.groups != "same_rank":
-        most = rows.size // state.config.step_size.mini_batches if state.config.groups.share_prefixes else 0
-        step_of = replace(step_of, groups=_kept_together(rollouts, most))
+    most = rows.size // state.config.mini_batches if state.config.groups.share_prefixes else 0
+    step_of = replace(step_of, groups=_kept_together(rollouts, most))
     cut = in_mini_batches(
         _PLANNERS[policy],
         step_of,
@@ -158,15 +150,13 @@ def lay_out(
     *,
     step: int,
     dp_size: int,
-    speeds: Sequence[float] | None = None,
     lockstep: bool = False,
     had: int = 0,
 ) -> list[list[MicroBatch]]:
     """[dp_size] micro-batches of rollouts that other ranks had in a step of the rollouts ``of_step``. ``lockstep``:
     as many for each rank. ``had``: padding copies of the step so far. As fast as a plan of so many."""
-    rates = None if speeds is None or len({*speeds}) == 1 else np.array(speeds)
     # what is taken over is not shared anew: the ranks may be no aligned block
-    knobs = replace(state.pricing.knobs, dp_size=dp_size, speeds=rates, counts="free", cp_sizes=(1,))
+    knobs = replace(state.pricing.knobs, dp_size=dp_size, counts="free", cp_sizes=(1,))
     # ranks that meet once a step may run different numbers
     plan = plan_of_all(state, rollouts, step, knobs if lockstep else replace(knobs, micro_batch_counts="free"))
     chosen = {row: rollouts[row] for row in rows_of(plan).tolist()}
@@ -179,10 +169,10 @@ def plan_of_all(state: BalancerState, rollouts: Sequence[Rollout], step: int, kn
     """On which rank and in which micro-batch each of these goes: nobody is chosen."""
     number = len(rollouts)
     # what was let in goes, though other knobs would refuse it now
-    sizes = replace(knobs, batch_size=number, batch_size_range=None, batch_tokens=None, max_skips=None)
+    sizes = replace(knobs, batch_size=number, max_skips=None)
     knobs = replace(sizes, oversize="alone")
     planner = _PLANNERS[state.config.policy]
-    return planner(state.pricing.waiting_of(rollouts), knobs, num_rollouts=number, step=step, surplus=0)
+    return planner(state.pricing.waiting_of(rollouts), knobs, num_rollouts=number, step=step)
 
 
 def batch_of_plan(
@@ -206,7 +196,7 @@ def batch_of_plan(
         step,
         mini_batches,
         # of the planner, not summed anew: a rank batch says the work that the choice was made by
-        [one.finishes.tolist() for one in plan.pieces],
+        [one.loads.tolist() for one in plan.pieces],
         finish=plan.finish,
         lower_bound=plan.lower_bound,
         num_padding=num_padding,

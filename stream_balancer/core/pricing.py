@@ -17,7 +17,6 @@ from stream_balancer.errors import RolloutError
 from stream_balancer.planning import PlanKnobs, Waiting
 from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.planning.plan import work_in
-from stream_balancer.planning.rank_speeds import NO_FIXED_COSTS, FixedCosts
 from stream_balancer.rollouts import Batch, RankBatch, Rollout
 from stream_balancer.values import MAX_COST
 
@@ -32,9 +31,8 @@ class Learned(NamedTuple):
 
     model: CostFunction
     """[n] lengths -> [n] costs."""
-    speeds: tuple[float, ...] | None
-    """[ranks] None = all alike."""
-    fixed_costs: FixedCosts
+    overhead_cost: float
+    """Cost of a micro-batch beside that of its rollouts."""
 
 
 class Pricing:
@@ -44,7 +42,7 @@ class Pricing:
     def __init__(self, config: BalancerConfig, tolerance: float, learned: Learned | None = None) -> None:
         """``tolerance``: how near to the lower bound the planner seeks partitions."""
         self._config = config
-        self._learned = learned or Learned(config.cost, config.speeds, NO_FIXED_COSTS)
+        self._learned = learned or Learned(config.cost, 0.0)
         self.has_own_costs = False
         """Some rollout that has come brought its own cost."""
         self.model = self._learned.model
@@ -58,7 +56,7 @@ class Pricing:
         """The same under other knobs, or by what was ``learned`` now."""
         before = self._config
         # seconds were learned as a factor on this cost, for these ranks
-        if (config.cost, config.speeds, config.dp_size) == (before.cost, before.speeds, before.dp_size):
+        if (config.cost, config.dp_size) == (before.cost, before.dp_size):
             learned = learned or self._learned
         other = Pricing(config, self.knobs.tolerance, learned)
         other.has_own_costs = self.has_own_costs
@@ -132,30 +130,25 @@ def _cost_of(model: CostFunction, num_tokens: int) -> float:
 
 
 def _plan_knobs(config: BalancerConfig, learned: Learned, tolerance: float) -> PlanKnobs:
-    micro_batches, groups, shared, step = config.micro_batches, config.groups, config.context_parallel, config.step_size
-    # ranks that share a rollout are planned as if they were alike
-    speeds = None if len(shared.sizes) > 1 or learned.speeds is None else np.array(learned.speeds, dtype=np.float64)
+    micro_batches, groups, shared = config.micro_batches, config.groups, config.context_parallel
     # what the user has given goes before what was learned
     given = micro_batches.overhead_cost
     return PlanKnobs(
         dp_size=config.dp_size,
         batch_size=config.batch_size,
         max_skips=config.max_skips,
-        batch_size_range=step.rollouts,
-        batch_tokens=step.tokens,
         counts=config.counts,
         sync=config.sync,
-        groups="free" if groups.size is None else groups.keep,
+        whole_groups=groups.size is not None,
         group_size=groups.size,
         max_tokens_per_micro_batch=micro_batches.max_tokens,
         micro_batch_counts=micro_batches.counts,
         micro_batch_multiple=micro_batches.multiple_of,
-        mini_batches=step.mini_batches,
+        mini_batches=config.mini_batches,
         oversize=micro_batches.oversize,
         padded=config.cost.padded,
-        speeds=speeds,
         order=micro_batches.order,
-        fixed_costs=learned.fixed_costs if given is None else learned.fixed_costs._replace(micro_batch=given),
+        overhead_cost=learned.overhead_cost if given is None else given,
         cp_sizes=shared.sizes,
         cp_overhead=shared.overhead,
         cp_min_tokens=shared.min_tokens,

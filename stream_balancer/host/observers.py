@@ -77,7 +77,7 @@ class Notices(Learner):
     def restored(self, snapshot: Snapshot) -> None:
         """``max_skips`` was proven for no more than may wait."""
         waiting, config = self._core.buffer.num_waiting, self._core.config
-        if waiting > most_waiting(config) and config.max_skips is not None and config.step_size.tokens is None:
+        if waiting > most_waiting(config) and config.max_skips is not None:
             self._warn_once(
                 "%d rollouts were recovered, above what may wait (%d): until no more than that do, some may be passed "
                 "over by more steps than max_skips (%d). Use the capacity of before",

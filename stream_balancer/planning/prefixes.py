@@ -21,7 +21,6 @@ from .arrays import Floats, Ints, positions_in
 from .bounds import lower_bound
 from .micro_batches import in_order
 from .packing import Bins, Packer
-from .partition import split_together
 from .plan import PlanKnobs, Times, Waiting, work_in
 from .shared_layout import RankLayout
 from .siblings import Siblings
@@ -39,18 +38,15 @@ _WITH = 12
 """Ranks that the one that is done last is compared with: those that are done first."""
 
 
-def with_shared_prefixes(
-    waiting: Waiting, knobs: PlanKnobs, dense: RankLayout, whole: Ints | None, step: int
-) -> RankLayout:
+def with_shared_prefixes(waiting: Waiting, knobs: PlanKnobs, dense: RankLayout, step: int) -> RankLayout:
     """The rollouts of ``dense``, a layout that knows nothing of prefixes, with siblings side by side. Never done later
     than that one, where a micro-batch pays a prefix once. A rollout that several ranks share stays where it is: it pays
     its whole prefix.
 
     Args:
         waiting: with prefixes.
-        knobs: ranks meet once a step, and are alike.
+        knobs: ranks meet once a step.
         dense: of those that go.
-        whole: [W] numbers of those that go to one rank together; None: siblings may be parted.
         step: rotates which rank is the heaviest.
 
     Complexity: as of `place_siblings`, and packing the parts under the cap.
@@ -64,17 +60,12 @@ def with_shared_prefixes(
     picked = np.sort(positions_in(own))
     siblings = waiting.sets(picked)
     parts = siblings if cap is None else siblings.cut_to(cap)
-    if whole is None:
-        rank_of = np.empty(waiting.costs.size, dtype=np.int64)
-        for rank, share in enumerate(own):
-            rank_of[positions_in([share])] = rank
-        places = place_siblings(
-            parts, ranks, rank_of[picked], base=Times.of(waiting, knobs, shared, degrees).work, rotation=step
-        )
-    else:
-        places = np.empty(picked.size, dtype=np.int64)
-        for rank, those in enumerate(split_together(parts.even_costs(), whole[picked], ranks, rotation=step)):
-            places[those] = rank
+    rank_of = np.empty(waiting.costs.size, dtype=np.int64)
+    for rank, share in enumerate(own):
+        rank_of[positions_in([share])] = rank
+    places = place_siblings(
+        parts, ranks, rank_of[picked], base=Times.of(waiting, knobs, shared, degrees).work, rotation=step
+    )
     packed = pack_siblings(parts, places, numbers, knobs)
 
     def layout(own: list[list[Ints]]) -> RankLayout:
@@ -91,10 +82,8 @@ def with_shared_prefixes(
     return layout([[one[np.argsort(waiting.sets(one).set_of, kind="stable")] for _, one in pairs] for pairs in each])
 
 
-def prefix_bound(siblings: Siblings, dp_size: int, whole: Ints | None = None) -> float:
-    """No plan of these is done before this; ``whole``: [n] numbers of those that go to one rank. O(n log n)."""
-    if whole is not None:
-        return lower_bound(np.bincount(whole, weights=siblings.even_costs()), dp_size)
+def prefix_bound(siblings: Siblings, dp_size: int) -> float:
+    """No plan of these is done before this. O(n log n)."""
     return max(lower_bound(siblings.apart()[0], dp_size), siblings.heaviest_alone())
 
 

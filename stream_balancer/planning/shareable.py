@@ -65,7 +65,7 @@ class Shareable:
             may = np.where(held, (may | (degrees == sizes[fits.argmax(axis=0)])) & fits, may)
         parts = part_cost(costs, degrees, knobs.cp_overhead)
         if knobs.sync == "step":  # a shared rollout is a micro-batch by itself on each of its ranks
-            parts += np.where(degrees > 1, knobs.fixed_costs.micro_batch, 0.0)
+            parts += np.where(degrees > 1, knobs.overhead_cost, 0.0)
         return cls(lengths, sizes, np.where(may, parts, np.inf), knobs.dp_size)
 
     @property

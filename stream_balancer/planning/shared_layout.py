@@ -75,7 +75,7 @@ def _in_any_order(
     """[rank][micro_batch] (rollouts, degree) of ranks that meet once a step; None if no better placement is found."""
     # the least that the overheads add: a placement within it may still win
     least = -(-packer.least_bins(np.arange(packer.tokens.size)) // knobs.dp_size)
-    found = place(rollouts, unsplit - knobs.fixed_costs.micro_batch * least)
+    found = place(rollouts, unsplit - knobs.overhead_cost * least)
     if found is None:
         return None
     degrees = rollouts.sizes[found.rows]

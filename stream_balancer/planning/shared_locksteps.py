@@ -51,7 +51,7 @@ def in_locksteps(
 
     Complexity: O(n log n) for each of some levels of some numbers of locksteps.
     """
-    overhead, multiple = knobs.fixed_costs.micro_batch, knobs.micro_batch_multiple
+    overhead, multiple = knobs.overhead_cost, knobs.micro_batch_multiple
     best, least = None, finish
     fewest, most = -(-_least_places(step, packer) // step.dp_size), None
     for number in count(fewest):

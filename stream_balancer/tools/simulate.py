@@ -22,14 +22,13 @@ import numpy as np
 from stream_balancer.config import BalancerConfig, Policy
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import ConfigError
-from stream_balancer.learn.auto_window import WindowLearner
 from stream_balancer.planning import LengthBias, LengthBiasSummary
-from stream_balancer.planning.arrays import Bools, Ints
+from stream_balancer.planning.arrays import Ints
 from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.tools.certify import Certificate
 from stream_balancer.tools.certify import certify as certify_stream
 from stream_balancer.tools.generation import Generation, check_generation, seconds_per_rollout
-from stream_balancer.tools.simulation_report import Quantiles, Segment, SimulationReport, StratumReport, steps_of
+from stream_balancer.tools.simulation_report import Quantiles, Segment, SimulationReport, steps_of
 from stream_balancer.tools.simulation_run import Run
 from stream_balancer.tools.trace import Trace
 
@@ -48,30 +47,18 @@ LEAST_STEADY = 8
 """Steps; fewer are no steady state."""
 WINDOW_UNGIVEN: dict[str, Any] = {
     "window": None,
-    "step_size": {"window_tokens": None},
     "max_skips": "auto",
     "capacity": None,
-    "limits": {"tokens": None},
 }
 """The window and what follows from it, to be derived anew: changes for ``replace``."""
 
 
-def rollouts_per_batch(trace: Trace, config: BalancerConfig) -> float:
-    """Rollouts that a full batch has in the mean."""
-    if config.step_size.tokens is None:
-        return config.batch_size
-    return max(config.step_size.tokens * len(trace) / trace.num_tokens, config.batch_size)
-
-
 def as_policy(config: BalancerConfig, policy: Policy) -> BalancerConfig:
-    """Knobs under another policy, window and ``max_skips`` derived anew where the policy fixes the window, and
-    the number of rollouts of a step. Round-robin tears groups."""
+    """Knobs under another policy, window and ``max_skips`` derived anew where the policy fixes the window."""
     # the user's own window, as it is: only another policy needs one derived
     if policy == config.policy:
         return config
-    groups = "same_batch" if policy == "round_robin" and config.groups.keep == "same_rank" else config.groups.keep
-    step_size = {"rollouts": None, "window_tokens": None}
-    return config.replace(**WINDOW_UNGIVEN | {"policy": policy, "groups": {"keep": groups}, "step_size": step_size})
+    return config.replace(**WINDOW_UNGIVEN | {"policy": policy})
 
 
 def simulate(
@@ -104,8 +91,8 @@ def simulate(
     :param progress: called with the number of rollouts dispatched or evicted so far, after every step; with
         ``certify`` once more from 0 while the proof is sought.
 
-    Raises ConfigError for slots, speeds or a warm-up that make no sense, and for knobs under which nothing is proven;
-    RolloutError for a rollout the config refuses (above the token cap).
+    Raises ConfigError for slots, a trainer or a warm-up that make no sense, and for knobs under which nothing is
+    proven; RolloutError for a rollout the config refuses (above the token cap).
     """
     if certify:
         check_certifiable(config)
@@ -116,16 +103,14 @@ def simulate(
     # generation's pace first: a matched trainer is as fast as that
     rate = _work_per_second(trainer, trace, config, rollout_s)
     core = BalancerCore(config, tolerance=tolerance)
-    # window="auto" learns here as it does live
-    core.observers.append(WindowLearner(core))
-    grouped = config.groups.kept is not None
+    grouped = config.groups.size is not None
     generation = Generation(
         trace,
         slots,
         tokens_per_second,
         seed,
         whole_groups=grouped,
-        step_s=rollouts_per_batch(trace, config) * rollout_s,
+        step_s=config.batch_size * rollout_s,
     )
     run = Run(trace, core, generation, rate)
     run.to_the_end(progress)
@@ -137,30 +122,27 @@ def check_certifiable(config: BalancerConfig) -> None:
     """Raise ConfigError, before a run, where a certificate would not hold."""
     for knob, holds in {
         "deadline_s=None": config.deadline_s is None,
-        "step_size.tokens=None": config.step_size.tokens is None,
-        "step_size.rollouts=None": config.step_size.rollouts is None,
-        "groups.size=None": config.groups.kept is None,
+        "groups.size=None": config.groups.size is None,
         "groups.share_prefixes=False": not config.groups.share_prefixes,
         "context_parallel.sizes=(1,)": config.context_parallel.sizes == (1,),
         "staleness.max_versions=None": config.staleness.max_versions is None,
-        "speeds=None": len(set(config.speeds or (1.0,))) == 1,
     }.items():
         if not holds:
             raise ConfigError(
                 f"certify needs {knob}: the proof is of steps of batch_size whole rollouts that wait one by one and "
-                "run on one rank each, all ranks being equally fast. Set it, or leave certify out"
+                "run on one rank each. Set it, or leave certify out"
             )
 
 
 def _certificate(run: Run, progress: Callable[[int], None] | None) -> Certificate:
-    config, speed = run.config, (run.config.speeds or (1.0,))[0]
+    config = run.config
     cap = config.micro_batches.max_tokens
     steps = np.bincount(run.step_of)
     if (steps[:-1] != config.batch_size).any():
         raise ConfigError("certify needs steps of batch_size rollouts, and limits made one smaller. Raise limits")
     order = np.argsort(run.accepted_step, kind="stable")
     return certify_stream(
-        np.array(run.cost_list)[order] / speed,
+        np.array(run.cost_list)[order],
         run.accepted_step[order],
         batch_size=config.batch_size,
         ranks=config.dp_size,
@@ -173,13 +155,12 @@ def _certificate(run: Run, progress: Callable[[int], None] | None) -> Certificat
 
 
 def _work_per_second(trainer: TrainerSpeed, trace: Trace, config: BalancerConfig, rollout_s: float) -> float:
-    """Work per second of a rank of speed 1; inf = instant."""
+    """Work per second of a rank; inf = instant."""
     if trainer == "instant":
         return math.inf
     if trainer == "matched":
-        speeds = config.speeds or (1.0,) * config.dp_size
         work = float(np.asarray(config.cost(trace.lengths)).mean())
-        return work / sum(speeds) / rollout_s if rollout_s > 0 and work > 0 else math.inf
+        return work / config.dp_size / rollout_s if rollout_s > 0 and work > 0 else math.inf
     if not isinstance(trainer, (int, float)) or not trainer > 0:
         raise ConfigError(
             f"trainer must be 'instant', 'matched' or work units per second (a number > 0), not {trainer!r}"
@@ -228,7 +209,6 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
         length_bias=_length_bias(lengths[chosen], delays[chosen], lengths[missed]),
         arrived_lengths=Quantiles.of(lengths[came]),
         dispatched_lengths=Quantiles.of(lengths[chosen]),
-        strata=_by_stratum(run, chosen, delays),
         elapsed_s=run.now,
         work_per_second=run.rate,
         blocked_s=float(blocked_s.mean()),
@@ -238,26 +218,10 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
     )
 
 
-def _by_stratum(run: Run, chosen: Bools, delays: Ints) -> dict[str, StratumReport]:
-    """Figures of the chosen rollouts ([n] bool), by stratum."""
-    if run.trace.strata is None:
-        return {}
-    num_rollouts, num_steps = int(chosen.sum()), np.unique(run.step_of[chosen]).size
-    found = {}
-    for name in sorted(set(run.strata) - {""}):
-        of_it = chosen & (run.trace.strata == name)
-        found[name] = StratumReport(
-            share=int(of_it.sum()) / max(num_rollouts, 1),
-            steps_without=1.0 - np.unique(run.step_of[of_it]).size / max(num_steps, 1),
-            delay_steps=Quantiles.of(delays[of_it]),
-        )
-    return found
-
-
 def _ready_step(run: Run) -> Ints:
     """[n] steps made when a rollout could go: when it was accepted, or the last of its siblings was. For one
     whose group stayed short, the step that took it."""
-    size = run.config.groups.kept
+    size = run.config.groups.size
     if size is None:
         return run.accepted_step
     groups, went = run.trace.group_ids, run.step_of >= 0

@@ -43,9 +43,8 @@ class Run:
         self.lengths: list[int] = trace.lengths.tolist()
         # of all at once: a cost model is numpy, and a call for one length takes as long as for thousands
         self.cost_list: list[float] = np.asarray(config.cost(trace.lengths), dtype=np.float64).tolist()
-        self.strata: list[str] = [""] * len(trace) if trace.strata is None else trace.strata.tolist()
         self.group_names = [str(g) for g in trace.group_ids.tolist()]
-        self.groups_count = config.groups.kept is not None
+        self.groups_count = config.groups.size is not None
         self.prefixes: list[int] = shared_prefixes(trace).tolist() if config.groups.share_prefixes else [0] * len(trace)
         self.versioned = config.staleness.max_versions is not None
         self.first_version = -int(generation.started_step.min())  # the oldest in flight began with version 0
@@ -165,5 +164,4 @@ class Run:
             prefix=self.prefixes[row],
             # one of its own would hide the prefix's
             cost=None if self.config.groups.share_prefixes else self.cost_list[row],
-            metadata={"stratum": self.strata[row]} if self.strata[row] else {},
         )

@@ -559,7 +559,7 @@ async def test_the_folder_is_bounded_by_what_ever_waited_at_once(
 ) -> None:
     """Much goes through, one rollout stays: what is free in the database is used again."""
     monkeypatch.setattr(writer, "LOG_BYTES", 400_000)
-    knobs = config(groups=sb.Groups(size=2, keep="same_batch"), remember_ids=10, capacity=1000)
+    knobs = config(groups=sb.Groups(size=2), remember_ids=10, capacity=1000)
     async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
         batches = balancer.batches()
         await balancer.put_group([make_rollout(50, "kept", group_id="kept")])

@@ -161,11 +161,10 @@ def work(rank_batch: RankBatch) -> float:
 
 
 @pytest.mark.parametrize("cap", [None, 170])
-@pytest.mark.parametrize("groups", ["same_batch", "free"])
-async def test_loads_are_the_work_of_the_trees_that_ranks_get(groups: str, cap: int | None) -> None:
+async def test_loads_are_the_work_of_the_trees_that_ranks_get(cap: int | None) -> None:
     for seed in range(4):
         run = Served(
-            dp_size=3, batch_size=12, groups=sb.Groups(size=SIBLINGS, keep=groups, share_prefixes=True), cost=COST,  # type: ignore[arg-type]
+            dp_size=3, batch_size=12, groups=sb.Groups(size=SIBLINGS, share_prefixes=True), cost=COST,
             micro_batches=sb.MicroBatches(max_tokens=cap), max_skips=4,
         )  # fmt: skip
         await run.run(some_rollouts(seed))

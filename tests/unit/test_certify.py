@@ -190,13 +190,10 @@ def test_a_stream_without_schedule_is_refused(costs: list[float], how: dict[str,
     ("knobs", "said"),
     [
         ({"deadline_s": 5.0}, "deadline_s=None"),
-        ({"batch_size": None, "step_size": {"tokens": 900}}, "step_size.tokens=None"),
-        ({"step_size": {"rollouts": (3, 5)}}, "step_size.rollouts=None"),
         ({"groups": {"size": 2}}, "groups.size=None"),
         ({"groups": {"share_prefixes": True}}, "groups.share_prefixes=False"),
         ({"context_parallel": {"sizes": (1, 2), "overhead": 0.1}}, "context_parallel.sizes"),
         ({"staleness": {"max_versions": 3}}, "staleness.max_versions=None"),
-        ({"speeds": (1.0, 2.0)}, "speeds=None"),
     ],
 )
 def test_a_config_of_which_nothing_is_proven_is_refused(knobs: dict[str, Any], said: str) -> None:
@@ -212,7 +209,6 @@ def test_a_config_of_which_nothing_is_proven_is_refused(knobs: dict[str, Any], s
         ({}, "instant"),
         ({}, "matched"),
         ({"counts": "equal"}, "instant"),
-        ({"speeds": (2.0,) * 4}, "matched"),
         ({"sync": "micro_batch", "micro_batches": {"max_tokens": 40_000}}, "instant"),
     ],
 )
@@ -247,7 +243,7 @@ def test_replay_prints_the_bound_beside_ours() -> None:
 
 
 def test_steps_that_limits_cut_short_are_refused() -> None:
-    config = BalancerConfig(dp_size=2, batch_size=4, window=4, limits={"tokens": 100})
+    config = BalancerConfig(dp_size=2, batch_size=4, window=4, max_bytes=1000)
     with pytest.raises(ConfigError, match="one smaller"):
         simulate(trace_of([30, 30, 60, 10] * 8), config, certify=True)
 

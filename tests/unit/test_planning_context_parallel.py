@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from stream_balancer.planning import OversizeError, Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.planning.plan import part_cost, work_in
-from stream_balancer.planning.rank_speeds import FixedCosts
 from stream_balancer.planning.shareable import Shareable, part_tokens
 
 SIZES = (1, 2, 4, 8)
@@ -143,8 +142,8 @@ def test_never_later_than_without_sharing(
     step: tuple[Floats, Ints, PlanKnobs], number: int, sync: Any, capped: bool, overhead: float
 ) -> None:
     costs, lengths, knobs = step
-    fixed = FixedCosts(step=0.0, micro_batch=overhead if capped else 0.0)
-    knobs = replace(knobs, sync=sync, max_tokens_per_micro_batch=40_000 if capped else None, fixed_costs=fixed)
+    capped_knobs = {"max_tokens_per_micro_batch": 40_000, "overhead_cost": overhead} if capped else {}
+    knobs = replace(knobs, sync=sync, **capped_knobs)
     whole = planned(costs, lengths, replace(knobs, cp_sizes=(1,)), number)
     plan = planned(costs, lengths, knobs, number)
     check_degrees(plan, locksteps=sync == "micro_batch")
