@@ -56,16 +56,16 @@ class Knobs(metaclass=Values):
     docs/tuning.md. Those whose groups lack siblings do not count: with what they lack they are limited to what
     ``max_skips`` is a guarantee for."""
     max_bytes: Count | None = None
-    """``put()`` waits once the tensors of waiting rollouts are this many bytes. None = no such limit. While a put is
-    held back by any limit, the window counts as full; while fewer than ``min_batch_size`` could leave, no limit holds a
-    put back."""
+    """``put()`` waits while the tensors of the buffered rollouts, the new rollout included, exceed this many bytes.
+    None: no limit. A blocked put counts as a full window. With fewer than ``min_batch_size`` rollouts ready,
+    ``put()`` never waits."""
     min_batch_size: Knob[Count | None, int] = DERIVED
     """Smallest batch that a deadline may send; default dp_size: every rank has something to run."""
     mini_batches: Count = 1
-    """Mini-batches of a step, each with an optimizer step and denominators of its own (PPO). See
-    :attr:`RankBatch.mini_batches`. Each has ``batch_size / mini_batches`` rollouts, and as many micro-batches on every
-    rank. Samples of an execution stay together in one; so do groups of a shared prefix that are no larger than it.
-    A step of too few rollouts for all ranks in so many has fewer."""
+    """Mini-batches per step. Every mini-batch (PPO) ends with an optimizer step and has its own denominators; see
+    :attr:`RankBatch.mini_batches`. A mini-batch has ``batch_size / mini_batches`` rollouts, and the same number of
+    micro-batches on every rank. Samples of an execution stay in one mini-batch. A group with a shared prefix does too,
+    if the mini-batch can hold the group. A short step has fewer mini-batches."""
     cost: Knob[Cost, CostModel] = TOKENS
     """Work of a length: a model, "tokens", "quadratic[:LINEAR:QUADRATIC]", "padded", or a config.json's path.
     Of a Hugging Face config.json it is the model's FLOPs."""

@@ -32,7 +32,7 @@ class Learned(NamedTuple):
     model: CostFunction
     """[n] lengths -> [n] costs."""
     overhead_cost: float
-    """Cost of a micro-batch beside that of its rollouts."""
+    """Fixed cost of a micro-batch."""
 
 
 class Pricing:
@@ -54,9 +54,8 @@ class Pricing:
 
     def under(self, config: BalancerConfig, learned: Learned | None = None) -> Pricing:
         """The same under other knobs, or by what was ``learned`` now."""
-        before = self._config
-        # seconds were learned as a factor on this cost, for these ranks
-        if (config.cost, config.dp_size) == (before.cost, before.dp_size):
+        # seconds were learned as a factor on this cost
+        if config.cost == self._config.cost:
             learned = learned or self._learned
         other = Pricing(config, self.knobs.tolerance, learned)
         other.has_own_costs = self.has_own_costs

@@ -76,11 +76,11 @@ class PlanKnobs:
     counts: Counts = "free"
     sync: Sync = "step"
     whole_groups: bool = False
-    """The siblings of a group go together; else groups play no part."""
+    """Siblings of a group leave in one batch. False: the planner ignores groups."""
     max_tokens_per_micro_batch: int | None = None
     padded: bool = False
     overhead_cost: float = 0.0
-    """Work of a micro-batch beside that of its rollouts."""
+    """Fixed work of a micro-batch."""
     micro_batch_counts: Counts = "equal"
     micro_batch_multiple: int = 1
     mini_batches: int = 1

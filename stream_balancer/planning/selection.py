@@ -138,8 +138,7 @@ def _in_pieces(labels: Ints, limit: int) -> Ints:
 
 
 def select(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts: int) -> tuple[Bools, Bools]:
-    """-> ([U] goes in any case, [U] goes: what must, and in the room that is left what makes the best step with
-    it)."""
+    """-> ([U] must go, [U] goes: those that must, and the units that make the best step with them)."""
     must = _must_go(units, num_rollouts)
     room = num_rollouts - int(units.sizes[must].sum())
     others = units.ready & ~must

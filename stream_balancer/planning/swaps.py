@@ -3,8 +3,8 @@
 With few rollouts per rank no partition of a given batch is even, yet the window holds many a rollout that would fit
 better.
 
-    swap_with_waiting    rollouts: rank by rank
-    swaps_of_groups      groups, whose rollouts lie on any ranks: one group for one, all pairs side by side
+    swap_with_waiting    rollouts, rank by rank
+    swaps_of_groups      groups with rollouts on any ranks: one group for one, all pairs side by side
 
 Pure and deterministic.
 """

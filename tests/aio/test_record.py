@@ -148,4 +148,4 @@ async def test_a_slow_run_is_not_far_behind(tmp_path: Path) -> None:
             return path.read_text()
 
         text = await anyio.to_thread.run_sync(wait_for_the_thread)
-        assert text.splitlines()[1:] == ["alone-0,0,1,0.000,", "alone-1,0,2,5.000,"]
+        assert text.splitlines()[1:] == ["alone-0,0,1,0.000", "alone-1,0,2,5.000"]
