@@ -79,7 +79,7 @@ def traces(folder: Path | None) -> Iterator[Trace]:
 
 def part(trace: Trace, rows: slice) -> Trace:
     """The trace of some consecutive rollouts."""
-    columns = ("prompt_tokens", "output_tokens", "group_ids", "arrival_s", "strata")
+    columns = ("prompt_tokens", "output_tokens", "group_ids", "arrival_s")
     kept = {name: column[rows] for name in columns if (column := getattr(trace, name)) is not None}
     return replace(trace, **kept)
 

@@ -112,7 +112,7 @@ def _own(step: Step, *, fifo: bool = False, group_size: int | None = None) -> La
         step.batch_size,
         MAX_SKIPS,
         sync=step.sync,
-        groups="free" if group_size is None else "same_batch",
+        whole_groups=group_size is not None,
         group_size=group_size,
         max_tokens_per_micro_batch=step.max_tokens,
     )

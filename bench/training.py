@@ -6,9 +6,8 @@ disturb each other; a step takes as long as its slowest rank, or, where ranks me
 the slowest micro-batches. On a CPU seconds are CPU seconds. Rows of verl need the peers' environment
 (``make bench-peers``).
 
-Then ``CalibratedCost``, started from the right FLOPs and from TokenCost, which knows nothing of attention: with all
-ranks alike, and with rank 0 made to take 1.5 times as long by spinning. "ideal" is all ranks' work divided by the sum
-of their speeds.
+Then ``CalibratedCost``, started from the right FLOPs and from TokenCost, which knows nothing of attention. "ideal" is
+all ranks' work divided by their number.
 """
 
 from __future__ import annotations
@@ -83,7 +82,8 @@ def ours(rollouts: Sequence[Rollout], setting: Setting, errors: list[float] | No
     config = BalancerConfig(
         dp_size=setting.ranks,
         batch_size=setting.batch,
-        micro_batches={"max_tokens": setting.cap},
+        micro_batches=MicroBatches(max_tokens=setting.cap),
+        sync="step",
         cost=setting.cost,
         **knobs,  # type: ignore[arg-type]
     )
@@ -142,8 +142,8 @@ class Trainer:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         return cls(build_model(MODELS[options.model], dtype), device)
 
-    def seconds(self, rollouts: Sequence[Rollout], *, slow: float = 1.0) -> float:
-        """Forward and backward of one micro-batch, drawn out to ``slow`` times as long."""
+    def seconds(self, rollouts: Sequence[Rollout]) -> float:
+        """Forward and backward of one micro-batch."""
         if not self.on_cpu:
             rollouts = [Rollout(tokens={k: v.to(self.device) for k, v in r.tokens.items()}) for r in rollouts]
             torch.accelerator.synchronize()
@@ -152,9 +152,6 @@ class Trainer:
         (loss_sum(self.model, MicroBatch.of(rollouts)) / 1e4).backward()  # type: ignore[no-untyped-call]
         if not self.on_cpu:
             torch.accelerator.synchronize()
-        until = began + slow * (clock() - began)
-        while slow > 1.0 and clock() < until:
-            pass
         took = clock() - began
         self.model.zero_grad(set_to_none=False)
         return took
@@ -191,19 +188,13 @@ class Measured:
         return 100.0 * float(np.mean(np.abs(scale * costs - seconds) / seconds))
 
 
-def measure(
-    trainer: Trainer, layouts: Layouts, setting: Setting, steps: int, slowness: Sequence[float] | None = None
-) -> Measured:
-    """``slowness[rank]``: how many times as long that rank takes."""
+def measure(trainer: Trainer, layouts: Layouts, setting: Setting, steps: int) -> Measured:
     measured = Measured([], 0, [])
     layout = next(layouts)
     for step in range(steps):
         if step:
             layout = layouts.send(measured.seconds[-1].sum(axis=1))
-        slow = slowness or [1.0] * len(layout)
-        times = np.array(
-            [[trainer.seconds(one, slow=slow[rank]) for one in share] for rank, share in enumerate(layout)]
-        )
+        times = np.array([[trainer.seconds(one) for one in share] for share in layout])
         measured.seconds.append(times)
         measured.tokens += sum(r.num_tokens for share in layout for one in share for r in one)
         lengths = [np.array([r.num_tokens for one in share for r in one], dtype=np.int64) for share in layout]
@@ -265,7 +256,6 @@ def compare(rows: Rows, trainer: Trainer, rollouts: Sequence[Rollout], setting: 
         rows.add("idle, window 2x over verl KK", done["window 2x"].idle() / done["verl KK"].idle(), "ratio", 1.0)
 
 
-SLOW = 1.5
 LEARNED = 30
 """Steps after which a calibrated cost is looked at."""
 
@@ -274,27 +264,22 @@ def calibration(rows: Rows, trainer: Trainer, options: argparse.Namespace, setti
     """What a model that learns makes of the same stream."""
     steps = max(options.calibration_steps, LEARNED + 5)
     rollouts = stream(argparse.Namespace(**{**vars(options), "steps": steps + 5}))
-    one_slow = [SLOW] + [1.0] * (options.ranks - 1)
     assert isinstance(setting.cost, LayerSumCost)
     models: dict[str, CostModel] = {
         "FLOPs": setting.cost,
         "calibrated from FLOPs": CalibratedCost(setting.cost),
         "calibrated from tokens": CalibratedCost(TokenCost()),
     }
-    for where, slowness in (("all ranks alike", [1.0] * options.ranks), (f"one rank {SLOW}x slower", one_slow)):
-        for name, cost in models.items():
-            errors: list[float] = []
-            layouts = ours(rollouts, replace(setting, cost=cost), errors, window=2 * options.batch)
-            one = measure(trainer, layouts, setting, steps, slowness)
-            late = one.seconds[LEARNED:]
-            speeds = 1.0 / np.array(slowness)
-            ideal = sum(float((step.sum(axis=1) * speeds).sum() / speeds.sum()) for step in late)
-            took = sum(float(step.sum(axis=1).max()) for step in late)
-            bar = 1.05 if isinstance(cost, CalibratedCost) and slowness is one_slow else None
-            rows.add(f"{where}, {name}: step over ideal, from step {LEARNED}", took / ideal, "ratio", bar)
-            if errors:
-                error = 100 * float(np.mean(errors[LEARNED:]))
-                rows.add(f"{where}, {name}: prediction error, from step {LEARNED}", error, "%", 10.0)
+    for name, cost in models.items():
+        errors: list[float] = []
+        layouts = ours(rollouts, replace(setting, cost=cost), errors, window=2 * options.batch)
+        late = measure(trainer, layouts, setting, steps).seconds[LEARNED:]
+        ideal = sum(float(step.sum(axis=1).mean()) for step in late)
+        took = sum(float(step.sum(axis=1).max()) for step in late)
+        rows.add(f"all ranks alike, {name}: step over ideal, from step {LEARNED}", took / ideal, "ratio")
+        if errors:
+            error = 100 * float(np.mean(errors[LEARNED:]))
+            rows.add(f"all ranks alike, {name}: prediction error, from step {LEARNED}", error, "%", 10.0)
 
 
 if __name__ == "__main__":

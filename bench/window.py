@@ -52,16 +52,12 @@ class Mode:
     policy: Policy = "window"
     capped: bool = False
     """`micro_batches.max_tokens` is the longest rollout."""
-    in_tokens: float = 0.0
-    """Steps and window are as many tokens as so many batches have on average; 0: they are rollouts."""
     whole_groups: bool = False
     """Siblings leave in one batch, of as many whole groups as fit."""
     group_sizes: tuple[int, ...] = ()
     """... and these are the sizes, each as often; else those of the trace that most have."""
     by_prompt: bool = False
     """Rollouts that leave one by one are drawn by whole prompts, as they were generated."""
-    stratum: float = 0.0
-    """So many of the rollouts, any of them, are the stratum "a"."""
     slots: int = SLOTS
     bars: Mapping[str, float] = field(default_factory=dict)
     """The most that it may idle, by how the name of a trace begins."""
@@ -75,13 +71,6 @@ class Mode:
             knobs["groups"] = {"size": size}
         if self.capped:
             knobs["micro_batches"] = {"max_tokens": int(trace.lengths.max())}
-        if self.in_tokens:
-            tokens = round(self.in_tokens * batch * float(trace.lengths.mean()))
-            knobs |= {
-                "batch_size": None,
-                "window": None,
-                "step_size": {"tokens": tokens, "window_tokens": round(self.width * tokens)},
-            }
         # replace(): of a group only what these name changes
         return as_policy(sb.BalancerConfig(**knobs).replace(**self.knobs), self.policy)
 
@@ -104,11 +93,6 @@ MODES = (
         for skips in (8, 16, 32)
     ),
     Mode("W2 D16 equal counts", 2, {"max_skips": 16, "equal_rollouts": True}),
-    *(
-        Mode(f"W2 D{skips}, 16 to 64", 2, {"max_skips": skips, "step_size": {"rollouts": (16, 64)}}, bars=bars)
-        for skips, bars in ((8, {}), (16, {"rg": 3.5, "mooncake": 2.2, "misguided": 0.9, "nemo": 32.9}), (32, {}))
-    ),
-    Mode("W2 D16 in tokens", 2, {"max_skips": 16}, in_tokens=1.0),
     Mode("W2 D16 whole groups", 2, {"max_skips": 16}, whole_groups=True),
     Mode(
         "W2 D8 groups of 8",
@@ -123,18 +107,6 @@ MODES = (
     Mode("W2 D16 groups of 4 and 16", 2, {"max_skips": 16}, whole_groups=True, group_sizes=(4, 16)),
     Mode("prompts fifo", 1, policy="fifo", by_prompt=True),
     Mode("prompts W2 D8", 2, {"max_skips": 8}, by_prompt=True),
-    Mode("prompts in tokens fifo", 1, policy="fifo", in_tokens=1.0, by_prompt=True),
-    Mode("prompts in tokens W2 D8", 2, {"max_skips": 8}, in_tokens=1.0, by_prompt=True),
-    Mode(
-        "prompts in tokens, window of 64 rollouts, D8",
-        2,
-        {"max_skips": 8, "step_size": {"window_tokens": None}, "window": 64},
-        in_tokens=1.0,
-        by_prompt=True,
-    ),
-    Mode("prompts in twice the tokens W2 D16", 2, {"max_skips": 16}, in_tokens=2.0, by_prompt=True, slots=256),
-    Mode("W2 D16 stratum of 10 %, no share", 2, {"max_skips": 16}, stratum=0.1),
-    Mode("W2 D16 stratum of 10 %, one in every step", 2, {"max_skips": 16, "stratum_shares": {"a": 0.03}}, stratum=0.1),
     *locksteps(128, 8, {"lrm": 1.6, "misguided": 1.6, "tau": 1.0, "mooncake": 4.0}),
     *locksteps(256, 32, {"lrm": 3.5, "tau": 2.2, "mooncake": 8.0}),
 )
@@ -148,10 +120,6 @@ def measure(rows: Rows, label: str, runs: Sequence[sb.SimulationReport], bar: fl
         return round(float(np.mean([of(run) for run in runs])), 2)
 
     idle = [100 * run.idle_fraction for run in runs]
-    of_the_stratum: dict[str, Any] = {}
-    if runs[0].strata:
-        of_the_stratum["steps_without"] = mean(lambda run: 100 * run.strata["a"].steps_without)
-        of_the_stratum["delay_of_stratum"] = mean(lambda run: run.strata["a"].delay_steps.mean)
     for run in runs:
         most = run.config.max_skips
         assert most is None or run.max_skips_seen <= most, f"{label}: passed over {run.max_skips_seen} times"
@@ -167,7 +135,6 @@ def measure(rows: Rows, label: str, runs: Sequence[sb.SimulationReport], bar: fl
         longest=int(max(run.delay_steps.max for run in runs)),
         correlation=mean(lambda run: run.length_bias.length_delay_correlation),
         token_variation=mean(lambda run: run.figures.token_variation or 0.0),
-        **of_the_stratum,
     )
 
 
@@ -292,22 +259,14 @@ def truncated(trace: sb.Trace) -> list[sb.Trace]:
 def drawn(trace: sb.Trace, mode: Mode, steps: int) -> Make:
     """Rollouts, or whole groups, drawn with replacement: enough for so many steps beside warm-up and tail."""
     count = mode.batch * (steps + 3 * mode.knobs.get("max_skips", 16) + 10)
-    if mode.in_tokens:
-        count = round(mode.in_tokens * count)
     if mode.group_sizes:
         return lambda seed: of_sizes(trace, mode.group_sizes, count, seed)
     if mode.whole_groups:
         size = int(np.bincount(trace.group_ids).max())
         count = count // size * size
 
-    def make(seed: int) -> sb.Trace:
-        found = (trace if mode.whole_groups or mode.by_prompt else alone(trace)).resampled(count, seed)
-        if not mode.stratum:
-            return found
-        of_it = np.random.default_rng(seed).random(count) < mode.stratum
-        return replace(found, strata=np.where(of_it, "a", "").astype(np.object_))
-
-    return make
+    source = trace if mode.whole_groups or mode.by_prompt else alone(trace)
+    return lambda seed: source.resampled(count, seed)
 
 
 def of_sizes(trace: sb.Trace, sizes: tuple[int, ...], count: int, seed: int) -> sb.Trace:
@@ -337,7 +296,7 @@ def of_usual_size(trace: sb.Trace) -> sb.Trace | None:
     return sb.Trace(prompt_tokens=prompt, output_tokens=output, group_ids=groups, name=trace.name)
 
 
-# --- locksteps of one rollout, caps, slow ranks ----------------------------------------------------------------------
+# --- locksteps of one rollout, caps ----------------------------------------------------------------------------------
 
 
 def lockstep_from_the_window(rows: Rows, seeds: int, steps: int) -> None:
@@ -352,26 +311,22 @@ def lockstep_from_the_window(rows: Rows, seeds: int, steps: int) -> None:
         measure(rows, f"locksteps of one rollout, ln tok 64/8 {mode.name}", found)
 
 
-def capped_and_slowed(rows: Rows, seeds: int, steps: int) -> None:
-    """Rank batches cut into micro-batches, or one slower rank; lengths stop at a maximum, as they do under
-    max_new_tokens."""
-    rows.text("token cap; a rank slowed 1.5 x")
-    slowed = tuple(1 / 1.5 if rank == 1 else 1.0 for rank in range(32))
-    for batch, ranks, longest, cap, speeds, quadratic in (
-        (16, 4, 8000, 16000, None, True),
-        (64, 32, 6000, 12000, None, False),
-        (32, 8, 32768, 65536, None, True),
-        (32, 8, 12000, None, slowed[:8], True),
-        (64, 32, 32768, None, slowed, False),
+def capped(rows: Rows, seeds: int, steps: int) -> None:
+    """Rank batches cut into micro-batches; lengths stop at a maximum, as they do under max_new_tokens."""
+    rows.text("token cap")
+    for batch, ranks, longest, cap, quadratic in (
+        (16, 4, 8000, 16000, True),
+        (64, 32, 6000, 12000, False),
+        (32, 8, 32768, 65536, True),
     ):
-        kind = ("flops" if quadratic else "tok") + (" slowed" if cap is None else f" cap {cap}")
+        kind = ("flops" if quadratic else "tok") + f" cap {cap}"
         cost: sb.cost.CostModel = sb.cost.QuadraticCost() if quadratic else sb.cost.TokenCost()
 
         def make(seed: int, batch: int = batch, longest: int = longest) -> sb.Trace:
             return independent(np.minimum(lognormal(batch * (steps + 64), seed), longest))
 
         for width, skips in ((2, 8), (2, 16)):
-            knobs = {"max_skips": skips, "micro_batches": {"max_tokens": cap}, "speeds": speeds}
+            knobs = {"max_skips": skips, "micro_batches": {"max_tokens": cap}}
             mode = Mode(f"W{width} D{skips}", width, knobs, batch, ranks)
             measure(rows, f"ln {kind} {batch}/{ranks} {mode.name}", run(make, min(seeds, 4), mode, cost))
 
@@ -381,7 +336,7 @@ def main() -> None:
     rows = Rows(options.json, options.results)
     if not options.only and not options.only_mode:
         lockstep_from_the_window(rows, options.seeds, options.steps)
-        capped_and_slowed(rows, options.seeds, options.steps)
+        capped(rows, options.seeds, options.steps)
     if not options.only_mode:
         synthetic(rows, options.seeds, options.steps, options.only)
     real(rows, options.traces, options.trace_seeds, options.steps, options.only, options.only_mode)

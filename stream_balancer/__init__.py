@@ -23,7 +23,7 @@ _NAMES_OF = {
     "client.barrier": "barrier",
     "client.feed": "RankFeed",
     "client.producer": "connect",
-    "config": "BalancerConfig Groups Limits MicroBatches Staleness StepSize",
+    "config": "BalancerConfig Groups MicroBatches Staleness",
     "core.observer": "Observer",
     "host.balancer": "StreamBalancer",
     "host.blocking": "blocking",

@@ -12,10 +12,8 @@ from .client.producer import connect as connect
 from .client.step import Step as Step
 from .config import BalancerConfig as BalancerConfig
 from .config import Groups as Groups
-from .config import Limits as Limits
 from .config import MicroBatches as MicroBatches
 from .config import Staleness as Staleness
-from .config import StepSize as StepSize
 from .core.observer import Observer as Observer
 from .host.balancer import StreamBalancer as StreamBalancer
 from .host.batches import Batches as Batches
@@ -40,13 +38,11 @@ __all__ = [
     "BalancerConfig",
     "Batch",
     "Groups",
-    "Limits",
     "MicroBatches",
     "Observer",
     "RankFeed",
     "Rollout",
     "Staleness",
-    "StepSize",
     "StreamBalancer",
     "TorchTransport",
     "barrier",

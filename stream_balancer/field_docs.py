@@ -19,22 +19,27 @@ T = TypeVar("T", bound=type)
 
 
 def documented(cls: T) -> T:
-    """Class decorator. Above ``@dataclass``, which may make the class anew; not for classes with a metaclass, of which
-    ``help()`` asks otherwise (:class:`~stream_balancer.config.values.Values` answers itself)."""
-    setattr(cls, "__doc__", _Docstring(cls.__doc__))  # noqa: B010 - not a str, as type checkers want it
+    """Class decorator, above ``@dataclass``: ``help()`` shows the text of every field."""
+    setattr(cls, "__doc__", _Docstring(cls.__doc__, brief=False))  # noqa: B010 - not a str, as type checkers want it
+    return cls
+
+
+def briefly_documented(cls: T) -> T:
+    """Like :func:`documented`, with the first sentence of every text, so that many fields fit on a screen."""
+    setattr(cls, "__doc__", _Docstring(cls.__doc__, brief=True))  # noqa: B010 - see documented
     return cls
 
 
 class _Docstring:
     """``cls.__doc__``, made when asked for, since parsing takes milliseconds."""
 
-    def __init__(self, text: str | None) -> None:
-        self._text = text
+    def __init__(self, text: str | None, *, brief: bool) -> None:
+        self._text, self._brief = text, brief
         self._made: str | None = None
 
     def __get__(self, instance: object, owner: type) -> str | None:
         if self._made is None and self._text is not None:
-            self._made = described(owner, self._text)
+            self._made = described(owner, self._text, brief=self._brief)
         return self._made
 
 

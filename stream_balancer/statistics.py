@@ -52,8 +52,7 @@ class Straggler:
     rank: int
     """DP rank."""
     slowdown: float
-    """Seconds of the rank over those of the median rank for the same work (with given ``speeds``: over what they
-    promise), since then; 1.3 = it takes 30 % longer."""
+    """Seconds of the rank over those of the median rank for the same work, since then; 1.3 = it takes 30 % longer."""
     since_step: int
     """The first step in which it was slow."""
     since_s: float
@@ -80,19 +79,6 @@ class TrainingAge:
     """99 % of them were at most this old."""
     max: int
     """The oldest; at most ``staleness.max_versions`` where that is kept, see docs/staleness.md."""
-
-
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StratumStatistics:
-    """A stratum: the rollouts of one environment or data set."""
-
-    waiting: int
-    """Rollouts in the window now."""
-    mean_wait_s: float
-    """Seconds that these have waited, in the mean; 0.0 if none waits."""
-    share: float | None
-    """Share of the rollouts of about the last 50 steps; None before the first."""
 
 
 @documented
@@ -124,9 +110,6 @@ class Statistics:
     token_variation: float | None
     """Coefficient of variation of the tokens of a step: their standard deviation over their mean, over all steps ever.
     0.0 = every step trains on as many tokens; what varies is noise in the gradient. None before the first step."""
-    surplus_rollouts: int
-    """Rollouts that steps took beyond ``batch_size`` so far, and later ones give back; 0 without
-    ``step_size.rollouts``."""
     padding_copies: int
     """Zero-weight copies made, ever."""
     nacked: int
@@ -185,18 +168,10 @@ class Statistics:
     """Rollouts dispatched since this balancer was made for which ``max_versions`` was not checked: they had no
     version, or the balancer had none yet."""
     window: int
-    """Rollouts that a step waits for: the knob, or what ``window="auto"`` has chosen."""
-    window_tokens: int | None
-    """Tokens that a step waits for under ``step_size.tokens``; None where it waits for rollouts only."""
-    strata: Mapping[str, StratumStatistics]
-    """Figures of each stratum (environment, data set) that has come; empty where no rollout named one."""
-    idle_by_window: Mapping[int, float] = field(default_factory=dict)
-    """Under ``window="auto"``: the idle fraction that each window would have, of the recent past; empty before the
-    first fit, and where the window is fixed."""
+    """Rollouts that a step waits for."""
 
     def __str__(self) -> str:
         """A line each for rollouts, batches, idle time, and what is known besides; for people, and it may change."""
-        window = f"{self.window:,}" if self.window_tokens is None else f"{self.window_tokens:,} tokens"
         age, unchecked = self.training_age, self.unchecked_rollouts
         versions = [
             "" if self.version is None else f"policy version {self.version}",
@@ -206,7 +181,7 @@ class Statistics:
         # what there is nothing to say of has no line
         lines = {
             "rollouts": f"{self.waiting:,} wait ({self.waiting_tokens:,} tokens, "
-            f"the oldest {self.oldest_wait_s:.1f} s; window {window}), {self.in_flight:,} in flight, "
+            f"the oldest {self.oldest_wait_s:.1f} s; window {self.window:,}), {self.in_flight:,} in flight, "
             f"{self.acknowledged:,} acknowledged",
             "evicted": _counts(self.evicted),
             "held back": _counts(

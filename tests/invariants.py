@@ -36,8 +36,6 @@ def verify_buffer(buffer: Buffer) -> None:
     assert buffer.num_tokens == sum(r.num_tokens for r in rollouts)
     assert buffer.num_bytes == sum(r.nbytes for r in rollouts)
     assert buffer.by_cost().tolist() == np.argsort(buffer.costs, kind="stable").tolist()
-    numbers = [-1 if r.stratum is None else buffer.strata.number_of(r.stratum) for r in rollouts]
-    assert buffer.stratum_numbers.tolist() == numbers
     assert np.all(np.diff(buffer.arrived_at) >= 0)
     assert buffer.num_ready == int(np.count_nonzero(buffer.complete))
     _verify_groups(buffer, rollouts)

@@ -164,11 +164,7 @@ class Workers:
             ]  # fmt: skip
             with suppress(sb.errors.ConfigError):
                 balancer.reconfigure(**self.chance.choice(changes))
-            if (
-                balancer.config.groups.size is not None
-                and balancer.config.groups.keep != "free"
-                and self.chance.random() < 0.2
-            ):
+            if balancer.config.groups.size is not None and self.chance.random() < 0.2:
                 name = f"group {self.chance.randrange(20)}"
                 balancer.abandon_group(name)
                 self._abandoned.add(name)

@@ -121,9 +121,9 @@ class Simulated:
     """Options of ``replay`` and ``tune``: lengths, knobs, and how fast rollouts come and go."""
 
     KNOBS: ClassVar[tuple[str, ...]] = (
-        "dp_size", "batch_size", "step_size.rollouts", "step_size.tokens", "step_size.mini_batches", "cost",
-        "equal_rollouts", "sync", "micro_batches.max_tokens", "micro_batches.equal_number",
-        "micro_batches.overhead_cost", "groups.size", "groups.keep", "groups.min_size", "groups.patience",
+        "dp_size", "batch_size", "mini_batches", "cost", "equal_rollouts", "sync", "micro_batches.max_tokens",
+        "micro_batches.equal_number", "micro_batches.overhead_cost", "groups.size", "groups.min_size",
+        "groups.patience",
     )  # fmt: skip
 
     trace: Annotated[
@@ -189,12 +189,7 @@ class Simulated:
         """The config of these knobs."""
         from stream_balancer.config import BalancerConfig
 
-        step_size = self.given.get("step_size")
-        # a budget in tokens and a number of rollouts exclude one another, so that default stays out
-        in_tokens = isinstance(step_size, Mapping) and step_size.get("tokens") is not None
-        return BalancerConfig.from_dict(
-            {k: v for k, v in DEFAULTS.items() if k != "batch_size" or not in_tokens} | self.given
-        )
+        return BalancerConfig.from_dict(DEFAULTS | self.given)
 
     @property
     def cost(self) -> str:
@@ -247,13 +242,6 @@ def trace_of(text: str, seed: int) -> Trace:
     except ValueError:
         raise TraceError(f"{text}: {number!r} is not a number of rollouts. Write {GENERATE}{name}:20000") from None
     return generate_trace(num_rollouts, name, seed=seed)
-
-
-def batch_text(config: BalancerConfig) -> str:
-    if config.step_size.tokens is not None:
-        return f"{config.step_size.tokens:,} tokens"
-    least_most = config.step_size.rollouts
-    return f"{config.batch_size}" + ("" if least_most is None else " ({} to {})".format(*least_most)) + " rollouts"
 
 
 def deadline_text(deadline_s: float | None) -> str:

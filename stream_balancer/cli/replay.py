@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import typer
 
-from stream_balancer.cli._options import Simulated, batch_text, deadline_text, put_waited
+from stream_balancer.cli._options import Simulated, deadline_text, put_waited
 
 if TYPE_CHECKING:
     from stream_balancer.config import BalancerConfig, Policy
@@ -32,7 +32,7 @@ class Replay(Simulated):
     they can be. window: the balanced choice from the waiting rollouts.
     """
 
-    KNOBS: ClassVar = (*Simulated.KNOBS, "window", "step_size.window_tokens", "deadline_s", "max_skips", "capacity")
+    KNOBS: ClassVar = (*Simulated.KNOBS, "window", "deadline_s", "max_skips", "capacity")
 
     warm_up: int | None = None
     """Steps to leave out of the figures. (default: 3 x max skips, at most a quarter)"""
@@ -79,8 +79,6 @@ def _print(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any],
     arrivals = f"{how['slots']} slots at {how['tokens_per_second']:g} tokens/s"
     if trace.arrival_s is not None:
         arrivals = "recorded arrivals"
-    in_tokens = config.step_size.window_tokens
-    window = f"{config.window}" if in_tokens is None else f"{in_tokens:,} tokens"
     # of the same stretch for all three, or a warm-up would be compared with a steady state
     steady = all(report.is_steady for report in reports.values())
     parts = {policy: report.figures if steady else report.overall for policy, report in reports.items()}
@@ -89,7 +87,7 @@ def _print(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any],
         f"[bold]{trace.name}[/bold]: {len(trace):,} rollouts, {trace.num_tokens:,} tokens; length p50 "
         f"{statistics.median(trace.lengths):,.0f}, longest {trace.lengths.max():,}; {arrivals}; trainer "
         f"{how['trainer']}\n"
-        f"{config.dp_size} ranks, {batch_text(config)} a step, window {window}, max_skips "
+        f"{config.dp_size} ranks, {config.batch_size} rollouts a step, window {config.window}, max_skips "
         f"{config.max_skips}, deadline {deadline_text(config.deadline_s)}, cost {cost}",
         table(["", *_NAMES.values()], _rows(lines, reports, parts), bold=["idle fraction"]),
         *_verdict(reports, parts, steady=steady),
@@ -138,9 +136,6 @@ def _rows(lines: Mapping[str, str], reports: Reports, parts: Mapping[Policy, Seg
     for name, line in lines.items():
         # no number where every rollout waited alike
         yield [name, *(line.format_map(one).replace("nan", "-") for one in found)]
-    for stratum in reports["window"].strata:
-        of_it = [run.strata[stratum] for run in reports.values()]
-        yield [f"{stratum}: share / steps without", *(f"{one.share:.1%} / {one.steps_without:.0%}" for one in of_it)]
 
 
 GOOD_ENOUGH = 0.02  # idle fraction of arrival order with a good partition below which a window has little left to win

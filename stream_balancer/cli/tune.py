@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stream_balancer.cli._options import Simulated, batch_text, deadline_text, fail, put_waited, value_of
+from stream_balancer.cli._options import Simulated, deadline_text, fail, put_waited, value_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,7 +34,7 @@ class Tune(Simulated):
     tolerance: float = 0.0025
     """Idle fraction that is not worth a larger window."""
     windows: str | None = None
-    """Windows to try, N,N,...; in tokens with --step-size.tokens. (default: 1 to 3 batches)"""
+    """Windows to try, N,N,... (default: 1 to 3 batches)"""
     capacities: str | None = None
     """Capacities to try, N,N,..., with --trainer other than instant. (default: 2 to 6 batches)"""
     skips: Annotated[
@@ -93,7 +93,7 @@ def _print(report: TuneReport, cost: str, plot: Path | None) -> None:
     again = f", the trace {report.times} times over" if report.times > 1 else ""
     stdout().print(
         f"[bold]{report.trace_name}[/bold]: {report.num_rollouts:,} rollouts a run{again}; {config.dp_size} ranks, "
-        f"{batch_text(config)} a step, cost {cost}; {len(report.outcomes)} settings, those on the front:",
+        f"{config.batch_size} rollouts a step, cost {cost}; {len(report.outcomes)} settings, those on the front:",
         _table(report),
         f"[bold]{report.reason}[/bold]",
         f"Recommended: {chosen.knobs_of_size}, max_skips={chosen.report.config.max_skips}, deadline "

@@ -1,18 +1,6 @@
-"""Knobs: ``knobs`` and ``groups`` (which exist), ``values`` (how they are checked one by one), ``checks`` (which do not
-go together), ``figures`` (what follows from them), ``config`` (all together, for users)."""
+"""Knobs: ``groups`` and ``config`` (the knobs, derived values and refusals), ``values`` (checks of single values)."""
 
-from stream_balancer.config.config import BalancerConfig, at_window, step_wide
-from stream_balancer.config.groups import Groups, Limits, MicroBatches, Staleness, StepSize
-from stream_balancer.config.knobs import Policy
+from stream_balancer.config.config import BalancerConfig, Policy, least_max_skips, most_waiting
+from stream_balancer.config.groups import Groups, MicroBatches, Staleness
 
-__all__ = [
-    "BalancerConfig",
-    "Groups",
-    "Limits",
-    "MicroBatches",
-    "Policy",
-    "Staleness",
-    "StepSize",
-    "at_window",
-    "step_wide",
-]
+__all__ = ["BalancerConfig", "Groups", "MicroBatches", "Policy", "Staleness", "least_max_skips", "most_waiting"]

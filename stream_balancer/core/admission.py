@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stream_balancer.config import BalancerConfig
-from stream_balancer.config.figures import most_waiting, most_waiting_tokens
+from stream_balancer.config import BalancerConfig, most_waiting
 from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.executions import num_executions
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.in_flight import RolloutIds
 from stream_balancer.core.pricing import Pricing
-from stream_balancer.core.strata import MOST_STRATA, Strata
 from stream_balancer.errors import ConfigError, DuplicateRolloutError, RolloutError
 from stream_balancer.rollouts import Rollout
 from stream_balancer.values import plain_name
@@ -37,9 +35,8 @@ class Admission:
         put."""
         self.config = config
         self._most_tokens = config.micro_batches.max_tokens if config.micro_batches.oversize == "refuse" else None
-        self._needs_group = config.groups.kept is not None
+        self._needs_group = config.groups.size is not None
         self._most_waiting = most_waiting(config)
-        self._most_waiting_tokens = most_waiting_tokens(config)
         self.looks_at_masks = self.schema is None or config.loss_mask_column not in (None, "loss_mask")
         """False where the columns of those that are held say enough of the mask's name."""
 
@@ -88,7 +85,7 @@ class Admission:
     def check(self, rollouts: Sequence[Rollout]) -> list[tuple[Rollout, float]]:
         """The rollouts of one put, each with its cost. Raises TypeError, RolloutError or DuplicateRolloutError if one
         of them can never be taken in, whatever its group. Every put comes here. O(columns)."""
-        ids, schema, most_bytes, checked = self._ids, self.schema, self.config.limits.bytes, []
+        ids, schema, most_bytes, checked = self._ids, self.schema, self.config.max_bytes, []
         for rollout in rollouts:
             if not isinstance(rollout, Rollout):
                 raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
@@ -111,11 +108,9 @@ class Admission:
                 )
             if most_bytes is not None and rollout.nbytes > most_bytes:
                 raise RolloutError(
-                    f"rollout {name!r} has {rollout.nbytes} bytes of tensors, above limits.bytes ({most_bytes}): it "
-                    "could never be let in. Raise limits.bytes"
+                    f"rollout {name!r} has {rollout.nbytes} bytes of tensors, above max_bytes ({most_bytes}): it "
+                    "could never be let in. Raise max_bytes"
                 )
-            if rollout.metadata:
-                _check_stratum(rollout, self._buffer.strata)
             # until one is held, those of one put must at least fit each other
             if schema is None:
                 schema = schema_of(rollout)
@@ -159,27 +154,17 @@ class Admission:
                 wanted = max(wanted, buffer.groups.size_of(rollouts[0].group_id))
         if wanted > self.num_places():
             return False
-        limits = config.limits
-        if limits.tokens is not None and self._has_all_tokens(limits.tokens):
-            return False
         # of memory, so what waits for siblings counts
-        return limits.bytes is None or buffer.num_bytes + sum(r.nbytes for r in rollouts) <= limits.bytes
+        return config.max_bytes is None or buffer.num_bytes + sum(r.nbytes for r in rollouts) <= config.max_bytes
 
     def num_places(self) -> int:
-        """How many more rollouts may come, but for tokens and bytes: up to ``capacity`` that could leave, and up to
+        """How many more rollouts may come, but for bytes: up to ``capacity`` that could leave, and up to
         ``most_waiting`` together with those that wait for siblings and the siblings that they lack. While too few could
         leave to make room, the second does not count: it would be waited for in vain. O(1)."""
         buffer, groups = self._buffer, self._buffer.groups
         ready = buffer.num_ready
         places, all_places = self.config.capacity - ready, self._most_waiting - buffer.num_waiting - groups.num_awaited
         return places if ready < self.config.min_batch_size or places < all_places else all_places
-
-    def _has_all_tokens(self, least: int) -> bool:
-        """The same of tokens, which are counted before a put. O(1), and O(n) while groups are incomplete."""
-        most, buffer = self._most_waiting_tokens, self._buffer
-        if buffer.num_tokens < least:
-            return False
-        return (most is not None and buffer.num_tokens >= most) or buffer.num_ready_tokens >= least
 
     def is_sibling(self, rollout: Rollout) -> bool:
         """True if it belongs to a group that waits for it, or was abandoned; such a rollout always has room. O(1)."""
@@ -225,17 +210,6 @@ class Admission:
 
 def _cap_text(config: BalancerConfig) -> str:
     return f"micro_batches.max_tokens ({config.micro_batches.max_tokens})"
-
-
-def _check_stratum(rollout: Rollout, strata: Strata) -> None:
-    stratum: object = rollout.stratum
-    if stratum is None or (isinstance(stratum, str) and stratum in strata):
-        return
-    if not isinstance(stratum, str) or len(strata) >= MOST_STRATA:
-        raise RolloutError(
-            f"rollout {rollout.rollout_id!r} has metadata['stratum'] {stratum!r}: that must be a str, the name of one "
-            f"of at most {MOST_STRATA} environments or data sets. Call what it says of a single prompt something else"
-        )
 
 
 # as verl, TRL, OpenRLHF, chat templates, slime and Hugging Face call theirs

@@ -15,7 +15,7 @@ import numpy as np
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.executions import ExecutionKey, denominators_of, execution_of, labels_of, sizes_in, sizes_of
 from stream_balancer.core.state import BalancerState
-from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
+from stream_balancer.planning import Plan, PlanKnobs, plan_batch
 from stream_balancer.planning.arrays import Bools, Ints
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
 from stream_balancer.planning.mini_batches import Planner, in_mini_batches, joined
@@ -34,19 +34,12 @@ from stream_balancer.values import PADDING_PREFIX
 _PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round_robin": plan_round_robin}
 
 
-def make_plan(state: BalancerState, due: Bools, num_rollouts: int) -> tuple[Waiting, Plan]:
-    """Input of the planner, and its plan, in rows of the buffer. ``due`` [n] must go; ``num_rollouts`` could; what
+def make_plan(state: BalancerState, due: Bools, num_rollouts: int) -> Plan:
+    """The planner's plan, in rows of the buffer. ``due`` [n] must go; ``num_rollouts`` could; what
     is held back for its age is not shown. O(n), plus the planner's time."""
-    planner = partial(
-        _PLANNERS[state.config.policy],
-        num_rollouts=num_rollouts,
-        step=state.in_flight.next_step,
-        surplus=state.counts.surplus,
-    )
+    planner = partial(_PLANNERS[state.config.policy], num_rollouts=num_rollouts, step=state.in_flight.next_step)
     knobs = state.pricing.knobs
     waiting = state.buffer.waiting(due)
-    if state.config.stratum_shares:
-        knobs = replace(knobs, stratum_shares=state.buffer.strata.least_shares(state.config.stratum_shares))
     if state.staleness.num_held_back:
         free = ~state.staleness.held_back()
         waiting, rows = waiting.among(free), np.flatnonzero(free)
@@ -54,7 +47,7 @@ def make_plan(state: BalancerState, due: Bools, num_rollouts: int) -> tuple[Wait
         plan = in_rows(planner(waiting, knobs), rows)
     else:
         plan = planner(waiting, knobs)
-    return waiting, plan if knobs.mini_batches == 1 else _cut(state, plan)
+    return plan if knobs.mini_batches == 1 else _cut(state, plan)
 
 
 def in_rows(plan: Plan, rows: Ints) -> Plan:
@@ -76,10 +69,9 @@ def _cut(state: BalancerState, plan: Plan) -> Plan:
     step_of = state.pricing.waiting_of(rollouts)
     # all of these go, and none must be in the first mini-batch
     step_of = replace(step_of, due=~step_of.due)
-    if state.pricing.knobs.groups != "same_rank":
-        # an execution must lie in one mini-batch: its denominator counts the samples of that mini-batch
-        keys = (None if one.execution_id is None else execution_of(one) for one in rollouts)
-        step_of = replace(step_of, groups=labels_of(keys))
+    # an execution must lie in one mini-batch: its denominator counts the samples of that mini-batch
+    keys = (None if one.execution_id is None else execution_of(one) for one in rollouts)
+    step_of = replace(step_of, groups=labels_of(keys))
     cut = in_mini_batches(
         _PLANNERS[policy],
         step_of,
@@ -142,14 +134,12 @@ def lay_out(
     *,
     step: int,
     dp_size: int,
-    speeds: Sequence[float] | None = None,
     lockstep: bool = False,
     had: int = 0,
 ) -> list[list[MicroBatch]]:
     """[dp_size] micro-batches of rollouts that other ranks had in a step of the rollouts ``of_step``. ``lockstep``:
     as many for each rank. ``had``: padding copies of the step so far. As fast as a plan of so many."""
-    rates = None if speeds is None or len({*speeds}) == 1 else np.array(speeds)
-    knobs = replace(state.pricing.knobs, dp_size=dp_size, speeds=rates, counts="free")
+    knobs = replace(state.pricing.knobs, dp_size=dp_size, counts="free")
     # ranks that meet once a step may run different numbers
     plan = plan_of_all(state, rollouts, step, knobs if lockstep else replace(knobs, micro_batch_counts="free"))
     chosen = {row: rollouts[row] for row in rows_of(plan).tolist()}
@@ -162,10 +152,10 @@ def plan_of_all(state: BalancerState, rollouts: Sequence[Rollout], step: int, kn
     """On which rank and in which micro-batch each of these goes: nobody is chosen."""
     number = len(rollouts)
     # what was let in goes, though other knobs would refuse it now
-    sizes = replace(knobs, batch_size=number, batch_size_range=None, batch_tokens=None, max_skips=None)
+    sizes = replace(knobs, batch_size=number, max_skips=None)
     knobs = replace(sizes, oversize="alone")
     planner = _PLANNERS[state.config.policy]
-    return planner(state.pricing.waiting_of(rollouts), knobs, num_rollouts=number, step=step, surplus=0)
+    return planner(state.pricing.waiting_of(rollouts), knobs, num_rollouts=number, step=step)
 
 
 def batch_of_plan(
@@ -189,7 +179,7 @@ def batch_of_plan(
         step,
         mini_batches,
         # of the planner, not summed anew: a rank batch says the work that the choice was made by
-        [one.finishes.tolist() for one in plan.pieces],
+        [one.loads.tolist() for one in plan.pieces],
         finish=plan.finish,
         lower_bound=plan.lower_bound,
         num_padding=num_padding,

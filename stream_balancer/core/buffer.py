@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from sortedcontainers import SortedList
 
 from stream_balancer.core.groups import SiblingGroups
-from stream_balancer.core.strata import Strata
 from stream_balancer.planning import Waiting
 from stream_balancer.planning.arrays import Bools, Floats, Ints
 from stream_balancer.planning.cost_order import CostOrder, kept
@@ -63,8 +62,6 @@ class Buffer:
     """[n] oldest policy version of each; ``NO_VERSION`` where unknown."""
     labels: Ints = _column(-1)
     """[n] group label of each, -1 = none."""
-    stratum_numbers: Ints = _column(-1)
-    """[n] number of each one's stratum, -1 = none."""
     taken: Bools = _column(False)
     """[n] True for rollouts of rows of an open step: they are being trained on, and wait for its last row."""
     _rollouts: NDArray[np.object_] = _column(None)
@@ -72,8 +69,6 @@ class Buffer:
     def __init__(self, group_size: int | None) -> None:
         self.groups = SiblingGroups(group_size)
         """Groups of the rollouts."""
-        self.strata = Strata()
-        """Strata of the rollouts."""
         self.num_tokens = 0
         """Tokens of the waiting rollouts."""
         self.num_waiting = 0
@@ -99,7 +94,7 @@ class Buffer:
         self._end = row + 1
         # -0.0 has the bits of a negative number
         self._young.add(_to_bits(_to_bytes(cost + 0.0))[0] << _ROW_BITS | self.num_waiting)
-        costs, lengths, all_skips, arrived_at, versions, labels, strata, _, rollouts = self._arrays
+        costs, lengths, all_skips, arrived_at, versions, labels, _, rollouts = self._arrays
         rollouts[row] = rollout
         costs[row] = cost
         lengths[row] = num_tokens
@@ -108,8 +103,6 @@ class Buffer:
             all_skips[row] = skips
         if rollout.version is not None:
             versions[row] = rollout.min_version
-        if rollout.metadata and (stratum := rollout.stratum) is not None:
-            strata[row] = self.strata.number_of(stratum)
         if rollout.group_id is not None and self.groups.size is not None:
             labels[row] = self.groups.join(rollout.group_id, rollout.execution_id, now)
         if rollout.tensors:
@@ -189,7 +182,6 @@ class Buffer:
             groups=self.labels,
             group_complete=self.complete,
             order=CostOrder(self.costs, self.by_cost()),
-            strata=self.stratum_numbers if len(self.strata) else None,
         )
 
     def by_cost(self) -> Ints:
@@ -222,11 +214,6 @@ class Buffer:
     def num_ready(self) -> int:
         """Waiting rollouts that are not held back by an incomplete group. O(1)."""
         return self.num_waiting - self.groups.num_incomplete
-
-    @property
-    def num_ready_tokens(self) -> int:
-        """Tokens of these. O(1), and O(n) while a group is incomplete."""
-        return int(self.lengths[self.complete].sum()) if self.groups.num_incomplete else self.num_tokens
 
     def siblings(self, group_id: str) -> Ints:
         """Rows of the rollouts of a group that wait here, and are not being trained on. O(n)."""

@@ -19,8 +19,6 @@ class Counts:
     def __init__(self) -> None:
         self.accepted = self.acknowledged = self.nacked = self.peak_waiting = self.dispatched_tokens = 0
         self.squared_tokens = self.padding_copies = self.short_groups = self.cut_siblings = 0
-        self.surplus = 0
-        """Rollouts that steps took beyond ``batch_size``, and later ones give back."""
         self.evicted: Counter[EvictReason] = Counter(dict.fromkeys(get_args(EvictReason), 0))
         self.batches: Counter[Reason] = Counter(dict.fromkeys(get_args(Reason), 0))
         self.mean_loads = self.max_loads = self.lower_bounds = self.mean_seconds = self.max_seconds = 0.0
@@ -45,7 +43,6 @@ class Counts:
         steps, tokens = self.batches.total(), self.dispatched_tokens
         return {
             **{name: total for name, total in self.totals().items() if name in Statistics.__dataclass_fields__},
-            "surplus_rollouts": self.surplus,
             # None where nothing is known. Standard deviation over mean, exact but for the last rounding: sums of ints
             "token_variation": math.sqrt(steps * self.squared_tokens - tokens**2) / tokens if tokens else None,
             "idle_fraction": 1.0 - loads / slowest if slowest > 0 else None,

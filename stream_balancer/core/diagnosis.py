@@ -80,14 +80,12 @@ def why_no_batch(
 
 
 def _what_waits(config: BalancerConfig, statistics: Statistics, ended: bool) -> str:
-    tokens, unit = config.step_size.window_tokens, "rollouts" if config.step_size.window_tokens is None else "tokens"
-    wait, window = (statistics.waiting, config.window) if tokens is None else (statistics.waiting_tokens, tokens)
     if statistics.waiting:
-        many = f"1 {unit[:-1]} waits" if wait == 1 else f"{wait} {unit} wait"
-        return f"{many} (window {window}), the oldest for {statistics.oldest_wait_s:.0f} s"
+        many = "1 rollout waits" if statistics.waiting == 1 else f"{statistics.waiting} rollouts wait"
+        return f"{many} (window {config.window}), the oldest for {statistics.oldest_wait_s:.0f} s"
     if ended:
         return "end() was called and nothing waits"
-    return f"no rollout waits; {window}{'' if tokens is None else ' tokens'} make a window"
+    return f"no rollout waits; {config.window} make a window"
 
 
 def _why_not_ready(config: BalancerConfig, statistics: Statistics) -> list[str]:

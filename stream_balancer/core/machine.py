@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from stream_balancer.config import BalancerConfig, at_window
+from stream_balancer.config import BalancerConfig
 from stream_balancer.core.batching import make_batch, make_plan, plan_again, rows_of
 from stream_balancer.core.executions import execution_of
 from stream_balancer.core.groups import GroupSize
@@ -34,7 +34,6 @@ from stream_balancer.core.snapshot import Snapshot, restored_state, take_snapsho
 from stream_balancer.core.staleness import newer_version
 from stream_balancer.core.state import BalancerState, OpenStep
 from stream_balancer.errors import ClosedResourceError, ConfigError, RolloutError, WouldBlock
-from stream_balancer.planning import Waiting
 from stream_balancer.planning.arrays import Ints
 from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.rollouts import Batch, Rollout
@@ -178,16 +177,14 @@ class BalancerCore(BalancerState):
         reason, num_rollouts = self.triggers.reason(now, due)
         if reason is None:
             return None
-        waiting, plan = make_plan(self, due, num_rollouts)
+        plan = make_plan(self, due, num_rollouts)
         rows = rows_of(plan)
         batch = make_batch(self, plan, rows, reason, now)
-        return self._leave(batch, rows, waiting, asked_at, now)
+        return self._leave(batch, rows, asked_at, now)
 
-    def _leave(self, batch: Batch, rows: Ints, waiting: Waiting, asked_at: float, now: float) -> Batch:
+    def _leave(self, batch: Batch, rows: Ints, asked_at: float, now: float) -> Batch:
         """Rows of the buffer leave, for which somebody has waited since ``asked_at``."""
         buffer = self.buffer
-        # before the step, which moves the rows that these columns are views of
-        self.observers.emit("planned", waiting, self.pricing.knobs, batch.reason)
         # The arrival from which on a batch of the least size could have left: what ranks waited before that is for want
         # of rollouts, what they waited after it is the price of the window.
         # of all that came, held back or not
@@ -246,7 +243,7 @@ class BalancerCore(BalancerState):
             return row
         whole, rows = make_whole(self, opened, row, now)
         self.open_step = OpenStep()
-        self._leave(whole, rows, self.buffer.waiting(due), asked_at - opened.waited_s, now)
+        self._leave(whole, rows, asked_at - opened.waited_s, now)
         return replace(row, ranks=tuple(replace(one, denominators=whole.ranks[0].denominators) for one in row.ranks))
 
     def give_as_planned(self) -> Batch | None:
@@ -378,7 +375,7 @@ class BalancerCore(BalancerState):
                     "dp_size cannot change in the middle of a step of batches(open=True): ranks have gradients of it. "
                     "Change it after the step's last row"
                 )
-        if config.groups.kept != before.groups.kept:
+        if config.groups.size != before.groups.size:
             raise ConfigError("groups.size cannot change: groups are counted by it. Make another balancer with it")
         self.admission.check_waiting(config)
         try:  # the last check: nothing has changed yet
@@ -390,10 +387,6 @@ class BalancerCore(BalancerState):
         self._publish("reconfigured", before)
         if factor != 1.0:
             self._publish("repriced", factor)
-
-    def set_window(self, window: int) -> None:
-        """Wait for so many rollouts from the next batch on; one of ``config.auto_windows``. O(1)."""
-        self.use(at_window(self.config, window))
 
     def snapshot(self, now: float) -> Snapshot:
         """All that is held now, and what learners have learned. Rollouts are shared, not copied. O(n) pointers."""

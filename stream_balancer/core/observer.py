@@ -1,4 +1,4 @@
-"""Observers: what happens to a balancer's state, as events. Journal, recorder, automatic window, metrics and tracing
+"""Observers: what happens to a balancer's state, as events. Journal, recorder, metrics and tracing
 each are an :class:`Observer`; the core emits events and knows none of them.
 
 ::
@@ -6,8 +6,7 @@ each are an :class:`Observer`; the core emits events and knows none of them.
     add, poll, acknowledge, set_version, ...  --the change is complete-->  Observers.emit  --> each observer
 
 Every event is emitted by :class:`~stream_balancer.core.machine.BalancerCore`, in the thread of the call that changed
-the state, after the change: an observer may call the balancer. Only ``planned`` comes before its change: all that an
-observer may change then is the window.
+the state, after the change: an observer may call the balancer.
 
 An observer that raises loses nothing: what it observed has happened, the error is logged, and the other observers are
 notified all the same. So an observer cannot veto. What must be certain before something goes on (a rollout on the disk
@@ -27,8 +26,7 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.core.groups import Declared
 from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.planning import PlanKnobs, Waiting
-from stream_balancer.rollouts import Batch, EvictReason, Reason, Rollout
+from stream_balancer.rollouts import Batch, EvictReason, Rollout
 
 _log = logging.getLogger("stream_balancer.balancer")
 
@@ -42,9 +40,6 @@ class Observer:
     def accepted(self, rollouts: Sequence[Rollout], now: float) -> None:
         """Rollouts of one put were taken in, at ``now`` seconds on the caller's clock. Not those that ``accept=``
         refused, which are only ``evicted``."""
-
-    def planned(self, waiting: Waiting, knobs: PlanKnobs, reason: Reason) -> None:
-        """A new batch is about to be dispatched, chosen from these columns, which are valid during the call only."""
 
     def left(self, batch: Batch, asked_at: float, enough_at: float, now: float) -> None:
         """A new batch is in flight. Somebody has waited for it since ``asked_at``, and enough for a batch had come at

@@ -66,7 +66,7 @@ def make_row(state: BalancerState, opened: OpenStep, rows: Ints, reason: Reason,
     has the same number of micro-batches as in a batch. As fast as a plan of so many."""
     dp_size = state.config.dp_size
     # of a last row for which nothing is left
-    plan = Plan([[] for _ in range(dp_size)], np.zeros(dp_size), None, 0.0, 0.0, ())
+    plan = Plan([[] for _ in range(dp_size)], np.zeros(dp_size), 0.0, 0.0, ())
     if rows.size:
         all_of_them = plan_of_all(state, state.buffer.rollouts(rows), state.in_flight.next_step, state.pricing.knobs)
         plan = _spread(in_rows(all_of_them, rows), _loads_of(opened, dp_size))
@@ -98,9 +98,6 @@ def make_whole(state: BalancerState, opened: OpenStep, last: Batch, now: float) 
 
 def _spread(plan: Plan, loads: Floats) -> Plan:
     """The plan of a row, its heaviest share on the rank that has had the least work in the step ([ranks] ``loads``)."""
-    # made for these ranks, one by one
-    if plan.rates is not None:
-        return plan
     share_of = np.empty(loads.size, dtype=np.int64)
     share_of[np.argsort(loads, kind="stable")] = np.argsort(-plan.loads, kind="stable")
     return replace(plan, ranks=[plan.ranks[share] for share in share_of], loads=plan.loads[share_of])
@@ -128,17 +125,11 @@ def check_open(config: BalancerConfig) -> BalancerConfig:
     """Config of steps in rows. Raises ConfigError for knobs that these cannot respect."""
     config = step_wide(config)
     nothing_waits, window = "nothing waits to be chosen from", f"Give window={config.batch_size}"
-    size, leave_out = config.step_size, "Leave it out"
-    batch_size = f"Give batch_size={config.batch_size // size.mini_batches}"
+    batch_size = f"Give batch_size={config.batch_size // config.mini_batches}"
     refused = [
         ("window", config.window != config.batch_size, nothing_waits, window),
-        ("window='auto'", bool(config.auto_windows), nothing_waits, window),
-        ("step_size.tokens", size.tokens is not None, "a step's rollouts are counted when it begins", leave_out),
-        ("step_size.rollouts", size.rollouts is not None, "a step has batch_size rollouts", leave_out),
         # its denominators are known with its last row, and the policy moves then: nothing would be left of the step
-        ("step_size.mini_batches", size.mini_batches > 1, "a mini-batch in rows is a step by itself", batch_size),
-        ("groups.keep='same_rank'", config.groups.keep == "same_rank", "a row has too few groups for that", leave_out),
-        ("stratum_shares", bool(config.stratum_shares), "a step has its oldest rollouts, whatever they are", leave_out),
+        ("mini_batches", config.mini_batches > 1, "a mini-batch in rows is a step by itself", batch_size),
     ]
     for name, is_given, why, instead in refused:
         if is_given:

@@ -16,7 +16,6 @@ from stream_balancer.core.executions import labels_of
 from stream_balancer.errors import RolloutError
 from stream_balancer.planning import PlanKnobs, Waiting
 from stream_balancer.planning.arrays import Floats, Ints
-from stream_balancer.planning.rank_speeds import NO_FIXED_COSTS, FixedCosts
 from stream_balancer.rollouts import Batch, RankBatch, Rollout
 from stream_balancer.values import MAX_COST
 
@@ -31,9 +30,8 @@ class Learned(NamedTuple):
 
     model: CostFunction
     """[n] lengths -> [n] costs."""
-    speeds: tuple[float, ...] | None
-    """[ranks] None = all alike."""
-    fixed_costs: FixedCosts
+    overhead_cost: float
+    """Fixed cost of a micro-batch."""
 
 
 class Pricing:
@@ -43,7 +41,7 @@ class Pricing:
     def __init__(self, config: BalancerConfig, tolerance: float, learned: Learned | None = None) -> None:
         """``tolerance``: how near to the lower bound the planner seeks partitions."""
         self._config = config
-        self._learned = learned or Learned(config.cost, config.speeds, NO_FIXED_COSTS)
+        self._learned = learned or Learned(config.cost, 0.0)
         self.has_own_costs = False
         """Some rollout that has come brought its own cost."""
         self.model = self._learned.model
@@ -55,9 +53,8 @@ class Pricing:
 
     def under(self, config: BalancerConfig, learned: Learned | None = None) -> Pricing:
         """The same under other knobs, or by what was ``learned`` now."""
-        before = self._config
-        # seconds were learned as a factor on this cost, for these ranks
-        if (config.cost, config.speeds, config.dp_size) == (before.cost, before.speeds, before.dp_size):
+        # seconds were learned as a factor on this cost
+        if config.cost == self._config.cost:
             learned = learned or self._learned
         other = Pricing(config, self.knobs.tolerance, learned)
         other.has_own_costs = self.has_own_costs
@@ -115,26 +112,23 @@ def _cost_of(model: CostFunction, num_tokens: int) -> float:
 
 
 def _plan_knobs(config: BalancerConfig, learned: Learned, tolerance: float) -> PlanKnobs:
-    micro_batches, groups, step = config.micro_batches, config.groups, config.step_size
+    micro_batches, groups = config.micro_batches, config.groups
     # what the user has given goes before what was learned
     given = micro_batches.overhead_cost
     return PlanKnobs(
         dp_size=config.dp_size,
         batch_size=config.batch_size,
         max_skips=config.max_skips,
-        batch_size_range=step.rollouts,
-        batch_tokens=step.tokens,
         counts="equal" if config.equal_rollouts else "free",
         sync=config.sync,
-        groups="free" if groups.size is None else groups.keep,
+        whole_groups=groups.size is not None,
         group_size=groups.size,
         max_tokens_per_micro_batch=micro_batches.max_tokens,
         micro_batch_counts="equal" if micro_batches.equal_number else "free",
         micro_batch_multiple=micro_batches.multiple_of,
-        mini_batches=step.mini_batches,
+        mini_batches=config.mini_batches,
         oversize=micro_batches.oversize,
         padded=config.cost.padded,
-        speeds=None if learned.speeds is None else np.array(learned.speeds, dtype=np.float64),
-        fixed_costs=learned.fixed_costs if given is None else learned.fixed_costs._replace(micro_batch=given),
+        overhead_cost=learned.overhead_cost if given is None else given,
         tolerance=tolerance,
     )

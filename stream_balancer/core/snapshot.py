@@ -47,8 +47,6 @@ class Snapshot:
     """Running totals behind ``Statistics``: numbers, and dicts of numbers."""
     calibration: Mapping[str, Any] | None = None
     """Figures that a ``CalibratedCost`` has learned: numbers, and lists of numbers."""
-    auto_window: Mapping[str, Any] | None = None
-    """Figures that ``window="auto"`` has learned."""
     set_aside: tuple[str, ...] = ()
     """Parts that could not be read, a sentence each; the rollouts it speaks of are not in here."""
 

@@ -30,7 +30,6 @@ from stream_balancer.core.staleness import RolloutAges
 from stream_balancer.core.triggers import Triggers
 from stream_balancer.planning.arrays import Ints
 from stream_balancer.planning.length_bias import LengthBias
-from stream_balancer.planning.step_size import surplus_after
 from stream_balancer.rollouts import Batch, EvictReason, Rollout
 from stream_balancer.statistics import Statistics
 
@@ -62,7 +61,7 @@ class BalancerState:
 
     def __init__(self, config: BalancerConfig, tolerance: float) -> None:
         self.config = config
-        self.buffer = Buffer(config.groups.kept)
+        self.buffer = Buffer(config.groups.size)
         self.ids = RolloutIds()
         self.in_flight = BatchesInFlight()
         self.pricing = Pricing(config, tolerance)
@@ -138,14 +137,12 @@ class BalancerState:
         """A batch leaves: these rows of the buffer, in the plan's order. O(n)."""
         buffer = self.buffer
         self.length_bias.record(buffer.lengths[rows], buffer.skips[rows])
-        buffer.strata.dispatched(buffer.stratum_numbers[rows])
         # those held back for their age could not have gone, so they were not passed over
         buffer.pass_over(~self.staleness.held_back())
         # last of what needs the plan's rows: they are others now
         buffer.remove(rows)
         self.in_flight.dispatch(batch)
         self.counts.record(batch)
-        self.counts.surplus = surplus_after(self.pricing.knobs, self.counts.surplus, batch.num_rollouts)
         # The buffer has room again, so a put that forced a flush is answered by this batch.
         self.triggers.dispatched()
         self.changed()
@@ -223,8 +220,6 @@ class BalancerState:
             version=self.staleness.version,
             training_age=in_flight.training_ages.summary(),
             window=self.config.window,
-            window_tokens=self.config.step_size.window_tokens,
-            strata=buffer.strata.figures(buffer.stratum_numbers, buffer.arrived_at, now),
             **self.counts.figures(),
             **others,
         )

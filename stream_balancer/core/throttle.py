@@ -8,37 +8,31 @@ held than the batches up to then can take.
 from __future__ import annotations
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.config.figures import least_batch_size
 from stream_balancer.core.state import BalancerState
 from stream_balancer.errors import ConfigError
 
-_LIMIT = "(staleness.max_versions + 1) * batch_size, or the least of step_size.rollouts"
+_LIMIT = "(staleness.max_versions + 1) * batch_size"
 
 
 def check_reserve(config: BalancerConfig, count: int) -> None:
     """Raise ConfigError for knobs under which the bound could not be kept, or the window never be filled; ValueError
     for a ``count`` that could never be admitted."""
-    if config.step_size.tokens is not None:
-        raise ConfigError(
-            "reserve() admits as many rollouts as the batches to come take, which is not known in rollouts under "
-            "step_size.tokens. Give batch_size, or do without reserve()"
-        )
     staleness = config.staleness.max_versions
-    limit = config.capacity if staleness is None else (staleness + 1) * least_batch_size(config)
+    limit = config.capacity if staleness is None else (staleness + 1) * config.batch_size
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= limit:
         raise ValueError(
             f"reserve({count!r}): between 1 and {limit} rollouts can be reserved at a time "
             f"({'capacity' if staleness is None else _LIMIT})"
         )
-    if config.groups.size is not None and config.groups.keep != "free" and count % config.groups.size:
+    if config.groups.size is not None and count % config.groups.size:
         raise ValueError(
             f"reserve({count}) with groups.size {config.groups.size}: siblings leave together, so reserve whole groups "
             "and put them with slot.put_group()"
         )
     if staleness is None:
         return
-    if config.deadline_s is not None or config.limits.bytes is not None:
-        knob = "deadline_s" if config.deadline_s is not None else "limits.bytes"
+    if config.deadline_s is not None or config.max_bytes is not None:
+        knob = "deadline_s" if config.deadline_s is not None else "max_bytes"
         raise ConfigError(
             f"reserve() cannot keep staleness.max_versions ({staleness}) with {knob}: that sends short batches, and "
             f"every batch makes a new version while rollouts are still being generated. Leave {knob} out, or do "
@@ -75,7 +69,7 @@ class Throttle:
         # unknown versions are larger than any
         oldest = min(state.staleness.oldest_fresh_version(), running)
         batches = oldest + config.staleness.max_versions + 1 - version - state.in_flight.steps_ahead
-        return batches * least_batch_size(config) - held
+        return batches * config.batch_size - held
 
     def is_stuck(self, state: BalancerState) -> bool:
         """True if the window cannot fill while nothing more may begin: not with what is running, though a full batch is

@@ -3,7 +3,7 @@
 A batch leaves when it is asked for and one of these holds, in this order:
 
     drain     no more rollouts will come: whatever is left
-    window    ``window`` rollouts, or ``window_tokens``, are ready, or a put found no room (force flush)
+    window    ``window`` rollouts are ready, or a put found no room (force flush)
     deadline  the oldest has waited ``deadline_s``, and ``min_batch_size`` are ready
     age       rollouts would be too old with one more step before them, and a full batch is ready
 
@@ -92,27 +92,14 @@ class Triggers:
 
     def _window_is_full(self, ready: int) -> bool:
         config = self.config
-        if ready >= config.window and self._has_tokens(config.step_size.window_tokens):
+        if ready >= config.window:
             return True
         # a short batch makes room only where nothing is held back: those leave, or are evicted, as the trainer goes on
         flush = self._force_flush or self.stuck
-        return flush and ready > 0 and (ready >= self._buffer.num_ready or self._is_full_batch(ready))
+        return flush and ready > 0 and (ready >= self._buffer.num_ready or ready >= config.batch_size)
 
     def _full_batch_is_due(self, ready: int) -> bool:
-        return self._staleness.num_due > self._staleness.num_held_back and self._is_full_batch(ready)
-
-    def _is_full_batch(self, ready: int) -> bool:
-        return ready >= self.config.batch_size and self._has_tokens(self.config.step_size.tokens)
-
-    def _has_tokens(self, least: int | None) -> bool:
-        """True if those that may leave now have at least so many tokens; None: no matter. O(1), and O(n) while some are
-        held back."""
-        if least is None:
-            return True
-        buffer = self._buffer
-        if buffer.num_tokens < least or (buffer.num_ready == buffer.num_waiting and not self._staleness.num_held_back):
-            return buffer.num_tokens >= least
-        return int(buffer.lengths[buffer.complete & ~self._staleness.held_back()].sum()) >= least
+        return self._staleness.num_due > self._staleness.num_held_back and ready >= self.config.batch_size
 
     def _next_group_deadline(self, due: Bools, deadline_s: float) -> float:
         """When the next incomplete group will have waited long enough; inf if only a put can help."""

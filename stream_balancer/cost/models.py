@@ -166,12 +166,12 @@ class PaddedCost(TokenCost):
 
 @dataclass(frozen=True)
 class CalibratedCost:
-    """Work and rank speeds, learned from the seconds that ranks report.
+    """Work, learned from the seconds that ranks report.
 
     It starts as ``prior`` and from then on is fitted to the seconds that ranks report: work per token, per token pair,
-    per micro-batch and per step, and a speed for each rank (``calibration`` has the method). A slow rank gets less
-    work by itself. What was learned belongs to the balancer, not to this value: it is in ``statistics().cost_fit``
-    and in ``state_dict()``.
+    per micro-batch and per step, and a speed for each rank (``calibration`` has the method). The planner
+    ignores the speeds; ``statistics().straggler`` names a slow rank. The balancer keeps what was learned, and shows it
+    in ``statistics().cost_fit`` and in ``state_dict()``.
 
     Only seconds that a rank computed *by itself* teach anything: time spent waiting for other ranks in a collective
     makes all ranks look alike. So the trainer says what to time: ``with feed.timed(): ...`` around forward and backward

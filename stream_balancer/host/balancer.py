@@ -296,7 +296,7 @@ class StreamBalancer(OfOneProcess):
     def reconfigure(self, /, **changes: Any) -> None:
         """Change knobs live: ``reconfigure(window=768, deadline_s=10.0)``. Knobs never given are derived anew.
 
-        Another ``dp_size`` holds from the next batch on; give ``speeds`` with it if you gave them before. A batch that
+        Another ``dp_size`` holds from the next batch on. A batch that
         is to be given again is planned again: same step, same rollouts. What ranks do: docs/elastic.md.
 
         Raises :class:`ConfigError`, changing nothing, for a value or combination that cannot work.

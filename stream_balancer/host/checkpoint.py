@@ -46,7 +46,6 @@ def state_dict(snapshot: Snapshot) -> dict[str, Any]:
         "rollouts": [torch.frombuffer(row, dtype=torch.uint8) for row in rows],
         "facts": torch.frombuffer(write_row("facts", facts_of(snapshot)), dtype=torch.uint8),
         "calibration": snapshot.calibration,
-        "auto_window": snapshot.auto_window,
     }
 
 
@@ -70,7 +69,7 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
     records.take("facts", state["facts"].numpy())
     for number, row in enumerate(state["rollouts"]):
         records.take(_name(number * _ROLLOUTS_TOGETHER), row.numpy(), sealed=False)
-    snapshot = records.snapshot(0.0, state.get("calibration"), state.get("auto_window"))
+    snapshot = records.snapshot(0.0, state.get("calibration"))
     # an error each, since rollouts that were accepted are gone
     for sentence in snapshot.set_aside:
         _log.error("checkpoint: set aside: %s", sentence)

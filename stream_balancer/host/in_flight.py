@@ -32,8 +32,6 @@ class InFlight:
         """Others take over the work of a lost rank."""
         self.lockstep = replan and balancer.config.sync == "micro_batch"
         """Ranks meet at every micro-batch, and others may take over the work of a lost one."""
-        self.speeds = dict(enumerate(balancer.config.speeds or ()))
-        """Speeds by the rank's number; none, if they were not given."""
         self.columns = Columns(roles)
         self.ledger = Ledger(self._lay_out, meets=replan or moves, moves=moves, generation=new_generation())
         # ranks may live longer than this run, and than the controller: what is known of them is passed on
@@ -50,7 +48,7 @@ class InFlight:
 
     def _lay_out(self, step: int, old: list[Item], over: list[RankId]) -> list[Item]:
         plan, core = self.plans[step], self.core
-        return laid_out_anew(plan, old, over, self.ledger, core, self.speeds, lockstep=self.lockstep)
+        return laid_out_anew(plan, old, over, self.ledger, core, lockstep=self.lockstep)
 
     def note(self, plan: StepPlan) -> None:
         """Write what the next controller must know of a step and what follows from no plan: who has acknowledged it,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from stream_balancer.config.figures import most_waiting
+from stream_balancer.config import most_waiting
 from stream_balancer.core.diagnosis import incomplete_groups
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Learner
@@ -77,7 +77,7 @@ class Notices(Learner):
     def restored(self, snapshot: Snapshot) -> None:
         """``max_skips`` was proven for no more than may wait."""
         waiting, config = self._core.buffer.num_waiting, self._core.config
-        if waiting > most_waiting(config) and config.max_skips is not None and config.step_size.tokens is None:
+        if waiting > most_waiting(config) and config.max_skips is not None:
             self._warn_once(
                 "%d rollouts were recovered, above what may wait (%d): until no more than that do, some may be passed "
                 "over by more steps than max_skips (%d). Use the capacity of before",

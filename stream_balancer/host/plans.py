@@ -149,7 +149,6 @@ def laid_out_anew(
     over: Sequence[RankId],
     ledger: Ledger,
     state: BalancerState,
-    speeds: Mapping[int, float],
     *,
     lockstep: bool,
 ) -> list[Item]:
@@ -169,7 +168,7 @@ def laid_out_anew(
             _note(item, of_roles)
     parts = lay_out(
         state, rollouts, plan.rollouts, step=plan.batch.step, dp_size=len(over), lockstep=lockstep,
-        speeds=[speeds.get(one.number, 1.0) for one in over] if speeds else None, had=plan.num_padding,
+        had=plan.num_padding,
     )  # fmt: skip
     plan.num_padding += sum(mb.rollouts[0].is_padding for of_rank in parts for mb in of_rank)
     groups = {index: ledger.new_id() for index in range(len(parts[0]))} if lockstep else {}

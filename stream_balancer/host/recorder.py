@@ -23,7 +23,7 @@ from stream_balancer.rollouts import Rollout
 
 _log = logging.getLogger("stream_balancer.record")
 
-HEADER = ("group_id", "prompt_tokens", "output_tokens", "arrival_seconds", "stratum")
+HEADER = ("group_id", "prompt_tokens", "output_tokens", "arrival_seconds")
 """Columns that ``load_trace`` reads."""
 
 Row: TypeAlias = tuple[str | int, ...]
@@ -67,7 +67,7 @@ class Recorder(Observer):
             prompt = _prompt_tokens(rollout)
             group = f"alone-{self.num_rollouts}" if rollout.group_id is None else rollout.group_id
             seconds = f"{now - self._first_s:.3f}"
-            self._rows.append((group, prompt, rollout.num_tokens - prompt, seconds, rollout.stratum or ""))
+            self._rows.append((group, prompt, rollout.num_tokens - prompt, seconds))
             self.num_rollouts += 1
         if len(self._rows) >= ROWS or now - self._handed_s >= SECONDS:
             if self.num_rollouts - self._num_written > MOST_PENDING:

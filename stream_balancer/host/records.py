@@ -316,7 +316,7 @@ class Records:
             # A second one of an id was about to be refused.
             self.held.setdefault(one.rollout.rollout_id, one)
 
-    def snapshot(self, now: float, calibration: Any = None, auto_window: Any = None) -> Snapshot:
+    def snapshot(self, now: float, calibration: Any = None) -> Snapshot:
         """All that the balancer held, and what it had learned. A plan that cannot be kept, for want of a rollout most
         likely, is noted as damaged. O(rollouts)."""
         rollouts = {name: held.rollout for name, held in self.held.items()}
@@ -363,7 +363,6 @@ class Records:
             next_step=next_step,
             counts=counts | {"accepted": len(waiting) + len(planned) + gone},
             calibration=calibration,
-            auto_window=auto_window,
             set_aside=tuple(self.damage.values()),
         )
 

@@ -352,9 +352,7 @@ class _Server(Peers, Observer):
         is_open = any(not step.is_complete for step in self.ledger.steps.values())
         if is_open or len(self.ledger.wanted[TRAIN]) == self.balancer.config.dp_size:
             return
-        numbers, speeds = self.ranks.numbers, self.speeds
-        changes = {"speeds": tuple(speeds.get(number, 1.0) for number in numbers)} if speeds else {}
-        self.balancer.reconfigure(dp_size=len(numbers), **changes)
+        self.balancer.reconfigure(dp_size=len(self.ranks.numbers))
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -391,19 +389,17 @@ class _Server(Peers, Observer):
 def _check_knobs(config: BalancerConfig, *, late: bool) -> None:
     """Raise ConfigError for knobs that rule the option out."""
     option = "move_late=True" if late else "on_rank_loss='replan'"
-    multiple, mini = config.micro_batches.multiple_of, config.step_size.mini_batches
+    multiple, mini = config.micro_batches.multiple_of, config.mini_batches
     # the constructor of the balancer cannot check these: options of serve() are not known there
     meets = (
         "ranks meet several times in a step, and what changes hands in between cannot join the meetings that are over"
     )
     at_once = "all ranks run a micro-batch together, so none is idle before the others"
     any_number = "a rank that some are moved from is left with any number"
-    takes = "a micro-batch that is moved takes part of a group away"
     for is_set, knob, why in (
-        (mini > 1, f"step_size.mini_batches={mini}", meets),
+        (mini > 1, f"mini_batches={mini}", meets),
         (late and config.sync == "micro_batch", "sync='micro_batch'", at_once),
         (late and multiple > 1, f"micro_batches.multiple_of={multiple}", any_number),
-        (late and config.groups.keep == "same_rank", "groups.keep='same_rank'", takes),
     ):
         if is_set:
             raise ConfigError(f"{option} with {knob}: {why}. Leave one of them out")

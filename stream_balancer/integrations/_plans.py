@@ -46,14 +46,12 @@ def choose_groups(
     max_skips: int,
     step: int,
     due: Container[Group] = (),
-    strata: Mapping[Group, str] | None = None,
-    stratum_shares: Mapping[Any, float] | None = None,
     equal_rollouts: bool = False,
 ) -> list[Group]:
     """``count`` of the groups that wait, in their order, whose rollouts balance over the ranks.
 
     ``groups``: tokens of each one's rollouts, oldest group first. ``skips``: batches that passed a group over. ``due``:
-    groups that must go now, as far as there is room. ``strata``: stratum of each group, with ``stratum_shares``.
+    groups that must go now, as far as there is room.
     """
     sizes = np.array([len(of_group) for of_group in groups.values()])
     of_all = np.array([length for of_group in groups.values() for length in of_group], dtype=np.int64)
@@ -72,8 +70,6 @@ def choose_groups(
         skips=np.repeat([skips.get(group, 0) for group in groups], size),
         due=np.repeat([group in due for group in groups], size),
         groups=np.repeat(np.arange(sizes.size), size) if size > 1 else None,
-        strata=None if strata is None else np.repeat([strata[group] for group in groups], size),
-        stratum_shares=stratum_shares,
         counts="equal" if equal_rollouts else "free",
         step=step,
     )

@@ -77,8 +77,6 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         group_size: int | None = None,
         version_key: str | None = None,
         max_versions: int | None = None,
-        stratum_key: str | None = None,
-        stratum_shares: dict[str, float] | None = None,
         equal_rollouts: bool = False,
         micro_batches: sb.MicroBatches = sb.MicroBatches(),  # noqa: B008 - a frozen value
         length_key: str = "total_lengths",
@@ -88,8 +86,6 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         it must, once a row has waited for so long (looked at when a rank asks). ``group_key``: the tag that names a
         row's group, of ``group_size`` rows that leave in one step. ``version_key``: the tag with the policy version
         that a row was generated with; one of ``max_versions`` versions ago goes now, as far as there is room.
-        ``stratum_key``: the tag that names a row's stratum (its group has that of its oldest row), of which
-        ``stratum_shares`` gives the least part of a step.
         ``length_key``: the tag with a row's tokens; a row that has none yet waits. ``equal_rollouts``,
         ``micro_batches``, ``cost``: as ``BalancerConfig`` takes them. A row above ``micro_batches.max_tokens`` gets
         a micro-batch of its own.
@@ -100,15 +96,13 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         for key, number, words in (
             (group_key, group_size, "group_key and group_size"),
             (version_key, max_versions, "version_key and max_versions"),
-            (stratum_key, stratum_shares, "stratum_key and stratum_shares"),
         ):
             if (key is None) != (number is None):
                 raise ValueError(f"{words} go together: a tag of the rows, and what is asked of it. Give both or none")
-        planning.check_shares(stratum_shares or {})
         self.window, self.deadline_s, self.max_skips = window, deadline_s, max_skips
         self.group_key, self.group_size = group_key, group_size or 1
         self.version_key, self.max_versions = version_key, max_versions or 0
-        self.stratum_key, self.stratum_shares, self.length_key = stratum_key, stratum_shares, length_key
+        self.length_key = length_key
         # of these knobs, checked as anywhere; how many rows a step has is said by who asks
         self._config = sb.BalancerConfig(
             dp_size=dp_size,
@@ -205,8 +199,6 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             skips=pool.skips,
             max_skips=self.max_skips,
             due=due,
-            strata={group: str(tags[rows[0]].get(self.stratum_key, "")) for group, rows in window.items()},
-            stratum_shares=self.stratum_shares,
             equal_rollouts=config.equal_rollouts and len(waiting) >= wanted,
             step=pool.steps,
         )

@@ -1,4 +1,4 @@
-"""Learning from a balancer's own run: the cost of rollouts, the size of the window, the causes of idle time.
+"""Learning from a balancer's own run: the cost of rollouts, the causes of idle time.
 
 Observers of its core, which knows none of them: where nobody attaches them they cost nothing.
 """
@@ -6,7 +6,6 @@ Observers of its core, which knows none of them: where nobody attaches them they
 from __future__ import annotations
 
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.learn.auto_window import WindowLearner
 from stream_balancer.learn.costs import CostLearner
 from stream_balancer.learn.idle_time import IdleTimes
 
@@ -17,5 +16,5 @@ def attach(core: BalancerCore) -> IdleTimes:
     """All learners, as observers of this core. -> the one that knows who is slow."""
     costs = CostLearner(core)
     idle = IdleTimes(core, costs)
-    core.observers += [costs, idle, WindowLearner(core)]
+    core.observers += [costs, idle]
     return idle

@@ -31,7 +31,6 @@ from numpy.typing import ArrayLike
 from stream_balancer.core.pricing import Learned
 from stream_balancer.cost import CalibratedCost, LayerSumCost
 from stream_balancer.planning.arrays import Floats, Ints
-from stream_balancer.planning.rank_speeds import NO_FIXED_COSTS, FixedCosts
 from stream_balancer.statistics import CostFit
 
 _FEATURES = 4  # tokens, token pairs, micro-batches, steps
@@ -43,8 +42,7 @@ _SPEED_WINDOW = 33  # of a rank's measured speeds, whose median counts
 _SPEED_NEWS = 11  # but if the median of the last ones is another, they alone count: a change is followed in 6 steps
 _MEDIAN_NOISE = 1.2533  # of a median, over that of a mean
 _SPEED_STEPS = 5  # before that many, all ranks count as alike
-_SPEED_LEAST = 0.02  # ranks within this of each other are alike: noise is not a slow rank
-_CHANGE = 0.005  # of the mix of a and b, of fixed costs in parts of a step, of a speed: less is not worth another plan
+_CHANGE = 0.005  # of the mix of a and b, of a micro-batch in parts of a step: less is not worth another plan
 _DISTINGUISHED = 0.1  # of the prior's variance; where all ranks always run as many micro-batches, half of it stays
 _ERROR_STEPS = 10  # whose prediction error is in the statistics
 _PROBE = (1000, 30_000)  # tokens; priors that count as many pairs of these count pairs alike
@@ -56,7 +54,7 @@ class Calibration:
     ``observe`` what a step held and how long it took; ``in_force`` is what to plan with now.
     """
 
-    def __init__(self, model: CalibratedCost, dp_size: int, speeds: Sequence[float] | None = None) -> None:
+    def __init__(self, model: CalibratedCost, dp_size: int) -> None:
         self._model = model
         # FLOPs of each of the four by the prior, in which micro-batches and steps are free
         self._weights = np.array([model.prior.flops_per_token, model.prior.flops_per_pair, 0.0, 0.0])
@@ -69,13 +67,11 @@ class Calibration:
         self._parts = np.zeros(_FEATURES)  # of a typical step's seconds
         self._spread = 0.1  # relative, of what is measured about what is predicted
         self._errors: list[float] = []  # of the last predictions
-        given = np.log(np.ones(dp_size) if speeds is None else np.array(speeds, dtype=np.float64))
-        self._log_speeds: Floats = given - np.median(given)
+        self._log_speeds: Floats = np.zeros(dp_size)
         self._recent: list[Floats] = []  # of each step, the ranks' log speeds
         self._found: Floats = np.zeros(0)  # what is in force was made of; empty: the prior is in force
-        self.in_force = Learned(model, None if speeds is None else tuple(speeds), NO_FIXED_COSTS)
-        """Costs in the prior's unit: a typical rank batch costs what the prior says. Speeds of mean 1. Fixed costs of a
-        step and of a micro-batch, whatever is in them. Replaced once it is another."""
+        self.in_force = Learned(model, 0.0)
+        """Costs in the prior's unit: a typical rank batch costs what the prior says. Replaced once it is another."""
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
@@ -131,19 +127,13 @@ class Calibration:
     def _learn_speeds(self, slowness: Floats) -> None:
         self._recent = [*self._recent, -slowness][-_SPEED_WINDOW:]
         if len(self._recent) >= _SPEED_STEPS:
-            # [ranks] medians, so that one slow step moves nothing; relative to the median rank, since all of them being
-            # faster makes nobody fast
-            medians, _ = self._medians()
+            # [ranks] medians, so that one slow step moves nothing: of the last steps where they say otherwise
+            last = self._recent[-_SPEED_NEWS:]
+            medians, news = np.median(self._recent, axis=0), np.median(last, axis=0)
+            noise = 3.0 * _MEDIAN_NOISE * self._spread / math.sqrt(len(last))
+            medians = np.where(np.abs(news - medians) > noise, news, medians)
+            # relative to the median rank, since all of them being faster makes nobody fast
             self._log_speeds = medians - np.median(medians)
-
-    def _medians(self) -> tuple[Floats, Floats]:
-        """[ranks] median log speed, and how far noise alone may move it: of the last steps where they say otherwise."""
-        (all_, long), (news, short) = (
-            (np.median(steps, axis=0), 3.0 * _MEDIAN_NOISE * self._spread / math.sqrt(len(steps)))
-            for steps in (self._recent, self._recent[-_SPEED_NEWS:])
-        )
-        other = np.abs(news - all_) > short
-        return np.where(other, news, all_), np.where(other, short, long)
 
     def _learn_parts(self, features: Floats, measured: Floats) -> None:
         measured = measured * np.exp(self._log_speeds)  # at speed 1
@@ -167,23 +157,17 @@ class Calibration:
 
     def _put_in_force(self) -> None:
         """Plan with what has been learned, if that makes a difference."""
-        speeds = self._log_speeds
-        if len(self._recent) >= _SPEED_STEPS:
-            _, noise = self._medians()
-            speeds = np.where(np.abs(speeds) > np.maximum(_SPEED_LEAST, noise), speeds, 0.0)
-        of_pairs, of_micro_batches, of_step = (self._parts[1:] / self._parts[:2].sum()).tolist()
+        of_pairs, of_micro_batches = (self._parts[1:3] / self._parts[:2].sum()).tolist()
         if not self._distinguishes_micro_batches():
-            of_micro_batches, of_step = 0.0, of_micro_batches + of_step
-        found = np.array([of_pairs, of_micro_batches, of_step, *speeds])
+            of_micro_batches = 0.0
+        found = np.array([of_pairs, of_micro_batches])
         if self._found.size and np.abs(found - self._found).max() <= _CHANGE:
             return
         self._found = found
-        own = np.exp(speeds)
         of_token, of_pair = np.array([1.0 - of_pairs, of_pairs]) * self._unit / self._typical[:2]
         self.in_force = Learned(
             partial(_cost, self._model.prior, float(of_token), float(of_pair)),
-            tuple((own / own.mean()).tolist()) if speeds.any() else None,
-            FixedCosts(of_step * self._unit, of_micro_batches * self._unit / float(self._typical[2])),
+            of_micro_batches * self._unit / float(self._typical[2]),
         )
 
     def _distinguishes_micro_batches(self) -> bool:

@@ -53,12 +53,11 @@ class CostLearner(Learner):
         return slowness
 
     def reconfigured(self, before: BalancerConfig) -> None:
-        """Learned costs are kept while cost and speeds are the same, and with another number of ranks all but their
-        speeds."""
+        """Learned costs are kept while the cost is the same, and with another number of ranks all but their speeds."""
         config, learned = self._core.config, self._calibration
         # the law belongs to the model and the hardware, speeds to single ranks
         resized = config.dp_size != before.dp_size
-        if not resized and (config.cost, config.speeds) == (before.cost, before.speeds):
+        if not resized and config.cost == before.cost:
             return
         self._calibration = _calibration_of(config)
         if resized and config.cost == before.cost and learned is not None and self._calibration is not None:
@@ -81,7 +80,7 @@ class CostLearner(Learner):
 def _calibration_of(config: BalancerConfig) -> Calibration | None:
     if not isinstance(config.cost, CalibratedCost):
         return None
-    return Calibration(config.cost, config.dp_size, config.speeds)
+    return Calibration(config.cost, config.dp_size)
 
 
 def _lengths(work: Sequence[RankBatch]) -> list[Ints]:

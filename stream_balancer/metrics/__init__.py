@@ -67,7 +67,6 @@ METRICS: tuple[Metric, ...] = (
         "Coefficient of variation (standard deviation / mean) of the tokens of a step.",
         "token_variation",
     ),
-    Metric("surplus_rollouts", "Rollouts that later steps give back.", "surplus_rollouts"),
     Metric("padding_copies", "Zero-weight copies made.", "padding_copies", "counter"),
     Metric("idle_fraction", "Predicted part of rank time spent waiting for the slowest.", "idle_fraction"),
     Metric(
@@ -118,9 +117,6 @@ METRICS: tuple[Metric, ...] = (
         "Mean length of what left, over that of all with those evicted as late or stale: 1 is no bias.",
         "length_bias.length_shift",
     ),
-    Metric("stratum_waiting_rollouts", "Rollouts of a stratum in the window.", "strata.*.waiting", label="stratum"),
-    Metric("stratum_mean_wait_seconds", "How long these have waited.", "strata.*.mean_wait_s", label="stratum"),
-    Metric("stratum_share", "Its share of the last steps.", "strata.*.share", label="stratum"),
     Metric("training_age_versions", "How old rollouts were when trained on.", "training_age", label="statistic"),
     Metric(
         "unchecked_rollouts",
@@ -129,9 +125,7 @@ METRICS: tuple[Metric, ...] = (
         "counter",
     ),
     Metric("policy_version", "Policy version last set.", "version"),
-    Metric("window_rollouts", "Rollouts that a step waits for: the knob, or what auto chose.", "window"),
-    Metric("window_tokens", "Tokens that a step waits for, under step_size.tokens.", "window_tokens"),
-    Metric("window_idle_fraction", "What each window of window='auto' would idle.", "idle_by_window", label="window"),
+    Metric("window_rollouts", "Rollouts that a step waits for.", "window"),
 )
 
 RANK_METRICS: tuple[Metric, ...] = (

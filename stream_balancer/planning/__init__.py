@@ -1,6 +1,5 @@
 """Planning: who goes now, on which rank, in which micro-batch. Pure numpy, indices in and out."""
 
-from .arrays import check_shares
 from .bounds import lower_bound
 from .length_bias import LengthBias, LengthBiasSummary
 from .micro_batches import OversizeError, form_micro_batches
@@ -17,7 +16,6 @@ __all__ = [
     "Plan",
     "PlanKnobs",
     "Waiting",
-    "check_shares",
     "choose",
     "form_micro_batches",
     "lower_bound",

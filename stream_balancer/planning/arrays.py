@@ -1,8 +1,8 @@
-"""Types and checks of what planning takes and gives: costs and speeds in, positions and labels out. No decisions."""
+"""Types and checks of what planning takes and gives: costs in, positions and labels out. No decisions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -33,34 +33,6 @@ def check_ranks(dp_size: int, counts: str) -> None:
         raise ValueError(f"dp_size ({dp_size}) must be >= 1: there is nowhere to put a rollout.")
     if counts not in ("free", "equal"):
         raise ValueError(f"counts must be 'free' or 'equal', not {counts!r}.")
-
-
-def check_shares(shares: object) -> None:
-    """Raises ValueError for ``stratum_shares`` that are not parts of one step: numbers above 0, at most 1 together.
-
-    Examples:
-        >>> check_shares({"math": 0.25, "code": 0.5})
-    """
-    given = shares.values() if isinstance(shares, Mapping) else [None]
-    numbers = [share for share in given if isinstance(share, int | float | np.floating) and share > 0]
-    if len(numbers) < len(given) or sum(numbers) > 1 + 1e-9:
-        raise ValueError(
-            "stratum_shares must be a mapping from strata to numbers above 0, at most 1 all together, not "
-            f"{shares!r}: they are parts of one step. Lower some, or leave out strata without a share"
-        )
-
-
-def checked_speeds(speeds: ArrayLike | Sequence[float] | None, dp_size: int) -> Floats | None:
-    """[dp_size] relative throughput, or None where all are 1.0: the search without speeds is faster and exact."""
-    if speeds is None:
-        return None
-    rate = np.asarray(speeds, dtype=np.float64)
-    # one number for all would broadcast silently, and a rank too many would never be given work
-    if rate.shape != (dp_size,):
-        raise ValueError(f"speeds must hold one number per rank ({dp_size}), not shape {rate.shape}.")
-    if not (np.isfinite(rate).all() and (rate > 0.0).all()):
-        raise ValueError("speeds must be finite and > 0: a rank of speed 0 never finishes. Leave it out of dp_size.")
-    return None if bool((rate == rate[0]).all()) and rate[0] == 1.0 else rate
 
 
 def rounded_up(number: int, multiple: int) -> int:

@@ -15,28 +15,27 @@ from .arrays import Ints
 from .packing import Packer
 from .plan import Plan, PlanKnobs, Waiting
 from .planner import earliest_finish, finished, plan_batch
-from .step_size import usual_size
 
 
-def plan_fifo(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int, surplus: int = 0) -> Plan:
+def plan_fifo(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan:
     """The oldest rollouts, partitioned as well as they can be: the window's planner, shown nothing else. O(n log n)."""
-    oldest = _oldest(waiting, usual_size(waiting, knobs, num_rollouts, surplus))
+    oldest = _oldest(waiting, min(knobs.batch_size, num_rollouts))
     shown = np.zeros(waiting.costs.size, dtype=np.bool_)
     shown[oldest] = True
     # nobody else is in sight, so nothing can be exchanged: what is left is the partition
-    visible = replace(waiting.among(shown), due=np.ones(len(oldest), dtype=np.bool_), strata=None)
+    visible = replace(waiting.among(shown), due=np.ones(len(oldest), dtype=np.bool_))
     plan = plan_batch(visible, knobs, num_rollouts=len(oldest), step=step)
     # the plan's positions are into what it was shown: back into the whole window
     ranks = [[oldest[positions] for positions in micro_batches] for micro_batches in plan.ranks]
     return replace(plan, ranks=ranks)
 
 
-def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int, surplus: int = 0) -> Plan:
+def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan:
     """The oldest rollouts, to the ranks in turn; each rank packs its own into micro-batches. O(n log n).
 
     Ranks get as many micro-batches as the one that needs most, as trainers arrange by an all_reduce.
     """
-    oldest = _oldest(waiting, usual_size(waiting, knobs, num_rollouts, surplus))
+    oldest = _oldest(waiting, min(knobs.batch_size, num_rollouts))
     # as most trainers deal out a batch that they have read in order
     shares = [oldest[rank :: knobs.dp_size] for rank in range(knobs.dp_size)]
     packer = Packer(waiting.lengths, waiting.costs, knobs.max_tokens_per_micro_batch, knobs.padded)

@@ -1,6 +1,6 @@
 """On which rank, and in how many micro-batches, under a token cap: so that the step is over as early as possible.
 
-    sync="step"         ranks meet once: one is done after ``work / rate + overhead x its micro-batches``. A cell of
+    sync="step"         ranks meet once: one is done after ``work + overhead x its micro-batches``. A cell of
                         the search (cells.py) is what a rank has, and has to be packed
     sync="micro_batch"  ranks meet at every micro-batch: those of one index, one per rank, are a *lockstep*, which takes
                         as long as its costliest. A cell is a micro-batch, a row a lockstep
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import Counts, Floats, Sync, rounded_up, split_by_label
+from .arrays import Counts, Sync, rounded_up, split_by_label
 from .bounds import lockstep_bound, lower_bound
 from .cells import Cells, Limit, slots_of
 from .packing import Bins, Packer
@@ -57,7 +57,6 @@ def least_finish(
     overhead: float,
     multiple_of: int,
     *,
-    rate: Floats | None,
     rotation: int,
 ) -> list[Bins]:
     """``[rank][micro-batch]`` -> positions. A rank with fewer rollouts than micro-batches has a shorter list.
@@ -69,7 +68,6 @@ def least_finish(
         counts: "equal": every rank has as many micro-batches; "free": each its own number, where ranks meet once.
         overhead: what a micro-batch costs whatever is in it, in the unit of the costs.
         multiple_of: the number of micro-batches is a multiple of this.
-        rate: [dp_size] relative speeds; None: all alike.
         rotation: rotates rank labels.
 
     Complexity: a partition, O(n log n) per number of micro-batches tried (in locksteps O(n ranks number)), and
@@ -79,14 +77,14 @@ def least_finish(
         >>> from stream_balancer.planning.packing import Packer
         >>> sizes = np.array([600, 600, 600, 300, 300])
         >>> packer = Packer(sizes, sizes.astype(float), max_tokens=1000, padded=False)
-        >>> least_finish(packer, 2, "step", "equal", 0.0, multiple_of=1, rate=None, rotation=0)  # both done after 1200
+        >>> least_finish(packer, 2, "step", "equal", 0.0, multiple_of=1, rotation=0)  # both done after 1200
         [[[0], [2]], [[1], [3, 4]]]
     """
     if sync == "step":
-        bound = lower_bound(packer.work, dp_size, "free", rate)
+        bound = lower_bound(packer.work, dp_size, "free")
     else:
-        bound = lockstep_bound(packer.work, packer.tokens, dp_size, packer.cap, rate)
-    search = _Search(packer, dp_size, sync, overhead, multiple_of, rate, bound, rotation)
+        bound = lockstep_bound(packer.work, packer.tokens, dp_size, packer.cap)
+    search = _Search(packer, dp_size, sync, overhead, multiple_of, bound, rotation)
     best = search.with_one_number()
     if sync == "micro_batch":
         return best.ranks
@@ -102,41 +100,38 @@ def least_finish(
 def least_finish_bound(
     packer: Packer, dp_size: int, *, counts: Counts, overhead: float, multiple_of: int, work_bound: float
 ) -> float:
-    """No layout is done before this, on ranks of one speed; ``work_bound``: the same, micro-batches not counted."""
-    search = _Search(packer, dp_size, "step", overhead, multiple_of, None, work_bound, rotation=0)
+    """No layout is done before this; ``work_bound``: the same, micro-batches not counted."""
+    search = _Search(packer, dp_size, "step", overhead, multiple_of, work_bound, rotation=0)
     return search.bound(None if counts == "free" else search.least_number)
 
 
-def bins_to_ranks(packer: Packer, bins: Bins, dp_size: int, rate: Floats | None, rotation: int) -> list[Bins]:
+def bins_to_ranks(packer: Packer, bins: Bins, dp_size: int, rotation: int) -> list[Bins]:
     """The same number of bins to every rank, rank totals balanced."""
     costs = np.array([packer.cost(one) for one in bins])
-    shares = split(costs, dp_size, "equal", rate, rotation=rotation)
+    shares = split(costs, dp_size, "equal", rotation=rotation)
     return [[bins[one] for one in share] for share in shares]
 
 
-def bins_in_rows(packer: Packer, bins: Bins, dp_size: int, rate: Floats | None, rotation: int) -> list[Bins]:
+def bins_in_rows(packer: Packer, bins: Bins, dp_size: int, rotation: int) -> list[Bins]:
     """The costliest bins into the first lockstep, the next into the next: no other rows of them take less."""
     bins = sorted(bins, key=packer.cost, reverse=True)
     ranks: list[Bins] = [[] for _ in range(dp_size)]
-    fastest_first = None if rate is None else np.argsort(-rate, kind="stable")
     for index, start in enumerate(range(0, len(bins), dp_size)):
         for place, one in enumerate(bins[start : start + dp_size]):
-            if fastest_first is not None:
-                rank = int(fastest_first[place])
-            else:  # there and back: who has the heaviest of this lockstep has the lightest of the next
-                rank = (place if index % 2 == 0 else dp_size - 1 - place) + rotation
+            # there and back: who has the heaviest of this lockstep has the lightest of the next
+            rank = (place if index % 2 == 0 else dp_size - 1 - place) + rotation
             ranks[rank % dp_size].append(one)
     return ranks
 
 
-def rows_alike(packer: Packer, ranks: list[Bins], rate: Floats | None) -> list[Bins]:
+def rows_alike(packer: Packer, ranks: list[Bins]) -> list[Bins]:
     """Micro-batches of one index alike, by exchanges that leave every rank as many rollouts as it has."""
     dp_size, number = len(ranks), max(map(len, ranks))
-    bound = lockstep_bound(packer.work, packer.tokens, dp_size, packer.cap, rate)
-    search = _Search(packer, dp_size, "micro_batch", 0.0, 1, rate, bound, rotation=0)
+    bound = lockstep_bound(packer.work, packer.tokens, dp_size, packer.cap)
+    search = _Search(packer, dp_size, "micro_batch", 0.0, 1, bound, rotation=0)
     costliest_first = [sorted(bins, key=packer.cost, reverse=True) for bins in ranks]
     rows = [bins[index] if index < len(bins) else [] for index in range(number) for bins in costliest_first]
-    found = search.exchanged_in_rows(rows, number, bound, keep=True, speed=rate)
+    found = search.exchanged_in_rows(rows, number, bound, keep=True)
     return [[one for one in found[rank::dp_size] if one] for rank in range(dp_size)]
 
 
@@ -150,8 +145,6 @@ class _Search:
     overhead: float
     """Cost of a micro-batch whatever is in it."""
     multiple_of: int
-    rate: Floats | None
-    """[dp_size] work per time; None: all alike."""
     work_bound: float
     """No layout is done before this, micro-batches not counted."""
     rotation: int
@@ -161,12 +154,7 @@ class _Search:
         """How much later a rank is done for a micro-batch more."""
         if self.sync == "micro_batch":
             return self.overhead + _LOCKSTEP * self.work_bound / self.multiple_of
-        # an overhead is work that every rank has, at its own speed: as time it counts for the mean speed
-        return self.overhead * self.dp_size / self._together
-
-    @property
-    def _together(self) -> float:
-        return self.dp_size if self.rate is None else float(self.rate.sum())
+        return self.overhead
 
     @cached_property
     def least_bins(self) -> int:
@@ -182,15 +170,14 @@ class _Search:
         """No layout is done before this, if every rank has so many micro-batches; None: each its own number."""
         if number is not None:
             return self.work_bound + self.later * number
-        slowest = 1.0 if self.rate is None else float(self.rate.min())
-        mean = (float(self.packer.work.sum()) + slowest * self.later * self.least_bins) / self._together
+        mean = (float(self.packer.work.sum()) + self.later * self.least_bins) / self.dp_size
         return max(self.work_bound + self.later * self.multiple_of, mean)
 
     @cached_property
     def balanced(self) -> list[Bins]:
         """The partition that ignores the cap, each share packed by itself. Where the cap does not bind these are the
         answer, and no layout under a cap can be better balanced."""
-        shares = split(self.packer.work, self.dp_size, "free", self.rate, rotation=self.rotation)
+        shares = split(self.packer.work, self.dp_size, "free", rotation=self.rotation)
         return [self.packer.fewest(share.tolist()) for share in shares]
 
     def with_one_number(self) -> _RankBins:
@@ -227,19 +214,18 @@ class _Search:
         if not in_rows and max(map(len, self.balanced)) <= number:
             # no exchange: the partition has ended where none helps
             work = np.array([sum(map(packer.cost, bins)) for bins in self.balanced])
-            took = work if self.rate is None else work / self.rate
-            yield _RankBins(self.balanced, numbers, float(took.max()) + self.later * number)
+            yield _RankBins(self.balanced, numbers, float(work.max()) + self.later * number)
             return
         bins = packer.pack(np.arange(packer.tokens.size), self.dp_size * number)
         if bins is None:
             return
         if not in_rows:
-            yield self.exchanged(bins_to_ranks(packer, bins, self.dp_size, self.rate, self.rotation), numbers)
+            yield self.exchanged(bins_to_ranks(packer, bins, self.dp_size, self.rotation), numbers)
             return
         # with fewer bins each rollout is alone in its own
         if len(bins) == self.dp_size * number:
             bins = self._locksteps(bins, number)
-        ranks = bins_in_rows(packer, bins, self.dp_size, self.rate, self.rotation)
+        ranks = bins_in_rows(packer, bins, self.dp_size, self.rotation)
         yield _RankBins(ranks, numbers, self._time_of(ranks) + self.later * number)
 
     def exchanged(self, ranks: list[Bins], numbers: list[int]) -> _RankBins:
@@ -249,8 +235,7 @@ class _Search:
         cells = self._cells(
             [[i for one in bins for i in one] for bins in ranks],
             np.array(numbers) * packer.cap,
-            speed=self.rate,
-            base=later if self.rate is None else later * self.rate,
+            base=later,
             pack=(lambda items, rank: packer.tight(items, numbers[rank])) if max(numbers) > 1 else None,
         )
         cells.improve(self.bound(None if min(numbers) < max(numbers) else numbers[0]) * (1.0 + TOLERANCE), _BUDGET)
@@ -266,13 +251,7 @@ class _Search:
         ways = (True, False) if number == 2 else (True,)
         starts = (_level_by_level(packer, self.dp_size, number, fullest=fullest) for fullest in ways)
         start = min((one for one in starts if one), key=self._time_of_rows, default=bins)
-        # ranks of unlike speed get theirs afterwards
-        bound = (
-            self.work_bound
-            if self.rate is None
-            else lockstep_bound(packer.work, packer.tokens, self.dp_size, packer.cap)
-        )
-        return self.exchanged_in_rows(sorted(start, key=packer.cost, reverse=True), number, bound)
+        return self.exchanged_in_rows(sorted(start, key=packer.cost, reverse=True), number, self.work_bound)
 
     def exchanged_in_rows(self, start: Bins, number: int, bound: float, **more: Any) -> Bins:
         """Bins of so many locksteps, row after row, with rollouts exchanged; no step is over before the bound."""
@@ -292,7 +271,7 @@ class _Search:
         return Cells(self.packer.work, slots, self.dp_size, limits=limits, **more)
 
     def _time_of_rows(self, bins: Bins) -> float:
-        """The same for bins whose costliest form the first lockstep, the next the next; ranks are alike."""
+        """The same for bins whose costliest form the first lockstep, the next the next."""
         return sum(sorted(map(self.packer.cost, bins), reverse=True)[:: self.dp_size])
 
     def _time_of(self, ranks: list[Bins]) -> float:
@@ -300,7 +279,7 @@ class _Search:
         took = np.zeros((max(map(len, ranks)), len(ranks)))
         for rank, share in enumerate(ranks):
             took[: len(share), rank] = [self.packer.cost(one) for one in share]
-        return float((took if self.rate is None else took / self.rate).max(axis=1).sum())
+        return float(took.max(axis=1).sum())
 
 
 def _level_by_level(packer: Packer, dp_size: int, number: int, *, fullest: bool) -> Bins | None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Counts, Floats, Ints, check_ranks, checked_costs, checked_speeds
+from .arrays import Counts, Floats, Ints, check_ranks, checked_costs
 
 
-def lower_bound(costs: ArrayLike, dp_size: int, counts: Counts = "free", speeds: ArrayLike | None = None) -> float:
+def lower_bound(costs: ArrayLike, dp_size: int, counts: Counts = "free") -> float:
     """A finish time that no partition of `costs` can beat. O(n log n).
 
     The largest of: the mean load; for every i the i+1 smallest of the i*dp_size+1 largest rollouts (pigeonhole
-    principle), under equal counts with the smallest ones that must lie beside them; with speeds, the j largest
-    rollouts over the j fastest ranks. Integral costs make it integral.
+    principle), under equal counts with the smallest ones that must lie beside them.
+    Integral costs make it integral.
 
     Raises:
         ValueError: as for `partition`.
@@ -35,32 +35,24 @@ def lower_bound(costs: ArrayLike, dp_size: int, counts: Counts = "free", speeds:
     """
     work = checked_costs(costs)
     check_ranks(dp_size, counts)
-    return lower_bound_of(work, dp_size, counts, checked_speeds(speeds, dp_size))
+    return lower_bound_of(work, dp_size, counts)
 
 
-def lower_bound_of(work: Floats, dp_size: int, counts: Counts, rate: Floats | None) -> float:
+def lower_bound_of(work: Floats, dp_size: int, counts: Counts) -> float:
     """`lower_bound` for arguments taken as checked."""
     n = work.size
     if n == 0:
         return 0.0
     descending = np.sort(work)[::-1]
     prefix = running_sums(descending)
-    total = float(descending.sum())
-    if rate is None:
-        bound = max(total / dp_size, _pigeonhole_bound(prefix, dp_size, counts))
-    else:
-        # [ranks] the j fastest together
-        fastest = np.cumsum(np.sort(rate)[::-1])
-        # more than dp_size of them need not lie on ranks of their own: then the mean says more
-        j = np.arange(1, min(n, dp_size) + 1)
-        bound = max(total / float(fastest[-1]), float((prefix[j] / fastest[j - 1]).max()))
-    return _below_any_finish(bound, work, rate)
+    bound = max(float(descending.sum()) / dp_size, _pigeonhole_bound(prefix, dp_size, counts))
+    return _below_any_finish(bound, work)
 
 
-def _below_any_finish(bound: float, work: Floats, rate: Floats | None) -> float:
+def _below_any_finish(bound: float, work: Floats) -> float:
     """The bound, rounded so that it is one in floating point, too."""
     # float64 holds integers exactly up to 2**52: the finish of integral costs is integral, so round up
-    if rate is None and float(work.sum()) < 2.0**52 and bool((work == np.floor(work)).all()):
+    if float(work.sum()) < 2.0**52 and bool((work == np.floor(work)).all()):
         return float(np.ceil(bound * (1.0 - 1e-14)))
     return bound * (1.0 - 4e-16 * work.size)  # sums of n floats are off by at most n units in the last place
 
@@ -86,9 +78,7 @@ def _pigeonhole_bound(prefix: Floats, dp_size: int, counts: Counts) -> float:
     return float(together.max())
 
 
-def lockstep_bound(
-    costs: ArrayLike, lengths: ArrayLike, dp_size: int, max_tokens: int, speeds: ArrayLike | None = None
-) -> float:
+def lockstep_bound(costs: ArrayLike, lengths: ArrayLike, dp_size: int, max_tokens: int) -> float:
     """A time that no step can beat whose ranks meet at every micro-batch, under a token cap. O(n log n).
 
     For every j the sum of: the costliest rollout, the (dp_size + 1)-th, ..., of j in all, as long as those down to it
@@ -100,7 +90,6 @@ def lockstep_bound(
         lengths: [n] tokens of each; one longer than max_tokens counts as max_tokens.
         dp_size: number of ranks.
         max_tokens: no micro-batch holds more tokens.
-        speeds: [dp_size] relative speeds.
 
     Raises:
         ValueError: as for `partition`.
@@ -114,25 +103,23 @@ def lockstep_bound(
     """
     work = checked_costs(costs)
     check_ranks(dp_size, "free")
-    rate = checked_speeds(speeds, dp_size)
     if work.size == 0:
         return 0.0
     tokens = np.minimum(np.asarray(lengths, dtype=np.int64), max_tokens)
     costliest = np.argsort(-work, kind="stable")
-    bounds = lockstep_bounds(work[costliest][None], tokens[costliest][None], dp_size, max_tokens, rate)
-    return max(_below_any_finish(float(bounds[0]), work, rate), lower_bound_of(work, dp_size, "free", rate))
+    bounds = lockstep_bounds(work[costliest][None], tokens[costliest][None], dp_size, max_tokens)
+    return max(_below_any_finish(float(bounds[0]), work), lower_bound_of(work, dp_size, "free"))
 
 
-def lockstep_bounds(costs: Floats, tokens: Ints, dp_size: int, max_tokens: int, rate: Floats | None) -> Floats:
+def lockstep_bounds(costs: Floats, tokens: Ints, dp_size: int, max_tokens: int) -> Floats:
     """[k] `lockstep_bound` of k batches of n rollouts. ``costs``, ``tokens``: [k, n], costliest first, tokens at most
     max_tokens. O(k n log n), and O(k n) for each lockstep that counts."""
-    fastest, together = (1.0, float(dp_size)) if rate is None else (float(rate.max()), float(rate.sum()))
     # a lockstep's tokens bound its work only if they hold the work that is densest
     densest = np.argsort(-costs / tokens, axis=1, kind="stable")
     dense_costs, dense_tokens = np.take_along_axis(costs, densest, 1), np.take_along_axis(tokens, densest, 1)
     before = np.cumsum(dense_tokens, axis=1) - dense_tokens  # [k, n]
     work = costs.sum(axis=1)  # [k]
-    bounds: Floats = work / together
+    bounds: Floats = work / dp_size
     least = np.zeros(work.size)  # [k] time of the locksteps so far
     apart = np.ones(work.size, dtype=np.bool_)  # [k] no two of the rollouts so far fit into one micro-batch
     for first in range(0, costs.shape[1], dp_size):
@@ -141,9 +128,9 @@ def lockstep_bounds(costs: Floats, tokens: Ints, dp_size: int, max_tokens: int, 
             apart &= two_shortest > max_tokens
             if not apart.any():
                 break
-        least += costs[:, first] / fastest
+        least += costs[:, first]
         # tokens that the locksteps up to this one hold at most
         room = (first + dp_size) * max_tokens
         held = (np.clip((room - before) / dense_tokens, 0.0, 1.0) * dense_costs).sum(axis=1)  # [k] at most
-        bounds = np.where(apart, np.maximum(bounds, least + (work - held) / together), bounds)
+        bounds = np.where(apart, np.maximum(bounds, least + (work - held) / dp_size), bounds)
     return bounds

@@ -105,7 +105,6 @@ class Cells:
         dp_size: int,
         *,
         rows: int = 1,
-        speed: Floats | None = None,
         even: bool = False,
         keep: bool = False,
         limits: Sequence[Limit] = (),
@@ -118,7 +117,6 @@ class Cells:
             slots: [cells, width] positions of the rollouts in each, n where there is none.
             dp_size: cells of a row.
             rows: of a layout.
-            speed: [dp_size] relative speeds; None: all alike.
             even: as many rollouts are exchanged as come back, a free place counted.
             keep: each rank keeps its number of rollouts over all rows.
             limits: what no exchange may break.
@@ -131,7 +129,7 @@ class Cells:
         number = slots.shape[0]
         self._row_of = np.arange(number) // dp_size
         self._first = np.arange(0, number, dp_size)[:, None]  # [all rows, 1]
-        self._speed, self._base = (None if one is None else np.tile(one, number // dp_size) for one in (speed, base))
+        self._base = None if base is None else np.tile(base, number // dp_size)
         # nobody weighs nothing: an exchange with nobody is a move
         self._work = np.append(work, 0.0)
         self._limits = [
@@ -151,7 +149,7 @@ class Cells:
         if self._base is not None:
             load += self._base[cells]
         self._load[cells] = load
-        self.finish[cells] = load if self._speed is None else load / self._speed[cells]
+        self.finish[cells] = load
         for limit, held in self._limits:
             held[cells] = limit.amounts[rows].sum(axis=1)
         # room for two more in every cell
@@ -241,26 +239,19 @@ class Cells:
 
     def _ideal(self, a: Ints, b: Ints) -> Floats:
         """[pairs] the work that a should give away: then both are done at the same time."""
-        load_a, load_b = self._load[a], self._load[b]
-        speed_a, speed_b = (1.0, 1.0) if self._speed is None else (self._speed[a], self._speed[b])
-        # the shift d at which (load - d) / speed is the same on both: solved for d
-        ideal: Floats = (load_a * speed_b - load_b * speed_a) / (speed_a + speed_b)
+        ideal: Floats = (self._load[a] - self._load[b]) / 2.0
         return ideal
 
     def _after(self, a: Ints, b: Ints, ideal: Floats, beyond: Floats, *, of_rows: bool) -> Floats:
         """[pairs, choices, answers] what is to fall, if so much work beyond the ideal leaves a for b: the later of both
         cells; of two rows the time of a's, and by how much b's takes longer."""
         load_a, load_b = self._load[a] - ideal, self._load[b] + ideal
-        if self._speed is None and not of_rows:  # both are done at the same time, but for what is beyond it
+        if not of_rows:  # both are done at the same time, but for what is beyond it
             np.abs(beyond, out=beyond)
             beyond += _column(load_b)
             return beyond
         done_a, done_b = _column(load_a) - beyond, _column(load_b) + beyond
-        if self._speed is not None:
-            done_a, done_b = done_a / _column(self._speed[a]), done_b / _column(self._speed[b])
         later: Floats = np.maximum(done_a, done_b)
-        if not of_rows:
-            return later
         row_a, row_b = self._row_of[a], self._row_of[b]
         ranked, apart = np.sort(self.finish.reshape(-1, self._dp_size), axis=1), _column(row_a != row_b)
         # the last but one of a's row sets its time when a no longer does; the last of b's row until b does

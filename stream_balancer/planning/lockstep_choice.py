@@ -70,8 +70,6 @@ class CappedStep:
     dp_size: int
     max_tokens: int
     """Token cap of a micro-batch."""
-    rate: Floats | None = None
-    """[dp_size] relative speeds."""
 
 
 def choose_lockstep(step: CappedStep) -> Bools:
@@ -105,9 +103,8 @@ def choose_lockstep(step: CappedStep) -> Bools:
     batches = pool.batches()  # [k, P]
     members = np.nonzero(batches)[1].reshape(-1, step.num_rollouts)  # [k, B], costliest first
     chosen_costs = pool.costs[members]
-    bounds = lockstep_bounds(chosen_costs, pool.tokens[members], step.dp_size, step.max_tokens, step.rate)
-    together = step.dp_size if step.rate is None else float(step.rate.sum())
-    waste = bounds - chosen_costs.sum(axis=1) / together
+    bounds = lockstep_bounds(chosen_costs, pool.tokens[members], step.dp_size, step.max_tokens)
+    waste = bounds - chosen_costs.sum(axis=1) / step.dp_size
     # now and later in one unit: time of a rank
     best = int((waste + pool.future(~batches[:, : pool.num_outliers])).argmin())
     go = np.zeros(costs.size, dtype=np.bool_)

@@ -1,8 +1,8 @@
 """In which micro-batch: the same number of micro-batches on every rank, under a hard token cap.
 
     free counts         the step is to be over as early as possible (bins_on_ranks.py)
-    equal counts,       which rank gets a rollout is settled first (partition.py), and each packs its own; in locksteps
-    or kept together    ranks of equal counts then exchange rollouts for as many
+    equal counts        which rank gets a rollout is settled first (partition.py), and each packs its own; in locksteps
+                        ranks then exchange rollouts for as many
     padded              a bin costs rollouts x longest: neighbours in length share a bin, and the cuts are such that
                         the costliest bin is as cheap as can be
 
@@ -17,10 +17,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Counts, Floats, Ints, Order, Oversize, Sync, checked_speeds, rounded_up
+from .arrays import Counts, Ints, Order, Oversize, Sync, rounded_up
 from .bins_on_ranks import bins_in_rows, bins_to_ranks, least_finish, rows_alike
 from .packing import Bins, Packer
-from .partition import split, split_together
+from .partition import split
 
 _Bin = TypeVar("_Bin")
 
@@ -42,8 +42,6 @@ def form_micro_batches(
     overhead_cost: float = 0.0,
     multiple_of: int = 1,
     order: Order = "heaviest_first",
-    speeds: ArrayLike | None = None,
-    keep_together: ArrayLike | None = None,
     oversize: Oversize = "refuse",
     rotation: int = 0,
 ) -> list[list[Ints]]:
@@ -65,8 +63,6 @@ def form_micro_batches(
         multiple_of: the number of micro-batches is a multiple of this (virtual pipelines).
         order: "heaviest_first", or "pipeline": the smaller ones at both ends, where the pipeline is filling or
             draining.
-        speeds: [dp_size] relative speeds.
-        keep_together: [n] labels; rollouts of one label go to one rank.
         oversize: a rollout longer than max_tokens is refused, or sits alone in its micro-batch.
         rotation: rotates rank labels (pass the step).
 
@@ -105,28 +101,20 @@ def form_micro_batches(
             f"a rollout of {int(tokens.max())} tokens is longer than max_tokens ({max_tokens}): no micro-batch can "
             "hold it. Raise max_tokens, truncate the rollout, or choose oversize='alone'."
         )
-    packer, rate = Packer(tokens, work, max_tokens, padded), checked_speeds(speeds, dp_size)
-    if keep_together is not None or counts == "equal":
-        if keep_together is None:
-            shares = split(work, dp_size, counts, speeds, rotation=rotation)
-        else:
-            shares = split_together(work, keep_together, dp_size, counts, speeds, rotation=rotation)
-        each = [share.tolist() for share in shares]
+    packer = Packer(tokens, work, max_tokens, padded)
+    if counts == "equal":
+        each = [share.tolist() for share in split(work, dp_size, counts, rotation=rotation)]
         ranks = packer.evened(each, multiple_of, micro_batch_counts)
-        if sync == "micro_batch" and keep_together is None and not padded and max(map(len, ranks)) > 1:
-            ranks = rows_alike(packer, ranks, rate)
+        if sync == "micro_batch" and not padded and max(map(len, ranks)) > 1:
+            ranks = rows_alike(packer, ranks)
     elif padded:
-        ranks = _padded(packer, dp_size, sync, multiple_of, rate, rotation)
+        ranks = _padded(packer, dp_size, sync, multiple_of, rotation)
     else:
-        ranks = least_finish(
-            packer, dp_size, sync, micro_batch_counts, overhead_cost, multiple_of, rate=rate, rotation=rotation
-        )
+        ranks = least_finish(packer, dp_size, sync, micro_batch_counts, overhead_cost, multiple_of, rotation=rotation)
     return [[np.array(sorted(one), dtype=np.int64) for one in in_order(bins, packer.cost, order)] for bins in ranks]
 
 
-def _padded(
-    packer: Packer, dp_size: int, sync: Sync, multiple_of: int, rate: Floats | None, rotation: int
-) -> list[Bins]:
+def _padded(packer: Packer, dp_size: int, sync: Sync, multiple_of: int, rotation: int) -> list[Bins]:
     """In as few micro-batches as are found: every one pays its fixed cost, on all ranks."""
     everything = np.arange(packer.tokens.size)
     number = rounded_up(packer.least_bins(everything), dp_size * multiple_of) // dp_size
@@ -134,8 +122,8 @@ def _padded(
     while (bins := packer.pack(everything, dp_size * number)) is None:
         number += multiple_of
     if sync == "step":
-        return bins_to_ranks(packer, bins, dp_size, rate, rotation)
-    return bins_in_rows(packer, bins, dp_size, rate, rotation)
+        return bins_to_ranks(packer, bins, dp_size, rotation)
+    return bins_in_rows(packer, bins, dp_size, rotation)
 
 
 def in_order(bins: list[_Bin], cost: Callable[[_Bin], float], order: Order) -> list[_Bin]:

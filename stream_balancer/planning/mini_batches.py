@@ -15,7 +15,6 @@ import numpy as np
 from .arrays import Ints
 from .plan import Plan, PlanKnobs, Waiting
 from .planner import earliest_finish
-from .rank_speeds import NO_FIXED_COSTS
 from .selection import Units
 
 _EVEN = 0.01
@@ -29,7 +28,7 @@ class Planner(Protocol):
     """Chooses among the waiting rollouts, ``num_rollouts`` of which could go, and lays those chosen out on ranks and
     micro-batches."""
 
-    def __call__(self, waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int, surplus: int) -> Plan: ...
+    def __call__(self, waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan: ...
 
 
 def in_mini_batches(
@@ -38,7 +37,7 @@ def in_mini_batches(
     """The plan of a step in ``knobs.mini_batches`` pieces, of as many rollouts each, to within one.
 
     What has one label in ``step_of.groups`` stays together; then it is groups that are counted. There are fewer pieces
-    where one would have fewer rollouts (or groups, if each stays on one rank) than there are ranks.
+    where one would have fewer rollouts than there are ranks.
 
     Args:
         planner: lays each of them out.
@@ -54,19 +53,15 @@ def in_mini_batches(
     own = replace(
         knobs,
         batch_size=step_of.costs.size,
-        batch_size_range=None,
-        batch_tokens=None,
         max_skips=None,
-        stratum_shares=(),
         mini_batches=1,
-        groups="same_batch" if knobs.groups == "free" else knobs.groups,
+        whole_groups=True,
         group_size=None,
     )
     units = Units.of(step_of, own)
     num_units = units.sizes.size
     # a rank without a rollout of the piece would run padding for a whole optimizer step
-    for_ranks = num_units if knobs.groups == "same_rank" else step_of.costs.size
-    number = max(min(knobs.mini_batches, for_ranks // knobs.dp_size, num_units), 1)
+    number = max(min(knobs.mini_batches, step_of.costs.size // knobs.dp_size, num_units), 1)
     pieces = np.array_split(np.arange(num_units), number) if in_order else _gathered(step_of, units, own, number)
     plans = []
     for place, piece in enumerate(pieces):
@@ -77,7 +72,6 @@ def in_mini_batches(
             replace(own, batch_size=rows.size),
             num_rollouts=rows.size,
             step=step + place,
-            surplus=0,
         )
         plans.append(replace(one, ranks=[[rows[positions] for positions in of_rank] for of_rank in one.ranks]))
     first = 0 if in_order else step % number  # the outliers are not to come first in every step
@@ -87,7 +81,7 @@ def in_mini_batches(
 def _gathered(step_of: Waiting, units: Units, knobs: PlanKnobs, number: int) -> list[Ints]:
     """[mini_batch] -> units of each. The heaviest go together, as few as make a piece in which no rank waits."""
     # what a micro-batch costs is alike for all pieces, and would hide which of them waits
-    rough = replace(knobs, fixed_costs=NO_FIXED_COSTS)
+    rough = replace(knobs, overhead_cost=0.0)
     rest = np.argsort(-units.peaks, kind="stable")  # heaviest first
     pieces = []
     # the last piece is what is left
@@ -99,8 +93,8 @@ def _gathered(step_of: Waiting, units: Units, knobs: PlanKnobs, number: int) -> 
             spread = (np.arange(size - heaviest) + 0.5) * others.size / max(size - heaviest, 1)
             piece = np.concatenate([rest[:heaviest], others[spread.astype(np.int64)]])
             rows = _rows_of(units, piece)
-            mean = float(units.costs[piece].sum()) / float(knobs.rate.sum())
-            waits = earliest_finish(step_of, rough, rows, units.together(rows, knobs)) - mean
+            mean = float(units.costs[piece].sum()) / knobs.dp_size
+            waits = earliest_finish(step_of, rough, rows) - mean
             if waits < least:
                 least, best = waits, piece
             # the fewest outliers that fill a piece: more would take them from the pieces to come

@@ -53,8 +53,8 @@ class Candidates:
     """[U] steps that may still pass it over; the units with the most are the new ones."""
     num_more: int
     """How many others go; at most the number of others."""
-    ranks: float
-    """Number of ranks (with speeds: their sum over the fastest)."""
+    ranks: int
+    """Number of ranks."""
     beside: float = 0.0
     """So many units' work must lie beside a part on its rank (equal counts)."""
     tokens: Ints | None = None
@@ -98,10 +98,10 @@ def choose(units: Candidates) -> Bools:
         >>> from stream_balancer.planning.cost_order import CostOrder
         >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])  # oldest first
         >>> nothing, outlier = np.zeros(8, dtype=np.bool_), costs == 2400.0
-        >>> units = Candidates(CostOrder(costs), costs, must=nothing, remaining=np.full(8, 8), num_more=4, ranks=2.0)
+        >>> units = Candidates(CostOrder(costs), costs, must=nothing, remaining=np.full(8, 8), num_more=4, ranks=2)
         >>> np.flatnonzero(choose(units))  # light ones: the outlier stays, and 500 and 450 for it
         array([1, 3, 5, 6])
-        >>> units = Candidates(CostOrder(costs), costs, must=outlier, remaining=np.full(8, 8), num_more=3, ranks=2.0)
+        >>> units = Candidates(CostOrder(costs), costs, must=outlier, remaining=np.full(8, 8), num_more=3, ranks=2)
         >>> np.flatnonzero(choose(units))  # it must go: 500 + 450 + 420 lie on the other rank
         array([0, 2, 4, 6])
     """
@@ -240,7 +240,7 @@ def _lightest_beside(units: Candidates, open_to: Bools, level: float) -> Ints:
     lightest = np.linspace(0, units.num_more - 1, min(units.num_more, _CHOICES)).astype(np.int64)[:, None]
     heaviest = ascending.size - units.number + lightest
     # [ranks] if the heaviest lie on so many ranks, so many others lie beside them
-    ranks = np.arange(1, max(min(int(units.ranks), units.number), 2))
+    ranks = np.arange(1, max(min(units.ranks, units.number), 2))
     beside = np.minimum(np.ceil(ranks * units.beside).astype(np.int64), units.number)
     light = np.minimum(beside, lightest)
     # [choices, ranks] these ranks have to do, each

@@ -15,7 +15,7 @@ from functools import cache, partial
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Bools, Counts, Floats, Ints, check_ranks, checked_costs, checked_speeds, split_by_label
+from .arrays import Bools, Counts, Floats, Ints, check_ranks, checked_costs, split_by_label
 from .bounds import lower_bound_of
 from .cells import Cells, Limit, slots_of
 
@@ -37,7 +37,6 @@ def split(
     costs: ArrayLike,
     dp_size: int,
     counts: Counts = "free",
-    speeds: ArrayLike | None = None,
     *,
     rotation: int = 0,
     tolerance: float = TOLERANCE,
@@ -48,7 +47,6 @@ def split(
         costs: [n] work of each rollout, finite and >= 0, in any unit.
         dp_size: number of ranks, >= 1.
         counts: "free", or "equal": the number of rollouts per rank differs by at most one.
-        speeds: [dp_size] relative speeds > 0 (work per unit of time); None means all alike.
         rotation: rotates the rank labels (pass the step), so that no rank is always the one with the heaviest rollout.
         tolerance: stop this far (relatively) above the lower bound. 0.01 % is 0.1 ms in a step of a second; 1e-6 takes
             up to five times as long.
@@ -58,7 +56,7 @@ def split(
         No rank is empty if n >= dp_size; with fewer rollouts than ranks, n ranks get one each.
 
     Raises:
-        ValueError: a cost is negative or not finite, a speed is not positive, or dp_size < 1.
+        ValueError: a cost is negative or not finite, or dp_size < 1.
 
     Complexity: O(n log n) plus exchanges bounded by a fixed budget of elementary operations.
 
@@ -66,60 +64,33 @@ def split(
         >>> costs = [900, 700, 500, 400, 300, 200]
         >>> split(costs, dp_size=2)  # 900 + 400 + 200 and 700 + 500 + 300: both 1500
         [array([0, 3, 5]), array([1, 2, 4])]
-        >>> split(costs, dp_size=2, speeds=[1.0, 0.5])  # 2000 and 1000: done at the same time
-        [array([0, 2, 3, 5]), array([1, 4])]
         >>> split([1800, 500, 300, 200, 200, 100], dp_size=2)  # an outlier: 1800 and 1300, and rank 1 waits
         [array([0]), array([1, 2, 3, 4, 5])]
     """
     work = checked_costs(costs)
     check_ranks(dp_size, counts)
-    rate = checked_speeds(speeds, dp_size)
     # The greedy start puts the heaviest rollout on the first rank. Unrotated, one and the same rank would hold the
     # longest rollout in every step, and be the one near its memory limit.
     label_of = (np.arange(dp_size) + rotation) % dp_size  # [dp_size] working rank -> rank of the answer
-    labels = _assign(work, dp_size, counts, None if rate is None else rate[label_of], tolerance)
+    labels = _assign(work, dp_size, counts, tolerance)
     return split_by_label(label_of[labels], dp_size)
-
-
-def split_together(
-    costs: ArrayLike,
-    labels: ArrayLike,
-    dp_size: int,
-    counts: Counts = "free",
-    speeds: ArrayLike | None = None,
-    *,
-    rotation: int = 0,
-) -> list[Ints]:
-    """`partition` that keeps rollouts of one label on one rank; "equal" then counts labels, not rollouts.
-
-    Examples:
-        >>> split_together([900, 700, 500, 400, 300, 200], labels=[7, 7, 8, 8, 9, 9], dp_size=2)  # 1600 and 1400
-        [array([0, 1]), array([2, 3, 4, 5])]
-    """
-    _, inverse = np.unique(np.asarray(labels), return_inverse=True)
-    # [labels] work of all rollouts of a label, which the partition places as one
-    sums = np.bincount(inverse, weights=np.asarray(costs, dtype=np.float64))
-    rank_of = np.empty(sums.size, dtype=np.int64)
-    for rank, share in enumerate(split(sums, dp_size, counts, speeds, rotation=rotation)):
-        rank_of[share] = rank
-    return split_by_label(rank_of[inverse], dp_size)
 
 
 _NOTHING = 1e-9
 """Rollouts that weigh nothing: the lightest, which have this share of the work together."""
 
 
-def _assign(work: Floats, dp_size: int, counts: Counts, rate: Floats | None, tolerance: float) -> Ints:
+def _assign(work: Floats, dp_size: int, counts: Counts, tolerance: float) -> Ints:
     """The partition as [n] working-rank labels; the arguments are taken as checked."""
     # Scaled to about 1, so that no sum overflows and no difference underflows. A power of two: every mantissa stays as
     # it is, and integral costs stay exact.
     work = work * 2.0 ** -np.ceil(np.log2(max(float(work.max(initial=0.0)), 1e-300)))
     heavy = _not_negligible(work)
     if counts == "equal" or heavy.all():
-        return _search(work, dp_size, counts, rate, tolerance)
+        return _search(work, dp_size, counts, tolerance)
     # In the search they would be in the way: whoever is done first would get them all.
     labels = np.empty(work.size, dtype=np.int64)
-    labels[heavy] = _search(work[heavy], dp_size, counts, rate, tolerance)
+    labels[heavy] = _search(work[heavy], dp_size, counts, tolerance)
     # each of the others to a rank that has the fewest
     held = np.bincount(labels[heavy], minlength=dp_size).tolist()
     fewest = sorted(zip(held, range(dp_size), strict=True))
@@ -140,27 +111,27 @@ def _not_negligible(work: Floats) -> Bools:
     return work > heaviest
 
 
-def _search(work: Floats, dp_size: int, counts: Counts, rate: Floats | None, tolerance: float) -> Ints:
+def _search(work: Floats, dp_size: int, counts: Counts, tolerance: float) -> Ints:
     """The same, whatever they weigh."""
     if dp_size == 1 or work.size == 0:
         return np.zeros(work.size, dtype=np.int64)
-    # one each, the heaviest to the fastest, is the best there is: nothing to search
+    # one each is the best there is: nothing to search
     if work.size <= dp_size:
-        return _largest_first(work, dp_size, "equal", rate)
+        return _largest_first(work, dp_size, "equal")
     # Not Karmarkar-Karp: with equal counts every rank keeps one of each dp_size neighbours in sorted order, so the
     # spread of the largest ones never cancels (12-22 % above the bound at 4 to 8 rollouts a rank; this: below 0.2 %).
-    labels = _largest_first(work, dp_size, counts, rate)
-    bound = lower_bound_of(work, dp_size, counts, rate)
-    return _improved(labels, work, dp_size, counts, rate, bound * (1.0 + tolerance)) if bound > 0.0 else labels
+    labels = _largest_first(work, dp_size, counts)
+    bound = lower_bound_of(work, dp_size, counts)
+    return _improved(labels, work, dp_size, counts, bound * (1.0 + tolerance)) if bound > 0.0 else labels
 
 
-def _improved(labels: Ints, work: Floats, dp_size: int, counts: Counts, rate: Floats | None, target: float) -> Ints:
+def _improved(labels: Ints, work: Floats, dp_size: int, counts: Counts, target: float) -> Ints:
     """Labels after exchanges between ranks, until the latest finish is at the target or the work budget is spent."""
     even, ones = counts == "equal", np.ones(work.size, dtype=np.int64)
-    least, most = (work.size // dp_size, -(-work.size // dp_size)) if even else (1, work.size)
-    # where ranks are alike no exchange that helps leaves one empty; nor is a count changed if all have as many
-    limits = [] if (rate is None and not even) or least == most else [Limit(ones, least, most)]
-    slots, search = slots_of(labels, dp_size), partial(Cells, speed=rate, even=even, limits=limits)
+    least, most = work.size // dp_size, -(-work.size // dp_size)
+    # no exchange that helps leaves a rank empty; nor is a count changed if all have as many
+    limits = [] if not even or least == most else [Limit(ones, least, most)]
+    slots, search = slots_of(labels, dp_size), partial(Cells, even=even, limits=limits)
     if work.size <= _SMALL:
         copies = search(work, _shuffled(slots, dp_size), dp_size)
         copies.improve(target, _SMALL_BUDGET)
@@ -187,8 +158,8 @@ def _shuffles(copies: int, dp_size: int, width: int) -> Ints:
     return shuffle
 
 
-def _largest_first(work: Floats, dp_size: int, counts: Counts, rate: Floats | None) -> Ints:
-    """LPT with a heap: each to the rank that would be done first with a rollout of mean cost; under equal counts a full
+def _largest_first(work: Floats, dp_size: int, counts: Counts) -> Ints:
+    """LPT with a heap: each to the rank with least work; under equal counts a full
     rank leaves the heap. No rank is empty if there are rollouts enough. O(n log dp_size).
 
     Every rollout counts a little more than its cost, so that ties (zero costs above all) go to the rank with fewer.
@@ -198,10 +169,7 @@ def _largest_first(work: Floats, dp_size: int, counts: Counts, rate: Floats | No
     # far below any cost, far above the rounding of the sums
     tie_breaker = (float(work.sum()) or 1.0) * 1e-9 / n
     quota, extra = divmod(n, dp_size) if counts == "equal" else (n, 0)
-    speeds = [1.0] * dp_size if rate is None else rate.tolist()
-    # with the cost at hand instead of the mean no heap would do: its order would change with every rollout
-    mean = float(work.mean())
-    heap = sorted((mean / speed, rank) for rank, speed in enumerate(speeds))
+    heap = [(0.0, rank) for rank in range(dp_size)]
     held, chosen = [0] * dp_size, []
     for cost in (work[order] + tie_breaker).tolist():
         done, rank = heap[0]
@@ -213,13 +181,8 @@ def _largest_first(work: Floats, dp_size: int, counts: Counts, rate: Floats | No
             extra -= 1
             heapq.heappop(heap)
         else:
-            heapq.heapreplace(heap, (done + cost / speeds[rank], rank))
+            heapq.heapreplace(heap, (done + cost, rank))
         chosen.append(rank)
     labels = np.empty(n, dtype=np.int64)
     labels[order] = chosen
-    # a very slow rank still gets the lightest rollout of the fullest one, where there are enough
-    for rank in [rank for rank, number in enumerate(held) if not number and n > dp_size]:
-        donor = int(np.bincount(labels).argmax())
-        mine = np.flatnonzero(labels == donor)
-        labels[mine[work[mine].argmin()]] = rank
     return labels

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from .arrays import Bools, Counts, Floats, Ints, Order, Oversize, Sync, positions_in
 from .cost_order import CostOrder
 from .partition import TOLERANCE
-from .rank_speeds import NO_FIXED_COSTS, FixedCosts
-
-Keep: TypeAlias = Literal["free", "same_batch", "same_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +30,6 @@ class Waiting:
     """[W] False while siblings are missing (then it waits, unless due); True without a group."""
     order: CostOrder | None = None
     """Order of the rollouts by cost, where it is kept; None: the planner sorts them if it has to."""
-    strata: Ints | None = None
-    """[W] number of the stratum of each, -1 for none; None where no rollout has one."""
 
     @classmethod
     def of(cls, costs: Floats) -> Waiting:
@@ -57,63 +51,27 @@ class PlanKnobs:
 
     dp_size: int
     batch_size: int
-    """Rollouts of a step; with ``batch_size_range`` their mean, under ``batch_tokens`` the fewest of a full one."""
+    """Rollouts of a step."""
     max_skips: int | None
     """None = no bound."""
-    batch_size_range: tuple[int, int] | None = None
-    """Least and most rollouts of a step; None: ``batch_size`` every time."""
-    batch_tokens: int | None = None
-    """A step takes so many rollouts that their tokens come nearest to this; None = ``batch_size`` of them."""
     counts: Counts = "free"
     sync: Sync = "step"
-    groups: Keep = "free"
+    whole_groups: bool = False
+    """Siblings of a group leave in one batch. False: the planner ignores groups."""
     max_tokens_per_micro_batch: int | None = None
     padded: bool = False
-    speeds: Floats | None = None
-    fixed_costs: FixedCosts = NO_FIXED_COSTS
-    """Fixed costs of every rank; they matter where speeds differ, and a micro-batch's under a token cap."""
+    overhead_cost: float = 0.0
+    """Fixed work of a micro-batch."""
     micro_batch_counts: Counts = "equal"
     micro_batch_multiple: int = 1
     mini_batches: int = 1
     """Pieces of a step, each with an optimizer step of its own; see :mod:`.mini_batches`."""
     order: Order = "heaviest_first"
     oversize: Oversize = "refuse"
-    stratum_shares: tuple[float, ...] = ()
-    """[strata] least share of a step's rollouts that each stratum gets, by its number; 0.0 for none."""
     group_size: int | None = None
     """Most rollouts in a group, where known: the skip guarantee keeps room for a whole one."""
     tolerance: float = TOLERANCE
     """How near to the lower bound a partition is sought (relatively)."""
-
-    @property
-    def least_batch_size(self) -> int:
-        """Rollouts that every full step takes at least."""
-        return self.batch_size if self.batch_size_range is None else self.batch_size_range[0]
-
-    @property
-    def rate(self) -> Floats:
-        """[dp_size] work per time."""
-        return np.ones(self.dp_size) if self.speeds is None else np.asarray(self.speeds, dtype=np.float64)
-
-    @property
-    def step_multiple(self) -> int:
-        """A step whose number of rollouts is chosen has a multiple of this: whole groups, and as many on every rank."""
-        return step_multiple(self.dp_size, self.counts, self.groups, self.group_size)
-
-
-def step_multiple(dp_size: int, counts: Counts, groups: Keep, group_size: int | None) -> int:
-    """Number that divides the rollouts of a step: whole groups, and under equal counts the same number on every rank.
-
-    Examples:
-        >>> step_multiple(8, "free", "same_batch", None), step_multiple(8, "equal", "same_batch", 6)
-        (1, 24)
-        >>> step_multiple(8, "equal", "same_rank", 6)  # whole groups on every rank
-        48
-    """
-    whole = 1 if groups == "free" or group_size is None else group_size
-    if counts == "free":
-        return whole
-    return whole * dp_size if groups == "same_rank" else math.lcm(whole, dp_size)
 
 
 def has_micro_batches(knobs: PlanKnobs) -> bool:
@@ -128,13 +86,10 @@ class Times:
     work: Floats
     """[dp_size] work of each."""
     overheads: Floats
-    """[dp_size] what their micro-batches cost beside their rollouts, padding copies counted. 0 where speeds are
-    given: those have the fixed costs in them."""
+    """[dp_size] what their micro-batches cost beside their rollouts, padding copies counted."""
     finish: float
     """When the last of the ranks is done with its micro-batches; where they meet at every one, the sum of the costliest
     of each index. What they cost is padded where the knobs say so."""
-    rate: float
-    """Work per time of all ranks together."""
 
     @classmethod
     def of(cls, waiting: Waiting, knobs: PlanKnobs, ranks: list[list[Ints]]) -> Times:
@@ -158,31 +113,31 @@ class Times:
         each = np.bincount(place, waiting.costs[positions_in(ranks)], len(ones)).astype(np.float64)
         took = np.zeros((int(numbers.max()), numbers.size))  # [micro-batches, ranks]
         took[index, rank_of] = [one.size * waiting.costs[one].max() for one in ones] if knobs.padded else each
-        took, overheads = took / knobs.rate, _overheads(knobs, numbers)  # with speeds these are 0
+        overheads = _overheads(knobs, numbers)
         # ranks that meet at every micro-batch wait for the costliest of each index; else only for the last at the end
         if knobs.sync == "micro_batch":
             finish = float(took.max(axis=1).sum() + overheads.max())
         else:
             finish = float((took.sum(axis=0) + overheads).max())
         work = np.bincount(rank_of, weights=each, minlength=numbers.size).astype(np.float64)
-        return cls(work, overheads, finish, float(knobs.rate.sum()))
+        return cls(work, overheads, finish)
 
     @property
     def idle(self) -> float:
         """The part of the step that is not work."""
-        return 1.0 - float(self.work.sum()) / self.rate / self.finish if self.finish else 0.0
+        return 1.0 - float(self.work.mean()) / self.finish if self.finish else 0.0
 
 
 def _overheads(knobs: PlanKnobs, numbers: Ints) -> Floats:
     """[dp_size] of so many micro-batches."""
-    if knobs.speeds is not None or not has_micro_batches(knobs):
+    if not has_micro_batches(knobs):
         return np.zeros(numbers.size)
     # a rank with nothing to run runs a padding copy
     run = np.maximum(numbers, 1)
     if knobs.micro_batch_counts == "equal":
         run[:] = run.max()
     # a virtual pipeline runs whole multiples, padding copies in what is missing
-    overheads: Floats = knobs.fixed_costs.micro_batch * (-(-run // knobs.micro_batch_multiple))
+    overheads: Floats = knobs.overhead_cost * (-(-run // knobs.micro_batch_multiple))
     return overheads * knobs.micro_batch_multiple
 
 
@@ -195,8 +150,6 @@ class Plan:
     has a shorter list: the caller completes it with padding copies."""
     loads: Floats
     """[dp_size] work per rank, overheads of micro-batches counted."""
-    rates: Floats | None
-    """[dp_size] work per time; a rank finishes at load / rate. None = all alike."""
     finish: float
     """When the last rank is done, see `Times`."""
     lower_bound: float
@@ -213,16 +166,11 @@ class Plan:
         return self.mini_batches or (self,)
 
     @property
-    def finishes(self) -> Floats:
-        """[dp_size] when each rank is done, if it waits for no other."""
-        return self.loads if self.rates is None else self.loads / self.rates
-
-    @property
     def mean_finish(self) -> float:
         """When all ranks would be done if their work were spread evenly."""
         if self.mini_batches:
             return sum(one.mean_finish for one in self.mini_batches)
-        return float(self.loads.sum()) / (self.loads.size if self.rates is None else float(self.rates.sum()))
+        return float(self.loads.mean())
 
     @property
     def imbalance(self) -> float:

@@ -1,8 +1,7 @@
 """Choice of the rollouts that go now, on which rank, in which micro-batch: the plan of a batch, from the parts that
 decide each question.
 
-    Waiting, PlanKnobs --> step_size.py       how many go
-                       --> selection.py       who goes: what must, then who makes a step without waste
+    Waiting, PlanKnobs --> selection.py       who goes: what must, then who makes a step without waste
                        --> partition.py       on which rank, or
                            micro_batches.py   on which rank and in which micro-batch, under a token cap
                        --> swaps.py           the last percent: chosen against waiting rollouts
@@ -13,32 +12,28 @@ Pure: numpy in, positions out. bench/results/planning_proofs.md has the rules an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
-from .arrays import Bools, Ints, positions_in, rounded_up
+from .arrays import Bools, Ints, positions_in
 from .bins_on_ranks import least_finish_bound
 from .bounds import lockstep_bound, lower_bound
 from .cost_order import CostOrder
 from .micro_batches import form_micro_batches, in_order
 from .packing import Packer
-from .partition import split, split_together
+from .partition import split
 from .plan import Plan, PlanKnobs, Times, Waiting, has_micro_batches
-from .rank_speeds import work_rates
-from .selection import Units
-from .step_size import select_step, usual_size
+from .selection import Units, select
 from .swaps import EVEN, swap_with_waiting, swaps_of_groups
 
 _TRIED = 2
 """Choices of other groups that are laid out on ranks."""
 
 
-def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int, surplus: int = 0) -> Plan:
-    """Choose `batch_size` of the waiting rollouts (as many on average, with `batch_size_range`) and lay them out on
-    ranks and micro-batches.
+def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan:
+    """Choose `batch_size` of the waiting rollouts and lay them out on ranks and micro-batches.
 
     Fewer are chosen if `num_rollouts` are fewer, if whole groups do not add up to that number, or if the rest waits for
     siblings.
@@ -49,7 +44,6 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
         knobs: taken as checked.
         num_rollouts: how many could go: a deadline or the drain may have fewer than `batch_size`.
         step: counts the batches; rotates which rank gets the heaviest share.
-        surplus: with `batch_size_range`, rollouts that earlier steps took beyond `batch_size`: see `surplus_after`.
 
     Raises:
         OversizeError: a rollout is above the token cap and oversize="refuse".
@@ -70,42 +64,19 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
         ([[array([2])], [array([0, 4, 6])]], array([2400., 1370.]))
     """
     units = Units.of(waiting, knobs)
-    # How the work is best split depends on how much is chosen, and the choice on the split. The oldest rollouts stand
-    # in for the choice first; what was really chosen then decides.
-    usual = usual_size(waiting, knobs, num_rollouts, surplus)
-    at_first = _with_rates(waiting, knobs, np.arange(min(usual, waiting.costs.size)))
-    fixed, go = select_step(waiting, units, at_first, num_rollouts, surplus)
+    fixed, go = select(waiting, units, knobs, min(knobs.batch_size, num_rollouts))
     picked = np.flatnonzero(units.of_rollouts(go))
-    knobs = _with_rates(waiting, knobs, picked)
     shares = _swapped(waiting, knobs, units, fixed, go, step)
     picked = np.unique(positions_in(shares))
-    bound = earliest_finish(waiting, knobs, picked, units.together(picked, knobs))
-    return finished(waiting, knobs, shares, bound)
-
-
-def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
-    """Knobs whose speeds are how the work of these rollouts should be split, with fixed costs taken into account."""
-    if knobs.speeds is None or not any(knobs.fixed_costs) or not picked.size:
-        return knobs
-    # how many micro-batches a rank runs is not known before it is planned: as many as its tokens need
-    cap = knobs.max_tokens_per_micro_batch
-    number = 1 if cap is None else -(-int(waiting.lengths[picked].sum()) // (cap * knobs.dp_size))
-    number = rounded_up(number, knobs.micro_batch_multiple)
-    work = float(waiting.costs[picked].sum())
-    return replace(knobs, speeds=work_rates(knobs.speeds, knobs.fixed_costs, work, number))
+    return finished(waiting, knobs, shares, earliest_finish(waiting, knobs, picked))
 
 
 def _shares(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: int) -> list[list[Ints]]:
     """[rank][micro_batch] -> positions of those that go."""
     picked = np.flatnonzero(units.of_rollouts(go))
     costs = waiting.costs[picked]
-    together = units.together(picked, knobs)
     if not has_micro_batches(knobs):
-        if together is not None:
-            parts = split_together(costs, together, knobs.dp_size, knobs.counts, knobs.speeds, rotation=step)
-        else:
-            tolerance = knobs.tolerance
-            parts = split(costs, knobs.dp_size, knobs.counts, knobs.speeds, rotation=step, tolerance=tolerance)
+        parts = split(costs, knobs.dp_size, knobs.counts, rotation=step, tolerance=knobs.tolerance)
         return [[picked[part]] if part.size else [] for part in parts]
     formed = form_micro_batches(
         waiting.lengths[picked],
@@ -116,11 +87,9 @@ def _shares(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: i
         counts=knobs.counts,
         padded=knobs.padded,
         micro_batch_counts=knobs.micro_batch_counts,
-        overhead_cost=knobs.fixed_costs.micro_batch,
+        overhead_cost=knobs.overhead_cost,
         multiple_of=knobs.micro_batch_multiple,
         order=knobs.order,
-        speeds=knobs.speeds,
-        keep_together=together,
         oversize=knobs.oversize,
         rotation=step,
     )
@@ -139,7 +108,7 @@ def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go:
     cap = knobs.max_tokens_per_micro_batch
     if not sums_decide:
         return _locksteps_swapped(waiting, knobs, fixed, order, shares)
-    swapped = swap_with_waiting(waiting.costs, shares, fixed, order, knobs.speeds, waiting.lengths, cap)
+    swapped = swap_with_waiting(waiting.costs, shares, fixed, order, waiting.lengths, cap)
     # the same object: no swap helped, and what follows would only say so again
     if swapped is shares:
         return shares
@@ -159,7 +128,7 @@ def _locksteps_swapped(
         elsewhere = np.zeros_like(fixed)
         elsewhere[positions_in(shares)] = True
         elsewhere[positions_in(row)] = False
-        swapped = swap_with_waiting(waiting.costs, row, fixed, order, knobs.speeds, waiting.lengths, cap, elsewhere)
+        swapped = swap_with_waiting(waiting.costs, row, fixed, order, waiting.lengths, cap, elsewhere)
         for share, (one,) in zip(shares, swapped, strict=True):
             share[index] = one
     return shares
@@ -177,14 +146,13 @@ def _groups_swapped(
     waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go: Bools, step: int, shares: list[list[Ints]]
 ) -> list[list[Ints]]:
     """The shares, or those of another choice of groups that wastes less."""
-    if knobs.batch_tokens is not None:
-        return shares  # one group for another would miss the budget
     # idle time, not the finish: groups differ in work, and a lighter step is no better one
     best, least = shares, Times.of(waiting, knobs, shares).idle
     # Only which choice wins is asked here, and a choice that is even enough ends the search: a finer partition would
     # cost more than it shows.
     rough = replace(knobs, tolerance=max(knobs.tolerance, EVEN - 1.0))
-    for choice, later in islice(_other_groups(waiting, knobs, units, fixed, go, shares), _TRIED):
+    swaps = swaps_of_groups(units, waiting.costs, fixed, go, knobs.dp_size, knobs.counts)
+    for choice, later in islice(swaps, _TRIED):
         if least <= EVEN - 1.0:
             break
         other = _shares(waiting, rough, units, choice, step)
@@ -195,44 +163,21 @@ def _groups_swapped(
     return best
 
 
-def _other_groups(
-    waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go: Bools, shares: list[list[Ints]]
-) -> Iterator[tuple[Bools, float]]:
-    """([U] who may go instead, and what that costs the next step), the most promising first."""
-    if knobs.groups == "same_batch":
-        yield from swaps_of_groups(units, waiting.costs, fixed, go, knobs.rate, knobs.counts)
-        return
-    # what lies on one rank is swapped as a rollout is; who is not of the common size neither comes nor goes
-    alike = units.sizes == units.common_size(go)
-    may = go | (alike & units.ready)
-    among, place = np.flatnonzero(may), np.cumsum(may) - 1
-    costs = units.costs[among]
-    # [rank][0] -> units that lie there, counted among those that may go
-    held = [[place[np.unique(units.labels(np.concatenate(share)))]] for share in shares]
-    swapped = swap_with_waiting(costs, held, (fixed | ~alike)[among], CostOrder(costs), knobs.speeds)
-    if swapped is not held:
-        choice = np.zeros_like(go)
-        choice[among[positions_in(swapped)]] = True
-        yield choice, 0.0
-
-
-def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints, whole: Ints | None = None) -> float:
-    """No plan of the rollouts ``picked`` is done before this; ``whole``: [n] numbers of those that go to one rank
-    together. O(n log n)."""
+def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> float:
+    """No plan of the rollouts ``picked`` is done before this. O(n log n)."""
     costs, lengths = waiting.costs[picked], waiting.lengths[picked]
-    indivisible = costs if whole is None else np.bincount(whole, weights=costs)
-    bound = lower_bound(indivisible, knobs.dp_size, knobs.counts, knobs.speeds)
+    bound = lower_bound(costs, knobs.dp_size, knobs.counts)
     cap = knobs.max_tokens_per_micro_batch
     if knobs.sync == "micro_batch" and cap is not None and not knobs.padded:
-        bound = max(bound, lockstep_bound(costs, lengths, knobs.dp_size, cap, knobs.speeds))
-    if knobs.speeds is not None or not knobs.fixed_costs.micro_batch or not has_micro_batches(knobs):
+        bound = max(bound, lockstep_bound(costs, lengths, knobs.dp_size, cap))
+    if not knobs.overhead_cost or not has_micro_batches(knobs):
         return bound
     packer = Packer(lengths, costs, cap, knobs.padded)
     return least_finish_bound(
         packer,
         knobs.dp_size,
         counts=knobs.micro_batch_counts,
-        overhead=knobs.fixed_costs.micro_batch,
+        overhead=knobs.overhead_cost,
         multiple_of=knobs.micro_batch_multiple,
         work_bound=bound,
     )
@@ -244,13 +189,12 @@ def finished(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], bound
     times = Times.of(waiting, knobs, shares)
     # labels of groups that leave before all their siblings have come
     flagged = waiting.groups[picked][~waiting.group_complete[picked]]
-    if knobs.groups != "free":  # so are the pieces of a group that no batch can hold
+    if knobs.whole_groups:  # so are the pieces of a group that no batch can hold
         left = np.delete(waiting.groups, picked)
         flagged = np.concatenate((flagged, np.intersect1d(waiting.groups[picked], left)))
     return Plan(
         ranks=shares,
         loads=times.work + times.overheads,
-        rates=knobs.speeds,
         finish=times.finish,
         lower_bound=bound,
         incomplete_groups=tuple(int(label) for label in np.unique(flagged) if label >= 0),

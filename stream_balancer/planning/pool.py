@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Bools, Counts, Ints, check_ranks, check_shares, checked_costs, positions_in
-from .plan import Keep, PlanKnobs, Waiting
+from .arrays import Bools, Counts, Ints, check_ranks, checked_costs, positions_in
+from .plan import PlanKnobs, Waiting
 from .planner import plan_batch
 
 
@@ -24,8 +21,6 @@ def choose(
     due: ArrayLike | None = None,
     groups: ArrayLike | None = None,
     group_size: int | None = None,
-    strata: ArrayLike | None = None,
-    stratum_shares: Mapping[Any, float] | None = None,
     counts: Counts = "free",
     step: int = 0,
 ) -> Ints:
@@ -40,8 +35,6 @@ def choose(
     :param due: [n] bool: it must go now, as far as there is room.
     :param groups: [n] label of each one's siblings (integers; negative = it has none): they go together.
     :param group_size: rollouts of a whole group; one with fewer waits, unless it is due. None = all are whole.
-    :param strata: [n] name of each one's stratum; that of a group is its oldest one's.
-    :param stratum_shares: stratum -> least part of the step that it gets, as far as it waits; 1 at most together.
     :param step: number of the step, so that no rank is always the first.
 
     Raises ValueError for columns that do not fit together, and a group that no step could take. O(n log n), and the
@@ -52,9 +45,6 @@ def choose(
         >>> positions = choose(pool, dp_size=2, batch_size=4)
         >>> [pool[position] for position in positions]
         [120, 80, 110, 90]
-        >>> strata = ["math", "math", "code", "math", "math", "code", "code", "math"]
-        >>> choose(pool, dp_size=2, batch_size=4, strata=strata, stratum_shares={"code": 0.75})
-        array([0, 2, 5, 6])
     """
     tokens = _whole_numbers("lengths", lengths)
     work = checked_costs(tokens if costs is None else costs)
@@ -73,17 +63,9 @@ def choose(
     if must.shape != (size,) or must.dtype != np.bool_:
         raise ValueError(f"due must be [{size}] booleans, as lengths, not {must.shape} of {must.dtype}")
     labels, complete, largest = _groups(groups, group_size, size, batch_size)
-    numbers, shares = _strata(strata, stratum_shares or {}, size)
-    waiting = Waiting(work, tokens, passed, must, labels, complete, strata=numbers)
-    together: Keep = "free" if groups is None else "same_batch"
+    waiting = Waiting(work, tokens, passed, must, labels, complete)
     knobs = PlanKnobs(
-        dp_size,
-        batch_size,
-        max_skips,
-        counts=counts,
-        groups=together,
-        group_size=largest,
-        stratum_shares=shares,
+        dp_size, batch_size, max_skips, counts=counts, whole_groups=groups is not None, group_size=largest
     )
     # the layout on ranks is thrown away: swaps with the pool depend on it, so it is made all the same
     plan = plan_batch(waiting, knobs, num_rollouts=min(batch_size, size), step=step)
@@ -115,18 +97,6 @@ def _groups(groups: ArrayLike | None, group_size: int | None, size: int, batch_s
     if group_size is not None:
         whole = (labels < 0) | (members[of] == group_size)
     return labels, whole, int(members[there >= 0].max(initial=1)) if group_size is None else group_size
-
-
-def _strata(strata: ArrayLike | None, shares: Mapping[Any, float], size: int) -> tuple[Ints | None, tuple[float, ...]]:
-    """-> ([n] number of the stratum of each, -1 for one without a share; these shares by number)."""
-    check_shares(shares)
-    if strata is None and not shares:
-        return None, ()
-    names = np.asarray(strata)
-    if names.shape != (size,):
-        raise ValueError(f"strata must be [{size}], the stratum of each of lengths, not of shape {names.shape}")
-    numbers = {name: number for number, name in enumerate(shares)}
-    return np.array([numbers.get(name, -1) for name in names.tolist()]), tuple(shares.values())
 
 
 def _whole_numbers(name: str, given: ArrayLike, size: int | None = None) -> Ints:

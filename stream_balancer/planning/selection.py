@@ -45,12 +45,8 @@ class Units:
     """[U] complete, or going anyway."""
     peaks: Floats
     """[U] the heaviest rollout of each."""
-    amounts: Ints
-    """[U] in what the skip guarantee counts: rollouts, or tokens under ``batch_tokens``."""
     sent: int
-    """How much of that a full batch takes for sure."""
-    strata: Ints | None
-    """[U] number of the stratum of each (of its oldest member), -1 for none; None where no stratum has a share."""
+    """Rollouts that a full batch takes for sure."""
     order: CostOrder
     """Order of the units by cost."""
 
@@ -60,27 +56,23 @@ class Units:
         remaining = np.maximum(patience - waiting.skips, 0)  # [W]
         due = waiting.due | (remaining == 0)
         size = waiting.costs.size
-        amounts = np.ones(size, dtype=np.int64) if knobs.batch_tokens is None else waiting.lengths
-        strata = waiting.strata if any(knobs.stratum_shares) else None
         each = Units(
             unit_of=None,
             sizes=np.ones(size, dtype=np.int64),
             costs=waiting.costs,
             remaining=remaining,
             due=due,
-            ready=np.ones_like(due) if knobs.groups == "free" else waiting.group_complete | due,
+            ready=waiting.group_complete | due if knobs.whole_groups else np.ones_like(due),
             peaks=waiting.costs,
-            amounts=amounts,
             sent=_sent(1, knobs),
-            strata=strata,
             order=waiting.order or CostOrder(waiting.costs),
         )
-        if knobs.groups == "free" or not bool((waiting.groups >= 0).any()):
+        if not knobs.whole_groups or not bool((waiting.groups >= 0).any()):
             return each
         # [W] a rollout without a group is one by itself: a label of its own, above all that are taken
         labels = np.where(waiting.groups >= 0, waiting.groups, waiting.groups.max() + 1 + np.arange(size))
         # numbered by arrival, so that "the oldest units" are the first ones, as with single rollouts
-        unit_of = _by_first_member(_in_pieces(labels, size if knobs.batch_tokens else knobs.least_batch_size))
+        unit_of = _by_first_member(_in_pieces(labels, knobs.batch_size))
         members = np.argsort(unit_of, kind="stable")  # unit after unit, the oldest of each first
         first = np.flatnonzero(np.diff(unit_of[members], prepend=-1))
         sizes = np.diff(first, append=size)
@@ -97,9 +89,7 @@ class Units:
             # an incomplete group waits for siblings, unless it is due
             ready=np.logical_and.reduceat(waiting.group_complete[members], first) | due,
             peaks=np.maximum.reduceat(waiting.costs[members], first),
-            amounts=np.add.reduceat(amounts[members], first),
             sent=_sent(int(sizes.max()), knobs),
-            strata=None if strata is None else strata[members[first]],
             order=CostOrder(costs),
         )
 
@@ -111,22 +101,11 @@ class Units:
         """The size that most rollouts of these ([U], at least one) belong to."""
         return int(np.bincount(self.sizes[some], weights=self.sizes[some]).argmax())
 
-    def labels(self, rollouts: Ints) -> Ints:
-        """[n] positions -> [n] which unit each belongs to."""
-        return rollouts if self.unit_of is None else self.unit_of[rollouts]
-
-    def together(self, rollouts: Ints, knobs: PlanKnobs) -> Ints | None:
-        """[n] positions -> [n] numbers of those that go to one rank together; None: each goes by itself."""
-        return np.unique(self.labels(rollouts), return_inverse=True)[1] if knobs.groups == "same_rank" else None
-
 
 def _sent(largest_unit: int, knobs: PlanKnobs) -> int:
-    if knobs.batch_tokens is not None:  # a step takes all that is forced, even if that is more
-        return knobs.batch_tokens
-    largest_group = 1 if knobs.groups == "free" or knobs.group_size is None else knobs.group_size
+    largest_group = knobs.group_size or 1
     # units are taken whole, so one less than the largest may be missing
-    least = knobs.least_batch_size
-    return least - min(max(largest_unit, largest_group), least) + 1
+    return knobs.batch_size - min(max(largest_unit, largest_group), knobs.batch_size) + 1
 
 
 def _by_first_member(labels: Ints) -> Ints:
@@ -150,23 +129,12 @@ def _in_pieces(labels: Ints, limit: int) -> Ints:
 
 
 def select(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts: int) -> tuple[Bools, Bools]:
-    """-> ([U] goes in any case, [U] goes)."""
+    """-> ([U] must go, [U] goes: those that must, and the units that make the best step with them)."""
     must = _must_go(units, num_rollouts)
-    go = _with_others(waiting, units, knobs, num_rollouts, must)
-    if units.strata is None:
-        return must, go
-    # Balance is sought first: in most steps it takes of every stratum what that was promised, and the rest may wait.
-    promised = _promised(units, knobs, num_rollouts, must, go)
-    must = must | promised
-    return must, go if bool(go[promised].all()) else _with_others(waiting, units, knobs, num_rollouts, must)
-
-
-def _with_others(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts: int, must: Bools) -> Bools:
-    """[U] goes: what must, and in the room that is left what makes the best step with it."""
     room = num_rollouts - int(units.sizes[must].sum())
     others = units.ready & ~must
     if room == 0 or not others.any():
-        return must
+        return must, must
     # choices count units, so they must be of one size: nearly always they are, else the size that most rollouts belong
     # to, and the others fill up
     size = 1 if units.unit_of is None else units.common_size(others)
@@ -184,11 +152,11 @@ def _with_others(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts:
     if chosen is None:
         candidates_of_one_size = Candidates(
             order=order,
-            parts=costs if units.unit_of is None or knobs.groups == "same_rank" else units.peaks[among],
+            parts=costs if units.unit_of is None else units.peaks[among],
             must=going,
             remaining=remaining,
             num_more=min(room // size, int(np.count_nonzero(~going))),
-            ranks=_ranks(knobs),
+            ranks=knobs.dp_size,
             beside=0.0 if knobs.counts == "free" else max(num_rollouts // knobs.dp_size - 1, 0) / size,
             tokens=tokens,
             room=_ROOM * knobs.dp_size * (cap or 0),
@@ -198,46 +166,19 @@ def _with_others(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts:
     room = num_rollouts - int(units.sizes[go].sum())
     if room:
         _take(go, np.flatnonzero(others & ~go), units.sizes, room)
-    return go
-
-
-def _ranks(knobs: PlanKnobs) -> float:
-    """Number of ranks; with speeds, as many of the fastest as would do the same work."""
-    return float(knobs.rate.sum() / knobs.rate.max())
+    return must, go
 
 
 def _must_go(units: Units, num_rollouts: int) -> Bools:
     """[U] what the guarantee demands, then what is due, each earliest deadline first, as far as they fit."""
     must = np.zeros(units.sizes.size, dtype=np.bool_)
     room = num_rollouts
-    forced = forced_units(units)
+    forced = _forced_units(units)
     for wanted in (forced, units.due & ~forced):
         in_order = np.flatnonzero(wanted)
         in_order = in_order[np.lexsort((in_order, units.remaining[in_order]))]
         room -= _take(must, in_order, units.sizes, room)
     return must
-
-
-def _promised(units: Units, knobs: PlanKnobs, num_rollouts: int, must: Bools, go: Bools) -> Bools:
-    """[U] what goes of each stratum besides what ``must``, so that it has its share, as far as it fits: first what
-    would ``go`` anyway, then what is no outlier, each the oldest first."""
-    assert units.strata is not None
-    promised = np.zeros_like(must)
-    room = num_rollouts - int(units.sizes[must].sum())
-    # Work of a rank in a step of mean rollouts. What is heavier has all other ranks wait, unless it has company.
-    mean = float(units.costs[units.ready].sum()) / max(int(units.sizes[units.ready].sum()), 1)
-    is_outlier = units.peaks > mean * num_rollouts / _ranks(knobs)
-    for stratum in np.flatnonzero(knobs.stratum_shares).tolist():
-        of_it = units.ready & (units.strata == stratum)
-        others = np.flatnonzero(of_it & ~must)
-        if others.size:
-            there = int(units.sizes[of_it & must].sum())
-            in_order = others[np.lexsort((others, is_outlier[others], ~go[others]))]
-            # one unit at least: a share of less than that would be none, step after step
-            least = 0 if there else int(units.sizes[in_order[0]])
-            lacking = max(int(knobs.stratum_shares[stratum] * num_rollouts) - there, least)
-            room -= _take(promised, in_order, units.sizes, min(lacking, room))
-    return promised
 
 
 def _in_lockstep(
@@ -261,7 +202,6 @@ def _in_lockstep(
                     num_rollouts=num_rollouts,
                     dp_size=knobs.dp_size,
                     max_tokens=cap,
-                    rate=knobs.speeds,
                 )
             )
     number = rounded_up(number, knobs.micro_batch_multiple)
@@ -287,21 +227,21 @@ def _take(go: Bools, candidates: Ints, sizes: Ints, room: int) -> int:
     return taken
 
 
-def forced_units(units: Units) -> Bools:
+def _forced_units(units: Units) -> Bools:
     """[U] must go so that nobody is ever passed over by more than max_skips steps.
 
     Of the units with at most j skips left, at most j batches may stay behind: the next j steps take them (earliest
     deadline first: Liu and Layland 1973; proof in bench/results/planning_proofs.md). From j = waiting / batch on that
     is all of them: O(W), however large max_skips is.
     """
-    amounts, sent = units.amounts, units.sent
-    forced = np.zeros(amounts.size, dtype=np.bool_)
+    sizes, sent = units.sizes, units.sent
+    forced = np.zeros(sizes.size, dtype=np.bool_)
     ready = units.ready  # an incomplete group's patience starts when it is complete
-    soon = np.flatnonzero(ready & (units.remaining <= int(amounts.sum()) // sent))
+    soon = np.flatnonzero(ready & (units.remaining <= int(sizes.sum()) // sent))
     if not soon.size:
         return forced
     # [j] what has at most j skips left; a bincount of the skips, summed up
-    waiting_by_deadline = np.cumsum(np.bincount(units.remaining[soon], weights=amounts[soon], minlength=1))
+    waiting_by_deadline = np.cumsum(np.bincount(units.remaining[soon], weights=sizes[soon], minlength=1))
     taken = 0  # how much is forced so far; all of them have at most j skips left
     for j in range(waiting_by_deadline.size):
         # more than a batch only where more waits than the guarantee is for: then as many as a batch takes
@@ -310,19 +250,17 @@ def forced_units(units: Units) -> Bools:
             continue
         candidates = np.flatnonzero(ready & (units.remaining <= j) & ~forced)
         candidates = candidates[np.argsort(~units.due[candidates], kind="stable")]  # if one must, then one that is due
-        enough = int(np.searchsorted(np.cumsum(amounts[candidates]), need)) + 1
+        enough = int(np.searchsorted(np.cumsum(sizes[candidates]), need)) + 1
         forced[candidates[:enough]] = True
-        taken += int(amounts[candidates[:enough]].sum())
+        taken += int(sizes[candidates[:enough]].sum())
     return forced
 
 
-def smallest_max_skips(
-    window: int, batch_size: int, capacity: int, group_size: int = 1, least_batch_size: int | None = None
-) -> int:
+def smallest_max_skips(window: int, batch_size: int, capacity: int, group_size: int = 1) -> int:
     """The least `max_skips` for which the skip guarantee is a theorem and the window is of use.
 
-    The guarantee needs capacity <= (max_skips + 1) * (least_batch_size - group_size + 1), where least_batch_size is
-    batch_size unless that varies, and group_size is 1 unless groups stay together; usefulness needs
+    The guarantee needs capacity <= (max_skips + 1) * (batch_size - group_size + 1), where group_size is 1 unless
+    groups stay together; usefulness needs
     max_skips >= 3 * (window / batch_size - 1), else everything is always due and nothing is left to choose.
 
     Examples:
@@ -333,17 +271,17 @@ def smallest_max_skips(
         >>> smallest_max_skips(window=64, batch_size=32, capacity=128, group_size=8)  # whole groups: 25 go for sure
         5
     """
-    sent = most_for_max_skips(0, batch_size if least_batch_size is None else least_batch_size, group_size)
+    sent = most_for_max_skips(0, batch_size, group_size)
     guarantee = -(-capacity // sent) - 1
     useful = -(-3 * (window - batch_size) // batch_size)
     return max(guarantee, useful, 0)
 
 
-def most_for_max_skips(max_skips: int, least_batch_size: int, group_size: int = 1) -> int:
+def most_for_max_skips(max_skips: int, batch_size: int, group_size: int = 1) -> int:
     """Rollouts that may wait at once so that the skip guarantee is a theorem; see `smallest_max_skips`.
 
     Examples:
-        >>> most_for_max_skips(16, least_batch_size=32), most_for_max_skips(16, least_batch_size=32, group_size=8)
+        >>> most_for_max_skips(16, batch_size=32), most_for_max_skips(16, batch_size=32, group_size=8)
         (544, 425)
     """
-    return (max_skips + 1) * max(least_batch_size - group_size + 1, 1)
+    return (max_skips + 1) * max(batch_size - group_size + 1, 1)

@@ -3,8 +3,8 @@
 With few rollouts per rank no partition of a given batch is even, yet the window holds many a rollout that would fit
 better.
 
-    swap_with_waiting    what lies on one rank (a rollout, or a group that stays on one): rank by rank
-    swaps_of_groups      groups whose rollouts lie on any ranks: one group for one, all pairs side by side
+    swap_with_waiting    rollouts, rank by rank
+    swaps_of_groups      groups with rollouts on any ranks: one group for one, all pairs side by side
 
 Pure and deterministic.
 """
@@ -32,7 +32,6 @@ def swap_with_waiting(
     shares: list[list[Ints]],
     fixed: Bools,
     order: CostOrder,
-    speeds: Floats | None = None,
     lengths: Ints | None = None,
     max_tokens: int | None = None,
     elsewhere: Bools | None = None,
@@ -44,7 +43,6 @@ def swap_with_waiting(
         shares: [rank][micro-batch] -> positions chosen; no rank is empty.
         fixed: [W] may not be swapped away (due, or forced by the skip guarantee).
         order: of all W by cost; whoever is not chosen may be.
-        speeds: [ranks] relative speeds; None means all alike.
         lengths: [W] tokens of each; only with max_tokens.
         max_tokens: what comes in must leave its micro-batch within it. None = no cap.
         elsewhere: [W] may not come in: goes in another lockstep. None = nobody.
@@ -64,31 +62,29 @@ def swap_with_waiting(
         >>> swap_with_waiting(costs, chosen, fixed, CostOrder(costs))  # 1100 and 1100
         [[array([0, 4])], [array([1, 5])]]
     """
-    rate = np.ones(len(shares)) if speeds is None else speeds
     step = _StepLayout(costs, shares, fixed, None if lengths is None or max_tokens is None else (lengths, max_tokens))
     loads, chosen = step.loads(), step.positions
     if chosen.size == costs.size:
         return shares
-    # no choice of the same work ends earlier than its mean, or than its heaviest rollout on the fastest rank
-    level = max(float(loads.sum() / rate.sum()), float(costs[chosen].max() / rate.max()))
-    finish = loads / rate
-    if float(finish.max()) <= level * EVEN:
+    # no choice of the same work ends earlier than its mean, or than its heaviest rollout
+    level = max(float(loads.mean()), float(costs[chosen].max()))
+    if float(loads.max()) <= level * EVEN:
         return shares
-    idle_before = 1.0 - float(loads.sum() / rate.sum() / finish.max())
+    idle_before = 1.0 - float(loads.mean() / loads.max())
     # by cost, so that each place's best answer is found by bisection; heavier ones would make some rank later than all
     # are now
     pool = order.ascending()
-    pool = pool[costs[pool] <= level * rate.max()]
+    pool = pool[costs[pool] <= level]
     if elsewhere is not None:
         pool = pool[~elsewhere[pool]]
     # the latest first: they give back what the early ones lack
-    latest_first = np.argsort(-finish, kind="stable")
-    step.fit(latest_first[finish[latest_first] > level], pool, level * rate)
-    finish = step.loads() / rate
-    highest, earliest_first = float(finish.max()), np.argsort(finish, kind="stable")
-    step.fit(earliest_first[finish[earliest_first] * EVEN < highest], pool, highest * rate)
+    latest_first = np.argsort(-loads, kind="stable")
+    step.fit(latest_first[loads[latest_first] > level], pool, level)
     loads = step.loads()
-    if 1.0 - float(loads.sum() / rate.sum() / (loads / rate).max()) >= idle_before:
+    highest, earliest_first = float(loads.max()), np.argsort(loads, kind="stable")
+    step.fit(earliest_first[loads[earliest_first] * EVEN < highest], pool, highest)
+    loads = step.loads()
+    if 1.0 - float(loads.mean() / loads.max()) >= idle_before:
         return shares  # bringing several late ranks down can starve the others: then the batch was better as it was
     return step.shares()
 
@@ -115,8 +111,8 @@ class _StepLayout:
         bins = iter([np.sort(one) for one in np.split(self.positions, self._ends[:-1])])
         return [[next(bins) for _ in range(number)] for number in self._numbers]
 
-    def fit(self, ranks: Ints, pool: Ints, levels: Floats) -> None:
-        """Bring each of these ranks in turn as close to its level from below as one swap with the rollouts that wait
+    def fit(self, ranks: Ints, pool: Ints, level: float) -> None:
+        """Bring each of these ranks in turn as close to the level from below as one swap with the rollouts that wait
         can. ``pool``: whoever may come in, by cost, and those that go already, who are passed by until they are given
         away."""
         waits = np.ones(self._costs.size, dtype=np.bool_)
@@ -124,7 +120,7 @@ class _StepLayout:
         loads, costs, rank_of = self.loads(), self._costs[self.positions], self._rank_of
         without = loads[rank_of] - costs  # [n]
         # [n, looked at] what may come in where each goes, at most up to the level, and what the rank has then
-        place = np.searchsorted(self._costs[pool], levels[rank_of] - without, side="right")[:, None]
+        place = np.searchsorted(self._costs[pool], level - without, side="right")[:, None]
         place = place - 1 - np.arange(_LOOKED_AT)
         incoming = pool[np.maximum(place, 0)]
         load = np.where(
@@ -139,7 +135,7 @@ class _StepLayout:
             after = np.where(waits[incoming[first:end]], load[first:end], -1.0)
             row, column = divmod(int(after.argmax()), _LOOKED_AT)
             # a rank above the level must come down, whatever it then reaches
-            if after[row, column] > (loads[rank] if loads[rank] <= levels[rank] else -1.0):
+            if after[row, column] > (loads[rank] if loads[rank] <= level else -1.0):
                 taken = incoming[first + row, column]
                 waits[self.positions[first + row]], waits[taken] = True, False
                 self.positions[first + row] = taken
@@ -160,7 +156,7 @@ _TO_SWAP = 32
 
 
 def swaps_of_groups(
-    units: Units, costs: Floats, fixed: Bools, go: Bools, rate: Floats, counts: Counts
+    units: Units, costs: Floats, fixed: Bools, go: Bools, dp_size: int, counts: Counts
 ) -> Iterator[tuple[Bools, float]]:
     """Swaps of a chosen group for a waiting group of the same size, the most promising swap first.
 
@@ -172,11 +168,11 @@ def swaps_of_groups(
         costs: [W] work of each waiting rollout.
         fixed: [U] may not be swapped away (due, or forced by the skip guarantee).
         go: [U] those chosen.
-        rate: [ranks] relative speeds.
+        dp_size: ranks.
         counts: as for `partition`.
 
     Yields:
-        ([U] those that go then, work per rate that it costs the next step or, negative, saves it).
+        ([U] those that go then, time that it costs the next step or, negative, saves it).
 
     Complexity: O(U log U), and a fixed number of rollouts in the batches that are compared.
 
@@ -186,9 +182,9 @@ def swaps_of_groups(
         >>> from stream_balancer.planning.selection import Units
         >>> costs = np.array([900.0, 100.0, 500.0, 100.0, 700.0, 100.0])  # three groups of two
         >>> waiting = replace(Waiting.of(costs), groups=np.repeat([0, 1, 2], 2))
-        >>> units = Units.of(waiting, PlanKnobs(dp_size=2, batch_size=4, max_skips=8, groups="same_batch"))
+        >>> units = Units.of(waiting, PlanKnobs(dp_size=2, batch_size=4, max_skips=8, whole_groups=True))
         >>> fixed, go = np.zeros(3, dtype=np.bool_), np.array([True, True, False])  # 900, and 500 + 100 + 100
-        >>> choice, _ = next(swaps_of_groups(units, costs, fixed, go, np.ones(2), "free"))
+        >>> choice, _ = next(swaps_of_groups(units, costs, fixed, go, 2, "free"))
         >>> np.flatnonzero(choice)  # 900, and 700 + 100 + 100
         array([0, 2])
     """
@@ -200,16 +196,16 @@ def swaps_of_groups(
     give, take = gives[alike[0]], takes[alike[1]]  # [pairs]
     num_rollouts = int(units.sizes[go].sum())
     later = _NEXT_STEP * (
-        _waste_of_next(units, _without(stays, take, give), num_rollouts, rate)
-        - _waste_of_next(units, stays[None], num_rollouts, rate)
+        _waste_of_next(units, _without(stays, take, give), num_rollouts, dp_size)
+        - _waste_of_next(units, stays[None], num_rollouts, dp_size)
     )
     # [pairs] work of the step after each swap
     work = float(units.costs[go].sum()) - units.costs[give] + units.costs[take]
-    waste = np.maximum(_peaks(units, go, give, take) / rate.max() - work / rate.sum(), 0.0) + later
-    if num_rollouts < _MANY_A_RANK * rate.size:
+    waste = np.maximum(_peaks(units, go, give, take) - work / dp_size, 0.0) + later
+    if num_rollouts < _MANY_A_RANK * dp_size:
         few = np.argsort(waste, kind="stable")[: max(_TABLE // num_rollouts, 1)]
         give, take, later, work = give[few], take[few], later[few], work[few]
-        waste = _finish(_batches(units, costs, go, give, take), rate, counts) - work / rate.sum() + later
+        waste = _finish(_batches(units, costs, go, give, take), dp_size, counts) - work / dp_size + later
     for pair in np.argsort(waste, kind="stable").tolist():
         after = go.copy()
         after[[give[pair], take[pair]]] = False, True
@@ -230,13 +226,13 @@ def _without(stays: Ints, take: Ints, give: Ints) -> Ints:
     return after
 
 
-def _waste_of_next(units: Units, stays: Ints, num_rollouts: int, rate: Floats) -> Floats:
+def _waste_of_next(units: Units, stays: Ints, num_rollouts: int, dp_size: int) -> Floats:
     """[pairs] by how much the heaviest of the oldest `num_rollouts` is above the fair share; `stays`: [pairs, m]."""
     near = stays[:, :num_rollouts]
     # [pairs, near] the oldest whole units that make a batch
     goes = np.cumsum(units.sizes[near], axis=1) <= num_rollouts
     heaviest, work = (units.peaks[near] * goes).max(axis=1, initial=0.0), (units.costs[near] * goes).sum(axis=1)
-    waste: Floats = np.maximum(heaviest / rate.max() - work / rate.sum(), 0.0)
+    waste: Floats = np.maximum(heaviest - work / dp_size, 0.0)
     return waste
 
 
@@ -262,16 +258,16 @@ def _batches(units: Units, costs: Floats, go: Bools, give: Ints, take: Ints) -> 
     return table
 
 
-def _finish(batches: Floats, rate: Floats, counts: Counts) -> Floats:
+def _finish(batches: Floats, dp_size: int, counts: Counts) -> Floats:
     """[pairs, n] -> [pairs] when the last rank is done, largest first onto the rank that is done first with it."""
     num_batches, n = batches.shape
-    most = n if counts == "free" else -(-n // rate.size)
-    loads, held = np.zeros((num_batches, rate.size)), np.zeros((num_batches, rate.size), dtype=np.int64)
+    most = n if counts == "free" else -(-n // dp_size)
+    loads, held = np.zeros((num_batches, dp_size)), np.zeros((num_batches, dp_size), dtype=np.int64)
     each = np.arange(num_batches)
     for cost in -np.sort(-batches, axis=1).T:
         # [pairs] the rank that is done first with the next rollout, in each batch; a rank that is full takes no more
-        rank = np.where(held < most, (loads + cost[:, None]) / rate, np.inf).argmin(axis=1)
+        rank = np.where(held < most, loads + cost[:, None], np.inf).argmin(axis=1)
         loads[each, rank] += cost
         held[each, rank] += 1
-    finish: Floats = (loads / rate).max(axis=1)
+    finish: Floats = loads.max(axis=1)
     return finish

@@ -102,7 +102,7 @@ class OneRank:
 
     @property
     def mini_batches(self) -> tuple[OneRank, ...]:
-        """Pieces that are an optimizer step each: this rank's part of ``step_size.mini_batches`` pieces of the
+        """Pieces that are an optimizer step each: this rank's part of ``mini_batches`` pieces of the
         step, which all ranks have in the same order. The ``global_`` denominators of each are its own, over all ranks.
 
         Acknowledge the rank batch, after the last of them. O(micro-batches).
@@ -181,8 +181,7 @@ class RankBatch(OneRank):
     micro_batches: tuple[MicroBatch, ...]
     """In the order they should run."""
     load: float
-    """Predicted work, in the cost model's unit, with the overhead of its micro-batches; divided by the rank's speed
-    where ``speeds`` are given."""
+    """Predicted work, in the cost model's unit, with the overhead of its micro-batches."""
     denominators: Denominators | None
     """Denominators of the step over all ranks, read as the ``global_`` numbers. None in a row of an open step before
     its last one: see :meth:`StreamBalancer.batches`."""

@@ -96,7 +96,7 @@ class Rollout:
     """Tensors of any shape that are not per-token: pixel values, image grids."""
     metadata: Mapping[str, Any] = _NOTHING
     """JSON-like: str, int (64 bit), float, bool, None, bytes, and lists and str-keyed dicts of these, at most 64 deep.
-    Tuples become lists. A str called ``stratum`` names the environment or data set; see ``stratum_shares``."""
+    Tuples become lists."""
     rollout_id: str = field(default_factory=_new_id)
     """Unique name; a fresh random one by default. At most 512 bytes of UTF-8."""
     group_id: str | None = None
@@ -181,11 +181,6 @@ class Rollout:
     def min_version(self) -> int | None:
         """Oldest policy version any of its tokens was sampled with; None if unknown."""
         return self.version[0] if isinstance(self.version, tuple) else self.version
-
-    @property
-    def stratum(self) -> str | None:
-        """Source of the rollout (environment, data set): its ``metadata["stratum"]``; None without one."""
-        return self.metadata.get("stratum")
 
     @property
     def nbytes(self) -> int:

@@ -56,8 +56,7 @@ def page(report: TuneReport) -> str:
     """The whole document."""
     chosen = report.recommended
     knobs = ", ".join(f"{name}={value}" for name, value in chosen.knobs.items())
-    ranks, tokens = report.config.dp_size, report.config.step_size.tokens
-    a_step = report.config.batch_size if tokens is None else f"{tokens:,} tokens"
+    ranks, a_step = report.config.dp_size, report.config.batch_size
     parts = [
         f"<h1>{escape(report.trace_name)}: {report.num_rollouts:,} rollouts, {a_step} a step on {ranks} ranks</h1>",
         f'<p class="reason">{escape(report.reason)}</p><p>Recommended: <code>{escape(knobs)}</code></p>',

@@ -21,12 +21,11 @@ import numpy as np
 from stream_balancer.config import BalancerConfig, Policy
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import ConfigError
-from stream_balancer.learn.auto_window import WindowLearner
 from stream_balancer.planning import LengthBias, LengthBiasSummary
-from stream_balancer.planning.arrays import Bools, Ints
+from stream_balancer.planning.arrays import Ints
 from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.tools.generation import Generation, check_generation, seconds_per_rollout
-from stream_balancer.tools.simulation_report import Quantiles, Segment, SimulationReport, StratumReport, steps_of
+from stream_balancer.tools.simulation_report import Quantiles, Segment, SimulationReport, steps_of
 from stream_balancer.tools.simulation_run import Run
 from stream_balancer.tools.trace import Trace
 
@@ -45,30 +44,18 @@ LEAST_STEADY = 8
 """Steps; fewer are no steady state."""
 WINDOW_UNGIVEN: dict[str, Any] = {
     "window": None,
-    "step_size": {"window_tokens": None},
     "max_skips": "auto",
     "capacity": None,
-    "limits": {"tokens": None},
 }
 """The window and what follows from it, to be derived anew: changes for ``replace``."""
 
 
-def rollouts_per_batch(trace: Trace, config: BalancerConfig) -> float:
-    """Rollouts that a full batch has in the mean."""
-    if config.step_size.tokens is None:
-        return config.batch_size
-    return max(config.step_size.tokens * len(trace) / trace.num_tokens, config.batch_size)
-
-
 def as_policy(config: BalancerConfig, policy: Policy) -> BalancerConfig:
-    """Knobs under another policy, window and ``max_skips`` derived anew where the policy fixes the window, and
-    the number of rollouts of a step. Round-robin tears groups."""
+    """Knobs under another policy, window and ``max_skips`` derived anew where the policy fixes the window."""
     # the user's own window, as it is: only another policy needs one derived
     if policy == config.policy:
         return config
-    groups = "same_batch" if policy == "round_robin" and config.groups.keep == "same_rank" else config.groups.keep
-    step_size = {"rollouts": None, "window_tokens": None}
-    return config.replace(**WINDOW_UNGIVEN | {"policy": policy, "groups": {"keep": groups}, "step_size": step_size})
+    return config.replace(**WINDOW_UNGIVEN | {"policy": policy})
 
 
 def simulate(
@@ -98,8 +85,8 @@ def simulate(
         up to 0.1 points more idle time.
     :param progress: called with the number of rollouts dispatched or evicted so far, after every step.
 
-    Raises ConfigError for slots, speeds or a warm-up that make no sense, RolloutError for a rollout the config refuses
-    (above the token cap).
+    Raises ConfigError for slots, a trainer or a warm-up that make no sense, RolloutError for a rollout the config
+    refuses (above the token cap).
     """
     check_generation(slots, tokens_per_second)
     if warm_up is not None and warm_up < 0:
@@ -108,16 +95,14 @@ def simulate(
     # generation's pace first: a matched trainer is as fast as that
     rate = _work_per_second(trainer, trace, config, rollout_s)
     core = BalancerCore(config, tolerance=tolerance)
-    # window="auto" learns here as it does live
-    core.observers.append(WindowLearner(core))
-    grouped = config.groups.kept is not None
+    grouped = config.groups.size is not None
     generation = Generation(
         trace,
         slots,
         tokens_per_second,
         seed,
         whole_groups=grouped,
-        step_s=rollouts_per_batch(trace, config) * rollout_s,
+        step_s=config.batch_size * rollout_s,
     )
     run = Run(trace, core, generation, rate)
     run.to_the_end(progress)
@@ -125,13 +110,12 @@ def simulate(
 
 
 def _work_per_second(trainer: TrainerSpeed, trace: Trace, config: BalancerConfig, rollout_s: float) -> float:
-    """Work per second of a rank of speed 1; inf = instant."""
+    """Work per second of a rank; inf = instant."""
     if trainer == "instant":
         return math.inf
     if trainer == "matched":
-        speeds = config.speeds or (1.0,) * config.dp_size
         work = float(np.asarray(config.cost(trace.lengths)).mean())
-        return work / sum(speeds) / rollout_s if rollout_s > 0 and work > 0 else math.inf
+        return work / config.dp_size / rollout_s if rollout_s > 0 and work > 0 else math.inf
     if not isinstance(trainer, (int, float)) or not trainer > 0:
         raise ConfigError(
             f"trainer must be 'instant', 'matched' or work units per second (a number > 0), not {trainer!r}"
@@ -180,7 +164,6 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
         length_bias=_length_bias(lengths[chosen], delays[chosen], lengths[missed]),
         arrived_lengths=Quantiles.of(lengths[came]),
         dispatched_lengths=Quantiles.of(lengths[chosen]),
-        strata=_by_stratum(run, chosen, delays),
         elapsed_s=run.now,
         work_per_second=run.rate,
         blocked_s=float(blocked_s.mean()),
@@ -190,26 +173,10 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
     )
 
 
-def _by_stratum(run: Run, chosen: Bools, delays: Ints) -> dict[str, StratumReport]:
-    """Figures of the chosen rollouts ([n] bool), by stratum."""
-    if run.trace.strata is None:
-        return {}
-    num_rollouts, num_steps = int(chosen.sum()), np.unique(run.step_of[chosen]).size
-    found = {}
-    for name in sorted(set(run.strata) - {""}):
-        of_it = chosen & (run.trace.strata == name)
-        found[name] = StratumReport(
-            share=int(of_it.sum()) / max(num_rollouts, 1),
-            steps_without=1.0 - np.unique(run.step_of[of_it]).size / max(num_steps, 1),
-            delay_steps=Quantiles.of(delays[of_it]),
-        )
-    return found
-
-
 def _ready_step(run: Run) -> Ints:
     """[n] steps made when a rollout could go: when it was accepted, or the last of its siblings was. For one
     whose group stayed short, the step that took it."""
-    size = run.config.groups.kept
+    size = run.config.groups.size
     if size is None:
         return run.accepted_step
     groups, went = run.trace.group_ids, run.step_of >= 0

@@ -92,18 +92,6 @@ class Quantiles:
         return Quantiles(mean=float(values.mean()), p50=p50, p99=p99, max=float(values.max()))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StratumReport:
-    """An environment or data set of the trace."""
-
-    share: float
-    """Share of the dispatched rollouts."""
-    steps_without: float
-    """Fraction of the steps that had none of it."""
-    delay_steps: Quantiles
-    """Steps between its rollouts' accepted puts and their own."""
-
-
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class SimulationReport:
     """Figures of a balancer's run over a trace.
@@ -152,8 +140,6 @@ class SimulationReport:
     dispatched_lengths: Quantiles
     """Tokens of the rollouts in those steps. Where it differs from ``arrived_lengths``, the window holds them
     back."""
-    strata: Mapping[str, StratumReport]
-    """Figures of each stratum that the trace names."""
     elapsed_s: float
     """Virtual seconds from second 0, which is in mid-run, to the end of the last step."""
     work_per_second: float

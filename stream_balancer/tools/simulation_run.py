@@ -31,9 +31,8 @@ class Run:
         self.lengths: list[int] = trace.lengths.tolist()
         # of all at once: a cost model is numpy, and a call for one length takes as long as for thousands
         self.cost_list: list[float] = np.asarray(config.cost(trace.lengths), dtype=np.float64).tolist()
-        self.strata: list[str] = [""] * len(trace) if trace.strata is None else trace.strata.tolist()
         self.group_names = [str(g) for g in trace.group_ids.tolist()]
-        self.groups_count = config.groups.kept is not None
+        self.groups_count = config.groups.size is not None
         self.versioned = config.staleness.max_versions is not None
         self.first_version = -int(generation.started_step.min())  # the oldest in flight began with version 0
         if self.versioned:
@@ -149,5 +148,4 @@ class Run:
             group_id=self.group_names[row] if self.groups_count else None,
             version=self.first_version + int(self.generation.started_step[row]) if self.versioned else None,
             cost=self.cost_list[row],
-            metadata={"stratum": self.strata[row]} if self.strata[row] else {},
         )

@@ -6,7 +6,6 @@ A trace is a table with one row per rollout. Files are CSV, plain or gzipped, wi
     prompt_tokens   tokens, >= 0
     output_tokens   tokens, >= 0; everything after the prompt, tool output included
     arrival_seconds optional: when the rollout arrived, seconds, never decreasing
-    stratum         optional: its environment or data set; empty for none
 
 in any order; other columns are ignored. A rollout's length is prompt_tokens + output_tokens, at least 1. Pure numpy.
 """
@@ -25,7 +24,6 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.errors import TraceError
 from stream_balancer.planning.arrays import Floats, Ints
@@ -36,7 +34,6 @@ MAX_TOKENS = 2**31 - 1  # cu_seqlens is int32; a larger number in a file is a mi
 _DTYPES = {
     **dict.fromkeys(("prompt_tokens", "output_tokens", "group_ids"), np.int64),
     "arrival_s": np.float64,
-    "strata": np.object_,
 }
 
 
@@ -53,8 +50,6 @@ class Trace:
     """[n] label of the sibling group, numbered by first appearance."""
     arrival_s: Floats | None = None
     """[n] recorded arrival, seconds, never decreasing; None where none was recorded."""
-    strata: NDArray[np.object_] | None = None
-    """[n] name of each one's environment or data set, "" for none; None where none has one."""
     name: str = "trace"
     """Where it came from, for people."""
 
@@ -154,7 +149,6 @@ class Trace:
             output_tokens=self.output_tokens[rows],
             group_ids=labels,
             arrival_s=arrival_s,
-            strata=None if self.strata is None else self.strata[rows],
         )
 
     def __repr__(self) -> str:
@@ -205,7 +199,6 @@ class _Row(msgspec.Struct):
     prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
     output_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
     arrival_seconds: float = math.nan
-    stratum: str = ""
 
 
 def _parse(name: str, text: str) -> Trace:
@@ -227,13 +220,11 @@ def _parse(name: str, text: str) -> Trace:
         raise TraceError(f"{name}: has column names but no rows. A trace needs one row per rollout")
     # numbered by first appearance, so that the same file gives the same draws
     labels = {group: label for label, group in enumerate(dict.fromkeys(row.group_id for row in rows))}
-    strata = [row.stratum for row in rows]
     return Trace(
         prompt_tokens=np.array([row.prompt_tokens for row in rows]),
         output_tokens=np.array([row.output_tokens for row in rows]),
         group_ids=np.array([labels[row.group_id] for row in rows]),
         arrival_s=np.array([row.arrival_seconds for row in rows]) if "arrival_seconds" in header else None,
-        strata=np.array(strata, dtype=np.object_) if any(strata) else None,
         name=Path(name).name.removesuffix(".gz").removesuffix(".csv"),
     )
 

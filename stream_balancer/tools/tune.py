@@ -14,14 +14,13 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from stream_balancer.config import BalancerConfig
-from stream_balancer.config.figures import least_max_skips
+from stream_balancer.config import BalancerConfig, least_max_skips
 from stream_balancer.errors import ConfigError
 from stream_balancer.tools.generation import seconds_per_rollout
 from stream_balancer.tools.processes import Progress, run_all
-from stream_balancer.tools.simulate import WINDOW_UNGIVEN, TrainerSpeed, as_policy, rollouts_per_batch, simulate
+from stream_balancer.tools.simulate import WINDOW_UNGIVEN, TrainerSpeed, as_policy, simulate
 from stream_balancer.tools.trace import Trace
-from stream_balancer.tools.tune_report import Outcome, TuneReport, outcome_of, pareto_front, size_knobs
+from stream_balancer.tools.tune_report import Outcome, TuneReport, outcome_of, pareto_front
 
 WIDTHS = (1.25, 1.5, 2.0, 3.0)
 """Windows that are tried, in batches, besides one batch: no window at all."""
@@ -74,10 +73,10 @@ def tune(
     :param config: the knobs that are not swept; what is derived from the window follows it.
     :param max_added_age: the most mean steps of waiting to recommend, above those without a window.
     :param tolerance: idle fraction that is not worth a larger window, a looser ``max_skips`` or a longer deadline.
-    :param windows: rollouts, or tokens under ``step_size.tokens``; None = 1 to 3 batches. Then, for each,
+    :param windows: rollouts; None = 1 to 3 batches. Then, for each,
         ``capacities``, ``max_skips`` (None in it: no bound) and ``deadlines_s`` (None in it: no deadline) in every
         combination that the config allows.
-    :param capacities: rollouts or tokens, as ``windows``; None = 2 to 6 batches where the trainer takes time, else two
+    :param capacities: rollouts; None = 2 to 6 batches where the trainer takes time, else two
         windows.
     :param slots: and ``tokens_per_second``, ``trainer``, ``seed``: as in :func:`~stream_balancer.tools.simulate`. With
         a trainer that takes time, settings are compared by ``whole_idle_fraction``.
@@ -96,9 +95,9 @@ def tune(
         )
     # what follows from the window must follow from each that is tried
     base = config.replace(policy="window", deadline_s=None, **WINDOW_UNGIVEN)
-    times = math.ceil(LEAST_BATCHES * rollouts_per_batch(trace, config) / len(trace))
+    times = math.ceil(LEAST_BATCHES * config.batch_size / len(trace))
     trace = trace.repeated(times)
-    batch_s = seconds_per_rollout(trace, slots, tokens_per_second) * rollouts_per_batch(trace, config)
+    batch_s = seconds_per_rollout(trace, slots, tokens_per_second) * config.batch_size
     # seconds that were made up are nobody's deadline
     settings = _settings(base, *given, in_time=in_time, batch_s=0.0 if trace.arrival_s is None else batch_s)
     run = partial(
@@ -114,7 +113,7 @@ def tune(
     # delays are compared with what no window would add
     round_robin, fifo, *swept = [outcome_of(report, reports[1]) for report in reports]
     choice = _recommend(swept, fifo, max_added_age, tolerance)
-    pays = choice.window > _one_batch(base) or fifo.compared_idle - choice.compared_idle > tolerance
+    pays = choice.window > base.batch_size or fifo.compared_idle - choice.compared_idle > tolerance
     return TuneReport(
         trace_name=trace.name,
         num_rollouts=len(trace),
@@ -128,7 +127,7 @@ def tune(
         front=pareto_front(swept),
         recommended=choice,
         pays=pays,
-        reason=_why(choice, fifo) if pays else _why_not(base, swept, fifo, max_added_age),
+        reason=_why(choice, fifo) if pays else _why_not(swept, fifo, max_added_age),
     )
 
 
@@ -169,22 +168,21 @@ def _settings(
             reasons[str(error)] = None
             return None
 
-    one_batch = _one_batch(base)
     for window in sorted(set(windows or _windows(base, in_time=in_time))):
-        usual = [room * one_batch for room in ROOMS] if in_time else [2 * window]
+        usual = [room * base.batch_size for room in ROOMS] if in_time else [2 * window]
         for capacity in sorted(set(capacities or usual)):
-            at = allowed(base, **size_knobs(window, capacity, in_tokens=base.step_size.tokens is not None))
+            at = allowed(base, window=window, capacity=capacity)
             if at is None:  # then there is no max_skips to try, either
                 continue
             if max_skips:
                 skips: Sequence[Any] = max_skips
-            elif in_time or window > one_batch:
+            elif in_time or window > base.batch_size:
                 skips = sorted({max(most, least_max_skips(at)) for most in PATIENCE})
             else:
                 skips = ["auto"]  # nothing is ever passed over
             bounds = list(product(skips, deadlines_s or [None]))
-            if deadlines_s is None and batch_s > 0 and window > one_batch:
-                fill_s = window / one_batch * batch_s
+            if deadlines_s is None and batch_s > 0 and window > base.batch_size:
+                fill_s = window / base.batch_size * batch_s
                 bounds += [(skips[len(skips) // 2], float(f"{times * fill_s:.2g}")) for times in DEADLINES]
             for most, deadline_s in bounds:
                 setting = allowed(at, max_skips=most, deadline_s=deadline_s)
@@ -200,15 +198,10 @@ def _settings(
     return found
 
 
-def _one_batch(base: BalancerConfig) -> int:
-    """No window at all, in rollouts or in tokens, as windows are swept."""
-    return base.batch_size if base.step_size.tokens is None else base.step_size.tokens
-
-
 def _windows(base: BalancerConfig, *, in_time: bool) -> list[int]:
-    size = 1 if base.step_size.tokens is not None else base.groups.kept or 1
+    size = base.groups.size or 1
     widths = WIDTHS_IN_TIME if in_time else WIDTHS
-    return [_one_batch(base), *(math.ceil(width * _one_batch(base) / size) * size for width in widths)]
+    return [base.batch_size, *(math.ceil(width * base.batch_size / size) * size for width in widths)]
 
 
 # --- which one to take ------------------------------------------------------------------------------------------------
@@ -250,7 +243,7 @@ def _why(choice: Outcome, fifo: Outcome) -> str:
     )
 
 
-def _why_not(config: BalancerConfig, outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) -> str:
+def _why_not(outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) -> str:
     best = min(_eligible(outcomes, fifo, max_added_age), key=lambda o: o.compared_idle)
     saved = max(fifo.compared_idle - best.compared_idle, 0.0)
     said = (
@@ -259,5 +252,4 @@ def _why_not(config: BalancerConfig, outcomes: Sequence[Outcome], fifo: Outcome,
     )
     if fifo.report.figures.unavoidable_idle <= AT_BOUND:
         said += "; first in, first out is already at its bound: a window earns nothing here"
-    in_tokens = config.step_size.tokens is not None
-    return f"{said}; use {'step_size.window_tokens=step_size.tokens' if in_tokens else 'window=batch_size'}."
+    return f"{said}; use window=batch_size."

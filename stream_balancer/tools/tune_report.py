@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.config.figures import least_batch_size
 from stream_balancer.planning.arrays import Floats
 from stream_balancer.tools.simulation_report import SimulationReport
 
@@ -40,33 +39,28 @@ class Outcome:
 
     @property
     def window(self) -> int:
-        """Rollouts that a step waits for, or tokens under ``step_size.tokens``."""
-        config = self.report.config
-        return config.window if config.step_size.window_tokens is None else config.step_size.window_tokens
+        """Rollouts that a step waits for."""
+        return self.report.config.window
 
     @property
     def capacity(self) -> int:
-        """Rollouts, or tokens, from which on a put waits."""
-        config = self.report.config
-        return config.capacity if config.step_size.tokens is None else config.limits.tokens or config.capacity
+        """Rollouts from which on a put waits."""
+        return self.report.config.capacity
 
     @property
     def knobs(self) -> dict[str, Any]:
         """For ``config.replace(**outcome.knobs)``."""
         config = self.report.config
-        sizes = size_knobs(self.window, self.capacity, in_tokens=config.step_size.tokens is not None)
-        return {**sizes, "max_skips": config.max_skips, "deadline_s": config.deadline_s}
+        return {name: getattr(config, name) for name in ("window", "capacity", "max_skips", "deadline_s")}
 
     @property
     def knobs_of_size(self) -> str:
         """The window, with a trainer that takes time the capacity too: ``window=48, capacity=96``."""
-        in_tokens = self.report.config.step_size.tokens is not None
-        window, capacity = ("step_size.window_tokens", "limits.tokens") if in_tokens else ("window", "capacity")
-        return f"{window}={self.window}" + (f", {capacity}={self.capacity}" if self.in_time else "")
+        return f"window={self.window}" + (f", capacity={self.capacity}" if self.in_time else "")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: its knobs, the figures here, and those of the run."""
-        names = "window", "capacity", "compared_idle", "idle_error", "added_age", "short_batches"
+        names = "compared_idle", "idle_error", "added_age", "short_batches"
         return self.knobs | {name: getattr(self, name) for name in names} | self.report.to_dict()
 
 
@@ -117,21 +111,10 @@ class TuneReport:
         }
 
 
-def size_knobs(window: int, capacity: int, *, in_tokens: bool) -> dict[str, Any]:
-    """Window and capacity for ``config.replace``, in rollouts or in tokens."""
-    if in_tokens:
-        return {"step_size": {"window_tokens": window}, "limits": {"tokens": capacity}}
-    return {"window": window, "capacity": capacity}
-
-
 def outcome_of(report: SimulationReport, fifo: SimulationReport) -> Outcome:
     """The figures of a run that a sweep compares. ``fifo``: what no window would have done."""
     steps, config = report.steps[report.shown_steps], report.config
-    if config.step_size.tokens is None:
-        short = steps.rollouts < least_batch_size(config) - (config.groups.size or 1) + 1
-    else:  # with one rollout more it would still have too few tokens
-        late = steps.reason == "deadline"
-        short = late & (steps.tokens + report.dispatched_lengths.max < config.step_size.tokens)
+    short = steps.rollouts < config.batch_size - (config.groups.size or 1) + 1
     in_time = math.isfinite(report.work_per_second)
     time = steps.step_work
     if in_time:  # from each step to the next, in units of work

@@ -19,9 +19,8 @@ def encode_statistics(statistics: Statistics) -> bytes:
     # it goes into one message, between those that ranks wait for
     if len(raw) > MAX_STATISTICS_BYTES:
         raise ValueError(
-            f"statistics() of {len(statistics.rank_busy_seconds)} ranks and {len(statistics.strata)} strata take "
-            f"{len(raw)} bytes, more than the {MAX_STATISTICS_BYTES} that travel to other processes. Ask for them "
-            "where the balancer is, or name fewer strata"
+            f"statistics() of {len(statistics.rank_busy_seconds)} ranks take {len(raw)} bytes, more than the "
+            f"{MAX_STATISTICS_BYTES} that travel to other processes. Ask for them where the balancer is"
         )
     return raw
 

@@ -110,7 +110,7 @@ async def test_nothing_wakes_while_idle() -> None:
 
 async def test_limits_bytes_holds_puts_back_and_lets_the_window_go() -> None:
     """Nothing more can come in, so the window is as full as it gets: a trainer that waits for it is woken."""
-    async with sb.StreamBalancer(config(window=8, capacity=64, limits=sb.Limits(bytes=400))) as balancer:
+    async with sb.StreamBalancer(config(window=8, capacity=64, max_bytes=400)) as balancer:
         batches: list[sb.Batch] = []
 
         async def train() -> None:
@@ -125,7 +125,7 @@ async def test_limits_bytes_holds_puts_back_and_lets_the_window_go() -> None:
             await balancer.put(make_rollout(10, "r5", minimal=True))
         assert [(batch.reason, batch.num_rollouts) for batch in batches] == [("window", 4)]
         assert balancer.statistics().waiting == 2
-        with pytest.raises(sb.errors.RolloutError, match=r"808 bytes of tensors, above limits.bytes \(400\)"):
+        with pytest.raises(sb.errors.RolloutError, match=r"808 bytes of tensors, above max_bytes \(400\)"):
             await balancer.put(make_rollout(101, minimal=True))
 
 

@@ -563,7 +563,7 @@ async def test_the_folder_is_bounded_by_what_ever_waited_at_once(
     monkeypatch.setattr(writer, "LOG_BYTES", 400_000)
     monkeypatch.setattr(RolloutIds, "remember", 10)
     monkeypatch.setattr(SiblingGroups, "remember", 10)
-    knobs = config(groups=sb.Groups(size=2, keep="same_batch"), capacity=1000)
+    knobs = config(groups=sb.Groups(size=2), capacity=1000)
     async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
         batches = balancer.batches()
         await balancer.put_group([make_rollout(50, "kept", group_id="kept")])

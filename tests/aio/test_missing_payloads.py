@@ -115,7 +115,7 @@ async def test_a_step_that_is_given_up_holds_nobody_up() -> None:
 
 
 async def test_each_mini_batch_divides_by_what_is_left_of_it() -> None:
-    run = two_ranks(batch_size=8, step_size=sb.StepSize(mini_batches=2))
+    run = two_ranks(batch_size=8, mini_batches=2)
     run.kept.gone = {0, 3, 7}
     await run.run(make_rollouts([10, 20, 30, 40, 50, 60, 70, 80]), remote=True)
     mini_batches = list(zip(*(batch.mini_batches for batch in run.seen), strict=True))

@@ -59,7 +59,7 @@ async def test_rows_leave_as_they_form_and_the_denominators_come_with_the_last()
 
 async def test_nothing_of_an_open_step_is_given_up() -> None:
     async with sb.StreamBalancer(
-        rows_of_six(groups=sb.Groups(size=2, keep="same_batch"), staleness=sb.Staleness(max_versions=0))
+        rows_of_six(groups=sb.Groups(size=2), staleness=sb.Staleness(max_versions=0))
     ) as balancer:
         rows = balancer.batches(open=True)
         balancer.set_version(0)
@@ -143,8 +143,7 @@ async def test_a_window_that_was_not_given_is_as_wide_as_a_step_while_steps_come
     ("knobs", "why"),
     [
         ({"window": 12}, "window: rows leave as they form"),
-        ({"window": 6, "step_size": {"mini_batches": 2}}, "mini_batches"),
-        ({"window": 6, "groups": {"size": 3, "keep": "same_rank"}}, "same_rank"),
+        ({"window": 6, "mini_batches": 2}, "mini_batches"),
     ],
 )
 async def test_knobs_that_rows_cannot_respect_are_refused(knobs: dict[str, Any], why: str) -> None:
@@ -254,7 +253,7 @@ async def test_what_may_happen_to_a_group_in_the_midst_of_an_open_step(
                 seen.setdefault(step.step, Counter()).update(r.group_id or "" for r in micro_batch.rollouts)
             await step.async_finish()
 
-    knobs = rows_of_six(groups=sb.Groups(size=2, keep="same_batch"), capacity=24)
+    knobs = rows_of_six(groups=sb.Groups(size=2), capacity=24)
     async with sb.StreamBalancer(knobs, accept=judge) as balancer, anyio.create_task_group() as tasks:
         transport = MemoryNetwork(dp_size=2)
         tasks.start_soon(partial(sb.serve, balancer, transport, open=True))

@@ -155,8 +155,7 @@ async def test_what_is_turned_down_is_counted_and_told_and_what_is_bad_is_not_ju
         assert "bad" not in asked
 
 
-@pytest.mark.parametrize("groups", ["same_batch", "same_rank"])
-async def test_siblings_that_come_one_by_one_are_judged_when_the_last_is_there(groups: str) -> None:
+async def test_siblings_that_come_one_by_one_are_judged_when_the_last_is_there() -> None:
     asked: list[int] = []
 
     async def accept(rollouts: Sequence[sb.Rollout]) -> bool:
@@ -164,7 +163,7 @@ async def test_siblings_that_come_one_by_one_are_judged_when_the_last_is_there(g
         await anyio.sleep(1.0)
         return has_signal(rollouts)
 
-    knobs = config(groups=sb.Groups(size=3, keep=groups), batch_size=6, window=12, capacity=24)
+    knobs = config(groups=sb.Groups(size=3), batch_size=6, window=12, capacity=24)
     async with sb.StreamBalancer(knobs, accept=accept) as balancer, anyio.create_task_group() as tasks:
         for name, rewards in (("a", (0.0, 0.0, 0.0)), ("b", (0.0, 1.0, 0.0))):
             for n, reward in enumerate(rewards):
@@ -190,7 +189,7 @@ async def test_a_group_that_changed_meanwhile_is_asked_about_again() -> None:
         return False
 
     knobs = config(
-        groups=sb.Groups(size=4, keep="same_batch"),
+        groups=sb.Groups(size=4),
         deadline_s=5.0,
         min_batch_size=2,
         batch_size=8,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ async def test_what_arrived_is_a_trace(tmp_path: Path) -> None:
         await balancer.put_group([make_rollout(5, group_id="c"), make_rollout(6, group_id="c")])
         await anyio.sleep(0.25)
         balancer.put_nowait(make_rollout(3))
-        balancer.put_nowait(replace(make_rollout(3, prompt_tokens=3), metadata={"stratum": "math"}))
+        balancer.put_nowait(make_rollout(3, prompt_tokens=3))
     assert recorder.error is None
     assert recorder.num_rollouts == 6
     trace = await read(tmp_path / "lengths.csv")
@@ -47,8 +46,6 @@ async def test_what_arrived_is_a_trace(tmp_path: Path) -> None:
     assert trace.group_ids.tolist() == [0, 0, 1, 1, 2, 3]
     assert trace.arrival_s is not None
     assert trace.arrival_s.tolist() == [0.0, 1.5, 1.5, 1.5, 1.75, 1.75]
-    assert trace.strata is not None
-    assert trace.strata.tolist() == ["", "", "", "", "", "math"]
 
 
 async def test_only_what_is_accepted_arrives(tmp_path: Path) -> None:
@@ -151,4 +148,4 @@ async def test_a_slow_run_is_not_far_behind(tmp_path: Path) -> None:
             return path.read_text()
 
         text = await anyio.to_thread.run_sync(wait_for_the_thread)
-        assert text.splitlines()[1:] == ["alone-0,0,1,0.000,", "alone-1,0,2,5.000,"]
+        assert text.splitlines()[1:] == ["alone-0,0,1,0.000", "alone-1,0,2,5.000"]

@@ -18,25 +18,21 @@ from stream_balancer.testing import BACKENDS, MemoryNetwork
 
 PAGE = Path(__file__).parents[2] / "docs" / "tuning.md"
 BATCH = 8
-TOKENS = {"batch_size": None, "step_size": {"tokens": 900}}
 GROUPS = {"size": 2}
 
 KNOBS: dict[str, dict[str, Any]] = {
     "batch_size": {"batch_size": BATCH},
     "window": {"window": 4 * BATCH},
-    'window="auto"': {"window": "auto"},
     "deadline_s": {"deadline_s": 9.0},
     "max_skips": {"max_skips": 20},
     "capacity": {"capacity": 20 * BATCH},
     "min_batch_size": {"min_batch_size": 3},
     "PaddedCost()": {"cost": sb.cost.PaddedCost()},
     "CalibratedCost()": {"cost": sb.cost.CalibratedCost()},
-    "speeds": {"speeds": (1.0, 0.5)},
     "equal_rollouts=True": {"equal_rollouts": True},
     'sync="micro_batch"': {"sync": "micro_batch"},
     'policy="fifo"': {"policy": "fifo"},
     'policy="round_robin"': {"policy": "round_robin"},
-    "stratum_shares": {"stratum_shares": {"math": 0.5}},
     "loss_mask_column": {"loss_mask_column": "mask"},
     "micro_batches.max_tokens": {"micro_batches": {"max_tokens": 60}},
     "micro_batches.equal_number=False": {"micro_batches": {"equal_number": False}},
@@ -46,26 +42,15 @@ KNOBS: dict[str, dict[str, Any]] = {
     "groups.size": {"groups": GROUPS},
     "groups.min_size": {"groups": {**GROUPS, "min_size": 1}},
     "groups.patience": {"groups": {**GROUPS, "min_size": 1, "patience": 3.0}},
-    'groups.keep="same_rank"': {"groups": {**GROUPS, "keep": "same_rank"}},
-    'groups.keep="free"': {"groups": {**GROUPS, "keep": "free"}},
     "staleness.max_versions": {"staleness": {"max_versions": 2}},
     "staleness.on_stale": {"staleness": {"max_versions": 2, "on_stale": "send"}},
-    "limits.tokens": {"limits": {"tokens": 10**6}},
-    "limits.bytes": {"limits": {"bytes": 10**6}},
-    "step_size.tokens": TOKENS,
-    "step_size.window_tokens": {"batch_size": None, "step_size": {"tokens": 900, "window_tokens": 1800}},
-    "step_size.rollouts": {"step_size": {"rollouts": (4, 12)}},
-    "step_size.mini_batches": {"step_size": {"mini_batches": 2}},
+    "max_bytes": {"max_bytes": 10**6},
+    "mini_batches": {"mini_batches": 2},
 }
 NEEDS = {
     "groups.patience": "groups.min_size",
-    "step_size.window_tokens": "step_size.tokens",
 }
 """A knob that plays a part only beside another: it is refused with whatever that is refused with."""
-
-
-EITHER = {frozenset(("batch_size", "step_size.tokens")), frozenset(("window", "step_size.window_tokens"))}
-"""One size in rollouts or in tokens."""
 
 
 async def _serve(balancer: sb.StreamBalancer, **options: Any) -> None:
@@ -91,7 +76,7 @@ OPTIONS: dict[str, Callable[[sb.StreamBalancer], Awaitable[None]]] = {
 
 def config_of(*names: str, **more: Any) -> sb.BalancerConfig | None:
     """None where they are two values of one knob."""
-    knobs: dict[str, Any] = {"dp_size": 2, **more}
+    knobs: dict[str, Any] = {"dp_size": 2, "batch_size": BATCH, **more}
     for name in names:
         for knob, value in KNOBS[name].items():
             before = knobs.get(knob)
@@ -103,8 +88,6 @@ def config_of(*names: str, **more: Any) -> sb.BalancerConfig | None:
                 knobs[knob] = value
             elif value not in (None, before):
                 return None
-    if "step_size.tokens" not in {NEEDS.get(name, name) for name in names}:
-        knobs["batch_size"] = BATCH
     return sb.BalancerConfig(**knobs)
 
 
@@ -119,7 +102,7 @@ def in_the_table() -> set[frozenset[str]]:
 
 def is_documented(*names: str) -> bool:
     ways = [{name, NEEDS.get(name, name)} for name in names]
-    table = in_the_table() | EITHER
+    table = in_the_table()
     return any(frozenset((one, other)) in table for one in ways[0] for other in ways[1])
 
 

@@ -32,9 +32,9 @@ FEATURES = (
     "mini_batches", "changes",
 )  # fmt: skip
 KNOBS: dict[str, dict[str, Any]] = {
-    "groups": {"groups": {"size": 3, "keep": "same_batch"}},
+    "groups": {"groups": {"size": 3}},
     "late": {"micro_batches": {"max_tokens": 60}},
-    "mini_batches": {"step_size": {"mini_batches": 2}},
+    "mini_batches": {"mini_batches": 2},
 }
 SIZE, NUM_STEPS, BATCH = 4, 5, 12
 ROLE = {"roles": {"ref": ["ref"]}}
@@ -110,7 +110,7 @@ class Team:
         self.is_over = False
         self.config = self._config()
         wild = "changes" in features
-        grouped = self.config.groups.size if self.config.groups.keep != "free" else None
+        grouped = self.config.groups.size
         jobs = in_every_way(chance, self.rollouts, grouped) if wild else one_by_one(self.rollouts)
         self.workers = Workers(chance, jobs, self._remote, wild)
 
@@ -120,7 +120,7 @@ class Team:
             knobs |= self._drawn_knobs()
         for feature in sorted(self.features):
             for name, value in KNOBS.get(feature, {}).items():
-                knobs[name] = {**knobs.get(name, {}), **value}
+                knobs[name] = {**knobs.get(name, {}), **value} if isinstance(value, dict) else value
         try:
             return sb.BalancerConfig(**knobs)
         except sb.errors.ConfigError:
@@ -130,10 +130,8 @@ class Team:
 
     def _drawn_knobs(self) -> dict[str, Any]:
         pick, size = self.chance.choice, self.chance.choice([12, 12, 24])
-        groups: dict[str, Any] = {"size": pick([1, 2, 3, 4]), "keep": pick(["same_batch", "same_rank", "free"])}
-        if self.features & {"open", "late"} and groups["keep"] == "same_rank":
-            groups["keep"] = "same_batch"
-        if groups["keep"] != "free" and groups["size"] > 1 and pick([True, False]):
+        groups: dict[str, Any] = {"size": pick([1, 2, 3, 4])}
+        if groups["size"] > 1 and pick([True, False]):
             groups |= {"min_size": -(-groups["size"] // 2), "patience": pick([0.0, 2.0, 9.0])}
         return {
             "batch_size": size,

@@ -36,12 +36,11 @@ from stream_balancer.testing import make_rollout
 
 RANKS, STEPS, BATCH = 4, 4, 24
 KNOBS: dict[str, dict[str, Any]] = {
-    "groups": {"groups": {"size": 4, "keep": "same_batch"}},
+    "groups": {"groups": {"size": 4}},
     "cap": {"micro_batches": {"max_tokens": 80}},
     "lockstep": {"micro_batches": {"max_tokens": 80}, "sync": "micro_batch"},
-    "mini_batches": {"step_size": {"mini_batches": 2}},
+    "mini_batches": {"mini_batches": 2},
     "late": {"micro_batches": {"max_tokens": 80}},
-    "tokens": {"step_size": {"tokens": 900, "window_tokens": 900}, "batch_size": None, "window": None},
 }
 SERVED: dict[str, dict[str, Any]] = {
     "late": {"move_late": True},
@@ -50,12 +49,12 @@ SERVED: dict[str, dict[str, Any]] = {
     "roles": {"roles": {"weigher": ["weight"]}},
 }
 FEATURES = (
-    "groups", "cap", "lockstep", "mini_batches", "late", "replan", "open", "direct", "tokens",
+    "groups", "cap", "lockstep", "mini_batches", "late", "replan", "open", "direct",
     "torch_dist", "roles", "resize", "seats", "journal",
 )  # fmt: skip
 APART = (
     {"late", "lockstep"}, {"cap", "lockstep"},
-    *({"mini_batches", other} for other in ("late", "replan", "open", "tokens")), {"open", "tokens"},
+    *({"mini_batches", other} for other in ("late", "replan", "open")),
     {"journal", "torch_dist"},
 )  # fmt: skip
 """Combinations that are refused, that set one knob to two values, or that do not meet: who comes to another controller
@@ -227,8 +226,6 @@ class Planned(sb.Observer):
         self.complete.add(batch.step)
         for one in batch.ranks:
             self.seen.update("mini_batches" for _ in one.mini_batch_sizes)
-            if batch.num_rollouts != BATCH:
-                self.seen.add("tokens")
             if len(one.micro_batches) > 1:
                 self.seen |= {"cap", "lockstep"}
             for rollout in one.rollouts:

@@ -341,8 +341,8 @@ async def test_a_full_store_holds_puts_back(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_more_than_the_store_holds_goes_through_it() -> None:
-    """Four times the store's size; accepted rollouts are bounded by limits.bytes."""
-    async with hosted(capacity=64, window=4, limits=sb.Limits(bytes=32 * 2**20), staged_bytes=2**24) as balancer:
+    """Four times the store's size; accepted rollouts are bounded by max_bytes."""
+    async with hosted(capacity=64, window=4, max_bytes=32 * 2**20, staged_bytes=2**24) as balancer:
         trained = 0
 
         async def collect() -> None:

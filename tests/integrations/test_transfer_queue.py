@@ -131,23 +131,6 @@ def test_a_row_that_would_be_too_old_goes_now() -> None:
     assert 0 in found, "an outlier that would wait"
 
 
-def test_a_stratum_has_its_share_of_every_step() -> None:
-    lengths = {row: 900 if row % 4 == 0 else 100 for row in range(16)}
-    sampler = BalancedSampler(2, stratum_key="env", stratum_shares={"agent": 0.5})
-    partition = Partition(lengths)
-    for row, tags in partition.tags.items():
-        tags["env"] = "agent" if row % 4 == 0 else "math"
-    partition.tags[15].pop("env")  # of no stratum
-    found = [row for rank in (0, 1) for row in ask(sampler, partition, rank, 0)]
-    assert sum(row % 4 == 0 for row in found) >= 2
-    groups = BalancedSampler(2, stratum_key="env", stratum_shares={"agent": 0.5}, group_key="group", group_size=2)
-    partition = Partition(lengths, {row: f"g{row // 4}{row % 2}" for row in lengths})
-    for row, tags in partition.tags.items():
-        tags["env"] = "agent" if row % 2 == 0 else "math"
-    found = [row for rank in (0, 1) for row in ask(groups, partition, rank, 0, 2)]
-    assert sum(row % 2 == 0 for row in found) >= 2
-
-
 def test_groups_leave_whole() -> None:
     rng = np.random.default_rng(0)
     lengths = {row: int(n) for row, n in enumerate(rng.lognormal(5, 1, 48))}
@@ -184,8 +167,6 @@ def test_requests_without_a_rank_are_served_in_order_and_wrong_ones_are_refused(
     for knobs, says in (
         ({"group_size": 4}, "group_key and group_size go together"),
         ({"version_key": "version"}, "version_key and max_versions go together"),
-        ({"stratum_key": "env"}, "stratum_key and stratum_shares go together"),
-        ({"stratum_key": "env", "stratum_shares": {"a": 0.7, "b": 0.7}}, "at most 1 all together"),
         ({"dp_size": 0}, "dp_size must be an int >= 1"),
     ):
         with pytest.raises(ValueError, match=says):

@@ -17,7 +17,6 @@ import stream_balancer.tools.shown
 from stream_balancer.cli import app
 
 HEADER = "group_id,prompt_tokens,output_tokens\n"
-RANGE = ("--step-size.rollouts",)
 
 
 def run(*arguments: object) -> Result:
@@ -91,15 +90,6 @@ class TestReplay:
             assert 0 <= report["idle_fraction"] < 1
         assert found["policies"]["window"]["max_skips_seen"] <= 12
         assert run("replay", trace, *more).stdout == result.stdout, "the same seed, the same figures"
-
-    def test_a_budget_in_tokens(self, trace: Path) -> None:
-        result = run("replay", trace, "--step-size.tokens", 9000, "--step-size.window-tokens", 20000)
-        assert result.exit_code == 0, result.output
-        assert "9,000 tokens a step, window 20,000 tokens" in " ".join(result.stdout.split())
-        assert "tokens of a step, std / mean" in result.stdout
-        both = run("replay", trace, "--step-size.tokens", 9000, "--batch-size", 32)
-        assert both.exit_code == 2
-        assert "exclude one another" in both.output
 
     @pytest.mark.parametrize(
         ("name", "text"),
@@ -178,8 +168,6 @@ class TestMistakes:
             (("--window", 8), "window (8) must be >= batch_size (32)"),
             (("--dp-size", 0), "--dp-size 0: must be an int >= 1"),
             (("--deadline-s", "nan"), "--deadline-s nan: must be a finite number"),
-            ((*RANGE, "16"), "--step-size.rollouts 16: must be two ints >= 1"),
-            ((*RANGE, "16:many"), "--step-size.rollouts 16:many: must be two ints"),
             (("--slots", 0), "slots (0) must be >= 1"),
             (("--tokens-per-second", 0), "tokens_per_second (0.0) a finite number > 0"),
             (("--warm-up", -1), "warm_up must be >= 0"),

@@ -1,4 +1,4 @@
-"""The core, call by call: groups, knobs that change, staleness, strata, its weight, and what observers are told."""
+"""The core, call by call: groups, knobs that change, staleness, its weight, and what observers are told."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import stream_balancer as sb
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import EVENTS, Observer
-from stream_balancer.metrics import figures
 from stream_balancer.testing import make_rollout, make_rollouts
 
 
@@ -57,7 +56,7 @@ def test_sizes_that_cannot_be_are_refused_and_change_nothing() -> None:
         core.add_all([], 0.0, GroupSize("g0", 4))
     with pytest.raises(ValueError, match="group_id"):
         core.add_all([], 0.0, GroupSize(7, 4))  # type: ignore[arg-type]
-    free = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, groups=sb.Groups(size=4, keep="free")))
+    free = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4))
     with pytest.raises(ValueError, match="keeps no groups"):
         free.add_all([], 0.0, CLOSE)
     free.add_all(siblings(2), 0.0, CLOSE)  # who puts need not know
@@ -152,8 +151,6 @@ def test_a_grouped_balancer_refuses_a_rollout_without_a_group() -> None:
     ):
         core.add(make_rollout(5, "r"), 0.0)
     assert core.statistics(0.0).accepted == 0
-    core = reconfigurable(batch_size=8, window=8, groups=sb.Groups(size=8, keep="free"))  # there groups play no part
-    core.add(make_rollout(5), 0.0)
 
 
 def test_a_rank_without_a_rollout_runs_as_many_micro_batches_as_a_multiple_asks_for() -> None:
@@ -259,75 +256,6 @@ def test_a_sibling_that_is_too_old_when_it_comes_has_come() -> None:
     assert [r.rollout_id for r in dispatch(core).rollouts] == young
 
 
-def in_stratum(num_tokens: int, stratum: Any = None, **more: Any) -> sb.Rollout:
-    metadata = {} if stratum is None else {"stratum": stratum}
-    return sb.Rollout(tokens={"input_ids": torch.arange(num_tokens)}, metadata=metadata, **more)
-
-
-def of_strata(**knobs: Any) -> BalancerCore:
-    return BalancerCore(sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "cost": sb.cost.QuadraticCost(), **knobs}))
-
-
-def test_statistics_say_who_waits_and_who_went() -> None:
-    core = of_strata()
-    assert core.statistics(0.0).strata == {}
-    core.add(in_stratum(5), 0.0)
-    assert core.statistics(0.0).strata == {}
-    for number, stratum in enumerate(["math", "code", "math", "math", None, "code"]):
-        core.add(in_stratum(5, stratum), float(number))
-    told = core.statistics(10.0).strata
-    assert (told["math"].waiting, told["math"].mean_wait_s, told["math"].share) == (3, (10 + 8 + 7) / 3, None)
-    assert (told["code"].waiting, told["code"].mean_wait_s) == (2, (9 + 5) / 2)
-    core.add(in_stratum(5), 10.0)
-    batch = polled(core, 10.0)
-    went = [one.stratum for one in batch.rollouts]
-    told = core.statistics(10.0).strata
-    assert {name: one.share for name, one in told.items()} == {name: went.count(name) / 4 for name in told}
-    said = figures(core.statistics(10.0), prefix="")
-    assert said["stratum_waiting_rollouts/math"] == told["math"].waiting
-    assert said["stratum_share/code"] == told["code"].share
-    assert "stratum_mean_wait_seconds/code" in said
-
-
-def test_what_is_held_back_for_its_age_lacks_in_no_share() -> None:
-    core = of_strata(staleness=sb.Staleness(max_versions=0), stratum_shares={"agent": 0.25})
-    core.set_version(0)
-    for _ in range(8):
-        core.add(in_stratum(50, "math", version=0), 0.0)
-    assert core.poll(0.0) is not None
-    for number in range(8):
-        core.add(in_stratum(900 if number == 6 else 50, "agent" if number == 6 else "math", version=2), 0.0)
-    batch = polled(core)
-    assert {one.version for one in batch.rollouts} == {2}
-    assert "agent" in {one.stratum for one in batch.rollouts}
-
-
-def test_a_share_that_those_who_must_go_have_is_not_taken_again() -> None:
-    core = of_strata(batch_size=8, window=14, staleness=sb.Staleness(max_versions=1), stratum_shares={"agent": 0.25})
-    core.set_version(1)
-    for _ in range(2):
-        core.add(in_stratum(50, "agent", version=0), 0.0)
-    for number in range(15):
-        core.add(in_stratum(50 if number else 900, "math" if number else "agent", version=1), 0.0)
-    assert sorted(one.num_tokens for one in polled(core).rollouts if one.stratum == "agent") == [50, 50]
-
-
-@pytest.mark.parametrize("stratum", [7, ["math"], {"name": "math"}])
-def test_a_stratum_that_is_no_str_is_refused(stratum: Any) -> None:
-    with pytest.raises(sb.errors.RolloutError, match="that must be a str"):
-        of_strata().add(in_stratum(5, stratum), 0.0)
-
-
-def test_prompts_are_no_strata() -> None:
-    core = of_strata(window=4)
-    for number in range(1_000):
-        core.add(in_stratum(1, f"{number}"), 0.0)
-        core.poll(0.0)
-    with pytest.raises(sb.errors.RolloutError, match="at most 1000 environments"):
-        core.add(in_stratum(1, "one more"), 0.0)
-    core.add(in_stratum(1, "7"), 0.0)
-
-
 MANY = torch.zeros(64, dtype=torch.int64)
 
 
@@ -384,7 +312,6 @@ def event(name: str, length: int = 3, *, group: str | None = None, version: int 
 
 _SHOWN: dict[str, Callable[..., tuple[Any, ...]]] = {
     "accepted": lambda rollouts, now: ([r.rollout_id for r in rollouts], now),
-    "planned": lambda waiting, knobs, reason: (waiting.costs.tolist(), reason),
     "dispatched": lambda batch: (batch.step,),
     "acknowledged": lambda batch: (batch.step,),
     "evicted": lambda rollout, reason: (rollout.rollout_id, reason),
@@ -430,7 +357,6 @@ def test_the_life_of_a_batch() -> None:
     assert recording.taken() == [
         ("accepted", ["a"], 1.0),
         ("accepted", ["b"], 2.0),
-        ("planned", [3.0, 5.0], "window"),
         ("dispatched", 0),
         ("dispatched", 0),
         ("acknowledged", 0),
@@ -464,7 +390,7 @@ def test_an_observer_that_raises_is_logged_and_nothing_is_lost(caplog: pytest.Lo
         def _fail(self, *values: object) -> None:
             raise RuntimeError("no")
 
-        accepted = planned = dispatched = acknowledged = evicted = version_set = _fail
+        accepted = dispatched = acknowledged = evicted = version_set = _fail
 
     core, recording = observed(staleness=sb.Staleness(max_versions=0))
     core.observers.insert(0, Broken())
@@ -476,6 +402,6 @@ def test_an_observer_that_raises_is_logged_and_nothing_is_lost(caplog: pytest.Lo
         core.add(event("c", version=0), 0.0)
         core.set_version(1)
     verify(core)
-    kinds = ["version_set", "accepted", "planned", "dispatched", "acknowledged", "accepted", "version_set", "evicted"]
+    kinds = ["version_set", "accepted", "dispatched", "acknowledged", "accepted", "version_set", "evicted"]
     assert [event[0] for event in recording.taken()] == kinds
     assert [r.getMessage().rsplit(" ", 1)[1].strip("'") for r in caplog.records] == kinds

@@ -27,10 +27,8 @@ from hypothesis.stateful import (
 from invariants import verify
 
 import stream_balancer as sb
-from stream_balancer.config.figures import least_batch_size
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.in_flight import StepTiming
-from stream_balancer.planning import PlanKnobs, Waiting
 
 IDS = torch.zeros(64, dtype=torch.int64)
 LENGTHS = st.integers(1, 64)
@@ -48,24 +46,22 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
     """What makes most paths run comes first: of a hundred examples, most are made of first choices."""
     dp_size = draw(st.integers(1, 3))
     group_size = draw(st.sampled_from([2, None, 3]))
-    groups = draw(st.sampled_from(["same_batch", "free", "same_rank"])) if group_size else "same_batch"
     unit = (group_size or 1) * dp_size
     batch_size = unit * draw(st.integers(1, 3))
     window = batch_size + draw(st.integers(0, 2)) * unit
     cap = draw(st.sampled_from([None, None, 40]))
-    equal_rollouts = not (group_size and groups == "same_rank") and draw(st.booleans())
+    equal_rollouts = draw(st.booleans())
     sync = draw(st.sampled_from(["step", "step", "micro_batch"]))
-    cuts = bool(group_size) and groups != "free" and draw(st.booleans())
-    config = sb.BalancerConfig(
+    cuts = bool(group_size) and draw(st.booleans())
+    return sb.BalancerConfig(
         dp_size=dp_size,
         batch_size=batch_size,
         window=window,
         capacity=window + draw(st.integers(0, 2)) * unit,
-        limits=sb.Limits(bytes=draw(st.sampled_from([None, None, 8 * 100]))),
+        max_bytes=draw(st.sampled_from([None, None, 8 * 100])),
         deadline_s=draw(st.sampled_from([None, 1.0, 5.0])),
         groups=sb.Groups(
             size=group_size,
-            keep=groups,
             min_size=-(-(group_size or 0) // 2) if cuts else None,
             patience=draw(st.sampled_from([2.0, 0.0])) if cuts else 2.0,
         ),
@@ -78,44 +74,12 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
             multiple_of=draw(st.sampled_from([1, 2])) if batch_size >= 2 * dp_size else 1,
         ),
         sync=sync,
-        stratum_shares=draw(st.sampled_from([None, {"a": 0.3}])),
         staleness=sb.Staleness(
             max_versions=draw(st.sampled_from([1, None, 0])), on_stale=draw(st.sampled_from(["evict", "send"]))
         ),
         cost=draw(st.sampled_from(COSTS)),
         policy="window",
     )
-    kind = draw(st.sampled_from(["fixed", "auto", "range", "auto and range", "tokens"]))
-    if "range" in kind:
-        more = draw(st.sampled_from([(1, 1), (0, 2), (2, 0), (2, 2)]))
-        steps = (max(batch_size - more[0] * unit, unit), batch_size + more[1] * unit)
-        with contextlib.suppress(sb.errors.ConfigError):  # padded, rows, or above the capacity
-            config = config.replace(step_size={"rollouts": steps})
-    if "auto" in kind:
-        with contextlib.suppress(sb.errors.ConfigError):  # padded, rows, or nothing to choose from
-            return config.replace(window="auto")
-    if kind == "tokens":
-        budget = draw(st.integers(1, 150))
-        unbounded = {"batch_size": None, "capacity": None, "min_batch_size": None}
-        waits_for = draw(st.sampled_from([{}, {"window_tokens": 3 * budget}, {"window": window}]))
-        window = {"window": waits_for.pop("window", None)}
-        return config.replace(**unbounded | window | {"step_size": {"tokens": budget, **waits_for}})
-    return config
-
-
-class Orders(sb.Observer):
-    """What the planner is shown is in the order of its costs, each time. Notes it, since what an observer raises is
-    only logged."""
-
-    def __init__(self) -> None:
-        self.wrong: list[object] = []
-
-    def planned(self, waiting: Waiting, knobs: PlanKnobs, reason: sb.Reason) -> None:
-        assert waiting.order is not None
-        in_order = np.argsort(waiting.costs, kind="stable").tolist()
-        shown = waiting.order.ascending().tolist()
-        if shown != in_order or (waiting.skips < 0).any():
-            self.wrong.append((waiting, shown))
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -127,8 +91,6 @@ class CoreMachine(RuleBasedStateMachine):
     def start(self, config: sb.BalancerConfig, version: int | None, first: list[int]) -> None:
         self.core = learning_core(config)
         self.evictions = Evictions(self.core)
-        self.orders = Orders()
-        self.core.observers.append(self.orders)
         self.now = 0.0
         self.names = itertools.count()
         self.accepted: dict[str, sb.Rollout] = {}
@@ -139,7 +101,6 @@ class CoreMachine(RuleBasedStateMachine):
         """Steps in flight that the trainer is through with."""
         self.passed_over: dict[str, int] = {}
         self.step_tokens: list[int] = []
-        self.surplus = 0
         self.ended = False
         self.version: int | None = None
         if version is not None:
@@ -162,7 +123,7 @@ class CoreMachine(RuleBasedStateMachine):
             assert self.core.next_wakeup() == -math.inf or self.too_old_now()
             assert not self.groups_of(self.waiting()) & {rollout.group_id}, "its place is kept"
         except sb.errors.RolloutError:
-            assert rollout.nbytes > (self.core.config.limits.bytes or math.inf)
+            assert rollout.nbytes > (self.core.config.max_bytes or math.inf)
             assert self.core.statistics(self.now) == before
         else:
             self.accepted[rollout.rollout_id] = rollout
@@ -170,10 +131,9 @@ class CoreMachine(RuleBasedStateMachine):
 
     def rollout(self, length: int, group: int, lag: int) -> sb.Rollout:
         config = self.core.config
-        grouped = config.groups.size is not None and (group > 0 or config.groups.keep != "free")
+        grouped = config.groups.size is not None
         return sb.Rollout(
             tokens={"input_ids": IDS[:length]},
-            metadata={"stratum": "ab"[length % 2]} if length % 3 else {},
             rollout_id=str(next(self.names)),
             group_id=self.group_name(group) if grouped else None,
             version=None if self.version is None else max(self.version - lag, 0),
@@ -258,6 +218,7 @@ class CoreMachine(RuleBasedStateMachine):
         config, before = self.core.config, self.core.statistics(self.now)
         ready, held_back = self.core.next_wakeup(), self.too_old_now()
         short = self.core.buffer.groups.incomplete().keys()
+        self.check_order()
         batch = self.core.poll(self.now)
         if batch is None:
             assert self.core.next_wakeup() > self.now, "a failed poll must not ask to be repeated at once"
@@ -265,7 +226,6 @@ class CoreMachine(RuleBasedStateMachine):
             assert not (self.ended and before.waiting) or self.too_old_now()
             return
         assert ready <= self.now
-        assert not self.orders.wrong
         self.check_batch(batch, before)
         self.step_tokens.append(batch.num_tokens)
         varies = np.std(self.step_tokens) / np.mean(self.step_tokens)
@@ -279,7 +239,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert not left & self.groups_of(held_back), "siblings wait for one that is held back"
         assert not real & {rollout.rollout_id for rollout in held_back}
         self.dispatched |= real
-        free = config.groups.kept is None
+        free = config.groups.size is None
         held_back = {rollout.rollout_id for rollout in self.too_old_now()}
         for name in self.accepted.keys() - self.dispatched - self.evicted - held_back if free else ():
             self.passed_over[name] = self.passed_over.get(name, 0) + 1
@@ -297,6 +257,14 @@ class CoreMachine(RuleBasedStateMachine):
             self.take_evicted()
             after = self.core.statistics(self.now)
             assert (after.waiting, after.evicted["late"]) == (before.waiting, before.evicted["late"] + 1)
+
+    def check_order(self) -> None:
+        """What the planner is shown is in the order of its costs."""
+        waiting = self.core.buffer.waiting(self.core.triggers.due(self.now))
+        shown = waiting.among(~self.core.staleness.held_back())
+        assert shown.order is not None
+        assert shown.order.ascending().tolist() == np.argsort(shown.costs, kind="stable").tolist()
+        assert (shown.skips >= 0).all()
 
     @rule(data=st.data())
     def acknowledge(self, data: st.DataObject) -> None:
@@ -337,7 +305,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def groups_of(self, rollouts: Iterable[sb.Rollout]) -> set[str]:
         """Groups that stay together, of these."""
-        names = {rollout.group_id for rollout in rollouts} if self.core.config.groups.kept is not None else {None}
+        names = {rollout.group_id for rollout in rollouts} if self.core.config.groups.size is not None else {None}
         return {name for name in names if name is not None}
 
     def too_old_now(self) -> list[sb.Rollout]:
@@ -375,7 +343,7 @@ class CoreMachine(RuleBasedStateMachine):
     def filter_out(self, length: int, group: int, lag: int) -> None:
         rollout = self.rollout(length, group, lag)
         asked = self.core.admission.completed_by([rollout])
-        if asked is None or rollout.nbytes > (self.core.config.limits.bytes or math.inf):
+        if asked is None or rollout.nbytes > (self.core.config.max_bytes or math.inf):
             return
         before = self.core.statistics(self.now)
         self.core.filter_out([rollout], self.now)
@@ -392,7 +360,7 @@ class CoreMachine(RuleBasedStateMachine):
     def abandon_group(self, group: int) -> None:
         """What waits of it goes; what comes of it later, too."""
         config, name = self.core.config, self.group_name(group)
-        if config.groups.size is None or config.groups.keep == "free":
+        if config.groups.size is None:
             with pytest.raises(ValueError, match="keeps no groups"):
                 self.core.abandon_group(name)
             return
@@ -411,7 +379,7 @@ class CoreMachine(RuleBasedStateMachine):
     def declare_group(self, group: int, size: int | None, lengths: list[int]) -> None:
         """How many siblings a group has is told, with its last ones or by itself."""
         config, name, groups = self.core.config, self.group_name(group), self.core.buffer.groups
-        if config.groups.kept is None:
+        if config.groups.size is None:
             with pytest.raises(ValueError, match="keeps no groups"):
                 self.core.add_all([], self.now, GroupSize(name, size))
             return
@@ -465,12 +433,8 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(extra=st.integers(0, 2), deadline=st.sampled_from([None, 2.0]))
     def reconfigure(self, extra: int, deadline: float | None) -> None:
         c = self.core.config
-        if c.step_size.tokens is not None:
-            changes = {"step_size": {"tokens": c.step_size.tokens + 30 * extra, "window_tokens": None}, "window": None}
-            self.core.reconfigure(c.replace(**changes, limits={"tokens": None}, deadline_s=deadline))
-            return
         window = c.batch_size + extra * c.dp_size * (c.groups.size or 1)
-        held = max(self.core.statistics(self.now).waiting, window, *(c.step_size.rollouts or ()))
+        held = max(self.core.statistics(self.now).waiting, window)
         # max_skips is a promise to those who already wait: it may grow here, not shrink
         skips = max(c.max_skips, 3 * held, 12)
         self.core.reconfigure(c.replace(window=window, capacity=held, deadline_s=deadline, max_skips=skips))
@@ -511,14 +475,13 @@ class CoreMachine(RuleBasedStateMachine):
         """A new balancer continues from a checkpoint written and read with torch, perhaps on other ranks."""
         snapshot = saved(self.core, self.now)
         config = self.core.config
-        if dp_size_changes and config.dp_size > 1 and config.groups.keep != "same_rank":
+        if dp_size_changes and config.dp_size > 1:
             config = config.replace(dp_size=1, min_batch_size=1)
         before = self.core.statistics(self.now)
         groups = self.core.buffer.groups
         incomplete, declared = groups.incomplete(), groups.declarations()
         self.core = learning_core(config)
         self.evictions = Evictions(self.core)
-        self.core.observers.append(self.orders)
         self.now += 3.0  # the clock of the new process is another one
         self.core.restore(snapshot, self.now)
         groups = self.core.buffer.groups
@@ -579,20 +542,13 @@ class CoreMachine(RuleBasedStateMachine):
     def check_batch(self, batch: sb.Batch, before: sb.Statistics) -> None:
         c = self.core.config
         assert len(batch.ranks) == c.dp_size
-        free = c.groups.size is None or c.groups.keep == "free"
+        free = c.groups.size is None
         full = batch.reason in ("window", "age") and before.waiting >= c.batch_size
-        if c.step_size.tokens is not None:
-            assert not (free and full) or batch.num_rollouts >= c.batch_size
-        else:
-            least, most = c.step_size.rollouts or (c.batch_size, c.batch_size)
-            assert batch.num_rollouts <= most
-            self.surplus = max(self.surplus + batch.num_rollouts - c.batch_size, 0)
-            assert self.surplus <= most - c.batch_size
-            if free and full:
-                assert batch.num_rollouts >= least
-            if free and batch.reason in ("drain", "deadline") and not self.too_old_now():
-                assert batch.num_rollouts >= min(least, before.waiting)
-        assert self.core.statistics(self.now).surplus_rollouts == self.surplus
+        assert batch.num_rollouts <= c.batch_size
+        if free and full:
+            assert batch.num_rollouts >= c.batch_size
+        if free and batch.reason in ("drain", "deadline") and not self.too_old_now():
+            assert batch.num_rollouts >= min(c.batch_size, before.waiting)
         if batch.reason == "deadline":
             assert before.oldest_wait_s >= (c.deadline_s or math.inf) - 1e-9
         self.check_shares(batch)
@@ -621,7 +577,7 @@ class CoreMachine(RuleBasedStateMachine):
                 cap = c.micro_batches.max_tokens
                 size = max(mb.lengths) * len(mb.lengths) if c.cost.padded else mb.num_tokens
                 assert cap is None or size <= cap or len(mb.rollouts) == 1
-        if c.equal_rollouts and not batch.num_padding and len(real) >= least_batch_size(c):
+        if c.equal_rollouts and not batch.num_padding and len(real) >= c.batch_size:
             counts = {share.num_rollouts for share in batch.ranks}
             assert max(counts) - min(counts) <= 1
         weights = [mb.packed().execution_weights.sum().item() for share in batch.ranks for mb in share.micro_batches]

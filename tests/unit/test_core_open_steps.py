@@ -33,7 +33,7 @@ KNOBS = [
         "dp_size": 2,
         "batch_size": 8,
         "window": 8,
-        "groups": {"size": 2, "keep": "same_batch"},
+        "groups": {"size": 2},
         "micro_batches": {"multiple_of": 2},
     },
     {
@@ -44,7 +44,7 @@ KNOBS = [
         "micro_batches": {"equal_number": False},
         "equal_rollouts": True,
     },
-    {"dp_size": 2, "batch_size": 6, "window": 6, "sync": "micro_batch", "speeds": (1.0, 2.0)},
+    {"dp_size": 2, "batch_size": 6, "window": 6, "sync": "micro_batch"},
 ]
 
 

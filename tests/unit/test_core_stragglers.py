@@ -179,7 +179,7 @@ def test_what_comes_after_its_group_was_cut_is_evicted_and_its_length_is_counted
     verify(core)
 
 
-@pytest.mark.parametrize("groups", [{"min_size": 1}, {"min_size": 4}, {"keep": "free", "min_size": 2}, {"size": None}])
+@pytest.mark.parametrize("groups", [{"min_size": 1}, {"min_size": 4}, {"size": None}])
 def test_a_least_size_that_says_nothing_is_refused(groups: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"groups\.min_size"):
         sb.BalancerConfig(dp_size=1, batch_size=4, groups={"size": 4, "min_size": 2} | groups)

@@ -229,8 +229,7 @@ def test_what_is_left_of_an_execution_is_agreed_upon() -> None:
     [
         {},
         {"micro_batches": {"max_tokens": 160, "multiple_of": 2}},
-        {"groups": {"size": 2, "keep": "same_rank"}},
-        {"speeds": (1.0, 0.5, 1.0, 1.0, 2.0, 1.0)},
+        {"groups": {"size": 2}},
         {"policy": "round_robin"},
     ],
     ids=str,
@@ -255,8 +254,7 @@ def test_what_lost_ranks_owed_is_on_those_that_are_left_and_counts_as_before(mor
     whole = counted()
     for lost in (3, 0, 5):  # the third takes with it what it had taken over
         owed = [r for mb in held.pop(lost) for r in mb.rollouts if not r.is_padding]
-        speeds = core.config.speeds and [core.config.speeds[rank] for rank in held]
-        parts = lay_out(core, owed, batch.rollouts, step=batch.step, dp_size=len(held), speeds=speeds)
+        parts = lay_out(core, owed, batch.rollouts, step=batch.step, dp_size=len(held))
         for its, part in zip(held.values(), parts, strict=True):
             its += part
             assert all(one.num_tokens <= (core.config.micro_batches.max_tokens or 10**9) for one in part)

@@ -206,7 +206,7 @@ def test_a_slow_rank_is_named_with_how_slow_and_since_when() -> None:
     assert straggler.since_s == pytest.approx(5.0 + 60.0 * (39 - straggler.since_step))
 
 
-def test_a_slow_rank_is_named_although_a_calibrated_plan_gives_it_less() -> None:
+def test_a_slow_rank_is_named_by_what_was_learned() -> None:
     trainer = Trainer(cost=sb.cost.CalibratedCost(sb.cost.TokenCost()))
     trainer.steps(40)
     trainer.steps(60, {1: 1.4})

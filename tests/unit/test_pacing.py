@@ -30,13 +30,9 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
     batch = unit * draw(st.integers(1, 3))
     staleness = draw(st.integers(0, 4))
     window = min(batch * draw(st.integers(1, 3)), batch * (staleness + 1))
-    steps = None
-    if batch > unit and window <= (batch - unit) * (staleness + 1) and draw(st.booleans()):
-        steps = (batch - unit, window)
     return sb.BalancerConfig(
         dp_size=dp_size,
         batch_size=batch,
-        step_size=sb.StepSize(rollouts=steps),
         window=window,
         groups=sb.Groups(size=group),
         capacity=window + batch * draw(st.integers(0, 2)),
@@ -158,13 +154,8 @@ def test_nothing_is_ever_too_old_and_it_never_gets_stuck(config: sb.BalancerConf
     ("knobs", "count", "says"),
     [
         ({"deadline_s": 5.0}, 1, "with deadline_s.*Leave deadline_s out"),
-        ({"limits": {"bytes": 10**9}}, 1, "with limits.bytes"),
+        ({"max_bytes": 10**9}, 1, "with max_bytes"),
         ({"window": 16}, 1, "a window of 16 would never fill. Lower window to 12"),
-        (
-            {"batch_size": None, "window": None, "step_size": {"tokens": 100}},
-            1,
-            "not known in rollouts under step_size",
-        ),
         *(({}, count, "between 1 and 12 rollouts") for count in (0, -1, 13, 1.5, True, math.inf)),
     ],
 )

@@ -32,7 +32,7 @@ def test_every_public_name_is_what_type_checkers_see() -> None:
         assert getattr(sb, name) is vars(importlib.import_module(f"stream_balancer.{module}"))[name], name
     assert all(isinstance(module, ModuleType) for module in (sb.cost, sb.errors, sb.planning, sb.rollouts))
     assert [name for name in dir(sb) if not name.startswith("__")] == sb.__all__
-    assert len(sb.__all__) == 23
+    assert len(sb.__all__) == 21
 
 
 def test_the_command_line_answers_without_torch() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from itertools import permutations, product
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ def fewest_bins(tokens: np.ndarray, cap: int) -> list[int]:
     return least
 
 
-def best_finish(case: Case, speeds: np.ndarray, *, equal: bool, capped: bool, overhead: float, free: bool) -> float:
+def best_finish(case: Case, *, equal: bool, capped: bool, overhead: float, free: bool) -> float:
     """When the last rank is done at best, ranks meet once a step."""
     tokens, costs, dp_size, cap = case
     bins = fewest_bins(tokens, cap) if capped else None
@@ -61,20 +61,16 @@ def best_finish(case: Case, speeds: np.ndarray, *, equal: bool, capped: bool, ov
         if bins is not None:
             masks = np.bincount(labels, weights=1 << np.arange(tokens.size), minlength=dp_size).astype(int)
             numbers = np.array([max(bins[one], 1) for one in masks])
-        best = min(best, float((work / speeds + overhead * (numbers if free else numbers.max())).max()))
+        best = min(best, float((work + overhead * (numbers if free else numbers.max())).max()))
     return best
 
 
-def best_locksteps(
-    costs: Sequence[float], tokens: Sequence[int], dp_size: int, cap: int, speeds: Sequence[float] | None = None
-) -> float:
+def best_locksteps(costs: Sequence[float], tokens: Sequence[int], dp_size: int, cap: int) -> float:
     """The least sum of the costliest micro-batches, over all ways to fill them and to lay them out."""
-    rate = np.ones(dp_size) if speeds is None else np.array(speeds)
 
     def time_of(loads: list[float]) -> float:
-        fill = loads + [0.0] * (-len(loads) % dp_size)
-        orders: Iterable[Sequence[float]] = [sorted(fill, reverse=True)] if speeds is None else permutations(fill)
-        return min(float(np.max(np.reshape(order, (-1, dp_size)) / rate, axis=1).sum()) for order in orders)
+        fill = sorted(loads + [0.0] * (-len(loads) % dp_size), reverse=True)
+        return float(np.max(np.reshape(fill, (-1, dp_size)), axis=1).sum())
 
     def least(i: int, rooms: list[int], loads: list[float]) -> float:
         if i == len(costs):
@@ -89,12 +85,10 @@ def best_locksteps(
     return least(0, [], [])
 
 
-def finish_of(
-    ranks: list[list[np.ndarray]], costs: np.ndarray, speeds: np.ndarray, overhead: float, free: bool
-) -> float:
+def finish_of(ranks: list[list[np.ndarray]], costs: np.ndarray, overhead: float, free: bool) -> float:
     work = np.array([sum(float(costs[one].sum()) for one in share) for share in ranks])
     numbers = np.array([max(len(share), 1) for share in ranks])
-    return float((work / speeds + overhead * (numbers if free else numbers.max())).max())
+    return float((work + overhead * (numbers if free else numbers.max())).max())
 
 
 def each_once(shares: Sequence[np.ndarray], tokens: np.ndarray, cap: float) -> None:
@@ -102,19 +96,14 @@ def each_once(shares: Sequence[np.ndarray], tokens: np.ndarray, cap: float) -> N
     assert max(int(tokens[one].sum()) for one in shares) <= cap
 
 
-SPEEDS = np.array([1.0, 0.8, 1.3])
-
-
 @pytest.mark.parametrize("equal", [False, True])
-@pytest.mark.parametrize("unlike", [False, True])
-def test_partitions(equal: bool, unlike: bool) -> None:
+def test_partitions(equal: bool) -> None:
     for case in cases():
         costs, dp_size = case[1], case[2]
-        speeds = SPEEDS[:dp_size] if unlike else np.ones(dp_size)
-        shares = split(costs, dp_size, "equal" if equal else "free", speeds if unlike else None)
+        shares = split(costs, dp_size, "equal" if equal else "free")
         each_once(shares, case[0], np.inf)
-        best = best_finish(case, speeds, equal=equal, capped=False, overhead=0.0, free=False)
-        found = max(float(costs[share].sum()) / speed for share, speed in zip(shares, speeds, strict=True))
+        best = best_finish(case, equal=equal, capped=False, overhead=0.0, free=False)
+        found = max(float(costs[share].sum()) for share in shares)
         assert best * (1 - 1e-9) <= found <= best * (1 + 2e-4)
 
 
@@ -122,19 +111,16 @@ def test_partitions(equal: bool, unlike: bool) -> None:
     ("free", "overhead", "mean", "worst"),
     [(False, 0.0, 1e-4, 2e-4), (False, 0.2, 1e-3, 2e-2), (True, 0.0, 1e-4, 2e-4), (True, 0.2, 5e-3, 0.1)],
 )
-@pytest.mark.parametrize("unlike", [False, True])
-def test_token_caps(unlike: bool, free: bool, overhead: float, mean: float, worst: float) -> None:
+def test_token_caps(free: bool, overhead: float, mean: float, worst: float) -> None:
     above = []
     for case in cases():
         tokens, costs, dp_size, cap = case
-        speeds = SPEEDS[:dp_size] if unlike else np.ones(dp_size)
         each = overhead * float(costs.mean())
         knobs: dict[str, Any] = {"overhead_cost": each, "micro_batch_counts": "free" if free else "equal"}
-        ranks = form_micro_batches(tokens, costs, dp_size, max_tokens=cap, speeds=speeds if unlike else None, **knobs)
+        ranks = form_micro_batches(tokens, costs, dp_size, max_tokens=cap, **knobs)
         each_once([one for share in ranks for one in share], tokens, cap)
-        later = each * dp_size / float(speeds.sum())
-        best = best_finish(case, speeds, equal=False, capped=True, overhead=later, free=free)
-        above.append(finish_of(ranks, costs, speeds, later, free) / best - 1)
+        best = best_finish(case, equal=False, capped=True, overhead=each, free=free)
+        above.append(finish_of(ranks, costs, each, free) / best - 1)
     assert min(above) >= -1e-9
     assert np.mean(above) <= mean
     assert max(above) <= worst
@@ -157,13 +143,12 @@ def test_locksteps() -> None:
 
 @given(st.data())
 def test_no_step_in_locksteps_beats_the_bound(data: st.DataObject) -> None:
-    speeds = data.draw(st.sampled_from([None, None, (2.0, 1.0), (0.3, 1.0, 1.7)]))
-    dp_size = len(speeds) if speeds else data.draw(st.integers(1, 3))
+    dp_size = data.draw(st.integers(1, 3))
     cap = data.draw(st.integers(6, 12))
-    tokens = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=4 if speeds else 6))
+    tokens = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=6))
     power = data.draw(st.sampled_from([0, 1, 2, None]))
     costs = [float(data.draw(st.integers(0, 20)) if power is None else t**power) for t in tokens]
-    bound = lockstep_bound(costs, tokens, dp_size, cap, speeds)
+    bound = lockstep_bound(costs, tokens, dp_size, cap)
     held = [min(one, cap) for one in tokens]  # alone in its micro-batch above the cap
-    assert bound <= best_locksteps(costs, held, dp_size, cap, speeds) * (1 + 1e-12)
-    assert bound >= sum(costs) / (dp_size if speeds is None else sum(speeds)) * (1 - 1e-12)
+    assert bound <= best_locksteps(costs, held, dp_size, cap) * (1 + 1e-12)
+    assert bound >= sum(costs) / dp_size * (1 - 1e-12)

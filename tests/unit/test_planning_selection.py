@@ -16,15 +16,14 @@ import stream_balancer as sb
 from stream_balancer import planning
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.planning import LengthBias, Plan, PlanKnobs, Waiting, plan_batch, smallest_max_skips
-from stream_balancer.planning.baselines import plan_fifo
 from stream_balancer.planning.cost_order import CostOrder
 from stream_balancer.planning.outliers import Candidates, choose
-from stream_balancer.planning.selection import Units, forced_units, select
+from stream_balancer.planning.selection import Units, select
 from stream_balancer.planning.swaps import swap_with_waiting
 from stream_balancer.testing import make_rollout
 
 
-def waiting(costs, *, lengths=None, skips=None, due=None, groups=None, complete=None, strata=None):
+def waiting(costs, *, lengths=None, skips=None, due=None, groups=None, complete=None):
     costs = np.asarray(costs, dtype=np.float64)
     n = costs.size
     return Waiting(
@@ -34,7 +33,6 @@ def waiting(costs, *, lengths=None, skips=None, due=None, groups=None, complete=
         due=np.zeros(n, dtype=np.bool_) if due is None else np.asarray(due, dtype=np.bool_),
         groups=np.full(n, -1, dtype=np.int64) if groups is None else np.asarray(groups, dtype=np.int64),
         group_complete=np.ones(n, dtype=np.bool_) if complete is None else np.asarray(complete, dtype=np.bool_),
-        strata=None if strata is None else np.asarray(strata, dtype=np.int64),
     )
 
 
@@ -59,9 +57,9 @@ def check(plan, columns, knobs):
     loads = [sum(columns.costs[one].sum() for one in share) for share in plan.ranks]
     np.testing.assert_allclose(plan.loads, loads)
     assert plan.finish >= plan.lower_bound * (1 - 1e-12)
-    if chosen.size and plan.loads.sum() > 0 and knobs.speeds is None:
+    if chosen.size and plan.loads.sum() > 0:
         assert plan.imbalance == pytest.approx(latest_finish(plan, columns, knobs) / plan.loads.mean() - 1, abs=1e-9)
-    if chosen.size >= knobs.dp_size and knobs.max_tokens_per_micro_batch is None and knobs.groups != "same_rank":
+    if chosen.size >= knobs.dp_size and knobs.max_tokens_per_micro_batch is None:
         assert all(share for share in plan.ranks)
     return chosen
 
@@ -74,16 +72,15 @@ class Stream:
 
     def __init__(self):
         self.costs, self.label = np.empty(0), 0
-        self.lengths, self.skips, self.groups, self.strata = (np.empty(0, dtype=np.int64) for _ in range(4))
+        self.lengths, self.skips, self.groups = (np.empty(0, dtype=np.int64) for _ in range(3))
 
-    def come(self, costs, *, lengths=None, grouped=False, stratum=-1):
+    def come(self, costs, *, lengths=None, grouped=False):
         """Rollouts, together a group if they are siblings."""
         new = {
             "costs": costs,
             "lengths": np.maximum(costs, 1) if lengths is None else lengths,
             "skips": 0,
             "groups": self.label if grouped else -1,
-            "strata": stratum,
         }
         for name, values in new.items():
             column = getattr(self, name)
@@ -93,35 +90,35 @@ class Stream:
 
     @property
     def columns(self):
-        return waiting(self.costs, lengths=self.lengths, skips=self.skips, groups=self.groups, strata=self.strata)
+        return waiting(self.costs, lengths=self.lengths, skips=self.skips, groups=self.groups)
 
     def go(self, chosen, max_skips):
         """-> labels of the groups that stay. Nobody has been passed over more often than this."""
         left = np.ones(self.costs.size, dtype=np.bool_)
         left[chosen] = False
         assert not (set(self.groups[chosen]) & set(self.groups[left])) - {-1}, "siblings go together"
-        for name in ("costs", "lengths", "skips", "groups", "strata"):
+        for name in ("costs", "lengths", "skips", "groups"):
             setattr(self, name, getattr(self, name)[left])
         self.skips += 1
         assert max_skips is None or (self.skips <= max_skips).all()
 
 
-@pytest.mark.parametrize("groups", ["free", "same_batch", "same_rank"])
+@pytest.mark.parametrize("groups", [False, True])
 @given(data=st.data())
 def test_nobody_is_passed_over_more_than_max_skips_times(groups, data):
     """The guarantee, with arrivals in bursts up to the capacity that the theorem allows:
     (max_skips + 1) * (batch_size - group_size + 1), groups of any sizes up to group_size."""
-    group_size = 1 if groups == "free" else data.draw(st.integers(1, 3), "group_size")
+    group_size = data.draw(st.integers(1, 3), "group_size") if groups else 1
     batch = data.draw(st.integers(group_size, 6), "batch")
     max_skips = data.draw(st.integers(0, 4), "max_skips")
     knobs = PlanKnobs(
         dp_size=data.draw(st.integers(1, 3)),
         batch_size=batch,
         max_skips=max_skips,
-        counts=data.draw(st.sampled_from(["free", "equal"])) if groups == "free" else "free",
+        counts="free" if groups else data.draw(st.sampled_from(["free", "equal"])),
         sync=data.draw(st.sampled_from(["step", "micro_batch"])),
-        micro_batch_multiple=data.draw(st.integers(1, 2)) if groups == "free" else 1,
-        groups=groups,
+        micro_batch_multiple=1 if groups else data.draw(st.integers(1, 2)),
+        whole_groups=groups,
         group_size=group_size,
     )
     stream = Stream()
@@ -129,7 +126,7 @@ def test_nobody_is_passed_over_more_than_max_skips_times(groups, data):
         for size in data.draw(st.lists(st.integers(1, group_size), max_size=8), "sizes"):
             if stream.costs.size + size > (max_skips + 1) * (batch - group_size + 1):
                 break
-            stream.come(data.draw(st.lists(heavy_tails, min_size=size, max_size=size)), grouped=groups != "free")
+            stream.come(data.draw(st.lists(heavy_tails, min_size=size, max_size=size)), grouped=groups)
         if stream.costs.size < batch:
             continue
         columns = stream.columns
@@ -137,101 +134,7 @@ def test_nobody_is_passed_over_more_than_max_skips_times(groups, data):
         chosen = check(plan, columns, knobs)
         assert batch - group_size < chosen.size <= batch
         assert plan.incomplete_groups == ()
-        if groups == "same_rank":
-            homes = [{stream.groups[i] for one in share for i in one} for share in plan.ranks]
-            assert sum(map(len, homes)) == len(set().union(*homes))
         stream.go(chosen, max_skips)
-
-
-@given(st.data())
-def test_the_guarantee_under_a_token_budget(data):
-    """capacity_tokens <= (max_skips + 1) * batch_tokens: what must go has less tokens than the budget and one unit."""
-    budget = data.draw(st.integers(1, 60), "budget")
-    max_skips = data.draw(st.integers(0, 4), "max_skips")
-    group_size = data.draw(st.sampled_from([None, 1, 3]), "group_size")
-    ranks = data.draw(st.integers(1, 3), "ranks")
-    knobs = PlanKnobs(
-        dp_size=ranks,
-        batch_size=ranks * (group_size or 1),
-        batch_tokens=budget,
-        max_skips=max_skips,
-        counts=data.draw(st.sampled_from(["free", "equal"])),
-        sync=data.draw(st.sampled_from(["step", "micro_batch"])),
-        groups="free" if group_size is None else data.draw(st.sampled_from(["same_batch", "same_rank"])),
-        group_size=group_size,
-        max_tokens_per_micro_batch=data.draw(st.sampled_from([None, 40])),
-        speeds=data.draw(st.sampled_from([None, np.arange(1.0, ranks + 1)])),
-    )
-    stream = Stream()
-    for step in range(data.draw(st.integers(1, 12), "steps")):
-        for size in data.draw(st.lists(st.integers(1, group_size or 1), max_size=8), "sizes"):
-            came = data.draw(st.lists(st.sampled_from([1, 2, 3, 5, 8, 40]), min_size=size, max_size=size))
-            if stream.lengths.sum() + sum(came) > (max_skips + 1) * budget:
-                break
-            stream.come(np.array(came) ** 2, lengths=came, grouped=group_size is not None)
-        if stream.lengths.size < knobs.batch_size:
-            continue
-        columns = stream.columns
-        units = Units.of(columns, knobs)
-        forced = forced_units(units)
-        assert int(units.amounts[forced].sum()) < budget + int(units.amounts.max())
-        plan = plan_batch(columns, knobs, num_rollouts=stream.lengths.size, step=step)
-        chosen = check(plan, columns, knobs)
-        assert chosen.size >= knobs.batch_size - (group_size or 1) + 1
-        assert set(np.flatnonzero(units.of_rollouts(forced))) <= set(chosen)
-        stream.go(chosen, max_skips)
-
-
-@given(st.lists(st.integers(1, 40), min_size=3, max_size=24), st.integers(1, 200))
-def test_a_step_has_the_number_whose_tokens_are_nearest_to_the_budget(lengths, budget):
-    columns = waiting(lengths)
-    knobs = PlanKnobs(dp_size=2, batch_size=3, batch_tokens=budget, max_skips=8)
-    number = picked(plan_fifo(columns, knobs, num_rollouts=len(lengths), step=0)).size
-    missed = {n: abs(sum(lengths[:n]) - budget) for n in range(3, len(lengths) + 1)}
-    assert missed[number] == min(missed.values())
-    alike = waiting([10] * 24)  # every choice has 10 tokens a rollout
-    number = picked(plan_batch(alike, knobs, num_rollouts=24, step=0)).size
-    assert abs(10 * number - min(max(budget, 30), 240)) <= 5
-
-
-@given(st.data())
-def test_every_stratum_gets_its_share_of_every_step(data):
-    """However long its rollouts are: the share of the step, or all that wait of it; and the skip guarantee holds."""
-    group_size = data.draw(st.sampled_from([1, 1, 2]), "group_size")
-    batch = 4 * group_size * data.draw(st.integers(1, 2))
-    shares = data.draw(st.sampled_from([(0.25, 0.0, 0.5), (0.0, 0.3, 0.05), (1.0, 0.0, 0.0), (0.25, 0.25, 0.5)]))
-    in_tokens = data.draw(st.booleans(), "in tokens")
-    max_skips = data.draw(st.integers(4, 9), "max_skips")
-    knobs = PlanKnobs(
-        dp_size=data.draw(st.integers(1, 3)),
-        batch_size=batch,
-        batch_tokens=batch * 5 if in_tokens else None,
-        max_skips=max_skips,
-        sync=data.draw(st.sampled_from(["step", "micro_batch"])),
-        max_tokens_per_micro_batch=data.draw(st.sampled_from([None, 1000])),
-        groups="free" if group_size == 1 else "same_batch",
-        group_size=group_size,
-        stratum_shares=shares,
-    )
-    stream = Stream()
-    for step in range(data.draw(st.integers(1, 8), "steps")):
-        for stratum in data.draw(st.lists(st.integers(-1, 2), max_size=8), "strata"):
-            if stream.costs.size + group_size > (max_skips + 1) * (batch - group_size + 1):
-                break
-            heavy = 1000.0 if stratum == 0 else 3.0  # one environment is long
-            stream.come([heavy] * group_size, grouped=group_size > 1, stratum=stratum)
-        if stream.costs.size < batch:
-            continue
-        columns, strata = stream.columns, stream.strata
-        units = Units.of(columns, knobs)
-        plan = plan_batch(columns, knobs, num_rollouts=stream.costs.size, step=step)
-        chosen = check(plan, columns, knobs)
-        if not forced_units(units).any():
-            for stratum, share in enumerate(shares):
-                due = int(share * chosen.size) // group_size * group_size
-                wanted = max(due, group_size) if share else 0
-                assert (strata[chosen] == stratum).sum() >= min(wanted, (strata == stratum).sum())
-        stream.go(chosen, None if in_tokens else max_skips)
 
 
 @given(st.data())
@@ -245,12 +148,9 @@ def test_exactly_batch_size_and_the_due_go_now(data):
         counts=data.draw(st.sampled_from(["free", "equal"])),
         sync=data.draw(st.sampled_from(["step", "micro_batch"])),
         padded=data.draw(st.booleans()),
-        speeds=data.draw(st.sampled_from([None, "uneven"])),
         max_tokens_per_micro_batch=data.draw(st.sampled_from([None, 1000, 1500])),
         order=data.draw(st.sampled_from(["heaviest_first", "pipeline"])),
     )
-    if knobs.speeds is not None:
-        object.__setattr__(knobs, "speeds", np.arange(1.0, knobs.dp_size + 1))
     due = np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
     skips = np.sort(data.draw(st.lists(st.integers(0, 6), min_size=n, max_size=n)))[::-1]
     number = data.draw(st.integers(1, knobs.batch_size))
@@ -339,7 +239,7 @@ def test_an_outlier_goes_with_another_once_it_is_urgent(skips: int, goes: bool) 
 
 
 def test_a_group_larger_than_a_batch_goes_in_pieces_and_is_flagged():
-    knobs = PlanKnobs(dp_size=2, batch_size=4, max_skips=5, groups="same_batch")
+    knobs = PlanKnobs(dp_size=2, batch_size=4, max_skips=5, whole_groups=True)
     plan = plan_batch(waiting(np.ones(10), groups=[7] * 10), knobs, num_rollouts=4, step=0)
     assert picked(plan).tolist() == [0, 1, 2, 3]
     assert plan.incomplete_groups == (7,)
@@ -380,8 +280,7 @@ def plan_groups(
         Waiting.of(costs), groups=labels, skips=np.where(of["must"], max_skips, 0), group_complete=~of["incomplete"]
     )
     waiting = replace(waiting, lengths=np.array(more.pop("tokens", waiting.lengths)))
-    more = {"groups": "same_batch", **more}
-    knobs = PlanKnobs(dp_size, batch_size, max_skips, group_size=max(map(len, costs_of)), **more)
+    knobs = PlanKnobs(dp_size, batch_size, max_skips, whole_groups=True, group_size=max(map(len, costs_of)), **more)
     plan = plan_batch(waiting, knobs, num_rollouts=int((~of["incomplete"]).sum()), step=0)
     return set(labels[np.concatenate([one for share in plan.ranks for one in share])].tolist()), plan
 
@@ -398,10 +297,6 @@ def test_a_group_is_swapped_for_a_waiting_one_that_makes_the_step_even() -> None
 def test_an_incomplete_group_does_not_come_in() -> None:
     went, _ = plan_groups(UNEVEN, 2, 4, incomplete=[2, 3, 4])
     assert went == {0, 1}
-    sums = [800.0, 650.0, 850.0, 650.0, 750.0, 600.0, 500.0, 700.0]  # of groups that stay on one rank each
-    whole: dict[str, Any] = {"groups": "same_rank", "incomplete": [5]}
-    assert 5 in plan_groups([[0.6 * one, 0.4 * one] for one in sums], 2, 8, groups="same_rank")[0]
-    assert 5 not in plan_groups([[0.6 * one, 0.4 * one] for one in sums], 2, 8, **whole)[0]
 
 
 ALMOST = [[400.0, 250.0], [400.0, 150.0], [400.0, 100.0], [600.0, 150.0]]
@@ -414,36 +309,30 @@ def test_no_group_comes_in_that_costs_ranks_in_step_a_micro_batch_more() -> None
     assert plan_groups(ALMOST, 2, 4, tokens=[50, 50, 50, 50, 100, 50, 50, 50], **in_step)[0] == {0, 1}
 
 
-@pytest.mark.parametrize("how", ["same_batch", "same_rank"])
 @settings(max_examples=40)
 @given(st.data())
-def test_swaps_keep_groups_whole_and_their_number(how: str, data: st.DataObject) -> None:
+def test_swaps_keep_groups_whole_and_their_number(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 3), min_size=4, max_size=16), "sizes")
     costs = np.array(data.draw(st.lists(st.floats(0.01, 100.0), min_size=sum(sizes), max_size=sum(sizes)), "costs"))
     groups = [one.tolist() for one in np.split(costs, np.cumsum(sizes)[:-1])]
     must = data.draw(st.sets(st.integers(0, len(sizes) - 1), max_size=2), "must")
     dp_size, counts = data.draw(st.integers(1, 3), "ranks"), data.draw(st.sampled_from(["free", "equal"]), "counts")
     cap = data.draw(st.sampled_from([None, 150]), "cap")
-    more: dict[str, Any] = {"groups": how, "counts": counts, "max_tokens_per_micro_batch": cap, "must": list(must)}
-    if data.draw(st.booleans(), "slow"):
-        more["speeds"] = np.linspace(0.5, 1.0, dp_size)
+    more: dict[str, Any] = {"counts": counts, "max_tokens_per_micro_batch": cap, "must": list(must)}
     went, plan = plan_groups(groups, dp_size, 6, **more)
     picked = np.sort(np.concatenate([one for share in plan.ranks for one in share]))
     assert picked.size == sum(sizes[group] for group in went) <= 6  # every one of them once
     assert picked.size > min(6, sum(sizes)) - max(sizes)
     assert must <= went
-    if counts == "equal" and how == "same_batch":
+    if counts == "equal":
         held = [sum(map(len, share)) for share in plan.ranks]
         assert max(held) - min(held) <= 1
-    if how == "same_rank":
-        homes = [set(np.repeat(np.arange(len(sizes)), sizes)[np.concatenate(share)]) for share in plan.ranks if share]
-        assert sum(map(len, homes)) == len(went)
 
 
 def test_a_stream_of_groups_idles_little() -> None:
     """Groups of 8, 32 rollouts on 8 ranks, quadratic cost: without swaps 0.8 %."""
     rng, stream, mean, finish = np.random.default_rng(8), Stream(), 0.0, 0.0
-    knobs = PlanKnobs(dp_size=8, batch_size=32, max_skips=8, groups="same_batch", group_size=8)
+    knobs = PlanKnobs(dp_size=8, batch_size=32, max_skips=8, whole_groups=True, group_size=8)
     for step in range(20):
         while stream.costs.size < 64:
             lengths = rng.choice(np.exp(8.0 + 0.4 * rng.standard_normal() + 0.4 * rng.standard_normal(3)), 8)
@@ -454,12 +343,11 @@ def test_a_stream_of_groups_idles_little() -> None:
     assert 1.0 - mean / finish < 0.005
 
 
-def step_time(costs, ranks, speeds=None):
+def step_time(costs, ranks):
     """Sum over locksteps of the rank that is done last."""
-    rate = np.ones(len(ranks)) if speeds is None else speeds
     works = np.zeros((max(map(len, ranks)), len(ranks)))
     for rank, share in enumerate(ranks):
-        works[: len(share), rank] = [costs[one].sum() / rate[rank] for one in share]
+        works[: len(share), rank] = [costs[one].sum() for one in share]
     return float(works.max(axis=1).sum())
 
 
@@ -535,7 +423,7 @@ def test_a_step_that_one_micro_batch_a_rank_cannot_hold_does_not_balance():
     """A second micro-batch would have few rollouts to even out: the long ones go where they fit."""
     tokens = np.array([90, 90, 80, 80, 20, 20, 30, 30])  # oldest first
     nobody, costs = np.zeros(8, dtype=np.bool_), tokens.astype(float)
-    units = Candidates(CostOrder(costs), costs, must=nobody, remaining=np.full(8, 8), num_more=4, ranks=2.0)
+    units = Candidates(CostOrder(costs), costs, must=nobody, remaining=np.full(8, 8), num_more=4, ranks=2)
     assert np.flatnonzero(choose(units)).tolist() == [0, 1, 2, 3]
     assert np.flatnonzero(choose(replace(units, tokens=tokens, room=190.0))).tolist() == [4, 5, 6, 7]
     assert np.flatnonzero(choose(replace(units, tokens=tokens, room=200.0))).tolist() == [2, 3, 4, 5]
@@ -625,20 +513,6 @@ def test_groups_are_complete_as_they_stand_unless_their_size_is_given() -> None:
     assert alone.size == 2, "a negative label is no group"
 
 
-def test_strata_of_a_pool_have_their_shares() -> None:
-    lengths, strata = [100] * 12 + [900] * 4, ["math"] * 12 + ["agent"] * 4
-    knobs: dict[str, Any] = {"dp_size": 2, "batch_size": 8, "strata": strata}
-    assert not {12, 13, 14, 15} & {*planning.choose(lengths, **knobs)}
-    shares: dict[Any, float]
-    for shares, least in (({"agent": 0.25}, 2), ({"agent": 0.01}, 1), ({"agent": 0.5, "none waits": 0.5}, 4)):
-        go = planning.choose(lengths, stratum_shares=shares, **knobs)
-        assert go.size == 8
-        assert sum(strata[place] == "agent" for place in go) >= least
-    groups = np.repeat(np.arange(8), 2)
-    go = planning.choose(lengths, stratum_shares={"agent": 0.25}, groups=groups, **knobs)
-    assert sum(strata[place] == "agent" for place in go) >= 2
-
-
 def test_what_is_chosen_is_int64_even_where_nothing_may_go() -> None:
     go = planning.choose([10, 10], dp_size=1, batch_size=4, groups=[1, 2], group_size=2)
     assert go.shape == (0,)
@@ -667,12 +541,6 @@ def test_what_is_chosen_is_int64_even_where_nothing_may_go() -> None:
         ({"lengths": 3}, r"lengths must be \[n\]"),
         ({"max_skips": -1}, r"max_skips \(-1\) must be >= 0"),
         ({"counts": "even"}, "counts must be"),
-        ({"stratum_shares": {"a": 0.5}}, r"strata must be \[2\]"),
-        ({"strata": ["a"]}, r"strata must be \[2\]"),
-        *(
-            ({"strata": ["a", "b"], "stratum_shares": shares}, "stratum_shares must be .* at most 1 all together")
-            for shares in ({"a": 0.5, "b": 0.6}, {"a": 0.0}, {"a": math.nan}, {"a": "1"}, [0.5], {"a": 1.5})
-        ),
         ({"dp_size": 3}, "every rank gets a rollout"),
         ({"groups": [1, 1], "group_size": 3}, r"group_size \(3\) must be .* batch_size \(2\)"),
         ({"groups": [1, 1], "group_size": 1}, r"group 1 has 2 rollouts, more than group_size \(1\)"),

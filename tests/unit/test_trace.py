@@ -56,16 +56,6 @@ class TestLoad:
         assert trace.arrival_s is not None
         assert trace.arrival_s.tolist() == [1.5, 1.5]
 
-    def test_strata_are_named_where_they_are(self, write: Write) -> None:
-        trace = load_trace(write(f"{HEADER},stratum\np1,1,2,math\np1,1,2,math\np2,3,4,\np3,5,6,code\n"))
-        assert trace.strata is not None
-        assert trace.strata.tolist() == ["math", "math", "", "code"]
-        assert load_trace(write(f"{HEADER},stratum\np1,1,2,\n")).strata is None
-        lengths = {"math": 3, "": 7, "code": 11}
-        for other in (trace.repeated(2), trace.resampled(9, 1), trace.scaled(2.0).scaled(0.5)):
-            assert other.strata is not None
-            assert other.lengths.tolist() == [lengths[name] for name in other.strata]
-
     def test_what_other_tools_write(self, write: Write) -> None:
         """A byte-order mark, Windows line ends, blank lines, integers written as floats, no last line end."""
         trace = load_trace(write("\ufeffgroup_id, prompt_tokens ,output_tokens\r\n\r\n1,2.0,3e1\r\n\r\n2,4,5"))

@@ -11,8 +11,8 @@
     data = trajectories_from(rank_batch.rollouts)        # a rank's list[dict], as train engines take it
 
 A dict's rows are siblings: they get one ``group_id``, and rows of one group that come to one rank leave it in one dict
-again, in their order. Advantages that AReaL normalises over a group need ``BalancerConfig(groups=Groups(size=...,
-keep="same_rank"))``.
+again, in their order. Siblings may lie on different ranks: normalise advantages over a group before
+``rollouts_from``.
 """
 
 from __future__ import annotations
