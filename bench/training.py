@@ -26,7 +26,7 @@ from peers import Floats, finish_times, part, peers
 from stream_balancer_demo.model import Decoder, build_model, loss_sum, training_cost
 from stream_balancer_demo.options import DemoOptions
 
-from stream_balancer import BalancerConfig, Rollout, StreamBalancer
+from stream_balancer import BalancerConfig, MicroBatches, Rollout, StreamBalancer
 from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.cost import CalibratedCost, CostModel, LayerSumCost, TokenCost
 from stream_balancer.rollouts import MicroBatch
