@@ -38,7 +38,7 @@ import anyio.lowlevel
 import torch
 from msgspec.structs import replace
 
-from stream_balancer.client.device import Pace, Stopwatch, Uploader, pinned
+from stream_balancer.client.device import Stopwatch, Uploader, pinned
 from stream_balancer.client.payloads import Fetcher
 from stream_balancer.client.port import Port
 from stream_balancer.client.seats import Seat, seat_in
@@ -109,8 +109,7 @@ class RankFeed(OfOneProcess):
         Asking for the first step acknowledges those: call :meth:`set_version` before.
         ``mesh``: a DeviceMesh in place of ``rank`` and ``dp_size``; processes that differ only along dimensions other
         than ``dp_dim`` (tensor, context, pipeline parallel) get the same steps, and all of them iterate. ``dp_dim``
-        may name several dimensions (HSDP). ``device``: where tensors are wanted; copies run beside the step before, and
-        where work may be moved to other ranks, a loop over a step is given no more than one micro-batch ahead of it.
+        may name several dimensions (HSDP). ``device``: where tensors are wanted; copies run beside the step before.
         ``incarnation``: how often this rank was started before (default: TORCHELASTIC_RESTART_COUNT, else 0).
         ``role``: this rank computes columns that the trainer's ranks wait for, and gives them with
         ``micro_batch.give(...)``: see ``serve(roles=)``.
@@ -253,7 +252,7 @@ class RankFeed(OfOneProcess):
             held.has_finished(held.parts[number], ack=self._auto_ack)
         oldest = held.oldest
         if oldest is not None and (early or held.is_complete(oldest)) and (part := held.next_step()) is not None:
-            self._hand = Step(port, part, self.acknowledge_through, self.waiting_s, Pace(self._device))
+            self._hand = Step(port, part, self.acknowledge_through, self.waiting_s)
             if part.number and held.meets and held.weights is None and not held.role:
                 self._begin_in_the_midst(part.number)
             return True

@@ -121,8 +121,6 @@ class Held:
             self.ended = self.ended or message.end
         elif isinstance(message, m.Drop):
             self._drop(message)
-        elif isinstance(message, m.Recall):
-            self._release(message)
         elif not isinstance(message, m.Seal | m.Go | m.Rewind):
             raise WireError(f"a {type(message).__name__} message for a rank")
         elif (part := self.parts.get(message.step)) is None:
@@ -184,22 +182,6 @@ class Held:
         lacks = part is not None if self.weights is None else drop.step >= self.weights
         if drop.met and self.meets and not self.role and lacks:
             self.left_behind = drop
-
-    def _release(self, recall: m.Recall) -> None:
-        """Give back the last ones; keep as many as each idle rank gets, rounded down."""
-        part, ids = self.parts.get(recall.step), list[int]()
-        if part is not None and part.attempt == recall.attempt:
-            free = list[int]()
-            # without a gap, so that all seats keep one order
-            for id_, work in reversed(part.work.items()):
-                if work.begun or id_ not in recall.items:
-                    break
-                free.append(id_)
-            # each of those that are idle, and this one, get the same share
-            ids = free[: len(free) - len(free) // (recall.idle + 1)]
-            for id_ in ids:
-                del part.work[id_]
-        self._say("released", recall.step, recall.attempt, tuple(ids))
 
     def fetched(self, number: int, uid: int, id_: int, missing: Mapping[str, str]) -> None:
         """The payloads of an item are here, but for those of the ``missing`` rollouts, with why. Ignored are a second

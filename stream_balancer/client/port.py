@@ -3,7 +3,7 @@
 ::
 
     I/O thread    Work -> decode -> (fetch what lies elsewhere) -> Held     trainer   Held -> step, micro-batch
-                  Seal, Go, Recall, Rewind, Drop ----------------> Held               done, finish, ack -> Held.out
+                  Seal, Go, Rewind, Drop ------------------------> Held               done, finish, ack -> Held.out
                   connected: Held.has() was said in Join                   both       Held.out -> Report
 
 Facts wait in ``Held.out`` while there is no connection; :meth:`Held.has` says at the next join what they would have.
@@ -104,9 +104,9 @@ class Port:
 
     # from any thread
 
-    async def wait_for(self, look: Callable[[], _T | None], before: Callable[[], object] = lambda: None) -> _T:
+    async def wait_for(self, look: Callable[[], _T | None]) -> _T:
         """The value that ``look`` finds, under the lock, as soon as it finds something. What has come is found before a
-        lost controller is told. ``before``: called before it looks, without the lock."""
+        lost controller is told."""
         # A thread may be interrupted before it has left: it may come again.
         me: object = threading.get_ident() if hasattr(blocking_deadline, "at") else object()
         with self.lock:
@@ -119,7 +119,6 @@ class Port:
         began = self.waiting_since = time.monotonic()
         try:
             while True:
-                before()
                 with self.lock:
                     # in place before it looks: what comes between that and the wait sets it
                     news = self._news = Signal()

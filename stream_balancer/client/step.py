@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import anyio.lowlevel
 from torch import Tensor
 
-from stream_balancer.client.device import Pace
 from stream_balancer.errors import ClosedResourceError, ConfigError, RankLostError
 from stream_balancer.facade import refuse_in_event_loop, run
 from stream_balancer.rollouts import MicroBatch
@@ -57,12 +56,12 @@ class Step(OneRank):
     """Step: what one rank has of an optimizer step. Iterate it for its micro-batches, then :meth:`finish`.
 
     It is a rank batch too: ``step.micro_batches``, ``step.global_num_tokens`` and the like wait until the step is
-    complete. Whoever asks for ``micro_batches`` keeps all of them: none is given to ranks that are faster.
+    complete.
     """
 
-    def __init__(self, port: Port, part: Part, acknowledge: Callable[[int], None], waited_s: float, pace: Pace) -> None:
+    def __init__(self, port: Port, part: Part, acknowledge: Callable[[int], None], waited_s: float) -> None:
         self._port, self._held, self._part = port, port.held, part
-        self._acknowledge, self._pace = acknowledge, pace
+        self._acknowledge = acknowledge
         self._whole: tuple[MicroBatch, ...] | None = None
         self._end: End | None = None
         # time that the trainer waited inside the step is taken off: it is not its own work
@@ -81,7 +80,7 @@ class Step(OneRank):
     def __next__(self) -> MicroBatch:
         """The next micro-batch that can begin. Blocks until there is one, or nothing is left on any rank."""
         instead = "`async for micro_batch in step`"
-        found = self._at_once(self._look_next, "iterating a step", instead, self._keep_pace)
+        found = self._at_once(self._look_next, "iterating a step", instead)
         if not found:
             raise StopIteration
         return found[0]
@@ -94,7 +93,7 @@ class Step(OneRank):
         """As ``next()``, without blocking the event loop. If cancelled, none was begun."""
         # each item is a place to be cancelled at, also where nothing is waited for
         await anyio.lowlevel.checkpoint()
-        found = await self._port.wait_for(self._look_next, self._keep_pace)
+        found = await self._port.wait_for(self._look_next)
         if not found:
             raise StopAsyncIteration
         return found[0]
@@ -106,13 +105,13 @@ class Step(OneRank):
 
         Blocks. Raises ValueError if the loop over the step was left before its end, and what the feed raises.
         """
-        found = self._at_once(self._look_end, "step.finish()", "`await step.async_finish()`", self._keep_pace)
+        found = self._at_once(self._look_end, "step.finish()", "`await step.async_finish()`")
         return found[0] if found else None
 
     async def async_finish(self) -> End | None:
         """:meth:`finish`, without blocking the event loop."""
         await anyio.lowlevel.checkpoint()
-        found = await self._port.wait_for(self._look_end, self._keep_pace)
+        found = await self._port.wait_for(self._look_end)
         return found[0] if found else None
 
     @property
@@ -183,29 +182,14 @@ class Step(OneRank):
 
     # what is looked at, with the port's lock held: None for "wait", an empty tuple for "over"
 
-    def _at_once(
-        self, look: Callable[[], _T | None], what: str, instead: str, before: Callable[[], object] = lambda: None
-    ) -> _T:
-        before()
+    def _at_once(self, look: Callable[[], _T | None], what: str, instead: str) -> _T:
         with self._port.lock:
             found = look()
         self._port.flush()
         if found is not None:
             return found
         refuse_in_event_loop(f"{what} waits for others, which", f"There, {instead}")
-        return run(partial(self._port.wait_for, look, before))
-
-    def _keep_pace(self) -> None:
-        """Wait for the device, without the lock: the I/O thread must go on receiving meanwhile."""
-        # what is begun cannot be given to others
-        if self._held.meets:
-            with self._port.lock:
-                left = [work for work in self._part.work.values() if not work.done]
-            if any(work.begun for work in left):
-                self._pace.keep()
-            # idle is who has nothing left to compute, not who has nothing left to enqueue
-            if all(work.begun for work in left):
-                self._pace.finish()
+        return run(partial(self._port.wait_for, look))
 
     @property
     def is_mine(self) -> bool:
@@ -341,9 +325,9 @@ class Step(OneRank):
             return
         if self._held.meets and self._end is None:
             raise ConfigError(
-                f"step {self.step} may change until its ranks meet, as on_rank_loss='replan' and move_late=True want "
-                "it, and this loop did not ask. Before they meet, call `end = step.finish()`, after `for micro_batch "
-                "in step`: docs/elastic.md has the loop"
+                f"step {self.step} may change until its ranks meet, as on_rank_loss='replan' wants it, and this "
+                "loop did not ask. Before they meet, call `end = step.finish()`, after `for micro_batch in step`: "
+                "docs/elastic.md has the loop"
             )
         waited_s = self._port.waited_s - self._waited_before
         seconds = max(time.monotonic() - self._taken_at - waited_s, 0.0)

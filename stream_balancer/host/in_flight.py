@@ -24,7 +24,7 @@ class InFlight:
 
     def __init__(
         self, balancer: StreamBalancer, transport: Transport, roles: Mapping[str, Sequence[str]],
-        rejoin_timeout_s: float, *, replan: bool, moves: bool,
+        rejoin_timeout_s: float, *, replan: bool,
     ) -> None:  # fmt: skip
         self.balancer, self.transport, self.core = balancer, transport, balancer.parts.core
         self.shell, self.handed = balancer.parts, balancer.parts.handed
@@ -35,7 +35,7 @@ class InFlight:
         self.speeds = dict(enumerate(balancer.config.speeds or ()))
         """Speeds by the rank's number; none, if they were not given."""
         self.columns = Columns(roles)
-        self.ledger = Ledger(self._lay_out, meets=replan or moves, moves=moves, generation=new_generation())
+        self.ledger = Ledger(self._lay_out, meets=replan, generation=new_generation())
         # ranks may live longer than this run, and than the controller: what is known of them is passed on
         self.ranks = Ranks(self.ledger, self.core, roles, transport.dp_size, rejoin_timeout_s, self.handed.came)
         self.plans: dict[int, StepPlan] = {}

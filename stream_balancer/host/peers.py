@@ -1,7 +1,7 @@
 """Peers of one run of ``serve``: joins, calls, reports and ends become facts of the ledger, in the order in which they
 came. Reports of a rank::
 
-    taken, released, at_barrier, acknowledged   as they are
+    taken, at_barrier, acknowledged   as they are
     done          of a role: with the columns of one item
     fetched       payloads are there, but for those that are gone with their owner: named in the log, and masked
     finished      with the seconds that the rank computed and waited
@@ -123,7 +123,7 @@ class Peers(Sender, Host):
         match report.fact:
             case "taken":
                 self.ledger.taken(member.id, seat, report.step, report.attempt)
-            case "done" | "fetched" | "released" | "at_barrier":
+            case "done" | "fetched" | "at_barrier":
                 self._on_work(member, seat, report, memory)
             case "finished":
                 self._finished(member, seat, report)
@@ -151,8 +151,6 @@ class Peers(Sender, Host):
                 missing: dict[str, str] = _read(report, dict[str, str])
                 self._miss(member, report, items, missing)
                 ledger.fetched(share, seat, report.items, missing)
-            case "released":
-                ledger.released(share, seat, report.items)
             case "at_barrier":
                 ledger.at_barrier(share, seat, _read(report, int | None) or 0)
 

@@ -17,7 +17,6 @@ from stream_balancer.core.steps.orders import (
     SendDrop,
     SendEnd,
     SendGo,
-    SendRecall,
     SendRewind,
     SendSeal,
     SendWork,
@@ -63,8 +62,6 @@ class Sender(InFlight):
                 self._send(order)
             case SendGo():
                 self._tell(order, messages.Go(order.step, tuple(sorted(order.items)), tuple(sorted(order.gone))))
-            case SendRecall():
-                self._tell(order, messages.Recall(order.step, order.attempt, order.items, order.idle))
             case SendSeal():
                 self._seal(order)
             case SendRewind():

@@ -61,7 +61,6 @@ async def serve(
     *,
     rejoin_timeout_s: float = 0.0,
     on_rank_loss: OnRankLoss = "raise",
-    move_late: bool = False,
     roles: Mapping[str, Sequence[str]] | None = None,
     open: bool = False,
 ) -> None:
@@ -79,10 +78,8 @@ async def serve(
     after all, for one more. Where ranks share rollouts or meet at every micro-batch, those that share with it begin the
     step again. The last rank's loss is raised. See docs/elastic.md.
 
-    ``move_late=True`` is for a rank that is slow without notice: once half of the ranks have nothing left to do in a
-    step, they take over the micro-batches that the others have not begun: equal counts are those of the plan. See
-    docs/elastic.md. Both are for ranks that iterate their step and call ``step.finish()``. Raises ConfigError for
-    what docs/tuning.md lists.
+    ``"replan"`` is for ranks that iterate their step and call ``step.finish()``. Raises ConfigError for what
+    docs/tuning.md lists.
 
     You may acknowledge too, with ``balancer.acknowledge_through(step)`` at a checkpoint: what ranks report of these
     steps later changes nothing, and a rank that comes back does not get them again.
@@ -117,8 +114,12 @@ async def serve(
             "let all ranks and producers connect to one. To serve elsewhere, cancel that one first"
         )
     config = balancer.config
-    if on_rank_loss == "replan" or move_late:
-        _check_knobs(config, late=move_late)
+    if on_rank_loss == "replan" and (mini := config.step_size.mini_batches) > 1:
+        # the constructor of the balancer cannot check it: options of serve() are not known there
+        raise ConfigError(
+            f"on_rank_loss='replan' with step_size.mini_batches={mini}: ranks meet several times in a step, and what "
+            "changes hands in between cannot join the meetings that are over. Leave one of them out"
+        )
     async with AsyncExitStack() as stack:
         if isinstance(transport, str):
             host, port = split_address(transport)
@@ -130,9 +131,7 @@ async def serve(
                 f"dp_size={config.dp_size}. Give both the same number of data-parallel ranks; if that has changed "
                 "since the transport was made, call transport.resize() first"
             )
-        run = _Server(
-            balancer, transport, roles or {}, rejoin_timeout_s, replan=on_rank_loss == "replan", moves=move_late
-        )
+        run = _Server(balancer, transport, roles or {}, rejoin_timeout_s, replan=on_rank_loss == "replan")
         await run.serve(open)
 
 
@@ -386,27 +385,6 @@ class _Server(Peers, Observer):
         """The condition may hold once what follows from new facts was carried out."""
         while not condition():
             await self.changes.wait()
-
-
-def _check_knobs(config: BalancerConfig, *, late: bool) -> None:
-    """Raise ConfigError for knobs that rule the option out."""
-    option = "move_late=True" if late else "on_rank_loss='replan'"
-    multiple, mini = config.micro_batches.multiple_of, config.step_size.mini_batches
-    # the constructor of the balancer cannot check these: options of serve() are not known there
-    meets = (
-        "ranks meet several times in a step, and what changes hands in between cannot join the meetings that are over"
-    )
-    at_once = "all ranks run a micro-batch together, so none is idle before the others"
-    any_number = "a rank that some are moved from is left with any number"
-    takes = "a micro-batch that is moved takes part of a group away"
-    for is_set, knob, why in (
-        (mini > 1, f"step_size.mini_batches={mini}", meets),
-        (late and config.sync == "micro_batch", "sync='micro_batch'", at_once),
-        (late and multiple > 1, f"micro_batches.multiple_of={multiple}", any_number),
-        (late and config.groups.keep == "same_rank", "groups.keep='same_rank'", takes),
-    ):
-        if is_set:
-            raise ConfigError(f"{option} with {knob}: {why}. Leave one of them out")
 
 
 _LEAVE_S = 60.0  # a feed that is iterated leaves by itself; one that was dropped must not keep the controller for ever

@@ -177,16 +177,6 @@ class Work(Message, frozen=True, tag=10):
     missing."""
 
 
-class Recall(Message, frozen=True, tag=11):
-    """C to R: these items may go to idle ranks. The rank gives back those it has not begun, and keeps its share."""
-
-    step: Count
-    attempt: Count
-    items: Counts
-    idle: Count
-    """So many ranks have nothing to do."""
-
-
 class ResizedExecution(msgspec.Struct, frozen=True, array_like=True):
     """Rest of an execution."""
 
@@ -221,7 +211,7 @@ class Notify(Message, frozen=True, tag=13):
 
 
 class Report(Message, frozen=True, tag=14):
-    """R to C: a fact about a step: taken, done (bytes behind it are columns), fetched, released, at_barrier, finished,
+    """R to C: a fact about a step: taken, done (bytes behind it are columns), fetched, at_barrier, finished,
     acknowledged."""
 
     fact: Name
@@ -280,7 +270,7 @@ class Reply(Message, frozen=True, tag=22):
 
 
 AnyMessage: TypeAlias = (
-    Hello | Challenge | Join | Welcome | Refused | Close | MoverNote | Work | Recall | Seal | Notify | Report | Go
+    Hello | Challenge | Join | Welcome | Refused | Close | MoverNote | Work | Seal | Notify | Report | Go
     | Rewind | Drop | Call | Cancel | Reply
 )  # fmt: skip
 

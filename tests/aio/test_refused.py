@@ -91,7 +91,6 @@ async def _reserve(balancer: sb.StreamBalancer) -> None:
 
 OPTIONS: dict[str, Callable[[sb.StreamBalancer], Awaitable[None]]] = {
     'serve(on_rank_loss="replan")': partial(_serve, on_rank_loss="replan"),
-    "serve(move_late=True)": partial(_serve, move_late=True),
     "batches(open=True)": _open,
     "reserve()": _reserve,
 }

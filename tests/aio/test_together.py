@@ -29,12 +29,11 @@ from stream_balancer.rollouts import MicroBatch, Rollout
 from stream_balancer.testing import BACKENDS, MemoryNetwork, make_rollout
 
 FEATURES = (
-    "open", "groups", "roles", "replan", "late", "resize", "direct", "journal", "seats", "shared", "prefixes",
+    "open", "groups", "roles", "replan", "resize", "direct", "journal", "seats", "shared", "prefixes",
     "mini_batches", "changes",
 )  # fmt: skip
 KNOBS: dict[str, dict[str, Any]] = {
     "groups": {"groups": {"size": 3, "keep": "same_batch"}},
-    "late": {"micro_batches": {"max_tokens": 60}},
     "shared": {"context_parallel": {"sizes": (1, 2), "min_tokens": 40}, "micro_batches": {"max_tokens": 60}},
     "prefixes": {"groups": {"size": 3, "share_prefixes": True}},
     "mini_batches": {"step_size": {"mini_batches": 2}},
@@ -46,7 +45,6 @@ REFUSED = {
     for pair, why in {
         # ranks meet several times in a step
         "replan+mini_batches": "cannot join the meetings that are over",
-        "late+mini_batches": "cannot join the meetings that are over",
         # it cannot be cut from a step that is not whole; rows that an optimizer step follows are a step themselves
         "open+mini_batches": "a mini-batch in rows is a step by itself",
     }.items()
@@ -60,7 +58,6 @@ class Lane(Crew):
     def __init__(self, team: Team, seat: int) -> None:
         super().__init__(team, team.die.copy())  # type: ignore[arg-type]
         self.team, self.seat, self.rejoin = team, seat, "journal" in team.features
-        self.seconds = team.seconds
 
     async def train(self, rank: int, **join: Any) -> None:
         seats = {"seat": self.seat, "seats": self.team.num_seats} if self.team.num_seats > 1 else {}
@@ -86,9 +83,7 @@ class Team:
         chance = self.chance = random.Random(f"{sorted(features)}{seed}")
         self.features, self.folder, self.disk = features, folder, disk
         disk.delay_s = chance.choice([0.0, 0.02, 0.5])
-        self.meets = bool(features & {"replan", "late"})
         self.num_seats = 2 if "seats" in features else 1
-        self.speed = {rank: chance.choice([1.0, 1.0, 3.0]) if "late" in features else 1.0 for rank in range(2 * SIZE)}
         # nobody comes back to a place that is no more
         victim = chance.randrange(1, SIZE - 1 if "resize" in features else SIZE)
         at = (chance.randrange(NUM_STEPS), chance.choice(WHENS))
@@ -134,7 +129,7 @@ class Team:
     def _drawn_knobs(self) -> dict[str, Any]:
         pick, size = self.chance.choice, self.chance.choice([12, 12, 24])
         groups: dict[str, Any] = {"size": pick([1, 2, 3, 4]), "keep": pick(["same_batch", "same_rank", "free"])}
-        if self.features & {"open", "late"} and groups["keep"] == "same_rank":
+        if "open" in self.features and groups["keep"] == "same_rank":
             groups["keep"] = "same_batch"
         if groups["keep"] != "free" and groups["size"] > 1 and pick([True, False]):
             groups |= {"min_size": -(-groups["size"] // 2), "patience": pick([0.0, 2.0, 9.0])}
@@ -167,9 +162,6 @@ class Team:
     def _has_groups(self) -> bool:
         return bool(self.features & {"groups", "prefixes"})
 
-    def seconds(self, rank: int, step: int) -> float:
-        return self.speed[rank]
-
     def connect(self, rank: int, **join: Any) -> Any:
         return self.network.connect(rank, **join) if self.kept is None else self.kept.port(self.network, rank, **join)
 
@@ -185,7 +177,6 @@ class Team:
         return {
             "rejoin_timeout_s": 2.0 if "replan" in self.features else 1000.0,
             "on_rank_loss": "replan" if "replan" in self.features else "raise",
-            "move_late": "late" in self.features,
             "open": "open" in self.features,
             **(ROLE if "roles" in self.features else {}),
         }
@@ -331,14 +322,14 @@ FOUND = {
     # a declared group of which a rollout was lost with its producer was never forgotten; a rank that came back and was
     # given the step after one that others still worked on was believed to have that one in its weights; one that had
     # not said its weights was thrown out by a controller that had lost an acknowledgement
-    "changes+direct+groups+journal+late+replan+roles": (120, 122, 5262, 3888),
+    "changes+direct+groups+journal+replan+roles": (120, 122, 5262, 3888),
     # a rank that was no more when the controller died was asked for the next step, without the ones in between
     "journal+prefixes+replan+resize+seats+shared": (3455144,),
     # a rank came to a free place below a number that is still taken, and was told that there are more ranks than were
     # asked for
-    "journal+late+replan+resize+seats+shared": (9795006,),
+    "journal+replan+resize+seats+shared": (9795006,),
     # ranks that had left before a crash that forgot it were waited for by a controller with nothing to do
-    "changes+direct+groups+journal+late+open+replan+roles": (3201, 20195),
+    "changes+direct+groups+journal+open+replan+roles": (3201, 20195),
 }
 """Features and seeds of faults that were found here."""
 
@@ -388,7 +379,7 @@ async def test_together(features: frozenset[str], seed: int, tmp_path: Path) -> 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(0, 5000, 250))
-@pytest.mark.parametrize("features", ["open+groups+changes", "groups+changes+roles+replan+late+direct+journal"])
+@pytest.mark.parametrize("features", ["open+groups+changes", "groups+changes+roles+replan+direct+journal"])
 async def test_changes_in_the_midst_of_steps_in_5_000_schedules(features: str, first: int, tmp_path: Path) -> None:
     for seed in range(first, first + 250):
         more = {"open"} if seed % 2 else set()

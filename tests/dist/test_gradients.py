@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -42,22 +41,20 @@ KNOBS: dict[str, dict[str, Any]] = {
     "cap": {"micro_batches": {"max_tokens": 80}},
     "lockstep": {"micro_batches": {"max_tokens": 80}, "sync": "micro_batch"},
     "mini_batches": {"step_size": {"mini_batches": 2}},
-    "late": {"micro_batches": {"max_tokens": 80}},
     "tokens": {"step_size": {"tokens": 900, "window_tokens": 900}, "batch_size": None, "window": None},
 }
 SERVED: dict[str, dict[str, Any]] = {
-    "late": {"move_late": True},
     "replan": {"on_rank_loss": "replan"},
     "open": {"open": True},
     "roles": {"roles": {"weigher": ["weight"]}},
 }
 FEATURES = (
-    "groups", "prefixes", "shared", "cap", "lockstep", "mini_batches", "late", "replan", "open", "direct", "tokens",
+    "groups", "prefixes", "shared", "cap", "lockstep", "mini_batches", "replan", "open", "direct", "tokens",
     "torch_dist", "roles", "resize", "seats", "journal",
 )  # fmt: skip
 APART = (
-    {"late", "lockstep"}, {"prefixes", "groups"}, {"cap", "lockstep"}, {"prefixes", "lockstep"},
-    *({"mini_batches", other} for other in ("late", "replan", "open", "tokens")), {"open", "tokens"},
+    {"prefixes", "groups"}, {"cap", "lockstep"}, {"prefixes", "lockstep"},
+    *({"mini_batches", other} for other in ("replan", "open", "tokens")), {"open", "tokens"},
     {"journal", "torch_dist"},
 )  # fmt: skip
 """Combinations that are refused, that set one knob to two values, or that do not meet: who comes to another controller
@@ -164,8 +161,6 @@ def run_rank(
         for micro_batches, loss_tokens in pieces(step, features):
             gradient = Gradient(tree="prefixes" in features, **weights)
             for micro_batch in micro_batches:
-                if "late" in features and rank == 0:
-                    time.sleep(0.1)  # the others are idle meanwhile
                 gradient.add(micro_batch)
             made.append((gradient, loss_tokens))
         if (end := step.finish()) is None:
@@ -190,7 +185,7 @@ def batched(rollouts: Sequence[sb.Rollout], size: int) -> Iterable[Sequence[sb.R
 def rollouts(features: frozenset[str]) -> list[sb.Rollout]:
     """Siblings begin with the same tokens. Every seventh token is masked."""
     made, grouped = [], bool(features & {"groups", "prefixes"})
-    long = 140 if features & {"cap", "lockstep", "late"} else 400  # two ranks can hold it
+    long = 140 if features & {"cap", "lockstep"} else 400  # two ranks can hold it
     for number in range(STEPS * BATCH):
         group = number // 4 if grouped else number
         is_long = "shared" in features and number % BATCH == 0
@@ -385,7 +380,7 @@ def test_gradients_of_features_together(
         rank not in planned.rank_of.get(name, {rank})
         for (rank, _), words in said.items() for *_, ids, _ in words for name in ids
     ):  # fmt: skip
-        planned.seen |= {"late", "replan"}
+        planned.seen.add("replan")
     if planned.sizes >= ({RANKS - 2} if "replan" in features else {RANKS + 1, RANKS - 1}):
         planned.seen.add("resize")
     if {seat for _, seat in said} == {0, 1}:

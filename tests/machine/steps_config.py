@@ -16,7 +16,6 @@ class Config:
     depth: int = 2
     meets: bool = True
     """The ranks meet through the feed; else loops are plain."""
-    moves: bool = False
     is_open: bool = False
     """Steps grow by rows."""
     roles: tuple[str, ...] = ()
@@ -52,7 +51,6 @@ def random_config(seed: int) -> Config:
         steps=r.randint(1, 4),
         depth=r.randint(1, 2),
         meets=meets,
-        moves=meets and r.random() < 0.5,
         is_open=r.random() < 0.4,
         roles=r.choice([(), (), ("ref",), ("ref", "value")]),
         role_ranks=r.randint(1, 2),

@@ -19,7 +19,7 @@ _ITEM = re.compile(r"(?P<id>\d+)@(?P<owner>\w+)(?:/(?P<group>\d+))?(?:<(?P<needs
 
 def say_to(ledger: Ledger, fact: str, one: RankId, *args: Any) -> None:
     """A fact, by what a process says: work is looked up by seat, step and attempt."""
-    if fact not in ("done", "fetched", "released", "at_barrier"):
+    if fact not in ("done", "fetched", "at_barrier"):
         getattr(ledger, fact)(one, *args)
     elif (share := ledger.share_of(one, *args[:3])) is not None:
         getattr(ledger, fact)(share, args[0], *args[3:])

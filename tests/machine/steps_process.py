@@ -17,7 +17,6 @@ from stream_balancer.core.steps.orders import (
     Order,
     SendDrop,
     SendGo,
-    SendRecall,
     SendRewind,
     SendSeal,
     SendWork,
@@ -359,7 +358,7 @@ class Process:
 
 # -- what travels ------------------------------------------------------------------------------------------------------
 
-_SAID = {"acknowledged": 2, "taken": 3, "finished": 3, "released": 4, "done": 4, "fetched": 5}
+_SAID = {"acknowledged": 2, "taken": 3, "finished": 3, "done": 4, "fetched": 5}
 
 
 def as_heard(said: tuple[m.Report, Payload]) -> tuple[Any, ...]:
@@ -378,8 +377,6 @@ def as_sent(order: Order, *, meets: bool) -> m.Message:
             return m.Work(order.step, order.uid, order.attempt, items, head, tuple(order.gone))
         case SendGo():
             return m.Go(order.step, tuple(order.items), tuple(order.gone))
-        case SendRecall():
-            return m.Recall(order.step, order.attempt, order.items, order.idle)
         case SendSeal():
             ranks = tuple(one.number for one in order.seal.ranks)
             return m.Seal(

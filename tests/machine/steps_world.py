@@ -83,9 +83,7 @@ class World:
 
     def start_controller(self) -> None:
         config, journal = self.config, self.journal
-        ledger = self.ledger = self.make_ledger(
-            self.lay_out, meets=config.meets, moves=config.moves, generation=self.generation
-        )
+        ledger = self.ledger = self.make_ledger(self.lay_out, meets=config.meets, generation=self.generation)
         self.generation += 1
         self.columns.clear()
         for role, numbers in self.wanted.items():

@@ -80,14 +80,6 @@ def _acknowledge_for_all(ledger: Ledger, *said: Any) -> None:
         step.acks = len(step.participants) if step.acks else 0
 
 
-def _give_back_the_first(held: Held, order: Any) -> None:
-    part = held.parts[order.step]
-    ids = [id_ for id_ in order.items if not part.work[id_].begun][:1]
-    for id_ in ids:
-        del part.work[id_]
-    held._say("released", order.step, order.attempt, tuple(ids))
-
-
 FAULTS: dict[str, tuple[str, Any, str, Make, dict[str, Any]]] = {
     # invariant, where, what, the fault, features that it is about
     "sealed is taken for not met": (
@@ -138,7 +130,7 @@ FAULTS: dict[str, tuple[str, Any, str, Make, dict[str, Any]]] = {
     "the journal is believed whatever has moved": (
      "once", step_orders, "_settle",
      _before(lambda book, step: _set(step, is_changed=False)),
-     {**GIVEN_UP, "moves": True, "faults": ("kill", "give_up", "restart"), "roles": ()}),
+     {**GIVEN_UP, "faults": ("kill", "give_up", "restart"), "roles": ()}),
     "work of a dead process is kept": (
      "once", joining, "_forget",
      lambda old: lambda step, share, item, seats: None if item.done & seats else old(step, share, item, seats),
@@ -147,16 +139,6 @@ FAULTS: dict[str, tuple[str, Any, str, Make, dict[str, Any]]] = {
      "seal", step_orders, "_seal",
      _before(lambda book, step: _set(step, seals=0)),
      {**GIVEN_UP, "num_faults": 12, "ranks": 3, "steps": 2, "seats": 1, "roles": ()}),
-    "the first items are given back, not the last": (
-     "order", Held, "_release", lambda old: _give_back_the_first,
-     {"meets": True, "moves": True, "seats": 2, "ranks": 3, "remote": False, "roles": (), "lockstep": False}),
-    "what one seat gives back is free": (
-     "order", Ledger, "gave_back",
-     _before(lambda ledger, share: share.recalled.update(
-         (id_, share.rank.full) for id_, seats in share.recalled.items() if seats)),
-     {"meets": True, "moves": True, "seats": 2, "remote": False}),
-    "what is given back is not heard": (
-     "stall", Ledger, "released", _always(None), {"meets": True, "moves": True}),
     "shared items are overtaken": (
      "order", rank_orders, "_ready",
      lambda old: lambda share: [it for it in rank_orders.in_order(share.unsent.values()) if share.step.is_ready(it)],

@@ -289,38 +289,6 @@ def test_what_is_lost_after_a_plain_seal_is_in_the_journal() -> None:
     assert play.fetched("1", 0, 1, [1], ["r1"]) == []
 
 
-def test_what_one_seat_gives_back_and_another_has_begun_stays() -> None:
-    play = Play("0 1", seats=2, moves=True)
-    play.plan("0@0 1@1 2@1 3@1")
-    play.train("0.0", [0])
-    assert play.train("0.1", [0]) == ["recall 1.0 [1 2 3]", "recall 1.1 [1 2 3]"]
-    assert play.released("1.0", 0, 1, [2, 3]) == []
-    assert play.released("1.1", 0, 1, [3]) == ["replan [3] over 0", "send 0.0 [13]", "send 0.1 [13]", "send 1.0 [2]"]
-
-
-def test_nobody_meets_while_a_seat_has_not_answered_a_recall() -> None:
-    """One seat has trained what the other, which now waits, has given back."""
-    play = Play("0 1", seats=2, moves=True)
-    play.plan("0@0 1@1 2@1 3@1")
-    play.train("0.0", [0])
-    play.train("0.1", [0])
-    assert play.train("1.1", [1, 2, 3]) == []
-    assert play.released("1.0", 0, 1, [2, 3]) == []
-    assert play.train("1.0", [1]) == []
-    assert play.released("1.1", 0, 1, []) == ["send 1.0 [2 3]"]
-
-
-def test_a_link_that_broke_before_a_recall_was_answered_gives_nothing_back() -> None:
-    """What the process says it has is its answer."""
-    play = Play("0 1", seats=2, moves=True)
-    play.plan("0@0 1@1 2@1 3@1")
-    play.train("0.0", [0])
-    play.train("0.1", [0])
-    play.released("1.0", 0, 1, [2, 3])
-    play.lost("1.1")
-    assert play.join("1", 1, has={0: held("1+ 2+ 3")}) == ["send 1.0 [2 3]"]
-
-
 def test_a_role_that_was_through_with_a_step_is_given_more_of_it() -> None:
     play = Play("0 ref0 ref1")
     play.plan("0@0<1,2 1@ref0 2@ref1")
@@ -553,13 +521,6 @@ def test_a_step_that_was_never_its_own_leaves_a_process_behind_if_its_weights_ar
         process.take(drop)
     assert news.left_behind is None
     assert older.left_behind == drop
-
-
-def test_who_gives_back_keeps_as_much_as_each_idle_rank_gets() -> None:
-    process = Held(meets=True)
-    process.take(m.Work(0, 0, 1, tuple(map(m.WorkItem, range(7))), m.StepHead(3, 1.0, meets=True)))
-    process.take(m.Recall(0, 1, tuple(range(7)), idle=2))
-    assert [(report.fact, report.items) for report, _ in process.out] == [("released", (6, 5, 4, 3, 2))]
 
 
 def test_a_rewind_that_is_said_twice_takes_nothing_of_the_new_attempt() -> None:

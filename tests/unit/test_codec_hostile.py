@@ -54,7 +54,7 @@ def example_of(kind: type[m.Message]) -> m.Message:
     values: dict[str, Any] = {}
     for name, type_ in get_type_hints(kind, include_extras=True).items():
         known = SPECIAL.get(name)
-        if kind in (m.Go, m.Recall, m.Report) and name == "items":
+        if kind in (m.Go, m.Report) and name == "items":
             known = (1, 2, 3)
         elif kind is m.Close or name == "movers" or name == "body":
             known = {"reason": "why", "movers": ("shared_memory",), "body": b"note"}[name]

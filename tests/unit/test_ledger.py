@@ -4,15 +4,15 @@ holds in any order is in tests/machine."""
 from __future__ import annotations
 
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.orders import Behind, SendEnd, SendRecall, SendSeal, SendWork
+from stream_balancer.core.steps.orders import Behind, SendEnd, SendSeal, SendWork
 from stream_balancer.core.steps.state import TRAIN, HeldStep, Item, Piece, RankId, Share
 
 ZERO, ONE, REF = RankId(TRAIN, 0), RankId(TRAIN, 1), RankId("ref", 0)
 
 
-def ledger_of(*ranks: RankId, moves: bool = False) -> Ledger:
+def ledger_of(*ranks: RankId) -> Ledger:
     """Ranks that meet, have come, and have nothing."""
-    ledger = Ledger(lambda *_: [], meets=True, moves=moves)
+    ledger = Ledger(lambda *_: [], meets=True)
     for role in {rank.role: None for rank in ranks}:
         ledger.resized(role, [rank.number for rank in ranks if rank.role == role])
     for rank in ranks:
@@ -118,20 +118,6 @@ def test_nobody_meets_while_something_sent_is_undone() -> None:
         ledger.done(share(ledger, ZERO), 0, [id_])
         ledger.at_barrier(share(ledger, ZERO), 0)
         assert any(isinstance(one, SendSeal) for one in ledger.orders()) is meets
-
-
-def test_what_was_not_asked_for_is_not_given_back() -> None:
-    """It would be done by two, or by nobody."""
-    ledger = ledger_of(ZERO, ONE, moves=True)
-    ledger.planned(0, [item(0, ZERO), item(1, ZERO), item(2, ZERO), item(3, ONE)])
-    ledger.orders()
-    ledger.done(share(ledger, ONE), 0, [3])
-    ledger.at_barrier(share(ledger, ONE), 0)
-    assert [one.items for one in ledger.orders() if isinstance(one, SendRecall)] == [(0, 1, 2)]
-    ledger.appended(0, [item(4, ZERO)])
-    ledger.orders()
-    ledger.released(share(ledger, ZERO), 0, [2, 4])
-    assert list(share(ledger, ZERO).items) == [0, 1, 4]
 
 
 def test_columns_that_are_here_stay_when_who_computed_them_is_given_up() -> None:

@@ -16,8 +16,8 @@ rise in one order of groups on all ranks. Those of a role keep their ids."""
 class Book:
     """Every step that is planned and not acknowledged, every rank, and what facts have touched."""
 
-    def __init__(self, lay_out: LayOut, *, meets: bool = True, moves: bool = False, generation: int = 0) -> None:
-        self.lay_out, self.meets, self.moves, self.generation = lay_out, meets, moves, generation
+    def __init__(self, lay_out: LayOut, *, meets: bool = True, generation: int = 0) -> None:
+        self.lay_out, self.meets, self.generation = lay_out, meets, generation
         self.steps: dict[int, StepState] = {}
         self.ranks: dict[RankId, Rank] = {}
         self.wanted: dict[str, set[int]] = {TRAIN: set()}

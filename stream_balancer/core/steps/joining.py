@@ -133,27 +133,6 @@ class Joining(Book):
             step.acks += 1
             share.rank.activate(share)
 
-    def gave_back(self, share: Share) -> None:
-        """A Recall is answered by a seat, or by its coming again. Once all have: what all gave back has no owner; what
-        one has begun stays, and is sent again to those who gave it back."""
-        step, rank = share.step, share.rank
-        # until the last seat has answered nobody knows which items all have given back
-        if share.answers:
-            return
-        recalled, share.recalled = share.recalled, {}
-        for id_, seats in recalled.items():
-            item = share.items[id_]
-            if seats & rank.full == rank.full:
-                self.disown(step, item)
-                item.is_released = True
-                step.unasked.add(rank.id)
-                continue
-            item.is_begun = True
-            if seats:
-                step.take_off(item, seats)
-                share.unsent[id_] = item
-        share.note_waiting()
-
     def _drop_unknown(self, one: RankId, seat: int, number: int, held: HeldStep) -> None:
         """The process has a step that is over, another plan of its number, or one that is not its any more."""
         step = self.steps.get(number)
@@ -196,7 +175,7 @@ class Joining(Book):
         for item in share.items.values():
             there = _IN_THE_WEIGHTS if is_past else None if current is None else current.items.get(item.id)
             # a process that has come again begins anew with what it holds, and may have missed what it was told
-            item.is_begun = item.is_told = False
+            item.is_told = False
             if there is None:
                 _forget(step, share, item, bit)
                 continue
@@ -215,13 +194,7 @@ class Joining(Book):
         if rank.id.role:
             share.sealed &= ~bit
         else:
-            step.unasked.add(rank.id)
             self._says_of_seal(share, bit, held)
-            for id_ in share.recalled:
-                share.recalled[id_] = _flag(share.recalled[id_], bit, not share.items[id_].sent & bit)
-            if share.answers & bit:
-                share.answers &= ~bit
-                self.gave_back(share)
             share.note_waiting()
         rank.activate(share)
 

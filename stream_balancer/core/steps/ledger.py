@@ -57,9 +57,8 @@ class Ledger(Joining):
     """Facts go in, orders come out. ``lay_out`` is asked within :meth:`orders`, and answers at once.
 
     ``meets``: the trainer's ranks meet once in a step through the feed, report ``at_barrier`` and ``finished``, and
-    wait for the seal in between; else each trains on its own, and gets again what it has not acknowledged. ``moves``:
-    ranks with nothing left to do are given what others have not begun. ``generation``: of the controller, larger at
-    each start.
+    wait for the seal in between; else each trains on its own, and gets again what it has not acknowledged.
+    ``generation``: of the controller, larger at each start.
     """
 
     # -- questions -----------------------------------------------------------------------------------------------------
@@ -147,19 +146,6 @@ class Ledger(Joining):
             self.note_fetched(step, item, 1 << seat, share.rank.full)
         self.touch(step, everybody=not step.unfetched)
 
-    def released(self, share: Share, seat: int, items: Iterable[int]) -> None:
-        """The answer to a Recall: these it has not begun, and will not."""
-        if not share.answers >> seat & 1:
-            return
-        # what it was not asked for is not its to give: it would be done by two, or by nobody
-        for id_ in share.recalled.keys() & {*items}:
-            # the seats of a rank answer one by one: an item is free once all have given it back
-            share.recalled[id_] |= 1 << seat
-        share.answers &= ~(1 << seat)
-        self.gave_back(share)
-        self.touch(share.step)
-        self.ranks_touched[share.rank.id] = None
-
     def at_barrier(self, share: Share, seat: int, came_back: int = 0) -> None:
         """Nothing is left to do in the step. ``came_back``: number of the seal whose meeting has failed."""
         if not self.meets:
@@ -169,9 +155,8 @@ class Ledger(Joining):
             share.back |= bit
             if share.back == share.rank.full:
                 step.holders.discard(one)
-        sent = [it for it in share.items.values() if it.sent & bit and not share.recalled.get(it.id, 0) & bit]
         # else something is on its way to it
-        if all(item.done & bit for item in sent):
+        if all(item.done & bit for item in share.items.values() if item.sent & bit):
             share.waiting |= bit
             share.note_waiting()
         self.touch(step)

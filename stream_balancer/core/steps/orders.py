@@ -33,18 +33,6 @@ class SendGo(NamedTuple):
     gone: frozenset[str]
 
 
-class SendRecall(NamedTuple):
-    """Ask for these items back. The answer is :meth:`Ledger.released`, with those that the process will not begin."""
-
-    rank: RankId
-    seat: int
-    step: int
-    attempt: int
-    items: tuple[int, ...]
-    idle: int
-    """Ranks that have nothing left to do."""
-
-
 class SendSeal(NamedTuple):
     """Tell the process who meets. For a role's process the step is over."""
 
@@ -107,6 +95,6 @@ class Ack(NamedTuple):
 
 
 Order: TypeAlias = (
-    SendWork | SendGo | SendRecall | SendSeal | SendRewind | SendDrop | SendEnd
+    SendWork | SendGo | SendSeal | SendRewind | SendDrop | SendEnd
     | Behind | Note | Ack
 )  # fmt: skip

@@ -110,8 +110,6 @@ def _lacks_weights(book: Book, rank: Rank, step: StepState) -> bool:
 
 def _send(book: Book, share: Share) -> None:
     step, rank = share.step, share.rank
-    if share.recalled:
-        return
     ready = _ready(share)
     is_new = share.opened != rank.full
     # a step is opened with work, or with the news that there is none for this rank
@@ -144,7 +142,6 @@ def _send(book: Book, share: Share) -> None:
         del share.unsent[item.id]
     share.opened = rank.full
     if ready and not rank.id.role:
-        step.unasked.add(rank.id)
         share.note_waiting()
     _go(book, share)
     # behind the work: whoever leaves the later step finds this one

@@ -86,10 +86,6 @@ class Item:
     """All seats of its role have said done."""
     is_told: bool = False
     """A remote one: all seats were told to begin."""
-    is_begun: bool = False
-    """Kept after a Recall."""
-    is_released: bool = False
-    """Given back after a Recall: for ranks that have nothing to do."""
     place: int = 0
     """A number that rises in the order in which the owner was sent its items; 0 before. All its seats, and its next
     incarnations, get that order."""
@@ -117,10 +113,6 @@ class Share:
     back: int = 0
     finished: int = 0
     acked: int = 0
-    recalled: dict[int, int] = field(default_factory=dict)
-    """Seats that gave it back, by item."""
-    answers: int = 0
-    """Seats whose answer to the Recall is due."""
 
     @property
     def is_acked(self) -> bool:
@@ -238,8 +230,6 @@ class StepState:
     left_of_role: dict[str, int] = field(default_factory=dict)
     """Items without columns, by role."""
     at_barrier: set[RankId] = field(default_factory=set)
-    unasked: set[RankId] = field(default_factory=set)
-    """Ranks that may have items they have not begun."""
     seal: StepSeal | None = None
     seals: int = 0
     """Number of the last seal."""
@@ -257,11 +247,6 @@ class StepState:
     is_settled: bool = True
     is_changed: bool = False
     """After a restart: a process has something other than what was planned for it."""
-
-    @property
-    def is_recalling(self) -> bool:
-        """A rank was asked for items, and has not answered. O(ranks)."""
-        return any(share.recalled for share in self.shares.values())
 
     @property
     def is_uncertain(self) -> bool:
@@ -296,7 +281,7 @@ class StepState:
         """No process has it."""
         self.take_off(item, ALL_SEATS)
         item.place = 0
-        item.is_begun = item.is_told = False
+        item.is_told = False
 
     def tear(self, item: Item) -> None:
         """A part of its group is lost, if it is in one."""

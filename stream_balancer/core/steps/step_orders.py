@@ -4,8 +4,8 @@ fact came last."""
 from __future__ import annotations
 
 from stream_balancer.core.steps.book import Book
-from stream_balancer.core.steps.orders import Ack, Note, SendDrop, SendRecall, SendRewind
-from stream_balancer.core.steps.state import TRAIN, Item, RankId, Share, StepSeal, StepState, in_order, seats_of
+from stream_balancer.core.steps.orders import Ack, Note, SendDrop, SendRewind
+from stream_balancer.core.steps.state import TRAIN, Share, StepSeal, StepState
 
 
 def look_at_step(book: Book, step: StepState) -> None:
@@ -55,8 +55,6 @@ def _change(book: Book, step: StepState) -> None:
         for one in step.participants:
             book.ranks_touched[book.share(step, one).rank.id] = None
     _replan(book, step)
-    if book.moves:
-        _recall(book, step)
     if _may_seal(book, step):
         _seal(book, step)
     # also what is lost behind the seal of plain loops: who was started again fetches again
@@ -139,9 +137,8 @@ def _begin_again(book: Book, share: Share) -> None:
     step, rank = share.step, share.rank
     share.attempt = step.attempts
     # whatever its seats have said was of the attempt before
-    share.waiting, share.recalled, share.answers = 0, {}, 0
+    share.waiting = 0
     step.at_barrier.discard(rank.id)
-    step.unasked.add(rank.id)
     for item in share.items.values():
         # columns that are here need not be computed again: whoever shared them may be gone
         if not item.has_columns:
@@ -152,61 +149,13 @@ def _begin_again(book: Book, share: Share) -> None:
 
 
 def _replan(book: Book, step: StepState) -> None:
-    if not step.ownerless or step.is_recalling:
-        return
-    idle = _idle(book, step)
-    for role, is_released in sorted({(item.role, item.is_released) for item in step.ownerless.values()}):
-        items = [it for it in step.ownerless.values() if (it.role, it.is_released) == (role, is_released)]
-        everybody = book.members(role) if role else sorted(step.participants)
-        if over := (is_released and idle) or everybody:
+    for role in sorted({item.role for item in step.ownerless.values()}):
+        items = [item for item in step.ownerless.values() if item.role == role]
+        if over := book.members(role) if role else sorted(step.participants):
             made = book.lay_out(step.number, items, over)
             for item in items:
                 step.remove(step.ownerless.pop(item.id))
             book.add(step, made)
-
-
-def _recall(book: Book, step: StepState) -> None:
-    """Once half of the ranks have nothing left to do, ask the others for what they have not begun."""
-    # one thing after the other: what has no owner is laid out first, and each answer is waited for
-    if not step.at_barrier or 2 * len(step.at_barrier) < len(step.participants) or step.ownerless or step.is_recalling:
-        return
-    idle = _idle(book, step)
-    if 2 * len(idle) < len(step.participants):
-        return
-    for one in sorted(step.unasked):
-        share = step.shares.get(one)
-        if share is None or one in step.at_barrier:
-            step.unasked.discard(one)
-        elif share.rank.is_here and share.opened == share.rank.full:
-            step.unasked.discard(one)
-            _ask_back(book, share, len(idle))
-
-
-def _idle(book: Book, step: StepState) -> list[RankId]:
-    return [one for one in sorted(step.at_barrier) if book.ranks[one].is_here]
-
-
-def _ask_back(book: Book, share: Share, num_idle: int) -> None:
-    step, rank, may = share.step, share.rank, _free(share)
-    # one stays in any case
-    if len(may) < 2:
-        return
-    share.recalled = {item.id: 0 for item in may}
-    share.answers = rank.full
-    for seat in seats_of(rank.full):
-        ids = tuple(item.id for item in may if item.sent >> seat & 1)
-        book.out.append(SendRecall(rank.id, seat, step.number, share.attempt, ids, num_idle))
-
-
-def _free(share: Share) -> list[Item]:
-    """The last ones without a gap: what one seat gives back and another has begun is sent to the first again, behind
-    all that it has, and both must train in one order."""
-    free = list[Item]()
-    for item in reversed([item for item in in_order(share.items.values()) if item.sent]):
-        if item.group is not None or item.is_begun or item.done or item.is_told:
-            break
-        free.insert(0, item)
-    return free
 
 
 # -- the meeting -------------------------------------------------------------------------------------------------------
@@ -217,7 +166,7 @@ def _may_seal(book: Book, step: StepState) -> bool:
         return False
     if not book.meets:
         return True
-    is_waited_for = len(step.at_barrier) == len(step.participants) and not step.is_recalling
+    is_waited_for = len(step.at_barrier) == len(step.participants)
     return is_waited_for and all(book.ranks[one].is_here for one in step.participants)
 
 
