@@ -206,7 +206,7 @@ class RankFeed(OfOneProcess):
     async def __anext__(self) -> Step:
         """As ``next()``, without blocking the event loop. If cancelled, no step was taken."""
         await anyio.lowlevel.checkpoint()
-        # a property cannot wait in an event loop: but for open steps, only who iterates gets what is not complete
+        # a property cannot wait in an event loop: only who iterates gets what is not complete
         step = await self._take_next(early=self._port.by_item)
         if step is None:
             if self._is_through:
@@ -288,7 +288,9 @@ class RankFeed(OfOneProcess):
             if hand is not None and hand.step <= step and hand.is_mine:
                 self._check_open("step.ack()")
                 if hand.look_complete() is None:
-                    raise ValueError(f"step.ack(): step {hand.step} is open, and more of it comes. Finish it first")
+                    raise ValueError(
+                        f"step.ack(): ranks still fetch payloads of step {hand.step}. Call step.finish() first"
+                    )
                 hand.conclude(ack=False)
             last = min(step, (held.weights or 0) - 1)
             if last >= held.acked:

@@ -5,7 +5,7 @@ The loop is the same for every feature of the library and for none of them::
 
     for step in feed:                                # next_step
         optimizer.zero_grad()
-        for micro_batch in step:                     # next_work, has_done: own, appended, taken over
+        for micro_batch in step:                     # next_work, has_done: own, taken over
             loss_sum(micro_batch).backward()
         end = step.finish()                          # reach_end: the seal says who meets and what to divide by
         if end is None:
@@ -196,7 +196,7 @@ class Held:
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def next_step(self) -> Part | None:
-        """The oldest step that is not through. None: nothing yet, or the end. Of an open one, more may come."""
+        """The oldest step that is not through. None: nothing yet, or the end."""
         part = self.oldest
         if part is not None:
             # the loop begins with it again, and whatever was rewound has been seen

@@ -4,7 +4,7 @@
 
     for step in feed:
         optimizer.zero_grad()
-        for micro_batch in step:                     # own, appended, taken over; ends when nothing is left
+        for micro_batch in step:                     # own, taken over; ends when nothing is left
             with feed.timed():
                 loss_sum(micro_batch).backward()
         end = step.finish()                          # waits for the seal
@@ -161,7 +161,7 @@ class Step(OneRank):
 
     @property
     def denominators(self) -> Denominators | None:
-        """Denominators of the step over all ranks, once it is complete. None for a role, of a step that is open."""
+        """Denominators of the step over all ranks, once it is complete. None for a role."""
         if not self._held.role:
             self._at_once(self._look_sizes, "reading what a step is divided by", "`end = await step.async_finish()`")
         return self._part.sizes if self._part.seal is None else self._part.seal.sizes
@@ -251,7 +251,7 @@ class Step(OneRank):
     def _look_whole(self) -> tuple[MicroBatch, ...] | None:
         if (self.is_mine and not self._is_whole) or not self._part.is_fetched:
             return None
-        # by number, which is the planned order: rows of an open step may arrive in another
+        # by number, which is the planned order: those whose columns came first arrive first
         work = [one for _, one in sorted(self._part.work.items()) if not (one.done and self._held.role)]
         self._whole = tuple(map(self._of, work))
         for one in work:

@@ -123,11 +123,6 @@ class BalancerConfig(Knobs):
         return windows
 
 
-def step_wide(config: BalancerConfig) -> BalancerConfig:
-    """Config for steps that begin before they are complete: a window that was not given is as wide as a step."""
-    return config if "window" in config._given else at_window(config, config.batch_size)
-
-
 def at_window(config: BalancerConfig, window: int) -> BalancerConfig:
     """Config with another window in force: of ``auto_windows``, or that of a step."""
     # unchecked: wider ones were checked when the config was made, and this happens between two batches

@@ -65,8 +65,6 @@ class Buffer:
     """[n] group label of each, -1 = none."""
     stratum_numbers: Ints = _column(-1)
     """[n] number of each one's stratum, -1 = none."""
-    taken: Bools = _column(False)
-    """[n] True for rollouts of rows of an open step: they are being trained on, and wait for its last row."""
     _rollouts: NDArray[np.object_] = _column(None)
 
     def __init__(self, group_size: int | None, remember_groups: int = 100_000) -> None:
@@ -99,7 +97,7 @@ class Buffer:
         self._end = row + 1
         # -0.0 has the bits of a negative number
         self._young.add(_to_bits(_to_bytes(cost + 0.0))[0] << _ROW_BITS | self.num_waiting)
-        costs, lengths, all_skips, arrived_at, versions, labels, strata, _, rollouts = self._arrays
+        costs, lengths, all_skips, arrived_at, versions, labels, strata, rollouts = self._arrays
         rollouts[row] = rollout
         costs[row] = cost
         lengths[row] = num_tokens
@@ -229,11 +227,11 @@ class Buffer:
         return int(self.lengths[self.complete].sum()) if self.groups.num_incomplete else self.num_tokens
 
     def siblings(self, group_id: str) -> Ints:
-        """Rows of the rollouts of a group that wait here, and are not being trained on. O(n)."""
+        """Rows of the rollouts of a group that wait here. O(n)."""
         group = self.groups.get(group_id)
         if group is None:
             return NO_ROWS
-        return np.flatnonzero((self.labels == group.label) & ~self.taken)
+        return np.flatnonzero(self.labels == group.label)
 
 
 def _other_bytes(rollout: Rollout) -> int:

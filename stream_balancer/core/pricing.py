@@ -75,17 +75,17 @@ class Pricing:
         """The rollout's own cost, else the model's. Raises RolloutError where that is no number from 0 to 1e100."""
         return self.cost_of_length(rollout.num_tokens) if rollout.cost is None else rollout.cost
 
-    def worked_on(self, batch: Batch, work: Sequence[tuple[RankBatch, ...]]) -> Batch:
+    def worked_on(self, batch: Batch, work: Sequence[RankBatch]) -> Batch:
         """``batch``, with the loads that its ranks had in the end: ``work[rank]`` is what each trained on, after some
         was moved between them. O(rollouts)."""
         ranks = [
-            replace(one, load=one.load * self._work_of(its) / planned) if (planned := self._work_of((one,))) else one
+            replace(one, load=one.load * self._work_of(its) / planned) if (planned := self._work_of(one)) else one
             for its, one in zip(work, batch.ranks, strict=True)
         ]
         return replace(batch, ranks=tuple(ranks))
 
-    def _work_of(self, work: tuple[RankBatch, ...]) -> float:
-        rollouts = [r for one in work for r in one.rollouts if not r.is_padding]
+    def _work_of(self, work: RankBatch) -> float:
+        rollouts = [rollout for rollout in work.rollouts if not rollout.is_padding]
         return float(work_in(self.waiting_of(rollouts), [np.arange(len(rollouts))])[0])
 
     def waiting_of(self, rollouts: Sequence[Rollout]) -> Waiting:

@@ -5,9 +5,8 @@ Example, two ranks, two micro-batches each, a role ``ref``::
     id   0 4 | 2 6      the trainer's ranks 0 | 1; each needs the columns of the role's item with its rollouts
     id   1 5 | 3 7      the role's
 
-An id follows from the micro-batch's place among those of its rank and from the rank's place in the step. So a step that
-was planned in rows has the same ids when a restarted controller has its whole plan. What is laid out later gets ids
-from the ledger.
+An id follows from the micro-batch's place among those of its rank and from the rank's place in the step. What is laid
+out later gets ids from the ledger.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class StepPlan:
 
     ranks: tuple[RankId, ...]
     """The trainer's, by their place in the batch."""
-    batches: list[Batch]
-    """The batch; of an open step its rows so far."""
+    batch: Batch
     uid: int
     planned_at: float
     """On the event loop's clock."""
@@ -53,55 +51,35 @@ class StepPlan:
     """Padding copies so far: those of parts that are laid out anew are numbered behind them."""
 
     @property
-    def batch(self) -> Batch:
-        """The latest row, which knows what to divide by once the step is complete."""
-        return self.batches[-1]
-
-    @property
-    def is_complete(self) -> bool:
-        """The step is planned to its end. False: more rows of it come."""
-        return self.batch.is_last
-
-    @property
-    def sizes(self) -> Denominators | None:
-        """Denominators of a complete step if nothing is masked."""
-        return self.batch.ranks[0].denominators
-
-    @property
     def rollouts(self) -> Iterator[Rollout]:
         """Whole rollouts of the step, each once, without padding copies."""
-        for batch in self.batches:
-            yield from (rollout for rollout in batch.rollouts if not rollout.is_padding)
+        return (rollout for rollout in self.batch.rollouts if not rollout.is_padding)
 
     def place_of(self, one: RankId) -> int | None:
         """Number of a rank among those of the batch; of a role's, that of the trainer's rank in its place."""
         place = one.number if one.role else self.ranks.index(one) if one in self.ranks else len(self.ranks)
         return place if place < len(self.ranks) else None
 
-    def worked_on(self, place: int, items: Sequence[Item]) -> tuple[RankBatch, ...] | None:
-        """Rank batches that a rank has trained on in the end; None if those that were planned for it."""
-        planned, mine = self.batches[0].ranks[place], tuple(item.payload for item in items)
-        # of an open step nobody has planned the whole for it
-        if len(self.batches) > 1 or mine == planned.micro_batches:
-            return None
-        return (replace(planned, micro_batches=mine),)
+    def worked_on(self, place: int, items: Sequence[Item]) -> RankBatch | None:
+        """Rank batch that a rank has trained on in the end; None if the one that was planned for it."""
+        planned, mine = self.batch.ranks[place], tuple(item.payload for item in items)
+        return None if mine == planned.micro_batches else replace(planned, micro_batches=mine)
 
 
-def uid_of(batch: Batch, ranks: Sequence[RankId], salt: int = 0) -> int:
-    """The same for the same plan, also in another process. ``salt``: of an open step, which no restart goes on with."""
+def uid_of(batch: Batch, ranks: Sequence[RankId]) -> int:
+    """The same for the same plan, also in another process."""
     # not the order of a set, not hash(): both differ from process to process
-    plan = batch.step, [one.number for one in ranks], [*map(mini_batches_of, batch.ranks)], salt
+    plan = batch.step, [one.number for one in ranks], [*map(mini_batches_of, batch.ranks)]
     return int.from_bytes(hashlib.blake2b(msgspec.msgpack.encode(plan), digest_size=7).digest(), "big")
 
 
 def items_of(plan: StepPlan, roles: Mapping[str, Sequence[RankId]], *, share: bool, lockstep: bool) -> list[Item]:
-    """Items of the latest batch, or row. ``roles``: the ranks of each. ``share``: what several ranks run together has
+    """Items of the batch. ``roles``: the ranks of each. ``share``: what several ranks run together has
     one group; ``lockstep``: so have the micro-batches of one index."""
     cut: list[tuple[int, int, int, MicroBatch]] = []
     for place, rank_batch in enumerate(plan.batch.ranks):
-        begun = sum(len(row.ranks[place].micro_batches) for row in plan.batches[:-1])
         for index, mb in enumerate(rank_batch.micro_batches):
-            cut.append(((begun + index) * len(plan.ranks) + place, place, index, mb))
+            cut.append((index * len(plan.ranks) + place, place, index, mb))
     made: list[Item] = []
     of_roles: dict[str, list[int]] = {}
     groups: dict[object, int] = {}
@@ -118,8 +96,8 @@ def items_of(plan: StepPlan, roles: Mapping[str, Sequence[RankId]], *, share: bo
                 item.group = groups.setdefault((role, mb.cp_group, mb.rollouts[0].rollout_id), item.id)
             made.append(item)
     _agree(made)
-    plan.is_remote = plan.is_remote or any(item.remote for item in made)
-    plan.num_padding += plan.batch.num_padding
+    plan.is_remote = any(item.remote for item in made)
+    plan.num_padding = plan.batch.num_padding
     return made
 
 
@@ -199,7 +177,7 @@ def _whole_of(mb: MicroBatch) -> MicroBatch:
 
 
 def seal_of(plan: StepPlan, number: int, ranks: Sequence[int], gone: Collection[str]) -> Seal:
-    """The seal of a complete step: by what every rank divides once the rollouts that are ``gone`` are masked. The same
+    """The seal of a step: by what every rank divides once the rollouts that are ``gone`` are masked. The same
     for the same plan and masks, on whichever controller. O(1) where none is, else O(rollouts)."""
     batch = plan.batch
     # a rollout whose payload is gone takes part as a padding copy of weight 0, so the plan stays

@@ -128,7 +128,7 @@ class Sender(InFlight):
 
     def _head(self, plan: StepPlan, one: RankId) -> StepHead:
         place = plan.place_of(one)
-        planned = None if place is None else plan.batches[0].ranks[place]
+        planned = None if place is None else plan.batch.ranks[place]
         return StepHead(
             dp_size=len(plan.ranks),
             load=0.0 if planned is None else planned.load,
@@ -136,15 +136,15 @@ class Sender(InFlight):
             mini_batches=() if planned is None else planned.mini_batch_sizes,
             rank=None if place == one.number else place,
             # what is masked is known when all are through, so no sizes come before: a loop must not wait for them
-            open=not plan.is_complete or (plan.is_remote and self.ledger.meets),
+            open=plan.is_remote and self.ledger.meets,
         )
 
     def _sizes(self, plan: StepPlan, order: SendWork) -> Denominators | None:
         # what is not known yet comes with the seal
-        if not plan.is_complete or (plan.is_remote and not order.rank.role):
+        if plan.is_remote and not order.rank.role:
             return None
         share = self.ledger.steps[order.step].shares[order.rank]
-        return None if share.unsent else plan.sizes
+        return None if share.unsent else plan.batch.ranks[0].denominators
 
     def _seal(self, order: SendSeal) -> None:
         seal, plan = order.seal, self.plans[order.seal.step]

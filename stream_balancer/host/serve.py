@@ -43,7 +43,7 @@ from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.batches import Batches
 from stream_balancer.host.columns import check_roles
 from stream_balancer.host.peers import Peers
-from stream_balancer.host.plans import StepPlan, items_of, new_generation, uid_of
+from stream_balancer.host.plans import StepPlan, items_of, uid_of
 from stream_balancer.host.ranks import Member
 from stream_balancer.host.records import Acked
 from stream_balancer.host.transport import TorchTransport, Transport
@@ -62,7 +62,6 @@ async def serve(
     rejoin_timeout_s: float = 0.0,
     on_rank_loss: OnRankLoss = "raise",
     roles: Mapping[str, Sequence[str]] | None = None,
-    open: bool = False,
 ) -> None:
     """Deliver every batch of ``balancer`` to the ranks that connect to ``transport``, until ``batches()`` ends.
 
@@ -90,8 +89,6 @@ async def serve(
     ``roles={"ref": ["ref_logprobs"]}``: another model computes these columns, on ``dp_size`` ranks of its own, which
     open ``RankFeed(..., role="ref")`` and give them item by item. The trainer's ranks begin with a micro-batch once its
     columns are here. A step that is with a role holds a credit of the trainer's ranks, so memory is bounded as without.
-
-    ``open=True``: a step begins before it is complete; see :meth:`StreamBalancer.batches`.
 
     Another ``dp_size`` (:meth:`StreamBalancer.reconfigure`) holds from the next batch on. A rank that is no more does
     what it was given, and its iteration ends; a new one is waited for. See docs/elastic.md.
@@ -132,7 +129,7 @@ async def serve(
                 "since the transport was made, call transport.resize() first"
             )
         run = _Server(balancer, transport, roles or {}, rejoin_timeout_s, replan=on_rank_loss == "replan")
-        await run.serve(open)
+        await run.serve()
 
 
 class _Server(Peers, Observer):
@@ -141,7 +138,7 @@ class _Server(Peers, Observer):
 
     _failure: Exception | None = None
 
-    async def serve(self, open: bool) -> None:
+    async def serve(self) -> None:
         for batch in self.balancer.in_flight():
             self.balancer.nack(batch.step)  # batches() gives all of them again, in the order of their steps
         # from here on nack() is refused, and why_no_batch() knows of the ranks
@@ -154,7 +151,7 @@ class _Server(Peers, Observer):
                 # nobody sets this event: the reporter waits as long as serve runs
                 tasks.start_soon(self.shell.reporter.wait, anyio.Event())
                 # Planning is no task of its own: its end is the end of the others.
-                await self._or_fail(partial(self._plan, tasks, open), tasks)
+                await self._or_fail(partial(self._plan, tasks), tasks)
                 tasks.cancel_scope.cancel()
         finally:
             self.shell.rank_states, reporter.why, reporter.log = None, *before
@@ -175,10 +172,10 @@ class _Server(Peers, Observer):
 
     # -- the plan ------------------------------------------------------------------------------------------------------
 
-    async def _plan(self, tasks: anyio.abc.TaskGroup, open: bool) -> None:
+    async def _plan(self, tasks: anyio.abc.TaskGroup) -> None:
         """Step after step, until ``batches()`` ends and every rank is through."""
         self._follow_the_ranks()
-        batches = self.balancer.batches(auto_ack=False, open=open)
+        batches = self.balancer.batches(auto_ack=False)
         await self._restore(batches)
         # after what was in flight is known: ranks say at once what they have of it
         for job in (self.attend, self._act):
@@ -213,20 +210,16 @@ class _Server(Peers, Observer):
         batch = await anext(batches, None)
         if batch is None:
             return False
-        plan = self.plans[batch.step] if batch.is_last else self._planned(batch)
+        plan = self.plans[batch.step]
         plan.ready_s = {one: max(ready_at - self.ranks[one].since, 0.0) for one in plan.ranks}
         # ranks may have come or gone while the batch was written
         if len(batch.ranks) != len(plan.ranks) or plan.ranks != (*self.ledger.members(TRAIN),) or not self._all_there():
             batches.give_back(batch)
             return True
-        self.ledger.planned(batch.step, self._items(plan), complete=plan.is_complete, uid=plan.uid)
-        self._has_left()
-        # of an open step, the other rows as they form
-        while not plan.is_complete:
-            row = await anext(batches)
-            plan.batches.append(row)
-            self.ledger.appended(row.step, self._items(plan), complete=row.is_last)
-            self._has_left()
+        self.ledger.planned(batch.step, self._items(plan), uid=plan.uid)
+        for member in self.ranks.values():
+            member.note_readiness()
+        self.wake()
         return True
 
     def _wants_step(self) -> bool:
@@ -239,14 +232,14 @@ class _Server(Peers, Observer):
         return all(self.ranks[one].takes_part for one in self.ledger.members(TRAIN))
 
     def _planned(self, batch: Batch) -> StepPlan:
-        ranks, salt = self.ledger.members(TRAIN), 0 if batch.is_last else new_generation()
-        plan = StepPlan((*ranks,), [batch], uid_of(batch, ranks, salt), anyio.current_time())
+        ranks = self.ledger.members(TRAIN)
+        plan = StepPlan((*ranks,), batch, uid_of(batch, ranks), anyio.current_time())
         self.plans[batch.step] = plan
         return plan
 
     def dispatched(self, batch: Batch) -> None:
-        """A step is complete, and about to be written: with it, which ranks get it, before these can meet."""
-        # of an open step, and of one that goes on after a restart, there is a plan
+        """A step is planned, and about to be written: with it, which ranks get it, before these can meet."""
+        # of a step that goes on after a restart, there is a plan
         is_planned = batch.step in self.ledger.steps
         self.note(self.plans[batch.step] if is_planned else self._planned(batch))
 
@@ -255,11 +248,6 @@ class _Server(Peers, Observer):
         self.columns.check_new(plan.batch.ranks[0].micro_batches[0].rollouts[0])
         roles = {role: self.ledger.members(role) for role in self.columns.names}
         return items_of(plan, roles, share=self.ledger.meets, lockstep=self.lockstep)
-
-    def _has_left(self) -> None:
-        for member in self.ranks.values():
-            member.note_readiness()
-        self.wake()
 
     # -- a restart -----------------------------------------------------------------------------------------------------
 
@@ -272,7 +260,7 @@ class _Server(Peers, Observer):
                 plan = self.plans[(await anext(batches)).step]
             else:
                 ranks = tuple(RankId(TRAIN, number) for number in noted.planned_for)
-                plan = self.plans[before.step] = StepPlan(ranks, [before], noted.uid, anyio.current_time())
+                plan = self.plans[before.step] = StepPlan(ranks, before, noted.uid, anyio.current_time())
             facts = noted or Acked(before.step, plan.uid)
             ledger.restore(
                 before.step, plan.uid, self._items(plan),
@@ -346,10 +334,8 @@ class _Server(Peers, Observer):
         )
 
     def _follow_the_ranks(self) -> None:
-        """The balancer plans for those that are left, and for one that has come back; not in the midst of a step."""
-        # the rows of one step are for the same ranks, as a gradient is
-        is_open = any(not step.is_complete for step in self.ledger.steps.values())
-        if is_open or len(self.ledger.wanted[TRAIN]) == self.balancer.config.dp_size:
+        """The balancer plans for those that are left, and for one that has come back."""
+        if len(self.ledger.wanted[TRAIN]) == self.balancer.config.dp_size:
             return
         numbers, speeds = self.ranks.numbers, self.speeds
         changes = {"speeds": tuple(speeds.get(number, 1.0) for number in numbers)} if speeds else {}

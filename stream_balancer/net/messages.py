@@ -155,7 +155,7 @@ class StepHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: Count | None = None
     """Number of the rank in the step, where that is another one: some ranks before it have no part in the step."""
     open: bool = False
-    """More of it may be planned, or masked: a loop begins before it is whole."""
+    """Some of it may be masked: a loop begins before the sizes are known."""
 
 
 class Work(Message, frozen=True, tag=10):

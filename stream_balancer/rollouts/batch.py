@@ -65,15 +65,8 @@ class OneRank:
         def mini_batch_sizes(self) -> tuple[MiniBatchSize, ...]: ...
 
     @property
-    def is_last(self) -> bool:
-        """False in a row of an open step that more rows follow, in a loop over :meth:`StreamBalancer.batches`: go on
-        adding to the gradients, and do not divide yet. True in all else."""
-        return self.denominators is not None
-
-    @property
     def global_num_rollouts(self) -> int:
-        """Rollouts in the step over all ranks, padding copies not counted. This one and the next three raise ValueError
-        in a row of an open step before its last one."""
+        """Rollouts in the step over all ranks, padding copies not counted."""
         return self._divide_by.rollouts
 
     @property
@@ -243,11 +236,6 @@ class Batch:
     def loads(self) -> tuple[float, ...]:
         """``load`` of each rank batch."""
         return tuple([one.load for one in self.ranks])
-
-    @property
-    def is_last(self) -> bool:
-        """False in a row of an open step that more rows follow; see :attr:`RankBatch.is_last`."""
-        return self.ranks[0].is_last
 
     @property
     def num_executions(self) -> int:

@@ -80,10 +80,6 @@ async def _serve(balancer: sb.StreamBalancer, **options: Any) -> None:
     await sb.serve(balancer, MemoryNetwork(dp_size=balancer.config.dp_size), **options)
 
 
-async def _open(balancer: sb.StreamBalancer) -> None:
-    await anext(balancer.batches(open=True))
-
-
 async def _reserve(balancer: sb.StreamBalancer) -> None:
     async with balancer.reserve(2):
         pass
@@ -91,7 +87,6 @@ async def _reserve(balancer: sb.StreamBalancer) -> None:
 
 OPTIONS: dict[str, Callable[[sb.StreamBalancer], Awaitable[None]]] = {
     'serve(on_rank_loss="replan")': partial(_serve, on_rank_loss="replan"),
-    "batches(open=True)": _open,
     "reserve()": _reserve,
 }
 

@@ -29,8 +29,8 @@ from stream_balancer.rollouts import MicroBatch, Rollout
 from stream_balancer.testing import BACKENDS, MemoryNetwork, make_rollout
 
 FEATURES = (
-    "open", "groups", "roles", "replan", "resize", "direct", "journal", "seats", "shared", "prefixes",
-    "mini_batches", "changes",
+    "groups", "roles", "replan", "resize", "direct", "journal", "seats", "shared", "prefixes", "mini_batches",
+    "changes",
 )  # fmt: skip
 KNOBS: dict[str, dict[str, Any]] = {
     "groups": {"groups": {"size": 3, "keep": "same_batch"}},
@@ -45,8 +45,6 @@ REFUSED = {
     for pair, why in {
         # ranks meet several times in a step
         "replan+mini_batches": "cannot join the meetings that are over",
-        # it cannot be cut from a step that is not whole; rows that an optimizer step follows are a step themselves
-        "open+mini_batches": "a mini-batch in rows is a step by itself",
     }.items()
 }
 """Pairs that are refused, alone and within more, and why."""
@@ -129,13 +127,11 @@ class Team:
     def _drawn_knobs(self) -> dict[str, Any]:
         pick, size = self.chance.choice, self.chance.choice([12, 12, 24])
         groups: dict[str, Any] = {"size": pick([1, 2, 3, 4]), "keep": pick(["same_batch", "same_rank", "free"])}
-        if "open" in self.features and groups["keep"] == "same_rank":
-            groups["keep"] = "same_batch"
         if groups["keep"] != "free" and groups["size"] > 1 and pick([True, False]):
             groups |= {"min_size": -(-groups["size"] // 2), "patience": pick([0.0, 2.0, 9.0])}
         return {
             "batch_size": size,
-            "window": size if "open" in self.features else pick([size, 2 * size]),
+            "window": pick([size, 2 * size]),
             "capacity": pick([2 * size, 4 * size, 500]),
             "deadline_s": pick([None, None, 20.0]),
             "staleness": {"max_versions": pick([None, None, 1, 4]), "on_stale": pick(["evict", "send"])},
@@ -177,7 +173,6 @@ class Team:
         return {
             "rejoin_timeout_s": 2.0 if "replan" in self.features else 1000.0,
             "on_rank_loss": "replan" if "replan" in self.features else "raise",
-            "open": "open" in self.features,
             **(ROLE if "roles" in self.features else {}),
         }
 
@@ -258,7 +253,7 @@ class Team:
         await anyio.sleep(self.chance.uniform(0.5, 15.0))
         more = "replan" not in self.features and self.chance.choice([True, False])
         while not self.is_over:  # no batch of a fixed size may be cut in so many
-            with suppress(sb.errors.ConfigError):  # not in the midst of an open step
+            with suppress(sb.errors.ConfigError):
                 dp_size = balancer.config.dp_size + (1 if more else -1)
                 balancer.reconfigure(dp_size=dp_size)
                 break
@@ -313,23 +308,18 @@ FOUND = {
     "journal+mini_batches+resize": (0,),
     "journal+resize": (11,),
     "groups+journal+shared": (357895,),
-    # the last row of a step was planned again for more ranks; step 0 was taken before a restart
-    "journal+open+resize": (5, 11),
     "journal+resize+roles": (690355,),
     "journal+replan+resize": (0, 9006045),
-    # a group above a step's size; one whose filter answers late, or that is abandoned, in the midst of a step
-    "changes+groups+open": tuple(range(6)),
     # a declared group of which a rollout was lost with its producer was never forgotten; a rank that came back and was
     # given the step after one that others still worked on was believed to have that one in its weights; one that had
     # not said its weights was thrown out by a controller that had lost an acknowledgement
-    "changes+direct+groups+journal+replan+roles": (120, 122, 5262, 3888),
+    # ranks that had left before a crash that forgot it were waited for by a controller with nothing to do
+    "changes+direct+groups+journal+replan+roles": (120, 122, 5262, 3888, 3201, 20195),
     # a rank that was no more when the controller died was asked for the next step, without the ones in between
     "journal+prefixes+replan+resize+seats+shared": (3455144,),
     # a rank came to a free place below a number that is still taken, and was told that there are more ranks than were
     # asked for
     "journal+replan+resize+seats+shared": (9795006,),
-    # ranks that had left before a crash that forgot it were waited for by a controller with nothing to do
-    "changes+direct+groups+journal+open+replan+roles": (3201, 20195),
 }
 """Features and seeds of faults that were found here."""
 
@@ -379,8 +369,7 @@ async def test_together(features: frozenset[str], seed: int, tmp_path: Path) -> 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(0, 5000, 250))
-@pytest.mark.parametrize("features", ["open+groups+changes", "groups+changes+roles+replan+direct+journal"])
+@pytest.mark.parametrize("features", ["groups+changes", "groups+changes+roles+replan+direct+journal"])
 async def test_changes_in_the_midst_of_steps_in_5_000_schedules(features: str, first: int, tmp_path: Path) -> None:
     for seed in range(first, first + 250):
-        more = {"open"} if seed % 2 else set()
-        assert not await play(frozenset({*features.split("+"), *more}), seed, tmp_path / str(seed)), seed
+        assert not await play(frozenset(features.split("+")), seed, tmp_path / str(seed)), seed

@@ -11,7 +11,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -45,16 +45,15 @@ KNOBS: dict[str, dict[str, Any]] = {
 }
 SERVED: dict[str, dict[str, Any]] = {
     "replan": {"on_rank_loss": "replan"},
-    "open": {"open": True},
     "roles": {"roles": {"weigher": ["weight"]}},
 }
 FEATURES = (
-    "groups", "prefixes", "shared", "cap", "lockstep", "mini_batches", "replan", "open", "direct", "tokens",
-    "torch_dist", "roles", "resize", "seats", "journal",
+    "groups", "prefixes", "shared", "cap", "lockstep", "mini_batches", "replan", "direct", "tokens", "torch_dist",
+    "roles", "resize", "seats", "journal",
 )  # fmt: skip
 APART = (
     {"prefixes", "groups"}, {"cap", "lockstep"}, {"prefixes", "lockstep"},
-    *({"mini_batches", other} for other in ("replan", "open", "tokens")), {"open", "tokens"},
+    *({"mini_batches", other} for other in ("replan", "tokens")),
     {"journal", "torch_dist"},
 )  # fmt: skip
 """Combinations that are refused, that set one knob to two values, or that do not meet: who comes to another controller
@@ -204,7 +203,6 @@ class Planned(sb.Observer):
     def __init__(self) -> None:
         self.seen: set[str] = set()
         self.rank_of: dict[str, set[int]] = {}
-        self.complete: set[int] = set()
         self.sizes: set[int] = set()
         """Ranks that steps had."""
         self.pairs: list[TorchDist] = []
@@ -232,7 +230,6 @@ class Planned(sb.Observer):
         self.seen.update("prefixes" for one in rollouts if one.prefix)
 
     def dispatched(self, batch: sb.Batch) -> None:
-        self.complete.add(batch.step)
         for one in batch.ranks:
             self.seen.update("mini_batches" for _ in one.mini_batch_sizes)
             if batch.num_rollouts != BATCH:
@@ -268,15 +265,15 @@ async def controller(features: frozenset[str], port: int, folder: Path) -> Async
 def run_first_controller(features: frozenset[str], port: int, folder: Path, _: Any) -> None:
     async def until_killed() -> None:
         async with controller(features, port, folder) as balancer:
-            await begun(balancer, ())
+            await begun(balancer)
             os.kill(os.getpid(), signal.SIGKILL)
 
     anyio.run(until_killed)
 
 
-async def begun(balancer: sb.StreamBalancer, complete: Collection[int]) -> None:
-    """A rank has a step that is none of these."""
-    while all(state.step is None or state.step in complete for state in balancer.rank_states()):
+async def begun(balancer: sb.StreamBalancer) -> None:
+    """A rank has a step."""
+    while all(state.step is None for state in balancer.rank_states()):
         await anyio.sleep(0.01)
 
 
@@ -325,21 +322,18 @@ class Drill:
                         await anyio.sleep(0.01)
                     for number in range(2 if rejoin else 0, len(halves), 2):
                         await self._resize(balancer, number // 2)
-                        await self._put_step(by, halves[number : number + 2], balancer)
+                        await self._put_step(by, halves[number : number + 2])
                     await by.end()
                     balancer.end()
                     said = {at: await anyio.to_thread.run_sync(rank.told) for at, rank in self.ranks.items()}
         return said, balancer.statistics()
 
-    async def _put_step(self, by: Any, halves: Any, balancer: sb.StreamBalancer | None = None) -> None:
+    async def _put_step(self, by: Any, halves: Any) -> None:
         """Half a step at a time: else long rollouts wait for each other."""
         for some in halves:
             async with anyio.create_task_group() as puts:
                 for one in some:
                     puts.start_soon(self._put, by, one)
-            if "open" in self.features and balancer is not None and "open" not in self.planned.seen:
-                await begun(balancer, self.planned.complete)
-                self.planned.seen.add("open")
 
     async def _put(self, by: Any, one: sb.Rollout) -> None:
         with suppress(*[sb.errors.DuplicateRolloutError] if "journal" in self.features else []):
@@ -355,12 +349,8 @@ class Drill:
             await anyio.sleep(0.01)
         while change[step] == -2 and RANKS + 1 not in self.planned.sizes:
             await anyio.sleep(0.01)
-        while True:
-            with suppress(sb.errors.ConfigError):  # in the midst of an open step
-                dp_size = balancer.config.dp_size + change[step]
-                balancer.reconfigure(dp_size=dp_size)
-                break
-            await anyio.sleep(0.01)
+        dp_size = balancer.config.dp_size + change[step]
+        balancer.reconfigure(dp_size=dp_size)
         if change[step] == 1:
             self.start(RANKS, dp_size)
 

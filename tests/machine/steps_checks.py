@@ -44,7 +44,6 @@ def check(is_kept: bool, invariant: str, text: str, *args: object) -> None:
 
 def check_meeting(world: World, meeting: Meeting, members: list[Process]) -> None:
     number, seal, first = meeting.number, meeting.seal, members[0]
-    check(not world.rows_left[number], "once", "step {} has met before it was complete", number)
     for process in members:
         check_not_met(world, process, number)
         text = "step {}: {} has {}, {} has {}"

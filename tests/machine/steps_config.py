@@ -16,8 +16,6 @@ class Config:
     depth: int = 2
     meets: bool = True
     """The ranks meet through the feed; else loops are plain."""
-    is_open: bool = False
-    """Steps grow by rows."""
     roles: tuple[str, ...] = ()
     role_ranks: int = 2
     role_seats: int = 1
@@ -34,7 +32,7 @@ class Config:
     silent: bool = False
     """Some processes that are started again do not say their weights, and take others' when they meet."""
     begins_early: bool = False
-    """Plain loops begin with an open step."""
+    """Plain loops begin with a step before they know what it is divided by."""
     faults: tuple[str, ...] = ()
     num_faults: int = 4
 
@@ -51,7 +49,6 @@ def random_config(seed: int) -> Config:
         steps=r.randint(1, 4),
         depth=r.randint(1, 2),
         meets=meets,
-        is_open=r.random() < 0.4,
         roles=r.choice([(), (), ("ref",), ("ref", "value")]),
         role_ranks=r.randint(1, 2),
         role_seats=r.choice([1, 1, 2]),

@@ -20,9 +20,9 @@ class Planner:
         self.config, self.rng = config, rng
         self.num_rollouts = 0
 
-    def items(self, ledger: Ledger, over: list[RankId], *, is_new: bool) -> list[Item]:
-        """Items of a new step, with ids from 0, or more of an open one, with ids of the ledger."""
-        ids = iter(range(1 << 20)) if is_new else iter(ledger.new_id, None)
+    def items(self, ledger: Ledger, over: list[RankId]) -> list[Item]:
+        """Items of a new step, with ids from 0."""
+        ids = iter(range(1 << 20))
         cuts = list(self._cuts(over, ids))
         items = list[Item]()
         for owner, pieces, group in sorted(cuts, key=lambda cut: cut[0]):  # rank by rank, as plans are

@@ -39,12 +39,8 @@ class Play:
                 for seat in range(seats):
                     self.join(rank, seat)
 
-    def plan(self, text: str, step: int = 0, *, complete: bool = True) -> list[str]:
-        self.ledger.planned(step, items_of(text), complete=complete, uid=step)
-        return self.orders()
-
-    def append(self, text: str, step: int = 0, *, complete: bool = False) -> list[str]:
-        self.ledger.appended(step, items_of(text), complete=complete)
+    def plan(self, text: str, step: int = 0) -> list[str]:
+        self.ledger.planned(step, items_of(text), uid=step)
         return self.orders()
 
     def _lay_out(self, step: int, items: list[Item], over: list[RankId]) -> list[Item]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import steps_checks as checks
@@ -51,8 +50,6 @@ class World:
         self.left: set[RankId] = set()
         """Ranks that will not be started again."""
         self.plans: dict[int, Plan] = {}
-        self.rows_left: dict[int, int] = {}
-        """Rows that open steps lack."""
         self.pieces: dict[int, set[Piece]] = {}
         """Pieces that a step consists of."""
         self.lost_rollouts: set[str] = set()
@@ -101,26 +98,11 @@ class World:
 
     def plan(self, number: int) -> None:
         self.num_uids += 1
-        items = self.planner.items(self.ledger, self.ledger.members(TRAIN), is_new=True)
+        items = self.planner.items(self.ledger, self.ledger.members(TRAIN))
         self.pieces[number] = {piece for item in items for piece in item.pieces}
-        self.rows_left[number] = self.rng.randint(1, 3) if self.config.is_open else 0
         self.plans[number] = self.num_uids, list(map(copy_of, items)), self.ledger.members(TRAIN)
-        self.ledger.planned(number, items, complete=not self.config.is_open, uid=self.num_uids)
-        self.write_plan(number)
-
-    def append(self, number: int) -> None:
-        self.rows_left[number] -= 1
-        is_last = not self.rows_left[number]
-        over = sorted(self.ledger.steps[number].participants)
-        items = [] if is_last else self.planner.items(self.ledger, over, is_new=False)
-        self.pieces[number] |= {piece for item in items for piece in item.pieces}
-        self.plans[number][1].extend(map(copy_of, items))
-        self.ledger.appended(number, items, complete=is_last)
-        self.write_plan(number)
-
-    def write_plan(self, number: int) -> None:
-        if not self.rows_left[number]:
-            self.journal.plans[number] = self.plans[number]
+        self.ledger.planned(number, items, uid=self.num_uids)
+        self.journal.plans[number] = self.plans[number]
 
     def plan_next(self) -> None:
         self.next_step += 1
@@ -340,20 +322,11 @@ class World:
 
     def moves_of_planner(self) -> Iterator[tuple[Act, float]]:
         ledger = self.ledger
-        open_steps = [number for number, step in ledger.steps.items() if not step.is_complete]
-        forgotten = sorted(self.plans.keys() - self.journal.plans.keys() - self.journal.acked - ledger.steps.keys())
-        if forgotten:  # it was open when the controller was started again, and begins anew
-            if all(map(ledger.members, self.wanted)):
-                yield partial(self.plan, forgotten[0]), 2
-            return
         if self.next_step < self.config.steps:
-            if not open_steps and ledger.wants_step:
+            if ledger.wants_step:
                 yield self.plan_next, 2
-        elif not self.ended and not open_steps:
+        elif not self.ended:
             yield self.end, 1
-        if open_steps and all(map(ledger.members, self.wanted)):
-            for number in open_steps:
-                yield (lambda number=number: self.append(number)), 0.6
 
     def run(self, limit: int = 20_000) -> None:
         """Until all is done. Raises InvariantError."""

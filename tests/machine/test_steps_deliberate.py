@@ -118,12 +118,9 @@ FAULTS: dict[str, tuple[str, Any, str, Make, dict[str, Any]]] = {
      lambda old: lambda number, seal, ranks, gone: old(number, seal, ranks), {**LOST, "meets": True}),
     "a seal does not wait for payloads": (
      "denominators", step_orders, "_may_seal",
-     _with(unfetched=set()), {**LOST, "meets": False, "is_open": False}),
+     _with(unfetched=set()), {**LOST, "meets": False}),
     "masks are not sent with the work": (
      "once", StepState, "gone_of", _always(frozenset()), {**LOST, "roles": ("ref",)}),
-    "an open step is sealed": (
-     "once", step_orders, "_may_seal", _with(is_complete=True),
-     {"meets": True, "is_open": True, "ranks": 1, "seats": 1, "roles": ()}),
     "nobody begins again": (
      "once", step_orders, "rewind", _always(None),
      {**GIVEN_UP, "shared": True, "lockstep": False, "remote": False, "ranks": 3}),

@@ -79,7 +79,7 @@ class Book:
         return one.number in self.wanted.get(one.role, ()) and incarnation > self.fenced.get(one, -2)
 
     def add(self, step: StepState, items: Iterable[Item]) -> None:
-        """More items of a step."""
+        """Items that a step begins with, or that are laid out anew."""
         for item in items:
             step.add(item)
             self.own(step, item, item.owner)

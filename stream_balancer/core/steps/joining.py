@@ -117,7 +117,7 @@ class Joining(Book):
         # Where plain loops have the plan that they had, each goes on by itself. Under another plan a rank might train
         # what others have in their weights: all say that first.
         is_settled = not (self.meets or remade)
-        step = self.steps[number] = StepState(number, uid, is_complete=True, is_settled=is_settled, gone=set(gone))
+        step = self.steps[number] = StepState(number, uid, is_settled=is_settled, gone=set(gone))
         # all are given up: those that there are now do it, and may have begun before the restart
         step.participants.update(list(participants) or self.members(TRAIN))
         # whoever has acknowledged it has nothing more to say of it

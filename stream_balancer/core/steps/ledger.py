@@ -87,20 +87,14 @@ class Ledger(Joining):
 
     # -- facts: the planner's ------------------------------------------------------------------------------------------
 
-    def planned(self, number: int, items: Iterable[Item], *, complete: bool = True, uid: int = 0) -> None:
+    def planned(self, number: int, items: Iterable[Item], *, uid: int = 0) -> None:
         """A new step. ``uid`` tells two plans of one number apart: a checksum of the plan."""
         step = self.steps[number] = StepState(number, uid)
         step.participants.update(self.members(TRAIN))
         # also those for whom there is no item: they meet with the others all the same
         for one in step.participants:
             self.share(step, one)
-        self.appended(number, items, complete=complete)
-
-    def appended(self, number: int, items: Iterable[Item], *, complete: bool = False) -> None:
-        """More of an open step; ``complete``: no more comes."""
-        step = self.steps[number]
         self.add(step, items)
-        step.is_complete = step.is_complete or complete
         self.touch(step, everybody=True)
 
     def resized(self, role: str, numbers: Iterable[int]) -> None:

@@ -50,7 +50,7 @@ def _look_at_role(book: Book, share: Share) -> None:
         # it may be in the weights
         return
     _send(book, share)
-    if step.is_complete and not step.left_of_role[rank.id.role]:
+    if not step.left_of_role[rank.id.role]:
         if share.opened:
             _send_seal(book, share, StepSeal(step.number, 1, (), frozenset(step.gone)))
         rank.active.pop(step.number, None)
@@ -113,7 +113,7 @@ def _send(book: Book, share: Share) -> None:
     ready = _ready(share)
     is_new = share.opened != rank.full
     # a step is opened with work, or with the news that there is none for this rank
-    if is_new and not ready and (share.unsent or not step.is_complete or rank.id.role):
+    if is_new and not ready and (share.unsent or rank.id.role):
         return
     # what is sent lies in the rank's memory until it is taken
     if is_new and share.taken != rank.full and not _has_credit(share):

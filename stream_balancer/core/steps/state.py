@@ -215,7 +215,6 @@ class StepState:
     participants: set[RankId] = field(default_factory=set)
     """Trainer's ranks that meet, or have met."""
     shares: dict[RankId, Share] = field(default_factory=dict)
-    is_complete: bool = False
     ownerless: dict[int, Item] = field(default_factory=dict)
     groups: dict[int, dict[int, Item]] = field(default_factory=dict)
     torn: set[int] = field(default_factory=set)

@@ -11,7 +11,7 @@ from stream_balancer.core.steps.state import TRAIN, Share, StepSeal, StepState
 def look_at_step(book: Book, step: StepState) -> None:
     """A step is, in this order: acknowledged by all; restored, and not all have said what they have; met, so whoever is
     left behind leaves it; perhaps met; or not met, and everything may change."""
-    if step.acks == len(step.participants) and (step.is_kept or (step.participants and step.is_complete)):
+    if step.acks == len(step.participants) and (step.is_kept or step.participants):
         acknowledge(book, step)
         return
     # until all have said what they have, an order might be for what somebody has done already
@@ -162,7 +162,7 @@ def _replan(book: Book, step: StepState) -> None:
 
 
 def _may_seal(book: Book, step: StepState) -> bool:
-    if not step.is_complete or step.ownerless or step.unfetched or step.seal is not None or not step.participants:
+    if step.ownerless or step.unfetched or step.seal is not None or not step.participants:
         return False
     if not book.meets:
         return True
