@@ -90,7 +90,6 @@ class RankFeed(OfOneProcess):
         device: str | torch.device = "cpu",
         max_batch_bytes: int = _DEFAULT_MAX_BATCH_BYTES,
         incarnation: int | None = None,
-        role: str = "",
         token: str | None = None,
         tls: ssl.SSLContext | None = None,
         name: str = "stream_balancer",
@@ -111,8 +110,6 @@ class RankFeed(OfOneProcess):
         than ``dp_dim`` (tensor, context, pipeline parallel) get the same steps, and all of them iterate. ``dp_dim``
         may name several dimensions (HSDP). ``device``: where tensors are wanted; copies run beside the step before.
         ``incarnation``: how often this rank was started before (default: TORCHELASTIC_RESTART_COUNT, else 0).
-        ``role``: this rank computes columns that the trainer's ranks wait for, and gives them with
-        ``micro_batch.give(...)``: see ``serve(roles=)``.
 
         ``token``, ``name``: the transport's (default: the environment's ``STREAM_BALANCER_TOKEN``). ``tls``: encrypts
         the connection. ``movers``: how bytes come, of ``"shared_memory"`` and ``"torch_dist"``; the socket if none of
@@ -148,7 +145,7 @@ class RankFeed(OfOneProcess):
             if uploader is not None:
                 movers = [one for one in movers if one != "shared_memory"]
             who = About(
-                incarnation=incarnation, depth=depth, role=role, max_batch_bytes=max_batch_bytes, **seat._asdict()
+                incarnation=incarnation, depth=depth, max_batch_bytes=max_batch_bytes, **seat._asdict()
             )  # fmt: skip
         self._port = Port(
             dialer,
@@ -253,7 +250,7 @@ class RankFeed(OfOneProcess):
         oldest = held.oldest
         if oldest is not None and (early or held.is_complete(oldest)) and (part := held.next_step()) is not None:
             self._hand = Step(port, part, self.acknowledge_through, self.waiting_s)
-            if part.number and held.meets and held.weights is None and not held.role:
+            if part.number and held.meets and held.weights is None:
                 self._begin_in_the_midst(part.number)
             return True
         if held.ended and all(part.is_done for part in held.parts.values()):

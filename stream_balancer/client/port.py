@@ -29,7 +29,6 @@ from stream_balancer.errors import (
     RankLostError,
     RefusedError,
     WireError,
-    rank_name,
     to_raise,
 )
 from stream_balancer.net import messages as m
@@ -77,10 +76,10 @@ class Port:
     ) -> None:  # fmt: skip
         """``next_step``: what the weights contain. ``options``: of the Session."""
         self.who = who
-        self.name = rank_name(who.rank, who.role)
+        self.name = f"rank {who.rank}"
         # reentrant: a look may give up, which takes it again
         self.lock = threading.RLock()
-        self.held = Held(who.role, seats=who.seats, weights=next_step)
+        self.held = Held(seats=who.seats, weights=next_step)
         self.closed = False
         self.over: Exception | None = None
         """Why nothing comes any more."""
@@ -172,8 +171,8 @@ class Port:
             # without a connection they wait, and has() says at the next join what they would have
             if self.session.line.connection is not None:
                 out, self.held.out = self.held.out, []
-                for report, payload in out:
-                    self.session.send(report, payload)
+                for report in out:
+                    self.session.send(report)
 
     def _admit(self, message: m.Message, total: int) -> None:
         # only steps bring bytes to a rank

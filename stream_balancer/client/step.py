@@ -18,26 +18,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import anyio.lowlevel
-from torch import Tensor
 
 from stream_balancer.errors import ClosedResourceError, ConfigError, RankLostError
 from stream_balancer.facade import refuse_in_event_loop, run
 from stream_balancer.rollouts import MicroBatch
 from stream_balancer.rollouts.batch import Denominators, MiniBatchSize, OneRank
-from stream_balancer.wire.codec import encode_columns
 
 if TYPE_CHECKING:
     from stream_balancer.client.held import HeldWork, Part
     from stream_balancer.client.port import Port
 
 _T = TypeVar("_T")
-_MOST_COLUMNS = 64
 
 
 class End(NamedTuple):
@@ -160,18 +156,22 @@ class Step(OneRank):
         return self._whole
 
     @property
-    def denominators(self) -> Denominators | None:
-        """Denominators of the step over all ranks, once it is complete. None for a role."""
-        if not self._held.role:
-            self._at_once(self._look_sizes, "reading what a step is divided by", "`end = await step.async_finish()`")
-        return self._part.sizes if self._part.seal is None else self._part.seal.sizes
+    def denominators(self) -> Denominators:
+        """Denominators of the step over all ranks. Waits until the step is complete."""
+        self._wait_for_sizes()
+        sizes = self._part.sizes if self._part.seal is None else self._part.seal.sizes
+        if sizes is None:
+            raise ValueError(f"step {self.step} was taken away before its denominators were known. Go on with the feed")
+        return sizes
 
     @property
     def mini_batch_sizes(self) -> tuple[MiniBatchSize, ...]:
         """Sizes of its mini-batches; empty where the step is in one piece."""
-        planned, seal = self._part.head.mini_batches, self._part.seal
-        if not planned or self.denominators is None:
+        planned = self._part.head.mini_batches
+        if not planned:
             return ()
+        self._wait_for_sizes()
+        seal = self._part.seal
         if seal is None or not seal.mini_batches:
             return planned
         # some payloads are gone
@@ -199,7 +199,7 @@ class Step(OneRank):
     @property
     def _is_whole(self) -> bool:
         part = self._part
-        if self._held.role or part.is_whole:
+        if part.is_whole:
             return True
         if self._held.meets and part.is_remote and self.is_mine:
             raise ConfigError(
@@ -237,7 +237,7 @@ class Step(OneRank):
         if self._end is not None:
             return (self._end,)
         self._check_open()
-        if not self.is_mine or self._held.role:
+        if not self.is_mine:
             return ()
         self._put_down()
         # a gradient without them would be divided by too much
@@ -251,25 +251,27 @@ class Step(OneRank):
     def _look_whole(self) -> tuple[MicroBatch, ...] | None:
         if (self.is_mine and not self._is_whole) or not self._part.is_fetched:
             return None
-        # by number, which is the planned order: those whose columns came first arrive first
-        work = [one for _, one in sorted(self._part.work.items()) if not (one.done and self._held.role)]
-        self._whole = tuple(map(self._of, work))
-        for one in work:
+        self._whole = tuple(map(self._of, self._part.work.values()))
+        for one in self._part.work.values():
             # they stay with this rank: the loop has them all in hand
             one.begun = True
         return self._whole
 
-    def _look_sizes(self) -> bool | None:
-        return self._is_whole or not self.is_mine or None
+    def _wait_for_sizes(self) -> None:
+        self._at_once(
+            lambda: self._is_whole or not self.is_mine or None,
+            "reading what a step is divided by",
+            "`end = await step.async_finish()`",
+        )
 
     def look_complete(self) -> bool | None:
         """Nothing more of it comes: it can be finished. The lock is held."""
-        return not self.is_mine or self._held.meets or bool(self._held.role) or self._part.is_whole or None
+        return not self.is_mine or self._held.meets or self._part.is_whole or None
 
     def _has_ended(self) -> bool:
         """Nothing is left to do, on any rank that this one must meet."""
-        if not self._part.is_done or self._held.role:
-            return self._part.is_done
+        if not self._part.is_done:
+            return False
         seal = self._held.reach_end(self._part)
         if seal is not None:
             self._end = End(seal.ranks, *seal.sizes)
@@ -283,9 +285,6 @@ class Step(OneRank):
         """The loop is through with what it has."""
         for work in self._part.work.values():
             if work.begun and not work.done:
-                # its columns are what others wait for, so going on is not enough
-                if self._held.role:
-                    raise self._owes()
                 self._held.has_done(self._part, work)
 
     def _of(self, work: HeldWork) -> MicroBatch:
@@ -296,9 +295,8 @@ class Step(OneRank):
             if work.item.group is not None and seal is not None and (lost := work.missing.difference(seal.gone)):
                 raise self._torn(lost)
             arrived, index = work.payload
-            made: MicroBatch = arrived.micro_batch(index, part.gone, seal)
-            work.made = replace(made, on_give=partial(self._give, work)) if self._held.role else made
-        made = work.made
+            work.made = arrived.micro_batch(index, part.gone, seal)
+        made: MicroBatch = work.made
         return made
 
     def _torn(self, lost: Collection[str]) -> RankLostError:
@@ -314,14 +312,8 @@ class Step(OneRank):
 
     def conclude(self, *, ack: bool) -> None:
         """The loop has gone on: the step is in the weights. The lock is held. Raises ConfigError if others may have
-        changed it meanwhile, ValueError if a role has not given its columns."""
+        changed it meanwhile."""
         if not self.is_mine:
-            return
-        if self._held.role:
-            left = [work for work in self._part.work.values() if not work.done]
-            # what came meanwhile is given as the same step again
-            if any(work.begun for work in left) or len(left) == len(self._part.work) > 0:
-                raise self._owes()
             return
         if self._held.meets and self._end is None:
             raise ConfigError(
@@ -347,25 +339,3 @@ class Step(OneRank):
     def is_given(self) -> bool:
         """All of it was given to the trainer. The lock is held."""
         return not self.is_mine or (self._is_whole and all(work.begun for work in self._part.work.values()))
-
-    # columns of a role
-
-    def _owes(self) -> ValueError:
-        return ValueError(
-            f"role {self._held.role!r} has not given the columns of step {self.step}: call micro_batch.give(...) for "
-            "each of its micro-batches before asking for the next"
-        )
-
-    def _give(self, work: HeldWork, columns: Mapping[str, Tensor]) -> None:
-        port = self._port
-        if not 0 < len(columns) <= _MOST_COLUMNS:
-            raise ValueError(f"a role gives 1 to {_MOST_COLUMNS} columns, not {len(columns)}")
-        # outside the lock: copies of a device's columns take long
-        encoded = encode_columns(columns, work.made.num_tokens)
-        with port.lock:
-            if port.closed:
-                raise ClosedResourceError(f"micro_batch.give(): the feed is closed, and step {self.step} comes again")
-            # given twice, or rewound meanwhile: the first one counts
-            if self.is_mine and not work.done:
-                self._held.has_done(self._part, work, encoded)
-        port.flush()

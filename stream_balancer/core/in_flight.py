@@ -64,8 +64,6 @@ class StepTiming(NamedTuple):
     """From asking for its rank batch to taking it; None = as long as the balancer waited for rollouts."""
     ready_s: float = 0.0
     """How long it had been ready for more when the last rank was."""
-    roles_s: float = 0.0
-    """How long its step was with other roles, which compute columns, before the rank was given it."""
     worked_on: RankBatch | None = None
     """The part of the step that it trained on, where that is another one than was planned for it."""
 

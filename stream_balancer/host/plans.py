@@ -1,9 +1,8 @@
 """A step as it was planned, and its items: one for each micro-batch of each rank.
 
-Example, two ranks, two micro-batches each, a role ``ref``::
+Example, two ranks, two micro-batches each::
 
-    id   0 4 | 2 6      the trainer's ranks 0 | 1; each needs the columns of the role's item with its rollouts
-    id   1 5 | 3 7      the role's
+    id   0 2 | 1 3      ranks 0 | 1
 
 An id follows from the micro-batch's place among those of its rank and from the rank's place in the step. What is laid
 out later gets ids from the ledger.
@@ -23,7 +22,7 @@ from stream_balancer.core.batching import lay_out
 from stream_balancer.core.executions import denominators_of, execution_of, sizes_of
 from stream_balancer.core.state import BalancerState
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId
+from stream_balancer.core.steps.state import Item, Piece
 from stream_balancer.host.records import mini_batches_of
 from stream_balancer.net.messages import ResizedExecution, Seal
 from stream_balancer.rollouts import Batch, Denominators, MicroBatch, RankBatch, Rollout, SharedRollout
@@ -35,16 +34,12 @@ from stream_balancer.wire.remote import remote_of
 class StepPlan:
     """A step in flight."""
 
-    ranks: tuple[RankId, ...]
-    """The trainer's, by their place in the batch."""
+    ranks: tuple[int, ...]
+    """By their place in the batch."""
     batch: Batch
     uid: int
-    planned_at: float
-    """On the event loop's clock."""
-    ready_s: Mapping[RankId, float] = field(default_factory=dict)
+    ready_s: Mapping[int, float] = field(default_factory=dict)
     """Seconds for which each rank had been ready when the last one was."""
-    begun_at: dict[RankId, float] = field(default_factory=dict)
-    """Time at which each rank was first sent something."""
     is_remote: bool = False
     """Payloads of some of it lie elsewhere."""
     num_padding: int = 0
@@ -55,10 +50,9 @@ class StepPlan:
         """Whole rollouts of the step, each once, without padding copies."""
         return (rollout for rollout in self.batch.rollouts if not rollout.is_padding)
 
-    def place_of(self, one: RankId) -> int | None:
-        """Number of a rank among those of the batch; of a role's, that of the trainer's rank in its place."""
-        place = one.number if one.role else self.ranks.index(one) if one in self.ranks else len(self.ranks)
-        return place if place < len(self.ranks) else None
+    def place_of(self, one: int) -> int | None:
+        """Number of a rank among those of the batch."""
+        return self.ranks.index(one) if one in self.ranks else None
 
     def worked_on(self, place: int, items: Sequence[Item]) -> RankBatch | None:
         """Rank batch that a rank has trained on in the end; None if the one that was planned for it."""
@@ -66,34 +60,26 @@ class StepPlan:
         return None if mine == planned.micro_batches else replace(planned, micro_batches=mine)
 
 
-def uid_of(batch: Batch, ranks: Sequence[RankId]) -> int:
+def uid_of(batch: Batch, ranks: Sequence[int]) -> int:
     """The same for the same plan, also in another process."""
     # not the order of a set, not hash(): both differ from process to process
-    plan = batch.step, [one.number for one in ranks], [*map(mini_batches_of, batch.ranks)]
+    plan = batch.step, [*ranks], [*map(mini_batches_of, batch.ranks)]
     return int.from_bytes(hashlib.blake2b(msgspec.msgpack.encode(plan), digest_size=7).digest(), "big")
 
 
-def items_of(plan: StepPlan, roles: Mapping[str, Sequence[RankId]], *, share: bool, lockstep: bool) -> list[Item]:
-    """Items of the batch. ``roles``: the ranks of each. ``share``: what several ranks run together has
-    one group; ``lockstep``: so have the micro-batches of one index."""
-    cut: list[tuple[int, int, int, MicroBatch]] = []
-    for place, rank_batch in enumerate(plan.batch.ranks):
-        for index, mb in enumerate(rank_batch.micro_batches):
-            cut.append((index * len(plan.ranks) + place, place, index, mb))
+def items_of(plan: StepPlan, *, share: bool, lockstep: bool) -> list[Item]:
+    """Items of the batch. ``share``: what several ranks run together has one group; ``lockstep``: so have the
+    micro-batches of one index."""
     made: list[Item] = []
-    of_roles: dict[str, list[int]] = {}
     groups: dict[object, int] = {}
-    # roles first: the trainer's items name those that they need
-    for kind, (role, ranks) in enumerate([*roles.items(), (TRAIN, plan.ranks)], 1):
-        for number, place, index, mb in cut:
-            # a role may have lost ranks: those that are left do their places, too
-            owner = ranks[place % len(ranks)] if ranks else None
-            item = _item(number * (len(roles) + 1) + kind % (len(roles) + 1), owner, mb, role, of_roles)
-            if lockstep and not role:
+    for place, (owner, rank_batch) in enumerate(zip(plan.ranks, plan.batch.ranks, strict=True)):
+        for index, mb in enumerate(rank_batch.micro_batches):
+            item = _item(index * len(plan.ranks) + place, owner, mb)
+            if lockstep:
                 item.group = groups.setdefault(index, item.id)
             # in plain runs every rank gets its own part again by itself, so no group is needed
             elif mb.cp_group and (share or item.remote):
-                item.group = groups.setdefault((role, mb.cp_group, mb.rollouts[0].rollout_id), item.id)
+                item.group = groups.setdefault((mb.cp_group, mb.rollouts[0].rollout_id), item.id)
             made.append(item)
     _agree(made)
     plan.is_remote = any(item.remote for item in made)
@@ -108,64 +94,42 @@ def _agree(items: Sequence[Item]) -> None:
         item.remote = item.remote or item.group in remote
 
 
-def _item(id_: int, owner: RankId | None, mb: MicroBatch, role: str, of_roles: dict[str, list[int]]) -> Item:
-    """``of_roles``: by rollout, the ids of roles' items, which this one joins or needs."""
+def _item(id_: int, owner: int, mb: MicroBatch) -> Item:
     pieces = tuple(
         Piece(rollout.rollout_id, rollout.cp_rank if isinstance(rollout, SharedRollout) else 0)
         for rollout in mb.rollouts
         if not rollout.is_padding
     )
-    item = Item(id_, owner, pieces, role, remote=any(map(remote_of, mb.rollouts)), payload=mb)
-    if role:
-        _note(item, of_roles)
-    else:
-        item.needs = tuple(sorted({needed for one in mb.rollouts for needed in of_roles.get(one.rollout_id, ())}))
-    return item
-
-
-def _note(item: Item, of_roles: dict[str, list[int]]) -> None:
-    for rollout in item.payload.rollouts:
-        of_roles.setdefault(rollout.rollout_id, []).append(item.id)
+    return Item(id_, owner, pieces, remote=any(map(remote_of, mb.rollouts)), payload=mb)
 
 
 def laid_out_anew(
     plan: StepPlan,
     old: Sequence[Item],
-    over: Sequence[RankId],
+    over: Sequence[int],
     ledger: Ledger,
     state: BalancerState,
     speeds: Mapping[int, float],
     *,
     lockstep: bool,
 ) -> list[Item]:
-    """Items without an owner, over other ranks. The trainer's are planned anew; a role's keep their ids, since others
-    wait for them. As fast as a plan of so many rollouts."""
-    if old[0].role:
-        # Each computes whole what it had a part of: twice, but it needs nobody, and any rank can be the last.
-        return [
-            Item(it.id, over[place % len(over)], it.pieces, it.role, remote=it.remote, payload=_whole_of(it.payload))
-            for place, it in enumerate(old)
-        ]
+    """Items without an owner, planned anew over other ranks. As fast as a plan of so many rollouts."""
     # whole again: other ranks than those that shared a rollout cannot compute its parts
     wholes = [one for item in old for one in _whole_of(item.payload).rollouts if not one.is_padding]
     # each once, though several of its parts may be among the items
     rollouts = list({one.rollout_id: one for one in wholes}.values())
     if not rollouts:
         return []
-    of_roles: dict[str, list[int]] = {}
-    for item in ledger.steps[plan.batch.step].items.values():
-        if item.role:
-            _note(item, of_roles)
     parts = lay_out(
         state, rollouts, plan.rollouts, step=plan.batch.step, dp_size=len(over), lockstep=lockstep,
-        speeds=[speeds.get(one.number, 1.0) for one in over] if speeds else None, had=plan.num_padding,
+        speeds=[speeds.get(one, 1.0) for one in over] if speeds else None, had=plan.num_padding,
     )  # fmt: skip
     plan.num_padding += sum(mb.rollouts[0].is_padding for of_rank in parts for mb in of_rank)
     groups = {index: ledger.new_id() for index in range(len(parts[0]))} if lockstep else {}
     made: list[Item] = []
     for one, of_rank in zip(over, parts, strict=True):
         for index, mb in enumerate(of_rank):
-            made.append(_item(ledger.new_id(), one, mb, TRAIN, of_roles))
+            made.append(_item(ledger.new_id(), one, mb))
             made[-1].group = groups.get(index)
     _agree(made)
     return made
@@ -189,9 +153,9 @@ def seal_of(plan: StepPlan, number: int, ranks: Sequence[int], gone: Collection[
         step=batch.step,
         number=number,
         ranks=tuple(ranks),
-        sizes=_less(batch.ranks[0].denominators or (), plan.rollouts, gone),
+        sizes=_less(batch.ranks[0].denominators, plan.rollouts, gone),
         mini_batches=tuple(
-            _less(of[0].denominators or (), chain.from_iterable(part.rollouts for part in of), gone)
+            _less(of[0].denominators, chain.from_iterable(part.rollouts for part in of), gone)
             for of in zip(*parts, strict=True)
         ),
         resized=tuple(
@@ -201,11 +165,11 @@ def seal_of(plan: StepPlan, number: int, ranks: Sequence[int], gone: Collection[
     )  # fmt: skip
 
 
-def _less(planned: Sequence[int], rollouts: Iterable[Rollout], gone: Collection[str]) -> Denominators:
+def _less(planned: Denominators, rollouts: Iterable[Rollout], gone: Collection[str]) -> Denominators:
     """Sizes of what is left of these rollouts. Of a shared one no rank trains on its part when another has none."""
     # nearly always: only then do denominators follow from the plan
     if not gone:
-        return Denominators(*planned)
+        return planned
     left = [one for one in whole_rollouts(rollouts) if not one.is_padding and one.rollout_id not in gone]
     # at least 1: where everything is gone the sums are 0, and 0 / 0 would put NaN into every weight
     return Denominators(*(max(now, min(was, 1)) for now, was in zip(denominators_of(left), planned, strict=True)))

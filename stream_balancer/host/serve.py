@@ -27,21 +27,19 @@ Four tasks, and what each waits for::
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from itertools import chain
 from typing import Literal, TypeAlias
 
 import anyio
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.observer import Observer
-from stream_balancer.core.steps.state import TRAIN, Item, RankId
+from stream_balancer.core.steps.state import Item
 from stream_balancer.errors import AlreadyInUseError, ConfigError
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.batches import Batches
-from stream_balancer.host.columns import check_roles
 from stream_balancer.host.peers import Peers
 from stream_balancer.host.plans import StepPlan, items_of, uid_of
 from stream_balancer.host.ranks import Member
@@ -61,7 +59,6 @@ async def serve(
     *,
     rejoin_timeout_s: float = 0.0,
     on_rank_loss: OnRankLoss = "raise",
-    roles: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Deliver every batch of ``balancer`` to the ranks that connect to ``transport``, until ``batches()`` ends.
 
@@ -86,10 +83,6 @@ async def serve(
     When nothing was dispatched for the balancer's ``report_after_s``, a warning in the log says why: which rank gives
     no credit, or how many rollouts wait for what; again after twice that time, and so on.
 
-    ``roles={"ref": ["ref_logprobs"]}``: another model computes these columns, on ``dp_size`` ranks of its own, which
-    open ``RankFeed(..., role="ref")`` and give them item by item. The trainer's ranks begin with a micro-batch once its
-    columns are here. A step that is with a role holds a credit of the trainer's ranks, so memory is bounded as without.
-
     Another ``dp_size`` (:meth:`StreamBalancer.reconfigure`) holds from the next batch on. A rank that is no more does
     what it was given, and its iteration ends; a new one is waited for. See docs/elastic.md.
 
@@ -102,7 +95,6 @@ async def serve(
         raise ValueError(f"rejoin_timeout_s must be >= 0 (math.inf = wait for ever), not {rejoin_timeout_s}")
     if on_rank_loss not in ("raise", "replan"):
         raise ValueError(f"on_rank_loss must be 'raise' or 'replan', not {on_rank_loss!r}")
-    check_roles(roles or {})
     if not isinstance(balancer, StreamBalancer):
         raise TypeError(f"serve() takes a StreamBalancer, in its event loop, not a {type(balancer).__name__}")
     if balancer.parts.rank_states is not None:
@@ -128,7 +120,7 @@ async def serve(
                 f"dp_size={config.dp_size}. Give both the same number of data-parallel ranks; if that has changed "
                 "since the transport was made, call transport.resize() first"
             )
-        run = _Server(balancer, transport, roles or {}, rejoin_timeout_s, replan=on_rank_loss == "replan")
+        run = _Server(balancer, transport, rejoin_timeout_s, replan=on_rank_loss == "replan")
         await run.serve()
 
 
@@ -213,7 +205,7 @@ class _Server(Peers, Observer):
         plan = self.plans[batch.step]
         plan.ready_s = {one: max(ready_at - self.ranks[one].since, 0.0) for one in plan.ranks}
         # ranks may have come or gone while the batch was written
-        if len(batch.ranks) != len(plan.ranks) or plan.ranks != (*self.ledger.members(TRAIN),) or not self._all_there():
+        if len(batch.ranks) != len(plan.ranks) or plan.ranks != (*self.ledger.members,) or not self._all_there():
             batches.give_back(batch)
             return True
         self.ledger.planned(batch.step, self._items(plan), uid=plan.uid)
@@ -223,17 +215,17 @@ class _Server(Peers, Observer):
         return True
 
     def _wants_step(self) -> bool:
-        is_full = len(self.ledger.members(TRAIN)) == self.balancer.config.dp_size
+        is_full = len(self.ledger.members) == self.balancer.config.dp_size
         # Ranks that are to do the work of lost ones in earlier steps must not begin with later ones.
         is_settled = is_full and not any(step.settling for step in self.ledger.steps.values())
         return is_settled and self.ledger.wants_step and self._all_there()
 
     def _all_there(self) -> bool:
-        return all(self.ranks[one].takes_part for one in self.ledger.members(TRAIN))
+        return all(self.ranks[one].takes_part for one in self.ledger.members)
 
     def _planned(self, batch: Batch) -> StepPlan:
-        ranks = self.ledger.members(TRAIN)
-        plan = StepPlan((*ranks,), batch, uid_of(batch, ranks), anyio.current_time())
+        ranks = self.ledger.members
+        plan = StepPlan((*ranks,), batch, uid_of(batch, ranks))
         self.plans[batch.step] = plan
         return plan
 
@@ -244,10 +236,7 @@ class _Server(Peers, Observer):
         self.note(self.plans[batch.step] if is_planned else self._planned(batch))
 
     def _items(self, plan: StepPlan) -> list[Item]:
-        # one rollout stands for all: every rollout of a balancer has the same columns
-        self.columns.check_new(plan.batch.ranks[0].micro_batches[0].rollouts[0])
-        roles = {role: self.ledger.members(role) for role in self.columns.names}
-        return items_of(plan, roles, share=self.ledger.meets, lockstep=self.lockstep)
+        return items_of(plan, share=self.ledger.meets, lockstep=self.lockstep)
 
     # -- a restart -----------------------------------------------------------------------------------------------------
 
@@ -259,14 +248,13 @@ class _Server(Peers, Observer):
             if noted is None:
                 plan = self.plans[(await anext(batches)).step]
             else:
-                ranks = tuple(RankId(TRAIN, number) for number in noted.planned_for)
-                plan = self.plans[before.step] = StepPlan(ranks, before, noted.uid, anyio.current_time())
+                plan = self.plans[before.step] = StepPlan((*noted.planned_for,), before, noted.uid)
             facts = noted or Acked(before.step, plan.uid)
             ledger.restore(
                 before.step, plan.uid, self._items(plan),
                 # others were given their parts before the crash: they must not be waited for
-                [one for one in plan.ranks if one.number not in facts.lost],
-                acked=[RankId(TRAIN, rank) for rank in facts.ranks], gone=facts.gone,
+                [one for one in plan.ranks if one not in facts.lost],
+                acked=facts.ranks, gone=facts.gone,
                 remade=len(plan.ranks) != len(before.ranks),
             )  # fmt: skip
             if noted is not None:
@@ -276,9 +264,8 @@ class _Server(Peers, Observer):
         if self.replan:
             # Ranks that were there before are lost, if they do not come back: those that would meet in a step to come,
             # or have a part in one under way.
-            came = {came.who for came in self.handed.came}
-            wanted = chain.from_iterable(map(ledger.members, ledger.wanted))
-            self.ranks.expect(came.intersection(wanted).union(*(s.participants for s in ledger.steps.values())))
+            came = {came.rank for came in self.handed.came}
+            self.ranks.expect(came.intersection(ledger.members).union(*(s.participants for s in ledger.steps.values())))
 
     def _noted_of(self, batch: Batch) -> Acked | None:
         """Facts of a step that goes on with the ranks that it was planned for: these are there, or lost ones are
@@ -288,7 +275,7 @@ class _Server(Peers, Observer):
         if facts is None or len(facts.planned_for) != len(batch.ranks):
             return None
         # A plain rank in the midst of its part cannot stop: while all that have one are there, the plan holds.
-        are_there = {*facts.planned_for} <= {one.number for one in self.ledger.members(TRAIN)}
+        are_there = {*facts.planned_for} <= {*self.ledger.members}
         return facts if self.replan or are_there else None
 
     # -- orders --------------------------------------------------------------------------------------------------------
@@ -318,14 +305,14 @@ class _Server(Peers, Observer):
         if ledger.ended and not ledger.steps:
             lost.error = error
             return
-        # the last one of its kind cannot be replaced
-        if not self.replan or not {*ledger.members(lost.id.role)} - {lost.id}:
+        # the last one cannot be replaced
+        if not self.replan or not {*ledger.members} - {lost.id}:
             raise error
         # first the ledger: orders made from here on name it no more
         ledger.gave_up(lost.id)
         self.ranks.remove(lost)
         self.handed.note(lost.came)
-        for step in () if lost.id.role else steps:
+        for step in steps:
             self.note(self.plans[step])
         # Before others are sent its work: after a crash, both would have it.
         await self.handed.flush()
@@ -335,7 +322,7 @@ class _Server(Peers, Observer):
 
     def _follow_the_ranks(self) -> None:
         """The balancer plans for those that are left, and for one that has come back."""
-        if len(self.ledger.wanted[TRAIN]) == self.balancer.config.dp_size:
+        if len(self.ledger.wanted) == self.balancer.config.dp_size:
             return
         numbers, speeds = self.ranks.numbers, self.speeds
         changes = {"speeds": tuple(speeds.get(number, 1.0) for number in numbers)} if speeds else {}

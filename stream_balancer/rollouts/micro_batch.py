@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -72,8 +72,6 @@ class MicroBatch:
     them. Each member has a part of every rollout: see docs/sharing.md."""
     cp_rank: int = 0
     """Place of this rank in ``cp_group``."""
-    on_give: Callable[[Mapping[str, Tensor]], None] | None = field(default=None, repr=False)
-    """Callback of :meth:`give`."""
 
     @classmethod
     def of(
@@ -223,19 +221,6 @@ class MicroBatch:
             multiple_of=multiple_of,
             name_of=lambda place: f"rollout {self.rollouts[place].rollout_id!r}",
         )
-
-    def give(self, **columns: Tensor) -> None:
-        """Columns that a role has computed: ``[T]`` of each column, on any device. Copied, and sent at once: a
-        trainer's rank begins with a micro-batch when its columns are there.
-
-        Of a feed with a role only: ``RankFeed(..., role="ref")``. Raises ValueError otherwise, and for columns that do
-        not fit; ClosedResourceError if the feed was closed before.
-        """
-        if self.on_give is None:
-            raise ValueError(
-                "micro_batch.give(): this micro-batch does not come from a feed with a role, RankFeed(..., role=...)"
-            )
-        self.on_give(columns)
 
     def __repr__(self) -> str:
         shared = f", cp_group={self.cp_group}, cp_rank={self.cp_rank}" if self.cp_group else ""

@@ -1,8 +1,7 @@
 """Gradients of random combinations of features: each step's, over real ranks, is that of one process to 1e-6.
 
 "journal": the controller is killed in the midst of a step, and another goes on at its address. "seats": each rank is
-two processes, as tensor parallelism has it. "resize": more ranks, then fewer. "roles": each token's weight in the loss
-is computed by ranks of a role.
+two processes, as tensor parallelism has it. "resize": more ranks, then fewer.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -45,11 +44,10 @@ KNOBS: dict[str, dict[str, Any]] = {
 }
 SERVED: dict[str, dict[str, Any]] = {
     "replan": {"on_rank_loss": "replan"},
-    "roles": {"roles": {"weigher": ["weight"]}},
 }
 FEATURES = (
     "groups", "prefixes", "shared", "cap", "lockstep", "mini_batches", "replan", "direct", "tokens", "torch_dist",
-    "roles", "resize", "seats", "journal",
+    "resize", "seats", "journal",
 )  # fmt: skip
 APART = (
     {"prefixes", "groups"}, {"cap", "lockstep"}, {"prefixes", "lockstep"},
@@ -75,19 +73,11 @@ def together() -> list[Any]:
     return found
 
 
-def weights_of(ids: torch.Tensor) -> torch.Tensor:
-    """What the role computes of each token."""
-    return 1 + ids % 3 / 2
-
-
 class Gradient:
-    """Gradient of a small model, summed over what was added. ``tree``: a shared prefix is computed once; ``weights``:
-    where those of the tokens come from."""
+    """Gradient of a small model, summed over what was added. ``tree``: a shared prefix is computed once."""
 
-    def __init__(
-        self, *, tree: bool = False, weights: Callable[[Any], torch.Tensor | float] = lambda packed: 1
-    ) -> None:
-        self._tree, self._weights = tree, weights
+    def __init__(self, *, tree: bool = False) -> None:
+        self._tree = tree
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Embedding(64, 8), torch.nn.Linear(8, 8), torch.nn.Tanh())
         self.head = torch.nn.Linear(8, 64)
@@ -103,7 +93,7 @@ class Gradient:
         else:
             said = self.head(self.model(ids))
         loss = torch.nn.functional.cross_entropy(said, ids, reduction="none")
-        (loss * packed["loss_mask"] * self._weights(packed)).sum().backward()
+        (loss * packed["loss_mask"]).sum().backward()
         self.ids += [r.rollout_id for r in micro_batch.rollouts if not r.is_padding]
 
     def flat(self) -> torch.Tensor:
@@ -152,13 +142,12 @@ def run_rank(
         places = torch.arange(2 * dp_size).view(dp_size, 2)
         of_two: dict[str, Any] = {"mesh_dim_names": ("dp", "tp"), "_init_backend": False, "_rank": 2 * rank + seat}
         join = {"mesh": DeviceMesh("cpu", places, **of_two)}
-    weights: dict[str, Any] = {"weights": lambda packed: packed["weight"]} if "roles" in features else {}
     for step in sb.RankFeed(address, movers=movers_of(features), rejoin="journal" in features, **join):
         if dies and step.step == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         made = []
         for micro_batches, loss_tokens in pieces(step, features):
-            gradient = Gradient(tree="prefixes" in features, **weights)
+            gradient = Gradient(tree="prefixes" in features)
             for micro_batch in micro_batches:
                 gradient.add(micro_batch)
             made.append((gradient, loss_tokens))
@@ -168,13 +157,6 @@ def run_rank(
             total = gradient.flat() / (loss_tokens or end.loss_tokens)
             world.all_reduce(total, end.ranks)
             pipe.send((step.step, part, gradient.ids, total.tolist()))
-
-
-def run_role(address: str, features: frozenset[str], rank: int, dp_size: int, _: Any) -> None:
-    feed = sb.RankFeed(address, rank=rank, dp_size=dp_size, role="weigher", rejoin="journal" in features)
-    for step in feed:
-        for micro_batch in step:
-            micro_batch.give(weight=weights_of(micro_batch.packed()["input_ids"] % 64))
 
 
 def batched(rollouts: Sequence[sb.Rollout], size: int) -> Iterable[Sequence[sb.Rollout]]:
@@ -294,8 +276,6 @@ class Drill:
         for seat in self.seats:
             place = (rank, dp_size, seat)
             self.ranks[rank, seat] = Child(run_rank, self.address, self.store.port, self.features, place, dies)
-        if "roles" in self.features:
-            Child(run_role, self.address, self.features, rank, dp_size)
 
     async def run(self) -> tuple[dict[tuple[int, int], list[Any]], sb.Statistics]:
         """-> What the ranks said."""
@@ -376,9 +356,6 @@ def test_gradients_of_features_together(
     if {seat for _, seat in said} == {0, 1}:
         planned.seen.add("seats")
     by_id = {one.rollout_id: one for one in todo}
-    weights: dict[str, Any] = (
-        {"weights": lambda packed: weights_of(packed["input_ids"] % 64)} if "roles" in features else {}
-    )
     for seat in drill.seats:
         steps: dict[tuple[int, int], list[tuple[list[str], list[float]]]] = {}
         for (_, its), words in said.items():
@@ -389,11 +366,10 @@ def test_gradients_of_features_together(
             ids = [name for names, _ in heard for name in names]
             assert len(ids) == len(set(ids)) or "shared" in features
             trained += set(ids)
-            reference = Gradient(**weights)
+            reference = Gradient()
             reference.add(sb.rollouts.MicroBatch.of([by_id[name] for name in sorted(set(ids))]))
             whole = reference.flat() / sum(by_id[name].num_loss_tokens for name in set(ids))
             for _, total in heard:
                 torch.testing.assert_close(torch.tensor(total), whole, atol=1e-6, rtol=0.0)
         assert sorted(trained) == sorted(by_id)
-    # the role's columns were those that the loss was computed with, or the gradients would be others
-    assert features <= planned.seen | {"roles"}
+    assert features <= planned.seen

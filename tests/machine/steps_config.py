@@ -11,14 +11,11 @@ class Config:
     seed: int = 0
     ranks: int = 3
     seats: int = 1
-    """Processes of a trainer's rank."""
+    """Processes of a rank."""
     steps: int = 4
     depth: int = 2
     meets: bool = True
     """The ranks meet through the feed; else loops are plain."""
-    roles: tuple[str, ...] = ()
-    role_ranks: int = 2
-    role_seats: int = 1
     remote: bool = False
     shared: bool = False
     """Some items are computed by several ranks in one collective."""
@@ -49,9 +46,6 @@ def random_config(seed: int) -> Config:
         steps=r.randint(1, 4),
         depth=r.randint(1, 2),
         meets=meets,
-        roles=r.choice([(), (), ("ref",), ("ref", "value")]),
-        role_ranks=r.randint(1, 2),
-        role_seats=r.choice([1, 1, 2]),
         remote=r.random() < 0.4,
         shared=not lockstep and r.random() < 0.4,
         lockstep=lockstep,

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from steps_config import Config
 
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.state import Item, Piece, RankId
+from stream_balancer.core.steps.state import Item, Piece
 
-Cut = tuple[RankId, tuple[Piece, ...], int | None]
+Cut = tuple[int, tuple[Piece, ...], int | None]
 """Owner, pieces, group."""
 
 
@@ -20,7 +20,7 @@ class Planner:
         self.config, self.rng = config, rng
         self.num_rollouts = 0
 
-    def items(self, ledger: Ledger, over: list[RankId]) -> list[Item]:
+    def items(self, over: list[int]) -> list[Item]:
         """Items of a new step, with ids from 0."""
         ids = iter(range(1 << 20))
         cuts = list(self._cuts(over, ids))
@@ -28,14 +28,9 @@ class Planner:
         for owner, pieces, group in sorted(cuts, key=lambda cut: cut[0]):  # rank by rank, as plans are
             remote = self.config.remote and (group % 2 == 0 if group is not None else self.rng.random() < 0.6)
             items.append(Item(next(ids), owner, pieces, group=group, remote=remote))
-        for item in list(items):
-            for role in self.config.roles:
-                needed = Item(next(ids), self.rng.choice(ledger.members(role)), item.pieces, role, remote=item.remote)
-                item.needs += (needed.id,)
-                items.append(needed)
         return items
 
-    def _cuts(self, over: list[RankId], ids: Iterator[int]) -> Iterator[Cut]:
+    def _cuts(self, over: list[int], ids: Iterator[int]) -> Iterator[Cut]:
         rng = self.rng
         for _ in range(rng.randint(1, 3)):
             if self.config.lockstep:
@@ -54,14 +49,8 @@ class Planner:
         self.num_rollouts += 1
         return Piece(f"r{self.num_rollouts}")
 
-    def replanned(self, ledger: Ledger, old: list[Item], over: list[RankId]) -> list[Item]:
-        """A role's items get another owner; a trainer's are cut anew, those of a group in one collective again."""
-        if old[0].role:
-            owners = [self.rng.choice(over) for _ in old]
-            return [
-                Item(item.id, owner, item.pieces, item.role, remote=item.remote)
-                for item, owner in zip(old, owners, strict=True)
-            ]
+    def replanned(self, ledger: Ledger, old: list[Item], over: list[int]) -> list[Item]:
+        """Items are cut anew, those of a group in one collective again."""
         alone = [item for item in old if item.group is None]
         groups = defaultdict[int, list[Item]](list)
         for item in old:
@@ -70,24 +59,20 @@ class Planner:
         news = [new for item in alone for new in self._cut_anew(ledger, item, over)]
         return news + [new for parts in groups.values() for new in self._shared_anew(ledger, parts, over)]
 
-    def _cut_anew(self, ledger: Ledger, item: Item, over: list[RankId]) -> list[Item]:
+    def _cut_anew(self, ledger: Ledger, item: Item, over: list[int]) -> list[Item]:
         rollouts = dict.fromkeys(piece.rollout for piece in item.pieces)
         cuts = [tuple(piece for piece in item.pieces if piece.rollout == rollout) for rollout in rollouts]
         if not cuts or self.rng.random() < 0.5:
             cuts = [item.pieces]
-        return [
-            Item(ledger.new_id(), self.rng.choice(over), pieces, needs=item.needs, remote=item.remote)
-            for pieces in cuts
-        ]
+        return [Item(ledger.new_id(), self.rng.choice(over), pieces, remote=item.remote) for pieces in cuts]
 
-    def _shared_anew(self, ledger: Ledger, parts: list[Item], over: list[RankId]) -> list[Item]:
+    def _shared_anew(self, ledger: Ledger, parts: list[Item], over: list[int]) -> list[Item]:
         group, pieces = ledger.new_id(), [piece for item in parts for piece in item.pieces]
-        needs = tuple({needed for item in parts for needed in item.needs})
         chosen = list(over) if self.config.lockstep else self.rng.sample(over, min(len(over), len(pieces)))
-        of_rank: dict[RankId, tuple[Piece, ...]] = dict.fromkeys(chosen, ())
+        of_rank: dict[int, tuple[Piece, ...]] = dict.fromkeys(chosen, ())
         for at, piece in enumerate(pieces):
             of_rank[chosen[at % len(chosen)]] += (piece,)
         return [
-            Item(ledger.new_id(), owner, own, "", needs, group if len(over) > 1 else None, parts[0].remote)
+            Item(ledger.new_id(), owner, own, group if len(over) > 1 else None, parts[0].remote)
             for owner, own in of_rank.items()
         ]

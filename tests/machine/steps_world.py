@@ -21,9 +21,9 @@ from steps_random_faults import faults_of, give_up
 from stream_balancer.client.held import HeldWork, Part
 from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.orders import Ack, Note, SendGo, SendRewind, SendSeal, SendWork
-from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId, StepSeal
+from stream_balancer.core.steps.state import Item, Piece, StepSeal
 
-Plan = tuple[int, list[Item], list[RankId]]
+Plan = tuple[int, list[Item], list[int]]
 """uid, items and participants."""
 
 
@@ -32,9 +32,9 @@ class Journal:
 
     def __init__(self) -> None:
         self.plans: dict[int, Plan] = {}
-        self.notes: dict[int, tuple[set[RankId], set[RankId], set[str]]] = {}
+        self.notes: dict[int, tuple[set[int], set[int], set[str]]] = {}
         """Who is left of a step, who of these has acknowledged it, and what is masked."""
-        self.incarnations: dict[RankId, int] = {}
+        self.incarnations: dict[int, int] = {}
         self.acked: set[int] = set()
 
 
@@ -44,17 +44,15 @@ class World:
         self.rng = random.Random(config.seed)
         self.planner = Planner(config, self.rng)
         self.journal = Journal()
-        self.fenced: dict[RankId, int] = {}
+        self.fenced: dict[int, int] = {}
         """Incarnations that were given up."""
         self.processes: dict[Place, Process] = {}
-        self.left: set[RankId] = set()
+        self.left: set[int] = set()
         """Ranks that will not be started again."""
         self.plans: dict[int, Plan] = {}
         self.pieces: dict[int, set[Piece]] = {}
         """Pieces that a step consists of."""
         self.lost_rollouts: set[str] = set()
-        self.columns: set[tuple[int, int]] = set()
-        """Step and item of a role: computed, and known to the controller."""
         self.checkpoint: tuple[dict[int, int], int] = ({}, 0)
         """Weights, and the first step that they lack."""
         self.saved: dict[Place, int] = {}
@@ -62,7 +60,7 @@ class World:
         self.meetings: list[Meeting] = []
         self.meeting_of: dict[tuple[int, int, int], Meeting] = {}
         self.seals: dict[tuple[int, int, int], StepSeal] = {}
-        self.trained: dict[tuple[int, RankId], tuple[StepSeal, list[Piece]]] = {}
+        self.trained: dict[tuple[int, int], tuple[StepSeal, list[Piece]]] = {}
         """By plain loops."""
         self.num_collectives = 0
         self.some_acked: set[int] = set()
@@ -70,11 +68,10 @@ class World:
         self.faults_left = config.num_faults
         self.ended = False
         self.num_idle = 0
-        self.wanted = {TRAIN: set(range(config.ranks))} | {role: set(range(config.role_ranks)) for role in config.roles}
+        self.wanted = set(range(config.ranks))
         self.start_controller()
-        for role, numbers in self.wanted.items():
-            for number in numbers:
-                self.start(RankId(role, number), 0)
+        for rank in self.wanted:
+            self.start(rank, 0)
 
     # -- the controller ------------------------------------------------------------------------------------------------
 
@@ -82,9 +79,7 @@ class World:
         config, journal = self.config, self.journal
         ledger = self.ledger = self.make_ledger(self.lay_out, meets=config.meets, generation=self.generation)
         self.generation += 1
-        self.columns.clear()
-        for role, numbers in self.wanted.items():
-            ledger.resized(role, numbers)
+        ledger.resized(self.wanted)
         for one, incarnation in journal.incarnations.items():
             ledger.restore_rank(one, incarnation, fenced=self.fenced.get(one, -1) >= incarnation)
         ledger.last_acked = max(journal.acked, default=-1)
@@ -98,9 +93,9 @@ class World:
 
     def plan(self, number: int) -> None:
         self.num_uids += 1
-        items = self.planner.items(self.ledger, self.ledger.members(TRAIN))
+        items = self.planner.items(self.ledger.members)
         self.pieces[number] = {piece for item in items for piece in item.pieces}
-        self.plans[number] = self.num_uids, list(map(copy_of, items)), self.ledger.members(TRAIN)
+        self.plans[number] = self.num_uids, list(map(copy_of, items)), self.ledger.members
         self.ledger.planned(number, items, uid=self.num_uids)
         self.journal.plans[number] = self.plans[number]
 
@@ -108,7 +103,7 @@ class World:
         self.next_step += 1
         self.plan(self.next_step - 1)
 
-    def lay_out(self, step: int, items: list[Item], over: list[RankId]) -> list[Item]:
+    def lay_out(self, step: int, items: list[Item], over: list[int]) -> list[Item]:
         checks.check_certain(self, step, items)
         return self.planner.replanned(self.ledger, items, over)
 
@@ -133,13 +128,10 @@ class World:
 
     def send(self, order: Any) -> None:
         if isinstance(order, SendWork):
-            for item in order.items:
-                is_ready = all((order.step, needed) in self.columns for needed in item.needs)
-                check(is_ready, "columns", "{} before its columns", order)
             order = order._replace(items=tuple(map(copy_of, order.items)))
-        if isinstance(order, SendWork | SendRewind) and not order.rank.role:
+        if isinstance(order, SendWork | SendRewind):
             checks.check_certain(self, order.step, order)
-        if isinstance(order, SendSeal) and not order.rank.role:
+        if isinstance(order, SendSeal):
             seal = order.seal
             known = self.seals.setdefault((seal.step, self.plans[seal.step][0], seal.number), seal)
             check(known == seal, "seal", "one number, two seals: {} {}", known, seal)
@@ -171,30 +163,23 @@ class World:
                 self.kill(process.rank)
                 return
             has, weights = args
-            seats, depth = self.seats_of(process.rank), self.config.depth
-            ledger.joined(*who, process.incarnation, has, weights=weights, seats=seats, depth=depth)
+            config = self.config
+            ledger.joined(*who, process.incarnation, has, weights=weights, seats=config.seats, depth=config.depth)
             if process.counts:
                 self.journal.incarnations[process.rank] = process.incarnation
             return
         if fact == "acknowledged":
             self.some_acked.update(range(args[0] + 1))
         say_to(ledger, fact, *who, *args[: 3 if fact == "done" else None])
-        if fact == "done" and process.rank.role and (step := ledger.steps.get(args[0])) is not None:
-            self.columns.update((args[0], id_) for id_ in args[2] if id_ in step.items and step.items[id_].has_columns)
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
-    def seats_of(self, rank: RankId) -> int:
-        return self.config.role_seats if rank.role else self.config.seats
+    def processes_of(self, rank: int) -> list[Process]:
+        return [self.processes[rank, seat] for seat in range(self.config.seats)]
 
-    def processes_of(self, rank: RankId) -> list[Process]:
-        return [self.processes[rank, seat] for seat in range(self.seats_of(rank))]
-
-    def start(self, rank: RankId, incarnation: int) -> None:
-        for seat in range(self.seats_of(rank)):
+    def start(self, rank: int, incarnation: int) -> None:
+        for seat in range(self.config.seats):
             self.processes[rank, seat] = Process(self, rank, seat, incarnation)
-        if rank.role:
-            return
         seats = self.processes_of(rank)
         saved = min(self.saved.get(process.place, 0) for process in seats)
         says_weights = saved and self.rng.random() < 0.5
@@ -209,19 +194,19 @@ class World:
             elif says_weights:
                 process.held.weights = process.held.acked = saved
 
-    def kill(self, rank: RankId) -> None:
+    def kill(self, rank: int) -> None:
         for process in self.processes_of(rank):
             process.alive = False
             process.unlink()
 
     def kill_all(self) -> None:
-        for rank in sorted({process.rank for process in self.processes.values() if process.is_trainer}):
+        for rank in sorted({process.rank for process in self.processes.values()}):
             self.kill(rank)
 
     def newest_weights(self, process: Process) -> tuple[dict[int, int], int]:
         weights, number = self.checkpoint
         for other in self.processes.values():
-            may_ask = other.is_trainer and other.counts and other.rank != process.rank and not self.config.all_die
+            may_ask = other.counts and other.rank != process.rank and not self.config.all_die
             if may_ask and other.num_trained > number:
                 weights, number = other.weights, other.num_trained
         return dict(weights), number
@@ -236,7 +221,7 @@ class World:
     def partners(self, process: Process, work: HeldWork) -> list[Process]:
         """All who compute the item in one collective, once all have reached it."""
         group, part = work.item.group, process.part
-        if group is None or not process.is_trainer:
+        if group is None:
             return [process]
         assert part is not None
         step = self.ledger.steps.get(part.number)
@@ -311,13 +296,13 @@ class World:
         gone = {one for one in self.left if self.config.meets or not ledger.rank(one).active}
         for one in sorted(dead.keys() - gone):
             rank = ledger.ranks.get(one)
-            if one.number in self.wanted[one.role] or (rank is not None and rank.active):
+            if one in self.wanted or (rank is not None and rank.active):
                 yield (lambda one=one: self.start(one, dead[one] + 1)), 0.5
         for one in sorted(self.left):
             rank = ledger.ranks.get(one)
-            if rank is None or rank.is_given_up or rank.is_here or not (one.role or self.config.meets):
+            if rank is None or rank.is_given_up or rank.is_here or not self.config.meets:
                 continue
-            if one.number in self.wanted[one.role] or any(one in step.shares for step in ledger.steps.values()):
+            if one in self.wanted or any(one in step.shares for step in ledger.steps.values()):
                 yield (lambda one=one: give_up(self, one)), 0.3
 
     def moves_of_planner(self) -> Iterator[tuple[Act, float]]:
@@ -357,4 +342,4 @@ class World:
 
 def copy_of(item: Item) -> Item:
     """As it was planned: nothing of what the ledger knows of it travels."""
-    return Item(item.id, item.owner, item.pieces, item.role, item.needs, item.group, item.remote)
+    return Item(item.id, item.owner, item.pieces, item.group, item.remote)

@@ -4,8 +4,8 @@ fact came last."""
 from __future__ import annotations
 
 from stream_balancer.core.steps.book import Book
-from stream_balancer.core.steps.orders import Ack, Note, SendDrop, SendRewind
-from stream_balancer.core.steps.state import TRAIN, Share, StepSeal, StepState
+from stream_balancer.core.steps.orders import Ack, Note, SendRewind
+from stream_balancer.core.steps.state import Share, StepSeal, StepState
 
 
 def look_at_step(book: Book, step: StepState) -> None:
@@ -51,7 +51,7 @@ def _change(book: Book, step: StepState) -> None:
         rewind(book, step)
     # all who were to meet are given up: those that there are now do it
     if not step.participants:
-        step.participants.update(book.members(TRAIN))
+        step.participants.update(book.members)
         for one in step.participants:
             book.ranks_touched[book.share(step, one).rank.id] = None
     _replan(book, step)
@@ -67,21 +67,21 @@ def _forget_meeting(book: Book, step: StepState) -> None:
     """No rank whose weights had the step is left: the work of those that left it is to be done again."""
     step.is_met = False
     for item in list(step.items.values()):
-        if item.owner is None or (not item.role and item.owner not in step.participants):
+        if item.owner not in step.participants:
             step.tear(item)
             book.disown(step, item)
 
 
 def _settle(book: Book, step: StepState) -> None:
     """After a restart all ranks have said what they have, and they have not met. Whoever has what was planned keeps it,
-    if all who have something do; else all begin again. Columns were lost with the controller."""
+    if all who have something do; else all begin again."""
     step.is_settled = True
     held = [item for item in step.items.values() if item.sent]
-    if step.is_changed or any(item.needs for item in held):
+    if step.is_changed:
         step.torn.update(step.groups)
         rewind(book, step)
         for share in step.shares.values():
-            if not share.rank.id.role and share.attempt != step.attempts:
+            if share.attempt != step.attempts:
                 _begin_again(book, share)
     else:
         for item in held:
@@ -105,7 +105,6 @@ def rewind(book: Book, step: StepState, *shares: Share) -> None:
         again[group] = None
         for item in step.groups[group].values():
             share = None if item.owner is None else step.shares.get(item.owner)
-            # none of a role's rank that was given up, and whose columns of it are here
             if share is not None and share not in ranks:
                 ranks.add(share)
                 todo += _groups_of(share)
@@ -129,7 +128,7 @@ def _renew(book: Book, step: StepState, group: int) -> None:
     is_whole = all(item.owner in step.shares for item in parts.values())
     for item in parts.values():
         item.group = name
-        if not is_whole and not item.has_columns:
+        if not is_whole:
             book.disown(step, item)
 
 
@@ -140,22 +139,19 @@ def _begin_again(book: Book, share: Share) -> None:
     share.waiting = 0
     step.at_barrier.discard(rank.id)
     for item in share.items.values():
-        # columns that are here need not be computed again: whoever shared them may be gone
-        if not item.has_columns:
-            step.reset(item)
-            share.unsent[item.id] = item
+        step.reset(item)
+        share.unsent[item.id] = item
     book.tell(rank, rank.links & share.opened, SendRewind, step.number, share.attempt)
     book.ranks_touched[rank.id] = None
 
 
 def _replan(book: Book, step: StepState) -> None:
-    for role in sorted({item.role for item in step.ownerless.values()}):
-        items = [item for item in step.ownerless.values() if item.role == role]
-        if over := book.members(role) if role else sorted(step.participants):
-            made = book.lay_out(step.number, items, over)
-            for item in items:
-                step.remove(step.ownerless.pop(item.id))
-            book.add(step, made)
+    items = list(step.ownerless.values())
+    if items and (over := sorted(step.participants)):
+        made = book.lay_out(step.number, items, over)
+        for item in items:
+            step.remove(step.ownerless.pop(item.id))
+        book.add(step, made)
 
 
 # -- the meeting -------------------------------------------------------------------------------------------------------
@@ -184,12 +180,9 @@ def acknowledge(book: Book, step: StepState) -> None:
     book.last_acked = max(book.last_acked, step.number)
     for share in step.shares.values():
         share.rank.active.pop(step.number, None)
-        # it may compute what nobody needs any more
-        if share.rank.id.role:
-            book.tell(share.rank, share.rank.links & share.opened & ~share.sealed, SendDrop, step.number, True)
     # also those that wait for weights which have the step
     book.touch_all_ranks()
     book.out.append(Ack(step.number, frozenset(step.gone)))
     # Shares and their step name each other, and items hold payloads: nothing of it waits for the garbage collector.
-    for container in (step.shares, step.items, step.groups, step.waiters, step.ownerless):
+    for container in (step.shares, step.items, step.groups, step.ownerless):
         container.clear()
