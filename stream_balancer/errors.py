@@ -96,11 +96,6 @@ class RankLostError(BrokenResourceError):
         """Short reason, as reported by the transport."""
 
 
-def rank_name(rank: int, role: str) -> str:
-    """How a rank is called in what people read. Roles number their ranks by themselves."""
-    return f"rank {rank} of role {role!r}" if role else f"rank {rank}"
-
-
 class WireError(BrokenResourceError):
     """A peer sent bytes that are not a valid message. They were refused before anything was allocated or run."""
 

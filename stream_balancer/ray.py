@@ -151,7 +151,6 @@ def host(
     journal: str | os.PathLike[str] | None = None,
     accept: Accept | None = None,
     num_producers: int | None = None,
-    roles: Mapping[str, Sequence[str]] | None = None,
     rejoin_timeout_s: float = float("inf"),
     report_after_s: float = 60.0,
     staged_bytes: int = 64 * 2**20,
@@ -165,9 +164,9 @@ def host(
     what it accepts to; then tokens travel to the actor, Ray starts it again after a crash, and it goes on where it
     was. ``accept``, ``num_producers``, ``report_after_s``: as for :class:`stream_balancer.StreamBalancer`. ``accept``
     runs in the actor, so Ray pickles it; with tokens in the object store it sees a rollout's scalars, metadata and
-    lengths, and no values of its columns. ``roles``, ``rejoin_timeout_s``: as for :func:`stream_balancer.serve`; by
-    default a lost rank is waited for. ``staged_bytes``, ``max_put_bytes``: what one worker may have on its way, and the
-    largest put. ``tensor_transport``: of Ray Direct Transport, "nixl"; then tokens stay in the workers' memory, and
+    lengths, and no values of its columns. ``rejoin_timeout_s``: as for :func:`stream_balancer.serve`; by default
+    a lost rank is waited for. ``staged_bytes``, ``max_put_bytes``: what one worker may have on its way, and the largest
+    put. ``tensor_transport``: of Ray Direct Transport, "nixl"; then tokens stay in the workers' memory, and
     ranks read them there, past the object stores (docs/ray.md). ``actor_options``: for ``Actor.options(...)``: its
     namespace, its lifetime, another place than the caller's node (``scheduling_strategy``).
 
@@ -211,7 +210,7 @@ def host(
                 **{"journal": journal and os.fspath(journal), "accept": accept},
                 **{"num_producers": num_producers, "report_after_s": report_after_s},
             },
-            {"rejoin_timeout_s": rejoin_timeout_s, "roles": roles},
+            {"rejoin_timeout_s": rejoin_timeout_s},
             {"staged_bytes": staged_bytes, "max_put_bytes": max_put_bytes},
         )
     )

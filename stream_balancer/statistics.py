@@ -14,11 +14,11 @@ from stream_balancer.planning.length_bias import LengthBiasSummary
 from stream_balancer.rollouts import EvictReason, Reason
 
 IdleCause: TypeAlias = Literal[
-    "no_data", "window", "deadline", "imbalance_avoidable", "imbalance_unavoidable", "roles", "transport"
+    "no_data", "window", "deadline", "imbalance_avoidable", "imbalance_unavoidable", "transport"
 ]
 """Why a rank computed nothing: too few rollouts were there for any batch; there were enough, but the window was not
 full, or the deadline not reached; other ranks had more to do, which a better assignment might have avoided, or none
-could; other roles still computed columns for its batch; or that was on the way."""
+could; or its batch was on the way."""
 
 
 @documented

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import anyio
 import anyio.lowlevel
-import torch
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
@@ -20,7 +19,7 @@ from stream_balancer.net.session import Session
 from stream_balancer.testing import make_rollouts
 from stream_balancer.testing.network import MemoryPeer
 
-__all__ = ["answering", "attend", "config", "fill", "give", "kill", "polled", "settle", "until", "waiting", "wire_of"]
+__all__ = ["answering", "attend", "config", "fill", "kill", "polled", "settle", "until", "waiting", "wire_of"]
 
 
 def config(**knobs: Any) -> sb.BalancerConfig:
@@ -79,12 +78,6 @@ def answering(handle: Callable[[socket.socket], object]) -> Iterator[str]:
         server.shutdown(socket.SHUT_RDWR)
         server.close()
         thread.join()
-
-
-def give(step: Any, columns: Mapping[str, Sequence[torch.Tensor]]) -> None:
-    """A role's columns of a whole step: by name, one for each micro-batch."""
-    for number, micro_batch in enumerate(step.micro_batches):
-        micro_batch.give(**{name: parts[number] for name, parts in columns.items()})
 
 
 def kill(peer: sb.RankFeed | sb.Producer) -> None:

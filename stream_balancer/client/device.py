@@ -115,28 +115,3 @@ class Stopwatch:
         # only its own end: work behind it may run on
         self._events[1].synchronize()
         return float(self._events[0].elapsed_time(self._events[1])) / 1e3
-
-
-class Pace:
-    """Keeps the host at most one micro-batch ahead of the device that it enqueues them for: what is begun cannot be
-    moved to another rank, so no more than that is to be begun."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._ends: deque[torch.Event] = deque()
-
-    def keep(self) -> None:
-        """Another one is going to be begun: wait for the end of the last but one before it."""
-        if self._device.type == "cpu":
-            return
-        end = torch.Event(self._device)
-        end.record()
-        self._ends.append(end)
-        # one may still run, so that the device is not idle while the host enqueues the next
-        while len(self._ends) > 1:
-            self._ends.popleft().synchronize()
-
-    def finish(self) -> None:
-        """Wait for all that was enqueued."""
-        while self._ends:
-            self._ends.popleft().synchronize()

@@ -38,7 +38,7 @@ import anyio.lowlevel
 import torch
 from msgspec.structs import replace
 
-from stream_balancer.client.device import Pace, Stopwatch, Uploader, pinned
+from stream_balancer.client.device import Stopwatch, Uploader, pinned
 from stream_balancer.client.payloads import Fetcher
 from stream_balancer.client.port import Port
 from stream_balancer.client.seats import Seat, seat_in
@@ -90,7 +90,6 @@ class RankFeed(OfOneProcess):
         device: str | torch.device = "cpu",
         max_batch_bytes: int = _DEFAULT_MAX_BATCH_BYTES,
         incarnation: int | None = None,
-        role: str = "",
         token: str | None = None,
         tls: ssl.SSLContext | None = None,
         name: str = "stream_balancer",
@@ -109,11 +108,8 @@ class RankFeed(OfOneProcess):
         Asking for the first step acknowledges those: call :meth:`set_version` before.
         ``mesh``: a DeviceMesh in place of ``rank`` and ``dp_size``; processes that differ only along dimensions other
         than ``dp_dim`` (tensor, context, pipeline parallel) get the same steps, and all of them iterate. ``dp_dim``
-        may name several dimensions (HSDP). ``device``: where tensors are wanted; copies run beside the step before, and
-        where work may be moved to other ranks, a loop over a step is given no more than one micro-batch ahead of it.
+        may name several dimensions (HSDP). ``device``: where tensors are wanted; copies run beside the step before.
         ``incarnation``: how often this rank was started before (default: TORCHELASTIC_RESTART_COUNT, else 0).
-        ``role``: this rank computes columns that the trainer's ranks wait for, and gives them with
-        ``micro_batch.give(...)``: see ``serve(roles=)``.
 
         ``token``, ``name``: the transport's (default: the environment's ``STREAM_BALANCER_TOKEN``). ``tls``: encrypts
         the connection. ``movers``: how bytes come, of ``"shared_memory"`` and ``"torch_dist"``; the socket if none of
@@ -149,7 +145,7 @@ class RankFeed(OfOneProcess):
             if uploader is not None:
                 movers = [one for one in movers if one != "shared_memory"]
             who = About(
-                incarnation=incarnation, depth=depth, role=role, max_batch_bytes=max_batch_bytes, **seat._asdict()
+                incarnation=incarnation, depth=depth, max_batch_bytes=max_batch_bytes, **seat._asdict()
             )  # fmt: skip
         self._port = Port(
             dialer,
@@ -207,7 +203,7 @@ class RankFeed(OfOneProcess):
     async def __anext__(self) -> Step:
         """As ``next()``, without blocking the event loop. If cancelled, no step was taken."""
         await anyio.lowlevel.checkpoint()
-        # a property cannot wait in an event loop: but for open steps, only who iterates gets what is not complete
+        # a property cannot wait in an event loop: only who iterates gets what is not complete
         step = await self._take_next(early=self._port.by_item)
         if step is None:
             if self._is_through:
@@ -253,8 +249,8 @@ class RankFeed(OfOneProcess):
             held.has_finished(held.parts[number], ack=self._auto_ack)
         oldest = held.oldest
         if oldest is not None and (early or held.is_complete(oldest)) and (part := held.next_step()) is not None:
-            self._hand = Step(port, part, self.acknowledge_through, self.waiting_s, Pace(self._device))
-            if part.number and held.meets and held.weights is None and not held.role:
+            self._hand = Step(port, part, self.acknowledge_through, self.waiting_s)
+            if part.number and held.meets and held.weights is None:
                 self._begin_in_the_midst(part.number)
             return True
         if held.ended and all(part.is_done for part in held.parts.values()):
@@ -289,7 +285,9 @@ class RankFeed(OfOneProcess):
             if hand is not None and hand.step <= step and hand.is_mine:
                 self._check_open("step.ack()")
                 if hand.look_complete() is None:
-                    raise ValueError(f"step.ack(): step {hand.step} is open, and more of it comes. Finish it first")
+                    raise ValueError(
+                        f"step.ack(): ranks still fetch payloads of step {hand.step}. Call step.finish() first"
+                    )
                 hand.conclude(ack=False)
             last = min(step, (held.weights or 0) - 1)
             if last >= held.acked:

@@ -5,7 +5,7 @@ The loop is the same for every feature of the library and for none of them::
 
     for step in feed:                                # next_step
         optimizer.zero_grad()
-        for micro_batch in step:                     # next_work, has_done: own, appended, taken over
+        for micro_batch in step:                     # next_work, has_done: own, taken over
             loss_sum(micro_batch).backward()
         end = step.finish()                          # reach_end: the seal says who meets and what to divide by
         if end is None:
@@ -25,12 +25,10 @@ from typing import Any
 
 import msgspec
 
-from stream_balancer.core.steps.state import TRAIN, HeldItem, HeldStep, RankId, StepSeal
+from stream_balancer.core.steps.state import HeldItem, HeldStep, StepSeal
 from stream_balancer.errors import WireError
 from stream_balancer.net import messages as m
 from stream_balancer.rollouts import Denominators
-from stream_balancer.wire.codec import Encoded
-from stream_balancer.wire.payload import NOTHING, Payload
 
 
 @dataclass(eq=False, slots=True)
@@ -98,17 +96,17 @@ class Part:
 class Held:
     """The steps of one process."""
 
-    def __init__(self, role: str = TRAIN, *, seats: int = 1, meets: bool = False, weights: int | None = None) -> None:
+    def __init__(self, *, seats: int = 1, meets: bool = False, weights: int | None = None) -> None:
         """``meets``: the ranks meet through the feed; the controller says so with each step. ``weights`` have all steps
         before that one; None: that is not known."""
-        self.role, self.seats, self.meets = role, seats, meets
+        self.seats, self.meets = seats, meets
         self.parts: dict[int, Part] = {}
         self.weights, self.acked = weights, 0
         """All steps before ``acked`` are acknowledged."""
         self.left_behind: m.Drop | None = None
         """The others have a step in their weights that these lack."""
         self.ended = False
-        self.out: list[tuple[m.Report, Payload]] = []
+        self.out: list[m.Report] = []
         """Facts for the controller, in order."""
 
     # -- from the controller -------------------------------------------------------------------------------------------
@@ -121,8 +119,6 @@ class Held:
             self.ended = self.ended or message.end
         elif isinstance(message, m.Drop):
             self._drop(message)
-        elif isinstance(message, m.Recall):
-            self._release(message)
         elif not isinstance(message, m.Seal | m.Go | m.Rewind):
             raise WireError(f"a {type(message).__name__} message for a rank")
         elif (part := self.parts.get(message.step)) is None:
@@ -136,9 +132,6 @@ class Held:
             part.gone.update(message.gone)
             for id_ in part.work.keys() & message.items:
                 part.work[id_].may_begin = True
-        elif self.role:
-            # its columns are there
-            del self.parts[part.number]
         else:
             part.seal, part.waiting = message, False
             part.gone.update(message.gone)
@@ -171,7 +164,7 @@ class Held:
         planned, left = part.head.mini_batches, part.seal.mini_batches if part.seal is not None else ()
         counts = [one.micro_batches for one in planned]
         is_all = not planned or not part.is_whole or (all(counts) and sum(counts) == len(part.work))
-        if not self.role and not (is_all and len(left) in (0, len(planned))):
+        if not (is_all and len(left) in (0, len(planned))):
             del self.parts[part.number]
             raise WireError(f"the mini-batches of step {part.number} do not make up its micro-batches")
 
@@ -182,24 +175,8 @@ class Held:
         # Its weights lack a step that the others have: going on would train on the wrong ones. One that never had the
         # step, and has not said its weights, takes those that its first step needs.
         lacks = part is not None if self.weights is None else drop.step >= self.weights
-        if drop.met and self.meets and not self.role and lacks:
+        if drop.met and self.meets and lacks:
             self.left_behind = drop
-
-    def _release(self, recall: m.Recall) -> None:
-        """Give back the last ones; keep as many as each idle rank gets, rounded down."""
-        part, ids = self.parts.get(recall.step), list[int]()
-        if part is not None and part.attempt == recall.attempt:
-            free = list[int]()
-            # without a gap, so that all seats keep one order
-            for id_, work in reversed(part.work.items()):
-                if work.begun or id_ not in recall.items:
-                    break
-                free.append(id_)
-            # each of those that are idle, and this one, get the same share
-            ids = free[: len(free) - len(free) // (recall.idle + 1)]
-            for id_ in ids:
-                del part.work[id_]
-        self._say("released", recall.step, recall.attempt, tuple(ids))
 
     def fetched(self, number: int, uid: int, id_: int, missing: Mapping[str, str]) -> None:
         """The payloads of an item are here, but for those of the ``missing`` rollouts, with why. Ignored are a second
@@ -214,7 +191,7 @@ class Held:
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def next_step(self) -> Part | None:
-        """The oldest step that is not through. None: nothing yet, or the end. Of an open one, more may come."""
+        """The oldest step that is not through. None: nothing yet, or the end."""
         part = self.oldest
         if part is not None:
             # the loop begins with it again, and whatever was rewound has been seen
@@ -226,15 +203,12 @@ class Held:
 
     @property
     def oldest(self) -> Part | None:
-        """The step that is next. Of a role, one that is done stays until its columns are used."""
-        left = (number for number, part in self.parts.items() if not (self.role and part.is_done))
-        return self.parts.get(min(left, default=-1))
+        """The step that is next."""
+        return self.parts.get(min(self.parts, default=-1))
 
     def is_complete(self, part: Part) -> bool:
         """A loop over ``micro_batches`` can have it now, or never can."""
-        if not part.is_fetched:
-            return False
-        return part.is_whole or (not part.is_remote if self.role else part.head.open)
+        return part.is_fetched and (part.is_whole or self.meets)
 
     def next_work(self, part: Part) -> HeldWork | None:
         """The next item that can begin now."""
@@ -250,10 +224,9 @@ class Held:
         """The step was not taken away, rewound or finished since the loop began with it."""
         return not part.again and self.parts.get(part.number) is part
 
-    def has_done(self, part: Part, work: HeldWork, columns: Encoded | None = None) -> None:
-        """``columns``: of a role."""
+    def has_done(self, part: Part, work: HeldWork) -> None:
         work.done = True
-        self._say("done", part.number, part.attempt, (work.item.id,), *(columns or ()))
+        self._say("done", part.number, part.attempt, (work.item.id,))
 
     def reach_end(self, part: Part) -> m.Seal | None:
         """The seal, once it is here. Says once that nothing is left to do."""
@@ -302,26 +275,18 @@ class Held:
         """Steps to name when the process joins, instead of all that it has said before, but for acknowledgements."""
         # what waited there is part of what is said now
         self.out.clear()
-        # nothing in it is worth keeping
-        if self.role:
-            self.parts.clear()
-            return {}
         # an acknowledgement is not state of a step, so it is said again
         if self.acked:
             self._say("acknowledged", self.acked - 1)
         return {part.number: _held(part) for part in self.parts.values()}
 
-    def _say(
-        self, fact: str, step: int, attempt: int = 1, items: tuple[int, ...] = (), about: Any = None,
-        payload: Payload = NOTHING,
-    ) -> None:  # fmt: skip
-        self.out.append((m.Report(fact, step, attempt, items, msgspec.Raw(msgspec.msgpack.encode(about))), payload))
+    def _say(self, fact: str, step: int, attempt: int = 1, items: tuple[int, ...] = (), about: Any = None) -> None:
+        self.out.append(m.Report(fact, step, attempt, items, msgspec.Raw(msgspec.msgpack.encode(about))))
 
 
 def _held(part: Part) -> HeldStep:
     items = {id_: HeldItem(work.done, work.fetched, work.missing) for id_, work in part.work.items()}
     gone, seal = frozenset(part.gone), None
     if part.seal is not None:
-        ranks = tuple(RankId(TRAIN, number) for number in part.seal.ranks)
-        seal = StepSeal(part.number, part.seal.number, ranks, frozenset(part.seal.gone))
+        seal = StepSeal(part.number, part.seal.number, part.seal.ranks, frozenset(part.seal.gone))
     return HeldStep(part.uid, part.attempt, items, part.taken, part.waiting, part.came_back, seal, gone)

@@ -3,7 +3,7 @@
 ::
 
     I/O thread    Work -> decode -> (fetch what lies elsewhere) -> Held     trainer   Held -> step, micro-batch
-                  Seal, Go, Recall, Rewind, Drop ----------------> Held               done, finish, ack -> Held.out
+                  Seal, Go, Rewind, Drop ------------------------> Held               done, finish, ack -> Held.out
                   connected: Held.has() was said in Join                   both       Held.out -> Report
 
 Facts wait in ``Held.out`` while there is no connection; :meth:`Held.has` says at the next join what they would have.
@@ -29,7 +29,6 @@ from stream_balancer.errors import (
     RankLostError,
     RefusedError,
     WireError,
-    rank_name,
     to_raise,
 )
 from stream_balancer.net import messages as m
@@ -77,10 +76,10 @@ class Port:
     ) -> None:  # fmt: skip
         """``next_step``: what the weights contain. ``options``: of the Session."""
         self.who = who
-        self.name = rank_name(who.rank, who.role)
+        self.name = f"rank {who.rank}"
         # reentrant: a look may give up, which takes it again
         self.lock = threading.RLock()
-        self.held = Held(who.role, seats=who.seats, weights=next_step)
+        self.held = Held(seats=who.seats, weights=next_step)
         self.closed = False
         self.over: Exception | None = None
         """Why nothing comes any more."""
@@ -104,9 +103,9 @@ class Port:
 
     # from any thread
 
-    async def wait_for(self, look: Callable[[], _T | None], before: Callable[[], object] = lambda: None) -> _T:
+    async def wait_for(self, look: Callable[[], _T | None]) -> _T:
         """The value that ``look`` finds, under the lock, as soon as it finds something. What has come is found before a
-        lost controller is told. ``before``: called before it looks, without the lock."""
+        lost controller is told."""
         # A thread may be interrupted before it has left: it may come again.
         me: object = threading.get_ident() if hasattr(blocking_deadline, "at") else object()
         with self.lock:
@@ -119,7 +118,6 @@ class Port:
         began = self.waiting_since = time.monotonic()
         try:
             while True:
-                before()
                 with self.lock:
                     # in place before it looks: what comes between that and the wait sets it
                     news = self._news = Signal()
@@ -173,8 +171,8 @@ class Port:
             # without a connection they wait, and has() says at the next join what they would have
             if self.session.line.connection is not None:
                 out, self.held.out = self.held.out, []
-                for report, payload in out:
-                    self.session.send(report, payload)
+                for report in out:
+                    self.session.send(report)
 
     def _admit(self, message: m.Message, total: int) -> None:
         # only steps bring bytes to a rank

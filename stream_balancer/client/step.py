@@ -4,7 +4,7 @@
 
     for step in feed:
         optimizer.zero_grad()
-        for micro_batch in step:                     # own, appended, taken over; ends when nothing is left
+        for micro_batch in step:                     # own, taken over; ends when nothing is left
             with feed.timed():
                 loss_sum(micro_batch).backward()
         end = step.finish()                          # waits for the seal
@@ -18,27 +18,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import anyio.lowlevel
-from torch import Tensor
 
-from stream_balancer.client.device import Pace
 from stream_balancer.errors import ClosedResourceError, ConfigError
 from stream_balancer.facade import refuse_in_event_loop, run
 from stream_balancer.rollouts import MicroBatch
 from stream_balancer.rollouts.batch import Denominators, MiniBatchSize, OneRank
-from stream_balancer.wire.codec import encode_columns
 
 if TYPE_CHECKING:
     from stream_balancer.client.held import HeldWork, Part
     from stream_balancer.client.port import Port
 
 _T = TypeVar("_T")
-_MOST_COLUMNS = 64
 
 
 class End(NamedTuple):
@@ -57,12 +52,12 @@ class Step(OneRank):
     """Step: what one rank has of an optimizer step. Iterate it for its micro-batches, then :meth:`finish`.
 
     It is a rank batch too: ``step.micro_batches``, ``step.global_num_tokens`` and the like wait until the step is
-    complete. Whoever asks for ``micro_batches`` keeps all of them: none is given to ranks that are faster.
+    complete.
     """
 
-    def __init__(self, port: Port, part: Part, acknowledge: Callable[[int], None], waited_s: float, pace: Pace) -> None:
+    def __init__(self, port: Port, part: Part, acknowledge: Callable[[int], None], waited_s: float) -> None:
         self._port, self._held, self._part = port, port.held, part
-        self._acknowledge, self._pace = acknowledge, pace
+        self._acknowledge = acknowledge
         self._whole: tuple[MicroBatch, ...] | None = None
         self._end: End | None = None
         # time that the trainer waited inside the step is taken off: it is not its own work
@@ -81,7 +76,7 @@ class Step(OneRank):
     def __next__(self) -> MicroBatch:
         """The next micro-batch that can begin. Blocks until there is one, or nothing is left on any rank."""
         instead = "`async for micro_batch in step`"
-        found = self._at_once(self._look_next, "iterating a step", instead, self._keep_pace)
+        found = self._at_once(self._look_next, "iterating a step", instead)
         if not found:
             raise StopIteration
         return found[0]
@@ -94,7 +89,7 @@ class Step(OneRank):
         """As ``next()``, without blocking the event loop. If cancelled, none was begun."""
         # each item is a place to be cancelled at, also where nothing is waited for
         await anyio.lowlevel.checkpoint()
-        found = await self._port.wait_for(self._look_next, self._keep_pace)
+        found = await self._port.wait_for(self._look_next)
         if not found:
             raise StopAsyncIteration
         return found[0]
@@ -106,13 +101,13 @@ class Step(OneRank):
 
         Blocks. Raises ValueError if the loop over the step was left before its end, and what the feed raises.
         """
-        found = self._at_once(self._look_end, "step.finish()", "`await step.async_finish()`", self._keep_pace)
+        found = self._at_once(self._look_end, "step.finish()", "`await step.async_finish()`")
         return found[0] if found else None
 
     async def async_finish(self) -> End | None:
         """:meth:`finish`, without blocking the event loop."""
         await anyio.lowlevel.checkpoint()
-        found = await self._port.wait_for(self._look_end, self._keep_pace)
+        found = await self._port.wait_for(self._look_end)
         return found[0] if found else None
 
     @property
@@ -161,18 +156,22 @@ class Step(OneRank):
         return self._whole
 
     @property
-    def denominators(self) -> Denominators | None:
-        """Denominators of the step over all ranks, once it is complete. None for a role, of a step that is open."""
-        if not self._held.role:
-            self._at_once(self._look_sizes, "reading what a step is divided by", "`end = await step.async_finish()`")
-        return self._part.sizes if self._part.seal is None else self._part.seal.sizes
+    def denominators(self) -> Denominators:
+        """Denominators of the step over all ranks. Waits until the step is complete."""
+        self._wait_for_sizes()
+        sizes = self._part.sizes if self._part.seal is None else self._part.seal.sizes
+        if sizes is None:
+            raise ValueError(f"step {self.step} was taken away before its denominators were known. Go on with the feed")
+        return sizes
 
     @property
     def mini_batch_sizes(self) -> tuple[MiniBatchSize, ...]:
         """Sizes of its mini-batches; empty where the step is in one piece."""
-        planned, seal = self._part.head.mini_batches, self._part.seal
-        if not planned or self.denominators is None:
+        planned = self._part.head.mini_batches
+        if not planned:
             return ()
+        self._wait_for_sizes()
+        seal = self._part.seal
         if seal is None or not seal.mini_batches:
             return planned
         # some payloads are gone
@@ -183,29 +182,14 @@ class Step(OneRank):
 
     # what is looked at, with the port's lock held: None for "wait", an empty tuple for "over"
 
-    def _at_once(
-        self, look: Callable[[], _T | None], what: str, instead: str, before: Callable[[], object] = lambda: None
-    ) -> _T:
-        before()
+    def _at_once(self, look: Callable[[], _T | None], what: str, instead: str) -> _T:
         with self._port.lock:
             found = look()
         self._port.flush()
         if found is not None:
             return found
         refuse_in_event_loop(f"{what} waits for others, which", f"There, {instead}")
-        return run(partial(self._port.wait_for, look, before))
-
-    def _keep_pace(self) -> None:
-        """Wait for the device, without the lock: the I/O thread must go on receiving meanwhile."""
-        # what is begun cannot be given to others
-        if self._held.meets:
-            with self._port.lock:
-                left = [work for work in self._part.work.values() if not work.done]
-            if any(work.begun for work in left):
-                self._pace.keep()
-            # idle is who has nothing left to compute, not who has nothing left to enqueue
-            if all(work.begun for work in left):
-                self._pace.finish()
+        return run(partial(self._port.wait_for, look))
 
     @property
     def is_mine(self) -> bool:
@@ -215,7 +199,7 @@ class Step(OneRank):
     @property
     def _is_whole(self) -> bool:
         part = self._part
-        if self._held.role or part.is_whole:
+        if part.is_whole:
             return True
         if self._held.meets and part.is_remote and self.is_mine:
             raise ConfigError(
@@ -253,7 +237,7 @@ class Step(OneRank):
         if self._end is not None:
             return (self._end,)
         self._check_open()
-        if not self.is_mine or self._held.role:
+        if not self.is_mine:
             return ()
         self._put_down()
         # a gradient without them would be divided by too much
@@ -267,25 +251,27 @@ class Step(OneRank):
     def _look_whole(self) -> tuple[MicroBatch, ...] | None:
         if (self.is_mine and not self._is_whole) or not self._part.is_fetched:
             return None
-        # by number, which is the planned order: rows of an open step may arrive in another
-        work = [one for _, one in sorted(self._part.work.items()) if not (one.done and self._held.role)]
-        self._whole = tuple(map(self._of, work))
-        for one in work:
+        self._whole = tuple(map(self._of, self._part.work.values()))
+        for one in self._part.work.values():
             # they stay with this rank: the loop has them all in hand
             one.begun = True
         return self._whole
 
-    def _look_sizes(self) -> bool | None:
-        return self._is_whole or not self.is_mine or None
+    def _wait_for_sizes(self) -> None:
+        self._at_once(
+            lambda: self._is_whole or not self.is_mine or None,
+            "reading what a step is divided by",
+            "`end = await step.async_finish()`",
+        )
 
     def look_complete(self) -> bool | None:
         """Nothing more of it comes: it can be finished. The lock is held."""
-        return not self.is_mine or self._held.meets or bool(self._held.role) or self._part.is_whole or None
+        return not self.is_mine or self._held.meets or self._part.is_whole or None
 
     def _has_ended(self) -> bool:
         """Nothing is left to do, on any rank that this one must meet."""
-        if not self._part.is_done or self._held.role:
-            return self._part.is_done
+        if not self._part.is_done:
+            return False
         seal = self._held.reach_end(self._part)
         if seal is not None:
             self._end = End(seal.ranks, *seal.sizes)
@@ -299,38 +285,28 @@ class Step(OneRank):
         """The loop is through with what it has."""
         for work in self._part.work.values():
             if work.begun and not work.done:
-                # its columns are what others wait for, so going on is not enough
-                if self._held.role:
-                    raise self._owes()
                 self._held.has_done(self._part, work)
 
     def _of(self, work: HeldWork) -> MicroBatch:
         """The micro-batch of an item, the same each time."""
         if work.made is None:
             arrived, index = work.payload
-            made: MicroBatch = arrived.micro_batch(index, self._part.gone, self._part.seal)
-            work.made = replace(made, on_give=partial(self._give, work)) if self._held.role else made
-        made = work.made
+            work.made = arrived.micro_batch(index, self._part.gone, self._part.seal)
+        made: MicroBatch = work.made
         return made
 
     # how it goes on
 
     def conclude(self, *, ack: bool) -> None:
         """The loop has gone on: the step is in the weights. The lock is held. Raises ConfigError if others may have
-        changed it meanwhile, ValueError if a role has not given its columns."""
+        changed it meanwhile."""
         if not self.is_mine:
-            return
-        if self._held.role:
-            left = [work for work in self._part.work.values() if not work.done]
-            # what came meanwhile is given as the same step again
-            if any(work.begun for work in left) or len(left) == len(self._part.work) > 0:
-                raise self._owes()
             return
         if self._held.meets and self._end is None:
             raise ConfigError(
-                f"step {self.step} may change until its ranks meet, as on_rank_loss='replan' and move_late=True want "
-                "it, and this loop did not ask. Before they meet, call `end = step.finish()`, after `for micro_batch "
-                "in step`: docs/elastic.md has the loop"
+                f"step {self.step} may change until its ranks meet, as on_rank_loss='replan' wants it, and this "
+                "loop did not ask. Before they meet, call `end = step.finish()`, after `for micro_batch in step`: "
+                "docs/elastic.md has the loop"
             )
         waited_s = self._port.waited_s - self._waited_before
         seconds = max(time.monotonic() - self._taken_at - waited_s, 0.0)
@@ -350,25 +326,3 @@ class Step(OneRank):
     def is_given(self) -> bool:
         """All of it was given to the trainer. The lock is held."""
         return not self.is_mine or (self._is_whole and all(work.begun for work in self._part.work.values()))
-
-    # columns of a role
-
-    def _owes(self) -> ValueError:
-        return ValueError(
-            f"role {self._held.role!r} has not given the columns of step {self.step}: call micro_batch.give(...) for "
-            "each of its micro-batches before asking for the next"
-        )
-
-    def _give(self, work: HeldWork, columns: Mapping[str, Tensor]) -> None:
-        port = self._port
-        if not 0 < len(columns) <= _MOST_COLUMNS:
-            raise ValueError(f"a role gives 1 to {_MOST_COLUMNS} columns, not {len(columns)}")
-        # outside the lock: copies of a device's columns take long
-        encoded = encode_columns(columns, work.made.num_tokens)
-        with port.lock:
-            if port.closed:
-                raise ClosedResourceError(f"micro_batch.give(): the feed is closed, and step {self.step} comes again")
-            # given twice, or rewound meanwhile: the first one counts
-            if self.is_mine and not work.done:
-                self._held.has_done(self._part, work, encoded)
-        port.flush()

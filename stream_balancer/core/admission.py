@@ -204,7 +204,6 @@ class Admission:
             wanted = size.size or 0
         if arrived + num_executions(rollouts) < wanted:
             return None
-        # those of a row of an open step are being trained on, and are not asked about again
         return [*buffer.rollouts(buffer.siblings(group_id)), *rollouts] or None
 
 

@@ -83,9 +83,8 @@ def _cut(state: BalancerState, plan: Plan) -> Plan:
     return in_rows(cut, rows)
 
 
-def make_batch(state: BalancerState, plan: Plan, rows: Ints, reason: Reason, now: float, had: int = 0) -> Batch:
-    """The batch of the next step, or a row of an open step that has ``had`` so many padding copies, from a plan and its
-    rows; its rollouts are still in the buffer. O(rollouts in it)."""
+def make_batch(state: BalancerState, plan: Plan, rows: Ints, reason: Reason, now: float) -> Batch:
+    """The batch of the next step, from a plan and its rows; its rollouts are still in the buffer. O(rollouts in it)."""
     buffer = state.buffer
     rollouts = buffer.rollouts(rows)
     torn = ~buffer.complete[rows] | np.isin(buffer.labels[rows], plan.incomplete_groups)
@@ -95,10 +94,8 @@ def make_batch(state: BalancerState, plan: Plan, rows: Ints, reason: Reason, now
         dict(zip(rows.tolist(), rollouts, strict=True)),
         state.in_flight.next_step,
         reason=reason,
-        oldest_wait_s=max(now - float(buffer.arrived_at[rows].min(initial=now)), 0.0),
+        oldest_wait_s=max(now - float(buffer.arrived_at[rows].min()), 0.0),
         incomplete_groups=tuple(sorted({r.group_id or "" for r in compress(rollouts, torn.tolist())})),
-        originals=rollouts or buffer.rollouts(np.flatnonzero(buffer.taken)),
-        had=had,
     )
 
 
@@ -158,23 +155,14 @@ def plan_of_all(state: BalancerState, rollouts: Sequence[Rollout], step: int, kn
     return planner(state.pricing.waiting_of(rollouts), knobs, num_rollouts=number, step=step)
 
 
-def batch_of_plan(
-    config: BalancerConfig,
-    plan: Plan,
-    chosen: Mapping[int, Rollout],
-    step: int,
-    *,
-    originals: Sequence[Rollout] = (),
-    had: int = 0,
-    **fields: Any,
-) -> Batch:
-    """A plan made into a batch. ``chosen``: its rollouts by their rows, in the plan's order. ``originals``: of padding
-    copies, where not these; ``had``: copies of the step so far; ``fields``: what the plan does not say. O(rollouts)."""
+def batch_of_plan(config: BalancerConfig, plan: Plan, chosen: Mapping[int, Rollout], step: int, **fields: Any) -> Batch:
+    """A plan made into a batch. ``chosen``: its rollouts by their rows, in the plan's order; ``fields``: what the plan
+    does not say. O(rollouts)."""
     rollouts = list(chosen.values())
     executions = sizes_of(rollouts)
     mini_batches = [_micro_batches(one, chosen, executions) for one in plan.pieces]
     same = config.micro_batches.equal_number
-    num_padding = _fill_up(mini_batches, config, originals or rollouts, step, had, least=1, same=same)
+    num_padding = _fill_up(mini_batches, config, rollouts, step, 0, least=1, same=same)
     return assembled(
         step,
         mini_batches,

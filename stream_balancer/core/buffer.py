@@ -62,8 +62,6 @@ class Buffer:
     """[n] oldest policy version of each; ``NO_VERSION`` where unknown."""
     labels: Ints = _column(-1)
     """[n] group label of each, -1 = none."""
-    taken: Bools = _column(False)
-    """[n] True for rollouts of rows of an open step: they are being trained on, and wait for its last row."""
     _rollouts: NDArray[np.object_] = _column(None)
 
     def __init__(self, group_size: int | None) -> None:
@@ -94,7 +92,7 @@ class Buffer:
         self._end = row + 1
         # -0.0 has the bits of a negative number
         self._young.add(_to_bits(_to_bytes(cost + 0.0))[0] << _ROW_BITS | self.num_waiting)
-        costs, lengths, all_skips, arrived_at, versions, labels, _, rollouts = self._arrays
+        costs, lengths, all_skips, arrived_at, versions, labels, rollouts = self._arrays
         rollouts[row] = rollout
         costs[row] = cost
         lengths[row] = num_tokens
@@ -216,11 +214,11 @@ class Buffer:
         return self.num_waiting - self.groups.num_incomplete
 
     def siblings(self, group_id: str) -> Ints:
-        """Rows of the rollouts of a group that wait here, and are not being trained on. O(n)."""
+        """Rows of the rollouts of a group that wait here. O(n)."""
         group = self.groups.get(group_id)
         if group is None:
             return NO_ROWS
-        return np.flatnonzero((self.labels == group.label) & ~self.taken)
+        return np.flatnonzero(self.labels == group.label)
 
 
 def _other_bytes(rollout: Rollout) -> int:

@@ -12,7 +12,6 @@ from typing import Literal, TypeAlias
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.state import BalancerState
-from stream_balancer.errors import rank_name
 from stream_balancer.statistics import Statistics
 
 _MOST_NAMED = 3  # ranks, groups: of a thousand that wait for one cause, a line in the log names a few
@@ -44,8 +43,6 @@ class RankState:
     """Rank batches it has been sent and has not acknowledged."""
     step: int | None = None
     """The oldest step it has been sent and has not acknowledged."""
-    role: str = ""
-    """Which columns it computes; empty: it is the trainer's."""
 
 
 def why_no_batch(
@@ -120,7 +117,7 @@ def why_ranks_wait(ranks: Sequence[RankState]) -> str:
 
 
 def _why_rank_waits(rank: RankState) -> str:
-    who, ago = rank_name(rank.rank, rank.role), f"{rank.since_s:.0f} s"
+    who, ago = f"rank {rank.rank}", f"{rank.since_s:.0f} s"
     if rank.lost is not None:
         return f"{who} was lost {ago} ago ({rank.lost}) and has not come back"
     if not rank.connected:

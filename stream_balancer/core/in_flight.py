@@ -67,10 +67,8 @@ class StepTiming(NamedTuple):
     """From asking for its rank batch to taking it; None = as long as the balancer waited for rollouts."""
     ready_s: float = 0.0
     """How long it had been ready for more when the last rank was."""
-    roles_s: float = 0.0
-    """How long its step was with other roles, which compute columns, before the rank was given it."""
-    worked_on: tuple[RankBatch, ...] | None = None
-    """Rank batches that it trained on, where that is another part of the step than was planned for it."""
+    worked_on: RankBatch | None = None
+    """The part of the step that it trained on, where that is another one than was planned for it."""
 
 
 @dataclass(eq=False, slots=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,13 +27,11 @@ from stream_balancer.core.executions import execution_of
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.observer import Learner, Observers
-from stream_balancer.core.open_step import check_open, choose_rows, make_row, make_whole, ready_rows
 from stream_balancer.core.pricing import Learned
 from stream_balancer.core.snapshot import Snapshot, restored_state, take_snapshot
 from stream_balancer.core.staleness import newer_version
-from stream_balancer.core.state import BalancerState, OpenStep
+from stream_balancer.core.state import BalancerState
 from stream_balancer.errors import ClosedResourceError, ConfigError, RolloutError, WouldBlock
-from stream_balancer.planning.arrays import Ints
 from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.rollouts import Batch, Rollout
 from stream_balancer.statistics import Statistics
@@ -66,8 +63,6 @@ class BalancerCore(BalancerState):
         checked = self.admission.check(rollouts)
         if size is not None or (rollouts and rollouts[0].group_id is not None):
             self.admission.check_group(rollouts, size)
-        if self.open_step is not None:
-            self._check_rows(rollouts, RolloutError)
         return checked
 
     def add(self, rollout: Rollout, now: float) -> None:
@@ -137,17 +132,15 @@ class BalancerCore(BalancerState):
     def next_wakeup(self) -> float:
         """When ``poll`` will give a batch if nothing else happens: ``-inf`` = now, ``inf`` = never. See
         :meth:`Triggers.next_wakeup`."""
-        if self.in_flight.again and self._to_give_again() is not None:
+        if self.in_flight.again:
             return -math.inf
-        at = min(self.triggers.next_wakeup(), self.buffer.groups.next_cut())
-        is_row_ready = self.open_step is not None and at > -math.inf and ready_rows(self, self.open_step).size
-        return -math.inf if is_row_ready else at
+        return min(self.triggers.next_wakeup(), self.buffer.groups.next_cut())
 
     def cut_stragglers(self, now: float) -> bool:
         """Groups that have enough siblings, and have waited long enough for the others (``groups.min_size``), go
         without them, unless a batch leaves before: call before a ``poll``, at its ``now``. -> whether there were any.
         O(n) if so."""
-        if self.open_step is None and self.triggers.next_wakeup() == -math.inf:
+        if self.triggers.next_wakeup() == -math.inf:
             return False
         lacked = [self.buffer.groups.cut(group_id) for group_id in self.buffer.groups.overdue(now)]
         if lacked:
@@ -162,12 +155,10 @@ class BalancerCore(BalancerState):
         somebody waits for it. A few vector operations of O(n) in waiting rollouts, plus the plan. If the planner
         raises, nothing has changed.
         """
-        asked_at, again = now if asked_at is None else asked_at, self._to_give_again()
+        asked_at, again = now if asked_at is None else asked_at, self.in_flight.next_redelivery()
         if again is not None:
             # planned again, if that was for another number of ranks
             return self._give_again(again if len(again.ranks) == self.config.dp_size else plan_again(self, again))
-        if self.open_step is not None:
-            return self._next_row(self.open_step, now, asked_at)
         # O(1), for the many polls between two batches
         if now < self.triggers.next_wakeup():
             return None
@@ -180,16 +171,11 @@ class BalancerCore(BalancerState):
         plan = make_plan(self, due, num_rollouts)
         rows = rows_of(plan)
         batch = make_batch(self, plan, rows, reason, now)
-        return self._leave(batch, rows, asked_at, now)
-
-    def _leave(self, batch: Batch, rows: Ints, asked_at: float, now: float) -> Batch:
-        """Rows of the buffer leave, for which somebody has waited since ``asked_at``."""
-        buffer = self.buffer
         # The arrival from which on a batch of the least size could have left: what ranks waited before that is for want
         # of rollouts, what they waited after it is the price of the window.
         # of all that came, held back or not
-        enough = min(self.config.min_batch_size, buffer.num_waiting) - 1
-        enough_at = float(buffer.arrived_at[enough])
+        enough = min(self.config.min_batch_size, self.buffer.num_waiting) - 1
+        enough_at = float(self.buffer.arrived_at[enough])
         self.dispatch(batch, rows)
         self._publish("left", batch, asked_at, enough_at, now)
         return self._given(batch)
@@ -198,53 +184,6 @@ class BalancerCore(BalancerState):
         self.in_flight.begin_training(self.staleness.version)
         self._publish("dispatched", batch)
         return batch
-
-    def _to_give_again(self) -> Batch | None:
-        """The batch in flight that leaves again next. None between two rows of a step: gradients would be added up of
-        both."""
-        opened = self.open_step
-        return None if opened is not None and opened.num_taken else self.in_flight.next_redelivery()
-
-    def open_steps(self, wanted: bool) -> None:
-        """Steps begin before they are complete from now on, or do not: ``poll`` gives their rows. A step that is under
-        way is forgotten, and all of its rollouts wait. Raises ConfigError for knobs that rows cannot respect."""
-        if wanted:
-            self.use(check_open(self.config))
-            self._check_rows(self.buffer.rollouts(), ConfigError)
-        elif self.open_step is not None:
-            # the window of before
-            self.use(self.config.replace())
-        self.use_open_step(OpenStep() if wanted else None)
-        self._publish()
-
-    def _check_rows(self, rollouts: Sequence[Rollout], error: type[ValueError]) -> None:
-        """Refuse samples of executions that may leave in two rows of a step."""
-        if self.buffer.groups.size is None and any(one.execution_id is not None for one in rollouts):
-            raise error(
-                "batches(open=True) with execution_id needs groups.size: else samples of one execution may leave in "
-                "two rows, and nobody would know by how many to divide. Give groups.size, or iterate batches()"
-            )
-
-    def _next_row(self, opened: OpenStep, now: float, asked_at: float) -> Batch | None:
-        """The next row of the step that is under way, if one leaves now. The step is complete when a batch would
-        leave, for the reasons that those have."""
-        due = self.triggers.due(now)
-        reason = self.triggers.reason(now, due)[0] if now >= self.triggers.next_wakeup() else None
-        if reason is None:
-            rows = ready_rows(self, opened)
-            if not rows.size:
-                return None
-        else:
-            rows = choose_rows(self, opened, self.triggers.available(due), complete=True)
-        row = make_row(self, opened, rows, reason or "window", now)
-        self.take(opened, row, rows)
-        if reason is None:
-            opened.waited_s += now - asked_at
-            return row
-        whole, rows = make_whole(self, opened, row, now)
-        self.open_step = OpenStep()
-        self._leave(whole, rows, asked_at - opened.waited_s, now)
-        return replace(row, ranks=tuple(replace(one, denominators=whole.ranks[0].denominators) for one in row.ranks))
 
     def give_as_planned(self) -> Batch | None:
         """The oldest batch that is to be given again, in the plan that it had, for however many ranks: those that hold
@@ -294,7 +233,7 @@ class BalancerCore(BalancerState):
         self.counts.record_seconds([one.seconds for one in timings])
         # by the loads as planned the rank that took work over would look slow
         if any(one.worked_on for one in timings):
-            work = [one.worked_on or (batch.ranks[one.rank],) for one in timings]
+            work = [one.worked_on or batch.ranks[one.rank] for one in timings]
             batch = self.pricing.worked_on(batch, work)
         self._publish("timed", batch, timings, now)
 
@@ -318,10 +257,7 @@ class BalancerCore(BalancerState):
     def evict_lost(self, is_lost: Callable[[Rollout], bool]) -> list[str]:
         """Waiting rollouts whose payloads are lost are evicted. -> their ids, which may be put again. Those in flight
         stay. O(n)."""
-        buffer = self.buffer
-        rows = np.array([row for row, one in enumerate(buffer.rollouts()) if is_lost(one)], dtype=np.int64)
-        # a row's are being trained on: what a rank could not get of them it says itself
-        rows = rows[~buffer.taken[rows]]
+        rows = np.array([row for row, one in enumerate(self.buffer.rollouts()) if is_lost(one)], dtype=np.int64)
         if not rows.size:
             return []
         rollouts = self.evict_rows(rows, "lost")
@@ -368,13 +304,6 @@ class BalancerCore(BalancerState):
         planned again if it is to be given again. Raises ConfigError, changing nothing, for a knob that cannot change
         while rollouts are held."""
         before = self.config
-        if self.open_step is not None:
-            config = check_open(config)
-            if config.dp_size != before.dp_size and self.open_step.num_taken:
-                raise ConfigError(
-                    "dp_size cannot change in the middle of a step of batches(open=True): ranks have gradients of it. "
-                    "Change it after the step's last row"
-                )
         if config.groups.size != before.groups.size:
             raise ConfigError("groups.size cannot change: groups are counted by it. Make another balancer with it")
         self.admission.check_waiting(config)
@@ -407,7 +336,7 @@ class BalancerCore(BalancerState):
         # made aside, so that a snapshot that does not fit leaves this state as it was
         restored = restored_state(self.config, self.pricing.knobs.tolerance, snapshot, now)
         # nothing has left, or this balancer were not fresh; that no more will come may have been said
-        restored.open_step, restored.triggers.ended = self.open_step, self.ended
+        restored.triggers.ended = self.ended
         vars(self).update(vars(restored))
         self._publish("restored", snapshot)
 

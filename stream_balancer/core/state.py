@@ -14,14 +14,13 @@ methods, each of which leaves every invariant intact.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.admission import Admission
-from stream_balancer.core.buffer import NO_VERSION, Buffer
+from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.counters import Counts
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.in_flight import BatchesInFlight, RolloutIds
@@ -35,25 +34,6 @@ from stream_balancer.statistics import Statistics
 
 _SHARES = (0.0, 0.5, 0.9, 1.0)
 """Quantiles of the lengths that are told."""
-
-
-@dataclass(eq=False, slots=True)
-class OpenStep:
-    """Rows that have left of the step under way; none, between two steps."""
-
-    rows: list[Batch] = field(default_factory=list)
-    waited_s: float = 0.0
-    """Seconds that somebody has waited for its rows."""
-
-    @property
-    def num_taken(self) -> int:
-        """Rollouts in these. O(rows)."""
-        return sum(row.num_rollouts for row in self.rows)
-
-    @property
-    def num_padding(self) -> int:
-        """Padding copies in these. O(rows)."""
-        return sum(row.num_padding for row in self.rows)
 
 
 class BalancerState:
@@ -70,8 +50,6 @@ class BalancerState:
         self.admission = Admission(config, self.buffer, self.ids, self.pricing)
         self.counts = Counts()
         self.length_bias = LengthBias()
-        self.open_step: OpenStep | None = None
-        """Rows that have left of the step that is under way; None where steps begin once they are complete."""
         self.evicted: list[tuple[Rollout, EvictReason]] = []
         """Rollouts evicted by the call that is running, which no observer was notified of yet."""
         self.use(config)
@@ -169,24 +147,6 @@ class BalancerState:
             self.evict(rollouts, reason)
             self.changed()
         return rollouts
-
-    def take(self, opened: OpenStep, row: Batch, rows: Ints) -> None:
-        """A row of the open step leaves; ``rows`` of the buffer, which it goes on waiting in. O(n)."""
-        opened.rows.append(row)
-        self.buffer.taken[rows] = True
-        # its training has begun: it cannot become too old for that
-        self.buffer.versions[rows] = NO_VERSION
-        self.changed()
-
-    def use_open_step(self, opened: OpenStep | None) -> None:
-        """Another step is open from now on; None: none. What has left of the last one waits as before. O(n)."""
-        buffer, self.open_step = self.buffer, opened
-        rows = np.flatnonzero(buffer.taken)
-        if rows.size:
-            oldest = [rollout.min_version for rollout in buffer.rollouts(rows)]
-            buffer.versions[rows] = [NO_VERSION if version is None else version for version in oldest]
-            buffer.taken[rows] = False
-        self.changed()
 
     def changed(self) -> None:
         """The waiting rollouts, the version, the steps ahead or the knobs have changed: what cannot be trained on in

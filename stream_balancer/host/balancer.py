@@ -190,24 +190,17 @@ class StreamBalancer(OfOneProcess):
 
     # -- batches out ---------------------------------------------------------------------------------------------------
 
-    def batches(self, *, auto_ack: bool = True, open: bool = False) -> Batches:
+    def batches(self, *, auto_ack: bool = True) -> Batches:
         """Iterate over batches: ``async for batch in balancer.batches()``. Ends once ``end()`` was called and all is
         drained.
 
         With ``auto_ack`` asking for the next batch acknowledges the last one; otherwise call :meth:`acknowledge`.
         Either way, who asks is through with the last one: under ``staleness.max_versions`` that is what counts.
 
-        ``open=True``: a step begins before it is complete. It comes in rows, micro-batches for all ranks: one as soon
-        as it is asked for and a rollout waits for every rank, and the last one when a batch would leave. All have one
-        ``step``, and ``batch.is_last`` is False but in the last, which alone knows what to divide by, and counts as the
-        step for :meth:`acknowledge` and the like. A new iterator in the middle of a step, or after a crash, begins with
-        its first row. Raises ConfigError where rows cannot respect a knob; a ``window`` that was not given is
-        ``batch_size`` meanwhile. See docs/elastic.md.
-
         One trainer iterates at a time. A new iterator takes over from an old one, whose next use raises
         :class:`AlreadyInUseError`; while a task is waiting in the old one, this call raises it instead.
         """
-        return self.parts.iterate(auto_ack=auto_ack, open=open)
+        return self.parts.iterate(auto_ack=auto_ack)
 
     def acknowledge(self, step: int) -> None:
         """A batch has been trained on; its rollouts need not be kept. Raises ValueError for a step that is not in

@@ -3,10 +3,6 @@
 A batch is made when it is asked for, not before: until then rollouts stay in the window, where there is most to choose
 from. If asking is cancelled, no batch was taken: with a journal a batch waits for the disk between leaving and being
 handed out, and one that is cancelled there is given again. When a batch can leave is decided in the core.
-
-With ``batches(open=True)`` what is given is a row of the step; only its last one is acknowledged. A last row that did
-not reach the trainer is given again by itself, to the same iterator; a first one is formed anew. A new iterator begins
-with the first row of a step.
 """
 
 from __future__ import annotations
@@ -38,18 +34,13 @@ class Shell(Puts):
     rank_states: RankStates | None = None
     """Knowledge of ``serve()`` about each rank; it sets this while it runs."""
     _iterator: Batches | None = None
-    _undelivered: Batch | None = None  # the last row of an open step, if it did not reach the trainer
 
-    def iterate(self, *, auto_ack: bool, open: bool = False) -> Batches:
+    def iterate(self, *, auto_ack: bool) -> Batches:
         """The iterator that takes over; see :meth:`StreamBalancer.batches`."""
         self.check_thread("batches")
         self._check_alone()
         if self.rank_states is None:
             _warn_where_every_rank_balances(self.core.config.dp_size)
-        self.core.open_steps(open)
-        row, self._undelivered = self._undelivered, None
-        if row is not None:
-            self.core.nack(row.step)  # the trainer that had the rows before it is gone: the step comes as a whole
         self._iterator = Batches(self, auto_ack=auto_ack)
         return self._iterator
 
@@ -66,29 +57,23 @@ class Shell(Puts):
                 self.changed()
             # reservers that wait may be all that could fill the window: then what there is must leave
             self.flush_if_stuck()
-            # a row before anything else: its step is under way, and nothing may leave between two rows of it
-            again, self._undelivered = self._undelivered, None
-            batch = again or self.core.poll(anyio.current_time(), asked_at)
+            batch = self.core.poll(anyio.current_time(), asked_at)
             if batch is not None:
                 # At once, before the disk is waited for: there is room in the buffer from here on, whatever becomes of
                 # the batch.
                 self.reporter.moved()
                 self.changed()
-                # A plan is on the disk before anybody trains on it, so that it is the same after a crash; a row before
-                # the last is in no journal: its step begins anew then.
-                if batch.is_last:
-                    try:
-                        await self.handed.flush()
-                    except BaseException:
-                        self.give_again(batch)
-                        raise
-                # The disk was awaited above, and reconfigure(dp_size=...) may have come meanwhile. A row is for those
-                # who have the rows before it.
-                whole = self.core.in_flight.get(batch.step)
-                is_row = whole is not None and whole.num_rollouts > batch.num_rollouts
-                if whole is None or is_row or len(batch.ranks) == self.core.config.dp_size:
+                # a plan is on the disk before anybody trains on it, so that it is the same after a crash
+                try:
+                    await self.handed.flush()
+                except BaseException:
+                    self.give_again(batch)
+                    raise
+                # The disk was awaited above, and reconfigure(dp_size=...) may have come meanwhile.
+                is_held = self.core.in_flight.get(batch.step) is not None
+                if not is_held or len(batch.ranks) == self.core.config.dp_size:
                     return batch
-                self.core.nack(whole.step, was_given=False)
+                self.core.nack(batch.step, was_given=False)
             elif self.core.finished:
                 return None
             else:
@@ -99,8 +84,6 @@ class Shell(Puts):
         """See :meth:`StreamBalancer.acknowledge`."""
         self.check_thread("acknowledge")
         self.core.acknowledge(step)
-        if self._undelivered is not None and self._undelivered.step == step:
-            self._undelivered = None
         self.changed()
 
     def worked_through(self, step: int) -> None:
@@ -124,13 +107,8 @@ class Shell(Puts):
     def give_again(self, batch: Batch) -> None:
         """A batch that was not taken: the next iteration gives it, unless it was acknowledged meanwhile."""
         # acknowledged meanwhile, or planned again: then there is nothing to give
-        held, is_open = self.core.in_flight.get(batch.step), self.core.open_step is not None
-        if held is batch:
+        if self.core.in_flight.get(batch.step) is batch:
             self.core.nack(batch.step, was_given=False)
-        elif is_open and not batch.is_last:
-            self.core.open_steps(True)  # its first row: by the time that somebody takes it there may be other ranks
-        elif is_open and held is not None:
-            self._undelivered = batch
         self.wake_consumer()
 
     @property
@@ -194,8 +172,8 @@ class Batches:
         batch = await self._consumer.next_batch(self)
         if batch is None:
             raise StopAsyncIteration
-        # serve() acknowledges by what its ranks say; and of rows only the last one is a step
-        if self._consumer.rank_states is None and batch.is_last:
+        # serve() acknowledges by what its ranks say
+        if self._consumer.rank_states is None:
             self._last_step = batch.step
         return batch
 

@@ -4,15 +4,14 @@ why nothing has moved for long.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 
 import anyio
 
 from stream_balancer.core.diagnosis import why_ranks_wait
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.state import Item, RankId
+from stream_balancer.core.steps.state import Item
 from stream_balancer.host.balancer import StreamBalancer
-from stream_balancer.host.columns import Columns
 from stream_balancer.host.plans import StepPlan, laid_out_anew, new_generation
 from stream_balancer.host.ranks import Ranks
 from stream_balancer.host.records import Acked
@@ -23,19 +22,17 @@ class InFlight:
     """Steps in flight, and the ranks that have them."""
 
     def __init__(
-        self, balancer: StreamBalancer, transport: Transport, roles: Mapping[str, Sequence[str]],
-        rejoin_timeout_s: float, *, replan: bool, moves: bool,
-    ) -> None:  # fmt: skip
+        self, balancer: StreamBalancer, transport: Transport, rejoin_timeout_s: float, *, replan: bool
+    ) -> None:
         self.balancer, self.transport, self.core = balancer, transport, balancer.parts.core
         self.shell, self.handed = balancer.parts, balancer.parts.handed
         self.replan = replan
         """Others take over the work of a lost rank."""
         self.lockstep = replan and balancer.config.sync == "micro_batch"
         """Ranks meet at every micro-batch, and others may take over the work of a lost one."""
-        self.columns = Columns(roles)
-        self.ledger = Ledger(self._lay_out, meets=replan or moves, moves=moves, generation=new_generation())
+        self.ledger = Ledger(self._lay_out, meets=replan, generation=new_generation())
         # ranks may live longer than this run, and than the controller: what is known of them is passed on
-        self.ranks = Ranks(self.ledger, self.core, roles, transport.dp_size, rejoin_timeout_s, self.handed.came)
+        self.ranks = Ranks(self.ledger, self.core, transport.dp_size, rejoin_timeout_s, self.handed.came)
         self.plans: dict[int, StepPlan] = {}
         """By step."""
         self.facts, self.changes = anyio.Event(), anyio.Event()
@@ -46,7 +43,7 @@ class InFlight:
         self.facts.set()
         self.facts = anyio.Event()
 
-    def _lay_out(self, step: int, old: list[Item], over: list[RankId]) -> list[Item]:
+    def _lay_out(self, step: int, old: list[Item], over: list[int]) -> list[Item]:
         plan, core = self.plans[step], self.core
         return laid_out_anew(plan, old, over, self.ledger, core, lockstep=self.lockstep)
 
@@ -55,11 +52,11 @@ class InFlight:
         what is masked, and which of its ranks are given up. O(ranks)."""
         step = self.ledger.steps.get(plan.batch.step)
         there = {*plan.ranks} if step is None else step.participants
-        acked = [] if step is None else [one.number for one in there if step.shares[one].is_acked]
+        acked = [] if step is None else [one for one in there if step.shares[one].is_acked]
         self.handed.note(
             Acked(
                 plan.batch.step, plan.uid, sorted(acked), [] if step is None else sorted(step.gone),
-                [one.number for one in plan.ranks], [one.number for one in plan.ranks if one not in there],
+                [*plan.ranks], [one for one in plan.ranks if one not in there],
             )
         )  # fmt: skip
 
@@ -69,7 +66,7 @@ class InFlight:
         """A line that names who is missing, after so many seconds without a step."""
         if self.ledger.ended:
             return f"all batches were sent {seconds:.0f} s ago; not yet done with them: {self._why_not_done()}"
-        why_ranks = why_ranks_wait(self.ranks.states([*self.ledger.wanted]))
+        why_ranks = why_ranks_wait(self.ranks.states())
         reasons = [why_ranks, *self._why_steps_wait(), self.balancer.why_no_batch()]
         return f"no batch for {seconds:.0f} s: " + "; ".join(filter(None, reasons))
 
@@ -93,12 +90,9 @@ class InFlight:
         """Ranks that the oldest step waits for; later steps wait for it."""
         for number in sorted(self.ledger.steps)[:1]:
             step = self.ledger.steps[number]
-            missed = {item.owner for item in step.items.values() if item.role and not item.has_columns}
-            if late := self._names(one for one in missed if one is not None):
-                yield f"step {number} waits for the columns of {late}"
             absent = self._names(step.participants - step.at_barrier) if step.at_barrier else ""
             if absent and not step.is_met and step.seal is None:
                 yield f"step {number} waits for {absent}"
 
-    def _names(self, ranks: Iterable[RankId]) -> str:
+    def _names(self, ranks: Iterable[int]) -> str:
         return ", ".join(self.ranks[one].name for one in sorted(ranks))

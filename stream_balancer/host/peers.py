@@ -1,8 +1,7 @@
 """Peers of one run of ``serve``: joins, calls, reports and ends become facts of the ledger, in the order in which they
 came. Reports of a rank::
 
-    taken, released, at_barrier, acknowledged   as they are
-    done          of a role: with the columns of one item
+    taken, done, at_barrier, acknowledged   as they are
     fetched       payloads are there, but for those that are gone with their owner: named in the log, and masked
     finished      with the seconds that the rank computed and waited
 
@@ -30,10 +29,8 @@ from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import Join, Report
 from stream_balancer.net.service import Host, Peer
 from stream_balancer.wire.codec import RemoteRollout
-from stream_balancer.wire.payload import Memory
 
 logger = logging.getLogger("stream_balancer.dispatch")
-_COLUMN_BYTES = 2**32  # of one micro-batch; what comes is then checked against its tokens
 _MOST_NAMED = 5
 
 
@@ -82,8 +79,6 @@ class Peers(Sender, Host):
             self._producers.on_peer(peer)
             return
         member = self.ranks.attach(peer)
-        # only a role sends columns; from others not a byte is taken into memory
-        peer.max_report_bytes = _COLUMN_BYTES if member.id.role else 0
         self.handed.note(member.came)
         self._producers.tell_version(peer)
         # a rank is through with all steps that its weights contain, whichever controller it has told; one that begins
@@ -109,12 +104,12 @@ class Peers(Sender, Host):
     def _place_of(self, peer: Peer) -> tuple[Member, int] | None:
         """The rank and the seat of a process, if it has them: one that was superseded, given up, or left by the serve()
         before this one is lost already."""
-        member, seat = self.ranks.get(peer.data.id), peer.data.seat
+        member, seat = self.ranks.get(peer.data.rank), peer.data.seat
         return None if member is None or member.peers.get(seat) is not peer else (member, seat)
 
     # what ranks report
 
-    def on_report(self, peer: Peer, report: Report, memory: Memory | None) -> None:
+    def on_report(self, peer: Peer, report: Report) -> None:
         """Raises WireError for what the rank cannot mean: the service ends its connection, and it is lost."""
         place = self._place_of(peer)
         if place is None:
@@ -123,8 +118,8 @@ class Peers(Sender, Host):
         match report.fact:
             case "taken":
                 self.ledger.taken(member.id, seat, report.step, report.attempt)
-            case "done" | "fetched" | "released" | "at_barrier":
-                self._on_work(member, seat, report, memory)
+            case "done" | "fetched" | "at_barrier":
+                self._on_work(member, seat, report)
             case "finished":
                 self._finished(member, seat, report)
             case "acknowledged":
@@ -134,25 +129,20 @@ class Peers(Sender, Host):
         member.note_readiness()
         self.wake()
 
-    def _on_work(self, member: Member, seat: int, report: Report, memory: Memory | None) -> None:
+    def _on_work(self, member: Member, seat: int, report: Report) -> None:
         ledger = self.ledger
         # the attempt tells what was on its way when the step began again from what belongs to it
         share = ledger.share_of(member.id, seat, report.step, report.attempt)
         if share is None:
             return
-        # those that were taken away meanwhile are another rank's to report
-        items = share.own(report.items)
         match report.fact:
             case "done":
-                for item in items if member.id.role else ():
-                    self.columns.add(report.step, member.id.role, item.payload, report.about, memory)
                 ledger.done(share, seat, report.items)
             case "fetched":
                 missing: dict[str, str] = _read(report, dict[str, str])
-                self._miss(member, report, items, missing)
+                # those that were taken away meanwhile are another rank's to report
+                self._miss(member, report, share.own(report.items), missing)
                 ledger.fetched(share, seat, report.items, missing)
-            case "released":
-                ledger.released(share, seat, report.items)
             case "at_barrier":
                 ledger.at_barrier(share, seat, _read(report, int | None) or 0)
 
@@ -176,7 +166,7 @@ class Peers(Sender, Host):
         times: ReportedTimes | None = _read(report, ReportedTimes | None)
         share = member.rank.active.get(report.step)
         # once for all seats of a rank: they work at the same time
-        if times is not None and not member.id.role and share is not None and not share.finished:
+        if times is not None and share is not None and not share.finished:
             self._record(member, report.step, times)
         self.ledger.finished(member.id, seat, report.step, report.attempt)
         # 0: by weights that were loaded
@@ -204,7 +194,6 @@ class Peers(Sender, Host):
             own=times.compute_s is not None,
             waited_s=times.waited_s,
             ready_s=plan.ready_s.get(member.id, 0.0),
-            roles_s=plan.begun_at.get(member.id, now) - plan.planned_at if self.columns.names else 0.0,
             worked_on=plan.worked_on(place, self.ledger.items_of(step, member.id)),
         )
         self.core.record_step(timing, now)

@@ -1,13 +1,11 @@
 """A step as it was planned, and its items: one for each micro-batch of each rank.
 
-Example, two ranks, two micro-batches each, a role ``ref``::
+Example, two ranks, two micro-batches each::
 
-    id   0 4 | 2 6      the trainer's ranks 0 | 1; each needs the columns of the role's item with its rollouts
-    id   1 5 | 3 7      the role's
+    id   0 2 | 1 3      ranks 0 | 1
 
-An id follows from the micro-batch's place among those of its rank and from the rank's place in the step. So a step that
-was planned in rows has the same ids when a restarted controller has its whole plan. What is laid out later gets ids
-from the ledger.
+An id follows from the micro-batch's place among those of its rank and from the rank's place in the step. What is laid
+out later gets ids from the ledger.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from stream_balancer.core.batching import lay_out
 from stream_balancer.core.executions import denominators_of, execution_of, sizes_of
 from stream_balancer.core.state import BalancerState
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.state import TRAIN, Item, RankId
+from stream_balancer.core.steps.state import Item
 from stream_balancer.host.records import mini_batches_of
 from stream_balancer.net.messages import ResizedExecution, Seal
 from stream_balancer.rollouts import Batch, Denominators, MicroBatch, RankBatch, Rollout
@@ -35,87 +33,52 @@ from stream_balancer.wire.remote import RemoteRollout
 class StepPlan:
     """A step in flight."""
 
-    ranks: tuple[RankId, ...]
-    """The trainer's, by their place in the batch."""
-    batches: list[Batch]
-    """The batch; of an open step its rows so far."""
+    ranks: tuple[int, ...]
+    """By their place in the batch."""
+    batch: Batch
     uid: int
-    planned_at: float
-    """On the event loop's clock."""
-    ready_s: Mapping[RankId, float] = field(default_factory=dict)
+    ready_s: Mapping[int, float] = field(default_factory=dict)
     """Seconds for which each rank had been ready when the last one was."""
-    begun_at: dict[RankId, float] = field(default_factory=dict)
-    """Time at which each rank was first sent something."""
     is_remote: bool = False
     """Payloads of some of it lie elsewhere."""
     num_padding: int = 0
     """Padding copies so far: those of parts that are laid out anew are numbered behind them."""
 
     @property
-    def batch(self) -> Batch:
-        """The latest row, which knows what to divide by once the step is complete."""
-        return self.batches[-1]
-
-    @property
-    def is_complete(self) -> bool:
-        """The step is planned to its end. False: more rows of it come."""
-        return self.batch.is_last
-
-    @property
-    def sizes(self) -> Denominators | None:
-        """Denominators of a complete step if nothing is masked."""
-        return self.batch.ranks[0].denominators
-
-    @property
     def rollouts(self) -> Iterator[Rollout]:
         """Rollouts of the step, without padding copies."""
-        for batch in self.batches:
-            yield from (rollout for rollout in batch.rollouts if not rollout.is_padding)
+        return (rollout for rollout in self.batch.rollouts if not rollout.is_padding)
 
-    def place_of(self, one: RankId) -> int | None:
-        """Number of a rank among those of the batch; of a role's, that of the trainer's rank in its place."""
-        place = one.number if one.role else self.ranks.index(one) if one in self.ranks else len(self.ranks)
-        return place if place < len(self.ranks) else None
+    def place_of(self, one: int) -> int | None:
+        """Number of a rank among those of the batch."""
+        return self.ranks.index(one) if one in self.ranks else None
 
-    def worked_on(self, place: int, items: Sequence[Item]) -> tuple[RankBatch, ...] | None:
-        """Rank batches that a rank has trained on in the end; None if those that were planned for it."""
-        planned, mine = self.batches[0].ranks[place], tuple(item.payload for item in items)
-        # of an open step nobody has planned the whole for it
-        if len(self.batches) > 1 or mine == planned.micro_batches:
-            return None
-        return (replace(planned, micro_batches=mine),)
+    def worked_on(self, place: int, items: Sequence[Item]) -> RankBatch | None:
+        """Rank batch that a rank has trained on in the end; None if the one that was planned for it."""
+        planned, mine = self.batch.ranks[place], tuple(item.payload for item in items)
+        return None if mine == planned.micro_batches else replace(planned, micro_batches=mine)
 
 
-def uid_of(batch: Batch, ranks: Sequence[RankId], salt: int = 0) -> int:
-    """The same for the same plan, also in another process. ``salt``: of an open step, which no restart goes on with."""
+def uid_of(batch: Batch, ranks: Sequence[int]) -> int:
+    """The same for the same plan, also in another process."""
     # not the order of a set, not hash(): both differ from process to process
-    plan = batch.step, [one.number for one in ranks], [*map(mini_batches_of, batch.ranks)], salt
+    plan = batch.step, [*ranks], [*map(mini_batches_of, batch.ranks)]
     return int.from_bytes(hashlib.blake2b(msgspec.msgpack.encode(plan), digest_size=7).digest(), "big")
 
 
-def items_of(plan: StepPlan, roles: Mapping[str, Sequence[RankId]], *, lockstep: bool) -> list[Item]:
-    """Items of the latest batch, or row. ``roles``: the ranks of each. ``lockstep``: the micro-batches of one index
-    have one group."""
-    cut: list[tuple[int, int, int, MicroBatch]] = []
-    for place, rank_batch in enumerate(plan.batch.ranks):
-        begun = sum(len(row.ranks[place].micro_batches) for row in plan.batches[:-1])
-        for index, mb in enumerate(rank_batch.micro_batches):
-            cut.append(((begun + index) * len(plan.ranks) + place, place, index, mb))
+def items_of(plan: StepPlan, *, lockstep: bool) -> list[Item]:
+    """Items of the batch. ``lockstep``: the micro-batches of one index have one group."""
     made: list[Item] = []
-    of_roles: dict[str, list[int]] = {}
     groups: dict[int, int] = {}
-    # roles first: the trainer's items name those that they need
-    for kind, (role, ranks) in enumerate([*roles.items(), (TRAIN, plan.ranks)], 1):
-        for number, place, index, mb in cut:
-            # a role may have lost ranks: those that are left do their places, too
-            owner = ranks[place % len(ranks)] if ranks else None
-            item = _item(number * (len(roles) + 1) + kind % (len(roles) + 1), owner, mb, role, of_roles)
-            if lockstep and not role:
+    for place, (owner, rank_batch) in enumerate(zip(plan.ranks, plan.batch.ranks, strict=True)):
+        for index, mb in enumerate(rank_batch.micro_batches):
+            item = _item(index * len(plan.ranks) + place, owner, mb)
+            if lockstep:
                 item.group = groups.setdefault(index, item.id)
             made.append(item)
     _agree(made)
-    plan.is_remote = plan.is_remote or any(item.remote for item in made)
-    plan.num_padding += plan.batch.num_padding
+    plan.is_remote = any(item.remote for item in made)
+    plan.num_padding = plan.batch.num_padding
     return made
 
 
@@ -126,46 +89,25 @@ def _agree(items: Sequence[Item]) -> None:
         item.remote = item.remote or item.group in remote
 
 
-def _item(id_: int, owner: RankId | None, mb: MicroBatch, role: str, of_roles: dict[str, list[int]]) -> Item:
-    """``of_roles``: by rollout, the ids of roles' items, which this one joins or needs."""
+def _item(id_: int, owner: int, mb: MicroBatch) -> Item:
     rollouts = tuple(rollout.rollout_id for rollout in mb.rollouts if not rollout.is_padding)
     remote = any(isinstance(rollout, RemoteRollout) for rollout in mb.rollouts)
-    item = Item(id_, owner, rollouts, role, remote=remote, payload=mb)
-    if role:
-        _note(item, of_roles)
-    else:
-        item.needs = tuple(sorted({needed for one in mb.rollouts for needed in of_roles.get(one.rollout_id, ())}))
-    return item
-
-
-def _note(item: Item, of_roles: dict[str, list[int]]) -> None:
-    for rollout in item.payload.rollouts:
-        of_roles.setdefault(rollout.rollout_id, []).append(item.id)
+    return Item(id_, owner, rollouts, remote=remote, payload=mb)
 
 
 def laid_out_anew(
     plan: StepPlan,
     old: Sequence[Item],
-    over: Sequence[RankId],
+    over: Sequence[int],
     ledger: Ledger,
     state: BalancerState,
     *,
     lockstep: bool,
 ) -> list[Item]:
-    """Items without an owner, over other ranks. The trainer's are planned anew; a role's keep their ids, since others
-    wait for them. As fast as a plan of so many rollouts."""
-    if old[0].role:
-        return [
-            Item(it.id, over[place % len(over)], it.rollouts, it.role, remote=it.remote, payload=it.payload)
-            for place, it in enumerate(old)
-        ]
+    """Items without an owner, planned anew over other ranks. As fast as a plan of so many rollouts."""
     rollouts = [one for item in old for one in item.payload.rollouts if not one.is_padding]
     if not rollouts:
         return []
-    of_roles: dict[str, list[int]] = {}
-    for item in ledger.steps[plan.batch.step].items.values():
-        if item.role:
-            _note(item, of_roles)
     parts = lay_out(
         state, rollouts, plan.rollouts, step=plan.batch.step, dp_size=len(over), lockstep=lockstep,
         had=plan.num_padding,
@@ -175,14 +117,14 @@ def laid_out_anew(
     made: list[Item] = []
     for one, of_rank in zip(over, parts, strict=True):
         for index, mb in enumerate(of_rank):
-            made.append(_item(ledger.new_id(), one, mb, TRAIN, of_roles))
+            made.append(_item(ledger.new_id(), one, mb))
             made[-1].group = groups.get(index)
     _agree(made)
     return made
 
 
 def seal_of(plan: StepPlan, number: int, ranks: Sequence[int], gone: Collection[str]) -> Seal:
-    """The seal of a complete step: by what every rank divides once the rollouts that are ``gone`` are masked. The same
+    """The seal of a step: by what every rank divides once the rollouts that are ``gone`` are masked. The same
     for the same plan and masks, on whichever controller. O(1) where none is, else O(rollouts)."""
     batch = plan.batch
     # a rollout whose payload is gone takes part as a padding copy of weight 0, so the plan stays
@@ -194,9 +136,9 @@ def seal_of(plan: StepPlan, number: int, ranks: Sequence[int], gone: Collection[
         step=batch.step,
         number=number,
         ranks=tuple(ranks),
-        sizes=_less(batch.ranks[0].denominators or (), plan.rollouts, gone),
+        sizes=_less(batch.ranks[0].denominators, plan.rollouts, gone),
         mini_batches=tuple(
-            _less(of[0].denominators or (), chain.from_iterable(part.rollouts for part in of), gone)
+            _less(of[0].denominators, chain.from_iterable(part.rollouts for part in of), gone)
             for of in zip(*parts, strict=True)
         ),
         resized=tuple(
@@ -206,11 +148,11 @@ def seal_of(plan: StepPlan, number: int, ranks: Sequence[int], gone: Collection[
     )  # fmt: skip
 
 
-def _less(planned: Sequence[int], rollouts: Iterable[Rollout], gone: Collection[str]) -> Denominators:
+def _less(planned: Denominators, rollouts: Iterable[Rollout], gone: Collection[str]) -> Denominators:
     """Sizes of what is left of these rollouts."""
     # nearly always: only then do denominators follow from the plan
     if not gone:
-        return Denominators(*planned)
+        return planned
     left = [one for one in rollouts if not one.is_padding and one.rollout_id not in gone]
     # at least 1: where everything is gone the sums are 0, and 0 / 0 would put NaN into every weight
     return Denominators(*(max(now, min(was, 1)) for now, was in zip(denominators_of(left), planned, strict=True)))

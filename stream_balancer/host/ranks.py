@@ -16,8 +16,8 @@ import msgspec
 from stream_balancer.core.diagnosis import RankState
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.state import TRAIN, Rank, RankId
-from stream_balancer.errors import RankLostError, rank_name, refused_error
+from stream_balancer.core.steps.state import Rank
+from stream_balancer.errors import RankLostError, refused_error
 from stream_balancer.host.records import Came
 from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import About, Join
@@ -34,13 +34,13 @@ _read = reader(About, "what a rank says of itself")
 
 
 class Member:
-    """A rank of the trainer, or of a role."""
+    """A rank."""
 
     def __init__(self, ledger: Ledger, rank: Rank) -> None:
         self._ledger, self.rank = ledger, rank
         """State of its work, in the ledger."""
         self.id = rank.id
-        self.name = rank_name(rank.id.number, rank.id.role)
+        self.name = f"rank {rank.id}"
         """Name for people."""
         self.peers: dict[int, Peer] = {}
         """Connected processes of the rank, by seat."""
@@ -72,7 +72,7 @@ class Member:
     @property
     def is_wanted(self) -> bool:
         """The rank takes part in the steps to come."""
-        return self.id.number in self._ledger.wanted.get(self.id.role, ())
+        return self.id in self._ledger.wanted
 
     @property
     def takes_part(self) -> bool:
@@ -105,67 +105,63 @@ class Member:
             f"{self.name} (incarnation {self.rank.incarnation}) was lost: {cause}; {doing}. What it has not "
             "acknowledged is still held. Restart the rank under a new incarnation, or give serve() a rejoin_timeout_s"
         )
-        return RankLostError(text, rank=self.id.number, step=step, cause=cause)
+        return RankLostError(text, rank=self.id, step=step, cause=cause)
 
 
-class Ranks(dict[RankId, Member]):
+class Ranks(dict[int, Member]):
     """Ranks of one run of ``serve``."""
 
     def __init__(
         self,
         ledger: Ledger,
         core: BalancerCore,
-        roles: Iterable[str],
         dp_size: int,
         rejoin_timeout_s: float,
         came: Collection[Came],
     ) -> None:
         """``came``: who was in before."""
         self._ledger, self._core, self._rejoin_timeout_s = ledger, core, rejoin_timeout_s
-        self._roles = (TRAIN, *roles)
         self.dp_size = dp_size
         """Number of ranks that was asked for; as many as there are, until one is given up or comes to a free place."""
         for one in came:
-            ledger.restore_rank(one.who, one.incarnation, fenced=one.is_fenced, ended=one.is_ended)
-            self[one.who].fenced.update(one.sessions)
-        for role in self._roles:
-            numbers = {*range(dp_size), *(one.who.number for one in came if one.who.role == role and not one.is_ended)}
-            # numbers of ranks that were given up stay free until somebody comes with one
-            there = sorted(numbers.difference(one.number for one in ledger.fenced if one.role == role))
-            self._want(role, set(there[:dp_size] or range(dp_size)))
+            ledger.restore_rank(one.rank, one.incarnation, fenced=one.is_fenced, ended=one.is_ended)
+            self[one.rank].fenced.update(one.sessions)
+        numbers = {*range(dp_size), *(one.rank for one in came if not one.is_ended)}
+        # numbers of ranks that were given up stay free until somebody comes with one
+        there = sorted(numbers.difference(ledger.fenced))
+        self._want(set(there[:dp_size] or range(dp_size)))
         self.num_places = max(dp_size, self.numbers[-1] + 1)
         """Ranks have numbers below this; some may be missing, where a lost rank was given up."""
 
-    def __missing__(self, one: RankId) -> Member:
+    def __missing__(self, one: int) -> Member:
         member = self[one] = Member(self._ledger, self._ledger.rank(one))
         return member
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers of the ranks of the trainer's next step, ascending."""
-        return sorted(self._ledger.wanted[TRAIN])
+        """Numbers of the ranks of the next step, ascending."""
+        return sorted(self._ledger.wanted)
 
-    def _want(self, role: str, numbers: set[int]) -> None:
-        self._ledger.resized(role, numbers)
+    def _want(self, numbers: set[int]) -> None:
+        self._ledger.resized(numbers)
         # they are waited for
         for number in numbers:
-            self[RankId(role, number)]
+            self[number]
 
     # more ranks, or fewer
 
     def resize(self, dp_size: int) -> None:
         """The next step is for so many ranks: the highest leave, or new ones are waited for."""
         self.dp_size = dp_size
-        for role in self._roles:
-            there = sorted(self._ledger.wanted[role])[:dp_size]
-            new = [number for number in range(dp_size) if number not in there][: dp_size - len(there)]
-            self._want(role, {*there, *new})
+        there = self.numbers[:dp_size]
+        new = [number for number in range(dp_size) if number not in there][: dp_size - len(there)]
+        self._want({*there, *new})
         self.num_places = self.numbers[-1] + 1
         for member in self.values():
             if member.error is not None and not member.is_wanted:
                 member.give_up_at = anyio.current_time()  # nobody comes back to a place that is no more
 
-    def expect(self, ranks: Iterable[RankId]) -> None:
+    def expect(self, ranks: Iterable[int]) -> None:
         """Ranks that were in before this process began: they come back in time, or are given up as any lost rank is."""
         for one in ranks:
             if not self[one].peers:
@@ -179,7 +175,7 @@ class Ranks(dict[RankId, Member]):
         for peer in member.peers.values():
             peer.fail(refused_error("value", f"{member.name} was given up, since others of its processes were lost"))
         member.peers.clear()
-        self._want(member.id.role, self._ledger.wanted[member.id.role] - {member.id.number})
+        self._want(self._ledger.wanted - {member.id})
         member.give_up_at = math.inf
 
     # coming in
@@ -187,7 +183,7 @@ class Ranks(dict[RankId, Member]):
     def admit(self, peer: Peer, join: Join) -> None:
         """Raise RefusedError for a rank that may not come in, WireError for one that does not say who it is."""
         about: About = _read(join.about)
-        member, who = self.get(about.id), rank_name(about.rank, about.role)
+        member, who = self.get(about.rank), f"rank {about.rank}"
         # Those that are left where some were given up have higher numbers than they are: either number is right. So is
         # that of a feed that was opened for as many ranks as there were at that time.
         dp_size, places = self.dp_size, self.num_places
@@ -195,14 +191,7 @@ class Ranks(dict[RankId, Member]):
             raise refused_error(
                 "value",
                 f"{who} announces dp_size={about.dp_size}, but the controller balances for dp_size={dp_size}, "
-                f"with ranks from 0 to {places - 1}. Give both the same number of data-parallel ranks"
-                + (": those of a role work on the trainer's plan" if about.role else ""),
-            )
-        if about.role not in self._roles:
-            raise refused_error(
-                "value",
-                f"{who} is asked for nothing: serve() has the roles {[*self._roles[1:]]}. Name it in serve(roles=), "
-                "with its columns",
+                f"with ranks from 0 to {places - 1}. Give both the same number of data-parallel ranks",
             )
         if member is not None and join.session in member.fenced:
             raise refused_error(
@@ -211,10 +200,9 @@ class Ranks(dict[RankId, Member]):
             )
         if member is not None and member.peers:
             self._check_free(member, about, join.session)
-        if not about.role:
-            self._check_weights(about)
+        self._check_weights(about)
         # a new process is another incarnation than one that was given up, whatever its number
-        incarnation = max(about.incarnation, self._ledger.fenced.get(about.id, -1) + 1)
+        incarnation = max(about.incarnation, self._ledger.fenced.get(about.rank, -1) + 1)
         peer.data = msgspec.structs.replace(about, incarnation=incarnation)
 
     def _check_free(self, member: Member, about: About, session: bytes) -> None:
@@ -238,7 +226,7 @@ class Ranks(dict[RankId, Member]):
         """Weights of a process that was started must go with the step that others are at. Whoever does not say them
         begins with its oldest step that is not acknowledged; a rank that says them is compared with those, too."""
         ours, has = self._core.in_flight.next_step, about.next_step
-        who = rank_name(about.rank, TRAIN)
+        who = f"rank {about.rank}"
         if has is not None and has > ours:
             raise refused_error(
                 "value",
@@ -252,24 +240,24 @@ class Ranks(dict[RankId, Member]):
         others = {
             one: member.rank.furthest if member.rank.weights_of else self._first_step(one)
             for one, member in self.items()
-            if not one.role and one != about.id and member.peers and (has is not None or member.says_weights)
+            if one != about.rank and member.peers and (has is not None or member.says_weights)
         }
-        first = self._first_step(about.id) if has is None else has
+        first = self._first_step(about.rank) if has is None else has
         if any(first != there for there in others.values()):
-            raise refused_error("value", different_weights(about.id, has, others, first))
+            raise refused_error("value", different_weights(about.rank, has, others, first))
         if has is None and about.incarnation > 0:
             logger.warning(
                 "%s was started again, and does not say by next_step= what its weights have: it goes on with step %d",
                 who, first,
             )  # fmt: skip
 
-    def _first_step(self, one: RankId) -> int:
+    def _first_step(self, one: int) -> int:
         return min(self._ledger.rank(one).active, default=self._core.in_flight.next_step)
 
     def attach(self, peer: Peer) -> Member:
         """A process that was admitted is here. What it has, the ledger is told. -> its rank."""
         about: About = peer.data
-        one = about.id
+        one = about.rank
         member = self[one]
         member.sessions.add(peer.session)
         # all its processes start again together: what older ones still send does not count
@@ -285,9 +273,9 @@ class Ranks(dict[RankId, Member]):
             member.error, member.give_up_at = None, math.inf
         peer.keep_s, peer.name = _KEEP_S, member.name
         # who comes to a place that a lost rank has left takes part from the next plan on
-        is_free = one.number < self.num_places and not self._ledger.ended
+        is_free = one < self.num_places and not self._ledger.ended
         if is_free and not member.is_wanted:
-            self._want(one.role, {*self._ledger.wanted[one.role], one.number})
+            self._want({*self._ledger.wanted, one})
         self._ledger.joined(
             one, about.seat, about.incarnation, about.has, weights=about.next_step, seats=about.seats, depth=about.depth
         )
@@ -343,36 +331,35 @@ class Ranks(dict[RankId, Member]):
         first = min(self.values(), key=until)
         return until(first)[0], first
 
-    def states(self, roles: Collection[str] = (TRAIN,)) -> list[RankState]:
-        """State of each rank of these roles that takes part, by role and number."""
+    def states(self) -> list[RankState]:
+        """State of each rank that takes part, by number."""
         now = anyio.current_time()
         return [
             RankState(
-                rank=one.number,
+                rank=one,
                 ready=member.rank.room > 0,
                 since_s=now - member.since,
                 connected=len(member.peers) == member.rank.seats,
                 lost=None if member.error is None else member.error.cause,
                 queue=len(member.rank.active),
                 step=next(iter(member.rank.active), None),
-                role=one.role,
             )
             for one, member in sorted(self.items())
-            if one.role in roles and member.is_wanted
+            if member.is_wanted
         ]
 
 
-def different_weights(one: RankId, has: int | None, others: Mapping[RankId, int], first: int = 0) -> str:
+def different_weights(one: int, has: int | None, others: Mapping[int, int], first: int = 0) -> str:
     """Text that says why ranks cannot go on together. ``first``: the step that this one begins with, if it says nothing
     (None)."""
-    theirs = ", ".join(f"rank {other.number}'s all before {there}" for other, there in sorted(others.items()))
+    theirs = ", ".join(f"rank {other}'s all before {there}" for other, there in sorted(others.items()))
     if has is None:
         return (
-            f"rank {one.number} does not say by next_step= what its weights have, and would begin with step {first}; "
+            f"rank {one} does not say by next_step= what its weights have, and would begin with step {first}; "
             f"{theirs}: they would train on different weights. Say it on every rank, or on none"
         )
     return (
-        f"the weights of rank {one.number} contain all steps before {has}, and {theirs}: they would train on different "
+        f"the weights of rank {one} contain all steps before {has}, and {theirs}: they would train on different "
         f"weights. Go back together to those before step {min(has, *others.values())}, or take another rank's, and say "
         "which by next_step="
     )

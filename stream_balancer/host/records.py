@@ -28,13 +28,12 @@ from stream_balancer.core.counters import Counts
 from stream_balancer.core.executions import execution_of, sizes_of
 from stream_balancer.core.groups import Declared
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.core.steps.state import RankId
 from stream_balancer.errors import WireError
 from stream_balancer.rollouts import Batch, RankBatch, Reason, Rollout, cheapest_to_copy
 from stream_balancer.wire import codec
 from stream_balancer.wire.payload import Memory
 
-FORMAT = 8
+FORMAT = 9
 """Version of all that is written here."""
 _ALIGNMENT = 64  # of the codec's memory in a row
 _PREFIX = struct.Struct("<II")  # checksum of the row's name and of what follows; bytes of the facts
@@ -119,11 +118,11 @@ class Acked(Fact, tag="acked"):
     uid: int
     """Checksum of the plan: the rest says nothing of another one."""
     ranks: list[int] = []
-    """Trainer's ranks that have acknowledged it."""
+    """Ranks that have acknowledged it."""
     gone: list[str] = []
     """Rollouts that are masked on all ranks."""
     planned_for: list[int] = []
-    """Trainer's ranks of the plan."""
+    """Ranks of the plan."""
     lost: list[int] = []
     """Ranks of the plan that were given up: others have their work."""
 
@@ -131,7 +130,7 @@ class Acked(Fact, tag="acked"):
 class Came(Fact, tag="came"):
     """A rank that has come at some time."""
 
-    who: RankId
+    rank: int
     incarnation: int
     """The last incarnation."""
     is_fenced: bool = False

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-import anyio
-
 from stream_balancer.core.steps.orders import (
     Ack,
     Behind,
@@ -17,12 +15,10 @@ from stream_balancer.core.steps.orders import (
     SendDrop,
     SendEnd,
     SendGo,
-    SendRecall,
     SendRewind,
     SendSeal,
     SendWork,
 )
-from stream_balancer.core.steps.state import RankId
 from stream_balancer.errors import refused_error
 from stream_balancer.host.in_flight import InFlight
 from stream_balancer.host.plans import StepPlan, seal_of
@@ -30,7 +26,6 @@ from stream_balancer.host.ranks import different_weights
 from stream_balancer.net import messages
 from stream_balancer.net.messages import Message, Notify, StepHead, Work, WorkItem
 from stream_balancer.net.service import Peer
-from stream_balancer.rollouts import Denominators
 from stream_balancer.wire.codec import Encoded, encode
 from stream_balancer.wire.payload import NOTHING, Payload
 
@@ -63,8 +58,6 @@ class Sender(InFlight):
                 self._send(order)
             case SendGo():
                 self._tell(order, messages.Go(order.step, tuple(sorted(order.items)), tuple(sorted(order.gone))))
-            case SendRecall():
-                self._tell(order, messages.Recall(order.step, order.attempt, order.items, order.idle))
             case SendSeal():
                 self._seal(order)
             case SendRewind():
@@ -106,13 +99,12 @@ class Sender(InFlight):
             head=self._head(plan, order.rank) if order.opens else None,
             gone=tuple(sorted(order.gone)),
             header=encoded.header,
-            sizes=self._sizes(plan, order),
+            # a lost payload changes them, so the seal brings those of a remote step
+            sizes=None if plan.is_remote else plan.batch.ranks[0].denominators,
         )
         self._tell(order, work, encoded.payload)
         # for the error of its loss: what it may have begun with
         member.last_step = max(order.step, member.last_step or 0)
-        if order.items:
-            plan.begun_at.setdefault(order.rank, anyio.current_time())
 
     def _encode(self, order: SendWork) -> Encoded:
         """The same for all processes of a rank. Copies no token."""
@@ -123,35 +115,24 @@ class Sender(InFlight):
         encoded = self._encoded.get(key)
         # all seats of a rank get the same bytes
         if encoded is None:
-            joined = self.columns.joined
-            # a role is sent what the balancer has; the trainer gets what roles have added
-            its = [item.payload if item.role else joined(order.step, item.payload) for item in order.items]
+            its = [item.payload for item in order.items]
             encoded = self._encoded[key] = encode(its, max_bytes=peer.data.max_batch_bytes)
         return encoded
 
-    def _head(self, plan: StepPlan, one: RankId) -> StepHead:
+    def _head(self, plan: StepPlan, one: int) -> StepHead:
         place = plan.place_of(one)
-        planned = None if place is None else plan.batches[0].ranks[place]
+        planned = None if place is None else plan.batch.ranks[place]
         return StepHead(
             dp_size=len(plan.ranks),
             load=0.0 if planned is None else planned.load,
-            meets=self.ledger.meets and not one.role,
+            meets=self.ledger.meets,
             mini_batches=() if planned is None else planned.mini_batch_sizes,
-            rank=None if place == one.number else place,
-            # what is masked is known when all are through, so no sizes come before: a loop must not wait for them
-            open=not plan.is_complete or (plan.is_remote and self.ledger.meets),
+            rank=None if place == one else place,
         )
-
-    def _sizes(self, plan: StepPlan, order: SendWork) -> Denominators | None:
-        # what is not known yet comes with the seal
-        if not plan.is_complete or (plan.is_remote and not order.rank.role):
-            return None
-        share = self.ledger.steps[order.step].shares[order.rank]
-        return None if share.unsent else plan.sizes
 
     def _seal(self, order: SendSeal) -> None:
         seal, plan = order.seal, self.plans[order.seal.step]
-        message = seal_of(plan, seal.number, [one.number for one in seal.ranks], seal.gone)
+        message = seal_of(plan, seal.number, seal.ranks, seal.gone)
         # What is masked must be known to the next controller, if some of the ranks have met by then.
         if seal.gone:
             self._behind_disk.append((order, self._peer(order), message))
@@ -173,7 +154,6 @@ class Sender(InFlight):
     def _ack(self, order: Ack) -> None:
         # before the balancer is told, which may wake who plans the next step
         del self.plans[order.step]
-        self.columns.drop(order.step)
         # with the acknowledgement, which counts them as lost
         self.core.mark_missing(order.step, order.gone)
         with suppress(ValueError):  # the user was first: acknowledge_through() at a checkpoint

@@ -27,23 +27,21 @@ Four tasks, and what each waits for::
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from itertools import chain
 from typing import Literal, TypeAlias
 
 import anyio
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.observer import Observer
-from stream_balancer.core.steps.state import TRAIN, Item, RankId
+from stream_balancer.core.steps.state import Item
 from stream_balancer.errors import AlreadyInUseError, ConfigError
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.batches import Batches
-from stream_balancer.host.columns import check_roles
 from stream_balancer.host.peers import Peers
-from stream_balancer.host.plans import StepPlan, items_of, new_generation, uid_of
+from stream_balancer.host.plans import StepPlan, items_of, uid_of
 from stream_balancer.host.ranks import Member
 from stream_balancer.host.records import Acked
 from stream_balancer.host.transport import TorchTransport, Transport
@@ -61,9 +59,6 @@ async def serve(
     *,
     rejoin_timeout_s: float = 0.0,
     on_rank_loss: OnRankLoss = "raise",
-    move_late: bool = False,
-    roles: Mapping[str, Sequence[str]] | None = None,
-    open: bool = False,
 ) -> None:
     """Deliver every batch of ``balancer`` to the ranks that connect to ``transport``, until ``batches()`` ends.
 
@@ -79,22 +74,14 @@ async def serve(
     after all, for one more. Where ranks meet at every micro-batch, all ranks begin the step
     again. The last rank's loss is raised. See docs/elastic.md.
 
-    ``move_late=True`` is for a rank that is slow without notice: once half of the ranks have nothing left to do in a
-    step, they take over the micro-batches that the others have not begun: equal counts are those of the plan. See
-    docs/elastic.md. Both are for ranks that iterate their step and call ``step.finish()``. Raises ConfigError for
-    what docs/tuning.md lists.
+    ``"replan"`` is for ranks that iterate their step and call ``step.finish()``. Raises ConfigError for what
+    docs/tuning.md lists.
 
     You may acknowledge too, with ``balancer.acknowledge_through(step)`` at a checkpoint: what ranks report of these
     steps later changes nothing, and a rank that comes back does not get them again.
 
     When nothing was dispatched for the balancer's ``report_after_s``, a warning in the log says why: which rank gives
     no credit, or how many rollouts wait for what; again after twice that time, and so on.
-
-    ``roles={"ref": ["ref_logprobs"]}``: another model computes these columns, on ``dp_size`` ranks of its own, which
-    open ``RankFeed(..., role="ref")`` and give them item by item. The trainer's ranks begin with a micro-batch once its
-    columns are here. A step that is with a role holds a credit of the trainer's ranks, so memory is bounded as without.
-
-    ``open=True``: a step begins before it is complete; see :meth:`StreamBalancer.batches`.
 
     Another ``dp_size`` (:meth:`StreamBalancer.reconfigure`) holds from the next batch on. A rank that is no more does
     what it was given, and its iteration ends; a new one is waited for. See docs/elastic.md.
@@ -108,7 +95,6 @@ async def serve(
         raise ValueError(f"rejoin_timeout_s must be >= 0 (math.inf = wait for ever), not {rejoin_timeout_s}")
     if on_rank_loss not in ("raise", "replan"):
         raise ValueError(f"on_rank_loss must be 'raise' or 'replan', not {on_rank_loss!r}")
-    check_roles(roles or {})
     if not isinstance(balancer, StreamBalancer):
         raise TypeError(f"serve() takes a StreamBalancer, in its event loop, not a {type(balancer).__name__}")
     if balancer.parts.rank_states is not None:
@@ -117,8 +103,12 @@ async def serve(
             "let all ranks and producers connect to one. To serve elsewhere, cancel that one first"
         )
     config = balancer.config
-    if on_rank_loss == "replan" or move_late:
-        _check_knobs(config, late=move_late)
+    if on_rank_loss == "replan" and (mini := config.mini_batches) > 1:
+        # the constructor of the balancer cannot check it: options of serve() are not known there
+        raise ConfigError(
+            f"on_rank_loss='replan' with mini_batches={mini}: ranks meet several times in a step, and what "
+            "changes hands in between cannot join the meetings that are over. Leave one of them out"
+        )
     async with AsyncExitStack() as stack:
         if isinstance(transport, str):
             host, port = split_address(transport)
@@ -130,10 +120,8 @@ async def serve(
                 f"dp_size={config.dp_size}. Give both the same number of data-parallel ranks; if that has changed "
                 "since the transport was made, call transport.resize() first"
             )
-        run = _Server(
-            balancer, transport, roles or {}, rejoin_timeout_s, replan=on_rank_loss == "replan", moves=move_late
-        )
-        await run.serve(open)
+        run = _Server(balancer, transport, rejoin_timeout_s, replan=on_rank_loss == "replan")
+        await run.serve()
 
 
 class _Server(Peers, Observer):
@@ -142,7 +130,7 @@ class _Server(Peers, Observer):
 
     _failure: Exception | None = None
 
-    async def serve(self, open: bool) -> None:
+    async def serve(self) -> None:
         for batch in self.balancer.in_flight():
             self.balancer.nack(batch.step)  # batches() gives all of them again, in the order of their steps
         # from here on nack() is refused, and why_no_batch() knows of the ranks
@@ -155,7 +143,7 @@ class _Server(Peers, Observer):
                 # nobody sets this event: the reporter waits as long as serve runs
                 tasks.start_soon(self.shell.reporter.wait, anyio.Event())
                 # Planning is no task of its own: its end is the end of the others.
-                await self._or_fail(partial(self._plan, tasks, open), tasks)
+                await self._or_fail(partial(self._plan, tasks), tasks)
                 tasks.cancel_scope.cancel()
         finally:
             self.shell.rank_states, reporter.why, reporter.log = None, *before
@@ -176,10 +164,10 @@ class _Server(Peers, Observer):
 
     # -- the plan ------------------------------------------------------------------------------------------------------
 
-    async def _plan(self, tasks: anyio.abc.TaskGroup, open: bool) -> None:
+    async def _plan(self, tasks: anyio.abc.TaskGroup) -> None:
         """Step after step, until ``batches()`` ends and every rank is through."""
         self._follow_the_ranks()
-        batches = self.balancer.batches(auto_ack=False, open=open)
+        batches = self.balancer.batches(auto_ack=False)
         await self._restore(batches)
         # after what was in flight is known: ranks say at once what they have of it
         for job in (self.attend, self._act):
@@ -214,53 +202,41 @@ class _Server(Peers, Observer):
         batch = await anext(batches, None)
         if batch is None:
             return False
-        plan = self.plans[batch.step] if batch.is_last else self._planned(batch)
+        plan = self.plans[batch.step]
         plan.ready_s = {one: max(ready_at - self.ranks[one].since, 0.0) for one in plan.ranks}
         # ranks may have come or gone while the batch was written
-        if len(batch.ranks) != len(plan.ranks) or plan.ranks != (*self.ledger.members(TRAIN),) or not self._all_there():
+        if len(batch.ranks) != len(plan.ranks) or plan.ranks != (*self.ledger.members,) or not self._all_there():
             batches.give_back(batch)
             return True
-        self.ledger.planned(batch.step, self._items(plan), complete=plan.is_complete, uid=plan.uid)
-        self._has_left()
-        # of an open step, the other rows as they form
-        while not plan.is_complete:
-            row = await anext(batches)
-            plan.batches.append(row)
-            self.ledger.appended(row.step, self._items(plan), complete=row.is_last)
-            self._has_left()
+        self.ledger.planned(batch.step, self._items(plan), uid=plan.uid)
+        for member in self.ranks.values():
+            member.note_readiness()
+        self.wake()
         return True
 
     def _wants_step(self) -> bool:
-        is_full = len(self.ledger.members(TRAIN)) == self.balancer.config.dp_size
+        is_full = len(self.ledger.members) == self.balancer.config.dp_size
         # Ranks that are to do the work of lost ones in earlier steps must not begin with later ones.
         is_settled = is_full and not any(step.settling for step in self.ledger.steps.values())
         return is_settled and self.ledger.wants_step and self._all_there()
 
     def _all_there(self) -> bool:
-        return all(self.ranks[one].takes_part for one in self.ledger.members(TRAIN))
+        return all(self.ranks[one].takes_part for one in self.ledger.members)
 
     def _planned(self, batch: Batch) -> StepPlan:
-        ranks, salt = self.ledger.members(TRAIN), 0 if batch.is_last else new_generation()
-        plan = StepPlan((*ranks,), [batch], uid_of(batch, ranks, salt), anyio.current_time())
+        ranks = self.ledger.members
+        plan = StepPlan((*ranks,), batch, uid_of(batch, ranks))
         self.plans[batch.step] = plan
         return plan
 
     def dispatched(self, batch: Batch) -> None:
-        """A step is complete, and about to be written: with it, which ranks get it, before these can meet."""
-        # of an open step, and of one that goes on after a restart, there is a plan
+        """A step is planned, and about to be written: with it, which ranks get it, before these can meet."""
+        # of a step that goes on after a restart, there is a plan
         is_planned = batch.step in self.ledger.steps
         self.note(self.plans[batch.step] if is_planned else self._planned(batch))
 
     def _items(self, plan: StepPlan) -> list[Item]:
-        # one rollout stands for all: every rollout of a balancer has the same columns
-        self.columns.check_new(plan.batch.ranks[0].micro_batches[0].rollouts[0])
-        roles = {role: self.ledger.members(role) for role in self.columns.names}
-        return items_of(plan, roles, lockstep=self.lockstep)
-
-    def _has_left(self) -> None:
-        for member in self.ranks.values():
-            member.note_readiness()
-        self.wake()
+        return items_of(plan, lockstep=self.lockstep)
 
     # -- a restart -----------------------------------------------------------------------------------------------------
 
@@ -272,14 +248,13 @@ class _Server(Peers, Observer):
             if noted is None:
                 plan = self.plans[(await anext(batches)).step]
             else:
-                ranks = tuple(RankId(TRAIN, number) for number in noted.planned_for)
-                plan = self.plans[before.step] = StepPlan(ranks, [before], noted.uid, anyio.current_time())
+                plan = self.plans[before.step] = StepPlan((*noted.planned_for,), before, noted.uid)
             facts = noted or Acked(before.step, plan.uid)
             ledger.restore(
                 before.step, plan.uid, self._items(plan),
                 # others were given their parts before the crash: they must not be waited for
-                [one for one in plan.ranks if one.number not in facts.lost],
-                acked=[RankId(TRAIN, rank) for rank in facts.ranks], gone=facts.gone,
+                [one for one in plan.ranks if one not in facts.lost],
+                acked=facts.ranks, gone=facts.gone,
                 remade=len(plan.ranks) != len(before.ranks),
             )  # fmt: skip
             if noted is not None:
@@ -289,9 +264,8 @@ class _Server(Peers, Observer):
         if self.replan:
             # Ranks that were there before are lost, if they do not come back: those that would meet in a step to come,
             # or have a part in one under way.
-            came = {came.who for came in self.handed.came}
-            wanted = chain.from_iterable(map(ledger.members, ledger.wanted))
-            self.ranks.expect(came.intersection(wanted).union(*(s.participants for s in ledger.steps.values())))
+            came = {came.rank for came in self.handed.came}
+            self.ranks.expect(came.intersection(ledger.members).union(*(s.participants for s in ledger.steps.values())))
 
     def _noted_of(self, batch: Batch) -> Acked | None:
         """Facts of a step that goes on with the ranks that it was planned for: these are there, or lost ones are
@@ -301,7 +275,7 @@ class _Server(Peers, Observer):
         if facts is None or len(facts.planned_for) != len(batch.ranks):
             return None
         # A plain rank in the midst of its part cannot stop: while all that have one are there, the plan holds.
-        are_there = {*facts.planned_for} <= {one.number for one in self.ledger.members(TRAIN)}
+        are_there = {*facts.planned_for} <= {*self.ledger.members}
         return facts if self.replan or are_there else None
 
     # -- orders --------------------------------------------------------------------------------------------------------
@@ -331,14 +305,14 @@ class _Server(Peers, Observer):
         if ledger.ended and not ledger.steps:
             lost.error = error
             return
-        # the last one of its kind cannot be replaced
-        if not self.replan or not {*ledger.members(lost.id.role)} - {lost.id}:
+        # the last one cannot be replaced
+        if not self.replan or not {*ledger.members} - {lost.id}:
             raise error
         # first the ledger: orders made from here on name it no more
         ledger.gave_up(lost.id)
         self.ranks.remove(lost)
         self.handed.note(lost.came)
-        for step in () if lost.id.role else steps:
+        for step in steps:
             self.note(self.plans[step])
         # Before others are sent its work: after a crash, both would have it.
         await self.handed.flush()
@@ -347,10 +321,8 @@ class _Server(Peers, Observer):
         )
 
     def _follow_the_ranks(self) -> None:
-        """The balancer plans for those that are left, and for one that has come back; not in the midst of a step."""
-        # the rows of one step are for the same ranks, as a gradient is
-        is_open = any(not step.is_complete for step in self.ledger.steps.values())
-        if is_open or len(self.ledger.wanted[TRAIN]) == self.balancer.config.dp_size:
+        """The balancer plans for those that are left, and for one that has come back."""
+        if len(self.ledger.wanted) == self.balancer.config.dp_size:
             return
         self.balancer.reconfigure(dp_size=len(self.ranks.numbers))
 
@@ -384,25 +356,6 @@ class _Server(Peers, Observer):
         """The condition may hold once what follows from new facts was carried out."""
         while not condition():
             await self.changes.wait()
-
-
-def _check_knobs(config: BalancerConfig, *, late: bool) -> None:
-    """Raise ConfigError for knobs that rule the option out."""
-    option = "move_late=True" if late else "on_rank_loss='replan'"
-    multiple, mini = config.micro_batches.multiple_of, config.mini_batches
-    # the constructor of the balancer cannot check these: options of serve() are not known there
-    meets = (
-        "ranks meet several times in a step, and what changes hands in between cannot join the meetings that are over"
-    )
-    at_once = "all ranks run a micro-batch together, so none is idle before the others"
-    any_number = "a rank that some are moved from is left with any number"
-    for is_set, knob, why in (
-        (mini > 1, f"mini_batches={mini}", meets),
-        (late and config.sync == "micro_batch", "sync='micro_batch'", at_once),
-        (late and multiple > 1, f"micro_batches.multiple_of={multiple}", any_number),
-    ):
-        if is_set:
-            raise ConfigError(f"{option} with {knob}: {why}. Leave one of them out")
 
 
 _LEAVE_S = 60.0  # a feed that is iterated leaves by itself; one that was dropped must not keep the controller for ever

@@ -42,12 +42,12 @@ class CostLearner(Learner):
         # in a former controller's plan: speeds are of today's ranks
         if len(timings) != self._core.config.dp_size:
             return None
-        work = [one.worked_on or (batch.ranks[one.rank],) for one in timings]
+        work = [one.worked_on or batch.ranks[one.rank] for one in timings]
         # a rank with nothing but padding copies is done before any work could be measured
-        if any(all(r.is_padding for one in its for r in one.rollouts) for its in work):
+        if any(all(rollout.is_padding for rollout in one.rollouts) for one in work):
             return None
         before = calibration.in_force
-        slowness = calibration.observe([_lengths(its) for its in work], [one.seconds for one in timings])
+        slowness = calibration.observe([_lengths(one) for one in work], [one.seconds for one in timings])
         if calibration.in_force is not before:
             self._core.learn(calibration.in_force)
         return slowness
@@ -83,6 +83,6 @@ def _calibration_of(config: BalancerConfig) -> Calibration | None:
     return Calibration(config.cost, config.dp_size)
 
 
-def _lengths(work: Sequence[RankBatch]) -> list[Ints]:
+def _lengths(work: RankBatch) -> list[Ints]:
     """Lengths of the rollouts of each micro-batch."""
-    return [np.array(mb.lengths, dtype=np.int64) for one in work for mb in one.micro_batches]
+    return [np.array(mb.lengths, dtype=np.int64) for mb in work.micro_batches]

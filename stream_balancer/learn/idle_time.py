@@ -3,9 +3,8 @@
 Pure: seconds and steps come in as arguments; nothing here decides what leaves. For each step a rank's idle time has two
 parts. While it computes nothing because others still do, it is *imbalance*: the slowest rank's seconds less its own,
 split into what the lower bound says nobody could have avoided, and the rest. While it waits for its next rank batch,
-the balancer was waiting itself for rollouts (*no_data*), or held them for a better batch (*window*, *deadline*), or
-other roles computed columns for it (*roles*); what is left after that, and after waiting for other ranks to be ready
-(which the imbalance has counted), is *transport*.
+the balancer was waiting itself for rollouts (*no_data*), or held them for a better batch (*window*, *deadline*); what
+is left after that, and after waiting for other ranks to be ready (which the imbalance has counted), is *transport*.
 
 Only durations are used, no two clocks are compared.
 """
@@ -167,11 +166,8 @@ def _waits_of(timing: StepTiming, waits: dict[IdleCause, float]) -> dict[IdleCau
     waited = of_balancer if timing.waited_s is None else timing.waited_s
     # A rank cannot have waited longer for rollouts than the balancer did; the rest was the way.
     for_rollouts = min(waited, of_balancer)
-    rest = max(waited - for_rollouts - timing.ready_s, 0.0)
-    for_roles = min(rest, timing.roles_s)
     part = for_rollouts / of_balancer if of_balancer > 0 else 0.0
     return {
         **{cause: cause_s * part for cause, cause_s in waits.items()},
-        "roles": for_roles,
-        "transport": rest - for_roles,
+        "transport": max(waited - for_rollouts - timing.ready_s, 0.0),
     }

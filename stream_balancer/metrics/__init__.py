@@ -132,7 +132,7 @@ RANK_METRICS: tuple[Metric, ...] = (
     Metric("rank_connected", "1 for a rank that is connected, 0 for one that is not.", "*.connected", label="rank"),
     Metric("rank_queue_steps", "Steps a rank was sent and has not acknowledged.", "*.queue", label="rank"),
 )
-"""Metrics of ``balancer.rank_states()``: there while ``serve()`` runs. Another role's ranks have the same numbers."""
+"""Metrics of ``balancer.rank_states()``: there while ``serve()`` runs."""
 
 _PARTS = {"quantile": ("min", "p50", "p90", "max"), "statistic": ("mean", "p99", "max")}
 """Labels whose values are the parts of one record."""
@@ -160,9 +160,7 @@ def _parts(label: str | None, found: Any) -> Iterable[tuple[str | None, Any]]:
         return zip(names, found if isinstance(found, tuple) else [getattr(found, name) for name in names], strict=False)
     if isinstance(found, Mapping):
         return ((str(name), part) for name, part in found.items())
-    # ranks of other roles have the same numbers, and would hide the trainer's
-    numbered = enumerate(found)
-    return ((str(getattr(part, "rank", place)), part) for place, part in numbered if not getattr(part, "role", ""))
+    return ((str(getattr(part, "rank", place)), part) for place, part in enumerate(found))
 
 
 def figures(statistics: Statistics, prefix: str = "stream_balancer/") -> dict[str, float]:

@@ -19,12 +19,12 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from stream_balancer.core.steps.state import TRAIN, HeldStep, RankId
+from stream_balancer.core.steps.state import HeldStep
 from stream_balancer.errors import RefusalReason, WireError
 from stream_balancer.rollouts import Denominators, MiniBatchSize
 from stream_balancer.wire.payload import reader
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_MESSAGE_BYTES = 2**26
 # lists of a message are bounded, so that decoding one cannot take memory without end
 MAX_ENTRIES = 2**18
@@ -83,7 +83,6 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dp_size: int
     incarnation: Count
     depth: Annotated[int, msgspec.Meta(ge=1)]
-    role: str = TRAIN
     seat: Count = 0
     seats: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     max_batch_bytes: Count = 2**32
@@ -92,11 +91,6 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     has: dict[int, HeldStep] = {}
     goes_on: bool = False
     """The process was in before, and was not started with other weights: ranks that go on may be at different steps."""
-
-    @property
-    def id(self) -> RankId:
-        """Role and number."""
-        return RankId(self.role, self.rank)
 
 
 class Welcome(Message, frozen=True, tag=4):
@@ -154,8 +148,6 @@ class StepHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
     mini_batches: Annotated[tuple[MiniBatchSize, ...], _MANY] = ()
     rank: Count | None = None
     """Number of the rank in the step, where that is another one: some ranks before it have no part in the step."""
-    open: bool = False
-    """More of it may be planned, or masked: a loop begins before it is whole."""
 
 
 class Work(Message, frozen=True, tag=10):
@@ -173,18 +165,7 @@ class Work(Message, frozen=True, tag=10):
     header: msgspec.Raw = NIL
     """As :mod:`stream_balancer.wire.codec` writes it: a block an item. Nil without items."""
     sizes: Denominators | None = None
-    """Numbers that the step is divided by. Once all that is planned for this rank is here, if nothing of it can be
-    missing."""
-
-
-class Recall(Message, frozen=True, tag=11):
-    """C to R: these items may go to idle ranks. The rank gives back those it has not begun, and keeps its share."""
-
-    step: Count
-    attempt: Count
-    items: Counts
-    idle: Count
-    """So many ranks have nothing to do."""
+    """Numbers that the step is divided by. None: payloads of it may be missing, and the Seal has the numbers."""
 
 
 class ResizedExecution(msgspec.Struct, frozen=True, array_like=True):
@@ -221,8 +202,7 @@ class Notify(Message, frozen=True, tag=13):
 
 
 class Report(Message, frozen=True, tag=14):
-    """R to C: a fact about a step: taken, done (bytes behind it are columns), fetched, released, at_barrier, finished,
-    acknowledged."""
+    """R to C: a fact about a step: taken, done, fetched, at_barrier, finished, acknowledged."""
 
     fact: Name
     step: Count
@@ -280,7 +260,7 @@ class Reply(Message, frozen=True, tag=22):
 
 
 AnyMessage: TypeAlias = (
-    Hello | Challenge | Join | Welcome | Refused | Close | MoverNote | Work | Recall | Seal | Notify | Report | Go
+    Hello | Challenge | Join | Welcome | Refused | Close | MoverNote | Work | Seal | Notify | Report | Go
     | Rewind | Drop | Call | Cancel | Reply
 )  # fmt: skip
 

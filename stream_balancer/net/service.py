@@ -50,7 +50,7 @@ class Host:
     def on_peer(self, peer: Peer) -> None:
         """A peer has come in, perhaps one that was lost."""
 
-    def on_report(self, peer: Peer, report: Report, memory: Memory | None) -> None:
+    def on_report(self, peer: Peer, report: Report) -> None:
         """Raises WireError for what it cannot mean."""
 
     def on_end(self, peer: Peer, end: ConnectionEnd) -> None:
@@ -101,8 +101,6 @@ class Peer:
         self.ending = False
         """The host has said that there is no more: its connection is closed in good order, where a service that closes
         otherwise looks like a loss, after which a peer may look for the next one."""
-        self.max_report_bytes = 0
-        """Bytes that may come behind a Report."""
         self.data: Any = None
         """The host's."""
         self.connection: Connection | None = None
@@ -169,8 +167,6 @@ class Peer:
 
     def admit(self, message: Message, total: int) -> None:
         """Raises WireError for bytes that may not come, among them those beyond what Welcome has allowed."""
-        if isinstance(message, Report) and self.kind == "rank" and total <= self.max_report_bytes:
-            return
         limits = self._service.limits
         if not isinstance(message, Call) or total > limits.max_call_bytes:
             raise WireError(f"{total} bytes behind a {type(message).__name__} message")
@@ -184,7 +180,7 @@ class Peer:
     def receive(self, message: Message, memory: Memory | None) -> None:
         """In the order of sending. Raises WireError for what may not come now."""
         if not isinstance(message, Call):
-            self._receive_other(message, memory)
+            self._receive_other(message)
             return
         number, service = message.number, self._service
         size = 0 if memory is None else memory.size
@@ -207,7 +203,7 @@ class Peer:
             service.stage(self, asked.nbytes)
             service.do(partial(service.begin, asked))
 
-    def _receive_other(self, message: Message, memory: Memory | None) -> None:
+    def _receive_other(self, message: Message) -> None:
         if isinstance(message, Cancel):
             asked = self.open.get(message.number)
             if asked is not None:
@@ -216,7 +212,7 @@ class Peer:
             elif message.number >= self._heard:
                 raise WireError(f"call {message.number} is cancelled before it was made")
         elif isinstance(message, Report) and self.kind == "rank":
-            self._service.do(partial(self._service.report, self, message, memory))
+            self._service.do(partial(self._service.report, self, message))
         else:
             raise WireError(f"a {type(message).__name__} message from a {self.kind}")
 
@@ -387,10 +383,10 @@ class Service:
         if asked in self._begun:
             self._begun[asked].cancel()
 
-    def report(self, peer: Peer, report: Report, memory: Memory | None) -> None:
+    def report(self, peer: Peer, report: Report) -> None:
         """A fact that nobody answers."""
         try:
-            self.host.on_report(peer, report, memory)
+            self.host.on_report(peer, report)
         except WireError as error:
             peer.fail(error)
 

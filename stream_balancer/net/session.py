@@ -221,11 +221,11 @@ class Session:
         self._waiting.append(pending)
         self.io.do(self._send, here=not self._sent and pending.payload.total <= SMALL)
 
-    def send(self, message: Message, payload: Payload = NOTHING) -> None:
+    def send(self, message: Message) -> None:
         """A message; dropped while there is no connection."""
         connection = self.line.connection
         if connection is not None:
-            connection.send(message, payload)
+            connection.send(message)
 
     def begin(self) -> None:
         """Begin to connect."""

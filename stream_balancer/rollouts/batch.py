@@ -59,46 +59,30 @@ class OneRank:
         @property
         def load(self) -> float: ...
         @property
-        def denominators(self) -> Denominators | None: ...
+        def denominators(self) -> Denominators: ...
         @property
         def mini_batch_sizes(self) -> tuple[MiniBatchSize, ...]: ...
 
     @property
-    def is_last(self) -> bool:
-        """False in a row of an open step that more rows follow, in a loop over :meth:`StreamBalancer.batches`: go on
-        adding to the gradients, and do not divide yet. True in all else."""
-        return self.denominators is not None
-
-    @property
     def global_num_rollouts(self) -> int:
-        """Rollouts in the step over all ranks, padding copies not counted. This one and the next three raise ValueError
-        in a row of an open step before its last one."""
-        return self._divide_by.rollouts
+        """Rollouts in the step over all ranks, padding copies not counted."""
+        return self.denominators.rollouts
 
     @property
     def global_num_tokens(self) -> int:
         """Tokens in the step over all ranks, padding copies not counted."""
-        return self._divide_by.tokens
+        return self.denominators.tokens
 
     @property
     def global_num_loss_tokens(self) -> int:
         """Tokens with a non-zero ``loss_mask`` in the step over all ranks, each rollout's first one left out: nothing
         predicts it."""
-        return self._divide_by.loss_tokens
+        return self.denominators.loss_tokens
 
     @property
     def global_num_executions(self) -> int:
         """Executions in the step over all ranks: rollouts with one ``execution_id`` (and group) count as one."""
-        return self._divide_by.executions
-
-    @property
-    def _divide_by(self) -> Denominators:
-        if self.denominators is None:
-            raise ValueError(
-                f"step {self.step} is open, and more rows of it come: what to divide by is known with its last one. "
-                "Add up the gradients of sums, and divide them once batch.is_last"
-            )
-        return self.denominators
+        return self.denominators.executions
 
     @property
     def mini_batches(self) -> tuple[OneRank, ...]:
@@ -182,9 +166,8 @@ class RankBatch(OneRank):
     """In the order they should run."""
     load: float
     """Predicted work, in the cost model's unit, with the overhead of its micro-batches."""
-    denominators: Denominators | None
-    """Denominators of the step over all ranks, read as the ``global_`` numbers. None in a row of an open step before
-    its last one: see :meth:`StreamBalancer.batches`."""
+    denominators: Denominators
+    """Denominators of the step over all ranks, read as the ``global_`` numbers."""
     mini_batch_sizes: tuple[MiniBatchSize, ...] = ()
     """Sizes of the mini-batches that ``micro_batches`` has one after the other; empty where the step is in one
     piece."""
@@ -238,11 +221,6 @@ class Batch:
     def loads(self) -> tuple[float, ...]:
         """``load`` of each rank batch."""
         return tuple([one.load for one in self.ranks])
-
-    @property
-    def is_last(self) -> bool:
-        """False in a row of an open step that more rows follow; see :attr:`RankBatch.is_last`."""
-        return self.ranks[0].is_last
 
     @property
     def num_executions(self) -> int:

@@ -5,7 +5,7 @@ layouts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -64,8 +64,6 @@ class MicroBatch:
     concatenated on use."""
     execution_sizes: tuple[ExecutionSize, ...] | None = None
     """[n] of the execution of each rollout, in the step; None where each is an execution by itself."""
-    on_give: Callable[[Mapping[str, Tensor]], None] | None = field(default=None, repr=False)
-    """Callback of :meth:`give`."""
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], execution_sizes: tuple[ExecutionSize, ...] | None = None) -> MicroBatch:
@@ -166,19 +164,6 @@ class MicroBatch:
         return TensorDict(
             {**rows.columns, **rows.scalars, "rollout_weights": rows.rollout_weights}, batch_size=[len(self.lengths)]
         )
-
-    def give(self, **columns: Tensor) -> None:
-        """Columns that a role has computed: ``[T]`` of each column, on any device. Copied, and sent at once: a
-        trainer's rank begins with a micro-batch when its columns are there.
-
-        Of a feed with a role only: ``RankFeed(..., role="ref")``. Raises ValueError otherwise, and for columns that do
-        not fit; ClosedResourceError if the feed was closed before.
-        """
-        if self.on_give is None:
-            raise ValueError(
-                "micro_batch.give(): this micro-batch does not come from a feed with a role, RankFeed(..., role=...)"
-            )
-        self.on_give(columns)
 
     def __repr__(self) -> str:
         return f"MicroBatch(num_rollouts={len(self.lengths)}, num_tokens={self.num_tokens})"

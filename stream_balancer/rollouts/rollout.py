@@ -210,10 +210,6 @@ class Rollout:
         except RolloutError as error:
             raise RolloutError(f"rollout {self.rollout_id!r}: tokens{error}") from None
 
-    def with_late_columns(self, columns: Mapping[str, Tensor]) -> Self:
-        """Rollout with these columns ``[L]`` too, which are known to fit. Shares the tensors."""
-        return self._changed(tokens={**self.tokens, **columns})
-
     def _changed(self, **values: object) -> Self:
         # the rest was checked when it was made: nothing is checked again
         same = copy(self)

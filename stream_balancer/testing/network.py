@@ -51,12 +51,12 @@ class MemoryNetwork:
         return listener
 
     def connect(
-        self, rank: int, *, dp_size: int | None = None, incarnation: int = 0, depth: int = 2, role: str = "",
+        self, rank: int, *, dp_size: int | None = None, incarnation: int = 0, depth: int = 2,
         seat: int = 0, seats: int = 1, rejoin: bool = False,
     ) -> MemoryPeer:  # fmt: skip
         """Where a rank is; give it to RankFeed. A refused one raises in the feed's iteration, as between processes."""
         peer = self.connect_producer(rejoin=rejoin)
-        peer.who = About(rank, dp_size or self.dp_size, incarnation, depth, role, seat, seats)
+        peer.who = About(rank, dp_size or self.dp_size, incarnation, depth, seat, seats)
         return peer
 
     def connect_producer(self, *, rejoin: bool = False) -> MemoryPeer:

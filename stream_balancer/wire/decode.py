@@ -294,7 +294,7 @@ def decode_rollouts(
     :func:`~stream_balancer.wire.encode.encode_rollouts` would not have made."""
     read = read_header(header)
     # A padding copy is no mistake of the wire: the balancer says that only it makes those.
-    if len(read.blocks) != 1 or read.late or read.execution_sizes:
+    if len(read.blocks) != 1 or read.execution_sizes:
         raise WireError("a put holds rollouts, and nothing that only a step has")
     if read.holes:
         return _kept_rollouts(read, memory, leases_of)
@@ -320,18 +320,3 @@ def _kept_rollouts(header: Header, memory: Memory | None, leases_of: Callable[[O
 def _without_bytes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     # kept: without a byte behind them, all rollouts of one length can have the same
     return torch.empty(shape, dtype=dtype, device=device)
-
-
-# --- columns of roles ------------------------------------------------------------------------------------------------
-
-
-def decode_columns(header: msgspec.Raw | bytes, memory: Memory | None, num_tokens: int) -> dict[str, Tensor]:
-    """Columns that a role has computed of a micro-batch of so many tokens. Views of ``memory``. Raises WireError where
-    they do not fit."""
-    one, *others = decode_rollouts(header, memory)
-    # a role of another version may have cut the micro-batch in another way
-    if others or one.num_tokens != num_tokens:
-        raise WireError(f"columns of {one.num_tokens} tokens came for a micro-batch of {num_tokens}")
-    if one.tensors or any(column.ndim > 1 for column in one.tokens.values()):
-        raise WireError("columns of a role have one number for each token, and come alone")
-    return {name: column for name, column in one.tokens.items() if name != "input_ids"}

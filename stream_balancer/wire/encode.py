@@ -4,7 +4,6 @@
 
     encode(micro_batches)            a block each: work for a rank, a part of a checkpoint
     encode_rollouts(rollouts)        one block: a put, a row of a journal
-    encode_columns(columns)          what a role has computed of a micro-batch
     payload_of(rollout)              what an owner sends of one rollout, to fill a hole
 """
 
@@ -57,9 +56,6 @@ def encode(micro_batches: Sequence[MicroBatch], *, max_bytes: int = MAX_BYTES) -
     handles = {place: one.handle for place, one in enumerate(rollouts) if isinstance(one, RemoteRollout)}
     if handles:
         _make_holes(header, handles)
-        # columns of a role are here even where the payload is not, and travel now
-        here = {name for name, column in rollouts[min(handles)].tokens.items() if not column.is_meta}
-        header.late = [number for number, column in enumerate(header.columns) if column.name in here]
     try:
         layout = lay_out(header, max_bytes)
     except WireError as error:
@@ -90,18 +86,6 @@ def encode_rollouts(rollouts: Sequence[Rollout], *, handles: Sequence[Handle] | 
     layout = lay_out(header, MAX_BYTES)
     total = layout.total_bytes
     return Encoded(_written(header), Payload(total, (0, total), _pieces(header, layout, rollouts)))
-
-
-def encode_columns(columns: Mapping[str, Tensor], num_tokens: int) -> Encoded:
-    """Columns ``[T]`` that a role has computed of a micro-batch, copied. Raises ValueError if one does not fit."""
-    tokens = {"input_ids": torch.zeros(num_tokens, dtype=torch.uint8)}
-    for name, column in columns.items():
-        if tuple(column.shape) != (num_tokens,):
-            raise ValueError(f"{name!r} has shape {list(column.shape)}, not {[num_tokens]}: a number for each token")
-        # the trainer may go on writing into its own
-        tokens[name] = column.detach().to("cpu", copy=True)
-    # as one rollout of so many tokens, which refuses what cannot travel
-    return encode_rollouts([Rollout(tokens=tokens, rollout_id="columns")])
 
 
 def payload_of(rollout: Rollout) -> list[memoryview]:
@@ -219,7 +203,7 @@ def _pieces(header: Header, layout: Layout, rollouts: Sequence[Rollout]) -> list
         its = rollouts[block.first : block.stop]
         here = [one for place, one in enumerate(its, block.first) if place not in holes] if holes else its
         for number, column in enumerate(header.columns):
-            parts = [one.tokens[column.name] for one in (its if number in header.late else here)]
+            parts = [one.tokens[column.name] for one in here]
             runs.append((parts, block.starts[-1] * layout.widths[number]))
         for place, one in enumerate(its, block.first) if block.tensors else ():
             runs += [([] if place in holes else [tensor], tensor.nbytes) for tensor in one.tensors.values()]

@@ -123,8 +123,6 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """(rollouts, loss tokens) that the execution of each has in the step."""
     padding: list[Count] = []
     """Indices of padding copies, ascending."""
-    late: list[Count] = []
-    """Indices of columns that come along even of holes, ascending."""
     holes: list[Hole] = []
     """Per hole, ascending."""
     owners: list[Owner] = []
@@ -163,7 +161,7 @@ def read_header(raw: msgspec.Raw | bytes) -> Header:
         raise WireError("a name is both a column and a scalar")
     if header.tensors and any(len({tensor.name for tensor in own}) != len(own) for own in header.tensors):
         raise WireError("a rollout has two tensors of one name")
-    if header.late or header.holes:
+    if header.holes:
         _check_holes(header)
     return header
 
@@ -191,12 +189,10 @@ def _widths(columns: tuple[Column, ...]) -> dict[str, int]:
 def _check_holes(header: Header) -> None:
     # ascending and distinct: each is then found by one pass, and none counts twice
     absent = [one.rollout for one in header.holes]
-    if not _ascends(header.late, len(header.columns)) or not _ascends(absent, len(header.lengths)):
+    if not _ascends(absent, len(header.lengths)):
         raise WireError("the list of what does not come along is wrong")
     if any(one.owner >= len(header.owners) for one in header.holes):
         raise WireError("an owner of a rollout is not named")
-    if header.late and not header.holes:
-        raise WireError("columns are late, and all others come along, too")
 
 
 def _ascends(numbers: Collection[int], end: int) -> bool:
@@ -278,7 +274,6 @@ def runs_of(header: Header, layout: Layout) -> tuple[int, ...]:
     """Bytes that come along, as (offset, size, offset, size, ...): all but holes."""
     runs: list[int] = []
     at = 0
-    # late columns of a hole lie between its spans, and come along
     absent = sorted(span for hole in header.holes for span in spans_of(header, layout, hole.rollout))
     for start, size in [*absent, (layout.total_bytes, 0)]:
         if start > at:
@@ -288,15 +283,14 @@ def runs_of(header: Header, layout: Layout) -> tuple[int, ...]:
 
 
 def spans_of(header: Header, layout: Layout, rollout: int) -> list[tuple[int, int]]:
-    """(offset, size) of all pieces of a hole, by name, which is the order in which its owner sends them: columns that
-    are not late, and then tensors."""
+    """(offset, size) of all pieces of a hole, by name, which is the order in which its owner sends them: columns, and
+    then tensors."""
     block, spans = layout.block_of(rollout), list[tuple[int, int]]()
     first, stop = block.rows_of(rollout)
     # by name: the owner's rollout may have its columns in another order
     for _, number in sorted((column.name, number) for number, column in enumerate(header.columns)):
-        if number not in header.late:
-            at, width = block.columns[number], layout.widths[number]
-            spans.append((at + first * width, (stop - first) * width))
+        at, width = block.columns[number], layout.widths[number]
+        spans.append((at + first * width, (stop - first) * width))
     if block.tensors:
         own = zip(header.tensors[rollout], block.tensors[rollout - block.first], strict=True)
         spans += [(at, tensor.num_bytes) for tensor, at in sorted(own, key=lambda its: its[0].name)]

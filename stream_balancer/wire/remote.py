@@ -7,7 +7,7 @@
     controller  the last reference dies                 --> owner       Notify.dropped
 
 Columns of a RemoteRollout are tensors on torch's meta device: name, dtype and shape without a byte behind them, so that
-planning, limits and checks see no difference. Columns that roles computed are here, and travel with the rest.
+planning, limits and checks see no difference.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -48,13 +48,12 @@ async def drain(feed: sb.RankFeed, got: list[Any] | None = None) -> None:
 class Served:
     """``kept`` holds payloads of rollouts that are put with ``remote=True``."""
 
-    def __init__(self, *, roles: Mapping[str, Sequence[str]] | None = None, **knobs: Any) -> None:
+    def __init__(self, **knobs: Any) -> None:
         config = sb.BalancerConfig(**knobs)
         self.evicted: list[tuple[str, str]] = []
         self.balancer = sb.StreamBalancer(config, on_evict=lambda one, why: self.evicted.append((one.rollout_id, why)))
         self.network = MemoryNetwork(dp_size=config.dp_size)
         self.kept = Kept(self.network)
-        self.roles = roles or {}
         self.ranks = range(config.dp_size)
         self.seen: list[RankBatch] = []
         """Rank batches in the order in which they came."""
@@ -77,12 +76,12 @@ class Served:
 
     async def serve(self, **options: Any) -> None:
         with anyio.fail_after(3600):  # virtual
-            await sb.serve(self.balancer, self.network, **({"roles": self.roles} | options))
+            await sb.serve(self.balancer, self.network, **options)
 
     async def run(
         self, rollouts: Iterable[Rollout], *others: Callable[[], Any], remote: bool = False, **options: Any
     ) -> None:
-        """To the end: every rank of the trainer trains on what is put."""
+        """To the end: every rank trains on what is put."""
         async with self.balancer, anyio.create_task_group() as tasks:
             for rank in self.ranks:
                 tasks.start_soon(self.train, rank)

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import helpers
 import pytest
-from helpers import fill, give, settle
+from helpers import fill, settle
 from scripted import Filled
 from served import drain, feeds_of, serving
 
@@ -232,22 +232,6 @@ async def test_serve_hands_on_how_long_each_rank_had_been_ready() -> None:
         for feed in (early, late):
             tasks.start_soon(drain, feed)
     assert [one.ready_s for one in told.all] == pytest.approx([7.0, 0.0], abs=0.01)
-
-
-async def test_serve_hands_on_how_long_a_step_was_with_other_roles() -> None:
-    async def compute(feed: sb.RankFeed) -> None:
-        async for batch in feed:
-            await anyio.sleep(5.0 + batch.step)
-            give(batch, {"ref_logprobs": [m.packed()["input_ids"] * 2.0 for m in batch.micro_batches]})
-
-    async with serving(sb.StreamBalancer(config()), roles={"ref": ["ref_logprobs"]}) as (balancer, transport, tasks):
-        balancer.observers.append(told := Timings())
-        await fill(balancer, [3, 4, 5, 6])
-        balancer.end()
-        for feed in feeds_of(transport, depth=1):
-            tasks.start_soon(drain, feed)
-            tasks.start_soon(compute, sb.RankFeed(transport.connect(feed.rank, depth=1, role="ref")))
-    assert [(one.step, round(one.roles_s, 2)) for one in told.all] == [(0, 5.0), (0, 5.0), (1, 6.0), (1, 6.0)]
 
 
 async def test_serve_names_a_slow_rank_once(caplog: pytest.LogCaptureFixture) -> None:

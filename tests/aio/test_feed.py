@@ -9,7 +9,6 @@ from typing import Any
 
 import anyio
 import pytest
-import torch
 from helpers import config, fill, settle
 from scripted import Filled
 from served import drain, serving
@@ -136,36 +135,6 @@ async def test_work_that_cannot_be_is_refused(counts: tuple[int, ...], most_byte
     network.listen(Controller)
     with pytest.raises(sb.errors.WireError, match=says):
         await anext(sb.RankFeed(network.connect(0), max_batch_bytes=most_bytes))
-
-
-async def test_a_role_gives_all_columns_of_a_step_as_they_are_then() -> None:
-    knobs = one_rank(micro_batches=sb.MicroBatches(max_tokens=11))
-    async with serving(sb.StreamBalancer(knobs), roles={"ref": ["x"]}) as (balancer, network, tasks):
-        await fill(balancer, [11, 11])
-        balancer.end()
-        feed, trainer = sb.RankFeed(network.connect(0, role="ref")), sb.RankFeed(network.connect(0))
-        batch = await anext(feed)
-        first, second = batch.micro_batches
-        with pytest.raises(ValueError, match="role 'ref' has not given the columns of step 0"):
-            await anext(feed)
-        for columns, why in (
-            ({"x": torch.ones(3)}, "'x' has shape"),
-            ({}, "1 to 64 columns, not 0"),
-            ({"x": torch.ones(11, dtype=torch.uint16)}, "dtype"),
-        ):
-            with pytest.raises(ValueError, match=why):
-                first.give(**columns)
-        column = torch.arange(11.0, requires_grad=True)
-        first.give(x=column)
-        with torch.no_grad():
-            column += 1  # it was copied
-        with pytest.raises(ValueError, match="role 'ref' has not given"):
-            batch.ack()
-        second.give(x=column - 1)
-        batch.ack()
-        tasks.start_soon(drain, feed)
-        async for step in trainer:
-            assert [one.packed()["x"].tolist() for one in step.micro_batches] == [list(range(11))] * 2
 
 
 # -- again -------------------------------------------------------------------------------------------------------------

@@ -57,10 +57,6 @@ async def _serve(balancer: sb.StreamBalancer, **options: Any) -> None:
     await sb.serve(balancer, MemoryNetwork(dp_size=balancer.config.dp_size), **options)
 
 
-async def _open(balancer: sb.StreamBalancer) -> None:
-    await anext(balancer.batches(open=True))
-
-
 async def _reserve(balancer: sb.StreamBalancer) -> None:
     async with balancer.reserve(2):
         pass
@@ -68,8 +64,6 @@ async def _reserve(balancer: sb.StreamBalancer) -> None:
 
 OPTIONS: dict[str, Callable[[sb.StreamBalancer], Awaitable[None]]] = {
     'serve(on_rank_loss="replan")': partial(_serve, on_rank_loss="replan"),
-    "serve(move_late=True)": partial(_serve, move_late=True),
-    "batches(open=True)": _open,
     "reserve()": _reserve,
 }
 

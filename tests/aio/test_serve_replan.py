@@ -103,11 +103,10 @@ async def test_the_last_rank_is_raised_and_the_next_serve_goes_on() -> None:
         assert balancer.statistics().waiting == balancer.statistics().in_flight == 0
 
 
-@pytest.mark.parametrize("options", [{"on_rank_loss": "replan"}, {"move_late": True}], ids=str)
 @pytest.mark.parametrize("next_step", [None, 2])
 @pytest.mark.parametrize("when", WHENS)
 async def test_a_rank_that_dies_in_a_step_and_comes_back_in_time_is_waited_for(
-    when: str, next_step: int | None, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+    when: str, next_step: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Having met, it gets the next step; which weights that wants it is told, unless it says that it has them."""
     crew = Crew(MemoryNetwork(dp_size=3), {1: (1, when)})
@@ -117,7 +116,7 @@ async def test_a_rank_that_dies_in_a_step_and_comes_back_in_time_is_waited_for(
         await crew.train(1, incarnation=1, next_step=next_step if when == "met" else None)
 
     async with sb.StreamBalancer(knobs(3, **FREE)) as balancer:
-        await crew.run(balancer, some(60), again, **{"rejoin_timeout_s": 100.0, **options})
+        await crew.run(balancer, some(60), again, rejoin_timeout_s=100.0, on_rank_loss="replan")
         crew.check(balancer, 60)
     assert set(crew.present.values()) == {(0, 1, 2)}
     told = [one.message for one in caplog.records if one.name == "stream_balancer.rank"]

@@ -1,8 +1,7 @@
 """Gradients of random combinations of features: each step's, over real ranks, is that of one process to 1e-6.
 
 "journal": the controller is killed in the midst of a step, and another goes on at its address. "seats": each rank is
-two processes, as tensor parallelism has it. "resize": more ranks, then fewer. "roles": each token's weight in the loss
-is computed by ranks of a role.
+two processes, as tensor parallelism has it. "resize": more ranks, then fewer.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -40,21 +38,15 @@ KNOBS: dict[str, dict[str, Any]] = {
     "cap": {"micro_batches": {"max_tokens": 80}},
     "lockstep": {"micro_batches": {"max_tokens": 80}, "sync": "micro_batch"},
     "mini_batches": {"mini_batches": 2},
-    "late": {"micro_batches": {"max_tokens": 80}},
 }
 SERVED: dict[str, dict[str, Any]] = {
-    "late": {"move_late": True},
     "replan": {"on_rank_loss": "replan"},
-    "open": {"open": True},
-    "roles": {"roles": {"weigher": ["weight"]}},
 }
 FEATURES = (
-    "groups", "cap", "lockstep", "mini_batches", "late", "replan", "open", "direct",
-    "torch_dist", "roles", "resize", "seats", "journal",
+    "groups", "cap", "lockstep", "mini_batches", "replan", "direct", "torch_dist", "resize", "seats", "journal",
 )  # fmt: skip
 APART = (
-    {"late", "lockstep"}, {"cap", "lockstep"},
-    *({"mini_batches", other} for other in ("late", "replan", "open")),
+    {"cap", "lockstep"}, {"mini_batches", "replan"},
     {"journal", "torch_dist"},
 )  # fmt: skip
 """Combinations that are refused, that set one knob to two values, or that do not meet: who comes to another controller
@@ -76,16 +68,10 @@ def together() -> list[Any]:
     return found
 
 
-def weights_of(ids: torch.Tensor) -> torch.Tensor:
-    """What the role computes of each token."""
-    return 1 + ids % 3 / 2
-
-
 class Gradient:
-    """Gradient of a small model, summed over what was added. ``weights``: where those of the tokens come from."""
+    """Gradient of a small model, summed over what was added."""
 
-    def __init__(self, *, weights: Callable[[Any], torch.Tensor | float] = lambda packed: 1) -> None:
-        self._weights = weights
+    def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Embedding(64, 8), torch.nn.Linear(8, 8), torch.nn.Tanh())
         self.head = torch.nn.Linear(8, 64)
@@ -97,7 +83,7 @@ class Gradient:
         ids = packed["input_ids"] % 64
         said = self.head(self.model(ids))
         loss = torch.nn.functional.cross_entropy(said, ids, reduction="none")
-        (loss * packed["loss_mask"] * self._weights(packed)).sum().backward()
+        (loss * packed["loss_mask"]).sum().backward()
         self.ids += [r.rollout_id for r in micro_batch.rollouts if not r.is_padding]
 
     def flat(self) -> torch.Tensor:
@@ -146,16 +132,13 @@ def run_rank(
         places = torch.arange(2 * dp_size).view(dp_size, 2)
         of_two: dict[str, Any] = {"mesh_dim_names": ("dp", "tp"), "_init_backend": False, "_rank": 2 * rank + seat}
         join = {"mesh": DeviceMesh("cpu", places, **of_two)}
-    weights: dict[str, Any] = {"weights": lambda packed: packed["weight"]} if "roles" in features else {}
     for step in sb.RankFeed(address, movers=movers_of(features), rejoin="journal" in features, **join):
         if dies and step.step == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         made = []
         for micro_batches, loss_tokens in pieces(step, features):
-            gradient = Gradient(**weights)
+            gradient = Gradient()
             for micro_batch in micro_batches:
-                if "late" in features and rank == 0:
-                    time.sleep(0.1)  # the others are idle meanwhile
                 gradient.add(micro_batch)
             made.append((gradient, loss_tokens))
         if (end := step.finish()) is None:
@@ -164,13 +147,6 @@ def run_rank(
             total = gradient.flat() / (loss_tokens or end.loss_tokens)
             world.all_reduce(total, end.ranks)
             pipe.send((step.step, part, gradient.ids, total.tolist()))
-
-
-def run_role(address: str, features: frozenset[str], rank: int, dp_size: int, _: Any) -> None:
-    feed = sb.RankFeed(address, rank=rank, dp_size=dp_size, role="weigher", rejoin="journal" in features)
-    for step in feed:
-        for micro_batch in step:
-            micro_batch.give(weight=weights_of(micro_batch.packed()["input_ids"] % 64))
 
 
 def batched(rollouts: Sequence[sb.Rollout], size: int) -> Iterable[Sequence[sb.Rollout]]:
@@ -196,7 +172,6 @@ class Planned(sb.Observer):
     def __init__(self) -> None:
         self.seen: set[str] = set()
         self.rank_of: dict[str, set[int]] = {}
-        self.complete: set[int] = set()
         self.sizes: set[int] = set()
         """Ranks that steps had."""
         self.pairs: list[TorchDist] = []
@@ -223,7 +198,6 @@ class Planned(sb.Observer):
         self.seen.update("groups" for one in rollouts if one.group_id)
 
     def dispatched(self, batch: sb.Batch) -> None:
-        self.complete.add(batch.step)
         for one in batch.ranks:
             self.seen.update("mini_batches" for _ in one.mini_batch_sizes)
             if len(one.micro_batches) > 1:
@@ -256,15 +230,15 @@ async def controller(features: frozenset[str], port: int, folder: Path) -> Async
 def run_first_controller(features: frozenset[str], port: int, folder: Path, _: Any) -> None:
     async def until_killed() -> None:
         async with controller(features, port, folder) as balancer:
-            await begun(balancer, ())
+            await begun(balancer)
             os.kill(os.getpid(), signal.SIGKILL)
 
     anyio.run(until_killed)
 
 
-async def begun(balancer: sb.StreamBalancer, complete: Collection[int]) -> None:
-    """A rank has a step that is none of these."""
-    while all(state.step is None or state.step in complete for state in balancer.rank_states()):
+async def begun(balancer: sb.StreamBalancer) -> None:
+    """A rank has a step."""
+    while all(state.step is None for state in balancer.rank_states()):
         await anyio.sleep(0.01)
 
 
@@ -285,8 +259,6 @@ class Drill:
         for seat in self.seats:
             place = (rank, dp_size, seat)
             self.ranks[rank, seat] = Child(run_rank, self.address, self.store.port, self.features, place, dies)
-        if "roles" in self.features:
-            Child(run_role, self.address, self.features, rank, dp_size)
 
     async def run(self) -> tuple[dict[tuple[int, int], list[Any]], sb.Statistics]:
         """-> What the ranks said."""
@@ -313,21 +285,18 @@ class Drill:
                         await anyio.sleep(0.01)
                     for number in range(2 if rejoin else 0, len(halves), 2):
                         await self._resize(balancer, number // 2)
-                        await self._put_step(by, halves[number : number + 2], balancer)
+                        await self._put_step(by, halves[number : number + 2])
                     await by.end()
                     balancer.end()
                     said = {at: await anyio.to_thread.run_sync(rank.told) for at, rank in self.ranks.items()}
         return said, balancer.statistics()
 
-    async def _put_step(self, by: Any, halves: Any, balancer: sb.StreamBalancer | None = None) -> None:
+    async def _put_step(self, by: Any, halves: Any) -> None:
         """Half a step at a time: else long rollouts wait for each other."""
         for some in halves:
             async with anyio.create_task_group() as puts:
                 for one in some:
                     puts.start_soon(self._put, by, one)
-            if "open" in self.features and balancer is not None and "open" not in self.planned.seen:
-                await begun(balancer, self.planned.complete)
-                self.planned.seen.add("open")
 
     async def _put(self, by: Any, one: sb.Rollout) -> None:
         with suppress(*[sb.errors.DuplicateRolloutError] if "journal" in self.features else []):
@@ -343,12 +312,8 @@ class Drill:
             await anyio.sleep(0.01)
         while change[step] == -2 and RANKS + 1 not in self.planned.sizes:
             await anyio.sleep(0.01)
-        while True:
-            with suppress(sb.errors.ConfigError):  # in the midst of an open step
-                dp_size = balancer.config.dp_size + change[step]
-                balancer.reconfigure(dp_size=dp_size)
-                break
-            await anyio.sleep(0.01)
+        dp_size = balancer.config.dp_size + change[step]
+        balancer.reconfigure(dp_size=dp_size)
         if change[step] == 1:
             self.start(RANKS, dp_size)
 
@@ -368,15 +333,12 @@ def test_gradients_of_features_together(
         rank not in planned.rank_of.get(name, {rank})
         for (rank, _), words in said.items() for *_, ids, _ in words for name in ids
     ):  # fmt: skip
-        planned.seen |= {"late", "replan"}
+        planned.seen.add("replan")
     if planned.sizes >= ({RANKS - 2} if "replan" in features else {RANKS + 1, RANKS - 1}):
         planned.seen.add("resize")
     if {seat for _, seat in said} == {0, 1}:
         planned.seen.add("seats")
     by_id = {one.rollout_id: one for one in todo}
-    weights: dict[str, Any] = (
-        {"weights": lambda packed: weights_of(packed["input_ids"] % 64)} if "roles" in features else {}
-    )
     for seat in drill.seats:
         steps: dict[tuple[int, int], list[tuple[list[str], list[float]]]] = {}
         for (_, its), words in said.items():
@@ -387,11 +349,10 @@ def test_gradients_of_features_together(
             ids = [name for names, _ in heard for name in names]
             assert len(ids) == len(set(ids))
             trained += ids
-            reference = Gradient(**weights)
+            reference = Gradient()
             reference.add(sb.rollouts.MicroBatch.of([by_id[name] for name in sorted(ids)]))
             whole = reference.flat() / sum(by_id[name].num_loss_tokens for name in ids)
             for _, total in heard:
                 torch.testing.assert_close(torch.tensor(total), whole, atol=1e-6, rtol=0.0)
         assert sorted(trained) == sorted(by_id)
-    # the role's columns were those that the loss was computed with, or the gradients would be others
-    assert features <= planned.seen | {"roles"}
+    assert features <= planned.seen

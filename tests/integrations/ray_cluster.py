@@ -196,7 +196,7 @@ def host_among_others(config: BalancerConfig, **given: Any) -> tuple[RayBalancer
         config,
         kept,
         {"journal": folder and os.fspath(folder)},
-        {"rejoin_timeout_s": given.get("rejoin_timeout_s", math.inf), "roles": given.get("roles")},
+        {"rejoin_timeout_s": given.get("rejoin_timeout_s", math.inf)},
         {name: given[name] for name in ("staged_bytes",) if name in given},
     )
     number = ray.get(hosts().start.remote(*options), timeout=GUARD_S)

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("nodes")
 @asynccontextmanager
 async def hosted(*, alone: bool = False, **knobs: Any) -> AsyncIterator[RayBalancer]:
     """A balancer, full at four, in an actor of its own or the shared one."""
-    of_host = ("journal", "roles", "staged_bytes", "rejoin_timeout_s", "report_after_s")
+    of_host = ("journal", "staged_bytes", "rejoin_timeout_s", "report_after_s")
     options = {key: knobs.pop(key) for key in of_host if key in knobs}
     config = sb.BalancerConfig(**{"dp_size": 1, "batch_size": 4, "window": 4, "capacity": 4, **knobs})
     with anyio.fail_after(GUARD_S):

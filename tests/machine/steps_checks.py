@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from stream_balancer.client.held import Part
 from stream_balancer.core.steps.orders import Ack, SendWork
-from stream_balancer.core.steps.state import RankId
 
 if TYPE_CHECKING:
     from steps_process import Meeting, Process
@@ -23,7 +22,6 @@ INVARIANTS = {
     "order": "processes of one rank train on the same items in the same order; items of groups are met in one order",
     "weights": "ranks that meet have the same weights",
     "fence": "a rank that was given up is given no work, until a new incarnation comes",
-    "columns": "an item is sent with the columns it needs",
 }
 
 
@@ -43,7 +41,6 @@ def check(is_kept: bool, invariant: str, text: str, *args: object) -> None:
 
 def check_meeting(world: World, meeting: Meeting, members: list[Process]) -> None:
     number, seal, first = meeting.number, meeting.seal, members[0]
-    check(not world.rows_left[number], "once", "step {} has met before it was complete", number)
     for process in members:
         check_not_met(world, process, number)
         text = "step {}: {} has {}, {} has {}"
@@ -54,7 +51,7 @@ def check_meeting(world: World, meeting: Meeting, members: list[Process]) -> Non
     check(got == want, "once", "step {}, {}: {}, not {}", number, seal, got, want)
 
 
-def check_seats(world: World, rank: RankId) -> list[str]:
+def check_seats(world: World, rank: int) -> list[str]:
     """All seats have trained on the same. The gradient of one of them."""
     first, *others = world.processes_of(rank)
     for other in others:
@@ -91,7 +88,7 @@ def check_certain(world: World, number: int, order: object) -> None:
     uid = world.plans[number][0]
     for other in world.processes.values():
         part = other.held.parts.get(number)
-        if other.is_trainer and other.counts and part is not None and part.uid == uid and part.seal is not None:
+        if other.counts and part is not None and part.uid == uid and part.seal is not None:
             is_back = part.came_back >= part.seal.number
             check(is_back, "again", "{}, and {} holds {}", order, other.place, part.seal)
 
@@ -130,6 +127,6 @@ def check_end(world: World) -> None:
     for number in range(world.config.steps):
         check(number in weights, "acknowledged", "step {} is in no weights", number)
     for process in world.processes.values():
-        if process.is_trainer and process.counts:
+        if process.counts:
             same = all(weights[number] == index for number, index in process.weights.items())
             check(same, "weights", "{} has {}, the checkpoint {}", process.place, process.weights, weights)

@@ -11,17 +11,11 @@ class Config:
     seed: int = 0
     ranks: int = 3
     seats: int = 1
-    """Processes of a trainer's rank."""
+    """Processes of a rank."""
     steps: int = 4
     depth: int = 2
     meets: bool = True
     """The ranks meet through the feed; else loops are plain."""
-    moves: bool = False
-    is_open: bool = False
-    """Steps grow by rows."""
-    roles: tuple[str, ...] = ()
-    role_ranks: int = 2
-    role_seats: int = 1
     remote: bool = False
     lockstep: bool = False
     """All ranks compute the items of one index in one collective."""
@@ -33,7 +27,7 @@ class Config:
     silent: bool = False
     """Some processes that are started again do not say their weights, and take others' when they meet."""
     begins_early: bool = False
-    """Plain loops begin with an open step."""
+    """Plain loops begin with a step before they know what it is divided by."""
     faults: tuple[str, ...] = ()
     num_faults: int = 4
 
@@ -50,11 +44,6 @@ def random_config(seed: int) -> Config:
         steps=r.randint(1, 4),
         depth=r.randint(1, 2),
         meets=meets,
-        moves=meets and r.random() < 0.5,
-        is_open=r.random() < 0.4,
-        roles=r.choice([(), (), ("ref",), ("ref", "value")]),
-        role_ranks=r.randint(1, 2),
-        role_seats=r.choice([1, 1, 2]),
         remote=r.random() < 0.4,
         lockstep=lockstep,
         auto_ack=r.random() < 0.6,

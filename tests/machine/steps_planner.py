@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from steps_config import Config
 
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.state import Item, RankId
+from stream_balancer.core.steps.state import Item
 
-Cut = tuple[RankId, tuple[str, ...], int | None]
+Cut = tuple[int, tuple[str, ...], int | None]
 """Owner, rollouts, group."""
 
 
@@ -20,22 +20,17 @@ class Planner:
         self.config, self.rng = config, rng
         self.num_rollouts = 0
 
-    def items(self, ledger: Ledger, over: list[RankId], *, is_new: bool) -> list[Item]:
-        """Items of a new step, with ids from 0, or more of an open one, with ids of the ledger."""
-        ids = iter(range(1 << 20)) if is_new else iter(ledger.new_id, None)
+    def items(self, over: list[int]) -> list[Item]:
+        """Items of a new step, with ids from 0."""
+        ids = iter(range(1 << 20))
         cuts = list(self._cuts(over, ids))
         items = list[Item]()
         for owner, rollouts, group in sorted(cuts, key=lambda cut: cut[0]):  # rank by rank, as plans are
             remote = self.config.remote and (group % 2 == 0 if group is not None else self.rng.random() < 0.6)
             items.append(Item(next(ids), owner, rollouts, group=group, remote=remote))
-        for item in list(items):
-            for role in self.config.roles:
-                needed = Item(next(ids), self.rng.choice(ledger.members(role)), item.rollouts, role, remote=item.remote)
-                item.needs += (needed.id,)
-                items.append(needed)
         return items
 
-    def _cuts(self, over: list[RankId], ids: Iterator[int]) -> Iterator[Cut]:
+    def _cuts(self, over: list[int], ids: Iterator[int]) -> Iterator[Cut]:
         rng = self.rng
         for _ in range(rng.randint(1, 3)):
             if self.config.lockstep:
@@ -50,14 +45,8 @@ class Planner:
         self.num_rollouts += 1
         return f"r{self.num_rollouts}"
 
-    def replanned(self, ledger: Ledger, old: list[Item], over: list[RankId]) -> list[Item]:
-        """A role's items get another owner; a trainer's are cut anew, those of a group in one collective again."""
-        if old[0].role:
-            owners = [self.rng.choice(over) for _ in old]
-            return [
-                Item(item.id, owner, item.rollouts, item.role, remote=item.remote)
-                for item, owner in zip(old, owners, strict=True)
-            ]
+    def replanned(self, ledger: Ledger, old: list[Item], over: list[int]) -> list[Item]:
+        """Items are cut anew, those of a group in one collective again."""
         alone = [item for item in old if item.group is None]
         groups = defaultdict[int, list[Item]](list)
         for item in old:
@@ -66,22 +55,18 @@ class Planner:
         news = [new for item in alone for new in self._cut_anew(ledger, item, over)]
         return news + [new for items in groups.values() for new in self._group_anew(ledger, items, over)]
 
-    def _cut_anew(self, ledger: Ledger, item: Item, over: list[RankId]) -> list[Item]:
+    def _cut_anew(self, ledger: Ledger, item: Item, over: list[int]) -> list[Item]:
         cuts = [(rollout,) for rollout in item.rollouts]
         if not cuts or self.rng.random() < 0.5:
             cuts = [item.rollouts]
-        return [
-            Item(ledger.new_id(), self.rng.choice(over), rollouts, needs=item.needs, remote=item.remote)
-            for rollouts in cuts
-        ]
+        return [Item(ledger.new_id(), self.rng.choice(over), rollouts, remote=item.remote) for rollouts in cuts]
 
-    def _group_anew(self, ledger: Ledger, items: list[Item], over: list[RankId]) -> list[Item]:
+    def _group_anew(self, ledger: Ledger, items: list[Item], over: list[int]) -> list[Item]:
         group, rollouts = ledger.new_id(), [rollout for item in items for rollout in item.rollouts]
-        needs = tuple({needed for item in items for needed in item.needs})
-        of_rank: dict[RankId, tuple[str, ...]] = dict.fromkeys(over, ())
+        of_rank: dict[int, tuple[str, ...]] = dict.fromkeys(over, ())
         for at, rollout in enumerate(rollouts):
             of_rank[over[at % len(over)]] += (rollout,)
         return [
-            Item(ledger.new_id(), owner, own, "", needs, group if len(over) > 1 else None, items[0].remote)
+            Item(ledger.new_id(), owner, own, group if len(over) > 1 else None, items[0].remote)
             for owner, own in of_rank.items()
         ]

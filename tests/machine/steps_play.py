@@ -1,7 +1,7 @@
 """A ledger with facts and orders in short text, for schedules that are written by hand.
 
-``0@1`` is item 0 of rank 1; ``2@ref0`` one of a role; ``3@0<2`` needs item 2; ``4@0/7`` belongs to group 7; ``5@0*``
-is remote. An order reads ``send 1 [0 3]``; of another step than 0, ``send 1 s2 [0]``; with seats, ``send 1.0 [0]``.
+``0@1`` is item 0 of rank 1; ``4@0/7`` belongs to group 7; ``5@0*`` is remote. An order reads ``send 1 [0 3]``; of
+another step than 0, ``send 1 s2 [0]``; with seats, ``send 1.0 [0]``.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.orders import Order
-from stream_balancer.core.steps.state import TRAIN, HeldItem, HeldStep, Item, RankId, StepSeal
+from stream_balancer.core.steps.state import HeldItem, HeldStep, Item, StepSeal
 
-_ITEM = re.compile(r"(?P<id>\d+)@(?P<owner>\w+)(?:/(?P<group>\d+))?(?:<(?P<needs>[\d,]+))?(?P<remote>\*)?")
+_ITEM = re.compile(r"(?P<id>\d+)@(?P<owner>\d+)(?:/(?P<group>\d+))?(?P<remote>\*)?")
 
 
-def say_to(ledger: Ledger, fact: str, one: RankId, *args: Any) -> None:
+def say_to(ledger: Ledger, fact: str, one: int, *args: Any) -> None:
     """A fact, by what a process says: work is looked up by seat, step and attempt."""
-    if fact not in ("done", "fetched", "released", "at_barrier"):
+    if fact not in ("done", "fetched", "at_barrier"):
         getattr(ledger, fact)(one, *args)
     elif (share := ledger.share_of(one, *args[:3])) is not None:
         getattr(ledger, fact)(share, args[0], *args[3:])
@@ -32,33 +32,25 @@ class Play:
         self.seats, self.ranks = seats, ranks.split()
         self.ledger = Ledger(self._lay_out, generation=int(restarted), **options)
         self.replans: list[str] = []
-        for role in {rank_of(rank).role for rank in self.ranks} | {TRAIN}:
-            self.ledger.resized(role, [one.number for one in map(rank_of, self.ranks) if one.role == role])
+        self.ledger.resized(map(int, self.ranks))
         if not restarted:
             for rank in self.ranks:
                 for seat in range(seats):
                     self.join(rank, seat)
 
-    def plan(self, text: str, step: int = 0, *, complete: bool = True) -> list[str]:
-        self.ledger.planned(step, items_of(text), complete=complete, uid=step)
+    def plan(self, text: str, step: int = 0) -> list[str]:
+        self.ledger.planned(step, items_of(text), uid=step)
         return self.orders()
 
-    def append(self, text: str, step: int = 0, *, complete: bool = False) -> list[str]:
-        self.ledger.appended(step, items_of(text), complete=complete)
-        return self.orders()
-
-    def _lay_out(self, step: int, items: list[Item], over: list[RankId]) -> list[Item]:
-        """Item 3 becomes item 13, each alone, rank after rank; a role's keeps its number."""
+    def _lay_out(self, step: int, items: list[Item], over: list[int]) -> list[Item]:
+        """Item 3 becomes item 13, each alone, rank after rank."""
         ids = " ".join(str(item.id) for item in items)
-        self.replans.append(f"replan [{ids}] over " + " ".join(f"{one.role}{one.number}" for one in over))
-        return [
-            Item(item.id if item.role else item.id + 10, over[at % len(over)], item.rollouts, item.role, item.needs)
-            for at, item in enumerate(items)
-        ]
+        self.replans.append(f"replan [{ids}] over " + " ".join(map(str, over)))
+        return [Item(item.id + 10, over[at % len(over)], item.rollouts) for at, item in enumerate(items)]
 
     def restore(self, text: str, participants: str, step: int = 0, **options: Any) -> None:
-        options["acked"] = [rank_of(rank) for rank in options.get("acked", "").split()]
-        self.ledger.restore(step, step, items_of(text), map(rank_of, participants.split()), **options)
+        options["acked"] = [int(rank) for rank in options.get("acked", "").split()]
+        self.ledger.restore(step, step, items_of(text), map(int, participants.split()), **options)
 
     def join(
         self,
@@ -68,8 +60,7 @@ class Play:
         has: dict[int, HeldStep] | None = None,
         weights: int | None = 0,
     ) -> list[str]:
-        one = rank_of(rank)
-        self.ledger.joined(one, seat, incarnation, has or {}, weights=weights, seats=self.seats, depth=2)
+        self.ledger.joined(int(rank), seat, incarnation, has or {}, weights=weights, seats=self.seats, depth=2)
         return self.orders()
 
     def __getattr__(self, fact: str) -> Callable[..., list[str]]:
@@ -77,7 +68,7 @@ class Play:
 
         def say(who: str, *args: Any) -> list[str]:
             rank, _, seat = who.partition(".")
-            say_to(self.ledger, fact, rank_of(rank), *([] if fact == "gave_up" else [int(seat or 0)]), *args)
+            say_to(self.ledger, fact, int(rank), *([] if fact == "gave_up" else [int(seat or 0)]), *args)
             return self.orders()
 
         return say
@@ -109,10 +100,10 @@ class Play:
         words = ["send" if kind == "SendWork" else kind.removeprefix("Send").lower()]
         if "rank" in fields:
             seat = f".{order.seat}" if self.seats > 1 and "seat" in fields else ""
-            words.append(f"{fields['rank'].role}{fields['rank'].number}{seat}")
+            words.append(f"{fields['rank']}{seat}")
         words += [f"s{step}"] * bool(step)
-        if seal is not None and seal.ranks:
-            words.append(f"#{seal.number} of " + " ".join(str(one.number) for one in seal.ranks))
+        if seal is not None:
+            words.append(f"#{seal.number} of " + " ".join(map(str, seal.ranks)))
         if "items" in fields:
             words.append("[" + " ".join(str(getattr(item, "id", item)) for item in fields["items"]) + "]")
         if kind == "SendRewind":
@@ -136,11 +127,5 @@ def items_of(text: str) -> list[Item]:
 def _item(text: str) -> Item:
     found = _ITEM.fullmatch(text)
     assert found is not None, text
-    id_, owner, group = int(found["id"]), rank_of(found["owner"]), found["group"]
-    needs = tuple(map(int, (found["needs"] or "").split(","))) if found["needs"] else ()
-    return Item(id_, owner, (f"r{id_}",), owner.role, needs, int(group) if group else None, bool(found["remote"]))
-
-
-def rank_of(text: str) -> RankId:
-    role = text.rstrip("0123456789")
-    return RankId(role, int(text.removeprefix(role)))
+    id_, owner, group = int(found["id"]), int(found["owner"]), found["group"]
+    return Item(id_, owner, (f"r{id_}",), int(group) if group else None, bool(found["remote"]))

@@ -17,21 +17,19 @@ from stream_balancer.core.steps.orders import (
     Order,
     SendDrop,
     SendGo,
-    SendRecall,
     SendRewind,
     SendSeal,
     SendWork,
 )
-from stream_balancer.core.steps.state import RankId, StepSeal
+from stream_balancer.core.steps.state import StepSeal
 from stream_balancer.errors import WireError
 from stream_balancer.net import messages as m
-from stream_balancer.wire.payload import NOTHING, Payload
 
 if TYPE_CHECKING:
     from steps_world import World
 
 Act = Callable[[], object]
-Place = tuple[RankId, int]
+Place = tuple[int, int]
 
 
 @dataclass(eq=False)
@@ -48,12 +46,11 @@ class Meeting:
 
 
 class Process:
-    def __init__(self, world: World, rank: RankId, seat: int, incarnation: int) -> None:
+    def __init__(self, world: World, rank: int, seat: int, incarnation: int) -> None:
         self.world, self.rank, self.seat, self.incarnation = world, rank, seat, incarnation
         self.place: Place = (rank, seat)
         config = world.config
-        self.held = Held(rank.role, seats=world.seats_of(rank), meets=config.meets)
-        self.is_trainer = not rank.role
+        self.held = Held(seats=config.seats, meets=config.meets)
         self.alive, self.linked = True, False
         self.up: deque[tuple[Any, ...]] = deque()
         self.down: deque[Order] = deque()
@@ -156,7 +153,7 @@ class Process:
             self.begin_step(part)
             return
         self.flush()
-        if self.num_trained > held.acked and self.is_trainer:
+        if self.num_trained > held.acked:
             yield self.save
         if self.may_leave():
             yield self.leave
@@ -164,7 +161,7 @@ class Process:
     def may_begin(self, oldest: Part) -> bool:
         """Some plain loops ask what a step is divided by before they begin with it."""
         config = self.world.config
-        return config.meets or not self.is_trainer or config.begins_early or oldest.seal is not None
+        return config.meets or config.begins_early or oldest.seal is not None
 
     def moves_in_step(self) -> Iterator[Act]:
         part = self.part
@@ -179,8 +176,6 @@ class Process:
                 yield lambda: self.world.compute(partners)
         elif (work := self.held.next_work(part)) is not None:
             yield lambda: self.begin_work(part, work)
-        elif part.is_done and not self.is_trainer:
-            yield self.leave_step
         elif part.is_done:
             seal = self.held.reach_end(part)
             self.flush()
@@ -191,7 +186,7 @@ class Process:
 
     def begin_step(self, part: Part) -> None:
         self.part, self.gradient, self.order = part, [], []
-        is_fresh = not self.is_trainer or not any(work.done for work in part.work.values())
+        is_fresh = not any(work.done for work in part.work.values())
         check(is_fresh, "once", "{} begins step {} with work done", self.place, part.number)
         self.check_credits()
 
@@ -200,12 +195,12 @@ class Process:
         self.gradient, self.order = [], []
 
     def begin_work(self, part: Part, work: HeldWork) -> None:
-        if self.is_trainer and self.counts:
+        if self.counts:
             checks.check_not_met(self.world, self, part.number)
         for one in part.work.values() if self.world.config.commits else (work,):
             one.begun = True
         self.work = work
-        if self.is_trainer and work.item.group is not None:
+        if work.item.group is not None:
             checks.check_order(self.world, self, part)
 
     def end_work(self) -> None:
@@ -216,9 +211,8 @@ class Process:
         if part.work.get(work.item.id) is not work or part.again:
             return
         self.order.append(work.item.id)
-        if self.is_trainer:
-            masked = work.missing | part.gone
-            self.gradient += [rollout for rollout in work.payload.rollouts if rollout not in masked]
+        masked = work.missing | part.gone
+        self.gradient += [rollout for rollout in work.payload.rollouts if rollout not in masked]
         self.held.has_done(part, work)
         self.flush()
 
@@ -308,7 +302,7 @@ class Process:
         newest = max((drop.step for drop in drops if drop.met), default=-1)
         if self.held.weights is None and self.held.left_behind is None:
             return
-        if newest >= 0 and self.is_trainer and self.world.config.meets:
+        if newest >= 0 and self.world.config.meets:
             if self.num_trained <= newest:
                 self.take_other_weights(newest + 1)
             else:
@@ -332,8 +326,7 @@ class Process:
         if self.world.rng.random() < 0.5:
             self.unlink()
         else:
-            said = m.Report("finished", newest - 1, 0), m.Report("acknowledged", self.held.acked - 1)
-            self.held.out += [(report, NOTHING) for report in said]
+            self.held.out += [m.Report("finished", newest - 1, 0), m.Report("acknowledged", self.held.acked - 1)]
             self.flush()
 
     def give_in(self) -> None:
@@ -347,24 +340,24 @@ class Process:
 
     def may_leave(self) -> bool:
         held = self.held
-        is_through = not held.parts and (not self.is_trainer or self.num_trained <= held.acked)
+        is_through = not held.parts and self.num_trained <= held.acked
         return held.ended and self.linked and is_through and not self.up and self.alive
 
     def leave(self) -> None:
         if all(process.may_leave() for process in self.world.processes_of(self.rank)):
             self.world.kill(self.rank)
-            if self.world.ended or self.rank.number not in self.world.wanted[self.rank.role]:
+            if self.world.ended or self.rank not in self.world.wanted:
                 self.world.left.add(self.rank)  # else there are more ranks again: the launcher starts another process
 
 
 # -- what travels ------------------------------------------------------------------------------------------------------
 
-_SAID = {"acknowledged": 2, "taken": 3, "finished": 3, "released": 4, "done": 4, "fetched": 5}
+_SAID = {"acknowledged": 2, "taken": 3, "finished": 3, "done": 4, "fetched": 5}
 
 
-def as_heard(said: tuple[m.Report, Payload]) -> tuple[Any, ...]:
+def as_heard(said: m.Report) -> tuple[Any, ...]:
     """Arguments of the ledger's method."""
-    name, *args, raw = msgspec.structs.astuple(said[0])
+    name, *args, raw = msgspec.structs.astuple(said)
     about = msgspec.msgpack.decode(raw)
     return (name, *args[:2], about) if name == "at_barrier" else (name, *args, about)[: _SAID[name]]
 
@@ -378,13 +371,9 @@ def as_sent(order: Order, *, meets: bool) -> m.Message:
             return m.Work(order.step, order.uid, order.attempt, items, head, tuple(order.gone))
         case SendGo():
             return m.Go(order.step, tuple(order.items), tuple(order.gone))
-        case SendRecall():
-            return m.Recall(order.step, order.attempt, order.items, order.idle)
         case SendSeal():
-            ranks = tuple(one.number for one in order.seal.ranks)
-            return m.Seal(
-                order.seal.step, order.seal.number, ranks, m.Denominators(0, 0, 0, 0), gone=tuple(order.seal.gone)
-            )
+            seal = order.seal
+            return m.Seal(seal.step, seal.number, seal.ranks, m.Denominators(0, 0, 0, 0), gone=tuple(seal.gone))
         case SendRewind():
             return m.Rewind(order.step, order.attempt)
         case SendDrop():

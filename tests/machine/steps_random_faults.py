@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 from steps_process import Act
 
-from stream_balancer.core.steps.state import TRAIN, RankId
-
 if TYPE_CHECKING:
     from steps_world import World
 
@@ -20,7 +18,7 @@ def faults_of(world: World) -> Iterator[Act]:
     for kind in config.faults:
         if kind in ("kill", "flap") and alive:
             rank = rng.choice(alive)
-            seat = rng.randrange(world.seats_of(rank))
+            seat = rng.randrange(config.seats)
             yield partial(world.kill, rank) if kind == "kill" else world.processes[rank, seat].unlink
         elif kind == "all_die":
             yield world.kill_all
@@ -42,21 +40,18 @@ def restart(world: World) -> None:
     world.start_controller()
 
 
-def may_give_up(world: World, one: RankId) -> bool:
+def may_give_up(world: World, one: int) -> bool:
     rank = world.ledger.ranks[one]
-    if rank.is_here or rank.is_given_up or rank.incarnation < 0 or not (one.role or world.config.meets):
+    if rank.is_here or rank.is_given_up or rank.incarnation < 0 or not world.config.meets:
         return False
     # It may have met alone before the controller was started again, and its checkpoint outlives it: nobody can know.
     if any(step.number in world.checkpoint[0] and not step.met for step in world.ledger.steps.values()):
         return False
-    return any(
-        other.role == one.role and other != one and other not in world.left and other.number in world.wanted[one.role]
-        for other, _ in world.processes
-    )
+    return any(other != one and other not in world.left and other in world.wanted for other, _ in world.processes)
 
 
-def give_up(world: World, one: RankId) -> None:
-    steps = [] if one.role else [*world.ledger.ranks[one].active]
+def give_up(world: World, one: int) -> None:
+    steps = [*world.ledger.ranks[one].active]
     world.ledger.gave_up(one)
     for number in steps:
         world.note(number)
@@ -66,13 +61,12 @@ def give_up(world: World, one: RankId) -> None:
 
 
 def resize(world: World) -> None:
-    world.wanted[TRAIN] = set(range(world.rng.randint(1, 4)))
-    world.ledger.resized(TRAIN, world.wanted[TRAIN])
-    for number in world.wanted[TRAIN]:
-        one = RankId(TRAIN, number)
-        if (one, 0) not in world.processes:
-            world.start(one, 0)
-        world.left.discard(one)
+    world.wanted = set(range(world.rng.randint(1, 4)))
+    world.ledger.resized(world.wanted)
+    for rank in world.wanted:
+        if (rank, 0) not in world.processes:
+            world.start(rank, 0)
+        world.left.discard(rank)
 
 
 def lose_rollouts(world: World) -> None:

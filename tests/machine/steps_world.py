@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import steps_checks as checks
@@ -22,9 +21,9 @@ from steps_random_faults import faults_of, give_up
 from stream_balancer.client.held import HeldWork, Part
 from stream_balancer.core.steps.ledger import Ledger
 from stream_balancer.core.steps.orders import Ack, Note, SendGo, SendRewind, SendSeal, SendWork
-from stream_balancer.core.steps.state import TRAIN, Item, RankId, StepSeal
+from stream_balancer.core.steps.state import Item, StepSeal
 
-Plan = tuple[int, list[Item], list[RankId]]
+Plan = tuple[int, list[Item], list[int]]
 """uid, items and participants."""
 
 
@@ -33,9 +32,9 @@ class Journal:
 
     def __init__(self) -> None:
         self.plans: dict[int, Plan] = {}
-        self.notes: dict[int, tuple[set[RankId], set[RankId], set[str]]] = {}
+        self.notes: dict[int, tuple[set[int], set[int], set[str]]] = {}
         """Who is left of a step, who of these has acknowledged it, and what is masked."""
-        self.incarnations: dict[RankId, int] = {}
+        self.incarnations: dict[int, int] = {}
         self.acked: set[int] = set()
 
 
@@ -45,19 +44,15 @@ class World:
         self.rng = random.Random(config.seed)
         self.planner = Planner(config, self.rng)
         self.journal = Journal()
-        self.fenced: dict[RankId, int] = {}
+        self.fenced: dict[int, int] = {}
         """Incarnations that were given up."""
         self.processes: dict[Place, Process] = {}
-        self.left: set[RankId] = set()
+        self.left: set[int] = set()
         """Ranks that will not be started again."""
         self.plans: dict[int, Plan] = {}
-        self.rows_left: dict[int, int] = {}
-        """Rows that open steps lack."""
         self.rollouts: dict[int, set[str]] = {}
         """Rollouts of each step."""
         self.lost_rollouts: set[str] = set()
-        self.columns: set[tuple[int, int]] = set()
-        """Step and item of a role: computed, and known to the controller."""
         self.checkpoint: tuple[dict[int, int], int] = ({}, 0)
         """Weights, and the first step that they lack."""
         self.saved: dict[Place, int] = {}
@@ -65,30 +60,25 @@ class World:
         self.meetings: list[Meeting] = []
         self.meeting_of: dict[tuple[int, int, int], Meeting] = {}
         self.seals: dict[tuple[int, int, int], StepSeal] = {}
-        self.trained: dict[tuple[int, RankId], tuple[StepSeal, list[str]]] = {}
+        self.trained: dict[tuple[int, int], tuple[StepSeal, list[str]]] = {}
         """By plain loops."""
         self.some_acked: set[int] = set()
         self.next_step, self.num_uids, self.generation = 0, 0, 0
         self.faults_left = config.num_faults
         self.ended = False
         self.num_idle = 0
-        self.wanted = {TRAIN: set(range(config.ranks))} | {role: set(range(config.role_ranks)) for role in config.roles}
+        self.wanted = set(range(config.ranks))
         self.start_controller()
-        for role, numbers in self.wanted.items():
-            for number in numbers:
-                self.start(RankId(role, number), 0)
+        for rank in self.wanted:
+            self.start(rank, 0)
 
     # -- the controller ------------------------------------------------------------------------------------------------
 
     def start_controller(self) -> None:
         config, journal = self.config, self.journal
-        ledger = self.ledger = self.make_ledger(
-            self.lay_out, meets=config.meets, moves=config.moves, generation=self.generation
-        )
+        ledger = self.ledger = self.make_ledger(self.lay_out, meets=config.meets, generation=self.generation)
         self.generation += 1
-        self.columns.clear()
-        for role, numbers in self.wanted.items():
-            ledger.resized(role, numbers)
+        ledger.resized(self.wanted)
         for one, incarnation in journal.incarnations.items():
             ledger.restore_rank(one, incarnation, fenced=self.fenced.get(one, -1) >= incarnation)
         ledger.last_acked = max(journal.acked, default=-1)
@@ -102,32 +92,17 @@ class World:
 
     def plan(self, number: int) -> None:
         self.num_uids += 1
-        items = self.planner.items(self.ledger, self.ledger.members(TRAIN), is_new=True)
+        items = self.planner.items(self.ledger.members)
         self.rollouts[number] = {rollout for item in items for rollout in item.rollouts}
-        self.rows_left[number] = self.rng.randint(1, 3) if self.config.is_open else 0
-        self.plans[number] = self.num_uids, list(map(copy_of, items)), self.ledger.members(TRAIN)
-        self.ledger.planned(number, items, complete=not self.config.is_open, uid=self.num_uids)
-        self.write_plan(number)
-
-    def append(self, number: int) -> None:
-        self.rows_left[number] -= 1
-        is_last = not self.rows_left[number]
-        over = sorted(self.ledger.steps[number].participants)
-        items = [] if is_last else self.planner.items(self.ledger, over, is_new=False)
-        self.rollouts[number] |= {rollout for item in items for rollout in item.rollouts}
-        self.plans[number][1].extend(map(copy_of, items))
-        self.ledger.appended(number, items, complete=is_last)
-        self.write_plan(number)
-
-    def write_plan(self, number: int) -> None:
-        if not self.rows_left[number]:
-            self.journal.plans[number] = self.plans[number]
+        self.plans[number] = self.num_uids, list(map(copy_of, items)), self.ledger.members
+        self.ledger.planned(number, items, uid=self.num_uids)
+        self.journal.plans[number] = self.plans[number]
 
     def plan_next(self) -> None:
         self.next_step += 1
         self.plan(self.next_step - 1)
 
-    def lay_out(self, step: int, items: list[Item], over: list[RankId]) -> list[Item]:
+    def lay_out(self, step: int, items: list[Item], over: list[int]) -> list[Item]:
         checks.check_certain(self, step, items)
         return self.planner.replanned(self.ledger, items, over)
 
@@ -152,13 +127,10 @@ class World:
 
     def send(self, order: Any) -> None:
         if isinstance(order, SendWork):
-            for item in order.items:
-                is_ready = all((order.step, needed) in self.columns for needed in item.needs)
-                check(is_ready, "columns", "{} before its columns", order)
             order = order._replace(items=tuple(map(copy_of, order.items)))
-        if isinstance(order, SendWork | SendRewind) and not order.rank.role:
+        if isinstance(order, SendWork | SendRewind):
             checks.check_certain(self, order.step, order)
-        if isinstance(order, SendSeal) and not order.rank.role:
+        if isinstance(order, SendSeal):
             seal = order.seal
             known = self.seals.setdefault((seal.step, self.plans[seal.step][0], seal.number), seal)
             check(known == seal, "seal", "one number, two seals: {} {}", known, seal)
@@ -190,30 +162,23 @@ class World:
                 self.kill(process.rank)
                 return
             has, weights = args
-            seats, depth = self.seats_of(process.rank), self.config.depth
-            ledger.joined(*who, process.incarnation, has, weights=weights, seats=seats, depth=depth)
+            config = self.config
+            ledger.joined(*who, process.incarnation, has, weights=weights, seats=config.seats, depth=config.depth)
             if process.counts:
                 self.journal.incarnations[process.rank] = process.incarnation
             return
         if fact == "acknowledged":
             self.some_acked.update(range(args[0] + 1))
         say_to(ledger, fact, *who, *args[: 3 if fact == "done" else None])
-        if fact == "done" and process.rank.role and (step := ledger.steps.get(args[0])) is not None:
-            self.columns.update((args[0], id_) for id_ in args[2] if id_ in step.items and step.items[id_].has_columns)
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
-    def seats_of(self, rank: RankId) -> int:
-        return self.config.role_seats if rank.role else self.config.seats
+    def processes_of(self, rank: int) -> list[Process]:
+        return [self.processes[rank, seat] for seat in range(self.config.seats)]
 
-    def processes_of(self, rank: RankId) -> list[Process]:
-        return [self.processes[rank, seat] for seat in range(self.seats_of(rank))]
-
-    def start(self, rank: RankId, incarnation: int) -> None:
-        for seat in range(self.seats_of(rank)):
+    def start(self, rank: int, incarnation: int) -> None:
+        for seat in range(self.config.seats):
             self.processes[rank, seat] = Process(self, rank, seat, incarnation)
-        if rank.role:
-            return
         seats = self.processes_of(rank)
         saved = min(self.saved.get(process.place, 0) for process in seats)
         says_weights = saved and self.rng.random() < 0.5
@@ -228,19 +193,19 @@ class World:
             elif says_weights:
                 process.held.weights = process.held.acked = saved
 
-    def kill(self, rank: RankId) -> None:
+    def kill(self, rank: int) -> None:
         for process in self.processes_of(rank):
             process.alive = False
             process.unlink()
 
     def kill_all(self) -> None:
-        for rank in sorted({process.rank for process in self.processes.values() if process.is_trainer}):
+        for rank in sorted({process.rank for process in self.processes.values()}):
             self.kill(rank)
 
     def newest_weights(self, process: Process) -> tuple[dict[int, int], int]:
         weights, number = self.checkpoint
         for other in self.processes.values():
-            may_ask = other.is_trainer and other.counts and other.rank != process.rank and not self.config.all_die
+            may_ask = other.counts and other.rank != process.rank and not self.config.all_die
             if may_ask and other.num_trained > number:
                 weights, number = other.weights, other.num_trained
         return dict(weights), number
@@ -255,7 +220,7 @@ class World:
     def partners(self, process: Process, work: HeldWork) -> list[Process]:
         """All who compute the item in one collective, once all have reached it."""
         group, part = work.item.group, process.part
-        if group is None or not process.is_trainer:
+        if group is None:
             return [process]
         assert part is not None
         step = self.ledger.steps.get(part.number)
@@ -329,31 +294,22 @@ class World:
         gone = {one for one in self.left if self.config.meets or not ledger.rank(one).active}
         for one in sorted(dead.keys() - gone):
             rank = ledger.ranks.get(one)
-            if one.number in self.wanted[one.role] or (rank is not None and rank.active):
+            if one in self.wanted or (rank is not None and rank.active):
                 yield (lambda one=one: self.start(one, dead[one] + 1)), 0.5
         for one in sorted(self.left):
             rank = ledger.ranks.get(one)
-            if rank is None or rank.is_given_up or rank.is_here or not (one.role or self.config.meets):
+            if rank is None or rank.is_given_up or rank.is_here or not self.config.meets:
                 continue
-            if one.number in self.wanted[one.role] or any(one in step.shares for step in ledger.steps.values()):
+            if one in self.wanted or any(one in step.shares for step in ledger.steps.values()):
                 yield (lambda one=one: give_up(self, one)), 0.3
 
     def moves_of_planner(self) -> Iterator[tuple[Act, float]]:
         ledger = self.ledger
-        open_steps = [number for number, step in ledger.steps.items() if not step.is_complete]
-        forgotten = sorted(self.plans.keys() - self.journal.plans.keys() - self.journal.acked - ledger.steps.keys())
-        if forgotten:  # it was open when the controller was started again, and begins anew
-            if all(map(ledger.members, self.wanted)):
-                yield partial(self.plan, forgotten[0]), 2
-            return
         if self.next_step < self.config.steps:
-            if not open_steps and ledger.wants_step:
+            if ledger.wants_step:
                 yield self.plan_next, 2
-        elif not self.ended and not open_steps:
+        elif not self.ended:
             yield self.end, 1
-        if open_steps and all(map(ledger.members, self.wanted)):
-            for number in open_steps:
-                yield (lambda number=number: self.append(number)), 0.6
 
     def run(self, limit: int = 20_000) -> None:
         """Until all is done. Raises InvariantError."""
@@ -384,4 +340,4 @@ class World:
 
 def copy_of(item: Item) -> Item:
     """As it was planned: nothing of what the ledger knows of it travels."""
-    return Item(item.id, item.owner, item.rollouts, item.role, item.needs, item.group, item.remote)
+    return Item(item.id, item.owner, item.rollouts, item.group, item.remote)

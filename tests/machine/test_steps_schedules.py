@@ -6,7 +6,7 @@ from steps_play import Play, held
 
 from stream_balancer.client.held import Held
 from stream_balancer.core.steps.orders import SendWork
-from stream_balancer.core.steps.state import RankId, StepSeal
+from stream_balancer.core.steps.state import StepSeal
 from stream_balancer.net import messages as m
 
 
@@ -62,7 +62,7 @@ def test_who_waited_for_weights_is_looked_at_once_their_step_is_over() -> None:
     play.plan("0@0 1@1 2@2")
     for rank in range(3):
         play.train(str(rank), [rank])
-    play.ledger.resized("", [0])
+    play.ledger.resized([0])
     play.plan("0@0", 1)
     play.meet("1")
     play.ack("1")
@@ -76,9 +76,9 @@ def test_who_waited_for_weights_is_looked_at_once_their_step_is_over() -> None:
 
 def test_who_does_not_say_its_weights_begins_once_they_can_be_had() -> None:
     play = Play()
-    play.ledger.resized("", [0])
+    play.ledger.resized([0])
     play.plan("0@0")
-    play.ledger.resized("", [1])
+    play.ledger.resized([1])
     play.join("1", incarnation=1, weights=None)
     assert play.plan("0@1", 1) == []
     play.train("0", [0])
@@ -135,7 +135,7 @@ def test_no_seal_is_given_while_one_who_is_back_from_the_last_is_away() -> None:
     assert play.at_barrier("1", 0, 1, 1) == []
     play.lost("1")
     assert play.at_barrier("0", 0, 1, 1) == []
-    last = StepSeal(0, 1, (RankId("", 0), RankId("", 1)))
+    last = StepSeal(0, 1, (0, 1))
     again = held("1+", waiting=True, came_back=1, seal=last)
     assert play.join("1", has={0: again}) == ["seal 0 #2 of 0 1", "seal 1 #2 of 0 1"]
 
@@ -166,7 +166,7 @@ def test_the_seat_with_the_oldest_weights_speaks_for_its_rank() -> None:
     play = Play("0", seats=2)
     play.join("0", 0, incarnation=1, weights=3)
     play.join("0", 1, incarnation=1, weights=1)
-    assert play.ledger.rank(RankId("", 0)).weights == 1
+    assert play.ledger.rank(0).weights == 1
 
 
 def test_a_rank_has_met_if_one_of_its_seats_has() -> None:
@@ -198,11 +198,6 @@ def test_who_comes_after_all_were_given_up_does_what_was_left() -> None:
         play.lost(rank)
         assert play.gave_up(rank) == (["replan [0] over 1", "send 1 [10]"] if rank == "0" else [])
     assert play.join("1", incarnation=1)[0].startswith("replan")
-    play = Play("0 ref0")
-    play.plan("0@0<1 1@ref0")
-    play.lost("ref0")
-    play.gave_up("ref0")
-    assert play.join("ref0", incarnation=1) == ["replan [1] over ref0", "send ref0 [1]"]
 
 
 # -- payloads that are with their producers ----------------------------------------------------------------------------
@@ -271,13 +266,6 @@ def test_a_second_answer_on_a_payload_takes_no_mask_away() -> None:
     assert play.ledger.steps[0].gone == {"r0"}
 
 
-def test_a_plain_seal_follows_the_last_item_and_the_last_payload() -> None:
-    play = Play("0 ref0", meets=False)
-    assert play.plan("0@0<2 1@0* 2@ref0") == ["send 0 [1]", "send ref0 [2]"]
-    assert play.fetched("0", 0, 1, [1], ["r1"]) == ["note"]
-    assert play.done("ref0", 0, 1, [2]) == ["send 0 [0]", "seal 0 #1 of 0", "seal ref0"]
-
-
 def test_what_is_lost_after_a_plain_seal_is_in_the_journal() -> None:
     """Whoever was started again fetches it again, and others have divided by then."""
     play = Play("0 1", meets=False)
@@ -287,54 +275,6 @@ def test_what_is_lost_after_a_plain_seal_is_in_the_journal() -> None:
     play.join("1", incarnation=1)
     assert play.fetched("1", 0, 1, [1], ["r1"]) == ["note"]
     assert play.fetched("1", 0, 1, [1], ["r1"]) == []
-
-
-def test_what_one_seat_gives_back_and_another_has_begun_stays() -> None:
-    play = Play("0 1", seats=2, moves=True)
-    play.plan("0@0 1@1 2@1 3@1")
-    play.train("0.0", [0])
-    assert play.train("0.1", [0]) == ["recall 1.0 [1 2 3]", "recall 1.1 [1 2 3]"]
-    assert play.released("1.0", 0, 1, [2, 3]) == []
-    assert play.released("1.1", 0, 1, [3]) == ["replan [3] over 0", "send 0.0 [13]", "send 0.1 [13]", "send 1.0 [2]"]
-
-
-def test_nobody_meets_while_a_seat_has_not_answered_a_recall() -> None:
-    """One seat has trained what the other, which now waits, has given back."""
-    play = Play("0 1", seats=2, moves=True)
-    play.plan("0@0 1@1 2@1 3@1")
-    play.train("0.0", [0])
-    play.train("0.1", [0])
-    assert play.train("1.1", [1, 2, 3]) == []
-    assert play.released("1.0", 0, 1, [2, 3]) == []
-    assert play.train("1.0", [1]) == []
-    assert play.released("1.1", 0, 1, []) == ["send 1.0 [2 3]"]
-
-
-def test_a_link_that_broke_before_a_recall_was_answered_gives_nothing_back() -> None:
-    """What the process says it has is its answer."""
-    play = Play("0 1", seats=2, moves=True)
-    play.plan("0@0 1@1 2@1 3@1")
-    play.train("0.0", [0])
-    play.train("0.1", [0])
-    play.released("1.0", 0, 1, [2, 3])
-    play.lost("1.1")
-    assert play.join("1", 1, has={0: held("1+ 2+ 3")}) == ["send 1.0 [2 3]"]
-
-
-def test_a_role_that_was_through_with_a_step_is_given_more_of_it() -> None:
-    play = Play("0 ref0 ref1")
-    play.plan("0@0<1,2 1@ref0 2@ref1")
-    assert play.done("ref0", 0, 1, [1]) == []
-    play.lost("ref1")
-    assert play.gave_up("ref1") == ["replan [2] over ref0", "send ref0 [2]"]
-    assert play.done("ref0", 0, 1, [2]) == ["send 0 [0]", "seal ref0"]
-
-
-def test_a_role_drops_what_was_acknowledged_without_it() -> None:
-    play = Play("0 ref0")
-    play.plan("0@0<1 1@ref0")
-    play.ledger.acknowledged_by_user(0)
-    assert play.orders() == ["drop ref0 met", "ack"]
 
 
 def test_in_plain_loops_an_acknowledgement_is_its_own_rank_s_and_of_its_own_life() -> None:
@@ -359,16 +299,6 @@ def test_in_plain_loops_an_acknowledgement_is_its_own_rank_s_and_of_its_own_life
     assert play.ack("0.1") == []
 
 
-def test_roles_stay_until_every_step_is_acknowledged() -> None:
-    play = Play("0 ref0")
-    play.plan("0@0<1 1@ref0")
-    play.ledger.end()
-    assert play.done("ref0", 0, 1, [1]) == ["send 0 [0]", "seal ref0"]
-    assert play.train("0", [0]) == ["seal 0 #1 of 0"]
-    assert play.meet("0") == ["end 0"]
-    assert play.ack("0") == ["note", "ack", "end ref0"]
-
-
 def test_whoever_shares_with_those_that_begin_again_begins_again_too() -> None:
     """Rank 1 has its part of what it computes with rank 2 to do again, and waits for it there."""
     play = Play("0 1 2")
@@ -377,25 +307,6 @@ def test_whoever_shares_with_those_that_begin_again_begins_again_too() -> None:
     orders = play.gave_up("0")
     assert orders[:3] == ["replan [0 1] over 1 2", "rewind 1 attempt 2", "rewind 2 attempt 2"]
     assert orders[3:] == ["send 1 [2 10]", "send 2 [3 11]"]
-
-
-def test_a_role_that_begins_again_computes_nothing_that_is_here() -> None:
-    """Whoever shared it may be gone."""
-    play = Play("0 ref0 ref1")
-    play.plan("0@0<1,2 1@ref0/9 2@ref1/9")
-    play.done("ref0", 0, 1, [1])
-    play.lost("ref1")
-    assert play.gave_up("ref1") == ["replan [2] over ref0", "rewind ref0 attempt 2", "send ref0 [2]"]
-
-
-def test_a_role_owes_later_steps_though_it_never_did_one_that_is_met() -> None:
-    """The controller was started again, and the columns of the step that all weights have are gone."""
-    play = Play("0 1 ref0", restarted=True)
-    for step in (0, 1):
-        play.restore("0@0<2 1@1 2@ref0", "0 1", step)
-    play.join("0", weights=1)
-    play.join("1", weights=1)
-    assert play.join("ref0") == ["send ref0 s1 [2]"]
 
 
 def test_an_acknowledgement_of_a_step_that_is_not_finished_does_not_count() -> None:
@@ -428,9 +339,9 @@ def test_a_report_that_crosses_a_drop_is_not_of_the_new_plan() -> None:
     other = held("0 1", uid=7)
     assert play.join("0", has={0: other}) == ["drop 0", "send 0 [0]", "seal 0 #1000 of 0"]
     play.taken("0", 0, 1)
-    assert play.ledger.steps[0].shares[RankId("", 0)].taken == 0
+    assert play.ledger.steps[0].shares[0].taken == 0
     play.taken("0", 0, 2)
-    assert play.ledger.steps[0].shares[RankId("", 0)].taken == 1
+    assert play.ledger.steps[0].shares[0].taken == 1
 
 
 # -- a controller that was started again -------------------------------------------------------------------------------
@@ -439,7 +350,7 @@ def test_a_report_that_crosses_a_drop_is_not_of_the_new_plan() -> None:
 def test_what_was_masked_before_a_restart_is_masked_when_it_is_sent_again() -> None:
     play = Play("0", restarted=True)
     play.restore("0@0* 1@0", "0", gone=["r0"])
-    play.ledger.joined(RankId("", 0), 0, 0, {})
+    play.ledger.joined(0, 0, 0, {})
     (send,) = play.ledger.orders()
     assert isinstance(send, SendWork)
     assert send.gone == {"r0"}
@@ -449,7 +360,7 @@ def test_who_waits_after_a_restart_is_sent_the_seal_that_another_holds() -> None
     """The holder waits for it in the meeting."""
     play = Play(restarted=True)
     play.restore("0@0 1@1", "0 1")
-    seal = StepSeal(0, 5, (RankId("", 0), RankId("", 1)))
+    seal = StepSeal(0, 5, (0, 1))
     assert play.join("0", has={0: held("0+", seal=seal)}) == []
     assert play.join("1", has={0: held("1+", waiting=True)}) == ["seal 1 #5 of 0 1"]
 
@@ -460,7 +371,7 @@ def test_attempts_go_on_after_a_restart_from_those_that_processes_have() -> None
     play.restore("0@0 1@1", "0 1")
     play.join("0", has={0: held("0+", attempt=3, waiting=True)})
     orders = play.join("1", has={0: held("1+", attempt=3)})
-    assert orders == ["rewind 1 attempt 4", "rewind 0 attempt 4", "send 0 [0]", "send 1 [1]"]
+    assert orders == ["rewind 0 attempt 4", "rewind 1 attempt 4", "send 0 [0]", "send 1 [1]"]
 
 
 def test_work_that_seats_have_in_another_order_is_not_as_it_was_planned() -> None:
@@ -489,10 +400,10 @@ def test_after_a_restart_a_later_step_stands_behind_an_older_one() -> None:
 
 def test_a_fenced_rank_is_no_member_before_it_comes_again() -> None:
     play = Play("0 1", restarted=True)
-    play.ledger.restore_rank(RankId("", 1), 3, fenced=True)
-    assert play.ledger.members("") == [RankId("", 0)]
+    play.ledger.restore_rank(1, 3, fenced=True)
+    assert play.ledger.members == [0]
     play.join("1", incarnation=4)
-    assert play.ledger.members("") == [RankId("", 0), RankId("", 1)]
+    assert play.ledger.members == [0, 1]
 
 
 def test_others_do_the_whole_of_what_was_shared_with_a_rank_that_was_lost_before_a_restart() -> None:
@@ -555,13 +466,6 @@ def test_a_step_that_was_never_its_own_leaves_a_process_behind_if_its_weights_ar
     assert older.left_behind == drop
 
 
-def test_who_gives_back_keeps_as_much_as_each_idle_rank_gets() -> None:
-    process = Held(meets=True)
-    process.take(m.Work(0, 0, 1, tuple(map(m.WorkItem, range(7))), m.StepHead(3, 1.0, meets=True)))
-    process.take(m.Recall(0, 1, tuple(range(7)), idle=2))
-    assert [(report.fact, report.items) for report, _ in process.out] == [("released", (6, 5, 4, 3, 2))]
-
-
 def test_a_rewind_that_is_said_twice_takes_nothing_of_the_new_attempt() -> None:
     process, head = Held(meets=True), m.StepHead(1, 1.0, meets=True)
     process.take(m.Work(0, 0, 1, (m.WorkItem(0),), head))
@@ -576,13 +480,4 @@ def test_another_plan_of_a_number_is_told_apart_though_it_is_made_later() -> Non
     assert play.join("0", has={0: held("0 1", uid=7)}) == ["drop 0"]
     assert play.plan("0@0") == ["send 0 [0]", "seal 0 #1000 of 0"]
     play.taken("0", 0, 1)  # of the other plan
-    assert play.ledger.steps[0].shares[RankId("", 0)].taken == 0
-
-
-def test_a_role_masks_nothing_that_was_acknowledged_before_a_restart() -> None:
-    play = Play("0 1 ref0", meets=False, restarted=True)
-    play.restore("0@0<2 1@1 2@ref0*", "0 1", acked="0")
-    play.join("1")
-    assert play.join("ref0") == ["send ref0 [2]"]
-    play.fetched("ref0", 0, 1, [2], ["r2"])
-    assert not play.ledger.steps[0].gone
+    assert play.ledger.steps[0].shares[0].taken == 0

@@ -19,7 +19,7 @@ from scripted import awkward_micro_batches, same_rollout, same_tensors
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import RolloutError, WireError
-from stream_balancer.rollouts import SUPPORTED_DTYPES, ExecutionSize, MicroBatch, Rollout
+from stream_balancer.rollouts import ExecutionSize, MicroBatch, Rollout
 from stream_balancer.testing import make_rollout
 from stream_balancer.wire import codec
 from stream_balancer.wire.header import Header
@@ -94,47 +94,6 @@ def test_what_is_too_large_says_what_to_do() -> None:
         codec.encode([MicroBatch.of(its) for its in some()], max_bytes=1000)
 
 
-# --- columns of roles ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_tokens", [1, 3, 40_000])
-def test_columns_of_roles_come_as_they_were_given(num_tokens: int) -> None:
-    for dtype in SUPPORTED_DTYPES:
-        given = {"a": torch.arange(num_tokens).to(dtype), "b": torch.rand(num_tokens, dtype=torch.float64)}
-        handed = {name: column.clone() for name, column in given.items()}
-        encoded = codec.encode_columns(handed, num_tokens)
-        # who computed them goes on writing into its own
-        for column in handed.values():
-            column.fill_(1)
-        got = codec.decode_columns(encoded.header, received(encoded), num_tokens)
-        assert list(given) == list(got)
-        assert all(bytes(codec.bytes_of(given[name])) == bytes(codec.bytes_of(got[name])) for name in given)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"a": torch.zeros(3, 2)},
-        {"a": torch.zeros(3), "b": torch.zeros(2)},
-        {"a": torch.zeros(3, dtype=torch.complex64)},
-    ],
-)
-def test_columns_that_fit_no_token_are_refused(given: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(ValueError, match=r"'[ab]'"):
-        codec.encode_columns(given, 3)
-
-
-def test_columns_of_other_sizes_than_the_work_are_refused() -> None:
-    encoded = codec.encode_columns({"a": torch.zeros(30)}, 30)
-    memory = received(encoded)
-    assert memory is not None
-    with pytest.raises(WireError, match="columns of 30 tokens came"):
-        codec.decode_columns(encoded.header, memory, 29)
-    for other in (None, memory[:64]):
-        with pytest.raises(WireError, match="bytes"):
-            codec.decode_columns(encoded.header, other, 30)
-
-
 def same_layout(one: MicroBatch, other: MicroBatch) -> None:
     ours, theirs = one.packed(), other.packed()
     assert one.lengths == other.lengths
@@ -185,7 +144,7 @@ def test_the_owner_hears_of_what_is_needed_no_more() -> None:
     its = codec.Leases()
     its.attach(told.append, jobs.append)
     held = [remote(rollout(n), A, n, its) for n in range(5)]
-    copies = [held[0].padding_copy("padding-1"), held[1]._changed(group_id="g"), held[2].with_late_columns({})]
+    copies = [held[0].padding_copy("padding-1"), held[1]._changed(group_id="g"), held[2]._changed(group_id="h")]
     del held[:4]
     gc.collect()
     jobs.pop()()  # type: ignore[operator]
@@ -204,10 +163,9 @@ def test_the_owner_hears_of_what_is_needed_no_more() -> None:
 
 @given(
     cut=st.lists(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=4), min_size=1, max_size=4),
-    late=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_holes_anywhere_when_filled_equal_the_whole(cut: list[list[tuple[int, bool]]], late: bool, seed: int) -> None:
+def test_holes_anywhere_when_filled_equal_the_whole(cut: list[list[tuple[int, bool]]], seed: int) -> None:
     chance, kept = random.Random(seed), dict[tuple[str, int], Rollout]()
     whole: list[MicroBatch] = []
     sent: list[MicroBatch] = []
@@ -221,9 +179,6 @@ def test_holes_anywhere_when_filled_equal_the_whole(cut: list[list[tuple[int, bo
                 owner = chance.choice([A, B])
                 kept[owner.label, 100 * number + place] = one
                 other = remote(one, owner, 100 * number + place)
-            if late:
-                columns = {"values": torch.rand(one.num_tokens), "z": torch.rand(one.num_tokens).double()}
-                one, other = one.with_late_columns(columns), other.with_late_columns(columns)
             here.append(one)
             there.append(other)
         whole.append(MicroBatch.of(here))

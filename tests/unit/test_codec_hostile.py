@@ -11,7 +11,6 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import numpy as np
 import pytest
-import torch
 from codec_help import A, B, received, remote, rollout
 
 from stream_balancer.errors import (
@@ -36,7 +35,7 @@ KINDS: list[type[m.Message]] = list(get_args(m.AnyMessage))
 SIZES = m.Denominators(1, 2, 3, 4)
 SPECIAL: dict[str, Any] = {
     "items": (m.WorkItem(5, 6, remote=True), m.WorkItem(7)),
-    "head": m.StepHead(8, 1.5, True, (m.MiniBatchSize(1, 0.5, 2, 3, 4, 5),), 3, True),
+    "head": m.StepHead(8, 1.5, True, (m.MiniBatchSize(1, 0.5, 2, 3, 4, 5),), 3),
     "sizes": SIZES,
     "mini_batches": (SIZES, SIZES),
     "resized": (m.ResizedExecution("g", "e", 2, 30), m.ResizedExecution(None, "e", 2, 30)),
@@ -53,7 +52,7 @@ def example_of(kind: type[m.Message]) -> m.Message:
     values: dict[str, Any] = {}
     for name, type_ in get_type_hints(kind, include_extras=True).items():
         known = SPECIAL.get(name)
-        if kind in (m.Go, m.Recall, m.Report) and name == "items":
+        if kind in (m.Go, m.Report) and name == "items":
             known = (1, 2, 3)
         elif kind is m.Close or name == "movers" or name == "body":
             known = {"reason": "why", "movers": ("shared_memory",), "body": b"note"}[name]
@@ -125,9 +124,8 @@ def some(**fields: Any) -> list[Rollout]:
 
 def work() -> Encoded:
     own = some()
-    here = [one.with_late_columns({"late": torch.rand(one.num_tokens)}) for one in own[:2]]
-    away = [remote(one, A, n).with_late_columns({"late": torch.rand(one.num_tokens)}) for n, one in enumerate(own[2:])]
-    return codec.encode([MicroBatch.of([*here, away[0]]), MicroBatch.of([away[1]])])
+    away = [remote(one, A, n) for n, one in enumerate(own[2:])]
+    return codec.encode([MicroBatch.of([*own[:2], away[0]]), MicroBatch.of([away[1]])])
 
 
 def a_put() -> Encoded:
@@ -136,10 +134,6 @@ def a_put() -> Encoded:
 
 def a_kept_put() -> Encoded:
     return codec.encode_rollouts(some()[:2], handles=[codec.Handle(A, 3), codec.Handle(B, 4)])
-
-
-def columns() -> Encoded:
-    return codec.encode_columns({"a": torch.rand(9), "b": torch.arange(9)}, 9)
 
 
 def train_on(header: bytes, memory: Memory | None) -> None:
@@ -173,13 +167,9 @@ def take_put(header: bytes, memory: Memory | None) -> None:
             tensor.clone()
 
 
-def take_columns(header: bytes, memory: Memory | None) -> None:
-    assert all(len(column.clone()) == 9 for column in codec.decode_columns(header, memory, 9).values())
-
-
 Target = tuple[Callable[[], Encoded], Callable[[bytes, "Memory | None"], None]]
 TARGETS: list[Target] = [
-    (work, train_on), (a_put, take_put), (a_kept_put, take_put), (columns, take_columns),
+    (work, train_on), (a_put, take_put), (a_kept_put, take_put),
 ]  # fmt: skip
 
 _ODD: list[Any] = [
@@ -253,7 +243,7 @@ def test_hostile_headers_are_refused_or_harmless(cases: int) -> None:
 
 @pytest.mark.parametrize("depth", [100, 100_000])
 def test_deep_nesting_is_no_way_in(depth: int) -> None:
-    for read in (train_on, take_put, take_columns):
+    for read in (train_on, take_put):
         with pytest.raises(WireError, match="cannot be read"):
             read(b"\x91" * depth, np.zeros(64, dtype=np.uint8))
     fields = msgspec.msgpack.decode(a_put().header)
@@ -288,7 +278,6 @@ def _changed(encoded: Encoded, **changes: Any) -> bytes:
         ({"scalars": [{"hidden": 1}] * 4}, "both a column and a scalar"),
         ({"execution_sizes": [(0, 1)] * 4}, "cannot be read"),
         ({"execution_sizes": [(1, 1)] * 3}, "different lengths"),
-        ({"late": [0]}, "late"),
         ({"holes": [(0, 0, 3)]}, "not named"),
         ({"holes": [(4, 0, 3)], "owners": [A]}, "does not come along"),
         ({"holes": [(1, 0, 3), (0, 0, 3)], "owners": [A]}, "does not come along"),

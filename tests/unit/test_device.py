@@ -16,7 +16,7 @@ from scripted import Filled, same_rollout
 from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer.client.device import Pace, Streams, Uploader
+from stream_balancer.client.device import Streams, Uploader
 from stream_balancer.client.port import Arrived
 from stream_balancer.rollouts import MicroBatch
 from stream_balancer.testing import make_rollout
@@ -133,35 +133,6 @@ def test_memory_returns_to_the_pool_only_when_its_copy_is_done(streams: FakeStre
     Work(3, uploader, pool)
     assert len(made) == 3
     del later, last
-
-
-def test_the_host_is_at_most_one_micro_batch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has begun stays with this rank: with all of them enqueued nothing could be moved any more."""
-    ends: list[int] = []
-
-    class End:
-        def __init__(self, device: torch.device) -> None:
-            assert device.type == "cuda"
-
-        def record(self) -> None:
-            self.begun = begun
-
-        def synchronize(self) -> None:
-            ends.append(self.begun)
-
-    monkeypatch.setattr(torch, "Event", End)
-    pace = Pace(torch.device("cuda", 0))
-    waited = []
-    for begun in range(4):  # noqa: B007 - read by the event
-        pace.keep()
-        waited.append(list(ends))
-    assert waited == [[], [0], [0, 1], [0, 1, 2]], "the third is not begun before the first is over"
-    pace.finish()
-    assert ends == [0, 1, 2, 3]
-    here = Pace(torch.device("cpu"))
-    here.keep()
-    here.finish()
-    assert ends == [0, 1, 2, 3], "the host itself is never ahead"
 
 
 @pytest.fixture

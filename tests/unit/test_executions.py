@@ -219,7 +219,7 @@ def test_what_is_left_of_an_execution_is_agreed_upon() -> None:
     ]
     batch = planned(executions, dp_size=2, groups=sb.Groups(size=4), batch_size=8)
     gone = {f"g/{name}" for name in ("whole/1", "whole/2", "partly/4", "None/6")}
-    seal = seal_of(StepPlan((), [batch], 0, 0.0), 1, [0, 1], gone)
+    seal = seal_of(StepPlan((), batch, 0, 0.0), 1, [0, 1], gone)
     assert (seal.sizes.rollouts, seal.sizes.executions) == (3, 2)
     assert seal.resized == (ResizedExecution("g", "partly", 2, 10),)
 

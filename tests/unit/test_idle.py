@@ -123,12 +123,12 @@ def test_steps_that_a_rank_never_reports_cost_no_memory(monkeypatch: pytest.Monk
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 50), SECONDS, st.none() | SECONDS, SECONDS, SECONDS), min_size=2, max_size=6),
+    st.lists(st.tuples(st.integers(1, 50), SECONDS, st.none() | SECONDS, SECONDS), min_size=2, max_size=6),
     SECONDS,
     SECONDS,
 )
 def test_every_second_has_one_cause(
-    ranks: list[tuple[int, float, float | None, float, float]], asked_at: float, enough_at: float
+    ranks: list[tuple[int, float, float | None, float]], asked_at: float, enough_at: float
 ) -> None:
     core = core_with(
         sb.BalancerConfig(dp_size=len(ranks), batch_size=len(ranks), window=len(ranks)), [one[0] for one in ranks]
@@ -141,22 +141,20 @@ def test_every_second_has_one_cause(
     ledger.timed(
         batch,
         [
-            StepTiming(batch.step, rank, seconds, waited_s=waited, ready_s=ready, roles_s=roles)
-            for rank, (_, seconds, waited, ready, roles) in enumerate(ranks)
+            StepTiming(batch.step, rank, seconds, waited_s=waited, ready_s=ready)
+            for rank, (_, seconds, waited, ready) in enumerate(ranks)
         ],
         now,
     )
     figures = core.statistics(now)
-    for of_rank, (_, seconds, waited, ready, roles) in zip(figures.rank_idle_seconds, ranks, strict=True):
+    for of_rank, (_, seconds, waited, ready) in zip(figures.rank_idle_seconds, ranks, strict=True):
         assert min(of_rank.values()) >= 0.0
         imbalance = of_rank["imbalance_avoidable"] + of_rank["imbalance_unavoidable"]
         assert imbalance == pytest.approx(max(busy) - seconds, abs=1e-6)
         for_rollouts = of_rank["no_data"] + of_rank["window"] + of_rank["deadline"]
         waited_s = now - asked_at if waited is None else waited
         assert for_rollouts == pytest.approx(min(waited_s, now - asked_at), abs=1e-6)
-        rest = max(waited_s - for_rollouts - ready, 0.0)
-        assert of_rank["roles"] == pytest.approx(min(rest, roles), abs=1e-6)
-        assert of_rank["transport"] == pytest.approx(max(rest - roles, 0.0), abs=1e-6)
+        assert of_rank["transport"] == pytest.approx(max(waited_s - for_rollouts - ready, 0.0), abs=1e-6)
     sums = {name: sum(of_rank[name] for of_rank in figures.rank_idle_seconds) for name in figures.idle_seconds}
     assert figures.idle_seconds == pytest.approx(sums)
 

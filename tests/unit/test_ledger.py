@@ -4,44 +4,29 @@ holds in any order is in tests/machine."""
 from __future__ import annotations
 
 from stream_balancer.core.steps.ledger import Ledger
-from stream_balancer.core.steps.orders import Behind, SendEnd, SendRecall, SendSeal, SendWork
-from stream_balancer.core.steps.state import TRAIN, HeldStep, Item, RankId, Share
+from stream_balancer.core.steps.orders import Behind, SendEnd, SendSeal, SendWork
+from stream_balancer.core.steps.state import HeldStep, Item, Share
 
-ZERO, ONE, REF = RankId(TRAIN, 0), RankId(TRAIN, 1), RankId("ref", 0)
+ZERO, ONE = 0, 1
 
 
-def ledger_of(*ranks: RankId, moves: bool = False) -> Ledger:
+def ledger_of(*ranks: int) -> Ledger:
     """Ranks that meet, have come, and have nothing."""
-    ledger = Ledger(lambda *_: [], meets=True, moves=moves)
-    for role in {rank.role: None for rank in ranks}:
-        ledger.resized(role, [rank.number for rank in ranks if rank.role == role])
+    ledger = Ledger(lambda *_: [], meets=True)
+    ledger.resized(ranks)
     for rank in ranks:
         ledger.joined(rank, 0, 0, {})
     return ledger
 
 
-def item(number: int, owner: RankId, *needs: int) -> Item:
-    return Item(number, owner, (f"r{number}",), role=owner.role, needs=needs)
+def item(number: int, owner: int) -> Item:
+    return Item(number, owner, (f"r{number}",))
 
 
-def share(ledger: Ledger, rank: RankId, step: int = 0) -> Share:
+def share(ledger: Ledger, rank: int, step: int = 0) -> Share:
     found = ledger.share_of(rank, 0, step)
     assert found is not None
     return found
-
-
-def test_columns_that_come_twice_count_once() -> None:
-    """Else the role's step is over while one of its items is still to be computed."""
-    ledger = ledger_of(ZERO, REF)
-    ledger.planned(0, [item(0, REF), item(1, REF), item(2, ZERO, 0), item(3, ZERO, 1)])
-    ledger.orders()
-    for _ in range(2):
-        ledger.done(share(ledger, REF), 0, [0])
-    [send] = ledger.orders()
-    assert isinstance(send, SendWork)
-    assert [one.id for one in send.items] == [2]
-    ledger.done(share(ledger, REF), 0, [1])
-    assert [(type(one), one.rank) for one in ledger.orders()] == [(SendWork, ZERO), (SendSeal, REF)]  # type: ignore[union-attr]
 
 
 def test_a_late_word_on_an_older_seal_does_not_give_the_newer_one_back() -> None:
@@ -50,7 +35,7 @@ def test_a_late_word_on_an_older_seal_does_not_give_the_newer_one_back() -> None
     ledger.planned(0, [item(0, ZERO), item(1, ONE)])
     ledger.orders()
     for rank in (ZERO, ONE):
-        ledger.done(share(ledger, rank), 0, [rank.number])
+        ledger.done(share(ledger, rank), 0, [rank])
     for failed in (0, 1):
         for rank in (ZERO, ONE):
             ledger.at_barrier(share(ledger, rank), 0, failed)
@@ -118,32 +103,6 @@ def test_nobody_meets_while_something_sent_is_undone() -> None:
         ledger.done(share(ledger, ZERO), 0, [id_])
         ledger.at_barrier(share(ledger, ZERO), 0)
         assert any(isinstance(one, SendSeal) for one in ledger.orders()) is meets
-
-
-def test_what_was_not_asked_for_is_not_given_back() -> None:
-    """It would be done by two, or by nobody."""
-    ledger = ledger_of(ZERO, ONE, moves=True)
-    ledger.planned(0, [item(0, ZERO), item(1, ZERO), item(2, ZERO), item(3, ONE)])
-    ledger.orders()
-    ledger.done(share(ledger, ONE), 0, [3])
-    ledger.at_barrier(share(ledger, ONE), 0)
-    assert [one.items for one in ledger.orders() if isinstance(one, SendRecall)] == [(0, 1, 2)]
-    ledger.appended(0, [item(4, ZERO)])
-    ledger.orders()
-    ledger.released(share(ledger, ZERO), 0, [2, 4])
-    assert list(share(ledger, ZERO).items) == [0, 1, 4]
-
-
-def test_columns_that_are_here_stay_when_who_computed_them_is_given_up() -> None:
-    other = RankId("ref", 1)
-    ledger = ledger_of(ZERO, REF, other)
-    ledger.planned(0, [item(0, REF), item(1, other), item(2, ZERO, 0), item(3, ZERO, 1)])
-    ledger.orders()
-    ledger.done(share(ledger, REF), 0, [0])
-    ledger.orders()
-    ledger.lay_out = lambda _, items, over: [Item(one.id, over[0], one.rollouts, role=one.role) for one in items]
-    ledger.gave_up(REF)
-    assert ledger.orders() == []
 
 
 def test_who_lacks_weights_that_only_a_lost_rank_had_goes_on_once_that_is_given_up() -> None:

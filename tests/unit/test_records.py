@@ -29,7 +29,6 @@ from stream_balancer.core.groups import GroupSize, SiblingGroups
 from stream_balancer.core.in_flight import RolloutIds
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.core.steps.state import RankId
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.host.journal import Journal, Recovered, journal
 from stream_balancer.host.journal.store import PAGE_BYTES, Store
@@ -151,9 +150,9 @@ def test_damaged_facts_are_named_and_rollouts_come_back(at: int) -> None:
 
 def test_other_dicts_are_refused() -> None:
     for nonsense in (None, [], "state"):
-        with pytest.raises(ValueError, match="format is None, expected 8"):
+        with pytest.raises(ValueError, match="format is None, expected 9"):
             read_state_dict(nonsense)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="format is None, expected 8"):
+    with pytest.raises(ValueError, match="format is None, expected 9"):
         read_state_dict({})
     with pytest.raises(ValueError, match=r"format is 2, expected 8\. Load it with the stream_balancer that wrote it"):
         read_state_dict({"format": 2})
@@ -175,7 +174,7 @@ FACTS: list[Fact] = [
     Group("g", None, closed=True),
     Totals(2, None, {"batches": {"window": 1}, "acknowledged": 4}, {"g": 2}),
     Acked(3, 2**60, [0, 2], ["a"]),
-    Came(RankId("ref", 1), 7, True, [b"\x00\xff"]),
+    Came(1, 7, True, [b"\x00\xff"]),
     Ended([b"\x00\xff"], True),
 ]
 

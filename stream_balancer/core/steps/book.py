@@ -6,28 +6,28 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from stream_balancer.core.steps.orders import Order
-from stream_balancer.core.steps.state import TRAIN, Item, Rank, RankId, Share, StepState, seats_of
+from stream_balancer.core.steps.state import Item, Rank, Share, StepState, seats_of
 
-LayOut: TypeAlias = Callable[[int, list[Item], list[RankId]], Iterable[Item]]
+LayOut: TypeAlias = Callable[[int, list[Item], list[int]], Iterable[Item]]
 """Plans anew: items of a step that have no owner, and ranks -> items of these ranks in place of those, with ids that
-rise in one order of groups on all ranks. Those of a role keep their ids."""
+rise in one order of groups on all ranks."""
 
 
 class Book:
     """Every step that is planned and not acknowledged, every rank, and what facts have touched."""
 
-    def __init__(self, lay_out: LayOut, *, meets: bool = True, moves: bool = False, generation: int = 0) -> None:
-        self.lay_out, self.meets, self.moves, self.generation = lay_out, meets, moves, generation
+    def __init__(self, lay_out: LayOut, *, meets: bool = True, generation: int = 0) -> None:
+        self.lay_out, self.meets, self.generation = lay_out, meets, generation
         self.steps: dict[int, StepState] = {}
-        self.ranks: dict[RankId, Rank] = {}
-        self.wanted: dict[str, set[int]] = {TRAIN: set()}
+        self.ranks: dict[int, Rank] = {}
+        self.wanted: set[int] = set()
         self.last_acked = -1
-        self.fenced: dict[RankId, int] = {}
+        self.fenced: dict[int, int] = {}
         """The last incarnation of each rank that was given up. The journal keeps it."""
         self.ended = False
         # dicts for their order, which makes orders the same in every run
         self.steps_touched: dict[int, None] = {}
-        self.ranks_touched: dict[RankId, None] = {}
+        self.ranks_touched: dict[int, None] = {}
         self.out: list[Order] = []
         # Above every index of a plan, and above what an earlier controller gave.
         self._last_id = (generation + 1) << 20
@@ -49,10 +49,10 @@ class Book:
         """The same order for each of these seats of a rank."""
         self.out += [order(rank.id, seat, *fields) for seat in seats_of(seats)]
 
-    def rank(self, one: RankId) -> Rank:
+    def rank(self, one: int) -> Rank:
         return self.ranks.setdefault(one, Rank(one))
 
-    def share(self, step: StepState, one: RankId) -> Share:
+    def share(self, step: StepState, one: int) -> Share:
         share = step.shares.get(one)
         if share is None:
             share = step.shares[one] = Share(self.rank(one), step)
@@ -67,29 +67,24 @@ class Book:
             share.first = share.attempt = attempt
             share.step.attempts = max(share.step.attempts, attempt)
 
-    def members(self, role: str) -> list[RankId]:
+    @property
+    def members(self) -> list[int]:
         """Ranks of the next step. O(ranks)."""
-        ids = (RankId(role, number) for number in sorted(self.wanted.get(role, ())))
-        return [one for one in ids if self.is_member(one)]
-
-    def is_member(self, one: RankId) -> bool:
         # a rank that never came yet is waited for; one that was given up is not
-        rank = self.ranks.get(one)
-        incarnation = -1 if rank is None else rank.incarnation
-        return one.number in self.wanted.get(one.role, ()) and incarnation > self.fenced.get(one, -2)
+        incarnations = {one: rank.incarnation for one, rank in self.ranks.items()}
+        return [one for one in sorted(self.wanted) if incarnations.get(one, -1) > self.fenced.get(one, -2)]
 
     def add(self, step: StepState, items: Iterable[Item]) -> None:
-        """More items of a step."""
+        """Items that a step begins with, or that are laid out anew."""
         for item in items:
             step.add(item)
             self.own(step, item, item.owner)
             if item.owner is None:
                 step.tear(item)
 
-    def own(self, step: StepState, item: Item, owner: RankId | None) -> None:
+    def own(self, step: StepState, item: Item, owner: int | None) -> None:
         """Give the item, which no process has, to a rank; to none if that rank is not there."""
-        is_there = owner is not None and (self.is_member(owner) if item.role else owner in step.participants)
-        item.owner = owner if is_there else None
+        item.owner = owner if owner in step.participants else None
         if item.owner is None:
             step.ownerless[item.id] = item
             self.touch(step)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from stream_balancer.core.steps.book import Book
 from stream_balancer.core.steps.orders import SendDrop, SendRewind
-from stream_balancer.core.steps.state import ALL_SEATS, TRAIN, HeldItem, HeldStep, Item, Rank, RankId, Share, StepState
+from stream_balancer.core.steps.state import ALL_SEATS, HeldItem, HeldStep, Item, Rank, Share, StepState
 
 _IN_THE_WEIGHTS = HeldItem(done=True, fetched=True, missing=frozenset())
 
@@ -20,7 +20,7 @@ class Joining(Book):
 
     def joined(
         self,
-        one: RankId,
+        one: int,
         seat: int,
         incarnation: int,
         has: Mapping[int, HeldStep],
@@ -47,12 +47,12 @@ class Joining(Book):
             self._drop_unknown(one, seat, number, held)
         # Which weights it has taken, only its user knows: they are those that its first step needs, and what comes
         # before is in them, or is done by others.
-        first = min(has, default=0) if weights is None and self.meets and not one.role else 0
+        first = min(has, default=0) if weights is None and self.meets else 0
         for step in self.steps.values():
             if step.number < first and one in step.shares and not step.shares[one].is_acked:
                 self._take_out(step, one)
                 continue
-            if (self.meets or not step.is_settled) and not one.role:
+            if self.meets or not step.is_settled:
                 (step.met.add if rank.furthest > step.number else step.met.discard)(one)
             if (share := step.shares.get(one)) is not None:
                 held_step = has.get(step.number)
@@ -64,12 +64,12 @@ class Joining(Book):
         # one more that is here may be the last that a step waited for
         self.touch_all_ranks()
 
-    def lost(self, one: RankId, seat: int) -> None:
+    def lost(self, one: int, seat: int) -> None:
         """The link to the process that joined last is gone. What it has, nobody knows until it joins again or its rank
         is given up."""
         self.rank(one).links &= ~(1 << seat)
 
-    def gave_up(self, one: RankId) -> None:
+    def gave_up(self, one: int) -> None:
         """The rank will not come back: its unfinished work goes to others, where they cannot have met with it.
         ``fenced`` says which incarnation must not come any more."""
         rank = self.rank(one)
@@ -80,19 +80,17 @@ class Joining(Book):
             self._take_out(step, one)
         self.touch_all_ranks()
 
-    def _take_out(self, step: StepState, one: RankId) -> None:
+    def _take_out(self, step: StepState, one: int) -> None:
         """The rank has no part in the step any more: others do it, where they cannot have met with it."""
         share = step.remove_rank(one)
         step.settling.discard(one)
         step.met.discard(one)
         for item in () if share is None else share.items.values():
-            # columns of a role are here, whoever has computed them
-            if not item.has_columns:
-                step.tear(item)
-                self.disown(step, item)
+            step.tear(item)
+            self.disown(step, item)
         self.touch(step)
 
-    def restore_rank(self, one: RankId, incarnation: int, *, fenced: bool, ended: bool = False) -> None:
+    def restore_rank(self, one: int, incarnation: int, *, fenced: bool, ended: bool = False) -> None:
         """The last incarnation of a rank that came before the controller was started again; was it given up, or told of
         the end?"""
         rank = self.rank(one)
@@ -105,9 +103,9 @@ class Joining(Book):
         number: int,
         uid: int,
         items: Iterable[Item],
-        participants: Iterable[RankId],
+        participants: Iterable[int],
         *,
-        acked: Collection[RankId] = (),
+        acked: Collection[int] = (),
         gone: Iterable[str] = (),
         remade: bool = False,
     ) -> None:
@@ -117,9 +115,9 @@ class Joining(Book):
         # Where plain loops have the plan that they had, each goes on by itself. Under another plan a rank might train
         # what others have in their weights: all say that first.
         is_settled = not (self.meets or remade)
-        step = self.steps[number] = StepState(number, uid, is_complete=True, is_settled=is_settled, gone=set(gone))
+        step = self.steps[number] = StepState(number, uid, is_settled=is_settled, gone=set(gone))
         # all are given up: those that there are now do it, and may have begun before the restart
-        step.participants.update(list(participants) or self.members(TRAIN))
+        step.participants.update(list(participants) or self.members)
         # whoever has acknowledged it has nothing more to say of it
         step.settling.update(step.participants.difference(acked))
         for one in step.participants:
@@ -133,28 +131,7 @@ class Joining(Book):
             step.acks += 1
             share.rank.activate(share)
 
-    def gave_back(self, share: Share) -> None:
-        """A Recall is answered by a seat, or by its coming again. Once all have: what all gave back has no owner; what
-        one has begun stays, and is sent again to those who gave it back."""
-        step, rank = share.step, share.rank
-        # until the last seat has answered nobody knows which items all have given back
-        if share.answers:
-            return
-        recalled, share.recalled = share.recalled, {}
-        for id_, seats in recalled.items():
-            item = share.items[id_]
-            if seats & rank.full == rank.full:
-                self.disown(step, item)
-                item.is_released = True
-                step.unasked.add(rank.id)
-                continue
-            item.is_begun = True
-            if seats:
-                step.take_off(item, seats)
-                share.unsent[id_] = item
-        share.note_waiting()
-
-    def _drop_unknown(self, one: RankId, seat: int, number: int, held: HeldStep) -> None:
+    def _drop_unknown(self, one: int, seat: int, number: int, held: HeldStep) -> None:
         """The process has a step that is over, another plan of its number, or one that is not its any more."""
         step = self.steps.get(number)
         if step is not None and step.uid == held.uid:
@@ -180,9 +157,9 @@ class Joining(Book):
         """Replace what was believed of a seat, or of all, by what it says."""
         step, rank = share.step, share.rank
         # a late word on what is in saved weights changes nothing
-        if share.is_acked and not rank.id.role:
+        if share.is_acked:
             return
-        is_past = weights > step.number and not rank.id.role
+        is_past = weights > step.number
         if held is not None:
             step.gone |= held.gone
             # of an earlier controller, it may be the later one
@@ -196,7 +173,7 @@ class Joining(Book):
         for item in share.items.values():
             there = _IN_THE_WEIGHTS if is_past else None if current is None else current.items.get(item.id)
             # a process that has come again begins anew with what it holds, and may have missed what it was told
-            item.is_begun = item.is_told = False
+            item.is_told = False
             if there is None:
                 _forget(step, share, item, bit)
                 continue
@@ -212,17 +189,8 @@ class Joining(Book):
         share.taken = _flag(share.taken, bit, is_past or (held is not None and held.taken))
         share.finished = _flag(share.finished, bit, is_past)
         share.waiting = _flag(share.waiting, bit, current is not None and current.waiting)
-        if rank.id.role:
-            share.sealed &= ~bit
-        else:
-            step.unasked.add(rank.id)
-            self._says_of_seal(share, bit, held)
-            for id_ in share.recalled:
-                share.recalled[id_] = _flag(share.recalled[id_], bit, not share.items[id_].sent & bit)
-            if share.answers & bit:
-                share.answers &= ~bit
-                self.gave_back(share)
-            share.note_waiting()
+        self._says_of_seal(share, bit, held)
+        share.note_waiting()
         rank.activate(share)
 
     def _says_of_seal(self, share: Share, bit: int, held: HeldStep | None) -> None:
@@ -242,9 +210,7 @@ class Joining(Book):
 
 
 def _forget(step: StepState, share: Share, item: Item, seats: int) -> None:
-    """Take the item off these seats, but for columns that are here."""
-    if item.has_columns:
-        return
+    """Take the item off these seats."""
     # the others of its group may be waiting for it in a collective: none of it goes on
     if item.sent & seats:
         step.tear(item)

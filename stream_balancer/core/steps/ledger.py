@@ -4,42 +4,40 @@ thread, no torch.
 Facts are methods that only record. :meth:`Ledger.orders` looks at what they have touched and says what to do now. Two
 ranks, one step of four micro-batches; rank 1 dies after its first one, which was in a gradient that is gone:
 
->>> from stream_balancer.core.steps.state import TRAIN, Item, RankId
->>> zero, one = RankId(TRAIN, 0), RankId(TRAIN, 1)
+>>> from stream_balancer.core.steps.state import Item
 >>> def lay_out(step, items, over):
 ...     return [Item(ledger.new_id(), over[0], item.rollouts) for item in items]
 >>> ledger = Ledger(lay_out, meets=True)
->>> ledger.resized(TRAIN, [0, 1])
->>> ledger.joined(zero, 0, 0, {})
->>> ledger.joined(one, 0, 0, {})
->>> owners = {0: zero, 1: zero, 2: one, 3: one}
+>>> ledger.resized([0, 1])
+>>> ledger.joined(0, 0, 0, {})
+>>> ledger.joined(1, 0, 0, {})
+>>> owners = {0: 0, 1: 0, 2: 1, 3: 1}
 >>> ledger.planned(0, [Item(id, owner, (f"r{id}",)) for id, owner in owners.items()])
->>> [(type(order).__name__, order.rank.number, [item.id for item in order.items]) for order in ledger.orders()]
+>>> [(type(order).__name__, order.rank, [item.id for item in order.items]) for order in ledger.orders()]
 [('SendWork', 0, [0, 1]), ('SendWork', 1, [2, 3])]
->>> mine, theirs = (ledger.share_of(rank, 0, 0, attempt=1) for rank in (zero, one))
+>>> mine, theirs = (ledger.share_of(rank, 0, 0, attempt=1) for rank in (0, 1))
 >>> ledger.done(mine, 0, [0, 1])
 >>> ledger.at_barrier(mine, 0)
 >>> ledger.done(theirs, 0, [2])
->>> ledger.lost(one, 0)
+>>> ledger.lost(1, 0)
 >>> ledger.orders()
 []
->>> ledger.gave_up(one)
+>>> ledger.gave_up(1)
 >>> send, = ledger.orders()
->>> send.rank.number, [rollout for item in send.items for rollout in item.rollouts]
+>>> send.rank, [rollout for item in send.items for rollout in item.rollouts]
 (0, ['r2', 'r3'])
 >>> ledger.done(mine, 0, [item.id for item in send.items])
 >>> ledger.at_barrier(mine, 0)
->>> [[one.number for one in order.seal.ranks] for order in ledger.orders()]
-[[0]]
->>> ledger.finished(zero, 0, 0, 1)
->>> ledger.acknowledged(zero, 0, 0)
+>>> [order.seal.ranks for order in ledger.orders()]
+[(0,)]
+>>> ledger.finished(0, 0, 0, 1)
+>>> ledger.acknowledged(0, 0, 0)
 >>> ledger.orders()
 [Note(step=0), Ack(step=0, gone=frozenset())]
 
-A trainer's item that is done lies in the gradient of one process, and dies with it; a role's is kept: its columns are
-here. A rank that holds a seal may be in the collective at this moment. Until every holder has said "finished" or "it
-failed, I am back", or is known to be dead, nobody here knows whether the weights have the step
-(:attr:`StepState.is_uncertain`).
+An item that is done lies in the gradient of one process, and dies with it. A rank that holds a seal may be in the
+collective at this moment. Until every holder has said "finished" or "it failed, I am back", or is known to be dead,
+nobody here knows whether the weights have the step (:attr:`StepState.is_uncertain`).
 """
 
 from __future__ import annotations
@@ -49,17 +47,16 @@ from collections.abc import Iterable
 from stream_balancer.core.steps.joining import Joining
 from stream_balancer.core.steps.orders import Note, Order, SendDrop
 from stream_balancer.core.steps.rank_orders import look_at_rank
-from stream_balancer.core.steps.state import TRAIN, Item, RankId, Share, StepState, in_order
+from stream_balancer.core.steps.state import Item, Share, StepState
 from stream_balancer.core.steps.step_orders import acknowledge, look_at_step
 
 
 class Ledger(Joining):
     """Facts go in, orders come out. ``lay_out`` is asked within :meth:`orders`, and answers at once.
 
-    ``meets``: the trainer's ranks meet once in a step through the feed, report ``at_barrier`` and ``finished``, and
-    wait for the seal in between; else each trains on its own, and gets again what it has not acknowledged. ``moves``:
-    ranks with nothing left to do are given what others have not begun. ``generation``: of the controller, larger at
-    each start.
+    ``meets``: the ranks meet once in a step through the feed, report ``at_barrier`` and ``finished``, and
+    wait for the seal in between; else each trains on its own, and gets again what it has not acknowledged.
+    ``generation``: of the controller, larger at each start.
     """
 
     # -- questions -----------------------------------------------------------------------------------------------------
@@ -67,17 +64,16 @@ class Ledger(Joining):
     @property
     def wants_step(self) -> bool:
         """Room for one more step on every rank: the planner may choose as late as this. O(ranks)."""
-        members = [self.members(role) for role in self.wanted]
-        ranks = [self.ranks.get(one) for ones in members for one in ones]
-        return all(members) and all(rank is not None and rank.room > 0 for rank in ranks)
+        ranks = [self.ranks.get(one) for one in self.members]
+        return bool(ranks) and all(rank is not None and rank.room > 0 for rank in ranks)
 
-    def items_of(self, number: int, one: RankId) -> list[Item]:
+    def items_of(self, number: int, one: int) -> list[Item]:
         """Items of one rank in one step, as they are trained on."""
         step = self.steps.get(number)
         share = None if step is None else step.shares.get(one)
-        return [] if share is None else in_order(share.items.values())
+        return [] if share is None else [share.items[id_] for id_ in sorted(share.items)]
 
-    def share_of(self, one: RankId, seat: int, number: int, attempt: int | None = None) -> Share | None:
+    def share_of(self, one: int, seat: int, number: int, attempt: int | None = None) -> Share | None:
         """The work that a process reports on. None for what counts no more: of a lost process, a step that is over, an
         attempt that was rewound."""
         rank, step = self.ranks.get(one), self.steps.get(number)
@@ -88,25 +84,19 @@ class Ledger(Joining):
 
     # -- facts: the planner's ------------------------------------------------------------------------------------------
 
-    def planned(self, number: int, items: Iterable[Item], *, complete: bool = True, uid: int = 0) -> None:
+    def planned(self, number: int, items: Iterable[Item], *, uid: int = 0) -> None:
         """A new step. ``uid`` tells two plans of one number apart: a checksum of the plan."""
         step = self.steps[number] = StepState(number, uid)
-        step.participants.update(self.members(TRAIN))
+        step.participants.update(self.members)
         # also those for whom there is no item: they meet with the others all the same
         for one in step.participants:
             self.share(step, one)
-        self.appended(number, items, complete=complete)
-
-    def appended(self, number: int, items: Iterable[Item], *, complete: bool = False) -> None:
-        """More of an open step; ``complete``: no more comes."""
-        step = self.steps[number]
         self.add(step, items)
-        step.is_complete = step.is_complete or complete
         self.touch(step, everybody=True)
 
-    def resized(self, role: str, numbers: Iterable[int]) -> None:
+    def resized(self, numbers: Iterable[int]) -> None:
         """Ranks that take part from the next step on."""
-        self.wanted[role] = set(numbers)
+        self.wanted = set(numbers)
         self.touch_all_ranks()
 
     def end(self) -> None:
@@ -116,7 +106,7 @@ class Ledger(Joining):
 
     # -- facts: what a process reports ---------------------------------------------------------------------------------
 
-    def taken(self, one: RankId, seat: int, number: int, attempt: int) -> None:
+    def taken(self, one: int, seat: int, number: int, attempt: int) -> None:
         """A loop has begun with the step: the credit is back."""
         share = self.share_of(one, seat, number)
         if share is not None and attempt >= share.first:
@@ -126,39 +116,17 @@ class Ledger(Joining):
                 self.ranks_touched[one] = None
 
     def done(self, share: Share, seat: int, items: Iterable[int]) -> None:
-        """Items that are in the gradient; or, of a role, whose columns are here."""
-        step, role = share.step, share.rank.id.role
+        """Items that are in the gradient."""
         for item in share.own(items):
             item.done |= 1 << seat
-            if role and item.done == share.rank.full and not item.has_columns:
-                item.has_columns = True
-                step.left_of_role[role] -= 1
-                self.touch(step, everybody=step.left_of_role[role] == 0)
-                # whoever trains with these columns may begin now
-                self.ranks_touched.update((it.owner, None) for it in step.waiters.pop(item.id, ()) if it.owner)
 
     def fetched(self, share: Share, seat: int, items: Iterable[int], missing: Iterable[str]) -> None:
         """Payloads of these items are there, but for those of the ``missing`` rollouts."""
         step, lost = share.step, frozenset(missing)
         for item in share.own(items):
-            # A role that computes again, after a restart, may miss what has been trained on.
-            if not item.role or any(not it.sent for it in step.waiters.get(item.id, ())):
-                step.gone.update(lost.intersection(item.rollouts))
+            step.gone.update(lost.intersection(item.rollouts))
             self.note_fetched(step, item, 1 << seat, share.rank.full)
         self.touch(step, everybody=not step.unfetched)
-
-    def released(self, share: Share, seat: int, items: Iterable[int]) -> None:
-        """The answer to a Recall: these it has not begun, and will not."""
-        if not share.answers >> seat & 1:
-            return
-        # what it was not asked for is not its to give: it would be done by two, or by nobody
-        for id_ in share.recalled.keys() & {*items}:
-            # the seats of a rank answer one by one: an item is free once all have given it back
-            share.recalled[id_] |= 1 << seat
-        share.answers &= ~(1 << seat)
-        self.gave_back(share)
-        self.touch(share.step)
-        self.ranks_touched[share.rank.id] = None
 
     def at_barrier(self, share: Share, seat: int, came_back: int = 0) -> None:
         """Nothing is left to do in the step. ``came_back``: number of the seal whose meeting has failed."""
@@ -169,27 +137,25 @@ class Ledger(Joining):
             share.back |= bit
             if share.back == share.rank.full:
                 step.holders.discard(one)
-        sent = [it for it in share.items.values() if it.sent & bit and not share.recalled.get(it.id, 0) & bit]
         # else something is on its way to it
-        if all(item.done & bit for item in sent):
+        if all(item.done & bit for item in share.items.values() if item.sent & bit):
             share.waiting |= bit
             share.note_waiting()
         self.touch(step)
         self.ranks_touched[one] = None
 
-    def finished(self, one: RankId, seat: int, number: int, attempt: int) -> None:
+    def finished(self, one: int, seat: int, number: int, attempt: int) -> None:
         """The ranks have met, and its weights have the step and all before it. ``attempt`` 0: they are others'."""
         # also of a step that is over here: the weights count when it joins again
         rank, bit = self.rank(one), 1 << seat
-        if not one.role:
-            rank.weights_of[seat] = max(rank.weights_of.get(seat, 0), number + 1)
+        rank.weights_of[seat] = max(rank.weights_of.get(seat, 0), number + 1)
         for step in [step for step in self.steps.values() if step.number <= number]:
             share = step.shares.get(one)
             if attempt and (step.number < number or share is None or attempt < share.first):
                 continue
             if share is not None and rank.links & bit:
                 share.finished |= bit
-            if self.meets and not one.role:
+            if self.meets:
                 step.met.add(one)
                 # now it is known that they have met: whoever was left behind leaves the step
                 if len(step.met) == 1:
@@ -197,11 +163,11 @@ class Ledger(Joining):
             self.touch(step)
         self.ranks_touched[one] = None
 
-    def acknowledged(self, one: RankId, seat: int, number: int) -> None:
+    def acknowledged(self, one: int, seat: int, number: int) -> None:
         """Steps up to this one are in weights that the process can come back to."""
         rank, bit = self.rank(one), 1 << seat
-        # a role has no weights; what a lost process had acknowledged, nobody can know
-        if one.role or not rank.links & bit:
+        # what a lost process had acknowledged, nobody can know
+        if not rank.links & bit:
             return
         rank.acked_of[seat] = max(rank.acked_of.get(seat, -1), number)
         # a step whose ranks were all given up ends once one that has met acknowledges it, or a later one
@@ -222,9 +188,8 @@ class Ledger(Joining):
     def acknowledged_by_user(self, number: int) -> None:
         """At a checkpoint: this step is in saved weights. What ranks say of it counts no more."""
         if (step := self.steps.get(number)) is not None:
-            for one, share in step.shares.items():
-                if not one.role:
-                    self.tell(share.rank, share.rank.links & share.opened & ~share.finished, SendDrop, number, True)
+            for share in step.shares.values():
+                self.tell(share.rank, share.rank.links & share.opened & ~share.finished, SendDrop, number, True)
             acknowledge(self, step)
 
     # -- orders --------------------------------------------------------------------------------------------------------

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
-from stream_balancer.core.steps.state import Item, RankId, StepSeal
+from stream_balancer.core.steps.state import Item, StepSeal
 
 
 class SendWork(NamedTuple):
     """Give these items to the process, in this order, behind what it has of the step."""
 
-    rank: RankId
+    rank: int
     seat: int
     step: int
     uid: int
@@ -26,29 +26,17 @@ class SendWork(NamedTuple):
 class SendGo(NamedTuple):
     """Let these remote items begin: all who compute them have their payloads, or mask them."""
 
-    rank: RankId
+    rank: int
     seat: int
     step: int
     items: frozenset[int]
     gone: frozenset[str]
 
 
-class SendRecall(NamedTuple):
-    """Ask for these items back. The answer is :meth:`Ledger.released`, with those that the process will not begin."""
-
-    rank: RankId
-    seat: int
-    step: int
-    attempt: int
-    items: tuple[int, ...]
-    idle: int
-    """Ranks that have nothing left to do."""
-
-
 class SendSeal(NamedTuple):
-    """Tell the process who meets. For a role's process the step is over."""
+    """Tell the process who meets."""
 
-    rank: RankId
+    rank: int
     seat: int
     seal: StepSeal
 
@@ -56,7 +44,7 @@ class SendSeal(NamedTuple):
 class SendRewind(NamedTuple):
     """Throw away the gradient of the step and all micro-batches of it: they are sent again."""
 
-    rank: RankId
+    rank: int
     seat: int
     step: int
     attempt: int
@@ -65,7 +53,7 @@ class SendRewind(NamedTuple):
 class SendDrop(NamedTuple):
     """Take the step away from the process. ``met``: other ranks have it in their weights; take those."""
 
-    rank: RankId
+    rank: int
     seat: int
     step: int
     met: bool
@@ -75,10 +63,10 @@ class Behind(NamedTuple):
     """Refuse to train on these weights: they lack steps that others have, and nobody trains on them again. All ranks go
     back to ``lowest`` together, or this one takes the weights of others; then it joins again and says so."""
 
-    rank: RankId
+    rank: int
     seat: int
     weights: int
-    others: Mapping[RankId, int]
+    others: Mapping[int, int]
 
     @property
     def lowest(self) -> int:
@@ -89,7 +77,7 @@ class Behind(NamedTuple):
 class SendEnd(NamedTuple):
     """Tell the process that there are no more steps for it."""
 
-    rank: RankId
+    rank: int
     seat: int
 
 
@@ -107,6 +95,6 @@ class Ack(NamedTuple):
 
 
 Order: TypeAlias = (
-    SendWork | SendGo | SendRecall | SendSeal | SendRewind | SendDrop | SendEnd
+    SendWork | SendGo | SendSeal | SendRewind | SendDrop | SendEnd
     | Behind | Note | Ack
 )  # fmt: skip

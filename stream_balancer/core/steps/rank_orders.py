@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from stream_balancer.core.steps.book import Book
 from stream_balancer.core.steps.orders import Behind, SendDrop, SendEnd, SendGo, SendSeal, SendWork
-from stream_balancer.core.steps.state import Item, Rank, Share, StepSeal, StepState, in_order, seats_of
+from stream_balancer.core.steps.state import Rank, Share, StepSeal, StepState, seats_of
 from stream_balancer.core.steps.step_orders import rewind
 
 
 def look_at_rank(book: Book, rank: Rank) -> None:
     # a copy: what is over leaves the rank's active steps meanwhile
     for share in list(rank.active.values()):
-        if rank.id.role:
-            _look_at_role(book, share)
-        elif share.finished == rank.full:
+        if share.finished == rank.full:
             continue
         elif book.meets and (share.step.met or share.step.is_kept):
             _leave_behind(book, share)
@@ -26,12 +24,9 @@ def look_at_rank(book: Book, rank: Rank) -> None:
 
 def _is_through(book: Book, rank: Rank) -> bool:
     """Nothing more comes for the rank. What it acknowledges after its loop is not waited for."""
-    is_wanted = rank.id.number in book.wanted.get(rank.id.role, ())
+    is_wanted = rank.id in book.wanted
     if is_wanted and not book.ended:
         return False
-    # columns may be needed again
-    if rank.id.role:
-        return not (book.steps if is_wanted else rank.active)
     if not book.meets:
         shares = rank.active.values()
         return all(_is_finished(share) or (share.sealed == rank.full and not share.unsent) for share in shares)
@@ -42,18 +37,6 @@ def _is_through(book: Book, rank: Rank) -> bool:
 
 def _is_finished(share: Share | None) -> bool:
     return share is None or share.finished == share.rank.full
-
-
-def _look_at_role(book: Book, share: Share) -> None:
-    step, rank = share.step, share.rank
-    if step.settling or not step.is_settled:
-        # it may be in the weights
-        return
-    _send(book, share)
-    if step.is_complete and not step.left_of_role[rank.id.role]:
-        if share.opened:
-            _send_seal(book, share, StepSeal(step.number, 1, (), frozenset(step.gone)))
-        rank.active.pop(step.number, None)
 
 
 def _leave_behind(book: Book, share: Share) -> None:
@@ -110,41 +93,32 @@ def _lacks_weights(book: Book, rank: Rank, step: StepState) -> bool:
 
 def _send(book: Book, share: Share) -> None:
     step, rank = share.step, share.rank
-    if share.recalled:
-        return
-    ready = _ready(share)
+    unsent = [share.unsent[id_] for id_ in sorted(share.unsent)]
     is_new = share.opened != rank.full
-    # a step is opened with work, or with the news that there is none for this rank
-    if is_new and not ready and (share.unsent or not step.is_complete or rank.id.role):
-        return
     # what is sent lies in the rank's memory until it is taken
     if is_new and share.taken != rank.full and not _has_credit(share):
         return
     # The rank had left this step, or had come without it, and those who had it are gone: its later steps wait for it.
-    # Only where ranks meet: a role meets nobody, and would compute twice.
     later = [
         other
         for other in rank.active.values()
-        if book.meets and not rank.id.role and other.step.number > step.number and other.opened & ~share.opened
+        if book.meets and other.step.number > step.number and other.opened & ~share.opened
     ]
     if any(other.step.is_uncertain for other in later):
         return
     for seat in seats_of(rank.full):
-        items = tuple(item for item in ready if not item.sent >> seat & 1)
+        items = tuple(item for item in unsent if not item.sent >> seat & 1)
         opens = not share.opened >> seat & 1
-        if items and not rank.id.role:
+        if items:
             share.waiting &= ~(1 << seat)
         if items or opens:
             gone = step.gone_of(items)
             book.out.append(SendWork(rank.id, seat, step.number, step.uid, share.attempt, items, gone, opens))
-    # in the order of the first time: all seats, and the rank's next incarnations, train in one order
-    for item in ready:
+    for item in unsent:
         item.sent = rank.full
-        item.place = book.new_id()
-        del share.unsent[item.id]
+    share.unsent.clear()
     share.opened = rank.full
-    if ready and not rank.id.role:
-        step.unasked.add(rank.id)
+    if unsent:
         share.note_waiting()
     _go(book, share)
     # behind the work: whoever leaves the later step finds this one
@@ -152,24 +126,12 @@ def _send(book: Book, share: Share) -> None:
         rewind(book, other.step, other)
 
 
-def _ready(share: Share) -> list[Item]:
-    """Items that can be sent now, in order."""
-    unsent, step = in_order(share.unsent.values()), share.step
-    ready = [item for item in unsent if step.is_ready(item)]
-    # Nothing overtakes an item that waits for its columns if others share what is behind it, or a seat has it already.
-    if len(ready) < len(unsent) and any(item.group is not None or item.sent for item in unsent):
-        waiting = next(at for at, item in enumerate(unsent) if not step.is_ready(item))
-        return unsent[:waiting]
-    return ready
-
-
 def _has_credit(share: Share) -> bool:
     """Room for one more step on each seat that lacks it; and no older one is to be opened first."""
     rank, untaken = share.rank, list[int]()
     for other in rank.active.values():
-        is_over = other.step.is_met and bool(rank.id.role)
         # older steps first: ranks meet in the order of steps
-        if other.step.number < share.step.number and other.opened != rank.full and not is_over:
+        if other.step.number < share.step.number and other.opened != rank.full:
             return False
         if other is not share:
             untaken.append(other.opened & ~other.taken)
@@ -194,10 +156,9 @@ def _send_seal(book: Book, share: Share, seal: StepSeal) -> None:
     rank, step = share.rank, share.step
     seats = rank.full & ~share.sealed
     book.tell(rank, seats, SendSeal, seal)
-    if seats and book.meets and not rank.id.role:
+    if seats and book.meets:
         # from here on nobody knows
         step.holders.add(rank.id)
     share.sealed = rank.full
-    if not rank.id.role:
-        share.waiting &= share.back
-        share.note_waiting()
+    share.waiting &= share.back
+    share.note_waiting()

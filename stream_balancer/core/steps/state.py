@@ -10,15 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-TRAIN = ""
-"""Role of the trainer. Other roles compute columns for it."""
 ALL_SEATS = -1
 """However many there were."""
-
-
-class RankId(NamedTuple):
-    role: str
-    number: int
 
 
 class StepSeal(NamedTuple):
@@ -26,7 +19,7 @@ class StepSeal(NamedTuple):
 
     step: int
     number: int
-    ranks: tuple[RankId, ...]
+    ranks: tuple[int, ...]
     gone: frozenset[str] = frozenset()
     """Masked everywhere: payloads that are lost."""
 
@@ -61,12 +54,9 @@ class Item:
 
     id: int
     """Unique in its step. A rank trains in the order of ids."""
-    owner: RankId | None
+    owner: int | None
     rollouts: tuple[str, ...]
     """Ids of its rollouts, without padding copies."""
-    role: str = TRAIN
-    needs: tuple[int, ...] = ()
-    """Items of roles whose columns it is trained with."""
     group: int | None = None
     """Number of the lockstep that the item belongs to. None: the ranks do not meet at every micro-batch."""
     remote: bool = False
@@ -76,17 +66,8 @@ class Item:
     sent: int = 0
     fetched: int = 0
     done: int = 0
-    has_columns: bool = False
-    """All seats of its role have said done."""
     is_told: bool = False
     """A remote one: all seats were told to begin."""
-    is_begun: bool = False
-    """Kept after a Recall."""
-    is_released: bool = False
-    """Given back after a Recall: for ranks that have nothing to do."""
-    place: int = 0
-    """A number that rises in the order in which the owner was sent its items; 0 before. All its seats, and its next
-    incarnations, get that order."""
 
 
 @dataclass(eq=False, slots=True)
@@ -111,10 +92,6 @@ class Share:
     back: int = 0
     finished: int = 0
     acked: int = 0
-    recalled: dict[int, int] = field(default_factory=dict)
-    """Seats that gave it back, by item."""
-    answers: int = 0
-    """Seats whose answer to the Recall is due."""
 
     @property
     def is_acked(self) -> bool:
@@ -138,14 +115,9 @@ class Share:
             at_barrier.discard(self.rank.id)
 
 
-def in_order(items: Iterable[Item]) -> list[Item]:
-    """Items as they are trained on: those that were sent, then the plan's order."""
-    return sorted(items, key=lambda item: (item.place or 1 << 62, item.id))
-
-
 @dataclass(eq=False, slots=True)
 class Rank:
-    id: RankId
+    id: int
     full: int = 1
     links: int = 0
     """Seats that are connected."""
@@ -214,10 +186,9 @@ class StepState:
     uid: int
     """Tells two plans of one number apart."""
     items: dict[int, Item] = field(default_factory=dict)
-    participants: set[RankId] = field(default_factory=set)
-    """Trainer's ranks that meet, or have met."""
-    shares: dict[RankId, Share] = field(default_factory=dict)
-    is_complete: bool = False
+    participants: set[int] = field(default_factory=set)
+    """Ranks that meet, or have met."""
+    shares: dict[int, Share] = field(default_factory=dict)
     ownerless: dict[int, Item] = field(default_factory=dict)
     groups: dict[int, dict[int, Item]] = field(default_factory=dict)
     torn: set[int] = field(default_factory=set)
@@ -227,35 +198,24 @@ class StepState:
     """Rollouts of ``gone`` that are in the journal."""
     unfetched: set[int] = field(default_factory=set)
     """Remote items of which a seat has not said what is missing."""
-    waiters: dict[int, list[Item]] = field(default_factory=dict)
-    """Items that are trained with the columns of this one."""
-    left_of_role: dict[str, int] = field(default_factory=dict)
-    """Items without columns, by role."""
-    at_barrier: set[RankId] = field(default_factory=set)
-    unasked: set[RankId] = field(default_factory=set)
-    """Ranks that may have items they have not begun."""
+    at_barrier: set[int] = field(default_factory=set)
     seal: StepSeal | None = None
     seals: int = 0
     """Number of the last seal."""
-    holders: set[RankId] = field(default_factory=set)
+    holders: set[int] = field(default_factory=set)
     """Ranks that may be in the collective now, or in front of it with a seal that is valid."""
-    met: set[RankId] = field(default_factory=set)
+    met: set[int] = field(default_factory=set)
     """Ranks whose weights have the step."""
     is_met: bool = False
     acks: int = 0
     is_kept: bool = False
     """Acknowledged by a rank: not given again, whoever dies."""
     attempts: int = 1
-    settling: set[RankId] = field(default_factory=set)
+    settling: set[int] = field(default_factory=set)
     """After a restart: ranks that have not said yet what they have."""
     is_settled: bool = True
     is_changed: bool = False
     """After a restart: a process has something other than what was planned for it."""
-
-    @property
-    def is_recalling(self) -> bool:
-        """A rank was asked for items, and has not answered. O(ranks)."""
-        return any(share.recalled for share in self.shares.values())
 
     @property
     def is_uncertain(self) -> bool:
@@ -267,19 +227,12 @@ class StepState:
         self.unfetch(item)
         if item.group is not None:
             self.groups.setdefault(item.group, {})[item.id] = item
-        for needed in item.needs:
-            self.waiters.setdefault(needed, []).append(item)
-        if item.role:
-            self.left_of_role[item.role] = self.left_of_role.get(item.role, 0) + 1
 
     def remove(self, item: Item) -> None:
         del self.items[item.id]
         self.unfetched.discard(item.id)
         if item.group is not None:
             self.groups[item.group].pop(item.id)
-        if item.role:
-            # one whose columns are here was taken off when they came
-            self.left_of_role[item.role] -= not item.has_columns
 
     def take_off(self, item: Item, seats: int) -> None:
         """Take it off these seats, and what they had made of it."""
@@ -289,8 +242,7 @@ class StepState:
     def reset(self, item: Item) -> None:
         """No process has it."""
         self.take_off(item, ALL_SEATS)
-        item.place = 0
-        item.is_begun = item.is_told = False
+        item.is_told = False
 
     def tear(self, item: Item) -> None:
         """A part of its group is lost, if it is in one."""
@@ -301,10 +253,6 @@ class StepState:
         if item.remote:
             self.unfetched.add(item.id)
 
-    def is_ready(self, item: Item) -> bool:
-        """All columns that it needs are here."""
-        return all(self.items[needed].has_columns for needed in item.needs)
-
     def parts(self, item: Item) -> Iterable[Item]:
         """The items that are computed in one collective with this one."""
         return (item,) if item.group is None else self.groups[item.group].values()
@@ -312,13 +260,13 @@ class StepState:
     def gone_of(self, items: Iterable[Item]) -> frozenset[str]:
         return frozenset(self.gone.intersection(rollout for item in items for rollout in item.rollouts))
 
-    def remove_rank(self, one: RankId) -> Share | None:
+    def remove_rank(self, one: int) -> Share | None:
         """Take the rank out of the step. -> its share."""
         share = self.shares.pop(one, None)
         if share is not None:
             share.rank.active.pop(self.number, None)
             # the step is over once all of its participants have acknowledged it: this one is none any more
-            self.acks -= share.is_acked and not one.role
+            self.acks -= share.is_acked
             for ranks in (self.participants, self.at_barrier, self.holders):
                 ranks.discard(one)
         return share

@@ -4,14 +4,14 @@ fact came last."""
 from __future__ import annotations
 
 from stream_balancer.core.steps.book import Book
-from stream_balancer.core.steps.orders import Ack, Note, SendDrop, SendRecall, SendRewind
-from stream_balancer.core.steps.state import TRAIN, Item, RankId, Share, StepSeal, StepState, in_order, seats_of
+from stream_balancer.core.steps.orders import Ack, Note, SendRewind
+from stream_balancer.core.steps.state import Share, StepSeal, StepState
 
 
 def look_at_step(book: Book, step: StepState) -> None:
     """A step is, in this order: acknowledged by all; restored, and not all have said what they have; met, so whoever is
     left behind leaves it; perhaps met; or not met, and everything may change."""
-    if step.acks == len(step.participants) and (step.is_kept or (step.participants and step.is_complete)):
+    if step.acks == len(step.participants) and (step.is_kept or step.participants):
         acknowledge(book, step)
         return
     # until all have said what they have, an order might be for what somebody has done already
@@ -51,12 +51,10 @@ def _change(book: Book, step: StepState) -> None:
         rewind(book, step)
     # all who were to meet are given up: those that there are now do it
     if not step.participants:
-        step.participants.update(book.members(TRAIN))
+        step.participants.update(book.members)
         for one in step.participants:
             book.ranks_touched[book.share(step, one).rank.id] = None
     _replan(book, step)
-    if book.moves:
-        _recall(book, step)
     if _may_seal(book, step):
         _seal(book, step)
     # also what is lost behind the seal of plain loops: who was started again fetches again
@@ -69,21 +67,21 @@ def _forget_meeting(book: Book, step: StepState) -> None:
     """No rank whose weights had the step is left: the work of those that left it is to be done again."""
     step.is_met = False
     for item in list(step.items.values()):
-        if item.owner is None or (not item.role and item.owner not in step.participants):
+        if item.owner not in step.participants:
             step.tear(item)
             book.disown(step, item)
 
 
 def _settle(book: Book, step: StepState) -> None:
     """After a restart all ranks have said what they have, and they have not met. Whoever has what was planned keeps it,
-    if all who have something do; else all begin again. Columns were lost with the controller."""
+    if all who have something do; else all begin again."""
     step.is_settled = True
     held = [item for item in step.items.values() if item.sent]
-    if step.is_changed or any(item.needs for item in held):
+    if step.is_changed:
         step.torn.update(step.groups)
         rewind(book, step)
         for share in step.shares.values():
-            if not share.rank.id.role and share.attempt != step.attempts:
+            if share.attempt != step.attempts:
                 _begin_again(book, share)
     else:
         for item in held:
@@ -107,7 +105,6 @@ def rewind(book: Book, step: StepState, *shares: Share) -> None:
         again[group] = None
         for item in step.groups[group].values():
             share = None if item.owner is None else step.shares.get(item.owner)
-            # none of a role's rank that was given up, and whose columns of it are here
             if share is not None and share not in ranks:
                 ranks.add(share)
                 todo += _groups_of(share)
@@ -131,7 +128,7 @@ def _renew(book: Book, step: StepState, group: int) -> None:
     is_whole = all(item.owner in step.shares for item in parts.values())
     for item in parts.values():
         item.group = name
-        if not is_whole and not item.has_columns:
+        if not is_whole:
             book.disown(step, item)
 
 
@@ -139,85 +136,33 @@ def _begin_again(book: Book, share: Share) -> None:
     step, rank = share.step, share.rank
     share.attempt = step.attempts
     # whatever its seats have said was of the attempt before
-    share.waiting, share.recalled, share.answers = 0, {}, 0
+    share.waiting = 0
     step.at_barrier.discard(rank.id)
-    step.unasked.add(rank.id)
     for item in share.items.values():
-        # columns that are here need not be computed again: whoever shared them may be gone
-        if not item.has_columns:
-            step.reset(item)
-            share.unsent[item.id] = item
+        step.reset(item)
+        share.unsent[item.id] = item
     book.tell(rank, rank.links & share.opened, SendRewind, step.number, share.attempt)
     book.ranks_touched[rank.id] = None
 
 
 def _replan(book: Book, step: StepState) -> None:
-    if not step.ownerless or step.is_recalling:
-        return
-    idle = _idle(book, step)
-    for role, is_released in sorted({(item.role, item.is_released) for item in step.ownerless.values()}):
-        items = [it for it in step.ownerless.values() if (it.role, it.is_released) == (role, is_released)]
-        everybody = book.members(role) if role else sorted(step.participants)
-        if over := (is_released and idle) or everybody:
-            made = book.lay_out(step.number, items, over)
-            for item in items:
-                step.remove(step.ownerless.pop(item.id))
-            book.add(step, made)
-
-
-def _recall(book: Book, step: StepState) -> None:
-    """Once half of the ranks have nothing left to do, ask the others for what they have not begun."""
-    # one thing after the other: what has no owner is laid out first, and each answer is waited for
-    if not step.at_barrier or 2 * len(step.at_barrier) < len(step.participants) or step.ownerless or step.is_recalling:
-        return
-    idle = _idle(book, step)
-    if 2 * len(idle) < len(step.participants):
-        return
-    for one in sorted(step.unasked):
-        share = step.shares.get(one)
-        if share is None or one in step.at_barrier:
-            step.unasked.discard(one)
-        elif share.rank.is_here and share.opened == share.rank.full:
-            step.unasked.discard(one)
-            _ask_back(book, share, len(idle))
-
-
-def _idle(book: Book, step: StepState) -> list[RankId]:
-    return [one for one in sorted(step.at_barrier) if book.ranks[one].is_here]
-
-
-def _ask_back(book: Book, share: Share, num_idle: int) -> None:
-    step, rank, may = share.step, share.rank, _free(share)
-    # one stays in any case
-    if len(may) < 2:
-        return
-    share.recalled = {item.id: 0 for item in may}
-    share.answers = rank.full
-    for seat in seats_of(rank.full):
-        ids = tuple(item.id for item in may if item.sent >> seat & 1)
-        book.out.append(SendRecall(rank.id, seat, step.number, share.attempt, ids, num_idle))
-
-
-def _free(share: Share) -> list[Item]:
-    """The last ones without a gap: what one seat gives back and another has begun is sent to the first again, behind
-    all that it has, and both must train in one order."""
-    free = list[Item]()
-    for item in reversed([item for item in in_order(share.items.values()) if item.sent]):
-        if item.group is not None or item.is_begun or item.done or item.is_told:
-            break
-        free.insert(0, item)
-    return free
+    items = list(step.ownerless.values())
+    if items and (over := sorted(step.participants)):
+        made = book.lay_out(step.number, items, over)
+        for item in items:
+            step.remove(step.ownerless.pop(item.id))
+        book.add(step, made)
 
 
 # -- the meeting -------------------------------------------------------------------------------------------------------
 
 
 def _may_seal(book: Book, step: StepState) -> bool:
-    if not step.is_complete or step.ownerless or step.unfetched or step.seal is not None or not step.participants:
+    if step.ownerless or step.unfetched or step.seal is not None or not step.participants:
         return False
     if not book.meets:
         return True
-    is_waited_for = len(step.at_barrier) == len(step.participants) and not step.is_recalling
+    is_waited_for = len(step.at_barrier) == len(step.participants)
     return is_waited_for and all(book.ranks[one].is_here for one in step.participants)
 
 
@@ -235,12 +180,9 @@ def acknowledge(book: Book, step: StepState) -> None:
     book.last_acked = max(book.last_acked, step.number)
     for share in step.shares.values():
         share.rank.active.pop(step.number, None)
-        # it may compute what nobody needs any more
-        if share.rank.id.role:
-            book.tell(share.rank, share.rank.links & share.opened & ~share.sealed, SendDrop, step.number, True)
     # also those that wait for weights which have the step
     book.touch_all_ranks()
     book.out.append(Ack(step.number, frozenset(step.gone)))
     # Shares and their step name each other, and items hold payloads: nothing of it waits for the garbage collector.
-    for container in (step.shares, step.items, step.groups, step.waiters, step.ownerless):
+    for container in (step.shares, step.items, step.groups, step.ownerless):
         container.clear()
