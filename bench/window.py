@@ -326,7 +326,7 @@ def capped(rows: Rows, seeds: int, steps: int) -> None:
             return independent(np.minimum(lognormal(batch * (steps + 64), seed), longest))
 
         for width, skips in ((2, 8), (2, 16)):
-            knobs = {"max_skips": skips, "micro_batches": {"max_tokens": cap}}
+            knobs = {"max_skips": skips, "micro_batches": {"max_tokens": cap}, "sync": "step"}
             mode = Mode(f"W{width} D{skips}", width, knobs, batch, ranks)
             measure(rows, f"ln {kind} {batch}/{ranks} {mode.name}", run(make, min(seeds, 4), mode, cost))
 

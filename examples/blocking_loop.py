@@ -8,7 +8,7 @@ import torch
 
 import stream_balancer as sb
 
-config = sb.BalancerConfig(dp_size=4, batch_size=32, micro_batches=sb.MicroBatches(max_tokens=4096))
+config = sb.BalancerConfig(dp_size=4, batch_size=32, micro_batches=sb.MicroBatches(max_tokens=4096), sync="step")
 
 
 def generate(number: int, balancer: sb.BlockingBalancer) -> None:

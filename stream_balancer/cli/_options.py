@@ -194,7 +194,7 @@ class Simulated:
     @property
     def cost(self) -> str:
         """The cost model, by the name that it was given by."""
-        return str(self.given.get("cost", "tokens"))
+        return str(self.given.get("cost", "quadratic"))
 
     def simulation(self) -> dict[str, Any]:
         """Arguments of ``simulate`` and ``tune``."""

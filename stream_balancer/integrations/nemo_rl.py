@@ -45,7 +45,7 @@ class BalancedSampler:
         dp_size: int,
         max_staleness_versions: int = 2,
         window_groups: int | None = None,
-        cost: str | sb.cost.CostModel = "tokens",
+        cost: str | sb.cost.CostModel = "quadratic",
     ) -> None:
         """``buffer``: NeMo-RL's TQReplayBuffer. ``max_staleness_versions``: with 2 or more there is something to choose
         from. ``window_groups``: wait for so many ready groups, as long as any is still being generated; None = choose

@@ -2,7 +2,7 @@
 
 ::
 
-    sampler = BalancedSampler(dp_size=4, window=2.0, micro_batches=sb.MicroBatches(max_tokens=32_768))
+    sampler = BalancedSampler(dp_size=4, window=2.0, micro_batches=sb.MicroBatches(max_tokens=32_768), sync="step")
     controller = {"sampler": sampler, "polling_mode": True}
     transfer_queue.init(OmegaConf.create({"controller": controller}, flags={"allow_objects": True}))
     ...
@@ -21,7 +21,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from transfer_queue.sampler import BaseSampler
@@ -80,14 +80,15 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         equal_rollouts: bool = False,
         micro_batches: sb.MicroBatches = sb.MicroBatches(),  # noqa: B008 - a frozen value
         length_key: str = "total_lengths",
-        cost: str | sb.cost.CostModel = "tokens",
+        cost: str | sb.cost.CostModel = "quadratic",
+        sync: Literal["step", "micro_batch"] | None = None,
     ) -> None:
         """``window``: rows to wait for, in steps of ``batch_size * dp_size``. ``deadline_s``: a step goes, smaller if
         it must, once a row has waited for so long (looked at when a rank asks). ``group_key``: the tag that names a
         row's group, of ``group_size`` rows that leave in one step. ``version_key``: the tag with the policy version
         that a row was generated with; one of ``max_versions`` versions ago goes now, as far as there is room.
         ``length_key``: the tag with a row's tokens; a row that has none yet waits. ``equal_rollouts``,
-        ``micro_batches``, ``cost``: as ``BalancerConfig`` takes them. A row above ``micro_batches.max_tokens`` gets
+        ``micro_batches``, ``cost``, ``sync``: as ``BalancerConfig`` takes them. A row above ``micro_batches.max_tokens`` gets
         a micro-batch of its own.
         """
         super().__init__()
@@ -110,6 +111,7 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             equal_rollouts=equal_rollouts,
             micro_batches=micro_batches,
             cost=cost,
+            **({} if sync is None else {"sync": sync}),
         )
         self._pools: dict[tuple[str, str], _TaskRows] = {}
 
@@ -231,6 +233,7 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             config.cost(tokens),
             config.dp_size,
             max_tokens=cut.max_tokens,
+            sync=config.sync,
             counts="equal" if config.equal_rollouts else "free",
             padded=config.cost.padded,
             micro_batch_counts="equal" if cut.equal_number else "free",

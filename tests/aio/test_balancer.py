@@ -278,7 +278,7 @@ class BrokenCost:
             r"has token columns \{'input_ids': \(torch.int64, \(\)\)\}, but the first",
         ),
         (
-            {"micro_batches": {"max_tokens": 10}},
+            {"micro_batches": {"max_tokens": 10}, "sync": "step"},
             make_rollout(11),
             sb.errors.RolloutError,
             "above micro_batches.max_tokens",

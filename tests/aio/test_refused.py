@@ -38,7 +38,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "micro_batches.equal_number=False": {"micro_batches": {"equal_number": False}},
     "micro_batches.multiple_of": {"micro_batches": {"multiple_of": 2}},
     "micro_batches.overhead_cost": {"micro_batches": {"overhead_cost": 1.0}},
-    "micro_batches.oversize": {"micro_batches": {"max_tokens": 60, "oversize": "alone"}},
+    "micro_batches.oversize": {"micro_batches": {"max_tokens": 60, "oversize": "alone"}, "sync": "step"},
     "groups.size": {"groups": GROUPS},
     "groups.min_size": {"groups": {**GROUPS, "min_size": 1}},
     "groups.patience": {"groups": {**GROUPS, "min_size": 1, "patience": 3.0}},

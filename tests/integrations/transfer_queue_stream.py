@@ -25,7 +25,7 @@ from stream_balancer.integrations import transfer_queue as ours
 RANKS, PER_RANK, ROWS, CAP = 2, 4, 96, 32_768
 SAMPLERS = {
     "theirs": lambda: SeqlenBalancedSampler(n_samples_per_prompt=1, dp_size=RANKS),
-    "ours": lambda: ours.BalancedSampler(RANKS, micro_batches=sb.MicroBatches(max_tokens=CAP)),  # type: ignore[attr-defined]
+    "ours": lambda: ours.BalancedSampler(RANKS, micro_batches=sb.MicroBatches(max_tokens=CAP), sync="step"),  # type: ignore[attr-defined]
 }
 
 

@@ -4,7 +4,7 @@ pass  # the snippet
 
 rollouts, model = to_train_on(), Model()
 optimizer, ADDRESS = Optimizer(model), ""
-batches = batches_of(rollouts, dp_size=2, batch_size=8, micro_batches=sb.MicroBatches(max_tokens=30))
+batches = batches_of(rollouts, dp_size=2, batch_size=8, micro_batches=sb.MicroBatches(max_tokens=30), sync="step")
 
 
 class sb:

@@ -2,7 +2,7 @@ from tests.snippets._stage import *
 
 rollouts, model = to_train_on(), Model()
 optimizer, address = Optimizer(model), ""
-batches = batches_of(rollouts, dp_size=2, batch_size=8, micro_batches=sb.MicroBatches(max_tokens=30))
+batches = batches_of(rollouts, dp_size=2, batch_size=8, micro_batches=sb.MicroBatches(max_tokens=30), sync="step")
 
 
 class Feed:

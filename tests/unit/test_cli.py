@@ -66,7 +66,7 @@ class TestReplay:
         result = run("replay", trace, "--dp-size", 4, "--batch-size", 16, "--slots", 8)
         assert result.exit_code == 0, result.output
         assert "lengths: 400 rollouts" in result.stdout
-        assert "4 ranks, 16 rollouts a step, window 24, max_skips 16, deadline none, cost tokens" in result.stdout
+        assert "4 ranks, 16 rollouts a step, window 24, max_skips 16, deadline none, cost quadratic" in result.stdout
         for word in ("round-robin", "arrival order", "window", "idle fraction", "wait p50 / p99 / max"):
             assert word in result.stdout
         assert "\x1b" not in result.stderr, "no display where there is no terminal: a line now and then"
@@ -101,11 +101,11 @@ class TestReplay:
     )  # fmt: skip
     def test_knobs_from_a_file_and_options_on_top(self, trace: Path, tmp_path: Path, name: str, text: str) -> None:
         (path := tmp_path / name).write_text(text)
-        result = run("replay", trace, "--config", path, "--batch-size", 8, "--groups.keep", "free", "--json")
+        result = run("replay", trace, "--config", path, "--batch-size", 8, "--groups.min-size", 1, "--json")
         assert result.exit_code == 0, result.output
         knobs = json.loads(result.stdout)["knobs"]
         assert (knobs["dp_size"], knobs["batch_size"], knobs["groups.size"]) == (4, 8, 2)
-        assert knobs["groups.keep"] == "free"
+        assert knobs["groups.min_size"] == 1
         assert knobs["cost"] == "quadratic:0:1", "as it was given, in a file as by an option"
         assert (knobs["max_skips"] is None) == name.endswith("yaml")
         path.write_text("{" if name != "knobs.toml" else "dp_siz = 4")
@@ -178,7 +178,7 @@ class TestMistakes:
             (("--trainer", "-3"), "trainer must be 'instant', 'matched' or work units per second"),
             (("--cost", "flops"), "cost 'flops': no such cost model. Use tokens"),
             (("--cost", "absent.json"), "cost 'absent.json': "),
-            (("--micro-batches.max-tokens", 50), "above micro_batches.max_tokens (50)"),
+            (("--micro-batches.max-tokens", 50, "--sync", "step"), "above micro_batches.max_tokens (50)"),
         ],
     )
     def test_every_refused_knob_is_one_line(self, trace: Path, options: tuple[object, ...], message: str) -> None:

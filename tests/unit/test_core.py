@@ -92,7 +92,7 @@ def reconfigurable(**knobs: Any) -> BalancerCore:
 
 
 def test_a_rollout_above_the_cap_is_refused_and_a_cap_below_a_waiting_one_too() -> None:
-    config = sb.BalancerConfig(dp_size=4, batch_size=4, micro_batches=sb.MicroBatches(max_tokens=51))
+    config = sb.BalancerConfig(dp_size=4, batch_size=4, micro_batches=sb.MicroBatches(max_tokens=51), sync="step")
     core = BalancerCore(config)
     core.add(make_rollout(51), 0.0)
     with pytest.raises(sb.errors.RolloutError, match=r"52 tokens, above .*tokens \(51\)\. Raise"):
@@ -110,7 +110,7 @@ def test_a_full_buffer_has_no_room_once_a_batch_could_leave() -> None:
 
 
 @pytest.mark.parametrize(
-    "before", [{"micro_batches": {"max_tokens": 100}}, {}, {"micro_batches": {"oversize": "alone"}}]
+    "before", [{"micro_batches": {"max_tokens": 100}, "sync": "step"}, {}, {"micro_batches": {"oversize": "alone"}}]
 )
 def test_a_token_cap_below_a_waiting_rollout_is_refused(before: dict[str, Any]) -> None:
     core = reconfigurable(**before)
@@ -120,7 +120,7 @@ def test_a_token_cap_below_a_waiting_rollout_is_refused(before: dict[str, Any]) 
         sb.errors.ConfigError,
         match=r"\(50\).*has 70 tokens.*cap >= 70 until it has left, or set micro_batches.oversize=",
     ):
-        core.reconfigure(config.replace(micro_batches={"max_tokens": 50, "oversize": "refuse"}))
+        core.reconfigure(config.replace(micro_batches={"max_tokens": 50, "oversize": "refuse"}, sync="step"))
     assert core.config is config
     core.reconfigure(config.replace(micro_batches={"max_tokens": 70, "oversize": "refuse"}))
     core.reconfigure(config.replace(micro_batches={"max_tokens": 50, "oversize": "alone"}))

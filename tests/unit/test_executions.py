@@ -159,7 +159,7 @@ def delivered_again(executions: Sequence[Sequence[sb.Rollout]], **knobs: object)
 @pytest.mark.parametrize("divide", DIVISORS)
 def test_gradient_equals_that_of_one_padded_batch(divide: Divide) -> None:
     executions = some_executions()
-    knobs = {"micro_batches": {"max_tokens": 60, "multiple_of": 8, "oversize": "alone"}}
+    knobs = {"micro_batches": {"max_tokens": 60, "multiple_of": 8, "oversize": "alone"}, "sync": "step"}
     batch = planned(executions, **knobs)
     assert batch.num_padding
     assert min(len(rank_batch.micro_batches) for rank_batch in batch.ranks) > 1
@@ -228,7 +228,7 @@ def test_what_is_left_of_an_execution_is_agreed_upon() -> None:
     "more",
     [
         {},
-        {"micro_batches": {"max_tokens": 160, "multiple_of": 2}},
+        {"micro_batches": {"max_tokens": 160, "multiple_of": 2}, "sync": "step"},
         {"groups": {"size": 2}},
         {"policy": "round_robin"},
     ],

@@ -68,7 +68,7 @@ def config(**knobs: object) -> sb.BalancerConfig:
     chosen = {
         "dp_size": 8,
         "batch_size": 32,
-        "micro_batches": {"max_tokens": 8000},
+        "micro_batches": {"max_tokens": 8000}, "sync": "step",
         "cost": sb.cost.CalibratedCost(sb.cost.QuadraticCost()),
     }
     return sb.BalancerConfig(**{**chosen, **knobs})  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def test_a_rank_with_nothing_but_padding_copies_teaches_nothing() -> None:
 
 
 def test_rollouts_that_bring_their_own_cost_are_left_alone() -> None:
-    core = learning_core(config(dp_size=2, batch_size=4, micro_batches=sb.MicroBatches(max_tokens=None)))
+    core = learning_core(config(dp_size=2, batch_size=4, micro_batches=sb.MicroBatches(max_tokens=None), sync="step"))
     for step in range(12):
         for n in range(8 if step == 0 else 4):
             core.add(sb.Rollout(tokens={"input_ids": IDS[: n + 5]}, rollout_id=f"{step}-{n}", cost=7.0), 0.0)
@@ -249,7 +249,7 @@ def test_pairs_within_a_window_are_learned() -> None:
 
 @pytest.mark.parametrize("given", [None, 0.0])
 def test_what_is_learned_of_micro_batches_is_planned_with_unless_it_is_given(given: float | None) -> None:
-    knobs = {"micro_batches": {"max_tokens": 8000, "overhead_cost": given}}
+    knobs = {"micro_batches": {"max_tokens": 8000, "overhead_cost": given}, "sync": "step"}
     core, machine = learning_core(config(**knobs)), Machine(13, c=0.05, d=0.01, noise=0.01)
     train(core, machine, 60)
     learned = core.pricing.knobs.overhead_cost

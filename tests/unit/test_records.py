@@ -89,7 +89,7 @@ def test_everything_comes_back_through_torch_save() -> None:
 
 
 def test_knobs_that_refuse_a_rollout_say_which_and_change_nothing() -> None:
-    fresh = BalancerCore(config(micro_batches=sb.MicroBatches(max_tokens=8)))
+    fresh = BalancerCore(config(micro_batches=sb.MicroBatches(max_tokens=8), sync="step"))
     with pytest.raises(sb.errors.RolloutError, match=r"has \d+ tokens, above micro_batches.max_tokens \(8\)"):
         fresh.restore(busy_core().snapshot(20.0), 0.0)
     assert fresh.statistics(0.0).accepted == 0
