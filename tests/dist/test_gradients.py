@@ -312,6 +312,9 @@ class Drill:
             await anyio.sleep(0.01)
         while change[step] == -2 and RANKS + 1 not in self.planned.sizes:
             await anyio.sleep(0.01)
+        # the rank that dies is given up first: else this number would be the one that its loss leaves
+        while "replan" in self.features and balancer.config.dp_size == RANKS:
+            await anyio.sleep(0.01)
         dp_size = balancer.config.dp_size + change[step]
         balancer.reconfigure(dp_size=dp_size)
         if change[step] == 1:
