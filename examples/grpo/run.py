@@ -48,7 +48,8 @@ def new_balancer(options: Options, report: Report) -> sb.StreamBalancer:
         capacity=2 * options.batch_size,  # no more than the window needs: what waits grows stale
         groups=sb.Groups(size=options.group_size),
         staleness=sb.Staleness(max_versions=8),
-        micro_batches=sb.MicroBatches(max_tokens=1024), sync="step",
+        micro_batches=sb.MicroBatches(max_tokens=1024),
+        sync="step",
         cost=sb.cost.TransformerCost(
             hidden_size=HIDDEN_SIZE,
             num_layers=NUM_LAYERS,

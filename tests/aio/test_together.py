@@ -120,7 +120,8 @@ class Team:
             "staleness": {"max_versions": pick([None, None, 1, 4]), "on_stale": pick(["evict", "send"])},
             "equal_rollouts": pick([False, True]),
             "cost": pick([sb.cost.TokenCost(), sb.cost.QuadraticCost()]),
-            "micro_batches": {"equal_number": pick([True, False]), "max_tokens": pick([None, 60])}, "sync": "step",
+            "micro_batches": {"equal_number": pick([True, False]), "max_tokens": pick([None, 60])},
+            "sync": "step",
             "groups": groups if self._has_groups else {},
         }
 

@@ -66,7 +66,9 @@ async def test_asking_for_the_next_acknowledges(kind: str) -> None:
 async def test_bytes_are_identical(kind: str) -> None:
     """Every dtype, awkward shapes, all of the metadata."""
     rollouts = {one.rollout_id: one for mb in awkward_micro_batches() for one in mb if not one.is_padding}
-    config = sb.BalancerConfig(dp_size=1, batch_size=len(rollouts), micro_batches=sb.MicroBatches(max_tokens=129))
+    config = sb.BalancerConfig(
+        dp_size=1, batch_size=len(rollouts), micro_batches=sb.MicroBatches(max_tokens=129), sync="step"
+    )
     async with sb.StreamBalancer(config) as balancer, open_network(kind, 1) as network:
         for rollout in rollouts.values():
             await balancer.put(rollout)

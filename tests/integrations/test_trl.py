@@ -386,7 +386,9 @@ def test_other_workers_are_planned_by_trl_as_before_and_a_forgotten_patch_is_sai
 def test_a_step_is_acknowledged_with_the_optimizer_step_that_has_the_last_of_it(accumulation: int) -> None:
     """Under accelerate's real loader, which looks one ahead, fetched as transformers' Trainer does: a whole
     accumulation before any of it is trained."""
-    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, micro_batches=sb.MicroBatches(max_tokens=9), sync="step")
+    config = sb.BalancerConfig(
+        dp_size=1, batch_size=2, window=2, micro_batches=sb.MicroBatches(max_tokens=9), sync="step"
+    )
     steps: dict[int, int] = {}
     trained: set[int] = set()
     of_micro_batches: list[int] = []

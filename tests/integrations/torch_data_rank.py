@@ -106,7 +106,8 @@ def balanced(everything: list[sb.Rollout], train: Callable[[str], list[Tensor]])
                 batch_size=PER_STEP,
                 window=PER_STEP,
                 capacity=PER_STEP * STEPS,
-                micro_batches=sb.MicroBatches(max_tokens=600), sync="step",
+                micro_batches=sb.MicroBatches(max_tokens=600),
+                sync="step",
                 policy="fifo",
             )
             balancer = stack.enter_context(sb.blocking(config))

@@ -115,12 +115,13 @@ def test_a_full_buffer_has_no_room_once_a_batch_could_leave() -> None:
 def test_a_token_cap_below_a_waiting_rollout_is_refused(before: dict[str, Any]) -> None:
     core = reconfigurable(**before)
     core.add_all(list(make_rollouts([3, 70, 5, 6])), 0.0)
-    config = core.config
+    config = core.config.replace(sync="step")
+    core.reconfigure(config)
     with pytest.raises(
         sb.errors.ConfigError,
         match=r"\(50\).*has 70 tokens.*cap >= 70 until it has left, or set micro_batches.oversize=",
     ):
-        core.reconfigure(config.replace(micro_batches={"max_tokens": 50, "oversize": "refuse"}, sync="step"))
+        core.reconfigure(config.replace(micro_batches={"max_tokens": 50, "oversize": "refuse"}))
     assert core.config is config
     core.reconfigure(config.replace(micro_batches={"max_tokens": 70, "oversize": "refuse"}))
     core.reconfigure(config.replace(micro_batches={"max_tokens": 50, "oversize": "alone"}))

@@ -20,7 +20,7 @@ from stream_balancer.learn.idle_time import IdleTimes
 from stream_balancer.rollouts import Batch
 from stream_balancer.testing import make_rollout
 
-CONFIG = sb.BalancerConfig(dp_size=2, batch_size=2, window=4, deadline_s=10.0)
+CONFIG = sb.BalancerConfig(dp_size=2, batch_size=2, window=4, deadline_s=10.0, cost="tokens")
 SECONDS = st.floats(0.0, 100.0)
 
 

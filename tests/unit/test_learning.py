@@ -68,7 +68,8 @@ def config(**knobs: object) -> sb.BalancerConfig:
     chosen = {
         "dp_size": 8,
         "batch_size": 32,
-        "micro_batches": {"max_tokens": 8000}, "sync": "step",
+        "micro_batches": {"max_tokens": 8000},
+        "sync": "step",
         "cost": sb.cost.CalibratedCost(sb.cost.QuadraticCost()),
     }
     return sb.BalancerConfig(**{**chosen, **knobs})  # type: ignore[arg-type]

@@ -292,7 +292,12 @@ def test_costs_of_any_size_are_planned_with(costs: list[float], policy: Any) -> 
     window = 8 if policy == "window" else 4
     with sb.blocking(
         sb.BalancerConfig(
-            dp_size=2, batch_size=4, window=window, policy=policy, micro_batches=sb.MicroBatches(max_tokens=6), sync="step"
+            dp_size=2,
+            batch_size=4,
+            window=window,
+            policy=policy,
+            micro_batches=sb.MicroBatches(max_tokens=6),
+            sync="step",
         )
     ) as balancer:
         for cost in costs:

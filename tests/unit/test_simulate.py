@@ -29,7 +29,7 @@ from peers import finish_times
 
 
 def knobs(**changes: Any) -> BalancerConfig:
-    return BalancerConfig(**({"dp_size": 2, "batch_size": 4} | changes))
+    return BalancerConfig(**({"dp_size": 2, "batch_size": 4, "cost": "tokens"} | changes))
 
 
 def check_report(report: SimulationReport, trace: Trace) -> None:
