@@ -21,7 +21,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from transfer_queue.sampler import BaseSampler
@@ -81,15 +81,15 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
         micro_batches: sb.MicroBatches = sb.MicroBatches(),  # noqa: B008 - a frozen value
         length_key: str = "total_lengths",
         cost: str | sb.cost.CostModel = "quadratic",
-        sync: Literal["step", "micro_batch"] | None = None,
+        sync: Any = None,
     ) -> None:
         """``window``: rows to wait for, in steps of ``batch_size * dp_size``. ``deadline_s``: a step goes, smaller if
         it must, once a row has waited for so long (looked at when a rank asks). ``group_key``: the tag that names a
         row's group, of ``group_size`` rows that leave in one step. ``version_key``: the tag with the policy version
         that a row was generated with; one of ``max_versions`` versions ago goes now, as far as there is room.
         ``length_key``: the tag with a row's tokens; a row that has none yet waits. ``equal_rollouts``,
-        ``micro_batches``, ``cost``, ``sync``: as ``BalancerConfig`` takes them. A row above ``micro_batches.max_tokens`` gets
-        a micro-batch of its own.
+        ``micro_batches``, ``cost``, ``sync``: as ``BalancerConfig`` takes them. A row above
+        ``micro_batches.max_tokens`` gets a micro-batch alone.
         """
         super().__init__()
         if window < 1 or max_skips < 0:
@@ -111,7 +111,7 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             equal_rollouts=equal_rollouts,
             micro_batches=micro_batches,
             cost=cost,
-            **({} if sync is None else {"sync": sync}),
+            sync=sync,
         )
         self._pools: dict[tuple[str, str], _TaskRows] = {}
 

@@ -326,7 +326,7 @@ async def test_what_is_no_config_and_no_list_of_rollouts_is_told() -> None:
     [
         ({"window": 0}, "window must be"),
         ({"windw": 8}, "no such knob"),
-        ({"dp_size": 5}, r"must be >= dp_size \(5\)"),
+        ({"dp_size": 5}, r"which is dp_size \(5\)"),
         ({"groups": {"size": 2}}, "groups.size cannot change: groups are counted by it"),
         ({"cost": BrokenCost()}, "the cost model gave nan"),
     ],

@@ -137,7 +137,7 @@ async def test_what_is_turned_down_is_counted_and_told_and_what_is_bad_is_not_ju
         return rollouts[0].num_tokens > 2
 
     async with sb.StreamBalancer(
-        config(micro_batches=sb.MicroBatches(max_tokens=10)),
+        config(micro_batches=sb.MicroBatches(max_tokens=10), sync="step"),
         accept=accept,
         on_evict=lambda r, why: gone.append((r.rollout_id, why)),
     ) as balancer:

@@ -30,7 +30,7 @@ def some(number: int, name: str = "r") -> list[Rollout]:
     return [make_rollout(900 if n % 6 == 5 else 1 + 7 * n % 30, f"{name}{n}") for n in range(number)]
 
 
-CAPPED = {"micro_batches": {"max_tokens": 1000}}
+CAPPED = {"micro_batches": {"max_tokens": 1000}, "sync": "step"}
 LOCKSTEP = {"sync": "micro_batch", "micro_batches": {"max_tokens": 1000}}
 FREE = {"micro_batches": {"equal_number": False}}
 PLANS: list[dict[str, Any]] = [{}, CAPPED, LOCKSTEP]
