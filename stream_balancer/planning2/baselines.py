@@ -1,0 +1,57 @@
+"""Baselines: the oldest rollouts, partitioned as well as possible (fifo), or dealt to the ranks in turn (round-robin).
+
+Users measure with them, in the same loop and with the same figures, what the window gains.
+
+Example: 9, 1, 8 and 2 wait, two ranks. Round-robin gives 9 + 8 = 17 and 1 + 2 = 3; fifo gives 9 + 1 and 8 + 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .arrays import Ints, Layout
+from .figures import planned
+from .micro_batches import Packer, laid_out
+from .mini_batches import in_mini_batches
+from .plan import Plan, PlanKnobs, Together, Waiting
+from .units import Units
+
+
+def plan_fifo(
+    waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int = 0, together: Together | None = None
+) -> Plan:
+    """The oldest rollouts, laid out as `plan_batch` does; arguments as there. O(n log n)."""
+    return _oldest(waiting, knobs, num_rollouts, step, together, laid_out)
+
+
+def plan_round_robin(
+    waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int = 0, together: Together | None = None
+) -> Plan:
+    """The oldest rollouts, to the ranks in turn; each rank packs its own micro-batches. O(n log n).
+
+    Every rank gets the number of micro-batches that the fullest rank needs, as trainers arrange with an all_reduce.
+    """
+    return _oldest(waiting, knobs, num_rollouts, step, together, _in_turn)
+
+
+def _oldest(
+    waiting: Waiting,
+    knobs: PlanKnobs,
+    num_rollouts: int,
+    step: int,
+    together: Together | None,
+    lay_out: Callable[[Waiting, PlanKnobs, Ints, int], Layout],
+) -> Plan:
+    units = Units.of(waiting, knobs)
+    go = np.zeros_like(units.ready)
+    units.take(go, np.flatnonzero(units.ready), num_rollouts)
+    plan = planned(waiting, knobs, lay_out(waiting, knobs, units.rows(go), step))
+    return in_mini_batches(waiting, knobs, plan, step, together, lay_out=lay_out, in_order=True)
+
+
+def _in_turn(waiting: Waiting, knobs: PlanKnobs, rows: Ints, rotation: int) -> Layout:
+    shares = [np.arange(rank, rows.size, knobs.dp_size) for rank in range(knobs.dp_size)]
+    layout = Packer(waiting.lengths[rows], waiting.costs[rows], knobs).packed(shares)
+    return [[rows[np.sort(one)] for one in share] for share in layout]

@@ -1,0 +1,82 @@
+"""How early can the last rank finish? Bounds that hold for every layout.
+
+Example: rollouts of 900, 700 and 500 on two ranks. Two of the three share a rank, so no layout finishes before
+700 + 500 = 1200, although the mean load is 1050.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from .arrays import Floats, Ints, checked_costs
+
+
+def lower_bound(costs: ArrayLike, dp_size: int, *, equal_rollouts: bool = False) -> float:
+    """Finish that no partition of these costs beats. O(n log n).
+
+    The bound is the largest of the mean load and, for every i, the i + 1 lightest of the i * dp_size + 1 heaviest
+    rollouts: some rank has i + 1 of them. With ``equal_rollouts`` the lightest rollouts complete that rank.
+
+    Raises:
+        ValueError: a cost is negative or not finite, or there is no rank.
+
+    Examples:
+        >>> lower_bound([900, 700, 500, 500, 300, 100], 2), lower_bound([900, 700, 500], 2)
+        (1500.0, 1200.0)
+        >>> lower_bound([900, 100, 100, 100], 2, equal_rollouts=True)  # the rank of the 900 has a second rollout
+        1000.0
+    """
+    return bound_of(checked_costs(costs, dp_size), dp_size, equal_rollouts)
+
+
+def bound_of(work: Floats, dp_size: int, equal_rollouts: bool) -> float:
+    """`lower_bound` of checked costs."""
+    n = work.size
+    if not n:
+        return 0.0
+    sums = np.concatenate(([0.0], np.cumsum(np.sort(work)[::-1])))
+    i = np.arange((n - 1) // dp_size + 1)
+    together = sums[i * dp_size + 1] - sums[i * dp_size - i]
+    if equal_rollouts:
+        together += sums[-1] - sums[n - np.maximum(n // dp_size - 1 - i, 0)]
+    return _rounded_down(max(float(sums[-1]) / dp_size, float(together.max())), work)
+
+
+def _rounded_down(bound: float, work: Floats) -> float:
+    """The bound below floating-point error: n additions are off by at most n units in the last place."""
+    # Sums of whole numbers below 2**52 are exact, and a finish is such a sum.
+    if float(work.sum()) < 2.0**52 and bool((work == np.floor(work)).all()):
+        return float(np.ceil(bound * (1.0 - 1e-14)))
+    return bound * (1.0 - 4e-16 * work.size)
+
+
+def lockstep_bound(costs: Floats, tokens: Ints, dp_size: int, max_tokens: int) -> float:
+    """Time that no step beats whose ranks meet at every micro-batch, under a token cap. O(n log n).
+
+    The bound adds, for each number j of locksteps, the costs of the 1st, the (dp_size + 1)-th, ... costliest rollout (j
+    in all, while no two of the rollouts down to there fit into one micro-batch) and the mean time of the work that j
+    locksteps cannot hold. The largest j-th sum is the bound.
+
+    Examples:
+        >>> costs, tokens = np.array([10.0] * 4 + [1.0] * 10), np.array([100] * 4 + [20] * 10)
+        >>> lockstep_bound(costs, tokens, dp_size=2, max_tokens=100)  # 10 and 10 twice, then 5 and 5
+        25.0
+    """
+    if not costs.size:
+        return 0.0
+    total = float(costs.sum())
+    tokens = np.minimum(tokens, max_tokens)
+    heavy = np.argsort(-costs, kind="stable")
+    dense = np.argsort(-costs / tokens, kind="stable")
+    dense_costs, dense_tokens = costs[dense], tokens[dense]
+    before = np.cumsum(dense_tokens) - dense_tokens
+    best, least = total / dp_size, 0.0
+    for first in range(0, costs.size, dp_size):
+        if first and np.partition(tokens[heavy[: first + 1]], 1)[:2].sum() <= max_tokens:
+            break
+        least += float(costs[heavy[first]])
+        # j locksteps hold dp_size * max_tokens tokens each: at most the densest work.
+        held = (np.clip(((first + dp_size) * max_tokens - before) / dense_tokens, 0.0, 1.0) * dense_costs).sum()
+        best = max(best, least + (total - float(held)) / dp_size)
+    return max(_rounded_down(best, costs), bound_of(costs, dp_size, False))

@@ -1,0 +1,279 @@
+"""Which rollouts go: those that must, and those that make a step without waste beside them.
+
+Every rollout leaves in the end, so the total work is fixed, and the trainer's time is the sum of the step lengths. A
+step is as long as its mean load or as its heaviest rollout. Time is wasted only where a rollout, an *outlier*, stands
+out above the mean load. The choice is therefore about one number, the *level*: the heaviest rollout that goes.
+
+    no outlier must go   The oldest rollouts go if they balance, otherwise the oldest light ones. Outliers wait, because
+                         one step serves all outliers below its level, and more outliers may come.
+    an outlier must go   The level with the least waste, now and later, wins. The oldest rollouts below the level go.
+                         While the step has room, heavier rollouts replace the lightest ones.
+
+Example: two ranks, four rollouts go. Six 3s, six 2s, a 9, a 10 and a 40 wait. The 9 must go; the 40 may wait 8 more
+steps, or 1. The most work below a level goes with that level::
+
+    40 |                             #    level   goes         loads    waste now   waste later: the 40 may wait 8 / 1
+       |                             #       9    9 3 3 3       9  9        0          3.1     /  25
+    10 |                         , # #      10    10 9 3 3     13 12        0          3.1 <-- /  25
+     9 |                         # # #      40    40 10 9 3    40 22        9          0       /   0 <--
+     3 | # . # . # . # . # . # . # # #
+         3 2 3 2 3 2 3 2 3 2 3 2 9 10 40    of equal levels the highest wins: it leaves the most freedom
+
+- Waste now = level - (the most work below the level) / ranks. At 40: 40 - 62 / 2 = 9 on every rank.
+- Waste later: an outlier left behind needs a step as long as itself. One step serves all outliers below its level, so
+  an outlier adds only its height above the next lower outlier, or above a mean step (here 11.9) if it is the lowest.
+  The height counts times the urgency = 1 - skips left / (most skips left + 1): 28.1 x 1/9 = 3.1, and 28.1 x 8/9 = 25.
+
+**The skip bound** (`forced`). A step takes at least s rollouts: s = batch_size, or batch_size - g + 1 with whole groups
+of at most g rollouts. D = max_skips. N_j = waiting rollouts with at most j skips left. Claim: N_j <= (j + 1) s holds
+before every step and for every j, if never more than (D + 1) s rollouts wait.
+
+1. `forced` takes rollouts until at most j s of the N_j stay, for every j. At most s rollouts suffice, because
+   N_j - j s <= s. The last group may add g - 1, which makes batch_size together: the rollouts fit into the step.
+2. A rollout that stays loses one skip. So N_(j-1) <= j s holds before the next step: the claim for every j - 1 < D.
+3. New rollouts have D skips left. They count in N_D only, and N_D is at most (D + 1) s by assumption.
+4. j = 0: no rollout without skips left stays behind. (Earliest deadline first: Liu and Layland 1973.)
+
+If more rollouts wait, `forced` still takes s: nothing is refused, and a rollout may leave late.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from .arrays import Bools, Floats, Ints
+from .plan import PlanKnobs
+from .units import Units
+
+BALANCED = 1.02
+"""A step balances if its heaviest rollout is within 2 % of the mean load. A finer rule adds delay and saves no time."""
+
+MAY_GO = 0.25
+"""While outliers wait, the lightest 25 % of the remaining rollouts stay eligible, so that old ones still leave."""
+
+_CHOICES = 32
+"""Numbers of light rollouts that are compared for an outlier's step with equal rollout counts."""
+
+
+def must_go(units: Units, knobs: PlanKnobs, num_rollouts: int) -> Bools:
+    """[U] units that the skip bound forces, then due units; earliest deadline first, as far as they fit."""
+    must = np.zeros(units.sizes.size, dtype=np.bool_)
+    needed = forced(units, knobs)
+    for wanted in (needed, units.due & ~needed):
+        order = np.flatnonzero(wanted)
+        order = order[np.argsort(units.remaining[order], kind="stable")]
+        units.take(must, order, num_rollouts - int(units.sizes[must].sum()))
+    return must
+
+
+def forced(units: Units, knobs: PlanKnobs) -> Bools:
+    """[U] units that must go so that no rollout is left behind by more than ``max_skips`` steps. O(W).
+
+    Example: s = 2, D = 1. Rollouts with 0, 1, 1 and 1 skips left give N_0 = 1 and N_1 = 4. At most 2 of the 4 may stay:
+    the first rollout and one more must go.
+    """
+    largest = max(int(units.sizes.max(initial=1)), knobs.group_size or 1 if knobs.whole_groups else 1)
+    sent = _sure(knobs.batch_size, largest)
+    go = np.zeros(units.sizes.size, dtype=np.bool_)
+    soon = np.flatnonzero(units.ready & (units.remaining <= int(units.sizes.sum()) // sent))
+    if not soon.size:
+        return go
+    by_deadline = np.cumsum(np.bincount(units.remaining[soon], weights=units.sizes[soon]))
+    taken = 0
+    for j, waiting in enumerate(by_deadline.tolist()):
+        need = min(int(waiting) - j * sent, sent) - taken
+        if need > 0:
+            may = np.flatnonzero(units.ready & (units.remaining <= j) & ~go)
+            may = may[np.argsort(~units.due[may], kind="stable")]  # due units first
+            may = may[: int(np.searchsorted(np.cumsum(units.sizes[may]), need)) + 1]
+            go[may] = True
+            taken += int(units.sizes[may].sum())
+    return go
+
+
+def smallest_max_skips(window: int, batch_size: int, capacity: int, group_size: int = 1) -> int:
+    """Smallest ``max_skips`` for which the skip bound is proved and the window is useful.
+
+    The proof needs capacity <= (max_skips + 1) * (batch_size - group_size + 1). Below 3 * (window / batch_size - 1)
+    skips some rollout is forced in nearly every step, and the window chooses nothing.
+
+    Examples:
+        >>> smallest_max_skips(window=64, batch_size=32, capacity=128)
+        3
+        >>> smallest_max_skips(window=64, batch_size=32, capacity=128, group_size=8)  # a step takes at least 25
+        5
+    """
+    return max(-(-capacity // _sure(batch_size, group_size)) - 1, -(-3 * (window - batch_size) // batch_size), 0)
+
+
+def most_for_max_skips(max_skips: int, batch_size: int, group_size: int = 1) -> int:
+    """Most rollouts that may wait at once under the proof of the skip bound.
+
+    Examples:
+        >>> most_for_max_skips(16, batch_size=32), most_for_max_skips(16, batch_size=32, group_size=8)
+        (544, 425)
+    """
+    return (max_skips + 1) * _sure(batch_size, group_size)
+
+
+def _sure(batch_size: int, group_size: int) -> int:
+    """Rollouts that every full step takes: whole groups may leave group_size - 1 places empty."""
+    return max(batch_size - group_size + 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Units of one size to choose from, oldest first."""
+
+    costs: Floats
+    """[U] work of each unit."""
+    peaks: Floats
+    """[U] costliest rollout of each unit."""
+    must: Bools
+    """[U] the unit goes in any case."""
+    remaining: Ints
+    """[U] steps that may still leave the unit behind."""
+    number: int
+    """Units that go, ``must`` included."""
+    ranks: int
+    beside: float = 0.0
+    """Least number of other units on the rank of a rollout (equal rollout counts)."""
+    tokens: Ints | None = None
+    """[U] tokens, where a step runs as one micro-batch per rank; otherwise None."""
+    room: float = 0.0
+    """Tokens that such a step holds."""
+
+    def filler(self, go: Bools) -> float:
+        """Least work on the rank of the heaviest rollout, apart from that rollout."""
+        number = math.ceil(self.beside)
+        return self.beside * float(np.sort(self.costs[go])[:number].mean()) if number else 0.0
+
+    def balances(self, go: Bools) -> bool:
+        """No rollout stands out above the mean load, and one micro-batch per rank holds the step."""
+        fits = self.tokens is None or int(self.tokens[go].sum()) <= self.room
+        return fits and self.peaks[go].max() + self.filler(go) <= BALANCED * float(self.costs[go].sum()) / self.ranks
+
+    def outlier_must_go(self, lightest: Bools, heaviest: int) -> bool:
+        """A unit of ``must`` stands out even in the lightest step, whose heaviest other unit is ``heaviest``."""
+        peak = float(self.peaks[self.must].max(initial=0.0))
+        mean = float(self.costs[lightest].sum()) / self.ranks
+        return peak > float(self.peaks[heaviest]) and peak + self.filler(lightest) > BALANCED * mean
+
+
+def choose_units(units: Candidates) -> Bools:
+    """-> [U] the units that go. O(U log U).
+
+    Examples:
+        >>> costs = np.array([3.0, 2.0] * 6 + [9.0, 10.0, 40.0])
+        >>> nothing, must, remaining = costs < 0, costs == 9, np.full(15, 8)
+        >>> costs[choose_units(Candidates(costs, costs, nothing, remaining, number=4, ranks=2))]  # the oldest
+        array([3., 2., 3., 2.])
+        >>> costs[choose_units(Candidates(costs, costs, must, remaining, number=4, ranks=2))]  # the 40 may wait
+        array([ 3.,  3.,  9., 10.])
+        >>> remaining[14] = 1
+        >>> costs[choose_units(Candidates(costs, costs, must, remaining, number=4, ranks=2))]
+        array([ 3.,  9., 10., 40.])
+    """
+    more = units.number - int(np.count_nonzero(units.must))
+    others = np.flatnonzero(~units.must)
+    if more >= others.size:
+        return np.ones_like(units.must)
+
+    def with_must(some: Ints) -> Bools:
+        go = units.must.copy()
+        go[some] = True
+        return go
+
+    oldest = with_must(others[: max(more, 0)])
+    if more <= 0 or units.balances(oldest):
+        return oldest
+    # Ascending by costliest rollout: the first `more` make the lightest step.
+    others = others[np.argsort(units.peaks[others], kind="stable")]
+    lightest = with_must(others[:more])
+    if units.outlier_must_go(lightest, others[more - 1]):
+        filler = units.filler(lightest)
+        return _filled(units, _best_level(units, others, more, filler), filler)
+    spare = int(MAY_GO * (others.size - more))
+    light = with_must(np.sort(others[: more + spare])[:more])
+    return light if units.balances(light) else lightest
+
+
+def _best_level(units: Candidates, others: Ints, more: int, filler: float) -> float:
+    """The level with the least waste. ``others`` ascend by peak, and ``more`` of them go. O(U)."""
+    costs, must = units.costs, units.must
+    heights = units.peaks[others] + filler
+    floor = float((units.peaks[must] + filler).max(initial=0.0))
+    # [levels] each level lets in one outlier more than the level before.
+    first = max(more, int(np.searchsorted(heights, floor, side="right")))
+    below = np.arange(first, others.size + 1)
+    levels = np.maximum(heights[below - 1], floor)
+    light = min(math.ceil(units.beside), more)
+
+    def most(amounts: Floats) -> Floats:
+        """[levels] most that goes: ``must``, the heaviest below the level, and the ``light`` lightest."""
+        sums = np.concatenate(([0.0], np.cumsum(amounts[others])))
+        held: Floats = float(amounts[must].sum()) + sums[light] + sums[below] - sums[below - more + light]
+        return held
+
+    work = most(costs)
+    if units.tokens is not None:
+        work = work * np.minimum(1.0, units.room / most(units.tokens.astype(np.float64)))
+    now = np.maximum(levels - work / units.ranks, 0.0)
+    fair = float(costs.mean()) * units.number / units.ranks
+    left = np.maximum(heights[first:], fair)
+    urgency = 1.0 - units.remaining[others[first:]] / (float(units.remaining.max()) + 1.0)
+    # The step of an outlier serves the lower ones: each is as urgent as the most urgent outlier above.
+    urgency = np.maximum.accumulate(urgency[::-1])[::-1]
+    later = np.zeros(below.size)
+    later[:-1] = np.cumsum((np.diff(left, prepend=fair) * urgency)[::-1])[::-1]
+    # The step of the lowest outlier left behind rises from the mean step.
+    later[1:-1] += (left[:-1] - fair) * urgency[1:]
+    score = now + later
+    return float(levels[np.flatnonzero(score <= score.min() + 1e-9 * levels[-1])[-1]])
+
+
+def _filled(units: Candidates, level: float, filler: float) -> Bools:
+    """[U] the oldest units below the level; heavier units replace light ones until the step is full."""
+    costs, go = units.costs, units.must.copy()
+    open_to = ~go & (units.peaks + filler <= level)
+    if units.beside:
+        go[_lightest(units, np.flatnonzero(open_to | units.must), level)] = True
+        open_to &= ~go
+    taken = np.flatnonzero(open_to)[: units.number - int(np.count_nonzero(go))]
+    go[taken] = True
+    open_to[taken] = False
+    missing = units.ranks * level - float(costs[go].sum())
+    left = np.flatnonzero(open_to)
+    if missing > 0.0 and left.size and taken.size:
+        out = taken[np.argsort(costs[taken], kind="stable")][: left.size]
+        come = left[np.argsort(-costs[left], kind="stable")][: out.size]
+        gain = np.maximum(costs[come] - costs[out], 0.0)
+        swaps = min(int(np.searchsorted(np.cumsum(gain), missing)) + 1, int((gain > 0.0).sum()))
+        go[out[:swaps]], go[come[:swaps]] = False, True
+    return go
+
+
+def _lightest(units: Candidates, among: Ints, level: float) -> Ints:
+    """Light units of a step with equal rollout counts.
+
+    A heavy rollout shares its rank with ``beside`` others. More light units shorten the step and hold less work; the
+    number with the least waste wins.
+    """
+    more = units.number - int(np.count_nonzero(units.must))
+    ascending = among[np.argsort(units.peaks[among], kind="stable")]
+    work = np.concatenate(([0.0], np.cumsum(units.costs[ascending])))
+    peaks = np.concatenate(([0.0], np.cumsum(units.peaks[ascending])))
+    # [choices, 1] numbers of light units; the heavy units begin at `heavy`.
+    light = np.linspace(0, more - 1, min(more, _CHOICES)).astype(np.int64)[:, None]
+    heavy = ascending.size - units.number + light
+    # [ranks] the least work of that many ranks together, if the heaviest rollouts are on them.
+    ranks = np.arange(1, max(min(units.ranks, units.number), 2))
+    beside = np.minimum(np.ceil(ranks * units.beside).astype(np.int64), units.number)
+    few = np.minimum(beside, light)
+    finish = work[few] + work[heavy + beside - few] - work[heavy] + peaks[-1] - peaks[-1 - ranks]
+    step = np.maximum((finish / ranks).max(axis=1), level)
+    full = (work[light] + work[-1] - work[heavy])[:, 0] / units.ranks
+    return ascending[: light[np.argmin(step - np.minimum(full, level)), 0]]

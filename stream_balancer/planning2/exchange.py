@@ -1,0 +1,188 @@
+"""Exchanges of rollouts between cells, until the last cell finishes early.
+
+A cell is a rank, or a micro-batch of a lockstep. All cells have the same number of slots. An empty slot has cost 0, so
+a move is an exchange with an empty slot, and count limits and token caps are masks of one table.
+
+    even_out    All cells run in parallel, so the latest cell decides. Late cells pair with early ones, and one numpy
+                table [pairs, slots, slots] holds the exchanges of all pairs.
+    even_rows   Rows of cells run one after another (locksteps), so the sum of the rows' latest cells decides.
+
+Example: cells [700, 300] and [500, 400], loads 1000 and 900. The exchange of 700 for 500 gives 800 and 1100, and no
+other exchange helps. Cells [700, 300, 100] and [500, 400]: the 100 moves to an empty slot, which gives 1000 and 1000.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+from .arrays import Bools, Floats, Ints
+
+_BUDGET, _EACH = 200_000, 400
+"""Exchanges that a search compares: a constant, plus 400 per rollout. 1,000,000 comparisons take about 10 ms."""
+
+_ROUND = 5_000
+"""Fixed cost of a round, in comparisons."""
+
+_WIDE = 40
+"""Slots of a cell that a table compares. With more rollouts per rank, largest first leaves next to nothing to gain."""
+
+_TURNS = 7
+"""Pairings in a row that may fail."""
+
+_COPIES = 1_500
+"""Slots of all copies x cells."""
+
+_GAIN = 1e-9
+"""A gain below this part of the latest cell is rounding error."""
+
+
+@dataclass
+class Cells:
+    """Rollouts in cells."""
+
+    work: Floats
+    """[n + 1] cost of each rollout; 0 for the empty slot."""
+    slots: Ints
+    """[copies * cells, slots] rollout in each slot; n = the slot is empty."""
+    tokens: Ints | None = None
+    """[n + 1] tokens of each rollout, under a cap."""
+    most_tokens: int = 0
+    """Token cap of a cell."""
+    least: int = 0
+    """Fewest rollouts of a cell."""
+    most: int = 2**62
+    """Most rollouts of a cell."""
+    copies: int = 1
+    load: Floats = field(init=False)
+    """[copies * cells] work of each cell."""
+
+    @classmethod
+    def of(
+        cls, work: Floats, labels: Ints, cells: int, *, moves: bool, cap: tuple[Ints, int] | None = None, **counts: int
+    ) -> Cells:
+        """Cells from [n] labels. ``moves``: counts may change between ``least`` and ``most``."""
+        n, held = work.size, np.bincount(labels, minlength=cells)
+        order = np.lexsort((-work, labels))
+        slots = np.full((cells, int(held.max()) + moves), n)
+        slots[labels[order], np.arange(n) - np.repeat(np.cumsum(held) - held, held)] = order
+        tokens, most_tokens = (None, 0) if cap is None else (np.append(cap[0], 0), cap[1])
+        return cls(np.append(work, 0.0), slots, tokens, most_tokens, **counts)
+
+    def __post_init__(self) -> None:
+        self.load = self.work[self.slots].sum(axis=1)
+
+    def shuffle(self) -> None:
+        """Add copies with other starts, which then descend side by side.
+
+        A copy shuffles each column of slots over the cells, so that counts stay. The first copy keeps the given start;
+        copies above the token cap are dropped.
+        """
+        cells, width = self.slots.shape
+        copies = max(_COPIES // (cells**2 * width), 1)
+        slots = np.take_along_axis(self.slots[None], _shuffles(copies, cells, width), axis=1)
+        if self.tokens is not None:
+            slots = slots[(self.tokens[slots].sum(axis=2) <= self.most_tokens).all(axis=1)]
+        self.copies, self.slots = slots.shape[0], slots.reshape(-1, width)
+        self.__post_init__()
+
+    def labels(self) -> Ints:
+        """[n] cell of each rollout, in the copy whose latest cell is earliest."""
+        best = int(self.load.reshape(self.copies, -1).max(axis=1).argmin())
+        slots = self.slots.reshape(self.copies, -1, self.slots.shape[1])[best]
+        labels = np.empty(self.work.size, dtype=np.int64)
+        labels[slots] = np.arange(slots.shape[0])[:, None]
+        return labels[:-1]
+
+    def even_out(self, target: float) -> None:
+        """Exchange until a copy's latest cell meets the target, all pairings fail, or the budget is spent.
+
+        Cells pair as in a tournament. In turn 0 the latest cell meets the earliest, the second latest meets the second
+        earliest, and so on. Then all cells but the latest move on by one place, so that the latest meets every cell.
+        """
+        cells, budget = self.load.size // self.copies, _BUDGET + _EACH * self.work.size
+        turn = failed = 0
+        while failed < min(_TURNS, cells - 1) and budget > 0:
+            load = self.load.reshape(self.copies, -1)
+            if float(load.max(axis=1).min()) <= target:
+                return
+            order = np.argsort(load, axis=1, kind="stable") + np.arange(self.copies)[:, None] * cells
+            place = np.append((np.arange(cells - 1) + turn) % (cells - 1), cells - 1)
+            one, other = order[:, place[: cells // 2]].ravel(), order[:, place[::-1][: cells // 2]].ravel()
+            later = self.load[one] > self.load[other]
+            late, early = np.where(later, one, other), np.where(later, other, one)
+            open_to = self.load[late] > target
+            late, early = late[open_to], early[open_to]
+            d, bad, look = self._differences(late, early)
+            after = np.maximum(self.load[late][:, None, None] - d, self.load[early][:, None, None] + d)
+            after[bad] = np.inf
+            i, j = np.divmod(after.reshape(late.size, -1).argmin(axis=1), after.shape[2])
+            better = np.flatnonzero(after[np.arange(late.size), i, j] < self.load[late] * (1.0 - _GAIN))
+            self._exchange(late[better], early[better], look[i[better]], look[j[better]])
+            failed, turn, budget = 0 if better.size else failed + 1, turn + 1, budget - after.size - _ROUND
+
+    def even_rows(self, rows: int, *, keep: int = 0, worst: int = 3) -> None:
+        """Exchange between the latest cells of the ``worst`` rows and all cells, until the sum of latest cells stays.
+
+        ``keep``: the counts of that many ranks stay (a cell's rank is its number modulo ``keep``); 0 = counts change.
+        """
+        load, cells, budget = self.load, self.load.size, 4 * _BUDGET + _EACH * self.work.size
+        row_of, every = np.arange(cells) // (cells // rows), np.arange(cells)
+        while budget > 0:
+            table = load.reshape(rows, -1)
+            peak, second = table.max(axis=1), np.sort(table, axis=1)[:, -2:][:, 0]
+            where = np.argsort(table.mean(axis=1) - peak, kind="stable")[:worst]
+            last = where * table.shape[1] + table[where].argmax(axis=1)
+            a, b = np.repeat(last, cells - 1), np.concatenate([every[every != one] for one in last])
+            d, bad, look = self._differences(a, b, keep)
+            before = load[a][:, None, None]
+            after_a, after_b = before - d, load[b][:, None, None] + d
+            same = (row_of[a] == row_of[b])[:, None, None]
+            pair_peak = np.maximum(after_a, np.where(same, after_b, 0.0))
+            rise = np.where(same, 0.0, np.maximum(after_b - peak[row_of[b]][:, None, None], 0.0))
+            # Of equal gains, the exchange that leaves the pair most alike opens the next exchange.
+            gain = before - np.maximum(pair_peak, second[row_of[a]][:, None, None]) - rise
+            gain += 1e-6 * (before - pair_peak)
+            gain[bad] = -np.inf
+            pair, i, j = np.unravel_index(int(gain.argmax()), gain.shape)
+            if gain[pair, i, j] <= _GAIN * float(peak.max()):
+                return
+            self._exchange(a[[pair]], b[[pair]], look[[i]], look[[j]])
+            budget -= gain.size + _ROUND
+
+    def _differences(self, a: Ints, b: Ints, keep: int = 0) -> tuple[Floats, Bools, Ints]:
+        """Exchanges between cells ``a`` and ``b`` ([pairs] each).
+
+        Returns ([pairs, slots of a, slots of b] cost that a gives minus cost that a takes, the mask of exchanges that a
+        limit forbids, the slots that are compared).
+        """
+        width, nothing = self.slots.shape[1], self.work.size - 1
+        look = np.arange(width) if width <= _WIDE else np.linspace(0, width - 1, _WIDE).astype(np.int64)
+        give, take = self.slots[a][:, look][:, :, None], self.slots[b][:, look][:, None, :]
+        bad = (give == nothing) & (take == nothing)
+        if self.tokens is not None:
+            room = self.most_tokens - self.tokens[self.slots].sum(axis=1)
+            dt = self.tokens[give] - self.tokens[take]
+            bad = bad | (dt > room[b][:, None, None]) | (-dt > room[a][:, None, None])
+        if self.least or self.most < width or keep:
+            count = (self.slots < nothing).sum(axis=1)
+            loses, gains = count > self.least, count < self.most
+            free = np.ones(a.size, dtype=np.bool_) if not keep else a % keep == b % keep
+            bad = bad | ((take == nothing) & ~(free & loses[a] & gains[b])[:, None, None])
+            bad = bad | ((give == nothing) & ~(free & loses[b] & gains[a])[:, None, None])
+        return self.work[give] - self.work[take], bad, look
+
+    def _exchange(self, a: Ints, b: Ints, i: Ints, j: Ints) -> None:
+        self.slots[a, i], self.slots[b, j] = self.slots[b, j], self.slots[a, i]
+        for cell in (a, b):
+            self.load[cell] = self.work[self.slots[cell]].sum(axis=1)
+
+
+@cache
+def _shuffles(copies: int, cells: int, width: int) -> Ints:
+    """[copies, cells, slots] cell from which each slot's rollout comes. Seeded: equal inputs give equal plans."""
+    shuffle = np.random.default_rng(0).random((copies, cells, width)).argsort(axis=1)
+    shuffle[0] = np.arange(cells)[:, None]
+    return shuffle
