@@ -8,6 +8,7 @@ Example: 9, 1, 8 and 2 wait, two ranks. Round-robin gives 9 + 8 = 17 and 1 + 2 =
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -19,31 +20,16 @@ from .plan import Plan, PlanKnobs, Together, Waiting
 from .units import Units
 
 
-def plan_fifo(
-    waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int = 0, together: Together | None = None
-) -> Plan:
-    """The oldest rollouts, laid out as `plan_batch` does; arguments as there. O(n log n)."""
-    return _oldest(waiting, knobs, num_rollouts, step, together, laid_out)
-
-
-def plan_round_robin(
-    waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int = 0, together: Together | None = None
-) -> Plan:
-    """The oldest rollouts, to the ranks in turn; each rank packs its own micro-batches. O(n log n).
-
-    Every rank gets the number of micro-batches that the fullest rank needs, as trainers arrange with an all_reduce.
-    """
-    return _oldest(waiting, knobs, num_rollouts, step, together, _in_turn)
-
-
 def _oldest(
     waiting: Waiting,
     knobs: PlanKnobs,
+    *,
     num_rollouts: int,
-    step: int,
-    together: Together | None,
+    step: int = 0,
+    together: Together | None = None,
     lay_out: Callable[[Waiting, PlanKnobs, Ints, int], Layout],
 ) -> Plan:
+    """The oldest rollouts or groups; arguments as of `plan_batch`. O(n log n)."""
     units = Units.of(waiting, knobs)
     go = np.zeros_like(units.ready)
     units.take(go, np.flatnonzero(units.ready), num_rollouts)
@@ -55,3 +41,13 @@ def _in_turn(waiting: Waiting, knobs: PlanKnobs, rows: Ints, rotation: int) -> L
     shares = [np.arange(rank, rows.size, knobs.dp_size) for rank in range(knobs.dp_size)]
     layout = Packer(waiting.lengths[rows], waiting.costs[rows], knobs).packed(shares)
     return [[rows[np.sort(one)] for one in share] for share in layout]
+
+
+plan_fifo = partial(_oldest, lay_out=laid_out)
+"""Plan the oldest rollouts, laid out as `plan_batch` lays them out."""
+
+plan_round_robin = partial(_oldest, lay_out=_in_turn)
+"""Plan the oldest rollouts, to the ranks in turn; each rank packs its own micro-batches.
+
+Every rank gets the number of micro-batches that the fullest rank needs, as trainers arrange with an all_reduce.
+"""

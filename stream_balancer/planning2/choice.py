@@ -54,6 +54,9 @@ BALANCED = 1.02
 MAY_GO = 0.25
 """While outliers wait, the lightest 25 % of the remaining rollouts stay eligible, so that old ones still leave."""
 
+_ROOM = 0.95
+"""Part of a token cap that a micro-batch usually fills."""
+
 _CHOICES = 32
 """Numbers of light rollouts that are compared for an outlier's step with equal rollout counts."""
 
@@ -142,9 +145,14 @@ class Candidates:
     beside: float = 0.0
     """Least number of other units on the rank of a rollout (equal rollout counts)."""
     tokens: Ints | None = None
-    """[U] tokens, where a step runs as one micro-batch per rank; otherwise None."""
-    room: float = 0.0
-    """Tokens that such a step holds."""
+    """[U] tokens, at most max_tokens, where ranks meet at every micro-batch. None: sums of work decide."""
+    max_tokens: int = 0
+    """Token cap of a micro-batch."""
+
+    @property
+    def room(self) -> float:
+        """Tokens that one micro-batch per rank usually holds."""
+        return _ROOM * self.ranks * self.max_tokens
 
     def filler(self, go: Bools) -> float:
         """Least work on the rank of the heaviest rollout, apart from that rollout."""

@@ -47,10 +47,8 @@ class Cells:
     """[n + 1] cost of each rollout; 0 for the empty slot."""
     slots: Ints
     """[copies * cells, slots] rollout in each slot; n = the slot is empty."""
-    tokens: Ints | None = None
-    """[n + 1] tokens of each rollout, under a cap."""
-    most_tokens: int = 0
-    """Token cap of a cell."""
+    cap: tuple[Ints, int] | None = None
+    """[n + 1] tokens of each rollout, and the most tokens of a cell."""
     least: int = 0
     """Fewest rollouts of a cell."""
     most: int = 2**62
@@ -68,8 +66,7 @@ class Cells:
         order = np.lexsort((-work, labels))
         slots = np.full((cells, int(held.max()) + moves), n)
         slots[labels[order], np.arange(n) - np.repeat(np.cumsum(held) - held, held)] = order
-        tokens, most_tokens = (None, 0) if cap is None else (np.append(cap[0], 0), cap[1])
-        return cls(np.append(work, 0.0), slots, tokens, most_tokens, **counts)
+        return cls(np.append(work, 0.0), slots, cap and (np.append(cap[0], 0), cap[1]), **counts)
 
     def __post_init__(self) -> None:
         self.load = self.work[self.slots].sum(axis=1)
@@ -83,8 +80,8 @@ class Cells:
         cells, width = self.slots.shape
         copies = max(_COPIES // (cells**2 * width), 1)
         slots = np.take_along_axis(self.slots[None], _shuffles(copies, cells, width), axis=1)
-        if self.tokens is not None:
-            slots = slots[(self.tokens[slots].sum(axis=2) <= self.most_tokens).all(axis=1)]
+        if self.cap is not None:
+            slots = slots[(self.cap[0][slots].sum(axis=2) <= self.cap[1]).all(axis=1)]
         self.copies, self.slots = slots.shape[0], slots.reshape(-1, width)
         self.__post_init__()
 
@@ -162,9 +159,10 @@ class Cells:
         look = np.arange(width) if width <= _WIDE else np.linspace(0, width - 1, _WIDE).astype(np.int64)
         give, take = self.slots[a][:, look][:, :, None], self.slots[b][:, look][:, None, :]
         bad = (give == nothing) & (take == nothing)
-        if self.tokens is not None:
-            room = self.most_tokens - self.tokens[self.slots].sum(axis=1)
-            dt = self.tokens[give] - self.tokens[take]
+        if self.cap is not None:
+            tokens, most = self.cap
+            room = most - tokens[self.slots].sum(axis=1)
+            dt = tokens[give] - tokens[take]
             bad = bad | (dt > room[b][:, None, None]) | (-dt > room[a][:, None, None])
         if self.least or self.most < width or keep:
             count = (self.slots < nothing).sum(axis=1)

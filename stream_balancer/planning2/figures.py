@@ -65,10 +65,7 @@ def earliest(waiting: Waiting, knobs: PlanKnobs, rows: Ints) -> float:
         bound = max(bound, lockstep_bound(costs, waiting.lengths[rows], ranks, cap))
     if not (knobs.overhead_cost and knobs.has_micro_batches and rows.size):
         return bound
-    # Every rank runs at least one micro-batch.
-    held = 0 if cap is None else -(-int(np.minimum(waiting.lengths[rows], cap).sum()) // cap)
-    number = max(held, ranks)
-    if knobs.equal_number:
-        return bound + rounded_up(-(-number // ranks), knobs.multiple_of) * knobs.overhead_cost
-    mean = float(costs.sum()) / ranks + number / ranks * knobs.overhead_cost
-    return max(bound + knobs.overhead_cost, mean)
+    number = 1
+    if knobs.equal_number and cap is not None:
+        number = -(-int(np.minimum(waiting.lengths[rows], cap).sum()) // (cap * ranks))
+    return bound + rounded_up(number, knobs.multiple_of) * knobs.overhead_cost

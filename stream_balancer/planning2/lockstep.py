@@ -18,12 +18,12 @@ Example: cap 100, cost = tokens squared, two ranks. Five ordinary rollouts of 20
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from .arrays import Bools, Floats, Ints, rounded_up, split_by_label
 from .bounds import lockstep_bound
+from .choice import Candidates
 from .exchange import Cells
 from .partition import assign, largest_first
 from .plan import TOLERANCE
@@ -45,45 +45,28 @@ _LOCKSTEP = 0.02
 """Cost of one more lockstep as a part of the step, on top of the overhead: FSDP gathers parameters again."""
 
 
-@dataclass(frozen=True, slots=True)
-class CappedStep:
-    """Rollouts to choose from, oldest first."""
-
-    costs: Floats
-    tokens: Ints
-    """[W] tokens of each rollout, at most max_tokens."""
-    must: Bools
-    """[W] the rollout goes in any case."""
-    remaining: Ints
-    """[W] steps that may still leave the rollout behind. New rollouts have the most."""
-    number: int
-    """Rollouts that go, < W."""
-    ranks: int
-    max_tokens: int
-
-    def bound(self, go: Bools) -> float:
-        """Time that no layout of these rollouts beats."""
-        return lockstep_bound(self.costs[go], self.tokens[go], self.ranks, self.max_tokens)
-
-
-def choose_lockstep(step: CappedStep) -> Bools:
+def choose_lockstep(step: Candidates) -> Bools:
     """-> [W] the ``number`` rollouts that go. O(W log W), and O(number log number) for each of some 40 candidates.
 
     Examples:
         >>> tokens = np.array([100] + [20] * 13)
-        >>> args = {"must": tokens < 0, "remaining": np.full(14, 8), "number": 11, "ranks": 2, "max_tokens": 100}
-        >>> bool(choose_lockstep(CappedStep(tokens**2.0, tokens, **args))[0])  # a single outlier waits
-        False
+        >>> def goes():
+        ...     costs, must, remaining = tokens**2.0, tokens < 0, np.full(14, 8)
+        ...     step = Candidates(costs, costs, must, remaining, number=11, ranks=2, tokens=tokens, max_tokens=100)
+        ...     return np.flatnonzero(choose_lockstep(step) & (tokens == 100))
+        >>> goes()  # a single outlier waits
+        array([], dtype=int64)
         >>> tokens[3] = 100
-        >>> np.flatnonzero(choose_lockstep(CappedStep(tokens**2.0, tokens, **args)))[:2]  # two fill a lockstep
-        array([0, 1])
+        >>> goes()  # two outliers fill a lockstep
+        array([0, 3])
     """
-    costs = step.costs
-    level = min(ordinary_level(step), _SPIKE * float(costs.max()))
+    costs, tokens = step.costs, step.tokens
+    assert tokens is not None
+    level = min(ordinary_level(step, tokens), _SPIKE * float(costs.max()))
     outlier = costs > level
 
     def waste(go: Bools) -> float:
-        now = step.bound(go) - float(costs[go].sum()) / step.ranks
+        now = lockstep_bound(costs[go], tokens[go], step.ranks, step.max_tokens) - float(costs[go].sum()) / step.ranks
         return now + _waste_later(step, level, outlier & ~go)
 
     best, *others = _candidates(step, outlier)
@@ -95,7 +78,7 @@ def choose_lockstep(step: CappedStep) -> Bools:
     return best
 
 
-def ordinary_level(step: CappedStep) -> float:
+def ordinary_level(step: Candidates, tokens: Ints) -> float:
     """Cost of a full micro-batch of ordinary rollouts.
 
     The level is the fixed point, found from above, of "an ordinary rollout costs at most the level". O(W log W).
@@ -103,7 +86,7 @@ def ordinary_level(step: CappedStep) -> float:
     order = np.argsort(step.costs, kind="stable")
     costs = step.costs[order]
     work = np.concatenate(([0.0], np.cumsum(costs)))
-    tokens = np.concatenate(([0], np.cumsum(step.tokens[order])))
+    tokens = np.concatenate(([0], np.cumsum(tokens[order])))
     share = step.number / costs.size
     held = step.ranks * step.max_tokens / share  # tokens of a lockstep in each step of the window
     level, end = np.inf, costs.size
@@ -117,7 +100,7 @@ def ordinary_level(step: CappedStep) -> float:
     return level
 
 
-def _candidates(step: CappedStep, outlier: Bools) -> Iterator[Bools]:
+def _candidates(step: Candidates, outlier: Bools) -> Iterator[Bools]:
     """The oldest rollouts; then ``must`` with a run of outliers that makes whole locksteps.
 
     The costliest ordinary rollouts complete the locksteps, and the oldest ordinary rollouts fill the step.
@@ -147,7 +130,7 @@ def _candidates(step: CappedStep, outlier: Bools) -> Iterator[Bools]:
                 break
 
 
-def _waste_later(step: CappedStep, level: float, left: Bools) -> float:
+def _waste_later(step: Candidates, level: float, left: Bools) -> float:
     """Time that the outliers left behind will waste if they go in locksteps, costliest first.
 
     A lockstep wastes its empty places, minus the arrivals that come in time. Urgent locksteps count more.
@@ -197,8 +180,7 @@ def _alike(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int]) -> Int
     """[n] micro-batch of each rollout, lockstep after lockstep. None if no start fits the cap."""
     if number == 1:
         return assign(costs, ranks, False, TOLERANCE, cap)
-    starts = [_level_by_level(costs, ranks, number, cap, fullest=way) for way in (True, False)]
-    starts.append(largest_first(costs, ranks * number, False, cap))
+    starts = _level_by_level(costs, ranks, number, cap), largest_first(costs, ranks * number, False, cap)
     found = [labels for labels in starts if labels is not None]
     if not found:
         return None
@@ -216,12 +198,12 @@ def _time(costs: Floats, labels: Ints, ranks: int, number: int) -> float:
     return float(np.sort(np.bincount(labels, weights=costs, minlength=ranks * number))[::-1][::ranks].sum())
 
 
-def _level_by_level(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int], *, fullest: bool) -> Ints | None:
+def _level_by_level(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int]) -> Ints | None:
     """[n] micro-batch of each rollout, lockstep after lockstep, costliest rollouts first. O(n x ranks).
 
-    A lockstep is filled up to its costliest rollout, or to the fair share of the remaining work. ``fullest``: a rollout
-    goes into the fullest micro-batch with room instead of the emptiest, except in the last lockstep. Returns None if a
-    micro-batch stays empty, or the last lockstep has no room.
+    A lockstep is filled up to its costliest rollout, or to the fair share of the remaining work. A rollout goes into
+    the fullest micro-batch with room; in the last lockstep, into the emptiest. Returns None if a micro-batch stays
+    empty, or the last lockstep has no room.
     """
     labels = np.full(costs.size, -1)
     left = np.argsort(-costs, kind="stable").tolist()
@@ -237,7 +219,7 @@ def _level_by_level(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int
         for i in left:
             fits = (room >= size[i]) & (load + work[i] <= level)
             if spare > 0 and fits.any():
-                one = int(np.where(fits, load if fullest and after else -load, -np.inf).argmax())
+                one = int(np.where(fits, load if after else -load, -np.inf).argmax())
                 labels[i] = index * ranks + one
                 load[one] += work[i]
                 room[one] -= size[i]

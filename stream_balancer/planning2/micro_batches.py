@@ -12,13 +12,12 @@ tokens: [600] [600] and [600] [300 300], and both ranks finish after 1,200.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from .arrays import Floats, Ints, Layout, Order, Oversize, Sync, checked_costs, rounded_up, split_by_label
-from .bounds import bound_of
 from .exchange import Cells
 from .lockstep import lockstep_rows
 from .padded import runs_of
@@ -26,7 +25,7 @@ from .partition import assign, largest_first, shares_of
 from .plan import PlanKnobs, Waiting
 
 _WORTH = 1e-3
-"""Relative time that one more micro-batch per rank must save."""
+"""Relative time that fewer micro-batches may cost."""
 
 _TRIED = 4
 """Numbers of micro-batches that are tried below the number that the balanced shares need."""
@@ -89,18 +88,8 @@ def form_micro_batches(
             f"a rollout of {int(tokens.max())} tokens is longer than max_tokens ({max_tokens}): no micro-batch can "
             "hold it. Raise max_tokens, truncate the rollout, or choose oversize='alone'."
         )
-    knobs = PlanKnobs(
-        dp_size,
-        tokens.size,
-        sync=sync,
-        equal_rollouts=equal_rollouts,
-        max_tokens=max_tokens,
-        equal_number=equal_number,
-        multiple_of=multiple_of,
-        overhead_cost=overhead_cost,
-        padded=padded,
-        order=order,
-    )
+    limits = sync, equal_rollouts, max_tokens, equal_number, multiple_of, overhead_cost, padded, order
+    knobs = PlanKnobs(dp_size, tokens.size, None, *limits)
     return laid_out(Waiting.of(work, tokens), knobs, np.arange(tokens.size), rotation)
 
 
@@ -161,31 +150,23 @@ class Packer:
             # The overhead of a micro-batch, spread over its tokens.
             even = self._work + overhead * self._tokens / self._cap
             return self.packed(shares_of(even, knobs.dp_size, knobs.equal_rollouts, knobs.tolerance))
-        bound = bound_of(self._work, knobs.dp_size, knobs.equal_rollouts)
-        best, least, finish = [np.empty(0, dtype=np.int64)], 0, np.inf
-        for number, shares in self._shares():
-            # An earlier layout with fewer micro-batches was as good as any with this number.
-            if finish * (1.0 - _WORTH) <= bound + number * overhead:
-                break
-            time = max(float(self._work[share].sum()) for share in shares) + number * overhead
-            if time < finish * (1.0 - _WORTH):
-                best, least, finish = shares, number, time
-        return [self._spread(share, least) for share in best]
-
-    def _shares(self) -> Iterator[tuple[int, list[Ints]]]:
-        """Numbers of micro-batches from the least on, with shares that fit; the last shares ignore the cap."""
-        knobs, ranks = self._knobs, self._knobs.dp_size
-        free = shares_of(self._work, ranks, knobs.equal_rollouts, knobs.tolerance)
-        last = max(self._fewest(share) for share in free)
-        least = rounded_up(-(-int(self._tokens.sum()) // (ranks * self._cap)), knobs.multiple_of)
+        free = shares_of(self._work, knobs.dp_size, knobs.equal_rollouts, knobs.tolerance)
+        last = max(map(self._fewest, free))
+        limit = (self._latest(free) + last * overhead) * (1.0 + _WORTH)
+        # [number of micro-batches] from the least that holds the tokens; `free` ignores the cap.
+        least = rounded_up(-(-int(self._tokens.sum()) // (knobs.dp_size * self._cap)), knobs.multiple_of)
         for number in range(max(least, last - _TRIED * knobs.multiple_of), last, knobs.multiple_of):
             cap = self._tokens, number * self._cap
-            labels = assign(self._work, ranks, knobs.equal_rollouts, knobs.tolerance, cap)
+            labels = assign(self._work, knobs.dp_size, knobs.equal_rollouts, knobs.tolerance, cap)
             if labels is not None:
-                shares = split_by_label(labels, ranks)
-                if max(self._fewest(share) for share in shares) <= number:
-                    yield number, shares
-        yield last, free
+                shares = split_by_label(labels, knobs.dp_size)
+                fits = max(map(self._fewest, shares)) <= number
+                if fits and self._latest(shares) + number * overhead <= limit:
+                    return [self._spread(share, number) for share in shares]
+        return [self._spread(share, last) for share in free]
+
+    def _latest(self, shares: list[Ints]) -> float:
+        return max(float(self._work[share].sum()) for share in shares)
 
     def _locksteps(self) -> Layout:
         """Ranks meet at every micro-batch."""
@@ -244,7 +225,7 @@ class Packer:
         if labels is None:
             bins = _best_fit(tokens.tolist(), self._cap)
         else:
-            bins = [one.tolist() for one in split_by_label(labels, number) if one.size]
+            bins = [one.tolist() for one in split_by_label(labels, number)]
         while len(bins) < number:  # part of a micro-batch fits wherever the whole did
             largest = max(range(len(bins)), key=lambda one: len(bins[one]))
             bins.append([bins[largest].pop() for _ in range(len(bins[largest]) // 2)])

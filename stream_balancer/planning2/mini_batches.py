@@ -64,7 +64,7 @@ def in_mini_batches(
         parts = _gathered(step_of, units, own, number)
     pieces = []
     for place, part in enumerate(parts):
-        layout = lay_out(step_of, own, _rows_of(units, part), step + place)
+        layout = lay_out(step_of, own, units.rows(part), step + place)
         pieces.append(planned(waiting, own, [[rows[one] for one in share] for share in layout]))
     first = 0 if in_order else step % number  # the outliers do not come first in every step
     return joined(plan, pieces[first:] + pieces[:first])
@@ -92,7 +92,7 @@ def _gathered(step_of: Waiting, units: Units, knobs: PlanKnobs, number: int) -> 
         for heaviest in np.unique(np.linspace(1, size, min(size, _TRIED)).astype(np.int64)).tolist():
             piece = _piece(units, rest, heaviest, goal, left)
             mean = float(units.costs[piece].sum()) / knobs.dp_size
-            waits = earliest(step_of, knobs, _rows_of(units, piece)) - mean
+            waits = earliest(step_of, knobs, units.rows(piece)) - mean
             if waits < least:
                 least, best = waits, piece
             if least <= _EVEN * mean:
@@ -109,10 +109,3 @@ def _piece(units: Units, rest: Ints, heaviest: int, goal: float, left: int) -> I
     count = min(max(round(missing / float(units.sizes[others].mean())), 0), others.size) if others.size else 0
     spread = ((np.arange(count) + 0.5) * others.size / max(count, 1)).astype(np.int64)
     return np.concatenate((rest[:heaviest], others[spread]))[: max(rest.size - left + 1, 1)]
-
-
-def _rows_of(units: Units, some: Ints) -> Ints:
-    """Positions of the rollouts of some units, oldest first."""
-    go = np.zeros(units.sizes.size, dtype=np.bool_)
-    go[some] = True
-    return units.rows(go)

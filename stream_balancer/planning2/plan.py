@@ -115,9 +115,3 @@ class Plan:
     def pieces(self) -> tuple[Plan, ...]:
         """Mini-batches of the plan, or the plan itself."""
         return self.mini_batches or (self,)
-
-    @property
-    def imbalance(self) -> float:
-        """finish / mean load - 1."""
-        mean = float(self.loads.mean())
-        return max(self.finish / mean - 1.0, 0.0) if mean else 0.0

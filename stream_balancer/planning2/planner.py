@@ -26,16 +26,13 @@ import numpy as np
 from .arrays import Bools, Layout, positions_in, rounded_up
 from .choice import Candidates, choose_units, must_go
 from .figures import idle_part, planned, times
-from .lockstep import CappedStep, choose_lockstep
+from .lockstep import choose_lockstep
 from .micro_batches import laid_out
 from .mini_batches import in_mini_batches
 from .padded import choose_neighbours
 from .plan import Plan, PlanKnobs, Together, Waiting
 from .swaps import EVEN, swap_groups, swap_rollouts
 from .units import Units
-
-_ROOM = 0.95
-"""Part of a micro-batch's tokens that one micro-batch per rank can usually fill."""
 
 _TRIED = 2
 """Other choices of groups that are laid out on ranks."""
@@ -87,30 +84,28 @@ def _with_others(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts:
     size = int(np.bincount(units.sizes[others], weights=units.sizes[others]).argmax())
     among = np.flatnonzero(must | (others & (units.sizes == size)))
     number = min(int(must.sum()) + room // size, among.size)
-    costs, remaining, cap, ranks = units.costs[among], units.remaining[among], knobs.max_tokens, knobs.dp_size
-    single, tokens, rows = units.unit_of is None and among.size > number, None, 1.0
+    cap, ranks, tokens, rows = knobs.max_tokens, knobs.dp_size, None, 1.0
+    single = units.unit_of is None and among.size > number
     if single and cap is not None:
         tokens = np.minimum(waiting.lengths[among], cap)
         rows = float(tokens.mean()) * number / (ranks * cap)  # micro-batches per rank, roughly
+    candidates = Candidates(
+        units.costs[among],
+        units.peaks[among],
+        must[among],
+        units.remaining[among],
+        number,
+        ranks,
+        beside=max(num_rollouts // ranks - 1, 0) / size if knobs.equal_rollouts else 0.0,
+        tokens=tokens if knobs.sync == "micro_batch" and not knobs.padded else None,
+        max_tokens=cap or 0,
+    )
     row_number = rounded_up(math.ceil(rows), knobs.multiple_of)
     go = np.zeros_like(must)
     if single and knobs.padded and number > row_number > 1:
-        go[among] = choose_neighbours(costs, must[among], remaining, number, ranks, row_number)
-    elif tokens is not None and cap is not None and knobs.sync == "micro_batch" and not knobs.padded and rows > 1.0:
-        go[among] = choose_lockstep(CappedStep(costs, tokens, must[among], remaining, number, ranks, cap))
+        go[among] = choose_neighbours(candidates, row_number)
     else:
-        candidates = Candidates(
-            costs,
-            units.peaks[among],
-            must[among],
-            remaining,
-            number,
-            ranks,
-            beside=max(num_rollouts // ranks - 1, 0) / size if knobs.equal_rollouts else 0.0,
-            tokens=tokens if knobs.sync == "micro_batch" and not knobs.padded else None,
-            room=_ROOM * ranks * (cap or 0),
-        )
-        go[among] = choose_units(candidates)
+        go[among] = (choose_lockstep if candidates.tokens is not None and rows > 1.0 else choose_units)(candidates)
     units.take(go, np.flatnonzero(others & ~go), num_rollouts - int(units.sizes[go].sum()))
     return go
 
@@ -128,11 +123,9 @@ def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, must: Bools, go: 
     cap = None if knobs.max_tokens is None else (waiting.lengths, knobs.max_tokens)
     if not in_rows:
         rank_of = np.repeat(np.arange(len(ranks)), numbers)
-        found = iter(
-            swap_rollouts(waiting.costs, [m for share in ranks for m in share], must, units.ready & ~go, cap, rank_of)
-        )
-        swapped = [[next(found) for _ in range(number)] for number in numbers]
-        return min((ranks, swapped), key=lambda one: idle_part(waiting, knobs, one))
+        bins = [one for share in ranks for one in share]
+        found = iter(swap_rollouts(waiting.costs, bins, must, units.ready & ~go, cap, rank_of))
+        return [[next(found) for _ in range(number)] for number in numbers]
     # Lockstep by lockstep, where every rank has a micro-batch in it: no lockstep takes longer than before.
     for index in range(min(numbers)):
         may_come = units.ready.copy()

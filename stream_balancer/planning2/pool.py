@@ -55,26 +55,25 @@ def choose(
         >>> [pool[position] for position in choose(pool, dp_size=2, batch_size=4)]
         [120, 80, 110, 90]
     """
-    tokens = _whole_numbers("lengths", lengths, None)
+    tokens = _whole_numbers("lengths", lengths)
     n, work = tokens.size, checked_costs(tokens if costs is None else costs, dp_size)
-    if work.shape != tokens.shape or not n or tokens.min() < 1:
-        raise ValueError(f"lengths must be [n] tokens >= 1, and costs as many, not {tokens.shape} and {work.shape}.")
-    if dp_size > batch_size or (max_skips is not None and max_skips < 0):
-        raise ValueError(
-            f"dp_size ({dp_size}) <= batch_size ({batch_size}) and max_skips ({max_skips}) >= 0 must hold."
-        )
-    passed = _whole_numbers("skips", np.zeros(n, dtype=np.int64) if skips is None else skips, n)
+    passed = np.zeros(n, dtype=np.int64) if skips is None else _whole_numbers("skips", skips)
     must = np.zeros(n, dtype=np.bool_) if due is None else np.asarray(due)
-    if must.shape != (n,) or must.dtype != np.bool_ or passed.min() < 0:
-        raise ValueError(f"due must be [{n}] booleans, not {must.shape} of {must.dtype}, and skips >= 0.")
-    labels, complete = np.full(n, -1), np.ones(n, dtype=np.bool_)
-    if groups is not None:
-        labels = np.maximum(_whole_numbers("groups", groups, n), -1)
+    labels = np.full(n, -1) if groups is None else np.maximum(_whole_numbers("groups", groups), -1)
+    complete = np.ones(n, dtype=np.bool_)
+    columns = work, tokens, passed, must, labels, complete
+    if {column.shape for column in columns} != {(n,)} or must.dtype != np.bool_:
+        raise ValueError(f"costs, skips, due (booleans) and groups must have one entry for each of the {n} lengths.")
+    if not n or tokens.min() < 1 or passed.min() < 0 or (max_skips or 0) < 0 or dp_size > batch_size:
+        raise ValueError(
+            "choose() needs a rollout, lengths >= 1, skips >= 0, max_skips >= 0 and dp_size <= batch_size, not "
+            f"{n} rollouts, max_skips={max_skips}, dp_size={dp_size} and batch_size={batch_size}."
+        )
     if group_size is not None:
         if groups is None or not 1 <= group_size <= batch_size:
             raise ValueError(f"group_size ({group_size}) needs groups=, and must be in 1..batch_size ({batch_size}).")
         _, of, members = np.unique(labels, return_inverse=True, return_counts=True)
-        complete = (labels < 0) | (members[of] >= group_size)
+        complete &= (labels < 0) | (members[of] >= group_size)
     knobs = PlanKnobs(
         dp_size,
         batch_size,
@@ -84,15 +83,12 @@ def choose(
         group_size=group_size,
     )
     # The layout is thrown away, but the swaps with the pool depend on it.
-    plan = plan_batch(
-        Waiting(work, tokens, passed, must, labels, complete), knobs, num_rollouts=min(batch_size, n), step=step
-    )
+    plan = plan_batch(Waiting(*columns), knobs, num_rollouts=min(batch_size, n), step=step)
     return np.sort(positions_in(plan.ranks))
 
 
-def _whole_numbers(name: str, given: ArrayLike, size: int | None) -> Ints:
+def _whole_numbers(name: str, given: ArrayLike) -> Ints:
     column = np.asarray(given)
-    fits = column.ndim == 1 and size in (None, column.size)
-    if not fits or (column.size and column.dtype.kind not in "iu"):
+    if column.ndim != 1 or (column.size and column.dtype.kind not in "iu"):
         raise ValueError(f"{name} must be [n] whole numbers, one per rollout, not {column.shape} of {column.dtype}.")
     return column.astype(np.int64)

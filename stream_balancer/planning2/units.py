@@ -75,8 +75,10 @@ class Units:
             of_units(np.logical_and, waiting.group_complete) | due,
         )
 
-    def rows(self, go: Bools) -> Ints:
-        """[U] mask -> positions of the rollouts of these units, oldest first."""
+    def rows(self, some: Bools | Ints) -> Ints:
+        """Positions of the rollouts of some units (a mask, or numbers), oldest first."""
+        go = np.zeros(self.sizes.size, dtype=np.bool_)
+        go[some] = True
         return np.flatnonzero(go if self.unit_of is None else go[self.unit_of])
 
     def take(self, go: Bools, order: Ints, room: int) -> None:
