@@ -6,8 +6,7 @@ from .length_bias import LengthBias, LengthBiasSummary
 from .micro_batches import OversizeError, form_micro_batches
 from .partition import split
 from .plan import Plan, PlanKnobs, Waiting
-from .planner import plan_batch
-from .pool import choose
+from .planner import choose, plan_batch
 
 __all__ = [
     "LengthBias",

@@ -24,7 +24,7 @@ Oversize: TypeAlias = Literal["refuse", "alone"]
 
 def checked_costs(costs: ArrayLike, dp_size: int) -> Floats:
     """[n] float64. Raises ValueError for a negative or infinite cost, for another shape, and without a rank."""
-    work = np.asarray(costs, dtype=np.float64)
+    work = np.asarray(costs, np.float64)
     if work.ndim != 1 or not (np.isfinite(work).all() and (work >= 0.0).all()):
         raise ValueError(
             f"costs must be [n] finite numbers >= 0, one per rollout, not {costs!r}. Check the cost model."
@@ -41,15 +41,20 @@ def rounded_up(number: int, multiple: int) -> int:
 
 def positions_in(ranks: Iterable[Sequence[Ints]]) -> Ints:
     """[n] all positions of a layout, micro-batch after micro-batch."""
-    return np.concatenate([np.empty(0, dtype=np.int64), *(one for share in ranks for one in share)])
+    return np.concatenate([np.empty(0, np.int64), *(one for share in ranks for one in share)])
+
+
+def order_of(values: Ints | Floats | Bools) -> Ints:
+    """[..., n] ascending order of the last axis; equal values keep their order."""
+    return np.argsort(values, kind="stable").astype(np.int64, copy=False)
+
+
+def sorted_by(rows: Ints, column: Ints | Floats | Bools) -> Ints:
+    """``rows`` in ascending order of their values in ``column``."""
+    return rows[order_of(column[rows])]
 
 
 def split_by_label(labels: Ints, number: int) -> list[Ints]:
-    """[n] labels below ``number`` -> the ascending positions of each label. O(n log n).
-
-    Examples:
-        >>> split_by_label(np.array([0, 1, 1, 0, 2, 1]), number=3)
-        [array([0, 3]), array([1, 2, 5]), array([4])]
-    """
-    order = np.argsort(labels, kind="stable").astype(np.int64, copy=False)
+    """[n] labels below ``number`` -> the ascending positions of each label. O(n log n)."""
+    order = order_of(labels)
     return np.split(order, np.cumsum(np.bincount(labels, minlength=number))[:-1])

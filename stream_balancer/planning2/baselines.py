@@ -13,11 +13,11 @@ from functools import partial
 import numpy as np
 
 from .arrays import Ints, Layout
-from .figures import planned
+from .bounds import planned
+from .choice import Units
 from .micro_batches import Packer, laid_out
 from .mini_batches import in_mini_batches
 from .plan import Plan, PlanKnobs, Together, Waiting
-from .units import Units
 
 
 def _oldest(

@@ -41,12 +41,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from .arrays import Bools, Floats, Ints
-from .plan import PlanKnobs
-from .units import Units
+from .arrays import Bools, Floats, Ints, order_of, sorted_by
+from .plan import PlanKnobs, Waiting
+
+_NO_LIMIT = 2**62
+"""Skips left without ``max_skips``: more than any run has steps."""
 
 BALANCED = 1.02
 """A step balances if its heaviest rollout is within 2 % of the mean load. A finer rule adds delay and saves no time."""
@@ -61,14 +64,91 @@ _CHOICES = 32
 """Numbers of light rollouts that are compared for an outlier's step with equal rollout counts."""
 
 
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Rollouts, or whole groups in the order of their oldest members."""
+
+    unit_of: Ints | None
+    """[W] unit of each rollout. None: each rollout is a unit."""
+    sizes: Ints
+    """[U] rollouts of each unit."""
+    costs: Floats
+    """[U] work of each unit."""
+    peaks: Floats
+    """[U] costliest rollout of each unit."""
+    remaining: Ints
+    """[U] steps that may still leave the unit behind."""
+    due: Bools
+    """[U] a member is due, or has no skips left."""
+    ready: Bools
+    """[U] the unit is complete or due."""
+
+    @staticmethod
+    def of(waiting: Waiting, knobs: PlanKnobs) -> Units:
+        """Units of the waiting rollouts. O(W), and O(W log W) with groups.
+
+        Raises:
+            ValueError: a group is larger than a step.
+        """
+        limit = _NO_LIMIT if knobs.max_skips is None else knobs.max_skips
+        remaining = np.maximum(limit - waiting.skips, 0)
+        due, n = waiting.due | (remaining == 0), waiting.costs.size
+        if not knobs.whole_groups or not bool((waiting.groups >= 0).any()):
+            ready = waiting.group_complete | due if knobs.whole_groups else np.ones(n, bool)
+            return Units(None, np.ones(n, np.int64), waiting.costs, waiting.costs, remaining, due, ready)
+        # A rollout without a group gets a label of its own, above all labels in use.
+        labels = np.where(waiting.groups >= 0, waiting.groups, waiting.groups.max() + 1 + np.arange(n))
+        _, first, inverse, sizes = np.unique(labels, return_index=True, return_inverse=True, return_counts=True)
+        if sizes.max() > knobs.batch_size:
+            raise ValueError(
+                f"group {labels[first[sizes.argmax()]]} has {sizes.max()} rollouts, more than a step "
+                f"({knobs.batch_size}): no step can take it whole. Raise batch_size, or do not keep groups whole."
+            )
+        unit_of = order_of(order_of(first))[inverse]
+        rows = order_of(unit_of)
+        starts = np.flatnonzero(np.diff(unit_of[rows], prepend=-1))
+
+        def of_units(how: np.ufunc, column: Any) -> Any:
+            return how.reduceat(column[rows], starts)
+
+        due = of_units(np.logical_or, due)
+        return Units(
+            unit_of,
+            np.diff(starts, append=n),
+            of_units(np.add, waiting.costs),
+            of_units(np.maximum, waiting.costs),
+            of_units(np.minimum, remaining),
+            due,
+            of_units(np.logical_and, waiting.group_complete) | due,
+        )
+
+    def rows(self, some: Bools | Ints) -> Ints:
+        """Positions of the rollouts of some units (a mask, or numbers), oldest first."""
+        go = np.zeros(self.sizes.size, bool)
+        go[some] = True
+        return np.flatnonzero(go if self.unit_of is None else go[self.unit_of])
+
+    def take(self, go: Bools, order: Ints, room: int) -> None:
+        """Mark units of ``order`` in ``go`` while they fit into ``room`` rollouts; a later, smaller unit may fit."""
+        enough = int(np.searchsorted(np.cumsum(self.sizes[order]), room, side="right"))
+        go[order[:enough]] = True
+        room -= self.sizes[order[:enough]].sum()
+        for one in order[enough:].tolist():
+            if room <= 0:
+                return
+            if self.sizes[one] <= room:
+                go[one] = True
+                room -= int(self.sizes[one])
+
+
 def must_go(units: Units, knobs: PlanKnobs, num_rollouts: int) -> Bools:
     """[U] units that the skip bound forces, then due units; earliest deadline first, as far as they fit."""
-    must = np.zeros(units.sizes.size, dtype=np.bool_)
+    must = np.zeros(units.sizes.size, bool)
     needed = forced(units, knobs)
     for wanted in (needed, units.due & ~needed):
         order = np.flatnonzero(wanted)
-        order = order[np.argsort(units.remaining[order], kind="stable")]
-        units.take(must, order, num_rollouts - int(units.sizes[must].sum()))
+        order = sorted_by(order, units.remaining)
+        units.take(must, order, num_rollouts - units.sizes[must].sum())
     return must
 
 
@@ -78,10 +158,10 @@ def forced(units: Units, knobs: PlanKnobs) -> Bools:
     Example: s = 2, D = 1. Rollouts with 0, 1, 1 and 1 skips left give N_0 = 1 and N_1 = 4. At most 2 of the 4 may stay:
     the first rollout and one more must go.
     """
-    largest = max(int(units.sizes.max(initial=1)), knobs.group_size or 1 if knobs.whole_groups else 1)
+    largest = max(units.sizes.max(initial=1), knobs.group_size or 1 if knobs.whole_groups else 1)
     sent = _sure(knobs.batch_size, largest)
-    go = np.zeros(units.sizes.size, dtype=np.bool_)
-    soon = np.flatnonzero(units.ready & (units.remaining <= int(units.sizes.sum()) // sent))
+    go = np.zeros(units.sizes.size, bool)
+    soon = np.flatnonzero(units.ready & (units.remaining <= units.sizes.sum() // sent))
     if not soon.size:
         return go
     by_deadline = np.cumsum(np.bincount(units.remaining[soon], weights=units.sizes[soon]))
@@ -90,10 +170,10 @@ def forced(units: Units, knobs: PlanKnobs) -> Bools:
         need = min(int(waiting) - j * sent, sent) - taken
         if need > 0:
             may = np.flatnonzero(units.ready & (units.remaining <= j) & ~go)
-            may = may[np.argsort(~units.due[may], kind="stable")]  # due units first
+            may = sorted_by(may, ~units.due)  # due units first
             may = may[: int(np.searchsorted(np.cumsum(units.sizes[may]), need)) + 1]
             go[may] = True
-            taken += int(units.sizes[may].sum())
+            taken += units.sizes[may].sum()
     return go
 
 
@@ -161,30 +241,18 @@ class Candidates:
 
     def balances(self, go: Bools) -> bool:
         """No rollout stands out above the mean load, and one micro-batch per rank holds the step."""
-        fits = self.tokens is None or int(self.tokens[go].sum()) <= self.room
-        return fits and self.peaks[go].max() + self.filler(go) <= BALANCED * float(self.costs[go].sum()) / self.ranks
+        fits = self.tokens is None or self.tokens[go].sum() <= self.room
+        return bool(fits and self.peaks[go].max() + self.filler(go) <= BALANCED * self.costs[go].sum() / self.ranks)
 
     def outlier_must_go(self, lightest: Bools, heaviest: int) -> bool:
         """A unit of ``must`` stands out even in the lightest step, whose heaviest other unit is ``heaviest``."""
-        peak = float(self.peaks[self.must].max(initial=0.0))
-        mean = float(self.costs[lightest].sum()) / self.ranks
-        return peak > float(self.peaks[heaviest]) and peak + self.filler(lightest) > BALANCED * mean
+        peak = self.peaks[self.must].max(initial=0.0)
+        mean = self.costs[lightest].sum() / self.ranks
+        return bool(peak > self.peaks[heaviest] and peak + self.filler(lightest) > BALANCED * mean)
 
 
 def choose_units(units: Candidates) -> Bools:
-    """-> [U] the units that go. O(U log U).
-
-    Examples:
-        >>> costs = np.array([3.0, 2.0] * 6 + [9.0, 10.0, 40.0])
-        >>> nothing, must, remaining = costs < 0, costs == 9, np.full(15, 8)
-        >>> costs[choose_units(Candidates(costs, costs, nothing, remaining, number=4, ranks=2))]  # the oldest
-        array([3., 2., 3., 2.])
-        >>> costs[choose_units(Candidates(costs, costs, must, remaining, number=4, ranks=2))]  # the 40 may wait
-        array([ 3.,  3.,  9., 10.])
-        >>> remaining[14] = 1
-        >>> costs[choose_units(Candidates(costs, costs, must, remaining, number=4, ranks=2))]
-        array([ 3.,  9., 10., 40.])
-    """
+    """-> [U] the units that go, as in the example of the module. O(U log U)."""
     more = units.number - int(np.count_nonzero(units.must))
     others = np.flatnonzero(~units.must)
     if more >= others.size:
@@ -199,7 +267,7 @@ def choose_units(units: Candidates) -> Bools:
     if more <= 0 or units.balances(oldest):
         return oldest
     # Ascending by costliest rollout: the first `more` make the lightest step.
-    others = others[np.argsort(units.peaks[others], kind="stable")]
+    others = sorted_by(others, units.peaks)
     lightest = with_must(others[:more])
     if units.outlier_must_go(lightest, others[more - 1]):
         filler = units.filler(lightest)
@@ -223,16 +291,16 @@ def _best_level(units: Candidates, others: Ints, more: int, filler: float) -> fl
     def most(amounts: Floats) -> Floats:
         """[levels] most that goes: ``must``, the heaviest below the level, and the ``light`` lightest."""
         sums = np.concatenate(([0.0], np.cumsum(amounts[others])))
-        held: Floats = float(amounts[must].sum()) + sums[light] + sums[below] - sums[below - more + light]
+        held: Floats = amounts[must].sum() + sums[light] + sums[below] - sums[below - more + light]
         return held
 
     work = most(costs)
     if units.tokens is not None:
         work = work * np.minimum(1.0, units.room / most(units.tokens.astype(np.float64)))
     now = np.maximum(levels - work / units.ranks, 0.0)
-    fair = float(costs.mean()) * units.number / units.ranks
+    fair = costs.mean() * units.number / units.ranks
     left = np.maximum(heights[first:], fair)
-    urgency = 1.0 - units.remaining[others[first:]] / (float(units.remaining.max()) + 1.0)
+    urgency = 1.0 - units.remaining[others[first:]] / (units.remaining.max() + 1.0)
     # The step of an outlier serves the lower ones: each is as urgent as the most urgent outlier above.
     urgency = np.maximum.accumulate(urgency[::-1])[::-1]
     later = np.zeros(below.size)
@@ -253,11 +321,11 @@ def _filled(units: Candidates, level: float, filler: float) -> Bools:
     taken = np.flatnonzero(open_to)[: units.number - int(np.count_nonzero(go))]
     go[taken] = True
     open_to[taken] = False
-    missing = units.ranks * level - float(costs[go].sum())
+    missing = units.ranks * level - costs[go].sum()
     left = np.flatnonzero(open_to)
     if missing > 0.0 and left.size and taken.size:
-        out = taken[np.argsort(costs[taken], kind="stable")][: left.size]
-        come = left[np.argsort(-costs[left], kind="stable")][: out.size]
+        out = sorted_by(taken, costs)[: left.size]
+        come = sorted_by(left, -costs)[: out.size]
         gain = np.maximum(costs[come] - costs[out], 0.0)
         swaps = min(int(np.searchsorted(np.cumsum(gain), missing)) + 1, int((gain > 0.0).sum()))
         go[out[:swaps]], go[come[:swaps]] = False, True
@@ -271,7 +339,7 @@ def _lightest(units: Candidates, among: Ints, level: float) -> Ints:
     number with the least waste wins.
     """
     more = units.number - int(np.count_nonzero(units.must))
-    ascending = among[np.argsort(units.peaks[among], kind="stable")]
+    ascending = sorted_by(among, units.peaks)
     work = np.concatenate(([0.0], np.cumsum(units.costs[ascending])))
     peaks = np.concatenate(([0.0], np.cumsum(units.peaks[ascending])))
     # [choices, 1] numbers of light units; the heavy units begin at `heavy`.

@@ -18,7 +18,7 @@ from functools import cache
 
 import numpy as np
 
-from .arrays import Bools, Floats, Ints
+from .arrays import Bools, Floats, Ints, order_of
 
 _BUDGET, _EACH = 200_000, 400
 """Exchanges that a search compares: a constant, plus 400 per rollout. 1,000,000 comparisons take about 10 ms."""
@@ -64,7 +64,7 @@ class Cells:
         """Cells from [n] labels. ``moves``: counts may change between ``least`` and ``most``."""
         n, held = work.size, np.bincount(labels, minlength=cells)
         order = np.lexsort((-work, labels))
-        slots = np.full((cells, int(held.max()) + moves), n)
+        slots = np.full((cells, held.max() + moves), n)
         slots[labels[order], np.arange(n) - np.repeat(np.cumsum(held) - held, held)] = order
         return cls(np.append(work, 0.0), slots, cap and (np.append(cap[0], 0), cap[1]), **counts)
 
@@ -89,7 +89,7 @@ class Cells:
         """[n] cell of each rollout, in the copy whose latest cell is earliest."""
         best = int(self.load.reshape(self.copies, -1).max(axis=1).argmin())
         slots = self.slots.reshape(self.copies, -1, self.slots.shape[1])[best]
-        labels = np.empty(self.work.size, dtype=np.int64)
+        labels = np.empty(self.work.size, np.int64)
         labels[slots] = np.arange(slots.shape[0])[:, None]
         return labels[:-1]
 
@@ -105,7 +105,7 @@ class Cells:
             load = self.load.reshape(self.copies, -1)
             if float(load.max(axis=1).min()) <= target:
                 return
-            order = np.argsort(load, axis=1, kind="stable") + np.arange(self.copies)[:, None] * cells
+            order = order_of(load) + np.arange(self.copies)[:, None] * cells
             place = np.append((np.arange(cells - 1) + turn) % (cells - 1), cells - 1)
             one, other = order[:, place[: cells // 2]].ravel(), order[:, place[::-1][: cells // 2]].ravel()
             later = self.load[one] > self.load[other]
@@ -130,7 +130,7 @@ class Cells:
         while budget > 0:
             table = load.reshape(rows, -1)
             peak, second = table.max(axis=1), np.sort(table, axis=1)[:, -2:][:, 0]
-            where = np.argsort(table.mean(axis=1) - peak, kind="stable")[:worst]
+            where = order_of(table.mean(axis=1) - peak)[:worst]
             last = where * table.shape[1] + table[where].argmax(axis=1)
             a, b = np.repeat(last, cells - 1), np.concatenate([every[every != one] for one in last])
             d, bad, look = self._differences(a, b, keep)
@@ -144,7 +144,7 @@ class Cells:
             gain += 1e-6 * (before - pair_peak)
             gain[bad] = -np.inf
             pair, i, j = np.unravel_index(int(gain.argmax()), gain.shape)
-            if gain[pair, i, j] <= _GAIN * float(peak.max()):
+            if gain[pair, i, j] <= _GAIN * peak.max():
                 return
             self._exchange(a[[pair]], b[[pair]], look[[i]], look[[j]])
             budget -= gain.size + _ROUND
@@ -167,7 +167,7 @@ class Cells:
         if self.least or self.most < width or keep:
             count = (self.slots < nothing).sum(axis=1)
             loses, gains = count > self.least, count < self.most
-            free = np.ones(a.size, dtype=np.bool_) if not keep else a % keep == b % keep
+            free = np.ones(a.size, bool) if not keep else a % keep == b % keep
             bad = bad | ((take == nothing) & ~(free & loses[a] & gains[b])[:, None, None])
             bad = bad | ((give == nothing) & ~(free & loses[b] & gains[a])[:, None, None])
         return self.work[give] - self.work[take], bad, look

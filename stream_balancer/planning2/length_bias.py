@@ -69,7 +69,7 @@ class LengthBias:
 
     def record(self, lengths: ArrayLike, delays_steps: ArrayLike) -> None:
         """Rollouts left: [n] tokens, and [n] steps that left each rollout behind."""
-        length, delay = np.asarray(lengths, dtype=np.float64), np.asarray(delays_steps, dtype=np.float64)
+        length, delay = np.asarray(lengths, np.float64), np.asarray(delays_steps, np.float64)
         if length.shape != delay.shape:
             raise ValueError(f"lengths {length.shape} and delays {delay.shape} must be alike: one of each per rollout.")
         bucket = _bucket_of(length)
@@ -80,7 +80,7 @@ class LengthBias:
 
     def cut(self, lengths: Sequence[int]) -> None:
         """Rollouts of these lengths were evicted because they took long."""
-        self._buckets[2] += np.bincount(_bucket_of(np.array(lengths, dtype=np.float64)), minlength=_NUM_BUCKETS)
+        self._buckets[2] += np.bincount(_bucket_of(np.array(lengths, np.float64)), minlength=_NUM_BUCKETS)
         self._cut_tokens += sum(lengths)
 
     def summary(self) -> LengthBiasSummary:

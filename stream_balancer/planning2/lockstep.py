@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .arrays import Bools, Floats, Ints, rounded_up, split_by_label
+from .arrays import Bools, Floats, Ints, order_of, rounded_up, sorted_by, split_by_label
 from .bounds import lockstep_bound
 from .choice import Candidates
 from .exchange import Cells
@@ -46,28 +46,15 @@ _LOCKSTEP = 0.02
 
 
 def choose_lockstep(step: Candidates) -> Bools:
-    """-> [W] the ``number`` rollouts that go. O(W log W), and O(number log number) for each of some 40 candidates.
-
-    Examples:
-        >>> tokens = np.array([100] + [20] * 13)
-        >>> def goes():
-        ...     costs, must, remaining = tokens**2.0, tokens < 0, np.full(14, 8)
-        ...     step = Candidates(costs, costs, must, remaining, number=11, ranks=2, tokens=tokens, max_tokens=100)
-        ...     return np.flatnonzero(choose_lockstep(step) & (tokens == 100))
-        >>> goes()  # a single outlier waits
-        array([], dtype=int64)
-        >>> tokens[3] = 100
-        >>> goes()  # two outliers fill a lockstep
-        array([0, 3])
-    """
+    """-> [W] the ``number`` rollouts that go. O(W log W), and O(number log number) for each of some 40 candidates."""
     costs, tokens = step.costs, step.tokens
     assert tokens is not None
-    level = min(ordinary_level(step, tokens), _SPIKE * float(costs.max()))
+    level = min(ordinary_level(step, tokens), _SPIKE * costs.max())
     outlier = costs > level
 
     def waste(go: Bools) -> float:
-        now = lockstep_bound(costs[go], tokens[go], step.ranks, step.max_tokens) - float(costs[go].sum()) / step.ranks
-        return now + _waste_later(step, level, outlier & ~go)
+        bound = lockstep_bound(costs[go], tokens[go], step.ranks, step.max_tokens)
+        return bound - float(costs[go].sum()) / step.ranks + _waste_later(step, level, outlier & ~go)
 
     best, *others = _candidates(step, outlier)
     if outlier.any():
@@ -83,7 +70,7 @@ def ordinary_level(step: Candidates, tokens: Ints) -> float:
 
     The level is the fixed point, found from above, of "an ordinary rollout costs at most the level". O(W log W).
     """
-    order = np.argsort(step.costs, kind="stable")
+    order = order_of(step.costs)
     costs = step.costs[order]
     work = np.concatenate(([0.0], np.cumsum(costs)))
     tokens = np.concatenate(([0], np.cumsum(tokens[order])))
@@ -106,9 +93,9 @@ def _candidates(step: Candidates, outlier: Bools) -> Iterator[Bools]:
     The costliest ordinary rollouts complete the locksteps, and the oldest ordinary rollouts fill the step.
     """
     oldest = step.must.copy()
-    oldest[np.flatnonzero(~step.must)[: step.number - int(step.must.sum())]] = True
+    oldest[np.flatnonzero(~step.must)[: step.number - step.must.sum()]] = True
     yield oldest
-    by_cost = np.argsort(-step.costs, kind="stable")
+    by_cost = order_of(-step.costs)
     by_cost = by_cost[~step.must[by_cost]]
     free, ordinary = by_cost[outlier[by_cost]], by_cost[~outlier[by_cost]]
     forced = int((step.must & outlier).sum())
@@ -122,7 +109,7 @@ def _candidates(step: Candidates, outlier: Bools) -> Iterator[Bools]:
             go[run] = True
             if run.size:
                 go[ordinary[: wanted - run.size]] = True
-            missing = step.number - int(go.sum())
+            missing = step.number - go.sum()
             if missing >= 0 and (wanted > 0 or not rows):
                 go[fill[~go[fill]][:missing]] = True
                 yield go
@@ -136,15 +123,15 @@ def _waste_later(step: Candidates, level: float, left: Bools) -> float:
     A lockstep wastes its empty places, minus the arrivals that come in time. Urgent locksteps count more.
     """
     behind = np.flatnonzero(left)
-    behind = behind[np.argsort(-step.costs[behind], kind="stable")]
-    patience = int(step.remaining.max())
+    behind = sorted_by(behind, -step.costs)
+    patience = step.remaining.max()
     new = step.remaining == patience
-    arrivals = _SUPPLY * step.number / int(new.sum())  # per step, for each new rollout of the window
+    arrivals = _SUPPLY * step.number / new.sum()  # per step, for each new rollout of the window
     fresh = np.sort(step.costs[new & (step.costs > level)])
     total = 0.0
     for first in range(0, behind.size, step.ranks):
         row = behind[first : first + step.ranks]
-        peak, still = float(step.costs[row[0]]), int(step.remaining[row].min()) - 1
+        peak, still = float(step.costs[row[0]]), step.remaining[row].min() - 1
         coming = arrivals * (fresh.size - int(np.searchsorted(fresh, _AS_HEAVY * peak))) * max(still, 0)
         total += max(step.ranks - row.size - coming, 0.0) * (peak - level) * (1.0 - still / (patience + 1.0))
     return total / step.ranks
@@ -159,8 +146,8 @@ def lockstep_rows(
     more alike.
     """
     n = costs.size
-    number = rounded_up(max(-(-int(tokens.sum()) // (ranks * max_tokens)), 1), multiple_of)
-    each = overhead + _LOCKSTEP * float(costs.sum()) / ranks / multiple_of
+    number = rounded_up(max(-(-tokens.sum() // (ranks * max_tokens)), 1), multiple_of)
+    each = overhead + _LOCKSTEP * costs.sum() / ranks / multiple_of
     bound = lockstep_bound(costs, tokens, ranks, max_tokens)
     best, least, found = [np.array([i]) for i in range(n)], np.inf, 0
     while n >= ranks * number and found < 2 and least > bound + each * number:
@@ -172,7 +159,7 @@ def lockstep_rows(
                 best, least = split_by_label(labels, ranks * number), time
         number += multiple_of
     # The costliest micro-batches share a lockstep: no other rows take less time.
-    best.sort(key=lambda one: -float(costs[one].sum()))
+    best.sort(key=lambda one: -costs[one].sum())
     return [best[first : first + ranks] for first in range(0, len(best), ranks)]
 
 
@@ -187,7 +174,7 @@ def _alike(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int]) -> Int
     start = min(found, key=lambda labels: _time(costs, labels, ranks, number))
     # Micro-batches are numbered by cost, so that those of a lockstep are alike.
     work = np.bincount(start, weights=costs, minlength=ranks * number)
-    start = np.argsort(np.argsort(-work, kind="stable"), kind="stable")[start]
+    start = order_of(order_of(-work))[start]
     cells = Cells.of(costs, start, ranks * number, moves=True, cap=cap, least=1)
     cells.even_rows(number)
     return cells.labels()
@@ -206,14 +193,14 @@ def _level_by_level(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int
     empty, or the last lockstep has no room.
     """
     labels = np.full(costs.size, -1)
-    left = np.argsort(-costs, kind="stable").tolist()
+    left = order_of(-costs).tolist()
     work, size = costs.tolist(), cap[0].tolist()
     for index in range(number):
         after = number - index - 1
         level = np.inf
         if after:
             level = max(work[left[0]], sum(work[i] for i in left) / (ranks * (after + 1))) * (1.0 + 1e-9)
-        load, room, count = np.zeros(ranks), np.full(ranks, cap[1]), np.zeros(ranks, dtype=np.int64)
+        load, room, count = np.zeros(ranks), np.full(ranks, cap[1]), np.zeros(ranks, np.int64)
         spare = len(left) - ranks * after  # every later micro-batch needs a rollout
         rest = []
         for i in left:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Floats, Ints, Layout, Order, Oversize, Sync, checked_costs, rounded_up, split_by_label
+from .arrays import Floats, Ints, Layout, Order, Oversize, Sync, checked_costs, order_of, rounded_up, split_by_label
 from .exchange import Cells
 from .lockstep import lockstep_rows
 from .padded import runs_of
@@ -78,7 +78,7 @@ def form_micro_batches(
         >>> form_micro_batches(lengths, lengths, dp_size=2, max_tokens=1000)
         [[array([0]), array([2])], [array([1]), array([3, 4])]]
     """
-    tokens, work = np.asarray(lengths, dtype=np.int64), checked_costs(costs, dp_size)
+    tokens, work = np.asarray(lengths, np.int64), checked_costs(costs, dp_size)
     if tokens.shape != work.shape or (tokens.size and tokens.min() < 1):
         raise ValueError(f"lengths {tokens.shape} must be tokens >= 1, one for each of the costs {work.shape}.")
     if multiple_of < 1:
@@ -182,7 +182,7 @@ class Packer:
         if number == 1 or min(map(len, layout)) < number:
             return layout
         # One-for-one exchanges keep the counts of the ranks; a move stays on its rank.
-        labels = np.empty(self._work.size, dtype=np.int64)
+        labels = np.empty(self._work.size, np.int64)
         for rank, bins in enumerate(layout):
             for index, one in enumerate(bins):
                 labels[one] = index * ranks + rank
@@ -202,7 +202,7 @@ class Packer:
         weight = np.array([self.cost(one) for one in bins])
         if knobs.sync == "step":
             return [[bins[one] for one in share] for share in shares_of(weight, ranks, True)]
-        order = np.argsort(-weight, kind="stable").tolist()
+        order = order_of(-weight).tolist()
         return _dealt([[bins[i] for i in order[k : k + ranks]] for k in range(0, len(bins), ranks)], ranks)
 
     def _runs(self, share: Ints, number: int) -> list[Ints]:

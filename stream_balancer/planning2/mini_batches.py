@@ -15,11 +15,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from .arrays import Ints, Layout, positions_in
-from .figures import earliest, planned
+from .arrays import Ints, Layout, order_of, positions_in
+from .bounds import earliest, planned
+from .choice import Units
 from .micro_batches import laid_out
 from .plan import Plan, PlanKnobs, Together, Waiting
-from .units import Units
 
 _EVEN = 0.01
 """A mini-batch that idles no more than this needs no more outliers."""
@@ -40,16 +40,9 @@ def in_mini_batches(
 ) -> Plan:
     """The plan in ``knobs.mini_batches`` pieces with the same number of rollouts, within one unit.
 
-    A piece has at least one rollout per rank, so a small step has fewer pieces.
-
-    Args:
-        waiting: the rollouts that the plan was made from.
-        knobs: of the step.
-        plan: of the step as one piece.
-        step: rotates the ranks, and the place of the outliers' piece.
-        together: labels the rollouts that stay in one piece (samples of an execution). None: each stays alone.
-        lay_out: lays out the rows of a piece.
-        in_order: the oldest rollouts are in the first piece, whatever they cost (baselines).
+    A piece has at least one rollout per rank, so a small step has fewer pieces. ``together`` labels the rollouts that
+    stay in one piece (samples of an execution). ``lay_out`` lays out the rows of a piece. With ``in_order`` the oldest
+    rollouts are in the first piece (baselines); otherwise ``step`` rotates the place of the outliers' piece.
     """
     rows = np.sort(positions_in(plan.ranks))
     if knobs.mini_batches == 1 or not rows.size:
@@ -84,14 +77,14 @@ def joined(plan: Plan, pieces: Sequence[Plan]) -> Plan:
 def _gathered(step_of: Waiting, units: Units, knobs: PlanKnobs, number: int) -> list[Ints]:
     """[mini_batch] -> its units. The heaviest units go together, as few as make a piece in which no rank waits."""
     knobs = replace(knobs, overhead_cost=0.0)  # the overhead of all pieces is alike, and hides which piece waits
-    rest, pieces = np.argsort(-units.peaks, kind="stable"), []
+    rest, pieces = order_of(-units.peaks), []
     for left in range(number, 1, -1):
         # Pieces count rollouts, so a piece of large units has fewer units.
-        goal, least, best = int(units.sizes[rest].sum()) / left, np.inf, rest[:1]
+        goal, least, best = units.sizes[rest].sum() / left, np.inf, rest[:1]
         size = max(int(np.searchsorted(np.cumsum(units.sizes[rest]), goal - 0.5)) + 1, 1)
         for heaviest in np.unique(np.linspace(1, size, min(size, _TRIED)).astype(np.int64)).tolist():
             piece = _piece(units, rest, heaviest, goal, left)
-            mean = float(units.costs[piece].sum()) / knobs.dp_size
+            mean = units.costs[piece].sum() / knobs.dp_size
             waits = earliest(step_of, knobs, units.rows(piece)) - mean
             if waits < least:
                 least, best = waits, piece
@@ -105,7 +98,7 @@ def _gathered(step_of: Waiting, units: Units, knobs: PlanKnobs, number: int) -> 
 def _piece(units: Units, rest: Ints, heaviest: int, goal: float, left: int) -> Ints:
     """The heaviest units and evenly spread others, up to the goal. One unit stays for each later piece."""
     others = rest[heaviest:]
-    missing = goal - float(units.sizes[rest[:heaviest]].sum())
-    count = min(max(round(missing / float(units.sizes[others].mean())), 0), others.size) if others.size else 0
+    missing = goal - units.sizes[rest[:heaviest]].sum()
+    count = min(max(round(missing / units.sizes[others].mean()), 0), others.size) if others.size else 0
     spread = ((np.arange(count) + 0.5) * others.size / max(count, 1)).astype(np.int64)
     return np.concatenate((rest[:heaviest], others[spread]))[: max(rest.size - left + 1, 1)]

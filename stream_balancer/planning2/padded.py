@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arrays import Bools, Floats, Ints
+from .arrays import Bools, Floats, Ints, order_of
 from .choice import Candidates
 
 _HALVINGS = 24
@@ -26,17 +26,11 @@ def choose_neighbours(step: Candidates, rows: int) -> Bools:
     """-> [W] the ``number`` rollouts that go: all of ``must``, and as far as possible ``rows`` runs of neighbours.
 
     Dynamic programming over the sorted window minimises the waste minus the worth of the wait. O(W log W + W rows).
-
-    Examples:
-        >>> costs = np.array([100.0, 900.0, 120.0, 880.0, 110.0, 300.0, 910.0, 90.0])  # oldest first
-        >>> step = Candidates(costs, costs, costs < 0, np.full(8, 8), number=4, ranks=2)
-        >>> costs[choose_neighbours(step, rows=2)]
-        array([900., 120., 110., 910.])
     """
     costs, must, ranks = step.costs, step.must, step.ranks
     length, size = step.number // rows, costs.size
-    order = np.argsort(costs, kind="stable")
-    wait = 1.0 - step.remaining[order] / max(1, int(step.remaining.max()))
+    order = order_of(costs)
+    wait = 1.0 - step.remaining[order] / max(1, step.remaining.max())
     ends = np.arange(length, size + 1)
     peak = costs[order][ends - 1]
     work = np.concatenate(([0.0], np.cumsum(costs[order])))
@@ -49,11 +43,11 @@ def choose_neighbours(step: Candidates, rows: int) -> Bools:
         with_run[length:] = best[: size + 1 - length] + value
         best = np.maximum.accumulate(with_run)
         ends_here.append(with_run == best)
-    go, end = np.zeros(size, dtype=np.bool_), size
+    go, end = np.zeros(size, bool), size
     for here in reversed(ends_here):
         end = int(np.flatnonzero(here[: end + 1])[-1]) - length
         go[order[end : end + length]] = True
-    go[np.flatnonzero(~go)[: step.number - int(go.sum())]] = True  # where ``rows`` does not divide the number
+    go[np.flatnonzero(~go)[: step.number - go.sum()]] = True  # where ``rows`` does not divide the number
     for one in np.flatnonzero(must & ~go).tolist():
         free = np.flatnonzero(go & ~must)
         go[free[np.abs(costs[free] - costs[one]).argmin()]], go[one] = False, True

@@ -13,7 +13,7 @@ import heapq
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Floats, Ints, checked_costs, split_by_label
+from .arrays import Floats, Ints, checked_costs, order_of, split_by_label
 from .bounds import bound_of
 from .exchange import Cells
 from .plan import TOLERANCE
@@ -69,9 +69,9 @@ def assign(work: Floats, ranks: int, equal: bool, tolerance: float, cap: tuple[I
     """[n] rank of each rollout. ``cap``: [n] tokens, and the most tokens of a rank; None if largest first fails it."""
     n = work.size
     if ranks == 1 or not n:
-        return np.zeros(n, dtype=np.int64) if cap is None or int(cap[0].sum()) <= cap[1] else None
+        return np.zeros(n, np.int64) if cap is None or cap[0].sum() <= cap[1] else None
     # A power of two keeps every mantissa, and no sum of scaled costs overflows.
-    work = work * 2.0 ** -np.ceil(np.log2(max(float(work.max()), 1e-300)))
+    work = work * 2.0 ** -np.ceil(np.log2(max(work.max(), 1e-300)))
     labels = largest_first(work, ranks, equal, cap)
     if labels is None or n <= ranks or not work.any():
         return labels
@@ -91,12 +91,12 @@ def largest_first(work: Floats, bins: int, equal: bool, cap: tuple[Ints, int] | 
     """
     n = work.size
     quota, extra = divmod(n, bins) if equal else (n, 0)
-    order = np.argsort(-work, kind="stable")
-    light = n - int(np.searchsorted(np.cumsum(work[order[::-1]]), _NOTHING * float(work.sum()), side="right"))
+    order = order_of(-work)
+    light = n - int(np.searchsorted(np.cumsum(work[order[::-1]]), _NOTHING * work.sum(), side="right"))
     cost, size = work.tolist(), [0] * n if cap is None else cap[0].tolist()
-    room, held, labels = [0 if cap is None else cap[1]] * bins, [0] * bins, np.zeros(n, dtype=np.int64)
+    room, held, labels = [0 if cap is None else cap[1]] * bins, [0] * bins, np.zeros(n, np.int64)
     # Ties go to the bin with fewer rollouts: far below any cost, far above the rounding error of the sums.
-    tie = float(work.sum()) * 1e-9 / n
+    tie = work.sum() * 1e-9 / n
     heap = [(0.0, one) for one in range(bins)]
     for place, i in enumerate(order.tolist()):
         if place == light:

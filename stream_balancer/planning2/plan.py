@@ -43,10 +43,10 @@ class Waiting:
     @classmethod
     def of(cls, costs: ArrayLike, lengths: ArrayLike | None = None) -> Waiting:
         """Rollouts without groups, never skipped and not due. ``lengths`` default to the costs."""
-        work = np.asarray(costs, dtype=np.float64)
+        work = np.asarray(costs, np.float64)
         tokens = np.maximum(work, 1) if lengths is None else np.asarray(lengths)
-        none = np.zeros(work.size, dtype=np.bool_)
-        zero = np.zeros(work.size, dtype=np.int64)
+        none = np.zeros(work.size, bool)
+        zero = np.zeros(work.size, np.int64)
         return cls(work, tokens.astype(np.int64), zero, none, zero - 1, ~none)
 
     def among(self, rows: Ints | Bools) -> Waiting:

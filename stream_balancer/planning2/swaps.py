@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .arrays import Bools, Floats, Ints
-from .units import Units
+from .arrays import Bools, Floats, Ints, Layout, order_of, positions_in, sorted_by
+from .choice import Units
 
 EVEN = 1.003
 """Ranks within 0.3 % of each other are left alone."""
@@ -31,45 +31,32 @@ _NEXT_STEP = 0.25
 _PAIRS = 512
 """Pairs of groups that are laid out side by side."""
 
+_TRIED = 2
+"""Pairs that are offered as other choices."""
 
-def swap_rollouts(
-    costs: Floats,
-    bins: list[Ints],
-    fixed: Bools,
-    may_come: Bools,
-    cap: tuple[Ints, int] | None = None,
-    rank_of: Ints | None = None,
-) -> list[Ints]:
-    """The bins after one-for-one swaps with waiting rollouts; bin counts stay. The same list if no swap helps.
 
-    Args:
-        costs: [W] work of each waiting rollout.
-        bins: positions in each micro-batch; none is empty.
-        fixed: [W] the rollout must go.
-        may_come: [W] the rollout waits and is in no other lockstep.
-        cap: [W] tokens, and the most tokens of a bin.
-        rank_of: [bins] rank of each bin. None: each bin is a rank.
+def swap_rollouts(costs: Floats, ranks: Layout, fixed: Bools, may_come: Bools, cap: tuple[Ints, int]) -> Layout:
+    """The ranks after one-for-one swaps with waiting rollouts; counts stay. The same list if no swap helps.
 
-    Examples:
-        >>> costs, none = np.array([900.0, 700.0, 450.0, 300.0, 200.0, 400.0]), np.zeros(6, dtype=np.bool_)
-        >>> swap_rollouts(costs, [np.array([0, 2]), np.array([1, 3])], none, np.arange(6) > 3)
-        [array([0, 4]), array([1, 5])]
+    ``fixed``: [W] the rollout must go. ``may_come``: [W] the rollout waits, and is in no other lockstep. ``cap``: [W]
+    tokens, and the most tokens of a micro-batch.
     """
-    chosen, sizes = np.concatenate(bins), [one.size for one in bins]
-    bin_of = np.repeat(np.arange(len(bins)), sizes)
-    rank = bin_of if rank_of is None else rank_of[bin_of]
+    chosen = positions_in(ranks)
+    sizes = [one.size for share in ranks for one in share]
+    bin_of = np.repeat(np.arange(len(sizes)), sizes)
+    rank = np.repeat(np.arange(len(ranks)), list(map(len, ranks)))[bin_of]
     load = np.bincount(rank, weights=costs[chosen])
-    mean = float(load.mean())
-    level = max(mean, float(costs[chosen].max()))
+    mean = load.mean()
+    level = max(mean, costs[chosen].max())
     pool = np.flatnonzero(may_come & (costs <= level))
     # Where one rollout sets the time, a swap spends heavy rollouts that the next outlier's step needs.
-    if float(load.max()) <= level * EVEN or not pool.size or level > EVEN * mean:
-        return bins
-    before = mean / float(load.max())
-    pool = pool[np.argsort(costs[pool], kind="stable")]
-    tokens, most = (np.zeros(costs.size, dtype=np.int64), 0) if cap is None else cap
+    if load.max() <= level * EVEN or not pool.size or level > EVEN * mean:
+        return ranks
+    before = mean / load.max()
+    pool = sorted_by(pool, costs)
+    tokens, most = cap
     held = np.bincount(bin_of, weights=tokens[chosen])
-    free = np.ones(pool.size, dtype=np.bool_)
+    free = np.ones(pool.size, bool)
 
     def fit(one: int, top: float) -> None:
         """Make the swap that brings this rank nearest to the top from below."""
@@ -90,17 +77,18 @@ def swap_rollouts(
             free[open_to[place[i, j]]] = False
             load[one], chosen[mine[i]] = after[i, j], come[i, j]
 
-    for one in np.argsort(-load, kind="stable").tolist():
+    for one in order_of(-load).tolist():
         if load[one] > level:
             fit(one, level)
-    top = float(load.max())
-    for one in np.argsort(load, kind="stable").tolist():
+    top = load.max()
+    for one in order_of(load).tolist():
         if load[one] * EVEN < top:
             fit(one, top)
     # Several late ranks that come down can starve the early ones.
-    if float(load.mean()) / float(load.max()) <= before:
-        return bins
-    return [np.sort(one) for one in np.split(chosen, np.cumsum(sizes)[:-1])]
+    if load.mean() / load.max() <= before:
+        return ranks
+    bins = iter(np.split(chosen, np.cumsum(sizes)[:-1]))
+    return [[np.sort(next(bins)) for _ in share] for share in ranks]
 
 
 def swap_groups(
@@ -112,23 +100,21 @@ def swap_groups(
     oldest groups that stay) waits for its heaviest rollout. ``most``: rollouts of a rank.
     """
     stays = np.flatnonzero(units.ready & ~go)
-    pairs = (go & ~fixed)[:, None] & (units.ready & ~go) & (units.sizes[:, None] == units.sizes)
-    give, take = np.nonzero(pairs)
+    give, take = np.nonzero((go & ~fixed)[:, None] & (units.ready & ~go) & (units.sizes[:, None] == units.sizes))
     rows = units.rows(go)
-    work = float(units.costs[go].sum()) - units.costs[give] + units.costs[take]
+    work = units.costs[go].sum() - units.costs[give] + units.costs[take]
     later = _NEXT_STEP * _next_waste(units, stays, give, take, rows.size, ranks)
     # The heaviest rollout tells which swaps may help; the layout tells which do.
-    peaks = np.where(go, units.peaks, 0.0)
-    second, first = np.argsort(peaks, kind="stable")[-2:] if peaks.size > 1 else (0, 0)
-    peak = np.maximum(np.where(give == first, peaks[second], peaks[first]), units.peaks[take])
-    some = np.argsort(np.maximum(peak - work / ranks, 0.0) + later, kind="stable")[:_PAIRS]
+    two = np.sort(units.peaks[go])[-2:]
+    peak = np.maximum(np.where(units.peaks[give] == two[-1], two[0], two[-1]), units.peaks[take])
+    some = order_of(np.maximum(peak - work / ranks, 0.0) + later)[:_PAIRS]
     give, take, later, work = give[some], take[some], later[some], work[some]
     unit_of = np.arange(go.size) if units.unit_of is None else units.unit_of
     table = np.tile(costs[rows], (give.size, 1))
     for batch, out, into in zip(table, give.tolist(), take.tolist(), strict=True):
         batch[unit_of[rows] == out] = costs[unit_of == into]
     waste = _finish(table, ranks, most) - work / ranks + later
-    for pair in np.argsort(waste, kind="stable").tolist():
+    for pair in order_of(waste)[:_TRIED].tolist():
         after = go.copy()
         after[[give[pair], take[pair]]] = False, True
         yield after, float(later[pair])
@@ -150,7 +136,7 @@ def _next_waste(units: Units, stays: Ints, give: Ints, take: Ints, number: int, 
 def _finish(batches: Floats, ranks: int, most: int) -> Floats:
     """[pairs, n] costs -> [pairs] finish of the last rank, largest first, in all batches side by side."""
     each = np.arange(batches.shape[0])
-    loads, held = np.zeros((each.size, ranks)), np.zeros((each.size, ranks), dtype=np.int64)
+    loads, held = np.zeros((each.size, ranks)), np.zeros((each.size, ranks), np.int64)
     for cost in -np.sort(-batches, axis=1).T:
         rank = np.where(held < most, loads, np.inf).argmin(axis=1)
         loads[each, rank] += cost

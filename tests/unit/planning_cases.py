@@ -10,9 +10,8 @@ import numpy as np
 
 from stream_balancer.planning2 import Plan, PlanKnobs, Waiting, lower_bound, plan_batch, split
 from stream_balancer.planning2.arrays import Ints, positions_in
-from stream_balancer.planning2.choice import must_go
-from stream_balancer.planning2.figures import times
-from stream_balancer.planning2.units import Units
+from stream_balancer.planning2.bounds import times
+from stream_balancer.planning2.choice import Units, must_go
 
 Rng = np.random.Generator
 

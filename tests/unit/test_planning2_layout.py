@@ -15,7 +15,7 @@ from planning_cases import Case, any_case, check_piece, check_plan
 from stream_balancer.planning2 import OversizeError, PlanKnobs, Waiting, form_micro_batches, plan_batch
 from stream_balancer.planning2.arrays import positions_in
 from stream_balancer.planning2.baselines import plan_fifo, plan_round_robin
-from stream_balancer.planning2.figures import planned, times
+from stream_balancer.planning2.bounds import planned, times
 from stream_balancer.planning2.length_bias import LengthBias
 from stream_balancer.planning2.mini_batches import joined
 from stream_balancer.planning2.padded import runs_of
