@@ -15,7 +15,7 @@ from .plan import Plan, PlanKnobs, Waiting
 
 
 def lower_bound(costs: ArrayLike, dp_size: int, *, equal_rollouts: bool = False) -> float:
-    """Finish that no partition of these costs beats. O(n log n).
+    """Finish that no partition of these costs beats, up to rounding. O(n log n).
 
     The bound is the largest of the mean load and, for every i, the i + 1 lightest of the i * dp_size + 1 heaviest
     rollouts: some rank has i + 1 of them. With ``equal_rollouts`` the lightest rollouts complete that rank.
@@ -42,15 +42,7 @@ def bound_of(work: Floats, dp_size: int, equal_rollouts: bool) -> float:
     together = sums[i * dp_size + 1] - sums[i * dp_size - i]
     if equal_rollouts:
         together += sums[-1] - sums[n - np.maximum(n // dp_size - 1 - i, 0)]
-    return _rounded_down(max(float(sums[-1]) / dp_size, float(together.max())), work)
-
-
-def _rounded_down(bound: float, work: Floats) -> float:
-    """The bound below floating-point error: n additions are off by at most n units in the last place."""
-    # Sums of whole numbers below 2**52 are exact, and a finish is such a sum.
-    if float(work.sum()) < 2.0**52 and bool((work == np.floor(work)).all()):
-        return float(np.ceil(bound * (1.0 - 1e-14)))
-    return bound * (1.0 - 4e-16 * work.size)
+    return max(float(sums[-1]) / dp_size, float(together.max()))
 
 
 def lockstep_bound(costs: Floats, tokens: Ints, dp_size: int, max_tokens: int) -> float:
@@ -81,7 +73,7 @@ def lockstep_bound(costs: Floats, tokens: Ints, dp_size: int, max_tokens: int) -
         # j locksteps hold dp_size * max_tokens tokens each: at most the densest work.
         held = (np.clip(((first + dp_size) * max_tokens - before) / dense_tokens, 0.0, 1.0) * dense_costs).sum()
         best = max(best, least + (total - float(held)) / dp_size)
-    return max(_rounded_down(best, costs), bound_of(costs, dp_size, False))
+    return max(best, bound_of(costs, dp_size, False))
 
 
 def times(waiting: Waiting, knobs: PlanKnobs, ranks: Layout) -> tuple[Floats, float]:

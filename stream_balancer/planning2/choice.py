@@ -146,8 +146,7 @@ def must_go(units: Units, knobs: PlanKnobs, num_rollouts: int) -> Bools:
     must = np.zeros(units.sizes.size, bool)
     needed = forced(units, knobs)
     for wanted in (needed, units.due & ~needed):
-        order = np.flatnonzero(wanted)
-        order = sorted_by(order, units.remaining)
+        order = sorted_by(np.flatnonzero(wanted), units.remaining)
         units.take(must, order, num_rollouts - units.sizes[must].sum())
     return must
 
@@ -162,8 +161,6 @@ def forced(units: Units, knobs: PlanKnobs) -> Bools:
     sent = _sure(knobs.batch_size, largest)
     go = np.zeros(units.sizes.size, bool)
     soon = np.flatnonzero(units.ready & (units.remaining <= units.sizes.sum() // sent))
-    if not soon.size:
-        return go
     by_deadline = np.cumsum(np.bincount(units.remaining[soon], weights=units.sizes[soon]))
     taken = 0
     for j, waiting in enumerate(by_deadline.tolist()):

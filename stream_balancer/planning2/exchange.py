@@ -29,8 +29,8 @@ _ROUND = 5_000
 _WIDE = 40
 """Slots of a cell that a table compares. With more rollouts per rank, largest first leaves next to nothing to gain."""
 
-_TURNS = 7
-"""Pairings in a row that may fail."""
+_TURNS, _WORST = 7, 3
+"""Pairings in a row that may fail, and rows whose latest cells exchange."""
 
 _COPIES = 1_500
 """Slots of all copies x cells."""
@@ -120,8 +120,8 @@ class Cells:
             self._exchange(late[better], early[better], look[i[better]], look[j[better]])
             failed, turn, budget = 0 if better.size else failed + 1, turn + 1, budget - after.size - _ROUND
 
-    def even_rows(self, rows: int, *, keep: int = 0, worst: int = 3) -> None:
-        """Exchange between the latest cells of the ``worst`` rows and all cells, until the sum of latest cells stays.
+    def even_rows(self, rows: int, keep: int = 0) -> None:
+        """Exchange between the latest cells of the worst rows and all cells, until the sum of latest cells stays.
 
         ``keep``: the counts of that many ranks stay (a cell's rank is its number modulo ``keep``); 0 = counts change.
         """
@@ -130,10 +130,11 @@ class Cells:
         while budget > 0:
             table = load.reshape(rows, -1)
             peak, second = table.max(axis=1), np.sort(table, axis=1)[:, -2:][:, 0]
-            where = order_of(table.mean(axis=1) - peak)[:worst]
+            where = order_of(table.mean(axis=1) - peak)[:_WORST]
             last = where * table.shape[1] + table[where].argmax(axis=1)
-            a, b = np.repeat(last, cells - 1), np.concatenate([every[every != one] for one in last])
+            a, b = np.repeat(last, cells), np.tile(every, last.size)
             d, bad, look = self._differences(a, b, keep)
+            bad[a == b] = True
             before = load[a][:, None, None]
             after_a, after_b = before - d, load[b][:, None, None] + d
             same = (row_of[a] == row_of[b])[:, None, None]

@@ -12,7 +12,6 @@ tokens: [600] [600] and [600] [300 300], and both ranks finish after 1,200.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -107,13 +106,6 @@ def laid_out(waiting: Waiting, knobs: PlanKnobs, rows: Ints, rotation: int) -> L
     return [[rows[one] for one in share] for share in ranks[first:] + ranks[:first]]
 
 
-def in_order(bins: list[Ints], cost: Callable[[Ints], float], order: Order) -> list[Ints]:
-    """Micro-batches of a rank in running order."""
-    bins = sorted(bins, key=cost, reverse=True)
-    # ..., 5th, 3rd, 1st, 2nd, 4th, ...: a pipeline fills and drains with the light ones.
-    return bins if order == "heaviest_first" else bins[::2][::-1] + bins[1::2]
-
-
 class Packer:
     """Layouts of some rollouts in micro-batches."""
 
@@ -129,9 +121,17 @@ class Packer:
             ranks = self._padded()
         else:
             ranks = self._locksteps() if self._knobs.sync == "micro_batch" else self._steps()
-        return [in_order([np.sort(one) for one in share], self.cost, self._knobs.order) for share in ranks]
+        return [self._ordered([np.sort(one) for one in share], self._knobs.order) for share in ranks]
 
-    def cost(self, one: Ints) -> float:
+    def _ordered(self, bins: list[Ints], order: Order) -> list[Ints]:
+        bins = sorted(bins, key=self._cost, reverse=True)
+        # ..., 5th, 3rd, 1st, 2nd, 4th, ...: a pipeline fills and drains with the light ones.
+        return bins if order == "heaviest_first" else bins[::2][::-1] + bins[1::2]
+
+    def _split(self, work: Floats) -> list[Ints]:
+        return shares_of(work, self._knobs.dp_size, self._knobs.equal_rollouts, self._knobs.tolerance)
+
+    def _cost(self, one: Ints) -> float:
         """Work of a micro-batch."""
         work = self._work[one]
         return one.size * float(work.max()) if self._knobs.padded else float(work.sum())
@@ -149,8 +149,8 @@ class Packer:
         if not knobs.equal_number:
             # The overhead of a micro-batch, spread over its tokens.
             even = self._work + overhead * self._tokens / self._cap
-            return self.packed(shares_of(even, knobs.dp_size, knobs.equal_rollouts, knobs.tolerance))
-        free = shares_of(self._work, knobs.dp_size, knobs.equal_rollouts, knobs.tolerance)
+            return self.packed(self._split(even))
+        free = self._split(self._work)
         last = max(map(self._fewest, free))
         limit = (self._latest(free) + last * overhead) * (1.0 + _WORTH)
         # [number of micro-batches] from the least that holds the tokens; `free` ignores the cap.
@@ -174,10 +174,7 @@ class Packer:
         if not knobs.equal_rollouts:
             step = self._work, self._tokens, ranks, self._cap
             return _dealt(lockstep_rows(*step, knobs.multiple_of, knobs.overhead_cost), ranks)
-        layout = [
-            in_order(share, self.cost, "heaviest_first")
-            for share in self.packed(shares_of(self._work, ranks, True, knobs.tolerance))
-        ]
+        layout = [self._ordered(share, "heaviest_first") for share in self.packed(self._split(self._work))]
         number = max(map(len, layout))
         if number == 1 or min(map(len, layout)) < number:
             return layout
@@ -195,11 +192,11 @@ class Packer:
         """Neighbours in length share a micro-batch; with equal rollout counts, neighbours of one rank."""
         knobs, ranks = self._knobs, self._knobs.dp_size
         if knobs.equal_rollouts:
-            return self.packed(shares_of(self._work, ranks, True, knobs.tolerance))
+            return self.packed(self._split(self._work))
         everything = np.arange(self._work.size)
         number = rounded_up(-(-len(self._runs(everything, 1)) // ranks), knobs.multiple_of)
         bins = self._runs(everything, ranks * number)
-        weight = np.array([self.cost(one) for one in bins])
+        weight = np.array([self._cost(one) for one in bins])
         if knobs.sync == "step":
             return [[bins[one] for one in share] for share in shares_of(weight, ranks, True)]
         order = order_of(-weight).tolist()
@@ -210,9 +207,8 @@ class Packer:
 
     def _fewest(self, share: Ints) -> int:
         """Fewest micro-batches that were found for a share, as a multiple."""
-        padded = self._knobs.padded and share.size
-        fewest = len(self._runs(share, 1) if padded else _best_fit(self._tokens[share].tolist(), self._cap))
-        return rounded_up(max(fewest, 1), self._knobs.multiple_of)
+        bins = self._runs(share, 1) if self._knobs.padded else _best_fit(self._tokens[share].tolist(), self._cap)
+        return rounded_up(max(len(bins), 1), self._knobs.multiple_of)
 
     def _spread(self, share: Ints, number: int) -> list[Ints]:
         """Exactly ``number`` micro-batches, as even as possible; one rollout each where rollouts are fewer."""
@@ -251,5 +247,5 @@ def _dealt(rows: list[list[Ints]], ranks: int) -> Layout:
     dealt: Layout = [[] for _ in range(ranks)]
     for index, row in enumerate(rows):
         for place, one in enumerate(row):
-            dealt[place if index % 2 == 0 or len(row) < ranks else ranks - 1 - place].append(one)
+            dealt[ranks - 1 - place if index % 2 else place].append(one)
     return dealt

@@ -18,9 +18,6 @@ from .bounds import bound_of
 from .exchange import Cells
 from .plan import TOLERANCE
 
-_MANY_RANKS = (1e-5, 5e-4)
-"""Above 10 ranks the tolerance grows to 0.001 % per rank, at most 0.05 %: 10 ms of a step of 20 s."""
-
 _SMALL = 48
 """Most rollouts for which several starts descend side by side: with 4 rollouts per rank a single descent ends 0.7 %
 above the bound, several end 0.2 % above."""
@@ -79,8 +76,8 @@ def assign(work: Floats, ranks: int, equal: bool, tolerance: float, cap: tuple[I
     cells = Cells.of(work, labels, ranks, moves=least < most, cap=cap, least=least, most=most)
     if n <= _SMALL:
         cells.shuffle()
-    each, at_most = _MANY_RANKS
-    cells.even_out(bound_of(work, ranks, equal) * (1.0 + max(tolerance, min(each * ranks, at_most))))
+    # Above 10 ranks 0.001 % per rank are enough, at most 0.05 %: 10 ms of a step of 20 s.
+    cells.even_out(bound_of(work, ranks, equal) * (1.0 + max(tolerance, min(1e-5 * ranks, 5e-4))))
     return cells.labels()
 
 

@@ -221,21 +221,23 @@ def test_padded_micro_batches_take_neighbours() -> None:
 
 NONE = np.zeros(6, dtype=np.bool_)
 COSTS = np.array([900.0, 700.0, 450.0, 300.0, 200.0, 400.0])
-BINS = [np.array([0, 2]), np.array([1, 3])]
+RANKS = [[np.array([0, 2])], [np.array([1, 3])]]
+NO_CAP = NONE.astype(np.int64), 1
 
 
 @pytest.mark.parametrize(
     ("costs", "fixed", "cap", "after"),
     [
-        (COSTS, NONE, None, [[0, 4], [1, 5]]),
+        (COSTS, NONE, NO_CAP, [[0, 4], [1, 5]]),
         (COSTS, NONE, (COSTS.astype(np.int64), 1350), [[0, 4], [1, 5]]),
-        (COSTS, ~NONE, None, [[0, 2], [1, 3]]),  # all must go
+        (COSTS, ~NONE, NO_CAP, [[0, 2], [1, 3]]),  # all must go
         (COSTS, NONE, (np.array([9, 7, 4, 3, 99, 99]), 13), [[0, 2], [1, 3]]),  # no swap fits
-        (np.array([900.0, 1.0, 2.0, 3.0, 4.0, 5.0]), NONE, None, [[0, 2], [1, 3]]),  # one rollout sets the time
+        (np.array([900.0, 1.0, 2.0, 3.0, 4.0, 5.0]), NONE, NO_CAP, [[0, 2], [1, 3]]),  # one rollout sets the time
     ],
 )
 def test_swaps_with_the_window(costs: Any, fixed: Any, cap: Any, after: list[list[int]]) -> None:
-    assert [one.tolist() for one in swap_rollouts(costs, BINS, fixed, np.arange(6) > 3, cap)] == after
+    swapped = swap_rollouts(costs, RANKS, fixed, np.arange(6) > 3, cap)
+    assert [one.tolist() for share in swapped for one in share] == after
 
 
 def test_swaps_make_few_rollouts_a_rank_even() -> None:

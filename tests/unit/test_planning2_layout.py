@@ -126,7 +126,7 @@ def best_locksteps(tokens: Any, costs: Any, ranks: int, cap: int) -> float:
 def test_locksteps_beside_the_optimum_by_enumeration() -> None:
     rng, above = np.random.default_rng(11), []
     for _ in range(60):
-        n = int(rng.integers(3, 7))
+        n = int(rng.integers(3, 6))
         tokens = rng.integers(1, 100, n)
         costs, cap = tokens * (tokens + 30.0), int(rng.integers(tokens.max(), 2 * tokens.max() + 1))
         ranks = form_micro_batches(tokens, costs, 2, max_tokens=cap, sync="micro_batch")
