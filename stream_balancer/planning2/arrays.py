@@ -1,4 +1,4 @@
-"""Array types, one check and three helpers that all planning modules share.
+"""Array types, one check and helpers that all planning modules share.
 
 Example: the layout ``[[[4], [0, 7]], [[2, 5], [1]]]`` has two ranks with two micro-batches each. `positions_in` reads
 the positions 4, 0, 7, 2, 5, 1 from it.

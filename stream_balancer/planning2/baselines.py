@@ -7,7 +7,6 @@ Example: 9, 1, 8 and 2 wait, two ranks. Round-robin gives 9 + 8 = 17 and 1 + 2 =
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -16,7 +15,7 @@ from .arrays import Ints, Layout
 from .bounds import planned
 from .choice import Units
 from .micro_batches import Packer, laid_out
-from .mini_batches import in_mini_batches
+from .mini_batches import LayOut, in_mini_batches
 from .plan import Plan, PlanKnobs, Together, Waiting
 
 
@@ -27,7 +26,7 @@ def _oldest(
     num_rollouts: int,
     step: int = 0,
     together: Together | None = None,
-    lay_out: Callable[[Waiting, PlanKnobs, Ints, int], Layout],
+    lay_out: LayOut,
 ) -> Plan:
     """The oldest rollouts or groups; arguments as of `plan_batch`. O(n log n)."""
     units = Units.of(waiting, knobs)
@@ -47,7 +46,7 @@ plan_fifo = partial(_oldest, lay_out=laid_out)
 """Plan the oldest rollouts, laid out as `plan_batch` lays them out."""
 
 plan_round_robin = partial(_oldest, lay_out=_in_turn)
-"""Plan the oldest rollouts, to the ranks in turn; each rank packs its own micro-batches.
+"""Plan the oldest rollouts, to the ranks in turn; each rank packs its rollouts into micro-batches.
 
 Every rank gets the number of micro-batches that the fullest rank needs, as trainers arrange with an all_reduce.
 """

@@ -1,7 +1,7 @@
-"""Which rollouts go: those that must, and those that make a step without waste beside them.
+"""Which rollouts go: forced rollouts, and others that make a step without waste.
 
-Every rollout leaves in the end, so the total work is fixed, and the trainer's time is the sum of the step lengths. A
-step is as long as its mean load or as its heaviest rollout. Time is wasted only where a rollout, an *outlier*, stands
+Every rollout leaves in the end, so the total work is fixed, and the trainer's time is the sum of the step lengths. The
+mean load or the heaviest rollout sets the length of a step. Time is wasted only where a rollout, an *outlier*, stands
 out above the mean load. The choice is therefore about one number, the *level*: the heaviest rollout that goes.
 
     no outlier must go   The oldest rollouts go if they balance, otherwise the oldest light ones. Outliers wait, because
@@ -20,7 +20,7 @@ steps, or 1. The most work below a level goes with that level::
          3 2 3 2 3 2 3 2 3 2 3 2 9 10 40    of equal levels the highest wins: it leaves the most freedom
 
 - Waste now = level - (the most work below the level) / ranks. At 40: 40 - 62 / 2 = 9 on every rank.
-- Waste later: an outlier left behind needs a step as long as itself. One step serves all outliers below its level, so
+- Waste later: an outlier left behind needs a step of its length. One step serves all outliers below its level, so
   an outlier adds only its height above the next lower outlier, or above a mean step (here 11.9) if it is the lowest.
   The height counts times the urgency = 1 - skips left / (most skips left + 1): 28.1 x 1/9 = 3.1, and 28.1 x 8/9 = 25.
 
@@ -30,8 +30,8 @@ before every step and for every j, if never more than (D + 1) s rollouts wait.
 
 1. `forced` takes rollouts until at most j s of the N_j stay, for every j. At most s rollouts suffice, because
    N_j - j s <= s. The last group may add g - 1, which makes batch_size together: the rollouts fit into the step.
-2. A rollout that stays loses one skip. So N_(j-1) <= j s holds before the next step: the claim for every j - 1 < D.
-3. New rollouts have D skips left. They count in N_D only, and N_D is at most (D + 1) s by assumption.
+2. A rollout that stays loses one skip. Before the next step, N_(j-1) <= j s holds: the claim for every j - 1 < D.
+3. New rollouts have D skips left and count in N_D only, and N_D is at most (D + 1) s by assumption.
 4. j = 0: no rollout without skips left stays behind. (Earliest deadline first: Liu and Layland 1973.)
 
 If more rollouts wait, `forced` still takes s: nothing is refused, and a rollout may leave late.
@@ -48,55 +48,41 @@ import numpy as np
 from .arrays import Bools, Floats, Ints, order_of, sorted_by
 from .plan import PlanKnobs, Waiting
 
-_NO_LIMIT = 2**62
-"""Skips left without ``max_skips``: more than any run has steps."""
-
 BALANCED = 1.02
 """A step balances if its heaviest rollout is within 2 % of the mean load. A finer rule adds delay and saves no time."""
 
-MAY_GO = 0.25
-"""While outliers wait, the lightest 25 % of the remaining rollouts stay eligible, so that old ones still leave."""
-
+# While outliers wait, the lightest 25 % of the remaining rollouts stay eligible, so that old ones still leave.
+_MAY_GO = 0.25
+# Part of a token cap that a micro-batch usually fills.
 _ROOM = 0.95
-"""Part of a token cap that a micro-batch usually fills."""
-
+# Numbers of light rollouts that are compared for an outlier's step with equal rollout counts.
 _CHOICES = 32
-"""Numbers of light rollouts that are compared for an outlier's step with equal rollout counts."""
+# Skips left without ``max_skips``: more than any run has steps.
+_NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
     """Rollouts, or whole groups in the order of their oldest members."""
 
-    unit_of: Ints | None
-    """[W] unit of each rollout. None: each rollout is a unit."""
-    sizes: Ints
-    """[U] rollouts of each unit."""
-    costs: Floats
-    """[U] work of each unit."""
-    peaks: Floats
-    """[U] costliest rollout of each unit."""
-    remaining: Ints
-    """[U] steps that may still leave the unit behind."""
-    due: Bools
-    """[U] a member is due, or has no skips left."""
-    ready: Bools
-    """[U] the unit is complete or due."""
+    unit_of: Ints  # [W] unit of each rollout
+    sizes: Ints  # [U] rollouts of each unit
+    costs: Floats  # [U] work of each unit
+    peaks: Floats  # [U] costliest rollout of each unit
+    remaining: Ints  # [U] steps that may still leave the unit behind
+    due: Bools  # [U] a member is due, or has no skips left
+    ready: Bools  # [U] the unit is complete or due
 
     @staticmethod
     def of(waiting: Waiting, knobs: PlanKnobs) -> Units:
-        """Units of the waiting rollouts. O(W), and O(W log W) with groups.
-
-        Raises:
-            ValueError: a group is larger than a step.
-        """
+        """Units of the waiting rollouts. Raises ValueError if a group is larger than a step. O(W log W)."""
         limit = _NO_LIMIT if knobs.max_skips is None else knobs.max_skips
         remaining = np.maximum(limit - waiting.skips, 0)
         due, n = waiting.due | (remaining == 0), waiting.costs.size
         if not knobs.whole_groups or not bool((waiting.groups >= 0).any()):
             ready = waiting.group_complete | due if knobs.whole_groups else np.ones(n, bool)
-            return Units(None, np.ones(n, np.int64), waiting.costs, waiting.costs, remaining, due, ready)
-        # A rollout without a group gets a label of its own, above all labels in use.
+            return Units(np.arange(n), np.ones(n, np.int64), waiting.costs, waiting.costs, remaining, due, ready)
+        # A rollout without a group gets a new label, above all labels in use.
         labels = np.where(waiting.groups >= 0, waiting.groups, waiting.groups.max() + 1 + np.arange(n))
         _, first, inverse, sizes = np.unique(labels, return_index=True, return_inverse=True, return_counts=True)
         if sizes.max() > knobs.batch_size:
@@ -111,22 +97,16 @@ class Units:
         def of_units(how: np.ufunc, column: Any) -> Any:
             return how.reduceat(column[rows], starts)
 
-        due = of_units(np.logical_or, due)
-        return Units(
-            unit_of,
-            np.diff(starts, append=n),
-            of_units(np.add, waiting.costs),
-            of_units(np.maximum, waiting.costs),
-            of_units(np.minimum, remaining),
-            due,
-            of_units(np.logical_and, waiting.group_complete) | due,
-        )
+        due, soonest = of_units(np.logical_or, due), of_units(np.minimum, remaining)
+        costs, peaks = of_units(np.add, waiting.costs), of_units(np.maximum, waiting.costs)
+        ready = of_units(np.logical_and, waiting.group_complete) | due
+        return Units(unit_of, np.diff(starts, append=n), costs, peaks, soonest, due, ready)
 
     def rows(self, some: Bools | Ints) -> Ints:
         """Positions of the rollouts of some units (a mask, or numbers), oldest first."""
         go = np.zeros(self.sizes.size, bool)
         go[some] = True
-        return np.flatnonzero(go if self.unit_of is None else go[self.unit_of])
+        return np.flatnonzero(go[self.unit_of])
 
     def take(self, go: Bools, order: Ints, room: int) -> None:
         """Mark units of ``order`` in ``go`` while they fit into ``room`` rollouts; a later, smaller unit may fit."""
@@ -181,21 +161,14 @@ def smallest_max_skips(window: int, batch_size: int, capacity: int, group_size: 
     skips some rollout is forced in nearly every step, and the window chooses nothing.
 
     Examples:
-        >>> smallest_max_skips(window=64, batch_size=32, capacity=128)
-        3
-        >>> smallest_max_skips(window=64, batch_size=32, capacity=128, group_size=8)  # a step takes at least 25
-        5
+        >>> [smallest_max_skips(window=64, batch_size=32, capacity=128, group_size=size) for size in (1, 8)]
+        [3, 5]
     """
     return max(-(-capacity // _sure(batch_size, group_size)) - 1, -(-3 * (window - batch_size) // batch_size), 0)
 
 
 def most_for_max_skips(max_skips: int, batch_size: int, group_size: int = 1) -> int:
-    """Most rollouts that may wait at once under the proof of the skip bound.
-
-    Examples:
-        >>> most_for_max_skips(16, batch_size=32), most_for_max_skips(16, batch_size=32, group_size=8)
-        (544, 425)
-    """
+    """Most waiting rollouts under the proof of the skip bound: 17 x 32 with 16 skips and 32 rollouts per step."""
     return (max_skips + 1) * _sure(batch_size, group_size)
 
 
@@ -208,28 +181,15 @@ def _sure(batch_size: int, group_size: int) -> int:
 class Candidates:
     """Units of one size to choose from, oldest first."""
 
-    costs: Floats
-    """[U] work of each unit."""
-    peaks: Floats
-    """[U] costliest rollout of each unit."""
-    must: Bools
-    """[U] the unit goes in any case."""
-    remaining: Ints
-    """[U] steps that may still leave the unit behind."""
-    number: int
-    """Units that go, ``must`` included."""
+    costs: Floats  # [U] work of each unit
+    peaks: Floats  # [U] costliest rollout of each unit
+    must: Bools  # [U] the unit goes in any case
+    remaining: Ints  # [U] steps that may still leave the unit behind
+    number: int  # units that go, ``must`` included
     ranks: int
-    beside: float = 0.0
-    """Least number of other units on the rank of a rollout (equal rollout counts)."""
-    tokens: Ints | None = None
-    """[U] tokens, at most max_tokens, where ranks meet at every micro-batch. None: sums of work decide."""
-    max_tokens: int = 0
-    """Token cap of a micro-batch."""
-
-    @property
-    def room(self) -> float:
-        """Tokens that one micro-batch per rank usually holds."""
-        return _ROOM * self.ranks * self.max_tokens
+    beside: float = 0.0  # fewest other units on the rank of a rollout (equal rollout counts)
+    tokens: Ints | None = None  # [U] at most max_tokens, where ranks meet at every micro-batch
+    max_tokens: int = 0  # token cap of a micro-batch
 
     def filler(self, go: Bools) -> float:
         """Least work on the rank of the heaviest rollout, apart from that rollout."""
@@ -238,7 +198,7 @@ class Candidates:
 
     def balances(self, go: Bools) -> bool:
         """No rollout stands out above the mean load, and one micro-batch per rank holds the step."""
-        fits = self.tokens is None or self.tokens[go].sum() <= self.room
+        fits = self.tokens is None or self.tokens[go].sum() <= _ROOM * self.ranks * self.max_tokens
         return bool(fits and self.peaks[go].max() + self.filler(go) <= BALANCED * self.costs[go].sum() / self.ranks)
 
     def outlier_must_go(self, lightest: Bools, heaviest: int) -> bool:
@@ -269,13 +229,13 @@ def choose_units(units: Candidates) -> Bools:
     if units.outlier_must_go(lightest, others[more - 1]):
         filler = units.filler(lightest)
         return _filled(units, _best_level(units, others, more, filler), filler)
-    spare = int(MAY_GO * (others.size - more))
+    spare = int(_MAY_GO * (others.size - more))
     light = with_must(np.sort(others[: more + spare])[:more])
     return light if units.balances(light) else lightest
 
 
 def _best_level(units: Candidates, others: Ints, more: int, filler: float) -> float:
-    """The level with the least waste. ``others`` ascend by peak, and ``more`` of them go. O(U)."""
+    """The level with the least waste. ``others`` ascend by peak, and ``more`` units go. O(U)."""
     costs, must = units.costs, units.must
     heights = units.peaks[others] + filler
     floor = float((units.peaks[must] + filler).max(initial=0.0))
@@ -285,16 +245,10 @@ def _best_level(units: Candidates, others: Ints, more: int, filler: float) -> fl
     levels = np.maximum(heights[below - 1], floor)
     light = min(math.ceil(units.beside), more)
 
-    def most(amounts: Floats) -> Floats:
-        """[levels] most that goes: ``must``, the heaviest below the level, and the ``light`` lightest."""
-        sums = np.concatenate(([0.0], np.cumsum(amounts[others])))
-        held: Floats = amounts[must].sum() + sums[light] + sums[below] - sums[below - more + light]
-        return held
-
-    work = most(costs)
-    if units.tokens is not None:
-        work = work * np.minimum(1.0, units.room / most(units.tokens.astype(np.float64)))
-    now = np.maximum(levels - work / units.ranks, 0.0)
+    # [levels] most work that goes: ``must``, the heaviest below the level, and the ``light`` lightest.
+    sums = np.concatenate(([0.0], np.cumsum(costs[others])))
+    most = costs[must].sum() + sums[light] + sums[below] - sums[below - more + light]
+    now = np.maximum(levels - most / units.ranks, 0.0)
     fair = costs.mean() * units.number / units.ranks
     left = np.maximum(heights[first:], fair)
     urgency = 1.0 - units.remaining[others[first:]] / (units.remaining.max() + 1.0)
@@ -332,8 +286,8 @@ def _filled(units: Candidates, level: float, filler: float) -> Bools:
 def _lightest(units: Candidates, among: Ints, level: float) -> Ints:
     """Light units of a step with equal rollout counts.
 
-    A heavy rollout shares its rank with ``beside`` others. More light units shorten the step and hold less work; the
-    number with the least waste wins.
+    A heavy rollout shares its rank with ``beside`` light units. More light units shorten the step and hold less work;
+    the number with the least waste wins.
     """
     more = units.number - int(np.count_nonzero(units.must))
     ascending = sorted_by(among, units.peaks)

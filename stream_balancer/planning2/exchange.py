@@ -20,62 +20,48 @@ import numpy as np
 
 from .arrays import Bools, Floats, Ints, order_of
 
-_BUDGET, _EACH = 200_000, 400
-"""Exchanges that a search compares: a constant, plus 400 per rollout. 1,000,000 comparisons take about 10 ms."""
-
-_ROUND = 5_000
-"""Fixed cost of a round, in comparisons."""
-
+# A search compares 200,000 exchanges, plus 400 per rollout; a round costs as much as 5,000. 1,000,000 take about 10 ms.
+_BUDGET, _EACH, _ROUND = 200_000, 400, 5_000
+# Slots of a cell that a table compares. With more rollouts per rank, largest first leaves next to nothing to gain.
 _WIDE = 40
-"""Slots of a cell that a table compares. With more rollouts per rank, largest first leaves next to nothing to gain."""
-
+# Pairings in a row that may fail, and rows whose latest cells exchange.
 _TURNS, _WORST = 7, 3
-"""Pairings in a row that may fail, and rows whose latest cells exchange."""
-
+# Slots of all copies x cells.
 _COPIES = 1_500
-"""Slots of all copies x cells."""
-
+# A gain below this part of the latest cell is rounding error.
 _GAIN = 1e-9
-"""A gain below this part of the latest cell is rounding error."""
 
 
 @dataclass
 class Cells:
     """Rollouts in cells."""
 
-    work: Floats
-    """[n + 1] cost of each rollout; 0 for the empty slot."""
-    slots: Ints
-    """[copies * cells, slots] rollout in each slot; n = the slot is empty."""
-    cap: tuple[Ints, int] | None = None
-    """[n + 1] tokens of each rollout, and the most tokens of a cell."""
-    least: int = 0
-    """Fewest rollouts of a cell."""
-    most: int = 2**62
-    """Most rollouts of a cell."""
+    work: Floats  # [n + 1] cost of each rollout; 0 for the empty slot
+    slots: Ints  # [copies * cells, slots] rollout in each slot; n = the slot is empty
+    cap: tuple[Ints, int] | None = None  # [n + 1] tokens of each rollout, and the most tokens of a cell
+    least: int = 0  # fewest rollouts of a cell
+    most: int = 2**62  # most rollouts of a cell
     copies: int = 1
-    load: Floats = field(init=False)
-    """[copies * cells] work of each cell."""
+    load: Floats = field(init=False)  # [copies * cells] work of each cell
 
     @classmethod
     def of(
-        cls, work: Floats, labels: Ints, cells: int, *, moves: bool, cap: tuple[Ints, int] | None = None, **counts: int
+        cls, work: Floats, labels: Ints, cells: int, cap: tuple[Ints, int] | None, least: int = 0, most: int = 2**62
     ) -> Cells:
-        """Cells from [n] labels. ``moves``: counts may change between ``least`` and ``most``."""
+        """Cells from [n] labels."""
         n, held = work.size, np.bincount(labels, minlength=cells)
         order = np.lexsort((-work, labels))
-        slots = np.full((cells, held.max() + moves), n)
+        slots = np.full((cells, held.max() + (least < most)), n)
         slots[labels[order], np.arange(n) - np.repeat(np.cumsum(held) - held, held)] = order
-        return cls(np.append(work, 0.0), slots, cap and (np.append(cap[0], 0), cap[1]), **counts)
+        return cls(np.append(work, 0.0), slots, cap and (np.append(cap[0], 0), cap[1]), least, most)
 
     def __post_init__(self) -> None:
         self.load = self.work[self.slots].sum(axis=1)
 
     def shuffle(self) -> None:
-        """Add copies with other starts, which then descend side by side.
+        """Add copies that descend side by side: each shuffles the columns of slots over the cells, so that counts stay.
 
-        A copy shuffles each column of slots over the cells, so that counts stay. The first copy keeps the given start;
-        copies above the token cap are dropped.
+        The first copy keeps the given start, and copies above the token cap are dropped.
         """
         cells, width = self.slots.shape
         copies = max(_COPIES // (cells**2 * width), 1)
@@ -107,9 +93,8 @@ class Cells:
                 return
             order = order_of(load) + np.arange(self.copies)[:, None] * cells
             place = np.append((np.arange(cells - 1) + turn) % (cells - 1), cells - 1)
-            one, other = order[:, place[: cells // 2]].ravel(), order[:, place[::-1][: cells // 2]].ravel()
-            later = self.load[one] > self.load[other]
-            late, early = np.where(later, one, other), np.where(later, other, one)
+            one, other = place[: cells // 2], place[::-1][: cells // 2]
+            late, early = order[:, np.maximum(one, other)].ravel(), order[:, np.minimum(one, other)].ravel()
             open_to = self.load[late] > target
             late, early = late[open_to], early[open_to]
             d, bad, look = self._differences(late, early)
@@ -135,14 +120,12 @@ class Cells:
             a, b = np.repeat(last, cells), np.tile(every, last.size)
             d, bad, look = self._differences(a, b, keep)
             bad[a == b] = True
-            before = load[a][:, None, None]
-            after_a, after_b = before - d, load[b][:, None, None] + d
-            same = (row_of[a] == row_of[b])[:, None, None]
-            pair_peak = np.maximum(after_a, np.where(same, after_b, 0.0))
-            rise = np.where(same, 0.0, np.maximum(after_b - peak[row_of[b]][:, None, None], 0.0))
-            # Of equal gains, the exchange that leaves the pair most alike opens the next exchange.
-            gain = before - np.maximum(pair_peak, second[row_of[a]][:, None, None]) - rise
-            gain += 1e-6 * (before - pair_peak)
+            late, other = a[:, None, None], b[:, None, None]
+            same, after = row_of[late] == row_of[other], load[other] + d
+            pair_peak = np.maximum(load[late] - d, np.where(same, after, 0.0))
+            rise = np.where(same, 0.0, np.maximum(after - peak[row_of[other]], 0.0))
+            # The exchange that leaves a pair most alike wins ties, because it opens the next exchange.
+            gain = load[late] - np.maximum(pair_peak, second[row_of[late]]) - rise + 1e-6 * (load[late] - pair_peak)
             gain[bad] = -np.inf
             pair, i, j = np.unravel_index(int(gain.argmax()), gain.shape)
             if gain[pair, i, j] <= _GAIN * peak.max():
@@ -151,26 +134,26 @@ class Cells:
             budget -= gain.size + _ROUND
 
     def _differences(self, a: Ints, b: Ints, keep: int = 0) -> tuple[Floats, Bools, Ints]:
-        """Exchanges between cells ``a`` and ``b`` ([pairs] each).
+        """Exchanges between cells ``a`` and ``b`` ([pairs] each), as [pairs, slots of a, slots of b].
 
-        Returns ([pairs, slots of a, slots of b] cost that a gives minus cost that a takes, the mask of exchanges that a
-        limit forbids, the slots that are compared).
+        Returns (cost that a gives minus cost that a takes, exchanges that a limit forbids, slots that are compared).
         """
         width, nothing = self.slots.shape[1], self.work.size - 1
         look = np.arange(width) if width <= _WIDE else np.linspace(0, width - 1, _WIDE).astype(np.int64)
         give, take = self.slots[a][:, look][:, :, None], self.slots[b][:, look][:, None, :]
         bad = (give == nothing) & (take == nothing)
+        a, b = a[:, None, None], b[:, None, None]
         if self.cap is not None:
             tokens, most = self.cap
             room = most - tokens[self.slots].sum(axis=1)
             dt = tokens[give] - tokens[take]
-            bad = bad | (dt > room[b][:, None, None]) | (-dt > room[a][:, None, None])
+            bad = bad | (dt > room[b]) | (-dt > room[a])
         if self.least or self.most < width or keep:
             count = (self.slots < nothing).sum(axis=1)
             loses, gains = count > self.least, count < self.most
-            free = np.ones(a.size, bool) if not keep else a % keep == b % keep
-            bad = bad | ((take == nothing) & ~(free & loses[a] & gains[b])[:, None, None])
-            bad = bad | ((give == nothing) & ~(free & loses[b] & gains[a])[:, None, None])
+            fixed = (a - b) % keep != 0 if keep else np.zeros_like(a, bool)
+            bad = bad | ((take == nothing) & (fixed | ~(loses[a] & gains[b])))
+            bad = bad | ((give == nothing) & (fixed | ~(loses[b] & gains[a])))
         return self.work[give] - self.work[take], bad, look
 
     def _exchange(self, a: Ints, b: Ints, i: Ints, j: Ints) -> None:

@@ -1,9 +1,6 @@
 """Length bias: running figures on length against delay, in constant memory.
 
 Short rollouts finish first, and a window that defers outliers delays long ones. A trainer should see both biases.
-
-Example: rollouts of 100, 200, 400 and 800 tokens left without a delay, 1600 and 3200 after 1 and 2 steps. The mean
-delay is 0.5 steps, and the correlation of length and delay is 0.98.
 """
 
 from __future__ import annotations
@@ -17,11 +14,9 @@ from numpy.typing import ArrayLike
 
 from .arrays import Floats, Ints
 
+# Histogram buckets per doubling of the length: quantiles are exact to 4.4 %. Buckets hold lengths 1 .. 2**32.
 _PER_OCTAVE = 16
-"""Histogram buckets per doubling of the length: quantiles are exact to 4.4 %."""
-
 _NUM_BUCKETS = 32 * _PER_OCTAVE + 1
-"""Lengths 1 .. 2**32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +34,8 @@ class LengthBiasSummary:
     num_cut: int
     """Rollouts evicted because they took long ("late", "stale")."""
     cut_per_decile: tuple[float, ...]
-    """[10] evicted rollouts as long as the shortest tenth of the dispatched ones, the next tenth, ... (the last: and
-    longer)."""
+    """[10] evicted rollouts with the lengths of the shortest tenth of the dispatched ones, the next tenth, ... (the
+    last counts longer ones, too)."""
     length_shift: float
     """Mean length of the dispatched rollouts / mean length of the dispatched and evicted ones. 0.97 = the trainer sees
     rollouts that are 3 % shorter than the generated ones."""
@@ -79,7 +74,7 @@ class LengthBias:
         self._moments += columns @ columns.T
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Rollouts of these lengths were evicted because they took long."""
+        """Rollouts with these lengths were evicted because they took long."""
         self._buckets[2] += np.bincount(_bucket_of(np.array(lengths, np.float64)), minlength=_NUM_BUCKETS)
         self._cut_tokens += sum(lengths)
 
@@ -99,19 +94,13 @@ class LengthBias:
             cut = np.interp(edges, so_far[0], so_far[2])
             cut_deciles = np.diff([0.0, *cut[1:-1], num_cut]).tolist()
             shift = (tokens / count) / ((tokens + self._cut_tokens) / (count + num_cut)) if tokens else math.nan
-        return LengthBiasSummary(
-            num_dispatched=int(count),
-            mean_delay=delay / count if count else math.nan,
-            delay_per_decile=tuple(deciles),
-            length_delay_correlation=float(spread[1, 2]) / scale if scale else math.nan,
-            num_cut=num_cut,
-            cut_per_decile=tuple(cut_deciles),
-            length_shift=shift,
-        )
+        mean_delay = delay / count if count else math.nan
+        correlation = float(spread[1, 2]) / scale if scale else math.nan
+        cuts = num_cut, tuple(cut_deciles), shift
+        return LengthBiasSummary(int(count), mean_delay, tuple(deciles), correlation, *cuts)
 
 
 def _bucket_of(lengths: Floats) -> Ints:
     """[n] logarithmic buckets: 100 tokens and 100,000 tokens have the same relative precision."""
-    octaves = np.log2(np.maximum(lengths, 1.0))
-    buckets: Ints = np.clip(octaves * _PER_OCTAVE, 0, _NUM_BUCKETS - 1).astype(np.int64)
-    return buckets
+    octaves: Floats = np.log2(np.maximum(lengths, 1.0))
+    return (octaves * _PER_OCTAVE).clip(0, _NUM_BUCKETS - 1).astype(np.int64)

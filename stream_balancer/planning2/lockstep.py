@@ -1,6 +1,6 @@
 """Ranks that meet at every micro-batch (FSDP, ZeRO-3) under a token cap: which rollouts go, and in which lockstep.
 
-A *lockstep* is the micro-batches of one index, one per rank. It takes as long as its costliest micro-batch. Cost grows
+A *lockstep* is the micro-batches of one index, one per rank. Its costliest micro-batch sets its time. Cost grows
 faster than tokens, so a cap full of long rollouts costs more than a cap full of ordinary ones. An *outlier* costs more
 than a micro-batch full of ordinary rollouts: only other outliers can share its lockstep without waste. One outlier per
 rank fills a lockstep; a single one wastes it.
@@ -8,8 +8,8 @@ rank fills a lockstep; a single one wastes it.
     choose_lockstep   Candidates are the oldest rollouts, and the forced ones with outliers for 0 to 3 locksteps. The
                       candidate with the least waste now (`lockstep_bound`) and later (places that outliers left behind
                       do not fill) wins.
-    lockstep_rows     A lockstep is as long as its costliest rollout or its fair share, and is filled up to that length.
-                      Then rollouts are exchanged between locksteps (exchange.py).
+    in_locksteps      The level of a lockstep is its costliest rollout or its fair share; rollouts fill it up to that
+                      level. Then exchanges between locksteps follow (exchange.py).
 
 Example: cap 100, cost = tokens squared, two ranks. Five ordinary rollouts of 20 tokens fill a micro-batch and cost
 2,000. One rollout of 100 tokens costs 10,000, and the other rank waits for 8,000. Two such rollouts waste nothing.
@@ -28,21 +28,16 @@ from .exchange import Cells
 from .partition import assign, largest_first
 from .plan import TOLERANCE
 
-_SUPPLY = 0.7
-"""Part of the future arrivals that is trusted to complete a lockstep of outliers."""
-
-_AS_HEAVY = 0.8
-"""An arrival with this part of an outlier's cost can share the outlier's lockstep."""
-
+# Part of the future arrivals that is trusted to complete a lockstep of outliers; an arrival counts if it costs at least
+# 0.8 of the outlier.
+_SUPPLY, _AS_HEAVY = 0.7, 0.8
+# A rollout above this part of the heaviest is always an outlier. Otherwise many rollouts that were cut at the longest
+# length count as ordinary.
 _SPIKE = 0.9
-"""A rollout above this part of the heaviest is always an outlier. Otherwise many rollouts that were cut at the longest
-length would count as ordinary."""
-
+# Outliers that are tried as the costliest to go, and locksteps of outliers in one step.
 _STARTS, _MOST_LOCKSTEPS = 13, 3
-"""Outliers that are tried as the costliest to go, and locksteps of outliers in one step."""
-
+# Cost of one more lockstep as a part of the step, on top of the overhead: FSDP gathers parameters again.
 _LOCKSTEP = 0.02
-"""Cost of one more lockstep as a part of the step, on top of the overhead: FSDP gathers parameters again."""
 
 
 def choose_lockstep(step: Candidates) -> Bools:
@@ -118,7 +113,7 @@ def _candidates(step: Candidates, outlier: Bools) -> Iterator[Bools]:
 
 
 def _waste_later(step: Candidates, level: float, left: Bools) -> float:
-    """Time that the outliers left behind will waste if they go in locksteps, costliest first.
+    """Time that the outliers left behind will waste in locksteps of outliers, costliest first.
 
     A lockstep wastes its empty places, minus the arrivals that come in time. Urgent locksteps count more.
     """
@@ -137,10 +132,10 @@ def _waste_later(step: Candidates, level: float, left: Bools) -> float:
     return total / step.ranks
 
 
-def lockstep_rows(
+def in_locksteps(
     costs: Floats, tokens: Ints, ranks: int, max_tokens: int, multiple_of: int, overhead: float
-) -> list[list[Ints]]:
-    """``[lockstep][rank]`` -> positions; the last lockstep is shorter where rollouts are too few.
+) -> list[Ints]:
+    """Micro-batches, costliest first: each ``ranks`` of the list are a lockstep. No other order takes less time.
 
     Two numbers of locksteps are laid out: the least that holds the tokens, and the next, where micro-batches can be
     more alike.
@@ -158,13 +153,11 @@ def lockstep_rows(
             if time < least:
                 best, least = split_by_label(labels, ranks * number), time
         number += multiple_of
-    # The costliest micro-batches share a lockstep: no other rows take less time.
-    best.sort(key=lambda one: -costs[one].sum())
-    return [best[first : first + ranks] for first in range(0, len(best), ranks)]
+    return sorted(best, key=lambda one: -float(costs[one].sum()))
 
 
 def _alike(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int]) -> Ints | None:
-    """[n] micro-batch of each rollout, lockstep after lockstep. None if no start fits the cap."""
+    """[n] micro-batch of each rollout, lockstep after lockstep; None if no start fits the cap."""
     if number == 1:
         return assign(costs, ranks, False, TOLERANCE, cap)
     starts = _level_by_level(costs, ranks, number, cap), largest_first(costs, ranks * number, False, cap)
@@ -175,7 +168,7 @@ def _alike(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int]) -> Int
     # Micro-batches are numbered by cost, so that those of a lockstep are alike.
     work = np.bincount(start, weights=costs, minlength=ranks * number)
     start = order_of(order_of(-work))[start]
-    cells = Cells.of(costs, start, ranks * number, moves=True, cap=cap, least=1)
+    cells = Cells.of(costs, start, ranks * number, cap, least=1)
     cells.even_rows(number)
     return cells.labels()
 
@@ -186,11 +179,10 @@ def _time(costs: Floats, labels: Ints, ranks: int, number: int) -> float:
 
 
 def _level_by_level(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int]) -> Ints | None:
-    """[n] micro-batch of each rollout, lockstep after lockstep, costliest rollouts first. O(n x ranks).
+    """[n] micro-batch of each rollout, lockstep after lockstep, costliest rollouts first; None without room.
 
-    A lockstep is filled up to its costliest rollout, or to the fair share of the remaining work. A rollout goes into
-    the fullest micro-batch with room; in the last lockstep, into the emptiest. Returns None if a micro-batch stays
-    empty, or the last lockstep has no room.
+    Rollouts fill a lockstep up to its costliest rollout, or to the fair share of the remaining work. A rollout goes
+    into the fullest micro-batch with room; in the last lockstep, into the emptiest. O(n x ranks).
     """
     labels = np.full(costs.size, -1)
     left = order_of(-costs).tolist()
@@ -200,7 +192,7 @@ def _level_by_level(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int
         level = np.inf
         if after:
             level = max(work[left[0]], sum(work[i] for i in left) / (ranks * (after + 1))) * (1.0 + 1e-9)
-        load, room, count = np.zeros(ranks), np.full(ranks, cap[1]), np.zeros(ranks, np.int64)
+        load, room = np.zeros(ranks), np.full(ranks, cap[1])
         spare = len(left) - ranks * after  # every later micro-batch needs a rollout
         rest = []
         for i in left:
@@ -210,11 +202,10 @@ def _level_by_level(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int
                 labels[i] = index * ranks + one
                 load[one] += work[i]
                 room[one] -= size[i]
-                count[one] += 1
                 spare -= 1
             else:
                 rest.append(i)
-        if not count.all() or bool(rest) == (after == 0):
+        if room.max() == cap[1] or bool(rest) == (after == 0):
             return None
         left = rest
     return labels

@@ -18,16 +18,15 @@ from numpy.typing import ArrayLike
 
 from .arrays import Floats, Ints, Layout, Order, Oversize, Sync, checked_costs, order_of, rounded_up, split_by_label
 from .exchange import Cells
-from .lockstep import lockstep_rows
+from .lockstep import in_locksteps
 from .padded import runs_of
 from .partition import assign, largest_first, shares_of
 from .plan import PlanKnobs, Waiting
 
+# Relative time that fewer micro-batches may cost.
 _WORTH = 1e-3
-"""Relative time that fewer micro-batches may cost."""
-
+# Numbers of micro-batches that are tried below the number that the balanced shares need.
 _TRIED = 4
-"""Numbers of micro-batches that are tried below the number that the balanced shares need."""
 
 
 class OversizeError(ValueError):
@@ -52,19 +51,13 @@ def form_micro_batches(
 ) -> Layout:
     """Lay rollouts out as ``[rank][micro_batch]`` -> ascending positions. No micro-batch is empty.
 
+    `PlanKnobs` explains the parameters that are not listed. With ``equal_number``, a rank with fewer rollouts than
+    micro-batches has a shorter list; the caller completes it with padding copies.
+
     Args:
         lengths: [n] tokens, >= 1.
         costs: [n] work, finite and >= 0.
         dp_size: number of ranks.
-        max_tokens: token cap of a micro-batch (rollouts x longest rollout if ``padded``). None = no cap.
-        sync: ranks meet once per "step", or at every "micro_batch".
-        equal_rollouts: the rollout counts of two ranks differ by at most 1.
-        padded: a micro-batch costs rollouts x costliest rollout.
-        equal_number: every rank has the same number of micro-batches. A rank with fewer rollouts has a shorter list;
-            the caller completes it with padding copies.
-        overhead_cost: work of a micro-batch on top of its rollouts.
-        multiple_of: the number of micro-batches is a multiple of this.
-        order: "heaviest_first", or "pipeline": light micro-batches at both ends.
         oversize: "refuse" a rollout above the cap, or run it "alone" in a micro-batch.
         rotation: rotates the rank labels. Pass the step.
 
@@ -87,13 +80,13 @@ def form_micro_batches(
             f"a rollout of {int(tokens.max())} tokens is longer than max_tokens ({max_tokens}): no micro-batch can "
             "hold it. Raise max_tokens, truncate the rollout, or choose oversize='alone'."
         )
-    limits = sync, equal_rollouts, max_tokens, equal_number, multiple_of, overhead_cost, padded, order
-    knobs = PlanKnobs(dp_size, tokens.size, None, *limits)
+    limits = max_tokens, equal_number, multiple_of, overhead_cost, padded, order
+    knobs = PlanKnobs(dp_size, tokens.size, None, sync, equal_rollouts, False, None, *limits)
     return laid_out(Waiting.of(work, tokens), knobs, np.arange(tokens.size), rotation)
 
 
 def laid_out(waiting: Waiting, knobs: PlanKnobs, rows: Ints, rotation: int) -> Layout:
-    """``[rank][micro_batch]`` -> positions of these rows. A rollout above the cap runs alone."""
+    """``[rank][micro_batch]`` -> positions of the rows. A rollout above the cap runs alone."""
     work, dp_size = waiting.costs[rows], knobs.dp_size
     if not rows.size:
         return [[] for _ in range(dp_size)]
@@ -117,10 +110,8 @@ class Packer:
 
     def layout(self) -> Layout:
         """``[rank][micro_batch]`` -> ascending positions, in running order."""
-        if self._knobs.padded:
-            ranks = self._padded()
-        else:
-            ranks = self._locksteps() if self._knobs.sync == "micro_batch" else self._steps()
+        in_rows = self._knobs.sync == "micro_batch"
+        ranks = self._padded() if self._knobs.padded else self._locksteps() if in_rows else self._steps()
         return [self._ordered([np.sort(one) for one in share], self._knobs.order) for share in ranks]
 
     def _ordered(self, bins: list[Ints], order: Order) -> list[Ints]:
@@ -173,7 +164,7 @@ class Packer:
         knobs, ranks = self._knobs, self._knobs.dp_size
         if not knobs.equal_rollouts:
             step = self._work, self._tokens, ranks, self._cap
-            return _dealt(lockstep_rows(*step, knobs.multiple_of, knobs.overhead_cost), ranks)
+            return _dealt(in_locksteps(*step, knobs.multiple_of, knobs.overhead_cost), ranks)
         layout = [self._ordered(share, "heaviest_first") for share in self.packed(self._split(self._work))]
         number = max(map(len, layout))
         if number == 1 or min(map(len, layout)) < number:
@@ -183,7 +174,7 @@ class Packer:
         for rank, bins in enumerate(layout):
             for index, one in enumerate(bins):
                 labels[one] = index * ranks + rank
-        cells = Cells.of(self._work, labels, ranks * number, moves=True, cap=(self._tokens, self._cap), least=1)
+        cells = Cells.of(self._work, labels, ranks * number, (self._tokens, self._cap), least=1)
         cells.even_rows(number, keep=ranks)
         found = split_by_label(cells.labels(), ranks * number)
         return [found[rank::ranks] for rank in range(ranks)]
@@ -199,8 +190,7 @@ class Packer:
         weight = np.array([self._cost(one) for one in bins])
         if knobs.sync == "step":
             return [[bins[one] for one in share] for share in shares_of(weight, ranks, True)]
-        order = order_of(-weight).tolist()
-        return _dealt([[bins[i] for i in order[k : k + ranks]] for k in range(0, len(bins), ranks)], ranks)
+        return _dealt([bins[one] for one in order_of(-weight)], ranks)
 
     def _runs(self, share: Ints, number: int) -> list[Ints]:
         return [share[one] for one in runs_of(self._tokens[share], self._work[share], number, self._cap)]
@@ -242,10 +232,10 @@ def _best_fit(tokens: list[int], cap: int) -> list[list[int]]:
     return bins
 
 
-def _dealt(rows: list[list[Ints]], ranks: int) -> Layout:
-    """``[lockstep][place]`` -> ``[rank][micro_batch]``, back and forth: no rank has the heaviest of every lockstep."""
+def _dealt(bins: list[Ints], ranks: int) -> Layout:
+    """Sorted micro-batches -> ``[rank][micro_batch]``, back and forth: no rank has the heaviest of every lockstep."""
     dealt: Layout = [[] for _ in range(ranks)]
-    for index, row in enumerate(rows):
-        for place, one in enumerate(row):
-            dealt[ranks - 1 - place if index % 2 else place].append(one)
+    for place, one in enumerate(bins):
+        row, rank = divmod(place, ranks)
+        dealt[ranks - 1 - rank if row % 2 else rank].append(one)
     return dealt

@@ -1,8 +1,8 @@
 """A step in several mini-batches, each followed by an optimizer step (PPO).
 
-Ranks meet at the end of every mini-batch, so each takes as long as its heaviest rollout. Outliers that spread over the
-mini-batches make ranks wait in every one. So the heaviest rollouts go together, as few as fill a mini-batch, and the
-other rollouts are spread evenly: a user did not ask for an optimizer step on long rollouts alone.
+Ranks meet at the end of every mini-batch. Outliers that spread over the mini-batches make ranks wait in every one.
+Therefore the heaviest rollouts go together, as few as fill a mini-batch, and lighter rollouts are spread evenly: a user
+did not ask for an optimizer step on long rollouts alone.
 
 Example: costs 9 9 3 3 3 3 2 2 on two ranks in two mini-batches. Spread, 9 3 3 2 twice takes 9 + 9 = 18. Together,
 9 9 3 3 and 3 3 2 2 take 12 + 5 = 17.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,11 +22,13 @@ from .choice import Units
 from .micro_batches import laid_out
 from .plan import Plan, PlanKnobs, Together, Waiting
 
-_EVEN = 0.01
-"""A mini-batch that idles no more than this needs no more outliers."""
+LayOut: TypeAlias = Callable[[Waiting, PlanKnobs, Ints, int], Layout]
+"""Lays rows out on ranks and micro-batches; the last argument rotates the ranks."""
 
+# A mini-batch that idles no more than this needs no more outliers.
+_EVEN = 0.01
+# Numbers of outliers that are tried for a mini-batch.
 _TRIED = 16
-"""Numbers of outliers that are tried for a mini-batch."""
 
 
 def in_mini_batches(
@@ -35,7 +38,7 @@ def in_mini_batches(
     step: int,
     together: Together | None = None,
     *,
-    lay_out: Callable[[Waiting, PlanKnobs, Ints, int], Layout] = laid_out,
+    lay_out: LayOut = laid_out,
     in_order: bool = False,
 ) -> Plan:
     """The plan in ``knobs.mini_batches`` pieces with the same number of rollouts, within one unit.
@@ -65,13 +68,9 @@ def in_mini_batches(
 
 def joined(plan: Plan, pieces: Sequence[Plan]) -> Plan:
     """The plan with these mini-batches, one after another."""
-    return replace(
-        plan,
-        ranks=[[one for piece in pieces for one in piece.ranks[rank]] for rank in range(len(plan.ranks))],
-        loads=np.sum([piece.loads for piece in pieces], axis=0),
-        finish=sum(piece.finish for piece in pieces),
-        mini_batches=tuple(pieces),
-    )
+    ranks = [[one for piece in pieces for one in piece.ranks[rank]] for rank in range(len(plan.ranks))]
+    loads, finish = np.sum([piece.loads for piece in pieces], axis=0), sum(piece.finish for piece in pieces)
+    return replace(plan, ranks=ranks, loads=loads, finish=finish, mini_batches=tuple(pieces))
 
 
 def _gathered(step_of: Waiting, units: Units, knobs: PlanKnobs, number: int) -> list[Ints]:
@@ -96,7 +95,7 @@ def _gathered(step_of: Waiting, units: Units, knobs: PlanKnobs, number: int) -> 
 
 
 def _piece(units: Units, rest: Ints, heaviest: int, goal: float, left: int) -> Ints:
-    """The heaviest units and evenly spread others, up to the goal. One unit stays for each later piece."""
+    """The heaviest units and evenly spread lighter units, up to the goal. One unit stays for each later piece."""
     others = rest[heaviest:]
     missing = goal - units.sizes[rest[:heaviest]].sum()
     count = min(max(round(missing / units.sizes[others].mean()), 0), others.size) if others.size else 0

@@ -14,16 +14,15 @@ import numpy as np
 from .arrays import Bools, Floats, Ints, order_of
 from .choice import Candidates
 
+# Halvings of the cost level, down to 1e-7 of the first level.
 _HALVINGS = 24
-"""Halvings of the cost level, down to 1e-7 of the first level."""
-
+# Worth of a rollout without skips left, and of a forced one, in places of its micro-batch. The worth grows with the
+# fourth power of the wait: an old rollout leaves a little early at some waste, before it is forced.
 _AGE, _MUST = 1.0, 2.0
-"""Worth of a rollout without skips left, and of a forced one, in places of its micro-batch. The worth grows with the
-fourth power of the wait: an old rollout leaves a little early at some waste, before it is forced."""
 
 
 def choose_neighbours(step: Candidates, rows: int) -> Bools:
-    """-> [W] the ``number`` rollouts that go: all of ``must``, and as far as possible ``rows`` runs of neighbours.
+    """-> [W] the rollouts that go: all of ``must``, and as far as possible ``rows`` runs of neighbours.
 
     Dynamic programming over the sorted window minimises the waste minus the worth of the wait. O(W log W + W rows).
     """

@@ -66,6 +66,10 @@ class PlanKnobs:
     """Ranks meet once per "step", or at every "micro_batch" (FSDP, ZeRO-3)."""
     equal_rollouts: bool = False
     """The rollout counts of two ranks differ by at most 1."""
+    whole_groups: bool = False
+    """All rollouts of a group leave in one step."""
+    group_size: int | None = None
+    """Rollouts of the largest group, where known. The skip bound keeps room for a whole group."""
     max_tokens: int | None = None
     """Token cap of a micro-batch. A longer rollout runs alone."""
     equal_number: bool = True
@@ -78,10 +82,6 @@ class PlanKnobs:
     """A micro-batch costs rollouts x costliest rollout, and its tokens are rollouts x longest rollout."""
     order: Order = "heaviest_first"
     """Order of a rank's micro-batches; "pipeline" puts the light ones at both ends."""
-    whole_groups: bool = False
-    """All rollouts of a group leave in one step."""
-    group_size: int | None = None
-    """Rollouts of the largest group, where known. The skip bound keeps room for a whole group."""
     mini_batches: int = 1
     """Optimizer steps per step."""
     tolerance: float = TOLERANCE
@@ -105,7 +105,7 @@ class Plan:
     finish: float
     """Time at which the last rank finishes."""
     lower_bound: float
-    """No layout of these rollouts finishes earlier."""
+    """No layout of the same rollouts finishes earlier."""
     incomplete_groups: tuple[int, ...] = ()
     """Labels of groups that leave before all siblings arrived."""
     mini_batches: tuple[Plan, ...] = ()

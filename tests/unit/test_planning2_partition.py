@@ -160,7 +160,7 @@ def test_exchanges_keep_counts_and_the_cap() -> None:
     rng = np.random.default_rng(5)
     work, tokens, labels = rng.lognormal(0, 1, 60), rng.integers(1, 50, 60), rng.permutation(np.arange(60) % 6)
     cap = int(np.bincount(labels, weights=tokens).max())
-    cells = Cells.of(work, labels, 6, moves=False, cap=(tokens, cap), least=10, most=10)
+    cells = Cells.of(work, labels, 6, (tokens, cap), 10, 10)
     before = float(cells.load.max())
     cells.even_out(0.0)
     after = cells.labels()
