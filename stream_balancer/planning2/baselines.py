@@ -1,7 +1,6 @@
 """Baselines: the oldest rollouts, partitioned as well as possible (fifo), or dealt to the ranks in turn (round-robin).
 
-Users measure with them, in the same loop and with the same figures, what the window gains.
-
+Users measure the gain of the window with them, in the same loop and with the same figures.
 Example: 9, 1, 8 and 2 wait, two ranks. Round-robin gives 9 + 8 = 17 and 1 + 2 = 3; fifo gives 9 + 1 and 8 + 2.
 """
 

@@ -79,7 +79,7 @@ class Units:
         limit = _NO_LIMIT if knobs.max_skips is None else knobs.max_skips
         remaining = np.maximum(limit - waiting.skips, 0)
         due, n = waiting.due | (remaining == 0), waiting.costs.size
-        if not knobs.whole_groups or not bool((waiting.groups >= 0).any()):
+        if not knobs.whole_groups or not (waiting.groups >= 0).any():
             ready = waiting.group_complete | due if knobs.whole_groups else np.ones(n, bool)
             return Units(np.arange(n), np.ones(n, np.int64), waiting.costs, waiting.costs, remaining, due, ready)
         # A rollout without a group gets a new label, above all labels in use.
@@ -110,7 +110,7 @@ class Units:
 
     def take(self, go: Bools, order: Ints, room: int) -> None:
         """Mark units of ``order`` in ``go`` while they fit into ``room`` rollouts; a later, smaller unit may fit."""
-        enough = int(np.searchsorted(np.cumsum(self.sizes[order]), room, side="right"))
+        enough = np.searchsorted(np.cumsum(self.sizes[order]), room, side="right")
         go[order[:enough]] = True
         room -= self.sizes[order[:enough]].sum()
         for one in order[enough:].tolist():
@@ -118,7 +118,7 @@ class Units:
                 return
             if self.sizes[one] <= room:
                 go[one] = True
-                room -= int(self.sizes[one])
+                room -= self.sizes[one]
 
 
 def must_go(units: Units, knobs: PlanKnobs, num_rollouts: int) -> Bools:
@@ -134,8 +134,7 @@ def must_go(units: Units, knobs: PlanKnobs, num_rollouts: int) -> Bools:
 def forced(units: Units, knobs: PlanKnobs) -> Bools:
     """[U] units that must go so that no rollout is left behind by more than ``max_skips`` steps. O(W).
 
-    Example: s = 2, D = 1. Rollouts with 0, 1, 1 and 1 skips left give N_0 = 1 and N_1 = 4. At most 2 of the 4 may stay:
-    the first rollout and one more must go.
+    Example: s = 2. Rollouts with 0, 1, 1 and 1 skips left give N_1 = 4. At most 2 may stay: the first and one more go.
     """
     largest = max(units.sizes.max(initial=1), knobs.group_size or 1 if knobs.whole_groups else 1)
     sent = _sure(knobs.batch_size, largest)
@@ -144,11 +143,11 @@ def forced(units: Units, knobs: PlanKnobs) -> Bools:
     by_deadline = np.cumsum(np.bincount(units.remaining[soon], weights=units.sizes[soon]))
     taken = 0
     for j, waiting in enumerate(by_deadline.tolist()):
-        need = min(int(waiting) - j * sent, sent) - taken
+        need = min(waiting - j * sent, sent) - taken
         if need > 0:
             may = np.flatnonzero(units.ready & (units.remaining <= j) & ~go)
             may = sorted_by(may, ~units.due)  # due units first
-            may = may[: int(np.searchsorted(np.cumsum(units.sizes[may]), need)) + 1]
+            may = may[: np.searchsorted(np.cumsum(units.sizes[may]), need) + 1]
             go[may] = True
             taken += units.sizes[may].sum()
     return go
@@ -210,7 +209,7 @@ class Candidates:
 
 def choose_units(units: Candidates) -> Bools:
     """-> [U] the units that go, as in the example of the module. O(U log U)."""
-    more = units.number - int(np.count_nonzero(units.must))
+    more = int(units.number - np.count_nonzero(units.must))
     others = np.flatnonzero(~units.must)
     if more >= others.size:
         return np.ones_like(units.must)
@@ -269,7 +268,7 @@ def _filled(units: Candidates, level: float, filler: float) -> Bools:
     if units.beside:
         go[_lightest(units, np.flatnonzero(open_to | units.must), level)] = True
         open_to &= ~go
-    taken = np.flatnonzero(open_to)[: units.number - int(np.count_nonzero(go))]
+    taken = np.flatnonzero(open_to)[: units.number - np.count_nonzero(go)]
     go[taken] = True
     open_to[taken] = False
     missing = units.ranks * level - costs[go].sum()
@@ -284,12 +283,11 @@ def _filled(units: Candidates, level: float, filler: float) -> Bools:
 
 
 def _lightest(units: Candidates, among: Ints, level: float) -> Ints:
-    """Light units of a step with equal rollout counts.
+    """Light units of a step with equal rollout counts, where a heavy rollout shares its rank with ``beside`` others.
 
-    A heavy rollout shares its rank with ``beside`` light units. More light units shorten the step and hold less work;
-    the number with the least waste wins.
+    More light units shorten the step and hold less work; the number with the least waste wins.
     """
-    more = units.number - int(np.count_nonzero(units.must))
+    more = int(units.number - np.count_nonzero(units.must))
     ascending = sorted_by(among, units.peaks)
     work = np.concatenate(([0.0], np.cumsum(units.costs[ascending])))
     peaks = np.concatenate(([0.0], np.cumsum(units.peaks[ascending])))

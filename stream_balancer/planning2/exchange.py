@@ -82,8 +82,8 @@ class Cells:
     def even_out(self, target: float) -> None:
         """Exchange until a copy's latest cell meets the target, all pairings fail, or the budget is spent.
 
-        Cells pair as in a tournament. In turn 0 the latest cell meets the earliest, the second latest meets the second
-        earliest, and so on. Then all cells but the latest move on by one place, so that the latest meets every cell.
+        Cells pair as in a tournament: first the latest with the earliest, the second latest with the second earliest,
+        and so on. Then all cells but the latest move on by one place, so that the latest meets every cell.
         """
         cells, budget = self.load.size // self.copies, _BUDGET + _EACH * self.work.size
         turn = failed = 0

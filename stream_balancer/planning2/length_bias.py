@@ -56,11 +56,9 @@ class LengthBias:
     """
 
     def __init__(self) -> None:
-        # [3, buckets] dispatched rollouts, their delays, evicted rollouts
-        self._buckets = np.zeros((3, _NUM_BUCKETS))
+        self._buckets = np.zeros((3, _NUM_BUCKETS))  # dispatched rollouts, their delays, evicted rollouts
         self._cut_tokens = 0
-        # [3, 3] sums of products of (1, length, delay): whole numbers, exact up to 2**53
-        self._moments = np.zeros((3, 3))
+        self._moments = np.zeros((3, 3))  # sums of products of (1, length, delay), exact up to 2**53
 
     def record(self, lengths: ArrayLike, delays_steps: ArrayLike) -> None:
         """Rollouts left: [n] tokens, and [n] steps that left each rollout behind."""

@@ -61,10 +61,8 @@ def choose_lockstep(step: Candidates) -> Bools:
 
 
 def ordinary_level(step: Candidates, tokens: Ints) -> float:
-    """Cost of a full micro-batch of ordinary rollouts.
-
-    The level is the fixed point, found from above, of "an ordinary rollout costs at most the level". O(W log W).
-    """
+    """Cost of a full micro-batch of ordinary rollouts: the fixed point from above of "an ordinary rollout costs at most
+    the level". O(W log W)."""
     order = order_of(step.costs)
     costs = step.costs[order]
     work = np.concatenate(([0.0], np.cumsum(costs)))

@@ -79,10 +79,8 @@ def assign(work: Floats, ranks: int, equal: bool, tolerance: float, cap: tuple[I
 
 
 def largest_first(work: Floats, bins: int, equal: bool, cap: tuple[Ints, int] | None = None) -> Ints | None:
-    """[n] bin of each rollout: the least loaded bin with room; None without room.
-
-    Rollouts of next to no work go to the bin with the fewest rollouts. O(n log bins) where bins have room.
-    """
+    """[n] bin of each rollout: the least loaded bin with room, or the bin with the fewest rollouts for next to no work;
+    None without room. O(n log bins) where bins have room."""
     n = work.size
     quota, extra = divmod(n, bins) if equal else (n, 0)
     order = order_of(-work)

@@ -1,9 +1,4 @@
-"""Values that enter and leave the planner. No decisions.
-
-Waiting     the buffered rollouts as columns, oldest first
-PlanKnobs   the limits that a plan respects
-Plan        ``[rank][micro_batch]`` -> positions, with the times of that layout
-"""
+"""Values that enter and leave the planner. No decisions."""
 
 from __future__ import annotations
 

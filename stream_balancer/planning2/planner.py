@@ -128,8 +128,8 @@ def _groups_swapped(
     if least > (EVEN - 1.0) * units.costs[go].sum() / knobs.dp_size:
         for choice, later in swap_groups(units, waiting.costs, must, go, knobs.dp_size, most):
             other = laid_out(waiting, knobs, units.rows(choice), step)
-            if waste(other) + later < least:
-                best, least = other, waste(other) + later
+            if (now := waste(other) + later) < least:
+                best, least = other, now
     return best
 
 

@@ -5,8 +5,7 @@ With few rollouts per rank no partition of a given step is even, but the window 
     swap_rollouts   Rank by rank: late ranks come down to the mean load, then early ranks rise to the latest.
     swap_groups     One whole group for one: all pairs are laid out side by side, largest first.
 
-Example: ranks with 900 + 450 and 700 + 300, while 200 and 400 wait. The swaps 450 for 200 and 300 for 400 give 1100 and
-1100.
+Example: ranks with 900 + 450 and 700 + 300, while 200 and 400 wait. 450 for 200 and 300 for 400 give 1100 and 1100.
 """
 
 from __future__ import annotations
