@@ -3,11 +3,12 @@
 python bench/plan_quality.py [--json] [--kinds sum,equal,lock] [--sizes 32/8] [--window 2] [--skips 8] [--seeds 3]
 [--first 1] [--steps 40] [--only rg,lrm] [--without rg,lrm] [--traces DIR] [--package stream_balancer.planning2]
 
-A size is batch / ranks. Kinds are joined by "+": "sum", "equal" rollout counts, "lock" (ranks meet at every micro-batch,
-cap = the longest rollout), "cap1.2" and "cap4" (of the longest, of the mean), "free" (numbers of micro-batches), "cost"
-(overhead of 10 % of a mean rollout), "groups" of 8, "mini2", "mini4", "padded". Figures are of mid-run steps: 16 steps
-warm up. A row is the mean over traces and seeds, with the idle percent of each trace, the delay in steps, and the CPU
-milliseconds of a plan. Rollouts are drawn one by one ("groups": by groups) and wait in the order in which they finish.
+A size is batch / ranks. Kinds are joined by "+": "sum", "equal" rollout counts, "lock" (ranks meet at every
+micro-batch, cap = the longest rollout), "cap1.2" and "cap4" (of the longest, of the mean), "free" (numbers of
+micro-batches), "cost" (overhead of 10 % of a mean rollout), "groups" of 8, "mini2", "mini4", "padded". Figures are of
+mid-run steps: 16 steps warm up. A row is the mean over traces and seeds, with the idle percent of each trace, the delay
+in steps, and the CPU milliseconds of a plan. Rollouts are drawn one by one ("groups": by groups) and wait in the order
+in which they finish. With "cost", the overhead counts as idle time, because no layout does without.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def group_stream(trace: sb.Trace, count: int, seed: int) -> Ints:
     rows = np.array([rng.choice(members[one], GROUP) for one in rng.integers(len(members), size=count // GROUP + 1)])
     output = trace.output_tokens[rows].max(axis=1) / float(trace.output_tokens.mean())
     order = np.argsort(np.arange(rows.shape[0]) + 4 * output, kind="stable")
-    return trace.lengths[rows][order].ravel().astype(np.int64)
+    lengths: Ints = trace.lengths[rows][order].ravel().astype(np.int64)
+    return lengths
 
 
 def knobs_of(kind: str, lengths: Ints, **knobs: Any) -> dict[str, Any]:
@@ -94,7 +96,6 @@ def run(package: str, lengths: Ints, knobs: dict[str, Any], window: int, steps: 
         held, taken = np.concatenate((held[stays], np.arange(taken, taken + came))), taken + came
         skips = np.concatenate((skips[stays] + 1, np.zeros(came, dtype=np.int64)))
     delay = np.concatenate(delays)
-    # Micro-batch overhead is counted as idle time: no layout does without.
     idle = 100 * (1 - work / finish)
     return [idle, float(delay.mean()), float(np.percentile(delay, 99)), float(delay.max()), 1e3 * spent / steps]
 
@@ -144,8 +145,13 @@ def main() -> None:
                     seeds.append(run(options.package, streams[key], knobs, window, options.steps, grouped))
                 found[trace.name[:6]] = np.mean(seeds, axis=0)
             idle, mean, p99, most, ms = np.mean(list(found.values()), axis=0)
-            each = {name: round(float(figures[0]), 2) for name, figures in found.items()}
-            more = {"delay": round(mean, 2), "p99": round(p99, 1), "most": int(most), "ms": round(ms, 2)}
+            each: dict[str, Any] = {name: round(float(figures[0]), 2) for name, figures in found.items()}
+            more: dict[str, Any] = {
+                "delay": round(mean, 2),
+                "p99": round(p99, 1),
+                "most": int(most),
+                "ms": round(ms, 2),
+            }
             rows.add(f"{kind} {size} W{options.window:g} D{options.skips}: idle", idle, "%", **more, **each)
 
 
