@@ -18,7 +18,6 @@ Ints: TypeAlias = NDArray[np.int64]
 Layout: TypeAlias = list[list[Ints]]
 """``[rank][micro_batch]`` -> ascending positions."""
 Sync: TypeAlias = Literal["step", "micro_batch"]
-Order: TypeAlias = Literal["heaviest_first", "pipeline"]
 Oversize: TypeAlias = Literal["refuse", "alone"]
 
 

@@ -16,7 +16,7 @@ from bisect import bisect_left, insort
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Floats, Ints, Layout, Order, Oversize, Sync, checked_costs, order_of, rounded_up, split_by_label
+from .arrays import Floats, Ints, Layout, Oversize, Sync, checked_costs, order_of, rounded_up, split_by_label
 from .exchange import Cells
 from .lockstep import in_locksteps
 from .padded import runs_of
@@ -45,7 +45,6 @@ def form_micro_batches(
     equal_number: bool = True,
     overhead_cost: float = 0.0,
     multiple_of: int = 1,
-    order: Order = "heaviest_first",
     oversize: Oversize = "refuse",
     rotation: int = 0,
 ) -> Layout:
@@ -80,7 +79,7 @@ def form_micro_batches(
             f"a rollout of {int(tokens.max())} tokens is longer than max_tokens ({max_tokens}): no micro-batch can "
             "hold it. Raise max_tokens, truncate the rollout, or choose oversize='alone'."
         )
-    limits = max_tokens, equal_number, multiple_of, overhead_cost, padded, order
+    limits = max_tokens, equal_number, multiple_of, overhead_cost, padded
     knobs = PlanKnobs(dp_size, tokens.size, None, sync, equal_rollouts, False, None, *limits)
     return laid_out(Waiting.of(work, tokens), knobs, np.arange(tokens.size), rotation)
 
@@ -112,12 +111,10 @@ class Packer:
         """``[rank][micro_batch]`` -> ascending positions, in running order."""
         in_rows = self._knobs.sync == "micro_batch"
         ranks = self._padded() if self._knobs.padded else self._locksteps() if in_rows else self._steps()
-        return [self._ordered([np.sort(one) for one in share], self._knobs.order) for share in ranks]
+        return [[np.sort(one) for one in self._heaviest_first(share)] for share in ranks]
 
-    def _ordered(self, bins: list[Ints], order: Order) -> list[Ints]:
-        bins = sorted(bins, key=self._cost, reverse=True)
-        # ..., 5th, 3rd, 1st, 2nd, 4th, ...: a pipeline fills and drains with the light ones.
-        return bins if order == "heaviest_first" else bins[::2][::-1] + bins[1::2]
+    def _heaviest_first(self, bins: list[Ints]) -> list[Ints]:
+        return sorted(bins, key=self._cost, reverse=True)
 
     def _split(self, work: Floats) -> list[Ints]:
         return shares_of(work, self._knobs.dp_size, self._knobs.equal_rollouts, self._knobs.tolerance)
@@ -165,7 +162,7 @@ class Packer:
         if not knobs.equal_rollouts:
             step = self._work, self._tokens, ranks, self._cap
             return _dealt(in_locksteps(*step, knobs.multiple_of, knobs.overhead_cost), ranks)
-        layout = [self._ordered(share, "heaviest_first") for share in self.packed(self._split(self._work))]
+        layout = [self._heaviest_first(share) for share in self.packed(self._split(self._work))]
         number = max(map(len, layout))
         if number == 1 or min(map(len, layout)) < number:
             return layout

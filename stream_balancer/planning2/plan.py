@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Bools, Floats, Ints, Layout, Order, Sync
+from .arrays import Bools, Floats, Ints, Layout, Sync
 
 Together: TypeAlias = Callable[[Ints], Ints]
 """[n] chosen positions -> [n] labels. Rollouts of one label stay in one mini-batch; -1 = the rollout has no label."""
@@ -75,8 +75,6 @@ class PlanKnobs:
     """Work of a micro-batch on top of its rollouts."""
     padded: bool = False
     """A micro-batch costs rollouts x costliest rollout, and its tokens are rollouts x longest rollout."""
-    order: Order = "heaviest_first"
-    """Order of a rank's micro-batches; "pipeline" puts the light ones at both ends."""
     mini_batches: int = 1
     """Optimizer steps per step."""
     tolerance: float = TOLERANCE

@@ -66,7 +66,6 @@ def any_case(rng: Rng) -> Case:
         multiple_of=int(rng.choice([1, 1, 1, 2, 4])),
         overhead_cost=float(rng.choice([0, 0, costs.mean() * 0.3])),
         padded=bool(rng.random() < 0.15),
-        order="pipeline" if rng.random() < 0.3 else "heaviest_first",
         whole_groups=whole,
         mini_batches=int(rng.choice([1, 1, 1, 2, 4])),
     )
