@@ -24,7 +24,7 @@ from scipy.sparse import bmat, csr_matrix, identity, vstack
 
 import stream_balancer as sb
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch, split
-from stream_balancer.planning.arrays import Counts, positions_in
+from stream_balancer.planning.arrays import positions_in
 
 LEAST_LEVEL = 0.5
 """Rollouts below this part of a mean step do not make a step longer than its work: the program leaves that out."""
@@ -44,7 +44,7 @@ class Stream:
     ranks: int
     skips: int
     window: int
-    counts: Counts
+    equal_rollouts: bool
 
     @property
     def steps(self) -> int:
@@ -57,7 +57,7 @@ class Stream:
 
     def planned(self) -> Ints:
         """[n] step of each, as the planner chooses."""
-        knobs = PlanKnobs(self.ranks, self.batch, self.skips, counts=self.counts)
+        knobs = PlanKnobs(self.ranks, self.batch, self.skips, equal_rollouts=self.equal_rollouts)
         arrived, step_of = self.arrived, np.full(self.costs.size, -1)
         for step in range(self.steps):
             here = np.flatnonzero((step_of < 0) & (arrived <= step))
@@ -73,7 +73,9 @@ class Stream:
         total = 0.0
         for step in range(self.steps):
             costs = self.costs[step_of == step]
-            total += max(float(costs[part].sum()) for part in split(costs, self.ranks, self.counts))
+            total += max(
+                float(costs[part].sum()) for part in split(costs, self.ranks, equal_rollouts=self.equal_rollouts)
+            )
         return 100 * (1 - float(self.costs.sum()) / (self.ranks * total))
 
 
@@ -124,7 +126,7 @@ class Program:
         low = [np.ones(num), self.sizes, *(np.zeros(size) for size in (steps, steps, inner.size, self.tall.size))]
         high = [*low[:2], *(np.full(one.size, np.inf) for one in low[2:])]
         self.columns: tuple[int, ...] = (self.count, self.num_levels, steps)
-        if stream.counts == "equal":
+        if stream.equal_rollouts:
             beside = np.full(steps, float(stream.batch // stream.ranks - 1))
             blocks[3][3] = -self.holds.multiply(work * stream.ranks)
             blocks += [[None, None, None, self.holds], [each, None, None, -each]]
@@ -207,7 +209,7 @@ def beside_hindsight(stream: Stream, seconds: float) -> tuple[float, float, floa
         batch_size=stream.batch,
         ranks=stream.ranks,
         max_skips=stream.skips,
-        equal_counts=stream.counts == "equal",
+        equal_counts=stream.equal_rollouts,
     )
     starts = [(planned[program.who] == program.when).astype(np.float64)]
     whole = program.solved(seconds)
@@ -244,7 +246,7 @@ def main() -> None:
             drawn = alone(trace).resampled(batch * options.steps, seed)
             costs = np.asarray(sb.cost.QuadraticCost()(drawn.lengths), dtype=np.float64)
             window = round(options.window * batch)
-            stream = Stream(drawn.lengths, costs, batch, ranks, skips, window, options.counts)
+            stream = Stream(drawn.lengths, costs, batch, ranks, skips, window, options.counts == "equal")
             ours, best, bound = beside_hindsight(stream, options.seconds)
             found.append((ours, best, bound))
             rows.add(f"{trace.name}, {kind}, seed {seed}", ours, "%", found=round(best, 2), bound=round(bound, 2))

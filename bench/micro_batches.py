@@ -15,18 +15,12 @@ import numpy as np
 from _common import Rows, arguments
 from peers import Floats, Ints, Partitioner, flops, lognormal, peers, trace_folder, traces
 
-from stream_balancer.planning import form_micro_batches, lower_bound, split
-from stream_balancer.planning.arrays import Counts
-from stream_balancer.planning.bins_on_ranks import least_finish_bound
-from stream_balancer.planning.packing import Packer
+from stream_balancer.planning import form_micro_batches, lower_bound
 
 Layout = list[list[list[int]]]
 """[rank][micro_batch] -> positions."""
 
 CostsOf = Callable[[Ints], Floats]
-
-COUNTS: tuple[Counts, ...] = ("equal", "free")
-"""Of micro-batches on the ranks."""
 
 CELLS = [(1024, 32, 49152, 7.7), (256, 8, 65536, 3.5)]
 """(rollouts, ranks, token cap, most idle % allowed)"""
@@ -161,27 +155,11 @@ def like(name: str, size: int, seed: int) -> Ints:
     return np.clip(drawn, 8_192, longest).astype(np.int64)
 
 
-def least_number_first(lengths: Ints, costs: Floats, dp_size: int, cap: int) -> Layout:
-    """The least number of micro-batches that is found, then balance under it: what seems obvious."""
-    packer = Packer(lengths, costs, cap, padded=False)
-    shares = split(costs, dp_size)
-    number = -(-int(lengths.sum()) // (dp_size * cap))
-    while True:
-        packed = [packer.pack(share, number) for share in shares]
-        if all(bins is not None for bins in packed) and all(share.size >= number for share in shares):
-            return [bins for bins in packed if bins is not None]
-        bins = packer.pack(np.arange(lengths.size), dp_size * number)
-        if bins is not None:
-            parts = split([packer.cost(one) for one in bins], dp_size, "equal")
-            return [[bins[one] for one in part.tolist()] for part in parts]
-        number += 1
-
-
-def finish_of(layout: Layout, costs: Floats, overhead: float, counts: Counts) -> float:
+def finish_of(layout: Layout, costs: Floats, overhead: float, equal_number: bool) -> float:
     """When the last rank is done. A padding copy is a micro-batch without work."""
     most = max(map(len, layout))
     return max(
-        sum(float(costs[one].sum()) for one in share) + overhead * (most if counts == "equal" else max(len(share), 1))
+        sum(float(costs[one].sum()) for one in share) + overhead * (most if equal_number else max(len(share), 1))
         for share in layout
     )
 
@@ -189,36 +167,28 @@ def finish_of(layout: Layout, costs: Floats, overhead: float, counts: Counts) ->
 class Finish:
     """Sums over draws of when the last rank is done, and of what could be."""
 
-    def __init__(self, kk: Partitioner | None, dp_size: int, percent: int, counts: Counts) -> None:
-        self._kk, self._dp_size, self._percent, self._counts = kk, dp_size, percent, counts
-        self.mean = self.ours = self.least_first = self.verl = self.bound = self.ms = 0.0
-        self.later = self.count = 0
+    def __init__(self, kk: Partitioner | None, dp_size: int, percent: int, equal_number: bool) -> None:
+        self._kk, self._dp_size, self._percent, self._equal_number = kk, dp_size, percent, equal_number
+        self.mean = self.ours = self.verl = self.bound = self.ms = 0.0
+        self.count = 0
 
     def add(self, lengths: Ints, costs: Floats) -> None:
-        counts, dp_size, cap = self._counts, self._dp_size, int(lengths.max())
+        equal_number, dp_size, cap = self._equal_number, self._dp_size, int(lengths.max())
         overhead = self._percent / 100.0 * float(costs.sum()) / dp_size
         start = time.process_time()
         ranks = form_micro_batches(
-            lengths, costs, dp_size, max_tokens=cap, micro_batch_counts=counts, overhead_cost=overhead
+            lengths, costs, dp_size, max_tokens=cap, equal_number=equal_number, overhead_cost=overhead
         )
         self.ms += 1e3 * (time.process_time() - start)
-        ours = finish_of([[one.tolist() for one in share] for share in ranks], costs, overhead, counts)
-        least_first = finish_of(least_number_first(lengths, costs, dp_size, cap), costs, overhead, counts)
+        ours = finish_of([[one.tolist() for one in share] for share in ranks], costs, overhead, equal_number)
         self.mean += float(costs.sum()) / dp_size
         self.ours += ours
-        self.least_first += least_first
-        self.later += ours > least_first * (1.0 + 1e-9)
         self.count += 1
-        self.bound += least_finish_bound(
-            Packer(lengths, costs, cap, padded=False),
-            dp_size,
-            counts=counts,
-            overhead=overhead,
-            multiple_of=1,
-            work_bound=lower_bound(costs, dp_size),
-        )
+        self.bound += lower_bound(costs, dp_size) + overhead
         if self._kk is not None:
-            self.verl += finish_of(verl_layout(self._kk, lengths, costs, dp_size, cap)[0], costs, overhead, counts)
+            self.verl += finish_of(
+                verl_layout(self._kk, lengths, costs, dp_size, cap)[0], costs, overhead, equal_number
+            )
 
     def idle(self, finish: float) -> float:
         """Percent, the overhead counted."""
@@ -229,22 +199,20 @@ def cap_at_longest(
     rows: Rows, label: str, kk: Partitioner | None, drawn: list[Ints], costs_of: CostsOf, dp_size: int
 ) -> None:
     for percent in PERCENT:
-        for counts in COUNTS:
-            tally = Finish(kk, dp_size, percent, counts)
+        for equal_number in (True, False):
+            tally = Finish(kk, dp_size, percent, equal_number)
             for lengths in drawn:
                 tally.add(lengths, costs_of(lengths))
-            name = f"{label} cap = longest, overhead {percent} %, {counts} numbers"
+            name = f"{label} cap = longest, overhead {percent} %, {'equal' if equal_number else 'free'} numbers"
             bound = tally.idle(tally.bound)
-            bar = bound + (2.5 if counts == "free" and percent else 1.0)
+            bar = bound + (1.0 if equal_number or not percent else 2.5)
             rows.add(
                 f"{name}: idle",
                 tally.idle(tally.ours),
                 "%",
                 bar if dp_size == 8 else None,
-                later_than_least_number_first=tally.later,
                 ms=round(tally.ms / tally.count, 2),
                 bound=round(bound, 2),
-                least_number_first=round(tally.idle(tally.least_first), 2),
                 verl=None if kk is None else round(tally.idle(tally.verl), 2),
             )
 

@@ -23,12 +23,12 @@ PEER_LIMIT_MS = 4000.0  # a peer that takes longer is tried once, and not at lar
 def excess(costs: Floats, shares: list[list[int]], dp_size: int, equal: bool) -> float:
     """Percent above the lower bound."""
     finish = max(float(costs[np.asarray(share, dtype=np.int64)].sum()) for share in shares)
-    return 100.0 * (finish / lower_bound(costs, dp_size, "equal" if equal else "free") - 1.0)
+    return 100.0 * (finish / lower_bound(costs, dp_size, equal_rollouts=equal) - 1.0)
 
 
 def ours(tolerance: float) -> Partitioner:
     def run(costs: Floats, dp_size: int, equal: bool) -> list[list[int]]:
-        return [share.tolist() for share in split(costs, dp_size, "equal" if equal else "free", tolerance=tolerance)]
+        return [share.tolist() for share in split(costs, dp_size, equal_rollouts=equal, tolerance=tolerance)]
 
     return run
 
@@ -119,7 +119,7 @@ def _exact(cp_model, costs: Floats, dp_size: int, equal: bool) -> tuple[float, b
     for place in range(dp_size - 1):  # ranks are alike: the heaviest rollouts pick them in order
         for rank in range(place + 1, dp_size):
             model.add(on[int(by_cost[place])][rank] == 0)
-    for i, share_of in enumerate(_rank_of(split(costs, dp_size, "equal" if equal else "free"), n)):
+    for i, share_of in enumerate(_rank_of(split(costs, dp_size, equal_rollouts=equal), n)):
         model.add_hint(on[i][share_of], 1)
     model.minimize(latest)
     solver = cp_model.CpSolver()

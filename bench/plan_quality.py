@@ -1,7 +1,7 @@
 """Idle time of the planner alone: a window that is always full, one step after another.
 
 python bench/plan_quality.py [--json] [--kinds sum,equal,lock] [--sizes 32/8] [--window 2] [--skips 8] [--seeds 3]
-[--first 1] [--steps 40] [--only rg,lrm] [--without rg,lrm] [--traces DIR] [--package stream_balancer.planning2]
+[--first 1] [--steps 40] [--only rg,lrm] [--without rg,lrm] [--traces DIR] [--package stream_balancer.planning]
 
 A size is batch / ranks. Kinds are joined by "+": "sum", "equal" rollout counts, "lock" (ranks meet at every
 micro-batch, cap = the longest rollout), "cap1.2" and "cap4" (of the longest, of the mean), "free" (numbers of
@@ -121,7 +121,7 @@ def main() -> None:
         only="",
         without="",
         traces=None,
-        package="stream_balancer.planning2",
+        package="stream_balancer.planning",
     )
     rows, streams = Rows(options.json, options.results), dict[Any, Ints]()
     for size in options.sizes.split(","):

@@ -46,7 +46,7 @@ def main() -> None:
             name = f"window {window}, {batch}/{ranks} {kind}"
             rows.add(f"{name}: plan", plan_ms(lengths, costs, batch, ranks, window, steps), "ms", bar)
             for sync, cap in CAPS if batch <= 256 else ():
-                ms = plan_ms(lengths, costs, batch, ranks, window, steps, sync=sync, max_tokens_per_micro_batch=cap)
+                ms = plan_ms(lengths, costs, batch, ranks, window, steps, sync=sync, max_tokens=cap)
                 rows.add(f"{name}, cap {cap}, sync={sync}: plan", ms, "ms", bar)
 
 

@@ -114,7 +114,7 @@ def _own(step: Step, *, fifo: bool = False, group_size: int | None = None) -> La
         sync=step.sync,
         whole_groups=group_size is not None,
         group_size=group_size,
-        max_tokens_per_micro_batch=step.max_tokens,
+        max_tokens=step.max_tokens,
     )
     never, always = np.zeros(step.lengths.size, dtype=np.bool_), np.ones(step.lengths.size, dtype=np.bool_)
     waiting = Waiting(step.costs, step.lengths, step.skips, never, step.groups, always)

@@ -28,7 +28,7 @@ class BalancedDispatch:
                     batch_size=count,
                     max_skips=8,
                     skips=[skips.get(result.mooncake_key, 0) for result in pool],
-                    counts="equal",
+                    equal_rollouts=True,
                     step=self.batch_id,
                 ).tolist()
                 left = [result for i, result in enumerate(pool) if i not in chosen]
@@ -38,7 +38,7 @@ class BalancedDispatch:
 
     def _partition_results(self: Any, results: list[Any]) -> list[list[Any]]:
         """TorchSpec deals round-robin; a rank still gets as many samples as any other."""
-        shares = planning.split([length(result) for result in results], self.dp_size, counts="equal")
+        shares = planning.split([length(result) for result in results], self.dp_size, equal_rollouts=True)
         return [[results[i] for i in share] for share in shares]
 
 
@@ -55,7 +55,7 @@ if __name__ == "__main__":
     lengths = np.random.default_rng(0).lognormal(7, 1, 64).astype(int)
     for name, shares in {
         "round-robin": [np.arange(rank, 64, 8) for rank in range(8)],
-        "balanced": planning.split(lengths, 8, counts="equal"),
+        "balanced": planning.split(lengths, 8, equal_rollouts=True),
     }.items():
         loads = [int(lengths[share].sum()) for share in shares]
         print(f"{name}: the slowest of 8 ranks has {max(loads) / np.mean(loads) - 1:.1%} more than the mean")

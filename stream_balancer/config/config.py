@@ -17,7 +17,7 @@ from stream_balancer.errors import ConfigError
 from stream_balancer.field_docs import briefly_documented
 from stream_balancer.planning import smallest_max_skips
 from stream_balancer.planning.arrays import Sync
-from stream_balancer.planning.selection import most_for_max_skips
+from stream_balancer.planning.choice import most_for_max_skips
 
 Policy: TypeAlias = Literal["window", "fifo", "round_robin"]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a finite number of seconds > 0")]

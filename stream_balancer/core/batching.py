@@ -4,9 +4,8 @@ padding copies. Pure: reads the state, changes nothing. When a batch leaves is d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain, compress
 from typing import Any
 
@@ -18,7 +17,7 @@ from stream_balancer.core.state import BalancerState
 from stream_balancer.planning import Plan, PlanKnobs, plan_batch
 from stream_balancer.planning.arrays import Bools, Ints
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
-from stream_balancer.planning.mini_batches import Planner, in_mini_batches, joined
+from stream_balancer.planning.mini_batches import joined
 from stream_balancer.rollouts import (
     Batch,
     ExecutionSize,
@@ -31,23 +30,26 @@ from stream_balancer.rollouts import (
 )
 from stream_balancer.values import PADDING_PREFIX
 
-_PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round_robin": plan_round_robin}
+_PLANNERS: dict[str, Callable[..., Plan]] = {"window": plan_batch, "fifo": plan_fifo, "round_robin": plan_round_robin}
 
 
 def make_plan(state: BalancerState, due: Bools, num_rollouts: int) -> Plan:
-    """The planner's plan, in rows of the buffer. ``due`` [n] must go; ``num_rollouts`` could; what
-    is held back for its age is not shown. O(n), plus the planner's time."""
-    planner = partial(_PLANNERS[state.config.policy], num_rollouts=num_rollouts, step=state.in_flight.next_step)
-    knobs = state.pricing.knobs
-    waiting = state.buffer.waiting(due)
+    """The planner's plan, in rows of the buffer: ``num_rollouts`` go, the rollouts that are ``due`` [n] among them. The
+    planner does not see rollouts that are held back for their age. O(n), plus the planner's time."""
+    waiting, rows = state.buffer.waiting(due), None
     if state.staleness.num_held_back:
-        free = ~state.staleness.held_back()
-        waiting, rows = waiting.among(free), np.flatnonzero(free)
-        # the planner counts in the rows that it was shown: back to those of the buffer
-        plan = in_rows(planner(waiting, knobs), rows)
-    else:
-        plan = planner(waiting, knobs)
-    return plan if knobs.mini_batches == 1 else _cut(state, plan)
+        rows = np.flatnonzero(~state.staleness.held_back())
+        waiting = waiting.among(rows)
+
+    def together(chosen: Ints) -> Ints:
+        # the denominator of an execution counts its samples in one mini-batch
+        rollouts = state.buffer.rollouts(chosen if rows is None else rows[chosen])
+        return labels_of(None if one.execution_id is None else execution_of(one) for one in rollouts)
+
+    plan = _PLANNERS[state.config.policy](
+        waiting, state.pricing.knobs, num_rollouts=num_rollouts, step=state.in_flight.next_step, together=together
+    )
+    return plan if rows is None else in_rows(plan, rows)
 
 
 def in_rows(plan: Plan, rows: Ints) -> Plan:
@@ -57,30 +59,6 @@ def in_rows(plan: Plan, rows: Ints) -> Plan:
         ranks=[[rows[one] for one in micro_batches] for micro_batches in plan.ranks],
         mini_batches=tuple(in_rows(one, rows) for one in plan.mini_batches),
     )
-
-
-def _cut(state: BalancerState, plan: Plan) -> Plan:
-    """The plan in mini-batches."""
-    # oldest first
-    rows = np.sort(rows_of(plan))
-    if not rows.size:
-        return plan
-    policy, rollouts = state.config.policy, state.buffer.rollouts(rows)
-    step_of = state.pricing.waiting_of(rollouts)
-    # all of these go, and none must be in the first mini-batch
-    step_of = replace(step_of, due=~step_of.due)
-    # an execution must lie in one mini-batch: its denominator counts the samples of that mini-batch
-    keys = (None if one.execution_id is None else execution_of(one) for one in rollouts)
-    step_of = replace(step_of, groups=labels_of(keys))
-    cut = in_mini_batches(
-        _PLANNERS[policy],
-        step_of,
-        state.pricing.knobs,
-        plan,
-        step=state.in_flight.next_step,
-        in_order=policy != "window",
-    )
-    return in_rows(cut, rows)
 
 
 def make_batch(state: BalancerState, plan: Plan, rows: Ints, reason: Reason, now: float) -> Batch:
@@ -136,9 +114,10 @@ def lay_out(
 ) -> list[list[MicroBatch]]:
     """[dp_size] micro-batches of rollouts that other ranks had in a step of the rollouts ``of_step``. ``lockstep``:
     as many for each rank. ``had``: padding copies of the step so far. As fast as a plan of so many."""
-    knobs = replace(state.pricing.knobs, dp_size=dp_size, counts="free")
     # ranks that meet once a step may run different numbers
-    plan = plan_of_all(state, rollouts, step, knobs if lockstep else replace(knobs, micro_batch_counts="free"))
+    equal_number = lockstep and state.pricing.knobs.equal_number
+    knobs = replace(state.pricing.knobs, dp_size=dp_size, equal_rollouts=False, equal_number=equal_number)
+    plan = plan_of_all(state, rollouts, step, knobs)
     chosen = {row: rollouts[row] for row in rows_of(plan).tolist()}
     micro_batches = _micro_batches(plan, chosen, sizes_of(_real(of_step)))
     _fill_up([micro_batches], state.config, list(chosen.values()), step, had, least=0, same=lockstep)
@@ -146,11 +125,9 @@ def lay_out(
 
 
 def plan_of_all(state: BalancerState, rollouts: Sequence[Rollout], step: int, knobs: PlanKnobs) -> Plan:
-    """On which rank and in which micro-batch each of these goes: nobody is chosen."""
+    """A plan of all the rollouts, without a choice, in one piece."""
     number = len(rollouts)
-    # what was let in goes, though other knobs would refuse it now
-    sizes = replace(knobs, batch_size=number, max_skips=None)
-    knobs = replace(sizes, oversize="alone")
+    knobs = replace(knobs, batch_size=number, max_skips=None, mini_batches=1)
     planner = _PLANNERS[state.config.policy]
     return planner(state.pricing.waiting_of(rollouts), knobs, num_rollouts=number, step=step)
 

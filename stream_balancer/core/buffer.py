@@ -20,8 +20,7 @@ from sortedcontainers import SortedList
 
 from stream_balancer.core.groups import SiblingGroups
 from stream_balancer.planning import Waiting
-from stream_balancer.planning.arrays import Bools, Floats, Ints
-from stream_balancer.planning.cost_order import CostOrder, kept
+from stream_balancer.planning.arrays import Bools, Floats, Ints, kept
 from stream_balancer.rollouts import Rollout
 
 NO_VERSION = 2**63 - 1  # a rollout of unknown version is never stale
@@ -179,7 +178,7 @@ class Buffer:
             due=due,
             groups=self.labels,
             group_complete=self.complete,
-            order=CostOrder(self.costs, self.by_cost()),
+            by_cost=self.by_cost(),
         )
 
     def by_cost(self) -> Ints:

@@ -32,7 +32,7 @@ from stream_balancer.core.snapshot import Snapshot, restored_state, take_snapsho
 from stream_balancer.core.staleness import newer_version
 from stream_balancer.core.state import BalancerState
 from stream_balancer.errors import ClosedResourceError, ConfigError, RolloutError, WouldBlock
-from stream_balancer.planning.partition import TOLERANCE
+from stream_balancer.planning.plan import TOLERANCE
 from stream_balancer.rollouts import Batch, Rollout
 from stream_balancer.statistics import Statistics
 

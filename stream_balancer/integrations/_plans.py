@@ -70,7 +70,7 @@ def choose_groups(
         skips=np.repeat([skips.get(group, 0) for group in groups], size),
         due=np.repeat([group in due for group in groups], size),
         groups=np.repeat(np.arange(sizes.size), size) if size > 1 else None,
-        counts="equal" if equal_rollouts else "free",
+        equal_rollouts=equal_rollouts,
         step=step,
     )
     names = list(groups)

@@ -52,7 +52,7 @@ def get_seqlen_balanced_partitions(
             f"{work.size} items cannot be split equally over {k_partitions} partitions. Pad or trim the batch to a "
             "multiple, or pass equal_size=False"
         )
-    shares = planning.split(work, k_partitions, counts="equal" if equal_size else "free")
+    shares = planning.split(work, k_partitions, equal_rollouts=equal_size)
     return [share.tolist() for share in shares]
 
 

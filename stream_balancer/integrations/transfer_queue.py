@@ -234,9 +234,9 @@ class BalancedSampler(BaseSampler):  # type: ignore[misc] # TransferQueue says n
             config.dp_size,
             max_tokens=cut.max_tokens,
             sync=config.sync,
-            counts="equal" if config.equal_rollouts else "free",
+            equal_rollouts=config.equal_rollouts,
             padded=config.cost.padded,
-            micro_batch_counts="equal" if cut.equal_number else "free",
+            equal_number=cut.equal_number,
             overhead_cost=cut.overhead_cost or 0.0,
             multiple_of=cut.multiple_of,
             oversize="alone",  # the row is accepted: here it can no longer be refused

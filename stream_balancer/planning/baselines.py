@@ -1,51 +1,51 @@
-"""Baselines, what is usual elsewhere: the oldest rollouts, in turn (round-robin) or partitioned as well as can be
-(fifo).
+"""Baselines: the oldest rollouts, partitioned as well as possible (fifo), or dealt to the ranks in turn (round-robin).
 
-Here so that a user can measure, in the same loop and with the same figures, what the window buys. Pure, like the
-whole package.
+Users measure the gain of the window with them, in the same loop and with the same figures.
+Example: 9, 1, 8 and 2 wait, two ranks. Round-robin gives 9 + 8 = 17 and 1 + 2 = 3; fifo gives 9 + 1 and 8 + 2.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from .arrays import Ints
-from .packing import Packer
-from .plan import Plan, PlanKnobs, Waiting
-from .planner import earliest_finish, finished, plan_batch
+from .arrays import Ints, Layout
+from .bounds import planned
+from .choice import Units
+from .micro_batches import Packer, laid_out
+from .mini_batches import LayOut, in_mini_batches
+from .plan import Plan, PlanKnobs, Together, Waiting
 
 
-def plan_fifo(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan:
-    """The oldest rollouts, partitioned as well as they can be: the window's planner, shown nothing else. O(n log n)."""
-    oldest = _oldest(waiting, min(knobs.batch_size, num_rollouts))
-    shown = np.zeros(waiting.costs.size, dtype=np.bool_)
-    shown[oldest] = True
-    # nobody else is in sight, so nothing can be exchanged: what is left is the partition
-    visible = replace(waiting.among(shown), due=np.ones(len(oldest), dtype=np.bool_))
-    plan = plan_batch(visible, knobs, num_rollouts=len(oldest), step=step)
-    # the plan's positions are into what it was shown: back into the whole window
-    ranks = [[oldest[positions] for positions in micro_batches] for micro_batches in plan.ranks]
-    return replace(plan, ranks=ranks)
+def _oldest(
+    waiting: Waiting,
+    knobs: PlanKnobs,
+    *,
+    num_rollouts: int,
+    step: int = 0,
+    together: Together | None = None,
+    lay_out: LayOut,
+) -> Plan:
+    """The oldest rollouts or groups; arguments as of `plan_batch`. O(n log n)."""
+    units = Units.of(waiting, knobs)
+    go = np.zeros_like(units.ready)
+    units.take(go, np.flatnonzero(units.ready), num_rollouts)
+    plan = planned(waiting, knobs, lay_out(waiting, knobs, units.rows(go), step))
+    return in_mini_batches(waiting, knobs, plan, step, together, lay_out=lay_out, in_order=True)
 
 
-def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan:
-    """The oldest rollouts, to the ranks in turn; each rank packs its own into micro-batches. O(n log n).
-
-    Ranks get as many micro-batches as the one that needs most, as trainers arrange by an all_reduce.
-    """
-    oldest = _oldest(waiting, min(knobs.batch_size, num_rollouts))
-    # as most trainers deal out a batch that they have read in order
-    shares = [oldest[rank :: knobs.dp_size] for rank in range(knobs.dp_size)]
-    packer = Packer(waiting.lengths, waiting.costs, knobs.max_tokens_per_micro_batch, knobs.padded)
-    each = [share.tolist() for share in shares]
-    packed = packer.evened(each, knobs.micro_batch_multiple, "equal")
-    ranks = [[np.sort(np.array(one, dtype=np.int64)) for one in bins] for bins in packed]
-    return finished(waiting, knobs, ranks, earliest_finish(waiting, knobs, oldest))
+def _in_turn(waiting: Waiting, knobs: PlanKnobs, rows: Ints, rotation: int) -> Layout:
+    shares = [np.arange(rank, rows.size, knobs.dp_size) for rank in range(knobs.dp_size)]
+    layout = Packer(waiting.lengths[rows], waiting.costs[rows], knobs).packed(shares)
+    return [[rows[np.sort(one)] for one in share] for share in layout]
 
 
-def _oldest(waiting: Waiting, num_rollouts: int) -> Ints:
-    # an incomplete group waits for its siblings here, too, or policies would not send the same batches
-    ready = np.flatnonzero(waiting.group_complete | waiting.due)
-    return ready[:num_rollouts].astype(np.int64)
+plan_fifo = partial(_oldest, lay_out=laid_out)
+"""Plan the oldest rollouts, laid out as `plan_batch` lays them out."""
+
+plan_round_robin = partial(_oldest, lay_out=_in_turn)
+"""Plan the oldest rollouts, to the ranks in turn; each rank packs its rollouts into micro-batches.
+
+Every rank gets the number of micro-batches that the fullest rank needs, as trainers arrange with an all_reduce.
+"""

@@ -1,8 +1,8 @@
-"""How early can the last rank finish at best? Lower bounds that hold for every partition.
+"""When the ranks of a layout finish, and how early they could.
 
-Proofs in bench/results/planning_proofs.md.
-
-A search that has reached the bound stops, and what a batch idles beyond it is called avoidable. Pure.
+Example: two ranks, rollouts of 9, 1, 3 and 7. The layout [[9], [1]] and [[3], [7]] finishes after 10 where ranks meet
+once per step, and after 9 + 7 = 16 where ranks meet at every micro-batch. No layout finishes before the mean load 10.
+With 900, 700 and 500, two of the three share a rank, and no layout finishes before 700 + 500 = 1200.
 """
 
 from __future__ import annotations
@@ -10,127 +10,109 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Counts, Floats, Ints, check_ranks, checked_costs
+from .arrays import Floats, Ints, Layout, checked_costs, order_of, positions_in, rounded_up
+from .plan import Plan, PlanKnobs, Waiting
 
 
-def lower_bound(costs: ArrayLike, dp_size: int, counts: Counts = "free") -> float:
-    """A finish time that no partition of `costs` can beat. O(n log n).
+def lower_bound(costs: ArrayLike, dp_size: int, *, equal_rollouts: bool = False) -> float:
+    """The finish that no partition of the costs beats, up to rounding. O(n log n).
 
-    The largest of: the mean load; for every i the i+1 smallest of the i*dp_size+1 largest rollouts (pigeonhole
-    principle), under equal counts with the smallest ones that must lie beside them.
-    Integral costs make it integral.
+    The bound is the largest of the mean load and, for every i, the i + 1 lightest of the i * dp_size + 1 heaviest
+    rollouts: some rank has i + 1 such rollouts. With ``equal_rollouts`` the lightest rollouts complete that rank.
 
     Raises:
-        ValueError: as for `partition`.
+        ValueError: a cost is negative or not finite, or there is no rank.
 
     Examples:
-        >>> lower_bound([900, 700, 500, 500, 300, 100], 2)  # the mean load: 3000 / 2
-        1500.0
-        >>> lower_bound([1800, 700, 500, 500, 300, 100], 2)  # 3900 / 2, for all of them are needed to match the longest
-        1950.0
-        >>> lower_bound([900, 700, 500], 2)  # two of three share a rank: 700 + 500 at least
+        >>> lower_bound([900, 700, 500], 2)
         1200.0
-        >>> lower_bound([900, 100, 100, 100], 2, counts="equal")  # the longest and one more
+        >>> lower_bound([900, 100, 100, 100], 2, equal_rollouts=True)  # the rank of the 900 has a second rollout
         1000.0
     """
-    work = checked_costs(costs)
-    check_ranks(dp_size, counts)
-    return lower_bound_of(work, dp_size, counts)
+    return bound_of(checked_costs(costs, dp_size), dp_size, equal_rollouts)
 
 
-def lower_bound_of(work: Floats, dp_size: int, counts: Counts) -> float:
-    """`lower_bound` for arguments taken as checked."""
+def bound_of(work: Floats, dp_size: int, equal_rollouts: bool) -> float:
+    """`lower_bound` of checked costs."""
     n = work.size
-    if n == 0:
-        return 0.0
-    descending = np.sort(work)[::-1]
-    prefix = running_sums(descending)
-    bound = max(float(descending.sum()) / dp_size, _pigeonhole_bound(prefix, dp_size, counts))
-    return _below_any_finish(bound, work)
-
-
-def _below_any_finish(bound: float, work: Floats) -> float:
-    """The bound, rounded so that it is one in floating point, too."""
-    # float64 holds integers exactly up to 2**52: the finish of integral costs is integral, so round up
-    if float(work.sum()) < 2.0**52 and bool((work == np.floor(work)).all()):
-        return float(np.ceil(bound * (1.0 - 1e-14)))
-    return bound * (1.0 - 4e-16 * work.size)  # sums of n floats are off by at most n units in the last place
-
-
-def running_sums(costs: Floats) -> Floats:
-    """[n] -> [n+1]: entry j is the sum of the first j. O(n)."""
-    return np.concatenate(([0.0], np.cumsum(costs)))
-
-
-def _pigeonhole_bound(prefix: Floats, dp_size: int, counts: Counts) -> float:
-    """Pigeonholes: of the i * dp_size + 1 largest rollouts, i + 1 share a rank, so no step is shorter than the
-    lightest i + 1 of them; the heaviest alone is i = 0. With equal counts every rank has q rollouts at least, and the
-    others beside these weigh no less than the smallest of all. O(n / dp_size).
-
-    ``prefix``: `running_sums` of the costs, largest first.
-    """
-    n = prefix.size - 1
+    sums = np.concatenate(([0.0], np.cumsum(np.sort(work)[::-1])))
     i = np.arange((n - 1) // dp_size + 1)
-    # entries of `prefix` that bracket the lightest i + 1 of the i * dp_size + 1 largest
-    together = prefix[i * dp_size + 1] - prefix[i * dp_size - i]
-    if counts == "equal":
-        together += prefix[-1] - prefix[n - np.maximum(n // dp_size - 1 - i, 0)]
-    return float(together.max())
+    together = sums[i * dp_size + 1] - sums[i * dp_size - i]
+    if equal_rollouts:
+        together += sums[-1] - sums[n - np.maximum(n // dp_size - 1 - i, 0)]
+    return max(float(sums[-1]) / dp_size, float(together.max(initial=0.0)))
 
 
-def lockstep_bound(costs: ArrayLike, lengths: ArrayLike, dp_size: int, max_tokens: int) -> float:
-    """A time that no step can beat whose ranks meet at every micro-batch, under a token cap. O(n log n).
+def lockstep_bound(costs: Floats, tokens: Ints, dp_size: int, max_tokens: int) -> float:
+    """Time that no step beats whose ranks meet at every micro-batch, under a token cap. O(n log n).
 
-    For every j the sum of: the costliest rollout, the (dp_size + 1)-th, ..., of j in all, as long as those down to it
-    cannot share micro-batches, for each is the time of another lockstep (the micro-batches of one index); and the mean
-    time of what the tokens of j locksteps cannot hold, even if they hold the densest work. And `lower_bound`.
-
-    Args:
-        costs: [n] work of each rollout.
-        lengths: [n] tokens of each; one longer than max_tokens counts as max_tokens.
-        dp_size: number of ranks.
-        max_tokens: no micro-batch holds more tokens.
-
-    Raises:
-        ValueError: as for `partition`.
+    The bound adds, for each number j of locksteps, the costs of the 1st, the (dp_size + 1)-th, ... costliest rollout (j
+    in all, while no two of the rollouts down to there fit into one micro-batch) and the mean time of the work that j
+    locksteps cannot hold. The largest j-th sum is the bound.
 
     Examples:
-        >>> costs, lengths = [10.0] * 4 + [1.0] * 10, [100] * 4 + [20] * 10
-        >>> lockstep_bound(costs, lengths, dp_size=2, max_tokens=100)  # 10 and 10 twice, then 5 and 5
+        >>> costs, tokens = np.array([10.0] * 4 + [1.0] * 10), np.array([100] * 4 + [20] * 10)
+        >>> lockstep_bound(costs, tokens, dp_size=2, max_tokens=100)  # 10 and 10 twice, then 5 and 5
         25.0
-        >>> lockstep_bound(costs[1:], lengths[1:], dp_size=2, max_tokens=100)  # 10 and 10, 10 and 5, then 3 and 2
-        23.0
     """
-    work = checked_costs(costs)
-    check_ranks(dp_size, "free")
-    if work.size == 0:
-        return 0.0
-    tokens = np.minimum(np.asarray(lengths, dtype=np.int64), max_tokens)
-    costliest = np.argsort(-work, kind="stable")
-    bounds = lockstep_bounds(work[costliest][None], tokens[costliest][None], dp_size, max_tokens)
-    return max(_below_any_finish(float(bounds[0]), work), lower_bound_of(work, dp_size, "free"))
+    total = float(costs.sum())
+    tokens = np.minimum(tokens, max_tokens)
+    heavy = order_of(-costs)
+    dense = order_of(-costs / tokens)
+    dense_costs, dense_tokens = costs[dense], tokens[dense]
+    before = np.cumsum(dense_tokens) - dense_tokens
+    best, least = total / dp_size, 0.0
+    for first in range(0, costs.size, dp_size):
+        if first and np.partition(tokens[heavy[: first + 1]], 1)[:2].sum() <= max_tokens:
+            break
+        least += float(costs[heavy[first]])
+        # j locksteps hold dp_size * max_tokens tokens each: at most the densest work.
+        held = (np.clip(((first + dp_size) * max_tokens - before) / dense_tokens, 0.0, 1.0) * dense_costs).sum()
+        best = max(best, least + (total - float(held)) / dp_size)
+    return max(best, bound_of(costs, dp_size, False))
 
 
-def lockstep_bounds(costs: Floats, tokens: Ints, dp_size: int, max_tokens: int) -> Floats:
-    """[k] `lockstep_bound` of k batches of n rollouts. ``costs``, ``tokens``: [k, n], costliest first, tokens at most
-    max_tokens. O(k n log n), and O(k n) for each lockstep that counts."""
-    # a lockstep's tokens bound its work only if they hold the work that is densest
-    densest = np.argsort(-costs / tokens, axis=1, kind="stable")
-    dense_costs, dense_tokens = np.take_along_axis(costs, densest, 1), np.take_along_axis(tokens, densest, 1)
-    before = np.cumsum(dense_tokens, axis=1) - dense_tokens  # [k, n]
-    work = costs.sum(axis=1)  # [k]
-    bounds: Floats = work / dp_size
-    least = np.zeros(work.size)  # [k] time of the locksteps so far
-    apart = np.ones(work.size, dtype=np.bool_)  # [k] no two of the rollouts so far fit into one micro-batch
-    for first in range(0, costs.shape[1], dp_size):
-        if first:
-            two_shortest = np.partition(tokens[:, : first + 1], 1, axis=1)[:, :2].sum(axis=1)
-            apart &= two_shortest > max_tokens
-            if not apart.any():
-                break
-        least += costs[:, first]
-        # tokens that the locksteps up to this one hold at most
-        room = (first + dp_size) * max_tokens
-        held = (np.clip((room - before) / dense_tokens, 0.0, 1.0) * dense_costs).sum(axis=1)  # [k] at most
-        bounds = np.where(apart, np.maximum(bounds, least + (work - held) / dp_size), bounds)
-    return bounds
+def times(waiting: Waiting, knobs: PlanKnobs, ranks: Layout) -> tuple[Floats, float]:
+    """([dp_size] work of each rank, time at which the last rank finishes). O(n)."""
+    numbers = np.array([len(share) for share in ranks])
+    bins = [one for share in ranks for one in share]
+    bin_of = np.repeat(np.arange(len(bins)), [one.size for one in bins])
+    costs = waiting.costs[positions_in(ranks)]
+    work = np.bincount(bin_of, weights=costs, minlength=len(bins)).astype(np.float64)
+    if knobs.padded:
+        peaks = np.zeros(len(bins))
+        np.maximum.at(peaks, bin_of, costs)
+        work = peaks * np.bincount(bin_of, minlength=len(bins))
+    table = np.zeros((max(int(numbers.max()), 1), numbers.size))  # [micro_batches, ranks]
+    index = np.arange(len(bins)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+    table[index, np.repeat(np.arange(numbers.size), numbers)] = work
+    # A rank without rollouts runs a padding copy.
+    run = np.maximum(numbers, 1) * knobs.has_micro_batches
+    if knobs.equal_number:
+        run[:] = run.max()
+    overhead = knobs.overhead_cost * (-(-run // knobs.multiple_of) * knobs.multiple_of)
+    loads = table.sum(axis=0) + overhead
+    rows = float(table.max(axis=1).sum() + overhead.max())
+    return loads, rows if knobs.sync == "micro_batch" else float(loads.max())
+
+
+def planned(waiting: Waiting, knobs: PlanKnobs, ranks: Layout) -> Plan:
+    """The plan of this layout."""
+    rows = np.sort(positions_in(ranks))
+    loads, finish = times(waiting, knobs, ranks)
+    torn = np.unique(waiting.groups[rows][~waiting.group_complete[rows]])
+    return Plan(ranks, loads, finish, earliest(waiting, knobs, rows), tuple(torn[torn >= 0].tolist()))
+
+
+def earliest(waiting: Waiting, knobs: PlanKnobs, rows: Ints) -> float:
+    """Lower bound on the finish of every plan with these rows. O(n log n)."""
+    costs, cap, ranks = waiting.costs[rows], knobs.max_tokens, knobs.dp_size
+    bound = bound_of(costs, ranks, knobs.equal_rollouts)
+    if knobs.sync == "micro_batch" and cap is not None and not knobs.padded:
+        bound = max(bound, lockstep_bound(costs, waiting.lengths[rows], ranks, cap))
+    if not (knobs.overhead_cost and knobs.has_micro_batches and rows.size):
+        return bound
+    number = 1
+    if knobs.equal_number and cap is not None:
+        number = -(-int(np.minimum(waiting.lengths[rows], cap).sum()) // (cap * ranks))
+    return bound + rounded_up(number, knobs.multiple_of) * knobs.overhead_cost

@@ -1,7 +1,6 @@
 """Length bias: running figures on length against delay, in constant memory.
 
-Short rollouts finish first, and a window that defers outliers delays long ones: both are biases a trainer should see.
-Pure: the caller passes in what was dispatched.
+Short rollouts finish first, and a window that defers outliers delays long ones. A trainer should see both biases.
 """
 
 from __future__ import annotations
@@ -13,35 +12,33 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stream_balancer.planning.arrays import Floats, Ints
+from .arrays import Floats, Ints
 
+# Histogram buckets per doubling of the length: quantiles are exact to 4.4 %. Buckets hold lengths 1 .. 2**32.
 _PER_OCTAVE = 16
-"""Histogram buckets per doubling of the length: quantiles are exact to 4.4 %."""
-
 _NUM_BUCKETS = 32 * _PER_OCTAVE + 1
-"""Lengths 1 .. 2**32."""
 
 
 @dataclass(frozen=True, slots=True)
 class LengthBiasSummary:
-    """Length against delay so far. NaN where nothing was seen yet."""
+    """Length against delay so far. NaN where no rollout was seen yet."""
 
     num_dispatched: int
     """Rollouts."""
     mean_delay: float
-    """Dispatches a rollout was passed over, on average."""
+    """Steps that left a rollout behind, on average."""
     delay_per_decile: tuple[float, ...]
-    """[10] mean delay of the shortest tenth of the rollouts, the next tenth, ... (up to the histogram's 4.4 %)."""
+    """[10] mean delay of the shortest tenth of the rollouts, the next tenth, ... (to the histogram's 4.4 %)."""
     length_delay_correlation: float
-    """Pearson's r of length and delay; 0 = blind to length."""
+    """Pearson's r of length and delay; 0 = the delay does not depend on the length."""
     num_cut: int
-    """Rollouts evicted since they took long ("late", "stale")."""
+    """Rollouts evicted because they took long ("late", "stale")."""
     cut_per_decile: tuple[float, ...]
-    """[10] how many of these were as long as the shortest tenth of those that left, the next tenth, ... (in the last:
-    and longer)."""
+    """[10] evicted rollouts with the lengths of the shortest tenth of the dispatched ones, the next tenth, ... (the
+    last counts longer ones, too)."""
     length_shift: float
-    """Mean length of those that left, over that of these and the evicted together: 0.97 = what is trained on is 3 %
-    shorter than what was generated; 1.0 = no difference."""
+    """Mean length of the dispatched rollouts / mean length of the dispatched and evicted ones. 0.97 = the trainer sees
+    rollouts that are 3 % shorter than the generated ones."""
 
 
 class LengthBias:
@@ -49,8 +46,8 @@ class LengthBias:
 
     Examples:
         >>> bias = LengthBias()
-        >>> bias.record([100, 200, 400], delays_steps=[0, 0, 0])  # the short ones left at once,
-        >>> bias.record([1600, 800, 3200], delays_steps=[1, 0, 2])  # long ones were passed over
+        >>> bias.record([100, 200, 400], delays_steps=[0, 0, 0])
+        >>> bias.record([1600, 800, 3200], delays_steps=[1, 0, 2])  # long rollouts were left behind
         >>> summary = bias.summary()
         >>> summary.mean_delay, round(summary.length_delay_correlation, 2)
         (0.5, 0.98)
@@ -59,16 +56,13 @@ class LengthBias:
     """
 
     def __init__(self) -> None:
-        # [3, buckets] rollouts, their delays; and those that were cut
-        self._buckets = np.zeros((3, _NUM_BUCKETS))
+        self._buckets = np.zeros((3, _NUM_BUCKETS))  # dispatched rollouts, their delays, evicted rollouts
         self._cut_tokens = 0
-        # [3, 3] sums of products of (1, length, delay): whole numbers, so exact up to 2^53
-        self._moments = np.zeros((3, 3))
+        self._moments = np.zeros((3, 3))  # sums of products of (1, length, delay), exact up to 2**53
 
     def record(self, lengths: ArrayLike, delays_steps: ArrayLike) -> None:
-        """Rollouts left: [n] tokens of each, and [n] steps that passed each over."""
-        length = np.asarray(lengths, dtype=np.float64)
-        delay = np.asarray(delays_steps, dtype=np.float64)
+        """Rollouts left: [n] tokens, and [n] steps that left each rollout behind."""
+        length, delay = np.asarray(lengths, np.float64), np.asarray(delays_steps, np.float64)
         if length.shape != delay.shape:
             raise ValueError(f"lengths {length.shape} and delays {delay.shape} must be alike: one of each per rollout.")
         bucket = _bucket_of(length)
@@ -78,8 +72,8 @@ class LengthBias:
         self._moments += columns @ columns.T
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Rollouts of so many tokens were evicted since they took long."""
-        self._buckets[2] += np.bincount(_bucket_of(np.array(lengths, dtype=np.float64)), minlength=_NUM_BUCKETS)
+        """Rollouts with these lengths were evicted because they took long."""
+        self._buckets[2] += np.bincount(_bucket_of(np.array(lengths, np.float64)), minlength=_NUM_BUCKETS)
         self._cut_tokens += sum(lengths)
 
     def summary(self) -> LengthBiasSummary:
@@ -87,31 +81,24 @@ class LengthBias:
         count, tokens, delay = self._moments[0].tolist()
         spread = self._moments - np.outer(self._moments[0], self._moments[0]) / max(count, 1.0)
         scale = math.sqrt(max(spread[1, 1] * spread[2, 2], 0.0))
-        deciles = [math.nan] * 10  # one object: two reports of nothing are equal
+        deciles = [math.nan] * 10  # one object: two summaries of nothing are equal
         cut_deciles, num_cut, shift = deciles, int(self._buckets[2].sum()), math.nan
         if count:
             so_far = np.pad(np.cumsum(self._buckets, axis=1), ((0, 0), (1, 0)))
-            # interpolated, so that a bucket that lies in two deciles counts in both, in proportion
+            # Interpolated: a bucket that lies in two deciles counts in both, in proportion.
             edges = np.linspace(0.0, count, 11)
             deciles = (np.diff(np.interp(edges, *so_far[:2])) / (count / 10)).tolist()
-            # what is shorter than all that left is in the first, what is longer in the last
+            # Evicted rollouts below all dispatched lengths count in the first decile, those above in the last.
             cut = np.interp(edges, so_far[0], so_far[2])
             cut_deciles = np.diff([0.0, *cut[1:-1], num_cut]).tolist()
             shift = (tokens / count) / ((tokens + self._cut_tokens) / (count + num_cut)) if tokens else math.nan
-        return LengthBiasSummary(
-            num_dispatched=int(count),
-            mean_delay=delay / count if count else math.nan,
-            delay_per_decile=tuple(deciles),
-            length_delay_correlation=float(spread[1, 2]) / scale if scale else math.nan,
-            num_cut=num_cut,
-            cut_per_decile=tuple(cut_deciles),
-            length_shift=shift,
-        )
+        mean_delay = delay / count if count else math.nan
+        correlation = float(spread[1, 2]) / scale if scale else math.nan
+        cuts = num_cut, tuple(cut_deciles), shift
+        return LengthBiasSummary(int(count), mean_delay, tuple(deciles), correlation, *cuts)
 
 
 def _bucket_of(lengths: Floats) -> Ints:
-    """[n] logarithmic buckets: a tail of 100,000 tokens and answers of 100 at one relative precision, in fixed
-    memory."""
-    octaves = np.log2(np.maximum(lengths, 1.0))
-    buckets: Ints = np.clip(octaves * _PER_OCTAVE, 0, _NUM_BUCKETS - 1).astype(np.int64)
-    return buckets
+    """[n] logarithmic buckets: 100 tokens and 100,000 tokens have the same relative precision."""
+    octaves: Floats = np.log2(np.maximum(lengths, 1.0))
+    return (octaves * _PER_OCTAVE).clip(0, _NUM_BUCKETS - 1).astype(np.int64)

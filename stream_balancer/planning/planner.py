@@ -1,201 +1,206 @@
-"""Choice of the rollouts that go now, on which rank, in which micro-batch: the plan of a batch, from the parts that
-decide each question.
+"""The plan of a step: which rollouts go, on which rank, in which micro-batch.
 
-    Waiting, PlanKnobs --> selection.py       who goes: what must, then who makes a step without waste
-                       --> partition.py       on which rank, or
-                           micro_batches.py   on which rank and in which micro-batch, under a token cap
-                       --> swaps.py           the last percent: chosen against waiting rollouts
+    Waiting, PlanKnobs --> choice.py         which rollouts or groups go, or
+                           lockstep.py       the same where ranks meet at every micro-batch, or
+                           padded.py         the same for padded micro-batches
+                       --> partition.py      on which rank, or
+                           micro_batches.py  on which rank and in which micro-batch
+                       --> swaps.py          the last percent, with the rollouts that wait
+                       --> mini_batches.py   the same step in several optimizer steps
                        --> Plan
 
-Pure: numpy in, positions out. bench/results/planning_proofs.md has the rules and the proofs.
+The planner is pure and deterministic: numpy in, positions out, fixed work budgets instead of clocks.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import islice
+import math
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from .arrays import Bools, Ints, positions_in
-from .bins_on_ranks import least_finish_bound
-from .bounds import lockstep_bound, lower_bound
-from .cost_order import CostOrder
-from .micro_batches import form_micro_batches, in_order
-from .packing import Packer
-from .partition import split
-from .plan import Plan, PlanKnobs, Times, Waiting, has_micro_batches
-from .selection import Units, select
-from .swaps import EVEN, swap_with_waiting, swaps_of_groups
+from .arrays import Bools, Ints, Layout, checked_costs, kept, positions_in, rounded_up
+from .bounds import planned, times
+from .choice import Candidates, Units, choose_units, must_go
+from .lockstep import choose_lockstep
+from .micro_batches import laid_out
+from .mini_batches import in_mini_batches
+from .padded import choose_neighbours
+from .plan import Plan, PlanKnobs, Together, Waiting
+from .swaps import EVEN, swap_groups, swap_rollouts
 
-_TRIED = 2
-"""Choices of other groups that are laid out on ranks."""
+# Tokens of a micro-batch without ``max_tokens``.
+_NO_CAP = 2**62
 
 
-def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan:
-    """Choose `batch_size` of the waiting rollouts and lay them out on ranks and micro-batches.
+def plan_batch(
+    waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int = 0, together: Together | None = None
+) -> Plan:
+    """Choose ``num_rollouts`` of the waiting rollouts, and lay them out on ranks and micro-batches.
 
-    Fewer are chosen if `num_rollouts` are fewer, if whole groups do not add up to that number, or if the rest waits for
-    siblings.
-    With fewer chosen than ranks, the last ranks stay empty: the caller adds padding copies.
-
-    Args:
-        waiting: the columns; nothing is changed in them.
-        knobs: taken as checked.
-        num_rollouts: how many could go: a deadline or the drain may have fewer than `batch_size`.
-        step: counts the batches; rotates which rank gets the heaviest share.
+    Fewer rollouts go where whole groups do not add up to that number, or the rest waits for siblings. Some ranks stay
+    empty if there are fewer rollouts than ranks. ``step`` rotates the rank of the heaviest share; ``together`` labels
+    the chosen rollouts that stay in one mini-batch. O(W log W), plus searches within a fixed work budget.
 
     Raises:
-        OversizeError: a rollout is above the token cap and oversize="refuse".
-
-    Complexity: O(n log W) with `waiting.order`, and O(W) in a few vector operations; else O(W log W). Refinement within
-    a fixed work budget. Deterministic.
+        ValueError: a whole group is larger than a step.
 
     Examples:
         >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])  # oldest first
-        >>> waiting = Waiting.of(costs)
-        >>> knobs = PlanKnobs(dp_size=2, batch_size=4, max_skips=8)
-        >>> plan = plan_batch(waiting, knobs, num_rollouts=4, step=0)  # the 2400 waits, and what fills its step
-        >>> plan.ranks, plan.loads  # [rank][micro_batch] -> positions, [rank]
-        ([[array([3, 6])], [array([5, 7])]], array([720., 730.]))
-        >>> waiting.skips[2] = 8  # now it must go: a step as long as it is, filled up with the oldest
-        >>> plan = plan_batch(waiting, knobs, num_rollouts=4, step=0)
-        >>> plan.ranks, plan.loads
-        ([[array([2])], [array([0, 4, 6])]], array([2400., 1370.]))
+        >>> waiting, knobs = Waiting.of(costs), PlanKnobs(dp_size=2, batch_size=4, max_skips=8)
+        >>> plan_batch(waiting, knobs, num_rollouts=4).finish < 900  # the 2400 waits
+        True
+        >>> waiting.skips[2] = 8  # now the 2400 must go, and others fill the second rank
+        >>> plan_batch(waiting, knobs, num_rollouts=4).ranks[0]
+        [array([2])]
     """
     units = Units.of(waiting, knobs)
-    fixed, go = select(waiting, units, knobs, min(knobs.batch_size, num_rollouts))
-    picked = np.flatnonzero(units.of_rollouts(go))
-    shares = _swapped(waiting, knobs, units, fixed, go, step)
-    picked = np.unique(positions_in(shares))
-    return finished(waiting, knobs, shares, earliest_finish(waiting, knobs, picked))
+    must = must_go(units, knobs, num_rollouts)
+    go = _with_others(waiting, units, knobs, num_rollouts, must)
+    plan = planned(waiting, knobs, _swapped(waiting, knobs, units, must, go, step))
+    return in_mini_batches(waiting, knobs, plan, step, together)
 
 
-def _shares(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: int) -> list[list[Ints]]:
-    """[rank][micro_batch] -> positions of those that go."""
-    picked = np.flatnonzero(units.of_rollouts(go))
-    costs = waiting.costs[picked]
-    if not has_micro_batches(knobs):
-        parts = split(costs, knobs.dp_size, knobs.counts, rotation=step, tolerance=knobs.tolerance)
-        return [[picked[part]] if part.size else [] for part in parts]
-    formed = form_micro_batches(
-        waiting.lengths[picked],
-        costs,
-        knobs.dp_size,
-        max_tokens=knobs.max_tokens_per_micro_batch,
-        sync=knobs.sync,
-        counts=knobs.counts,
-        padded=knobs.padded,
-        micro_batch_counts=knobs.micro_batch_counts,
-        overhead_cost=knobs.overhead_cost,
-        multiple_of=knobs.micro_batch_multiple,
-        order=knobs.order,
-        oversize=knobs.oversize,
-        rotation=step,
-    )
-    return [[picked[one] for one in share] for share in formed]
+def _with_others(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts: int, must: Bools) -> Bools:
+    """[U] ``must``, and the units that make the best step with it."""
+    room = num_rollouts - units.sizes[must].sum()
+    others = units.ready & ~must
+    if room <= 0 or not others.any():
+        return must
+    # The choice counts units of one size: the size that most rollouts belong to. Units of other sizes fill up.
+    size = int(np.bincount(units.sizes[others], weights=units.sizes[others]).argmax())
+    shown = must | (others & (units.sizes == size))
+    among = np.flatnonzero(shown)
+    number = min(must.sum() + room // size, among.size)
+    cap, ranks, tokens, rows = knobs.max_tokens, knobs.dp_size, None, 1.0
+    single = units.sizes.size == waiting.costs.size and among.size > number
+    if single and cap is not None:
+        tokens = np.minimum(waiting.lengths[among], cap)
+        rows = tokens.mean() * number / (ranks * cap)  # micro-batches per rank, roughly
+    if knobs.sync == "step" or knobs.padded:
+        tokens = None
+    beside = max(num_rollouts // ranks - 1, 0) / size if knobs.equal_rollouts else 0.0
+    columns = units.costs[among], units.peaks[among], must[among], units.remaining[among]
+    by_peak = None
+    if waiting.by_cost is not None and units.sizes.size == waiting.costs.size:
+        by_peak = kept(waiting.by_cost, shown)  # the peak of a single rollout is its cost
+    candidates = Candidates(*columns, number, ranks, beside, tokens, cap or 0, by_peak)
+    row_number = rounded_up(math.ceil(rows), knobs.multiple_of)
+    go = np.zeros_like(must)
+    if single and knobs.padded and number > row_number > 1:
+        go[among] = choose_neighbours(candidates, row_number)
+    else:
+        go[among] = (choose_lockstep if tokens is not None and rows > 1.0 else choose_units)(candidates)
+    units.take(go, np.flatnonzero(others & ~go), num_rollouts - units.sizes[go].sum())
+    return go
 
 
-def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go: Bools, step: int) -> list[list[Ints]]:
-    """[rank][micro_batch] -> positions, after the swaps with the window."""
-    shares = _shares(waiting, knobs, units, go, step)
-    if knobs.padded or not all(shares):
-        return shares
-    sums_decide = _sums_decide(knobs, shares)
-    if units.unit_of is not None:
-        return _groups_swapped(waiting, knobs, units, fixed, go, step, shares) if sums_decide else shares
-    order = waiting.order or CostOrder(waiting.costs)
-    cap = knobs.max_tokens_per_micro_batch
-    if not sums_decide:
-        return _locksteps_swapped(waiting, knobs, fixed, order, shares)
-    swapped = swap_with_waiting(waiting.costs, shares, fixed, order, waiting.lengths, cap)
-    # the same object: no swap helped, and what follows would only say so again
-    if swapped is shares:
-        return shares
-    swapped = [in_order(share, lambda one: float(waiting.costs[one].sum()), knobs.order) for share in swapped]
-    # what evens out the work alone may not pay where ranks run different numbers of micro-batches
-    return min(shares, swapped, key=lambda one: Times.of(waiting, knobs, one).idle)
-
-
-def _locksteps_swapped(
-    waiting: Waiting, knobs: PlanKnobs, fixed: Bools, order: CostOrder, shares: list[list[Ints]]
-) -> list[list[Ints]]:
-    """The same swaps in one lockstep after the other, where every rank has a micro-batch in it: each takes no longer
-    than before, and wastes less."""
-    shares, cap = [list(share) for share in shares], knobs.max_tokens_per_micro_batch
-    for index in range(min(map(len, shares))):
-        row = [[share[index]] for share in shares]
-        elsewhere = np.zeros_like(fixed)
-        elsewhere[positions_in(shares)] = True
-        elsewhere[positions_in(row)] = False
-        swapped = swap_with_waiting(waiting.costs, row, fixed, order, waiting.lengths, cap, elsewhere)
-        for share, (one,) in zip(shares, swapped, strict=True):
+def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, must: Bools, go: Bools, step: int) -> Layout:
+    """The layout of the units that go, after swaps with waiting units."""
+    rows = units.rows(go)
+    ranks = laid_out(waiting, knobs, rows, step)
+    numbers = [len(share) for share in ranks]
+    if knobs.padded or not all(numbers) or rows.size == waiting.costs.size:
+        return ranks
+    in_rows = knobs.sync == "micro_batch" and max(numbers) > 1
+    if units.sizes.size < waiting.costs.size:
+        return ranks if in_rows else _groups_swapped(waiting, knobs, units, must, go, step, ranks)
+    cap = waiting.lengths, knobs.max_tokens or _NO_CAP
+    if not in_rows:
+        return swap_rollouts(waiting.costs, ranks, must, units.ready & ~go, cap)
+    # Lockstep by lockstep, where every rank has a micro-batch in it: no lockstep takes longer than before.
+    for index in range(min(numbers)):
+        may_come = units.ready.copy()
+        may_come[positions_in(ranks)] = False
+        row = swap_rollouts(waiting.costs, [[share[index]] for share in ranks], must, may_come, cap)
+        for share, (one,) in zip(ranks, row, strict=True):
             share[index] = one
-    return shares
-
-
-def _sums_decide(knobs: PlanKnobs, shares: list[list[Ints]]) -> bool:
-    """True if the work of each rank, which a swap evens out, decides when the step is over: not where the peaks of
-    micro-batches do, or where a rank is empty."""
-    # one micro-batch a rank: meeting at every one is meeting once
-    in_rows = knobs.sync == "micro_batch" and max(map(len, shares)) > 1
-    return not (knobs.padded or in_rows) and all(shares)
+    return ranks
 
 
 def _groups_swapped(
-    waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go: Bools, step: int, shares: list[list[Ints]]
-) -> list[list[Ints]]:
-    """The shares, or those of another choice of groups that wastes less."""
-    # idle time, not the finish: groups differ in work, and a lighter step is no better one
-    best, least = shares, Times.of(waiting, knobs, shares).idle
-    # Only which choice wins is asked here, and a choice that is even enough ends the search: a finer partition would
-    # cost more than it shows.
-    rough = replace(knobs, tolerance=max(knobs.tolerance, EVEN - 1.0))
-    swaps = swaps_of_groups(units, waiting.costs, fixed, go, knobs.dp_size, knobs.counts)
-    for choice, later in islice(swaps, _TRIED):
-        if least <= EVEN - 1.0:
-            break
-        other = _shares(waiting, rough, units, choice, step)
-        times = Times.of(waiting, knobs, other)
-        idle = times.idle + later / times.finish if times.finish else 0.0
-        if idle < least and _sums_decide(knobs, other):
-            best, least = other, idle
+    waiting: Waiting, knobs: PlanKnobs, units: Units, must: Bools, go: Bools, step: int, ranks: Layout
+) -> Layout:
+    """The layout, or the layout of another choice of groups that wastes less time, now and in the next step."""
+
+    def waste(layout: Layout) -> float:
+        loads, finish = times(waiting, knobs, layout)
+        return finish - float(loads.mean())
+
+    best, least, number = ranks, waste(ranks), units.rows(go).size
+    most = -(-number // knobs.dp_size) if knobs.equal_rollouts else number
+    if least > (EVEN - 1.0) * units.costs[go].sum() / knobs.dp_size:
+        for choice, later in swap_groups(units, waiting.costs, must, go, knobs.dp_size, most):
+            other = laid_out(waiting, knobs, units.rows(choice), step)
+            if (now := waste(other) + later) < least:
+                best, least = other, now
     return best
 
 
-def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> float:
-    """No plan of the rollouts ``picked`` is done before this. O(n log n)."""
-    costs, lengths = waiting.costs[picked], waiting.lengths[picked]
-    bound = lower_bound(costs, knobs.dp_size, knobs.counts)
-    cap = knobs.max_tokens_per_micro_batch
-    if knobs.sync == "micro_batch" and cap is not None and not knobs.padded:
-        bound = max(bound, lockstep_bound(costs, lengths, knobs.dp_size, cap))
-    if not knobs.overhead_cost or not has_micro_batches(knobs):
-        return bound
-    packer = Packer(lengths, costs, cap, knobs.padded)
-    return least_finish_bound(
-        packer,
-        knobs.dp_size,
-        counts=knobs.micro_batch_counts,
-        overhead=knobs.overhead_cost,
-        multiple_of=knobs.micro_batch_multiple,
-        work_bound=bound,
-    )
+def choose(
+    lengths: ArrayLike,
+    costs: ArrayLike | None = None,
+    *,
+    dp_size: int,
+    batch_size: int,
+    max_skips: int | None = 16,
+    skips: ArrayLike | None = None,
+    due: ArrayLike | None = None,
+    groups: ArrayLike | None = None,
+    group_size: int | None = None,
+    equal_rollouts: bool = False,
+    step: int = 0,
+) -> Ints:
+    """Choose the rollouts that go now, so that ``dp_size`` ranks finish together.
+
+    Returns ascending positions: ``batch_size``, or the whole pool if the pool is smaller. Fewer where whole groups do
+    not add up to that number. `split` and `form_micro_batches` lay the rollouts out. O(n log n), plus a bounded search.
+
+    Args:
+        lengths: [n] tokens of each rollout, oldest first.
+        costs: [n] work of each rollout; None = its tokens.
+        max_skips: most steps that leave a rollout behind, as far as the step has room; None = no limit.
+        skips: [n] steps that left each rollout behind so far. Your pool counts them.
+        due: [n] bool, the rollout must go now as far as the step has room.
+        groups: [n] group label of each rollout, negative = no group. A group leaves in one step.
+        group_size: rollouts of a whole group. A smaller group waits unless it is due; None = all groups are whole.
+        equal_rollouts: the rollout counts of two ranks will differ by at most 1.
+
+    Raises:
+        ValueError: columns that do not fit together, or a group that is larger than a step.
+
+    Examples:
+        >>> pool = [900, 100, 120, 80, 4000, 110, 950, 90]
+        >>> [pool[position] for position in choose(pool, dp_size=2, batch_size=4)]
+        [120, 80, 110, 90]
+    """
+    tokens = _whole_numbers("lengths", lengths)
+    n, work = tokens.size, checked_costs(tokens if costs is None else costs, dp_size)
+    passed = np.zeros(n, np.int64) if skips is None else _whole_numbers("skips", skips)
+    must = np.zeros(n, bool) if due is None else np.asarray(due)
+    labels = np.full(n, -1) if groups is None else np.maximum(_whole_numbers("groups", groups), -1)
+    complete = np.ones(n, bool)
+    columns = work, tokens, passed, must, labels, complete
+    if {column.shape for column in columns} != {(n,)} or must.dtype != np.bool_:
+        raise ValueError(f"costs, skips, due (booleans) and groups must have one entry for each of the {n} lengths.")
+    if not n or tokens.min() < 1 or passed.min() < 0 or (max_skips or 0) < 0 or dp_size > batch_size:
+        raise ValueError(
+            "choose() needs a rollout, lengths >= 1, skips >= 0, max_skips >= 0 and dp_size <= batch_size, not "
+            f"{n} rollouts, max_skips={max_skips}, dp_size={dp_size} and batch_size={batch_size}."
+        )
+    if group_size is not None:
+        if groups is None or not 1 <= group_size <= batch_size:
+            raise ValueError(f"group_size ({group_size}) needs groups=, and must be in 1..batch_size ({batch_size}).")
+        _, of, members = np.unique(labels, return_inverse=True, return_counts=True)
+        complete &= (labels < 0) | (members[of] >= group_size)
+    knobs = PlanKnobs(dp_size, batch_size, max_skips, "step", equal_rollouts, groups is not None, group_size)
+    # The layout is thrown away, but the swaps with the pool depend on it.
+    plan = plan_batch(Waiting(*columns), knobs, num_rollouts=min(batch_size, n), step=step)
+    return np.sort(positions_in(plan.ranks))
 
 
-def finished(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], bound: float) -> Plan:
-    """The plan with its figures; ``bound``: no plan of these rollouts is done before."""
-    picked = np.unique(positions_in(shares))
-    times = Times.of(waiting, knobs, shares)
-    # labels of groups that leave before all their siblings have come
-    flagged = waiting.groups[picked][~waiting.group_complete[picked]]
-    if knobs.whole_groups:  # so are the pieces of a group that no batch can hold
-        left = np.delete(waiting.groups, picked)
-        flagged = np.concatenate((flagged, np.intersect1d(waiting.groups[picked], left)))
-    return Plan(
-        ranks=shares,
-        loads=times.work + times.overheads,
-        finish=times.finish,
-        lower_bound=bound,
-        incomplete_groups=tuple(int(label) for label in np.unique(flagged) if label >= 0),
-    )
+def _whole_numbers(name: str, given: ArrayLike) -> Ints:
+    column = np.asarray(given)
+    if column.ndim != 1 or (column.size and column.dtype.kind not in "iu"):
+        raise ValueError(f"{name} must be [n] whole numbers, one per rollout, not {column.shape} of {column.dtype}.")
+    return column.astype(np.int64)

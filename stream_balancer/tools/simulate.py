@@ -23,7 +23,7 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import ConfigError
 from stream_balancer.planning import LengthBias, LengthBiasSummary
 from stream_balancer.planning.arrays import Ints
-from stream_balancer.planning.partition import TOLERANCE
+from stream_balancer.planning.plan import TOLERANCE
 from stream_balancer.tools.generation import Generation, check_generation, seconds_per_rollout
 from stream_balancer.tools.simulation_report import Quantiles, Segment, SimulationReport, steps_of
 from stream_balancer.tools.simulation_run import Run

@@ -78,7 +78,7 @@ def test_patch_reaches_copies_imported_by_name_and_can_be_undone(monkeypatch: py
 
 
 def worst_excess(lengths: list[int], shares: list[list[int]], *, equal_size: bool) -> float:
-    bound = planning.lower_bound(lengths, len(shares), "equal" if equal_size else "free")
+    bound = planning.lower_bound(lengths, len(shares), equal_rollouts=equal_size)
     return max(sum(lengths[i] for i in share) for share in shares) / bound - 1
 
 

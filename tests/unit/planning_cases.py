@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from stream_balancer.planning2 import Plan, PlanKnobs, Waiting, lower_bound, plan_batch, split
-from stream_balancer.planning2.arrays import Ints, positions_in
-from stream_balancer.planning2.bounds import times
-from stream_balancer.planning2.choice import Units, must_go
+from stream_balancer.planning import Plan, PlanKnobs, Waiting, lower_bound, plan_batch, split
+from stream_balancer.planning.arrays import Ints, positions_in
+from stream_balancer.planning.bounds import times
+from stream_balancer.planning.choice import Units, must_go
 
 Rng = np.random.Generator
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import Case, any_case, check_piece, check_plan
 
-from stream_balancer.planning2 import OversizeError, PlanKnobs, Waiting, form_micro_batches, plan_batch
-from stream_balancer.planning2.arrays import positions_in
-from stream_balancer.planning2.baselines import plan_fifo, plan_round_robin
-from stream_balancer.planning2.bounds import planned, times
-from stream_balancer.planning2.length_bias import LengthBias
-from stream_balancer.planning2.mini_batches import joined
-from stream_balancer.planning2.padded import runs_of
+from stream_balancer.planning import OversizeError, PlanKnobs, Waiting, form_micro_batches, plan_batch
+from stream_balancer.planning.arrays import positions_in
+from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
+from stream_balancer.planning.bounds import planned, times
+from stream_balancer.planning.length_bias import LengthBias
+from stream_balancer.planning.mini_batches import joined
+from stream_balancer.planning.padded import runs_of
 
 LENGTHS = np.random.default_rng(3).integers(10, 100, 64)
 

@@ -189,6 +189,7 @@ class Candidates:
     beside: float = 0.0  # fewest other units on the rank of a rollout (equal rollout counts)
     tokens: Ints | None = None  # [U] at most max_tokens, where ranks meet at every micro-batch
     max_tokens: int = 0  # token cap of a micro-batch
+    by_peak: Ints | None = None  # [U] units by ascending peak, where the order is known
 
     def filler(self, go: Bools) -> float:
         """Least work on the rank of the heaviest rollout, apart from that rollout."""
@@ -223,7 +224,8 @@ def choose_units(units: Candidates) -> Bools:
     if more <= 0 or units.balances(oldest):
         return oldest
     # Ascending by costliest rollout: the first `more` make the lightest step.
-    others = sorted_by(others, units.peaks)
+    by_peak = order_of(units.peaks) if units.by_peak is None else units.by_peak
+    others = by_peak[~units.must[by_peak]]
     lightest = with_must(others[:more])
     if units.outlier_must_go(lightest, others[more - 1]):
         filler = units.filler(lightest)

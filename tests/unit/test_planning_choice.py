@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import check_skips, idle_beside_first_come
 
-from stream_balancer.planning2 import Plan, PlanKnobs, Waiting, choose, plan_batch, smallest_max_skips
-from stream_balancer.planning2.arrays import positions_in
-from stream_balancer.planning2.choice import Candidates, Units, choose_units, forced, most_for_max_skips
-from stream_balancer.planning2.lockstep import choose_lockstep, ordinary_level
-from stream_balancer.planning2.padded import choose_neighbours
-from stream_balancer.planning2.swaps import swap_rollouts
+from stream_balancer.planning import Plan, PlanKnobs, Waiting, choose, plan_batch, smallest_max_skips
+from stream_balancer.planning.arrays import positions_in
+from stream_balancer.planning.choice import Candidates, Units, choose_units, forced, most_for_max_skips
+from stream_balancer.planning.lockstep import choose_lockstep, ordinary_level
+from stream_balancer.planning.padded import choose_neighbours
+from stream_balancer.planning.swaps import swap_rollouts
 
 POOL = np.array([3.0, 2.0] * 6 + [9.0, 10.0, 40.0])
 
