@@ -30,7 +30,7 @@ def _oldest(
     """The oldest rollouts or groups; arguments as of `plan_batch`. O(n log n)."""
     units = Units.of(waiting, knobs)
     go = np.zeros_like(units.ready)
-    units.take(go, np.flatnonzero(units.ready), num_rollouts)
+    units.take(go, np.flatnonzero(units.ready), min(num_rollouts, knobs.batch_size))
     plan = planned(waiting, knobs, lay_out(waiting, knobs, units.rows(go), step))
     return in_mini_batches(waiting, knobs, plan, step, together, lay_out=lay_out, in_order=True)
 

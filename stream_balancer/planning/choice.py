@@ -76,7 +76,7 @@ class Units:
     @staticmethod
     def of(waiting: Waiting, knobs: PlanKnobs) -> Units:
         """Units of the waiting rollouts. Raises ValueError if a group is larger than a step. O(W log W)."""
-        limit = _NO_LIMIT if knobs.max_skips is None else knobs.max_skips
+        limit = _NO_LIMIT if knobs.max_skips is None else min(knobs.max_skips, _NO_LIMIT)
         remaining = np.maximum(limit - waiting.skips, 0)
         due, n = waiting.due | (remaining == 0), waiting.costs.size
         if not knobs.whole_groups or not (waiting.groups >= 0).any():

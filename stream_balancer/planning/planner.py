@@ -36,7 +36,7 @@ _NO_CAP = 2**62
 def plan_batch(
     waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int = 0, together: Together | None = None
 ) -> Plan:
-    """Choose ``num_rollouts`` of the waiting rollouts, and lay them out on ranks and micro-batches.
+    """Choose ``num_rollouts`` of the waiting rollouts, at most a step, and lay them out on ranks and micro-batches.
 
     Fewer rollouts go where whole groups do not add up to that number, or the rest waits for siblings. Some ranks stay
     empty if there are fewer rollouts than ranks. ``step`` rotates the rank of the heaviest share; ``together`` labels
@@ -54,7 +54,7 @@ def plan_batch(
         >>> plan_batch(waiting, knobs, num_rollouts=4).ranks[0]
         [array([2])]
     """
-    units = Units.of(waiting, knobs)
+    units, num_rollouts = Units.of(waiting, knobs), min(num_rollouts, knobs.batch_size)
     must = must_go(units, knobs, num_rollouts)
     go = _with_others(waiting, units, knobs, num_rollouts, must)
     plan = planned(waiting, knobs, _swapped(waiting, knobs, units, must, go, step))
