@@ -71,8 +71,19 @@ class Admission:
             return
         if rollouts and rollouts[0].group_id is not None:
             groups.check_put(rollouts[0].group_id, num_executions(rollouts), (r.execution_id for r in rollouts))
+            self._check_fits(rollouts[0].group_id, len(rollouts))
         if size is not None:
             groups.check_size(size)
+
+    def _check_fits(self, group_id: str, more: int) -> None:
+        """Raise RolloutError if the group would be larger than a step. An execution may bring several rollouts."""
+        group = self._buffer.groups.get(group_id)
+        number, most = more + (0 if group is None else group.waiting), self.config.batch_size
+        if number > most:
+            raise RolloutError(
+                f"group {group_id!r} would have {number} waiting rollouts, more than batch_size ({most}): a group "
+                "leaves in one step. Raise batch_size, or put fewer rollouts per execution"
+            )
 
     def check_keeps_groups(self, group_id: str) -> None:
         """Raise ValueError where groups play no part."""
@@ -176,6 +187,12 @@ class Admission:
 
     def check_waiting(self, config: BalancerConfig) -> None:
         """Raise ConfigError if a rollout that waits could not leave under these knobs. O(n)."""
+        size, group_id = self._buffer.groups.largest()
+        if size > config.batch_size:
+            raise ConfigError(
+                f"batch_size ({config.batch_size}) is below group {group_id!r}, which waits and has {size} rollouts or "
+                f"siblings: no batch could take it. Use batch_size >= {size} until the group has left"
+            )
         most, lengths = config.micro_batches.max_tokens, self._buffer.lengths
         if most is not None and config.micro_batches.oversize == "refuse" and int(lengths.max(initial=0)) > most:
             longest = self._buffer.rollouts(lengths.argmax(0, keepdims=True))[0]

@@ -170,6 +170,10 @@ class SiblingGroups:
         self._update(group, arrived=max(-1, _num_waiting(group) - group.arrived))
         self._forget_if_done(group)
 
+    def largest(self) -> tuple[int, str]:
+        """Size and name of the largest group: its waiting rollouts, or its siblings if there are more. O(groups)."""
+        return max(((max(one.waiting, one.size), name) for name, one in self._groups.items()), default=(0, ""))
+
     def forget(self, group_id: str) -> None:
         """None of it waits, and what came of it does not count any more. O(1)."""
         group = self._groups.pop(group_id, None)

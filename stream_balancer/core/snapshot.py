@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.groups import Declared
 from stream_balancer.core.state import BalancerState
+from stream_balancer.errors import RolloutError
 from stream_balancer.field_docs import documented
 from stream_balancer.rollouts import Batch, Rollout
 
@@ -85,6 +86,12 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
         most = int(skips) if config.max_skips is None else config.max_skips
         state.hold(*state.admission.check([rollout])[0], now - float(waited_s), min(int(skips), most))
     groups.restart(now)
+    size, name = groups.largest()
+    if size > config.batch_size:
+        raise RolloutError(
+            f"group {name!r} waits and has {size} rollouts or siblings, more than batch_size ({config.batch_size}): no "
+            f"batch could take it. Load with batch_size >= {size}"
+        )
     for group_id, declared in snapshot.groups.items():
         # those of it that wait came in time
         if declared.late and groups.size is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import stream_balancer as sb
 from stream_balancer.core.executions import denominators_of, execution_of
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
+from stream_balancer.planning.arrays import positions_in
 from stream_balancer.planning.mini_batches import in_mini_batches
 from stream_balancer.rollouts import RankBatch, Rollout
 from stream_balancer.testing import make_rollout
@@ -141,9 +143,10 @@ def _check_piece(config: sb.BalancerConfig, parts: tuple[RankBatch, ...]) -> Non
 def chosen(rng: np.random.Generator, knobs: PlanKnobs) -> tuple[Waiting, Any]:
     """A step that the window chose, and its plan in one piece."""
     waiting = Waiting.of(np.minimum(rng.lognormal(6, 1, 2 * knobs.batch_size), 16384).round() + 1)
-    plan = plan_batch(waiting, knobs, num_rollouts=knobs.batch_size, step=0)
-    rows = np.sort(np.concatenate([one for of_rank in plan.ranks for one in of_rank]))
-    return Waiting.of(waiting.costs[rows]), plan
+    whole = replace(knobs, mini_batches=1)
+    rows = positions_in(plan_batch(waiting, whole, num_rollouts=knobs.batch_size).ranks)
+    step_of = waiting.among(np.sort(rows))
+    return step_of, plan_batch(step_of, whole, num_rollouts=knobs.batch_size)
 
 
 @pytest.mark.parametrize("mini_batches", [2, 4])
@@ -154,10 +157,10 @@ def test_outliers_are_gathered_so_that_the_other_mini_batches_need_not_wait(mini
     for _ in range(5):
         step_of, plan = chosen(rng, knobs)
         for in_order in idle:
-            cut = in_mini_batches(plan_batch, step_of, knobs, plan, step=0, in_order=in_order)
+            cut = in_mini_batches(step_of, knobs, plan, 0, in_order=in_order)
             finish = sum(float(one.loads.max()) for one in cut.mini_batches)
-            assert cut.imbalance == pytest.approx(finish / step_of.costs.sum() * knobs.dp_size - 1)
-            idle[in_order] += cut.imbalance / (1 + cut.imbalance) / 5
+            assert cut.finish == pytest.approx(finish)
+            idle[in_order] += (1 - step_of.costs.sum() / (knobs.dp_size * finish)) / 5
     assert idle[False] < idle[True] / 4, idle
 
 
