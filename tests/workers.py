@@ -27,7 +27,7 @@ def one_by_one(rollouts: Iterable[Rollout]) -> deque[Job]:
 
 
 def in_every_way(chance: random.Random, rollouts: Sequence[Rollout], group_size: int | None) -> deque[Job]:
-    """Groups, short ones and some above a step's size among them, in pieces, at once, as executions; or no groups."""
+    """Groups, short ones and some as large as a step among them, in pieces, at once, as executions; or no groups."""
     jobs, left = deque[Job](), deque(rollouts)
     for number in range(len(rollouts)):
         if not left:
@@ -37,7 +37,7 @@ def in_every_way(chance: random.Random, rollouts: Sequence[Rollout], group_size:
             continue
         name = f"group {number}"
         how = chance.choice(["alone", "at once", "closed", "closed by another", "expected", "abandoned", "executions"])
-        size = {"alone": group_size, "at once": chance.choice([group_size, 13]), "expected": chance.randint(1, 6)}
+        size = {"alone": group_size, "at once": chance.choice([group_size, 12]), "expected": chance.randint(1, 6)}
         some = [left.popleft() for _ in range(min(size.get(how, chance.randint(1, group_size)), len(left)))]
         jobs.append([(call, *args) for call, *args in _calls(how, name, [replace(one, group_id=name) for one in some])])
     return jobs

@@ -406,3 +406,38 @@ def test_an_observer_that_raises_is_logged_and_nothing_is_lost(caplog: pytest.Lo
     kinds = ["version_set", "accepted", "dispatched", "acknowledged", "accepted", "version_set", "evicted"]
     assert [event[0] for event in recording.taken()] == kinds
     assert [r.getMessage().rsplit(" ", 1)[1].strip("'") for r in caplog.records] == kinds
+
+
+# -- groups that no step can take --------------------------------------------------------------------------------------
+
+
+def of_executions(number: int, group: str = "g", each: int = 3) -> list[sb.Rollout]:
+    """``number`` rollouts of a group, ``each`` in one execution."""
+    return [
+        sb.Rollout(
+            tokens={"input_ids": torch.arange(4)},
+            rollout_id=f"{group}{n}",
+            group_id=group,
+            execution_id=f"{group}/{n // each}",
+        )
+        for n in range(number)
+    ]
+
+
+def test_a_group_larger_than_a_step_is_refused_and_nothing_is_lost() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, policy="fifo", groups=sb.Groups(size=2)))
+    first, second = of_executions(6)[:3], of_executions(6)[3:]
+    core.add_all(first, 0.0)
+    with pytest.raises(sb.errors.RolloutError, match=r"group 'g' would have 6 waiting rollouts, more than batch_size"):
+        core.add_all(second, 0.0)
+    core.reconfigure(core.config.replace(batch_size=6))
+    core.add_all(second, 0.0)
+    with pytest.raises(sb.errors.ConfigError, match=r"batch_size \(4\) is below group 'g', which waits and has 6"):
+        core.reconfigure(core.config.replace(batch_size=4))
+    small = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, policy="fifo", groups=sb.Groups(size=2)))
+    with pytest.raises(sb.errors.RolloutError, match=r"group 'g' waits and has 6 .* Load with batch_size >= 6"):
+        small.restore(core.snapshot(0.0), 0.0)
+    assert small.statistics(0.0).accepted == 0
+    batch = core.poll(0.0)
+    assert batch is not None
+    assert batch.num_rollouts == 6
