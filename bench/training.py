@@ -29,6 +29,7 @@ from stream_balancer_demo.options import DemoOptions
 from stream_balancer import BalancerConfig, MicroBatches, Rollout, StreamBalancer
 from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.cost import CalibratedCost, CostModel, LayerSumCost, TokenCost
+from stream_balancer.planning.arrays import Sync
 from stream_balancer.rollouts import MicroBatch
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.trace import load_trace
@@ -77,13 +78,19 @@ def stream(options: argparse.Namespace) -> list[Rollout]:
 # --- policies: rollouts in order of arrival -> layouts ---------------------------------------------------------------
 
 
-def ours(rollouts: Sequence[Rollout], setting: Setting, errors: list[float] | None = None, **knobs: object) -> Layouts:
+def ours(
+    rollouts: Sequence[Rollout],
+    setting: Setting,
+    errors: list[float] | None = None,
+    sync: Sync = "step",
+    **knobs: object,
+) -> Layouts:
     """Through the balancer itself. ``errors``: the prediction error after every step, if the cost model learns."""
     config = BalancerConfig(
         dp_size=setting.ranks,
         batch_size=setting.batch,
         micro_batches=MicroBatches(max_tokens=setting.cap),
-        sync="step",
+        sync=sync,
         cost=setting.cost,
         **knobs,  # type: ignore[arg-type]
     )

@@ -70,7 +70,7 @@ class Mode:
         if self.whole_groups:
             knobs["groups"] = {"size": size}
         if self.capped:
-            knobs["micro_batches"] = {"max_tokens": int(trace.lengths.max())}
+            knobs |= {"micro_batches": {"max_tokens": int(trace.lengths.max())}, "sync": self.knobs["sync"]}
         # replace(): of a group only what these name changes
         return as_policy(sb.BalancerConfig(**knobs).replace(**self.knobs), self.policy)
 

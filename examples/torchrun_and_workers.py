@@ -31,7 +31,9 @@ def work() -> None:
 
 async def control(dp_size: int) -> None:
     """The controller, in a thread of rank 0."""
-    config = sb.BalancerConfig(dp_size=dp_size, batch_size=16, micro_batches=sb.MicroBatches(max_tokens=MOST_TOKENS))
+    config = sb.BalancerConfig(
+        dp_size=dp_size, batch_size=16, micro_batches=sb.MicroBatches(max_tokens=MOST_TOKENS), sync="step"
+    )
     transport = sb.TorchTransport.listen(dp_size=dp_size, port=PORT)
     async with sb.StreamBalancer(config, num_producers=1) as balancer, transport:
         await sb.serve(balancer, transport)

@@ -35,6 +35,7 @@ async def control() -> None:
         groups=sb.Groups(size=SIBLINGS),
         staleness=sb.Staleness(max_versions=3),
         micro_batches=sb.MicroBatches(max_tokens=512),
+        sync="step",
     )
     transport = sb.TorchTransport.listen(dp_size=RANKS, port=PORT)
     async with sb.StreamBalancer(config, journal=FOLDER / "journal", num_producers=WORKERS) as balancer, transport:

@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.config.values import Values, in_words, knob_at
+from stream_balancer.config.values import Knobs, in_words, kinds_of, knob_at
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
@@ -88,7 +88,7 @@ def knobs() -> str:
         "",
     ]
     for knob in signature(BalancerConfig).parameters.values():
-        group = () if not isinstance(type(knob.default), Values) else signature(type(knob.default)).parameters
+        group = kinds_of(type(knob.default)) if isinstance(knob.default, Knobs) else ()
         for path in [f"{knob.name}.{name}" for name in group] or [knob.name]:
             kind, text, default = knob_at(BalancerConfig, path)
             words = "a cost model, or its name" if kind is Any else in_words(kind)

@@ -33,7 +33,7 @@ async def verdict(put: Callable[[], object]) -> tuple[str, str]:
 
 
 async def test_every_refusal_is_the_balancer_s_own() -> None:
-    knobs: dict[str, Any] = {"micro_batches": {"max_tokens": 50}, "max_bytes": 10_000}
+    knobs: dict[str, Any] = {"micro_batches": {"max_tokens": 50}, "sync": "step", "max_bytes": 10_000}
     async with served(capacity=4, **knobs) as (balancer, transport), sb.connect(transport.address) as there:
         blocking = there.blocking
         await there.put(make(5, "a"))

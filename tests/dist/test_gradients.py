@@ -35,7 +35,7 @@ from stream_balancer.testing import make_rollout
 RANKS, STEPS, BATCH = 4, 4, 24
 KNOBS: dict[str, dict[str, Any]] = {
     "groups": {"groups": {"size": 4}},
-    "cap": {"micro_batches": {"max_tokens": 80}},
+    "cap": {"micro_batches": {"max_tokens": 80}, "sync": "step"},
     "lockstep": {"micro_batches": {"max_tokens": 80}, "sync": "micro_batch"},
     "mini_batches": {"mini_batches": 2},
 }
