@@ -24,7 +24,7 @@ Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=sys.float_info.max, descript
 
 AUTO: Any = "auto"
 USUAL_MAX_SKIPS = 16
-"""The value of "auto" unless window or capacity need more; measured in bench/results/planning_measured.md."""
+"""The value of "auto" unless window or capacity need more."""
 # ``None`` means no bound or no mask for these knobs; for the other knobs it means that the knob was not given
 _NONE_IS_A_VALUE = ("max_skips", "loss_mask_column")
 
@@ -50,9 +50,8 @@ class BalancerConfig(Knobs):
     ``batch_size``, so the default is None: wait for the window."""
     max_skips: Count | None = AUTO
     """Most steps that may pass a rollout over; default 16, or what window and capacity need. The strong knob on heavy
-    tails: twice the number leaves a third to four fifths of the idle time at the same mean delay, and doubles the
-    longest wait. ``None`` = no bound: outliers may wait for the drain. The bound holds while no more than ``capacity``
-    rollouts wait: see bench/results/planning_proofs.md."""
+    tails: twice the number saves idle time at the same mean delay, and doubles the longest wait. ``None`` = no bound: outliers may wait for the drain. The bound holds while no more than ``capacity``
+    rollouts wait: see docs/planning.md."""
     capacity: Count = DERIVED
     """Rollouts that may wait before put() waits; default 4 * batch_size, or 2 * ``window`` if that is given. A
     larger capacity offers more candidates while the trainer is busy, and older rollouts: see docs/tuning.md. Rollouts

@@ -277,7 +277,7 @@ def test_what_cannot_be_balanced_is_refused_by_name(tmp_path: Path, monkeypatch:
         ({"aux_loss_enabled": True}, {}, "router_aux_loss_coef .* which rollouts share a micro-batch"),
         ({"loss_type": "newest"}, {}, "loss_type='newest' is not known"),
         ({}, {"cost": sb.cost.TokenCost(), "micro_batches": CAP}, "does not count padding"),
-        ({}, FREE, r"leave micro_batches\.counts"),
+        ({}, FREE, r"leave micro_batches\.equal_number"),
     ):
         with monkeypatch.context() as patched:
             for path, value in changes.items():
