@@ -52,7 +52,7 @@ soak: install  ## the long drills: kill tests, fuzzing, property tests on many e
 	$(BIN)/python -m pytest -m soak $(LONG) $(ARGS) $(IF_NONE_CHOSEN)
 
 bench: install  ## every benchmark that needs nothing but the project
-	for file in engine partition plan_time window sizes micro_batches training transport connect way_of_a_put failures beside_training journal tune scale certify; do \
+	for file in engine partition plan_time plan_quality default_cost window sizes micro_batches training transport connect way_of_a_put failures beside_training journal tune scale certify; do \
 		test ! -e bench/$$file.py || { echo "== bench/$$file.py"; $(BIN)/python bench/$$file.py $(ARGS) || exit 1; }; \
 	done
 
