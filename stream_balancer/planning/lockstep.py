@@ -17,6 +17,7 @@ Example: cap 100, cost = tokens squared, two ranks. Five ordinary rollouts of 20
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections.abc import Iterator
 
 import numpy as np
@@ -190,20 +191,23 @@ def _level_by_level(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int
         level = np.inf
         if after:
             level = max(work[left[0]], sum(work[i] for i in left) / (ranks * (after + 1))) * (1.0 + 1e-9)
-        load, room = np.zeros(ranks), np.full(ranks, cap[1])
+        ascending = [(0.0, one) for one in range(ranks)]  # (load, rank)
+        room = [cap[1]] * ranks
         spare = len(left) - ranks * after  # every later micro-batch needs a rollout
         rest = []
         for i in left:
-            fits = (room >= size[i]) & (load + work[i] <= level)
-            if spare > 0 and fits.any():
-                one = int(np.where(fits, load if after else -load, -np.inf).argmax())
-                labels[i] = index * ranks + one
-                load[one] += work[i]
-                room[one] -= size[i]
-                spare -= 1
-            else:
+            below = bisect_right(ascending, (level - work[i], ranks)) if spare > 0 else 0
+            places = range(below - 1, -1, -1) if after else range(below)
+            place = next((at for at in places if room[ascending[at][1]] >= size[i]), None)
+            if place is None:
                 rest.append(i)
-        if room.max() == cap[1] or bool(rest) == (after == 0):
+                continue
+            load, one = ascending.pop(place)
+            labels[i] = index * ranks + one
+            insort(ascending, (load + work[i], one))
+            room[one] -= size[i]
+            spare -= 1
+        if max(room) == cap[1] or bool(rest) == (after == 0):
             return None
         left = rest
     return labels
