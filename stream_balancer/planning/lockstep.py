@@ -159,7 +159,10 @@ def _alike(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int]) -> Int
     """[n] micro-batch of each rollout, lockstep after lockstep; None if no start fits the cap."""
     if number == 1:
         return assign(costs, ranks, False, TOLERANCE, cap)
-    starts = _level_by_level(costs, ranks, number, cap), largest_first(costs, ranks * number, False, cap)
+    # Fullest first may leave the second of two locksteps nearly empty; emptiest first may make the first unlike.
+    ways = (True, False) if number == 2 else (True,)
+    starts = [_level_by_level(costs, ranks, number, cap, fullest) for fullest in ways]
+    starts.append(largest_first(costs, ranks * number, False, cap))
     found = [labels for labels in starts if labels is not None]
     if not found:
         return None
@@ -177,11 +180,12 @@ def _time(costs: Floats, labels: Ints, ranks: int, number: int) -> float:
     return float(np.sort(np.bincount(labels, weights=costs, minlength=ranks * number))[::-1][::ranks].sum())
 
 
-def _level_by_level(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int]) -> Ints | None:
+def _level_by_level(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int], fullest: bool) -> Ints | None:
     """[n] micro-batch of each rollout, lockstep after lockstep, costliest rollouts first; None without room.
 
     Rollouts fill a lockstep up to its costliest rollout, or to the fair share of the remaining work. A rollout goes
-    into the fullest micro-batch with room; in the last lockstep, into the emptiest. O(n x ranks).
+    into the fullest micro-batch with room; in the last lockstep, or without ``fullest``, into the emptiest.
+    O(n x ranks).
     """
     labels = np.full(costs.size, -1)
     left = order_of(-costs).tolist()
@@ -197,7 +201,7 @@ def _level_by_level(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int
         rest = []
         for i in left:
             below = bisect_right(ascending, (level - work[i], ranks)) if spare > 0 else 0
-            places = range(below - 1, -1, -1) if after else range(below)
+            places = range(below - 1, -1, -1) if after and fullest else range(below)
             place = next((at for at in places if room[ascending[at][1]] >= size[i]), None)
             if place is None:
                 rest.append(i)
