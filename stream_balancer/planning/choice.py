@@ -40,6 +40,7 @@ If more rollouts wait, `forced` still takes s: nothing is refused, and a rollout
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,6 +207,24 @@ class Candidates:
         peak = self.peaks[self.must].max(initial=0.0)
         mean = self.costs[lightest].sum() / self.ranks
         return bool(peak > self.peaks[heaviest] and peak + self.filler(lightest) > BALANCED * mean)
+
+
+def in_pieces(step: Candidates, pieces: int, choose: Callable[[Candidates], Bools]) -> Bools:
+    """[U] the units that go, chosen piece by piece: ranks meet at the end of every mini-batch."""
+    if pieces == 1 or (step.peaks[step.must] > step.costs.mean() * step.number / step.ranks).any():
+        return choose(step)
+    go, must = np.zeros_like(step.must), step.must
+    for left in range(pieces, 0, -1):
+        number = round((step.number - np.count_nonzero(go)) / left)
+        rest = np.flatnonzero(~go)
+        first = np.zeros_like(go)
+        wanted = sorted_by(np.flatnonzero(must & ~go), -step.peaks)
+        high = min(np.count_nonzero(step.peaks[wanted] > step.costs.mean() * number / step.ranks), number)
+        first[wanted[: max(high, wanted.size + number + np.count_nonzero(go) - step.number)]] = True
+        tokens = None if step.tokens is None else step.tokens[rest]
+        columns = step.costs[rest], step.peaks[rest], first[rest], step.remaining[rest]
+        go[rest] = choose(Candidates(*columns, number, step.ranks, step.beside, tokens, step.max_tokens))
+    return go
 
 
 def choose_units(units: Candidates) -> Bools:

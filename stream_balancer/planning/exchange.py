@@ -26,6 +26,8 @@ _BUDGET, _EACH, _ROUND = 200_000, 400, 5_000
 _WIDE = 40
 # Pairings in a row that may fail, and rows whose latest cells exchange.
 _TURNS, _WORST = 7, 3
+# Cells that the latest cell of a row is compared with.
+_PARTNERS = 48
 # Slots of all copies x cells.
 _COPIES = 1_500
 # A gain below this part of the latest cell is rounding error.
@@ -111,13 +113,15 @@ class Cells:
         ``keep``: the counts of that many ranks stay (a cell's rank is its number modulo ``keep``); 0 = counts change.
         """
         load, cells, budget = self.load, self.load.size, 4 * _BUDGET + _EACH * self.work.size
-        row_of, every = np.arange(cells) // (cells // rows), np.arange(cells)
+        row_of = np.arange(cells) // (cells // rows)
         while budget > 0:
             table = load.reshape(rows, -1)
             peak, second = table.max(axis=1), np.sort(table, axis=1)[:, -2:][:, 0]
             where = order_of(table.mean(axis=1) - peak)[:_WORST]
             last = where * table.shape[1] + table[where].argmax(axis=1)
-            a, b = np.repeat(last, cells), np.tile(every, last.size)
+            # Cells far below the latest of their row take most.
+            near = order_of(load - peak[row_of])[:_PARTNERS]
+            a, b = np.repeat(last, near.size), np.tile(near, last.size)
             d, bad, look = self._differences(a, b, keep)
             bad[a == b] = True
             late, other = a[:, None, None], b[:, None, None]

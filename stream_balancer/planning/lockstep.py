@@ -17,6 +17,7 @@ Example: cap 100, cost = tokens squared, two ranks. Five ordinary rollouts of 20
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections.abc import Iterator
 
 import numpy as np
@@ -158,7 +159,10 @@ def _alike(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int]) -> Int
     """[n] micro-batch of each rollout, lockstep after lockstep; None if no start fits the cap."""
     if number == 1:
         return assign(costs, ranks, False, TOLERANCE, cap)
-    starts = _level_by_level(costs, ranks, number, cap), largest_first(costs, ranks * number, False, cap)
+    # Fullest first may leave the second of two locksteps nearly empty; emptiest first may make the first unlike.
+    ways = (True, False) if number == 2 else (True,)
+    starts = [_level_by_level(costs, ranks, number, cap, fullest) for fullest in ways]
+    starts.append(largest_first(costs, ranks * number, False, cap))
     found = [labels for labels in starts if labels is not None]
     if not found:
         return None
@@ -176,11 +180,12 @@ def _time(costs: Floats, labels: Ints, ranks: int, number: int) -> float:
     return float(np.sort(np.bincount(labels, weights=costs, minlength=ranks * number))[::-1][::ranks].sum())
 
 
-def _level_by_level(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int]) -> Ints | None:
+def _level_by_level(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int], fullest: bool) -> Ints | None:
     """[n] micro-batch of each rollout, lockstep after lockstep, costliest rollouts first; None without room.
 
     Rollouts fill a lockstep up to its costliest rollout, or to the fair share of the remaining work. A rollout goes
-    into the fullest micro-batch with room; in the last lockstep, into the emptiest. O(n x ranks).
+    into the fullest micro-batch with room; in the last lockstep, or without ``fullest``, into the emptiest.
+    O(n x ranks).
     """
     labels = np.full(costs.size, -1)
     left = order_of(-costs).tolist()
@@ -190,20 +195,23 @@ def _level_by_level(costs: Floats, ranks: int, number: int, cap: tuple[Ints, int
         level = np.inf
         if after:
             level = max(work[left[0]], sum(work[i] for i in left) / (ranks * (after + 1))) * (1.0 + 1e-9)
-        load, room = np.zeros(ranks), np.full(ranks, cap[1])
+        ascending = [(0.0, one) for one in range(ranks)]  # (load, rank)
+        room = [cap[1]] * ranks
         spare = len(left) - ranks * after  # every later micro-batch needs a rollout
         rest = []
         for i in left:
-            fits = (room >= size[i]) & (load + work[i] <= level)
-            if spare > 0 and fits.any():
-                one = int(np.where(fits, load if after else -load, -np.inf).argmax())
-                labels[i] = index * ranks + one
-                load[one] += work[i]
-                room[one] -= size[i]
-                spare -= 1
-            else:
+            below = bisect_right(ascending, (level - work[i], ranks)) if spare > 0 else 0
+            places = range(below - 1, -1, -1) if after and fullest else range(below)
+            place = next((at for at in places if room[ascending[at][1]] >= size[i]), None)
+            if place is None:
                 rest.append(i)
-        if room.max() == cap[1] or bool(rest) == (after == 0):
+                continue
+            load, one = ascending.pop(place)
+            labels[i] = index * ranks + one
+            insort(ascending, (load + work[i], one))
+            room[one] -= size[i]
+            spare -= 1
+        if max(room) == cap[1] or bool(rest) == (after == 0):
             return None
         left = rest
     return labels

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from .arrays import Bools, Ints, Layout, checked_costs, kept, positions_in, rounded_up
 from .bounds import planned, times
-from .choice import Candidates, Units, choose_units, must_go
+from .choice import Candidates, Units, choose_units, in_pieces, must_go
 from .lockstep import choose_lockstep
 from .micro_batches import laid_out
 from .mini_batches import in_mini_batches
@@ -72,14 +72,15 @@ def _with_others(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts:
     shown = must | (others & (units.sizes == size))
     among = np.flatnonzero(shown)
     number = min(must.sum() + room // size, among.size)
+    pieces = max(min(knobs.mini_batches, num_rollouts // knobs.dp_size, number), 1)
     cap, ranks, tokens, rows = knobs.max_tokens, knobs.dp_size, None, 1.0
     single = units.sizes.size == waiting.costs.size and among.size > number
     if single and cap is not None:
         tokens = np.minimum(waiting.lengths[among], cap)
-        rows = tokens.mean() * number / (ranks * cap)  # micro-batches per rank, roughly
+        rows = tokens.mean() * number / (pieces * ranks * cap)  # micro-batches per rank, roughly
     if knobs.sync == "step" or knobs.padded:
         tokens = None
-    beside = max(num_rollouts // ranks - 1, 0) / size if knobs.equal_rollouts else 0.0
+    beside = max(num_rollouts // (pieces * ranks) - 1, 0) / size if knobs.equal_rollouts else 0.0
     columns = units.costs[among], units.peaks[among], must[among], units.remaining[among]
     by_peak = None
     if waiting.by_cost is not None and units.sizes.size == waiting.costs.size:
@@ -90,7 +91,8 @@ def _with_others(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts:
     if single and knobs.padded and number > row_number > 1:
         go[among] = choose_neighbours(candidates, row_number)
     else:
-        go[among] = (choose_lockstep if tokens is not None and rows > 1.0 else choose_units)(candidates)
+        choose_from = choose_lockstep if tokens is not None and rows > 1.0 else choose_units
+        go[among] = in_pieces(candidates, pieces, choose_from)
     units.take(go, np.flatnonzero(others & ~go), num_rollouts - units.sizes[go].sum())
     return go
 
