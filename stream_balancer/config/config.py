@@ -50,7 +50,8 @@ class BalancerConfig(Knobs):
     ``batch_size``, so the default is None: wait for the window."""
     max_skips: Count | None = AUTO
     """Most steps that may pass a rollout over; default 16, or what window and capacity need. The strong knob on heavy
-    tails: twice the number saves idle time at the same mean delay, and doubles the longest wait. ``None`` = no bound: outliers may wait for the drain. The bound holds while no more than ``capacity``
+    tails: twice the number saves idle time at the same mean delay, and doubles the longest wait.
+    ``None`` = no bound: outliers may wait for the drain. The bound holds while no more than ``capacity``
     rollouts wait: see docs/planning.md."""
     capacity: Count = DERIVED
     """Rollouts that may wait before put() waits; default 4 * batch_size, or 2 * ``window`` if that is given. A

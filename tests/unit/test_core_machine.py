@@ -123,13 +123,16 @@ class CoreMachine(RuleBasedStateMachine):
             assert self.core.next_wakeup() == -math.inf or self.too_old_now()
             assert not self.groups_of(self.waiting()) & {rollout.group_id}, "its place is kept"
         except sb.errors.RolloutError:
-            siblings = sum(one.group_id == rollout.group_id for one in self.waiting())
-            is_too_large = rollout.group_id is not None and siblings + 1 > self.core.config.batch_size
-            assert is_too_large or rollout.nbytes > (self.core.config.max_bytes or math.inf)
+            assert self.is_too_large(rollout) or rollout.nbytes > (self.core.config.max_bytes or math.inf)
             assert self.core.statistics(self.now) == before
         else:
             self.accepted[rollout.rollout_id] = rollout
             self.take_evicted()
+
+    def is_too_large(self, rollout: sb.Rollout) -> bool:
+        """No step could take its group."""
+        siblings = sum(one.group_id == rollout.group_id for one in self.waiting())
+        return rollout.group_id is not None and siblings + 1 > self.core.config.batch_size
 
     def rollout(self, length: int, group: int, lag: int) -> sb.Rollout:
         config = self.core.config
@@ -344,7 +347,7 @@ class CoreMachine(RuleBasedStateMachine):
     def filter_out(self, length: int, group: int, lag: int) -> None:
         rollout = self.rollout(length, group, lag)
         asked = self.core.admission.completed_by([rollout])
-        if asked is None or rollout.nbytes > (self.core.config.max_bytes or math.inf):
+        if asked is None or rollout.nbytes > (self.core.config.max_bytes or math.inf) or self.is_too_large(rollout):
             return
         before = self.core.statistics(self.now)
         self.core.filter_out([rollout], self.now)
