@@ -25,7 +25,10 @@ from stream_balancer.integrations import transfer_queue as ours
 RANKS, PER_RANK, ROWS, CAP = 2, 4, 96, 32_768
 SAMPLERS = {
     "theirs": lambda: SeqlenBalancedSampler(n_samples_per_prompt=1, dp_size=RANKS),
-    "ours": lambda: ours.BalancedSampler(RANKS, micro_batches=sb.MicroBatches(max_tokens=CAP), sync="step"),  # type: ignore[attr-defined]
+    # loads below are sums of tokens
+    "ours": lambda: ours.BalancedSampler(  # type: ignore[attr-defined]
+        RANKS, micro_batches=sb.MicroBatches(max_tokens=CAP), cost="tokens", sync="step"
+    ),
 }
 
 
