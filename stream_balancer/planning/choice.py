@@ -6,9 +6,9 @@ out above the mean load. The choice is therefore about one number, the *level*: 
 
     no outlier must go   The oldest rollouts go if they balance, otherwise the oldest light ones. Outliers wait, because
                          one step serves all outliers below its level, and more outliers may come.
-    an outlier must go   Or outliers fill the window, so that no light step balances. The level with the least waste,
-                         now and later, wins. The oldest rollouts below the level go. While the step has room, heavier
-                         rollouts replace the lightest ones.
+    no light step does   Outliers fill the window. The step of the level below goes if it balances.
+    an outlier must go   The level with the least waste, now and later, wins. The oldest rollouts below the level go.
+                         While the step has room, heavier rollouts replace the lightest ones.
 
 Example: two ranks, four rollouts go. Six 3s, six 2s, a 9, a 10 and a 40 wait. The 9 must go; the 40 may wait 8 more
 steps, or 1. The most work below a level goes with that level::
@@ -247,14 +247,15 @@ def choose_units(units: Candidates) -> Bools:
     by_peak = order_of(units.peaks) if units.by_peak is None else units.by_peak
     others = by_peak[~units.must[by_peak]]
     lightest = with_must(others[:more])
-    if not units.outlier_must_go(lightest, others[more - 1]):
+    is_forced = units.outlier_must_go(lightest, others[more - 1])
+    if not is_forced:
         spare = int(_MAY_GO * (others.size - more))
-        light = with_must(np.sort(others[: more + spare])[:more])
-        for go in (light, lightest):
+        for go in (with_must(np.sort(others[: more + spare])[:more]), lightest):
             if units.balances(go):
                 return go
     filler = units.filler(lightest)
-    return _filled(units, _best_level(units, others, more, filler), filler)
+    go = _filled(units, _best_level(units, others, more, filler), filler)
+    return go if is_forced or units.balances(go) else lightest
 
 
 def _best_level(units: Candidates, others: Ints, more: int, filler: float) -> float:

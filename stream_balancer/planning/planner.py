@@ -83,7 +83,7 @@ def _with_others(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts:
     beside = max(num_rollouts // (pieces * ranks) - 1, 0) / size if knobs.equal_rollouts else 0.0
     columns = units.costs[among], units.peaks[among], must[among], units.remaining[among]
     by_peak = None
-    if waiting.by_cost is not None and units.sizes.size == waiting.costs.size:
+    if waiting.by_cost is not None and single:
         by_peak = kept(waiting.by_cost, shown)  # the peak of a single rollout is its cost
     candidates = Candidates(*columns, number, ranks, beside, tokens, cap or 0, by_peak)
     row_number = rounded_up(math.ceil(rows), knobs.multiple_of)
