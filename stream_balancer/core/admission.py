@@ -190,8 +190,8 @@ class Admission:
         size, group_id = self._buffer.groups.largest()
         if size > config.batch_size:
             raise ConfigError(
-                f"batch_size ({config.batch_size}) is below group {group_id!r}, which waits and will have {size} "
-                f"rollouts: no batch could take it. Use batch_size >= {size} until the group has left"
+                f"batch_size ({config.batch_size}) is below group {group_id!r}, which waits and has {size} rollouts: "
+                f"no batch could take it. Use batch_size >= {size} until the group has left"
             )
         most, lengths = config.micro_batches.max_tokens, self._buffer.lengths
         if most is not None and config.micro_batches.oversize == "refuse" and int(lengths.max(initial=0)) > most:

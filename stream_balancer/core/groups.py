@@ -171,9 +171,8 @@ class SiblingGroups:
         self._forget_if_done(group)
 
     def largest(self) -> tuple[int, str]:
-        """Size and name of the largest group: its waiting rollouts, and its siblings still to come. O(groups)."""
-        sizes = ((one.waiting + max(one.size - one.arrived, 0), name) for name, one in self._groups.items())
-        return max(sizes, default=(0, ""))
+        """Waiting rollouts and name of the largest group. O(groups)."""
+        return max(((one.waiting, name) for name, one in self._groups.items()), default=(0, ""))
 
     def forget(self, group_id: str) -> None:
         """None of it waits, and what came of it does not count any more. O(1)."""

@@ -89,7 +89,7 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
     size, name = groups.largest()
     if size > config.batch_size:
         raise RolloutError(
-            f"group {name!r} waits and will have {size} rollouts, more than batch_size ({config.batch_size}): no batch "
+            f"group {name!r} waits and has {size} rollouts, more than batch_size ({config.batch_size}): no batch "
             f"could take it. Load with batch_size >= {size}"
         )
     for group_id, declared in snapshot.groups.items():

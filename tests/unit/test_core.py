@@ -432,12 +432,10 @@ def test_a_group_larger_than_a_step_is_refused_and_nothing_is_lost() -> None:
         core.add_all(second, 0.0)
     core.reconfigure(core.config.replace(batch_size=6))
     core.add_all(second, 0.0)
-    with pytest.raises(
-        sb.errors.ConfigError, match=r"batch_size \(4\) is below group 'g', which waits and will have 6"
-    ):
+    with pytest.raises(sb.errors.ConfigError, match=r"batch_size \(4\) is below group 'g', which waits and has 6"):
         core.reconfigure(core.config.replace(batch_size=4))
     small = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, policy="fifo", groups=sb.Groups(size=2)))
-    with pytest.raises(sb.errors.RolloutError, match=r"group 'g' waits and will have 6 .* Load with batch_size >= 6"):
+    with pytest.raises(sb.errors.RolloutError, match=r"group 'g' waits and has 6 .* Load with batch_size >= 6"):
         small.restore(core.snapshot(0.0), 0.0)
     assert small.statistics(0.0).accepted == 0
     batch = core.poll(0.0)
