@@ -4,7 +4,7 @@ padding copies. Pure: reads the state, changes nothing. When a batch leaves is d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, compress
 from typing import Any
@@ -77,19 +77,21 @@ def make_batch(state: BalancerState, plan: Plan, rows: Ints, reason: Reason, now
     )
 
 
-def plan_again(state: BalancerState, batch: Batch) -> Batch:
-    """A batch that was planned for another number of ranks, for those that there are now: the same step, rollouts and
-    denominators. As fast as a plan of so many."""
+def plan_again(state: BalancerState, batch: Batch, missing: Collection[str], dp_size: int) -> Batch:
+    """Another batch of the same step for ``dp_size`` ranks, without the rollouts that are ``missing``. Each mini-batch
+    keeps its rollouts; one that has lost all of them goes. As fast as a plan of so many rollouts."""
     pieces = [
-        _real(chain.from_iterable(part.rollouts for part in of_ranks))
+        [one for part in of_ranks for one in _real(part.rollouts) if one.rollout_id not in missing]
         for of_ranks in zip(*(one.mini_batches for one in batch.ranks), strict=True)
     ]
+    pieces = [rollouts for rollouts in pieces if rollouts]
     rollouts = list(chain.from_iterable(pieces))
-    plan = plan_of_all(state, rollouts, batch.step, state.pricing.knobs)
+    knobs = replace(state.pricing.knobs, dp_size=dp_size)
+    plan = plan_of_all(state, rollouts, batch.step, knobs)
     # each keeps its own: what an optimizer step is made on is the same
     if len(pieces) > 1:
         rows = np.split(np.arange(len(rollouts)), np.cumsum([len(its) for its in pieces])[:-1])
-        plans = [plan_of_all(state, its, batch.step, state.pricing.knobs) for its in pieces]
+        plans = [plan_of_all(state, its, batch.step, knobs) for its in pieces]
         plan = joined(plan, [in_rows(one, its) for one, its in zip(plans, rows, strict=True)])
     return batch_of_plan(
         state.config,
@@ -100,28 +102,6 @@ def plan_again(state: BalancerState, batch: Batch) -> Batch:
         oldest_wait_s=batch.oldest_wait_s,
         incomplete_groups=batch.incomplete_groups,
     )
-
-
-def lay_out(
-    state: BalancerState,
-    rollouts: Sequence[Rollout],
-    of_step: Iterable[Rollout],
-    *,
-    step: int,
-    dp_size: int,
-    lockstep: bool = False,
-    had: int = 0,
-) -> list[list[MicroBatch]]:
-    """[dp_size] micro-batches of rollouts that other ranks had in a step of the rollouts ``of_step``. ``lockstep``:
-    as many for each rank. ``had``: padding copies of the step so far. As fast as a plan of so many."""
-    # ranks that meet once a step may run different numbers
-    equal_number = lockstep and state.pricing.knobs.equal_number
-    knobs = replace(state.pricing.knobs, dp_size=dp_size, equal_rollouts=False, equal_number=equal_number)
-    plan = plan_of_all(state, rollouts, step, knobs)
-    chosen = {row: rollouts[row] for row in rows_of(plan).tolist()}
-    micro_batches = _micro_batches(plan, chosen, sizes_of(_real(of_step)))
-    _fill_up([micro_batches], state.config, list(chosen.values()), step, had, least=0, same=lockstep)
-    return micro_batches
 
 
 def plan_of_all(state: BalancerState, rollouts: Sequence[Rollout], step: int, knobs: PlanKnobs) -> Plan:
@@ -139,7 +119,7 @@ def batch_of_plan(config: BalancerConfig, plan: Plan, chosen: Mapping[int, Rollo
     executions = sizes_of(rollouts)
     mini_batches = [_micro_batches(one, chosen, executions) for one in plan.pieces]
     same = config.micro_batches.equal_number
-    num_padding = _fill_up(mini_batches, config, rollouts, step, 0, least=1, same=same)
+    num_padding = _fill_up(mini_batches, config, rollouts, step, same=same)
     return assembled(
         step,
         mini_batches,
@@ -214,22 +194,19 @@ def _fill_up(
     config: BalancerConfig,
     real: Sequence[Rollout],
     step: int,
-    had: int,
     *,
-    least: int,
     same: bool,
 ) -> int:
-    """Every rank gets a multiple of micro-batches in every mini-batch, in place: at least so many, and the ``same``
-    number on all ranks; a padding copy each where it has fewer. ``had``: copies of the step before these. -> how
-    many."""
-    multiple, original, number = config.micro_batches.multiple_of, None, had
+    """Every rank gets a positive multiple of micro-batches in every mini-batch, in place, and the ``same`` number on
+    all ranks; a padding copy each where it has fewer. -> number of padding copies."""
+    multiple, original, number = config.micro_batches.multiple_of, None, 0
     for ranks in mini_batches:
         # a rank that ran fewer where all meet would leave the others waiting in a collective for ever
         most = max(map(len, ranks)) if same else 0
         for rank, of_rank in enumerate(ranks):
-            wanted = max(-(-max(len(of_rank), most) // multiple), least) * multiple
+            wanted = max(-(-max(len(of_rank), most) // multiple), 1) * multiple
             for _ in range(len(of_rank), wanted):
                 original = original or cheapest_to_copy(real)
                 of_rank.append(MicroBatch.of([original.padding_copy(f"{PADDING_PREFIX}{step}-{rank}-{number}")]))
                 number += 1
-    return number - had
+    return number

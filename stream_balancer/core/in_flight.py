@@ -3,7 +3,8 @@
 ::
 
     dispatch --> in flight --acknowledge--> done
-                 |   ^  `--mark_missing: some of it will count as evicted then
+                 |   ^  |--mark_missing: some of it will count as evicted then
+                 |   |  `--replan: another plan of the same step, perhaps without what is missing
                  |   `--redelivered------.
                  `--nack, redeliver------> to be delivered again, same plan
 
@@ -14,12 +15,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from stream_balancer.core.counters import TrainingAges
-from stream_balancer.rollouts import Batch, RankBatch
+from stream_balancer.rollouts import Batch, Rollout
 
 
 class RolloutIds:
@@ -67,8 +68,6 @@ class StepTiming(NamedTuple):
     """From asking for its rank batch to taking it; None = as long as the balancer waited for rollouts."""
     ready_s: float = 0.0
     """How long it had been ready for more when the last rank was."""
-    worked_on: RankBatch | None = None
-    """The part of the step that it trained on, where that is another one than was planned for it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -80,8 +79,8 @@ class _Flight:
     """The batch is being trained on, or was."""
     trained: bool = False
     """The trainer is through with it."""
-    missing: set[str] = field(default_factory=set)
-    """Rollouts that a rank trains it without."""
+    missing: dict[str, Rollout] = field(default_factory=dict)
+    """Rollouts by id whose payloads are lost: the step is trained without them."""
     timings: dict[int, StepTiming] = field(default_factory=dict)
     """By rank, as far as they have reported."""
 
@@ -177,14 +176,24 @@ class BatchesInFlight:
 
     def mark_missing(self, step: int, rollout_ids: Iterable[str]) -> None:
         """A rank trains this step without these rollouts, whose payloads are lost. May be repeated."""
-        if step in self._flights:
+        if step in self._flights and (missing := set(rollout_ids)):
             flight = self._flights[step]
-            there = {rollout.rollout_id for rollout in flight.batch.rollouts if not rollout.is_padding}
-            flight.missing |= there.intersection(rollout_ids)
+            found = (one for one in flight.batch.rollouts if one.rollout_id in missing and not one.is_padding)
+            flight.missing.update((one.rollout_id, one) for one in found)
 
-    def acknowledge(self, step: int) -> tuple[Batch, set[str]]:
-        """A batch is done. -> it, and the ids of its rollouts that were missing. Raises ValueError for a step that is
-        not in flight."""
+    def planned(self, step: int) -> tuple[Batch, Collection[str]]:
+        """The batch of a step, and the ids of its missing rollouts. Raises ValueError for a step not in flight."""
+        flight = self._flight(step)
+        return flight.batch, flight.missing
+
+    def replan(self, batch: Batch) -> None:
+        """Another plan of a step in flight replaces the plan of before, also what ranks have reported of it."""
+        flight = self._flights[batch.step]
+        flight.batch, flight.timings = batch, {}
+
+    def acknowledge(self, step: int) -> tuple[Batch, dict[str, Rollout]]:
+        """A batch is done. -> the batch, and the missing rollouts of the step by id. Raises ValueError for a step that
+        is not in flight."""
         flight = self._flight(step)
         del self._flights[step]
         # a checkpoint held it after all

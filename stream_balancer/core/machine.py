@@ -158,7 +158,8 @@ class BalancerCore(BalancerState):
         asked_at, again = now if asked_at is None else asked_at, self.in_flight.next_redelivery()
         if again is not None:
             # planned again, if that was for another number of ranks
-            return self._give_again(again if len(again.ranks) == self.config.dp_size else plan_again(self, again))
+            dp_size = self.config.dp_size
+            return self._give_again(again if len(again.ranks) == dp_size else plan_again(self, again, (), dp_size))
         # O(1), for the many polls between two batches
         if now < self.triggers.next_wakeup():
             return None
@@ -195,15 +196,23 @@ class BalancerCore(BalancerState):
         self.in_flight.redelivered(batch)
         return self._given(batch)
 
+    def replan(self, step: int, dp_size: int) -> Batch:
+        """Plan a step in flight again, for so many ranks and without its missing rollouts. -> the new batch, with the
+        same step. As fast as a plan of so many rollouts. Raises ValueError for a step that is not in flight."""
+        batch = plan_again(self, *self.in_flight.planned(step), dp_size)
+        self.in_flight.replan(batch)
+        return batch
+
     def acknowledge(self, step: int) -> Batch:
         """A batch has been trained on: its rollouts need not be kept. Raises ValueError for a step that is not in
         flight."""
         batch, missing = self.in_flight.acknowledge(step)
-        self.ids.finish(r.rollout_id for r in batch.rollouts if not r.is_padding and r.rollout_id not in missing)
-        self.counts.acknowledged += batch.num_rollouts - len(missing)
+        done = [r.rollout_id for r in batch.rollouts if not r.is_padding and r.rollout_id not in missing]
+        self.ids.finish(done)
+        self.counts.acknowledged += len(done)
         if missing:
             # Not remembered as done: their payloads are lost, and who generates them anew may put the same id.
-            lost = [rollout for rollout in batch.rollouts if rollout.rollout_id in missing]
+            lost = list(missing.values())
             self.evict(lost, "lost")
             for one in {execution_of(rollout): rollout for rollout in lost}.values():
                 # generated anew, they complete their groups again
@@ -231,10 +240,6 @@ class BalancerCore(BalancerState):
         if timings is None or batch is None:
             return
         self.counts.record_seconds([one.seconds for one in timings])
-        # by the loads as planned the rank that took work over would look slow
-        if any(one.worked_on for one in timings):
-            work = [one.worked_on or batch.ranks[one.rank] for one in timings]
-            batch = self.pricing.worked_on(batch, work)
         self._publish("timed", batch, timings, now)
 
     def learn(self, learned: Learned) -> None:

@@ -71,18 +71,6 @@ class Pricing:
         """The rollout's own cost, else the model's. Raises RolloutError where that is no number from 0 to 1e100."""
         return self.cost_of_length(rollout.num_tokens) if rollout.cost is None else rollout.cost
 
-    def worked_on(self, batch: Batch, work: Sequence[RankBatch]) -> Batch:
-        """``batch``, with the loads that its ranks had in the end: ``work[rank]`` is what each trained on, after some
-        was moved between them. O(rollouts)."""
-        ranks = [
-            replace(one, load=one.load * self._work_of(its) / planned) if (planned := self._work_of(one)) else one
-            for its, one in zip(work, batch.ranks, strict=True)
-        ]
-        return replace(batch, ranks=tuple(ranks))
-
-    def _work_of(self, work: RankBatch) -> float:
-        return sum(self.cost_of(rollout) for rollout in work.rollouts if not rollout.is_padding)
-
     def waiting_of(self, rollouts: Sequence[Rollout]) -> Waiting:
         """The planner's columns of rollouts that all go, oldest first. O(n)."""
         return replace(

@@ -42,12 +42,11 @@ class CostLearner(Learner):
         # in a former controller's plan: speeds are of today's ranks
         if len(timings) != self._core.config.dp_size:
             return None
-        work = [one.worked_on or batch.ranks[one.rank] for one in timings]
         # a rank with nothing but padding copies is done before any work could be measured
-        if any(all(rollout.is_padding for rollout in one.rollouts) for one in work):
+        if any(all(rollout.is_padding for rollout in one.rollouts) for one in batch.ranks):
             return None
         before = calibration.in_force
-        slowness = calibration.observe([_lengths(one) for one in work], [one.seconds for one in timings])
+        slowness = calibration.observe([_lengths(one) for one in batch.ranks], [one.seconds for one in timings])
         if calibration.in_force is not before:
             self._core.learn(calibration.in_force)
         return slowness
