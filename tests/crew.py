@@ -38,8 +38,8 @@ class Crew:
         self.trained: list[tuple[int, int, str]] = []
         """(rank, step, rollout) in the order of training, thrown away or not."""
         self.seen: dict[str, Rollout] = {}
-        self.rewound: list[tuple[int, int]] = []
-        self.dropped: list[tuple[int, int]] = []
+        self.replaced: list[tuple[int, int]] = []
+        """(rank, step) of gradients that did not count."""
         self.errors: list[Exception] = []
         self.ended: list[int] = []
         self.peers: dict[int, MemoryPeer] = {}
@@ -66,21 +66,21 @@ class Crew:
 
     async def train_step(self, rank: int, step: Step) -> None:
         gradient: Counter[str] = Counter()
-        for _ in range(20):
-            self.dies(rank, step.step, "work")
-            async for micro_batch in step:
-                await self.work(rank, step.step, micro_batch)
-                self.add(rank, step.step, micro_batch, gradient)
-            self.dies(rank, step.step, "barrier")
-            end = await step.async_finish()
-            if end is None:
-                (self.rewound if step.dropped is None else self.dropped).append((rank, step.step))
-                return
-            self.ends.setdefault(step.step, set()).add(end)
-            if await self.meet(step.step, rank, end.ranks, gradient):
-                self.dies(rank, step.step, "met")
-                return
-        raise AssertionError("the ranks never met")
+        self.dies(rank, step.step, "work")
+        async for micro_batch in step:
+            await self.work(rank, step.step, micro_batch)
+            self.add(rank, step.step, micro_batch, gradient)
+        self.dies(rank, step.step, "barrier")
+        end = await step.async_finish()
+        if end is None:
+            self.replaced.append((rank, step.step))
+            return
+        self.ends.setdefault(step.step, set()).add(end)
+        if await self.meet(step.step, rank, end.ranks, gradient):
+            self.dies(rank, step.step, "met")
+        else:
+            step.failed()
+            self.replaced.append((rank, step.step))
 
     async def work(self, rank: int, step: int, micro_batch: MicroBatch) -> None:
         """Takes as long as a forward and a backward."""
@@ -143,7 +143,7 @@ class Crew:
         assert len(total) == balancer.statistics().acknowledged == rollouts
         assert balancer.statistics().in_flight == balancer.statistics().waiting == 0
         for step, gradient in self.met.items():
-            sizes = {end[1:] for end in self.ends[step]}
+            sizes = {end[1:] for end in self.ends[step] if end.ranks == self.present[step]}
             assert len(sizes) == 1, "all ranks divide by the same"
             assert next(iter(sizes))[0] == len(gradient)
         verify(balancer.parts.core)

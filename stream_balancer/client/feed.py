@@ -7,9 +7,8 @@
         end = step.finish()                 # see client/step
         ...
 
-Where nothing of a step can change once it is planned, ``for batch in feed: for mb in batch.micro_batches: ...`` does
-as well. Asking for the next step says that the last one is in the weights, and acknowledges it; leaving the loop early
-does not. A trainer that commits less often says so itself::
+A plain loop leaves ``finish()`` out. Asking for the next step says that the last one is in the weights, and
+acknowledges it; leaving the loop early does not. A trainer that commits less often says so itself::
 
     for step in sb.RankFeed(..., auto_ack=False):
         train(step)
@@ -18,12 +17,11 @@ does not. A trainer that commits less often says so itself::
             sb.barrier()
             step.ack()                      # this one and every one before it
 
-What is not acknowledged is delivered again, in the same plan, after a reconnect or a restart.
+What is not acknowledged is delivered again after a reconnect or a restart.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import ssl
@@ -31,7 +29,6 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Self
 
 import anyio.lowlevel
@@ -50,10 +47,9 @@ from stream_balancer.net import movers as ways
 from stream_balancer.net.address import TcpDialer, current_world
 from stream_balancer.net.messages import About
 from stream_balancer.statistics import Statistics
+from stream_balancer.steps.state import Weights
 from stream_balancer.wire.payload import Pool
 from stream_balancer.wire.statistics import decode_statistics
-
-_log = logging.getLogger("stream_balancer.rank")
 
 # of one message; far above text, below what would take a trainer's host memory
 _DEFAULT_MAX_BATCH_BYTES = 4 * 2**30
@@ -84,7 +80,7 @@ class RankFeed(OfOneProcess):
         dp_size: int | None = None,
         depth: int = 2,
         auto_ack: bool = True,
-        next_step: int | None = None,
+        next_step: int | Mapping[str, int] = 0,
         mesh: Any = None,
         dp_dim: str | Sequence[str] = "dp",
         device: str | torch.device = "cpu",
@@ -104,8 +100,9 @@ class RankFeed(OfOneProcess):
         initialised torch.distributed world, or what ``sb.testing.MemoryNetwork.connect`` returns. ``depth``: steps
         that may lie ready besides the one in use. ``auto_ack``: asking for the next step acknowledges the last one;
         otherwise :meth:`Step.ack` does, and what is not acknowledged does not hold up the next steps. ``next_step``:
-        the weights contain all steps before this one, as :meth:`state_dict` said when they were saved; 0 for new ones.
-        Asking for the first step acknowledges those: call :meth:`set_version` before.
+        content of the weights, as :meth:`state_dict` said when they were saved, or only the number of the first step
+        that they lack; 0 for new weights. Asking for the first step acknowledges the steps before: call
+        :meth:`set_version` before that.
         ``mesh``: a DeviceMesh in place of ``rank`` and ``dp_size``; processes that differ only along dimensions other
         than ``dp_dim`` (tensor, context, pipeline parallel) get the same steps, and all of them iterate. ``dp_dim``
         may name several dimensions (HSDP). ``device``: where tensors are wanted; copies run beside the step before.
@@ -120,8 +117,7 @@ class RankFeed(OfOneProcess):
         """
         if depth < 1:
             raise ValueError(f"depth must be >= 1, not {depth}: with no room for a step none could ever be sent")
-        if next_step is not None and next_step < 0:
-            raise ValueError(f"next_step must be >= 0, not {next_step}")
+        weights = _weights(next_step)
         if incarnation is None:
             # torchelastic counts how often it has started the workers; by it the controller knows a new process from a
             # late one
@@ -151,14 +147,14 @@ class RankFeed(OfOneProcess):
             dialer,
             who,
             fetcher,
-            next_step=next_step,
+            weights=weights,
             uploader=uploader,
             rejoin=rejoin,
             movers=ways.available(movers or (), again=who.incarnation > 0),
             connect_timeout_s=connect_timeout_s,
             linger_s=linger_s,
         )
-        self._auto_ack, self._loaded = auto_ack, next_step or 0
+        self._auto_ack, self._loaded = auto_ack, weights.next_step
         self._hand: Step | None = None
         self._ended = False
         self._version: int | None = None
@@ -189,7 +185,7 @@ class RankFeed(OfOneProcess):
     def __next__(self) -> Step:
         """The next step. Blocks until there is one; Ctrl-C ends the wait, and the next call gives the step."""
         refuse_in_event_loop("`for` over a RankFeed", "There, use `async for`")
-        step = run(partial(self._take_next, early=True))
+        step = run(self._take_next)
         if step is None:
             if self._is_through:
                 self.close()
@@ -203,8 +199,7 @@ class RankFeed(OfOneProcess):
     async def __anext__(self) -> Step:
         """As ``next()``, without blocking the event loop. If cancelled, no step was taken."""
         await anyio.lowlevel.checkpoint()
-        # a property cannot wait in an event loop: only who iterates gets what is not complete
-        step = await self._take_next(early=self._port.by_item)
+        step = await self._take_next()
         if step is None:
             if self._is_through:
                 await self.aclose()
@@ -212,68 +207,53 @@ class RankFeed(OfOneProcess):
         step.given = True
         return step
 
-    async def _take_next(self, *, early: bool) -> Step | None:
+    async def _take_next(self) -> Step | None:
         """None at the end."""
         if self._ended:
             return None
         if self._hand is not None and self._hand.given:
             # outside the lock: it waits for the device
             self._hand.read_clocks()
-            await self._port.wait_for(self._hand.look_complete)
             with self._port.lock:
-                self._hand.conclude(ack=self._auto_ack)
-                self._hand = None
+                self._conclude(ack=self._auto_ack)
         # one that is in hand was taken, and Ctrl-C came before it was given
         if self._hand is None:
-            await self._port.wait_for(lambda: self._look(early=early))
+            await self._port.wait_for(self._look)
         return self._hand
 
-    def _look(self, *, early: bool) -> bool | None:
+    def _conclude(self, *, ack: bool) -> None:
+        """The step in hand is in the weights. The port's lock is held."""
+        hand = self._hand
+        if hand is not None:
+            hand.conclude()
+            self._hand = None
+            if ack:
+                self._port.held.ack(hand.step)
+
+    def _look(self) -> bool | None:
         """True if there is a step in hand, or no more will come. The port's lock is held."""
         port, held = self._port, self._port.held
-        if held.left_behind is not None:
-            step, text = held.left_behind.step, held.left_behind.text
-            raise port.give_up(
-                step,
-                f"rank {self.rank}: {text or f'the others have met without it in step {step}'}. It would have gone on "
-                f"with their weights and feed.load_state_dict({{'next_step': {step + 1}}}), said when finish() gave "
-                "None",
+        if held.behind is not None:
+            raise RankLostError(
+                port.why_behind, rank=self.rank, step=held.behind, cause="other ranks have trained without it"
             )
         # said by whoever asks, and not by the join: until then the trainer may say the version of its weights
         if self._loaded:
-            held.load(max(self._loaded, held.weights or 0), ack=False)
             held.ack(self._loaded - 1)
             self._loaded = 0
-        for number in [number for number in held.parts if number < (held.weights or 0)]:
-            # the weights that were loaded contain it
-            held.has_finished(held.parts[number], ack=self._auto_ack)
-        oldest = held.oldest
-        if oldest is not None and (early or held.is_complete(oldest)) and (part := held.next_step()) is not None:
-            self._hand = Step(port, part, self.acknowledge_through, self.waiting_s)
-            if part.number and held.meets and held.weights is None:
-                self._begin_in_the_midst(part.number)
+        oldest = held.oldest()
+        if oldest is not None:
+            self._hand = Step(port, oldest, self.acknowledge_through, self.waiting_s)
             return True
-        if held.ended and all(part.is_done for part in held.parts.values()):
-            self._ended = True
-            return True
-        return None
-
-    def _begin_in_the_midst(self, step: int) -> None:
-        """A process that came in the midst of a run may have the weights of its beginning."""
-        _log.warning(
-            "rank %d begins with step %d: its weights must contain all steps before it. Take another rank's, and say "
-            "so: RankFeed(next_step=%d)",
-            self.rank,
-            step,
-            step,
-        )
+        self._ended = held.is_ended and not held.steps
+        return self._ended or None
 
     # acknowledgements and checkpoints
 
     @property
     def _is_through(self) -> bool:
         """All that was given is acknowledged."""
-        return self._port.held.acked >= (self._port.held.weights or 0)
+        return self._port.held.acked >= self._port.held.weights.next_step - 1
 
     def acknowledge_through(self, step: int) -> None:
         """Acknowledge ``step`` and every one before it: :meth:`Step.ack` for code that kept the number only. From any
@@ -284,42 +264,38 @@ class RankFeed(OfOneProcess):
         with port.lock:
             if hand is not None and hand.step <= step and hand.is_mine:
                 self._check_open("step.ack()")
-                if hand.look_complete() is None:
-                    raise ValueError(
-                        f"step.ack(): ranks still fetch payloads of step {hand.step}. Call step.finish() first"
-                    )
-                hand.conclude(ack=False)
-            last = min(step, (held.weights or 0) - 1)
-            if last >= held.acked:
+                hand.conclude()
+            if min(step, held.weights.next_step - 1) > held.acked:
                 self._check_open("step.ack()")
-                held.ack(last)
+                held.ack(step)
             leaves = self._ended and self._is_through
         port.flush()
         if leaves:
             port.close()
 
     def state_dict(self) -> dict[str, int]:
-        """Content of the weights, to be saved with them: ``{"next_step": n}``, all steps before n. Call it after the
-        optimizer step. The step in hand counts once all its micro-batches were given."""
+        """Content of the weights, to be saved with them: ``{"next_step": n, "attempt": a}``, all steps before n, the
+        last of them in attempt a. Call it after the optimizer step. The step in hand counts once its micro-batches
+        were given."""
         with self._port.lock:
-            hand, weights = self._hand, self._port.held.weights or 0
-            counts = hand is not None and hand.given and hand.is_given and not hand.dropped
-            return {"next_step": max(weights, hand.step + 1) if hand is not None and counts else weights}
+            used = None if self._hand is None else self._hand.weights
+            return (used or self._port.held.weights)._asdict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """The weights are now those that :meth:`state_dict` was made with, here or on another rank: what is in them is
         not given again. With ``auto_ack=False`` that acknowledges nothing, since another rank's weights are no
-        checkpoint: the next ``step.ack()`` does, or ``acknowledge_through(next_step - 1)``; ``RankFeed(next_step=...)``
-        takes its number from a checkpoint, and does. Raises ValueError for weights that lack steps which this feed has
-        given: open a new one for these."""
-        next_step, port = state["next_step"], self._port
+        checkpoint: the next ``step.ack()`` does, or ``acknowledge_through(next_step - 1)``. Raises ValueError for
+        weights that lack steps which this feed has given: open a new one for these."""
+        weights, port = _weights(state), self._port
         with port.lock:
-            if next_step < (port.held.weights or 0):
+            if weights.next_step < port.held.weights.next_step:
                 raise ValueError(
-                    f"load_state_dict(): the weights lack step {next_step}, which this feed was through with. Open a "
-                    f"new feed for them: RankFeed(..., next_step={next_step})"
+                    f"load_state_dict(): the weights lack step {weights.next_step}, which this feed was through with. "
+                    f"Open a new feed for them: RankFeed(..., next_step={weights.next_step})"
                 )
-            port.held.load(next_step, ack=self._auto_ack)
+            port.held.load(weights)
+            if self._auto_ack:
+                port.held.ack(weights.next_step - 1)
         port.flush()
 
     # the balancer, from here
@@ -446,3 +422,11 @@ def _seat(
     if not (isinstance(rank, int) and isinstance(dp_size, int) and 0 <= rank < dp_size):
         raise ValueError(f"rank and dp_size must be ints, and 0 <= rank < dp_size, not {rank!r} and {dp_size!r}")
     return source, Seat(rank, dp_size, 0, 1)
+
+
+def _weights(state: int | Mapping[str, int]) -> Weights:
+    """Content of weights, as a number or as :meth:`RankFeed.state_dict`."""
+    weights = Weights(state) if isinstance(state, int) else Weights(state["next_step"], state.get("attempt", 0))
+    if min(weights) < 0:
+        raise ValueError(f"next_step must be >= 0, not {state}")
+    return weights

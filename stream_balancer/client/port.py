@@ -1,26 +1,25 @@
-"""A process's line to its controller: messages go into :class:`Held`, its facts go out as reports. One lock.
+"""A process's line to its controller: messages go into :class:`Held`, its reports go out. One lock.
 
 ::
 
-    I/O thread    Work -> decode -> (fetch what lies elsewhere) -> Held     trainer   Held -> step, micro-batch
-                  Seal, Go, Rewind, Drop ------------------------> Held               done, finish, ack -> Held.out
-                  connected: Held.has() was said in Join                   both       Held.out -> Report
+    I/O thread    Work -> decode -> fetch what lies elsewhere -> Held      trainer   Held -> step
+                  Commit, Drop, Behind -----------------------> Held                 finish, failed, ack -> Held.out
+                  Join carries Held.join()                               both        Held.out -> Report
 
-Facts wait in ``Held.out`` while there is no connection; :meth:`Held.has` says at the next join what they would have.
+Reports wait in ``Held.out`` while there is no connection; the next join carries the whole state instead.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from itertools import islice
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
 from stream_balancer.client.device import Uploader
-from stream_balancer.client.held import Held
 from stream_balancer.client.payloads import Fetcher
 from stream_balancer.errors import (
     AlreadyInUseError,
@@ -37,17 +36,20 @@ from stream_balancer.net.line import Dialer
 from stream_balancer.net.loops import Signal, blocking_deadline
 from stream_balancer.net.session import Session
 from stream_balancer.rollouts import MicroBatch
+from stream_balancer.steps import state as steps
+from stream_balancer.steps.held import Acked, Finished, Forgot, Held, Loaded, Missing, Report, Reported
 from stream_balancer.wire.codec import Decoded, decode
-from stream_balancer.wire.payload import Memory
+from stream_balancer.wire.payload import Memory, reader
 
 _T = TypeVar("_T")
+_read = reader(m.Admitted, "what the controller answers to a rank")
 
 
 class Arrived:
-    """The micro-batches of one Work."""
+    """A rank's part of one attempt."""
 
-    def __init__(self, decoded: Decoded, uploader: Uploader | None) -> None:
-        self.decoded, self._uploader = decoded, uploader
+    def __init__(self, work: m.Work, decoded: Decoded, uploader: Uploader | None) -> None:
+        self.work, self.decoded, self._uploader = work, decoded, uploader
         self._hand_over: Callable[[], None] = lambda: None
 
     def land(self) -> None:
@@ -56,47 +58,47 @@ class Arrived:
             there, self._hand_over = self._uploader.copy(self.decoded.buffer)
             self.decoded.move(there)
 
-    def micro_batch(self, index: int, gone: Collection[str], seal: m.Seal | None) -> MicroBatch:
-        """For the trainer, without what is ``gone``."""
+    def micro_batches(self, masked: frozenset[str]) -> tuple[MicroBatch, ...]:
+        """For the trainer. ``masked``: rollouts without a payload become padding copies."""
         self._hand_over()
-        # again for each micro-batch: rollouts may have gone since the step arrived
-        self.decoded.mask(gone)
-        if seal is not None:
-            left = {(one.group_id, one.execution_id): (one.samples, one.loss_tokens) for one in seal.resized}
-            self.decoded.resize(left)
-        return self.decoded.micro_batch(index)
+        self.decoded.mask(masked)
+        return self.decoded.micro_batches
 
 
 class Port:
     """Safe from any thread; the lock is held around every use of :attr:`held`."""
 
     def __init__(
-        self, dialer: Dialer, who: m.About, fetcher: Fetcher, *, next_step: int | None = None,
+        self, dialer: Dialer, who: m.About, fetcher: Fetcher, *, weights: steps.Weights,
         uploader: Uploader | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """``next_step``: what the weights contain. ``options``: of the Session."""
+        """``weights``: what the trainer's weights contain. ``options``: of the Session."""
         self.who = who
         self.name = f"rank {who.rank}"
-        # reentrant: a look may give up, which takes it again
+        # reentrant: a look may raise through a method that takes it again
         self.lock = threading.RLock()
-        self.held = Held(seats=who.seats, weights=next_step)
+        self.held = Held(weights)
         self.closed = False
         self.over: Exception | None = None
         """Why nothing comes any more."""
-        self.by_item = False
-        """The loop ends its steps with finish(): it is given them before they are complete."""
+        self.times: dict[int, Any] = {}
+        """Times of finished steps that were not reported."""
+        self.why_behind = ""
+        """Text of the controller, while the weights lack a step of another rank."""
         self.waiting_since: float | None = None
         self.waited_s = 0.0
         self._news = Signal()
         self._user: object = None
         """The thread or task that waits."""
+        self._causes: dict[str, str] = {}
+        """By id: why the payload of a rollout could not be fetched."""
         self._uploader, self._fetcher = uploader, fetcher
         # one object: where it is the last that the I/O thread has to do, it is not handed in again
         self._job = self._flush
         # the I/O thread may be quicker than this line
         with self.lock:
             self.session = Session(
-                dialer, "rank", about=self._about, on_open=self._flush, admit=self._admit,
+                dialer, "rank", about=self._about, on_open=self._on_open, admit=self._admit,
                 on_message=self._on_message, on_end=self._on_end, takes_leave=True, **options,
             )  # fmt: skip
             self.session.begin()
@@ -140,15 +142,6 @@ class Port:
         if self.held.out:
             self.session.io.do(self._job)
 
-    def give_up(self, step: int, text: str) -> RankLostError:
-        """Leave, so that others do not wait: this rank cannot go on. Returns what is to be raised."""
-        error = RankLostError(text, rank=self.who.rank, step=step, cause="others go on without it")
-        with self.lock:
-            # the first reason counts: what follows is only its consequence
-            self.over = self.over or error
-        self.session.close()
-        return error
-
     def close(self) -> None:
         """Leave: nothing is given any more. Never blocks."""
         with self.lock:
@@ -163,16 +156,41 @@ class Port:
     def _about(self) -> m.About:
         with self.lock:
             # under the lock, as one picture: what comes in between would be said twice or not at all
-            held, goes_on = self.held, self.session.line.problem is None
-            return replace(self.who, next_step=held.weights, has=held.has(), goes_on=goes_on)
+            claim = self.held.join(self.held.link + 1)
+            return replace(self.who, **claim._asdict())
 
-    def _flush(self, _: object = None) -> None:
+    def _on_open(self, welcome: m.Welcome) -> None:
+        answer = _read(welcome.about)
         with self.lock:
-            # without a connection they wait, and has() says at the next join what they would have
+            if not self.held.obeys(answer.term):
+                raise WireError(f"{self.name} has obeyed a newer controller. End the old one")
+            self.held.barrier = answer.has_barrier
+            # a process that was given up meanwhile is known by its number
+            self.who = replace(self.who, incarnation=answer.incarnation)
+        self._flush()
+
+    def _flush(self) -> None:
+        with self.lock:
+            # without a connection they wait, and the next join says what they would have
             if self.session.line.connection is not None:
                 out, self.held.out = self.held.out, []
                 for report in out:
-                    self.session.send(report)
+                    self.session.send(self._report(report))
+
+    def _report(self, report: Report) -> m.Report:
+        match report:
+            case Reported(step, attempt, phase):
+                return m.Report(phase.name.lower(), step, attempt)
+            case Finished(step, attempt):
+                return m.Report("finished", step, attempt, _raw(self.times.pop(step, None)))
+            case Missing(step, attempt, ids):
+                return m.Report("missing", step, attempt, _raw({one: self._causes.pop(one, "") for one in ids}))
+            case Acked(through):
+                return m.Report("acked", through)
+            case Loaded(weights):
+                return m.Report("loaded", *weights)
+            case Forgot():
+                return m.Report("forgot")
 
     def _admit(self, message: m.Message, total: int) -> None:
         # only steps bring bytes to a rank
@@ -185,42 +203,50 @@ class Port:
             )
 
     def _on_message(self, message: m.Message, memory: Memory | None) -> None:
+        me = steps.Process(self.who.rank, self.who.seat)
         with self.lock:
-            # the seal of a step that is over here changes nothing, so nobody is woken for it
-            is_news = not isinstance(message, m.Seal) or message.step in self.held.parts
-            if isinstance(message, m.Work):
-                self._take_work(message, memory)
-            else:
-                self.held.take(message)
+            held, link = self.held, self.held.link
+            match message:
+                case m.Work():
+                    self._take_work(message, memory, me)
+                case m.Commit(step=step, attempt=attempt, masked=masked):
+                    held.take(link, steps.Commit(me, step, attempt, frozenset(masked)))
+                case m.Drop(step=step, attempt=attempt, lacking=lacking, text=text):
+                    held.take(link, steps.Drop(me, step, attempt, lacking))
+                    self.why_behind = text or self.why_behind
+                case m.Behind(step=step, text=text):
+                    held.take(link, steps.Behind(me, step))
+                    self.why_behind = text
+                case m.Notify(end=is_end):
+                    if is_end:
+                        held.take(link, steps.End(me))
+                case _:
+                    raise WireError(f"a {type(message).__name__} message for a rank")
         self.flush()
-        if is_news:
-            self._news.set()
+        self._news.set()
 
-    def _take_work(self, work: m.Work, memory: Memory | None) -> None:
-        if not work.items:
-            self.held.take(work)
-            return
-        arrived = Arrived(decode(work.header, memory), self._uploader)
-        if len(arrived.decoded.num_rollouts) != len(work.items):
-            raise WireError(f"step {work.step}: its {len(work.items)} items are not those that came")
-        arrived.decoded.mask(work.gone)
-        self.held.take(work, [(arrived, place) for place in range(len(work.items))])
-        if any(one.remote for one in work.items):
-            self._fetcher.fetch(arrived.decoded, lambda causes: self._on_fetched(work, arrived, causes))
-        else:
-            arrived.land()
+    def _take_work(self, work: m.Work, memory: Memory | None, me: steps.Process) -> None:
+        arrived = Arrived(work, decode(work.header, memory), self._uploader)
+        counts = [one.micro_batches for one in work.mini_batches]
+        if counts and (not all(counts) or sum(counts) != len(arrived.decoded.num_rollouts)):
+            raise WireError(f"the mini-batches of step {work.step} do not make up its micro-batches")
+        held, number = self.held, work.step
+        order = steps.Work(me, number, work.attempt, arrived, frozenset(), work.ranks, work.needs_commit)
+        held.take(held.link, order)
+        # a repeated Work changes nothing
+        if number in held.steps and held.steps[number].part is arrived:
+            self._fetcher.fetch(arrived.decoded, lambda causes: self._on_fetched(arrived, causes))
 
-    def _on_fetched(self, work: m.Work, arrived: Arrived, causes: Mapping[str, str]) -> None:
-        """Payloads of the items are here, but for those that are missing; why, by id."""
+    def _on_fetched(self, arrived: Arrived, causes: Mapping[str, str]) -> None:
+        """Payloads have arrived, except the missing ones; ``causes``: why, by id."""
         with self.lock:
             # first: once it lands, its memory may be on another device
             arrived.decoded.mask(causes)
             arrived.land()
-            ids = iter(arrived.decoded.ids)
-            for item, number in zip(work.items, arrived.decoded.num_rollouts, strict=True):
-                its = {one: causes[one] for one in islice(ids, number) if one in causes}
-                if item.remote:
-                    self.held.fetched(work.step, work.uid, item.id, its)
+            self._causes.update(causes)
+            held = self.held.steps.get(arrived.work.step)
+            if held is not None and held.part is arrived:
+                self.held.fetched(held.number, held.attempt, causes)
         self.flush()
         self._news.set()
 
@@ -245,7 +271,11 @@ class Port:
                 f"{self.name} lost its controller: {cause}. What was not acknowledged is held by the balancer, if it "
                 "lives. Start the controller again and open a new RankFeed"
             )
-        step = next((number for number, one in self.held.parts.items() if one.taken), None)
+        step = min(self.held.steps, default=None)
         lost = RankLostError(text, rank=self.who.rank, step=step, cause=cause)
         lost.__cause__ = error
         return lost
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(value))

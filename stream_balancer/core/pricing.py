@@ -16,7 +16,7 @@ from stream_balancer.core.executions import labels_of
 from stream_balancer.errors import RolloutError
 from stream_balancer.planning import PlanKnobs, Waiting
 from stream_balancer.planning.arrays import Floats, Ints
-from stream_balancer.rollouts import Batch, RankBatch, Rollout
+from stream_balancer.rollouts import Rollout
 from stream_balancer.values import MAX_COST
 
 CostFunction = Callable[[Ints], Floats]

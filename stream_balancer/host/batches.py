@@ -63,6 +63,9 @@ class Shell(Puts):
                 # the batch.
                 self.reporter.moved()
                 self.changed()
+                if self.rank_states is not None:
+                    # serve() waits for the disk itself, with the ranks of the plan
+                    return batch
                 # a plan is on the disk before anybody trains on it, so that it is the same after a crash
                 try:
                     await self.handed.flush()
@@ -176,11 +179,6 @@ class Batches:
         if self._consumer.rank_states is None:
             self._last_step = batch.step
         return batch
-
-    def give_back(self, batch: Batch) -> None:
-        """A batch that did not reach its consumer: the next iteration gives it."""
-        self._forget(batch.step)
-        self._consumer.give_again(batch)
 
     def _forget(self, step: int) -> None:
         """Asking for the next batch does not acknowledge this one."""

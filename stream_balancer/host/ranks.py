@@ -20,7 +20,7 @@ import msgspec
 from stream_balancer.core.diagnosis import RankState
 from stream_balancer.errors import RankLostError, refused_error
 from stream_balancer.net.errors import ConnectionEnd
-from stream_balancer.net.messages import About, Admitted, Join
+from stream_balancer.net.messages import About, Join
 from stream_balancer.net.service import Peer
 from stream_balancer.steps.ledger import Ledger
 from stream_balancer.steps.state import Claim, Phase, Process, Rank, Weights
@@ -153,18 +153,17 @@ class Ranks(dict[int, Member]):
 
     # joins
 
-    def admit(self, peer: Peer, join: Join) -> Admitted:
-        """Let a process in. Raises RefusedError with the reason for a process that may not join, WireError for one that
+    def admit(self, peer: Peer, join: Join) -> int:
+        """Let a process in. -> its incarnation. Raises RefusedError with the reason for a process that may not join, WireError for one that
         does not say what it is."""
         about = _read(join.about)
         self._check_place(about, join.session)
         rank = self._ledger.ranks[about.rank]
         # A new process is another incarnation than the one that was given up, whatever its launcher counts.
-        incarnation = max(about.incarnation, rank.fenced + 1) if about.is_start else about.incarnation
+        incarnation: int = max(about.incarnation, rank.fenced + 1) if about.is_start else about.incarnation
         process, link = Process(about.rank, about.seat), next(self._links)
-        claim = Claim(
-            Weights(*about.weights), about.acked, {n: (a, Phase(p)) for n, (a, p) in about.holds.items()}, about.is_start
-        )
+        holds = {number: (attempt, Phase(phase)) for number, (attempt, phase) in about.holds.items()}
+        claim = Claim(Weights(*about.weights), about.acked, holds, about.is_start)
         is_new = incarnation > rank.incarnation
         why = self._ledger.joined(process, incarnation, link, claim, num_seats=about.seats, depth=about.depth + 1)
         member = self[about.rank]
@@ -177,7 +176,7 @@ class Ranks(dict[int, Member]):
         if why is not None:
             raise refused_error("value", f"rank {about.rank}: {why}")
         peer.data = Arrival(process, incarnation, link, about.is_start, about.max_batch_bytes)
-        return Admitted(incarnation)
+        return incarnation
 
     def _check_place(self, about: About, session: bytes) -> None:
         """Raise RefusedError unless the place exists and is free."""

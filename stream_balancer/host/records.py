@@ -33,7 +33,7 @@ from stream_balancer.rollouts import Batch, RankBatch, Reason, Rollout, cheapest
 from stream_balancer.wire import codec
 from stream_balancer.wire.payload import Memory
 
-FORMAT = 9
+FORMAT = 10
 """Version of all that is written here."""
 _ALIGNMENT = 64  # of the codec's memory in a row
 _PREFIX = struct.Struct("<II")  # checksum of the row's name and of what follows; bytes of the facts
@@ -111,34 +111,27 @@ class Totals(Fact, tag="totals"):
     """Siblings that have left, of groups that are not done."""
 
 
-class Acked(Fact, tag="acked"):
-    """A step in flight, as far as no plan says it."""
+class Attempt(Fact, tag="attempt"):
+    """Newest attempt of a step in flight: which ranks have the parts of its plan."""
 
     step: int
-    uid: int
-    """Checksum of the plan: the rest says nothing of another one."""
-    ranks: list[int] = []
-    """Ranks that have acknowledged it."""
-    gone: list[str] = []
-    """Rollouts that are masked on all ranks."""
-    planned_for: list[int] = []
-    """Ranks of the plan."""
-    lost: list[int] = []
-    """Ranks of the plan that were given up: others have their work."""
+    attempt: int
+    ranks: list[int]
+    """Number of each rank, in the order of the plan's parts."""
 
 
-class Came(Fact, tag="came"):
-    """A rank that has come at some time."""
+class PeerFact(Fact, tag="peer"):
+    """A rank that has joined at some time."""
 
     rank: int
     incarnation: int
-    """The last incarnation."""
-    is_fenced: bool = False
-    """The rank was given up, and others have its work."""
-    sessions: list[bytes] = []
-    """Sessions of feeds that must not come back: their processes were given up."""
-    is_ended: bool = False
-    """The rank was told of the end, or is no more: once it has acknowledged everything, nobody need wait for it."""
+    """The newest incarnation."""
+    seats: int
+    """Processes of the rank."""
+    fenced: int = -1
+    """Incarnations up to this one are refused: the rank was given up, or replaced them."""
+    ended: bool = False
+    """The rank was told of the end."""
 
 
 class Ended(Fact, tag="ended"):
@@ -167,7 +160,7 @@ class HeldRollout(NamedTuple):
 Kind = TypeVar("Kind", bound=Fact)
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[Rollouts | PlanRow | Done | Group | Totals | Acked | Came | Ended])
+_decoder = msgspec.msgpack.Decoder(list[Rollouts | PlanRow | Done | Group | Totals | Attempt | PeerFact | Ended])
 
 
 def rollout_key(rollout_id: str) -> str:

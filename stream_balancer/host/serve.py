@@ -16,41 +16,58 @@ and on every rank, a process of its own::
 Inside an initialised torch.distributed world (torchrun) ``RankFeed()`` and ``TorchTransport.in_world()`` meet in that
 world's store instead; the controller may be a thread of rank 0 that runs ``anyio.run(...)``.
 
-Four tasks, and what each waits for::
+Tasks, and what each waits for::
 
-    attend       peers      joins, calls and reports of all peers, one after the other: they become facts
+    attend       peers      joins, calls and reports of all peers become facts of the ledger
     plan         room       a batch is asked for when every rank has room: until then the window stays full
-    act          facts      orders of the ledger are carried out; a lost rank whose time is over is given up
+    act          facts      the ledger's orders are carried out; a lost rank is given up when its time is over
     reporter     silence    a line in the log
+
+One class, :class:`Server`: facts go in by its methods, and ``_act`` carries the orders out, rows before messages.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, suppress
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import anyio
+import msgspec
 
 from stream_balancer.config import BalancerConfig
+from stream_balancer.core.diagnosis import why_ranks_wait
+from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.observer import Observer
-from stream_balancer.core.steps.state import Item
-from stream_balancer.errors import AlreadyInUseError, ConfigError
+from stream_balancer.errors import AlreadyInUseError, ConfigError, WireError, refused_error
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.batches import Batches
-from stream_balancer.host.peers import Peers
-from stream_balancer.host.plans import StepPlan, items_of, uid_of
-from stream_balancer.host.ranks import Member
-from stream_balancer.host.records import Acked
+from stream_balancer.host.plans import first_attempt, ids_of, is_remote, work_of
+from stream_balancer.host.producers import Producers
+from stream_balancer.host.ranks import Arrival, Member, Ranks
+from stream_balancer.host.records import Attempt, PeerFact, plan_of
 from stream_balancer.host.transport import TorchTransport, Transport
+from stream_balancer.net import messages
+from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.listener import split_address
-from stream_balancer.rollouts import Batch
+from stream_balancer.net.messages import Admitted, Join, Message, Notify, Report
+from stream_balancer.net.service import Host, Peer
+from stream_balancer.rollouts import Batch, RankBatch
+from stream_balancer.steps import state as steps
+from stream_balancer.steps.ledger import Ledger
+from stream_balancer.steps.state import Meets, PeerRow, Phase, PlanRow, Process, Weights
+from stream_balancer.wire.codec import Encoded, RemoteRollout
+from stream_balancer.wire.payload import NOTHING
 
 logger = logging.getLogger("stream_balancer.dispatch")
 
 OnRankLoss: TypeAlias = Literal["raise", "replan"]
+_LEAVE_S = 60.0
+"""Seconds for which serve() waits at the end for a feed that was neither iterated to its end nor closed."""
+_MOST_NAMED = 5
+_NOT_BACK = "it did not come back after the controller was started again"
 
 
 async def serve(
@@ -120,37 +137,104 @@ async def serve(
                 f"dp_size={config.dp_size}. Give both the same number of data-parallel ranks; if that has changed "
                 "since the transport was made, call transport.resize() first"
             )
-        run = _Server(balancer, transport, rejoin_timeout_s, replan=on_rank_loss == "replan")
-        await run.serve()
+        meets = Meets.BARRIER if on_rank_loss == "replan" else Meets.OWN
+        await Server(balancer, transport, rejoin_timeout_s, meets=meets).run()
 
 
-class _Server(Peers, Observer):
-    """A run of ``serve``: when a step is planned, and what follows from facts. Its state is that of
-    :class:`~stream_balancer.host.in_flight.InFlight`."""
+class ReportedTimes(NamedTuple):
+    """Times that a rank reports of a finished step."""
 
-    _failure: Exception | None = None
+    seconds: float
+    compute_s: float | None
+    waited_s: float | None
 
-    async def serve(self) -> None:
-        for batch in self.balancer.in_flight():
-            self.balancer.nack(batch.step)  # batches() gives all of them again, in the order of their steps
-        # from here on nack() is refused, and why_no_batch() knows of the ranks
-        reporter = self.shell.reporter
+
+class _Changes(Observer):
+    """What the user changes while ``serve`` runs, for its next turn."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self.acknowledged_steps: set[int] = set()
+
+    def acknowledged(self, batch: Batch) -> None:
+        self.acknowledged_steps.add(batch.step)
+        self._wake()
+
+    def reconfigured(self, before: BalancerConfig) -> None:
+        self._wake()
+
+    def ended(self) -> None:
+        self._wake()
+
+
+class Server(Host):
+    """One run of ``serve``: facts of peers and of the user go in, orders of the ledger are carried out."""
+
+    def __init__(
+        self, balancer: StreamBalancer, transport: Transport, rejoin_timeout_s: float, *, meets: Meets
+    ) -> None:
+        self._balancer, self._transport, self._meets = balancer, transport, meets
+        self._shell, self._core, self._handed = balancer.parts, balancer.parts.core, balancer.parts.handed
+        self._facts, self._acted = anyio.Event(), anyio.Event()
+        self._changes = _Changes(self._wake)
+        self._failure: Exception | None = None
+        self._ready_s: dict[int, dict[int, float]] = {}
+        """By step: seconds for which each rank had had room when the step was planned."""
+        self._trained: set[int] = set()
+        """Steps that the weights of all their ranks contain."""
+        self._slow: tuple[int, int] | None = None  # rank and first step of the straggler that was logged
+        self._is_over = False
+        plans = self._plans()
+        self._term = first_attempt(max((row.attempt for row in plans), default=0) + 1)
+        self._ledger = Ledger(
+            self._lay_out,
+            meets=meets,
+            first_attempt=self._term,
+            next_step=self._core.in_flight.next_step,
+            plans=plans,
+            peers=[PeerRow(one.rank, one.incarnation, one.seats, one.fenced, one.ended) for one in self._handed.peers],
+        )
+        self._ranks = Ranks(self._ledger, transport.dp_size, rejoin_timeout_s)
+        # Ranks of steps in flight, and members of a run that goes on without a lost rank, come back or are given up.
+        owe = {rank for row in plans for rank in row.parts}
+        came = {one.rank for one in self._handed.peers if one.incarnation >= 0 and not one.ended}
+        lost = (came & self._ledger.wanted) | owe if meets is not Meets.OWN else owe - self._ledger.wanted
+        self._ranks.expect(rank for rank in lost if not self._ledger.ranks[rank].is_given_up)
+        self._producers = Producers(balancer, transport.service)
+        self.methods = self._producers.methods
+        self._follow_ranks()
+
+    def _plans(self) -> list[PlanRow]:
+        """Steps in flight of an earlier ``serve``, loop or controller."""
+        rows = []
+        for batch in self._core.in_flight.batches():
+            found = self._handed.attempt(batch.step)
+            # without a row of its attempt, no rank was given the step
+            if found is None or len(found.ranks) != len(batch.ranks):
+                found = Attempt(batch.step, 0, [*range(len(batch.ranks))])
+            parts = dict(zip(found.ranks, batch.ranks, strict=True))
+            rows.append(PlanRow(batch.step, ids_of(batch), found.attempt, parts, frozenset(), is_remote(batch)))
+        return rows
+
+    async def run(self) -> None:
+        """Serve until ``batches()`` ends and every rank has left."""
+        shell, reporter, observers = self._shell, self._shell.reporter, self._balancer.observers
         before = reporter.why, reporter.log
-        self.shell.rank_states, reporter.why, reporter.log = self.ranks.states, self.why_stalled, logger
-        self.balancer.observers.append(self)
+        # from here on nack() is refused, and why_no_batch() knows of the ranks
+        shell.rank_states, reporter.why, reporter.log = self._ranks.states, self._why_stalled, logger
+        observers.append(self._changes)
         try:
             async with anyio.create_task_group() as tasks:
                 # nobody sets this event: the reporter waits as long as serve runs
-                tasks.start_soon(self.shell.reporter.wait, anyio.Event())
-                # Planning is no task of its own: its end is the end of the others.
-                await self._or_fail(partial(self._plan, tasks), tasks)
+                tasks.start_soon(reporter.wait, anyio.Event())
+                for job in (partial(self._producers.attend, self), self._act):
+                    tasks.start_soon(self._or_fail, job, tasks)
+                await self._or_fail(self._plan, tasks)
                 tasks.cancel_scope.cancel()
         finally:
-            self.shell.rank_states, reporter.why, reporter.log = None, *before
-            self.balancer.observers.remove(self)
-            # before the next serve(): its ranks must dial again, and say anew what they have
-            self.leave()
-            self.handed.end()
+            shell.rank_states, reporter.why, reporter.log = None, *before
+            observers.remove(self._changes)
+            self._leave()
         if self._failure is not None:
             raise self._failure
 
@@ -162,201 +246,360 @@ class _Server(Peers, Observer):
             self._failure = self._failure or error
             tasks.cancel_scope.cancel()
 
-    # -- the plan ------------------------------------------------------------------------------------------------------
+    def _leave(self) -> None:
+        """Unless all is over, ranks see a loss and may join the next ``serve``. Producers stay: their puts go on."""
+        for peer in [peer for member in self._ranks.connected for peer in member.peers.values()]:
+            if self._is_over:
+                # the news of the end arrives before
+                peer.close("all is done")
+            else:
+                peer.abort()
+        self._handed.end()
 
-    async def _plan(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Step after step, until ``batches()`` ends and every rank is through."""
-        self._follow_the_ranks()
-        batches = self.balancer.batches(auto_ack=False)
-        await self._restore(batches)
-        # after what was in flight is known: ranks say at once what they have of it
-        for job in (self.attend, self._act):
-            tasks.start_soon(self._or_fail, job, tasks)
+    def _wake(self) -> None:
+        """New facts are there."""
+        # replaced, not cleared: a task on the old event wakes, a later task waits for the next fact
+        self._facts.set()
+        self._facts = anyio.Event()
+
+    async def _until(self, condition: Callable[[], object]) -> None:
+        """The condition may hold after each turn of ``_act``."""
+        while not condition():
+            await self._acted.wait()
+
+    # the plan
+
+    async def _plan(self) -> None:
+        batches = self._shell.iterate(auto_ack=False)
+        # batches in flight are the ledger's already
+        while self._core.give_as_planned() is not None:
+            pass
         while await self._next_step(batches):
             pass
-        self.shell.reporter.moved()
-        self.ledger.end()
-        self.wake()
-        await self._until(lambda: not self.ranks.unfinished)
-        # what they still say after their last acknowledgement is answered: statistics(), set_version()
+        self._shell.reporter.moved()
+        self._ledger.is_ended = True
+        self._wake()
+        await self._until(lambda: not self._ledger.steps and not self._ranks.unfinished)
+        # a rank may still ask for statistics() after its last acknowledgement
         with anyio.move_on_after(_LEAVE_S):
-            await self._until(lambda: not self.ranks.connected)
-        if left := self.ranks.connected:
-            names = ", ".join(member.name for member in left)
+            await self._until(lambda: not self._ranks.connected)
+        if left := self._ranks.connected:
             logger.warning(
                 "%s: all is done, and the feed was not closed for %d s. serve() ends without; close() a feed that is "
                 "not iterated to its end",
-                names,
+                ", ".join(member.name for member in left),
                 _LEAVE_S,
             )
-        self.is_over = True
+        self._is_over = True
 
     async def _next_step(self, batches: Batches) -> bool:
-        """Ask for a batch once every rank has room, and begin its step. False: no more come.
+        """Ask for a batch once every rank has room. False: no more come.
 
         As late as possible: until then rollouts stay in the window, where later ones may still make a better step.
         """
-        # Once nothing more comes, nobody need have room for it: after a restart, ranks may have left that know it.
-        await self._until(lambda: self._wants_step() or self.core.finished)
+        # after a restart, ranks may have left that know the end
+        await self._until(lambda: self._ledger.wants_step() or self._core.finished)
         ready_at = anyio.current_time()
         batch = await anext(batches, None)
         if batch is None:
             return False
-        plan = self.plans[batch.step]
-        plan.ready_s = {one: max(ready_at - self.ranks[one].since, 0.0) for one in plan.ranks}
-        # ranks may have come or gone while the batch was written
-        if len(batch.ranks) != len(plan.ranks) or plan.ranks != (*self.ledger.members,) or not self._all_there():
-            batches.give_back(batch)
-            return True
-        self.ledger.planned(batch.step, self._items(plan), uid=plan.uid)
-        for member in self.ranks.values():
+        ledger, ranks = self._ledger, self._ledger.members()
+        self._ready_s[batch.step] = {one: max(ready_at - self._ranks[one].since, 0.0) for one in ranks}
+        # a rank may have left between its last report and this batch: then the ledger asks for another layout
+        parts = dict(zip(ranks, batch.ranks, strict=True)) if len(ranks) == len(batch.ranks) else None
+        ledger.planned(ids_of(batch), remote=is_remote(batch), parts=parts)
+        for member in self._ranks.values():
             member.note_readiness()
-        self.wake()
+        self._wake()
         return True
 
-    def _wants_step(self) -> bool:
-        is_full = len(self.ledger.members) == self.balancer.config.dp_size
-        # Ranks that are to do the work of lost ones in earlier steps must not begin with later ones.
-        is_settled = is_full and not any(step.settling for step in self.ledger.steps.values())
-        return is_settled and self.ledger.wants_step and self._all_there()
+    def _lay_out(self, step: int, rollouts: Iterable[str], ranks: list[int]) -> dict[int, RankBatch]:
+        """Parts of another attempt of a step, for the ledger."""
+        missing = {*ids_of(self._core.in_flight.planned(step)[0])}.difference(rollouts)
+        self._core.mark_missing(step, missing)
+        return dict(zip(ranks, self._core.replan(step, len(ranks)).ranks, strict=True))
 
-    def _all_there(self) -> bool:
-        return all(self.ranks[one].takes_part for one in self.ledger.members)
+    # facts of peers
 
-    def _planned(self, batch: Batch) -> StepPlan:
-        ranks = self.ledger.members
-        plan = StepPlan((*ranks,), batch, uid_of(batch, ranks))
-        self.plans[batch.step] = plan
-        return plan
+    def admit(self, peer: Peer, join: Join) -> Any:
+        """See :class:`Host`, as all that follow."""
+        if join.kind == "producer":
+            return self._producers.admit(peer, join)
+        if join.kind != "rank":
+            raise WireError(f"a {join.kind} joins, and nobody here expects one")
+        incarnation = self._ranks.admit(peer, join)
+        return Admitted(incarnation, self._term, self._meets is Meets.BARRIER)
 
-    def dispatched(self, batch: Batch) -> None:
-        """A step is planned, and about to be written: with it, which ranks get it, before these can meet."""
-        # of a step that goes on after a restart, there is a plan
-        is_planned = batch.step in self.ledger.steps
-        self.note(self.plans[batch.step] if is_planned else self._planned(batch))
+    def on_peer(self, peer: Peer) -> None:
+        if peer.kind == "producer":
+            self._producers.on_peer(peer)
+            return
+        member = self._ranks.attach(peer)
+        self._follow_ranks()
+        self._producers.tell_version(peer)
+        if not peer.data.is_start:
+            # a new process says that its weights are in use when it asks for its first step
+            self._note_trained()
+        member.note_readiness()
+        self._wake()
 
-    def _items(self, plan: StepPlan) -> list[Item]:
-        return items_of(plan, lockstep=self.lockstep)
+    def on_end(self, peer: Peer, end: ConnectionEnd) -> None:
+        if peer.kind == "producer":
+            self._producers.on_end(peer, end)
+        elif self._ranks.detach(peer, end) is not None:
+            self._wake()
 
-    # -- a restart -----------------------------------------------------------------------------------------------------
+    def on_gone(self, peer: Peer, end: ConnectionEnd) -> None:
+        if peer.kind == "producer":
+            self._producers.on_gone(peer, end)
 
-    async def _restore(self, batches: Batches) -> None:
-        """Steps that were in flight before, or in the journal, go on, as they were planned or planned anew."""
-        core, ledger = self.core, self.ledger
-        while (before := core.in_flight.next_redelivery()) is not None:
-            noted = self._noted_of(before)
-            if noted is None:
-                plan = self.plans[(await anext(batches)).step]
-            else:
-                plan = self.plans[before.step] = StepPlan((*noted.planned_for,), before, noted.uid)
-            facts = noted or Acked(before.step, plan.uid)
-            ledger.restore(
-                before.step, plan.uid, self._items(plan),
-                # others were given their parts before the crash: they must not be waited for
-                [one for one in plan.ranks if one not in facts.lost],
-                acked=facts.ranks, gone=facts.gone,
-                remade=len(plan.ranks) != len(before.ranks),
+    def on_report(self, peer: Peer, report: Report) -> None:
+        """Raises WireError or RefusedError for what the rank cannot mean: its connection ends."""
+        arrival: Arrival = peer.data
+        process, link, ledger = arrival.process, arrival.link, self._ledger
+        member = self._ranks[process.rank]
+        if member.peers.get(process.seat) is not peer:
+            return
+        step, attempt, why = report.step, report.attempt, None
+        match report.fact:
+            case "ready" | "failed":
+                ledger.reported(process, link, step, attempt, Phase[report.fact.upper()])
+            case "missing":
+                self._miss(process, link, report)
+            case "finished":
+                self._record(process, report)
+                why = ledger.finished(process, link, step, attempt)
+            case "loaded":
+                why = ledger.loaded(process, link, Weights(step, attempt))
+            case "forgot":
+                ledger.forgot(process, link)
+            case "acked":
+                ledger.acked(process, link, step)
+            case _:
+                raise WireError(f"{member.name} reports {report.fact!r}, which nobody knows")
+        if why is not None:
+            peer.fail(refused_error("value", f"{member.name}: {why}"))
+        self._note_trained()
+        member.note_readiness()
+        self._wake()
+
+    def _miss(self, process: Process, link: int, report: Report) -> None:
+        """Payloads are gone with their producer: logged here, counted with the acknowledgement of the step."""
+        causes: dict[str, str] = _read(report, dict[str, str])
+        step, batch = self._ledger.steps.get(report.step), self._core.in_flight.get(report.step)
+        if step is None or batch is None or step.attempt != report.attempt:
+            return
+        lost = [one for one in batch.rollouts if one.rollout_id in causes and not one.is_padding]
+        self._ledger.missing(process, link, report.step, report.attempt, [one.rollout_id for one in lost])
+        texts = []
+        for rollout in lost[:_MOST_NAMED]:
+            label = rollout.handle.owner.label if isinstance(rollout, RemoteRollout) else None
+            texts.append(f"{rollout.rollout_id!r} (put by {label}: {causes[rollout.rollout_id]})")
+        if lost:
+            logger.warning(
+                "step %d, rank %d: %d rollouts are gone with their producer, and the step goes on without: %s%s",
+                report.step, process.rank, len(lost), ", ".join(texts), ", ..." if len(lost) > _MOST_NAMED else "",
             )  # fmt: skip
-            if noted is not None:
-                core.give_as_planned()
-        # steps below are done: whoever still has one is told to drop it
-        ledger.last_acked = min(self.plans, default=core.in_flight.next_step) - 1
-        if self.replan:
-            # Ranks that were there before are lost, if they do not come back: those that would meet in a step to come,
-            # or have a part in one under way.
-            came = {came.rank for came in self.handed.came}
-            self.ranks.expect(came.intersection(ledger.members).union(*(s.participants for s in ledger.steps.values())))
 
-    def _noted_of(self, batch: Batch) -> Acked | None:
-        """Facts of a step that goes on with the ranks that it was planned for: these are there, or lost ones are
-        replaced, and some may have met in it. None: it is planned anew."""
-        facts = self.handed.acked(batch.step)
-        # a plan of which nothing is noted no rank has seen
-        if facts is None or len(facts.planned_for) != len(batch.ranks):
-            return None
-        # A plain rank in the midst of its part cannot stop: while all that have one are there, the plan holds.
-        are_there = {*facts.planned_for} <= {*self.ledger.members}
-        return facts if self.replan or are_there else None
+    def _record(self, process: Process, report: Report) -> None:
+        """Times of a finished step, once for all processes of a rank: they work at the same time."""
+        times: ReportedTimes | None = _read(report, ReportedTimes | None)
+        step = self._ledger.steps.get(report.step)
+        if times is None or step is None or process.seat or step.attempt != report.attempt:
+            return
+        timing = StepTiming(
+            report.step,
+            [*step.parts].index(process.rank),
+            times.seconds if times.compute_s is None else times.compute_s,
+            own=times.compute_s is not None,
+            waited_s=times.waited_s,
+            ready_s=self._ready_s.get(report.step, {}).get(process.rank, 0.0),
+        )
+        self._core.record_step(timing, anyio.current_time())
 
-    # -- orders --------------------------------------------------------------------------------------------------------
+    def _note_trained(self) -> None:
+        for number in self._ledger.steps:
+            if number not in self._trained and self._ledger.is_trained(number):
+                # with the last rank's, another step may leave that is as old
+                self._trained.add(number)
+                self._shell.worked_through(number)
+
+    # orders
 
     async def _act(self) -> None:
         """Carry out what follows from facts, until cancelled. Raises a lost rank's error once its time is over."""
         while True:
-            facts = self.facts
-            while orders := self.ledger.orders():
-                await self.carry_out(orders)
-            self._follow_the_ranks()
-            # after the orders: what the lost rank said last may have been all that was missing
-            until, lost = self.ranks.next_to_give_up
+            facts = self._facts
+            while orders := self._orders():
+                await self._carry_out(orders)
+            until, lost = self._ranks.next_to_give_up()
             if until <= anyio.current_time():
-                await self._give_up(lost)
+                self._give_up(lost)
                 continue
-            self.changes.set()
-            self.changes = anyio.Event()
+            self._acted.set()
+            self._acted = anyio.Event()
             with anyio.CancelScope(deadline=until):
                 await facts.wait()
 
-    async def _give_up(self, lost: Member) -> None:
-        """A rank has not come back in time: the others go on without it, if they can."""
-        ledger, error = self.ledger, lost.error or lost.lost(_NOT_BACK)
-        steps = [*lost.rank.active]
-        # It was told of the end before a crash that forgot it, and has left: there is nothing that others must do.
-        if ledger.ended and not ledger.steps:
-            lost.error = error
-            return
-        # the last one cannot be replaced
-        if not self.replan or not {*ledger.members} - {lost.id}:
-            raise error
-        # first the ledger: orders made from here on name it no more
-        ledger.gave_up(lost.id)
-        self.ranks.remove(lost)
-        self.handed.note(lost.came)
-        for step in steps:
-            self.note(self.plans[step])
-        # Before others are sent its work: after a crash, both would have it.
-        await self.handed.flush()
-        logger.warning(
-            "%s is given up: %s. Its unfinished work of steps %s is for the other ranks", lost.name, error.cause, steps
+    def _orders(self) -> list[steps.Order]:
+        """Orders of this turn, after what the user has changed."""
+        acknowledged, self._changes.acknowledged_steps = self._changes.acknowledged_steps, set()
+        # an acknowledgement that the ledger itself has ordered comes back here
+        self._ledger.acknowledged_by_user(acknowledged & self._ledger.steps.keys())
+        dp_size = self._balancer.config.dp_size
+        # else the balancer follows the ranks, not the other way round
+        if dp_size != len(self._ledger.wanted):
+            self._ranks.resize(dp_size)
+            self._transport.resize(self._ranks.num_places)
+        return self._ledger.orders()
+
+    def _follow_ranks(self) -> None:
+        """The balancer plans for the ranks that take part from now on."""
+        if self._balancer.config.dp_size != len(self._ledger.wanted):
+            self._balancer.reconfigure(dp_size=len(self._ledger.wanted))
+
+    async def _carry_out(self, orders: list[steps.Order]) -> None:
+        """Rows first. Raises what :func:`encode` does, for work that no rank can be sent."""
+        is_news, sends = False, list[tuple[steps.ToProcess, Peer | None]]()
+        for order in orders:
+            match order:
+                case steps.WritePlan(row) | steps.WritePeer(row):
+                    is_news |= self._write(row)
+                case steps.Release():
+                    self._release(order)
+                case _:
+                    sends.append((order, self._peer(order.to)))
+        if is_news:
+            await self._handed.flush()
+        encoded: dict[tuple[int, int], dict[int, Encoded]] = {}
+        for to_process, peer in sends:
+            # another process may have joined in this place while the disk was awaited: its join has new orders
+            if peer is not None and self._peer(to_process.to) is peer:
+                self._send(to_process, peer, encoded)
+
+    def _peer(self, process: Process) -> Peer | None:
+        return self._ranks[process.rank].peers.get(process.seat)
+
+    def _write(self, row: PlanRow | PeerRow) -> bool:
+        if isinstance(row, PeerRow):
+            return self._handed.note(PeerFact(row.rank, row.incarnation, row.seats, row.fenced, row.ended))
+        batch = self._core.in_flight.get(row.step)
+        # in one transaction with its layout: an old layout under a new number would mix two plans
+        layout = [] if batch is None else [plan_of(batch)]
+        return self._handed.note(Attempt(row.step, row.attempt, [*row.parts]), *layout)
+
+    def _send(self, order: steps.ToProcess, peer: Peer, encoded: dict[tuple[int, int], dict[int, Encoded]]) -> None:
+        member, payload = self._ranks[order.to.rank], NOTHING
+        message: Message
+        match order:
+            case steps.Work():
+                same = encoded.setdefault((order.step, order.attempt), {})
+                message, its = work_of(order, peer.data.max_batch_bytes, same)
+                payload = its.payload
+                # for the error of its loss: what it may have begun with
+                member.last_step = max(order.step, member.last_step or 0)
+            case steps.Commit():
+                message = messages.Commit(order.step, order.attempt, tuple(sorted(order.masked)))
+            case steps.Drop():
+                text = self._why_behind(order.to, order.step) if order.lacking else ""
+                message = messages.Drop(order.step, order.attempt, order.lacking, text)
+            case steps.Behind():
+                message = messages.Behind(order.step, self._why_behind(order.to, order.step))
+            case _:
+                message = Notify(end=True)
+        peer.send(message, payload)
+
+    def _why_behind(self, process: Process, lacking: int) -> str:
+        """Text for a process whose weights lack a step of another rank."""
+        ranks = self._ledger.ranks
+        newest, other = max(
+            (seat.weights.next_step, number) for number, rank in ranks.items() for seat in rank.seats.values()
+        )
+        mine = ranks[process.rank].seats[process.seat].weights.next_step
+        return (
+            f"the weights of rank {process.rank} contain all steps before {mine} and lack step {lacking}; those of "
+            f"rank {other} contain all before {newest}. Load the weights of rank {other} and call "
+            "feed.load_state_dict() with its feed's state_dict(), or take all ranks back to one checkpoint"
         )
 
-    def _follow_the_ranks(self) -> None:
-        """The balancer plans for those that are left, and for one that has come back."""
-        if len(self.ledger.wanted) == self.balancer.config.dp_size:
+    def _release(self, order: steps.Release) -> None:
+        """A step is over."""
+        step, batch = order.step, self._core.in_flight.get(order.step)
+        self._ready_s.pop(step, None)
+        self._trained.discard(step)
+        if batch is None:
+            # the user was first: acknowledge_through() at a checkpoint
+            self._handed.forget(step)
             return
-        self.balancer.reconfigure(dp_size=len(self.ranks.numbers))
+        found = self._handed.attempt(step)
+        lost = [] if found is None else [found.ranks.index(rank) for rank in order.lost_ranks]
+        gone = {one.rollout_id for place in lost for one in batch.ranks[place].rollouts}
+        self._core.mark_missing(step, gone | order.gone)
+        with suppress(ValueError):
+            self._balancer.acknowledge(step)
+        self._handed.forget(step)
+        straggler = self._balancer.straggler()
+        slow = None if straggler is None else (straggler.rank, straggler.since_step)
+        # once for each
+        if slow is not None and slow != self._slow:
+            logger.warning("%s", straggler)
+        self._slow = slow
 
-    # -- what happens --------------------------------------------------------------------------------------------------
+    def _give_up(self, lost: Member) -> None:
+        """A rank has not come back in time: the others go on without it, if they can."""
+        ledger, error = self._ledger, lost.error or lost.lost(_NOT_BACK)
+        # it may have left after an End that a crash forgot: there is nothing that others must do
+        if ledger.is_ended and not ledger.steps:
+            lost.error, lost.give_up_at = error, float("inf")
+            return
+        is_needed = self._meets is Meets.OWN and (lost.is_wanted or lost.error is not None)
+        if is_needed or not {*ledger.members()} - {lost.id}:
+            raise error
+        steps_of = lost.steps
+        ledger.gave_up(lost.id)
+        self._ranks.remove(lost)
+        self._follow_ranks()
+        logger.warning(
+            "%s is given up: %s. Its steps %s are planned again for the other ranks", lost.name, error.cause, steps_of
+        )
 
-    def reconfigured(self, before: BalancerConfig) -> None:
-        """More ranks, or fewer, take part from now on."""
-        dp_size = self.balancer.config.dp_size
-        # the second is our own doing: the balancer follows the ranks, not the other way round
-        if dp_size not in (before.dp_size, len(self.ranks.numbers)):
-            self.ranks.resize(dp_size)
-            # who is no more lacks the steps that others go on with: the next controller must not ask it for one
-            for member in self.ranks.values():
-                if member.sessions:
-                    self.handed.note(member.came)
-            self.transport.resize(self.ranks.num_places)
-            self.wake()
+    # why nothing moves
 
-    def ended(self) -> None:
-        """Ranks may be waited for that have left."""
-        self.wake()
+    def _why_stalled(self, seconds: float) -> str:
+        """A line that names who is missing, after so many seconds without a step."""
+        if self._ledger.is_ended:
+            return f"all batches were sent {seconds:.0f} s ago; not yet done with them: {self._why_not_done()}"
+        reasons = [why_ranks_wait(self._ranks.states()), self._why_step_waits(), self._balancer.why_no_batch()]
+        return f"no batch for {seconds:.0f} s: " + "; ".join(filter(None, reasons))
 
-    def acknowledged(self, batch: Batch) -> None:
-        """The user has acknowledged a step, if the ledger has it yet."""
-        # an acknowledgement that the ledger itself has ordered comes back here
-        if batch.step in self.ledger.steps:
-            self.ledger.acknowledged_by_user(batch.step)
-            self.wake()
+    def _why_not_done(self) -> str:
+        """Ranks that the end waits for, and what to do about a rank that may have left for good."""
+        left = self._ranks.unfinished or self._ranks.connected
+        # a rank that has not acknowledged keeps the others: it is named alone
+        late = [member for member in left if member.steps] or left
+        names = ", ".join(member.name for member in late)
+        # an earlier controller may have died with an acknowledgement that was not on the disk
+        away = [member for member in late if member.steps and not member.peers]
+        if not away:
+            return names
+        who, last = ", ".join(member.name for member in away), max(member.steps[-1] for member in away)
+        return (
+            f"{names}. Not connected: {who}. If it has left, with these steps in its weights, "
+            f"balancer.acknowledge_through({last}) ends the wait"
+        )
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        """The condition may hold once what follows from new facts was carried out."""
-        while not condition():
-            await self.changes.wait()
+    def _why_step_waits(self) -> str:
+        """Ranks that the oldest step waits for; later steps wait for it."""
+        oldest = min(self._ledger.steps, default=None)
+        late = set() if oldest is None else self._ledger.waits_for(oldest)
+        # without a rank that is done, nobody waits
+        if oldest is None or len(late) >= len(self._ledger.steps[oldest].parts):
+            return ""
+        return f"step {oldest} waits for {', '.join(self._ranks[one].name for one in sorted(late))}"
 
 
-_LEAVE_S = 60.0  # a feed that is iterated leaves by itself; one that was dropped must not keep the controller for ever
-_NOT_BACK = "it did not come back after the controller was started again"
+def _read(report: Report, kind: Any) -> Any:
+    try:
+        return msgspec.msgpack.decode(report.about, type=kind)
+    except msgspec.DecodeError as error:
+        raise WireError(f"what is said of {report.fact!r} cannot be read: {error}") from None

@@ -19,12 +19,11 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from stream_balancer.core.steps.state import HeldStep
 from stream_balancer.errors import RefusalReason, WireError
 from stream_balancer.rollouts import Denominators, MiniBatchSize
 from stream_balancer.wire.payload import reader
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_MESSAGE_BYTES = 2**26
 # lists of a message are bounded, so that decoding one cannot take memory without end
 MAX_ENTRIES = 2**18
@@ -86,11 +85,26 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seat: Count = 0
     seats: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     max_batch_bytes: Count = 2**32
-    next_step: Count | None = None
-    """The weights contain all steps before this one; None: not said."""
-    has: dict[int, HeldStep] = {}
-    goes_on: bool = False
-    """The process was in before, and was not started with other weights: ranks that go on may be at different steps."""
+    weights: tuple[Count, Count] = (0, 0)
+    """The weights contain all steps before the first number; the second is the attempt of the last step (0: not said).
+    """
+    acked: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    """Saved weights contain all steps up to this one."""
+    holds: dict[int, tuple[Count, Annotated[int, msgspec.Meta(ge=0, le=5)]]] = {}
+    """Attempt and phase of each step that the process holds; see :class:`stream_balancer.steps.state.Phase`."""
+    is_start: bool = True
+    """The process joins for the first time."""
+
+
+class Admitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The controller's answer to a rank that joins."""
+
+    incarnation: Count
+    """Number under which the process joins again after a broken connection."""
+    term: Count
+    """Number of the controller. A rank obeys no controller of a lower term."""
+    has_barrier: bool
+    """Ranks meet through ``step.finish()``."""
 
 
 class Welcome(Message, frozen=True, tag=4):
@@ -125,72 +139,33 @@ class MoverNote(Message, frozen=True, tag=7):
     body: Annotated[bytes, _MANY]
 
 
-class WorkItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An item of a step: a micro-batch, or a rank's part of one. Its rollouts are a block of the header."""
+class Work(Message, frozen=True, tag=10):
+    """C to R: a rank's part of one attempt of a step, and the bytes that the controller has of it."""
 
-    id: Count
-    group: Count | None = None
-    """Number for items that several ranks compute together. None: this rank alone."""
-    remote: bool = False
-    """Payloads lie elsewhere: the rank fetches them, and reports ``fetched``."""
-
-
-class StepHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Head of a step, for one rank: what its first Work says."""
-
-    dp_size: Count
-    """DP ranks in the step."""
+    step: Count
+    attempt: Count
+    ranks: Counts
+    """Ranks of the attempt, ascending."""
+    place: Count
+    """Place of this rank among them."""
+    needs_commit: bool
+    """Report READY, and meet after Commit."""
     load: float
     """Predicted work of this rank."""
-    meets: bool = False
-    """Something may still change: say ``at_barrier``, and wait for the Seal, before the ranks meet. False: the Seal
-    comes by itself, and once it is here nothing changes any more."""
-    mini_batches: Annotated[tuple[MiniBatchSize, ...], _MANY] = ()
-    rank: Count | None = None
-    """Number of the rank in the step, where that is another one: some ranks before it have no part in the step."""
-
-
-class Work(Message, frozen=True, tag=10):
-    """C to R: items of a step, and the bytes that the controller has of them."""
-
-    step: Count
-    uid: Count
-    """Tells two plans of one step number apart; the same after a restart of the controller with its journal."""
-    attempt: Count
-    items: Annotated[tuple[WorkItem, ...], _MANY] = ()
-    head: StepHead | None = None
-    """In the first Work of a step, and in the first after a join."""
-    gone: Texts = ()
-    """Ids of rollouts that are masked everywhere."""
-    header: msgspec.Raw = NIL
-    """As :mod:`stream_balancer.wire.codec` writes it: a block an item. Nil without items."""
-    sizes: Denominators | None = None
-    """Numbers that the step is divided by. None: payloads of it may be missing, and the Seal has the numbers."""
-
-
-class ResizedExecution(msgspec.Struct, frozen=True, array_like=True):
-    """Rest of an execution."""
-
-    group_id: Text | None
-    execution_id: Text
-    samples: Count
-    loss_tokens: Count
-
-
-class Seal(Message, frozen=True, tag=12):
-    """C to R: the last word before the ranks meet: who meets, and what all divide by."""
-
-    step: Count
-    number: Count
-    """Two seals of one number are equal."""
-    ranks: Counts
-    """DP ranks that meet."""
     sizes: Denominators
-    mini_batches: Annotated[tuple[Denominators, ...], _MANY] = ()
-    resized: Annotated[tuple[ResizedExecution, ...], _MANY] = ()
-    """Executions of which some rollouts are gone, and some are not."""
-    gone: Texts = ()
-    """Ids of rollouts that are masked everywhere."""
+    """Numbers that all ranks divide by."""
+    mini_batches: Annotated[tuple[MiniBatchSize, ...], _MANY] = ()
+    header: msgspec.Raw = NIL
+    """As :mod:`stream_balancer.wire.codec` writes it: a block for each micro-batch."""
+
+
+class Commit(Message, frozen=True, tag=12):
+    """C to R: all ranks are READY, so they meet."""
+
+    step: Count
+    attempt: Count
+    masked: Texts = ()
+    """Ids of rollouts whose payloads were lost after the plan: they count with weight 0."""
 
 
 class Notify(Message, frozen=True, tag=13):
@@ -202,36 +177,28 @@ class Notify(Message, frozen=True, tag=13):
 
 
 class Report(Message, frozen=True, tag=14):
-    """R to C: a fact about a step: taken, done, fetched, at_barrier, finished, acknowledged."""
+    """R to C: a fact about a step: ready, failed, missing, finished, acked, loaded, forgot."""
 
     fact: Name
-    step: Count
-    attempt: Count = 1
-    items: Counts = ()
+    step: Count = 0
+    attempt: Count = 0
     about: msgspec.Raw = NIL
-    """Further content of the fact: times, missing rollouts, the seal that failed."""
+    """Further content of the fact: times of a finished step, causes by id of missing rollouts."""
 
 
-class Go(Message, frozen=True, tag=15):
-    """C to R: these items may begin: all who compute them have their payloads, or mask them."""
-
-    step: Count
-    items: Counts
-    gone: Texts = ()
-
-
-class Rewind(Message, frozen=True, tag=16):
-    """C to R: throw the gradient of this step away; all its micro-batches come again."""
+class Behind(Message, frozen=True, tag=15):
+    """C to R: other weights contain this step, yours lack it: discard all steps and load newer weights."""
 
     step: Count
-    attempt: Count
+    text: Text
 
 
 class Drop(Message, frozen=True, tag=17):
-    """C to R: you have no part in this step any more. ``met``: the others have it in their weights."""
+    """C to R: discard this step. ``lacking``: as after Behind."""
 
     step: Count
-    met: bool
+    attempt: Count
+    lacking: bool
     text: Text = ""
 
 
@@ -260,8 +227,8 @@ class Reply(Message, frozen=True, tag=22):
 
 
 AnyMessage: TypeAlias = (
-    Hello | Challenge | Join | Welcome | Refused | Close | MoverNote | Work | Seal | Notify | Report | Go
-    | Rewind | Drop | Call | Cancel | Reply
+    Hello | Challenge | Join | Welcome | Refused | Close | MoverNote | Work | Commit | Notify | Report | Behind
+    | Drop | Call | Cancel | Reply
 )  # fmt: skip
 
 

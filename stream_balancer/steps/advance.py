@@ -111,7 +111,7 @@ def end_ranks(state: State, is_ended: bool) -> None:
 
 
 def _is_released(state: State, step: Step) -> bool:
-    if step.number <= state.user_acked:
+    if step.is_saved:
         return True
     # A rank that leaves at a resize does not hold up a release: the staying ranks acknowledge.
     newest = max((seat.weights.next_step for _, seat in state.living()), default=0)

@@ -105,15 +105,20 @@ class Held:
 
     # The connection.
 
-    def join(self, link: int, term: int) -> Claim | None:
-        """First message of a new connection. None: the process has obeyed a newer controller."""
-        if term < self.term:
-            return None
-        is_start, self.link, self.term, self.behind = self.term < 0, link, term, None
+    def join(self, link: int) -> Claim:
+        """First message of a new connection."""
+        self.link, self.behind = link, None
         self.out.clear()
         # A step without payloads counts as not held: the next Work repeats the fetch and its report.
         holds = {one.number: (one.attempt, Phase.NONE if one.is_missing else one.phase) for one in self.steps.values()}
-        return Claim(self.weights, self.acked, holds, is_start)
+        return Claim(self.weights, self.acked, holds, self.term < 0)
+
+    def obeys(self, term: int) -> bool:
+        """Answer to the controller's first message. False: the process has obeyed a newer controller."""
+        if term < self.term:
+            return False
+        self.term = term
+        return True
 
     def take(self, link: int, order: Work | Commit | Drop | Behind | End) -> None:
         """Obey an order of the newest connection."""
@@ -177,7 +182,7 @@ class Held:
     def oldest(self) -> HeldStep | None:
         """The step that the loop trains next, if the loop may begin it."""
         held = self.steps.get(min(self.steps, default=-1))
-        if held is None or not held.is_fetched or self.behind is not None:
+        if held is None or not held.is_fetched or held.phase is Phase.FAILED or self.behind is not None:
             return None
         return held if self.barrier or held.phase is Phase.COMMITTED else None
 

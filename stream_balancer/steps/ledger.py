@@ -84,7 +84,7 @@ class Ledger:
     def wants_step(self) -> bool:
         """Every rank of the next step is connected and has room: the planner may choose now."""
         members = self.members()
-        return bool(members) and not self.is_ended and all(self._has_room(number) for number in members)
+        return bool(members) and not self.is_ended and all(self.has_room(number) for number in members)
 
     def is_done(self) -> bool:
         """Every step is released, and every connected rank was told End."""
@@ -106,9 +106,21 @@ class Ledger:
         unsaved = {one.rank for one in state.processes(step) if state.seat(one).acked < number}
         return absent or late or ({one.rank for one in lacking} if lacking else unsaved)
 
-    def _has_room(self, number: int) -> bool:
+    def has_room(self, number: int) -> bool:
+        """The rank is connected, and each of its processes may get another step."""
         rank = self.ranks[number]
         return rank.is_here and all(self._state.room(Process(number, seat)) > 0 for seat in rank.seats)
+
+    def is_trained(self, number: int) -> bool:
+        """The weights of every process contain the step."""
+        step = self.steps[number]
+        return all(self._state.contains(process, step) for process in self._state.processes(step))
+
+    def unacknowledged(self, number: int) -> list[int]:
+        """Steps in flight with a part of this rank that some process of the rank has not acknowledged, ascending."""
+        rank = self.ranks[number]
+        acked = min((seat.acked for seat in rank.seats.values()), default=-1)
+        return sorted(step.number for step in self.steps.values() if number in step.parts and step.number > acked)
 
     # Facts of the planner and the host.
 
@@ -126,9 +138,10 @@ class Ledger:
         rank.fenced, rank.seats = max(rank.fenced, rank.incarnation), {}
         self._state.save_rank(number)
 
-    def acknowledged_by_user(self, through: int) -> None:
-        """The controller's program confirms that saved weights contain all steps up to this one."""
-        self._state.user_acked = max(self._state.user_acked, through)
+    def acknowledged_by_user(self, numbers: Iterable[int]) -> None:
+        """The controller's program confirms that saved weights contain these steps."""
+        for number in numbers:
+            self.steps[number].is_saved = True
 
     # Facts of processes.
 

@@ -180,7 +180,9 @@ class End(NamedTuple):
     to: Process
 
 
-Order: TypeAlias = WritePlan | WritePeer | Release | Work | Commit | Drop | Behind | End
+ToProcess: TypeAlias = Work | Commit | Drop | Behind | End
+"""Order that is a message to one process."""
+Order: TypeAlias = WritePlan | WritePeer | Release | ToProcess
 
 
 @dataclass(slots=True)
@@ -201,6 +203,8 @@ class Step:
     """No weights contain some released step before this step: the ledger compares the weights before a Commit."""
     is_spent: bool = False
     """A process died after its Commit: its successor must not meet in this attempt."""
+    is_saved: bool = False
+    """The controller's program confirms that saved weights contain the step."""
     was_committed: bool = False
     """Some process may have met in this attempt: restarted processes get another number."""
 
@@ -271,7 +275,6 @@ class State:
     wanted: set[int] = field(default_factory=set)
     attempts: int = 0
     """Newest attempt of this controller."""
-    user_acked: int = -1
     out: list[Order] = field(default_factory=list)
 
     def members(self) -> list[int]:

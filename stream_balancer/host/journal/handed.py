@@ -1,6 +1,5 @@
-"""Facts of peers and of steps in flight that outlive ``serve``, and, with a journal, the controller: which ranks have
-acknowledged a step, what is masked in it, which incarnations were given up, who was told of the end, and which
-producers have ended.
+"""Rows about ranks, attempts and producers. The next ``serve`` continues from them; with a journal, so does the next
+controller.
 """
 
 from __future__ import annotations
@@ -8,54 +7,53 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from msgspec.structs import replace
-
-from stream_balancer.host.records import Acked, Came, Fact
+from stream_balancer.host.records import Attempt, Fact, PeerFact
 from stream_balancer.wire.codec import Leases, Owner
 
 
 class Handed:
-    """Facts of one balancer, and which payloads it needs of their owners, for this process; with a journal, which is
-    one, for the next, too."""
+    """Rows of one balancer in memory, and the payloads that it needs of their owners. A journal also writes them."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Fact] = {}
-        """By key, the last of each."""
+        """The newest row of each key."""
         self.leases = defaultdict[Owner, Leases](Leases)
         """Payloads that owners keep, by owner; those included that a journal names and that have not come back."""
 
     def put(self, *facts: Fact) -> None:
-        """Facts hold now, in place of those with the same keys."""
+        """Write these facts in one transaction, in place of the rows with their keys."""
 
     async def flush(self) -> None:
-        """Return once all that was said so far is on the disk."""
+        """Return once every earlier row is on the disk."""
 
     def follow(self, facts: Iterable[Fact]) -> None:
-        """Go on from what a journal says."""
+        """Continue from the rows of a journal or a checkpoint."""
         self.rows = {one.key: one for one in facts}
 
-    def note(self, fact: Fact) -> None:
-        """The fact holds from now on."""
+    def note(self, fact: Fact, *others: Fact) -> bool:
+        """The fact holds from now on. ``others`` are written with it, in one transaction. -> True if it is news."""
         # a feed that joins again after each broken link must not cost a transaction each time
-        if self.rows.get(fact.key) != fact:
-            self.rows[fact.key] = fact
-            self.put(fact)
+        if self.rows.get(fact.key) == fact:
+            return False
+        self.rows[fact.key] = fact
+        self.put(fact, *others)
+        return True
 
-    def acked(self, step: int) -> Acked | None:
-        """Facts of a step, if there are any."""
-        found = self.rows.get(Acked(step, 0).key)
-        return found if isinstance(found, Acked) else None
+    def attempt(self, step: int) -> Attempt | None:
+        """Newest attempt of a step in flight; None for a step that no rank was given."""
+        found = self.rows.get(f"attempt {step}")
+        return found if isinstance(found, Attempt) else None
 
     def forget(self, step: int) -> None:
         """A step is acknowledged: the journal drops its row with the acknowledgement itself."""
-        self.rows.pop(Acked(step, 0).key, None)
+        self.rows.pop(f"attempt {step}", None)
 
     @property
-    def came(self) -> list[Came]:
-        """Every rank that has come at some time."""
-        return [one for one in self.rows.values() if isinstance(one, Came)]
+    def peers(self) -> list[PeerFact]:
+        """Every rank that has joined at some time."""
+        return [one for one in self.rows.values() if isinstance(one, PeerFact)]
 
     def end(self) -> None:
-        """Ranks that were given up may be anew, under whichever incarnation: who serves next numbers them."""
-        for came in self.came:
-            self.note(replace(came, is_fenced=False, is_ended=False))
+        """Ranks of the next ``serve`` are new: a rank that was given up or told of the end may join again."""
+        for one in self.peers:
+            self.note(PeerFact(one.rank, -1, one.seats))

@@ -31,13 +31,13 @@ from stream_balancer.host.journal.handed import Handed
 from stream_balancer.host.journal.store import DiskFullError, Store, remove, retract
 from stream_balancer.host.journal.writer import CLOSED, Writer, Writing
 from stream_balancer.host.records import (
-    Acked,
-    Came,
+    Attempt,
     Done,
     Ended,
     Fact,
     Group,
     HeldRollout,
+    PeerFact,
     Records,
     Totals,
     facts_of,
@@ -170,7 +170,7 @@ class Journal(Handed, Observer):
         return snapshot
 
     def _follow(self, records: Records) -> None:
-        self.follow(one for one in records.facts if isinstance(one, Acked | Came | Ended))
+        self.follow(one for one in records.facts if isinstance(one, Attempt | PeerFact | Ended))
         self._done = deque(records.all_of(Done))
         self._num_done = sum(len(one.ids) for one in self._done)
 
@@ -283,7 +283,7 @@ class Journal(Handed, Observer):
         # Rollouts that no rank could get are not among the past ids: they may be put again.
         ids, past = [r.rollout_id for r in batch.rollouts if not r.is_padding], self._core.ids.past
         # with the rollouts, in one transaction: a plan without them would be damage
-        self._finish(ids, [name for name in ids if name in past], f"plan {batch.step}", f"acked {batch.step}")
+        self._finish(ids, [name for name in ids if name in past], f"plan {batch.step}", f"attempt {batch.step}")
 
     def gave_up(self, evicted: Sequence[tuple[Rollout, EvictReason]]) -> None:
         """Rollouts are held no more; lost ones may be put again."""
