@@ -44,25 +44,43 @@ class Crew:
         self.ended: list[int] = []
         self.peers: dict[int, MemoryPeer] = {}
         self.feeds: dict[int, RankFeed] = {}
+        self.weights: dict[int, dict[str, int]] = {}
+        """By rank: what its feed said of the weights after the last step."""
         self.rejoin = False
+        self.is_elastic = True
+        """Ranks are served with ``on_rank_loss="replan"``, and their collectives fail if one is lost."""
         self.connect: Callable[..., Any] = network.connect
         self.seconds: Callable[[int, int], float] = lambda rank, step: 1.0
         """Of a micro-batch."""
         self._here: dict[tuple[int, tuple[int, ...]], dict[int, Counter[str]]] = {}
         self._met: dict[int, anyio.Event] = {}
 
-    async def train(self, rank: int, **join: Any) -> None:
+    async def train(self, rank: int, *, loads: int | None = None, **join: Any) -> None:
+        """``loads``: the rank whose weights are loaded where those of this one lack a step."""
         options = {name: join.pop(name) for name in ("next_step", "auto_ack") if name in join}
         peer = self.peers[rank] = self.connect(rank, **{"rejoin": self.rejoin, **join})
         feed = self.feeds[rank] = RankFeed(peer, **options)
         try:
-            async for step in feed:
-                await self.train_step(rank, step)
+            await self.iterate(rank, feed, loads)
             self.ended.append(rank)
         except KilledError:
             self.kill(rank)
         except (sb.errors.RankLostError, sb.errors.RefusedError) as error:
             self.errors.append(error)
+            await feed.aclose()  # the process ends
+
+    async def iterate(self, rank: int, feed: RankFeed, loads: int | None) -> None:
+        while True:
+            try:
+                async for step in feed:
+                    await self.train_step(rank, step)
+                return
+            except sb.errors.RankLostError as error:
+                if loads is None or error.cause != "other ranks have trained without it":
+                    raise
+                await anyio.sleep(1.0)
+                self.weights[rank] = self.weights[loads]
+                feed.load_state_dict(self.weights[rank])
 
     async def train_step(self, rank: int, step: Step) -> None:
         gradient: Counter[str] = Counter()
@@ -76,11 +94,13 @@ class Crew:
             self.replaced.append((rank, step.step))
             return
         self.ends.setdefault(step.step, set()).add(end)
-        if await self.meet(step.step, rank, end.ranks, gradient):
-            self.dies(rank, step.step, "met")
-        else:
-            step.failed()
-            self.replaced.append((rank, step.step))
+        for _ in range(1 if self.is_elastic else 500):  # a plain loop waits in its collective
+            if await self.meet(step.step, rank, end.ranks, gradient):
+                self.weights[rank] = self.feeds[rank].state_dict()
+                self.dies(rank, step.step, "met")
+                return
+        step.failed()
+        self.replaced.append((rank, step.step))
 
     async def work(self, rank: int, step: int, micro_batch: MicroBatch) -> None:
         """Takes as long as a forward and a backward."""

@@ -303,6 +303,7 @@ class Server(Host):
         batch = await anext(batches, None)
         if batch is None:
             return False
+        self._resize()
         ledger, ranks = self._ledger, self._ledger.members()
         self._ready_s[batch.step] = {one: max(ready_at - self._ranks[one].since, 0.0) for one in ranks}
         # a rank may have left between its last report and this batch: then the ledger asks for another layout
@@ -446,12 +447,15 @@ class Server(Host):
         acknowledged, self._changes.acknowledged_steps = self._changes.acknowledged_steps, set()
         # an acknowledgement that the ledger itself has ordered comes back here
         self._ledger.acknowledged_by_user(acknowledged & self._ledger.steps.keys())
+        self._resize()
+        return self._ledger.orders()
+
+    def _resize(self) -> None:
+        """More ranks, or fewer, take part once the user has said so."""
         dp_size = self._balancer.config.dp_size
-        # else the balancer follows the ranks, not the other way round
         if dp_size != len(self._ledger.wanted):
             self._ranks.resize(dp_size)
             self._transport.resize(self._ranks.num_places)
-        return self._ledger.orders()
 
     def _follow_ranks(self) -> None:
         """The balancer plans for the ranks that take part from now on."""

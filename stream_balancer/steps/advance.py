@@ -126,7 +126,11 @@ def _is_released(state: State, step: Step) -> bool:
     took = [one for one, _ in state.living() if state.contains(one, step) and one.rank not in leaves]
     # Absent processes of an ended rank may have left.
     must = [one for one in stay or took or on_it if state.is_here(one) or not state.ranks[one.rank].is_ended]
-    return bool(must) and all(state.contains(one, step) and state.seat(one).acked >= step.number for one in must)
+    if must:
+        return all(state.contains(one, step) and state.seat(one).acked >= step.number for one in must)
+    # Every rank of the step has left: the last acknowledgement and the end of its connection came in one turn.
+    left = [seat for number in step.parts for seat in state.ranks[number].seats.values()]
+    return bool(left) and all(seat.acked >= step.number for seat in left)
 
 
 def _release(state: State, step: Step) -> None:

@@ -195,8 +195,9 @@ class Ledger:
         first, is_own = claim.weights.next_step, self._state.meets is Meets.OWN
         if first > self.next_step:
             return (
-                f"the weights contain step {first - 1}, but the balancer was restored before step {self.next_step}: "
-                f"load weights from before that step, or restore a newer log"
+                f"the weights contain all steps before {first}, and the next step here is {self.next_step}: the "
+                "controller was started without its journal, or from an older checkpoint. Start it with its journal, or "
+                "the ranks with weights of that time"
             )
         if not is_own and self._differs(process, claim.weights):
             return f"the weights contain another attempt of step {first - 1}: load the state_dict() of a living rank"
@@ -207,9 +208,11 @@ class Ledger:
             for other, seat in self._state.living():
                 differs = seat.link is not None and seat.is_fresh and seat.weights.next_step != first
                 if other != process and differs:
+                    there = seat.weights.next_step
                     return (
-                        f"the weights contain the steps before {first}, the weights of rank {other.rank} differ (steps "
-                        f"before {seat.weights.next_step}): load one checkpoint on all ranks"
+                        f"the weights of rank {process.rank} contain all steps before {first}, and rank {other.rank}'s "
+                        f"all before {there}: they would train on different weights. Take all ranks back to one "
+                        f"checkpoint, before step {min(first, there)} or earlier, and give each its next_step="
                     )
         return None
 

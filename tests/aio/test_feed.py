@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 from helpers import config, fill, settle
 from scripted import Filled
@@ -46,7 +47,7 @@ async def test_what_the_weights_contain_is_not_trained_on_again(how: str, auto_a
         for _ in range(3):
             await anext(before)
         tasks.start_soon(sb.serve, filled.balancer, network)
-        feed = sb.RankFeed(network.connect(0, depth=3), auto_ack=auto_ack, next_step=2 if is_checkpoint else None)
+        feed = sb.RankFeed(network.connect(0, depth=3), auto_ack=auto_ack, next_step=2 if is_checkpoint else 0)
         await settle()
         if not is_checkpoint:
             feed.load_state_dict({"next_step": 2})
@@ -59,7 +60,7 @@ async def test_what_the_weights_contain_is_not_trained_on_again(how: str, auto_a
         step.ack()
         await settle()
         assert filled.acknowledged_steps == [0, 1, 2]
-        assert feed.state_dict() == {"next_step": 3}
+        assert feed.state_dict()["next_step"] == 3
         await drain(feed)
 
 
@@ -117,15 +118,15 @@ async def test_two_tasks_cannot_iterate_one_feed() -> None:
 )
 async def test_work_that_cannot_be_is_refused(counts: tuple[int, ...], most_bytes: int, says: str) -> None:
     """Mini-batches that are not all of a step; more bytes than the rank takes, before there is memory for them."""
-    head = m.StepHead(1, 2.5, mini_batches=tuple(m.MiniBatchSize(count, 1.0, 2, 20, 20, 2) for count in counts))
+    sizes = tuple(m.MiniBatchSize(count, 1.0, 2, 20, 20, 2) for count in counts)
     encoded = encode([MicroBatch.of([make_rollout(5)]) for _ in range(2)])
-    items = (m.WorkItem(0), m.WorkItem(1))
 
     class Controller:
         def __init__(self, connection: Connection, _: object) -> None:
             connection.handler = self
-            connection.let_in(m.Welcome())
-            work = m.Work(0, 7, 1, items, head, (), encoded.header, m.Denominators(4, 100, 50, 3))
+            about = msgspec.Raw(msgspec.msgpack.encode(m.Admitted(0, 1, has_barrier=False)))
+            connection.let_in(m.Welcome(about=about))
+            work = m.Work(0, 7, (0,), 0, False, 2.5, m.Denominators(4, 100, 50, 3), sizes, encoded.header)
             connection.send(work, encoded.payload)
 
         def __getattr__(self, name: str) -> Any:

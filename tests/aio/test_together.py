@@ -10,6 +10,7 @@ import random
 import threading
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class Lane(Crew):
     def __init__(self, team: Team, seat: int) -> None:
         super().__init__(team, team.die.copy())  # type: ignore[arg-type]
         self.team, self.seat, self.rejoin = team, seat, "journal" in team.features
+        self.is_elastic = "replan" in team.features
 
     async def train(self, rank: int, **join: Any) -> None:
         seats = {"seat": self.seat, "seats": self.team.num_seats} if self.team.num_seats > 1 else {}
@@ -58,7 +60,8 @@ class Lane(Crew):
             await anyio.sleep(self.team.returns[rank])
             # looked at now: nobody starts a rank whose place is no more
             if rank < self.team.dp_size and not self.team.is_over:
-                await super().train(rank, incarnation=1, **seats)
+                # rank 0 never dies
+                await super().train(rank, incarnation=1, loads=0, **seats)
 
 
 class Team:
@@ -228,7 +231,7 @@ class Team:
         self.dp_size = dp_size
         if more:
             for lane in self.lanes:
-                ranks.start_soon(lane.train, SIZE)
+                ranks.start_soon(partial(lane.train, SIZE, loads=0))
 
     def check(self, balancer: sb.StreamBalancer) -> None:
         statistics = balancer.statistics()

@@ -23,7 +23,7 @@ class Network:
         self._movers = ["shared_memory"] if kind == "shared_memory" else []
         self._peers: list[sb.RankFeed | sb.Producer] = []
 
-    def feed(self, rank: int = 0, *, auto_ack: bool = True, next_step: int | None = None, **join: Any) -> sb.RankFeed:
+    def feed(self, rank: int = 0, *, auto_ack: bool = True, next_step: int = 0, **join: Any) -> sb.RankFeed:
         """A rank's feed, as a trainer would open it."""
         if isinstance(self.transport, MemoryNetwork):
             feed = sb.RankFeed(self.transport.connect(rank, **join), auto_ack=auto_ack, next_step=next_step)

@@ -117,7 +117,7 @@ async def test_a_killed_rank_may_come_back(kind: str, auto_ack: bool) -> None:
             await until(lambda: 1 in filled.acknowledged_steps)  # its word about step 1 has come through
             kill(first)
             steps[1].pop()  # what it was working on is gone with it
-            await train(1, incarnation=1)
+            await train(1, incarnation=1, next_step=2)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(train, 0)
