@@ -64,7 +64,7 @@ async def producers_peer(address: str, first: int, count: int, each: int) -> Non
 async def ranks_peer(address: str, first: int, count: int, dp_size: int) -> None:
     async def train(rank: int) -> None:
         async for step in sb.RankFeed(address, rank=rank, dp_size=dp_size):
-            async for micro_batch in step:
+            for micro_batch in step:
                 micro_batch.packed()
             await step.async_finish()
 

@@ -85,7 +85,7 @@ class Crew:
     async def train_step(self, rank: int, step: Step) -> None:
         gradient: Counter[str] = Counter()
         self.dies(rank, step.step, "work")
-        async for micro_batch in step:
+        for micro_batch in step:
             await self.work(rank, step.step, micro_batch)
             self.add(rank, step.step, micro_batch, gradient)
         self.dies(rank, step.step, "barrier")

@@ -25,7 +25,7 @@ A plain loop leaves out everything after the inner ``for`` but the last two line
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -77,11 +77,6 @@ class Step(OneRank):
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)
-
-    async def __aiter__(self) -> AsyncIterator[MicroBatch]:
-        for one in self.micro_batches:
-            await anyio.lowlevel.checkpoint()
-            yield one
 
     def finish(self) -> End | None:
         """The ranks that meet, and the numbers that all divide by, once every rank has come so far: call it before the

@@ -150,10 +150,10 @@ class ReportedTimes(NamedTuple):
 
 
 class _Changes(Observer):
-    """What the user changes while ``serve`` runs, for its next turn."""
+    """What the user changes while ``serve`` runs."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
+    def __init__(self, wake: Callable[[], None], resize: Callable[[], None]) -> None:
+        self._wake, self._resize = wake, resize
         self.acknowledged_steps: set[int] = set()
 
     def acknowledged(self, batch: Batch) -> None:
@@ -161,6 +161,8 @@ class _Changes(Observer):
         self._wake()
 
     def reconfigured(self, before: BalancerConfig) -> None:
+        # at once: new ranks may join as soon as reconfigure() returns
+        self._resize()
         self._wake()
 
     def ended(self) -> None:
@@ -176,7 +178,7 @@ class Server(Host):
         self._balancer, self._transport, self._meets = balancer, transport, meets
         self._shell, self._core, self._handed = balancer.parts, balancer.parts.core, balancer.parts.handed
         self._facts, self._acted = anyio.Event(), anyio.Event()
-        self._changes = _Changes(self._wake)
+        self._changes = _Changes(self._wake, self._resize)
         self._failure: Exception | None = None
         self._ready_s: dict[int, dict[int, float]] = {}
         """By step: seconds for which each rank had had room when the step was planned."""
@@ -303,7 +305,6 @@ class Server(Host):
         batch = await anext(batches, None)
         if batch is None:
             return False
-        self._resize()
         ledger, ranks = self._ledger, self._ledger.members()
         self._ready_s[batch.step] = {one: max(ready_at - self._ranks[one].since, 0.0) for one in ranks}
         # a rank may have left between its last report and this batch: then the ledger asks for another layout
@@ -447,7 +448,6 @@ class Server(Host):
         acknowledged, self._changes.acknowledged_steps = self._changes.acknowledged_steps, set()
         # an acknowledgement that the ledger itself has ordered comes back here
         self._ledger.acknowledged_by_user(acknowledged & self._ledger.steps.keys())
-        self._resize()
         return self._ledger.orders()
 
     def _resize(self) -> None:

@@ -140,7 +140,7 @@ def _release(state: State, step: Step) -> None:
             state.out.append(Drop(process, step.number, step.attempt, lacking=False))
     del state.steps[step.number]
     is_own = state.meets is Meets.OWN
-    lost = tuple(number for number in sorted(step.parts) if is_own and not state.ranks[number].may_live)
+    lost = tuple(number for number in sorted(step.parts) if is_own and state.ranks[number].is_given_up)
     gone = step.gone if is_own or is_void else step.planned_gone
     state.out.append(Release(step.number, step.attempt, gone, lost))
 

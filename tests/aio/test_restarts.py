@@ -84,7 +84,7 @@ async def test_a_rank_that_was_told_of_the_end_and_has_left_is_not_waited_for(tm
     async def train(rank: int, *, auto_ack: bool) -> None:
         feed = sb.RankFeed(network.connect(rank, rejoin=True), auto_ack=auto_ack)
         async for step in feed:
-            async for _ in step:
+            for _ in step:
                 pass
         through.append(rank)
         await anyio.sleep(50)
@@ -108,7 +108,7 @@ async def test_who_left_before_its_acknowledgement_was_on_the_disk_is_named(
     async def train() -> None:
         async with sb.RankFeed(network.connect(0), auto_ack=False) as feed:
             async for step in feed:
-                async for _ in step:
+                for _ in step:
                     pass
             disk.delay_s = 1e9
             step.ack()
@@ -227,21 +227,6 @@ async def test_all_start_anew_with_as_many_ranks_as_were_left(tmp_path: Path, di
     again.check(balancer, 2 * SIZE)
 
 
-async def test_a_rank_comes_back_while_a_plan_without_it_is_being_written(tmp_path: Path, disk: Disk) -> None:
-    """The next controller takes nothing that was said of that plan for the one that followed it."""
-    crew = Crew(MemoryNetwork(dp_size=2), {0: (0, "work")})
-    async with without_rank_0(tmp_path, disk, crew) as (balancer, tasks, ranks):
-        disk.delay_s = 3.0  # of the puts, then of the plan and the ranks it is for
-        for number in range(SIZE, 2 * SIZE):
-            tasks.start_soon(balancer.put, make_rollout(8, f"r{number}"))
-        await anyio.sleep(4.5)
-        ranks.start_soon(partial(crew.train, 0, incarnation=1))
-        with anyio.fail_after(100):
-            while not any((rank, step) == (0, 1) for rank, step, _ in crew.trained):  # noqa: ASYNC110
-                await anyio.sleep(0.05)
-    assert crew.present == {0: (1,), 1: (0, 1)}
-
-
 @asynccontextmanager
 async def two_seats_a_rank(
     network: MemoryNetwork, seats: list[Crew], *, rejoin_timeout_s: float
@@ -351,7 +336,7 @@ async def test_steps_that_ranks_have_trained_before_are_not_ahead_of_others() ->
     async def train(rank: int) -> None:
         feed = sb.RankFeed(network.connect(rank, rejoin=True), auto_ack=False)
         async for step in feed:
-            async for _ in step:
+            for _ in step:
                 pass
             feed.set_version(step.step + 1)
             if rank == 0:

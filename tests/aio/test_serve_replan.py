@@ -196,7 +196,7 @@ async def test_who_asks_again_in_a_step_that_others_have_met_in_without_it_learn
     """Its own all_reduce failed, though that of the others was through; also if one of those is lost and back."""
 
     async def work(step: Any) -> None:
-        assert [one async for one in step]
+        assert [one for one in step]
         assert (await step.async_finish()).ranks == (0, 1, 2)
 
     async with one_step(3) as (balancer, network):
@@ -229,7 +229,7 @@ async def test_a_rank_that_begins_a_step_again_has_not_met_in_it() -> None:
     async with one_step(1) as (balancer, network):
         feed = sb.RankFeed(network.connect(0), auto_ack=False)
         step = await anext(feed)
-        assert [one async for one in step]
+        assert [one for one in step]
         assert (await step.async_finish()).ranks == (0,)
         with anyio.move_on_after(1.0):
             await anext(feed)
@@ -237,7 +237,7 @@ async def test_a_rank_that_begins_a_step_again_has_not_met_in_it() -> None:
         feed = sb.RankFeed(network.connect(0, incarnation=1))
         step = await anext(feed)
         assert step.step == 0
-        assert [one async for one in step]
+        assert [one for one in step]
         assert (await step.async_finish()).rollouts == 12
         balancer.end()
         assert [batch async for batch in feed] == []

@@ -3,7 +3,7 @@ from tests.snippets._stage import *
 
 async def train(feed):
     async for step in feed:
-        assert [micro_batch.num_tokens async for micro_batch in step]
+        assert [micro_batch.num_tokens for micro_batch in step]
         assert (await step.async_finish()).ranks == (0,)
 
 
