@@ -97,17 +97,19 @@ def end_ranks(state: State, is_ended: bool) -> None:
         steps = [step for step in state.steps.values() if is_ended or number in step.parts]
         if not all(state.contains(process, step) for step in steps for process in state.processes(step)):
             continue
-        newest = max(seat.weights.next_step for _, seat in state.living() if seat.link is not None)
+        # A process must not take old weights for the result of the run.
+        newest = max(seat.weights.next_step for _, seat in state.living())
         behind = [place for place, seat in rank.seats.items() if seat.weights.next_step < newest]
-        if behind and number in state.wanted and state.meets is not Meets.OWN:
-            # A process must not take old weights for the result of the run.
-            for place in behind:
-                _order_behind(state, Process(number, place), rank.seats[place].weights.next_step)
-        else:
-            rank.is_ended = True
-            # The row precedes the first End: a process may leave at End.
-            state.save_rank(number)
-            state.out += [End(Process(number, place)) for place in rank.seats]
+        if behind and number in state.wanted:
+            # Newer weights of an absent process may be dead: the ledger waits until it joins or is given up.
+            if newest == max(seat.weights.next_step for _, seat in state.living() if seat.link is not None):
+                for place in behind:
+                    _order_behind(state, Process(number, place), rank.seats[place].weights.next_step)
+            continue
+        rank.is_ended = True
+        # The row precedes the first End: a process may leave at End.
+        state.save_rank(number)
+        state.out += [End(Process(number, place)) for place in rank.seats]
 
 
 def _is_released(state: State, step: Step) -> bool:
