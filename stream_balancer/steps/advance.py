@@ -11,10 +11,7 @@
 | a connected process is at NONE and holds all its older steps     | Work                                       |
 | all processes are connected and READY, and their weights equal   | Commit to all                              |
 
-A plain loop (`Meets.OWN`) sends no Drop, and waits for a rank only before a new attempt.
-
-Example: step 5 of ranks 0 and 1 is READY on both, and rank 1 has joined with weights of steps 0 to 3. Step 4 is not in
-flight any more, so rank 1 lacks it: rank 1 gets Behind(4), and nobody gets a Commit.
+A plain loop (`Meets.OWN`) sends no "lacking" Drop, and waits for a rank only before a new attempt.
 """
 
 from __future__ import annotations
@@ -22,21 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from .state import (
-    Behind,
-    Commit,
-    Drop,
-    End,
-    Fact,
-    Meets,
-    Phase,
-    Process,
-    Release,
-    State,
-    Step,
-    Work,
-    WritePlan,
-)
+from .state import Behind, Commit, Drop, End, Fact, Meets, Phase, Process, Release, State, Step, Work, WritePlan
 
 LayOut: TypeAlias = Callable[[int, tuple[str, ...], list[int]], Mapping[int, Any]]
 """``lay_out(step, rollouts, ranks)``: a part for each rank."""
@@ -84,8 +67,9 @@ def start_attempt(
     step.was_committed = step.is_spent = False
     state.out.append(WritePlan(step.row()))
     # A process may hold the step although the ledger does not believe so.
-    left_out = [process for process in before if process.rank not in step.parts]
-    state.out += [Drop(process, step.number, step.attempt, lacking=False) for process in left_out]
+    for process in before:
+        if process.rank not in step.parts:
+            state.drop(process, step.number, step.attempt)
 
 
 def end_ranks(state: State, is_ended: bool) -> None:
@@ -97,17 +81,19 @@ def end_ranks(state: State, is_ended: bool) -> None:
         steps = [step for step in state.steps.values() if is_ended or number in step.parts]
         if not all(state.contains(process, step) for step in steps for process in state.processes(step)):
             continue
-        newest = max(seat.weights.next_step for _, seat in state.living() if seat.link is not None)
+        # A process must not take old weights for the result of the run.
+        newest = max(seat.weights.next_step for _, seat in state.living())
         behind = [place for place, seat in rank.seats.items() if seat.weights.next_step < newest]
-        if behind and number in state.wanted and state.meets is not Meets.OWN:
-            # A process must not take old weights for the result of the run.
-            for place in behind:
-                _order_behind(state, Process(number, place), rank.seats[place].weights.next_step)
-        else:
-            rank.is_ended = True
-            # The row precedes the first End: a process may leave at End.
-            state.save_rank(number)
-            state.out += [End(Process(number, place)) for place in rank.seats]
+        if behind and number in state.wanted:
+            # Newer weights of an absent process may be dead: the ledger waits until it joins or is given up.
+            if newest == max(seat.weights.next_step for _, seat in state.living() if seat.link is not None):
+                for place in behind:
+                    _order_behind(state, Process(number, place), rank.seats[place].weights.next_step)
+            continue
+        rank.is_ended = True
+        # The row precedes the first End: a process may leave at End.
+        state.save_rank(number)
+        state.out += [End(Process(number, place)) for place in rank.seats]
 
 
 def _is_released(state: State, step: Step) -> bool:
@@ -115,11 +101,8 @@ def _is_released(state: State, step: Step) -> bool:
         return True
     # A rank that leaves at a resize does not hold up a release: the staying ranks acknowledge.
     newest = max((seat.weights.next_step for _, seat in state.living()), default=0)
-    leaves = {
-        number
-        for number, rank in state.ranks.items()
-        if rank.is_ended and state.seat(Process(number)).weights.next_step < newest
-    }
+    ended = [number for number, rank in state.ranks.items() if rank.is_ended]
+    leaves = {number for number in ended if state.seat(Process(number)).weights.next_step < newest}
     on_it = [one for one in state.processes(step) if step.at(one) is not Phase.DROPPED or state.contains(one, step)]
     stay = [one for one in on_it if one.rank not in leaves]
     # If every rank of the step leaves, the processes with its weights acknowledge.
@@ -137,7 +120,7 @@ def _release(state: State, step: Step) -> None:
     is_void = step.gone.issuperset(step.rollouts) and not any(state.contains(one, step) for one, _ in state.living())
     for process in state.processes(step):
         if state.is_here(process) and not state.contains(process, step):
-            state.out.append(Drop(process, step.number, step.attempt, lacking=False))
+            state.drop(process, step.number, step.attempt)
     del state.steps[step.number]
     is_own = state.meets is Meets.OWN
     lost = tuple(number for number in sorted(step.parts) if is_own and state.ranks[number].is_given_up)

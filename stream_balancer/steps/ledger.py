@@ -6,12 +6,10 @@ of every logged step is COMMITTED. Each join replaces this belief by the truth.
 No controller uses an attempt number twice, and the log holds an attempt before the first process receives it. A Commit
 of one attempt therefore has the same meaning from every controller.
 
-Example: ranks 0 and 1, step 5 of the rollouts a b c d.
-
-1. ``planned("abcd")``, and ``orders()``: WritePlan(5, attempt 1, {0: ab, 1: cd}), Work to both ranks.
-2. Both ranks report READY: Commit to both. Rank 1 dies in the all-reduce, and rank 0 reports FAILED.
-3. Rank 1 may have finished, so ``orders()`` is empty. The host gives rank 1 up: WritePlan(5, attempt 2, {0: abcd}).
-4. Rank 0 gets Work, reports READY, gets Commit, finishes and acknowledges: Release(5).
+Example: ranks 0 and 1 get step 5: WritePlan(5, attempt 1, {0: ab, 1: cd}), Work to both. Both report READY: Commit to
+both. Rank 1 dies in the all-reduce, and rank 0 reports FAILED. Rank 1 may have finished: ``orders()`` is empty. The host
+gives rank 1 up: WritePlan(5, attempt 2, {0: abcd}), Work to rank 0. Rank 0 reports READY, gets Commit, finishes and
+acknowledges: Release(5).
 """
 
 from __future__ import annotations
@@ -20,23 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .advance import LayOut, advance, end_ranks, start_attempt
-from .state import (
-    Claim,
-    Drop,
-    End,
-    Fact,
-    Meets,
-    Order,
-    PeerRow,
-    Phase,
-    PlanRow,
-    Process,
-    Rank,
-    Seat,
-    State,
-    Step,
-    Weights,
-)
+from .state import Claim, End, Fact, Meets, Order, PeerRow, Phase, PlanRow, Process, Rank, Seat, State, Step, Weights
 
 
 class Ledger:
@@ -88,16 +70,14 @@ class Ledger:
 
     def is_done(self) -> bool:
         """Every step is released, and every connected rank was told End."""
-        told = all(
-            rank.is_ended for rank in self.ranks.values() if any(one.link is not None for one in rank.seats.values())
-        )
-        return self.is_ended and not self.steps and told
+        here = {process.rank for process, seat in self._state.living() if seat.link is not None}
+        return self.is_ended and not self.steps and all(self.ranks[number].is_ended for number in here)
 
     def waits_for(self, number: int) -> set[int]:
-        """Ranks that must act before the step goes on, for people.
+        """Ranks that must act before the step goes on. Absent ranks come alone: connected ranks may wait for them.
 
-        An absent rank hides connected ranks, because they may wait for it in a collective. Example: ranks 0 and 1 compute,
-        and the connection of rank 1 breaks. Answer: {1}. Rank 1 joins again: {0, 1}. Rank 0 reports READY: {1}.
+        Example: ranks 0 and 1 compute, and the connection of rank 1 breaks: {1}. Rank 1 joins again: {0, 1}. Rank 0
+        reports READY: {1}. Rank 1 reports READY, both ranks finish, and rank 0 acknowledges: {1}.
         """
         state, step = self._state, self.steps[number]
         lacking = [one for one in state.processes(step) if not state.contains(one, step)]
@@ -166,7 +146,7 @@ class Ledger:
         for number, (attempt, _) in claim.holds.items():
             # The step ended, or a new plan left this rank out, during the absence.
             if number not in self.steps or process.rank not in self.steps[number].parts:
-                state.out.append(Drop(process, number, attempt, lacking=False))
+                state.drop(process, number, attempt)
         for step in self.steps.values():
             phase = self._believed(process, step, *claim.holds.get(step.number, (0, Phase.NONE)))
             step.is_spent |= not is_known and step.at(process) is Phase.COMMITTED and phase is Phase.NONE

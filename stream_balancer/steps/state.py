@@ -1,15 +1,10 @@
 """Records of steps in flight, and the phase of every process in every step.
 
 An *attempt* is one plan of a whole step: a part for each rank, and the evicted rollouts. Only a new attempt changes a
-step. A rank is one process, or several *seats* of a model-parallel group. All seats of a rank get the rank's part.
-
-A process has one phase in each step (`TRANSITIONS`). Weights that contain the step end the phases::
+step. A rank is one process, or several *seats* of a model-parallel group; all seats get the rank's part::
 
     NONE --Work--> SENT --READY--> READY --Commit--> COMMITTED --finished--> in the weights
       `----Work that needs no Commit-------------------^  `--FAILED--> FAILED --a new attempt--> NONE
-
-Example: step 5 has the attempt 7. Rank 0 is READY, rank 1 is SENT. Rank 1 reports READY: both get Commit and are
-COMMITTED. Rank 1 reports finished(5, 7): its weights become ``Weights(next_step=6, attempt=7)``.
 """
 
 from __future__ import annotations
@@ -88,15 +83,11 @@ class Claim(NamedTuple):
 
     weights: Weights = Weights()
     acked: int = -1
-    holds: Mapping[int, tuple[int, Phase]] = {}
-    """Attempt and phase by step."""
-    is_start: bool = False
-    """The process has not joined before."""
+    holds: Mapping[int, tuple[int, Phase]] = {}  # Attempt and phase by step.
+    is_start: bool = False  # The process has not joined before.
 
 
-class PlanRow(NamedTuple):
-    """Row of the log: the newest attempt of one step."""
-
+class PlanRow(NamedTuple):  # Row of the log: the newest attempt of one step.
     step: int
     rollouts: tuple[str, ...]
     attempt: int
@@ -105,9 +96,7 @@ class PlanRow(NamedTuple):
     remote: bool
 
 
-class PeerRow(NamedTuple):
-    """Row of the log: the newest incarnation of one rank."""
-
+class PeerRow(NamedTuple):  # Row of the log: the newest incarnation of one rank.
     rank: int
     incarnation: int
     seats: int
@@ -115,31 +104,22 @@ class PeerRow(NamedTuple):
     ended: bool = False
 
 
-class WritePlan(NamedTuple):
-    """Write this row before all later orders."""
-
+class WritePlan(NamedTuple):  # Write the row before all later orders.
     row: PlanRow
 
 
-class WritePeer(NamedTuple):
-    """Write this row before all later orders."""
-
+class WritePeer(NamedTuple):  # Write the row before all later orders.
     row: PeerRow
 
 
-class Release(NamedTuple):
-    """End of a step: delete its plan row, acknowledge its rollouts, evict ``gone``."""
-
+class Release(NamedTuple):  # End of a step: delete its row, evict `gone`, acknowledge the other rollouts.
     step: int
     attempt: int
     gone: frozenset[str]
-    lost_ranks: tuple[int, ...]
-    """Given-up ranks of a plain loop: no weights contain their parts."""
+    lost_ranks: tuple[int, ...]  # Given-up ranks of a plain loop: no weights contain their parts.
 
 
-class Work(NamedTuple):
-    """Train this part. ``needs_commit``: report READY and wait for Commit before the ranks meet."""
-
+class Work(NamedTuple):  # Train the part. `needs_commit`: report READY, and wait for Commit before the ranks meet.
     to: Process
     step: int
     attempt: int
@@ -149,34 +129,26 @@ class Work(NamedTuple):
     needs_commit: bool
 
 
-class Commit(NamedTuple):
-    """All ranks are READY: meet. ``masked``: rollouts that got lost after the plan; they count with weight 0."""
-
+class Commit(NamedTuple):  # All ranks are READY: meet. `masked`: rollouts lost after the plan count with weight 0.
     to: Process
     step: int
     attempt: int
     masked: frozenset[str]
 
 
-class Drop(NamedTuple):
-    """Discard the step. ``lacking``: other weights contain the step, so discard all steps and load newer weights."""
-
+class Drop(NamedTuple):  # Discard the step. `lacking`: other weights contain it, so treat it like Behind.
     to: Process
     step: int
     attempt: int
     lacking: bool
 
 
-class Behind(NamedTuple):
-    """The weights lack this step of another rank: discard all steps and load newer weights."""
-
+class Behind(NamedTuple):  # The weights lack this step of another rank: discard all steps and load newer weights.
     to: Process
     step: int
 
 
-class End(NamedTuple):
-    """The run ends for this process: no step follows."""
-
+class End(NamedTuple):  # The run ends for the process: no step follows.
     to: Process
 
 
@@ -194,19 +166,13 @@ class Step:
     remote: bool = False
     attempt: int = 0
     parts: Mapping[int, Any] = field(default_factory=dict)
-    planned_gone: frozenset[str] = frozenset()
-    """Rollouts that this attempt leaves out."""
-    gone: frozenset[str] = frozenset()
-    """Rollouts without a payload."""
+    planned_gone: frozenset[str] = frozenset()  # Rollouts that this attempt leaves out.
+    gone: frozenset[str] = frozenset()  # Rollouts without a payload.
     phases: dict[Process, Phase] = field(default_factory=dict)
-    is_lossy: bool = False
-    """No weights contain some released step before this step: the ledger compares the weights before a Commit."""
-    is_spent: bool = False
-    """A process died after its Commit: its successor must not meet in this attempt."""
-    is_saved: bool = False
-    """The controller's program confirms that saved weights contain the step."""
-    was_committed: bool = False
-    """Some process may have met in this attempt: restarted processes get another number."""
+    is_lossy: bool = False  # No weights contain some released step: the ledger compares weights before a Commit.
+    is_spent: bool = False  # A process died after its Commit: its successor must not meet in this attempt.
+    is_saved: bool = False  # The program says that saved weights contain the step.
+    was_committed: bool = False  # Some process may have met: restarted processes get another number.
 
     def at(self, process: Process) -> Phase:
         return self.phases.get(process, Phase.NONE)
@@ -222,14 +188,10 @@ class Seat:
     link: int | None = None
     weights: Weights = field(default_factory=Weights)
     acked: int = -1
-    is_fresh: bool = True
-    """The process has finished no step since its start."""
-    depth: int = 3
-    """The most steps that the process holds outside its weights."""
-    warned: int = -1
-    """Step of the newest Behind."""
-    is_forgetting: bool = False
-    """The process has not answered ``forgot`` to Drop or Behind."""
+    is_fresh: bool = True  # The process has finished no step since its start.
+    depth: int = 3  # The most steps that the process holds outside its weights.
+    warned: int = -1  # Step of the newest Behind.
+    is_forgetting: bool = False  # The process has not answered `forgot` to Drop or Behind.
 
 
 @dataclass(slots=True)
@@ -237,8 +199,7 @@ class Rank:
     """One rank. Its processes live and die together: the incarnation belongs to the rank."""
 
     incarnation: int = -1
-    fenced: int = -1
-    """The ledger refuses incarnations up to this one."""
+    fenced: int = -1  # The ledger refuses incarnations up to this one.
     num_seats: int = 1
     seats: dict[int, Seat] = field(default_factory=dict)
     is_ended: bool = False
@@ -254,10 +215,7 @@ class Rank:
 
     @property
     def may_live(self) -> bool:
-        """False: the rank was given up, or left after End with its last acknowledgement.
-
-        A rank that never came may live. After a restart, so may a rank that has left: its weights may contain a step.
-        """
+        """False after a give-up, and after End with the last acknowledgement. True for a rank that never came."""
         left = [seat.link is None and seat.acked >= seat.weights.next_step - 1 for seat in self.seats.values()]
         return not self.is_given_up and not (self.is_ended and left and all(left))
 
@@ -273,8 +231,7 @@ class State:
     steps: dict[int, Step] = field(default_factory=dict)
     ranks: defaultdict[int, Rank] = field(default_factory=lambda: defaultdict(Rank))
     wanted: set[int] = field(default_factory=set)
-    attempts: int = 0
-    """Newest attempt of this controller."""
+    attempts: int = 0  # Newest attempt of this controller.
     out: list[Order] = field(default_factory=list)
 
     def members(self) -> list[int]:
@@ -321,6 +278,9 @@ class State:
             return False
         step.phases[process] = after
         return True
+
+    def drop(self, process: Process, number: int, attempt: int) -> None:
+        self.out.append(Drop(process, number, attempt, lacking=False))
 
     def save_rank(self, number: int) -> None:
         rank = self.ranks[number]
