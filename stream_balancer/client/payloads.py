@@ -33,6 +33,10 @@ from stream_balancer.wire.payload import Encoded, Payload, reader
 _CALL_BYTES = 2**26
 """Asked for at once, unless one rollout is larger: replies are copied into their places one by one."""
 
+_LEASE_S = 60.0
+"""Seconds for which a rank waits for an owner that does not answer. The balancer keeps the session of a lost producer for
+as long; then its rollouts are lost."""
+
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _Part: TypeAlias = tuple[_Count, _Count]
 """Key, and bytes that are expected."""
@@ -224,9 +228,9 @@ class _Dialled:
     def _open(self) -> Session:
         if self._session is None:
             self._session = Session(
-                # an owner listens for as long as it has payloads
-                self._dialer_of(self._owner), "fetcher", once=True, whom=f"owner {self._owner.label}",
-                on_end=self._on_end,
+                # an owner listens for as long as it has payloads; a paused one answers when it goes on
+                self._dialer_of(self._owner), "fetcher", once=True, rejoin=True, connect_timeout_s=_LEASE_S,
+                whom=f"owner {self._owner.label}", on_end=self._on_end,
             )  # fmt: skip
             self._session.begin()
         return self._session

@@ -200,7 +200,9 @@ def _why(address: str, error: BaseException) -> BaseException:
     if isinstance(error, UnicodeError):
         return ConfigError(f"{address!r} has no name of a host in it: {error}")
     if isinstance(error, OSError):
-        return ConnectionError(f"nobody answers at {address}: {os.strerror(error.errno) if error.errno else error}")
+        # kept: the process that listened there has ended
+        kind = ConnectionRefusedError if isinstance(error, ConnectionRefusedError) else ConnectionError
+        return kind(f"nobody answers at {address}: {os.strerror(error.errno) if error.errno else error}")
     if isinstance(error, ConnectionEnd):
         # not final: a controller without a core to run on looks like this, too
         return ConnectionError(

@@ -67,8 +67,8 @@ class Line:
         movers: Sequence[str] = (), connect_timeout_s: float | None = None, once: bool = False,
     ) -> None:  # fmt: skip
         """``about``: what is said of this end when it joins; a function is asked anew each time. ``rejoin``: a lost
-        connection fails nothing. ``connect_timeout_s``: for the first connection. ``once``: a try that fails is the
-        last."""
+        connection fails nothing. ``connect_timeout_s``: for the first connection. ``once``: a process that does not
+        listen any more has ended, and a connection that was lost comes back within ``connect_timeout_s``, too."""
         if connect_timeout_s is not None and not connect_timeout_s > 0:
             raise ValueError(f"connect_timeout_s must be > 0 or None, not {connect_timeout_s}")
         self.dialer, self.rejoin, self.wanted = dialer, rejoin, True
@@ -102,6 +102,8 @@ class Line:
                 "%s %s waits for the controller to be there again: %s", self.join.kind, self.join.name, end.text
             )
             self._after(_WARN_AGAIN_S, self._warn)
+            if self._once and self._timeout_s is not None:
+                self._after(self._timeout_s, self._give_up)
             self._dial_again()
         else:
             self._talker.failed(end)
@@ -154,7 +156,7 @@ class Line:
 
     def _failed(self, error: BaseException) -> None:
         """No connection, this time."""
-        if isinstance(error, FINAL) or self._once:
+        if isinstance(error, FINAL) or (self._once and isinstance(error, ConnectionRefusedError)):
             self._talker.failed(error)
             return
         # it says why there has never been a connection, and stays None once there was one

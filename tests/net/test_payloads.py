@@ -110,10 +110,6 @@ def test_a_connection_that_was_lost_is_made_anew(owners: Callable[[str], Payload
     a._service.host.on_end = lambda *_: ended.set()  # type: ignore[method-assign]
     peer.abort()
     assert ended.wait(GUARD_S)
-    source: Any = fetcher._sources[a.owner]
-    deadline = threading.Event()
-    while source._session is not None and not deadline.wait(0.01):
-        pass
     assert fetched(fetcher, carried([elsewhere(LOCAL[1], a)])) == {}
 
 
