@@ -34,7 +34,7 @@ _CALL_BYTES = 2**26
 """Asked for at once, unless one rollout is larger: replies are copied into their places one by one."""
 
 _LEASE_S = 60.0
-"""Seconds for which a rank waits for an owner that does not answer. The balancer keeps the session of a lost producer for
+"""Seconds for which a rank waits for an owner that does not answer. The balancer keeps a lost producer's session for
 as long; then its rollouts are lost."""
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]

@@ -23,7 +23,7 @@ from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.messages import About, Join
 from stream_balancer.net.service import Peer
 from stream_balancer.steps.ledger import Ledger
-from stream_balancer.steps.state import Claim, Phase, Process, Rank, Weights
+from stream_balancer.steps.state import Claim, Phase, Process, Rank, ToProcess, Weights, Work
 from stream_balancer.wire.payload import reader
 
 logger = logging.getLogger("stream_balancer.dispatch")
@@ -86,6 +86,11 @@ class Member:
         is_ready = self._ledger.has_room(self.id)
         if is_ready != self._was_ready:
             self._was_ready, self.since = is_ready, anyio.current_time()
+
+    def note_sent(self, order: ToProcess) -> None:
+        """Remember the newest step of the rank, for the error of its loss."""
+        if isinstance(order, Work):
+            self.last_step = max(order.step, self.last_step or 0)
 
     def lost(self, cause: str) -> RankLostError:
         """The error for the loss of the rank."""
@@ -154,8 +159,8 @@ class Ranks(dict[int, Member]):
     # joins
 
     def admit(self, peer: Peer, join: Join) -> int:
-        """Let a process in. -> its incarnation. Raises RefusedError with the reason for a process that may not join, WireError for one that
-        does not say what it is."""
+        """Let a process in. -> its incarnation. Raises RefusedError with the reason for a process that may not join,
+        WireError for a process that does not say what it is."""
         about = _read(join.about)
         self._check_place(about, join.session)
         rank = self._ledger.ranks[about.rank]

@@ -38,28 +38,26 @@ import anyio
 import msgspec
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.core.diagnosis import why_ranks_wait
 from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.observer import Observer
 from stream_balancer.errors import AlreadyInUseError, ConfigError, WireError, refused_error
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.batches import Batches
-from stream_balancer.host.plans import first_attempt, ids_of, is_remote, work_of
+from stream_balancer.host.plans import first_attempt, ids_of, is_remote, message_of
 from stream_balancer.host.producers import Producers
 from stream_balancer.host.ranks import Arrival, Member, Ranks
 from stream_balancer.host.records import Attempt, PeerFact, plan_of
+from stream_balancer.host.stalls import why_stalled
 from stream_balancer.host.transport import TorchTransport, Transport
-from stream_balancer.net import messages
 from stream_balancer.net.errors import ConnectionEnd
 from stream_balancer.net.listener import split_address
-from stream_balancer.net.messages import Admitted, Join, Message, Notify, Report
+from stream_balancer.net.messages import Admitted, Join, Report
 from stream_balancer.net.service import Host, Peer
 from stream_balancer.rollouts import Batch, RankBatch
 from stream_balancer.steps import state as steps
 from stream_balancer.steps.ledger import Ledger
 from stream_balancer.steps.state import Meets, PeerRow, Phase, PlanRow, Process, Weights
 from stream_balancer.wire.codec import Encoded, RemoteRollout
-from stream_balancer.wire.payload import NOTHING
 
 logger = logging.getLogger("stream_balancer.dispatch")
 
@@ -223,7 +221,8 @@ class Server(Host):
         shell, reporter, observers = self._shell, self._shell.reporter, self._balancer.observers
         before = reporter.why, reporter.log
         # from here on nack() is refused, and why_no_batch() knows of the ranks
-        shell.rank_states, reporter.why, reporter.log = self._ranks.states, self._why_stalled, logger
+        reporter.why, reporter.log = partial(why_stalled, self._balancer, self._ledger, self._ranks), logger
+        shell.rank_states = self._ranks.states
         observers.append(self._changes)
         try:
             async with anyio.create_task_group() as tasks:
@@ -475,11 +474,12 @@ class Server(Host):
                     sends.append((order, self._peer(order.to)))
         if is_news:
             await self._handed.flush()
-        encoded: dict[tuple[int, int], dict[int, Encoded]] = {}
+        encoded: dict[tuple[int, int], Encoded] = {}
         for to_process, peer in sends:
             # another process may have joined in this place while the disk was awaited: its join has new orders
             if peer is not None and self._peer(to_process.to) is peer:
-                self._send(to_process, peer, encoded)
+                peer.send(*message_of(to_process, self._ledger, peer.data.max_batch_bytes, encoded))
+                self._ranks[to_process.to.rank].note_sent(to_process)
 
     def _peer(self, process: Process) -> Peer | None:
         return self._ranks[process.rank].peers.get(process.seat)
@@ -491,40 +491,6 @@ class Server(Host):
         # in one transaction with its layout: an old layout under a new number would mix two plans
         layout = [] if batch is None else [plan_of(batch)]
         return self._handed.note(Attempt(row.step, row.attempt, [*row.parts]), *layout)
-
-    def _send(self, order: steps.ToProcess, peer: Peer, encoded: dict[tuple[int, int], dict[int, Encoded]]) -> None:
-        member, payload = self._ranks[order.to.rank], NOTHING
-        message: Message
-        match order:
-            case steps.Work():
-                same = encoded.setdefault((order.step, order.attempt), {})
-                message, its = work_of(order, peer.data.max_batch_bytes, same)
-                payload = its.payload
-                # for the error of its loss: what it may have begun with
-                member.last_step = max(order.step, member.last_step or 0)
-            case steps.Commit():
-                message = messages.Commit(order.step, order.attempt, tuple(sorted(order.masked)))
-            case steps.Drop():
-                text = self._why_behind(order.to, order.step) if order.lacking else ""
-                message = messages.Drop(order.step, order.attempt, order.lacking, text)
-            case steps.Behind():
-                message = messages.Behind(order.step, self._why_behind(order.to, order.step))
-            case _:
-                message = Notify(end=True)
-        peer.send(message, payload)
-
-    def _why_behind(self, process: Process, lacking: int) -> str:
-        """Text for a process whose weights lack a step of another rank."""
-        ranks = self._ledger.ranks
-        newest, other = max(
-            (seat.weights.next_step, number) for number, rank in ranks.items() for seat in rank.seats.values()
-        )
-        mine = ranks[process.rank].seats[process.seat].weights.next_step
-        return (
-            f"the weights of rank {process.rank} contain all steps before {mine} and lack step {lacking}; those of "
-            f"rank {other} contain all before {newest}. Load the weights of rank {other} and call "
-            "feed.load_state_dict() with its feed's state_dict(), or take all ranks back to one checkpoint"
-        )
 
     def _release(self, order: steps.Release) -> None:
         """A step is over."""
@@ -566,40 +532,6 @@ class Server(Host):
         logger.warning(
             "%s is given up: %s. Its steps %s are planned again for the other ranks", lost.name, error.cause, steps_of
         )
-
-    # why nothing moves
-
-    def _why_stalled(self, seconds: float) -> str:
-        """A line that names who is missing, after so many seconds without a step."""
-        if self._ledger.is_ended:
-            return f"all batches were sent {seconds:.0f} s ago; not yet done with them: {self._why_not_done()}"
-        reasons = [why_ranks_wait(self._ranks.states()), self._why_step_waits(), self._balancer.why_no_batch()]
-        return f"no batch for {seconds:.0f} s: " + "; ".join(filter(None, reasons))
-
-    def _why_not_done(self) -> str:
-        """Ranks that the end waits for, and what to do about a rank that may have left for good."""
-        left = self._ranks.unfinished or self._ranks.connected
-        # a rank that has not acknowledged keeps the others: it is named alone
-        late = [member for member in left if member.steps] or left
-        names = ", ".join(member.name for member in late)
-        # an earlier controller may have died with an acknowledgement that was not on the disk
-        away = [member for member in late if member.steps and not member.peers]
-        if not away:
-            return names
-        who, last = ", ".join(member.name for member in away), max(member.steps[-1] for member in away)
-        return (
-            f"{names}. Not connected: {who}. If it has left, with these steps in its weights, "
-            f"balancer.acknowledge_through({last}) ends the wait"
-        )
-
-    def _why_step_waits(self) -> str:
-        """Ranks that the oldest step waits for; later steps wait for it."""
-        oldest = min(self._ledger.steps, default=None)
-        late = set() if oldest is None else self._ledger.waits_for(oldest)
-        # without a rank that is done, nobody waits
-        if oldest is None or len(late) >= len(self._ledger.steps[oldest].parts):
-            return ""
-        return f"step {oldest} waits for {', '.join(self._ranks[one].name for one in sorted(late))}"
 
 
 def _read(report: Report, kind: Any) -> Any:

@@ -87,9 +87,11 @@ class Ledger:
         return absent or late or ({one.rank for one in lacking} if lacking else unsaved)
 
     def has_room(self, number: int) -> bool:
-        """The rank is connected, and each of its processes may get another step."""
-        rank = self.ranks[number]
-        return rank.is_here and all(self._state.room(Process(number, seat)) > 0 for seat in rank.seats)
+        """The rank is connected, and each of its processes may get another step. A planned step counts before it is
+        sent."""
+        rank, mine = self.ranks[number], [step.number for step in self.steps.values() if number in step.parts]
+        ahead = [sum(one >= seat.weights.next_step for one in mine) < seat.depth for seat in rank.seats.values()]
+        return rank.is_here and all(ahead)
 
     def is_trained(self, number: int) -> bool:
         """The weights of every process contain the step."""
