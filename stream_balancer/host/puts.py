@@ -34,7 +34,7 @@ from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.throttle import Throttle, check_reserve
 from stream_balancer.errors import ClosedResourceError, WouldBlock
-from stream_balancer.host.journal import Journal, Writing
+from stream_balancer.host.journal import Change, Journal
 from stream_balancer.host.journal.handed import Handed
 from stream_balancer.host.wakeups import StallReporter, Waiter, WaitQueue
 from stream_balancer.rollouts import Rollout
@@ -342,28 +342,24 @@ class PendingPut(Waiter):
         core.check(self._rollouts, size)  # a bad rollout is not written
         # A group that takes no more stays as it is, whatever is declared of it.
         before = None if size is None else core.buffer.groups.declared(size.group_id)
-        written = journal.write(
+        put = journal.write(
             self._rollouts, core.in_flight.next_step, None if before is not None and before.closed else size
         )
-        return self._finish_journal(journal, written)
+        return self._finish_journal(journal, put)
 
-    async def _finish_journal(self, journal: Journal, written: Writing) -> None:
+    async def _finish_journal(self, journal: Journal, put: Change) -> None:
+        accepted = False
         try:
             # Between here and the taking below the rollouts are on the disk and not in the buffer. A crash then brings
             # back rollouts whose put had not returned, which a retry finds as duplicates: never lost, never doubled.
-            await written.written()
+            await put.written()
             self._shell.check_open("put")
             rest = self._go_on(anyio.current_time(), written=True)
             if rest is not None:
                 await rest
-        except BaseException:
-            # on the disk, perhaps, and not accepted: a restart must not bring it back
-            journal.retract(written)
-            if self._size is not None:
-                # the earlier declaration of the group still holds
-                name, groups = self._size.group_id, self._shell.core.buffer.groups
-                journal.group_declared(name, groups.declared(name))
-            raise
+            accepted = True
+        finally:
+            journal.settle(put, accepted=accepted)
 
     # -- waiting for room ----------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from test_puts import How, cancelled_after, ways
 import stream_balancer as sb
 from stream_balancer.core.groups import SiblingGroups
 from stream_balancer.core.in_flight import RolloutIds
-from stream_balancer.host.journal import store, writer
+from stream_balancer.host.journal import log
 from stream_balancer.host.records import rollout_key
 from stream_balancer.rollouts import Batch
 from stream_balancer.testing import make_rollout, make_rollouts
@@ -108,8 +108,8 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     disk = Disk()
-    monkeypatch.setattr(store, "_commit", disk.commit)
-    monkeypatch.setattr(writer, "RETRY_S", 0.01)
+    monkeypatch.setattr(log, "_commit", disk.commit)
+    monkeypatch.setattr(log, "RETRY_S", 0.01)
     return disk
 
 
@@ -465,7 +465,7 @@ async def test_a_full_disk_refuses_puts_and_recovers(
 async def test_a_real_limit_of_the_operating_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel refuses to let a file grow: as on a full disk puts are refused, training goes on, and what is trained
     on makes room; when the log is taken over into the database, too."""
-    monkeypatch.setattr(writer, "LOG_BYTES", 2**20)
+    monkeypatch.setattr(log, "WAL_BYTES", 2**20)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     trained: list[str] = []
     accepted: list[str] = []
@@ -560,7 +560,7 @@ async def test_the_folder_is_bounded_by_what_ever_waited_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Much goes through, one rollout stays: what is free in the database is used again."""
-    monkeypatch.setattr(writer, "LOG_BYTES", 400_000)
+    monkeypatch.setattr(log, "WAL_BYTES", 400_000)
     monkeypatch.setattr(RolloutIds, "remember", 10)
     monkeypatch.setattr(SiblingGroups, "remember", 10)
     knobs = config(groups=sb.Groups(size=2), capacity=1000)

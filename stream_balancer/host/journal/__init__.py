@@ -11,6 +11,6 @@ promise, the protocol and the measurements.
 """
 
 from stream_balancer.host.journal.journal import Journal, Recovered
-from stream_balancer.host.journal.writer import Writing
+from stream_balancer.host.journal.log import Change
 
-__all__ = ["Journal", "Recovered", "Writing"]
+__all__ = ["Change", "Journal", "Recovered"]
