@@ -6,7 +6,6 @@ producers have ended.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 
 from msgspec.structs import replace
 
@@ -29,10 +28,6 @@ class Handed:
 
     async def flush(self) -> None:
         """Return once all that was said so far is on the disk."""
-
-    def follow(self, facts: Iterable[Fact]) -> None:
-        """Go on from what a journal says."""
-        self.rows = {one.key: one for one in facts}
 
     def note(self, fact: Fact) -> None:
         """The fact holds from now on."""

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import anyio
@@ -117,8 +118,7 @@ class Journal(Handed, Observer):
         Raises naming the process that has the journal; JournalError if the disk is full or the
         journal cannot be read; WireError for a journal of another version."""
         try:
-            self.log.open()
-            return self._read()
+            return self._read(*self.log.open())
         except BaseException as error:
             self.log.close()
             if not isinstance(error, OSError | sqlite3.Error | UnicodeDecodeError):
@@ -132,7 +132,7 @@ class Journal(Handed, Observer):
                 "its folder in its place; or, to start without its content, use another path",
             ) from error
 
-    def _read(self) -> Snapshot:
+    def _read(self, torn_bytes: int, lost_commits: list[str]) -> Snapshot:
         log, records, numbers, kept = self.log, Records(self.leases), set[int](), dict[str, int]()
         # The order makes SQLite read the index from end to end.
         indexed = dict(log.db.execute("select number, key from rows indexed by keys order by key, number"))
@@ -153,10 +153,10 @@ class Journal(Handed, Observer):
         snapshot = records.snapshot(time.time())
         for void in records.damage:  # A plan without its rollouts is named by its key.
             kept.pop(void, None)
-        damage = (*log.lost_commits, *snapshot.set_aside)
+        damage = (*lost_commits, *snapshot.set_aside)
         log.repair(numbers.difference(kept.values()), is_damaged=bool(damage))
         self._numbers, self._next_number = kept, max(kept.values(), default=-1) + 1
-        self.follow(fact for fact in records.facts if not isinstance(fact, Done | Group | Totals))
+        self.rows = {fact.key: fact for fact in records.facts if not isinstance(fact, Done | Group | Totals)}
         self._done.extend(records.all_of(Done))
         self.recovered = Recovered(
             waiting=len(snapshot.waiting),
@@ -164,12 +164,12 @@ class Journal(Handed, Observer):
             steps=tuple(batch.step for batch in snapshot.in_flight),
             past_ids=len(snapshot.past_ids),
             next_step=snapshot.next_step,
-            torn_bytes=log.torn_bytes,
+            torn_bytes=torn_bytes,
             damage=damage,
         )
         for sentence in damage:
             _log.error("journal %s: damaged, rows are lost: %s", self.path, sentence)
-        if log.torn_bytes or self.recovered.found:
+        if torn_bytes or self.recovered.found:
             _log.warning("journal %s: %s", self.path, self.recovered)
         return snapshot
 
@@ -277,7 +277,8 @@ class Journal(Handed, Observer):
     def restored(self, snapshot: Snapshot) -> None:
         # A snapshot of a journal that held something is its own, and is on the disk.
         if self.recovered is not None and not self.recovered.found:
-            for row in (*facts_of(snapshot), *held_of(snapshot, time.time())):
+            rows: Iterable[Fact | HeldRollout] = chain(facts_of(snapshot), held_of(snapshot, time.time()))
+            for row in rows:
                 self.put(row)
 
     def _finish(self, ids: Sequence[str], *void: str) -> None:

@@ -27,8 +27,8 @@ import shutil
 import sqlite3
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -48,13 +48,13 @@ PAGE_BYTES = 16384  # A rollout of 1,000 tokens touches few pages, and a small o
 
 _CLOSED = "the journal is closed, or not open yet: use `async with` on the balancer"
 _RESERVED_BYTES = 4 * 2**20  # Room for plans and acknowledgements, which free more room.
-_FORMAT = (
-    int.from_bytes(b"SBJ1"),
-    FORMAT,
-    # As SQLite keeps it, with the first two words in capitals.
-    "CREATE TABLE rows (number integer primary key, key text, data blob)",
-    "CREATE INDEX keys on rows (key)",
-)
+_APPLICATION = int.from_bytes(b"SBJ1")
+# As SQLite keeps it, with the first two words in capitals.
+_TABLE = "CREATE TABLE rows (number integer primary key, key text, data blob)"
+_INDEX = "CREATE INDEX keys on rows (key)"
+_CREATE = f"""pragma page_size={PAGE_BYTES}; pragma journal_mode=wal; begin; {_TABLE}; {_INDEX};
+    pragma application_id={_APPLICATION}; pragma user_version={FORMAT}; commit"""
+_FORMAT = (_APPLICATION, FORMAT, _TABLE, _INDEX)
 _PRAGMAS = (
     "trusted_schema=off",
     "cell_size_check=on",
@@ -65,7 +65,6 @@ _PRAGMAS = (
 )
 # SQLite reports IOERR_WRITE for a quota and for a file size limit. A failed write commits nothing; a failed sync may.
 _NO_ROOM = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_IOERR_WRITE: errno.EDQUOT}
-_ROWS_TOGETHER = 300  # SQLite before 3.32 takes 999 variables in a statement, and a row has 3.
 
 _log = logging.getLogger("stream_balancer.journal")
 
@@ -114,10 +113,6 @@ class Log:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._path, self._wal_path = folder, folder / "journal.db", folder / "journal.db-wal"
-        self.torn_bytes = 0
-        """Bytes of a commit that a crash cut short; known after :meth:`open`."""
-        self.lost_commits: list[str] = []
-        """A sentence, if the write-ahead log has lost several commits; known after :meth:`open`."""
         self.db: Any = None
         """The connection, while the log is open."""
         self.is_leaving = False
@@ -133,26 +128,27 @@ class Log:
 
     # -- opening and closing -------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Take the lock and check the database. Raises AlreadyInUseError, naming the process that has the lock;
-        WireError for another version's journal; OSError, or sqlite3.Error."""
+    def open(self) -> tuple[int, list[str]]:
+        """Take the lock and check the database. -> bytes of a torn commit, and a sentence if several commits are lost.
+
+        Raises AlreadyInUseError, naming the process that has the lock; WireError for another version's journal; OSError
+        or sqlite3.Error."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock_fd = _lock(self.folder)
-        wal_bytes = self.wal_bytes
+        wal = self._wal_path.read_bytes() if self.wal_bytes else b""
         self.db = db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=0)
         db.text_factory = lambda data: data.decode(errors="replace")  # A checksum finds a damaged key.
         for pragma in _PRAGMAS:
             db.execute(f"pragma {pragma}").fetchall()
-        self._check_wal(wal_bytes)
+        # A crash tears one commit; two are damage. Bytes 4 to 8 of a frame are 0, except at the end of a commit.
+        ((_, frames, _),) = db.execute("pragma wal_checkpoint(passive)")
+        frame_bytes, size = 24 + self._number("page_size"), len(wal)
+        accepted = min(32 + frames * frame_bytes, size) if frames > 0 else 0
+        commits = sum(any(wal[at + 4 : at + 8]) for at in range(max(accepted, 32), size, frame_bytes))
         schema = db.execute("select sql from sqlite_master where sql is not null order by rowid")
         found = (self._number("application_id"), self._number("user_version"), *chain.from_iterable(schema))
         if found == (0, 0):
-            for pragma in (f"page_size={PAGE_BYTES}", "journal_mode=wal"):
-                db.execute(f"pragma {pragma}").fetchall()
-            with self._transaction():
-                application, version, *schema = _FORMAT
-                for sql in (f"pragma application_id={application}", f"pragma user_version={version}", *schema):
-                    db.execute(sql)
+            db.executescript(_CREATE)
         # A foreign view or trigger would run with our statements.
         elif found != _FORMAT:
             raise WireError(
@@ -164,19 +160,8 @@ class Log:
         ((check,),) = db.execute("pragma quick_check(1)")
         if check != "ok":
             raise sqlite3.DatabaseError(check)
-
-    def _check_wal(self, size: int) -> None:
-        """Count the bytes of the write-ahead log that SQLite rejects. A crash tears one commit; two are damage."""
-        ((_, frames, _),) = self.db.execute("pragma wal_checkpoint(passive)")
-        frame_bytes = 24 + self._number("page_size")
-        accepted = 32 + frames * frame_bytes if frames > 0 else 0
-        self.torn_bytes = max(size - accepted, 0)
-        if self.torn_bytes:
-            # Bytes 4 to 8 of a frame are 0, except in the last frame of a commit.
-            wal = self._wal_path.read_bytes()
-            commits = sum(any(wal[at + 4 : at + 8]) for at in range(max(accepted, 32), size, frame_bytes))
-            if commits > 1:
-                self.lost_commits = [f"bytes {accepted} to {size} of {self._wal_path.name}: {commits} commits"]
+        lost = [f"bytes {accepted} to {size} of {self._wal_path.name}: {commits} commits"] if commits > 1 else []
+        return size - accepted, lost
 
     def repair(self, gone: Collection[int], *, is_damaged: bool) -> None:
         """Delete unusable rows after reading. First copy damaged files."""
@@ -188,7 +173,7 @@ class Log:
             # Otherwise an index that disagrees with its table would report the damage at every start.
             self.db.execute("reindex")
         self.commit([], gone)
-        self._copy_wal()
+        self.copy_wal()
 
     def start(self) -> None:
         """Begin to write. Called in the event loop that waits for changes."""
@@ -216,26 +201,17 @@ class Log:
 
     # -- transactions --------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Statements that become durable together. Raises OSError or sqlite3.Error. Nothing was written if
-        :func:`no_room` knows the error; otherwise the state of the disk is unknown."""
+    def commit(self, rows: Sequence[tuple[int, str, bytes | bytearray]], gone: Collection[int] = ()) -> None:
+        """Add rows and then delete numbers, in one durable transaction. Raises OSError or sqlite3.Error. Nothing was
+        written if :func:`no_room` knows the error; otherwise the state of the disk is unknown."""
         with self.db:
             self.db.execute("begin immediate")
-            yield
+            self.db.executemany("insert into rows values (?,?,?)", rows)
+            self.db.execute(f"delete from rows where number in ({','.join(map(str, gone))})")
             _commit(self.db)
 
-    def commit(self, rows: Sequence[tuple[int, str, bytes | bytearray]], gone: Collection[int] = ()) -> None:
-        """Add rows and then delete numbers, in one transaction."""
-        with self._transaction():
-            # One statement for many rows: between two, the event loop may keep the interpreter for 5 ms.
-            for first in range(0, len(rows), _ROWS_TOGETHER):
-                some = rows[first : first + _ROWS_TOGETHER]
-                self.db.execute(f"insert into rows values {','.join(['(?,?,?)'] * len(some))}", [*chain(*some)])
-            self.db.execute(f"delete from rows where number in ({','.join(map(str, gone))})")
-
-    def _copy_wal(self) -> None:
-        """Copy the write-ahead log into the database, and cut the log to zero bytes. Raises like a transaction."""
+    def copy_wal(self) -> None:
+        """Copy the write-ahead log into the database, and cut the log to zero bytes. Raises like :meth:`commit`."""
         self.db.execute("pragma wal_checkpoint(truncate)").fetchall()
 
     @property
@@ -293,7 +269,7 @@ class Log:
             # The callers do not wait for this copy.
             changes = []
             if error is None and self.wal_bytes > WAL_BYTES:
-                self._copy_wal()
+                self.copy_wal()
         except Exception as cause:  # noqa: BLE001 - an unknown error means an unknown state of the disk
             if full := no_room(cause):
                 self._note_full(True)
@@ -319,7 +295,7 @@ class Log:
         try:
             self._check_room(num_bytes, reserve)
         except OSError:
-            self._copy_wal()
+            self.copy_wal()
             self._check_room(num_bytes, reserve)
         rows: list[tuple[int, str, bytearray]] = []
         for change in changes:
