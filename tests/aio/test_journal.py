@@ -419,6 +419,50 @@ async def expect_closed(wait: Callable[[Any], Awaitable[object]], what: Any) -> 
         await wait(what)
 
 
+async def test_an_id_that_is_lost_while_its_next_put_is_being_written_is_held(tmp_path: Path, disk: Disk) -> None:
+    """A row belongs to one put, so the eviction of the first put's rollout keeps the row of the second."""
+    balancer, lost = sb.StreamBalancer(config(), journal=tmp_path / "j"), list[str]()
+
+    class Loses(sb.Observer):
+        def accepted(self, rollouts: Sequence[sb.Rollout], now: float) -> None:
+            if not lost:
+                lost.extend(balancer.parts.core.evict_lost(lambda one: one.rollout_id == "a"))
+
+    balancer.observers.append(Loses())
+    async with balancer:
+        async with anyio.create_task_group() as tasks:
+            with disk.stopped():
+                tasks.start_soon(balancer.put, make_rollout(3, "a"))
+                await disk.reached()
+                tasks.start_soon(balancer.put, make_rollout(3, "a"))
+                for _ in range(5):
+                    await checkpoint()
+        assert lost == waiting(balancer) == ["a"]
+        after = await crash(balancer)
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        assert waiting(balancer) == ["a"]
+
+
+async def test_two_rows_of_an_id_that_a_crash_left_are_one_rollout(tmp_path: Path) -> None:
+    """Two producers put the same id, and the controller dies while both wait for room."""
+    async with sb.StreamBalancer(config(capacity=4), journal=tmp_path / "j") as balancer:
+        await fill(balancer, [3] * 4)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(2):
+                tasks.start_soon(balancer.put, make_rollout(3, "a"))
+            await until(lambda: balancer.statistics().blocked_puts == 2)
+            during = await kill(balancer)
+            tasks.cancel_scope.cancel()
+    async with sb.StreamBalancer(config(), journal=during) as balancer:
+        assert waiting(balancer) == ["r0", "r1", "r2", "r3", "a"]
+        balancer.end()
+        assert sum([batch.num_rollouts async for batch in balancer.batches()]) == 5
+        after = await crash(balancer)
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        assert balancer.recovered is not None
+        assert (waiting(balancer), balancer.recovered.past_ids) == ([], 5)
+
+
 # -- the disk ----------------------------------------------------------------------------------------------------------
 
 

@@ -115,7 +115,7 @@ class Journal(Handed, Observer):
     def open(self) -> Snapshot:
         """Take the lock, and read all rows. Blocks; O(bytes).
 
-        Raises naming the process that has the journal; JournalError if the disk is full or the
+        Raises AlreadyInUseError, naming the process that has the journal; JournalError if the disk is full or the
         journal cannot be read; WireError for a journal of another version."""
         try:
             return self._read(*self.log.open())
@@ -156,7 +156,8 @@ class Journal(Handed, Observer):
         damage = (*lost_commits, *snapshot.set_aside)
         log.repair(numbers.difference(kept.values()), is_damaged=bool(damage))
         self._numbers, self._next_number = kept, max(kept.values(), default=-1) + 1
-        self.rows = {fact.key: fact for fact in records.facts if not isinstance(fact, Done | Group | Totals)}
+        facts = [fact for fact in records.facts if fact.key in kept and not isinstance(fact, Done | Group | Totals)]
+        self.rows = {fact.key: fact for fact in facts}
         self._done.extend(records.all_of(Done))
         self.recovered = Recovered(
             waiting=len(snapshot.waiting),
@@ -169,8 +170,15 @@ class Journal(Handed, Observer):
         )
         for sentence in damage:
             _log.error("journal %s: damaged, rows are lost: %s", self.path, sentence)
-        if torn_bytes or self.recovered.found:
-            _log.warning("journal %s: %s", self.path, self.recovered)
+        if torn_bytes or snapshot.waiting or snapshot.in_flight:
+            _log.warning(
+                "journal %s: recovered %d waiting rollouts and the steps %s. %d bytes at the end of its log are no "
+                "whole commit and were taken off: a crash leaves such an end, and no put that had returned is in it",
+                self.path,
+                len(snapshot.waiting),
+                [*self.recovered.steps],
+                torn_bytes,
+            )
         return snapshot
 
     def start(self, core: BalancerCore) -> None:
@@ -189,9 +197,8 @@ class Journal(Handed, Observer):
             self._core.observers.remove(self)
             with suppress(JournalError, ClosedResourceError):
                 await self.flush()
-            await (
-                anyio.lowlevel.checkpoint()
-            )  # A put that was just written finds the balancer closed, and deletes its rows.
+            # A put that was just written finds the balancer closed, and deletes its rows.
+            await anyio.lowlevel.checkpoint()
             log.is_closed = True
         await anyio.to_thread.run_sync(log.close)
 

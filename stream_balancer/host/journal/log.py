@@ -31,7 +31,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ class Log:
     def repair(self, gone: Collection[int], *, is_damaged: bool) -> None:
         """Delete unusable rows after reading. First copy damaged files."""
         if is_damaged:
-            kept = self.folder / f"damaged-{1 + len([*self.folder.glob('damaged-*.db')])}.db"
+            kept = next(path for n in count(1) if not (path := self.folder / f"damaged-{n}.db").exists())
             shutil.copyfile(self._path, kept)
             if self.wal_bytes:
                 shutil.copyfile(self._wal_path, f"{kept}-wal")
