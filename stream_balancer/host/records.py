@@ -370,7 +370,7 @@ def facts_of(snapshot: Snapshot) -> list[Fact]:
     """All that a snapshot says but its rollouts and what was learned. O(groups + rollouts)."""
     return [
         *map(plan_of, snapshot.in_flight),
-        *([Done(0, list(snapshot.past_ids))] if snapshot.past_ids else []),
+        Done(0, list(snapshot.past_ids)),
         *(Group(name, *declared) for name, declared in snapshot.groups.items()),
         Totals(snapshot.next_step, snapshot.version, dict(snapshot.counts), dict(snapshot.group_departures)),
     ]

@@ -286,7 +286,8 @@ class Journal(Handed, Observer):
         if self.recovered is not None and not self.recovered.found:
             rows: Iterable[Fact | HeldRollout] = chain(facts_of(snapshot), held_of(snapshot, time.time()))
             for row in rows:
-                self.put(row)
+                if row != Done(0, []):
+                    self.put(row)
 
     def _finish(self, ids: Sequence[str], *void: str) -> None:
         """Rollouts are not held any more. A row remembers those that may not be put again."""
