@@ -28,7 +28,7 @@ class Disk:
         self.logs: list[_InLoop] = []
 
     def die(self) -> None:
-        """What is not written yet is lost, and nothing of these journals is written any more: a killed process."""
+        """Lose all changes that are not written, and write no more, like a killed process."""
         self.is_dead = True
         for log in self.logs:
             log.is_leaving = log.is_closed = True
@@ -70,7 +70,7 @@ async def _run_here(job: Callable[..., Any], *args: object, **_: object) -> Any:
 
 @contextmanager
 def journals_in_loop() -> Iterator[Disk]:
-    """Every journal that is opened meanwhile has no thread."""
+    """Within this context a journal has no thread."""
     disk = Disk()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "Log", type("Log", (_InLoop,), {"disk": disk}))

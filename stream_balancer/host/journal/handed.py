@@ -1,6 +1,5 @@
-"""Facts of peers and of steps in flight that outlive ``serve``, and, with a journal, the controller: which ranks have
-acknowledged a step, what is masked in it, which incarnations were given up, who was told of the end, and which
-producers have ended.
+"""Facts of peers and of steps in flight that outlive ``serve`` and, with a journal, the controller: acknowledgements of
+ranks, masked rollouts, incarnations that were given up, and producers that have ended.
 """
 
 from __future__ import annotations
@@ -14,30 +13,29 @@ from stream_balancer.wire.codec import Leases, Owner
 
 
 class Handed:
-    """Facts of one balancer, and which payloads it needs of their owners, for this process; with a journal, which is
-    one, for the next, too."""
+    """State that outlives one run of ``serve``. ``Journal``, a subclass, keeps it for the next process."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Fact] = {}
-        """By key, the last of each."""
+        """By key, the last fact."""
         self.leases = defaultdict[Owner, Leases](Leases)
-        """Payloads that owners keep, by owner; those included that a journal names and that have not come back."""
+        """Payloads that owners keep, by owner. A journal adds the payloads that its rows name."""
 
     def put(self, *facts: Fact) -> None:
-        """Facts hold now, in place of those with the same keys."""
+        """Facts hold from now on, each in place of the fact with its key."""
 
     async def flush(self) -> None:
-        """Return once all that was said so far is on the disk."""
+        """Return once all earlier facts are on the disk."""
 
     def note(self, fact: Fact) -> None:
         """The fact holds from now on."""
-        # a feed that joins again after each broken link must not cost a transaction each time
+        # A feed may join again after every broken link, and must not cost a transaction then.
         if self.rows.get(fact.key) != fact:
             self.rows[fact.key] = fact
             self.put(fact)
 
     def acked(self, step: int) -> Acked | None:
-        """Facts of a step, if there are any."""
+        """The fact about a step, or None."""
         found = self.rows.get(Acked(step, 0).key)
         return found if isinstance(found, Acked) else None
 
@@ -47,10 +45,10 @@ class Handed:
 
     @property
     def came(self) -> list[Came]:
-        """Every rank that has come at some time."""
+        """Every rank that ever came."""
         return [one for one in self.rows.values() if isinstance(one, Came)]
 
     def end(self) -> None:
-        """Ranks that were given up may be anew, under whichever incarnation: who serves next numbers them."""
+        """Forget that ranks were given up: the next run of ``serve`` numbers its ranks anew."""
         for came in self.came:
             self.note(replace(came, is_fenced=False, is_ended=False))

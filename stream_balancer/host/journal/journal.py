@@ -2,7 +2,7 @@
 
 Everything here runs in the event loop, except :meth:`Journal.open`. Two callers wait for the disk: a put for its
 rollouts (:mod:`stream_balancer.host.puts`) and a batch for its plan (:mod:`stream_balancer.host.batches`). Other
-changes are written after they happened. A crash may lose the last of them, and then they happen again.
+changes are written after they happened. A crash may lose the last changes, and then they happen again.
 
 A put writes its rollouts before the balancer accepts them. Example: two puts of the id "a" wait for the disk, as rows 7
 and 8. The balancer accepts the first and refuses the second, so the journal deletes row 8.
@@ -64,16 +64,16 @@ class Recovered:
     in_flight: int
     """Rollouts whose batches will be delivered again, with the same plan."""
     steps: tuple[int, ...]
-    """Steps of these batches."""
+    """Steps of the batches in flight."""
     past_ids: int
     """Rollouts remembered as done."""
     next_step: int
     """Number of the next new batch."""
     torn_bytes: int
-    """Bytes of a commit that a crash cut short: of puts that had not returned. They were taken off."""
+    """Bytes of a commit that a crash cut short, which were taken off. No put of this commit had returned."""
     damage: tuple[str, ...]
-    """Rows that were damaged, and plans whose rollouts are lost with them, a sentence each; everything else is here.
-    The database as it was is kept beside this one, as ``damaged-1.db``."""
+    """A sentence for each damaged row, and for each plan that names a lost rollout. All other rows are here. A copy of
+    the damaged database is ``damaged-1.db`` in the same folder."""
 
     @property
     def found(self) -> bool:
@@ -102,7 +102,7 @@ class Journal(Handed, Observer):
         """Open the journal, and restore the core from it.
 
         Raises like :meth:`open` and :meth:`BalancerCore.restore`, and closes the journal first."""
-        with anyio.CancelScope(shield=True):  # Otherwise the thread would go on with a journal that nobody closes.
+        with anyio.CancelScope(shield=True):  # A cancelled call would leave the journal open.
             snapshot = await anyio.to_thread.run_sync(self.open)
             try:
                 # Before restore(), which may evict rollouts.
@@ -184,7 +184,7 @@ class Journal(Handed, Observer):
     def start(self, core: BalancerCore) -> None:
         """Begin to write a core's events, in its event loop."""
         self._core = core
-        # Before the user's observers: one of them may acknowledge a batch as soon as it is dispatched.
+        # Before the user's observers, which may acknowledge a batch as soon as it is dispatched.
         core.observers.insert(0, self)
         self.log.start()
 
@@ -255,7 +255,7 @@ class Journal(Handed, Observer):
         await self._enqueue(Change()).written()
 
     def _enqueue(self, change: Change) -> Change:
-        # Rollouts wait in the order of these numbers after a restart.
+        # After a restart rollouts wait in the order of their numbers.
         change.number, self._next_number = self._next_number, self._next_number + len(change.rows)
         self.log.enqueue(change)
         return change
@@ -282,7 +282,7 @@ class Journal(Handed, Observer):
         self.put(self._totals())
 
     def restored(self, snapshot: Snapshot) -> None:
-        # A snapshot of a journal that held something is its own, and is on the disk.
+        # Otherwise the snapshot was read from this journal.
         if self.recovered is not None and not self.recovered.found:
             rows: Iterable[Fact | HeldRollout] = chain(facts_of(snapshot), held_of(snapshot, time.time()))
             for row in rows:
@@ -290,7 +290,7 @@ class Journal(Handed, Observer):
                     self.put(row)
 
     def _finish(self, ids: Sequence[str], *void: str) -> None:
-        """Rollouts are not held any more. A row remembers those that may not be put again."""
+        """Rollouts are not held any more. A row keeps the ids that a put may not use again."""
         past, done, rows, keys = self._core.ids.past, self._done, list[Fact](), [*void, *map(rollout_key, ids)]
         if over := [name for name in ids if name in past]:
             # Row numbers grow, so this number is new.

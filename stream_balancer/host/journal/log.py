@@ -9,9 +9,9 @@
 A row has a number, a key and bytes. A number is given once, so a transaction first adds all its rows and then deletes
 numbers. Example: 64 puts wait while the disk syncs; the next transaction has the rows of all 64, and one fsync.
 
-The file may be damaged, or come from elsewhere. So its schema must be the one below and is never executed, and an index
+The file may be damaged, or come from elsewhere. The schema must be the one below, so no foreign trigger runs. An index
 has each number and key a second time, to name a lost row. The write-ahead log is cut to zero bytes whenever it was
-copied into the database: bytes of it that SQLite rejects are a torn commit, or damage.
+copied into the database, so bytes that SQLite rejects are a torn commit, or damage.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, Journ
 from stream_balancer.host.records import FORMAT, Fact, HeldRollout, row_name, write_row
 from stream_balancer.net.loops import in_loop
 
-COMMIT_BYTES = 64 * 2**20  # Limit of one transaction, so that the first of many puts does not wait for all of them.
+COMMIT_BYTES = 64 * 2**20  # Limit of one transaction: the first of many puts does not wait for the last.
 WAL_BYTES = 32 * 2**20  # The thread copies a larger write-ahead log into the database.
 RETRY_S = 0.5  # Seconds between attempts to write facts to a full disk.
 PAGE_BYTES = 16384  # A rollout of 1,000 tokens touches few pages, and a small one writes few bytes.
@@ -224,14 +224,14 @@ class Log:
         return int(value)
 
     def _check_room(self, num_bytes: int, reserve: int) -> None:
-        """Raise OSError unless the disk takes ``num_bytes`` of rollouts and ``reserve`` bytes beside them. Each byte
+        """Raise OSError unless the disk has room for ``num_bytes`` of rollouts and ``reserve`` bytes more. Each byte
         goes to the write-ahead log and later to the database, which uses its free pages first."""
         total, free = (PAGE_BYTES * self._number(pages) for pages in ("page_count", "freelist_count"))
         grows, disk, full = max(num_bytes - free, 0) + reserve, os.statvfs(self.folder), 0
         # f_bavail excludes the blocks that only root may use.
         if disk.f_bavail * disk.f_frsize < num_bytes + max(total - self._path.stat().st_size, 0) + grows:
             full = errno.ENOSPC
-        # SQLite could not tell this limit from others. It is -1 where there is none.
+        # Without this check SQLite would report a quota. The limit is -1 if there is none.
         if 0 <= resource.getrlimit(resource.RLIMIT_FSIZE)[0] < max(total + grows, self.wal_bytes + num_bytes + reserve):
             full = errno.EFBIG
         if full:
