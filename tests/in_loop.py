@@ -31,7 +31,7 @@ class Disk:
         """Lose all changes that are not written, and write no more, like a killed process."""
         self.is_dead = True
         for log in self.logs:
-            log.is_leaving = log.is_closed = True
+            log.is_closed = True
             log.drop()
 
 

@@ -143,8 +143,8 @@ class Puts:
 
     def flush_if_stuck(self) -> None:
         """If a reserve() is blocked and the rollouts in generation cannot fill the window, dispatch early: a full
-        batch, or any batch if no rollout is in generation. Only while that reserve() is blocked: otherwise a short batch would
-        break the bound of ``max_versions``."""
+        batch, or any batch if no rollout is in generation. Only while that reserve() is blocked: otherwise a short
+        batch would break the bound of ``max_versions``."""
         first, core = self.reserves.first, self.core
         core.set_stuck(first is not None and self.throttle.is_stuck(core) and self.throttle.room(core) < first.count)
 
@@ -185,7 +185,6 @@ class Puts:
         tasks)."""
         if self._consumer is not None:
             self._consumer.set()
-        # All in one pass of the loop: each put deletes its rows from the journal, which closes in a moment.
         for queue in (self.puts, self.reserves):
             for waiter in queue.waiters:
                 waiter.wake.set()

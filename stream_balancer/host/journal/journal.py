@@ -17,23 +17,21 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import anyio
-import anyio.lowlevel
 import anyio.to_thread
 
 from stream_balancer.core.groups import Declared, GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.errors import ClosedResourceError, JournalError, RolloutError
+from stream_balancer.errors import JournalError, RolloutError
 from stream_balancer.field_docs import documented
 from stream_balancer.host.journal.handed import Handed
-from stream_balancer.host.journal.log import Change, Log, no_room
+from stream_balancer.host.journal.log import Change, Log, Rows, no_room
 from stream_balancer.host.records import (
     Done,
     Fact,
@@ -94,6 +92,8 @@ class Journal(Handed, Observer):
         self._numbers: dict[str, int] = {}
         """By key, the row of each fact and of each accepted rollout."""
         self._next_number = 0
+        self._unsettled: set[Change] = set()
+        """Puts that are neither accepted nor refused."""
         self._done = deque[Done]()
 
     # -- opening and closing -------------------------------------------------------------------------------------------
@@ -190,17 +190,14 @@ class Journal(Handed, Observer):
 
     async def aclose(self) -> None:
         """Write all changes, and release the lock. Idempotent; also if :meth:`start` was not called."""
-        log = self.log
-        if not log.is_closed:
-            log.is_leaving = True
+        if not self.log.is_closed:
             # Another balancer may open the journal later.
             self._core.observers.remove(self)
-            with suppress(JournalError, ClosedResourceError):
-                await self.flush()
-            # A put that was just written finds the balancer closed, and deletes its rows.
-            await anyio.lowlevel.checkpoint()
-            log.is_closed = True
-        await anyio.to_thread.run_sync(log.close)
+            # A put that waits finds the balancer closed.
+            for put in [*self._unsettled]:
+                self.settle(put, accepted=False)
+            self.log.is_closed = True
+        await anyio.to_thread.run_sync(self.log.close)
 
     def check_empty(self) -> None:
         """Raise ValueError unless the journal was empty when it was opened: otherwise no checkpoint can be loaded."""
@@ -224,13 +221,16 @@ class Journal(Handed, Observer):
                     f"{MAX_ROLLOUT_BYTES}. Put large tensors elsewhere, and their names into metadata"
                 )
         # The next process does not know this one's monotonic clock.
-        rows: list[HeldRollout | Fact] = [HeldRollout(rollout, time.time(), step) for rollout in rollouts]
+        rows: list[Fact | HeldRollout] = [HeldRollout(rollout, time.time(), step) for rollout in rollouts]
         if size is not None:
             rows.append(Group(size.group_id, size.size, closed=False))
-        return self._enqueue(Change(rows, is_put=True))
+        put = self._enqueue(rows, is_put=True)
+        self._unsettled.add(put)
+        return put
 
     def settle(self, put: Change, *, accepted: bool) -> None:
         """The balancer accepted the rollouts of a put, or will not. Delete the rows that are not needed."""
+        self._unsettled.discard(put)
         gone = []
         for number, row in enumerate(put.rows, put.number):
             # An observer may have evicted an accepted rollout already. The declaration of the group was written again
@@ -240,23 +240,24 @@ class Journal(Handed, Observer):
             else:
                 gone.append(number)
         if gone:
-            self._enqueue(Change(gone=gone))
+            self._enqueue(gone=gone)
 
     def put(self, *rows: Fact | HeldRollout, void: Iterable[str] = ()) -> None:
         """In one transaction: rows hold, each in place of the row with its key, and rows with the keys ``void`` do not.
         On the disk when the next put or :meth:`flush` returns."""
         keys = [*void, *(row.key for row in rows)]
-        change = self._enqueue(Change(rows, [self._numbers.pop(key) for key in keys if key in self._numbers]))
+        change = self._enqueue(rows, [self._numbers.pop(key) for key in keys if key in self._numbers])
         self._numbers.update((row.key, number) for number, row in enumerate(rows, change.number))
         self._done.extend(row for row in rows if isinstance(row, Done))
 
     async def flush(self) -> None:
         """Return once all earlier changes are on the disk. Raises like :meth:`Change.written`."""
-        await self._enqueue(Change()).written()
+        await self._enqueue().written()
 
-    def _enqueue(self, change: Change) -> Change:
+    def _enqueue(self, rows: Rows = (), gone: Sequence[int] = (), *, is_put: bool = False) -> Change:
         # After a restart rollouts wait in the order of their numbers.
-        change.number, self._next_number = self._next_number, self._next_number + len(change.rows)
+        change = Change(self._next_number, rows, gone, is_put)
+        self._next_number += len(rows)
         self.log.enqueue(change)
         return change
 

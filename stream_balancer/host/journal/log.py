@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 
@@ -66,6 +66,8 @@ _PRAGMAS = (
 # SQLite reports IOERR_WRITE for a quota and for a file size limit. A failed write commits nothing; a failed sync may.
 _NO_ROOM = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_IOERR_WRITE: errno.EDQUOT}
 
+Rows: TypeAlias = Sequence[Fact | HeldRollout]
+
 _log = logging.getLogger("stream_balancer.journal")
 
 
@@ -73,14 +75,14 @@ _log = logging.getLogger("stream_balancer.journal")
 class Change:
     """Rows that one call adds and deletes, and the event that its caller waits for."""
 
-    rows: Sequence[HeldRollout | Fact] = ()
+    number: int = 0
+    """Number of the first new row."""
+    rows: Rows = ()
     """New rows. The thread encodes them."""
     gone: Sequence[int] = ()
     """Numbers of rows to delete."""
     is_put: bool = False
     """A full disk refuses a put. All other changes describe the past, and wait for room."""
-    number: int = 0
-    """Number of the first new row."""
     settled: anyio.Event = field(default_factory=anyio.Event)
     error: Exception | None = None
 
@@ -115,10 +117,8 @@ class Log:
         self.folder, self._path, self._wal_path = folder, folder / "journal.db", folder / "journal.db-wal"
         self.db: Any = None
         """The connection, while the log is open."""
-        self.is_leaving = False
-        """The journal is closing: no change waits for a full disk any more."""
         self.is_closed = True
-        """A new change gets ClosedResourceError."""
+        """A new change gets ClosedResourceError, and no change waits for a full disk."""
         self._lock_fd = -1
         self._queue = queue.SimpleQueue[Change]()
         self._thread = threading.Thread(target=self._run, name=f"sb-journal-{folder.name}", daemon=True)
@@ -277,7 +277,7 @@ class Log:
                 error = JournalError(full, f"{text}accepted. Make room and put it again")
                 self._wake([change for change in changes if change.is_put], error)
                 changes = [change for change in changes if not change.is_put]
-                if reserve or not self.is_leaving:
+                if reserve or not self.is_closed:
                     return changes
                 # A batch whose plan is not on the disk must not be handed out.
                 error = ClosedResourceError(_CLOSED)
