@@ -26,8 +26,7 @@ import torch
 from _common import Rows, arguments
 
 import stream_balancer as sb
-from stream_balancer.host.journal.store import Store as Database
-from stream_balancer.host.journal.store import add, remove
+from stream_balancer.host.journal.log import WAL_BYTES, Log
 from stream_balancer.host.records import HeldRollout, rollout_key, row_name, write_row
 
 NUM_PUTTERS = 64
@@ -122,9 +121,8 @@ def throughput(rows: Rows, folder: Path, repeats: int) -> None:
 def recovery(rows: Rows, folder: Path, num_tokens: int = NUM_TOKENS, count: int = 100_000) -> None:
     """Seconds from opening a journal of ``count`` waiting rollouts to a balancer that holds them."""
     shutil.rmtree(folder / "journal", ignore_errors=True)
-    database = Database(folder / "journal")
-    database.open()
-    database.begin()
+    log = Log(folder / "journal")
+    log.open()
     for first in range(0, count, 1000):
         waiting: list[tuple[int, str, bytes | bytearray]] = []
         for number in range(first, min(first + 1000, count)):
@@ -132,10 +130,10 @@ def recovery(rows: Rows, folder: Path, num_tokens: int = NUM_TOKENS, count: int 
             key = rollout_key(rollout.rollout_id)
             held = HeldRollout(rollout, time.time(), 0)
             waiting.append((number, key, write_row(row_name(number, key), [held])))
-        database.commit([add(waiting)])
-        database.checkpoint()
-    size = database.total_bytes
-    database.close()
+        log.commit(waiting)
+        log.copy_wal()
+    log.close()
+    size = (folder / "journal" / "journal.db").stat().st_size
 
     async def enter() -> float:
         start = time.perf_counter()
@@ -163,18 +161,17 @@ class Journal:
     """The journal's own database: rows with an index and a checksum."""
 
     def __init__(self, folder: Path) -> None:
-        self._database = Database(folder)
-        self._database.open()
-        self._database.begin()
+        self._log = Log(folder)
+        self._log.open()
 
     def commit(self, added: list[tuple[int, bytes]], removed: list[int]) -> None:
         rows = [(number, str(number), zlib.crc32(data).to_bytes(4) + data) for number, data in added]
-        self._database.commit([add(rows), remove(map(str, removed))])
-        if self._database.log_bytes > 32 * 2**20:
-            self._database.checkpoint()
+        self._log.commit(rows, removed)
+        if self._log.wal_bytes > WAL_BYTES:
+            self._log.copy_wal()
 
     def close(self) -> None:
-        self._database.close()
+        self._log.close()
 
 
 class Appended:
@@ -279,12 +276,12 @@ def in_child(function: Callable[..., Any], *args: Any) -> Any:
 
 def read_journal(folder: Path) -> tuple[dict[int, bytes], bool]:
     """Rows whose checksum is right, and whether damage was noticed."""
-    database = Database(folder)
-    database.open()
-    rows = list(database.rows("select number, data from rows"))
+    log = Log(folder)
+    torn_bytes, lost_commits = log.open()
+    rows = list(log.db.execute("select number, data from rows"))
     found = {number: data[4:] for number, data in rows if zlib.crc32(data[4:]).to_bytes(4) == data[:4]}
-    told = bool(database.lost_commits or database.torn_bytes or len(found) < len(rows))
-    database.close()
+    told = bool(lost_commits or torn_bytes or len(found) < len(rows))
+    log.close()
     return found, told
 
 

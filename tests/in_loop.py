@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import anyio.lowlevel
@@ -11,7 +11,8 @@ import anyio.to_thread
 import pytest
 
 from stream_balancer.host.journal import journal
-from stream_balancer.host.journal.writer import Writer
+from stream_balancer.host.journal.log import Change, Log
+from stream_balancer.net.loops import in_loop
 from stream_balancer.net.memory import LoopIo
 
 __all__ = ["Disk", "journals_in_loop"]
@@ -24,45 +25,42 @@ class Disk:
         self.delay_s = 0.0
         """How long a write takes."""
         self.is_dead = False
-        self.writers: list[_InLoop] = []
+        self.logs: list[_InLoop] = []
 
     def die(self) -> None:
-        """What is not written yet is lost, and nothing of these journals is written any more: a killed process."""
+        """Lose all changes that are not written, and write no more, like a killed process."""
         self.is_dead = True
-        for writer in self.writers:
-            writer.leaving = writer._closing = True
-            writer._queue.clear()
+        for log in self.logs:
+            log.is_closed = True
+            log.drop()
 
 
-class _IdleError(Exception):
-    """The writer would wait for more to write."""
-
-
-class _InLoop(Writer):
+class _InLoop(Log):
     disk: Disk
 
     def start(self) -> None:
-        self.disk.writers.append(self)
-        self._queued.wait = self._idle  # type: ignore[method-assign]
+        self.is_closed, self._in_loop, self._waits = False, in_loop(), False
+        self.disk.logs.append(self)
 
-    def close(self) -> None:
-        self._closing = True
-        self._work()
-
-    def _wake(self) -> None:
-        LoopIo().after(self.disk.delay_s, self._write_all)
+    def enqueue(self, change: Change) -> None:
+        super().enqueue(change)
+        if not self._waits:
+            self._waits = True
+            LoopIo().after(self.disk.delay_s, self._write_all)
 
     def _write_all(self) -> None:
-        super()._wake()
-        self._work()
+        self._waits, was_closed = False, self.is_closed
+        self.is_closed = True
+        self._run()
+        self.is_closed = was_closed
 
-    def _work(self) -> None:
-        with suppress(_IdleError):
-            self._run()
+    def drop(self) -> None:
+        while not self._queue.empty():
+            self._queue.get()
 
-    @staticmethod
-    def _idle(timeout: float | None = None) -> bool:
-        raise _IdleError
+    def close(self) -> None:
+        self._run()
+        super().close()
 
 
 async def _run_here(job: Callable[..., Any], *args: object, **_: object) -> Any:
@@ -72,9 +70,9 @@ async def _run_here(job: Callable[..., Any], *args: object, **_: object) -> Any:
 
 @contextmanager
 def journals_in_loop() -> Iterator[Disk]:
-    """Every journal that is opened meanwhile has no thread."""
+    """Within this context a journal has no thread."""
     disk = Disk()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal, "Writer", type("Writer", (_InLoop,), {"disk": disk}))
+        patch.setattr(journal, "Log", type("Log", (_InLoop,), {"disk": disk}))
         patch.setattr(anyio.to_thread, "run_sync", _run_here)
         yield disk

@@ -1,4 +1,4 @@
-"""Puts: what becomes of rollouts between the call and the buffer, in one order for all who put.
+"""Puts: the way of rollouts from the call into the buffer. All callers of a put take the same way.
 
 ::
 
@@ -7,12 +7,12 @@
        |                |  `-> evicted      |                 |
        `----------------`-------------------`-----------------`---> refused (raises), or cancelled
 
-One :class:`PendingPut` for each put, whoever makes it: ``put``, ``put_nowait``, ``put_group``, a slot's put, a remote
+One :class:`PendingPut` for each put: ``put``, ``put_nowait``, ``put_group``, a slot's put, a remote
 producer's, Ray's. :meth:`PendingPut.begin` goes as far as it can go without waiting, and takes the last place in the
 queue where it cannot; what it returns waits for the rest. Most puts never wait.
 
 **If a put is cancelled, or raises, the rollout was not accepted.** So nothing is awaited after the rollouts are taken,
-and whoever waits for room is woken and takes for itself. What the journal has on the disk by then is retracted.
+and a put that waits for room is woken and then takes the room itself. The journal deletes the rows of a refused put.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.throttle import Throttle, check_reserve
 from stream_balancer.errors import ClosedResourceError, WouldBlock
-from stream_balancer.host.journal import Journal, Writing
+from stream_balancer.host.journal import Change, Journal
 from stream_balancer.host.journal.handed import Handed
 from stream_balancer.host.wakeups import StallReporter, Waiter, WaitQueue
 from stream_balancer.rollouts import Rollout
@@ -45,10 +45,9 @@ Rest: TypeAlias = Coroutine[Any, Any, object] | None
 
 
 class Puts:
-    """The event loop in which a balancer is used, from the first await until ``aclose()``: its thread, its clock, the
-    tasks that wait in it, and those that a change wakes. The way into the buffer, and slots for rollouts that are still
-    to be generated: how many may begin is counted by the throttle, here is who gets one, and when
-    (:class:`~stream_balancer.slots.Admits`).
+    """The event loop of a balancer, from the first await until ``aclose()``: its thread, its clock and its waiting
+    tasks. The way into the buffer, and slots for rollouts that are still to be generated
+    (:class:`~stream_balancer.slots.Admits`). The throttle counts the slots; this class gives them out in order.
 
     O(1) however many tasks wait; O(n) in waiting rollouts under ``staleness.max_versions``, while a reserver waits.
     """
@@ -58,15 +57,15 @@ class Puts:
     ) -> None:
         self.core, self.throttle, self.accept = core, Throttle(), accept
         self.journal = journal
-        """Where rollouts are written before their put returns; None without one."""
+        """Rollouts are written here before their put returns. None without a journal."""
         self.handed = journal or Handed()
         self.puts = WaitQueue(reporter)
         """Waiting for room."""
         self.reserves = WaitQueue(reporter)
         """Waiting until they may begin."""
         self.reporter = reporter
-        self._consumer: anyio.Event | None = None  # while it waits
-        self._consumer_wakes_at = math.inf  # by itself
+        self._consumer: anyio.Event | None = None  # Set while the consumer waits.
+        self._consumer_wakes_at = math.inf  # The consumer's own deadline.
         self._version = anyio.Event()
         self.closed = False
         """``aclose()`` was called."""
@@ -90,7 +89,7 @@ class Puts:
             self._clock, self.checkpoint = trio.current_time, trio.lowlevel.checkpoint
 
     def leave(self) -> None:
-        """Closed: what is left may be looked at from another event loop."""
+        """The balancer is closed: another event loop may read its state."""
         self._thread, self._clock, self.checkpoint = None, anyio.current_time, anyio.lowlevel.checkpoint
 
     def check_thread(self, method: str) -> None:
@@ -106,12 +105,12 @@ class Puts:
     def now(self, method: str) -> float:
         """Seconds on the event loop's clock, for a plain method. Raises RuntimeError in another thread, and where no
         event loop runs."""
-        # one comparison for the many calls in the right thread; the check that names the fault is only for the others
+        # One comparison is enough for a call in the right thread.
         if self._thread != threading.get_ident():
             self.check_thread(method)
         try:
             return self._clock()
-        except RuntimeError:  # anyio's own says nothing about what to do here
+        except RuntimeError:  # anyio's message does not name the remedy.
             raise RuntimeError(
                 f"{method}() was called outside of any event loop's tasks, and it reads that loop's clock. In a script "
                 "or thread without an event loop use `with sb.blocking(config) as balancer`, which has the same "
@@ -143,9 +142,9 @@ class Puts:
             self._consumer = None
 
     def flush_if_stuck(self) -> None:
-        """While a reserver waits, only rollouts that are being generated can fill the window: if they are too few, let
-        a full batch go; if there are none, whatever waits. Not past a reserver that can be admitted, and only for as
-        long as that is so: a short batch beside what is being generated would break the bound."""
+        """If a reserve() is blocked and the rollouts in generation cannot fill the window, dispatch early: a full
+        batch, or any batch if no rollout is in generation. Only while that reserve() is blocked: otherwise a short
+        batch would break the bound of ``max_versions``."""
         first, core = self.reserves.first, self.core
         core.set_stuck(first is not None and self.throttle.is_stuck(core) and self.throttle.room(core) < first.count)
 
@@ -161,11 +160,11 @@ class Puts:
             self._consumer.set()
 
     def changed(self) -> None:
-        """A batch has left, a step is done, rollouts were evicted, knobs or the version are others."""
+        """A batch has left, a step is done, rollouts were evicted, or knobs or the version have changed."""
         self.wake_consumer()
         self.puts.wake_first()
         first = self.reserves.first
-        # not in vain: whoever cannot be admitted would wake the consumer, and that the next reserver
+        # Only if the reserver can be admitted: otherwise it and the consumer would wake each other for ever.
         if first is not None and (self.core.ended or self.throttle.room(self.core) >= first.count):
             first.wake.set()
 
@@ -182,11 +181,10 @@ class Puts:
         self.changed()
 
     def end(self) -> None:
-        """End of admission, or of everything: who waits looks, and raises. O(waiting tasks)."""
+        """Admission has ended, or the balancer is closed: wake every waiting task, which then raises. O(waiting
+        tasks)."""
         if self._consumer is not None:
             self._consumer.set()
-        # All in one pass of the loop, not each by the one before: what a put has on the disk it retracts from a journal
-        # that closes in the next moment.
         for queue in (self.puts, self.reserves):
             for waiter in queue.waiters:
                 waiter.wake.set()
@@ -204,7 +202,7 @@ class Puts:
             await rest
 
     def evict_lost(self, lost: Callable[[Rollout], bool]) -> list[str]:
-        """Evict waiting rollouts whose tokens are gone with their producer. -> their ids."""
+        """Evict waiting rollouts whose producer has died with their tokens. -> their ids."""
         ids = self.core.evict_lost(lost)
         self.changed()
         return ids
@@ -224,23 +222,22 @@ class Puts:
         return begun if isinstance(begun, Slot) else await begun
 
     def begin(self, count: int) -> Slot | Coroutine[Any, Any, Slot]:
-        """A slot; or a place in the queue, and what is returned must be awaited for it. Raises as :meth:`admit`."""
-        # nobody overtakes those who wait
+        """A slot; or a coroutine that waits in the queue for one. Raises as :meth:`admit`."""
+        # A waiting reserver goes first.
         if not self.reserves.waiters and (slot := self.try_admit(count)) is not None:
             return slot
         waiter = Waiter()
         waiter.group_id, waiter.count = None, count
         rest = self.reserves.wait(waiter, partial(self.try_admit, count))
-        self.wake_consumer()  # nobody may begin: the window may be as full as it gets
+        self.wake_consumer()  # No rollout may begin now, so the window may never become fuller.
         return rest
 
     def try_admit(self, count: int, began: int | None = None) -> Slot | None:
-        """A slot, if so many may begin now. ``began``: the version of one that was given back because its producer was
-        taken for lost, which has generated on meanwhile; None if others have begun since, so that it would break the
-        bound."""
+        """A slot for ``count`` rollouts, or None if the bound of ``max_versions`` does not admit it. ``began``: version
+        of a slot that was given back when its producer seemed lost, while the producer went on generating."""
         if self.closed or self.core.ended:
             raise ClosedResourceError("reserve() after end() or aclose(): the balancer takes no more rollouts")
-        # who resumes was admitted under the knobs of that time
+        # A resumed slot was admitted under the knobs of its time.
         if began is None:
             check_reserve(self.core.config, count)  # the knobs may have changed while it waited
         now = self.core.staleness.version or 0
@@ -261,15 +258,15 @@ class Puts:
             await self.version_changes()
 
     def settle(self, slot: Slot, count: int) -> None:
-        """So many rollouts of a slot were put, or never will be."""
+        """``count`` rollouts of a slot were put, or never will be."""
         if count:
             self.throttle.settle(slot.number, count)
             self.changed()
 
 
 class PendingPut(Waiter):
-    """A put of one rollout, or of siblings. All are accepted, or none. ``complete``: of siblings, whether no more will
-    come; None for one rollout by itself. ``size``: what is declared of a group without rollouts."""
+    """A put of one rollout, or of siblings, which are accepted or refused together. ``complete``: True if no more
+    siblings will come (None: a single rollout). ``size``: declaration of a group without rollouts."""
 
     __slots__ = ("_answer", "_complete", "_may_wait", "_rollouts", "_shell", "_size")
 
@@ -283,8 +280,8 @@ class PendingPut(Waiter):
         self._answer: tuple[list[str], bool] | None = None
 
     def begin(self, now: float, *, may_wait: bool = True) -> Rest:
-        """Go as far as possible without waiting; what is returned must be awaited. Raises what refuses the rollouts;
-        WouldBlock where it would have to wait and may not."""
+        """Go as far as possible without waiting. The caller awaits the result. Raises the reason of a refusal;
+        WouldBlock if the put would have to wait and may not."""
         shell, self._may_wait = self._shell, may_wait
         if shell.closed:
             shell.check_open("put")
@@ -302,12 +299,12 @@ class PendingPut(Waiter):
     # -- filtered by accept= -------------------------------------------------------------------------------------------
 
     def _filter(self, accept: Accept, now: float) -> Rest:
-        """Ask ``accept``, unless others of the group must still come: then the last of them asks."""
+        """Ask ``accept``, unless the group is incomplete: then the put of the last sibling asks."""
         core = self._shell.core
         core.check(self._rollouts, self._size)  # a bad rollout is refused, whatever accept= would say
         question, before = core.admission.completed_by(self._rollouts, self._size), self._answer
         asked = [rollout.rollout_id for rollout in question or ()]
-        # None: siblings are still to come, and whoever brings the last of them asks for all
+        # None: siblings are still to come, and the put of the last one asks.
         answer: bool | Awaitable[Any] = True
         if question is not None:
             # While an async accept= thought, any other task may have run: a sibling may have been put, evicted or
@@ -317,8 +314,8 @@ class PendingPut(Waiter):
             if self._may_wait:
                 return self._finish_filter(asked, answer)
             if inspect.iscoroutine(answer):
-                # the filter was asked in vain, and is asked again by the next put
-                answer.close()  # or Python warns of a coroutine that was never awaited
+                # The next put asks the filter again.
+                answer.close()  # Otherwise Python warns that the coroutine was never awaited.
             raise WouldBlock("put_nowait() cannot wait for an accept= that is async: use put()")
         if answer:
             return self._go_on(now)
@@ -338,32 +335,28 @@ class PendingPut(Waiter):
 
     def _write(self, journal: Journal) -> Rest:
         core, size = self._shell.core, self._size
-        # Checked again when it is taken: what is legal now may be a duplicate once the disk has answered.
-        core.check(self._rollouts, size)  # a bad rollout is not written
-        # A group that takes no more stays as it is, whatever is declared of it.
+        # A bad rollout is not written. The check is repeated after the disk has answered, when the id may be in use.
+        core.check(self._rollouts, size)
+        # A later declaration does not change a closed group.
         before = None if size is None else core.buffer.groups.declared(size.group_id)
-        written = journal.write(
+        put = journal.write(
             self._rollouts, core.in_flight.next_step, None if before is not None and before.closed else size
         )
-        return self._finish_journal(journal, written)
+        return self._finish_journal(journal, put)
 
-    async def _finish_journal(self, journal: Journal, written: Writing) -> None:
+    async def _finish_journal(self, journal: Journal, put: Change) -> None:
+        accepted = False
         try:
             # Between here and the taking below the rollouts are on the disk and not in the buffer. A crash then brings
             # back rollouts whose put had not returned, which a retry finds as duplicates: never lost, never doubled.
-            await written.written()
+            await put.written()
             self._shell.check_open("put")
             rest = self._go_on(anyio.current_time(), written=True)
             if rest is not None:
                 await rest
-        except BaseException:
-            # on the disk, perhaps, and not accepted: a restart must not bring it back
-            journal.retract(written)
-            if self._size is not None:
-                # the earlier declaration of the group still holds
-                name, groups = self._size.group_id, self._shell.core.buffer.groups
-                journal.group_declared(name, groups.declared(name))
-            raise
+            accepted = True
+        finally:
+            journal.settle(put, accepted=accepted)
 
     # -- waiting for room ----------------------------------------------------------------------------------------------
 
@@ -371,7 +364,7 @@ class PendingPut(Waiter):
         core, journal, queue = self._shell.core, self._shell.journal, self._shell.puts
         if journal is not None and not written:
             return self._write(journal)
-        # those who wait go first; but a sibling needs no room, and may be what a full buffer waits for
+        # A waiting put goes first. A sibling needs no room, and may be the one that a full buffer waits for.
         if queue.waiters and self._rollouts and not core.admission.is_sibling(self._rollouts[0]):
             core.check(self._rollouts, self._size)  # a bad rollout is refused now, not after a long wait
         elif self._take(now):
@@ -394,7 +387,7 @@ class PendingPut(Waiter):
             return False
         if self._size is not None:
             shell.changed()  # fewer places are kept for siblings
-        # Last: it may wake tasks, which find the rollouts held. Nobody else has more room for them.
+        # After the rollouts are held, because a woken task looks for them.
         shell.wake_consumer()
         if self.group_id is not None:
             shell.puts.wake_siblings(self.group_id)

@@ -30,7 +30,7 @@ from test_puts import How, cancelled_after, ways
 import stream_balancer as sb
 from stream_balancer.core.groups import SiblingGroups
 from stream_balancer.core.in_flight import RolloutIds
-from stream_balancer.host.journal import store, writer
+from stream_balancer.host.journal import log
 from stream_balancer.host.records import rollout_key
 from stream_balancer.rollouts import Batch
 from stream_balancer.testing import make_rollout, make_rollouts
@@ -108,8 +108,8 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     disk = Disk()
-    monkeypatch.setattr(store, "_commit", disk.commit)
-    monkeypatch.setattr(writer, "RETRY_S", 0.01)
+    monkeypatch.setattr(log, "_commit", disk.commit)
+    monkeypatch.setattr(log, "RETRY_S", 0.01)
     return disk
 
 
@@ -419,6 +419,50 @@ async def expect_closed(wait: Callable[[Any], Awaitable[object]], what: Any) -> 
         await wait(what)
 
 
+async def test_an_id_that_is_lost_while_its_next_put_is_being_written_is_held(tmp_path: Path, disk: Disk) -> None:
+    """A row belongs to one put, so the eviction of the first put's rollout keeps the row of the second."""
+    balancer, lost = sb.StreamBalancer(config(), journal=tmp_path / "j"), list[str]()
+
+    class Loses(sb.Observer):
+        def accepted(self, rollouts: Sequence[sb.Rollout], now: float) -> None:
+            if not lost:
+                lost.extend(balancer.parts.core.evict_lost(lambda one: one.rollout_id == "a"))
+
+    balancer.observers.append(Loses())
+    async with balancer:
+        async with anyio.create_task_group() as tasks:
+            with disk.stopped():
+                tasks.start_soon(balancer.put, make_rollout(3, "a"))
+                await disk.reached()
+                tasks.start_soon(balancer.put, make_rollout(3, "a"))
+                for _ in range(5):
+                    await checkpoint()
+        assert lost == waiting(balancer) == ["a"]
+        after = await crash(balancer)
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        assert waiting(balancer) == ["a"]
+
+
+async def test_two_rows_of_an_id_that_a_crash_left_are_one_rollout(tmp_path: Path) -> None:
+    """Two producers put the same id, and the controller dies while both wait for room."""
+    async with sb.StreamBalancer(config(capacity=4), journal=tmp_path / "j") as balancer:
+        await fill(balancer, [3] * 4)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(2):
+                tasks.start_soon(balancer.put, make_rollout(3, "a"))
+            await until(lambda: balancer.statistics().blocked_puts == 2)
+            during = await kill(balancer)
+            tasks.cancel_scope.cancel()
+    async with sb.StreamBalancer(config(), journal=during) as balancer:
+        assert waiting(balancer) == ["r0", "r1", "r2", "r3", "a"]
+        balancer.end()
+        assert sum([batch.num_rollouts async for batch in balancer.batches()]) == 5
+        after = await crash(balancer)
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        assert balancer.recovered is not None
+        assert (waiting(balancer), balancer.recovered.past_ids) == ([], 5)
+
+
 # -- the disk ----------------------------------------------------------------------------------------------------------
 
 
@@ -465,7 +509,7 @@ async def test_a_full_disk_refuses_puts_and_recovers(
 async def test_a_real_limit_of_the_operating_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel refuses to let a file grow: as on a full disk puts are refused, training goes on, and what is trained
     on makes room; when the log is taken over into the database, too."""
-    monkeypatch.setattr(writer, "LOG_BYTES", 2**20)
+    monkeypatch.setattr(log, "WAL_BYTES", 2**20)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     trained: list[str] = []
     accepted: list[str] = []
@@ -560,7 +604,7 @@ async def test_the_folder_is_bounded_by_what_ever_waited_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Much goes through, one rollout stays: what is free in the database is used again."""
-    monkeypatch.setattr(writer, "LOG_BYTES", 400_000)
+    monkeypatch.setattr(log, "WAL_BYTES", 400_000)
     monkeypatch.setattr(RolloutIds, "remember", 10)
     monkeypatch.setattr(SiblingGroups, "remember", 10)
     knobs = config(groups=sb.Groups(size=2), capacity=1000)

@@ -8,7 +8,7 @@ import re
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -30,9 +30,8 @@ from stream_balancer.core.in_flight import RolloutIds
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
-from stream_balancer.host.journal import Journal, Recovered, journal
-from stream_balancer.host.journal.store import PAGE_BYTES, Store
-from stream_balancer.host.journal.writer import Writing
+from stream_balancer.host.journal import Change, Journal, Recovered, journal
+from stream_balancer.host.journal.log import PAGE_BYTES, Log
 from stream_balancer.host.records import (
     FORMAT,
     Acked,
@@ -265,17 +264,14 @@ OFTEN = ["put"] * 6 + ["plan", "done"]
 EVENTS = [*OFTEN, "twice", "plan", "done", "lost", "void", "version", "close", "cut", "abandon", "filtered"]
 
 
-class AtOnce:
-    """Writes what is enqueued at once, in place of the journal's thread."""
+class AtOnce(Log):
+    """A log that writes in the caller's thread."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        store.db.execute("pragma synchronous=off")
+    def start(self) -> None:
+        self.db.execute("pragma synchronous=off")
 
-    def enqueue(self, item: Writing) -> None:
-        self._store.commit(item.statements())
-
-    def start(self) -> None: ...
+    def enqueue(self, change: Change) -> None:
+        self._commit([change], 0, 0)
 
 
 class Run:
@@ -286,20 +282,19 @@ class Run:
         self.open()
 
     def open(self) -> Snapshot:
-        self.journal, self.core = Journal(self.folder), BalancerCore(self.config)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(journal, "Log", AtOnce)
+            self.journal, self.core = Journal(self.folder), BalancerCore(self.config)
         snapshot = self.journal.open()
         assert self.journal.recovered is not None
         assert not self.journal.recovered.damage
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(journal, "Writer", AtOnce)
-            self.journal.start(self.core)
-        self.journal._restoring = snapshot
+        self.journal.start(self.core)
         self.core.restore(snapshot, 0.0)
         return snapshot
 
     def rows(self, kind: str) -> int:
         """Facts of a kind that the journal holds."""
-        ((count,),) = self.journal._store.db.execute("select count(*) from rows where key like ?", (f"{kind} %",))
+        ((count,),) = self.journal.log.db.execute("select count(*) from rows where key like ?", (f"{kind} %",))
         return int(count)
 
     def ids(self) -> list[str]:
@@ -308,11 +303,11 @@ class Run:
     def put(self, name: str, group_id: str | None, version: int) -> None:
         rollout = make_rollout(1 + self.puts % 5, name, group_id=group_id, version=version)
         self.puts += 1
-        written = self.journal.write([rollout], self.core.in_flight.next_step)
-        try:
+        put, accepted = self.journal.write([rollout], self.core.in_flight.next_step), False
+        with suppress(ValueError):  # a duplicate, or its group takes no more
             self.core.add(rollout, 0.0)
-        except ValueError:  # a duplicate, or its group takes no more
-            self.journal.retract(written)
+            accepted = True
+        self.journal.settle(put, accepted=accepted)
 
     def happen(self) -> None:
         core, chance = self.core, self.chance
@@ -347,9 +342,9 @@ class Run:
             case "close" if self.config.groups.size:
                 size = GroupSize(group, None)
                 declared = core.buffer.groups.declared(group)
-                if declared is None or not declared.closed:
-                    self.journal.write([], core.in_flight.next_step, size)
+                put = self.journal.write([], core.in_flight.next_step, None if declared and declared.closed else size)
                 core.add_all([], 0.0, size)
+                self.journal.settle(put, accepted=True)
             case "cut":
                 core.cut_stragglers(0.0)
             case "abandon" if self.config.groups.size:
@@ -374,7 +369,7 @@ def test_what_is_read_is_what_happened(tmp_path: Path, monkeypatch: pytest.Monke
         before = run.core.snapshot(0.0)
         assert run.rows("done") <= remember
         assert run.rows("group") <= remember + sum(not one.closed for one in before.groups.values())
-        run.journal._store.close()
+        run.journal.log.close()
         after = run.open()
         assert [r.rollout_id for r in after.waiting] == [r.rollout_id for r in before.waiting]
         assert [plan_of(batch) for batch in after.in_flight] == [plan_of(batch) for batch in before.in_flight]
@@ -387,7 +382,7 @@ def test_what_is_read_is_what_happened(tmp_path: Path, monkeypatch: pytest.Monke
         for name in ("accepted", "acknowledged", "evicted"):
             assert after.counts[name] == before.counts[name], name
         verify(run.core)
-    run.journal._store.close()
+    run.journal.log.close()
 
 
 CONFIG = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, capacity=1000)
@@ -563,33 +558,24 @@ def test_damage_is_told(closed: Path, tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize(
-    ("sql", "kind", "message"),
+    "sql",
     [
-        (
-            "pragma user_version=1",
-            sb.errors.WireError,
-            f"in format 1, and this version reads {FORMAT}. Let the version that",
-        ),
-        ("pragma application_id=7", sb.errors.WireError, "is not a stream_balancer's journal"),
-        (
-            "create trigger t after insert on rows begin delete from rows; end",
-            sb.errors.JournalError,
-            "its tables",
-        ),
-        ("create view v as select * from rows", sb.errors.JournalError, "its tables"),
-        ("drop index keys", sb.errors.JournalError, "its tables"),
-        ("alter table rows add column more", sb.errors.JournalError, "its tables"),
+        "pragma user_version=1",
+        "pragma application_id=7",
+        "create trigger t after insert on rows begin delete from rows; end",
+        "create view v as select * from rows",
+        "drop index keys",
+        "alter table rows add column more",
     ],
 )
-def test_another_database_is_refused_by_name(
-    closed: Path, tmp_path: Path, sql: str, kind: type[Exception], message: str
-) -> None:
+def test_another_database_is_refused_by_name(closed: Path, tmp_path: Path, sql: str) -> None:
     shutil.copytree(closed, tmp_path / "j")
     with closing(sqlite3.connect(tmp_path / "j" / "journal.db")) as db, db:
         db.execute(sql)
-    with pytest.raises(kind, match=message) as told:
+    path = tmp_path / "j" / "journal.db"
+    said = rf"{path} is no journal of format {FORMAT}.* found .*\. Let the version that wrote it finish"
+    with pytest.raises(sb.errors.WireError, match=said):
         reopened(tmp_path / "j")
-    assert str(tmp_path / "j" / "journal.db") in str(told.value)
 
 
 def test_what_is_no_database_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
@@ -604,10 +590,10 @@ def test_what_is_no_database_is_refused_and_left_as_it_is(tmp_path: Path) -> Non
 HOLD = """
 import os, shutil, sys, time
 from pathlib import Path
-from stream_balancer.host.journal.store import Store, add
-store = Store(Path(sys.argv[1]))
-store.open()
-store.commit([add([(0, "ended", b"")])])
+from stream_balancer.host.journal.log import Log
+log = Log(Path(sys.argv[1]))
+log.open()
+log.commit([(0, "ended", b"")])
 if sys.argv[2] == "fork" and os.fork():
     time.sleep(60)  # the child reports, once it runs
 if sys.argv[2] == "exit" and not os.fork():
@@ -632,12 +618,12 @@ def holder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Python]:
 
 
 def facts_of(folder: Path) -> int:
-    store = Store(folder)
-    store.open()
+    log = Log(folder)
+    log.open()
     try:
-        return len(list(store.rows("select * from rows")))
+        return len(list(log.db.execute("select * from rows")))
     finally:
-        store.close()
+        log.close()
 
 
 @pytest.mark.parametrize("holder", ["", "copy", "exit"], indirect=True)
@@ -645,7 +631,7 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path, hol
     """Also once the first has opened and closed every file in the folder, as a copy does, or a child has ended."""
     tmp_path /= "journal"
     with pytest.raises(sb.errors.AlreadyInUseError, match=f"{tmp_path} is in use by process {holder.pid}"):
-        Store(tmp_path).open()
+        Log(tmp_path).open()
     assert (tmp_path / "journal.db-wal").stat().st_size
     holder.kill()
     holder.wait()
@@ -662,18 +648,18 @@ def test_a_child_forked_by_a_dead_controller_does_not_keep_the_lock(tmp_path: Pa
 def test_a_journal_is_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_text("no folder")
-    with pytest.raises(sb.errors.JournalError, match=rf"journal {path} cannot be opened: File exists\. Give a folder"):
-        Store(path).open()
+    with pytest.raises(sb.errors.JournalError, match=rf"cannot be read .*File exists: '{path}'.* use another path"):
+        reopened(path)
     assert path.read_text() == "no folder"
 
 
 def test_the_same_process_is_refused_too_and_the_lock_outlives_the_attempt(tmp_path: Path) -> None:
-    first = Store(tmp_path)
+    first = Log(tmp_path)
     first.open()
     with pytest.raises(sb.errors.AlreadyInUseError, match=f"in use by process {os.getpid()}"):
-        Store(tmp_path / "." / "x" / "..").open()
-    code = "import sys; from pathlib import Path; from stream_balancer.host.journal.store import Store; "
-    code += "Store(Path(sys.argv[1])).open()"
+        Log(tmp_path / "." / "x" / "..").open()
+    code = "import sys; from pathlib import Path; from stream_balancer.host.journal.log import Log; "
+    code += "Log(Path(sys.argv[1])).open()"
     refused = run_python("-c", code, tmp_path)
     assert f"in use by process {os.getpid()}" in refused.stderr
     first.close()

@@ -1,16 +1,15 @@
-"""The journal: what was accepted survives the controller. A put returns once its rollout is on the disk.
+"""The journal: accepted rollouts survive the controller. A put returns once its rollout is on the disk.
 
 ::
 
-    put --write--> queue  --> writer thread: all that wait, one transaction, one fsync --> puts return, together
-    batches() --flush-->  `   acknowledgements and evictions are in the same transaction
+    put --write--> queue  --> thread: one transaction and one fsync for the whole queue --> the puts return
+    batches() --flush-->  `   the same transaction has acknowledgements and evictions
 
-``journal`` (who waits for whom, and events as rows), ``writer`` (the thread), ``store`` (the database, its lock, the
-disk), ``handed`` (what peers have said); the rows are ``host.records``. docs/restarting.md has the
-promise, the protocol and the measurements.
+``journal`` turns events into rows. ``log`` has the thread, the database and its lock. ``handed`` has the facts of
+peers. ``host.records`` has the format of a row. docs/restarting.md has the promise.
 """
 
 from stream_balancer.host.journal.journal import Journal, Recovered
-from stream_balancer.host.journal.writer import Writing
+from stream_balancer.host.journal.log import Change
 
-__all__ = ["Journal", "Recovered", "Writing"]
+__all__ = ["Change", "Journal", "Recovered"]

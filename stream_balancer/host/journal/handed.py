@@ -5,7 +5,6 @@ controller.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 
 from stream_balancer.host.records import Attempt, Fact, PeerFact
 from stream_balancer.wire.codec import Leases, Owner
@@ -25,10 +24,6 @@ class Handed:
 
     async def flush(self) -> None:
         """Return once every earlier row is on the disk."""
-
-    def follow(self, facts: Iterable[Fact]) -> None:
-        """Continue from the rows of a journal or a checkpoint."""
-        self.rows = {one.key: one for one in facts}
 
     def note(self, fact: Fact, *others: Fact) -> bool:
         """The fact holds from now on. ``others`` are written with it, in one transaction. -> True if it is news."""

@@ -1,43 +1,42 @@
-"""The journal: what was accepted survives the controller. A put returns once its rollout is on the disk.
+"""The journal: accepted rollouts survive the controller. A put returns once its rollouts are on the disk.
 
-Who waits for whom, in the event loop, which never touches the disk: the thread that does is in ``writer``. Two things
-wait: a put for its rollouts (:mod:`stream_balancer.host.puts`), a batch for its plan
-(:mod:`stream_balancer.host.batches`). All else is written once it has happened, and may be lost in a crash: then it
-happens again. Rows change in the order of the events, so an id that was evicted as lost and put again is held.
+Everything here runs in the event loop, except :meth:`Journal.open`. Two callers wait for the disk: a put for its
+rollouts (:mod:`stream_balancer.host.puts`) and a batch for its plan (:mod:`stream_balancer.host.batches`). Other
+changes are written after they happened. A crash may lose the last changes, and then they happen again.
+
+A put writes its rollouts before the balancer accepts them. Example: two puts of the id "a" wait for the disk, as rows 7
+and 8. The balancer accepts the first and refuses the second, so the journal deletes row 8.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import anyio
-import anyio.lowlevel
 import anyio.to_thread
 
 from stream_balancer.core.groups import Declared, GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.errors import ClosedResourceError, JournalError, RolloutError
+from stream_balancer.errors import JournalError, RolloutError
 from stream_balancer.field_docs import documented
 from stream_balancer.host.journal.handed import Handed
-from stream_balancer.host.journal.store import DiskFullError, Store, remove, retract
-from stream_balancer.host.journal.writer import CLOSED, Writer, Writing
+from stream_balancer.host.journal.log import Change, Log, Rows, no_room
 from stream_balancer.host.records import (
-    Attempt,
     Done,
-    Ended,
     Fact,
     Group,
     HeldRollout,
-    PeerFact,
     Records,
     Totals,
     facts_of,
@@ -48,7 +47,7 @@ from stream_balancer.host.records import (
 )  # fmt: skip
 from stream_balancer.rollouts import Batch, EvictReason, Rollout
 
-MAX_ROLLOUT_BYTES = 9 * 10**8  # SQLite takes 10 ** 9 bytes a row
+MAX_ROLLOUT_BYTES = 9 * 10**8  # SQLite takes 10 ** 9 bytes a row.
 
 _log = logging.getLogger("stream_balancer.journal")
 
@@ -63,16 +62,16 @@ class Recovered:
     in_flight: int
     """Rollouts whose batches will be delivered again, with the same plan."""
     steps: tuple[int, ...]
-    """Steps of these batches."""
+    """Steps of the batches in flight."""
     past_ids: int
     """Rollouts remembered as done."""
     next_step: int
     """Number of the next new batch."""
     torn_bytes: int
-    """Bytes of a commit that a crash cut short: of puts that had not returned. They were taken off."""
+    """Bytes of a commit that a crash cut short, which were taken off. No put of this commit had returned."""
     damage: tuple[str, ...]
-    """Rows that were damaged, and plans whose rollouts are lost with them, a sentence each; everything else is here.
-    The database as it was is kept beside this one, as ``damaged-1.db``."""
+    """A sentence for each damaged row, and for each plan that names a lost rollout. All other rows are here. A copy of
+    the damaged database is ``damaged-1.db`` in the same folder."""
 
     @property
     def found(self) -> bool:
@@ -81,144 +80,127 @@ class Recovered:
 
 
 class Journal(Handed, Observer):
-    """A folder that holds what a balancer has accepted and not yet finished. One process at a time."""
+    """A folder with the rollouts and facts of one balancer, for the next process. One process at a time uses it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
         self.path = Path(path)
         self.recovered: Recovered | None = None
         """Content of the journal when it was opened."""
-        self._store = Store(self.path)
-        self._next_number = 0  # of a row
-        self._writer: Writer | None = None  # from start() on
-        self._core: BalancerCore  # from start() on
-        self._restoring: Snapshot | None = None  # what the journal held, while the core takes it over
+        self.log = Log(self.path)
+        self._core: BalancerCore  # Set by start().
+        self._numbers: dict[str, int] = {}
+        """By key, the row of each fact and of each accepted rollout."""
+        self._next_number = 0
+        self._unsettled: set[Change] = set()
+        """Puts that are neither accepted nor refused."""
         self._done = deque[Done]()
-        self._num_done = 0  # ids in _done
 
     # -- opening and closing -------------------------------------------------------------------------------------------
 
     async def recover(self, core: BalancerCore) -> None:
-        """Open the journal, and let the core go on from what it holds.
+        """Open the journal, and restore the core from it.
 
-        Raises like :meth:`open` and :meth:`BalancerCore.restore`; the journal is closed then.
-        """
-        # else the thread would go on with a journal that nobody closes
-        with anyio.CancelScope(shield=True):
+        Raises like :meth:`open` and :meth:`BalancerCore.restore`, and closes the journal first."""
+        with anyio.CancelScope(shield=True):  # A cancelled call would leave the journal open.
             snapshot = await anyio.to_thread.run_sync(self.open)
             try:
-                # before restore(): what that evicts is written
+                # Before restore(), which may evict rollouts.
                 self.start(core)
-                self._restoring = snapshot
                 core.restore(snapshot, anyio.current_time())
             except BaseException:
                 await self.aclose()
                 raise
-            finally:
-                self._restoring = None  # it holds every rollout
 
     def open(self) -> Snapshot:
-        """Take the lock, and read what is held. Blocks; :meth:`start` comes afterwards, in the event loop.
+        """Take the lock, and read all rows. Blocks; O(bytes).
 
-        Raises AlreadyInUseError if another process has it, JournalError if its disk is full or it cannot be read,
-        WireError for another version's. O(bytes).
-        """
-        store = self._store
+        Raises AlreadyInUseError, naming the process that has the journal; JournalError if the disk is full or the
+        journal cannot be read; WireError for a journal of another version."""
         try:
-            store.open()
-            try:
-                snapshot = self._read()
-            except BaseException:
-                store.close()
+            return self._read(*self.log.open())
+        except BaseException as error:
+            self.log.close()
+            if not isinstance(error, OSError | sqlite3.Error | UnicodeDecodeError):
                 raise
-        except DiskFullError as error:
-            message = f"the journal {self.path} has no room to start. Make room first"
-            raise DiskFullError(error.errno, message) from None
+            full = no_room(error)
+            raise JournalError(
+                full or errno.EIO,
+                f"the journal {self.path} has no room to start. Make room first"
+                if full
+                else f"{self.path / 'journal.db'} cannot be read ({error}). Nothing in it was changed. Put a copy of "
+                "its folder in its place; or, to start without its content, use another path",
+            ) from error
+
+    def _read(self, torn_bytes: int, lost_commits: list[str]) -> Snapshot:
+        log, records, numbers, kept = self.log, Records(self.leases), set[int](), dict[str, int]()
+        # The order makes SQLite read the index from end to end.
+        indexed = dict(log.db.execute("select number, key from rows indexed by keys order by key, number"))
+        for number, key, data in log.db.execute("select number, key, data from rows order by number"):
+            numbers.add(number)
+            name, other = row_name(number, key), indexed.pop(number, None)
+            if other == key:
+                records.take(name, data)
+            else:
+                # A damaged key could put one rollout in the place of another.
+                records.damage[name] = f"row {number}: {other} in the index, {key} in the row"
+            # A put is written before it is accepted, so a crash may leave two rows of a key. The first rollout was
+            # accepted; the last fact holds.
+            if name not in records.damage and (key not in kept or not key.startswith("rollout ")):
+                kept[key] = number
+        # As when a page of the table was replaced by an older one.
+        records.damage |= {name: f"{name} cannot be reached" for name in map(row_name, indexed, indexed.values())}
+        snapshot = records.snapshot(time.time())
+        for void in records.damage:  # A plan without its rollouts is named by its key.
+            kept.pop(void, None)
+        damage = (*lost_commits, *snapshot.set_aside)
+        log.repair(numbers.difference(kept.values()), is_damaged=bool(damage))
+        self._numbers, self._next_number = kept, max(kept.values(), default=-1) + 1
+        facts = [fact for fact in records.facts if fact.key in kept and not isinstance(fact, Done | Group | Totals)]
+        self.rows = {fact.key: fact for fact in facts}
+        self._done.extend(records.all_of(Done))
         self.recovered = Recovered(
             waiting=len(snapshot.waiting),
             in_flight=sum(batch.num_rollouts for batch in snapshot.in_flight),
             steps=tuple(batch.step for batch in snapshot.in_flight),
             past_ids=len(snapshot.past_ids),
             next_step=snapshot.next_step,
-            torn_bytes=store.torn_bytes,
-            damage=(*filter(None, [store.lost_commits]), *snapshot.set_aside),
+            torn_bytes=torn_bytes,
+            damage=damage,
         )
-        self._log(self.recovered)
-        return snapshot
-
-    def _read(self) -> Snapshot:
-        records = Records(self.leases)
-        damaged: list[int] = []
-        keys = dict(self._store.rows("select number, key from rows indexed by keys order by key, number"))
-        for number, key, row in self._store.rows("select number, key, data from rows order by number"):
-            name, indexed = row_name(number, key), keys.pop(number, None)
-            if indexed == key:
-                records.take(name, row)
-            else:
-                # a damaged key would put one rollout in the place of another without a word
-                records.damage[name] = f"row {number}: {indexed} in the index, {key} in the row"
-            if name in records.damage:
-                damaged.append(number)
-            else:  # a number that is taken out may be given again
-                self._next_number = number + 1
-        # As when a page of the table was replaced by an older one.
-        records.damage |= {name: f"{name} cannot be reached" for name in map(row_name, keys, keys.values())}
-        snapshot = records.snapshot(time.time())
-        void = [name for name in records.damage if name.startswith("plan ")]
-        self._store.begin([retract(damaged), remove(void)] if records.damage else ())
-        self._follow(records)
-        return snapshot
-
-    def _follow(self, records: Records) -> None:
-        self.follow(one for one in records.facts if isinstance(one, Attempt | PeerFact | Ended))
-        self._done = deque(records.all_of(Done))
-        self._num_done = sum(len(one.ids) for one in self._done)
-
-    def _log(self, recovered: Recovered) -> None:
-        for where in recovered.damage:
-            _log.error("journal %s: damaged, rows are lost: %s", self.path, where)
-        if recovered.torn_bytes:
+        for sentence in damage:
+            _log.error("journal %s: damaged, rows are lost: %s", self.path, sentence)
+        if torn_bytes or snapshot.waiting or snapshot.in_flight:
             _log.warning(
-                "journal %s: the last %d bytes are no whole commit. Taken off. A crash in the middle of a write looks "
-                "so, and no put that had returned is in such an end; otherwise the disk has damaged it",
+                "journal %s: recovered %d waiting rollouts and the steps %s. %d bytes at the end of its log are no "
+                "whole commit and were taken off: a crash leaves such an end, and no put that had returned is in it",
                 self.path,
-                recovered.torn_bytes,
+                len(snapshot.waiting),
+                [*self.recovered.steps],
+                torn_bytes,
             )
-        if recovered.waiting or recovered.in_flight:
-            _log.warning(
-                "journal %s: recovered %d waiting rollouts and %d in flight (steps %s)",
-                self.path,
-                recovered.waiting,
-                recovered.in_flight,
-                list(recovered.steps),
-            )
+        return snapshot
 
     def start(self, core: BalancerCore) -> None:
-        """Begin to write what happens to a core, from the event loop's thread."""
+        """Begin to write a core's events, in its event loop."""
         self._core = core
-        # before the user's: one of these may acknowledge a batch as soon as it hears of it
+        # Before the user's observers, which may acknowledge a batch as soon as it is dispatched.
         core.observers.insert(0, self)
-        self._writer = Writer(self._store)
-        self._writer.start()
+        self.log.start()
 
     async def aclose(self) -> None:
-        """Write what is enqueued, and release the lock. Idempotent; also where :meth:`start` was not called."""
-        if self._writer is not None and not self._writer.leaving:
-            self._writer.leaving = True
-            # it may be opened again, for another balancer
+        """Write all changes, and release the lock. Idempotent; also if :meth:`start` was not called."""
+        if not self.log.is_closed:
+            # Another balancer may open the journal later.
             self._core.observers.remove(self)
-            with suppress(JournalError, ClosedResourceError):
-                await self.flush()
-            await anyio.lowlevel.checkpoint()  # puts that were just written notice the end, and retract
-        await anyio.to_thread.run_sync(self._close)
-
-    def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._store.close()
+            # A put that waits finds the balancer closed.
+            for put in [*self._unsettled]:
+                self.settle(put, accepted=False)
+            self.log.is_closed = True
+        await anyio.to_thread.run_sync(self.log.close)
 
     def check_empty(self) -> None:
-        """Raise ValueError if the journal holds anything, or may: no checkpoint can be loaded then."""
+        """Raise ValueError unless the journal was empty when it was opened: otherwise no checkpoint can be loaded."""
         if self.recovered is None or self.recovered.found:
             raise ValueError(
                 f"load_state_dict() with the journal {self.path}: what that holds is newer than a "
@@ -226,73 +208,74 @@ class Journal(Handed, Observer):
                 "go back to the checkpoint, enter a balancer with an empty journal, then load"
             )
 
-    # -- puts; in the event loop ---------------------------------------------------------------------------------------
+    # -- puts and facts ------------------------------------------------------------------------------------------------
 
-    def write(self, rollouts: Sequence[Rollout], step: int, size: GroupSize | None = None) -> Writing:
-        """Rollouts that are about to be accepted take the last place in the queue, with the ``size`` that is declared
-        of their group. Where they are not accepted, :meth:`retract` must follow.
+    def write(self, rollouts: Sequence[Rollout], step: int, size: GroupSize | None = None) -> Change:
+        """Write rollouts, and the ``size`` that their group is declared to have. :meth:`settle` must follow.
 
-        Raises RolloutError if they could never fit, ClosedResourceError once closed.
-        """
+        Raises RolloutError for a rollout that is too large."""
         for rollout in rollouts:
             if rollout.nbytes > MAX_ROLLOUT_BYTES:
                 raise RolloutError(
                     f"rollout {rollout.rollout_id!r} ({rollout.nbytes} bytes) is too large for a journal, which takes "
                     f"{MAX_ROLLOUT_BYTES}. Put large tensors elsewhere, and their names into metadata"
                 )
-        # by the wall clock: only that means something to the next process
-        rows: list[HeldRollout | Fact] = [HeldRollout(rollout, time.time(), step) for rollout in rollouts]
+        # The next process does not know this one's monotonic clock.
+        rows: list[Fact | HeldRollout] = [HeldRollout(rollout, time.time(), step) for rollout in rollouts]
         if size is not None:
-            # In the same transaction as the rollouts: after a crash a group has both or neither.
             rows.append(Group(size.group_id, size.size, closed=False))
-        return self._enqueue(Writing(rows, may_be_refused=True))
+        put = self._enqueue(rows, is_put=True)
+        self._unsettled.add(put)
+        return put
 
-    def retract(self, item: Writing) -> None:
-        """Rollouts that were written have not been accepted after all."""
-        self._change(Writing(retracted=range(item.number, item.number + len(item.rows))))
+    def settle(self, put: Change, *, accepted: bool) -> None:
+        """The balancer accepted the rollouts of a put, or will not. Delete the rows that are not needed."""
+        self._unsettled.discard(put)
+        gone = []
+        for number, row in enumerate(put.rows, put.number):
+            # An observer may have evicted an accepted rollout already. The declaration of the group was written again
+            # when it was accepted.
+            if accepted and isinstance(row, HeldRollout) and row.rollout.rollout_id in self._core.ids.held:
+                self._numbers[row.key] = number
+            else:
+                gone.append(number)
+        if gone:
+            self._enqueue(gone=gone)
 
-    def put(self, *facts: Fact) -> None:
-        """Facts hold now, in place of those with the same keys. On the disk by the time the next put or :meth:`flush`
-        returns."""
-        self._change(Writing(facts))
+    def put(self, *rows: Fact | HeldRollout, void: Iterable[str] = ()) -> None:
+        """In one transaction: rows hold, each in place of the row with its key, and rows with the keys ``void`` do not.
+        On the disk when the next put or :meth:`flush` returns."""
+        keys = [*void, *(row.key for row in rows)]
+        change = self._enqueue(rows, [self._numbers.pop(key) for key in keys if key in self._numbers])
+        self._numbers.update((row.key, number) for number, row in enumerate(rows, change.number))
+        self._done.extend(row for row in rows if isinstance(row, Done))
 
     async def flush(self) -> None:
-        """Return once all that was enqueued so far is on the disk. Waits while it is full; raises JournalError if it is
-        failing, ClosedResourceError if it is closed meanwhile."""
-        await self._enqueue(Writing()).written()
+        """Return once all earlier changes are on the disk. Raises like :meth:`Change.written`."""
+        await self._enqueue().written()
 
-    def _change(self, item: Writing) -> None:
-        with suppress(ClosedResourceError):  # after the end nobody writes any more; it will be delivered again
-            self._enqueue(item)
-
-    def _enqueue(self, item: Writing) -> Writing:
-        if self._writer is None:
-            raise ClosedResourceError(CLOSED)
-        # numbered in the event loop, in the order of the calls: that in which rollouts wait again
-        item.number, self._next_number = self._next_number, self._next_number + len(item.rows)
-        self._writer.enqueue(item)
-        return item
+    def _enqueue(self, rows: Rows = (), gone: Sequence[int] = (), *, is_put: bool = False) -> Change:
+        # After a restart rollouts wait in the order of their numbers.
+        change = Change(self._next_number, rows, gone, is_put)
+        self._next_number += len(rows)
+        self.log.enqueue(change)
+        return change
 
     # -- events --------------------------------------------------------------------------------------------------------
 
     def dispatched(self, batch: Batch) -> None:
-        """A batch is about to be handed out: its plan, to be delivered again as it is."""
         self.put(plan_of(batch), self._totals())
 
     def acknowledged(self, batch: Batch) -> None:
-        # Rollouts that no rank could get are not among the past ids: they may be put again.
-        ids, past = [r.rollout_id for r in batch.rollouts if not r.is_padding], self._core.ids.past
-        # with the rollouts, in one transaction: a plan without them would be damage
-        self._finish(ids, [name for name in ids if name in past], f"plan {batch.step}", f"attempt {batch.step}")
+        ids = [rollout.rollout_id for rollout in batch.rollouts if not rollout.is_padding]
+        self._finish(ids, f"plan {batch.step}", f"attempt {batch.step}")
 
     def gave_up(self, evicted: Sequence[tuple[Rollout, EvictReason]]) -> None:
-        """Rollouts are held no more; lost ones may be put again."""
-        done = [rollout.rollout_id for rollout, reason in evicted if reason != "lost"]
-        self._finish([rollout.rollout_id for rollout, _ in evicted], done)
+        self._finish([rollout.rollout_id for rollout, _ in evicted])
 
     def group_declared(self, group_id: str, declared: Declared | None) -> None:
         if declared is None:
-            self._change(Writing(void=[f"group {group_id}"]))
+            self.put(void=[f"group {group_id}"])
         else:
             self.put(Group(group_id, *declared))
 
@@ -300,33 +283,23 @@ class Journal(Handed, Observer):
         self.put(self._totals())
 
     def restored(self, snapshot: Snapshot) -> None:
-        """A checkpoint is taken over. On the disk by the time the next put returns."""
-        # what came out of the journal is in it already
-        if snapshot is self._restoring:
-            return
-        records = Records()
-        records.facts = facts_of(snapshot)
-        self.put(*records.facts)
-        self._follow(records)
-        # one row each, as puts have: a rollout that is done takes its row with it
-        for held in held_of(snapshot, time.time()):
-            self._change(Writing([held]))
+        # Otherwise the snapshot was read from this journal.
+        if self.recovered is not None and not self.recovered.found:
+            rows: Iterable[Fact | HeldRollout] = chain(facts_of(snapshot), held_of(snapshot, time.time()))
+            for row in rows:
+                if row != Done(0, []):
+                    self.put(row)
 
-    def _finish(self, ids: Iterable[str], past: Sequence[str], *void: str) -> None:
-        """Rollouts are held no more, and facts of the keys ``void`` hold no more. ``past``: ids that are refused from
-        now on, instead of those that are more than ``RolloutIds.remember`` back."""
-        facts: list[Fact] = [self._totals()]
-        keys = [*map(rollout_key, ids), *void]
-        done, remember = self._done, self._core.ids.remember
-        if past and remember:
-            done.append(Done(done[-1].number + 1 if done else 0, [*past]))
-            facts.append(done[-1])
-            self._num_done += len(past)
-            # whole rows, so that a few more ids are known than must be
-            while self._num_done - len(done[0].ids) >= remember:
-                self._num_done -= len(done[0].ids)
-                keys.append(done.popleft().key)
-        self._change(Writing(facts, void=keys))
+    def _finish(self, ids: Sequence[str], *void: str) -> None:
+        """Rollouts are not held any more. A row keeps the ids that a put may not use again."""
+        past, done, rows, keys = self._core.ids.past, self._done, list[Fact](), [*void, *map(rollout_key, ids)]
+        if over := [name for name in ids if name in past]:
+            # Row numbers grow, so this number is new.
+            rows.append(Done(self._next_number, over))
+        while done and past.keys().isdisjoint(done[0].ids[-1:]):
+            keys.append(done.popleft().key)
+        # In one transaction: a plan without its rollouts would be damage.
+        self.put(self._totals(), *rows, void=keys)
 
     def _totals(self) -> Totals:
         core = self._core
