@@ -342,15 +342,15 @@ class StreamBalancer(OfOneProcess):
 
     async def async_state_dict(self) -> dict[str, Any]:
         """:meth:`state_dict` of this instant, written in a worker thread while puts and batches go on."""
-        snapshot = self.snapshot()
-        return await anyio.to_thread.run_sync(state_dict, snapshot, limiter=anyio.CapacityLimiter(1))
+        state = self.snapshot(), self.parts.handed.steps_and_ranks
+        return await anyio.to_thread.run_sync(state_dict, *state, limiter=anyio.CapacityLimiter(1))
 
     def state_dict(self) -> dict[str, Any]:
         """Rollouts that wait and are in flight, counters, versions, known ids: tensors, numbers and strings, for
         ``torch.save`` and torch.distributed.checkpoint. Copies every byte held, in this thread; in an event loop use
         :meth:`async_state_dict`.
         """
-        return state_dict(self.snapshot())
+        return state_dict(self.snapshot(), self.parts.handed.steps_and_ranks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Continue from a :meth:`state_dict`, under this balancer's own knobs; load before the first put.
@@ -364,10 +364,12 @@ class StreamBalancer(OfOneProcess):
         A journal is newer than any checkpoint: with one that held something this raises ValueError too.
         """
         now = self.parts.now("load_state_dict")
-        snapshot = read_state_dict(state)
+        snapshot, rows = read_state_dict(state)
         if self.parts.journal is not None:
             self.parts.journal.check_empty()
         self._core.restore(snapshot, now)
+        for row in rows:
+            self.parts.handed.note(row)
         self.parts.version_changed()
         return snapshot.set_aside
 

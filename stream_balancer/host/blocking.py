@@ -285,7 +285,8 @@ class OwnLoop(Facade):
 
     def state_dict(self) -> dict[str, Any]:
         """:meth:`StreamBalancer.state_dict`, flattened in the calling thread: the event loop goes on."""
-        return state_dict(self._runner.call(self.balancer.snapshot))
+        handed = self.balancer.parts.handed
+        return state_dict(*self._runner.call(lambda: (self.balancer.snapshot(), handed.steps_and_ranks)))
 
     def close(self) -> None:
         """Stop at once: whoever waits in ``put`` or ``batches()`` gets ClosedResourceError. May be called twice, and

@@ -7,20 +7,20 @@ it may run in any thread: a gigabyte takes a few hundred milliseconds to flatten
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.host.records import FORMAT, Records, facts_of, held_of, write_row
+from stream_balancer.host.records import FORMAT, Attempt, Fact, PeerFact, Records, facts_of, held_of, write_row
 
 _ROLLOUTS_TOGETHER = 64  # an event loop beside the thread that writes gets its turn between
 
 _log = logging.getLogger("stream_balancer.snapshot")
 
 
-def state_dict(snapshot: Snapshot) -> dict[str, Any]:
+def state_dict(snapshot: Snapshot, facts: Sequence[Fact] = ()) -> dict[str, Any]:
     """A dict of tensors, numbers, strings, and lists and dicts of these. O(bytes held).
 
     Raises RolloutError, naming it, for a rollout that was changed after it was put; ValueError where producers keep the
@@ -44,13 +44,13 @@ def state_dict(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "rollouts": [torch.frombuffer(row, dtype=torch.uint8) for row in rows],
-        "facts": torch.frombuffer(write_row("facts", facts_of(snapshot)), dtype=torch.uint8),
+        "facts": torch.frombuffer(write_row("facts", [*facts_of(snapshot), *facts]), dtype=torch.uint8),
         "calibration": snapshot.calibration,
     }
 
 
-def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
-    """The snapshot a :func:`state_dict` was made of; its rollouts are views of the dict's tensors.
+def read_state_dict(state: Mapping[str, Any]) -> tuple[Snapshot, list[Fact]]:
+    """The snapshot and the rows that a :func:`state_dict` was made of; rollouts are views of the dict's tensors.
 
     What is damaged does not spoil the rest: it is left out, and named in ``set_aside`` and in the log. Where a rollout
     of a batch in flight is damaged, the others of the batch wait again. Raises ValueError for a dict that is not one,
@@ -73,7 +73,7 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
     # an error each, since rollouts that were accepted are gone
     for sentence in snapshot.set_aside:
         _log.error("checkpoint: set aside: %s", sentence)
-    return snapshot
+    return snapshot, [one for one in records.facts if isinstance(one, Attempt | PeerFact)]
 
 
 def _name(first: int) -> str:

@@ -164,8 +164,11 @@ class Ranks(dict[int, Member]):
         about = _read(join.about)
         self._check_place(about, join.session)
         rank = self._ledger.ranks[about.rank]
-        # A new process is another incarnation than the one that was given up, whatever its launcher counts.
-        incarnation: int = max(about.incarnation, rank.fenced + 1) if about.is_start else about.incarnation
+        incarnation: int = about.incarnation
+        if about.is_start:
+            # A new process in a known place is a new incarnation of the rank, whatever its launcher counts.
+            is_known = about.seat in rank.seats or rank.is_ended
+            incarnation = max(incarnation, rank.fenced + 1, rank.incarnation + is_known)
         process, link = Process(about.rank, about.seat), next(self._links)
         holds = {number: (attempt, Phase(phase)) for number, (attempt, phase) in about.holds.items()}
         claim = Claim(Weights(*about.weights), about.acked, holds, about.is_start)

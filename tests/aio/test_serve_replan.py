@@ -99,16 +99,19 @@ async def test_the_last_rank_is_raised_and_the_next_serve_goes_on() -> None:
         assert balancer.statistics().waiting == balancer.statistics().in_flight == 0
 
 
+@pytest.mark.parametrize("incarnation", [0, 1])
 @pytest.mark.parametrize("loads", [None, 0])
 @pytest.mark.parametrize("when", WHENS)
-async def test_a_rank_that_dies_in_a_step_and_comes_back_in_time_is_waited_for(when: str, loads: int | None) -> None:
+async def test_a_rank_that_dies_in_a_step_and_comes_back_in_time_is_waited_for(
+    when: str, loads: int | None, incarnation: int
+) -> None:
     """With the weights of the others, loaded before it joins or after it was told."""
     crew = Crew(MemoryNetwork(dp_size=3), {1: (1, when)})
 
     async def again() -> None:
         await anyio.sleep(50)
         next_step = (2 if when == "met" else 1) if loads is None else 0
-        await crew.train(1, incarnation=1, loads=loads, next_step=next_step)
+        await crew.train(1, incarnation=incarnation, loads=loads, next_step=next_step)
 
     async with sb.StreamBalancer(knobs(3, **FREE)) as balancer:
         await crew.run(balancer, some(60), again, rejoin_timeout_s=100.0, on_rank_loss="replan")

@@ -44,6 +44,11 @@ class Handed:
         self.rows.pop(f"attempt {step}", None)
 
     @property
+    def steps_and_ranks(self) -> list[Fact]:
+        """Rows that a checkpoint keeps for the next ``serve``."""
+        return [one for one in self.rows.values() if isinstance(one, Attempt | PeerFact)]
+
+    @property
     def peers(self) -> list[PeerFact]:
         """Every rank that has joined at some time."""
         return [one for one in self.rows.values() if isinstance(one, PeerFact)]
