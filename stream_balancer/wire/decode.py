@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, overload
@@ -163,16 +163,6 @@ class Decoded:
                 # on the device, once it is there
                 for tensor in (*its["tokens"].values(), *its["tensors"].values()):
                     tensor.zero_()
-
-    def resize(self, executions: Mapping[tuple[str | None, str], tuple[int, int]]) -> None:
-        """Sizes that are left of some executions in the step, by group and name: rollouts and loss tokens.
-        Micro-batches made before do not know."""
-        header, sizes = self._header, self._header.execution_sizes
-        if not executions or not sizes or not header.execution_id:
-            return
-        groups = header.group_id or [None] * len(self)
-        for index, whose in enumerate(zip(groups, header.execution_id, strict=True)):
-            sizes[index] = executions.get(whose, sizes[index])  # type: ignore[arg-type]
 
     # views
 

@@ -69,9 +69,7 @@ def test_executions_have_their_sizes_in_the_step() -> None:
     got = carried(MicroBatch.of(whole, sizes), MicroBatch.of([rollout(2)]))
     assert got.micro_batches[0].execution_sizes == sizes
     assert got.micro_batches[1].execution_sizes == (ExecutionSize(1, 3),)
-    got.resize({("g", "e"): (3, 20), (None, "e"): (9, 9)})
-    assert got.micro_batches[0].execution_sizes == (ExecutionSize(3, 20), ExecutionSize(1, 2))
-    assert list(got.micro_batches[0].packed().executions) == [(3, 20), (1, 2)]
+    assert list(got.micro_batches[0].packed().executions) == [(4, 30), (1, 2)]
 
 
 def test_rollouts_with_different_columns_are_named() -> None:
