@@ -99,7 +99,7 @@ class RankFeed(OfOneProcess):
         ``source``: ``"tcp://host:port"`` of a controller, a c10d Store, None for the store, rank and world size of the
         initialised torch.distributed world, or what ``sb.testing.MemoryNetwork.connect`` returns. ``depth``: steps
         that may lie ready besides the step in use: a rank holds ``depth + 1`` at most. ``auto_ack``: asking for the
-        next step acknowledges the last one; otherwise :meth:`Step.ack` does, and steps without it do not hold up the next.
+        next step acknowledges the last one; otherwise :meth:`Step.ack` does, and steps without it hold up no other.
         ``next_step``: content of the weights, as :meth:`state_dict` said when they were saved, or only the number of
         the first step that they lack; 0 for new weights. Asking for the first step acknowledges the steps before: call
         :meth:`set_version` before that.

@@ -84,8 +84,8 @@ async def serve(
     Returns when every rank has acknowledged everything and was sent the end. A rank that is lost may come back within
     ``rejoin_timeout_s`` (``math.inf`` = for ever) under a new incarnation, and gets the steps that its weights lack,
     with the same plan. The default 0 raises at once: without an elastic launcher no rank would come back. A rank that
-    was lost before ``serve`` began is waited for without limit, like a rank that has not come yet; with ``"replan"`` for
-    ``rejoin_timeout_s``, 5 s at least.
+    was lost before ``serve`` began is waited for without limit, like a rank that has not come yet; with ``"replan"``
+    for ``rejoin_timeout_s``, 5 s at least.
 
     ``on_rank_loss="replan"`` gives up a rank that has not come back in that time: the others get a new plan of each
     unfinished step, and compute the whole step again. The next batch is for one rank fewer, and for one more once the
