@@ -17,7 +17,7 @@ acknowledges it; leaving the loop early does not. A trainer that commits less of
             sb.barrier()
             step.ack()                      # this one and every one before it
 
-What is not acknowledged is delivered again after a reconnect or a restart.
+After a restart the feed gives the steps that the weights lack (``next_step=``).
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ class RankFeed(OfOneProcess):
 
         ``source``: ``"tcp://host:port"`` of a controller, a c10d Store, None for the store, rank and world size of the
         initialised torch.distributed world, or what ``sb.testing.MemoryNetwork.connect`` returns. ``depth``: steps
-        that may lie ready besides the one in use; so a rank holds ``depth + 1`` at most. ``auto_ack``: asking for the next step acknowledges the last one;
-        otherwise :meth:`Step.ack` does, and what is not acknowledged does not hold up the next steps. ``next_step``:
-        content of the weights, as :meth:`state_dict` said when they were saved, or only the number of the first step
-        that they lack; 0 for new weights. Asking for the first step acknowledges the steps before: call
+        that may lie ready besides the step in use: a rank holds ``depth + 1`` at most. ``auto_ack``: asking for the
+        next step acknowledges the last one; otherwise :meth:`Step.ack` does, and steps without it hold up no other.
+        ``next_step``: content of the weights, as :meth:`state_dict` said when they were saved, or only the number of
+        the first step that they lack; 0 for new weights. Asking for the first step acknowledges the steps before: call
         :meth:`set_version` before that.
         ``mesh``: a DeviceMesh in place of ``rank`` and ``dp_size``; processes that differ only along dimensions other
         than ``dp_dim`` (tensor, context, pipeline parallel) get the same steps, and all of them iterate. ``dp_dim``

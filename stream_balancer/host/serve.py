@@ -80,17 +80,17 @@ async def serve(
     ``transport``: an address "tcp://host:port", at which this listens; or a :class:`TorchTransport`.
 
     Returns when every rank has acknowledged everything and was sent the end. A rank that is lost may come back within
-    ``rejoin_timeout_s`` (``math.inf`` = for ever) under a new incarnation and gets again what it had not acknowledged,
-    same plan, same order. The default 0 raises at once: without an elastic launcher nobody would come back. A rank that
-    was lost before ``serve`` began is waited for without limit, as one that has not come yet.
+    ``rejoin_timeout_s`` (``math.inf`` = for ever) under a new incarnation, and gets the steps that its weights lack,
+    with the same plan. The default 0 raises at once: without an elastic launcher no rank would come back. A rank that
+    was lost before ``serve`` began is waited for without limit, like a rank that has not come yet; with ``"replan"``
+    for ``rejoin_timeout_s``, 5 s at least.
 
-    ``on_rank_loss="replan"`` goes on without a rank that has not come back in that time: its unfinished work is planned
-    again over the ranks that are left, within the step. The next batch is for one rank fewer; should the lost one come
-    after all, for one more. Where ranks meet at every micro-batch, all ranks begin the step
-    again. The last rank's loss is raised. See docs/elastic.md.
+    ``on_rank_loss="replan"`` gives up a rank that has not come back in that time: the others get a new plan of each
+    unfinished step, and compute the whole step again. The next batch is for one rank fewer, and for one more once the
+    lost rank joins again. The last rank's loss is raised. See docs/elastic.md.
 
-    ``"replan"`` is for ranks that iterate their step and call ``step.finish()``. Raises ConfigError for what
-    docs/tuning.md lists.
+    ``"replan"`` is for ranks that call ``step.finish()``, and ``step.failed()`` after a failed collective. Raises
+    ConfigError for what docs/tuning.md lists.
 
     You may acknowledge too, with ``balancer.acknowledge_through(step)`` at a checkpoint: what ranks report of these
     steps later changes nothing, and a rank that comes back does not get them again.

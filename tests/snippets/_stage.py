@@ -32,10 +32,10 @@ def rollout(n: int = 0) -> sb.Rollout:
 
 @contextmanager
 def controller(
-    dp_size: int = 1, rollouts: int = 8, store: dist.Store | None = None, stay_s: float = 0.0
+    dp_size: int = 1, rollouts: int = 8, store: dist.Store | None = None, stay_s: float = 0.0, **options: object
 ) -> Iterator[str]:
     """A balancer in a thread, with rollouts; the address for its ranks and producers. ``stay_s``: so long can one more
-    rank come in after the end."""
+    rank come in after the end. ``options``: of ``serve``."""
     address: SimpleQueue[str] = SimpleQueue()
     done = threading.Event()
 
@@ -45,7 +45,7 @@ def controller(
             sb.TorchTransport.listen(dp_size=dp_size) if store is None else sb.TorchTransport(store, dp_size=dp_size)
         )
         async with sb.StreamBalancer(config) as balancer, listening as transport, anyio.create_task_group() as tasks:
-            tasks.start_soon(sb.serve, balancer, transport)
+            tasks.start_soon(partial(sb.serve, balancer, transport, **options))
             tasks.start_soon(anyio.sleep, stay_s)
             address.put("" if store is not None else transport.address)
             for n in range(rollouts):

@@ -1,5 +1,16 @@
 from tests.snippets._stage import *
 
-with sb.blocking(sb.BalancerConfig(dp_size=8, batch_size=64)) as balancer:
-    pass  # the snippet
-    assert balancer.config.dp_size == 6
+
+async def train(feed):
+    async for step in feed:
+        assert [micro_batch.num_tokens for micro_batch in step]
+        assert (await step.async_finish()).ranks == (0,)
+
+
+async def main():
+    async with in_memory(dp_size=1) as (balancer, transport, tasks):  # noqa: RUF059 - the snippet serves it
+        tasks.start_soon(train, sb.RankFeed(transport.connect(0)))
+        pass  # the snippet
+
+
+anyio.run(main)

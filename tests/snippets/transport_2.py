@@ -1,9 +1,10 @@
 from tests.snippets._stage import *
 
-saved, taken = [], []
-accumulate, time_to_save, save_checkpoint = taken.append, lambda step: step % 2, lambda: saved.append(len(taken))
-rank, dp_size = 0, 1
-
-with controller(rollouts=8) as address:
-    pass  # the snippet
-assert saved == [2, 4]
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dp = tp = 1
+hsdp = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+with controller(rollouts=8, stay_s=3.0) as address:
+    pass  # the snippet: "cuda" -> "cpu"
+    # it may have joined before the controller had ended, which then waits until it leaves
+    feed.close()
+dist.destroy_process_group()
