@@ -70,6 +70,7 @@ class Step(OneRank):
         self._taken_at, self._waited_s, self._waited_before = time.monotonic(), waited_s, port.waited_s
         self._computed: list[Callable[[], float]] = []
         self._compute_s: float | None = None
+        self._is_discarded = False
         self.given = False
         """The feed has returned it."""
 
@@ -100,8 +101,8 @@ class Step(OneRank):
         return found[0] if found else None
 
     def failed(self) -> None:
-        """The collective failed, and this gradient was discarded: call it after :meth:`finish`, then go on with the
-        feed, which gives the step again. From any thread, never blocks.
+        """A collective failed, and this gradient was discarded: go on with the feed, which gives the step again. From
+        any thread, never blocks.
 
         Raises ConfigError in a plain loop: there the other ranks may have stepped.
         """
@@ -111,6 +112,8 @@ class Step(OneRank):
                     "step.failed() in a plain loop: other ranks may have stepped. Serve with on_rank_loss='replan' and "
                     "call step.finish() before the ranks meet, or restart all ranks from a checkpoint"
                 )
+            self._is_discarded = True
+            # before finish() the controller need not know: no other rank may have met
             if self.is_mine and self._held.phase is Phase.COMMITTED:
                 self._port.held.failed(self._held)
         self._port.flush()
@@ -200,7 +203,7 @@ class Step(OneRank):
     def conclude(self) -> None:
         """The loop has gone on: the step is in the weights. The lock is held. Raises ConfigError if the ranks were to
         meet through ``finish()``, and the loop did not ask."""
-        if not self.is_mine or self._held.phase is Phase.FAILED:
+        if not self.is_mine or self._is_discarded:
             return
         if self._held.phase is not Phase.COMMITTED:
             raise ConfigError(

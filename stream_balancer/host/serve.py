@@ -183,6 +183,7 @@ class Server(Host):
         self._trained: set[int] = set()
         """Steps that the weights of all their ranks contain."""
         self._slow: tuple[int, int] | None = None  # rank and first step of the straggler that was logged
+        self._lost_from = -1  # first of the lost steps that were logged
         self._is_over = False
         plans = self._plans()
         self._term = first_attempt(max((row.attempt for row in plans), default=0) + 1)
@@ -478,8 +479,21 @@ class Server(Host):
         for to_process, peer in sends:
             # another process may have joined in this place while the disk was awaited: its join has new orders
             if peer is not None and self._peer(to_process.to) is peer:
+                self._warn_of_loss(to_process)
                 peer.send(*message_of(to_process, self._ledger, peer.data.max_batch_bytes, encoded))
                 self._ranks[to_process.to.rank].note_sent(to_process)
+
+    def _warn_of_loss(self, order: steps.ToProcess) -> None:
+        """All ranks went back to a checkpoint from before steps that were acknowledged."""
+        if isinstance(order, steps.Work) and self._ledger.steps[order.step].is_lossy:
+            first = self._ledger.ranks[order.to.rank].seats[order.to.seat].weights.next_step
+            if first > self._lost_from:
+                self._lost_from = first
+                logger.warning(
+                    "no weights contain steps %d to %d, which were acknowledged: their rollouts are lost. All ranks go "
+                    "on with step %d. Acknowledge a step when its checkpoint is saved: RankFeed(auto_ack=False)",
+                    first, order.step - 1, order.step,
+                )  # fmt: skip
 
     def _peer(self, process: Process) -> Peer | None:
         return self._ranks[process.rank].peers.get(process.seat)

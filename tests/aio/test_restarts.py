@@ -473,3 +473,35 @@ async def test_what_was_trained_on_while_a_connection_was_lost_is_let_go_of() ->
             await producer.released()
         balancer.end()
     await producer.aclose()
+
+
+async def test_all_ranks_go_back_behind_what_was_acknowledged_and_one_warning_names_the_lost_steps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = MemoryNetwork(dp_size=2)
+    config = sb.BalancerConfig(dp_size=2, batch_size=SIZE, window=SIZE, capacity=4 * SIZE)
+    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(sb.serve, rejoin_timeout_s=100.0), balancer, network)
+        for number in range(4 * SIZE):
+            await balancer.put(make_rollout(8, f"r{number}"))
+        peers = [network.connect(rank) for rank in range(2)]
+        feeds = [sb.RankFeed(peer) for peer in peers]
+        for _ in range(3):
+            for feed in feeds:
+                await anext(feed)
+        await anyio.sleep(1.0)
+        for peer in peers:
+            peer.cut()
+        balancer.end()
+        again = [sb.RankFeed(network.connect(rank, incarnation=1)) for rank in range(2)]
+        got: list[list[int]] = [[], []]
+
+        async def train(rank: int) -> None:
+            async for step in again[rank]:
+                got[rank].append(step.step)
+
+        for rank in range(2):
+            tasks.start_soon(train, rank)
+    assert got == [[2, 3], [2, 3]]
+    [told] = [text for text in caplog.messages if "which were acknowledged" in text]
+    assert told.startswith("no weights contain steps 0 to 1, which were acknowledged")
