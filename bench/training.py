@@ -1,9 +1,9 @@
 """DP-rank training time before and after: real forward and backward passes of every rank batch, timed one by one.
 
-``python bench/training.py [--json] [--steps 40] [--device cuda] [--model 0.5b]``. Every policy trains the same
-rollouts, in the same order of arrival. The rank batches run one after another in this process, so they do not
-disturb each other; a step takes as long as its slowest rank, or, where ranks meet at every micro-batch, as the sum of
-the slowest micro-batches. On a CPU seconds are CPU seconds. Rows of verl need the peers' environment
+``python bench/training.py [--json] [--steps 40] [--repeats 1] [--device cuda] [--model 0.5b]``. Every policy trains the
+same rollouts, in the same order of arrival. The rank batches run one after another in this process, undisturbed. The
+slowest rank sets the time of a step. Where ranks meet at every micro-batch, the slowest micro-batches add up. On a CPU
+seconds are CPU seconds, the least of ``--repeats`` runs. Rows of verl need the peers' environment
 (``make bench-peers``).
 
 Then ``CalibratedCost``, started from the right FLOPs and from TokenCost, which knows nothing of attention. "ideal" is
@@ -115,7 +115,7 @@ def ours(
 
 
 def verl(rollouts: Sequence[Rollout], setting: Setting) -> Layouts | None:
-    """verl's chunks of each batch as it arrives, and its micro-batches, on its own workload model."""
+    """Rank batches and micro-batches of verl's functions and workload model, for each batch in arrival order."""
     kk = peers().get("verl (list)")
     if kk is None:
         return None
@@ -140,14 +140,19 @@ class Trainer:
     def __init__(self, model: Decoder, device: torch.device) -> None:
         self.model = model.to(device)
         self.device = device
+        self.repeats = 1
         self.on_cpu = device.type == "cpu"
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Trainer:
-        """What the command line asks for; float32 on a CPU, bfloat16 elsewhere."""
+        """A trainer by the command line: float32 on a CPU, bfloat16 elsewhere."""
         device = torch.device(options.device)
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         return cls(build_model(MODELS[options.model], dtype), device)
+
+    def least_seconds(self, rollouts: Sequence[Rollout]) -> float:
+        """The least of ``repeats`` times: other processes on the machine lengthen some of the runs."""
+        return min(self.seconds(rollouts) for _ in range(self.repeats))
 
     def seconds(self, rollouts: Sequence[Rollout]) -> float:
         """Forward and backward of one micro-batch."""
@@ -166,7 +171,7 @@ class Trainer:
 
 @dataclass
 class Measured:
-    """One policy: ``seconds[step][rank][micro_batch]``, and what was in them."""
+    """One policy: ``seconds[step][rank][micro_batch]``, tokens and costs."""
 
     seconds: list[NDArray[np.float64]]
     tokens: int
@@ -184,7 +189,7 @@ class Measured:
         return sum(float(step.sum(axis=1).max()) for step in self.seconds)
 
     def variance(self) -> float:
-        """Of a rank's seconds over the ranks of its step, mean over steps."""
+        """Variance of the ranks' seconds within a step, mean over steps."""
         return float(np.mean([step.sum(axis=1).var() for step in self.seconds]))
 
     def prediction_error(self) -> float:
@@ -201,7 +206,7 @@ def measure(trainer: Trainer, layouts: Layouts, setting: Setting, steps: int) ->
     for step in range(steps):
         if step:
             layout = layouts.send(measured.seconds[-1].sum(axis=1))
-        times = np.array([[trainer.seconds(one) for one in share] for share in layout])
+        times = np.array([[trainer.least_seconds(one) for one in share] for share in layout])
         measured.seconds.append(times)
         measured.tokens += sum(r.num_tokens for share in layout for one in share for r in one)
         lengths = [np.array([r.num_tokens for one in share for r in one], dtype=np.int64) for share in layout]
@@ -213,6 +218,7 @@ def main() -> None:
     options = arguments(
         __doc__,
         steps=40,
+        repeats=1,
         ranks=8,
         batch=32,
         max_length=1536,
@@ -227,6 +233,7 @@ def main() -> None:
     rows = Rows(options.json, options.results)
     setting = Setting(options.ranks, options.batch, options.cap, training_cost(MODELS[options.model]))
     trainer = Trainer.of(options)
+    trainer.repeats = options.repeats
     compare(rows, trainer, stream(options), setting, options.steps)
     if options.calibration_steps:
         calibration(rows, trainer, options, setting)
@@ -268,7 +275,7 @@ LEARNED = 30
 
 
 def calibration(rows: Rows, trainer: Trainer, options: argparse.Namespace, setting: Setting) -> None:
-    """What a model that learns makes of the same stream."""
+    """The same stream under a cost model that learns."""
     steps = max(options.calibration_steps, LEARNED + 5)
     rollouts = stream(argparse.Namespace(**{**vars(options), "steps": steps + 5}))
     assert isinstance(setting.cost, LayerSumCost)

@@ -1,4 +1,4 @@
-"""Diagrams for the pages: what happens when, and who calls whom. Drawn, not measured; ``pictures.py`` saves them."""
+"""Two diagrams for the pages, a timeline and the messages between processes; ``pictures.py`` saves both."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def timeline() -> plt.Figure:
         8.3,
     ):
         axis.plot([at, at], [3.8, 4.2], color=DARK, linewidth=1.2)
-    steps = [1.1, 2.0, 4.9, 7.9]  # the first fills a queue, the second is prefetched, then one for each step done
+    leaves = [1.1, 2.0, 4.9, 7.9]  # the first fills a queue, the second is prefetched, then one for each step done
     steps = [(1.3, 4.8), (4.9, 7.8), (7.9, 10.0)]
-    for number, at in enumerate(steps):
+    for number, at in enumerate(leaves):
         axis.annotate(
             f"batch {number}", (at, 2.42), (at, 3.2), ha="center", fontsize=8, arrowprops={"arrowstyle": "->"}
         )
@@ -47,7 +47,7 @@ def timeline() -> plt.Figure:
         for row, late in ((2.0, 0.0), (1.0, 0.12)):
             axis.barh(row, ends - begins - 0.12 + (late if number < 2 else 0), left=begins, height=0.34, color=BUSY)
             axis.text(begins + 0.1, row, f"step {number}", color="white", va="center", fontsize=8)
-    for number, at in enumerate(steps[1:], start=1):
+    for number, at in enumerate(leaves[1:], start=1):
         width = (steps[number][0] if number < 3 else 10.0) - at
         axis.barh(2.31, width, left=at, height=0.16, color=SENT)
         axis.barh(1.31, width, left=at, height=0.16, color=SENT)
@@ -71,7 +71,7 @@ def timeline() -> plt.Figure:
 
 PLACES = {"rollout worker": 0.0, "controller": 5.0, "rank": 10.0}
 """Process -> where its line stands."""
-MESSAGES = [  # from, to, what is sent, why
+MESSAGES = [  # sender, receiver, message, reason
     ("rollout worker", "controller", "put(rollout)", "waits here while the buffer is full"),
     ("controller", "rollout worker", "accepted", "from now on the balancer keeps it"),
     ("controller", "rank", "batch n: this rank's micro-batches", "best-balanced of the window"),
