@@ -48,19 +48,20 @@ def swap_rollouts(costs: Floats, ranks: Layout, fixed: Bools, may_come: Bools, c
         return ranks
     before = mean / load.max()
     pool = sorted_by(pool, costs)
+    prices = costs[pool]
     tokens, most = cap
     held = np.bincount(bin_of, weights=tokens[chosen])
-    free = np.ones(pool.size, bool)
+    first = np.searchsorted(rank, np.arange(len(ranks) + 1))
 
     def fit(one: int, top: float) -> None:
         """Make the swap that brings this rank nearest to the top from below."""
-        mine = np.flatnonzero((rank == one) & ~fixed[chosen])
-        open_to = np.flatnonzero(free)
-        if not mine.size or not open_to.size:
+        nonlocal pool, prices
+        mine = first[one] + np.flatnonzero(~fixed[chosen[first[one] : first[one + 1]]])
+        if not mine.size or not pool.size:
             return
         without = load[one] - costs[chosen[mine]]
-        place = np.searchsorted(costs[pool[open_to]], top - without, side="right")[:, None] - 1 - np.arange(_LOOKED_AT)
-        come = pool[open_to[np.maximum(place, 0)]]
+        place = np.searchsorted(prices, top - without, side="right")[:, None] - 1 - np.arange(_LOOKED_AT)
+        come = pool[np.maximum(place, 0)]
         here = bin_of[mine]
         fits = (place >= 0) & ((held[here] - tokens[chosen[mine]])[:, None] + tokens[come] <= most)
         after = np.where(fits, without[:, None] + costs[come], -1.0)
@@ -68,7 +69,7 @@ def swap_rollouts(costs: Floats, ranks: Layout, fixed: Bools, may_come: Bools, c
         # A rank above the top comes down, whatever load it reaches.
         if after[i, j] > (load[one] if load[one] <= top else -1.0):
             held[here[i]] += tokens[come[i, j]] - tokens[chosen[mine[i]]]
-            free[open_to[place[i, j]]] = False
+            pool, prices = np.delete(pool, place[i, j]), np.delete(prices, place[i, j])
             load[one], chosen[mine[i]] = after[i, j], come[i, j]
 
     for one in order_of(-load).tolist():
