@@ -119,7 +119,8 @@ def _release(state: State, step: Step) -> None:
             state.drop(process, step.number, step.attempt)
     del state.steps[step.number]
     is_own = state.meets is Meets.OWN
-    lost = tuple(number for number in sorted(step.parts) if is_own and not state.ranks[number].may_live)
+    given_up = [number for number in sorted(step.parts) if is_own and state.ranks[number].is_given_up]
+    lost = tuple(number for number in given_up if state.ranks[number].saved < step.number)
     gone = step.gone if is_own or is_void else step.planned_gone
     state.out.append(Release(step.number, step.attempt, gone, lost))
 

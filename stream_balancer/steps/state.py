@@ -200,6 +200,7 @@ class Rank:
     num_seats: int = 1
     seats: dict[int, Seat] = field(default_factory=dict)
     is_ended: bool = False
+    saved: int = -1  # Last step that all seats had acknowledged at the give-up.
 
     @property
     def is_here(self) -> bool:
