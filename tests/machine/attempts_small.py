@@ -318,7 +318,9 @@ class Small:
                 return [(True, 0), (False, 0)]
             return [(False, 0)] if "failed" in at and "ok" not in at else [(True, 0)]
         absent = set(meeting.ranks) - set(meeting.entered)
-        never = self.meets is Meets.TRAINER or at & {"failed", "dead"} or any(self.never(one, meeting) for one in absent)
+        never = (
+            self.meets is Meets.TRAINER or at & {"failed", "dead"} or any(self.never(one, meeting) for one in absent)
+        )
         return [(False, 0 if never else 1)]
 
     def never(self, rank: int, meeting: Meeting) -> bool:
@@ -708,7 +710,9 @@ class Small:
     @classmethod
     def of(cls, form: tuple[Any, ...]) -> Small:
         """The world of a normal form."""
-        steps, ranks, peers, slots, saved, meetings, lost, wanted, released, went_back, user, next_step, log, ended = form
+        steps, ranks, peers, slots, saved, meetings, lost, wanted, released, went_back, user, next_step, log, ended = (
+            form
+        )
         world = cls.__new__(cls)
         world.ledger = ledger = Ledger(lay_out, meets=cls.meets, first_attempt=NEW_ATTEMPT, next_step=next_step)
         state: State = ledger._state
@@ -786,6 +790,8 @@ class Small:
             steps = {}
             for number, attempt, part, gone, over, needs, phase, is_fetched, is_missing in given:
                 at = Phase(phase)
-                steps[number] = HeldStep(number, attempt, part, frozenset(gone), over, needs, at, is_fetched, is_missing)
+                steps[number] = HeldStep(
+                    number, attempt, part, frozenset(gone), over, needs, at, is_fetched, is_missing
+                )
             slot.held = Held(Weights(*has), acked, cls.meets is Meets.BARRIER, steps, [], link, term, behind, is_ended)
         return slot
