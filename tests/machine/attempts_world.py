@@ -727,8 +727,7 @@ class World:
             else:
                 out.append((self.restart_all, 3))
         dead = [rank for rank in self.wanted if not any(self.processes[p].alive for p in self.procs_of(rank))]
-        for rank in dead if not self.doomed else ():
-            out.append((lambda rank=rank: self.die(rank), 2))
+        out += [(lambda rank=rank: self.die(rank), 2) for rank in dead if not self.doomed]
         if not self.auto_ack or self.r.random() < 0.2:
             out.append((self.save, 1))
         ledger = self.controller.ledger

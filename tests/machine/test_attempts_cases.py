@@ -482,6 +482,18 @@ def test_no_drop_during_the_collective() -> None:
     assert told(ledger.orders(), Drop) == [(Drop, 1, 0)]
 
 
+def test_no_drop_of_a_later_step_during_the_collective_of_an_older_step() -> None:
+    # Read: the Drop of step 1 would also have discarded step 0, which was in its collective.
+    ledger = started()
+    number, attempt = step_of(ledger, ready=[A, B])
+    ledger.orders()
+    step_of(ledger)
+    ledger.joined(B, 1, 9, Claim(Weights(2), is_start=True))
+    assert not told(ledger.orders(), Drop)
+    ledger.reported(A, 0, number, attempt, Phase.FAILED)
+    assert told(ledger.orders(), Drop) == [(Drop, 0, 0), (Drop, 0, 1)]
+
+
 def test_restarted_plain_loops_get_a_new_number() -> None:
     ledger = started(Meets.OWN)
     _number, attempt = step_of(ledger)

@@ -64,6 +64,7 @@ def test_mirror_images_behave_equally(meets: Meets) -> None:
             world = chosen.choice(nexts)
 
 
-def test_a_search_without_a_rule_finds_the_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stream_balancer.steps.advance._is_stale", lambda state, step: False)
-    assert Search(Meets.OWN, 1).run(seconds=60).violations
+@pytest.mark.parametrize("rule", ["_send_work", "_send_commits", "_release"])
+def test_without_a_rule_the_end_is_out_of_reach(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    monkeypatch.setattr(f"stream_balancer.steps.advance.{rule}", lambda *args, **options: None)
+    assert "the end cannot be reached" in Search(Meets.BARRIER, 0).run().violations[0][0]
