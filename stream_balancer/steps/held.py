@@ -206,7 +206,7 @@ class Held:
             self.out.append(Acked(through))
 
     def load(self, weights: Weights) -> None:
-        """The trainer loaded newer weights. They may lack a later step, of which the process was told before."""
+        """The trainer loaded newer weights. Behind may name a later step, which these weights lack, too."""
         self.weights = weights
         if self.behind is not None and self.behind < weights.next_step:
             self.behind = None
