@@ -338,7 +338,7 @@ class Small:
         """Every possible next event."""
         for rank in RANKS:
             yield from self.events_of(rank)
-        living = list(self.living())
+        living = self.savers()
         if living and len({one.history for one in living}) == 1 and len(living[0].history) > len(self.saved[0]):
             yield "save", 0, ()
         if len(self.wanted) < len(RANKS):
@@ -451,8 +451,15 @@ class Small:
     def go(self, rank: int) -> None:
         self.die(rank, 0, True)
 
-    def save(self) -> None:
+    def savers(self) -> list[Slot]:
+        """Living processes that save together. A process that was told End does not hold the others up."""
         living = list(self.living())
+        newest = max((len(one.history) for one in living), default=0)
+        going = [one for one in living if not one.held.is_ended]
+        return going or [one for one in living if len(one.history) == newest]
+
+    def save(self) -> None:
+        living = self.savers()
         self.saved = (living[0].history, living[0].held.weights)
         if not self.auto_ack:
             for one in living:
