@@ -338,8 +338,7 @@ class Small:
         """Every possible next event."""
         for rank in RANKS:
             yield from self.events_of(rank)
-        living = self.savers()
-        if living and len({one.history for one in living}) == 1 and len(living[0].history) > len(self.saved[0]):
+        if self.may_save():
             yield "save", 0, ()
         if len(self.wanted) < len(RANKS):
             yield "wants", 0, (RANKS,)
@@ -458,11 +457,21 @@ class Small:
         going = [one for one in living if not one.held.is_ended]
         return going or [one for one in living if len(one.history) == newest]
 
+    def may_save(self) -> bool:
+        """The savers have equal weights, which are newer than the checkpoint or not yet confirmed to a process."""
+        savers = self.savers()
+        if len({one.history for one in savers}) != 1 or not savers[0].history:
+            return False
+        equal = [one for one in self.living() if one.history == savers[0].history]
+        is_told = self.auto_ack or all(one.saved >= one.held.weights.next_step - 1 for one in equal)
+        newer = len(savers[0].history) - len(self.saved[0])
+        return newer > 0 or (newer == 0 and not is_told)
+
     def save(self) -> None:
-        living = self.savers()
-        self.saved = (living[0].history, living[0].held.weights)
-        if not self.auto_ack:
-            for one in living:
+        first = self.savers()[0]
+        self.saved = (first.history, first.held.weights)
+        for one in self.living():
+            if not self.auto_ack and one.history == first.history:
                 one.saved = one.held.weights.next_step - 1
 
     def wants(self, ranks: tuple[int, ...]) -> None:
