@@ -31,6 +31,7 @@ def soak(meets: Meets, faults: int, **options: Any) -> Any:
         soak(OWN, 1, auto_ack=True),
         soak(BARRIER, 1, remote=True),
         *(soak(meets, 0, num_steps=2) for meets in Meets),
+        soak(BARRIER, 1, num_steps=2),
     ],
 )
 def test_no_state_breaks_a_promise(meets: Meets, faults: int, options: dict[str, Any]) -> None:
