@@ -1,1 +1,1 @@
-"""Steps in flight: the controller's ledger, and one process's side of it. Pure: no clock, no I/O, no thread."""
+"""Steps in flight: the ledger of the controller, and the side of one process. Pure: no clock, no I/O, no thread."""

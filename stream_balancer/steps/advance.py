@@ -16,7 +16,7 @@ A plain loop (`Meets.OWN`) sends no "lacking" Drop, and waits for a rank only be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from .state import Behind, Commit, Drop, End, Fact, Meets, Phase, Process, Release, State, Step, Work, WritePlan
@@ -33,9 +33,12 @@ def advance(state: State, step: Step, lay_out: LayOut) -> None:
     trained = [process for process, _ in state.living() if state.contains(process, step)]
     is_met, is_own = any(map(state.is_here, trained)), state.meets is Meets.OWN
     if is_met and not is_own:
+        through = [one for one in state.steps.values() if one.number <= step.number]
         for process in state.processes(step):
-            # A process in the collective reports the outcome first.
-            if state.is_here(process) and not state.contains(process, step) and state.move(process, step, Fact.DROP):
+            # A process in a collective, also of an older step, reports the outcome first.
+            if not state.is_here(process) or state.contains(process, step) or _is_meeting(state, process, through):
+                continue
+            if state.move(process, step, Fact.DROP):
                 _forget(state, process)
                 state.out.append(Drop(process, step.number, step.attempt, lacking=True))
         return
@@ -123,7 +126,8 @@ def _release(state: State, step: Step) -> None:
             state.drop(process, step.number, step.attempt)
     del state.steps[step.number]
     is_own = state.meets is Meets.OWN
-    lost = tuple(number for number in sorted(step.parts) if is_own and state.ranks[number].is_given_up)
+    given_up = [number for number in sorted(step.parts) if is_own and state.ranks[number].is_given_up]
+    lost = tuple(number for number in given_up if state.ranks[number].saved < step.number)
     gone = step.gone if is_own or is_void else step.planned_gone
     state.out.append(Release(step.number, step.attempt, gone, lost))
 
@@ -225,12 +229,14 @@ def _may_train(state: State, process: Process, step: Step) -> bool:
 
 def _order_behind(state: State, process: Process, lacking: int) -> None:
     seat = state.seat(process)
-    steps = state.steps.values()
-    is_meeting = any(one.at(process) is Phase.COMMITTED and not state.contains(process, one) for one in steps)
-    if seat.warned != lacking and not is_meeting:
+    if seat.warned != lacking and not _is_meeting(state, process, state.steps.values()):
         seat.warned = lacking
         _forget(state, process)
         state.out.append(Behind(process, lacking))
+
+
+def _is_meeting(state: State, process: Process, steps: Iterable[Step]) -> bool:
+    return any(one.at(process) is Phase.COMMITTED and not state.contains(process, one) for one in steps)
 
 
 def _forget(state: State, process: Process) -> None:

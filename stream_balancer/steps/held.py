@@ -211,8 +211,10 @@ class Held:
             self.out.append(Acked(through))
 
     def load(self, weights: Weights) -> None:
-        """The trainer loaded newer weights."""
-        self.weights, self.behind = weights, None
+        """The trainer loaded newer weights. Behind may name a later step, which these weights lack, too."""
+        self.weights = weights
+        if self.behind is not None and self.behind < weights.next_step:
+            self.behind = None
         self._discard([number for number in self.steps if number < weights.next_step])
         self.out.append(Loaded(weights))
 

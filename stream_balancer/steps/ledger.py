@@ -7,9 +7,9 @@ No controller uses an attempt number twice, and the log holds an attempt before 
 of one attempt therefore has the same meaning from every controller.
 
 Example: ranks 0 and 1 get step 5: WritePlan(5, attempt 1, {0: ab, 1: cd}), Work to both. Both report READY: Commit to
-both. Rank 1 dies in the all-reduce, and rank 0 reports FAILED. Rank 1 may have finished: ``orders()`` is empty. The host
-gives rank 1 up: WritePlan(5, attempt 2, {0: abcd}), Work to rank 0. Rank 0 reports READY, gets Commit, finishes and
-acknowledges: Release(5).
+both. Rank 1 dies in the all-reduce, and rank 0 reports FAILED. Rank 1 may have finished: ``orders()`` is empty. The
+host gives rank 1 up: WritePlan(5, attempt 2, {0: abcd}), Work to rank 0. Rank 0 reports READY, gets Commit, finishes
+and acknowledges: Release(5).
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ class Ledger:
     def gave_up(self, number: int) -> None:
         """The rank does not come back. Its processes may live behind a broken network; the ledger refuses them."""
         rank = self.ranks[number]
+        rank.saved = min((seat.acked for seat in rank.seats.values()), default=-1)
         rank.incarnation = max(rank.incarnation, 0)
         rank.fenced, rank.seats = max(rank.fenced, rank.incarnation), {}
         self._state.save_rank(number)

@@ -35,16 +35,16 @@ class Phase(IntEnum):
     DROPPED = 5  # the weights of the process lack a step of a connected process
 
 
-class Fact(Enum):
+class Fact(IntEnum):
     """Order or report that moves a process from one phase to the next."""
 
-    WORK = "work"
-    WORK_TO_MEET = "work that needs no Commit"
-    READY = "ready"
-    COMMIT = "commit"
-    FAILED = "failed"
-    DROP = "drop"
-    RECALL = "an earlier step failed, or the weights are behind"
+    WORK = 0
+    WORK_TO_MEET = 1  # Work that needs no Commit.
+    READY = 2
+    COMMIT = 3
+    FAILED = 4
+    DROP = 5
+    RECALL = 6  # An earlier step failed, or the weights are behind.
 
 
 TRANSITIONS: Mapping[tuple[Phase, Fact], Phase] = {
@@ -171,8 +171,8 @@ class Step:
     phases: dict[Process, Phase] = field(default_factory=dict)
     is_lossy: bool = False  # No weights contain some released step: the ledger compares weights before a Commit.
     is_spent: bool = False  # A process died after its Commit: its successor must not meet in this attempt.
-    is_saved: bool = False  # The program says that saved weights contain the step.
     was_committed: bool = False  # Some process may have met: restarted processes get another number.
+    is_saved: bool = False  # The program says that saved weights contain the step.
 
     def at(self, process: Process) -> Phase:
         return self.phases.get(process, Phase.NONE)
@@ -203,6 +203,7 @@ class Rank:
     num_seats: int = 1
     seats: dict[int, Seat] = field(default_factory=dict)
     is_ended: bool = False
+    saved: int = -1  # Last step that all seats had acknowledged at the give-up.
 
     @property
     def is_here(self) -> bool:
@@ -216,8 +217,9 @@ class Rank:
     @property
     def may_live(self) -> bool:
         """False after a give-up, and after End with the last acknowledgement. True for a rank that never came."""
-        left = [seat.link is None and seat.acked >= seat.weights.next_step - 1 for seat in self.seats.values()]
-        return not self.is_given_up and not (self.is_ended and left and all(left))
+        if self.is_given_up or not self.is_ended or not self.seats:
+            return not self.is_given_up
+        return any(seat.link is not None or seat.acked < seat.weights.next_step - 1 for seat in self.seats.values())
 
 
 _ABSENT = Seat()

@@ -172,7 +172,7 @@ class Small:
             plans=[self.plans[one] for one in sorted(self.plans)],
             peers=self.peers.values(),
         )
-        self.ledger.acknowledged_by_user(self.user_acked)
+        self.ledger.acknowledged_by_user([one for one in self.ledger.steps if one <= self.user_acked])
         self.act()
 
     def hear(self, rank: int, crash: int | None = None) -> bool:
@@ -196,7 +196,8 @@ class Small:
     def join(self, rank: int) -> None:
         slot = self.slots[rank]
         slot.last_link += 1
-        claim = slot.held.join(slot.last_link, 0)
+        claim = slot.held.join(slot.last_link)
+        slot.held.obeys(0)
         slot.linked, slot.down = OPEN, []
         slot.up.append((slot.last_link, ("join", slot.incarnation, claim)))
 
@@ -318,7 +319,9 @@ class Small:
                 return [(True, 0), (False, 0)]
             return [(False, 0)] if "failed" in at and "ok" not in at else [(True, 0)]
         absent = set(meeting.ranks) - set(meeting.entered)
-        never = self.meets is Meets.TRAINER or at & {"failed", "dead"} or any(self.never(one, meeting) for one in absent)
+        never = (
+            self.meets is Meets.TRAINER or at & {"failed", "dead"} or any(self.never(one, meeting) for one in absent)
+        )
         return [(False, 0 if never else 1)]
 
     def never(self, rank: int, meeting: Meeting) -> bool:
@@ -336,8 +339,7 @@ class Small:
         """Every possible next event."""
         for rank in RANKS:
             yield from self.events_of(rank)
-        living = list(self.living())
-        if living and len({one.history for one in living}) == 1 and len(living[0].history) > len(self.saved[0]):
+        if self.may_save():
             yield "save", 0, ()
         if len(self.wanted) < len(RANKS):
             yield "wants", 0, (RANKS,)
@@ -449,11 +451,28 @@ class Small:
     def go(self, rank: int) -> None:
         self.die(rank, 0, True)
 
-    def save(self) -> None:
+    def savers(self) -> list[Slot]:
+        """Living processes that save together. A process that was told End does not hold the others up."""
         living = list(self.living())
-        self.saved = (living[0].history, living[0].held.weights)
-        if not self.auto_ack:
-            for one in living:
+        newest = max((len(one.history) for one in living), default=0)
+        going = [one for one in living if not one.held.is_ended]
+        return going or [one for one in living if len(one.history) == newest]
+
+    def may_save(self) -> bool:
+        """The savers have equal weights, which are newer than the checkpoint or not yet confirmed to a process."""
+        savers = self.savers()
+        if len({one.history for one in savers}) != 1 or not savers[0].history:
+            return False
+        equal = [one for one in self.living() if one.history == savers[0].history]
+        is_told = self.auto_ack or all(one.saved >= one.held.weights.next_step - 1 for one in equal)
+        newer = len(savers[0].history) - len(self.saved[0])
+        return newer > 0 or (newer == 0 and not is_told)
+
+    def save(self) -> None:
+        first = self.savers()[0]
+        self.saved = (first.history, first.held.weights)
+        for one in self.living():
+            if not self.auto_ack and one.history == first.history:
                 one.saved = one.held.weights.next_step - 1
 
     def wants(self, ranks: tuple[int, ...]) -> None:
@@ -482,7 +501,7 @@ class Small:
 
     def user(self) -> None:
         self.user_acked = self.saved[1].next_step - 1
-        self.ledger.acknowledged_by_user(self.user_acked)
+        self.ledger.acknowledged_by_user([one for one in self.ledger.steps if one <= self.user_acked])
         self.act()
 
     # The end.
@@ -708,11 +727,13 @@ class Small:
     @classmethod
     def of(cls, form: tuple[Any, ...]) -> Small:
         """The world of a normal form."""
-        steps, ranks, peers, slots, saved, meetings, lost, wanted, released, went_back, user, next_step, log, ended = form
+        steps, ranks, peers, slots, saved, meetings, lost, wanted, released, went_back, user, next_step, log, ended = (
+            form
+        )
         world = cls.__new__(cls)
         world.ledger = ledger = Ledger(lay_out, meets=cls.meets, first_attempt=NEW_ATTEMPT, next_step=next_step)
         state: State = ledger._state
-        state.user_acked, state.wanted, ledger.is_ended = user, set(wanted), ended
+        state.wanted, ledger.is_ended = set(wanted), ended
         world.plans = {}
         for number, remote, attempt, parts, planned_gone, gone, phases, is_lossy, is_spent, was_committed in steps:
             step = ledger.steps[number] = Step(
@@ -727,6 +748,7 @@ class Small:
                 is_lossy,
                 is_spent,
                 was_committed,
+                is_saved=number <= user,
             )
             world.plans[number] = PlanRow(number, step.rollouts, attempt, step.parts, step.planned_gone, remote)
         world.peers, world.slots = {}, []
@@ -786,6 +808,8 @@ class Small:
             steps = {}
             for number, attempt, part, gone, over, needs, phase, is_fetched, is_missing in given:
                 at = Phase(phase)
-                steps[number] = HeldStep(number, attempt, part, frozenset(gone), over, needs, at, is_fetched, is_missing)
+                steps[number] = HeldStep(
+                    number, attempt, part, frozenset(gone), over, needs, at, is_fetched, is_missing
+                )
             slot.held = Held(Weights(*has), acked, cls.meets is Meets.BARRIER, steps, [], link, term, behind, is_ended)
         return slot

@@ -1,25 +1,39 @@
-"""A random world around the ledger and the ranks: links that break, processes that die, controllers that are started again.
+"""A random world around the ledger and its processes: links break, processes die, controllers are started again.
 
-    python world.py FIRST LAST [--case NAME]      random schedules; the seed decides everything
+    python tests/machine/attempts_world.py FIRST LAST      schedules FIRST to LAST - 1, and the failures
+    python tests/machine/attempts_world.py SEED            one schedule, order by order
 
-Each world draws a way to meet, ranks, seats, remote payloads, who acknowledges, and a number of faults. After the last
-fault the run must end within a bounded number of events.
+Each world draws a way to meet, ranks, seats, depth, remote payloads, acknowledgements, and a number of faults. After
+the last fault the run must end within a bounded number of events. The seed decides everything.
 """
+
 from __future__ import annotations
 
 import random
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from stream_balancer.steps.held import Acked, Finished, Forgot, Held, Loaded, Missing, Reported
 from stream_balancer.steps.ledger import Ledger
-from stream_balancer.steps.state import Behind, Commit, Drop, End, Meets, Order, Phase, PlanRow, Process as Proc, Release, Weights, Work, WritePeer, WritePlan
+from stream_balancer.steps.state import (
+    Commit,
+    Meets,
+    Order,
+    Phase,
+    Release,
+    Weights,
+    Work,
+    WritePeer,
+    WritePlan,
+)
+from stream_balancer.steps.state import Process as Proc
 
 NUM_STEPS = 5
 
 
-class Halt(Exception):
+class Halt(Exception):  # noqa: N818 - an event of the world, no error
     """The controller could not write a row: another one has the log."""
 
 
@@ -41,8 +55,8 @@ class Log:
 @dataclass
 class Link:
     id: int
-    process: "Process"
-    controller: "Controller"
+    process: Process
+    controller: Controller
     down: list = field(default_factory=list)
     up: list = field(default_factory=list)
     is_open: bool = True
@@ -105,8 +119,7 @@ class Controller:
 
     def carry_out(self, order):
         world, log = self.world, self.world.log
-        if world.verbose:
-            print("order", order)
+        world.note("order", order)
         if isinstance(order, WritePlan | WritePeer | Release):
             if log.term != self.term:
                 raise Halt
@@ -135,11 +148,19 @@ class Controller:
 
 
 class World:
-    verbose = False
+    is_shown = False
+    """Print every event."""
+
+    def note(self, *what: Any) -> None:
+        if self.is_shown:
+            sys.stdout.write(" ".join(map(str, what)) + "\n")
 
     def __init__(self, seed, **fixed):
         r = self.r = random.Random(seed)
-        draw = lambda name, value: fixed.get(name, value)
+
+        def draw(name: str, value: Any) -> Any:
+            return fixed.get(name, value)
+
         self.meets = draw("meets", r.choice([Meets.BARRIER, Meets.BARRIER, Meets.TRAINER, Meets.OWN, Meets.OWN]))
         self.lone = draw("lone", self.meets is Meets.OWN and r.random() < 0.4)
         self.n = draw("n", r.choice([1, 2, 2, 3]))
@@ -167,7 +188,6 @@ class World:
         self.old = []
         self.batch = r.random() < 0.5
         self.controller = Controller(self)
-        self.trace = []
         self.num_trained = 0
 
     # processes
@@ -204,7 +224,7 @@ class World:
             return
         process.link, link.is_open = None, False
         # messages on the way arrive late, or never
-        link.up = link.up[: self.r.randrange(len(link.up) + 1)] + [None]
+        link.up = [*link.up[: self.r.randrange(len(link.up) + 1)], None]
         link.down = link.down[: self.r.randrange(len(link.down) + 1)]
         self.ghosts.append(link)
 
@@ -281,8 +301,8 @@ class World:
     def join(self, process, controller):
         if controller.halted:
             return
-        claim = process.held.join(self.next_link, controller.term)
-        if claim is None:
+        claim = process.held.join(self.next_link)
+        if not process.held.obeys(controller.term):
             return
         if self.released and claim.weights.next_step <= max(self.released) and claim.is_start:
             # weights that lack a released step: this is the trainer's choice
@@ -292,8 +312,7 @@ class World:
         refusal = controller.ledger.joined(
             process.proc, process.incarnation, link.id, claim, num_seats=self.seats, depth=self.depth
         )
-        if self.verbose:
-            print("join", self.next_link - 1, tuple(process.proc), process.incarnation, claim, refusal)
+        self.note("join", self.next_link - 1, tuple(process.proc), process.incarnation, claim, refusal)
         self.counts["refused" if refusal else "joined"] += 1
         if refusal is not None:
             self.refused(process, refusal)
@@ -319,20 +338,15 @@ class World:
             self.kill(process)
             return
         if self.meets is Meets.OWN:
-            self.doom() if not self.lone else self.lone_again(rank)
+            self.doom()
         else:
             self.die(rank)
-
-    def lone_again(self, rank):
-        # lone loops that were refused take one checkpoint all together
-        self.doom()
 
     # messages
 
     def hear(self, link, message):
         ledger, proc = link.controller.ledger, link.process.proc
-        if self.verbose:
-            print("   hear", link.id, tuple(proc), message)
+        self.note("   hear", link.id, tuple(proc), message)
         why = None
         match message:
             case Reported():
@@ -354,8 +368,7 @@ class World:
 
     def receive(self, link, order: Order):
         process = link.process
-        if self.verbose:
-            print("   recv", link.id, order)
+        self.note("   recv", link.id, order)
         if link.id == process.held.link and isinstance(order, Work):
             process.unfetched.append((order.step, order.attempt))
         process.held.take(link.id, order)
@@ -365,8 +378,7 @@ class World:
                 h = process.held.steps.get(order.step)
                 if h is not None and h.attempt == order.attempt:
                     assert h.part == row.parts[process.proc.rank]
-            unmet = [h for h in process.held.steps.values()]
-            assert len(unmet) <= self.depth + 1, "more steps than depth on a rank"
+            assert len(process.held.steps) <= self.depth + 1, "more steps than depth on a rank"
         self.flush(process)
 
     def flush(self, process):
@@ -404,24 +416,34 @@ class World:
 
     def meet(self, process, given):
         held, row = process.held, self.truth[given.number, given.attempt]
-        assert given.part == row.parts[process.proc.rank] and given.gone == row.gone, "another part than planned"
+        assert given.part == row.parts[process.proc.rank], "another part than planned"
+        assert given.gone == row.gone, "other rollouts are left out than planned"
         if self.lone:
             if any(s == given.number for s, _ in process.history):
                 assert self.silent, "trained twice"
             self.apply(process, given)
             return
-        if self.meets is Meets.OWN:
-            key = ("ddp", self.world, process.sequence)
-        else:
-            key = (given.number, given.attempt)
-        c = self.collectives.setdefault(key, dict(entered={}, left={}, full=False, broken=False, incs={p: q.incarnation for p, q in self.processes.items()}, what=(given.number, given.attempt), gone=given.gone))
+        is_own = self.meets is Meets.OWN
+        key = ("ddp", self.world, process.sequence) if is_own else (given.number, given.attempt)
+        c = self.collectives.setdefault(
+            key,
+            {
+                "entered": {},
+                "left": {},
+                "full": False,
+                "broken": False,
+                "incs": {p: q.incarnation for p, q in self.processes.items()},
+                "what": (given.number, given.attempt),
+                "gone": given.gone,
+            },
+        )
         if key[0] == "ddp":
             assert c["what"] == (given.number, given.attempt), "ranks of a plain loop meet in two different steps"
         assert c["gone"] == given.gone, "two denominators in one meeting"
         need = {proc for rank in given.ranks for proc in self.procs_of(rank)}
         if process.proc not in c["entered"] and not c["full"] and not c["left"]:
             c["entered"][process.proc] = process
-            others = [q for q in c["entered"].values()]
+            others = list(c["entered"].values())
             assert len({q.held.weights.next_step for q in others}) == 1 or self.silent, "weights of the meeting differ"
             content = {tuple(s for s, _ in q.history) if self.partial_numbers else tuple(q.history) for q in others}
             assert len(content) == 1 or self.silent, "histories of the meeting differ"
@@ -439,11 +461,7 @@ class World:
             ok = False
         else:
             absent = [self.processes.get(p) for p in need - set(c["entered"])]
-            gone = any(
-                q is None or not q.alive or c["incs"].get(q.proc) != q.incarnation or q.held.weights.next_step > given.number or self.is_fenced(q)
-                or (given.number in q.held.steps or self.barrier) and getattr(q.held.steps.get(given.number), "attempt", None) != given.attempt
-                for q in absent
-            )  # fmt: skip
+            gone = any(self.never_comes(one, c, given) for one in absent)
             gone = gone or any(not q.alive for q in c["entered"].values())
             # a collective that does not fill ends by its timeout
             if not gone and self.r.random() > 0.02:
@@ -459,8 +477,15 @@ class World:
         else:
             held.failed(given)
 
+    def never_comes(self, one, c, given):
+        """An absent process of a collective cannot enter any more."""
+        if one is None or not one.alive or c["incs"].get(one.proc) != one.incarnation or self.is_fenced(one):
+            return True
+        held = one.held.steps.get(given.number)
+        is_other = (held is not None or self.barrier) and getattr(held, "attempt", None) != given.attempt
+        return one.held.weights.next_step > given.number or is_other
+
     def apply(self, process, given):
-        row = self.truth[given.number, given.attempt]
         if not self.silent:
             assert all(s < given.number for s, _ in process.history), "trained again what the weights have"
         process.history.append((given.number, given.attempt))
@@ -477,7 +502,9 @@ class World:
                 ps = [self.processes[p] for p in self.procs_of(rank)]
                 if all(p.alive for p in ps) and len({tuple(p.history) for p in ps}) == 1:
                     self.own_ckpt[rank] = (list(ps[0].history), ps[0].held.weights)
-                    self.own_ckpts.setdefault(rank, {0: ([], Weights())})[ps[0].held.weights.next_step] = self.own_ckpt[rank]
+                    self.own_ckpts.setdefault(rank, {0: ([], Weights())})[ps[0].held.weights.next_step] = self.own_ckpt[
+                        rank
+                    ]
                     if not self.auto_ack:
                         for p in ps:
                             p.saved = p.held.weights.next_step - 1
@@ -502,16 +529,36 @@ class World:
     def behind(self, process):
         """The weights lack a step of another rank: the process loads newer weights, or restarts with them."""
         rank = process.proc.rank
-        if self.lone and not self.silent and (peers := [q for q in self.living_peers(rank) if q.held.weights.next_step > process.held.weights.next_step]):
+        if (
+            self.lone
+            and not self.silent
+            and (
+                peers := [
+                    q for q in self.living_peers(rank) if q.held.weights.next_step > process.held.weights.next_step
+                ]
+            )
+        ):
             q = self.r.choice(peers)
             self.start_rank(rank, process.incarnation + 1, (q.history, q.held.weights))
             return
         if self.meets is Meets.OWN:
             self.refused(process, "behind")
             return
-        better = [q for q in self.living_peers(rank) + [q for q in self.processes.values() if q.alive and q.proc.rank == rank and q is not process and not self.is_fenced(q)]
-                  if q.held.weights.next_step > process.held.weights.next_step]
-        if better and self.r.random() < 0.5 and not any(h.phase is Phase.COMMITTED for h in process.held.steps.values()):
+        better = [
+            q
+            for q in self.living_peers(rank)
+            + [
+                q
+                for q in self.processes.values()
+                if q.alive and q.proc.rank == rank and q is not process and not self.is_fenced(q)
+            ]
+            if q.held.weights.next_step > process.held.weights.next_step
+        ]
+        if (
+            better
+            and self.r.random() < 0.5
+            and not any(h.phase is Phase.COMMITTED for h in process.held.steps.values())
+        ):
             q = self.r.choice(better)
             process.history = list(q.history)
             process.held.load(q.held.weights)
@@ -522,12 +569,29 @@ class World:
     # faults
 
     def fault(self):
-        kind = self.r.choice(["die", "die", "die", "cut", "cut", "controller", "crash", "give_up", "give_up", "resize", "missing", "all", "user", "fenced_copy", "elsewhere"])
+        kind = self.r.choice(
+            [
+                "die",
+                "die",
+                "die",
+                "cut",
+                "cut",
+                "controller",
+                "crash",
+                "give_up",
+                "give_up",
+                "resize",
+                "missing",
+                "all",
+                "user",
+                "fenced_copy",
+                "elsewhere",
+            ]
+        )
         rank = self.r.randrange(self.n)
         process = self.processes[Proc(rank, self.r.randrange(self.seats))]
         self.counts["fault " + kind] += 1
-        if self.verbose:
-            print("FAULT", kind, rank)
+        self.note("FAULT", kind, rank)
         ledger = self.controller.ledger
         if kind == "die":
             self.die(rank)
@@ -539,7 +603,9 @@ class World:
             self.crash_in = self.r.randrange(6)
         elif kind == "give_up":
             others = [x for x in ledger.members() if x != rank]
-            if others and rank in ledger.ranks and ledger.ranks[rank].incarnation >= 0 and self.meets is not Meets.OWN or (self.lone and others):
+            if (
+                others and rank in ledger.ranks and ledger.ranks[rank].incarnation >= 0 and self.meets is not Meets.OWN
+            ) or (self.lone and others):
                 self.give_up(rank)
         elif kind == "missing":
             self.lose = 0.15
@@ -554,7 +620,7 @@ class World:
             self.wanted = set(range(self.r.randrange(1, self.n + 1)))
             self.controller.act()
         elif kind == "user" and self.ckpt[0] and not self.auto_ack and not self.lone:
-            ledger.acknowledged_by_user(self.ckpt[1].next_step - 1)
+            ledger.acknowledged_by_user([one for one in ledger.steps if one < self.ckpt[1].next_step])
             self.user_acked = max(self.user_acked, self.ckpt[1].next_step - 1)
             self.controller.act()
         elif kind == "fenced_copy" and self.zombies and self.meets is not Meets.OWN:
@@ -583,8 +649,6 @@ class World:
         if self.meets is Meets.OWN and not self.lone:
             self.doom()
         else:
-            alive = [self.processes[p] for p in self.procs_of(process.proc.rank)]
-            hidden = [p for p in alive if p.alive]
             rank = process.proc.rank
             self.die_hidden(rank) if self.r.random() < 0.5 else self.die(rank)
 
@@ -607,7 +671,6 @@ class World:
 
     def events(self):
         out = []
-        ended = lambda p: p.held.is_ended
         for p in self.processes.values():
             if not p.alive:
                 continue
@@ -617,7 +680,9 @@ class World:
                     out.append((lambda link=link: self.receive(link, link.down.pop(0)), 3))
                 if link.up:
                     out.append((lambda link=link: self.hear(link, link.up.pop(0)), 3))
-            elif not (ended(p) and self.all_acked(p)) and not (self.doomed and not self.lone and self.r.random() < 0.7):
+            elif not (p.held.is_ended and self.all_acked(p)) and not (
+                self.doomed and not self.lone and self.r.random() < 0.7
+            ):
                 target = self.controller
                 rank = target.ledger.ranks.get(p.proc.rank)
                 if rank is not None and p.incarnation <= rank.fenced:
@@ -634,7 +699,7 @@ class World:
             if p.unfetched:
                 out.append((lambda p=p: self.fetch(p), 3))
             given = p.held.oldest()
-            if given is not None and (given.phase is Phase.COMMITTED or given.phase is Phase.SENT and self.barrier):
+            if given is not None and (given.phase is Phase.COMMITTED or (given.phase is Phase.SENT and self.barrier)):
                 out.append((lambda p=p: self.compute(p), 3))
             if p.held.behind is not None and link is not None:
                 out.append((lambda p=p: self.behind(p), 1))
@@ -643,7 +708,7 @@ class World:
             through = p.held.weights.next_step - 1 if self.auto_ack else getattr(p, "saved", -1)
             if through > p.held.acked:
                 out.append((lambda p=p: self.ack(p), 1 if not self.silent else 2))
-            if ended(p) and p.proc.rank in self.wanted and not self.controller.ledger.is_ended:
+            if p.held.is_ended and p.proc.rank in self.wanted and not self.controller.ledger.is_ended:
                 out.append((lambda p=p: self.die(p.proc.rank), 1))
         for z in self.zombies[-4:]:
             if z.alive and z is not self.processes.get(z.proc):
@@ -657,12 +722,12 @@ class World:
         if self.doomed:
             living = [p for p in self.processes.values() if p.alive]
             if living:
-                out.append((lambda p=self.r.choice(living): self.kill(p), 3))
+                chosen = self.r.choice(living)
+                out.append((lambda: self.kill(chosen), 3))
             else:
                 out.append((self.restart_all, 3))
-        for rank in self.wanted if not self.doomed else ():
-            if not any(self.processes[p].alive for p in self.procs_of(rank)):
-                out.append((self.doom if self.meets is Meets.OWN and not self.lone else lambda rank=rank: self.die(rank), 2))
+        dead = [rank for rank in self.wanted if not any(self.processes[p].alive for p in self.procs_of(rank))]
+        out += [(lambda rank=rank: self.die(rank), 2) for rank in dead if not self.doomed]
         if not self.auto_ack or self.r.random() < 0.2:
             out.append((self.save, 1))
         ledger = self.controller.ledger
@@ -670,8 +735,12 @@ class World:
             if rank.is_ended and not rank.is_here and ledger.steps and number in self.wanted and not rank.is_given_up:
                 # the steps need a rank that has left: it is started once more
                 out.append((lambda number=number: self.die(number), 1))
-            if number not in self.wanted and not rank.is_here and rank.may_live and rank.incarnation >= 0 and not any(
-                self.processes[p].alive for p in self.procs_of(number)
+            if (
+                number not in self.wanted
+                and not rank.is_here
+                and rank.may_live
+                and rank.incarnation >= 0
+                and not any(self.processes[p].alive for p in self.procs_of(number))
             ):
                 out.append((lambda number=number: self.give_up(number), 1))
         return out
@@ -711,7 +780,13 @@ class World:
             if self.faults <= 0 and turn > 300:
                 self.lose, self.wanted, self.crash_in = 0.0, set(range(self.n)), None
             events = self.events()
-            if self.controller.ledger.is_ended and not self.faults and all(self.all_acked(p) for p in self.processes.values()) and all(p.held.is_ended for p in self.processes.values()) and all(p.link is None for p in self.processes.values()):
+            if (
+                self.controller.ledger.is_ended
+                and not self.faults
+                and all(self.all_acked(p) for p in self.processes.values())
+                and all(p.held.is_ended for p in self.processes.values())
+                and all(p.link is None for p in self.processes.values())
+            ):
                 return turn
             if not events:
                 idle += 1
@@ -719,24 +794,30 @@ class World:
                 continue
             weight = sum(w for _, w in events)
             at = self.r.random() * weight
-            for f, w in events:
-                at -= w
+            for event, one in events:  # noqa: B007 - the chosen event stays
+                at -= one
                 if at < 0:
                     break
-            if self.verbose:
-                self.last = f
-            f()
-            if self.log.next_step >= NUM_STEPS and not self.controller.ledger.steps and not self.log.plans and len(self.released) == NUM_STEPS:
+            event()
+            if (
+                self.log.next_step >= NUM_STEPS
+                and not self.controller.ledger.steps
+                and not self.log.plans
+                and len(self.released) == NUM_STEPS
+            ):
                 self.check_end()
                 return turn
         raise AssertionError("stall")
 
-    def show(self):
-        l = self.controller.ledger
-        print("mode", self.meets, "lone", self.lone, "n", self.n, "seats", self.seats, "depth", self.depth, "auto_ack", self.auto_ack, "silent", self.silent, "remote", self.remote_steps, "doomed", self.doomed, "wanted", self.wanted, "next", l.next_step, "released", sorted(self.released), "faults", self.faults)
-        for s in l.steps.values(): print("  step", s.number, "a", s.attempt & 0xfff, "parts", list(s.parts), "gone", set(s.gone), "planned", set(s.planned_gone), {tuple(k): v.name for k, v in s.phases.items()})
-        for k, r in l.ranks.items(): print("  rank", k, "inc", r.incarnation, "fenced", r.fenced, "ended", r.is_ended, {k2: (x.link, x.weights.next_step, x.acked, x.is_fresh) for k2, x in r.seats.items()})
-        for k, p in self.processes.items(): print("  proc", tuple(k), p.incarnation, "alive", p.alive, "link", p.link and (p.link.id, len(p.link.up), len(p.link.down), p.link.controller is self.controller), [(a, b & 0xfff) for a, b in p.history], p.held.weights.next_step, "acked", p.held.acked, "ended", p.held.is_ended, "behind", p.held.behind, {n: (h.attempt & 0xfff, h.phase.name, h.is_fetched) for n, h in p.held.steps.items()})
+    def show(self) -> None:
+        """Print the state of the ledger and of each process."""
+        ledger = self.controller.ledger
+        for what in (*ledger.steps.values(), *ledger.ranks.items()):
+            self.note(what)
+        for process in self.processes.values():
+            self.note(
+                process.proc, process.incarnation, "alive" if process.alive else "dead", process.history, process.held
+            )
 
     def check_end(self):
         if self.silent:
@@ -747,7 +828,11 @@ class World:
             if len(gone) == self.per_step:
                 continue
             assert gone <= self.lost_payloads, "evicted without a reason"
-        living = [p for p in self.processes.values() if p.alive and not self.is_fenced(p) and p.held.term >= 0 and p.proc.rank in self.wanted]
+        living = [
+            p
+            for p in self.processes.values()
+            if p.alive and not self.is_fenced(p) and p.held.term >= 0 and p.proc.rank in self.wanted
+        ]
         if self.lone:
             for p in living:
                 done = [s for s, _ in p.history]
@@ -760,7 +845,12 @@ class World:
                         continue
                     p = self.processes[Proc(rank, 0)]
                     if p in living and not p.held.is_ended:
-                        assert (number, attempt) in p.history or number >= p.held.weights.next_step or not part or not self.was_live(p, number), "lost from a lone rank"
+                        assert (
+                            (number, attempt) in p.history
+                            or number >= p.held.weights.next_step
+                            or not part
+                            or not self.was_live(p, number)
+                        ), "lost from a lone rank"
             return
         histories = [tuple((s, 0 if self.partial_numbers else a) for s, a in p.history) for p in living]
         if not histories:
@@ -770,7 +860,9 @@ class World:
             k = min(len(h), len(longest))
             if not self.went_back:
                 assert h[:k] == longest[:k], "weights differ at the end"
-        if self.went_back or any(p.held.weights.next_step <= max(self.released) and not p.held.is_ended for p in living):
+        if self.went_back or any(
+            p.held.weights.next_step <= max(self.released) and not p.held.is_ended for p in living
+        ):
             return
         have = dict(longest)
         for number in range(NUM_STEPS):
@@ -791,31 +883,19 @@ class World:
         return p.incarnation == 0
 
 
-def main():
-    first, last = int(sys.argv[1]), int(sys.argv[2])
-    bad, total, by = {}, Counter(), Counter()
-    turns = steps = attempts = 0
-    for seed in range(first, last):
+def main(first: int, last: int | None) -> None:
+    World.is_shown = last is None
+    failed = 0
+    for seed in range(first, first + 1 if last is None else last):
         world = World(seed)
-        name = world.meets.value + (" lone" if world.lone else "")
-        by[name] += 1
         try:
-            turns += world.run()
-            steps += NUM_STEPS
-            attempts += sum(world.attempts.values())
-        except AssertionError as e:
-            import traceback
-            where = traceback.extract_tb(e.__traceback__)[-1]
-            key = (str(e) or f"{where.name}:{where.lineno} {where.line}")[:90], name
-            bad.setdefault(key, []).append(seed)
-        total += world.counts
-    print(f"{last - first} schedules, {sum(map(len, bad.values()))} failed, {turns / max(1, last - first):.0f} events each, {attempts / max(1, steps):.2f} attempts a step")
-    print(dict(by))
-    if "-v" in sys.argv:
-        print(dict(total))
-    for key, seeds in sorted(bad.items(), key=lambda kv: -len(kv[1]))[:14]:
-        print(len(seeds), key, seeds[:5])
+            world.run()
+        except AssertionError as error:
+            failed += 1
+            sys.stdout.write(f"schedule {seed} ({world.meets.value}): {error}\n")
+        world.show()
+    sys.stdout.write(f"{failed} failed\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)
