@@ -99,6 +99,37 @@ def test_rank_lost_in_the_collective_waits_until_it_is_given_up() -> None:
     assert orders[-1].part == tuple("abcd")
 
 
+def test_no_new_attempt_while_an_absent_process_may_have_the_step() -> None:
+    ledger = started()
+    number, attempt = step_of(ledger, ready=[A, B])
+    ledger.orders()
+    ledger.finished(B, 1, number, attempt)
+    ledger.lost(B, 1)
+    ledger.reported(A, 0, number, attempt, Phase.FAILED)
+    assert not told(ledger.orders(), Drop, Work, WritePlan)
+
+
+def test_the_last_acknowledgement_and_the_end_of_its_connection_may_come_in_one_turn() -> None:
+    ledger = started(ranks=1)
+    number, attempt = step_of(ledger, ready=[A])
+    ledger.orders()
+    ledger.is_ended = True
+    ledger.finished(A, 0, number, attempt)
+    assert told(ledger.orders(), End, Release) == [(End, 0, None)]
+    ledger.acked(A, 0, number)
+    ledger.lost(A, 0)
+    assert told(ledger.orders(), Release) == [(Release, None, 0)]
+
+
+def test_a_planned_step_takes_room_before_it_is_sent() -> None:
+    ledger = Ledger(lay_out)
+    ledger.wanted = {0}
+    assert ledger.joined(A, 0, 0, Claim(is_start=True), depth=1) is None
+    assert ledger.wants_step()
+    ledger.planned("ab")
+    assert not ledger.wants_step()
+
+
 def test_dead_holder_does_not_drop_the_others() -> None:
     # a whole restart: what a dead process had is believed until its rank joins again
     ledger = started()
@@ -728,5 +759,5 @@ def test_parts_of_the_caller_are_the_first_attempt() -> None:
 
 def test_weights_of_a_newer_run_are_refused() -> None:
     ledger = started()
-    assert "restored before step 0" in (ledger.joined(B, 1, 5, Claim(Weights(7), is_start=True)) or "")
+    assert "the next step here is 0" in (ledger.joined(B, 1, 5, Claim(Weights(7), is_start=True)) or "")
     assert "restart" in (ledger.joined(B, 2, 6, Claim(holds={0: (3, Phase.COMMITTED)})) or "restart")
