@@ -35,13 +35,13 @@ from stream_balancer.host.journal.store import PAGE_BYTES, Store
 from stream_balancer.host.journal.writer import Writing
 from stream_balancer.host.records import (
     FORMAT,
-    Acked,
-    Came,
+    Attempt,
     Done,
     Ended,
     Fact,
     Group,
     HeldRollout,
+    PeerFact,
     PlanRow,
     Records,
     Totals,
@@ -173,8 +173,8 @@ FACTS: list[Fact] = [
     Done(7, ["a"]),
     Group("g", None, closed=True),
     Totals(2, None, {"batches": {"window": 1}, "acknowledged": 4}, {"g": 2}),
-    Acked(3, 2**60, [0, 2], ["a"]),
-    Came(1, 7, True, [b"\x00\xff"]),
+    Attempt(3, 2**60, [0, 2]),
+    PeerFact(1, 7, 2, 6, True),
     Ended([b"\x00\xff"], True),
 ]
 
