@@ -277,7 +277,7 @@ class Journal(Handed, Observer):
 
     def dispatched(self, batch: Batch) -> None:
         """A batch is about to be handed out: its plan, to be delivered again as it is."""
-        self.put(plan_of(batch), self._totals())
+        self.put(plan_of(batch, self._core.in_flight.left_out(batch.step)), self._totals())
 
     def acknowledged(self, batch: Batch) -> None:
         # Rollouts that no rank could get are not among the past ids: they may be put again.
