@@ -154,7 +154,9 @@ def test_other_dicts_are_refused() -> None:
             read_state_dict(nonsense)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"format is None, expected {FORMAT}"):
         read_state_dict({})
-    with pytest.raises(ValueError, match=rf"format is 2, expected {FORMAT}\. Load it with the stream_balancer that wrote it"):
+    with pytest.raises(
+        ValueError, match=rf"format is 2, expected {FORMAT}\. Load it with the stream_balancer that wrote it"
+    ):
         read_state_dict({"format": 2})
     for name in ("rollouts", "facts"):
         state = state_dict(busy_core().snapshot(20.0))
