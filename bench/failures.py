@@ -44,12 +44,11 @@ def movers(shared_memory: bool) -> tuple[str, ...]:
 
 
 def train(address: str, rank: int, incarnation: int, shared_memory: bool, wire: Connection) -> None:
-    """One process of a rank: waits for the start, trains, reports when which step was there."""
+    """One process of a rank: waits for the step to begin with, trains, reports when which step was there."""
     torch.set_num_threads(1)
-    wire.recv()
-    feed = sb.RankFeed(
-        address, rank=rank, dp_size=2, incarnation=incarnation, depth=DEPTH, movers=movers(shared_memory)
-    )
+    next_step = wire.recv()
+    join = {"rank": rank, "dp_size": 2, "incarnation": incarnation, "next_step": next_step}
+    feed = sb.RankFeed(address, depth=DEPTH, movers=movers(shared_memory), **join)
     kept = []
     for batch in feed:
         now = time.monotonic(), batch.step
@@ -105,8 +104,8 @@ async def drill(kills: int, shared_memory: bool) -> dict[str, list[float]]:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(sb.serve, balancer, transport, rejoin_timeout_s=60.0))
             tasks.start_soon(keep_putting, balancer, TOKENS)
-            healthy.wire.send("go")
-            victim.wire.send("go")
+            healthy.wire.send(0)
+            victim.wire.send(0)
             for incarnation in range(1, kills + 1):
                 spare = RankProcess(address, 1, incarnation, shared_memory)
                 await in_thread(victim.wire.poll, 30.0)  # it has its first batch
@@ -116,9 +115,10 @@ async def drill(kills: int, shared_memory: bool) -> dict[str, list[float]]:
                 while is_connected(transport, 1):  # noqa: ASYNC110 - a transport has no event for it
                     await anyio.sleep(0.0005)
                 times["noticed"].append(1e3 * (time.monotonic() - killed_at))
-                began = time.monotonic()
-                spare.wire.send("go")
                 runs.append(await in_thread(victim.reported))
+                began = time.monotonic()
+                # the step that the victim had in hand is in no weights
+                spare.wire.send((runs[-1] or runs[-2])[-1][1])
                 await in_thread(spare.wire.poll, 30.0)
                 first = spare.wire.recv()
                 times["rejoined"].append(1e3 * (first[0] - began))

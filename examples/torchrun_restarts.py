@@ -93,9 +93,7 @@ def train() -> None:
         feed.acknowledge_through(feed.state_dict()["next_step"] - 1)
 
     ddp = DistributedDataParallel(model)
-    feed = sb.RankFeed(
-        ADDRESS, rank=rank, dp_size=RANKS, next_step=state["next_step"], auto_ack=False, rejoin=True, depth=1
-    )
+    feed = sb.RankFeed(ADDRESS, rank=rank, dp_size=RANKS, next_step=state, auto_ack=False, rejoin=True, depth=1)
     if rank == 0:  # each step makes a version; after a restart the controller's may be newer
         feed.set_version(state["next_step"])
     for batch in feed:

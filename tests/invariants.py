@@ -19,6 +19,7 @@ def verify(core: BalancerCore) -> None:
     assert all(batch.step < core.in_flight.next_step for batch in batches)
     assert again == sum(batch.num_rollouts for batch in batches if batch not in core.in_flight.delivered())
     flying = [r.rollout_id for batch in batches for r in batch.rollouts if not r.is_padding]
+    flying += [one.rollout_id for batch in batches for one in core.in_flight.left_out(batch.step)]
     waiting = [r.rollout_id for r in core.buffer.rollouts()]
     counts = core.counts
     assert counts.accepted == len(waiting) + len(flying) + counts.acknowledged + counts.evicted.total()

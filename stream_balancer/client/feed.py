@@ -237,8 +237,8 @@ class RankFeed(OfOneProcess):
             raise RankLostError(
                 port.why_behind, rank=self.rank, step=held.behind, cause="other ranks have trained without it"
             )
-        # said by whoever asks, and not by the join: until then the trainer may say the version of its weights
-        if self._loaded:
+        # said by whoever asks, and never by the first join: it would overtake the version that the trainer said before
+        if self._loaded and held.term >= 0:
             held.ack(self._loaded - 1)
             self._loaded = 0
         oldest = held.oldest()

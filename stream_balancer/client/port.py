@@ -168,6 +168,8 @@ class Port:
             # a process that was given up meanwhile is known by its number
             self.who = replace(self.who, incarnation=answer.incarnation)
         self._flush()
+        # the feed acknowledges loaded steps once there is a controller
+        self._news.set()
 
     def _flush(self) -> None:
         with self.lock:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from stream_balancer.core.counters import TrainingAges
@@ -81,6 +82,8 @@ class _Flight:
     """The trainer is through with it."""
     missing: dict[str, Rollout] = field(default_factory=dict)
     """Rollouts by id whose payloads are lost: the step is trained without them."""
+    left_out: dict[str, Rollout] = field(default_factory=dict)
+    """Those of them that the batch does not contain: the step was planned again without them."""
     timings: dict[int, StepTiming] = field(default_factory=dict)
     """By rank, as far as they have reported."""
 
@@ -128,9 +131,13 @@ class BatchesInFlight:
         self.again.add(step)
         return number
 
-    def restore(self, batches: Sequence[Batch], next_step: int) -> None:
-        """Another balancer's batches in flight, all to be delivered again."""
-        self._flights = {batch.step: _Flight(batch) for batch in batches}
+    def restore(
+        self, batches: Sequence[Batch], next_step: int, left_out: Mapping[int, Sequence[Rollout]] = MappingProxyType({})
+    ) -> None:
+        """Another balancer's batches in flight, all to be delivered again. ``left_out``: see :meth:`left_out`."""
+        for batch in batches:
+            gone = {one.rollout_id: one for one in left_out.get(batch.step, ())}
+            self._flights[batch.step] = _Flight(batch, missing=gone, left_out=dict(gone))
         # how far ranks had come with them, nobody here knows
         self.again = set(self._flights)
         self.next_step = next_step
@@ -189,7 +196,7 @@ class BatchesInFlight:
     def replan(self, batch: Batch) -> None:
         """Another plan of a step in flight replaces the plan of before, also what ranks have reported of it."""
         flight = self._flights[batch.step]
-        flight.batch, flight.timings = batch, {}
+        flight.batch, flight.timings, flight.left_out = batch, {}, dict(flight.missing)
 
     def acknowledge(self, step: int) -> tuple[Batch, dict[str, Rollout]]:
         """A batch is done. -> the batch, and the missing rollouts of the step by id. Raises ValueError for a step that
@@ -229,6 +236,16 @@ class BatchesInFlight:
     def batches(self) -> tuple[Batch, ...]:
         """All that is not acknowledged, oldest first."""
         return tuple(flight.batch for flight in self._flights.values())
+
+    def left_out(self, step: int) -> tuple[Rollout, ...]:
+        """Rollouts that a step was planned again without. They are in flight until the step is acknowledged."""
+        flight = self._flights.get(step)
+        return () if flight is None else tuple(flight.left_out.values())
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts that are not acknowledged, those included that were left out."""
+        return sum(flight.batch.num_rollouts + len(flight.left_out) for flight in self._flights.values())
 
     def delivered(self) -> tuple[Batch, ...]:
         """Batches that somebody has: not those to be delivered again. Oldest first."""

@@ -34,6 +34,8 @@ class Snapshot:
     """[n] steps that passed each over."""
     in_flight: tuple[Batch, ...]
     """Dispatched and not acknowledged, oldest first."""
+    left_out: Mapping[int, tuple[Rollout, ...]] = field(default_factory=dict)
+    """By step in flight: rollouts without a payload, which the step was planned again without."""
     group_departures: Mapping[str, int]
     """Siblings that have left, of groups that are not done."""
     groups: Mapping[str, Declared] = field(default_factory=dict)
@@ -60,6 +62,7 @@ def take_snapshot(state: BalancerState, now: float, learned: Mapping[str, Any]) 
         waited_s=now - buffer.arrived_at,
         skips=buffer.skips.copy(),
         in_flight=in_flight.batches(),
+        left_out={batch.step: gone for batch in in_flight.batches() if (gone := in_flight.left_out(batch.step))},
         group_departures=buffer.groups.departed(),
         groups=buffer.groups.declarations(),
         past_ids=tuple(state.ids.past),
@@ -98,7 +101,9 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
             groups.cut(group_id)
     # the snapshot has all that is declared; of what is not known any more it is said
     groups.changed = [name for name in groups.changed if groups.declared(name) is None]
-    state.in_flight.restore(snapshot.in_flight, snapshot.next_step)
-    state.ids.held.update(r.rollout_id for batch in snapshot.in_flight for r in batch.rollouts if not r.is_padding)
+    state.in_flight.restore(snapshot.in_flight, snapshot.next_step, snapshot.left_out)
+    for batch in snapshot.in_flight:
+        flying = (*batch.rollouts, *snapshot.left_out.get(batch.step, ()))
+        state.ids.held.update(one.rollout_id for one in flying if not one.is_padding)
     state.changed()
     return state

@@ -171,7 +171,7 @@ class BalancerState:
             waiting_lengths=tuple(np.quantile(buffer.lengths, _SHARES, method="nearest").tolist())
             if buffer.num_waiting
             else (),
-            in_flight=sum(batch.num_rollouts for batch in in_flight.batches()),
+            in_flight=in_flight.num_rollouts,
             redelivering=in_flight.num_redelivering,
             open_groups=len(buffer.groups.incomplete()),
             oldest_open_group_s=max(now - float(incomplete.min(initial=now)), 0.0),

@@ -180,6 +180,12 @@ class Batches:
             self._last_step = batch.step
         return batch
 
+    def give_back(self, batch: Batch) -> None:
+        """A batch that did not reach its consumer: the next iteration gives it. The blocking facade calls this after an
+        interrupt."""
+        self._forget(batch.step)
+        self._consumer.give_again(batch)
+
     def _forget(self, step: int) -> None:
         """Asking for the next batch does not acknowledge this one."""
         if self._last_step == step:

@@ -303,7 +303,7 @@ async def _serve(balancer: StreamBalancer, transport: Any) -> None:
 if TYPE_CHECKING:
     from stream_balancer.facades import BlockingBalancer as BlockingBalancer
 else:
-    BlockingBatches = facade("BlockingBatches", Batches)
+    BlockingBatches = facade("BlockingBatches", Batches, without=("give_back",))
     BlockingBalancer = facade(
         "BlockingBalancer", StreamBalancer, base=OwnLoop, timed=("reserve",),
         without=("aclose", "async_state_dict", "parts"),

@@ -76,6 +76,8 @@ class PlanRow(Fact, tag="plan"):
     finish: float
     lower_bound: float
     incomplete_groups: list[str]
+    left_out: list[str] = []
+    """Ids of rollouts without a payload, which the step was planned again without."""
 
 
 class Done(Fact, tag="done"):
@@ -217,8 +219,8 @@ def _checksum(name: str, row: memoryview) -> int:
 # --- a plan as a row --------------------------------------------------------------------------------------------------
 
 
-def plan_of(batch: Batch) -> PlanRow:
-    """A batch without its rollouts' contents."""
+def plan_of(batch: Batch, left_out: Iterable[Rollout] = ()) -> PlanRow:
+    """A batch without its rollouts' contents. ``left_out``: rollouts that the step was planned again without."""
     return PlanRow(
         step=batch.step,
         reason=batch.reason,
@@ -227,6 +229,7 @@ def plan_of(batch: Batch) -> PlanRow:
         finish=batch.finish,
         lower_bound=batch.lower_bound,
         incomplete_groups=list(batch.incomplete_groups),
+        left_out=[one.rollout_id for one in left_out],
     )
 
 
@@ -314,13 +317,16 @@ class Records:
         rollouts = {name: held.rollout for name, held in self.held.items()}
         # steps are delivered again in their order, whichever row was written last
         plans = sorted(self.all_of(PlanRow), key=lambda plan: plan.step)
-        flying = []
+        flying, left_out = [], {}
         for plan in plans:
             try:
                 flying.append(batch_of(plan, rollouts))
+                if gone := tuple(rollouts[name] for name in plan.left_out if name in rollouts):
+                    left_out[plan.step] = gone
             except Exception:  # noqa: BLE001 - a rollout is missing, or the plan makes no sense
                 self.damage[plan.key] = f"step {plan.step}: its plan names rollouts that are lost"
         planned = {r.rollout_id for batch in flying for r in batch.rollouts if not r.is_padding}
+        planned |= {one.rollout_id for gone in left_out.values() for one in gone}
         waiting = [held for name, held in self.held.items() if name not in planned]
         totals, waits = (self.all_of(Totals) or [Totals()])[-1], Counter(_groups_of(held.rollout for held in waiting))
         # Damage must not turn it back: ranks would take a number that comes twice for the same step. So it is at least
@@ -345,6 +351,7 @@ class Records:
             waited_s=np.maximum(now - arrived, 0.0),
             skips=np.array([max(next_step - held.step, 0) for held in waiting], dtype=np.int64),
             in_flight=tuple(flying),
+            left_out=left_out,
             group_departures=left,
             groups={
                 name: Declared(one.size if one.closed or one.size else came[name], name in closed, one.late)
@@ -362,7 +369,7 @@ class Records:
 def facts_of(snapshot: Snapshot) -> list[Fact]:
     """All that a snapshot says but its rollouts and what was learned. O(groups + rollouts)."""
     return [
-        *map(plan_of, snapshot.in_flight),
+        *(plan_of(batch, snapshot.left_out.get(batch.step, ())) for batch in snapshot.in_flight),
         Done(0, list(snapshot.past_ids)),
         *(Group(name, *declared) for name, declared in snapshot.groups.items()),
         Totals(snapshot.next_step, snapshot.version, dict(snapshot.counts), dict(snapshot.group_departures)),
@@ -373,7 +380,8 @@ def held_of(snapshot: Snapshot, now: float) -> Iterator[HeldRollout]:
     """Rollouts in flight, then those that wait; ``now`` in the seconds of :attr:`HeldRollout.arrived_at`."""
     oldest = now - float(snapshot.waited_s.max(initial=0.0))
     for batch in snapshot.in_flight:
-        yield from (HeldRollout(r, oldest, snapshot.next_step) for r in batch.rollouts if not r.is_padding)
+        flying = (*batch.rollouts, *snapshot.left_out.get(batch.step, ()))
+        yield from (HeldRollout(r, oldest, snapshot.next_step) for r in flying if not r.is_padding)
     for rollout, waited_s, skips in zip(snapshot.waiting, snapshot.waited_s, snapshot.skips, strict=True):
         yield HeldRollout(rollout, now - float(waited_s), snapshot.next_step - int(skips))
 

@@ -503,7 +503,7 @@ class Server(Host):
             return self._handed.note(PeerFact(row.rank, row.incarnation, row.seats, row.fenced, row.ended))
         batch = self._core.in_flight.get(row.step)
         # in one transaction with its layout: an old layout under a new number would mix two plans
-        layout = [] if batch is None else [plan_of(batch)]
+        layout = [] if batch is None else [plan_of(batch, self._core.in_flight.left_out(row.step))]
         return self._handed.note(Attempt(row.step, row.attempt, [*row.parts]), *layout)
 
     def _release(self, order: steps.Release) -> None:

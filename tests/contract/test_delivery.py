@@ -127,6 +127,32 @@ async def test_a_killed_rank_may_come_back(kind: str, auto_ack: bool) -> None:
         assert filled.acknowledged_steps == list(range(8))
 
 
+async def test_the_version_of_loaded_weights_is_known_before_their_steps_are_acknowledged(kind: str) -> None:
+    """Else rollouts would be begun that are too old for the next step."""
+    events: list[str] = []
+
+    class Seen(sb.Observer):
+        def version_set(self, version: int) -> None:
+            events.append(f"version {version}")
+
+        def acknowledged(self, batch: sb.Batch) -> None:
+            events.append(f"acknowledged {batch.step}")
+
+    async with Filled(2, 1) as filled, open_network(kind, 1) as network, anyio.create_task_group() as tasks:
+        filled.balancer.observers.append(Seen())
+        tasks.start_soon(partial(sb.serve, rejoin_timeout_s=1000), filled.balancer, network.transport)
+        first = network.feed(auto_ack=False)
+        assert (await anext(first)).step == 0
+        kill(first)
+        loaded = network.feed(auto_ack=False, incarnation=1, next_step=1)
+        loaded.set_version(1)
+        step = await anext(loaded)
+        assert step.step == 1
+        step.ack()
+        await drain(loaded)
+    assert events == ["version 1", "acknowledged 0", "acknowledged 1"]
+
+
 async def test_leaving_with_something_unacknowledged_is_a_loss(kind: str) -> None:
     """Also after the end was told."""
     async with Filled(3, 1, capacity=64) as filled, open_network(kind, 1) as network:

@@ -1,7 +1,8 @@
 """SIGKILL at random moments, to the controller, to ranks, to all: what was accepted is what was trained on.
 
-A rank's weights are the list of ids it trained on. Its checkpoint says how far that list counts and up to which step;
-what comes after is lost when it dies, as weights are. See docs/restarting.md for the protocol.
+A rank's weights are the list of ids it trained on. A checkpoint says how far that list counts and up to which step;
+what comes after is lost when the rank dies, as weights are. A rank begins with the newest checkpoint that both have.
+See docs/restarting.md for the protocol.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import json
 import logging
 import os
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -24,14 +24,14 @@ import anyio
 import anyio.lowlevel
 import pytest
 import torch
-from forked import PROCESSES
+from forked import PROCESSES, free_port
 from guard import GUARD_S
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout
 
 NUM_WORKERS = 24
-LOST = (sb.errors.BrokenResourceError, sb.errors.ClosedResourceError, sb.errors.BusyResourceError)
+SAVE_EVERY = 3
 
 
 def config() -> sb.BalancerConfig:
@@ -49,15 +49,25 @@ def write_whole(path: Path, text: str) -> None:
     new.replace(path)
 
 
+def checkpoints(folder: Path, rank: int) -> dict[int, int]:
+    """By step: how much of the list of ids counts."""
+    path = folder / f"rank{rank}.checkpoints"
+    return {-1: 0} | {int(step): size for step, size in json.loads(path.read_text() if path.exists() else "{}").items()}
+
+
 class Weights:
     """Ids trained on, and the checkpoints of them."""
 
-    def __init__(self, path: Path) -> None:
-        self._ledger, self._checkpoint = path.with_suffix(".ledger"), path.with_suffix(".checkpoint")
-        self.step, size = json.loads(self._checkpoint.read_text()) if self._checkpoint.exists() else (-1, 0)
-        self._ledger.touch()
-        os.truncate(self._ledger, size)  # what is not in the checkpoint is lost
-        self._file = self._ledger.open("a")
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._list, self._path = folder / f"rank{rank}.ids", folder / f"rank{rank}.checkpoints"
+        mine, other = checkpoints(folder, rank), checkpoints(folder, 1 - rank)
+        self.step = max(mine.keys() & other.keys())
+        self._saved = {step: size for step, size in mine.items() if step <= self.step}
+        # what is not in the checkpoint is lost; later checkpoints first, since they count on it
+        write_whole(self._path, json.dumps(self._saved))
+        self._list.touch()
+        os.truncate(self._list, self._saved[self.step])
+        self._file = self._list.open("a")
 
     def train(self, step: int, rollouts: Any) -> None:
         assert step == self.step + 1, f"step {step} after step {self.step}"
@@ -69,12 +79,13 @@ class Weights:
 
     def save(self) -> None:
         self._file.flush()
-        write_whole(self._checkpoint, json.dumps([self.step, self._ledger.stat().st_size]))
+        self._saved[self.step] = self._list.stat().st_size
+        write_whole(self._path, json.dumps(self._saved))
 
     def ids(self) -> list[int]:
         """Those of the checkpoint; nothing may be trained afterwards."""
         self._file.close()
-        return [int(line) for line in self._ledger.read_text().split()]
+        return [int(line) for line in self._list.read_text().split()]
 
 
 def numbers(path: Path, least: int) -> Iterator[int]:
@@ -85,23 +96,23 @@ def numbers(path: Path, least: int) -> Iterator[int]:
         yield number
 
 
-def _control(folder: Path, least: int) -> None:
+def _control(folder: Path, port: int, least: int) -> None:
     logging.disable()
-    anyio.run(_controller, folder, least)
+    anyio.run(_controller, folder, port, least)
 
 
 def _appended(path: Path) -> int:
     return os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
 
 
-async def _controller(folder: Path, least: int) -> None:
+async def _controller(folder: Path, port: int, least: int) -> None:
     accepted, begun = (_appended(folder / name) for name in ("accepted", "begun"))
     known, tried = (set(map(int, (folder / name).read_text().split())) for name in ("accepted", "begun"))
     unsure = sorted(tried - known)  # of these puts nobody heard before the crash
     todo = itertools.chain(unsure, (number for number in numbers(folder / "stop", least) if number not in tried))
     async with (
         sb.StreamBalancer(config(), journal=folder / "journal") as balancer,
-        sb.TorchTransport.listen(dp_size=2) as transport,
+        sb.TorchTransport.listen(dp_size=2, port=port) as transport,
         anyio.create_task_group() as tasks,
     ):
 
@@ -113,7 +124,6 @@ async def _controller(folder: Path, least: int) -> None:
                 os.write(accepted, f"{number}\n".encode())
 
         tasks.start_soon(partial(sb.serve, balancer, transport, rejoin_timeout_s=1000))
-        write_whole(folder / "address", str(transport.address))
         async with anyio.create_task_group() as workers:
             for _ in range(NUM_WORKERS):
                 workers.start_soon(work)
@@ -121,55 +131,31 @@ async def _controller(folder: Path, least: int) -> None:
     (folder / "done").touch()
 
 
-def _train(folder: Path, rank: int, life: int) -> None:
+def _train(folder: Path, port: int, rank: int, life: int) -> None:
     logging.disable()
     torch.set_num_threads(1)
-    weights = Weights(folder / f"rank{rank}")
-    chance = random.Random(life)
-    for attempt in itertools.count():
-        address = _address(folder, None)
-        feed = sb.RankFeed(address, rank=rank, dp_size=2, auto_ack=False, incarnation=1000 * life + attempt)
-        threading.Thread(target=_watch, args=(folder, address, feed), daemon=True).start()
-        try:
-            batch = None
-            for batch in feed:
-                if batch.step > weights.step:
-                    weights.train(batch.step, batch.rollouts)
-                if chance.random() < 0.3:
-                    weights.save()
-                    batch.ack()
-            weights.save()
-            if batch is not None:
+    weights = Weights(folder, rank)
+    join: dict[str, Any] = {"rank": rank, "dp_size": 2, "incarnation": life, "next_step": weights.step + 1}
+    with sb.RankFeed(f"tcp://127.0.0.1:{port}", auto_ack=False, rejoin=True, **join) as feed:
+        for batch in feed:
+            weights.train(batch.step, batch.rollouts)
+            if (batch.step + 1) % SAVE_EVERY == 0:
+                weights.save()
                 batch.ack()
-            feed.close()
-            return
-        except (*LOST, RuntimeError):
-            feed.close()
-
-
-def _address(folder: Path, other_than: str | None) -> str:
-    while True:
-        if (folder / "address").exists() and (address := (folder / "address").read_text()) != other_than:
-            return address
-        time.sleep(0.005)
-
-
-def _watch(folder: Path, address: str, feed: sb.RankFeed) -> None:
-    """A new controller has come: leave the old one."""
-    _address(folder, address)
-    feed.close()
+        weights.save()
+        feed.acknowledge_through(weights.step)
 
 
 class Lives:
     """A controller and two ranks, which are killed and started again."""
 
     def __init__(self, folder: Path, least: int) -> None:
-        self._folder, self._least = folder, least
+        self._folder, self._port, self._least = folder, free_port(), least
         self._count = itertools.count()
         self._running = [self._start(index) for index in range(3)]
 
     def _start(self, index: int) -> Any:
-        args = (self._folder, index - 1, next(self._count)) if index else (self._folder, self._least)
+        args = (self._folder, self._port, *((index - 1, next(self._count)) if index else (self._least,)))
         process = PROCESSES.Process(target=_train if index else _control, args=args, daemon=True)
         process.start()
         return process
@@ -181,12 +167,10 @@ class Lives:
             self._running[index].join()
             self._running[index] = self._start(index)
 
-    def keep_alive(self, done: Path) -> None:
-        """Start again whoever ended before all is done; an error in one of them is an error here."""
+    def check(self) -> None:
+        """An error in one of them is an error here."""
         for index, process in enumerate(self._running):
-            if process.exitcode is not None and not done.exists():
-                assert process.exitcode == 0, f"{'rank' if index else 'controller'} failed"
-                self._running[index] = self._start(index)
+            assert process.exitcode in (None, 0), f"{f'rank {index - 1}' if index else 'controller'} failed"
 
     def end(self) -> None:
         for process in self._running:
@@ -199,13 +183,13 @@ def _drive(folder: Path, lives: Lives, kills: int, seed: int, interval_s: float)
     try:
         for _ in range(kills):
             time.sleep(chance.uniform(0.0, interval_s))
-            lives.keep_alive(folder / "done")
+            lives.check()
             lives.kill(chance.choice([[0], [0], [0], [1], [2], [1, 2], [0, 1], [0, 1, 2]]))
         (folder / "stop").touch()
         give_up = time.monotonic() + 2 * GUARD_S
         while not (folder / "done").exists():
             assert time.monotonic() < give_up, "what is left does not end"
-            lives.keep_alive(folder / "done")
+            lives.check()
             time.sleep(0.02)
     finally:
         lives.end()
@@ -220,7 +204,7 @@ def test_what_was_accepted_is_trained_on_once_whatever_is_killed(
 ) -> None:
     _drive(tmp_path, Lives(tmp_path, least), kills, seed, interval_s)
     accepted = [int(line) for line in (tmp_path / "accepted").read_text().split()]
-    ranks = [Weights(tmp_path / f"rank{rank}") for rank in range(2)]
+    ranks = [Weights(tmp_path, rank) for rank in range(2)]
     trained = [number for rank in ranks for number in rank.ids()]
     assert Counter(trained) == Counter(accepted)
     assert len(set(trained)) == len(trained) >= least

@@ -6,6 +6,7 @@ two processes, as tensor parallelism has it. "resize": more ranks, then fewer.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -109,6 +110,13 @@ class World:
             self._ranks = ranks
         dist.all_reduce(tensor)
 
+    def save(self, state: dict[str, int]) -> None:
+        """What the weights contain. Only a collective of all follows, so nobody saves an older one later."""
+        self.store.set("weights", json.dumps(state))
+
+    def saved(self) -> dict[str, int]:
+        return dict(json.loads(self.store.get("weights")))
+
 
 def pieces(step: Any, features: frozenset[str]) -> Iterable[tuple[Any, float | None]]:
     """What a gradient each is made of: (micro-batches, loss tokens of all ranks, where known by now)."""
@@ -132,21 +140,35 @@ def run_rank(
         places = torch.arange(2 * dp_size).view(dp_size, 2)
         of_two: dict[str, Any] = {"mesh_dim_names": ("dp", "tp"), "_init_backend": False, "_rank": 2 * rank + seat}
         join = {"mesh": DeviceMesh("cpu", places, **of_two)}
-    for step in sb.RankFeed(address, movers=movers_of(features), rejoin="journal" in features, **join):
-        if dies and step.step == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        made = []
-        for micro_batches, loss_tokens in pieces(step, features):
-            gradient = Gradient()
-            for micro_batch in micro_batches:
-                gradient.add(micro_batch)
-            made.append((gradient, loss_tokens))
-        if (end := step.finish()) is None:
-            continue  # it is planned anew for the ranks that are left
-        for part, (gradient, loss_tokens) in enumerate(made):
-            total = gradient.flat() / (loss_tokens or end.loss_tokens)
-            world.all_reduce(total, end.ranks)
-            pipe.send((step.step, part, gradient.ids, total.tolist()))
+    feed = sb.RankFeed(address, movers=movers_of(features), rejoin="journal" in features, **join)
+    while True:
+        try:
+            for step in feed:
+                if dies and step.step == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                train(step, features, world, pipe)
+                world.save(feed.state_dict())
+            return
+        except sb.errors.RankLostError as error:
+            if "resize" not in features or error.cause != "other ranks have trained without it":
+                raise
+            # it is new in the run, and loads the weights of the others
+            feed.load_state_dict(world.saved())
+
+
+def train(step: sb.Step, features: frozenset[str], world: World, pipe: Any) -> None:
+    made = []
+    for micro_batches, loss_tokens in pieces(step, features):
+        gradient = Gradient()
+        for micro_batch in micro_batches:
+            gradient.add(micro_batch)
+        made.append((gradient, loss_tokens))
+    if (end := step.finish()) is None:
+        return  # it is planned anew for the ranks that are left
+    for part, (gradient, loss_tokens) in enumerate(made):
+        total = gradient.flat() / (loss_tokens or end.loss_tokens)
+        world.all_reduce(total, end.ranks)
+        pipe.send((step.step, part, gradient.ids, total.tolist()))
 
 
 def batched(rollouts: Sequence[sb.Rollout], size: int) -> Iterable[Sequence[sb.Rollout]]:

@@ -103,8 +103,10 @@ def test_no_new_attempt_while_an_absent_process_may_have_the_step() -> None:
     ledger = started()
     number, attempt = step_of(ledger, ready=[A, B])
     ledger.orders()
-    ledger.finished(B, 1, number, attempt)
     ledger.lost(B, 1)
+    assert ledger.joined(B, 0, 5, Claim(Weights(1, attempt))) is None
+    ledger.orders()
+    ledger.lost(B, 5)
     ledger.reported(A, 0, number, attempt, Phase.FAILED)
     assert not told(ledger.orders(), Drop, Work, WritePlan)
 

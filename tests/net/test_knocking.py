@@ -33,12 +33,12 @@ from stream_balancer.net.messages import (
     Refused,
     Welcome,
     Work,
-    WorkItem,
     check_runs,
     frame,
     read_envelope,
     read_header,
 )  # fmt: skip
+from stream_balancer.rollouts import Denominators, MiniBatchSize
 from stream_balancer.wire.payload import Payload
 
 SOAK = pytest.param(100_000, marks=pytest.mark.soak)
@@ -169,7 +169,19 @@ def test_a_crowd_fills_no_log(network: Network, caplog: pytest.LogCaptureFixture
 
 GOOD = [
     frame(Call(3, 1, "put", msgspec.Raw(b"\x93\x01\x02\x03")), 1024, (0, 512, 576, 64), 2, (1, 2)),
-    frame(Work(1, 2, 3, (WorkItem(1), WorkItem(2, 7, True)), None, ("a",), msgspec.Raw(b"\x80"))),
+    frame(
+        Work(
+            step=1,
+            attempt=2,
+            ranks=(0, 3),
+            place=1,
+            needs_commit=True,
+            load=1.5,
+            sizes=Denominators(1, 2, 3, 4),
+            mini_batches=(MiniBatchSize(1, 0.5, 2, 3, 4, 5),),
+            header=msgspec.Raw(b"\x80"),
+        )
+    ),
     frame(Join(b"p" * 32, "rank", "x", NONCE, ("shared_memory",), msgspec.Raw(b"\x81\xa4rank\x00"))),
 ]
 
@@ -240,7 +252,7 @@ def test_a_stranger_cannot_have_memory_allocated(network: Network) -> None:
 
 
 def test_who_has_much_to_say_of_itself_is_let_in(network: Network) -> None:
-    """A producer with ten thousand slots, or a rank with as many items."""
+    """A producer with ten thousand slots, or a rank that holds many steps."""
     network.listen()
     about = msgspec.Raw(msgspec.msgpack.encode([(number, 1, 100) for number in range(20_000)]))
     joiner = Handshake(TOKEN, msgspec.structs.replace(join_of(), about=about))

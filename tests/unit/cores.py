@@ -42,4 +42,4 @@ def saved(core: BalancerCore, now: float = 0.0) -> Snapshot:
     file = io.BytesIO()
     torch.save(state_dict(core.snapshot(now)), file)
     file.seek(0)
-    return read_state_dict(torch.load(file, weights_only=True))
+    return read_state_dict(torch.load(file, weights_only=True))[0]

@@ -29,17 +29,16 @@ from stream_balancer.rollouts import SUPPORTED_DTYPES, MicroBatch, Rollout
 from stream_balancer.wire import codec
 from stream_balancer.wire.codec import Decoded, Encoded
 from stream_balancer.wire.header import lay_out, read_header
-from stream_balancer.wire.payload import Memory
+from stream_balancer.wire.payload import Memory, reader
 
 KINDS: list[type[m.Message]] = list(get_args(m.AnyMessage))
-SIZES = m.Denominators(1, 2, 3, 4)
 SPECIAL: dict[str, Any] = {
-    "items": (m.WorkItem(5, 6, remote=True), m.WorkItem(7)),
-    "head": m.StepHead(8, 1.5, True, (m.MiniBatchSize(1, 0.5, 2, 3, 4, 5),), 3),
-    "sizes": SIZES,
-    "mini_batches": (SIZES, SIZES),
-    "resized": (m.ResizedExecution("g", "e", 2, 30), m.ResizedExecution(None, "e", 2, 30)),
+    "load": 1.5,
+    "sizes": m.Denominators(1, 2, 3, 4),
+    "mini_batches": (m.MiniBatchSize(1, 0.5, 2, 3, 4, 5),),
     "reason": "value",
+    "movers": ("shared_memory",),
+    "body": b"note",
 }
 
 
@@ -51,11 +50,7 @@ def example_of(kind: type[m.Message]) -> m.Message:
     }  # fmt: skip
     values: dict[str, Any] = {}
     for name, type_ in get_type_hints(kind, include_extras=True).items():
-        known = SPECIAL.get(name)
-        if kind in (m.Go, m.Report) and name == "items":
-            known = (1, 2, 3)
-        elif kind is m.Close or name == "movers" or name == "body":
-            known = {"reason": "why", "movers": ("shared_memory",), "body": b"note"}[name]
+        known = "why" if kind is m.Close else SPECIAL.get(name)
         values[name] = by_type[type_] if known is None else known
     return kind(**values)
 
@@ -90,14 +85,54 @@ def test_tags_are_distinct() -> None:
         [21, 1.5],
         [6, "x" * 65_537],
         [5, "no such reason", ""],
-        [11, 0, 0, list(range(m.MAX_ENTRIES + 1)), 1],
-        [10, 0, 0, 0, [[-1]]],
-        [15, 0, [1], [b"bytes"]],
+        [10, 0, 0, list(range(m.MAX_ENTRIES + 1)), 0, True, 0.0, [1, 2, 3, 4]],
+        [10, 0, 0, [-1], 0, True, 0.0, [1, 2, 3, 4]],
+        [10, 0, 0, [0], 0, True, 0.0, [1, 2, 3]],
+        [10, 0, 0, [0], 0, True, 0.0, [1, 2, 3, 4], [[1, 0.5]]],
+        [12, 0, 0, ["x" * 65_537]],
+        [12, 0, 0, [b"bytes"]],
+        [17, 0, 0, 1],
     ],
+    ids=lambda message: str(message)[:40],
 )
 def test_what_this_version_would_not_send_is_refused(message: list[object]) -> None:
     with pytest.raises(WireError, match="cannot be read"):
         read(msgspec.msgpack.encode([message]))
+
+
+ABOUT = m.About(
+    rank=1, dp_size=2, incarnation=3, depth=4, seat=5, seats=6, max_batch_bytes=7, weights=(8, 9), acked=6,
+    holds={8: (10, 3), 9: (11, 0)}, is_start=False,
+)  # fmt: skip
+ADMITTED = m.Admitted(incarnation=1, term=2**60, has_barrier=True)
+
+
+@pytest.mark.parametrize("about", [ABOUT, ADMITTED], ids=lambda about: type(about).__name__)
+def test_what_is_said_at_a_join_comes_back_as_it_was(about: msgspec.Struct) -> None:
+    assert reader(type(about), "it")(msgspec.msgpack.encode(about)) == about
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"holds": {0: (1, 6)}},
+        {"holds": {0: (-1, 3)}},
+        {"holds": {0: (1,)}},
+        {"holds": {"x": (1, 3)}},
+        {"weights": (-1, 0)},
+        {"weights": (2**62, 0)},
+        {"weights": (1,)},
+        {"acked": -2},
+        {"depth": 0},
+        {"seats": 4097},
+        {"rank": -1},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_what_no_rank_says_of_itself_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(WireError, match="cannot be read"):
+        reader(m.About, "it")(msgspec.msgpack.encode(msgspec.structs.asdict(ABOUT) | change))
 
 
 def test_a_refusal_is_raised_where_it_is_read() -> None:

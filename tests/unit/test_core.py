@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from cores import saved
 from helpers import polled
 from invariants import verify
 
 import stream_balancer as sb
 from stream_balancer.core.groups import GroupSize
+from stream_balancer.core.in_flight import StepTiming
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import EVENTS, Observer
 from stream_balancer.testing import make_rollout, make_rollouts
@@ -84,6 +86,120 @@ def test_the_loss_of_a_group_that_was_done_takes_nothing_from_the_next_of_its_na
     core.mark_missing(batch.step, {"r0", "r1"})
     core.acknowledge(batch.step)
     assert core.buffer.groups.incomplete() == {"g0": 1}
+    verify(core)
+
+
+# -- a step in flight, planned again -----------------------------------------------------------------------------------
+
+
+def names_of(batch: sb.Batch) -> list[str]:
+    return sorted(r.rollout_id for r in batch.rollouts if not r.is_padding)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 5])
+def test_a_step_planned_again_has_what_is_left_on_so_many_ranks(dp_size: int) -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=6, window=6))
+    core.add_all(list(make_rollouts([3, 4, 5, 6, 7, 8])), 0.0)
+    before = polled(core)
+    core.mark_missing(before.step, ["r1", "r4", "never put"])
+    after = core.replan(before.step, dp_size)
+    assert (after.step, after.reason, len(after.ranks)) == (before.step, before.reason, dp_size)
+    assert names_of(after) == ["r0", "r2", "r3", "r5"]
+    assert {share.denominators for share in after.ranks} == {(4, 3 + 5 + 6 + 8, 2 + 4 + 5 + 7, 4)}
+    assert [(share.rank, share.dp_size) for share in after.ranks] == [(rank, dp_size) for rank in range(dp_size)]
+    assert all(share.micro_batches for share in after.ranks)
+    assert core.in_flight.delivered() == (after,)
+    assert core.config.dp_size == 2, "of the next plan"
+    more = core.replan(before.step, 2)
+    assert names_of(more) == names_of(after), "what is missing stays missing"
+    assert core.statistics(0.0).accepted == 6
+
+
+def test_what_a_step_was_planned_without_is_lost_at_its_acknowledgement_and_may_come_again() -> None:
+    core, recording = observed(batch_size=4, window=4)
+    core.add_all([event(name) for name in "abcd"], 0.0)
+    batch = polled(core)
+    core.mark_missing(batch.step, ["b"])
+    core.replan(batch.step, 3)
+    core.mark_missing(batch.step, ["d"])
+    again = core.replan(batch.step, 1)
+    with pytest.raises(sb.errors.DuplicateRolloutError, match="already held"):
+        core.add(event("b"), 0.0)
+    assert core.statistics(0.0).evicted["lost"] == 0
+    recording.taken()
+    assert core.acknowledge(batch.step) is again
+    assert recording.taken() == [("acknowledged", 0), ("evicted", "b", "lost"), ("evicted", "d", "lost")]
+    counts = core.statistics(0.0)
+    assert (counts.acknowledged, counts.evicted["lost"], counts.in_flight) == (2, 2, 0)
+    core.add_all([event("b"), event("d")], 0.0)
+    with pytest.raises(sb.errors.DuplicateRolloutError, match="is done"):
+        core.add(event("a"), 0.0)
+    core.end()
+    assert names_of(polled(core)) == ["b", "d"]
+    verify(core)
+
+
+def test_a_step_planned_again_is_given_again_as_it_was_planned_last() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=4, window=4))
+    core.add_all(list(make_rollouts([3, 4, 5, 6])), 0.0)
+    step = polled(core).step
+    core.mark_missing(step, ["r0"])
+    last = core.replan(step, 2)
+    core.nack(step)
+    assert polled(core) is last
+    core.nack(step)
+    core.reconfigure(core.config.replace(dp_size=1))
+    other = polled(core)
+    assert (len(other.ranks), names_of(other)) == (1, ["r1", "r2", "r3"])
+    verify(core)
+
+
+def test_what_a_step_was_planned_without_is_in_flight_also_after_a_restart() -> None:
+    core = grouped()
+    core.add_all(siblings(4), 0.0)
+    step = polled(core).step
+    core.mark_missing(step, ["r1"])
+    core.replan(step, 1)
+    restored = grouped()
+    restored.restore(saved(core), 0.0)
+    verify(restored)
+    before, after = core.statistics(0.0), restored.statistics(0.0)
+    assert (after.accepted, after.waiting, after.in_flight) == (before.accepted, before.waiting, 4)
+    assert names_of(polled(restored)) == ["r0", "r2", "r3"]
+    restored.acknowledge(step)
+    assert restored.statistics(0.0).evicted["lost"] == 1
+    restored.add(make_rollout(4, "r1", group_id="g0"), 0.0)
+    assert not restored.buffer.groups.incomplete(), "its siblings have been trained on"
+    verify(restored)
+
+
+def test_times_of_the_plan_before_are_not_those_of_the_new_one() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=4, window=4))
+    timed: list[list[int]] = []
+
+    class Timed(Observer):
+        def timed(self, batch: sb.Batch, timings: Any, now: float) -> None:
+            timed.append([one.rank for one in timings])
+
+    core.observers.append(Timed())
+    core.add_all(list(make_rollouts([3, 4, 5, 6])), 0.0)
+    step = polled(core).step
+    core.record_step(StepTiming(step, 1, 1.0), 0.0)
+    core.replan(step, 2)
+    core.record_step(StepTiming(step, 0, 1.0), 0.0)
+    assert timed == []
+    core.record_step(StepTiming(step, 1, 1.0), 0.0)
+    assert timed == [[0, 1]]
+
+
+def test_only_a_step_in_flight_is_planned_again() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=2))
+    with pytest.raises(ValueError, match="step 0 is not in flight"):
+        core.replan(0, 1)
+    core.add_all(list(make_rollouts([3, 4])), 0.0)
+    core.acknowledge(polled(core).step)
+    with pytest.raises(ValueError, match="step 0 is not in flight"):
+        core.replan(0, 1)
     verify(core)
 
 

@@ -99,6 +99,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.acknowledged: set[int] = set()
         self.through: set[int] = set()
         """Steps in flight that the trainer is through with."""
+        self.missing: dict[int, set[str]] = {}
+        """By step in flight: rollouts without a payload."""
         self.passed_over: dict[str, int] = {}
         self.step_tokens: list[int] = []
         self.ended = False
@@ -275,9 +277,25 @@ class CoreMachine(RuleBasedStateMachine):
         steps = [b.step for b in self.core.in_flight.delivered()]
         if steps:
             step = data.draw(st.sampled_from(steps))
-            self.core.acknowledge(step)
+            self.acknowledge_step(step)
             with pytest.raises(ValueError, match=f"step {step} is not in flight"):
                 self.core.acknowledge(step)
+            with pytest.raises(ValueError, match=f"step {step} is not in flight"):
+                self.core.replan(step, 1)
+
+    def acknowledge_step(self, step: int) -> None:
+        """What is missing of it is lost, and may be put again."""
+        missing, before = self.missing.pop(step, set()), self.core.statistics(self.now)
+        batch = self.core.acknowledge(step)
+        after = self.core.statistics(self.now)
+        assert after.evicted["lost"] - before.evicted["lost"] == len(missing)
+        left = {r.rollout_id for r in batch.rollouts if not r.is_padding} - missing
+        assert after.acknowledged - before.acknowledged == len(left)
+        assert before.in_flight - after.in_flight == len(left) + len(missing)
+        assert not missing & (self.core.ids.held | self.core.ids.past.keys())
+        self.dispatched -= missing
+        self.take_evicted()
+        assert missing <= self.evicted
 
     @rule(data=st.data())
     def acknowledge_without_some(self, data: st.DataObject) -> None:
@@ -289,13 +307,28 @@ class CoreMachine(RuleBasedStateMachine):
             self.core.mark_missing(batch.step, [*missing, "never put"])
             self.core.mark_missing(batch.step, missing)
             assert self.core.statistics(self.now) == before
-            self.core.acknowledge(batch.step)
-            after = self.core.statistics(self.now)
-            assert after.evicted["lost"] - before.evicted["lost"] == len(missing)
-            assert after.acknowledged - before.acknowledged == batch.num_rollouts - len(missing)
-            self.dispatched -= missing
-            self.take_evicted()
-            assert missing <= self.evicted
+            self.missing.setdefault(batch.step, set()).update(missing)
+            self.acknowledge_step(batch.step)
+
+    @rule(data=st.data(), dp_size=st.sampled_from([2, 1, 3]))
+    def replan(self, data: st.DataObject, dp_size: int) -> None:
+        """A step in flight is planned again for other ranks, and perhaps without some of it."""
+        flying = self.core.in_flight.delivered()
+        if not flying:
+            return
+        batch = data.draw(st.sampled_from(flying))
+        left = sorted(r.rollout_id for r in batch.rollouts if not r.is_padding)
+        most = min(len(left) - 1, 2)
+        missing = set(data.draw(st.lists(st.sampled_from(left), max_size=most, unique=True))) if most else set()
+        before = self.core.statistics(self.now)
+        self.core.mark_missing(batch.step, missing)
+        again = self.core.replan(batch.step, dp_size)
+        assert (again.step, again.reason, len(again.ranks)) == (batch.step, batch.reason, dp_size)
+        assert sorted(r.rollout_id for r in again.rollouts if not r.is_padding) == sorted({*left} - missing)
+        assert [b.step for b in self.core.in_flight.delivered()] == [b.step for b in flying]
+        self.check_shares(again)
+        assert self.core.statistics(self.now) == before
+        self.missing.setdefault(batch.step, set()).update(missing)
 
     @rule()
     def worked_through(self) -> None:
@@ -336,7 +369,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert after.redelivering == sum(b.num_rollouts for b in chosen) == after.nacked - before.nacked
         assert {b.step for b in self.core.in_flight.delivered()} == {b.step for b in flying} - {b.step for b in chosen}
         if data.draw(st.booleans()):
-            self.core.acknowledge(chosen.pop().step)  # it was trained on after all
+            self.acknowledge_step(chosen.pop().step)  # it was trained on after all
         for batch in sorted(chosen, key=lambda b: b.step):
             assert self.core.next_wakeup() == -math.inf
             self.check_again(self.core.poll(self.now), batch)
@@ -498,7 +531,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.passed_over = {}
         after = self.core.statistics(self.now)
         assert after.accepted == before.accepted
-        assert after.waiting + after.redelivering == before.waiting + before.in_flight
+        assert (after.waiting, after.in_flight) == (before.waiting, before.in_flight)
+        assert after.redelivering == after.in_flight - sum(map(len, self.missing.values()))
         if after.accepted:
             with pytest.raises(ValueError, match="needs a fresh balancer"):
                 self.core.restore(snapshot, self.now)
@@ -525,7 +559,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.poll()
             if self.core.next_wakeup() > self.now:  # what waits must wait for the batches before it
                 for batch in self.core.in_flight.delivered():
-                    self.core.acknowledge(batch.step)
+                    self.acknowledge_step(batch.step)
         assert self.core.finished
         assert self.accepted.keys() == self.dispatched | self.evicted
         assert not self.dispatched & self.evicted
@@ -568,7 +602,7 @@ class CoreMachine(RuleBasedStateMachine):
         real = [r for r in batch.rollouts if not r.is_padding]
         assert batch.num_tokens == sum(r.num_tokens for r in real)
         for rank, share in enumerate(batch.ranks):
-            assert (share.rank, share.step, share.dp_size) == (rank, batch.step, c.dp_size)
+            assert (share.rank, share.step, share.dp_size) == (rank, batch.step, len(batch.ranks))
             assert share.global_num_rollouts == len(real)
             assert share.global_num_tokens == batch.num_tokens
             assert share.global_num_executions == len({(r.group_id, r.execution_id or r.rollout_id) for r in real})

@@ -128,7 +128,7 @@ def test_time_begins_anew_in_a_balancer_that_was_started_again() -> None:
     core.add_all([], 0.0, GroupSize("g1", 4))
     for name, at in (("r0", 100.0), ("r1", 101.0)):
         core.add(sibling(name), at)
-    other.restore(read_state_dict(state_dict(core.snapshot(103.0))), 203.0)
+    other.restore(read_state_dict(state_dict(core.snapshot(103.0)))[0], 203.0)
     assert other.next_wakeup() == 203.0 + 2 * 3.0
     for name, at in (("s0", 210.0), ("s1", 211.0)):
         other.add(sibling(name, group_id="g1"), at)

@@ -18,7 +18,8 @@ from torch import Tensor
 import stream_balancer as sb
 from stream_balancer.client.device import Streams, Uploader
 from stream_balancer.client.port import Arrived
-from stream_balancer.rollouts import MicroBatch
+from stream_balancer.net import messages
+from stream_balancer.rollouts import Denominators, MicroBatch
 from stream_balancer.testing import make_rollout
 from stream_balancer.wire.codec import Decoded, decode, encode
 from stream_balancer.wire.payload import Pool, aligned
@@ -81,7 +82,9 @@ class Work:
         memory = pool.take(came.size)
         memory[:] = came
         self.decoded: Decoded = decode(encoded.header, memory)
-        self.arrived = Arrived(self.decoded, uploader)
+        sizes = Denominators(2, 40_001, 40_001, 2)
+        message = messages.Work(step, 1, (0,), 0, True, 1.0, sizes, header=encoded.header)
+        self.arrived = Arrived(message, self.decoded, uploader)
         self.arrived.land()
 
     @property
@@ -106,7 +109,7 @@ def test_work_is_copied_when_it_arrives_and_waited_for_when_it_is_taken(
     works = [Work(step, uploader, pool) for step in range(2)]
     assert streams.log == ["record", "record"], "the next one does not wait for the one before to be taken"
     for step, work in enumerate(works):
-        work.arrived.micro_batch(0, (), None)
+        work.arrived.micro_batches(frozenset())
         assert_is_step(work, step)
     assert streams.log[2:] == ["wait 0", "wait 1"]
     kept = [tensor.untyped_storage().data_ptr() for tensor in streams.kept]
@@ -122,7 +125,7 @@ def test_memory_returns_to_the_pool_only_when_its_copy_is_done(streams: FakeStre
 
     pool = Pool(allocate=allocate)
     work = Work(0, uploader, pool)
-    work.arrived.micro_batch(0, (), None)
+    work.arrived.micro_batches(frozenset())
     del work
     gc.collect()
     later = Work(1, uploader, pool)

@@ -15,13 +15,10 @@ from invariants import verify
 from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer.core.batching import lay_out
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.checkpoint import read_state_dict, state_dict
-from stream_balancer.host.plans import StepPlan, seal_of
 from stream_balancer.host.records import batch_of, plan_of
-from stream_balancer.net.messages import ResizedExecution
 from stream_balancer.rollouts.tensors import Packed
 from stream_balancer.testing import make_rollout
 
@@ -151,7 +148,7 @@ def delivered_again(executions: Sequence[Sequence[sb.Rollout]], **knobs: object)
     core.poll(0.0)
     for _ in range(2):
         state, core = state_dict(core.snapshot(0.0)), core_of(**knobs)
-        core.restore(read_state_dict(state), 0.0)
+        core.restore(read_state_dict(state)[0], 0.0)
         batch = polled(core)
     return batch
 
@@ -207,21 +204,50 @@ def test_an_execution_comes_in_one_put() -> None:
     verify(core)
 
 
-# -- payloads that are gone --------------------------------------------------------------------------------------------
+# -- planned again -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_left_of_an_execution_is_agreed_upon() -> None:
+def counted(batch: sb.Batch) -> list[Any]:
+    """Each rollout with the size of its execution in the step."""
+    every = [
+        (r, size)
+        for share in batch.ranks
+        for mb in share.micro_batches
+        for r, size in zip(mb.rollouts, mb.execution_sizes, strict=True)
+    ]
+    return sorted((r.rollout_id, size) for r, size in every if not r.is_padding)
+
+
+def in_flight(executions: Sequence[Sequence[sb.Rollout]], **knobs: object) -> tuple[BalancerCore, sb.Batch]:
+    core = core_of(**knobs)
+    for its in executions:
+        core.add_all(its, 0.0)
+    core.end()
+    return core, polled(core)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+def test_a_step_planned_again_counts_what_is_left_of_each_execution(dp_size: int) -> None:
     executions = [
         [sample(3, "g", "whole", seed=1), sample(4, "g", "whole", seed=2)],
         [sample(5, "g", "partly", seed=3), sample(6, "g", "partly", seed=4), sample(7, "g", "partly", seed=5)],
         [sample(8, "g", None, seed=6)],
         [sample(9, "g", None, seed=7)],
     ]
-    batch = planned(executions, dp_size=2, groups=sb.Groups(size=4), batch_size=8)
+    core, batch = in_flight(executions, dp_size=2, groups=sb.Groups(size=4), batch_size=8)
     gone = {f"g/{name}" for name in ("whole/1", "whole/2", "partly/4", "None/6")}
-    seal = seal_of(StepPlan((), batch, 0, 0.0), 1, [0, 1], gone)
-    assert (seal.sizes.rollouts, seal.sizes.executions) == (3, 2)
-    assert seal.resized == (ResizedExecution("g", "partly", 2, 10),)
+    core.mark_missing(batch.step, gone)
+    again = core.replan(batch.step, dp_size)
+    assert {share.denominators for share in again.ranks} == {(3, 5 + 7 + 9, 4 + 6 + 8, 2)}
+    assert (again.num_rollouts, again.num_tokens, again.num_executions) == (3, 21, 2)
+    assert counted(again) == [("g/None/7", (1, 8)), ("g/partly/3", (2, 10)), ("g/partly/5", (2, 10))]
+    left = [[one for one in its if one.rollout_id not in gone] for its in executions]
+    for divide in DIVISORS:
+        whole = gradient_of_one_batch([its for its in left if its], divide)
+        for name, way in {"planned": again, "wire": over_the_wire(again), "journal": from_the_journal(again)}.items():
+            assert (gradient_of_ranks(way, divide) - whole).abs().max() <= 1e-6 * whole.abs().max(), name
+    core.acknowledge(again.step)
+    verify(core)
 
 
 @pytest.mark.parametrize(
@@ -234,31 +260,16 @@ def test_what_is_left_of_an_execution_is_agreed_upon() -> None:
     ],
     ids=str,
 )
-def test_what_lost_ranks_owed_is_on_those_that_are_left_and_counts_as_before(more: dict[str, Any]) -> None:
-    core = core_of(**{"dp_size": 6, "batch_size": 64, **more})
-    for its in some_executions(16):
-        core.add_all(its, 0.0)
-    core.end()
-    batch = polled(core)
-    held = {rank: list(share.micro_batches) for rank, share in enumerate(batch.ranks)}
-
-    def counted() -> list[Any]:
-        every = [
-            (r, size)
-            for its in held.values()
-            for mb in its
-            for r, size in zip(mb.rollouts, mb.execution_sizes, strict=True)
-        ]
-        return sorted((r.rollout_id, size) for r, size in every if not r.is_padding)
-
-    whole = counted()
-    for lost in (3, 0, 5):  # the third takes with it what it had taken over
-        owed = [r for mb in held.pop(lost) for r in mb.rollouts if not r.is_padding]
-        parts = lay_out(core, owed, batch.rollouts, step=batch.step, dp_size=len(held))
-        for its, part in zip(held.values(), parts, strict=True):
-            its += part
-            assert all(one.num_tokens <= (core.config.micro_batches.max_tokens or 10**9) for one in part)
-            assert not len(part) % core.config.micro_batches.multiple_of
-        assert counted() == whole
-    assert core.in_flight.delivered() == (batch,)
-    verify(core)
+def test_a_step_planned_again_for_fewer_ranks_counts_as_before(more: dict[str, Any]) -> None:
+    core, batch = in_flight(some_executions(16), **{"dp_size": 6, "batch_size": 64, **more})
+    whole, sizes, config = counted(batch), batch.ranks[0].denominators, core.config
+    for dp_size in (5, 4, 3):
+        batch = core.replan(batch.step, dp_size)
+        assert len(batch.ranks) == dp_size
+        assert counted(batch) == whole
+        for share in batch.ranks:
+            assert share.denominators == sizes
+            assert all(one.num_tokens <= (config.micro_batches.max_tokens or 10**9) for one in share.micro_batches)
+            assert not len(share.micro_batches) % config.micro_batches.multiple_of
+        assert core.in_flight.delivered() == (batch,)
+        verify(core)

@@ -203,3 +203,30 @@ def test_planned_again_for_other_ranks_each_keeps_its_rollouts_and_denominators(
     for old, new in zip(of_ranks(before), of_ranks(after), strict=True):
         assert {r.rollout_id for r in real(old)} == {r.rollout_id for r in real(new)}
         _check_piece(core.config, new)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+def test_planned_again_without_some_each_divides_by_what_is_left_and_an_empty_one_goes(dp_size: int) -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=12, window=12, mini_batches=3))
+    for number in range(12):
+        core.add(make_rollout(2 + number, f"r{number}"), 0.0)
+    before = polled(core)
+    first, second, third = ([r.rollout_id for r in real(parts)] for parts in of_ranks(before))
+    core.mark_missing(before.step, [first[0], *second])
+    after = core.replan(before.step, dp_size)
+    assert [sorted(r.rollout_id for r in real(parts)) for parts in of_ranks(after)] == [
+        sorted(first[1:]), sorted(third)
+    ]  # fmt: skip
+    for parts in of_ranks(after):
+        _check_piece(core.config.replace(dp_size=dp_size), parts)
+    assert {one.denominators for one in after.ranks} == {denominators_of(real(after.ranks))}
+    assert [one.mini_batch_sizes for one in from_the_journal(after).ranks] == [
+        one.mini_batch_sizes for one in after.ranks
+    ]
+    core.mark_missing(before.step, third)
+    last = core.replan(before.step, dp_size)
+    assert {r.rollout_id for r in real(last.ranks)} == {*first[1:]}
+    assert [one.mini_batch_sizes for one in last.ranks] == [()] * dp_size, "one is the whole step"
+    core.acknowledge(before.step)
+    assert (core.counts.acknowledged, core.counts.evicted["lost"]) == (3, 9)
+    verify(core)

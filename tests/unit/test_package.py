@@ -107,7 +107,7 @@ LAYERS = [
     {"errors", "values", "field_docs", "cost"},
     {"planning"},
     {"rollouts", "statistics", "config"},
-    {"core", "wire", "slots"},
+    {"core", "wire", "slots", "steps"},
     {"net", "facade", "learn"},
     {"host", "client"},  # the controller's process, and the others': what they share is below them
     {"tools", "metrics", "integrations", "ray"},
@@ -120,12 +120,12 @@ other. A single module may import, and be imported by, another name of its layer
 
 WAITING = {"anyio", "asyncio", "trio", "time", "threading", "random", "datetime", "concurrent", "multiprocessing"}
 """An event loop, a clock, a thread, or chance."""
-PURE = set().union(*LAYERS[:3]) - {"errors"} | {"core", "learn", "wire"}
+PURE = set().union(*LAYERS[:3]) - {"errors"} | {"core", "learn", "steps", "wire"}
 PURE_TOOLS = "generation length_models simulate simulation_report simulation_run trace tune tune_report"
 PURE_MODULES = [f"tools.{name}" for name in PURE_TOOLS.split()]
-PURE_MODULES += ["host.checkpoint", "host.plan_rows", "host.records"]
+PURE_MODULES += ["host.checkpoint", "host.records"]
 """Pure modules in folders that are not."""
-WITHOUT_TORCH = {"errors", "field_docs", "cost", "planning", "config", "core", "learn"}
+WITHOUT_TORCH = {"errors", "field_docs", "cost", "planning", "config", "core", "learn", "steps"}
 
 EVERY = sorted(modules().keys() - {NAME})
 

@@ -34,13 +34,13 @@ from stream_balancer.host.journal import Change, Journal, Recovered, journal
 from stream_balancer.host.journal.log import PAGE_BYTES, Log
 from stream_balancer.host.records import (
     FORMAT,
-    Acked,
-    Came,
+    Attempt,
     Done,
     Ended,
     Fact,
     Group,
     HeldRollout,
+    PeerFact,
     PlanRow,
     Records,
     Totals,
@@ -138,7 +138,7 @@ def test_a_damaged_row_is_set_aside_and_the_rest_comes_back(
 def test_damaged_facts_are_named_and_rollouts_come_back(at: int) -> None:
     state = state_dict(busy_core().snapshot(20.0))
     state["facts"][at] ^= 255
-    snapshot = read_state_dict(state)
+    snapshot = read_state_dict(state)[0]
     assert snapshot.set_aside
     held = [*snapshot.waiting, *(r for batch in snapshot.in_flight for r in batch.rollouts)]
     assert len(held) == 9
@@ -149,17 +149,19 @@ def test_damaged_facts_are_named_and_rollouts_come_back(at: int) -> None:
 
 def test_other_dicts_are_refused() -> None:
     for nonsense in (None, [], "state"):
-        with pytest.raises(ValueError, match="format is None, expected 9"):
+        with pytest.raises(ValueError, match=f"format is None, expected {FORMAT}"):
             read_state_dict(nonsense)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="format is None, expected 9"):
+    with pytest.raises(ValueError, match=f"format is None, expected {FORMAT}"):
         read_state_dict({})
-    with pytest.raises(ValueError, match=r"format is 2, expected 9\. Load it with the stream_balancer that wrote it"):
+    with pytest.raises(
+        ValueError, match=rf"format is 2, expected {FORMAT}\. Load it with the stream_balancer that wrote it"
+    ):
         read_state_dict({"format": 2})
     for name in ("rollouts", "facts"):
         state = state_dict(busy_core().snapshot(20.0))
         del state[name]
         with pytest.raises(ValueError, match=f"has no '{name}'"):
-            read_state_dict(state)
+            read_state_dict(state)[0]
 
 
 def plan_row(step: int, *micro_batches: list[str]) -> PlanRow:
@@ -172,8 +174,8 @@ FACTS: list[Fact] = [
     Done(7, ["a"]),
     Group("g", None, closed=True),
     Totals(2, None, {"batches": {"window": 1}, "acknowledged": 4}, {"g": 2}),
-    Acked(3, 2**60, [0, 2], ["a"]),
-    Came(1, 7, True, [b"\x00\xff"]),
+    Attempt(3, 2**60, [0, 2]),
+    PeerFact(1, 7, 2, 6, True),
     Ended([b"\x00\xff"], True),
 ]
 

@@ -264,7 +264,7 @@ class Journal(Handed, Observer):
     # -- events --------------------------------------------------------------------------------------------------------
 
     def dispatched(self, batch: Batch) -> None:
-        self.put(plan_of(batch), self._totals())
+        self.put(plan_of(batch, self._core.in_flight.left_out(batch.step)), self._totals())
 
     def acknowledged(self, batch: Batch) -> None:
         ids = [rollout.rollout_id for rollout in batch.rollouts if not rollout.is_padding]
