@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from stream_balancer.steps.held import HeldStep
 
 
-
 class End(NamedTuple):
     """Ranks that meet at the end of a step, and the numbers that all divide by."""
 
