@@ -179,8 +179,8 @@ class Ledger:
         if first > self.next_step:
             return (
                 f"the weights contain all steps before {first}, and the next step here is {self.next_step}: the "
-                "controller was started without its journal, or from an older checkpoint. Start it with its journal, or "
-                "the ranks with weights of that time"
+                "controller was started without its journal, or from an older checkpoint. Start it with its journal, "
+                "or the ranks with weights of that time"
             )
         if not is_own and self._differs(process, claim.weights):
             return f"the weights contain another attempt of step {first - 1}: load the state_dict() of a living rank"
@@ -256,7 +256,7 @@ class Ledger:
             return None
         if (why := self._why_not(process, Claim(weights))) is not None:
             return why
-        seat.weights, seat.warned, seat.is_forgetting = weights, -1, False
+        seat.weights, seat.warned, seat.is_forgetting, seat.is_fresh = weights, -1, False, False
         return None
 
     def forgot(self, process: Process, link: int) -> None:

@@ -123,6 +123,19 @@ def test_the_last_acknowledgement_and_the_end_of_its_connection_may_come_in_one_
     assert told(ledger.orders(), Release) == [(Release, None, 0)]
 
 
+def test_a_second_seat_may_join_with_new_weights_after_the_first_has_loaded_others() -> None:
+    ledger = started(Meets.OWN)
+    number, attempt = step_of(ledger)
+    for process, link in ((A, 0), (B, 1)):
+        ledger.finished(process, link, number, attempt)
+        ledger.acked(process, link, number)
+    ledger.orders()
+    ledger.wanted = {0, 1, 2}
+    assert ledger.joined(Process(2, 0), 0, 5, Claim(is_start=True), num_seats=2) is None
+    assert ledger.loaded(Process(2, 0), 5, Weights(1, attempt)) is None
+    assert ledger.joined(Process(2, 1), 0, 6, Claim(is_start=True), num_seats=2) is None
+
+
 def test_a_planned_step_takes_room_before_it_is_sent() -> None:
     ledger = Ledger(lay_out)
     ledger.wanted = {0}
