@@ -219,9 +219,7 @@ async def test_who_asks_again_in_a_step_that_others_have_met_in_without_it_learn
         await settle()
         assert await steps[1].async_finish() is None
         for _ in range(2):  # it raises, however often it is asked
-            with pytest.raises(
-                sb.errors.RankLostError, match=r"weights of rank 1 .* lack step 0; those of rank 2"
-            ):
+            with pytest.raises(sb.errors.RankLostError, match=r"weights of rank 1 .* lack step 0; those of rank 2"):
                 await anext(feeds[1])
         if not back:  # with the others' weights it goes on
             feeds[1].load_state_dict(feeds[2].state_dict())
