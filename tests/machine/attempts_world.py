@@ -93,13 +93,8 @@ class Controller:
             return
         self.is_due = False
         ledger.wanted = set(world.wanted)
-        while ledger.next_step < NUM_STEPS and ledger.wants_step():
-            n = ledger.next_step
-            if world.log.term != self.term:
-                break
-            ledger.planned([f"{n}.{i}" for i in range(world.per_step)], remote=n in world.remote_steps)
-        ledger.is_ended = ledger.next_step >= NUM_STEPS
         for _ in range(60):
+            self.plan()
             orders = ledger.orders()
             if not orders:
                 return
@@ -116,6 +111,13 @@ class Controller:
                     self.halted = True
                     return
         raise AssertionError("orders without end")
+
+    def plan(self):
+        world, ledger = self.world, self.ledger
+        while ledger.next_step < NUM_STEPS and ledger.wants_step() and world.log.term == self.term:
+            n = ledger.next_step
+            ledger.planned([f"{n}.{i}" for i in range(world.per_step)], remote=n in world.remote_steps)
+        ledger.is_ended = ledger.next_step >= NUM_STEPS
 
     def carry_out(self, order):
         world, log = self.world, self.world.log
