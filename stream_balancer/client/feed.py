@@ -106,8 +106,8 @@ class RankFeed(OfOneProcess):
         :meth:`set_version` earlier. ``mesh``: a DeviceMesh in place of ``rank`` and ``dp_size``; processes that differ
         only along dimensions other than ``dp_dim`` (tensor, context, pipeline parallel) get the same steps, and all of
         them iterate. ``dp_dim`` may name several dimensions (HSDP). ``device``: destination of tensors; copies overlap
-        with the step before. ``incarnation``: earlier starts of this rank (default: TORCHELASTIC_RESTART_COUNT, else
-        0).
+        with the step before. ``incarnation``: number of earlier starts of this rank (default:
+        TORCHELASTIC_RESTART_COUNT, or 0).
 
         ``token``, ``name``: the transport's (default: the environment's ``STREAM_BALANCER_TOKEN``). ``tls``: encrypts
         the connection. ``movers``: ways for bytes, from ``"shared_memory"`` and ``"torch_dist"``; the socket if no
@@ -173,7 +173,7 @@ class RankFeed(OfOneProcess):
 
     @property
     def waiting_s(self) -> float:
-        """Seconds that the trainer has waited for a step until now; 0.0 while it has one."""
+        """Seconds that the trainer has waited until now; 0.0 while it works."""
         since = self._port.waiting_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -222,7 +222,7 @@ class RankFeed(OfOneProcess):
         return self._hand
 
     def _conclude(self, *, ack: bool) -> None:
-        """Put down the step in hand: it is in the weights. The port's lock is held."""
+        """Conclude the step in hand: it is in the weights. The port's lock is held."""
         hand = self._hand
         if hand is not None:
             hand.conclude()

@@ -200,8 +200,8 @@ class Step(OneRank):
         return Weights(self.step + 1, self._held.attempt) if is_used and self.is_mine else None
 
     def conclude(self) -> None:
-        """Put the step into the weights after the loop. The lock is held. Raises ConfigError if the ranks must meet
-        through ``finish()`` and the loop did not call it."""
+        """Note that the step is in the weights, after the loop. The lock is held. Raises ConfigError if the ranks must
+        meet through ``finish()`` and the loop did not call it."""
         if not self.is_mine or self._is_discarded:
             return
         if self._held.phase is not Phase.COMMITTED:

@@ -122,8 +122,8 @@ class BatchesInFlight:
         flight.batch = batch
 
     def redeliver(self, step: int) -> int:
-        """Mark a batch that reached no rank, or was not trained on, for delivery, older steps first. -> its rollouts, 0
-        if it was marked already. Raises ValueError for a step that is not in flight."""
+        """Mark a batch that reached no rank, or was not trained on, for redelivery, older steps first. -> its number of
+        rollouts, 0 if marked already. Raises ValueError for a step that is not in flight."""
         flight = self._flight(step)
         # marked twice, by a rank and by the user: delivered once
         number = 0 if step in self.again else flight.batch.num_rollouts
@@ -145,7 +145,7 @@ class BatchesInFlight:
     # -- training and acknowledgement ----------------------------------------------------------------------------------
 
     def begin_training(self, version: int | None) -> None:
-        """The trainer begins the oldest unfinished batch: record its age. O(batches in flight)."""
+        """The trainer begins the oldest delivered, unfinished batch: record its age once. O(batches in flight)."""
         for step, flight in self._flights.items():
             # a batch that waits for redelivery is not trained on, however old it is
             if not flight.trained and step not in self.again:

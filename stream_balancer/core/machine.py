@@ -137,8 +137,9 @@ class BalancerCore(BalancerState):
         return min(self.triggers.next_wakeup(), self.buffer.groups.next_cut())
 
     def cut_stragglers(self, now: float) -> bool:
-        """Release overdue groups (``groups.min_size``) without their late siblings, unless a batch can leave now. Call
-        before a ``poll``, at its ``now``. -> True if a group was released. O(n) if so."""
+        """Release groups that have enough siblings (``groups.min_size``) and have waited long enough for the late ones,
+        unless a batch can leave now. Call before a ``poll``, at its ``now``. -> True if a group was released. O(n) if
+        so."""
         if self.triggers.next_wakeup() == -math.inf:
             return False
         lacked = [self.buffer.groups.cut(group_id) for group_id in self.buffer.groups.overdue(now)]
@@ -171,7 +172,7 @@ class BalancerCore(BalancerState):
         plan = make_plan(self, due, num_rollouts)
         rows = rows_of(plan)
         batch = make_batch(self, plan, rows, reason, now)
-        # Arrival that completed a least batch, of all arrivals, held back or not. Rank waits before it count as
+        # Arrival that completed ``min_batch_size`` rollouts, held back or not. Rank waits before it count as
         # "no_data", waits after it as the price of the window.
         enough = min(self.config.min_batch_size, self.buffer.num_waiting) - 1
         enough_at = float(self.buffer.arrived_at[enough])
@@ -225,9 +226,9 @@ class BalancerCore(BalancerState):
             self.advance()
 
     def nack(self, step: int, *, was_given: bool = True) -> None:
-        """Mark a batch in flight as not trained: ``poll`` gives it again, same plan, older steps first.
-        ``was_given=False``: no rank received it, so it is not counted. Raises ValueError for a step that is not in
-        flight. O(batches in flight)."""
+        """Mark a batch in flight as not trained: ``poll`` gives it again, older steps first, in the same plan unless
+        ``dp_size`` changed. ``was_given=False``: no rank received it, so it is not counted. Raises ValueError for a
+        step that is not in flight. O(batches in flight)."""
         self.counts.nacked += self.in_flight.redeliver(step) * was_given
         self.changed()
 
@@ -268,7 +269,7 @@ class BalancerCore(BalancerState):
 
     def mark_missing(self, step: int, rollout_ids: Iterable[str]) -> None:
         """A rank trains the step without these rollouts, whose payloads it could not get. The acknowledgement counts
-        them as evicted ("lost"). May be repeated."""
+        them as evicted ("lost"), not as acknowledged. May be repeated."""
         self.in_flight.mark_missing(step, rollout_ids)
 
     def abandon_group(self, group_id: str) -> int:

@@ -95,8 +95,8 @@ async def serve(
     ``balancer.acknowledge_through(step)`` acknowledges from the controller, at a checkpoint: later reports of these
     steps change nothing, and a rank that comes back does not get them again.
 
-    After ``report_after_s`` seconds without a dispatch, a warning in the log names the cause: ranks without room,
-    or the number of rollouts that wait and their obstacle. The warning repeats after twice that time, and so on.
+    After the balancer's ``report_after_s`` without a dispatch, a warning in the log names the cause: ranks without
+    room, or the number of rollouts that wait and their obstacle. The warning repeats after twice that time, and so on.
 
     A new ``dp_size`` (:meth:`StreamBalancer.reconfigure`) applies from the next batch on. A leaving rank finishes its
     steps, then its iteration ends; ``serve`` waits for a new rank. See docs/elastic.md.
@@ -296,7 +296,7 @@ class Server(Host):
 
     async def _next_step(self, batches: Batches) -> bool:
         """Ask for a batch once every rank has room: until then, new rollouts widen the choice. False at the end."""
-        # after a restart, ranks may have left after the end: `finished` ends the wait without them
+        # after a restart, ranks that were told of the end may be gone: `finished` ends the wait for them
         await self._until(lambda: self._ledger.wants_step() or self._core.finished)
         ready_at = anyio.current_time()
         batch = await anext(batches, None)

@@ -28,7 +28,7 @@ MAX_MESSAGE_BYTES = 2**26
 # lists of a message are bounded, so that decoding takes bounded memory
 MAX_ENTRIES = 2**18
 SMALL = 2**16
-"""Most bytes that the asking thread sends itself if nothing is queued. Grouped messages cost fewer wake-ups."""
+"""Most bytes that the asking thread sends itself if no other call is open. Grouped messages cost fewer wake-ups."""
 CALL_BYTES = 512
 """Bytes that a call without payload counts for."""
 SOCKET = 0

@@ -167,7 +167,7 @@ class Decoded:
     # views
 
     def _finish(self) -> None:
-        """Prepare padding copies once, after the holes were filled."""
+        """Zero the loss masks of fetched padding copies, once, after the holes were filled."""
         if self._is_finished:
             return
         self._is_finished = True
